@@ -1,0 +1,2 @@
+from . import ops as ops
+from .functional import cross_entropy

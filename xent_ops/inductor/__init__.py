@@ -1,0 +1,1 @@
+"""What is for Inductor alone."""

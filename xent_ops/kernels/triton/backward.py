@@ -1,0 +1,99 @@
+"""The gradient of the row operator: each element read once and written once."""
+
+import triton
+import triton.language as tl
+
+from .numerics import LOG2E, activate, row_offset
+
+
+@triton.jit(do_not_specialize=["n_inner", "n_out_inner", "n_blocks", "ignore_index", "label_smoothing", "softcap", "logit_scale"])
+def backward_kernel(
+    grad_loss_ptr,  # (N,) with a stride, 0 for an expanded scalar
+    grad_lse_ptr,  # (N,) likewise
+    grad_entropy_ptr,  # (N,) likewise
+    logits_ptr,  # (outer, inner, V), rows of any stride
+    target_ptr,  # (N,), contiguous, any integer dtype
+    lse_ptr,  # (N,)
+    entropy_ptr,  # (N,)
+    weight_ptr,  # (V,) in the accumulator's dtype
+    weight_sum_ptr,  # (1,)
+    grad_ptr,  # (outer, inner, V): may be the logits themselves
+    n_cols,
+    n_blocks,
+    n_inner,
+    stride_outer,
+    stride_inner,
+    n_out_inner,
+    out_stride_outer,
+    out_stride_inner,
+    grad_loss_stride,
+    grad_lse_stride,
+    grad_entropy_stride,
+    ignore_index: "i64",
+    label_smoothing: "fp64",
+    softcap: "fp64",
+    logit_scale: "fp64",
+    HAS_GRAD_LSE: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """grad_x_j = A softmax_j - B [j == t] - C w_j; A, B, C as in reference.row_coefficients. A program is a tile."""
+    ACC: tl.constexpr = lse_ptr.dtype.element_ty
+    program = tl.program_id(0)
+    row = program // n_blocks
+    start = (program - row * n_blocks) * BLOCK
+    label_smoothing = tl.cast(label_smoothing, ACC)
+    softcap = tl.cast(softcap, ACC)
+    logit_scale = tl.cast(logit_scale, ACC)
+
+    target = tl.load(target_ptr + row).to(tl.int64)
+    valid = (target >= 0) & (target < n_cols)
+    lse = tl.load(lse_ptr + row)
+    a = tl.load(grad_loss_ptr + tl.cast(row, tl.int64) * grad_loss_stride).to(ACC)
+    a = tl.where(valid, a, float("nan"))
+    a = tl.where(target == ignore_index, 0.0, a)
+    b = a
+    if HAS_SMOOTHING:
+        b *= 1.0 - label_smoothing
+    if HAS_WEIGHT:
+        b *= tl.load(weight_ptr + target, mask=valid, other=0.0)
+    total = b
+    c = a * (label_smoothing / n_cols)
+    if HAS_SMOOTHING:
+        total += c * (tl.load(weight_sum_ptr) if HAS_WEIGHT else tl.cast(n_cols, ACC))
+    if HAS_GRAD_LSE:
+        total += tl.load(grad_lse_ptr + tl.cast(row, tl.int64) * grad_lse_stride).to(ACC)
+    live = (total != 0.0) | (a != 0.0)
+    if HAS_ENTROPY:
+        grad_entropy = tl.load(grad_entropy_ptr + tl.cast(row, tl.int64) * grad_entropy_stride).to(ACC)
+        entropy = tl.load(entropy_ptr + row)
+        live |= grad_entropy != 0.0
+
+    # A row that passes nothing back (ignored, or weighted with 0) is not read: exact zeros, whatever its logits hold.
+    lane = tl.arange(0, BLOCK)
+    columns = start + lane
+    inside = columns < n_cols
+    row_ptr = logits_ptr + row_offset(row, n_inner, stride_outer, stride_inner)
+    read = columns < tl.where(live, n_cols, 0)
+    z = tl.load(row_ptr + columns, mask=read, other=0.0, eviction_policy="evict_first")
+    x = activate(z.to(ACC) * logit_scale, softcap, HAS_SOFTCAP)
+    log_p = x - lse
+    p = tl.exp2(log_p * LOG2E)
+    grad = total * p
+    if HAS_ENTROPY:
+        grad -= tl.where(p == 0.0, 0.0, grad_entropy * p * (log_p + entropy))
+    grad -= tl.where(lane == (target - start).to(tl.int32), b, 0.0)
+    if HAS_SMOOTHING:
+        if HAS_WEIGHT:
+            grad -= c * tl.load(weight_ptr + columns, mask=inside, other=0.0)
+        else:
+            grad -= c
+    if HAS_SOFTCAP:
+        ratio = x / softcap
+        grad *= 1.0 - ratio * ratio
+    grad = tl.where(live, grad * logit_scale, 0.0)
+    out_ptr = grad_ptr + row_offset(row, n_out_inner, out_stride_outer, out_stride_inner)
+    tl.store(out_ptr + columns, grad.to(grad_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")

@@ -1,0 +1,389 @@
+"""From tensors to kernels: allocate, take strides, pick a config. One function an operator, named as it is.
+
+Arguments have passed the operators' checks. Nothing here synchronises, and all that is allocated is an output or
+a handful of numbers, so that every launch can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..reference import accumulator
+from . import configs
+from .backward import backward_kernel
+from .forward import forward_kernel
+from .soft import soft_backward_kernel, soft_forward_kernel
+
+
+class Rows(NamedTuple):
+    """A tensor (..., V) as rows of V dense elements: row i starts at (i // inner) * outer_stride + (i % inner) * stride."""
+
+    tensor: Tensor
+    number: int
+    inner: int
+    outer_stride: int
+    stride: int
+
+
+def rows(tensor: Tensor) -> Rows:
+    """Merge the batch dimensions into at most two; a tensor that needs more, or has strided classes, is copied."""
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        tensor = tensor.contiguous()
+    if tensor.dim() == 2:
+        return Rows(tensor, tensor.shape[0], max(tensor.shape[0], 1), 0, tensor.stride(0))
+    groups: list[list[int]] = []  # [size, stride], innermost first
+    for size, stride in zip(reversed(tensor.shape[:-1]), reversed(tensor.stride()[:-1]), strict=True):
+        if size == 1:
+            continue
+        if groups and stride == groups[-1][0] * groups[-1][1]:
+            groups[-1][0] *= size
+        else:
+            groups.append([size, stride])
+    if len(groups) > 2:
+        return rows(tensor.reshape(-1, tensor.shape[-1]))
+    groups += [[1, 0]] * (2 - len(groups))
+    (inner, stride), (outer, outer_stride) = groups
+    return Rows(tensor, inner * outer, max(inner, 1), outer_stride, stride)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """One value a row, contiguous; a copy of N numbers where it is not."""
+    return tensor.reshape(-1).contiguous()
+
+
+def _per_row(tensor: Tensor | None, absent: Tensor) -> tuple[Tensor, int]:
+    """A tensor of one value a row and its stride: 0 for an expanded scalar, as the gradient of a sum is."""
+    if tensor is None:
+        return absent, 0
+    if not any(tensor.stride()):
+        return tensor, 0
+    return tensor.reshape(-1), 1 if tensor.dim() != 1 else tensor.stride(0)
+
+
+def _weight(weight: Tensor | None, absent: Tensor) -> Tensor:
+    return absent if weight is None else weight.to(absent.dtype).contiguous()
+
+
+def _on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensors'."""
+    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return contextlib.nullcontext()
+
+
+def _forward(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    logit_scale: float,
+    with_argmax: bool = False,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    classes = logits.shape[-1]
+    loss = logits.new_empty(logits.shape[:-1], dtype=accumulator(logits))
+    lse = torch.empty_like(loss)
+    argmax = torch.empty_like(loss, dtype=torch.int64) if with_argmax else lse
+    entropy = torch.empty_like(loss) if with_entropy else lse
+    view = rows(logits)
+    config = configs.forward(classes, logits.element_size())
+    if view.number > 0:
+        with _on(logits):
+            forward_kernel[(view.number,)](
+                view.tensor,
+                _dense(target),
+                _weight(weight, lse),
+                loss,
+                lse,
+                argmax,
+                entropy,
+                classes,
+                view.inner,
+                view.outer_stride,
+                view.stride,
+                ignore_index,
+                label_smoothing,
+                softcap or 0.0,
+                logit_scale,
+                HAS_WEIGHT=weight is not None,
+                HAS_SMOOTHING=label_smoothing > 0.0,
+                HAS_SOFTCAP=softcap is not None,
+                HAS_ARGMAX=with_argmax,
+                HAS_ENTROPY=with_entropy,
+                BLOCK=config.block,
+                VECTOR=configs.vector(logits.element_size()),
+                num_warps=config.num_warps,
+                num_stages=config.num_stages,
+            )
+    return loss, lse, argmax, entropy
+
+
+def cross_entropy_forward(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    return _forward(logits, target, weight, ignore_index, label_smoothing, softcap, logit_scale)[:2]
+
+
+def cross_entropy_forward_argmax(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    options = (ignore_index, label_smoothing, softcap, logit_scale)
+    return _forward(logits, target, weight, *options, with_argmax=True)[:3]
+
+
+def cross_entropy_forward_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    options = (ignore_index, label_smoothing, softcap, logit_scale)
+    loss, lse, _, entropy = _forward(logits, target, weight, *options, with_entropy=True)
+    return loss, lse, entropy
+
+
+def _backward(
+    grad: Tensor,
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    logit_scale: float,
+    grad_entropy: Tensor | None = None,
+    entropy: Tensor | None = None,
+) -> None:
+    classes = logits.shape[-1]
+    view, out = rows(logits), rows(grad)
+    config = configs.backward(classes, logits.element_size())
+    blocks = -(-classes // config.block)
+    if view.number == 0:
+        return
+    lse = _dense(lse)
+    class_weight = _weight(weight, lse)
+    weight_sum = class_weight.sum() if weight is not None and label_smoothing > 0.0 else class_weight
+    grad_loss, grad_loss_stride = _per_row(grad_loss, lse)
+    grad_lse_row, grad_lse_stride = _per_row(grad_lse, lse)
+    grad_entropy_row, grad_entropy_stride = _per_row(grad_entropy, lse)
+    with _on(logits):
+        backward_kernel[(view.number * blocks,)](
+            grad_loss,
+            grad_lse_row,
+            grad_entropy_row,
+            view.tensor,
+            _dense(target),
+            lse,
+            lse if entropy is None else _dense(entropy),
+            class_weight,
+            weight_sum,
+            out.tensor,
+            classes,
+            blocks,
+            view.inner,
+            view.outer_stride,
+            view.stride,
+            out.inner,
+            out.outer_stride,
+            out.stride,
+            grad_loss_stride,
+            grad_lse_stride,
+            grad_entropy_stride,
+            ignore_index,
+            label_smoothing,
+            softcap or 0.0,
+            logit_scale,
+            HAS_GRAD_LSE=grad_lse is not None,
+            HAS_ENTROPY=grad_entropy is not None,
+            HAS_WEIGHT=weight is not None,
+            HAS_SMOOTHING=label_smoothing > 0.0,
+            HAS_SOFTCAP=softcap is not None,
+            BLOCK=config.block,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+
+
+def cross_entropy_backward(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> Tensor:
+    grad = logits.new_empty(logits.shape)
+    options = (ignore_index, label_smoothing, softcap, logit_scale)
+    _backward(grad, grad_loss, grad_lse, logits, target, lse, weight, *options)
+    return grad
+
+
+def cross_entropy_backward_(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> None:
+    options = (ignore_index, label_smoothing, softcap, logit_scale)
+    if rows(logits).tensor is logits:
+        _backward(logits, grad_loss, grad_lse, logits, target, lse, weight, *options)
+    else:  # rows that no two strides describe: through a dense gradient
+        logits.copy_(
+            cross_entropy_backward(
+                grad_loss,
+                grad_lse,
+                logits,
+                target,
+                lse,
+                weight,
+                ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
+                softcap=softcap,
+                logit_scale=logit_scale,
+            )
+        )
+
+
+def cross_entropy_backward_entropy(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> Tensor:
+    grad = logits.new_empty(logits.shape)
+    options = (ignore_index, label_smoothing, softcap, logit_scale)
+    _backward(grad, grad_loss, grad_lse, logits, target, lse, weight, *options, grad_entropy, entropy)
+    return grad
+
+
+def soft_cross_entropy_forward(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    classes = logits.shape[-1]
+    loss = logits.new_empty(logits.shape[:-1], dtype=accumulator(logits))
+    lse = torch.empty_like(loss)
+    view, target_view = rows(logits), rows(target)
+    config = configs.soft(classes, logits.element_size())
+    if view.number > 0:
+        with _on(logits):
+            soft_forward_kernel[(view.number,)](
+                view.tensor,
+                target_view.tensor,
+                _weight(weight, lse),
+                loss,
+                lse,
+                classes,
+                *view[2:],
+                *target_view[2:],
+                label_smoothing,
+                softcap or 0.0,
+                logit_scale,
+                HAS_WEIGHT=weight is not None,
+                HAS_SOFTCAP=softcap is not None,
+                BLOCK=config.block,
+                num_warps=config.num_warps,
+                num_stages=config.num_stages,
+            )
+    return loss, lse
+
+
+def soft_cross_entropy_backward(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    weight: Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> Tensor:
+    classes = logits.shape[-1]
+    grad = logits.new_empty(logits.shape)
+    view, target_view = rows(logits), rows(target)
+    config = configs.soft(classes, logits.element_size())
+    if view.number == 0:
+        return grad
+    lse = _dense(lse)
+    grad_loss, grad_loss_stride = _per_row(grad_loss, lse)
+    grad_lse_row, grad_lse_stride = _per_row(grad_lse, lse)
+    with _on(logits):
+        soft_backward_kernel[(view.number,)](
+            grad_loss,
+            grad_lse_row,
+            view.tensor,
+            target_view.tensor,
+            lse,
+            _weight(weight, lse),
+            grad,
+            classes,
+            *view[2:],
+            *target_view[2:],
+            grad_loss_stride,
+            grad_lse_stride,
+            label_smoothing,
+            softcap or 0.0,
+            logit_scale,
+            HAS_GRAD_LSE=grad_lse is not None,
+            HAS_WEIGHT=weight is not None,
+            HAS_SOFTCAP=softcap is not None,
+            BLOCK=config.block,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    return grad

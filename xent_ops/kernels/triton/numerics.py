@@ -1,0 +1,48 @@
+"""Device functions that the kernels share."""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) is computed as exp2(x * log2 e): one multiply, one instruction
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def tanh(u):
+    """tanh to the last bits of the dtype.
+
+    No libdevice: it does not lower for every Triton backend. 1 - 2 / (exp(2|u|) + 1) loses digits to cancellation
+    near 0, so |u| < 0.625 takes the polynomials of the Cephes library (tanhf.c, tanh.c).
+    """
+    square = u * u
+    if u.dtype == tl.float64:
+        p = (-9.64399179425052238628e-1 * square - 9.92877231001918586564e1) * square - 1.61468768441708447952e3
+        q = ((square + 1.12811678491632931402e2) * square + 2.23548839060100448583e3) * square + 4.84406305325125486048e3
+        small = u + u * square * (p / q)
+    else:
+        p = (((-5.70498872745e-3 * square + 2.06390887954e-2) * square - 5.37397155531e-2) * square
+             + 1.33314422036e-1) * square - 3.33332819422e-1  # fmt: skip
+        small = u + u * square * p
+    large = 1.0 - 2.0 / (tl.exp2(tl.abs(u) * (2.0 * LOG2E)) + 1.0)
+    return tl.where(tl.abs(u) < 0.625, small, tl.where(u < 0, -large, large))
+
+
+@triton.jit
+def activate(z, softcap, HAS_SOFTCAP: tl.constexpr):
+    """x = softcap * tanh(z / softcap), or z."""
+    if HAS_SOFTCAP:
+        z = softcap * tanh(z / softcap)
+    return z
+
+
+@triton.jit
+def row_offset(row, n_inner, stride_outer, stride_inner):
+    """Offset of a row, in int64: rows are (outer, inner) pairs, so that logits[:, :-1] needs no copy."""
+    outer = row // n_inner
+    return tl.cast(outer, tl.int64) * stride_outer + tl.cast(row - outer * n_inner, tl.int64) * stride_inner
+
+
+@triton.jit
+def without_infinity(maximum):
+    """A running maximum that can be subtracted: 0 while only -inf has been seen (-inf - -inf is NaN)."""
+    return tl.where(maximum == float("-inf"), 0.0, maximum)

@@ -1,0 +1,161 @@
+"""What no kernel can take, refused before any kernel runs, eager and while tracing.
+
+Nothing here reads a tensor's values: that would synchronise a GPU (see ``xent_ops.check_targets``). Sizes
+may be symbolic, so they are compared through ``torch._check_value``, which guards them and keeps the text.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INDICES = (torch.int64, torch.int32, torch.uint8)
+REDUCTIONS = ("none", "mean", "sum")
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _same_shape(name: str, shape: torch.Size, expected: torch.Size, meaning: str) -> None:
+    def message() -> str:
+        return f"{name} has shape {tuple(shape)}; expected {tuple(expected)}, {meaning}"
+
+    torch._check_value(len(shape) == len(expected), message)
+    for size, wanted in zip(shape, expected, strict=True):
+        torch._check_value(size == wanted, message)
+
+
+def _same_device(name: str, tensor: Tensor, logits: Tensor) -> None:
+    if tensor.device != logits.device:
+        raise RuntimeError(f"{name} is on {tensor.device} but logits are on {logits.device}; both must be on one device")
+
+
+def _dtype(name: str, tensor: Tensor, valid: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in valid:
+        raise TypeError(f"{name} has dtype {tensor.dtype}; expected one of {_names(valid)}")
+
+
+def _logits(logits: Tensor) -> None:
+    if logits.dim() < 1:
+        raise ValueError("logits have no dimension; expected shape (..., V) with the classes last")
+    _dtype("logits", logits, FLOATS)
+    torch._check_value(
+        logits.shape[-1] > 0, lambda: f"logits of shape {tuple(logits.shape)} have 0 classes; expected at least 1"
+    )
+
+
+def _options(weight: Tensor | None, logits: Tensor, label_smoothing: float, softcap: float | None, scale: float) -> None:
+    if weight is not None:
+        _dtype("weight", weight, FLOATS)
+        _same_shape("weight", weight.shape, logits.shape[-1:], "one weight a class")
+        _same_device("weight", weight, logits)
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must be between 0.0 and 1.0, got {label_smoothing}")
+    if softcap is not None and not (softcap > 0.0 and math.isfinite(softcap)):
+        raise ValueError(f"softcap must be a finite number above 0, or None for no cap, got {softcap}")
+    if not math.isfinite(scale):
+        raise ValueError(f"logit_scale must be finite, got {scale}")
+
+
+def reduction(value: str) -> None:
+    if value not in REDUCTIONS:
+        raise ValueError(f"{value!r} is not a valid value for reduction; valid are {', '.join(map(repr, REDUCTIONS))}")
+
+
+def lse_square_scale(value: float) -> None:
+    if not math.isfinite(value):
+        raise ValueError(f"lse_square_scale must be finite, got {value}")
+
+
+def weight_without_grad(weight: Tensor | None) -> None:
+    if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+        weight_needs_grad()
+
+
+def weight_needs_grad() -> NoReturn:
+    raise RuntimeError(
+        "weight requires grad, and cross entropy with class indices has no derivative for it (nor has "
+        "F.cross_entropy): detach the weight, or pass class probabilities as the target"
+    )
+
+
+def index_forward(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> None:
+    _logits(logits)
+    _dtype("target", target, INDICES)
+    _same_shape("target", target.shape, logits.shape[:-1], "one class index for each row of the logits")
+    _same_device("target", target, logits)
+    _options(weight, logits, label_smoothing, softcap, logit_scale)
+
+
+def index_backward(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> None:
+    index_forward(
+        logits, target, weight, label_smoothing=label_smoothing, softcap=softcap, logit_scale=logit_scale
+    )
+    rows_of(logits, grad_loss=grad_loss, grad_lse=grad_lse, lse=lse)
+
+
+def soft_forward(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> None:
+    _logits(logits)
+    _dtype("target of class probabilities", target, FLOATS)
+    _same_shape("target", target.shape, logits.shape, "one probability for each logit")
+    _same_device("target", target, logits)
+    _options(weight, logits, label_smoothing, softcap, logit_scale)
+
+
+def soft_backward(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    weight: Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> None:
+    soft_forward(logits, target, weight, label_smoothing=label_smoothing, softcap=softcap, logit_scale=logit_scale)
+    rows_of(logits, grad_loss=grad_loss, grad_lse=grad_lse, lse=lse)
+
+
+def rows_of(logits: Tensor, **tensors: Tensor | None) -> None:
+    """Each tensor holds one floating-point value a row of the logits."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            _dtype(name, tensor, FLOATS)
+            _same_shape(name, tensor.shape, logits.shape[:-1], "one value for each row of the logits")
+            _same_device(name, tensor, logits)

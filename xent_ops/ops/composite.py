@@ -1,0 +1,95 @@
+"""``torch.ops.xent.cross_entropy``: the row operator, then reductions in plain torch on vectors of N elements.
+
+Composite (CompositeImplicitAutograd): autograd and every tracer see its parts, torch.export sees one node.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels import reference
+from . import checks
+from .library import LIBRARY, define
+
+
+class Reduced(NamedTuple):
+    loss: Tensor  # includes the z-loss
+    z_loss: Tensor | None  # None where lse_square_scale is 0
+
+
+def reduce_rows(
+    loss: Tensor,
+    lse: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    *,
+    ignore_index: int,
+    lse_square_scale: float,
+    reduction: str,
+    classes: int,
+) -> Reduced:
+    """Row losses to the loss of class-index targets.
+
+    "mean" divides the loss by the sum of the targets' class weights, as torch does (NaN where no row is counted),
+    and the z-loss ``lse_square_scale * lse^2`` by the number of counted rows, as Liger-Kernel and flash-attn do.
+    """
+    index, counted, invalid = reference.gather_target(target, classes, ignore_index)
+    z_loss = None
+    if lse_square_scale != 0.0:
+        # Masked before the square: a row of padding may hold anything, and the gradient of inf^2 * 0 is NaN.
+        z_loss = lse_square_scale * torch.where(counted, lse, 0.0).square()
+    if reduction == "mean":
+        number = counted.sum()
+        if weight is None:
+            denominator = number
+        else:
+            denominator = torch.where(counted & ~invalid, weight.to(loss.dtype)[index], 0.0).sum()
+        loss = loss.sum() / denominator
+        z_loss = None if z_loss is None else z_loss.sum() / number
+    elif reduction == "sum":
+        loss = loss.sum()
+        z_loss = None if z_loss is None else z_loss.sum()
+    return Reduced(loss if z_loss is None else loss + z_loss, z_loss)
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    reduction: str = "mean",
+) -> Tensor:
+    checks.reduction(reduction)
+    checks.lse_square_scale(lse_square_scale)
+    checks.weight_without_grad(weight)
+    loss, lse = torch.ops.xent.cross_entropy_forward(
+        logits,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        logit_scale=logit_scale,
+    )
+    return reduce_rows(
+        loss,
+        lse,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        lse_square_scale=lse_square_scale,
+        reduction=reduction,
+        classes=logits.shape[-1],
+    ).loss
+
+
+define("cross_entropy")
+LIBRARY.impl("cross_entropy", cross_entropy, "CompositeImplicitAutograd")

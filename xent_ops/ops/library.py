@@ -1,0 +1,104 @@
+"""Where operators meet the dispatcher: definition, kernels by device, lowerings for Inductor.
+
+An operator family calls, in this order, ``define`` -> ``fake`` -> ``kernels`` -> ``autograd`` (-> ``lowering``).
+Everything here needs torch alone; Triton is imported when a tensor first arrives on its device.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .schemas import SCHEMAS
+
+LIBRARY = torch.library.Library("xent", "DEF")
+
+# Plain-torch decompositions that Inductor gets in place of an operator (inductor/decomposition.py).
+LOWERINGS: dict[Any, Callable[..., Any]] = {}
+
+# needs_fixed_stride_order: our kernels take any row stride but want the classes dense, so Inductor may pad
+# the rows of a matrix product (odd vocabularies) but not transpose it.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+
+# The dispatcher's CUDA kernels by operator; the tests run them on CPU tensors through Triton's interpreter.
+CUDA_KERNELS: dict[str, Callable[..., Any]] = {}
+
+# Devices that plain torch serves; any other gets the dispatcher's error, which names operator and device.
+_REFERENCE_DEVICES = ("CPU", "MPS", "XPU")
+
+
+def define(name: str) -> Any:
+    """Define ``xent::name`` from its schema and return the overload."""
+    LIBRARY.define(name + SCHEMAS[name], tags=_TAGS)
+    return getattr(torch.ops.xent, name).default
+
+
+def fake(name: str, function: Callable[..., Any]) -> None:
+    """Shapes and dtypes of the outputs, for tracing; serves the meta device too."""
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        install_lowerings()
+        return function(*args, **kwargs)
+
+    torch.library.register_fake(f"xent::{name}", traced, lib=LIBRARY)
+
+
+def kernels(name: str, check: Callable[..., Any], reference: Callable[..., Any]) -> None:
+    """Register ``reference`` (plain torch) for the CPU and ``launch.<name>`` (Triton) for CUDA and ROCm.
+
+    ``check`` sees the same arguments first and raises on what no kernel can take.
+    """
+
+    def on_reference(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        return reference(*args, **kwargs)
+
+    def on_cuda(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        return getattr(_triton_launchers(), name)(*args, **kwargs)
+
+    for key in _REFERENCE_DEVICES:
+        LIBRARY.impl(name, on_reference, key)
+    LIBRARY.impl(name, on_cuda, "CUDA")
+    CUDA_KERNELS[name] = on_cuda
+
+
+def autograd(name: str, backward: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
+    torch.library.register_autograd(f"xent::{name}", backward, setup_context=setup_context, lib=LIBRARY)
+
+
+def install_lowerings() -> None:
+    """Hand LOWERINGS to Inductor, at the first trace: importing its tables costs over a second."""
+    global install_lowerings
+    from ..inductor import decomposition
+
+    decomposition.install()
+    install_lowerings = lambda: None  # noqa: E731
+
+
+_launchers: Any = None
+
+
+def _triton_launchers() -> Any:
+    global _launchers
+    if _launchers is None:
+        try:
+            import triton  # noqa: F401
+        except ImportError as error:
+            raise ImportError(
+                "xent_ops runs on CUDA and ROCm tensors through Triton, which could not be imported: install the "
+                "triton that belongs to this build of torch (pip install 'xent-ops[triton]')"
+            ) from error
+        if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+            warnings.warn(
+                "TRITON_INTERPRET is set: every Triton kernel of this process, those of xent_ops among them, runs in "
+                "an interpreter, a thousand times slower than compiled. Unset it unless you are debugging a kernel.",
+                stacklevel=2,
+            )
+        _launchers = importlib.import_module("xent_ops.kernels.triton.launch")
+    return _launchers

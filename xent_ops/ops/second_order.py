@@ -1,0 +1,36 @@
+"""Derivatives of the backward operators: autograd through their plain-torch twins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def differentiate(
+    function: Callable[..., Tensor],
+    arguments: Sequence[Tensor | None],
+    needs_grad: Sequence[bool],
+    options: dict[str, Any],
+    grad: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """The vector-Jacobian product of ``function`` for the arguments that need it, None for the others.
+
+    torch.func.vjp rather than torch.autograd.grad, so that it also works below functorch transforms and the
+    result can be differentiated again.
+    """
+    wanted = [i for i, needed in enumerate(needs_grad) if needed]
+
+    def of_wanted(*tensors: Tensor) -> Tensor:
+        full = list(arguments)
+        for i, tensor in zip(wanted, tensors, strict=True):
+            full[i] = tensor
+        return function(*full, **options)
+
+    _, pullback = torch.func.vjp(of_wanted, *(arguments[i] for i in wanted))
+    grads: list[Tensor | None] = [None] * len(arguments)
+    for i, value in zip(wanted, pullback(grad), strict=True):
+        grads[i] = value
+    return tuple(grads)

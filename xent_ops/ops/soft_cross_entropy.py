@@ -1,0 +1,73 @@
+"""Row operators for class-probability targets (soft targets, distillation)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import reference
+from . import checks
+from .library import LOWERINGS, autograd, define, fake, kernels
+from .second_order import differentiate
+
+
+def _fake_forward(logits: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any) -> tuple[Tensor, ...]:
+    checks.soft_forward(logits, target, weight, **options)
+    dtype = reference.accumulator(logits)
+    return logits.new_empty(logits.shape[:-1], dtype=dtype), logits.new_empty(logits.shape[:-1], dtype=dtype)
+
+
+def _fake_backward(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *args: Any, **options: Any) -> Tensor:
+    checks.soft_backward(grad_loss, grad_lse, logits, *args, **options)
+    return logits.new_empty(logits.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+    logits, target, weight = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits, target, output[1], weight)
+    ctx.options = keyword_only_inputs
+
+
+def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad_loss is None and grad_lse is None:
+        return None, None, None
+    logits, target, lse, weight = ctx.saved_tensors
+    if grad_loss is None:
+        grad_loss = lse.new_zeros(()).expand(lse.shape)
+    needs_logits, needs_target, needs_weight = ctx.needs_input_grad
+    grad_logits = grad_target = grad_weight = None
+    if needs_logits:
+        grad_logits = torch.ops.xent.soft_cross_entropy_backward(
+            grad_loss, grad_lse, logits, target, lse, weight, **ctx.options
+        )
+    if needs_target or needs_weight:
+        grad_target, grad_weight = reference.soft_target_gradients(
+            grad_loss, logits, target, lse, weight, **ctx.options
+        )
+    return grad_logits, grad_target if needs_target else None, grad_weight if needs_weight else None
+
+
+def _save_all(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+    ctx.options = keyword_only_inputs
+
+
+def _second_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return differentiate(
+        reference.soft_cross_entropy_backward, ctx.saved_tensors, ctx.needs_input_grad, ctx.options, grad
+    )
+
+
+define("soft_cross_entropy_forward")
+fake("soft_cross_entropy_forward", _fake_forward)
+kernels("soft_cross_entropy_forward", checks.soft_forward, reference.soft_cross_entropy_forward)
+autograd("soft_cross_entropy_forward", _backward, _setup_context)
+
+BACKWARD = define("soft_cross_entropy_backward")
+fake("soft_cross_entropy_backward", _fake_backward)
+kernels("soft_cross_entropy_backward", checks.soft_backward, reference.soft_cross_entropy_backward)
+autograd("soft_cross_entropy_backward", _second_backward, _save_all)
+LOWERINGS[BACKWARD] = reference.soft_cross_entropy_backward
