@@ -1,2 +1,24 @@
-from . import ops as ops
-from .functional import cross_entropy
+"""Cross entropy as a family of registered operators that torch.compile can see. Start at ``cross_entropy``."""
+
+from . import ops as _ops
+from ._version import __version__
+from .functional import (
+    CrossEntropyOutputs,
+    TokenLogProbs,
+    cross_entropy,
+    cross_entropy_outputs,
+    token_log_probs,
+)
+from .modules import CrossEntropyLoss
+from .ops.checks import check_targets
+
+__all__ = [
+    "CrossEntropyLoss",
+    "CrossEntropyOutputs",
+    "TokenLogProbs",
+    "__version__",
+    "check_targets",
+    "cross_entropy",
+    "cross_entropy_outputs",
+    "token_log_probs",
+]

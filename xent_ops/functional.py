@@ -1,21 +1,52 @@
-"""``cross_entropy``: from the user's shapes to the operators' (..., V)."""
+"""The functions that users call: from their shapes to the operators' (..., V), and the reductions.
+
+The algebra is in kernels/reference.py, the operators' contract in docs/ops.md.
+"""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .ops import checks
+from .kernels import reference
+from .ops import checks, inplace, transforms
+from .ops.composite import reduce_rows
 
 
-def _classes_last(input: Tensor, dim: int) -> Tensor:
-    if input.dim() == 0:
-        raise ValueError("input has no dimension; expected (C,), (N, C) or (N, C, d1, ...)")
-    if input.dim() == 1:
-        dim = 0 if dim in (1, 0) else dim
-    if not -input.dim() <= dim < input.dim():
-        raise ValueError(f"dim={dim} is not a dimension of input with shape {tuple(input.shape)}")
-    return input.movedim(dim, -1)
+class CrossEntropyOutputs(NamedTuple):
+    """What ``cross_entropy_outputs`` returns. Shapes are for targets (N, d1, ...)."""
+
+    loss: Tensor  # () or, for reduction="none", the target's shape; includes z_loss
+    z_loss: Tensor  # likewise; 0 where lse_square_scale is 0
+    lse: Tensor  # the target's shape, differentiable
+    predictions: Tensor  # the target's shape, int64; -1 in ignored rows
+    accuracy: Tensor  # (), the share of counted rows whose prediction is the target; NaN without one
+
+
+class TokenLogProbs(NamedTuple):
+    """What ``token_log_probs`` returns, each of the target's shape and differentiable."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    lse: Tensor
+
+
+def _classes_last(tensor: Tensor, dim: int, name: str = "input") -> Tensor:
+    if tensor.dim() == 0:
+        raise ValueError(f"{name} has no dimension; expected (C,), (N, C) or (N, C, d1, ...)")
+    if tensor.dim() == 1 and dim == 1:
+        dim = 0  # unbatched
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(
+            f"dim={dim} is not a dimension of {name} with shape {tuple(tensor.shape)}; "
+            f"valid are {-tensor.dim()} to {tensor.dim() - 1}"
+        )
+    if dim in (-1, tensor.dim() - 1):
+        return tensor
+    # Once here rather than in both kernels: they want the classes dense.
+    return tensor.movedim(dim, -1).contiguous()
 
 
 def cross_entropy(
@@ -30,17 +61,188 @@ def cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     dim: int = 1,
+    inplace_backward: bool = False,
 ) -> Tensor:
-    logits = _classes_last(input, dim)
+    """Cross entropy between logits and class indices or class probabilities: ``F.cross_entropy`` and more.
+
+    With x = softcap * tanh(logit_scale * input / softcap) (x = logit_scale * input without a softcap), e the label
+    smoothing, w the class weights and t the target of a row::
+
+        lse  = logsumexp_j x_j
+        loss = w_t (1-e) (lse - x_t) + (e/C) sum_j w_j (lse - x_j) + lse_square_scale * lse^2
+
+    The input is never upcast in memory and never written (but see ``inplace_backward``); one pass over it forward and
+    one backward, with nothing saved but the input and one float a row.
+
+    Args:
+        input: logits, (C,), (N, C) or (N, C, d1, ..., dK) with the classes in ``dim``; float32, bfloat16, float16 or
+            float64. Rows of any stride are read where they lie (``logits[:, :-1]``); a class dimension that is not
+            dense is copied once.
+        target: class indices, the input's shape without ``dim``, int64, int32 or uint8; or class probabilities, the
+            input's shape, floating point.
+        weight: (C,), a rescaling of each class; any floating dtype. With class indices it must not require grad.
+        ignore_index: rows with this target add neither loss nor gradient. Not for class probabilities.
+        reduction: "none" (the shape of class indices), "sum", or "mean": the sum of the losses over the sum of the
+            counted targets' weights (NaN where no row is counted), as in torch; the z-loss is divided by the number of
+            counted rows. Class probabilities are divided by the number of rows.
+        label_smoothing: e, from 0 to 1 (Szegedy et al., 2016).
+        lse_square_scale: of the z-loss (PaLM), which keeps lse near 0. Added for counted rows alone.
+        softcap: cap of the logits (Gemma 2), above 0; None for none.
+        logit_scale: factor of the logits, applied before the softcap (an inverse temperature).
+        dim: the class dimension. 1 as in torch; -1 for language-model logits (B, S, V) with targets (B, S).
+        inplace_backward: in eager, write the gradient over the input's storage: no second buffer of its size. The
+            input must not be a leaf, and whoever reads it after the backward gets an error from autograd. Compiled
+            graphs already reuse that buffer, so there it means nothing. Class indices only.
+
+    Returns:
+        float32 (float64 for float64 input): (), or with "none" the shape of class indices.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: for shapes, dtypes, devices and options that are not as above.
+        IndexError: on the CPU, for a class index out of range that is not ignore_index. On a GPU, where a check would
+            synchronise, that row's loss and gradient are NaN; ``check_targets`` checks there too.
+
+    Sources: torch.nn.functional.cross_entropy; z-loss as in Liger-Kernel and flash-attention.
+    """
     checks.reduction(reduction)
-    return torch.ops.xent.cross_entropy(
+    logits = _classes_last(input, dim)
+    options: dict[str, Any] = {"label_smoothing": label_smoothing, "softcap": softcap, "logit_scale": logit_scale}
+    if target.dim() == input.dim() and input.dim() > 0:
+        if inplace_backward:
+            raise ValueError("inplace_backward=True takes class indices, not class probabilities")
+        probabilities = _classes_last(target, dim, "target")
+        return _soft(logits, probabilities, weight, ignore_index, reduction, lse_square_scale, options)
+    if not torch.compiler.is_compiling():
+        rows = None
+        if transforms.active():
+            rows = transforms.forward_rows
+        elif inplace_backward and torch.is_grad_enabled() and input.requires_grad:
+            rows = inplace.forward_rows
+        if rows is not None:
+            checks.lse_square_scale(lse_square_scale)
+            checks.weight_without_grad(weight)
+            loss, lse = rows(logits, target, weight, ignore_index=ignore_index, **options)
+            return reduce_rows(
+                loss,
+                lse,
+                target,
+                weight,
+                ignore_index=ignore_index,
+                lse_square_scale=lse_square_scale,
+                reduction=reduction,
+                classes=logits.shape[-1],
+            ).loss
+    return torch.ops.xent.cross_entropy(  # type: ignore[no-any-return]
+        logits,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        lse_square_scale=lse_square_scale,
+        reduction=reduction,
+        **options,
+    )
+
+
+def _soft(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    lse_square_scale: float,
+    options: dict[str, Any],
+) -> Tensor:
+    checks.lse_square_scale(lse_square_scale)
+    if ignore_index >= 0:
+        raise ValueError(f"ignore_index={ignore_index} is not supported for class probabilities; leave it below 0")
+    if not torch.compiler.is_compiling() and transforms.active():
+        checks.soft_forward(logits, target, weight, **options)
+        loss, lse = reference.soft_cross_entropy_forward(logits, target, weight, **options)
+    else:
+        loss, lse = torch.ops.xent.soft_cross_entropy_forward(logits, target, weight, **options)
+    if lse_square_scale != 0.0:
+        loss = loss + lse_square_scale * lse.square()
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.mean()
+
+
+def cross_entropy_outputs(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    dim: int = 1,
+) -> CrossEntropyOutputs:
+    """``cross_entropy`` with the z-loss apart, the lse, the predictions and the accuracy, from the same pass.
+
+    Arguments, dtypes and errors are those of ``cross_entropy``; the target must be class indices. ``predictions`` is
+    the first index of the largest logit; predictions and accuracy are not differentiable.
+    """
+    checks.reduction(reduction)
+    checks.lse_square_scale(lse_square_scale)
+    checks.weight_without_grad(weight)
+    logits = _classes_last(input, dim)
+    loss, lse, argmax = torch.ops.xent.cross_entropy_forward_argmax(
         logits,
         target,
         weight,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
-        lse_square_scale=lse_square_scale,
         softcap=softcap,
         logit_scale=logit_scale,
-        reduction=reduction,
     )
+    total, z_loss = reduce_rows(
+        loss,
+        lse,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        lse_square_scale=lse_square_scale,
+        reduction=reduction,
+        classes=logits.shape[-1],
+    )
+    counted = target.to(torch.int64) != ignore_index
+    hits = counted & (argmax == target)
+    return CrossEntropyOutputs(
+        total,
+        torch.zeros_like(total) if z_loss is None else z_loss,
+        lse,
+        torch.where(counted, argmax, -1),
+        hits.sum() / counted.sum(),
+    )
+
+
+def token_log_probs(
+    input: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    dim: int = -1,
+) -> TokenLogProbs:
+    """log p(target), the entropy of the softmax and the lse of every row, in one pass and differentiable.
+
+    What policy-gradient losses ask for: ``log_probs = x_t - lse`` (0 in ignored rows) and
+    ``entropy = -sum_j p_j log p_j`` in nats, where classes masked with -inf add nothing.
+
+    Args:
+        input: logits as for ``cross_entropy``, but with the classes last by default.
+        target: class indices, the input's shape without ``dim``.
+        ignore_index, softcap, logit_scale: as for ``cross_entropy``; logit_scale is one over the temperature.
+
+    Returns:
+        ``TokenLogProbs(log_probs, entropy, lse)``, each float32 (float64 for float64 input) of the target's shape.
+        Errors are those of ``cross_entropy``.
+    """
+    loss, lse, entropy = torch.ops.xent.cross_entropy_forward_entropy(
+        _classes_last(input, dim), target, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale
+    )
+    return TokenLogProbs(-loss, entropy, lse)

@@ -1,7 +1,7 @@
 """What no kernel can take, refused before any kernel runs, eager and while tracing.
 
-Nothing here reads a tensor's values: that would synchronise a GPU (see ``xent_ops.check_targets``). Sizes
-may be symbolic, so they are compared through ``torch._check_value``, which guards them and keeps the text.
+Only ``check_targets`` reads a tensor's values: that synchronises a GPU. Sizes may be symbolic, so they are
+compared through ``torch._check_value``, which guards them and keeps the text.
 """
 
 from __future__ import annotations
@@ -84,6 +84,27 @@ def weight_needs_grad() -> NoReturn:
     )
 
 
+def check_targets(target: Tensor, num_classes: int, ignore_index: int = -100) -> None:
+    """Raise IndexError for a target outside [0, num_classes) that is not ignore_index.
+
+    Reads the values, so it synchronises a GPU: call it while debugging. Without it, such a target is an IndexError
+    on the CPU, and NaN in its row's loss and gradient elsewhere.
+
+    Args:
+        target: class indices of any shape; int64, int32 or uint8.
+        num_classes: V, the number of classes.
+        ignore_index: the target that marks a row as not counted.
+    """
+    _dtype("target", target, INDICES)
+    indices = target.to(torch.int64)  # uint8 compared with -100 would wrap around
+    bad = ((indices < 0) | (indices >= num_classes)) & (indices != ignore_index)
+    if bool(bad.any()):
+        raise IndexError(
+            f"target {int(indices[bad][0])} is out of bounds: valid are 0 to {num_classes - 1} and "
+            f"ignore_index={ignore_index} ({int(bad.sum())} of {target.numel()} targets are out of bounds)"
+        )
+
+
 def index_forward(
     logits: Tensor,
     target: Tensor,
@@ -99,6 +120,12 @@ def index_forward(
     _same_shape("target", target.shape, logits.shape[:-1], "one class index for each row of the logits")
     _same_device("target", target, logits)
     _options(weight, logits, label_smoothing, softcap, logit_scale)
+
+
+def index_values(
+    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, ignore_index: int = -100, **options: float | None
+) -> None:
+    check_targets(target, logits.shape[-1], ignore_index)
 
 
 def index_backward(

@@ -71,12 +71,12 @@ def _second_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 define("cross_entropy_forward")
 fake("cross_entropy_forward", _fake_forward)
-kernels("cross_entropy_forward", checks.index_forward, reference.cross_entropy_forward)
+kernels("cross_entropy_forward", checks.index_forward, reference.cross_entropy_forward, checks.index_values)
 autograd("cross_entropy_forward", _backward, save_rows)
 
 define("cross_entropy_forward_argmax")
 fake("cross_entropy_forward_argmax", _fake_forward_argmax)
-kernels("cross_entropy_forward_argmax", checks.index_forward, reference.cross_entropy_forward_argmax)
+kernels("cross_entropy_forward_argmax", checks.index_forward, reference.cross_entropy_forward_argmax, checks.index_values)
 autograd("cross_entropy_forward_argmax", _backward, save_rows)
 
 BACKWARD = define("cross_entropy_backward")

@@ -29,7 +29,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 CUDA_KERNELS: dict[str, Callable[..., Any]] = {}
 
 # Devices that plain torch serves; any other gets the dispatcher's error, which names operator and device.
-_REFERENCE_DEVICES = ("CPU", "MPS", "XPU")
+_REFERENCE_DEVICES = ("MPS", "XPU")
 
 
 def define(name: str) -> Any:
@@ -48,20 +48,33 @@ def fake(name: str, function: Callable[..., Any]) -> None:
     torch.library.register_fake(f"xent::{name}", traced, lib=LIBRARY)
 
 
-def kernels(name: str, check: Callable[..., Any], reference: Callable[..., Any]) -> None:
+def kernels(
+    name: str,
+    check: Callable[..., Any],
+    reference: Callable[..., Any],
+    check_values: Callable[..., Any] | None = None,
+) -> None:
     """Register ``reference`` (plain torch) for the CPU and ``launch.<name>`` (Triton) for CUDA and ROCm.
 
-    ``check`` sees the same arguments first and raises on what no kernel can take.
+    ``check`` sees the same arguments first and raises on what no kernel can take; ``check_values`` likewise, on the
+    CPU alone, where reading values does not synchronise.
     """
 
     def on_reference(*args: Any, **kwargs: Any) -> Any:
         check(*args, **kwargs)
         return reference(*args, **kwargs)
 
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        if check_values is not None:
+            check_values(*args, **kwargs)
+        return reference(*args, **kwargs)
+
     def on_cuda(*args: Any, **kwargs: Any) -> Any:
         check(*args, **kwargs)
         return getattr(_triton_launchers(), name)(*args, **kwargs)
 
+    LIBRARY.impl(name, on_cpu, "CPU")
     for key in _REFERENCE_DEVICES:
         LIBRARY.impl(name, on_reference, key)
     LIBRARY.impl(name, on_cuda, "CUDA")

@@ -37,7 +37,8 @@ def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None) -> tu
     logits, target, lse, weight = ctx.saved_tensors
     if grad_loss is None:
         grad_loss = lse.new_zeros(()).expand(lse.shape)
-    needs_logits, needs_target, needs_weight = ctx.needs_input_grad
+    needs_logits, needs_target = ctx.needs_input_grad[:2]
+    needs_weight = any(ctx.needs_input_grad[2:3])  # the dispatcher drops an argument that equals its default
     grad_logits = grad_target = grad_weight = None
     if needs_logits:
         grad_logits = torch.ops.xent.soft_cross_entropy_backward(

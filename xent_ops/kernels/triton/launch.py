@@ -61,7 +61,8 @@ def _per_row(tensor: Tensor | None, absent: Tensor) -> tuple[Tensor, int]:
         return absent, 0
     if not any(tensor.stride()):
         return tensor, 0
-    return tensor.reshape(-1), 1 if tensor.dim() != 1 else tensor.stride(0)
+    flat = tensor.reshape(-1)  # a view where one stride describes it
+    return flat, flat.stride(0)
 
 
 def _weight(weight: Tensor | None, absent: Tensor) -> Tensor:

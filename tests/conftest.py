@@ -1,0 +1,50 @@
+"""Devices that the tests run on.
+
+``device`` is "cpu" (the reference kernels) and "cuda" where there is a GPU. In a process started with
+TRITON_INTERPRET=1 the CUDA kernels serve "cpu" tensors through Triton's interpreter instead, and only the tests
+marked ``interpreter`` run: the same tests, another kernel. There a target out of range gives NaN, as on a GPU.
+"""
+
+import os
+import warnings
+
+import pytest
+import torch
+
+import xent_ops  # noqa: F401
+from xent_ops.ops import library
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if INTERPRETED:
+    warnings.filterwarnings("ignore", message="TRITON_INTERPRET is set")
+    _override = torch.library.Library("xent", "IMPL")  # noqa: TOR901 (lives as long as the process)
+    for _name, _kernel in library.CUDA_KERNELS.items():
+        _override.impl(_name, _kernel, "CPU", allow_override=True)
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if INTERPRETED and "interpreter" not in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="TRITON_INTERPRET=1 is set: only tests marked 'interpreter' run"))
+        if "[cuda" in item.name or "cuda]" in item.name or "-cuda-" in item.name:
+            item.add_marker(pytest.mark.gpu)
+        if "gpu" in item.keywords and (INTERPRETED or not torch.cuda.is_available()):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request):
+    return request.param
+
+
+@pytest.fixture
+def raises_out_of_range(device):
+    """Does this device raise IndexError for a target out of range (else: NaN)?"""
+    return device == "cpu" and not INTERPRETED
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    yield
+    torch.compiler.reset()

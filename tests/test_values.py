@@ -1,0 +1,385 @@
+"""Losses and gradients of the row operators against the float64 oracle, on every kernel that this machine has."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import xent_ops
+from conftest import INTERPRETED
+from xent_ops.testing import assert_grad, assert_loss, assert_lse, oracle, realistic_logits
+
+pytestmark = pytest.mark.interpreter
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+# Exactly representable: the interpreter hands kernels a Python float as float32.
+OPTIONS = {
+    "plain": {},
+    "smoothing": {"label_smoothing": 0.125},
+    "softcap": {"softcap": 20.0},
+    "scale": {"logit_scale": 1.5},
+    "all": {"label_smoothing": 0.25, "softcap": 30.0, "logit_scale": 0.75},
+}
+
+
+def _bits(tensor):
+    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def row_case(device, logits, target, weight=None, *, upstream=True, **options):
+    """Run forward and backward of the row operator and hold both against the oracle."""
+    logits = logits.to(device).requires_grad_()
+    target = target.to(device)
+    weight = None if weight is None else weight.to(device)
+    before = logits.detach().clone()
+    loss, lse = torch.ops.xent.cross_entropy_forward(logits, target, weight, **options)
+    generator = torch.Generator().manual_seed(7)
+    grad_loss = torch.randn(target.shape, generator=generator).to(loss) if upstream else torch.ones_like(loss)
+    grad_lse = torch.randn(target.shape, generator=generator).to(loss) if upstream else None
+    (grad,) = torch.autograd.grad(
+        (loss, lse) if upstream else (loss,), logits, (grad_loss, grad_lse) if upstream else (grad_loss,)
+    )
+    expected = oracle(
+        logits, target, weight, grad_loss=grad_loss, grad_lse=grad_lse if upstream else 0.0, **options
+    )
+    assert grad.dtype == logits.dtype and loss.dtype == lse.dtype
+    assert loss.dtype == (torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    assert_loss(loss, expected)
+    assert_lse(lse, expected)
+    assert_grad(grad, expected)
+    assert _bits(before) == _bits(logits), "the logits were written"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocabulary", [1, 2, 127, 128, 1000, 4097])
+def test_vocabularies(device, dtype, vocabulary):
+    logits = realistic_logits(5, vocabulary, dtype=dtype)
+    target = torch.randint(0, vocabulary, (5,), generator=torch.Generator().manual_seed(1))
+    target[2] = -100
+    row_case(device, logits, target)
+    row_case(device, logits, target, upstream=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_odd_vocabulary_of_gpt2(device, dtype):
+    row_case(device, realistic_logits(3, 50257, dtype=dtype), torch.tensor([50256, 0, 777]))
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weight"])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_options(device, dtype, name, weighted):
+    """Every option alone, all together, each with and without class weights, and a ragged last tile."""
+    logits = realistic_logits(6, 1003, dtype=dtype)
+    target = torch.tensor([0, 1002, 5, -1, 500, 7])
+    weight = torch.rand(1003, generator=torch.Generator().manual_seed(2)) if weighted else None
+    row_case(device, logits, target, weight, ignore_index=-1, **OPTIONS[name])
+
+
+def test_every_combination_of_options(device):
+    logits = realistic_logits(4, 300, dtype=torch.float32)
+    target = torch.tensor([3, 299, 11, 0])
+    weight = torch.rand(300, generator=torch.Generator().manual_seed(2))
+    for w, e, cap, scale in itertools.product([None, weight], [0.0, 0.25, 1.0], [None, 8.0], [1.0, -2.0]):
+        row_case(device, logits, target, w, label_smoothing=e, softcap=cap, logit_scale=scale, ignore_index=11)
+
+
+@pytest.mark.parametrize("std", [1.0, 10.0, 30.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_realistic_scales(device, dtype, std):
+    """Outliers of 1e4 and columns of padding at -inf; smoothing would make an infinite loss there, as in torch."""
+    logits = realistic_logits(8, 2000, dtype=dtype, std=std, outliers=True, padding=37)
+    target = torch.randint(0, 1963, (8,), generator=torch.Generator().manual_seed(1))
+    row_case(device, logits, target)
+    row_case(device, logits, target, softcap=32.0)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"softcap": 30.0}, {"label_smoothing": 0.1, "softcap": 30.0}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_never_worse_than_eager_upcast(device, dtype, options):
+    """Mean absolute errors of loss and gradient beside those of eager F.cross_entropy on float32 logits."""
+    if INTERPRETED and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter truncates to bfloat16 where the hardware rounds: twice the error")
+    logits = realistic_logits(16, 3001, dtype=dtype, std=5.0)
+    target = torch.randint(0, 3001, (16,), generator=torch.Generator().manual_seed(1))
+    expected = oracle(logits, target, **options)
+
+    def errors(function):
+        x = logits.to(device).requires_grad_()
+        loss = function(x)
+        (grad,) = torch.autograd.grad(loss.sum(), x)
+        return (
+            (loss.detach().double().cpu() - expected.loss).abs().mean(),
+            ((grad.double().cpu() - expected.grad).abs() / expected.grad_scale).mean(),
+        )
+
+    def eager(x):
+        x = x.float()
+        if "softcap" in options:
+            x = options["softcap"] * torch.tanh(x / options["softcap"])
+        return F.cross_entropy(
+            x, target.to(device), reduction="none", label_smoothing=options.get("label_smoothing", 0.0)
+        )
+
+    ours = errors(lambda x: torch.ops.xent.cross_entropy_forward(x, target.to(device), **options)[0])
+    theirs = errors(eager)
+    eps = torch.finfo(torch.float32).eps
+    assert ours[0] <= theirs[0] + eps * expected.loss.abs().mean()
+    # the lse is stored in float32: its rounding is the one thing that eager does not have
+    assert ours[1] <= theirs[1] + eps * (1 + expected.lse.abs().mean())
+
+
+def test_softcap_is_accurate_near_zero_and_far_away(device):
+    """tanh by exponentials alone loses digits to cancellation near 0."""
+    logits = torch.cat([torch.logspace(-6, 3, 200), -torch.logspace(-6, 3, 200)]).expand(3, -1)
+    row_case(device, logits.contiguous(), torch.tensor([0, 100, 399]), softcap=1.5)
+    row_case(device, logits.contiguous(), torch.tensor([0, 100, 399]), softcap=50.0)
+
+
+def test_large_common_offset_keeps_the_loss(device):
+    """lse and target logit near 1e4: their difference as float32 numbers would be off by 1e-3."""
+    logits = (realistic_logits(4, 500, dtype=torch.float32) + 9000.0).to(device)
+    target = torch.arange(4, device=device)
+    loss, _ = torch.ops.xent.cross_entropy_forward(logits, target)
+    smooth, _ = torch.ops.xent.cross_entropy_forward(logits, target, label_smoothing=0.5)
+    torch.testing.assert_close(loss.cpu().double(), oracle(logits, target).loss, rtol=2e-6, atol=0)
+    torch.testing.assert_close(
+        smooth.cpu().double(), oracle(logits, target, label_smoothing=0.5).loss, rtol=2e-6, atol=0
+    )
+
+
+def test_infinite_logits_follow_torch(device):
+    inf = float("inf")
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(0))
+    logits[0, :290] = -inf  # most of the row, the leading tile of small tiles among it
+    logits[1] = -inf
+    logits[2, 5] = inf
+    logits[3, 7] = float("nan")
+    logits[4, 9] = -inf  # the target itself
+    target = torch.tensor([295, 3, 4, 5, 9, 1])
+    for options in ({}, {"label_smoothing": 0.125}):
+        x, y = logits.to(device).requires_grad_(), logits.to(device).requires_grad_()
+        ours = xent_ops.cross_entropy(x, target.to(device), reduction="none", **options)
+        theirs = F.cross_entropy(y, target.to(device), reduction="none", **options)
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
+        ours.sum().backward()
+        theirs.sum().backward()
+        torch.testing.assert_close(x.grad, y.grad, equal_nan=True)
+
+
+def test_leading_tiles_of_minus_infinity(device):
+    logits = realistic_logits(2, 20000, dtype=torch.bfloat16)
+    logits[:, :12000] = float("-inf")
+    row_case(device, logits, torch.tensor([12000, 19999]))
+
+
+def test_softcap_of_minus_infinity_is_minus_cap(device):
+    logits = torch.randn(2, 100, generator=torch.Generator().manual_seed(0))
+    logits[:, 50:] = float("-inf")
+    row_case(device, logits, torch.tensor([3, 70]), softcap=10.0)
+
+
+@pytest.mark.parametrize("upstream", ["expanded", "strided", "transposed", "broadcast"])
+def test_upstream_gradients_of_any_stride(device, upstream):
+    logits = realistic_logits(4, 6, 200, dtype=torch.float32)
+    target = torch.randint(0, 200, (4, 6), generator=torch.Generator().manual_seed(1))
+    x = logits.to(device).requires_grad_()
+    loss, lse = torch.ops.xent.cross_entropy_forward(x, target.to(device))
+    values = torch.randn(6, 8, generator=torch.Generator().manual_seed(3)).to(device)
+    grad = {
+        "expanded": values[0, 0].expand(4, 6),
+        "strided": values.T[:4].contiguous()[:, ::1].repeat(1, 2)[:, ::2],
+        "transposed": values[:, :4].T,
+        "broadcast": values[0, :6].expand(4, 6),
+    }[upstream]
+    (result,) = torch.autograd.grad((loss, lse), x, (grad, grad * 2))
+    assert_grad(result, oracle(logits, target, grad_loss=grad, grad_lse=grad * 2))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[:, :-1],
+        lambda x: x[:, 1:],
+        lambda x: x[::2],
+        lambda x: x[..., :77],
+        lambda x: x[..., 3:],
+        lambda x: x.transpose(0, 1),
+        lambda x: x[:, 1:, :90].transpose(0, 1),
+        lambda x: x[0],
+        lambda x: x[1, 2],
+        lambda x: x[:1].expand(3, -1, -1),
+        lambda x: x.unsqueeze(1)[:, :, ::2],
+        lambda x: x.transpose(0, 2),
+        lambda x: x[..., ::2],
+        lambda x: x.reshape(2, 2, 5, 101)[:, :, 1:].transpose(0, 2),
+    ],
+    ids=range(14),
+)
+def test_views_of_logits_and_targets(device, view):
+    logits = view(realistic_logits(4, 5, 101, dtype=torch.float32))
+    target = torch.randint(0, logits.shape[-1], (*logits.shape[:-1], 2), generator=torch.Generator().manual_seed(1))
+    row_case(device, logits, target[..., 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
+def test_target_dtypes(device, dtype):
+    """uint8 compared with ignore_index=-100 wraps around to 156 in torch: class 156 must still count."""
+    target = torch.tensor([0, 156, 255, 3]).to(dtype)
+    row_case(device, realistic_logits(4, 256, dtype=torch.float32), target)
+
+
+@pytest.mark.parametrize("ignore_index", [-100, 0, 7, 10**12])
+def test_ignore_index_of_any_value(device, ignore_index):
+    target = torch.tensor([0, 7, ignore_index, 3])
+    row_case(device, realistic_logits(4, 50, dtype=torch.float32), target, ignore_index=ignore_index)
+
+
+@pytest.mark.parametrize("bad", [50, -1, 10**10, -(10**10)])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "softcap": 5.0}], ids=["plain", "options"])
+def test_target_out_of_range(device, raises_out_of_range, bad, options):
+    logits = realistic_logits(3, 50, dtype=torch.float32).to(device).requires_grad_()
+    target = torch.tensor([4, bad, 5], device=device)
+    weight = torch.rand(50, device=device)
+    calls = {
+        "forward": lambda w: torch.ops.xent.cross_entropy_forward(logits, target, w, **options)[0],
+        "argmax": lambda w: torch.ops.xent.cross_entropy_forward_argmax(logits, target, w, **options)[0],
+        "entropy": lambda w: torch.ops.xent.cross_entropy_forward_entropy(logits, target, w, **options)[0],
+    }
+    for call, w in itertools.product(calls.values(), (None, weight)):
+        if raises_out_of_range:
+            with pytest.raises(IndexError, match=rf"target {bad} is out of bounds: valid are 0 to 49"):
+                call(w)
+            continue
+        loss = call(w)
+        (grad,) = torch.autograd.grad(loss.sum(), logits)
+        assert loss.isnan().tolist() == [False, True, False]
+        assert grad.isnan().all(-1).tolist() == grad.isnan().any(-1).tolist() == [False, True, False]
+    if not raises_out_of_range:
+        for w in (None, weight):
+            assert xent_ops.cross_entropy(logits, target, w, **options).isnan()
+    with pytest.raises(IndexError, match=rf"target {bad} is out of bounds"):
+        xent_ops.check_targets(target, 50)
+    xent_ops.check_targets(target, 50, ignore_index=bad)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weight"])
+def test_all_rows_ignored_and_no_rows(device, reduction, weighted):
+    """Mean is NaN as in torch, sum 0; the gradient of ignored rows is exactly zero whatever they hold."""
+    weight = torch.rand(40, device=device) if weighted else None
+    for rows in (0, 3):
+        x = torch.randn(rows, 40, device=device, requires_grad=True)
+        y = x.detach().clone().requires_grad_()
+        target = torch.full((rows,), -100, device=device)
+        ours = xent_ops.cross_entropy(x, target, weight, reduction=reduction)
+        theirs = F.cross_entropy(y, target, weight, reduction=reduction)
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
+        (ours.nan_to_num() if reduction == "mean" else ours).sum().backward()
+        assert x.grad.shape == (rows, 40)
+        if reduction != "mean":
+            assert x.grad.count_nonzero() == 0
+
+
+def test_rows_of_padding_may_hold_anything(device):
+    x = torch.randn(4, 100, device=device)
+    x[1], x[2] = float("nan"), float("inf")
+    x.requires_grad_()
+    target = torch.tensor([3, -100, -100, 4], device=device)
+    loss = xent_ops.cross_entropy(x, target, lse_square_scale=0.01, label_smoothing=0.125)
+    loss.backward()
+    assert loss.isfinite() and x.grad.isfinite().all() and x.grad[1:3].count_nonzero() == 0
+
+
+def test_second_backward_gives_the_same_gradient(device):
+    x = torch.randn(4, 100, device=device, requires_grad=True)
+    loss = xent_ops.cross_entropy(x, torch.arange(4, device=device), label_smoothing=0.125)
+    first = torch.autograd.grad(loss, x, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(loss, x)[0])
+
+
+def test_bitwise_the_same_in_every_run(device):
+    x = realistic_logits(64, 3000, dtype=torch.bfloat16).to(device).requires_grad_()
+    target = torch.randint(0, 3000, (64,), device=device)
+
+    def run():
+        loss = xent_ops.cross_entropy(x, target, lse_square_scale=1e-3, label_smoothing=0.125)
+        return loss.detach(), torch.autograd.grad(loss, x)[0]
+
+    first = run()
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(3):
+            assert all(map(torch.equal, first, run()))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_argmax_takes_the_first_index_on_ties(device):
+    logits = torch.zeros(5, 5000)
+    logits[1, [4321, 17]] = 2.0
+    logits[2, 4999] = 1.0
+    logits[3] = float("-inf")
+    logits[4, 1000:] = -1.0
+    target = torch.arange(5)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = logits.to(device, dtype)
+        argmax = torch.ops.xent.cross_entropy_forward_argmax(x, target.to(device), softcap=0.5)[2]
+        assert argmax.dtype == torch.int64
+        assert argmax.tolist() == [0, 17, 4999, 0, 0]
+    x = realistic_logits(20, 3333, dtype=torch.bfloat16).to(device)
+    argmax = torch.ops.xent.cross_entropy_forward_argmax(x, torch.zeros(20, dtype=torch.int64, device=device))[2]
+    assert torch.equal(argmax, x.float().argmax(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_entropy(device, dtype):
+    """Against torch.distributions in float64, with masked classes and gradients of all three outputs."""
+    logits = realistic_logits(6, 1003, dtype=dtype)
+    logits[3, 100:] = float("-inf")
+    target = torch.tensor([0, 1002, 5, 6, -100, 7])
+    x = logits.to(device).requires_grad_()
+    log_probs, entropy, lse = xent_ops.token_log_probs(x, target.to(device), logit_scale=0.5, softcap=None)
+    z = logits.double().requires_grad_()
+    p = torch.distributions.Categorical(logits=z * 0.5)
+    wanted_entropy = -torch.where(p.probs == 0, 0.0, p.probs * torch.log_softmax(z * 0.5, -1).clamp(min=-1e9)).sum(-1)
+    wanted_log = torch.where(target >= 0, torch.log_softmax(z * 0.5, -1).gather(-1, target.clamp(min=0)[:, None])[:, 0], 0)
+    eps = torch.finfo(entropy.dtype).eps
+    torch.testing.assert_close(entropy.cpu().double(), wanted_entropy, rtol=32 * eps, atol=32 * eps)
+    torch.testing.assert_close(log_probs.cpu().double(), wanted_log, rtol=32 * eps, atol=32 * eps)
+    g = torch.randn(3, 6, generator=torch.Generator().manual_seed(0)).double()
+    (ours,) = torch.autograd.grad((log_probs, entropy, lse), x, [v.to(entropy) for v in g])
+    (theirs,) = torch.autograd.grad((wanted_log, wanted_entropy, torch.logsumexp(z * 0.5, -1)), z, list(g))
+    tolerance = max(torch.finfo(dtype).eps, 64 * eps)
+    torch.testing.assert_close(ours.cpu().double(), theirs, rtol=2 * tolerance, atol=tolerance * theirs.abs().max().item() / 8)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weight"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_class_probabilities(device, dtype, weighted, name):
+    options = OPTIONS[name]
+    logits = realistic_logits(5, 1003, dtype=dtype)
+    target = torch.softmax(realistic_logits(5, 1003, dtype=torch.float64, seed=5), -1).to(dtype)
+    weight = torch.rand(1003, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(dtype) if weighted else None
+    x, q = logits.to(device).requires_grad_(), target.to(device).requires_grad_()
+    w = None if weight is None else weight.to(device).requires_grad_()
+    ours = xent_ops.cross_entropy(x, q, w, reduction="none", **options)
+    x64, q64 = logits.double().requires_grad_(), target.double().requires_grad_()
+    w64 = None if weight is None else weight.double().requires_grad_()
+    z = x64 * options.get("logit_scale", 1.0)
+    if "softcap" in options:
+        z = options["softcap"] * torch.tanh(z / options["softcap"])
+    theirs = F.cross_entropy(z, q64, w64, reduction="none", label_smoothing=options.get("label_smoothing", 0.0))
+    eps = torch.finfo(ours.dtype).eps
+    torch.testing.assert_close(ours.cpu().double(), theirs, rtol=32 * eps, atol=32 * eps)
+    g = torch.randn(5, generator=torch.Generator().manual_seed(3)).double()
+    wrt, wrt64 = [v for v in (x, q, w) if v is not None], [v for v in (x64, q64, w64) if v is not None]
+    for mine, other in zip(
+        torch.autograd.grad(ours, wrt, g.to(ours)), torch.autograd.grad(theirs, wrt64, g), strict=True
+    ):
+        tolerance = max(torch.finfo(dtype).eps, 64 * eps)
+        torch.testing.assert_close(
+            mine.cpu().double(), other, rtol=2 * tolerance, atol=64 * eps * other.abs().max().item()
+        )
