@@ -3,7 +3,51 @@
 import triton
 import triton.language as tl
 
-from .numerics import LOG2E, activate, row_offset
+from .numerics import LOG2E, activate, aligned_body, edge_columns, row_offset
+
+
+@triton.jit
+def _write(
+    pointers,  # into the logits of a row
+    out_pointers,  # into its gradient
+    columns,
+    inside,  # which columns exist
+    read,  # which of them are read: none in a row that passes nothing back
+    weight_ptr,
+    target,
+    lse,
+    total,  # A, B, C of reference.row_coefficients
+    b,
+    c,
+    entropy,
+    grad_entropy,
+    live,
+    logit_scale,
+    softcap,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """The gradient of one tile."""
+    z = tl.load(pointers, mask=read, other=0.0, eviction_policy="evict_first")
+    x = activate(z.to(lse.dtype) * logit_scale, softcap, HAS_SOFTCAP)
+    log_p = x - lse
+    p = tl.exp2(log_p * LOG2E)
+    grad = total * p
+    if HAS_ENTROPY:
+        grad -= tl.where(p == 0.0, 0.0, grad_entropy * p * (log_p + entropy))
+    grad -= tl.where(columns == target.to(tl.int32), b, 0.0)
+    if HAS_SMOOTHING:
+        if HAS_WEIGHT:
+            grad -= c * tl.load(weight_ptr + columns, mask=inside, other=0.0)
+        else:
+            grad -= c
+    if HAS_SOFTCAP:
+        ratio = x / softcap
+        grad *= 1.0 - ratio * ratio
+    grad = tl.where(live, grad * logit_scale, 0.0)
+    tl.store(out_pointers, grad.to(out_pointers.dtype.element_ty), mask=inside, eviction_policy="evict_first")
 
 
 @triton.jit(do_not_specialize=["n_inner", "n_out_inner", "n_blocks", "ignore_index", "label_smoothing", "softcap", "logit_scale"])
@@ -38,7 +82,10 @@ def backward_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    EDGES: tl.constexpr,  # rows do not all start and end on 16-byte boundaries
+    SAME_ROWS: tl.constexpr,  # logits and gradient have the same strides
     BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,  # elements in 16 bytes
 ):
     """grad_x_j = A softmax_j - B [j == t] - C w_j; A, B, C as in reference.row_coefficients. A program is a tile."""
     ACC: tl.constexpr = lse_ptr.dtype.element_ty
@@ -66,34 +113,30 @@ def backward_kernel(
         total += c * (tl.load(weight_sum_ptr) if HAS_WEIGHT else tl.cast(n_cols, ACC))
     if HAS_GRAD_LSE:
         total += tl.load(grad_lse_ptr + tl.cast(row, tl.int64) * grad_lse_stride).to(ACC)
+    # A row that passes nothing back (ignored, or weighted with 0) is not read: exact zeros, whatever its logits hold.
     live = (total != 0.0) | (a != 0.0)
+    grad_entropy = 0.0
+    entropy = 0.0
     if HAS_ENTROPY:
         grad_entropy = tl.load(grad_entropy_ptr + tl.cast(row, tl.int64) * grad_entropy_stride).to(ACC)
         entropy = tl.load(entropy_ptr + row)
         live |= grad_entropy != 0.0
 
-    # A row that passes nothing back (ignored, or weighted with 0) is not read: exact zeros, whatever its logits hold.
-    lane = tl.arange(0, BLOCK)
-    columns = start + lane
-    inside = columns < n_cols
-    row_ptr = logits_ptr + row_offset(row, n_inner, stride_outer, stride_inner)
-    read = columns < tl.where(live, n_cols, 0)
-    z = tl.load(row_ptr + columns, mask=read, other=0.0, eviction_policy="evict_first")
-    x = activate(z.to(ACC) * logit_scale, softcap, HAS_SOFTCAP)
-    log_p = x - lse
-    p = tl.exp2(log_p * LOG2E)
-    grad = total * p
-    if HAS_ENTROPY:
-        grad -= tl.where(p == 0.0, 0.0, grad_entropy * p * (log_p + entropy))
-    grad -= tl.where(lane == (target - start).to(tl.int32), b, 0.0)
-    if HAS_SMOOTHING:
-        if HAS_WEIGHT:
-            grad -= c * tl.load(weight_ptr + columns, mask=inside, other=0.0)
-        else:
-            grad -= c
-    if HAS_SOFTCAP:
-        ratio = x / softcap
-        grad *= 1.0 - ratio * ratio
-    grad = tl.where(live, grad * logit_scale, 0.0)
-    out_ptr = grad_ptr + row_offset(row, n_out_inner, out_stride_outer, out_stride_inner)
-    tl.store(out_ptr + columns, grad.to(grad_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+    offset = row_offset(row, n_inner, stride_outer, stride_inner)
+    out_offset = row_offset(row, n_out_inner, out_stride_outer, out_stride_inner)
+    head, out_boundary, body = aligned_body(out_offset, n_cols, EDGES, VECTOR)
+    boundary = out_boundary if SAME_ROWS else offset + head
+    columns = start + tl.arange(0, BLOCK)
+    _write(
+        logits_ptr + boundary + columns, grad_ptr + out_boundary + columns, head + columns, columns < body,
+        columns < tl.where(live, body, 0), weight_ptr, target, lse, total, b, c, entropy, grad_entropy, live,
+        logit_scale, softcap, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP,
+    )  # fmt: skip
+    if EDGES:
+        if start == 0:
+            columns, inside = edge_columns(head, body, n_cols, VECTOR)
+            _write(
+                logits_ptr + offset + columns, grad_ptr + out_offset + columns, columns, inside,
+                inside & (columns < tl.where(live, n_cols, 0)), weight_ptr, target, lse, total, b, c, entropy,
+                grad_entropy, live, logit_scale, softcap, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP,
+            )  # fmt: skip

@@ -3,43 +3,52 @@
 import triton
 import triton.language as tl
 
-from .numerics import LN2, LOG2E, activate, row_offset, without_infinity
+from .numerics import LN2, LOG2E, activate, aligned_body, edge_columns, row_offset, without_infinity
+
+
+@triton.jit
+def _start(LANES: tl.constexpr, VECTOR: tl.constexpr, ACC: tl.constexpr):
+    """The running state of LANES independent online softmaxes, each over vectors of VECTOR elements."""
+    maximum = tl.full([LANES], float("-inf"), ACC)
+    zero = tl.zeros([LANES], ACC)
+    best = tl.full([LANES, VECTOR], float("-inf"), ACC)
+    best_column = tl.full([LANES, VECTOR], 2147483647, tl.int32)
+    #       maximum, sum of e^(x - maximum), sum of that times (x - maximum), smoothing sum, sum of weights, argmax
+    return maximum, zero, zero, zero, zero, best, best_column
 
 
 @triton.jit
 def _visit(
-    state,  # see forward_kernel
-    row_ptr,  # logits of the row, (V,)
+    state,  # see _start
+    pointers,  # (LANES, VECTOR) into the logits of the row
+    columns,  # (LANES, VECTOR)
+    inside,  # (LANES, VECTOR): which of them exist; not read unless MASKED
     weight_ptr,  # (V,)
-    start,  # first column of the tile
-    n_cols,
     logit_scale,
     softcap,
     shift,  # x of the target where finite: what the smoothing sum is taken relative to
-    MASKED: tl.constexpr,  # the tile may reach beyond the row
+    MASKED: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ARGMAX: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr,
 ):
-    """Fold the tile [start, start + BLOCK) into the running state."""
-    maximum, total, moment, smooth, weights, best, best_start = state
-    lane = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    columns = start + lane
+    """Fold one tile of the row into the running state."""
+    maximum, total, moment, smooth, weights, best, best_column = state
     if MASKED:
-        inside = columns < n_cols
-        z = tl.load(row_ptr + columns, mask=inside, other=0.0, eviction_policy="evict_first")
+        z = tl.load(pointers, mask=inside, other=0.0, eviction_policy="evict_first")
     else:
-        z = tl.load(row_ptr + columns, eviction_policy="evict_first")
+        z = tl.load(pointers, eviction_policy="evict_first")
     z = z.to(total.dtype) * logit_scale
     x = activate(z, softcap, HAS_SOFTCAP)
     if HAS_SMOOTHING:
         relative = x - shift
         if HAS_WEIGHT:
-            w = tl.load(weight_ptr + columns, mask=columns < n_cols, other=0.0).to(total.dtype)
+            if MASKED:
+                w = tl.load(weight_ptr + columns, mask=inside, other=0.0)
+            else:
+                w = tl.load(weight_ptr + columns)
             relative *= w
             weights += tl.sum(w, axis=1)
         if MASKED:
@@ -47,13 +56,14 @@ def _visit(
         smooth += tl.sum(relative, axis=1)
     if MASKED:
         x = tl.where(inside, x, float("-inf"))  # after softcap, which would make -softcap of -inf
-        z = tl.where(inside, z, float("-inf"))
     if HAS_ARGMAX:
+        if MASKED:
+            z = tl.where(inside, z, float("-inf"))
         better = z > best
         best = tl.where(better, z, best)
-        best_start = tl.where(better, start, best_start)
-    # One maximum a thread's vector instead of one a tile: nothing crosses threads inside the loop, at the price of
-    # one more exponential for VECTOR elements.
+        best_column = tl.where(better, columns, best_column)
+    # One maximum a vector instead of one a tile: nothing crosses threads inside the loop, at the price of one more
+    # exponential for VECTOR elements.
     new_maximum = tl.maximum(maximum, tl.max(x, axis=1))
     pivot = without_infinity(new_maximum)
     moved = maximum - pivot
@@ -64,7 +74,26 @@ def _visit(
         moment = decay * tl.where(total == 0.0, 0.0, moment + moved * total)
         moment += tl.sum(tl.where(e == 0.0, 0.0, e * distance), axis=1)
     total = total * decay + tl.sum(e, axis=1)
-    return new_maximum, total, moment, smooth, weights, best, best_start
+    return new_maximum, total, moment, smooth, weights, best, best_column
+
+
+@triton.jit
+def _join(state, pivot, HAS_SMOOTHING: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_ENTROPY: tl.constexpr):
+    """Sums over the lanes of a state, relative to the row's maximum: total, moment, smoothing sum, sum of weights."""
+    maximum, total, moment, smooth, weights, _best, _best_column = state
+    moved = maximum - pivot
+    decay = tl.exp2(moved * LOG2E)
+    row_moment = tl.sum(tl.where(total == 0.0, 0.0, (moment + moved * total) * decay), axis=0) if HAS_ENTROPY else 0.0
+    row_smooth = tl.sum(smooth, axis=0) if HAS_SMOOTHING else 0.0
+    row_weights = tl.sum(weights, axis=0) if HAS_SMOOTHING and HAS_WEIGHT else 0.0
+    return tl.sum(total * decay, axis=0), row_moment, row_smooth, row_weights
+
+
+@triton.jit
+def _first_of(state, top):
+    """The smallest column that holds ``top``."""
+    _maximum, _total, _moment, _smooth, _weights, best, best_column = state
+    return tl.min(tl.min(tl.where(best == top, best_column, 2147483647), axis=1), axis=0)
 
 
 @triton.jit(do_not_specialize=["n_inner", "ignore_index", "label_smoothing", "softcap", "logit_scale"])
@@ -89,13 +118,15 @@ def forward_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_ARGMAX: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
+    EDGES: tl.constexpr,  # rows do not all start and end on 16-byte boundaries
     BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr,
+    VECTOR: tl.constexpr,  # elements in 16 bytes
 ):
     """One program a row. The exponentials are summed relative to a running maximum (online softmax)."""
     ACC: tl.constexpr = loss_ptr.dtype.element_ty
     row = tl.program_id(0)
-    row_ptr = logits_ptr + row_offset(row, n_inner, stride_outer, stride_inner)
+    offset = row_offset(row, n_inner, stride_outer, stride_inner)
+    row_ptr = logits_ptr + offset
     label_smoothing = tl.cast(label_smoothing, ACC)
     softcap = tl.cast(softcap, ACC)
     logit_scale = tl.cast(logit_scale, ACC)
@@ -107,48 +138,63 @@ def forward_kernel(
     shift = tl.where(tl.abs(x_target) < float("inf"), x_target, 0.0)
 
     LANES: tl.constexpr = BLOCK // VECTOR
-    maximum = tl.full([LANES], float("-inf"), ACC)
-    zero = tl.zeros([LANES], ACC)
-    best = tl.full([LANES, VECTOR], float("-inf"), ACC)
-    best_start = tl.zeros([LANES, VECTOR], tl.int32)
-    state = (maximum, zero, zero, zero, zero, best, best_start)
-    n_full = n_cols // BLOCK * BLOCK
+    head, boundary, body = aligned_body(offset, n_cols, EDGES, VECTOR)
+    body_ptr = logits_ptr + boundary
+    lane = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    state = _start(LANES, VECTOR, ACC)
+    n_full = body // BLOCK * BLOCK
     for start in tl.range(0, n_full, BLOCK):
+        columns = start + lane
         state = _visit(
-            state, row_ptr, weight_ptr, start, n_cols, logit_scale, softcap, shift,
-            False, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, BLOCK, VECTOR,
+            state, body_ptr + columns, head + columns, columns < body, weight_ptr, logit_scale, softcap, shift,
+            False, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
         )  # fmt: skip
-    if n_full < n_cols:
+    if n_full < body:
+        columns = n_full + lane
         state = _visit(
-            state, row_ptr, weight_ptr, n_full, n_cols, logit_scale, softcap, shift,
-            True, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, BLOCK, VECTOR,
+            state, body_ptr + columns, head + columns, columns < body, weight_ptr, logit_scale, softcap, shift,
+            True, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
         )  # fmt: skip
-    maximum, total, moment, smooth, weights, best, best_start = state
-
-    row_maximum = tl.max(maximum, axis=0)
+    row_maximum = tl.max(state[0], axis=0)
+    if EDGES:
+        columns, inside = edge_columns(head, body, n_cols, VECTOR)
+        edges = _visit(
+            _start(2, VECTOR, ACC), row_ptr + columns, columns, inside, weight_ptr, logit_scale, softcap, shift,
+            True, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
+        )  # fmt: skip
+        row_maximum = tl.maximum(row_maximum, tl.max(edges[0], axis=0))
     pivot = without_infinity(row_maximum)
-    moved = maximum - pivot
-    decay = tl.exp2(moved * LOG2E)
-    row_total = tl.sum(total * decay, axis=0)
-    log_total = tl.log2(row_total) * LN2
+    total, moment, smooth, weights = _join(state, pivot, HAS_SMOOTHING, HAS_WEIGHT, HAS_ENTROPY)
+    if EDGES:
+        edge_total, edge_moment, edge_smooth, edge_weights = _join(
+            edges, pivot, HAS_SMOOTHING, HAS_WEIGHT, HAS_ENTROPY
+        )
+        total += edge_total
+        moment += edge_moment
+        smooth += edge_smooth
+        weights += edge_weights
+
+    log_total = tl.log2(total) * LN2
     # Relative to the maximum until the end: lse - x_target would lose digits when both are large.
     loss = pivot - x_target + log_total
-    if HAS_SMOOTHING:
-        sum_weights = tl.sum(weights, axis=0) if HAS_WEIGHT else tl.cast(n_cols, ACC)
-        smooth_loss = sum_weights * (pivot - shift + log_total) - tl.sum(smooth, axis=0)
     if HAS_WEIGHT:
         loss *= tl.load(weight_ptr + target, mask=valid, other=0.0)
     if HAS_SMOOTHING:
+        sum_weights = weights if HAS_WEIGHT else tl.cast(n_cols, ACC)
+        smooth_loss = sum_weights * (pivot - shift + log_total) - smooth
         loss = (1.0 - label_smoothing) * loss + label_smoothing / n_cols * smooth_loss
     loss = tl.where(valid, loss, float("nan"))
     loss = tl.where(target == ignore_index, 0.0, loss)
     tl.store(loss_ptr + row, loss)
     tl.store(lse_ptr + row, pivot + log_total)
     if HAS_ENTROPY:
-        row_moment = tl.sum(tl.where(total == 0.0, 0.0, (moment + moved * total) * decay), axis=0)
-        tl.store(entropy_ptr + row, log_total - row_moment / row_total)
+        tl.store(entropy_ptr + row, log_total - moment / total)
     if HAS_ARGMAX:
-        columns = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :] + best_start
-        top = tl.max(tl.max(best, axis=1), axis=0)
-        first = tl.where(best == top, columns, 2147483647)
-        tl.store(argmax_ptr + row, tl.min(tl.min(first, axis=1), axis=0).to(tl.int64))
+        top = tl.max(tl.max(state[5], axis=1), axis=0)
+        if EDGES:
+            top = tl.maximum(top, tl.max(tl.max(edges[5], axis=1), axis=0))
+        first = _first_of(state, top)
+        if EDGES:
+            first = tl.minimum(first, _first_of(edges, top))
+        first = tl.where(top == float("-inf"), 0, first)
+        tl.store(argmax_ptr + row, first.to(tl.int64))

@@ -50,6 +50,12 @@ def rows(tensor: Tensor) -> Rows:
     return Rows(tensor, inner * outer, max(inner, 1), outer_stride, stride)
 
 
+def _aligned(view: Rows, classes: int) -> bool:
+    """Does every row start and end on a 16-byte boundary, counted from the first?"""
+    vector = configs.vector(view.tensor.element_size())
+    return not (classes % vector or view.outer_stride % vector or view.stride % vector)
+
+
 def _dense(tensor: Tensor) -> Tensor:
     """One value a row, contiguous; a copy of N numbers where it is not."""
     return tensor.reshape(-1).contiguous()
@@ -117,6 +123,7 @@ def _forward(
                 HAS_SOFTCAP=softcap is not None,
                 HAS_ARGMAX=with_argmax,
                 HAS_ENTROPY=with_entropy,
+                EDGES=not _aligned(view, classes),
                 BLOCK=config.block,
                 VECTOR=configs.vector(logits.element_size()),
                 num_warps=config.num_warps,
@@ -226,7 +233,10 @@ def _backward(
             HAS_WEIGHT=weight is not None,
             HAS_SMOOTHING=label_smoothing > 0.0,
             HAS_SOFTCAP=softcap is not None,
+            EDGES=not (_aligned(view, classes) and _aligned(out, classes)),
+            SAME_ROWS=view[2:] == out[2:],
             BLOCK=config.block,
+            VECTOR=configs.vector(logits.element_size()),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )

@@ -43,6 +43,33 @@ def row_offset(row, n_inner, stride_outer, stride_inner):
 
 
 @triton.jit
+def aligned_body(offset, n_cols, EDGES: tl.constexpr, VECTOR: tl.constexpr):
+    """(columns before the first 16-byte boundary of a row, its offset, length of the aligned part after it).
+
+    Rows of an odd vocabulary start anywhere. What lies between the first and the last boundary is read in 16-byte
+    vectors all the same; the fewer than 2 * VECTOR columns at the edges go apart. The products tell Triton's alignment
+    analysis what is divisible by VECTOR.
+    """
+    if EDGES:
+        boundary = (offset + (VECTOR - 1)) // VECTOR * VECTOR
+        head = tl.minimum((boundary - offset).to(tl.int32), n_cols)
+        body = (n_cols - head) // VECTOR * VECTOR
+    else:
+        boundary = offset
+        head = 0
+        body = n_cols
+    return head, boundary, body
+
+
+@triton.jit
+def edge_columns(head, body, n_cols, VECTOR: tl.constexpr):
+    """The columns outside the aligned body as (2, VECTOR), and which of them exist."""
+    side = tl.arange(0, 2)[:, None]
+    columns = tl.arange(0, VECTOR)[None, :] + side * (head + body)
+    return columns, columns < tl.where(side == 0, head, n_cols)
+
+
+@triton.jit
 def without_infinity(maximum):
     """A running maximum that can be subtracted: 0 while only -inf has been seen (-inf - -inf is NaN)."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
