@@ -134,9 +134,9 @@ def backward_kernel(
     )  # fmt: skip
     if EDGES:
         if start == 0:
-            columns, inside = edge_columns(head, body, n_cols, VECTOR)
+            edges, exist = edge_columns(head, body, n_cols, VECTOR)
             _write(
-                logits_ptr + offset + columns, grad_ptr + out_offset + columns, columns, inside,
-                inside & (columns < tl.where(live, n_cols, 0)), weight_ptr, target, lse, total, b, c, entropy,
+                logits_ptr + offset + edges, grad_ptr + out_offset + edges, edges, exist,
+                exist & (edges < tl.where(live, n_cols, 0)), weight_ptr, target, lse, total, b, c, entropy,
                 grad_entropy, live, logit_scale, softcap, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP,
             )  # fmt: skip

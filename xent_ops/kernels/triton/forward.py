@@ -11,10 +11,11 @@ def _start(LANES: tl.constexpr, VECTOR: tl.constexpr, ACC: tl.constexpr):
     """The running state of LANES independent online softmaxes, each over vectors of VECTOR elements."""
     maximum = tl.full([LANES], float("-inf"), ACC)
     zero = tl.zeros([LANES], ACC)
+    zeros = tl.zeros([LANES, VECTOR], ACC)
     best = tl.full([LANES, VECTOR], float("-inf"), ACC)
     best_column = tl.full([LANES, VECTOR], 2147483647, tl.int32)
     #       maximum, sum of e^(x - maximum), sum of that times (x - maximum), smoothing sum, sum of weights, argmax
-    return maximum, zero, zero, zero, zero, best, best_column
+    return maximum, zero, zero, zeros, zeros, best, best_column
 
 
 @triton.jit
@@ -50,10 +51,10 @@ def _visit(
             else:
                 w = tl.load(weight_ptr + columns)
             relative *= w
-            weights += tl.sum(w, axis=1)
+            weights += w
         if MASKED:
             relative = tl.where(inside, relative, 0.0)
-        smooth += tl.sum(relative, axis=1)
+        smooth += relative  # summed over its vector only at the end: Triton's thread-locality pass fails on a sum here
     if MASKED:
         x = tl.where(inside, x, float("-inf"))  # after softcap, which would make -softcap of -inf
     if HAS_ARGMAX:
@@ -84,8 +85,8 @@ def _join(state, pivot, HAS_SMOOTHING: tl.constexpr, HAS_WEIGHT: tl.constexpr, H
     moved = maximum - pivot
     decay = tl.exp2(moved * LOG2E)
     row_moment = tl.sum(tl.where(total == 0.0, 0.0, (moment + moved * total) * decay), axis=0) if HAS_ENTROPY else 0.0
-    row_smooth = tl.sum(smooth, axis=0) if HAS_SMOOTHING else 0.0
-    row_weights = tl.sum(weights, axis=0) if HAS_SMOOTHING and HAS_WEIGHT else 0.0
+    row_smooth = tl.sum(tl.sum(smooth, axis=1), axis=0) if HAS_SMOOTHING else 0.0
+    row_weights = tl.sum(tl.sum(weights, axis=1), axis=0) if HAS_SMOOTHING and HAS_WEIGHT else 0.0
     return tl.sum(total * decay, axis=0), row_moment, row_smooth, row_weights
 
 
@@ -94,6 +95,13 @@ def _first_of(state, top):
     """The smallest column that holds ``top``."""
     _maximum, _total, _moment, _smooth, _weights, best, best_column = state
     return tl.min(tl.min(tl.where(best == top, best_column, 2147483647), axis=1), axis=0)
+
+
+@triton.jit
+def _target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """x of the target; nothing is read where the target is out of range."""
+    z = tl.load(row_ptr + target, mask=valid, other=0.0).to(logit_scale.dtype) * logit_scale
+    return activate(z, softcap, HAS_SOFTCAP)
 
 
 @triton.jit(do_not_specialize=["n_inner", "ignore_index", "label_smoothing", "softcap", "logit_scale"])
@@ -133,9 +141,10 @@ def forward_kernel(
 
     target = tl.load(target_ptr + row).to(tl.int64)
     valid = (target >= 0) & (target < n_cols)
-    z_target = tl.load(row_ptr + target, mask=valid, other=0.0).to(ACC) * logit_scale
-    x_target = activate(z_target, softcap, HAS_SOFTCAP)
-    shift = tl.where(tl.abs(x_target) < float("inf"), x_target, 0.0)
+    shift = tl.cast(0.0, ACC)
+    if HAS_SMOOTHING:
+        shift = _target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP)
+        shift = tl.where(tl.abs(shift) < float("inf"), shift, 0.0)
 
     LANES: tl.constexpr = BLOCK // VECTOR
     head, boundary, body = aligned_body(offset, n_cols, EDGES, VECTOR)
@@ -175,6 +184,8 @@ def forward_kernel(
         weights += edge_weights
 
     log_total = tl.log2(total) * LN2
+    # Loaded last: before the loop it would hold up the row's own loads until the target has arrived.
+    x_target = _target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP)
     # Relative to the maximum until the end: lse - x_target would lose digits when both are large.
     loss = pivot - x_target + log_total
     if HAS_WEIGHT:

@@ -99,7 +99,7 @@ def _forward(
     argmax = torch.empty_like(loss, dtype=torch.int64) if with_argmax else lse
     entropy = torch.empty_like(loss) if with_entropy else lse
     view = rows(logits)
-    config = configs.forward(classes, logits.element_size())
+    config = configs.forward(classes, logits.element_size(), extra=with_argmax or with_entropy)
     if view.number > 0:
         with _on(logits):
             forward_kernel[(view.number,)](

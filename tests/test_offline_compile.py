@@ -1,0 +1,146 @@
+"""Every kernel, as the launchers call it, compiled for GPUs that this machine need not have; none may spill registers.
+
+The launchers run on CPU tensors with a recorder in each kernel's place, so that what is compiled has the launchers'
+own argument types, flags and configs.
+"""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from xent_ops.kernels.triton import launch  # noqa: E402
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+KERNELS = [name for name in vars(launch) if name.endswith("_kernel")]
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64", torch.int64: "i64"}
+OPTIONS = ("num_warps", "num_stages")
+
+
+class Recorder:
+    def __init__(self, kernel, calls):
+        self.kernel, self.calls = kernel, calls
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.calls.append((self.kernel, args, kwargs))
+
+
+def record(monkeypatch, run):
+    calls = []
+    for name in KERNELS:
+        monkeypatch.setattr(launch, name, Recorder(getattr(launch, name), calls))
+    run()
+    return calls
+
+
+def compile_call(kernel, args, kwargs, target):
+    signature, constants, attributes = {}, {}, {}
+    values = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in kwargs.items() if k not in OPTIONS}
+    for index, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        if parameter.is_constexpr:
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + TYPES[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = parameter.annotation_type or ("i32" if isinstance(value, int) else "fp32")
+            if isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=target, options={k: kwargs[k] for k in OPTIONS})
+
+
+def spills(compiled, target, folder: Path) -> int:
+    if target.backend == "hip":  # scalar registers spill into lanes of vector registers, which costs no memory
+        found = re.findall(r"\.(?:vgpr_spill_count|private_segment_fixed_size):\s*(\d+)", compiled.asm["amdgcn"])
+        assert found, "no metadata"
+        return sum(map(int, found))
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    report = subprocess.run([tool, "--dump-resource-usage", binary], capture_output=True, text=True, check=True).stdout
+    usage = [(int(stack), int(local)) for stack, local in re.findall(r"STACK:(\d+).*?LOCAL:(\d+)", report)]
+    assert usage, f"no resource usage in: {report}"
+    return sum(stack + local for stack, local in usage)
+
+
+def everything(dtype, vocabulary, full):
+    """Run all operators' launchers on small tensors of this dtype and vocabulary."""
+    logits = torch.zeros(2, vocabulary, dtype=dtype)
+    target = torch.zeros(2, dtype=torch.int64)
+    weight = torch.ones(vocabulary) if full else None
+    soft_options = {"label_smoothing": 0.1, "softcap": 30.0, "logit_scale": 0.5} if full else {}
+    options = soft_options | {"ignore_index": 7}
+    row = torch.zeros(2, dtype=launch.accumulator(logits))
+    launch.cross_entropy_forward(logits, target, weight, **options)
+    launch.cross_entropy_forward_argmax(logits, target, weight, **options)
+    launch.cross_entropy_forward_entropy(logits, target, weight, **options)
+    launch.cross_entropy_backward(row, row if full else None, logits, target, row, weight, **options)
+    launch.cross_entropy_backward_(row, None, logits, target, row, weight, **options)
+    launch.cross_entropy_backward_entropy(row, row, row, logits, target, row, row, weight, **options)
+    launch.soft_cross_entropy_forward(logits, logits, weight, **soft_options)
+    launch.soft_cross_entropy_backward(row, row, logits, logits, row, weight, **soft_options)
+
+
+CASES = [
+    (torch.bfloat16, 32000, False),
+    (torch.bfloat16, 50257, True),
+    (torch.bfloat16, 1024, True),
+    (torch.float32, 128256, True),
+    (torch.float64, 4096, True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{str(c[0])[6:]}-{c[1]}-{'full' if c[2] else 'plain'}")
+@pytest.mark.parametrize("name", TARGETS)
+def test_kernels_compile_without_spills(monkeypatch, tmp_path, name, case):
+    target = TARGETS[name]
+    calls = record(monkeypatch, lambda: everything(*case))
+    assert {call[0] for call in calls} == {launch.__dict__[k].kernel for k in KERNELS}
+    for kernel, args, kwargs in calls:
+        flags = {k: v for k, v in kwargs.items() if v is not False}
+        compiled = compile_call(kernel, args, kwargs, target)
+        assert spills(compiled, target, tmp_path) == 0, f"{kernel.__name__} spills on {name} with {flags}"
+
+
+def test_another_option_value_is_the_same_kernel(monkeypatch):
+    """What Triton specialises a kernel on must not change with the value of an option, an ignore_index or N."""
+
+    def keys(rows, classes, **options):
+        logits, row = torch.zeros(rows, classes), torch.zeros(rows)
+        target, weight = torch.zeros(rows, dtype=torch.int64), torch.ones(classes)
+
+        def run():
+            launch.cross_entropy_forward(logits, target, weight, **options)
+            launch.cross_entropy_backward(row, None, logits, target, row, weight, **options)
+
+        result = []
+        for kernel, args, kwargs in record(monkeypatch, run):
+            constants = {k: v for k, v in kwargs.items()}
+            for parameter, value in zip(kernel.params, args, strict=False):
+                if not isinstance(value, torch.Tensor):
+                    width = parameter.annotation_type or ("i32" if abs(value) < 2**31 else "i64")
+                    special = (value == 1, value % 16 == 0) if not parameter.do_not_specialize else None
+                    constants[parameter.name] = (width, special if isinstance(value, int) else None)
+            result.append(constants)
+        monkeypatch.undo()
+        return result
+
+    first = keys(8, 512, label_smoothing=0.1, softcap=30.0, logit_scale=1.0, ignore_index=-100)
+    again = keys(37, 512, label_smoothing=0.7, softcap=1.0, logit_scale=16.0, ignore_index=1)
+    assert first == again
+    assert first == keys(1, 512, label_smoothing=1.0, softcap=2.5, logit_scale=-1.0, ignore_index=2**40)

@@ -1,0 +1,263 @@
+"""Registration: schemas, fakes, autograd, errors. Values are test_values.py's."""
+
+import itertools
+
+import pytest
+import torch
+
+import xent_ops
+from xent_ops.ops.schemas import SCHEMAS
+
+ops = torch.ops.xent
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+def samples(device, dtype, requires_grad):
+    """(operator, args, kwargs) for every operator of the namespace."""
+
+    def rows(*shape):
+        return torch.randn(shape, device=device, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+
+    logits = torch.randn(6, 37, device=device, dtype=dtype, requires_grad=requires_grad)
+    batched = torch.randn(2, 5, 16, device=device, dtype=dtype, requires_grad=requires_grad)
+    soft = torch.rand(6, 37, device=device, dtype=dtype)
+    target = torch.tensor([0, 36, 5, -100, 7, 8], device=device)
+    weight = torch.rand(37, device=device)
+    full = {"label_smoothing": 0.1, "softcap": 5.0, "logit_scale": 1.5}
+    index_cases = [
+        ((logits, target), {}),
+        ((logits, target, weight), {"ignore_index": 5, **full}),
+        ((batched[:, :-1], torch.zeros(2, 4, dtype=torch.int64, device=device)), {}),
+        ((batched[0, 0], torch.tensor(3, device=device)), {"label_smoothing": 0.5}),
+        ((logits[:0], target[:0]), {}),
+    ]
+    for args, kwargs in index_cases:
+        for reduction in ("none", "mean", "sum"):
+            yield ops.cross_entropy.default, args, {**kwargs, "reduction": reduction, "lse_square_scale": 0.1}
+        yield ops.cross_entropy_forward.default, args, kwargs
+        yield ops.cross_entropy_forward_argmax.default, args, kwargs
+        yield ops.cross_entropy_forward_entropy.default, args, kwargs
+        x, t, *rest = args
+        grad, grad_lse, lse, entropy = (rows(*t.shape) for _ in range(4))
+        yield ops.cross_entropy_backward.default, (grad, grad_lse, x, t, lse, *rest), kwargs
+        yield ops.cross_entropy_backward.default, (grad, None, x, t, lse, *rest), kwargs
+        yield ops.cross_entropy_backward_entropy.default, (grad, None, grad_lse, x, t, lse, entropy, *rest), kwargs
+        if not requires_grad:
+            yield ops.cross_entropy_backward_.default, (grad, None, x.clone(), t, lse, *rest), kwargs
+    for args, kwargs in [((logits, soft), {}), ((logits, soft, weight.to(dtype)), full)]:
+        yield ops.soft_cross_entropy_forward.default, args, kwargs
+        x, q, *rest = args
+        yield ops.soft_cross_entropy_backward.default, (rows(6), rows(6), x, q, rows(6), *rest), kwargs
+        yield ops.soft_cross_entropy_backward.default, (rows(6), None, x, q, rows(6), *rest), kwargs
+
+
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["", "grad"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_opcheck(device, dtype, requires_grad, name):
+    torch.manual_seed(0)
+    for op, args, kwargs in samples(device, dtype, requires_grad):
+        if op._schema.name.split("::")[1] == name:
+            torch.library.opcheck(op, args, kwargs)
+
+
+def test_every_operator_has_samples():
+    seen = {op._schema.name.split("::")[1] for requires in (False, True) for op, _, _ in samples("cpu", torch.float32, requires)}
+    assert seen == set(SCHEMAS)
+
+
+def test_schemas_are_what_the_dispatcher_holds():
+    for name, schema in SCHEMAS.items():
+        parsed = torch._C.parse_schema(f"xent::{name}{schema}")
+        assert str(parsed) == str(getattr(ops, name).default._schema)
+
+
+def test_meta_device(device):
+    logits = torch.empty(3, 4, 50, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    loss = xent_ops.cross_entropy(logits, torch.empty(3, 4, device="meta", dtype=torch.int64), dim=-1)
+    loss.backward()
+    assert loss.dtype == torch.float32 and loss.shape == ()
+    assert logits.grad.shape == logits.shape and logits.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weight"])
+def test_gradcheck_and_gradgradcheck(device, reduction, weighted):
+    """First and second derivatives against finite differences, with every option and an ignored row."""
+    torch.manual_seed(0)
+    logits = torch.randn(4, 7, device=device, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([0, 6, -100, 3], device=device)
+    weight = torch.rand(7, device=device, dtype=torch.float64) if weighted else None
+    options = {"label_smoothing": 0.25, "softcap": 3.0, "logit_scale": 1.5, "lse_square_scale": 0.1}
+
+    def function(x):
+        return xent_ops.cross_entropy(x, target, weight, reduction=reduction, **options)
+
+    assert torch.autograd.gradcheck(function, logits)
+    assert torch.autograd.gradgradcheck(function, logits)
+
+
+def test_gradgradcheck_of_the_backward_operators(device):
+    """With respect to every differentiable argument: upstream gradients, logits, lse, entropy, probabilities, weight."""
+    torch.manual_seed(0)
+
+    def leaf(*shape):
+        return torch.rand(*shape, device=device, dtype=torch.float64, requires_grad=True)
+
+    target = torch.tensor([0, 6, -100], device=device)
+    weight = leaf(7).detach()
+    options = {"label_smoothing": 0.25, "softcap": 3.0}
+    assert torch.autograd.gradcheck(
+        lambda a, b, x, s: ops.cross_entropy_backward(a, b, x, target, s, weight, **options),
+        (leaf(3), leaf(3), leaf(3, 7), leaf(3)),
+    )
+    assert torch.autograd.gradcheck(
+        lambda a, c, x, s, h: ops.cross_entropy_backward_entropy(a, None, c, x, target, s, h, weight, **options),
+        (leaf(3), leaf(3), leaf(3, 7), leaf(3), leaf(3)),
+    )
+    assert torch.autograd.gradcheck(
+        lambda a, b, x, q, s, w: ops.soft_cross_entropy_backward(a, b, x, q, s, w, **options),
+        (leaf(3), leaf(3), leaf(3, 7), leaf(3, 7), leaf(3), leaf(7)),
+    )
+    soft = (leaf(3, 7), leaf(3, 7), leaf(7))
+    function = lambda x, q, w: xent_ops.cross_entropy(x, q, w, **options)  # noqa: E731
+    assert torch.autograd.gradcheck(function, soft) and torch.autograd.gradgradcheck(function, soft)
+    outputs = lambda x: xent_ops.token_log_probs(x, target)  # noqa: E731
+    assert torch.autograd.gradcheck(outputs, leaf(3, 7)) and torch.autograd.gradgradcheck(outputs, leaf(3, 7))
+
+
+LOGITS, TARGET = (4, 10), torch.tensor([1, 2, 3, 4])
+BAD = {
+    "no dimension": (lambda x: ((x[0, 0], TARGET), {}), "no dimension"),
+    "target shape": (lambda x: ((x, TARGET[:3]), {}), r"target has shape \(3,\); expected \(4,\)"),
+    "target rank": (lambda x: ((x, TARGET.view(2, 2, 1)), {}), r"target has shape \(2, 2, 1\); expected"),
+    "float target": (lambda x: ((x, TARGET.float()), {}), "target has dtype torch.float32; expected one of int64, int32, uint8"),
+    "bool target": (lambda x: ((x, TARGET.bool()), {}), "target has dtype torch.bool"),
+    "int logits": (lambda x: ((x.int(), TARGET), {}), "logits has dtype torch.int32; expected one of float32, bfloat16, float16, float64"),
+    "no classes": (lambda x: ((x[:, :0], TARGET), {}), r"logits of shape \(4, 0\) have 0 classes; expected at least 1"),
+    "weight shape": (lambda x: ((x, TARGET, x[0, :9]), {}), r"weight has shape \(9,\); expected \(10,\)"),
+    "weight dtype": (lambda x: ((x, TARGET, TARGET), {}), "weight has dtype torch.int64|weight has shape"),
+    "smoothing": (lambda x: ((x, TARGET), {"label_smoothing": 1.5}), "label_smoothing must be between 0.0 and 1.0, got 1.5"),
+    "nan smoothing": (lambda x: ((x, TARGET), {"label_smoothing": float("nan")}), "label_smoothing must be .* got nan"),
+    "softcap": (lambda x: ((x, TARGET), {"softcap": 0.0}), "softcap must be a finite number above 0, or None"),
+    "scale": (lambda x: ((x, TARGET), {"logit_scale": float("inf")}), "logit_scale must be finite, got inf"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments_name_themselves(case, traced):
+    build, text = BAD[case]
+    args, kwargs = build(torch.randn(LOGITS))
+    function = torch.ops.xent.cross_entropy
+    if traced:
+        function = torch.compile(function, backend="eager", fullgraph=True)
+        with pytest.raises(Exception, match=text):
+            function(*args, **kwargs)
+        return
+    for name in ("cross_entropy", "cross_entropy_forward", "cross_entropy_forward_argmax", "cross_entropy_forward_entropy"):
+        with pytest.raises((TypeError, ValueError, RuntimeError), match=text):
+            getattr(ops, name)(*args, **kwargs)
+
+
+def test_bad_arguments_of_the_python_face():
+    x = torch.randn(LOGITS)
+    bad = [
+        (lambda: xent_ops.cross_entropy(x, TARGET, reduction="avg"), ValueError, "'avg' is not a valid value for reduction; valid are 'none', 'mean', 'sum'"),
+        (lambda: xent_ops.CrossEntropyLoss(reduction="avg"), ValueError, "'avg' is not a valid"),
+        (lambda: xent_ops.cross_entropy(x, TARGET, dim=2), ValueError, r"dim=2 is not a dimension of input with shape \(4, 10\); valid are -2 to 1"),
+        (lambda: xent_ops.cross_entropy(x[0, 0], TARGET), ValueError, "no dimension"),
+        (lambda: xent_ops.cross_entropy(x, x.softmax(-1), ignore_index=3), ValueError, "ignore_index=3 is not supported for class probabilities"),
+        (lambda: xent_ops.cross_entropy(x, TARGET.view(4, 1).expand(4, 10)), TypeError, "class probabilities has dtype torch.int64"),
+        (lambda: xent_ops.cross_entropy(x, TARGET, lse_square_scale=float("nan")), ValueError, "lse_square_scale must be finite"),
+        (lambda: xent_ops.cross_entropy(x, TARGET, x[0].clone().requires_grad_()), RuntimeError, "weight requires grad"),
+        (lambda: xent_ops.cross_entropy(x, TARGET.to("meta")), RuntimeError, "target is on meta but logits are on cpu"),
+        (lambda: xent_ops.check_targets(x, 10), TypeError, "target has dtype torch.float32"),
+    ]  # fmt: skip
+    for call, error, text in bad:
+        with pytest.raises(error, match=text):
+            call()
+
+
+def test_weight_that_requires_grad_is_refused_by_the_row_operators():
+    weight = torch.rand(10, requires_grad=True)
+    x = torch.randn(LOGITS, requires_grad=True)
+    for name in ("cross_entropy_forward", "cross_entropy_forward_argmax", "cross_entropy_forward_entropy"):
+        with pytest.raises(RuntimeError, match="weight requires grad"):
+            getattr(ops, name)(x, TARGET, weight)
+    with torch.no_grad():
+        assert xent_ops.cross_entropy(x, TARGET, weight).isfinite()
+
+
+def test_backward_operators_check_their_rows():
+    x, row = torch.randn(LOGITS), torch.zeros(4)
+    for bad, text in [(row[:3], r"grad_loss has shape \(3,\)"), (TARGET, "grad_loss has dtype torch.int64")]:
+        with pytest.raises((TypeError, ValueError), match=text):
+            ops.cross_entropy_backward(bad, None, x, TARGET, row)
+    with pytest.raises(ValueError, match=r"lse has shape \(2,\)"):
+        ops.soft_cross_entropy_backward(row, None, x, x, row[:2])
+
+
+def test_nothing_is_saved_without_grad(device):
+    saved = []
+    x = torch.randn(4, 10, device=device, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        with torch.no_grad():
+            xent_ops.cross_entropy(x, TARGET.to(device))
+        xent_ops.cross_entropy(x.detach(), TARGET.to(device))
+        assert saved == []
+        xent_ops.cross_entropy(x, TARGET.to(device), reduction="sum")
+    sized = [t for t in saved if t.numel() >= 40]
+    assert len(sized) == 1 and sized[0].data_ptr() == x.data_ptr(), "the logits themselves, and no copy of them"
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_device_without_a_kernel_is_named(requires_grad):
+    """Meta tensors stand for it: an operator without kernel for a key says which."""
+    with pytest.raises(NotImplementedError, match=r"xent::cross_entropy_forward.*'SparseCPU'"):
+        x = torch.randn(LOGITS).to_sparse()
+        ops.cross_entropy_forward(x.requires_grad_(requires_grad), TARGET)
+
+
+@pytest.mark.gpu
+def test_logits_on_another_device_than_the_current():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    x = torch.randn(4, 1000, device="cuda:1", requires_grad=True)
+    with torch.cuda.device(0):
+        xent_ops.cross_entropy(x, TARGET.to("cuda:1")).backward()
+    y = x.detach().cpu().requires_grad_()
+    xent_ops.cross_entropy(y, TARGET).backward()
+    torch.testing.assert_close(x.grad.cpu(), y.grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(70000, 32768), (3, 2**31 // 3 + 5000)], ids=str)
+def test_more_than_two_to_the_31_elements(shape):
+    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    target = torch.randint(0, shape[1], shape[:1], device="cuda")
+    grad_loss = torch.rand(shape[0], device="cuda")
+    loss, lse, argmax = ops.cross_entropy_forward_argmax(x, target)
+    grad = ops.cross_entropy_backward(grad_loss, None, x, target, lse)
+    for row in (0, 1, shape[0] // 2, shape[0] - 1):
+        last = x[row].double()
+        assert abs(loss[row] - torch.nn.functional.cross_entropy(last, target[row])) < 1e-4
+        assert last[argmax[row]] == last.max()
+        wanted = grad_loss[row] * (torch.softmax(last, -1) - torch.nn.functional.one_hot(target[row], shape[1]))
+        torch.testing.assert_close(grad[row].double(), wanted, rtol=1e-2, atol=1e-12)
+
+
+def test_combinations_of_upstream_gradients(device):
+    """An output that nobody uses costs and changes nothing."""
+    x = torch.randn(4, 10, device=device, dtype=torch.float64, requires_grad=True)
+    target = TARGET.to(device)
+    full = {}
+    for use in itertools.product([False, True], repeat=3):
+        loss, lse, entropy = ops.cross_entropy_forward_entropy(x, target)
+        used = [o.sum() for o, keep in zip((loss, lse, entropy), use, strict=True) if keep]
+        if not used:
+            continue
+        (full[use],) = torch.autograd.grad(sum(used), x)
+    one = [full[tuple(i == j for j in range(3))] for i in range(3)]
+    for use, grad in full.items():
+        torch.testing.assert_close(grad, sum(g for g, keep in zip(one, use, strict=True) if keep))
