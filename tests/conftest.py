@@ -5,8 +5,12 @@ TRITON_INTERPRET=1 the CUDA kernels serve "cpu" tensors through Triton's interpr
 marked ``interpreter`` run: the same tests, another kernel. There a target out of range gives NaN, as on a GPU.
 """
 
+# ruff: noqa: E402
 import os
 import warnings
+
+# Before torch: a cached artifact of an older formula would be served in place of the one under test.
+os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
 
 import pytest
 import torch

@@ -26,13 +26,15 @@ def samples(device, dtype, requires_grad):
     full = {"label_smoothing": 0.1, "softcap": 5.0, "logit_scale": 1.5}
     index_cases = [
         ((logits, target), {}),
-        ((logits, target, weight), {"ignore_index": 5, **full}),
+        ((logits, target.clamp(min=5), weight), {"ignore_index": 5, **full}),
         ((batched[:, :-1], torch.zeros(2, 4, dtype=torch.int64, device=device)), {}),
         ((batched[0, 0], torch.tensor(3, device=device)), {"label_smoothing": 0.5}),
         ((logits[:0], target[:0]), {}),
     ]
     for args, kwargs in index_cases:
         for reduction in ("none", "mean", "sum"):
+            if reduction == "mean" and args[0].numel() == 0:
+                continue  # NaN, as in torch: opcheck compares NaN with NaN and finds them different
             yield ops.cross_entropy.default, args, {**kwargs, "reduction": reduction, "lse_square_scale": 0.1}
         yield ops.cross_entropy_forward.default, args, kwargs
         yield ops.cross_entropy_forward_argmax.default, args, kwargs

@@ -185,6 +185,7 @@ def cross_entropy_outputs(
     Arguments, dtypes and errors are those of ``cross_entropy``; the target must be class indices. ``predictions`` is
     the first index of the largest logit; predictions and accuracy are not differentiable.
     """
+    transforms.refuse("cross_entropy_outputs")
     checks.reduction(reduction)
     checks.lse_square_scale(lse_square_scale)
     checks.weight_without_grad(weight)
@@ -242,6 +243,7 @@ def token_log_probs(
         ``TokenLogProbs(log_probs, entropy, lse)``, each float32 (float64 for float64 input) of the target's shape.
         Errors are those of ``cross_entropy``.
     """
+    transforms.refuse("token_log_probs")
     loss, lse, entropy = torch.ops.xent.cross_entropy_forward_entropy(
         _classes_last(input, dim), target, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale
     )

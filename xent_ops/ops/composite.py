@@ -36,16 +36,16 @@ def reduce_rows(
     "mean" divides the loss by the sum of the targets' class weights, as torch does (NaN where no row is counted),
     and the z-loss ``lse_square_scale * lse^2`` by the number of counted rows, as Liger-Kernel and flash-attn do.
     """
-    index, counted, invalid = reference.gather_target(target, classes, ignore_index)
+    counted = target.to(torch.int64) != ignore_index
     z_loss = None
     if lse_square_scale != 0.0:
         # Masked before the square: a row of padding may hold anything, and the gradient of inf^2 * 0 is NaN.
         z_loss = lse_square_scale * torch.where(counted, lse, 0.0).square()
     if reduction == "mean":
         number = counted.sum()
-        if weight is None:
-            denominator = number
-        else:
+        denominator = number
+        if weight is not None:
+            index, counted, invalid = reference.gather_target(target, classes, ignore_index)
             denominator = torch.where(counted & ~invalid, weight.to(loss.dtype)[index], 0.0).sum()
         loss = loss.sum() / denominator
         z_loss = None if z_loss is None else z_loss.sum() / number

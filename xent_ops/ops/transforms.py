@@ -22,6 +22,15 @@ def active() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def refuse(name: str) -> None:
+    """Raise for a function that has no rule for transforms: below one, autograd would drop its outputs' derivatives."""
+    if not torch.compiler.is_compiling() and active():
+        raise NotImplementedError(
+            f"xent_ops.{name} below a functorch transform (torch.func) or forward-mode AD is not supported; "
+            "xent_ops.cross_entropy is"
+        )
+
+
 def _forward_mode() -> bool:
     if forward_ad._current_level >= 0:
         return True

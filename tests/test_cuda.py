@@ -1,0 +1,178 @@
+"""What only a GPU can show: capture and replay, no synchronisation, memory."""
+
+import pytest
+import torch
+
+import xent_ops
+
+pytestmark = pytest.mark.gpu
+
+OPTIONS = {
+    "plain": {},
+    "full": {"weight": True, "label_smoothing": 0.1, "softcap": 20.0, "logit_scale": 0.5, "lse_square_scale": 1e-3},
+}
+
+
+def batch(seed, rows=64, classes=1003):
+    generator = torch.Generator().manual_seed(seed)
+    x = (torch.randn(rows, classes, generator=generator) * 3).cuda().bfloat16()
+    target = torch.randint(0, classes, (rows,), generator=generator).cuda()
+    target[seed % 7 :: 5] = -100
+    return x, target
+
+
+def loss_function(name):
+    options = dict(OPTIONS[name])
+    weight = torch.rand(1003, generator=torch.Generator().manual_seed(9)).cuda() if options.pop("weight", None) else None
+    return lambda x, target: xent_ops.cross_entropy(x, target, weight, **options)
+
+
+def value_and_grad(function, x, target):
+    x = x.detach().requires_grad_()
+    loss = function(x, target)
+    return loss.detach().clone(), torch.autograd.grad(loss, x)[0].clone()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_nothing_synchronises(name, compiled):
+    function = loss_function(name)
+    if compiled:
+        function = torch.compile(function, fullgraph=True)
+    x, target = batch(0)
+    value_and_grad(function, x, target)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss, grad = value_and_grad(function, x, target)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert loss.isfinite() and grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_capture_and_replay_on_other_data(name, compiled):
+    """The captured inputs may be uninitialised: out-of-range targets in them must not read outside the buffer."""
+    function = loss_function(name)
+    if compiled:
+        function = torch.compile(function, fullgraph=True)
+    x, target = batch(0)
+    x.requires_grad_()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            torch.autograd.grad(function(x, target), x)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        target.random_(-(2**62), 2**62)
+    with torch.cuda.graph(graph):
+        loss = function(x, target)
+        (grad,) = torch.autograd.grad(loss, x)
+    graph.replay()
+    assert loss.isnan()
+    for seed in (1, 2, 3):
+        other, other_target = batch(seed)
+        with torch.no_grad():
+            x.copy_(other)
+            target.copy_(other_target)
+        graph.replay()
+        wanted = value_and_grad(loss_function(name), other, other_target)
+        torch.testing.assert_close(loss, wanted[0], rtol=1e-6, atol=0)
+        torch.testing.assert_close(grad, wanted[1], rtol=2**-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_reduce_overhead(name):
+    function = torch.compile(loss_function(name), mode="reduce-overhead", fullgraph=True)
+    for seed in range(6):
+        torch.compiler.cudagraph_mark_step_begin()
+        x, target = batch(seed)
+        loss, grad = value_and_grad(function, x, target)
+        wanted = value_and_grad(loss_function(name), x, target)
+        torch.testing.assert_close(loss, wanted[0], rtol=1e-6, atol=0)
+        torch.testing.assert_close(grad, wanted[1], rtol=2**-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_make_graphed_callables(name):
+    function = loss_function(name)
+    x, target = batch(0)
+    graphed = torch.cuda.make_graphed_callables(function, (x.detach().requires_grad_(), target))
+    for seed in (1, 2):
+        other, other_target = batch(seed)
+        loss, grad = value_and_grad(graphed, other, other_target)
+        wanted = value_and_grad(function, other, other_target)
+        torch.testing.assert_close(loss, wanted[0], rtol=1e-6, atol=0)
+        torch.testing.assert_close(grad, wanted[1], rtol=2**-7, atol=1e-9)
+
+
+def peak_in_logits(step, *tensors, size):
+    """Peak memory of a call beyond what it starts and ends with, in units of ``size`` bytes."""
+    for _ in range(3):
+        step(*tensors)
+        for t in tensors:
+            t.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step(*tensors)
+    torch.cuda.synchronize()
+    grads = sum(t.grad.numel() * t.grad.element_size() for t in tensors)
+    peak = torch.cuda.max_memory_allocated()
+    for t in tensors:
+        t.grad = None
+    return (peak - before - grads) / size
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("classes", [32000, 50257])
+def test_one_buffer_of_logits_in_a_compiled_step(dynamic, classes):
+    rows = 4096
+    h = torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = (torch.randn(classes, 256, device="cuda", dtype=torch.bfloat16) * 0.1).requires_grad_()
+    target = torch.randint(0, classes, (rows,), device="cuda")
+    if dynamic:
+        torch._dynamo.mark_dynamic(h, 0)
+        torch._dynamo.mark_dynamic(target, 0)
+    loss = torch.compile(lambda h, w: xent_ops.cross_entropy(h @ w.T, target), fullgraph=True)
+    peak = peak_in_logits(lambda h, w: loss(h, w).backward(), h, w, size=rows * classes * 2)
+    assert peak <= 1.02, peak
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_eager_memory(inplace):
+    """inplace_backward: no more than the logits that the step needs anyway; else one gradient beside them."""
+    rows, classes = 4096, 32000
+    h = torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = (torch.randn(classes, 256, device="cuda", dtype=torch.bfloat16) * 0.1).requires_grad_()
+    target = torch.randint(0, classes, (rows,), device="cuda")
+
+    def step(h, w):
+        xent_ops.cross_entropy(h @ w.T, target, inplace_backward=inplace).backward()
+
+    peak = peak_in_logits(step, h, w, size=rows * classes * 2)
+    assert peak <= (1.05 if inplace else 2.05), peak
+
+
+def test_kernels_are_compiled_once_for_all_option_values():
+    from xent_ops.kernels.triton import launch
+
+    def compiled():
+        caches = (launch.forward_kernel.device_caches, launch.backward_kernel.device_caches)
+        return sum(len(cache[0]) for device_caches in caches for cache in device_caches.values())
+
+    x, target = batch(0)
+    x.requires_grad_()
+
+    def run(rows, e, cap, scale, ignore):
+        loss = xent_ops.cross_entropy(x[:rows], target[:rows], ignore_index=ignore, label_smoothing=e, softcap=cap, logit_scale=scale)
+        torch.autograd.grad(loss, x)
+
+    run(64, 0.1, 30.0, 1.0, -100)
+    first = compiled()
+    for rows, *values in [(64, 0.2, 5.0, 2.0, -100), (32, 1.0, 16.0, -1.0, 3), (17, 0.5, 1.0, 0.0, 16), (1, 0.3, 2.0, 3.0, 1)]:
+        run(rows, *values)
+    assert compiled() == first

@@ -1,0 +1,70 @@
+"""What `import xent_ops` needs and costs, each in a fresh process."""
+
+import pytest
+from test_compile import run_python
+
+import xent_ops
+
+
+def test_import_needs_torch_alone():
+    """With triton blocked: import, eager and compiled on the CPU, tracing on meta; CUDA tensors would be told."""
+    run_python("""
+        import importlib.abc, sys
+
+        class Block(importlib.abc.MetaPathFinder):
+            def find_spec(self, name, path, target=None):
+                if name.split(".")[0] in ("triton", "torch_npu", "transformers"):
+                    raise ImportError(f"{name} is blocked")
+
+        sys.meta_path.insert(0, Block())
+        import torch
+        import xent_ops
+        assert "triton" not in sys.modules
+        x, target = torch.randn(4, 9, requires_grad=True), torch.tensor([1, 2, 3, -100])
+        xent_ops.cross_entropy(x, target).backward()
+        torch.compile(xent_ops.cross_entropy, backend="aot_eager", fullgraph=True)(x, target).backward()
+        try:
+            torch.ops.xent.cross_entropy_forward.default.redispatch(
+                torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), x, target
+            )
+        except ImportError as error:
+            assert "xent-ops[triton]" in str(error), error
+        else:
+            raise AssertionError("no ImportError")
+    """)
+
+
+def test_import_does_not_pay_for_inductor_or_triton():
+    run_python("""
+        import sys, torch
+        before = set(sys.modules)
+        import xent_ops
+        new = {name.split(".")[0] + "." + name.split(".")[1] for name in set(sys.modules) - before if "." in name}
+        assert "torch._inductor" not in sys.modules and "triton" not in sys.modules, new
+        assert "torch._dynamo" not in set(sys.modules) - before
+    """)
+
+
+def test_interpreter_mode_is_loud():
+    """TRITON_INTERPRET left set costs a factor of a thousand: the first launch warns."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    run_python(
+        """
+        import warnings, torch, xent_ops
+        from xent_ops.ops.library import CUDA_KERNELS
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                CUDA_KERNELS["cross_entropy_forward"](torch.randn(2, 5), torch.tensor([1, 2]))
+        found = [w for w in caught if "TRITON_INTERPRET is set" in str(w.message)]
+        assert len(found) == 1, caught
+        """,
+        TRITON_INTERPRET="1",
+    )
+
+
+def test_the_public_names():
+    for name in xent_ops.__all__:
+        assert getattr(xent_ops, name) is not None
+        if name != "__version__":
+            assert getattr(xent_ops, name).__doc__

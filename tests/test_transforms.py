@@ -1,0 +1,122 @@
+"""functorch transforms and forward-mode AD from the Python face, against F.cross_entropy under the same transform."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import forward_ad
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+import xent_ops
+
+TARGET = torch.tensor([1, 0, -100, 3])
+OPTIONS = {"label_smoothing": 0.1, "lse_square_scale": 0.0}
+
+
+@pytest.fixture
+def x(device):
+    torch.manual_seed(0)
+    return torch.randn(4, 6, device=device, dtype=torch.float64)
+
+
+def pair(device, **options):
+    target = TARGET.to(device)
+    return (
+        lambda x: xent_ops.cross_entropy(x, target, **options),
+        lambda x: F.cross_entropy(x, target, **options),
+    )
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: grad(f)(x),
+    "grad of grad": lambda f, x: grad(lambda y: grad(f)(y).square().sum())(x),
+    "vmap": lambda f, x: vmap(f)(torch.stack([x, 2 * x, -x])),
+    "vmap of another dimension": lambda f, x: vmap(f, in_dims=1)(torch.stack([x, 2 * x], 1)),
+    "vmap of vmap": lambda f, x: vmap(vmap(f))(torch.stack([x, 2 * x, -x, x]).view(2, 2, *x.shape)),
+    "vmap of grad": lambda f, x: vmap(grad(f))(torch.stack([x, 2 * x])),
+    "grad of vmap": lambda f, x: grad(lambda y: vmap(f)(y).sum())(torch.stack([x, 2 * x])),
+    "jacrev": lambda f, x: jacrev(f)(x),
+    "hessian": lambda f, x: hessian(f)(x),
+    "jacrev of jacrev": lambda f, x: jacrev(jacrev(f))(x),
+    "vjp": lambda f, x: vjp(f, x)[1](torch.ones_like(f(x)))[0],
+    "jvp": lambda f, x: jvp(f, (x,), (torch.ones_like(x),))[1],
+    "jacfwd": lambda f, x: jacfwd(f)(x),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transform(x, device, name, reduction):
+    if reduction == "none" and "grad" in name:
+        pytest.skip("grad wants a scalar")
+    ours, theirs = pair(device, reduction=reduction, label_smoothing=0.1)
+    torch.testing.assert_close(TRANSFORMS[name](ours, x), TRANSFORMS[name](theirs, x))
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transform_of_class_probabilities(x, device, name):
+    target = torch.rand(4, 6, device=device, dtype=torch.float64).softmax(-1)
+    ours = lambda x: xent_ops.cross_entropy(x, target, label_smoothing=0.1)  # noqa: E731
+    theirs = lambda x: F.cross_entropy(x, target, label_smoothing=0.1)  # noqa: E731
+    torch.testing.assert_close(TRANSFORMS[name](ours, x), TRANSFORMS[name](theirs, x))
+
+
+def test_per_sample_gradients_of_a_model(device):
+    """vmap(grad) over samples and targets, parameters shared: the recipe of torch.func's tutorial."""
+    torch.manual_seed(0)
+    w = torch.randn(5, 6, device=device, dtype=torch.float64)
+    samples = torch.randn(7, 5, device=device, dtype=torch.float64)
+    targets = torch.randint(0, 6, (7,), device=device)
+
+    def loss(function):
+        return lambda w, s, t: function((s @ w).unsqueeze(0), t.unsqueeze(0))
+
+    ours = vmap(grad(loss(xent_ops.cross_entropy)), in_dims=(None, 0, 0))(w, samples, targets)
+    theirs = vmap(grad(loss(F.cross_entropy)), in_dims=(None, 0, 0))(w, samples, targets)
+    assert ours.shape == (7, 5, 6)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_the_kernels_serve_the_transforms(x, device):
+    """vmap adds rows to one call of the operators; it does not loop, nor fall back to plain torch."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    names = []
+    with Log():
+        vmap(grad(pair(device)[0]))(torch.stack([x, 2 * x, 3 * x]))
+    assert names.count("xent.cross_entropy_forward.default") == 1
+    assert names.count("xent.cross_entropy_backward.default") == 1
+
+
+def test_forward_mode_with_dual_numbers(x, device):
+    ours, theirs = pair(device)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        torch.testing.assert_close(forward_ad.unpack_dual(ours(dual)).tangent, forward_ad.unpack_dual(theirs(dual)).tangent)
+
+
+def test_vmap_over_class_weights_says_so(x, device):
+    weights = torch.rand(3, 6, device=device, dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match="vmap over the class weight"):
+        vmap(lambda w: xent_ops.cross_entropy(x, TARGET.to(device), w))(weights)
+
+
+@pytest.mark.parametrize("function", ["cross_entropy_outputs", "token_log_probs"])
+def test_other_functions_below_transforms_raise_rather_than_lie(x, device, function):
+    call = getattr(xent_ops, function)
+    with pytest.raises(NotImplementedError, match=f"xent_ops.{function} below a functorch transform"):
+        grad(lambda x: call(x, TARGET.to(device)).lse.sum())(x)
+
+
+def test_compile_of_a_transform_says_that_it_is_not_supported(x, device):
+    step = torch.compile(grad(pair(device)[0]), backend="eager", fullgraph=True)
+    try:
+        result = step(x)
+    except Exception as error:
+        assert "functorch" in str(error) or "torch.func" in str(error) or "setup_context" in str(error)
+    else:
+        torch.testing.assert_close(result, grad(pair(device)[1])(x))
