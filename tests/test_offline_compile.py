@@ -25,7 +25,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 KERNELS = [name for name in vars(launch) if name.endswith("_kernel")]
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64", torch.int64: "i64"}
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64", torch.int64: "i64", torch.int32: "i32"}
 OPTIONS = ("num_warps", "num_stages")
 
 
@@ -80,7 +80,8 @@ def spills(compiled, target, folder: Path) -> int:
 
 def everything(dtype, vocabulary, full):
     """Run all operators' launchers on small tensors of this dtype and vocabulary."""
-    logits = torch.zeros(2, vocabulary, dtype=dtype)
+    launch.cross_entropy_forward(torch.zeros(50, vocabulary, dtype=dtype), torch.zeros(50, dtype=torch.int64))
+    logits = torch.zeros(2, vocabulary, dtype=dtype)  # few rows: the forward is split
     target = torch.zeros(2, dtype=torch.int64)
     weight = torch.ones(vocabulary) if full else None
     soft_options = {"label_smoothing": 0.1, "softcap": 30.0, "logit_scale": 0.5} if full else {}
@@ -110,7 +111,8 @@ CASES = [
 def test_kernels_compile_without_spills(monkeypatch, tmp_path, name, case):
     target = TARGETS[name]
     calls = record(monkeypatch, lambda: everything(*case))
-    assert {call[0] for call in calls} == {launch.__dict__[k].kernel for k in KERNELS}
+    missing = {launch.__dict__[k].kernel for k in KERNELS} - {call[0] for call in calls}
+    assert not missing or case[1] == 1024, "short rows are not split"
     for kernel, args, kwargs in calls:
         flags = {k: v for k, v in kwargs.items() if v is not False}
         compiled = compile_call(kernel, args, kwargs, target)
@@ -130,7 +132,7 @@ def test_another_option_value_is_the_same_kernel(monkeypatch):
 
         result = []
         for kernel, args, kwargs in record(monkeypatch, run):
-            constants = {k: v for k, v in kwargs.items()}
+            constants = dict(kwargs)
             for parameter, value in zip(kernel.params, args, strict=False):
                 if not isinstance(value, torch.Tensor):
                     width = parameter.annotation_type or ("i32" if abs(value) < 2**31 else "i64")
@@ -140,6 +142,7 @@ def test_another_option_value_is_the_same_kernel(monkeypatch):
         monkeypatch.undo()
         return result
 
+    # As many rows as leave the forward whole: how many parts a row is split into is a constant of the join.
     first = keys(8, 512, label_smoothing=0.1, softcap=30.0, logit_scale=1.0, ignore_index=-100)
     again = keys(37, 512, label_smoothing=0.7, softcap=1.0, logit_scale=16.0, ignore_index=1)
     assert first == again

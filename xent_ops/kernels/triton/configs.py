@@ -26,6 +26,24 @@ def forward(classes: int, itemsize: int, extra: bool = False) -> Config:
     return Config(2048 if itemsize <= 4 else 1024, 4, 3)  # 32000: 0.544, 128256: 0.535
 
 
+def parts(rows: int, classes: int, block: int, processors: int) -> tuple[int, int]:
+    """How many programs share a row in the forward, and the columns that each takes.
+
+    One, unless the rows alone would leave processors idle; then enough for two programs a processor, of at least one
+    block each. Below 512 x 32000 the second launch (about 2 us) costs more than it brings.
+    """
+    wanted = 2 * processors // rows
+    if wanted < 2 or classes <= 2 * block:
+        return 1, classes
+    part_classes = -(-classes // wanted)
+    part_classes = -(-part_classes // block) * block
+    return -(-classes // part_classes), part_classes
+
+
+def power_of_two(number: int) -> int:
+    return next_power_of_2(number)
+
+
 def backward(classes: int, itemsize: int) -> Config:
     """A program is a tile of a row; 16 bytes, twice, a thread. 4 warps of 1024 (once a thread): 1.17 everywhere."""
     if classes <= 1024:

@@ -1,9 +1,15 @@
-"""One visit of a row of logits: loss, lse and, where asked for, argmax and entropy."""
+"""One visit of a row of logits: loss, lse and, where asked for, argmax and entropy.
+
+forward_kernel gives a row to one program. Where there are fewer rows than the GPU can hold programs, partial_kernel
+gives it to several, and join_kernel puts their parts together in a fixed order: the same bits in every run.
+"""
 
 import triton
 import triton.language as tl
 
 from .numerics import LN2, LOG2E, activate, aligned_body, edge_columns, row_offset, without_infinity
+
+NO_COLUMN = tl.constexpr(2147483647)
 
 
 @triton.jit
@@ -13,9 +19,9 @@ def _start(LANES: tl.constexpr, VECTOR: tl.constexpr, ACC: tl.constexpr):
     zero = tl.zeros([LANES], ACC)
     zeros = tl.zeros([LANES, VECTOR], ACC)
     best = tl.full([LANES, VECTOR], float("-inf"), ACC)
-    best_column = tl.full([LANES, VECTOR], 2147483647, tl.int32)
-    #       maximum, sum of e^(x - maximum), sum of that times (x - maximum), smoothing sum, sum of weights, argmax
-    return maximum, zero, zero, zeros, zeros, best, best_column
+    best_column = tl.full([LANES, VECTOR], NO_COLUMN, tl.int32)
+    #       maximum, sum of e^(x - maximum), sum of that times (x - maximum), smoothing sum, sum of weights, argmax, target
+    return maximum, zero, zero, zeros, zeros, best, best_column, zeros
 
 
 @triton.jit
@@ -24,11 +30,13 @@ def _visit(
     pointers,  # (LANES, VECTOR) into the logits of the row
     columns,  # (LANES, VECTOR)
     inside,  # (LANES, VECTOR): which of them exist; not read unless MASKED
+    target,  # the column whose x is wanted; not read unless IN_TILE
     weight_ptr,  # (V,)
     logit_scale,
     softcap,
     shift,  # x of the target where finite: what the smoothing sum is taken relative to
     MASKED: tl.constexpr,
+    IN_TILE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -36,7 +44,7 @@ def _visit(
     HAS_ENTROPY: tl.constexpr,
 ):
     """Fold one tile of the row into the running state."""
-    maximum, total, moment, smooth, weights, best, best_column = state
+    maximum, total, moment, smooth, weights, best, best_column, hit = state
     if MASKED:
         z = tl.load(pointers, mask=inside, other=0.0, eviction_policy="evict_first")
     else:
@@ -55,6 +63,8 @@ def _visit(
         if MASKED:
             relative = tl.where(inside, relative, 0.0)
         smooth += relative  # summed over its vector only at the end: Triton's thread-locality pass fails on a sum here
+    if IN_TILE:
+        hit += tl.where(columns == target, x, 0.0)
     if MASKED:
         x = tl.where(inside, x, float("-inf"))  # after softcap, which would make -softcap of -inf
     if HAS_ARGMAX:
@@ -75,26 +85,123 @@ def _visit(
         moment = decay * tl.where(total == 0.0, 0.0, moment + moved * total)
         moment += tl.sum(tl.where(e == 0.0, 0.0, e * distance), axis=1)
     total = total * decay + tl.sum(e, axis=1)
-    return new_maximum, total, moment, smooth, weights, best, best_column
+    return new_maximum, total, moment, smooth, weights, best, best_column, hit
 
 
 @triton.jit
-def _join(state, pivot, HAS_SMOOTHING: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_ENTROPY: tl.constexpr):
-    """Sums over the lanes of a state, relative to the row's maximum: total, moment, smoothing sum, sum of weights."""
-    maximum, total, moment, smooth, weights, _best, _best_column = state
+def _join(
+    state,
+    pivot,
+    IN_TILE: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+):
+    """Sums over the lanes of a state, relative to pivot: total, moment, smoothing sum, sum of weights, x of target."""
+    maximum, total, moment, smooth, weights, _best, _best_column, hit = state
     moved = maximum - pivot
     decay = tl.exp2(moved * LOG2E)
-    row_moment = tl.sum(tl.where(total == 0.0, 0.0, (moment + moved * total) * decay), axis=0) if HAS_ENTROPY else 0.0
-    row_smooth = tl.sum(tl.sum(smooth, axis=1), axis=0) if HAS_SMOOTHING else 0.0
-    row_weights = tl.sum(tl.sum(weights, axis=1), axis=0) if HAS_SMOOTHING and HAS_WEIGHT else 0.0
-    return tl.sum(total * decay, axis=0), row_moment, row_smooth, row_weights
+    zero = tl.cast(0.0, total.dtype)
+    row_moment = zero
+    if HAS_ENTROPY:
+        row_moment = tl.sum(tl.where(total == 0.0, 0.0, (moment + moved * total) * decay), axis=0)
+    row_smooth = zero
+    row_weights = zero
+    if HAS_SMOOTHING:
+        row_smooth = tl.sum(tl.sum(smooth, axis=1), axis=0)
+        if HAS_WEIGHT:
+            row_weights = tl.sum(tl.sum(weights, axis=1), axis=0)
+    x_target = zero
+    if IN_TILE:
+        x_target = tl.sum(tl.sum(hit, axis=1), axis=0)
+    return tl.sum(total * decay, axis=0), row_moment, row_smooth, row_weights, x_target
 
 
 @triton.jit
 def _first_of(state, top):
     """The smallest column that holds ``top``."""
-    _maximum, _total, _moment, _smooth, _weights, best, best_column = state
-    return tl.min(tl.min(tl.where(best == top, best_column, 2147483647), axis=1), axis=0)
+    _maximum, _total, _moment, _smooth, _weights, best, best_column, _hit = state
+    return tl.min(tl.min(tl.where(best == top, best_column, NO_COLUMN), axis=1), axis=0)
+
+
+@triton.jit
+def _scan(
+    logits_ptr,
+    offset,  # of the first element, from logits_ptr
+    first_column,  # its column
+    n_cols,  # how many to scan
+    target,  # (column whose x is wanted; only IN_TILE)
+    weight_ptr,
+    logit_scale,
+    softcap,
+    shift,
+    IN_TILE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ARGMAX: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    EDGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """Scan n_cols elements of a row: maximum, total, moment, smooth, weights, largest z, its first column, x of target.
+
+    total and moment are relative to the maximum (to 0 where that is -inf).
+    """
+    LANES: tl.constexpr = BLOCK // VECTOR
+    head, boundary, body = aligned_body(offset, n_cols, EDGES, VECTOR)
+    body_ptr = logits_ptr + boundary
+    body_column = first_column + head
+    lane = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    state = _start(LANES, VECTOR, ACC)
+    n_full = body // BLOCK * BLOCK
+    for start in tl.range(0, n_full, BLOCK):
+        columns = start + lane
+        state = _visit(
+            state, body_ptr + columns, body_column + columns, columns < body, target, weight_ptr, logit_scale,
+            softcap, shift, False, IN_TILE, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
+        )  # fmt: skip
+    if n_full < body:
+        columns = n_full + lane
+        state = _visit(
+            state, body_ptr + columns, body_column + columns, columns < body, target, weight_ptr, logit_scale,
+            softcap, shift, True, IN_TILE, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
+        )  # fmt: skip
+    maximum = tl.max(state[0], axis=0)
+    if EDGES:
+        columns, inside = edge_columns(head, body, n_cols, VECTOR)
+        edges = _visit(
+            _start(2, VECTOR, ACC), logits_ptr + offset + columns, first_column + columns, inside, target, weight_ptr,
+            logit_scale, softcap, shift, True, IN_TILE, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX,
+            HAS_ENTROPY,
+        )  # fmt: skip
+        maximum = tl.maximum(maximum, tl.max(edges[0], axis=0))
+    pivot = without_infinity(maximum)
+    total, moment, smooth, weights, hit = _join(state, pivot, IN_TILE, HAS_SMOOTHING, HAS_WEIGHT, HAS_ENTROPY)
+    top = tl.cast(float("-inf"), ACC)
+    first = tl.cast(0, tl.int32)
+    if HAS_ARGMAX:
+        top = tl.max(tl.max(state[5], axis=1), axis=0)
+        first = _first_of(state, top)
+    if EDGES:
+        edge_total, edge_moment, edge_smooth, edge_weights, edge_hit = _join(
+            edges, pivot, IN_TILE, HAS_SMOOTHING, HAS_WEIGHT, HAS_ENTROPY
+        )
+        total += edge_total
+        moment += edge_moment
+        smooth += edge_smooth
+        weights += edge_weights
+        hit += edge_hit
+        if HAS_ARGMAX:
+            edge_top = tl.max(tl.max(edges[5], axis=1), axis=0)
+            both = tl.maximum(top, edge_top)
+            first = tl.minimum(
+                tl.where(top == both, first, NO_COLUMN), tl.where(edge_top == both, _first_of(edges, both), NO_COLUMN)
+            )
+            top = both
+    return maximum, total, moment, smooth, weights, top, first, hit
 
 
 @triton.jit
@@ -102,6 +209,61 @@ def _target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP: tl.
     """x of the target; nothing is read where the target is out of range."""
     z = tl.load(row_ptr + target, mask=valid, other=0.0).to(logit_scale.dtype) * logit_scale
     return activate(z, softcap, HAS_SOFTCAP)
+
+
+@triton.jit
+def _shift(x_target):
+    """What the smoothing sum is taken relative to: the target's x, where that is a number to subtract."""
+    return tl.where(tl.abs(x_target) < float("inf"), x_target, 0.0)
+
+
+@triton.jit
+def _finish(
+    row,
+    n_cols,
+    target,
+    valid,
+    x_target,
+    shift,
+    maximum,
+    total,
+    moment,
+    smooth,
+    weights,
+    top,
+    first,
+    weight_ptr,
+    loss_ptr,
+    lse_ptr,
+    argmax_ptr,
+    entropy_ptr,
+    ignore_index,
+    label_smoothing,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_ARGMAX: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+):
+    """The outputs of a row from its sums."""
+    pivot = without_infinity(maximum)
+    log_total = tl.log2(total) * LN2
+    # Relative to the maximum until the end: lse - x_target would lose digits when both are large.
+    loss = pivot - x_target + log_total
+    if HAS_WEIGHT:
+        loss *= tl.load(weight_ptr + target, mask=valid, other=0.0)
+    if HAS_SMOOTHING:
+        if not HAS_WEIGHT:
+            weights = tl.cast(n_cols, loss.dtype)
+        smooth_loss = weights * (pivot - shift + log_total) - smooth
+        loss = (1.0 - label_smoothing) * loss + label_smoothing / n_cols * smooth_loss
+    loss = tl.where(valid, loss, float("nan"))
+    loss = tl.where(target == ignore_index, 0.0, loss)
+    tl.store(loss_ptr + row, loss)
+    tl.store(lse_ptr + row, pivot + log_total)
+    if HAS_ENTROPY:
+        tl.store(entropy_ptr + row, log_total - moment / total)
+    if HAS_ARGMAX:
+        tl.store(argmax_ptr + row, tl.where(top == float("-inf"), 0, first).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["n_inner", "ignore_index", "label_smoothing", "softcap", "logit_scale"])
@@ -127,6 +289,7 @@ def forward_kernel(
     HAS_ARGMAX: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     EDGES: tl.constexpr,  # rows do not all start and end on 16-byte boundaries
+    ONE_TILE: tl.constexpr,  # V <= BLOCK
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,  # elements in 16 bytes
 ):
@@ -138,74 +301,147 @@ def forward_kernel(
     label_smoothing = tl.cast(label_smoothing, ACC)
     softcap = tl.cast(softcap, ACC)
     logit_scale = tl.cast(logit_scale, ACC)
-
     target = tl.load(target_ptr + row).to(tl.int64)
     valid = (target >= 0) & (target < n_cols)
     shift = tl.cast(0.0, ACC)
     if HAS_SMOOTHING:
-        shift = _target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP)
-        shift = tl.where(tl.abs(shift) < float("inf"), shift, 0.0)
+        shift = _shift(_target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP))
+    maximum, total, moment, smooth, weights, top, first, hit = _scan(
+        logits_ptr, offset, 0, n_cols, target, weight_ptr, logit_scale, softcap, shift, ONE_TILE, HAS_WEIGHT,
+        HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EDGES, BLOCK, VECTOR, ACC,
+    )  # fmt: skip
+    if ONE_TILE:
+        x_target = hit  # short rows wait for memory: one that is read through its target waits twice
+    else:
+        # Loaded last: before the loop it would hold up the row's own loads until the target has arrived.
+        x_target = _target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP)
+    _finish(
+        row, n_cols, target, valid, x_target, shift, maximum, total, moment, smooth, weights, top, first, weight_ptr,
+        loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing, HAS_WEIGHT, HAS_SMOOTHING,
+        HAS_ARGMAX, HAS_ENTROPY,
+    )  # fmt: skip
 
-    LANES: tl.constexpr = BLOCK // VECTOR
-    head, boundary, body = aligned_body(offset, n_cols, EDGES, VECTOR)
-    body_ptr = logits_ptr + boundary
-    lane = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    state = _start(LANES, VECTOR, ACC)
-    n_full = body // BLOCK * BLOCK
-    for start in tl.range(0, n_full, BLOCK):
-        columns = start + lane
-        state = _visit(
-            state, body_ptr + columns, head + columns, columns < body, weight_ptr, logit_scale, softcap, shift,
-            False, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
-        )  # fmt: skip
-    if n_full < body:
-        columns = n_full + lane
-        state = _visit(
-            state, body_ptr + columns, head + columns, columns < body, weight_ptr, logit_scale, softcap, shift,
-            True, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
-        )  # fmt: skip
-    row_maximum = tl.max(state[0], axis=0)
-    if EDGES:
-        columns, inside = edge_columns(head, body, n_cols, VECTOR)
-        edges = _visit(
-            _start(2, VECTOR, ACC), row_ptr + columns, columns, inside, weight_ptr, logit_scale, softcap, shift,
-            True, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
-        )  # fmt: skip
-        row_maximum = tl.maximum(row_maximum, tl.max(edges[0], axis=0))
-    pivot = without_infinity(row_maximum)
-    total, moment, smooth, weights = _join(state, pivot, HAS_SMOOTHING, HAS_WEIGHT, HAS_ENTROPY)
-    if EDGES:
-        edge_total, edge_moment, edge_smooth, edge_weights = _join(
-            edges, pivot, HAS_SMOOTHING, HAS_WEIGHT, HAS_ENTROPY
-        )
-        total += edge_total
-        moment += edge_moment
-        smooth += edge_smooth
-        weights += edge_weights
 
-    log_total = tl.log2(total) * LN2
-    # Loaded last: before the loop it would hold up the row's own loads until the target has arrived.
-    x_target = _target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP)
-    # Relative to the maximum until the end: lse - x_target would lose digits when both are large.
-    loss = pivot - x_target + log_total
-    if HAS_WEIGHT:
-        loss *= tl.load(weight_ptr + target, mask=valid, other=0.0)
+@triton.jit(do_not_specialize=["n_inner", "n_parts", "softcap", "logit_scale"])
+def partial_kernel(
+    logits_ptr,  # (outer, inner, V), rows of any stride
+    target_ptr,  # (N,), contiguous, any integer dtype
+    weight_ptr,  # (V,) in the accumulator's dtype
+    sums_ptr,  # (N, 6, n_parts) in the accumulator's dtype: maximum, total, moment, smooth, weights, largest z
+    first_ptr,  # (N, n_parts) int32
+    n_cols,
+    part_cols,  # columns of a part, a multiple of VECTOR
+    n_parts,
+    n_inner,
+    stride_outer,
+    stride_inner,
+    softcap: "fp64",
+    logit_scale: "fp64",
+    HAS_WEIGHT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ARGMAX: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    EDGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """One program a part of a row: its sums."""
+    ACC: tl.constexpr = sums_ptr.dtype.element_ty
+    row = tl.program_id(0) // n_parts
+    part = tl.program_id(0) - row * n_parts
+    offset = row_offset(row, n_inner, stride_outer, stride_inner)
+    softcap = tl.cast(softcap, ACC)
+    logit_scale = tl.cast(logit_scale, ACC)
+    shift = tl.cast(0.0, ACC)
     if HAS_SMOOTHING:
-        sum_weights = weights if HAS_WEIGHT else tl.cast(n_cols, ACC)
-        smooth_loss = sum_weights * (pivot - shift + log_total) - smooth
-        loss = (1.0 - label_smoothing) * loss + label_smoothing / n_cols * smooth_loss
-    loss = tl.where(valid, loss, float("nan"))
-    loss = tl.where(target == ignore_index, 0.0, loss)
-    tl.store(loss_ptr + row, loss)
-    tl.store(lse_ptr + row, pivot + log_total)
+        target = tl.load(target_ptr + row).to(tl.int64)
+        valid = (target >= 0) & (target < n_cols)
+        shift = _shift(_target_logit(logits_ptr + offset, target, valid, logit_scale, softcap, HAS_SOFTCAP))
+    begin = part * part_cols
+    maximum, total, moment, smooth, weights, top, first, _hit = _scan(
+        logits_ptr, offset + begin, begin, tl.minimum(part_cols, n_cols - begin), 0, weight_ptr, logit_scale, softcap,
+        shift, False, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EDGES, BLOCK, VECTOR, ACC,
+    )  # fmt: skip
+    out_ptr = sums_ptr + tl.cast(row, tl.int64) * 6 * n_parts + part
+    tl.store(out_ptr, maximum)
+    tl.store(out_ptr + n_parts, total)
     if HAS_ENTROPY:
-        tl.store(entropy_ptr + row, log_total - moment / total)
+        tl.store(out_ptr + 2 * n_parts, moment)
+    if HAS_SMOOTHING:
+        tl.store(out_ptr + 3 * n_parts, smooth)
+        if HAS_WEIGHT:
+            tl.store(out_ptr + 4 * n_parts, weights)
     if HAS_ARGMAX:
-        top = tl.max(tl.max(state[5], axis=1), axis=0)
-        if EDGES:
-            top = tl.maximum(top, tl.max(tl.max(edges[5], axis=1), axis=0))
-        first = _first_of(state, top)
-        if EDGES:
-            first = tl.minimum(first, _first_of(edges, top))
-        first = tl.where(top == float("-inf"), 0, first)
-        tl.store(argmax_ptr + row, first.to(tl.int64))
+        tl.store(out_ptr + 5 * n_parts, top)
+        tl.store(first_ptr + tl.cast(row, tl.int64) * n_parts + part, first)
+
+
+@triton.jit(do_not_specialize=["n_parts", "n_inner", "ignore_index", "label_smoothing", "softcap", "logit_scale"])
+def join_kernel(
+    logits_ptr,  # (outer, inner, V), rows of any stride
+    target_ptr,  # (N,), contiguous, any integer dtype
+    weight_ptr,  # (V,) in the accumulator's dtype
+    sums_ptr,  # as partial_kernel left them
+    first_ptr,
+    loss_ptr,  # (N,)
+    lse_ptr,  # (N,)
+    argmax_ptr,  # (N,) int64
+    entropy_ptr,  # (N,)
+    n_cols,
+    n_parts,
+    n_inner,
+    stride_outer,
+    stride_inner,
+    ignore_index: "i64",
+    label_smoothing: "fp64",
+    softcap: "fp64",
+    logit_scale: "fp64",
+    HAS_WEIGHT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ARGMAX: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    PARTS: tl.constexpr,  # n_parts or more, a power of two
+):
+    """One program a row: its parts put together, in a tree whose shape depends on their number alone."""
+    ACC: tl.constexpr = loss_ptr.dtype.element_ty
+    row = tl.program_id(0)
+    offset = row_offset(row, n_inner, stride_outer, stride_inner)
+    label_smoothing = tl.cast(label_smoothing, ACC)
+    softcap = tl.cast(softcap, ACC)
+    logit_scale = tl.cast(logit_scale, ACC)
+    part = tl.arange(0, PARTS)
+    exists = part < n_parts
+    part_ptr = sums_ptr + tl.cast(row, tl.int64) * 6 * n_parts + part
+    maxima = tl.load(part_ptr, mask=exists, other=float("-inf"))
+    totals = tl.load(part_ptr + n_parts, mask=exists, other=0.0)
+    target = tl.load(target_ptr + row).to(tl.int64)
+    valid = (target >= 0) & (target < n_cols)
+    x_target = _target_logit(logits_ptr + offset, target, valid, logit_scale, softcap, HAS_SOFTCAP)
+    maximum = tl.max(maxima, axis=0)
+    moved = maxima - without_infinity(maximum)
+    decay = tl.exp2(moved * LOG2E)
+    total = tl.sum(totals * decay, axis=0)
+    moment = tl.cast(0.0, ACC)
+    smooth = tl.cast(0.0, ACC)
+    weights = tl.cast(0.0, ACC)
+    top = tl.cast(float("-inf"), ACC)
+    first = tl.cast(0, tl.int32)
+    if HAS_ENTROPY:
+        moments = tl.load(part_ptr + 2 * n_parts, mask=exists, other=0.0)
+        moment = tl.sum(tl.where(totals == 0.0, 0.0, (moments + moved * totals) * decay), axis=0)
+    if HAS_SMOOTHING:
+        smooth = tl.sum(tl.load(part_ptr + 3 * n_parts, mask=exists, other=0.0), axis=0)
+        if HAS_WEIGHT:
+            weights = tl.sum(tl.load(part_ptr + 4 * n_parts, mask=exists, other=0.0), axis=0)
+    if HAS_ARGMAX:
+        tops = tl.load(part_ptr + 5 * n_parts, mask=exists, other=float("-inf"))
+        firsts = tl.load(first_ptr + tl.cast(row, tl.int64) * n_parts + part, mask=exists, other=NO_COLUMN)
+        top = tl.max(tops, axis=0)
+        first = tl.min(tl.where(tops == top, firsts, NO_COLUMN), axis=0)
+    _finish(
+        row, n_cols, target, valid, x_target, _shift(x_target), maximum, total, moment, smooth, weights, top, first,
+        weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing, HAS_WEIGHT,
+        HAS_SMOOTHING, HAS_ARGMAX, HAS_ENTROPY,
+    )  # fmt: skip

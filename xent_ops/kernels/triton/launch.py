@@ -7,6 +7,7 @@ a handful of numbers, so that every launch can be captured in a CUDA graph.
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from ..reference import accumulator
 from . import configs
 from .backward import backward_kernel
-from .forward import forward_kernel
+from .forward import forward_kernel, join_kernel, partial_kernel
 from .soft import soft_backward_kernel, soft_forward_kernel
 
 
@@ -75,6 +76,16 @@ def _weight(weight: Tensor | None, absent: Tensor) -> Tensor:
     return absent if weight is None else weight.to(absent.dtype).contiguous()
 
 
+@functools.cache
+def _processors_of(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _processors(tensor: Tensor) -> int:
+    """Streaming multiprocessors of the tensor's device; 2 in the interpreter, so that both ways are run there."""
+    return _processors_of(tensor.device) if tensor.is_cuda else 2
+
+
 def _on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device, which need not be the tensors'."""
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
@@ -99,36 +110,43 @@ def _forward(
     argmax = torch.empty_like(loss, dtype=torch.int64) if with_argmax else lse
     entropy = torch.empty_like(loss) if with_entropy else lse
     view = rows(logits)
-    config = configs.forward(classes, logits.element_size(), extra=with_argmax or with_entropy)
-    if view.number > 0:
-        with _on(logits):
+    if view.number == 0:
+        return loss, lse, argmax, entropy
+    itemsize = logits.element_size()
+    config = configs.forward(classes, itemsize, extra=with_argmax or with_entropy)
+    parts, part_classes = configs.parts(view.number, classes, config.block, _processors(logits))
+    shared: dict[str, Any] = {
+        "HAS_WEIGHT": weight is not None,
+        "HAS_SMOOTHING": label_smoothing > 0.0,
+        "HAS_SOFTCAP": softcap is not None,
+        "HAS_ARGMAX": with_argmax,
+        "HAS_ENTROPY": with_entropy,
+    }
+    tiling: dict[str, Any] = {
+        "EDGES": not _aligned(view, classes),
+        "BLOCK": config.block,
+        "VECTOR": configs.vector(itemsize),
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    inputs = (view.tensor, _dense(target), _weight(weight, lse))
+    outputs = (loss, lse, argmax, entropy)
+    options = (ignore_index, label_smoothing, softcap or 0.0, logit_scale)
+    with _on(logits):
+        if parts == 1:
             forward_kernel[(view.number,)](
-                view.tensor,
-                _dense(target),
-                _weight(weight, lse),
-                loss,
-                lse,
-                argmax,
-                entropy,
-                classes,
-                view.inner,
-                view.outer_stride,
-                view.stride,
-                ignore_index,
-                label_smoothing,
-                softcap or 0.0,
-                logit_scale,
-                HAS_WEIGHT=weight is not None,
-                HAS_SMOOTHING=label_smoothing > 0.0,
-                HAS_SOFTCAP=softcap is not None,
-                HAS_ARGMAX=with_argmax,
-                HAS_ENTROPY=with_entropy,
-                EDGES=not _aligned(view, classes),
-                BLOCK=config.block,
-                VECTOR=configs.vector(logits.element_size()),
-                num_warps=config.num_warps,
-                num_stages=config.num_stages,
+                *inputs, *outputs, classes, *view[2:], *options, ONE_TILE=classes <= config.block, **shared, **tiling
             )
+        else:
+            sums = torch.empty((view.number, 6, parts), dtype=lse.dtype, device=lse.device)
+            first = torch.empty((view.number, parts), dtype=torch.int32, device=lse.device) if with_argmax else sums
+            partial_kernel[(view.number * parts,)](
+                *inputs, sums, first, classes, part_classes, parts, *view[2:], *options[2:], **shared, **tiling
+            )
+            join_kernel[(view.number,)](
+                *inputs, sums, first, *outputs, classes, parts, *view[2:], *options,
+                PARTS=configs.power_of_two(parts), num_warps=1, num_stages=1, **shared,
+            )  # fmt: skip
     return loss, lse, argmax, entropy
 
 
