@@ -131,6 +131,7 @@ def test_shapes_that_are_none(text, capsys):
         (["--graph"], "CUDA graphs need a CUDA device"),
         (["--device", "meta"], "needs cpu, cuda or xpu"),
         (["--dtype", "int8"], "bfloat16"),
+        (["--json", "no/such/folder/x.json"], "there is no folder"),
         (["--step", "0"], "not a whole number above 0"),
     ],
 )

@@ -99,6 +99,9 @@ def main(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--graph: CUDA graphs need a CUDA device, this is {device}; leave it out")
         if arguments.plot and not report.have("matplotlib"):
             raise ValueError(plot.MISSING)
+        for path in (arguments.json, arguments.plot):
+            if path is not None and not path.absolute().parent.is_dir():
+                raise ValueError(f"{path}: there is no folder {path.absolute().parent} to write it to")
         on_cpu = device.type == "cpu"
         dtype = DTYPES[arguments.dtype or ("float32" if on_cpu else "bfloat16")]
         variants = _variants(arguments, dtype, device)
@@ -123,9 +126,15 @@ def main(arguments: argparse.Namespace) -> int:
         "results": [],
     }
     make: Any = LossProblem if arguments.step is None else functools.partial(StepProblem, width=arguments.step)
+    todo = arguments.shapes or shapes(DEFAULT_SHAPES["cpu" if on_cpu else "cuda"])
     results: list[Result] = []
     failed = False
-    for number, shape in enumerate(arguments.shapes or shapes(DEFAULT_SHAPES["cpu" if on_cpu else "cuda"]), 1):
+
+    def write() -> None:  # after each shape: a run that is stopped leaves what it has
+        if arguments.json:
+            report.write_json(arguments.json, content)
+
+    for number, shape in enumerate(todo, 1):
         try:
             problem = make(shape, dtype, device)
             copy = copy_ms(problem, settings)
@@ -133,8 +142,9 @@ def main(arguments: argparse.Namespace) -> int:
             print(f"{shape}: not measured, {timing.reason(error)}", file=sys.stderr)
             content["results"].append({"shape": list(shape), "status": "error", "note": timing.reason(error)})
             failed = True
+            write()
             continue
-        done = _shape(f"{number} {shape}", problem, variants, copy, settings)
+        done = _shape(f"{number}/{len(todo)} {shape}", problem, variants, copy, settings)
         rate = 2 * problem.unit / copy / 1e6
         what = "loss" if arguments.step is None else f"step of hidden size {arguments.step}"
         title = f"{shape} {content['settings']['dtype']}, {what}; 1 copy = {copy:.4f} ms ({rate:.3g} GB/s)"
@@ -142,8 +152,7 @@ def main(arguments: argparse.Namespace) -> int:
         results += done
         content["copies"].append({"shape": list(shape), "ms": copy, "gb_per_s": rate})
         content["results"] += [result.as_json() for result in done]
-        if arguments.json:  # after each shape: a run that is stopped leaves what it has
-            report.write_json(arguments.json, content)
+        write()
         del problem
         timing.collect(device)
     if arguments.plot and results:
