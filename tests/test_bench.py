@@ -1,0 +1,241 @@
+"""``python -m xent_ops bench``, in this process on the CPU with tiny shapes: figures mean nothing, reports must."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from xent_ops.__main__ import main
+from xent_ops.bench import cases, check, plot, report
+from xent_ops.bench.problems import LossProblem, Outputs, Shape, StepProblem
+
+CPU = torch.device("cpu")
+TINY = ["--device", "cpu", "--budget", "1"]
+
+
+def bench(*arguments):
+    return main(["bench", *TINY, *arguments])
+
+
+def variant(function, **options):
+    return cases.Variant("probe", "peer", lambda: function, **options)
+
+
+def of_results(path):
+    content = json.loads(path.read_text())
+    return content, {(*result["shape"], result["variant"]): result for result in content["results"]}
+
+
+def test_json_png_and_table(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    figures, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    arguments = ["--shapes", "34x64,20x96,18x128", "--only", "eager,in-place", "--dtype", "bfloat16"]
+    assert bench(*arguments, "--json", str(figures), "--plot", str(picture)) == 0
+    content, results = of_results(figures)
+    assert content["environment"]["torch"] == torch.__version__
+    assert content["environment"]["command"].startswith("python -m xent_ops bench --device cpu")
+    assert {"triton", "driver", "date", "peers"} <= content["environment"].keys()
+    names = {"xent eager", "xent in-place", "F eager", "F eager float32"}
+    assert results.keys() == {(n, v, name) for n, v in ((34, 64), (20, 96), (18, 128)) for name in names}
+    for result in results.values():
+        assert result["status"] == "ok", result
+        assert result["ms"] > 0 and result["copies"] > 0 and result["grad_error"] <= result["tolerance"]
+    copy = {tuple(entry["shape"]): entry["ms"] for entry in content["copies"]}
+    one = results[34, 64, "F eager"]
+    assert math.isclose(one["copies"], one["ms"] / copy[34, 64])
+    assert results[34, 64, "xent in-place"]["overwrites_input"] and not one["overwrites_input"]
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+    out, err = capsys.readouterr()
+    assert "34x64 bfloat16" in out and "xent in-place" in out
+    assert "F eager" in err  # the progress
+
+
+def test_compiled_variants(tmp_path):
+    """The options as plain torch spells them are checked against the same reference, and rows may be dynamic."""
+    figures = tmp_path / "bench.json"
+    only = "F compiled options,xent compiled dynamic"
+    assert bench("--shapes", "34x64", "--only", only, "--dynamic", "--json", str(figures)) == 0
+    _, results = of_results(figures)
+    names = {"F compiled options", "xent compiled dynamic"}
+    assert {name: results[34, 64, name]["status"] for name in names} == dict.fromkeys(names, "ok")
+
+
+def test_plain_text_without_rich(monkeypatch, capsys):
+    monkeypatch.setattr(report, "have", lambda module: module != "rich")
+    assert bench("--shapes", "34x64", "--only", "F eager") == 0
+    out, err = capsys.readouterr()
+    assert "rich is not installed" in err
+    assert [line.split()[:2] for line in out.splitlines() if line.startswith("F eager")] == [["F", "eager"]]
+
+
+def test_plot_without_matplotlib_is_refused_first(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(report, "have", lambda module: module != "matplotlib")
+    with pytest.raises(SystemExit) as stopped:
+        bench("--plot", str(tmp_path / "x.png"))
+    assert stopped.value.code == 2
+    assert plot.MISSING in capsys.readouterr().err
+
+
+def test_wrong_variants_are_told_and_not_timed(monkeypatch, tmp_path, capsys):
+    clocked = []
+    from xent_ops.bench import measure
+
+    clock = measure._clock
+    monkeypatch.setattr(measure, "_clock", lambda run, *rest: clocked.append(run) or clock(run, *rest))
+
+    def raises(logits, target, weight):
+        raise NotImplementedError("needs a GPU of its own")
+
+    losses = {
+        "right": lambda logits, target, weight: F.cross_entropy(logits, target),
+        "mean over all": lambda logits, target, weight: F.cross_entropy(logits, target, reduction="sum") / len(target),
+        "raises": raises,
+    }
+    probes = [cases.Variant(name, "ours", lambda loss=loss: loss) for name, loss in losses.items()]
+    monkeypatch.setattr(cases, "losses", lambda *arguments: probes)
+    assert bench("--shapes", "34x64", "--json", str(tmp_path / "x.json")) == 1
+    _, results = of_results(tmp_path / "x.json")
+    wrong, error = results[34, 64, "mean over all"], results[34, 64, "raises"]
+    assert results[34, 64, "right"]["status"] == "ok"
+    assert wrong["status"] == "wrong" and wrong["ms"] is None and wrong["copies"] is None
+    assert error["status"] == "error" and error["note"] == "NotImplementedError: needs a GPU of its own"
+    assert len(clocked) == 2  # the copy and what is right
+    out = capsys.readouterr().out
+    assert "WRONG" in out and "needs a GPU of its own" in out
+
+
+def test_failing_peers_do_not_fail_the_command(monkeypatch):
+    def broken():
+        raise ImportError("no module named cutlass")
+
+    monkeypatch.setattr(cases, "losses", lambda *arguments: [cases.Variant("a peer", "peer", broken)])
+    assert bench("--shapes", "34x64") == 0
+
+
+@pytest.mark.parametrize("text", ["8192", "8192x", "x32000", "8192*32000", "0x64", "64x1", "-1x64", "64x64,"])
+def test_shapes_that_are_none(text, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        bench(f"--shapes={text}")
+    assert stopped.value.code == 2
+    assert "expected ROWSxCLASSES" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (["--only", "nothing"], "here are xent eager, xent compiled"),
+        (["--graph"], "CUDA graphs need a CUDA device"),
+        (["--device", "meta"], "needs cpu, cuda or xpu"),
+        (["--dtype", "int8"], "bfloat16"),
+        (["--json", "no/such/folder/x.json"], "there is no folder"),
+        (["--step", "0"], "not a whole number above 0"),
+    ],
+)
+def test_refusals(arguments, text, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        bench(*arguments)
+    assert stopped.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda grad, target: grad.mul_(1.05),
+        lambda grad, target: grad[20].mul_(1.1),  # one row
+        lambda grad, target: grad[5].scatter_(0, target[5:6], 0.0),  # one target
+        lambda grad, target: grad[16].add_(1e-30),  # an ignored row
+        lambda grad, target: grad[3, 3].fill_(math.nan),
+        lambda grad, target: grad.copy_(grad.roll(1, 0)),
+    ],
+    ids=["scale", "row", "target", "ignored", "nan", "shifted"],
+)
+def test_the_check_sees(damage, dtype):
+    problem = LossProblem(Shape(34, 64), dtype, CPU)
+    good = problem.bind(variant(lambda x, t, w: F.cross_entropy(x.float(), t)))()
+    assert problem.check(good, variant(None)).ok
+    bad = good.grads[0].clone()
+    damage(bad, problem.target)
+    assert not problem.check(Outputs(good.loss, (bad,)), variant(None)).ok
+    assert not problem.check(Outputs(good.loss * 1.05, good.grads), variant(None)).ok
+
+
+def test_options_are_checked_against_their_own_reference():
+    problem = LossProblem(Shape(34, 64), torch.float64, CPU)
+    run = problem.bind(variant(cases._torch_options, options=cases.ALL_OPTIONS))
+    # _torch_options is float32 inside, so a float64 tolerance finds it out ...
+    assert not problem.check(run(), variant(None, options=cases.ALL_OPTIONS)).ok
+    run = problem.bind(variant(cases._ours_options, options=cases.ALL_OPTIONS))
+    # ... and ours is not; the plain loss is another.
+    assert problem.check(run(), variant(None, options=cases.ALL_OPTIONS)).ok
+    assert not problem.check(run(), variant(None, options=check.Options())).ok
+
+
+def test_chunks_change_nothing(monkeypatch):
+    problem = LossProblem(Shape(34, 64), torch.float32, CPU)
+    outputs = problem.bind(variant(cases._torch))()
+    whole = problem.check(outputs, variant(None))
+    monkeypatch.setattr(check, "CHUNK", 5 * 64)
+    parts = problem.check(outputs, variant(None))
+    assert whole.ok and parts.ok and math.isclose(whole.grad_error, parts.grad_error)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_step(dtype, tmp_path):
+    arguments = ["--step", "16", "--shapes", "34x64", "--only", "alone,xent", "--dtype", dtype]
+    assert bench(*arguments, "--json", str(tmp_path / "x.json")) == 0
+    _, results = of_results(tmp_path / "x.json")
+    assert {name for *_, name in results} == {"products alone", "xent in-place", "xent compiled"}
+    assert {result["status"] for result in results.values()} == {"ok"}
+
+
+def test_step_check_sees_either_gradient():
+    problem = StepProblem(Shape(34, 64), torch.float32, CPU, 16)
+    good = problem.bind(variant(cases._torch))()
+    assert problem.check(good, variant(None)).ok
+    hidden, matrix = good.grads
+    assert not problem.check(Outputs(good.loss, (hidden * 1.01, matrix)), variant(None)).ok
+    assert not problem.check(Outputs(good.loss, (hidden, matrix * 1.01)), variant(None)).ok
+
+
+def test_importing_the_package_imports_none_of_it():
+    code = (
+        "import sys, xent_ops; "
+        "print([name for name in sys.modules if name.startswith(('xent_ops.bench', 'xent_ops._doctor', "
+        "'xent_ops._environment', 'rich', 'matplotlib'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.gpu
+def test_graph_memory_and_step_on_a_gpu(tmp_path):
+    """In CUDA graphs by default, replayed on other targets; ours need no buffer beside the gradient."""
+    common = ["bench", "--budget", "5", "--memory", "--only", "xent", "--json", str(tmp_path / "x.json")]
+    assert main([*common, "--shapes", "512x32000", "--dynamic"]) == 0
+    _, results = of_results(tmp_path / "x.json")
+    for result in results.values():
+        assert result["mode"] == "graph" and result["ms"] > 0
+        assert result["extra_logits"] < 0.1, result
+    assert results[512, 32000, "xent in-place"]["peak_logits"] < 0.1
+    assert main([*common, "--shapes", "512x32000", "--step", "256"]) == 0
+
+
+@pytest.mark.gpu
+def test_what_synchronises_is_timed_by_calls(monkeypatch, tmp_path):
+
+    def synchronises(logits, target, weight):
+        return F.cross_entropy(logits.float(), target) * int((target >= 0).any().item())
+
+    probes = [cases.Variant("probe", "peer", lambda: synchronises), cases.Variant("after", "ours", lambda: cases._ours)]
+    monkeypatch.setattr(cases, "losses", lambda *arguments: probes)
+    assert main(["bench", "--budget", "5", "--shapes", "64x4096", "--json", str(tmp_path / "x.json")]) == 0
+    _, results = of_results(tmp_path / "x.json")
+    probe = results[64, 4096, "probe"]
+    assert probe["status"] == "ok" and probe["mode"] == "calls" and "cannot be captured" in probe["note"]
+    assert results[64, 4096, "after"]["mode"] == "graph"

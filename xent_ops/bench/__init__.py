@@ -1,0 +1,5 @@
+"""``python -m xent_ops bench``: this package's loss beside torch's and its peers', on your own device.
+
+problems.py makes the inputs, check.py compares with float64, cases.py holds the contestants, timing.py the clocks,
+measure.py puts one contestant through all of it, report.py and plot.py show the outcome, run.py is the command.
+"""

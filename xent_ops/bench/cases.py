@@ -1,0 +1,209 @@
+"""The contestants: this package's variants, torch's, and each peer's public function.
+
+A loss is a function of (logits, target, weight) that returns the mean over counted rows; weight is for those with
+options. Nothing of a peer is imported before its turn, and what it raises is reported, not hidden.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import xent_ops
+
+from .check import IGNORE_INDEX, Options
+from .problems import Outputs
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+PLAIN = Options()
+ALL_OPTIONS = Options(weighted=True, label_smoothing=0.1, softcap=30.0, lse_square_scale=1e-4)
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    kind: str  # "ours", "torch" or "peer"
+    load: Callable[[], Loss]  # imports what the loss needs
+    options: Options = PLAIN
+    compiled: bool = False
+    dynamic: bool = False  # compiled for any number of rows
+    in_place: bool = False  # needs logits that are not a leaf
+    products_only: bool = False  # a step without a loss
+    mode: str | None = None  # of torch.compile
+
+    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if not self.compiled:
+            return function
+        return torch.compile(function, fullgraph=True, mode=self.mode)
+
+    def build(self) -> Loss:
+        return self._compile(self.load())
+
+    def build_step(self) -> Callable[..., Any]:
+        """hidden, matrix, target, weight -> loss; with ``products_only``, -> Outputs."""
+        if self.products_only:
+            return _products_alone(self._compile(_products))
+        loss = self.load()
+
+        def step(hidden: Tensor, matrix: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+            return loss(hidden @ matrix.T, target, weight)
+
+        return self._compile(step)
+
+
+def _ours(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    return xent_ops.cross_entropy(logits, target)
+
+
+def _ours_in_place(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    return xent_ops.cross_entropy(logits, target, inplace_backward=True)
+
+
+def _ours_options(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    return xent_ops.cross_entropy(
+        logits,
+        target,
+        weight,
+        label_smoothing=ALL_OPTIONS.label_smoothing,
+        softcap=ALL_OPTIONS.softcap,
+        lse_square_scale=ALL_OPTIONS.lse_square_scale,
+    )
+
+
+def _torch(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    return F.cross_entropy(logits, target)
+
+
+def _torch_upcast(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), target)
+
+
+def _torch_options(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    """The same loss as ``_ours_options``, written as one writes it today."""
+    cap = ALL_OPTIONS.softcap
+    assert cap is not None
+    x = cap * torch.tanh(logits.float() / cap)
+    counted = target != IGNORE_INDEX
+    lse = torch.where(counted, torch.logsumexp(x, 1), 0.0)
+    loss = F.cross_entropy(x, target, weight, label_smoothing=ALL_OPTIONS.label_smoothing)
+    return loss + ALL_OPTIONS.lse_square_scale * lse.square().sum() / counted.sum()
+
+
+def _products(hidden: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """The three matrix products of a step, the logits standing in for their gradient."""
+    logits = hidden @ matrix.T
+    return logits @ matrix, logits.T @ hidden
+
+
+def _products_alone(products: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Outputs]:
+    def step(hidden: Tensor, matrix: Tensor, target: Tensor, weight: Tensor) -> Outputs:
+        return Outputs(hidden.new_zeros(()), products(hidden, matrix))
+
+    return step
+
+
+def _liger() -> Loss:
+    loss = importlib.import_module("liger_kernel.transformers.functional").liger_cross_entropy
+    return lambda logits, target, weight: loss(logits, target)
+
+
+def _quack() -> Loss:
+    loss = importlib.import_module("quack.cross_entropy").cross_entropy
+    return lambda logits, target, weight: loss(logits, target, reduction="mean")
+
+
+def _flash_attention() -> Loss:
+    loss = importlib.import_module("flash_attn.losses.cross_entropy").CrossEntropyLoss()
+    return lambda logits, target, weight: loss(logits, target)
+
+
+def _transformer_engine() -> Loss:
+    parallel = importlib.import_module("transformer_engine.pytorch.cross_entropy").parallel_cross_entropy
+
+    # (batch, sequence, classes); by position, for the names changed: label_smoothing, reduce_loss,
+    # dist_process_group, ignore_idx, is_cg_capturable.
+    return lambda logits, target, weight: parallel(
+        logits.unsqueeze(0), target.unsqueeze(0), 0.0, True, None, IGNORE_INDEX, True
+    )
+
+
+@dataclass(frozen=True)
+class Peer:
+    distributions: tuple[str, ...]  # names its version is found under; the first is the name shown
+    module: str
+    load: Callable[[], Loss]
+    also_compiled: bool = False  # it promises to compile
+
+    @property
+    def name(self) -> str:
+        return self.distributions[0]
+
+    def installed(self) -> bool:
+        return importlib.util.find_spec(self.module) is not None
+
+
+PEERS = (
+    Peer(("liger-kernel", "liger-kernel-nightly"), "liger_kernel", _liger),
+    Peer(("quack-kernels",), "quack", _quack, also_compiled=True),
+    Peer(("flash-attn",), "flash_attn", _flash_attention),
+    Peer(("transformer-engine", "transformer-engine-torch"), "transformer_engine", _transformer_engine),
+)
+
+
+def _peers() -> list[Variant]:
+    found = []
+    for peer in PEERS:
+        if peer.installed():
+            found.append(Variant(peer.name, "peer", peer.load))
+            if peer.also_compiled:
+                found.append(Variant(f"{peer.name} compiled", "peer", peer.load, compiled=True))
+    return found
+
+
+def losses(dtype: torch.dtype, device: torch.device, dynamic: bool) -> list[Variant]:
+    """For logits that are given. Compiled F.cross_entropy upcasts in its kernels, so that is the form to beat."""
+    ours = Variant("xent compiled", "ours", lambda: _ours, compiled=True)
+    upcast = Variant("F compiled", "torch", lambda: _torch_upcast, compiled=True)
+    found = [Variant("xent eager", "ours", lambda: _ours), ours]
+    if dynamic:
+        found.append(replace(ours, name="xent compiled dynamic", dynamic=True))
+    found += [
+        Variant("xent in-place", "ours", lambda: _ours_in_place, in_place=True),
+        Variant("xent compiled options", "ours", lambda: _ours_options, ALL_OPTIONS, compiled=True),
+        Variant("F eager", "torch", lambda: _torch),
+    ]
+    if dtype in (torch.bfloat16, torch.float16):
+        found.append(Variant("F eager float32", "torch", lambda: _torch_upcast))
+    found.append(upcast)
+    if device.type == "cuda":
+        found.append(replace(upcast, name="F max-autotune", mode="max-autotune-no-cudagraphs"))
+    if dynamic:
+        found.append(replace(upcast, name="F compiled dynamic", dynamic=True))
+    found.append(Variant("F compiled options", "torch", lambda: _torch_options, ALL_OPTIONS, compiled=True))
+    return found + _peers()
+
+
+def steps(dynamic: bool) -> list[Variant]:
+    """For hidden @ W.T -> loss -> backward: what compiles, and eager in place for its memory."""
+    ours = Variant("xent compiled", "ours", lambda: _ours, compiled=True)
+    upcast = Variant("F compiled", "torch", lambda: _torch_upcast, compiled=True)
+    found = [
+        Variant("products alone", "torch", lambda: _torch, compiled=True, products_only=True),
+        ours,
+        Variant("xent in-place", "ours", lambda: _ours_in_place, in_place=True),
+        upcast,
+    ]
+    if dynamic:
+        found += [
+            replace(ours, name="xent compiled dynamic", dynamic=True),
+            replace(upcast, name="F compiled dynamic", dynamic=True),
+        ]
+    return found + [variant for variant in _peers() if variant.compiled]

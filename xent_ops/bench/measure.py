@@ -1,0 +1,117 @@
+"""One variant on one problem: check, capture, check again, time. Whatever goes wrong is part of the result."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import timing
+from .cases import Variant
+from .problems import Problem, Shape
+
+
+@dataclass(frozen=True)
+class Settings:
+    graph: bool
+    memory: bool
+    budget_ms: float
+
+
+@dataclass
+class Result:
+    shape: Shape
+    variant: str
+    kind: str
+    status: str = "error"  # "ok", "wrong" or "error"
+    mode: str = "calls"  # how it was timed: "graph", or "calls" from the host
+    ms: float | None = None
+    copies: float | None = None
+    wall_ms: float | None = None  # by calls on a GPU: a call in a row of calls, launches included
+    peak_logits: float | None = None  # peak memory beyond the inputs, in sizes of the logits
+    extra_logits: float | None = None  # beyond the inputs and the gradients
+    loss_error: float | None = None
+    grad_error: float | None = None
+    tolerance: float | None = None
+    overwrites_input: bool = False
+    note: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "shape": list(self.shape)}
+
+
+def copy_ms(problem: Problem, settings: Settings) -> float:
+    """Time to copy the logits once, clocked like everything else."""
+    source = problem.random(*problem.shape, std=3.0)
+    destination = torch.empty_like(source)
+
+    def run() -> Any:
+        return destination.copy_(source)
+
+    return _clock(timing.capture(run, problem.device) if settings.graph else run, lambda: None, problem, settings)
+
+
+def _clock(run: timing.Action, before: timing.Action, problem: Problem, settings: Settings) -> float:
+    clock = timing.by_events if problem.device.type == "cuda" else timing.by_wall
+    return clock(run, before, settings.budget_ms, problem.device)
+
+
+def measure(problem: Problem, variant: Variant, copy: float, settings: Settings) -> Result:
+    result = Result(problem.shape, variant.name, variant.kind)
+    torch.compiler.reset()  # a second shape would compile for any shape, and be another contestant
+    try:
+        problem.use_targets(0)
+        _measure(problem, variant, copy, settings, result)
+    except Exception as error:
+        result.status, result.note, result.ms = "error", timing.reason(error), None
+    finally:
+        with contextlib.suppress(RuntimeError):  # the device's own failure, which the result tells already
+            timing.collect(problem.device)
+    return result
+
+
+def _measure(problem: Problem, variant: Variant, copy: float, settings: Settings, result: Result) -> None:
+    eager = problem.bind(variant)
+    if not _right(problem, variant, eager, result):
+        return
+    run: timing.Run = eager
+    result.overwrites_input = problem.overwritten()
+    if result.overwrites_input and not variant.in_place:
+        result.note = "overwrites the logits"
+    if settings.memory:
+        problem.restore()
+        memory = timing.peak_memory(eager, problem.inputs(), problem.device)
+        result.peak_logits = memory.beyond_inputs / problem.unit
+        result.extra_logits = memory.beyond_gradients / problem.unit
+    if settings.graph:
+        problem.restore()
+        try:
+            run = timing.capture(eager, problem.device)
+            result.mode = "graph"
+        except timing.NotCapturable as error:
+            result.note = "; ".join(filter(None, (f"timed by calls, for it cannot be captured: {error}", result.note)))
+    if result.mode == "graph":
+        # Other targets than at capture: a graph that recorded nothing, or numbers of the host, is found out.
+        problem.use_targets(1)
+        if not _right(problem, variant, run, result):
+            result.note = f"replayed on other targets: {result.note}"
+            return
+        problem.use_targets(0)
+    before = problem.restore if result.overwrites_input else lambda: None
+    result.ms = _clock(run, before, problem, settings)
+    result.copies = result.ms / copy
+    if problem.device.type != "cpu" and result.mode == "calls":
+        result.wall_ms = timing.back_to_back(run, settings.budget_ms, problem.device)
+    result.status = "ok"
+
+
+def _right(problem: Problem, variant: Variant, run: timing.Run, result: Result) -> bool:
+    problem.restore()
+    verdict = problem.check(run(), variant)
+    result.loss_error, result.grad_error, result.tolerance = verdict.loss_error, verdict.grad_error, verdict.tolerance
+    if not verdict.ok:
+        result.status, result.note = "wrong", str(verdict)
+    return verdict.ok

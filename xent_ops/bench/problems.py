@@ -1,0 +1,172 @@
+"""Inputs, what is run on them, and the check of its outcome: a loss on given logits, or a step from hidden states.
+
+Tensors of a problem are allocated once, so that a captured CUDA graph can be replayed on other values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import check
+
+if TYPE_CHECKING:
+    from .cases import Variant
+
+
+class Shape(NamedTuple):
+    rows: int
+    classes: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.classes}"
+
+
+class Outputs(NamedTuple):
+    loss: Tensor  # ()
+    grads: tuple[Tensor, ...]
+
+
+Run = Callable[[], Outputs]
+
+
+class Problem:
+    """Base: targets with every 17th row ignored, class weights, and the logits' size in bytes, which is the unit."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, device
+        # A generator of our own: a CUDA graph whose capture failed leaves the default one unusable.
+        self.generator = torch.Generator(device).manual_seed(0)
+        self.unit = shape.rows * shape.classes * dtype.itemsize
+        self.targets = (self._random_target(), self._random_target())
+        self.target = self.targets[0].clone()
+        self.weight = torch.rand(shape.classes, generator=self.generator, device=device) + 0.5
+
+    def _random_target(self) -> Tensor:
+        shape = self.shape
+        target = torch.randint(shape.classes, (shape.rows,), generator=self.generator, device=self.device)
+        # Not the first row: a single row that is ignored has a mean of nothing, NaN.
+        target[16::17] = check.IGNORE_INDEX
+        return target
+
+    def random(self, *size: int, std: float) -> Tensor:
+        values = torch.randn(size, generator=self.generator, device=self.device, dtype=self.dtype)
+        return values.mul_(std)
+
+    def use_targets(self, which: int) -> None:
+        self.target.copy_(self.targets[which])
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """What the gradients are taken of."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Undo what a variant did to the inputs."""
+
+    def overwritten(self) -> bool:
+        return False
+
+    def bind(self, variant: Variant) -> Run:
+        raise NotImplementedError
+
+    def check(self, outputs: Outputs, variant: Variant) -> check.Verdict:
+        raise NotImplementedError
+
+
+class LossProblem(Problem):
+    """Forward and backward of the loss alone, from logits."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(shape, dtype, device)
+        self.source = self.random(*shape, std=3.0)
+        self.logits = self.source.clone()
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        return (self.logits,)
+
+    def restore(self) -> None:
+        self.logits.copy_(self.source)
+
+    def overwritten(self) -> bool:
+        return not torch.equal(self.logits, self.source)
+
+    def bind(self, variant: Variant) -> Run:
+        function = variant.build()
+        # Aliases of this variant alone: mark_dynamic leaves a mark on the tensor.
+        logits, target, weight = self.logits.detach().requires_grad_(), self.target.detach(), self.weight
+        if variant.dynamic:
+            torch._dynamo.mark_dynamic(logits, 0)
+            torch._dynamo.mark_dynamic(target, 0)
+
+        def run() -> Outputs:
+            # A view is not a leaf, so its gradient may be written over it.
+            x = logits.view_as(logits) if variant.in_place else logits
+            loss = function(x, target, weight)
+            return Outputs(loss.detach(), torch.autograd.grad(loss, (x,)))
+
+        return run
+
+    def check(self, outputs: Outputs, variant: Variant) -> check.Verdict:
+        (grad,) = outputs.grads
+        return check.compare(outputs.loss, grad, self.source, self.target, self.weight, variant.options)
+
+
+class StepProblem(Problem):
+    """hidden @ W.T -> loss -> gradients of hidden and W: the end of a training step; logits are an intermediate."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, width: int) -> None:
+        super().__init__(shape, dtype, device)
+        self.hidden = self.random(shape.rows, width, std=1.0).requires_grad_()
+        self.matrix = self.random(shape.classes, width, std=3.0 / math.sqrt(width)).requires_grad_()
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        return self.hidden, self.matrix
+
+    def bind(self, variant: Variant) -> Run:
+        hidden = self.hidden.detach().requires_grad_()
+        matrix = self.matrix.detach().requires_grad_()
+        target, weight = self.target.detach(), self.weight
+        if variant.dynamic:
+            torch._dynamo.mark_dynamic(hidden, 0)
+            torch._dynamo.mark_dynamic(target, 0)
+        step = variant.build_step()
+
+        def run() -> Outputs:
+            if variant.products_only:
+                return step(hidden.detach(), matrix.detach(), target, weight)
+            loss = step(hidden, matrix, target, weight)
+            return Outputs(loss.detach(), torch.autograd.grad(loss, (hidden, matrix)))
+
+        return run
+
+    def check(self, outputs: Outputs, variant: Variant) -> check.Verdict:
+        """Gradients in the 2-norm: of hidden by row, of W as a whole (a class that no row names is all rounding)."""
+        limit = max(check.tolerance(self.dtype), 1e-4)  # float32: the products' own rounding, seen through exp
+        reference = check.Reference(self.target, self.weight, variant.options)
+        matrix = self.matrix.detach().double()
+        grad_hidden, grad_matrix = outputs.grads
+        if grad_hidden.shape != self.hidden.shape or grad_matrix.shape != self.matrix.shape:
+            return check.Verdict(math.inf, math.inf, limit)
+        expected_matrix = torch.zeros_like(matrix)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        errors = []
+        for part in check.chunks(*self.shape):
+            hidden = self.hidden.detach()[part].double()
+            logits = (hidden @ matrix.T).to(self.dtype)  # as the variants store them
+            if variant.products_only:
+                share, grad = torch.zeros_like(total), logits.double()
+            else:
+                share, grad = reference.rows(part, logits)
+            total += share
+            expected_matrix += grad.T @ hidden
+            expected = grad @ matrix
+            difference = (grad_hidden[part].double() - expected).norm(dim=1)
+            # Ignored rows are 0 of 0, and must be.
+            errors.append(difference / expected.norm(dim=1).clamp(min=torch.finfo(torch.float64).tiny))
+        errors.append((grad_matrix.double() - expected_matrix).norm() / expected_matrix.norm())
+        loss_error = check.worst([(outputs.loss.double() - total).abs() / total.abs().clamp(min=1e-300)])
+        return check.Verdict(loss_error, check.worst(errors), limit)

@@ -1,0 +1,156 @@
+"""What a run shows: a progress bar on stderr, a table on stdout, JSON for machines."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.util
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import _environment
+from .cases import PEERS
+from .measure import Result
+
+Step = Callable[[str], None]  # tells the bar what is being measured now; called once a variant
+
+WIDTH = 132  # of a table that goes to a file or a pipe
+
+
+def have(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+@contextlib.contextmanager
+def progress(title: str, total: int) -> Iterator[Step]:
+    if have("rich") and sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        # stdout stays as it is: the table may go to a pipe.
+        console = Console(stderr=True)
+        with Progress(*columns, console=console, transient=True, redirect_stdout=False) as bar:
+            task = bar.add_task(title, total=total)
+            started = False
+
+            def advance(name: str) -> None:
+                nonlocal started
+                bar.update(task, advance=1 if started else 0, description=f"{title}  {name}")
+                started = True
+
+            yield advance
+        return
+
+    count = 0
+
+    def line(name: str) -> None:
+        nonlocal count
+        count += 1
+        filled = 20 * count // total
+        text = f"{title} [{'#' * filled}{'.' * (20 - filled)}] {count}/{total} {name}"
+        # A log gets lines; a terminal one line that is written over.
+        print(f"\r{text:<100}" if sys.stderr.isatty() else text, end="", file=sys.stderr, flush=True)
+        if not sys.stderr.isatty():
+            print(file=sys.stderr, flush=True)
+
+    yield line
+    if sys.stderr.isatty():
+        print("\r" + " " * 100, end="\r", file=sys.stderr, flush=True)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _table(results: Sequence[Result], memory: bool) -> tuple[list[str], list[list[str]]]:
+    wall = any(result.wall_ms is not None for result in results)
+    head = ["variant", "ms", "copies"] + ["wall ms"] * wall + ["peak", "extra"] * memory
+    head += ["grad error", "status"]
+    rows = []
+    for result in results:
+        row = [result.variant, _number(result.ms, 4), _number(result.copies, 2)]
+        row += [_number(result.wall_ms, 4)] * wall
+        row += [_number(result.peak_logits, 2), _number(result.extra_logits, 2)] * memory
+        error = "-" if result.grad_error is None else f"{result.grad_error:.1e}"
+        status = result.status.upper()
+        if result.status == "ok":
+            status = "ok, in a graph" if result.mode == "graph" else "ok"
+        row += [error, f"{status}: {result.note}" if result.note else status]
+        rows.append(row)
+    return head, rows
+
+
+def show(title: str, results: Sequence[Result], memory: bool) -> None:
+    """With rich in colour; without, the same columns in plain text."""
+    head, rows = _table(results, memory)
+    if have("rich"):
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=title, title_justify="left")
+        for column, name in enumerate(head):
+            text = column in (0, len(head) - 1)
+            table.add_column(name, justify="left" if text else "right", no_wrap=not text, overflow="fold")
+        styles = {"ok": {"ours": "bold"}, "wrong": {}, "error": {}}
+        for result, row in zip(results, rows, strict=True):
+            style = styles[result.status].get(result.kind, "" if result.status == "ok" else "red")
+            table.add_row(*row, style=style)
+        Console(width=None if sys.stdout.isatty() else WIDTH, markup=False, highlight=False).print(table)
+        return
+    widths = [max(len(line[column]) for line in [head, *rows]) for column in range(len(head) - 1)]
+    print(title)
+    for line in [head, *rows]:
+        first, *numbers = [
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=False))
+        ]
+        print("  ".join([first, *numbers, line[-1]]))
+    print(flush=True)
+
+
+def environment(device: torch.device, command_line: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(command_line),
+        **_environment.versions(),
+        "device": str(device),
+        "cpu": _environment.cpu_name(),
+        "threads": torch.get_num_threads(),
+        "peers": {peer.name: _environment.distribution_version(*peer.distributions) for peer in PEERS},
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["gpu"] = properties.name
+        found["gpu_memory_bytes"] = properties.total_memory
+        found["multiprocessors"] = properties.multi_processor_count
+        found["l2_bytes"] = getattr(properties, "L2_cache_size", None)
+    return found
+
+
+def show_environment(found: dict[str, Any]) -> None:
+    where = found.get("gpu") or f"{found['cpu']}, {found['threads']} threads"
+    names = ("torch", "triton", "driver")
+    print(f"{where}; " + ", ".join(f"{name} {found[name] or 'not found'}" for name in names), end="")
+    present = [f"{name} {version or '(version unknown)'}" for name, version in found["peers"].items() if version]
+    absent = [peer.name for peer in PEERS if not peer.installed()]
+    print(f"; peers: {', '.join(present) or 'none'}; not installed: {', '.join(absent) or 'none'}", flush=True)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Values that JSON has no number for (an infinite error) become strings."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [clean(item) for item in value]
+        return str(value) if isinstance(value, float) and value - value != 0 else value
+
+    path.write_text(json.dumps(clean(content), indent=2, allow_nan=False) + "\n")

@@ -1,0 +1,178 @@
+"""The command: arguments, the loop over shapes and variants, and the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import _environment
+from . import cases, plot, report, timing
+from .measure import Result, Settings, copy_ms, measure
+from .problems import LossProblem, Problem, Shape, StepProblem
+
+HELP = "time this package's loss beside torch's and its peers' on your device; each is checked against float64 first"
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+DEFAULT_SHAPES = {"cuda": "8192x32000,4096x128256", "cpu": "256x4096,64x32000"}
+
+
+def shapes(text: str) -> list[Shape]:
+    found = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)x(\d+)\s*", part)
+        if match is None or int(match[1]) < 1 or int(match[2]) < 2:
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is not a shape; expected ROWSxCLASSES with at least 1 row and 2 classes, separated by "
+                "commas, such as 8192x32000,4096x128256"
+            )
+        found.append(Shape(int(match[1]), int(match[2])))
+    return found
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu (default: cuda where there is a GPU)")
+    parser.add_argument("--shapes", type=shapes, metavar="NxV,...", help="rows x classes, as 8192x32000,4096x128256")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the logits (default: bfloat16 on a GPU, float32 on a CPU)")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--graph", dest="graph", action="store_true", default=None, help="in CUDA graphs (CUDA's default)")
+    how.add_argument("--eager", dest="graph", action="store_false", help="launched by the host; adds the wall time")
+    parser.add_argument("--dynamic", action="store_true", help="also variants compiled for any number of rows")
+    parser.add_argument("--memory", action="store_true", help="also peak memory, in sizes of the logits (CUDA)")
+    parser.add_argument(
+        "--step", type=_positive, metavar="HIDDEN", help="time hidden @ W.T -> loss -> backward, of this hidden size"
+    )
+    parser.add_argument("--only", metavar="WORDS,...", help="only variants whose names contain one of these")
+    parser.add_argument("--budget", type=_positive, default=100, metavar="MS", help="time per figure (default: 100 ms)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and environment; after each shape")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the times, in copies of the logits")
+
+
+def _device(text: str | None) -> torch.device:
+    device = torch.device(text or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type not in ("cpu", "cuda", "xpu"):
+        raise ValueError(f"--device {device}: float64, which every result is checked in, needs cpu, cuda or xpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {device}: this torch ({torch.__version__}) sees no GPU; valid here is cpu")
+    torch.empty(1, device=device)  # an error that names what is wrong with it
+    if device.type == "cuda":
+        if _environment.interpreter_is_set():
+            raise ValueError(
+                "TRITON_INTERPRET is set: Triton kernels would run in an interpreter, a thousand times slower, and "
+                "every figure would be of that. Unset it."
+            )
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        torch.cuda.set_device(device)
+    return device
+
+
+def _variants(arguments: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> list[cases.Variant]:
+    known = cases.losses(dtype, device, arguments.dynamic)
+    if arguments.step:
+        known = cases.steps(arguments.dynamic)
+    if arguments.only is None:
+        return known
+    words = [word.strip() for word in arguments.only.split(",")]
+    for word in words:
+        if not any(word in variant.name for variant in known):
+            names = ", ".join(variant.name for variant in known)
+            raise ValueError(f"--only {word}: no variant has this in its name; here are {names}")
+    return [variant for variant in known if any(word in variant.name for word in words)]
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """0, or 1 where a variant of this package is wrong or fails; peers' failures are their own."""
+    try:
+        device = _device(arguments.device)
+        if arguments.graph and device.type != "cuda":
+            raise ValueError(f"--graph: CUDA graphs need a CUDA device, this is {device}; leave it out")
+        if arguments.plot and not report.have("matplotlib"):
+            raise ValueError(plot.MISSING)
+        for path in (arguments.json, arguments.plot):
+            if path is not None and not path.absolute().parent.is_dir():
+                raise ValueError(f"{path}: there is no folder {path.absolute().parent} to write it to")
+        on_cpu = device.type == "cpu"
+        dtype = DTYPES[arguments.dtype or ("float32" if on_cpu else "bfloat16")]
+        variants = _variants(arguments, dtype, device)
+    except (ValueError, RuntimeError) as error:
+        arguments.parser.error(str(error))
+    if not report.have("rich"):
+        print("rich is not installed: plain tables (pip install 'xent-ops[bench]')", file=sys.stderr)
+    if arguments.memory and device.type != "cuda":
+        print(f"--memory is measured by CUDA's allocator alone: not on {device}", file=sys.stderr)
+        arguments.memory = False
+    settings = Settings(
+        graph=device.type == "cuda" if arguments.graph is None else arguments.graph,
+        memory=arguments.memory,
+        budget_ms=arguments.budget,
+    )
+    environment = report.environment(device, arguments.command_line)
+    report.show_environment(environment)
+    content: dict[str, Any] = {
+        "environment": environment,
+        "settings": {"dtype": str(dtype).removeprefix("torch."), "step": arguments.step, **vars(settings)},
+        "copies": [],
+        "results": [],
+    }
+    make: Any = LossProblem if arguments.step is None else functools.partial(StepProblem, width=arguments.step)
+    todo = arguments.shapes or shapes(DEFAULT_SHAPES["cpu" if on_cpu else "cuda"])
+    results: list[Result] = []
+    failed = False
+
+    def write() -> None:  # after each shape: a run that is stopped leaves what it has
+        if arguments.json:
+            report.write_json(arguments.json, content)
+
+    for number, shape in enumerate(todo, 1):
+        try:
+            problem = make(shape, dtype, device)
+            copy = copy_ms(problem, settings)
+        except RuntimeError as error:  # out of memory, or a device that an earlier variant broke
+            print(f"{shape}: not measured, {timing.reason(error)}", file=sys.stderr)
+            content["results"].append({"shape": list(shape), "status": "error", "note": timing.reason(error)})
+            failed = True
+            write()
+            continue
+        done = _shape(f"{number}/{len(todo)} {shape}", problem, variants, copy, settings)
+        rate = 2 * problem.unit / copy / 1e6
+        what = "loss" if arguments.step is None else f"step of hidden size {arguments.step}"
+        title = f"{shape} {content['settings']['dtype']}, {what}; 1 copy = {copy:.4f} ms ({rate:.3g} GB/s)"
+        report.show(title, done, settings.memory)
+        results += done
+        content["copies"].append({"shape": list(shape), "ms": copy, "gb_per_s": rate})
+        content["results"] += [result.as_json() for result in done]
+        write()
+        del problem
+        timing.collect(device)
+    if arguments.plot and results:
+        where = environment.get("gpu") or environment["cpu"]
+        plot.draw(
+            arguments.plot,
+            results,
+            f"{where}, {content['settings']['dtype']}, torch {torch.__version__}",
+            arguments.step,
+        )
+    ours_failed = any(result.kind == "ours" and result.status != "ok" for result in results)
+    return int(failed or ours_failed)
+
+
+def _shape(
+    title: str, problem: Problem, variants: list[cases.Variant], copy: float, settings: Settings
+) -> list[Result]:
+    done = []
+    with report.progress(title, len(variants)) as step:
+        for variant in variants:
+            step(variant.name)
+            done.append(measure(problem, variant, copy, settings))
+    return done

@@ -1,0 +1,178 @@
+"""Clocks, CUDA graphs and peak memory. Times are medians in milliseconds."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .problems import Outputs, Run
+
+L2_FLUSH_BYTES = 256 << 20  # as triton.testing.do_bench: several times any GPU's L2
+MIN_SAMPLES, MAX_SAMPLES = 10, 1000
+
+Action = Callable[[], Any]
+
+
+class NotCapturable(Exception):
+    """With the reason why no CUDA graph can hold it."""
+
+
+def reason(error: BaseException) -> str:
+    """One line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def collect(device: torch.device) -> None:
+    """Give freed memory back, so that one variant's leftovers are not in another's way."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def _samples(estimate_ms: float, budget_ms: float) -> int:
+    return max(MIN_SAMPLES, min(MAX_SAMPLES, int(budget_ms / max(estimate_ms, 1e-3))))
+
+
+def by_events(run: Action, before: Action, budget_ms: float, device: torch.device) -> float:
+    """On the GPU's own clock, the L2 flushed and ``before`` called between the samples."""
+    flush = torch.empty(L2_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+
+    def sample() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before()
+        flush.zero_()
+        start.record()
+        run()
+        end.record()
+        return start, end
+
+    def measure(count: int) -> float:
+        pairs = [sample() for _ in range(count)]
+        torch.cuda.synchronize(device)
+        return statistics.median(start.elapsed_time(end) for start, end in pairs)
+
+    measure(3)  # warms up
+    return measure(_samples(measure(5), budget_ms))
+
+
+def by_wall(run: Action, before: Action, budget_ms: float, device: torch.device) -> float:
+    """On the host's clock, a call at a time; nothing is flushed."""
+
+    def sample() -> float:
+        before()
+        synchronize(device)
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        return 1e3 * (time.perf_counter() - start)
+
+    sample()
+    estimate = statistics.median(sample() for _ in range(3))
+    return statistics.median(sample() for _ in range(_samples(estimate, budget_ms)))
+
+
+def back_to_back(run: Action, budget_ms: float, device: torch.device) -> float:
+    """Wall time a call in a row of calls: what an eager loop on the host pays, launches included."""
+
+    def loop(count: int) -> float:
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(count):
+            run()
+        synchronize(device)
+        return 1e3 * (time.perf_counter() - start) / count
+
+    count = _samples(loop(5), budget_ms / 5)
+    return statistics.median(loop(count) for _ in range(5))
+
+
+@contextlib.contextmanager
+def _synchronising_is_an_error() -> Iterator[None]:
+    previous = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(previous)
+
+
+@dataclass
+class Captured:
+    graph: torch.cuda.CUDAGraph
+    outputs: Outputs  # overwritten by each replay
+
+    def __call__(self) -> Outputs:
+        self.graph.replay()
+        return self.outputs
+
+
+def capture(run: Run, device: torch.device) -> Captured:
+    """``run`` as a CUDA graph.
+
+    What synchronises is found by torch's debug mode first: a capture that fails leaves the allocator and the random
+    generator of the process in a state of capturing, and whatever is measured next would suffer.
+    """
+    try:
+        with _synchronising_is_an_error():
+            run()
+    except Exception as error:
+        raise NotCapturable(f"synchronises ({reason(error)})") from error
+    finally:
+        torch.cuda.synchronize(device)
+    current = torch.cuda.current_stream(device)
+    side = torch.cuda.Stream(device)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):  # first launches load modules, which a capture forbids
+        for _ in range(3):
+            run()
+    current.wait_stream(side)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, stream=side):
+            outputs = run()
+    except Exception as error:
+        torch.cuda.set_stream(current)  # torch.cuda.graph does not, when ending the capture raises
+        first: BaseException = error
+        while first.__context__ is not None:
+            first = first.__context__
+        raise NotCapturable(reason(first)) from error
+    torch.cuda.synchronize(device)
+    return Captured(graph, outputs)
+
+
+@dataclass(frozen=True)
+class Memory:
+    beyond_inputs: int  # bytes at the peak of one forward and backward
+    beyond_gradients: int  # less those of the gradients, where they have memory of their own
+
+
+def peak_memory(run: Run, inputs: tuple[torch.Tensor, ...], device: torch.device) -> Memory:
+    """Of a call that has run before."""
+    collect(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    base = torch.cuda.memory_allocated(device)
+    outputs = run()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - base
+    owned = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    storages = [grad.untyped_storage() for grad in outputs.grads]
+    gradients = sum(storage.nbytes() for storage in storages if storage.data_ptr() not in owned)
+    return Memory(peak, peak - gradients)
