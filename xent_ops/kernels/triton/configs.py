@@ -23,7 +23,8 @@ def forward(classes: int, itemsize: int, extra: bool = False) -> Config:
         return Config(min(max(next_power_of_2(classes), 128), 1024 if itemsize <= 2 and not extra else 512), 1, 3)
     if classes <= 8192:
         return Config(1024 if itemsize <= 4 else 512, 2, 3)  # 4096: 0.565, 4 warps of 2048: 0.58
-    return Config(2048 if itemsize <= 4 else 1024, 4, 3)  # 32000: 0.544, 128256: 0.535
+    wide = itemsize <= 2 or (itemsize == 4 and not extra)
+    return Config(2048 if wide else 1024, 4, 3)  # 32000: 0.544, 128256: 0.535
 
 
 def parts(rows: int, classes: int, block: int, processors: int) -> tuple[int, int]:
