@@ -13,6 +13,7 @@ from expecttest import assert_expected_inline
 from graphs import AotEagerAndRecordGraphs, graph_text, inductor_code, operator_names
 
 import xent_ops
+from xent_ops.inductor import reuse
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 FORWARD, BACKWARD = "xent.cross_entropy_forward.default", "xent.cross_entropy_backward.default"
@@ -159,28 +160,68 @@ def test_one_buffer_of_logits(device, dynamic):
     """The gradient is written over the logits: one allocation of their size, reused, not cloned."""
     code = step_code(device, dynamic=dynamic)
     assert len(logits_sized(code)) == 1, logits_sized(code)
-    assert "xent.cross_entropy_forward" in code and "xent.cross_entropy_backward" not in code.replace("[xent.cross_entropy_backward", "")
-    assert "mm; del mm  # reuse" in code
+    assert "ops.xent.cross_entropy_forward.default(" in code
+    assert "ops.xent.cross_entropy_backward.default(" not in code
+    if device == "cuda":
+        assert "ops.xent.cross_entropy_backward_.default(" in code
+    else:
+        assert "mm; del mm  # reuse" in code
     assert "clone" not in code and "copy_(" not in code
 
 
-def test_an_opaque_backward_would_need_two(device, monkeypatch):
-    """That the test above can fail: without the lowering there are two buffers of the logits' size."""
-    from torch._inductor import decomposition
-
-    op = torch.ops.xent.cross_entropy_backward.default
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_the_lowering_for_cuda_reuses_dead_logits(monkeypatch, dynamic):
+    """The same lowering with the CPU among its devices: values, and the in-place operator on the saved logits."""
     xent_ops.cross_entropy(torch.empty(1, 2, device="meta"), torch.empty(1, device="meta", dtype=torch.int64))
-    from xent_ops.inductor import decomposition as ours
+    monkeypatch.setattr(reuse, "DEVICES", {"cpu"})
+    code = step_code("cpu", dynamic=dynamic)
+    assert len(logits_sized(code)) == 1, logits_sized(code)
+    assert "ops.xent.cross_entropy_backward_.default(" in code
 
-    ours.install()
-    monkeypatch.delitem(decomposition.decompositions, op)
-    decomposition.fast_random_decomps.cache_clear()
-    try:
-        code = step_code(device)
-    finally:
-        monkeypatch.undo()
-        decomposition.fast_random_decomps.cache_clear()
-    assert "torch.ops.xent.cross_entropy_backward.default(" in code
+    h, w = (torch.randn(2, n, 16, requires_grad=True) for n in (5, 77))
+    target = torch.randint(0, 77, (2, 5))
+
+    def batched(h, w):  # the backward sees the logits through a view
+        return xent_ops.cross_entropy((h[0] @ w[0].T).view(1, 5, 77), target[:1], dim=-1)
+
+    def read_twice(h, w):  # the logits live on: their gradient needs a buffer of its own
+        logits = h[0] @ w[0].T
+        return xent_ops.cross_entropy(logits, target[0]) + logits.tanh().sum()
+
+    def returned(h, w):
+        logits = h[0] @ w[0].T
+        return xent_ops.cross_entropy(logits, target[0]), logits
+
+    def an_input(h, w):
+        return xent_ops.cross_entropy(h[0], target[0] % 16)
+
+    for function, reused in [(batched, True), (read_twice, False), (returned, False), (an_input, False)]:
+        loss_of = lambda *args: function(*args)[0] if function is returned else function(*args)  # noqa: E731, B023
+        compiled = torch.compile(function, fullgraph=True)
+        seen = []
+
+        def run(h, w):
+            result = compiled(h, w)  # noqa: B023
+            seen.append(result)  # noqa: B023
+            return result[0] if isinstance(result, tuple) else result
+
+        code = inductor_code(run, h, w)
+        assert ("cross_entropy_backward_.default(" in code) == reused, function.__name__
+        mine, h.grad, w.grad = (h.grad, w.grad), None, None
+        wanted = torch.autograd.grad(loss_of(h, w), (h, w), allow_unused=True)
+        for a, b in zip(mine, wanted, strict=True):
+            torch.testing.assert_close(a if a is not None else torch.zeros(1), b if b is not None else torch.zeros(1))
+        if function is returned:
+            torch.testing.assert_close(seen[0][1], function(h, w)[1])
+
+
+def test_an_opaque_backward_would_need_two(monkeypatch):
+    """That the tests above can fail: where the logits cannot be reused there are two buffers of their size."""
+    xent_ops.cross_entropy(torch.empty(1, 2, device="meta"), torch.empty(1, device="meta", dtype=torch.int64))
+    monkeypatch.setattr(reuse, "DEVICES", {"cpu"})
+    with torch._functorch.config.patch(donated_buffer=False):
+        code = step_code("cpu")
+    assert "ops.xent.cross_entropy_backward.default(" in code
 
 
 def test_other_backends_keep_one_opaque_node_each_way(device):

@@ -96,6 +96,26 @@ def test_reduce_overhead(name):
         torch.testing.assert_close(grad, wanted[1], rtol=2**-7, atol=1e-9)
 
 
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+def test_reduce_overhead_of_a_step_that_reuses_its_logits(dynamic):
+    w = (torch.randn(1003, 64, device="cuda", dtype=torch.bfloat16) * 0.3).requires_grad_()
+
+    def function(h, target):
+        return xent_ops.cross_entropy(h @ w.T, target, label_smoothing=0.1, lse_square_scale=1e-3)
+
+    step = torch.compile(function, mode="reduce-overhead", fullgraph=True, dynamic=dynamic)
+    for seed in range(6):
+        torch.compiler.cudagraph_mark_step_begin()
+        h = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        target = batch(seed)[1]
+        loss = step(h, target)
+        grads = torch.autograd.grad(loss, (h, w))
+        wanted = function(h, target)
+        torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0)
+        for mine, other in zip(grads, torch.autograd.grad(wanted, (h, w)), strict=True):
+            torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-2 * other.abs().max().item())
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_make_graphed_callables(name):
     function = loss_function(name)

@@ -1,17 +1,35 @@
-"""Inductor sees the backward operators as pointwise aten, so that it can write the gradient over dead logits.
+"""What Inductor makes of the backward operators, so that a compiled step needs one buffer of logits and not two.
 
-An opaque backward allocates a second buffer of the logits' size. Lowered, Inductor emits one kernel that reuses
-the logits: one buffer instead of two. Other backends (aot_eager, NPU graphs) keep the opaque node.
+On CUDA the Triton kernel writes the gradient over logits that die with it (reuse.py). Elsewhere the operators are
+handed to Inductor as pointwise aten, which it fuses into one kernel that does the same. Other backends (aot_eager,
+NPU graphs) keep the opaque node.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
 from ..ops.library import LOWERINGS
+from . import reuse
+
+
+def _unless_reused(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decomposition(*args: Any, **kwargs: Any) -> Any:
+        devices = {arg.device.type for arg in args if isinstance(arg, Tensor)}
+        # Pointwise aten on an H200: 1.28 copies for the gradient, for which our kernel takes 1.05; and Inductor of
+        # torch 2.11 did not reuse the logits.
+        return NotImplemented if devices & reuse.DEVICES else function(*args, **kwargs)
+
+    return decomposition
 
 
 def install() -> None:
     """Idempotent. Clears the table that Inductor caches at the first compile of a process, where it lacks ours."""
     from torch._inductor import decomposition
 
-    decomposition.decompositions.update(LOWERINGS)
+    decomposition.decompositions.update({op: _unless_reused(function) for op, function in LOWERINGS.items()})
     decomposition.fast_random_decomps.cache_clear()
+    reuse.install()

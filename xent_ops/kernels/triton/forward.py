@@ -30,13 +30,13 @@ def _visit(
     pointers,  # (LANES, VECTOR) into the logits of the row
     columns,  # (LANES, VECTOR)
     inside,  # (LANES, VECTOR): which of them exist; not read unless MASKED
-    target,  # the column whose x is wanted; not read unless IN_TILE
+    target,  # the column whose x is wanted, int32; not read unless ONE_TILE
     weight_ptr,  # (V,)
     logit_scale,
     softcap,
     shift,  # x of the target where finite: what the smoothing sum is taken relative to
     MASKED: tl.constexpr,
-    IN_TILE: tl.constexpr,
+    ONE_TILE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -63,7 +63,7 @@ def _visit(
         if MASKED:
             relative = tl.where(inside, relative, 0.0)
         smooth += relative  # summed over its vector only at the end: Triton's thread-locality pass fails on a sum here
-    if IN_TILE:
+    if ONE_TILE:
         hit += tl.where(columns == target, x, 0.0)
     if MASKED:
         x = tl.where(inside, x, float("-inf"))  # after softcap, which would make -softcap of -inf
@@ -92,7 +92,7 @@ def _visit(
 def _join(
     state,
     pivot,
-    IN_TILE: tl.constexpr,
+    ONE_TILE: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
@@ -112,7 +112,7 @@ def _join(
         if HAS_WEIGHT:
             row_weights = tl.sum(tl.sum(weights, axis=1), axis=0)
     x_target = zero
-    if IN_TILE:
+    if ONE_TILE:
         x_target = tl.sum(tl.sum(hit, axis=1), axis=0)
     return tl.sum(total * decay, axis=0), row_moment, row_smooth, row_weights, x_target
 
@@ -130,12 +130,12 @@ def _scan(
     offset,  # of the first element, from logits_ptr
     first_column,  # its column
     n_cols,  # how many to scan
-    target,  # (column whose x is wanted; only IN_TILE)
+    target,  # the column whose x is wanted, int32; not read unless ONE_TILE
     weight_ptr,
     logit_scale,
     softcap,
     shift,
-    IN_TILE: tl.constexpr,
+    ONE_TILE: tl.constexpr,  # n_cols <= BLOCK
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -156,30 +156,31 @@ def _scan(
     body_column = first_column + head
     lane = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     state = _start(LANES, VECTOR, ACC)
-    n_full = body // BLOCK * BLOCK
-    for start in tl.range(0, n_full, BLOCK):
-        columns = start + lane
-        state = _visit(
-            state, body_ptr + columns, body_column + columns, columns < body, target, weight_ptr, logit_scale,
-            softcap, shift, False, IN_TILE, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
-        )  # fmt: skip
+    n_full = 0 if ONE_TILE else body // BLOCK * BLOCK
+    if not ONE_TILE:
+        for start in tl.range(0, n_full, BLOCK):
+            columns = start + lane
+            state = _visit(
+                state, body_ptr + columns, body_column + columns, columns < body, target, weight_ptr, logit_scale,
+                softcap, shift, False, False, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
+            )  # fmt: skip
     if n_full < body:
         columns = n_full + lane
         state = _visit(
             state, body_ptr + columns, body_column + columns, columns < body, target, weight_ptr, logit_scale,
-            softcap, shift, True, IN_TILE, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
+            softcap, shift, True, ONE_TILE, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
         )  # fmt: skip
     maximum = tl.max(state[0], axis=0)
     if EDGES:
         columns, inside = edge_columns(head, body, n_cols, VECTOR)
         edges = _visit(
             _start(2, VECTOR, ACC), logits_ptr + offset + columns, first_column + columns, inside, target, weight_ptr,
-            logit_scale, softcap, shift, True, IN_TILE, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX,
+            logit_scale, softcap, shift, True, ONE_TILE, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX,
             HAS_ENTROPY,
         )  # fmt: skip
         maximum = tl.maximum(maximum, tl.max(edges[0], axis=0))
     pivot = without_infinity(maximum)
-    total, moment, smooth, weights, hit = _join(state, pivot, IN_TILE, HAS_SMOOTHING, HAS_WEIGHT, HAS_ENTROPY)
+    total, moment, smooth, weights, hit = _join(state, pivot, ONE_TILE, HAS_SMOOTHING, HAS_WEIGHT, HAS_ENTROPY)
     top = tl.cast(float("-inf"), ACC)
     first = tl.cast(0, tl.int32)
     if HAS_ARGMAX:
@@ -187,7 +188,7 @@ def _scan(
         first = _first_of(state, top)
     if EDGES:
         edge_total, edge_moment, edge_smooth, edge_weights, edge_hit = _join(
-            edges, pivot, IN_TILE, HAS_SMOOTHING, HAS_WEIGHT, HAS_ENTROPY
+            edges, pivot, ONE_TILE, HAS_SMOOTHING, HAS_WEIGHT, HAS_ENTROPY
         )
         total += edge_total
         moment += edge_moment
@@ -307,7 +308,7 @@ def forward_kernel(
     if HAS_SMOOTHING:
         shift = _shift(_target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP))
     maximum, total, moment, smooth, weights, top, first, hit = _scan(
-        logits_ptr, offset, 0, n_cols, target, weight_ptr, logit_scale, softcap, shift, ONE_TILE, HAS_WEIGHT,
+        logits_ptr, offset, 0, n_cols, target.to(tl.int32), weight_ptr, logit_scale, softcap, shift, ONE_TILE, HAS_WEIGHT,
         HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EDGES, BLOCK, VECTOR, ACC,
     )  # fmt: skip
     if ONE_TILE:

@@ -1,0 +1,56 @@
+"""Inductor's lowering of ``cross_entropy_backward`` on CUDA: the in-place kernel where the logits die with it.
+
+Inductor's own pass (reinplace_inplaceable_ops) refuses to write into an input of a graph, and in a backward graph
+the saved logits are one. AOTAutograd marks the saved tensors that nobody else can see as donated; when the backward is
+the only reader of donated logits, the gradient may take their place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# Devices whose kernel can write over its input. The CPU is better served by what Inductor fuses itself.
+DEVICES = {"cuda"}
+
+aten = torch.ops.aten
+_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)  # whose result is a buffer of its own
+
+
+def _dies_here(node: torch.fx.Node) -> bool:
+    """Is ``node`` the last and only reader of the memory of its logits?"""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    source, reader = node.args[2], node
+    while True:
+        if not isinstance(source, torch.fx.Node) or list(source.users) != [reader]:
+            return False
+        if source.target not in _VIEWS:
+            break
+        source, reader = source.args[0], source
+    if source.op == "placeholder":
+        return isinstance(V.graph.graph_inputs_original.get(source.target), ir.DonatedBuffer)
+    return source.target in _PRODUCTS
+
+
+def install() -> None:
+    from torch._inductor import ir
+    from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+    from torch._inductor.virtualized import V
+
+    op = torch.ops.xent.cross_entropy_backward.default
+    inplace = torch.ops.xent.cross_entropy_backward_.default
+    if op in lowerings:
+        return
+    opaque = fallback_handler(op, add_to_fallback_set=False)
+
+    @register_lowering(op, type_promotion_kind=None)  # type: ignore[untyped-decorator]
+    def cross_entropy_backward(grad_loss: Any, grad_lse: Any, logits: Any, *rest: Any, **options: Any) -> Any:
+        if not (logits.get_device().type in DEVICES and _dies_here(V.graph.current_node)):
+            return opaque(grad_loss, grad_lse, logits, *rest, **options)
+        logits.realize()
+        ir.FallbackKernel.create(inplace, grad_loss, grad_lse, logits, *rest, **options)
+        return logits
