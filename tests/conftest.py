@@ -5,7 +5,6 @@ TRITON_INTERPRET=1 the CUDA kernels serve "cpu" tensors through Triton's interpr
 marked ``interpreter`` run: the same tests, another kernel. There a target out of range gives NaN, as on a GPU.
 """
 
-# ruff: noqa: E402
 import os
 import warnings
 
@@ -22,7 +21,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if INTERPRETED:
     warnings.filterwarnings("ignore", message="TRITON_INTERPRET is set")
-    _override = torch.library.Library("xent", "IMPL")  # noqa: TOR901 (lives as long as the process)
+    _override = torch.library.Library("xent", "IMPL")  # lives as long as the process
     for _name, _kernel in library.CUDA_KERNELS.items():
         _override.impl(_name, _kernel, "CPU", allow_override=True)
 

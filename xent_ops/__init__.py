@@ -1,6 +1,6 @@
 """Cross entropy as a family of registered operators that torch.compile can see. Start at ``cross_entropy``."""
 
-from . import ops as _ops
+from . import ops as _ops  # noqa: F401 (registers the operators)
 from ._version import __version__
 from .functional import (
     CrossEntropyOutputs,

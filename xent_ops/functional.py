@@ -132,7 +132,7 @@ def cross_entropy(
                 reduction=reduction,
                 classes=logits.shape[-1],
             ).loss
-    return torch.ops.xent.cross_entropy(  # type: ignore[no-any-return]
+    return torch.ops.xent.cross_entropy(
         logits,
         target,
         weight,

@@ -14,6 +14,9 @@ import torch
 # Devices whose kernel can write over its input. The CPU is better served by what Inductor fuses itself.
 DEVICES = {"cuda"}
 
+# Functional operator -> its twin that writes over the logits, argument 2 of both.
+INPLACE = {torch.ops.xent.cross_entropy_backward.default: torch.ops.xent.cross_entropy_backward_.default}
+
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)  # whose result is a buffer of its own
@@ -24,7 +27,8 @@ def _dies_here(node: torch.fx.Node) -> bool:
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
-    source, reader = node.args[2], node
+    source: Any = node.args[2]
+    reader = node
     while True:
         if not isinstance(source, torch.fx.Node) or list(source.users) != [reader]:
             return False
@@ -32,23 +36,26 @@ def _dies_here(node: torch.fx.Node) -> bool:
             break
         source, reader = source.args[0], source
     if source.op == "placeholder":
-        return isinstance(V.graph.graph_inputs_original.get(source.target), ir.DonatedBuffer)
+        return isinstance(V.graph.graph_inputs_original.get(str(source.target)), ir.DonatedBuffer)
     return source.target in _PRODUCTS
 
 
 def install() -> None:
+    for op, inplace in INPLACE.items():
+        _install(op, inplace)
+
+
+def _install(op: Any, inplace: Any) -> None:
     from torch._inductor import ir
     from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
     from torch._inductor.virtualized import V
 
-    op = torch.ops.xent.cross_entropy_backward.default
-    inplace = torch.ops.xent.cross_entropy_backward_.default
     if op in lowerings:
         return
     opaque = fallback_handler(op, add_to_fallback_set=False)
 
-    @register_lowering(op, type_promotion_kind=None)  # type: ignore[untyped-decorator]
-    def cross_entropy_backward(grad_loss: Any, grad_lse: Any, logits: Any, *rest: Any, **options: Any) -> Any:
+    @register_lowering(op, type_promotion_kind=None)
+    def lower(grad_loss: Any, grad_lse: Any, logits: Any, *rest: Any, **options: Any) -> Any:
         if not (logits.get_device().type in DEVICES and _dies_here(V.graph.current_node)):
             return opaque(grad_loss, grad_lse, logits, *rest, **options)
         logits.realize()

@@ -14,6 +14,8 @@ The backward functions are differentiable, which is where second derivatives com
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -79,13 +81,17 @@ def cross_entropy_forward(
     return loss, (maximum + log_sum).squeeze(-1)
 
 
-def cross_entropy_forward_argmax(logits: Tensor, target: Tensor, weight: Tensor | None = None, **options) -> tuple:
+def cross_entropy_forward_argmax(
+    logits: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, lse, argmax): argmax is int64, the first index on ties."""
     scaled = activation(logits, None, options.get("logit_scale", 1.0))
     return (*cross_entropy_forward(logits, target, weight, **options), scaled.argmax(-1))
 
 
-def cross_entropy_forward_entropy(logits: Tensor, target: Tensor, weight: Tensor | None = None, **options) -> tuple:
+def cross_entropy_forward_entropy(
+    logits: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, lse, entropy): entropy = -sum_j softmax_j log softmax_j, where a class of probability 0 adds 0."""
     loss, lse = cross_entropy_forward(logits, target, weight, **options)
     x = activation(logits, options.get("softcap"), options.get("logit_scale", 1.0))
@@ -137,7 +143,9 @@ def _softmax_gradient(
     return grad
 
 
-def _finish(grad: Tensor, x: Tensor, lse: Tensor, upstream: Tensor, logits: Tensor, softcap, logit_scale) -> Tensor:
+def _finish(
+    grad: Tensor, x: Tensor, lse: Tensor, upstream: Tensor, logits: Tensor, softcap: float | None, logit_scale: float
+) -> Tensor:
     """Through the activation and into the logits' dtype.
 
     A row that passes nothing back gets exact zeros even where its logits are not finite (0 * NaN is NaN): such
@@ -185,7 +193,9 @@ def cross_entropy_backward(
     return _finish(grad, x, lse, upstream, logits, softcap, logit_scale)
 
 
-def cross_entropy_backward_(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest, **options) -> None:
+def cross_entropy_backward_(
+    grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
+) -> None:
     """The gradient written over the logits."""
     logits.copy_(cross_entropy_backward(grad_loss, grad_lse, logits, *rest, **options))
 
@@ -199,7 +209,7 @@ def cross_entropy_backward_entropy(
     lse: Tensor,
     entropy: Tensor,
     weight: Tensor | None = None,
-    **options,
+    **options: Any,
 ) -> Tensor:
     return cross_entropy_backward(
         grad_loss, grad_lse, logits, target, lse, weight, grad_entropy=grad_entropy, entropy=entropy, **options

@@ -22,7 +22,7 @@ def forward_rows(logits: Tensor, target: Tensor, weight: Tensor | None, **option
         )
     if any(stride == 0 for size, stride in zip(logits.shape, logits.stride(), strict=True) if size > 1):
         raise RuntimeError("inplace_backward=True cannot write into expanded logits, whose rows share memory")
-    return _Forward.apply(logits, target, weight, options)  # type: ignore[no-any-return]
+    return _Forward.apply(logits, target, weight, options)
 
 
 class _Forward(torch.autograd.Function):

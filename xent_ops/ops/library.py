@@ -6,6 +6,7 @@ Everything here needs torch alone; Triton is imported when a tensor first arrive
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import warnings
@@ -85,13 +86,12 @@ def autograd(name: str, backward: Callable[..., Any], setup_context: Callable[..
     torch.library.register_autograd(f"xent::{name}", backward, setup_context=setup_context, lib=LIBRARY)
 
 
+@functools.cache
 def install_lowerings() -> None:
     """Hand LOWERINGS to Inductor, at the first trace: importing its tables costs over a second."""
-    global install_lowerings
     from ..inductor import decomposition
 
     decomposition.install()
-    install_lowerings = lambda: None  # noqa: E731
 
 
 _launchers: Any = None

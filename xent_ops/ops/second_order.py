@@ -29,7 +29,7 @@ def differentiate(
             full[i] = tensor
         return function(*full, **options)
 
-    _, pullback = torch.func.vjp(of_wanted, *(arguments[i] for i in wanted))
+    pullback = torch.func.vjp(of_wanted, *(arguments[i] for i in wanted))[1]
     grads: list[Tensor | None] = [None] * len(arguments)
     for i, value in zip(wanted, pullback(grad), strict=True):
         grads[i] = value

@@ -43,7 +43,7 @@ def forward_rows(logits: Tensor, target: Tensor, weight: Tensor | None, **option
     checks.index_forward(logits, target, weight, **options)
     if _forward_mode():
         return reference.cross_entropy_forward(logits, target, weight, **options)
-    return _Forward.apply(logits, target, weight, options)  # type: ignore[no-any-return]
+    return _Forward.apply(logits, target, weight, options)
 
 
 def _to_front(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
@@ -55,7 +55,7 @@ def _to_front(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | Non
 class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(logits: Tensor, target: Tensor, weight: Tensor | None, options: dict[str, Any]) -> tuple[Tensor, ...]:
-        return torch.ops.xent.cross_entropy_forward(logits, target, weight, **options)  # type: ignore[no-any-return]
+        return torch.ops.xent.cross_entropy_forward(logits, target, weight, **options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -84,7 +84,7 @@ class _Forward(torch.autograd.Function):
 class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(*inputs: Any) -> Tensor:
-        return torch.ops.xent.cross_entropy_backward(*inputs[:-1], **inputs[-1])  # type: ignore[no-any-return]
+        return torch.ops.xent.cross_entropy_backward(*inputs[:-1], **inputs[-1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

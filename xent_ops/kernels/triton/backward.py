@@ -44,7 +44,7 @@ def _write(
         else:
             grad -= c
     if HAS_SOFTCAP:
-        ratio = x / softcap
+        ratio = x * (1.0 / softcap)
         grad *= 1.0 - ratio * ratio
     grad = tl.where(live, grad * logit_scale, 0.0)
     tl.store(out_pointers, grad.to(out_pointers.dtype.element_ty), mask=inside, eviction_policy="evict_first")
@@ -132,7 +132,7 @@ def backward_kernel(
         columns < tl.where(live, body, 0), weight_ptr, target, lse, total, b, c, entropy, grad_entropy, live,
         logit_scale, softcap, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP,
     )  # fmt: skip
-    if EDGES:
+    if EDGES:  # noqa: SIM102 (known when compiling, the next when running)
         if start == 0:
             edges, exist = edge_columns(head, body, n_cols, VECTOR)
             _write(

@@ -19,12 +19,14 @@ def forward(classes: int, itemsize: int, extra: bool = False) -> Config:
 
     One warp needs no barrier for its reductions, which is what short rows spend their time on.
     """
+    if itemsize == 8:
+        return Config(min(max(next_power_of_2(classes), 128), 512), 4, 3)
     if classes <= 1024:
-        return Config(min(max(next_power_of_2(classes), 128), 1024 if itemsize <= 2 and not extra else 512), 1, 3)
+        block = min(max(next_power_of_2(classes), 128), 1024 if itemsize == 2 and not extra else 512)
+        return Config(block, 2 if extra else 1, 3)
     if classes <= 8192:
-        return Config(1024 if itemsize <= 4 else 512, 2, 3)  # 4096: 0.565, 4 warps of 2048: 0.58
-    wide = itemsize <= 2 or (itemsize == 4 and not extra)
-    return Config(2048 if wide else 1024, 4, 3)  # 32000: 0.544, 128256: 0.535
+        return Config(1024, 2, 3)  # 4096: 0.565, 4 warps of 2048: 0.58
+    return Config(1024 if itemsize == 4 and extra else 2048, 4, 3)  # 32000: 0.544, 128256: 0.535
 
 
 def parts(rows: int, classes: int, block: int, processors: int) -> tuple[int, int]:
@@ -55,7 +57,7 @@ def backward(classes: int, itemsize: int) -> Config:
 
 def soft(classes: int, itemsize: int) -> Config:
     """A program walks over a row of logits and one of probabilities."""
-    return Config(min(max(next_power_of_2(classes), 128), 4096 // max(itemsize, 4)), 4, 1)
+    return Config(min(max(next_power_of_2(classes), 128), 2048 // max(itemsize, 4)), 4, 1)
 
 
 def vector(itemsize: int) -> int:

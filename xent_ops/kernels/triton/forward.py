@@ -20,8 +20,8 @@ def _start(LANES: tl.constexpr, VECTOR: tl.constexpr, ACC: tl.constexpr):
     zeros = tl.zeros([LANES, VECTOR], ACC)
     best = tl.full([LANES, VECTOR], float("-inf"), ACC)
     best_column = tl.full([LANES, VECTOR], NO_COLUMN, tl.int32)
-    #       maximum, sum of e^(x - maximum), sum of that times (x - maximum), smoothing sum, sum of weights, argmax, target
-    return maximum, zero, zero, zeros, zeros, best, best_column, zeros
+    #       maximum, sum of e^(x - maximum), sum of that times (x - maximum), smoothing sum, sum of weights, argmax
+    return maximum, zero, zero, zeros, zeros, best, best_column
 
 
 @triton.jit
@@ -30,13 +30,11 @@ def _visit(
     pointers,  # (LANES, VECTOR) into the logits of the row
     columns,  # (LANES, VECTOR)
     inside,  # (LANES, VECTOR): which of them exist; not read unless MASKED
-    target,  # the column whose x is wanted, int32; not read unless ONE_TILE
     weight_ptr,  # (V,)
     logit_scale,
     softcap,
     shift,  # x of the target where finite: what the smoothing sum is taken relative to
     MASKED: tl.constexpr,
-    ONE_TILE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -44,7 +42,7 @@ def _visit(
     HAS_ENTROPY: tl.constexpr,
 ):
     """Fold one tile of the row into the running state."""
-    maximum, total, moment, smooth, weights, best, best_column, hit = state
+    maximum, total, moment, smooth, weights, best, best_column = state
     if MASKED:
         z = tl.load(pointers, mask=inside, other=0.0, eviction_policy="evict_first")
     else:
@@ -63,8 +61,6 @@ def _visit(
         if MASKED:
             relative = tl.where(inside, relative, 0.0)
         smooth += relative  # summed over its vector only at the end: Triton's thread-locality pass fails on a sum here
-    if ONE_TILE:
-        hit += tl.where(columns == target, x, 0.0)
     if MASKED:
         x = tl.where(inside, x, float("-inf"))  # after softcap, which would make -softcap of -inf
     if HAS_ARGMAX:
@@ -85,20 +81,19 @@ def _visit(
         moment = decay * tl.where(total == 0.0, 0.0, moment + moved * total)
         moment += tl.sum(tl.where(e == 0.0, 0.0, e * distance), axis=1)
     total = total * decay + tl.sum(e, axis=1)
-    return new_maximum, total, moment, smooth, weights, best, best_column, hit
+    return new_maximum, total, moment, smooth, weights, best, best_column
 
 
 @triton.jit
 def _join(
     state,
     pivot,
-    ONE_TILE: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
 ):
-    """Sums over the lanes of a state, relative to pivot: total, moment, smoothing sum, sum of weights, x of target."""
-    maximum, total, moment, smooth, weights, _best, _best_column, hit = state
+    """Sums over the lanes of a state, relative to pivot: total, moment, smoothing sum, sum of weights."""
+    maximum, total, moment, smooth, weights, _best, _best_column = state
     moved = maximum - pivot
     decay = tl.exp2(moved * LOG2E)
     zero = tl.cast(0.0, total.dtype)
@@ -111,16 +106,13 @@ def _join(
         row_smooth = tl.sum(tl.sum(smooth, axis=1), axis=0)
         if HAS_WEIGHT:
             row_weights = tl.sum(tl.sum(weights, axis=1), axis=0)
-    x_target = zero
-    if ONE_TILE:
-        x_target = tl.sum(tl.sum(hit, axis=1), axis=0)
-    return tl.sum(total * decay, axis=0), row_moment, row_smooth, row_weights, x_target
+    return tl.sum(total * decay, axis=0), row_moment, row_smooth, row_weights
 
 
 @triton.jit
 def _first_of(state, top):
     """The smallest column that holds ``top``."""
-    _maximum, _total, _moment, _smooth, _weights, best, best_column, _hit = state
+    _maximum, _total, _moment, _smooth, _weights, best, best_column = state
     return tl.min(tl.min(tl.where(best == top, best_column, NO_COLUMN), axis=1), axis=0)
 
 
@@ -130,12 +122,10 @@ def _scan(
     offset,  # of the first element, from logits_ptr
     first_column,  # its column
     n_cols,  # how many to scan
-    target,  # the column whose x is wanted, int32; not read unless ONE_TILE
     weight_ptr,
     logit_scale,
     softcap,
     shift,
-    ONE_TILE: tl.constexpr,  # n_cols <= BLOCK
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -146,7 +136,7 @@ def _scan(
     VECTOR: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Scan n_cols elements of a row: maximum, total, moment, smooth, weights, largest z, its first column, x of target.
+    """Scan n_cols elements of a row: maximum, total, moment, smooth, weights, largest z, its first column.
 
     total and moment are relative to the maximum (to 0 where that is -inf).
     """
@@ -156,45 +146,42 @@ def _scan(
     body_column = first_column + head
     lane = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     state = _start(LANES, VECTOR, ACC)
-    n_full = 0 if ONE_TILE else body // BLOCK * BLOCK
-    if not ONE_TILE:
-        for start in tl.range(0, n_full, BLOCK):
-            columns = start + lane
-            state = _visit(
-                state, body_ptr + columns, body_column + columns, columns < body, target, weight_ptr, logit_scale,
-                softcap, shift, False, False, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
-            )  # fmt: skip
+    n_full = body // BLOCK * BLOCK
+    for start in tl.range(0, n_full, BLOCK):
+        columns = start + lane
+        state = _visit(
+            state, body_ptr + columns, body_column + columns, columns < body, weight_ptr, logit_scale, softcap, shift,
+            False, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
+        )  # fmt: skip
     if n_full < body:
         columns = n_full + lane
         state = _visit(
-            state, body_ptr + columns, body_column + columns, columns < body, target, weight_ptr, logit_scale,
-            softcap, shift, True, ONE_TILE, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
+            state, body_ptr + columns, body_column + columns, columns < body, weight_ptr, logit_scale, softcap, shift,
+            True, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
         )  # fmt: skip
     maximum = tl.max(state[0], axis=0)
     if EDGES:
         columns, inside = edge_columns(head, body, n_cols, VECTOR)
         edges = _visit(
-            _start(2, VECTOR, ACC), logits_ptr + offset + columns, first_column + columns, inside, target, weight_ptr,
-            logit_scale, softcap, shift, True, ONE_TILE, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX,
-            HAS_ENTROPY,
+            _start(2, VECTOR, ACC), logits_ptr + offset + columns, first_column + columns, inside, weight_ptr,
+            logit_scale, softcap, shift, True, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
         )  # fmt: skip
         maximum = tl.maximum(maximum, tl.max(edges[0], axis=0))
     pivot = without_infinity(maximum)
-    total, moment, smooth, weights, hit = _join(state, pivot, ONE_TILE, HAS_SMOOTHING, HAS_WEIGHT, HAS_ENTROPY)
+    total, moment, smooth, weights = _join(state, pivot, HAS_SMOOTHING, HAS_WEIGHT, HAS_ENTROPY)
     top = tl.cast(float("-inf"), ACC)
     first = tl.cast(0, tl.int32)
     if HAS_ARGMAX:
         top = tl.max(tl.max(state[5], axis=1), axis=0)
         first = _first_of(state, top)
     if EDGES:
-        edge_total, edge_moment, edge_smooth, edge_weights, edge_hit = _join(
-            edges, pivot, ONE_TILE, HAS_SMOOTHING, HAS_WEIGHT, HAS_ENTROPY
+        edge_total, edge_moment, edge_smooth, edge_weights = _join(
+            edges, pivot, HAS_SMOOTHING, HAS_WEIGHT, HAS_ENTROPY
         )
         total += edge_total
         moment += edge_moment
         smooth += edge_smooth
         weights += edge_weights
-        hit += edge_hit
         if HAS_ARGMAX:
             edge_top = tl.max(tl.max(edges[5], axis=1), axis=0)
             both = tl.maximum(top, edge_top)
@@ -202,7 +189,7 @@ def _scan(
                 tl.where(top == both, first, NO_COLUMN), tl.where(edge_top == both, _first_of(edges, both), NO_COLUMN)
             )
             top = both
-    return maximum, total, moment, smooth, weights, top, first, hit
+    return maximum, total, moment, smooth, weights, top, first
 
 
 @triton.jit
@@ -290,7 +277,6 @@ def forward_kernel(
     HAS_ARGMAX: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     EDGES: tl.constexpr,  # rows do not all start and end on 16-byte boundaries
-    ONE_TILE: tl.constexpr,  # V <= BLOCK
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,  # elements in 16 bytes
 ):
@@ -307,15 +293,13 @@ def forward_kernel(
     shift = tl.cast(0.0, ACC)
     if HAS_SMOOTHING:
         shift = _shift(_target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP))
-    maximum, total, moment, smooth, weights, top, first, hit = _scan(
-        logits_ptr, offset, 0, n_cols, target.to(tl.int32), weight_ptr, logit_scale, softcap, shift, ONE_TILE, HAS_WEIGHT,
-        HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EDGES, BLOCK, VECTOR, ACC,
+    maximum, total, moment, smooth, weights, top, first = _scan(
+        logits_ptr, offset, 0, n_cols, weight_ptr, logit_scale, softcap, shift, HAS_WEIGHT, HAS_SMOOTHING,
+        HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EDGES, BLOCK, VECTOR, ACC,
     )  # fmt: skip
-    if ONE_TILE:
-        x_target = hit  # short rows wait for memory: one that is read through its target waits twice
-    else:
-        # Loaded last: before the loop it would hold up the row's own loads until the target has arrived.
-        x_target = _target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP)
+    # Loaded last: before the loop it would hold up the row's own loads until the target has arrived. To pick it out of
+    # the tile by comparing columns was slower (131072 x 1024: 0.84 copies, 0.66 so).
+    x_target = _target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP)
     _finish(
         row, n_cols, target, valid, x_target, shift, maximum, total, moment, smooth, weights, top, first, weight_ptr,
         loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing, HAS_WEIGHT, HAS_SMOOTHING,
@@ -360,9 +344,9 @@ def partial_kernel(
         valid = (target >= 0) & (target < n_cols)
         shift = _shift(_target_logit(logits_ptr + offset, target, valid, logit_scale, softcap, HAS_SOFTCAP))
     begin = part * part_cols
-    maximum, total, moment, smooth, weights, top, first, _hit = _scan(
-        logits_ptr, offset + begin, begin, tl.minimum(part_cols, n_cols - begin), 0, weight_ptr, logit_scale, softcap,
-        shift, False, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EDGES, BLOCK, VECTOR, ACC,
+    maximum, total, moment, smooth, weights, top, first = _scan(
+        logits_ptr, offset + begin, begin, tl.minimum(part_cols, n_cols - begin), weight_ptr, logit_scale, softcap,
+        shift, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EDGES, BLOCK, VECTOR, ACC,
     )  # fmt: skip
     out_ptr = sums_ptr + tl.cast(row, tl.int64) * 6 * n_parts + part
     tl.store(out_ptr, maximum)

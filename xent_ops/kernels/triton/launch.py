@@ -135,7 +135,7 @@ def _forward(
     with _on(logits):
         if parts == 1:
             forward_kernel[(view.number,)](
-                *inputs, *outputs, classes, *view[2:], *options, ONE_TILE=classes <= config.block, **shared, **tiling
+                *inputs, *outputs, classes, *view[2:], *options, **shared, **tiling
             )
         else:
             sums = torch.empty((view.number, 6, parts), dtype=lse.dtype, device=lse.device)
@@ -295,6 +295,7 @@ def cross_entropy_backward_(
     options = (ignore_index, label_smoothing, softcap, logit_scale)
     if rows(logits).tensor is logits:
         _backward(logits, grad_loss, grad_lse, logits, target, lse, weight, *options)
+        torch.autograd.graph.increment_version(logits)  # a launch is not seen by autograd
     else:  # rows that no two strides describe: through a dense gradient
         logits.copy_(
             cross_entropy_backward(

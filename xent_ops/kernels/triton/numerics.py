@@ -29,9 +29,9 @@ def tanh(u):
 
 @triton.jit
 def activate(z, softcap, HAS_SOFTCAP: tl.constexpr):
-    """x = softcap * tanh(z / softcap), or z."""
+    """x = softcap * tanh(z / softcap), or z. The reciprocal is of a scalar: one division a program."""
     if HAS_SOFTCAP:
-        z = softcap * tanh(z / softcap)
+        z = softcap * tanh(z * (1.0 / softcap))
     return z
 
 

@@ -124,7 +124,7 @@ def soft_backward_kernel(
         q = _probabilities(target_row_ptr, weight_ptr, columns, inside, label_smoothing, n_cols, ACC, HAS_WEIGHT)
         grad = total * tl.exp2((x - lse) * LOG2E) - a * q
         if HAS_SOFTCAP:
-            ratio = x / softcap
+            ratio = x * (1.0 / softcap)
             grad *= 1.0 - ratio * ratio
         grad = tl.where(live, grad * logit_scale, 0.0)
         tl.store(grad_ptr + row * n_cols + columns, grad.to(grad_ptr.dtype.element_ty), mask=inside)
