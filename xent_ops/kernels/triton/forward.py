@@ -98,10 +98,79 @@ def _first_of(state, top):
 
 
 @triton.jit
-def _target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
+def target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """x of the target; nothing is read where the target is out of range."""
     z = tl.load(row_ptr + target, mask=valid, other=0.0).to(logit_scale.dtype) * logit_scale
     return activate(z, softcap, HAS_SOFTCAP)
+
+
+@triton.jit
+def walk(
+    logits_ptr,
+    offset,  # of the row
+    n_cols,
+    weight_ptr,  # (V,)
+    logit_scale,
+    softcap,
+    shift,  # see _visit
+    HAS_WEIGHT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ARGMAX: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    EDGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Visit a whole row: its maximum, then what _join gives relative to that (to 0 for -inf), and the argmax."""
+    ACC: tl.constexpr = logit_scale.dtype
+    row_ptr = logits_ptr + offset
+    LANES: tl.constexpr = BLOCK // VECTOR
+    head, boundary, body = aligned_body(offset, n_cols, EDGES, VECTOR)
+    body_ptr = logits_ptr + boundary
+    lane = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    state = _start(LANES, VECTOR, ACC)
+    n_full = body // BLOCK * BLOCK
+    for start in tl.range(0, n_full, BLOCK):
+        columns = start + lane
+        state = _visit(
+            state, body_ptr + columns, head + columns, columns < body, weight_ptr, logit_scale, softcap, shift,
+            False, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
+        )  # fmt: skip
+    if n_full < body:
+        columns = n_full + lane
+        state = _visit(
+            state, body_ptr + columns, head + columns, columns < body, weight_ptr, logit_scale, softcap, shift,
+            True, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
+        )  # fmt: skip
+    row_maximum = tl.max(state[0], axis=0)
+    if EDGES:
+        columns, inside = edge_columns(head, body, n_cols, VECTOR)
+        edges = _visit(
+            _start(2, VECTOR, ACC), row_ptr + columns, columns, inside, weight_ptr, logit_scale, softcap, shift,
+            True, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
+        )  # fmt: skip
+        row_maximum = tl.maximum(row_maximum, tl.max(edges[0], axis=0))
+    pivot = without_infinity(row_maximum)
+    total, moment, smooth, weights = _join(state, pivot, HAS_SMOOTHING, HAS_WEIGHT, HAS_ENTROPY)
+    if EDGES:
+        edge_total, edge_moment, edge_smooth, edge_weights = _join(
+            edges, pivot, HAS_SMOOTHING, HAS_WEIGHT, HAS_ENTROPY
+        )
+        total += edge_total
+        moment += edge_moment
+        smooth += edge_smooth
+        weights += edge_weights
+    first = 0
+    if HAS_ARGMAX:
+        top = tl.max(tl.max(state[5], axis=1), axis=0)
+        if EDGES:
+            top = tl.maximum(top, tl.max(tl.max(edges[5], axis=1), axis=0))
+        first = _first_of(state, top)
+        if EDGES:
+            first = tl.minimum(first, _first_of(edges, top))
+        first = tl.where(top == float("-inf"), 0, first)
+    return row_maximum, total, moment, smooth, weights, first
 
 
 @triton.jit(do_not_specialize=["n_inner", "ignore_index", "label_smoothing", "softcap", "logit_scale"])
@@ -143,49 +212,17 @@ def forward_kernel(
     valid = (target >= 0) & (target < n_cols)
     shift = tl.cast(0.0, ACC)
     if HAS_SMOOTHING:
-        shift = _target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP)
+        shift = target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP)
         shift = tl.where(tl.abs(shift) < float("inf"), shift, 0.0)
 
-    LANES: tl.constexpr = BLOCK // VECTOR
-    head, boundary, body = aligned_body(offset, n_cols, EDGES, VECTOR)
-    body_ptr = logits_ptr + boundary
-    lane = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    state = _start(LANES, VECTOR, ACC)
-    n_full = body // BLOCK * BLOCK
-    for start in tl.range(0, n_full, BLOCK):
-        columns = start + lane
-        state = _visit(
-            state, body_ptr + columns, head + columns, columns < body, weight_ptr, logit_scale, softcap, shift,
-            False, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
-        )  # fmt: skip
-    if n_full < body:
-        columns = n_full + lane
-        state = _visit(
-            state, body_ptr + columns, head + columns, columns < body, weight_ptr, logit_scale, softcap, shift,
-            True, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
-        )  # fmt: skip
-    row_maximum = tl.max(state[0], axis=0)
-    if EDGES:
-        columns, inside = edge_columns(head, body, n_cols, VECTOR)
-        edges = _visit(
-            _start(2, VECTOR, ACC), row_ptr + columns, columns, inside, weight_ptr, logit_scale, softcap, shift,
-            True, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
-        )  # fmt: skip
-        row_maximum = tl.maximum(row_maximum, tl.max(edges[0], axis=0))
+    row_maximum, total, moment, smooth, weights, first = walk(
+        logits_ptr, offset, n_cols, weight_ptr, logit_scale, softcap, shift,
+        HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EDGES, BLOCK, VECTOR,
+    )  # fmt: skip
     pivot = without_infinity(row_maximum)
-    total, moment, smooth, weights = _join(state, pivot, HAS_SMOOTHING, HAS_WEIGHT, HAS_ENTROPY)
-    if EDGES:
-        edge_total, edge_moment, edge_smooth, edge_weights = _join(
-            edges, pivot, HAS_SMOOTHING, HAS_WEIGHT, HAS_ENTROPY
-        )
-        total += edge_total
-        moment += edge_moment
-        smooth += edge_smooth
-        weights += edge_weights
-
     log_total = tl.log2(total) * LN2
     # Loaded last: before the loop it would hold up the row's own loads until the target has arrived.
-    x_target = _target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP)
+    x_target = target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP)
     # Relative to the maximum until the end: lse - x_target would lose digits when both are large.
     loss = pivot - x_target + log_total
     if HAS_WEIGHT:
@@ -201,11 +238,4 @@ def forward_kernel(
     if HAS_ENTROPY:
         tl.store(entropy_ptr + row, log_total - moment / total)
     if HAS_ARGMAX:
-        top = tl.max(tl.max(state[5], axis=1), axis=0)
-        if EDGES:
-            top = tl.maximum(top, tl.max(tl.max(edges[5], axis=1), axis=0))
-        first = _first_of(state, top)
-        if EDGES:
-            first = tl.minimum(first, _first_of(edges, top))
-        first = tl.where(top == float("-inf"), 0, first)
         tl.store(argmax_ptr + row, first.to(tl.int64))
