@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import vocab_parallel_cases as cases
+import vocab_parallel_compiled_cases as compiled
 from workers import Workers
 
 
@@ -56,3 +57,26 @@ def test_values(pool, device, world, kind, dtype):
 )
 def test_behaviour(pool, device, world, case):
     pool(world, device).run(case)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(pool, device, world, backend):
+    if backend == "inductor" and world == 3:
+        pytest.skip("seconds of compilation, and what 2 and 4 show")
+    pool(world, device).run(compiled.equal_to_eager, backend)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [compiled.graph, compiled.lowered_for_inductor, compiled.bad_input_while_tracing],
+    ids=lambda case: case.__name__,
+)
+def test_tracing(pool, device, case):
+    pool(2, device).run(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", WORLDS)
+def test_cuda_graph_of_a_step(pool, world):
+    pool(world, "cuda").run(compiled.cuda_graph_of_a_step)

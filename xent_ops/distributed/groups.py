@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
 
@@ -29,7 +30,7 @@ def process_group(group: Group) -> ProcessGroup:
             )
         return group.get_group()
     if isinstance(group, str):
-        return dist.distributed_c10d._resolve_process_group(group)
+        return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     if group is None:
         if not dist.is_initialized():
             raise ValueError("group=None means all ranks, but torch.distributed is not initialized")
@@ -37,9 +38,20 @@ def process_group(group: Group) -> ProcessGroup:
     return group
 
 
+@torch.compiler.assume_constant_result
+def _rank_and_world(name: str) -> tuple[int, int]:
+    """Of a group's name, which Dynamo does not look up."""
+    group = process_group(name)
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
 def place(group: Group) -> Place:
-    resolved = process_group(group)
-    rank, world = dist.get_rank(resolved), dist.get_world_size(resolved)
+    if isinstance(group, str):
+        name = group
+        rank, world = _rank_and_world(group)
+    else:
+        resolved = process_group(group)
+        name, rank, world = resolved.group_name, dist.get_rank(resolved), dist.get_world_size(resolved)
     if rank < 0:
         raise ValueError("this rank is not a member of the group")
-    return Place(resolved.group_name, rank, world)
+    return Place(name, rank, world)

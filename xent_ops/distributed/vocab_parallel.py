@@ -89,6 +89,11 @@ def sharded_rows(
 def reduce_rows(rows: Rows, target: Tensor, *, ignore_index: int, lse_square_scale: float, reduction: str) -> Tensor:
     """As ops/composite.py reduces, with the weight of each row's target in place of the class weights."""
     sums = sums_of_rows(rows, target, ignore_index=ignore_index, lse_square_scale=lse_square_scale, reduction=reduction)
+    return combine(sums, reduction)
+
+
+def combine(sums: list[Tensor], reduction: str) -> Tensor:
+    """The loss of what ``sums_of_rows`` returned."""
     if reduction != "mean":
         return sums[0] if len(sums) == 1 else sums[0] + sums[1]
     loss = sums[0] / sums[1]

@@ -70,7 +70,8 @@ def reduction(value: str) -> None:
 
 
 def lse_square_scale(value: float) -> None:
-    if not math.isfinite(value):
+    # No math.isfinite: this is traced, and under dynamic=True Dynamo takes a float for a symbol, which it refuses.
+    if not -math.inf < value < math.inf:
         raise ValueError(f"lse_square_scale must be finite, got {value}")
 
 
