@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import dtensor_cases as dtensor
 import vocab_parallel_cases as cases
 import vocab_parallel_compiled_cases as compiled
 from workers import Workers
@@ -80,3 +81,13 @@ def test_tracing(pool, device, case):
 @pytest.mark.parametrize("world", WORLDS)
 def test_cuda_graph_of_a_step(pool, world):
     pool(world, "cuda").run(compiled.cuda_graph_of_a_step)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case",
+    [dtensor.placements_of_logits, dtensor.what_is_communicated, dtensor.colwise_parallel, dtensor.refused],
+    ids=lambda case: case.__name__,
+)
+def test_dtensor(pool, device, world, case):
+    pool(world, device).run(case)

@@ -27,7 +27,7 @@ class Collectives(TorchDispatchMode):
         self.seen = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
+        if func.namespace in ("c10d", "_c10d_functional") and not func.__name__.startswith(("wait", "_wrap")):
             self.seen.append((func.__name__, args[0].numel() if isinstance(args[0], torch.Tensor) else None))
         return func(*args, **(kwargs or {}))
 

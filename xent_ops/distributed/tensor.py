@@ -108,6 +108,8 @@ def _local_target(
     target: Tensor, shape: torch.Size, local_shape: torch.Size, mesh: DeviceMesh, rows: list[Placement]
 ) -> Tensor:
     """The targets of this rank's rows. A plain tensor holds either those or, the same on every rank, all."""
+    if target.dtype.is_floating_point:
+        raise TypeError("DTensor logits take class indices as the target, not class probabilities")
     if isinstance(target, DTensor):
         if target.device_mesh != mesh:
             raise ValueError(f"target lies on {target.device_mesh} but logits on {mesh}; both must be on one mesh")
