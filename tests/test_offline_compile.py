@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from xent_ops.kernels.triton import launch  # noqa: E402
+from xent_ops.kernels.triton import launch, launch_shard  # noqa: E402
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -24,7 +24,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-KERNELS = [name for name in vars(launch) if name.endswith("_kernel")]
+KERNELS = [(module, name) for module in (launch, launch_shard) for name in vars(module) if name.endswith("_kernel")]
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64", torch.int64: "i64", torch.int32: "i32"}
 OPTIONS = ("num_warps", "num_stages")
 
@@ -39,8 +39,8 @@ class Recorder:
 
 def record(monkeypatch, run):
     calls = []
-    for name in KERNELS:
-        monkeypatch.setattr(launch, name, Recorder(getattr(launch, name), calls))
+    for module, name in KERNELS:
+        monkeypatch.setattr(module, name, Recorder(getattr(module, name), calls))
     run()
     return calls
 
@@ -95,6 +95,11 @@ def everything(dtype, vocabulary, full):
     launch.cross_entropy_backward_entropy(row, row, row, logits, target, row, row, weight, **options)
     launch.soft_cross_entropy_forward(logits, logits, weight, **soft_options)
     launch.soft_cross_entropy_backward(row, row, logits, logits, row, weight, **soft_options)
+    place = (vocabulary, 4 * vocabulary)
+    gathered = launch_shard.cross_entropy_shard(logits, target, *place, weight, **options).expand(4, -1)
+    launch_shard.cross_entropy_shard_join(logits, target, gathered, *place, weight, **options)
+    rest = (*place, weight, row if full else None)
+    launch_shard.cross_entropy_shard_backward(row, row if full else None, logits, target, row, *rest, **options)
 
 
 CASES = [
@@ -111,7 +116,7 @@ CASES = [
 def test_kernels_compile_without_spills(monkeypatch, tmp_path, name, case):
     target = TARGETS[name]
     calls = record(monkeypatch, lambda: everything(*case))
-    missing = {launch.__dict__[k].kernel for k in KERNELS} - {call[0] for call in calls}
+    missing = {getattr(module, name).kernel for module, name in KERNELS} - {call[0] for call in calls}
     assert not missing or case[1] == 1024, "short rows are not split"
     for kernel, args, kwargs in calls:
         flags = {k: v for k, v in kwargs.items() if v is not False}
@@ -129,6 +134,10 @@ def test_another_option_value_is_the_same_kernel(monkeypatch):
         def run():
             launch.cross_entropy_forward(logits, target, weight, **options)
             launch.cross_entropy_backward(row, None, logits, target, row, weight, **options)
+            place = (5 * rows, 10**6 + rows)  # another rank, another vocabulary
+            gathered = launch_shard.cross_entropy_shard(logits, target, *place, weight, **options).expand(4, -1)
+            launch_shard.cross_entropy_shard_join(logits, target, gathered, *place, weight, **options)
+            launch_shard.cross_entropy_shard_backward(row, None, logits, target, row, *place, weight, row, **options)
 
         result = []
         for kernel, args, kwargs in record(monkeypatch, run):

@@ -51,6 +51,22 @@ def samples(device, dtype, requires_grad):
         x, q, *rest = args
         yield ops.soft_cross_entropy_backward.default, (rows(6), rows(6), x, q, rows(6), *rest), kwargs
         yield ops.soft_cross_entropy_backward.default, (rows(6), None, x, q, rows(6), *rest), kwargs
+    yield from shard_samples(logits, target, weight, full, rows)
+
+
+def shard_samples(logits, target, weight, full, rows):
+    for place, w, kwargs in [((0, 37), None, {}), ((20, 60), weight, {"ignore_index": -100, **full}), ((5, 40), None, full)]:
+        detached = logits.detach()  # the join alone is differentiable, and but once
+        gathered = torch.cat([  # this rank's shard, and others before and behind it
+            ops.cross_entropy_shard(detached[:, :size], target, start, place[1], None if w is None else w[:size], **kwargs)
+            for start, size in [(0, place[0]), (place[0], 37), (place[0] + 37, max(place[1] - place[0] - 37, 0))]
+            if size and start < place[1]
+        ])  # fmt: skip
+        yield ops.cross_entropy_shard.default, (detached, target, *place, w), kwargs
+        yield ops.cross_entropy_shard_join.default, (logits, target, gathered, *place, w), kwargs
+        rest = (*place, w, None if w is None else rows(6))
+        yield ops.cross_entropy_shard_backward.default, (rows(6), None, detached, target, rows(6), *rest), kwargs
+        yield ops.cross_entropy_shard_backward.default, (rows(6), rows(6), detached, target, rows(6), *rest), kwargs
 
 
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["", "grad"])

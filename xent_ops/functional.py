@@ -49,6 +49,10 @@ def _classes_last(tensor: Tensor, dim: int, name: str = "input") -> Tensor:
     return tensor.movedim(dim, -1).contiguous()
 
 
+def is_dtensor(tensor: Tensor) -> bool:
+    return hasattr(tensor, "device_mesh")
+
+
 def cross_entropy(
     input: Tensor,
     target: Tensor,
@@ -104,6 +108,22 @@ def cross_entropy(
 
     Sources: torch.nn.functional.cross_entropy; z-loss as in Liger-Kernel and flash-attention.
     """
+    if is_dtensor(input):
+        from .distributed import tensor  # only where somebody has imported DTensor: that takes a while
+
+        return tensor.cross_entropy(
+            input,
+            target,
+            weight,
+            dim=dim,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            lse_square_scale=lse_square_scale,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            inplace_backward=inplace_backward,
+        )
     checks.reduction(reduction)
     logits = _classes_last(input, dim)
     options: dict[str, Any] = {"label_smoothing": label_smoothing, "softcap": softcap, "logit_scale": logit_scale}

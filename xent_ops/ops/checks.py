@@ -40,10 +40,12 @@ def _dtype(name: str, tensor: Tensor, valid: tuple[torch.dtype, ...]) -> None:
         raise TypeError(f"{name} has dtype {tensor.dtype}; expected one of {_names(valid)}")
 
 
-def _logits(logits: Tensor) -> None:
+def _logits(logits: Tensor, may_be_empty: bool = False) -> None:
     if logits.dim() < 1:
         raise ValueError("logits have no dimension; expected shape (..., V) with the classes last")
     _dtype("logits", logits, FLOATS)
+    if may_be_empty:
+        return
     torch._check_value(
         logits.shape[-1] > 0, lambda: f"logits of shape {tuple(logits.shape)} have 0 classes; expected at least 1"
     )
@@ -68,7 +70,8 @@ def reduction(value: str) -> None:
 
 
 def lse_square_scale(value: float) -> None:
-    if not math.isfinite(value):
+    # No math.isfinite: this is traced, and under dynamic=True Dynamo takes a float for a symbol, which it refuses.
+    if not -math.inf < value < math.inf:
         raise ValueError(f"lse_square_scale must be finite, got {value}")
 
 
@@ -120,6 +123,32 @@ def index_forward(
     _same_shape("target", target.shape, logits.shape[:-1], "one class index for each row of the logits")
     _same_device("target", target, logits)
     _options(weight, logits, label_smoothing, softcap, logit_scale)
+
+
+def shard(
+    logits: Tensor,
+    target: Tensor,
+    class_start: int,
+    num_classes: int,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> None:
+    """A rank's shard of the vocabulary; it may hold no class, and columns of padding beyond the last class."""
+    _logits(logits, may_be_empty=True)
+    _dtype("target", target, INDICES)
+    _same_shape("target", target.shape, logits.shape[:-1], "one class index for each row of the logits")
+    _same_device("target", target, logits)
+    _options(weight, logits, label_smoothing, softcap, logit_scale)
+    torch._check_value(num_classes > 0, lambda: f"num_classes must be at least 1, got {num_classes}")
+    torch._check_value(
+        0 <= class_start and class_start + (logits.shape[-1] > 0) <= num_classes,
+        lambda: f"class_start={class_start} with {logits.shape[-1]} columns lies beyond num_classes={num_classes}: a "
+        "shard starts at one of the classes (only an empty one may start behind the last)",
+    )
 
 
 def index_values(

@@ -54,8 +54,9 @@ def kernels(
     check: Callable[..., Any],
     reference: Callable[..., Any],
     check_values: Callable[..., Any] | None = None,
+    module: str = "launch",
 ) -> None:
-    """Register ``reference`` (plain torch) for the CPU and ``launch.<name>`` (Triton) for CUDA and ROCm.
+    """Register ``reference`` (plain torch) for the CPU and ``<module>.<name>`` (Triton) for CUDA and ROCm.
 
     ``check`` sees the same arguments first and raises on what no kernel can take; ``check_values`` likewise, on the
     CPU alone, where reading values does not synchronise.
@@ -73,7 +74,7 @@ def kernels(
 
     def on_cuda(*args: Any, **kwargs: Any) -> Any:
         check(*args, **kwargs)
-        return getattr(_triton_launchers(), name)(*args, **kwargs)
+        return getattr(_triton_launchers(module), name)(*args, **kwargs)
 
     LIBRARY.impl(name, on_cpu, "CPU")
     for key in _REFERENCE_DEVICES:
@@ -94,12 +95,11 @@ def install_lowerings() -> None:
     decomposition.install()
 
 
-_launchers: Any = None
+_launchers: dict[str, Any] = {}
 
 
-def _triton_launchers() -> Any:
-    global _launchers
-    if _launchers is None:
+def _triton_launchers(module: str) -> Any:
+    if module not in _launchers:
         try:
             import triton  # noqa: F401
         except ImportError as error:
@@ -113,5 +113,5 @@ def _triton_launchers() -> Any:
                 "an interpreter, a thousand times slower than compiled. Unset it unless you are debugging a kernel.",
                 stacklevel=2,
             )
-        _launchers = importlib.import_module("xent_ops.kernels.triton.launch")
-    return _launchers
+        _launchers[module] = importlib.import_module(f"xent_ops.kernels.triton.{module}")
+    return _launchers[module]

@@ -49,4 +49,17 @@ SCHEMAS: dict[str, str] = {
         "(Tensor grad_loss, Tensor? grad_lse, Tensor? grad_entropy, Tensor logits, Tensor target, Tensor lse, "
         f"Tensor entropy, Tensor? weight=None, *, {_ROW}) -> Tensor"
     ),
+    # One rank's shard of the vocabulary. Between the first two stands the caller's all-gather of (1, L) to (ranks, L).
+    "cross_entropy_shard": (
+        "(Tensor logits, Tensor target, SymInt class_start, SymInt num_classes, Tensor? weight=None, *, "
+        f"{_ROW}) -> Tensor"
+    ),
+    "cross_entropy_shard_join": (
+        "(Tensor logits, Tensor target, Tensor gathered, SymInt class_start, SymInt num_classes, "
+        f"Tensor? weight=None, *, {_ROW}) -> (Tensor loss, Tensor lse, Tensor target_weight, Tensor coefficient)"
+    ),
+    "cross_entropy_shard_backward": (
+        "(Tensor grad_loss, Tensor? grad_lse, Tensor logits, Tensor target, Tensor lse, SymInt class_start, "
+        f"SymInt num_classes, Tensor? weight=None, Tensor? coefficient=None, *, {_ROW}) -> Tensor"
+    ),
 }

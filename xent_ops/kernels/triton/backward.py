@@ -50,7 +50,12 @@ def _write(
     tl.store(out_pointers, grad.to(out_pointers.dtype.element_ty), mask=inside, eviction_policy="evict_first")
 
 
-@triton.jit(do_not_specialize=["n_inner", "n_out_inner", "n_blocks", "ignore_index", "label_smoothing", "softcap", "logit_scale"])
+@triton.jit(
+    do_not_specialize=[
+        "n_inner", "n_out_inner", "n_blocks", "class_start", "n_classes", "ignore_index", "label_smoothing", "softcap",
+        "logit_scale",
+    ]
+)  # fmt: skip
 def backward_kernel(
     grad_loss_ptr,  # (N,) with a stride, 0 for an expanded scalar
     grad_lse_ptr,  # (N,) likewise
@@ -60,7 +65,7 @@ def backward_kernel(
     lse_ptr,  # (N,)
     entropy_ptr,  # (N,)
     weight_ptr,  # (V,) in the accumulator's dtype
-    weight_sum_ptr,  # (1,)
+    weight_sum_ptr,  # (1,); SHARD: (N,), the coefficients of reference_shard.py
     grad_ptr,  # (outer, inner, V): may be the logits themselves
     n_cols,
     n_blocks,
@@ -73,6 +78,8 @@ def backward_kernel(
     grad_loss_stride,
     grad_lse_stride,
     grad_entropy_stride,
+    class_start: "i64",  # SHARD: the class of the first column
+    n_classes: "i64",  # SHARD: of all shards together
     ignore_index: "i64",
     label_smoothing: "fp64",
     softcap: "fp64",
@@ -84,6 +91,7 @@ def backward_kernel(
     HAS_SOFTCAP: tl.constexpr,
     EDGES: tl.constexpr,  # rows do not all start and end on 16-byte boundaries
     SAME_ROWS: tl.constexpr,  # logits and gradient have the same strides
+    SHARD: tl.constexpr,  # the columns are some of the classes; targets count from the first class of all
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,  # elements in 16 bytes
 ):
@@ -97,19 +105,28 @@ def backward_kernel(
     logit_scale = tl.cast(logit_scale, ACC)
 
     target = tl.load(target_ptr + row).to(tl.int64)
-    valid = (target >= 0) & (target < n_cols)
+    total_classes = n_cols
+    if SHARD:
+        total_classes = tl.cast(n_classes, tl.int64)
+    valid = (target >= 0) & (target < total_classes)
     lse = tl.load(lse_ptr + row)
     a = tl.load(grad_loss_ptr + tl.cast(row, tl.int64) * grad_loss_stride).to(ACC)
     a = tl.where(valid, a, float("nan"))
     a = tl.where(target == ignore_index, 0.0, a)
+    if SHARD:
+        target -= class_start
+        valid = (target >= 0) & (target < n_cols)
+        target = tl.where(valid, target, -1)  # no column; the difference may not fit the columns' int32
     b = a
     if HAS_SMOOTHING:
         b *= 1.0 - label_smoothing
     if HAS_WEIGHT:
         b *= tl.load(weight_ptr + target, mask=valid, other=0.0)
     total = b
-    c = a * (label_smoothing / n_cols)
-    if HAS_SMOOTHING:
+    c = a * (label_smoothing / total_classes)
+    if SHARD:
+        total = a * tl.load(weight_sum_ptr + row) if HAS_WEIGHT else a
+    elif HAS_SMOOTHING:
         total += c * (tl.load(weight_sum_ptr) if HAS_WEIGHT else tl.cast(n_cols, ACC))
     if HAS_GRAD_LSE:
         total += tl.load(grad_lse_ptr + tl.cast(row, tl.int64) * grad_lse_stride).to(ACC)

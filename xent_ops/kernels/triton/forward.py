@@ -117,7 +117,7 @@ def _first_of(state, top):
 
 
 @triton.jit
-def _scan(
+def scan(
     logits_ptr,
     offset,  # of the first element, from logits_ptr
     first_column,  # its column
@@ -193,7 +193,7 @@ def _scan(
 
 
 @triton.jit
-def _target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
+def target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """x of the target; nothing is read where the target is out of range."""
     z = tl.load(row_ptr + target, mask=valid, other=0.0).to(logit_scale.dtype) * logit_scale
     return activate(z, softcap, HAS_SOFTCAP)
@@ -292,14 +292,14 @@ def forward_kernel(
     valid = (target >= 0) & (target < n_cols)
     shift = tl.cast(0.0, ACC)
     if HAS_SMOOTHING:
-        shift = _shift(_target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP))
-    maximum, total, moment, smooth, weights, top, first = _scan(
+        shift = _shift(target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP))
+    maximum, total, moment, smooth, weights, top, first = scan(
         logits_ptr, offset, 0, n_cols, weight_ptr, logit_scale, softcap, shift, HAS_WEIGHT, HAS_SMOOTHING,
         HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EDGES, BLOCK, VECTOR, ACC,
     )  # fmt: skip
     # Loaded last: before the loop it would hold up the row's own loads until the target has arrived. To pick it out of
     # the tile by comparing columns was slower (131072 x 1024: 0.84 copies, 0.66 so).
-    x_target = _target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP)
+    x_target = target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP)
     _finish(
         row, n_cols, target, valid, x_target, shift, maximum, total, moment, smooth, weights, top, first, weight_ptr,
         loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing, HAS_WEIGHT, HAS_SMOOTHING,
@@ -342,9 +342,9 @@ def partial_kernel(
     if HAS_SMOOTHING:
         target = tl.load(target_ptr + row).to(tl.int64)
         valid = (target >= 0) & (target < n_cols)
-        shift = _shift(_target_logit(logits_ptr + offset, target, valid, logit_scale, softcap, HAS_SOFTCAP))
+        shift = _shift(target_logit(logits_ptr + offset, target, valid, logit_scale, softcap, HAS_SOFTCAP))
     begin = part * part_cols
-    maximum, total, moment, smooth, weights, top, first = _scan(
+    maximum, total, moment, smooth, weights, top, first = scan(
         logits_ptr, offset + begin, begin, tl.minimum(part_cols, n_cols - begin), weight_ptr, logit_scale, softcap,
         shift, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EDGES, BLOCK, VECTOR, ACC,
     )  # fmt: skip
@@ -403,7 +403,7 @@ def join_kernel(
     totals = tl.load(part_ptr + n_parts, mask=exists, other=0.0)
     target = tl.load(target_ptr + row).to(tl.int64)
     valid = (target >= 0) & (target < n_cols)
-    x_target = _target_logit(logits_ptr + offset, target, valid, logit_scale, softcap, HAS_SOFTCAP)
+    x_target = target_logit(logits_ptr + offset, target, valid, logit_scale, softcap, HAS_SOFTCAP)
     maximum = tl.max(maxima, axis=0)
     moved = maxima - without_infinity(maximum)
     decay = tl.exp2(moved * LOG2E)

@@ -30,6 +30,14 @@ class Rows(NamedTuple):
     stride: int
 
 
+class Shard(NamedTuple):
+    """Where a rank's logits lie in a vocabulary split over ranks."""
+
+    class_start: int
+    num_classes: int
+    coefficient: Tensor | None  # see reference_shard.py
+
+
 def rows(tensor: Tensor) -> Rows:
     """Merge the batch dimensions into at most two; a tensor that needs more, or has strided classes, is copied."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
@@ -206,6 +214,7 @@ def _backward(
     logit_scale: float,
     grad_entropy: Tensor | None = None,
     entropy: Tensor | None = None,
+    shard: Shard | None = None,
 ) -> None:
     classes = logits.shape[-1]
     view, out = rows(logits), rows(grad)
@@ -215,7 +224,11 @@ def _backward(
         return
     lse = _dense(lse)
     class_weight = _weight(weight, lse)
-    weight_sum = class_weight.sum() if weight is not None and label_smoothing > 0.0 else class_weight
+    weight_sum = class_weight
+    if shard is not None:
+        weight_sum = lse if shard.coefficient is None else _dense(shard.coefficient)
+    elif weight is not None and label_smoothing > 0.0:
+        weight_sum = class_weight.sum()
     grad_loss, grad_loss_stride = _per_row(grad_loss, lse)
     grad_lse_row, grad_lse_stride = _per_row(grad_lse, lse)
     grad_entropy_row, grad_entropy_stride = _per_row(grad_entropy, lse)
@@ -242,6 +255,8 @@ def _backward(
             grad_loss_stride,
             grad_lse_stride,
             grad_entropy_stride,
+            0 if shard is None else shard.class_start,
+            0 if shard is None else shard.num_classes,
             ignore_index,
             label_smoothing,
             softcap or 0.0,
@@ -253,6 +268,7 @@ def _backward(
             HAS_SOFTCAP=softcap is not None,
             EDGES=not (_aligned(view, classes) and _aligned(out, classes)),
             SAME_ROWS=view[2:] == out[2:],
+            SHARD=shard is not None,
             BLOCK=config.block,
             VECTOR=configs.vector(logits.element_size()),
             num_warps=config.num_warps,

@@ -1,0 +1,121 @@
+"""xent_ops.cross_entropy on DTensor logits; run on every rank by test_vocab_parallel.py."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import xent_ops
+from vocab_parallel_cases import OPTIONS, V, Collectives, expected_of, hold
+from xent_ops.testing import assert_grad, realistic_logits
+
+
+def meshes(device):
+    world = dist.get_world_size()
+    yield init_device_mesh(device, (world,)), [[Shard(0)], [Shard(-1)], [Shard(1)], [Replicate()]]
+    if world == 4:
+        both = [[Shard(0), Shard(-1)], [Shard(-1), Shard(0)], [Shard(0), Shard(1)], [Replicate(), Shard(-1)]]
+        yield init_device_mesh(device, (2, 2)), both
+
+
+def placements_of_logits(device):
+    """Rows, classes and both sharded: the numbers of one process on the whole logits."""
+    logits = realistic_logits(7, 3, V, dtype=torch.float32)
+    target = torch.randint(0, V, (7, 3), generator=torch.Generator().manual_seed(1))
+    target[0, 0] = -100
+    weight = torch.rand(V, generator=torch.Generator().manual_seed(2))
+    upstream = torch.rand(7, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    for mesh, cases in meshes(device):
+        for placements, reduction, (name, w) in itertools.product(
+            cases, ("none", "sum", "mean"), [("plain", None), ("all", weight)]
+        ):
+            x = distribute_tensor(logits.to(device), mesh, placements).requires_grad_()
+            whole = target.to(device)
+            labels = [whole, distribute_tensor(whole, mesh, [Replicate()] * mesh.ndim)]
+            rows = [p if isinstance(p, Shard) and p.dim in (0, 1) else Replicate() for p in placements]
+            labels += [distribute_tensor(whole, mesh, rows), distribute_tensor(whole, mesh, rows).to_local()]
+            weights = None if w is None else w.to(device)
+            expected, oracle = expected_of(logits, target, w, reduction, upstream=upstream, **OPTIONS[name])
+            for label in labels:
+                loss = xent_ops.cross_entropy(x, label, weights, dim=-1, reduction=reduction, **OPTIONS[name])
+                assert isinstance(loss, DTensor) and loss.dtype == torch.float32
+                assert loss.placements == tuple(rows if reduction == "none" else [Replicate()] * mesh.ndim)
+                hold(loss.full_tensor(), expected, torch.float32, oracle.loss_scale.max() * 400)
+                up = distribute_tensor(upstream.float().to(device), mesh, rows) if reduction == "none" else None
+                (grad,) = torch.autograd.grad(loss, x, up)
+                assert grad.placements == x.placements
+                assert_grad(grad.full_tensor(), oracle._replace(grad_scale=4 * oracle.grad_scale))
+            if w is not None:
+                sharded = distribute_tensor(weights, mesh, [Replicate()] * mesh.ndim)
+                again = xent_ops.cross_entropy(x, whole, sharded, dim=-1, reduction=reduction, **OPTIONS[name])
+                torch.testing.assert_close(again.full_tensor(), loss.full_tensor())
+
+
+def what_is_communicated(device):
+    """Sharded rows: nothing, or a handful of numbers. Sharded classes: 3 numbers a row, and never the logits."""
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    rows = 12
+    logits, target = torch.randn(rows, V, device=device), torch.arange(rows, device=device)
+    labels = distribute_tensor(target, mesh, [Shard(0)])
+    x = distribute_tensor(logits, mesh, [Shard(0)]).requires_grad_()
+    for reduction, numbers in (("none", []), ("sum", [1]), ("mean", [2])):
+        with Collectives() as mode:
+            loss = xent_ops.cross_entropy(x, labels, reduction=reduction)
+            torch.autograd.grad(loss, x, torch.ones_like(loss))
+        assert [number for _, number in mode.seen] == numbers, mode.seen
+    y = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
+    with Collectives() as mode:
+        xent_ops.cross_entropy(y, target).backward()
+    assert mode.seen == [("all_gather_into_tensor.default", 3 * rows + 5)]
+
+
+def colwise_parallel(device):
+    """As users write it: the head's weight is split, its output left split, the loss takes it; eager and compiled."""
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, V, bias=False)).to(device)
+    split = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, V, bias=False)).to(device)
+    split.load_state_dict(plain.state_dict())
+    plan = {"1": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+    parallelize_module(split, mesh, plan)
+    h = torch.randn(4, 5, 8, device=device)
+    target = torch.randint(0, V, (4, 5), device=device)
+
+    def step(model, h, target):
+        return xent_ops.cross_entropy(model(h), target, dim=-1, label_smoothing=0.1)
+
+    expected = step(plain, h, target)
+    expected.backward()
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        split.zero_grad()
+        loss = function(split, h, target)
+        loss.backward()
+        torch.testing.assert_close(loss.full_tensor(), expected)
+        for mine, theirs in zip(split.parameters(), plain.parameters(), strict=True):
+            grad = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
+            torch.testing.assert_close(grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def refused(device):
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    x = torch.randn(4, V, device=device)
+    target = torch.arange(4, device=device)
+    partial = DTensor.from_local(x, mesh, [Partial()])
+    split = distribute_tensor(x, mesh, [Shard(1)])
+    other = init_device_mesh(device, (1, dist.get_world_size()))
+    bad = [
+        (partial, target, {}, "valid are Replicate"),
+        (split, target, {"inplace_backward": True}, "inplace_backward=True is not supported for DTensor"),
+        (split, target[:3], {}, r"target has shape \(3,\); expected \(4,\)"),
+        (split, target, {"weight": torch.ones(3, device=device)}, rf"weight has shape \(3,\); expected \({V},\)"),
+        (split, distribute_tensor(target, other, [Replicate()] * 2), {}, "both must be on one mesh"),
+        (split, split.detach(), {}, "class probabilities"),
+    ]
+    for logits, labels, keywords, text in bad:
+        with pytest.raises((ValueError, TypeError), match=text):
+            xent_ops.cross_entropy(logits, labels, **keywords)

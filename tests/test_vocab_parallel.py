@@ -1,0 +1,93 @@
+"""The loss over a split vocabulary in real processes. The cases, run on every rank, are vocab_parallel_cases.py's."""
+
+import pytest
+import torch
+
+import dtensor_cases as dtensor
+import vocab_parallel_cases as cases
+import vocab_parallel_compiled_cases as compiled
+from workers import Workers
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Workers by (world, device), started when first asked for."""
+    started = {}
+
+    def get(world, device):
+        if device == "cuda" and torch.cuda.device_count() < world:
+            pytest.skip(f"needs {world} GPUs")
+        if (world, device) in started and started[world, device].broken:
+            started.pop((world, device)).close()
+        if (world, device) not in started:
+            started[world, device] = Workers(world, device)
+        return started[world, device]
+
+    yield get
+    for workers in started.values():
+        workers.close()
+
+
+WORLDS = [2, 3, pytest.param(4, marks=pytest.mark.slow)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["chunk", "uneven", "empty", "padded"])
+def test_values(pool, device, world, kind, dtype):
+    if world == 2 and kind == "empty":
+        pytest.skip("the other rank would hold the whole vocabulary")
+    pool(world, device).run(cases.values, kind, dtype)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        cases.rows_match_the_oracle_closely,
+        cases.edge_rows,
+        cases.fewer_classes_than_ranks,
+        cases.collectives,
+        cases.groups,
+        cases.bad_input,
+        cases.shards_that_do_not_tile,
+        cases.check_across_ranks,
+    ],
+    ids=lambda case: case.__name__,
+)
+def test_behaviour(pool, device, world, case):
+    pool(world, device).run(case)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(pool, device, world, backend):
+    if backend == "inductor" and world == 3:
+        pytest.skip("seconds of compilation, and what 2 and 4 show")
+    pool(world, device).run(compiled.equal_to_eager, backend)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [compiled.graph, compiled.lowered_for_inductor, compiled.bad_input_while_tracing],
+    ids=lambda case: case.__name__,
+)
+def test_tracing(pool, device, case):
+    pool(2, device).run(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", WORLDS)
+def test_cuda_graph_of_a_step(pool, world):
+    pool(world, "cuda").run(compiled.cuda_graph_of_a_step)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case",
+    [dtensor.placements_of_logits, dtensor.what_is_communicated, dtensor.colwise_parallel, dtensor.refused],
+    ids=lambda case: case.__name__,
+)
+def test_dtensor(pool, device, world, case):
+    pool(world, device).run(case)

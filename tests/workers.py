@@ -1,0 +1,85 @@
+"""Processes that stay: one spawn a world size, to which tests send the cases that all ranks run together."""
+
+import datetime
+import importlib
+import tempfile
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT = 60  # seconds a collective waits for a rank that failed
+CASE_TIMEOUT = 300
+
+
+def _serve(rank, world, device, store, pipe):
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=TIMEOUT),
+    )
+    while (request := pipe.recv()) is not None:
+        module, name, args = request
+        try:
+            torch.manual_seed(0)
+            getattr(importlib.import_module(module), name)(device, *args)
+            pipe.send(None)
+        except BaseException:
+            pipe.send(traceback.format_exc())
+        torch.compiler.reset()
+    dist.destroy_process_group()
+
+
+class Workers:
+    """``run(case, *args)`` calls ``case(device, *args)`` on every rank and raises what any of them raised."""
+
+    def __init__(self, world, device):
+        self.broken = False  # after a failure ranks may be in the middle of different collectives
+        self.folder = tempfile.TemporaryDirectory()
+        context = mp.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for rank in range(world):
+            mine, theirs = context.Pipe()
+            arguments = (rank, world, device, f"{self.folder.name}/store", theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()  # then a rank that dies is an EOFError here, not a wait
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def run(self, case, *args):
+        for pipe in self.pipes:
+            pipe.send((case.__module__, case.__name__, args))
+        deadline = time.monotonic() + CASE_TIMEOUT
+        failures = []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                failures.append(f"rank {rank} did not answer in {CASE_TIMEOUT} s")
+                continue
+            try:
+                failure = pipe.recv()
+            except EOFError:
+                failure = "the process died"
+            if failure is not None:
+                failures.append(f"rank {rank}: {failure}")
+        self.broken = bool(failures)
+        assert not failures, "\n".join(failures)
+
+    def close(self):
+        for pipe in self.pipes:
+            try:
+                pipe.send(None)
+            except OSError:
+                continue
+        for process in self.processes:
+            process.join(0 if self.broken else 10)
+            if process.is_alive():
+                process.kill()
+        self.folder.cleanup()

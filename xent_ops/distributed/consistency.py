@@ -1,0 +1,100 @@
+"""``check=True``: what no rank can see alone, compared between all ranks before the loss is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..ops import checks
+from .groups import Group, place, process_group
+
+
+def check(
+    logits: Tensor,
+    target: Tensor,
+    group: Group,
+    *,
+    num_classes: int,
+    class_start: int | None,
+    weight: Tensor | None,
+    ignore_index: int,
+    **options: Any,
+) -> None:
+    """Raise the same error on every rank of the group if its arguments do not fit together."""
+    if torch.compiler.is_compiling():
+        raise RuntimeError("check=True compares values between ranks, which a compiled graph cannot: use it in eager")
+    here = place(group)
+    report: dict[str, Any] = {}
+    try:
+        report = _report(logits, target, here, num_classes, class_start, weight, ignore_index, options)
+    except Exception as error:  # another rank must hear of it, or it waits for this one
+        report = {"error": f"{type(error).__name__}: {error}"}
+    reports: list[dict[str, Any]] = [{} for _ in range(here.world)]
+    dist.all_gather_object(reports, report, group=process_group(group))
+    problem = _compare(reports, num_classes)
+    if problem is not None:
+        raise ValueError(f"vocab_parallel_cross_entropy: {problem}")
+
+
+def _report(
+    logits: Tensor,
+    target: Tensor,
+    here: Any,
+    num_classes: int,
+    class_start: int | None,
+    weight: Tensor | None,
+    ignore_index: int,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    from .vocab_parallel import first_class
+
+    start = first_class(logits.shape[-1], class_start, num_classes, here)
+    forward = {k: v for k, v in options.items() if k in ("label_smoothing", "softcap", "logit_scale")}
+    checks.shard(logits, target, start, num_classes, weight, **forward)
+    checks.reduction(options["reduction"])
+    checks.lse_square_scale(options["lse_square_scale"])
+    checks.check_targets(target, num_classes, ignore_index)
+    return {
+        "target shape": tuple(target.shape),
+        "accumulation in": "float64" if logits.dtype == torch.float64 else "float32",
+        "num_classes": num_classes,
+        "class weights": weight is not None,
+        "ignore_index": ignore_index,
+        **options,
+        "target": target.to(torch.int64).cpu(),
+        "shard": (start, min(logits.shape[-1], num_classes - start)),
+    }
+
+
+def _compare(reports: list[dict[str, Any]], num_classes: int) -> str | None:
+    errors = [f"rank {rank}: {report['error']}" for rank, report in enumerate(reports) if "error" in report]
+    if errors:
+        return "; ".join(errors)
+    first = reports[0]
+    for name, value in first.items():
+        if name == "shard":
+            continue
+        for rank, report in enumerate(reports):
+            if name == "target":
+                rows = (report[name] != value).reshape(-1).nonzero()
+                if len(rows):
+                    row = int(rows[0])
+                    mine, theirs = int(value.reshape(-1)[row]), int(report[name].reshape(-1)[row])
+                    return (
+                        f"targets differ between ranks: row {row} is {mine} on rank 0 but {theirs} on rank {rank} "
+                        f"({len(rows)} of {value.numel()} rows differ)"
+                    )
+            elif report[name] != value:
+                return (
+                    f"{name} is {value} on rank 0 but {report[name]} on rank {rank}; it must be the same on every rank"
+                )
+    end = 0
+    for rank, (start, size) in sorted(((r, report["shard"]) for r, report in enumerate(reports)), key=lambda s: s[1]):
+        if size and start != end:
+            what = "a gap" if start > end else "an overlap"
+            return f"{what} between shards: rank {rank} starts at class {start}, the one before ends at {end}"
+        end += size
+    return None if end == num_classes else f"the shards end at class {end}, not at num_classes={num_classes}"

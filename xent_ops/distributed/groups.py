@@ -1,0 +1,57 @@
+"""A group as users hold it: ProcessGroup, one-dimensional DeviceMesh, group name, None for all ranks.
+
+Everything here is a constant to torch.compile.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import DeviceMesh, ProcessGroup
+
+Group = ProcessGroup | DeviceMesh | str | None
+
+
+class Place(NamedTuple):
+    """This rank in a group."""
+
+    name: str  # what functional collectives know the group by
+    rank: int
+    world: int
+
+
+def process_group(group: Group) -> ProcessGroup:
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group is a DeviceMesh of {group.ndim} dimensions; pass one of them, mesh[name], for the vocabulary"
+            )
+        return group.get_group()
+    if isinstance(group, str):
+        return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError("group=None means all ranks, but torch.distributed is not initialized")
+        return dist.distributed_c10d._get_default_group()
+    return group
+
+
+@torch.compiler.assume_constant_result
+def _rank_and_world(name: str) -> tuple[int, int]:
+    """Of a group's name, which Dynamo does not look up."""
+    group = process_group(name)
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def place(group: Group) -> Place:
+    if isinstance(group, str):
+        name = group
+        rank, world = _rank_and_world(group)
+    else:
+        resolved = process_group(group)
+        name, rank, world = resolved.group_name, dist.get_rank(resolved), dist.get_world_size(resolved)
+    if rank < 0:
+        raise ValueError("this rank is not a member of the group")
+    return Place(name, rank, world)

@@ -1,0 +1,137 @@
+"""``xent_ops.cross_entropy`` of DTensor logits: each rank computes on what it holds.
+
+Rows sharded: the loss of each row where the row is, with no communication; "mean" and "sum" add a handful of numbers
+over the ranks that hold different rows. Classes sharded: vocab_parallel.py, over that dimension of the mesh; the
+logits are never gathered. Both at once on a mesh of several dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from ..ops import checks
+from . import vocab_parallel
+from .groups import Place, place
+
+
+def cross_entropy(
+    input: DTensor,
+    target: Tensor,
+    weight: Tensor | None,
+    *,
+    dim: int,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    lse_square_scale: float,
+    softcap: float | None,
+    logit_scale: float,
+    inplace_backward: bool,
+) -> DTensor:
+    """Arguments are those of ``xent_ops.cross_entropy``; the target may be a DTensor or a plain tensor."""
+    if inplace_backward:
+        raise ValueError("inplace_backward=True is not supported for DTensor logits")
+    checks.reduction(reduction)
+    checks.lse_square_scale(lse_square_scale)
+    classes_dim = 0 if input.dim() == 1 and dim == 1 else dim % max(input.dim(), 1)
+    mesh = input.device_mesh
+    vocabulary = _vocabulary_dimension(input, classes_dim)
+    rows = _row_placements(input.placements, classes_dim)
+    num_classes = input.shape[classes_dim]
+
+    local = input.to_local().movedim(classes_dim, -1)
+    if local.stride(-1) != 1 and local.shape[-1] > 1:
+        local = local.contiguous()  # once here rather than in every kernel
+    shape = torch.Size([*input.shape[:classes_dim], *input.shape[classes_dim + 1 :]])
+    local_target = _local_target(target, shape, local.shape[:-1], mesh, rows)
+    here = Place("", 0, 1) if vocabulary is None else place(mesh.get_group(vocabulary))
+    outputs = vocab_parallel.sharded_rows(
+        local,
+        local_target,
+        _local_weight(weight, num_classes, local.shape[-1], mesh, vocabulary, here),
+        here,
+        num_classes=num_classes,
+        class_start=None,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        logit_scale=logit_scale,
+    )
+    options: dict[str, Any] = {"ignore_index": ignore_index, "lse_square_scale": lse_square_scale}
+    if reduction == "none":
+        loss = vocab_parallel.reduce_rows(outputs, local_target, reduction="none", **options)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(loss.contiguous(), mesh, rows, run_check=False, shape=shape, stride=stride)
+    sums = torch.stack(vocab_parallel.sums_of_rows(outputs, local_target, reduction=reduction, **options))
+    partial = [Partial() if isinstance(placement, Shard) else Replicate() for placement in rows]
+    replicated = [Replicate()] * mesh.ndim
+    if partial != replicated:
+        sums = DTensor.from_local(sums, mesh, partial, run_check=False).redistribute(mesh, replicated).to_local()
+    loss = vocab_parallel.combine(list(sums.unbind()), reduction)
+    return DTensor.from_local(loss, mesh, replicated, run_check=False)
+
+
+def _vocabulary_dimension(input: DTensor, classes_dim: int) -> int | None:
+    """The dimension of the mesh that the classes are split over, if any."""
+    found = []
+    for mesh_dim, placement in enumerate(input.placements):
+        plain = isinstance(placement, Replicate) or type(placement) is Shard
+        if not plain:
+            raise ValueError(
+                f"DTensor logits are placed as {input.placements}; valid are Replicate() and Shard(dimension). "
+                "redistribute() them first"
+            )
+        if isinstance(placement, Shard) and placement.dim % input.dim() == classes_dim:
+            found.append(mesh_dim)
+    if len(found) > 1:
+        raise ValueError(f"the classes are split over dimensions {found} of the mesh; at most one is supported")
+    return found[0] if found else None
+
+
+def _row_placements(placements: tuple[Placement, ...], classes_dim: int) -> list[Placement]:
+    """Where the rows of the logits, and so the targets and the losses, lie."""
+    result: list[Placement] = []
+    for placement in placements:
+        if not isinstance(placement, Shard) or placement.dim == classes_dim:
+            result.append(Replicate())
+        else:
+            result.append(Shard(placement.dim - (placement.dim > classes_dim)))
+    return result
+
+
+def _local_target(
+    target: Tensor, shape: torch.Size, local_shape: torch.Size, mesh: DeviceMesh, rows: list[Placement]
+) -> Tensor:
+    """The targets of this rank's rows. A plain tensor holds either those or, the same on every rank, all."""
+    if target.dtype.is_floating_point:
+        raise TypeError("DTensor logits take class indices as the target, not class probabilities")
+    if isinstance(target, DTensor):
+        if target.device_mesh != mesh:
+            raise ValueError(f"target lies on {target.device_mesh} but logits on {mesh}; both must be on one mesh")
+        return target.redistribute(mesh, rows).to_local()
+    if target.shape == local_shape or target.shape != shape:
+        return target  # what fits neither is the operator's error
+    replicated = DTensor.from_local(target, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated.redistribute(mesh, rows).to_local()  # cuts its part out, which is no communication
+
+
+def _local_weight(
+    weight: Tensor | None, num_classes: int, width: int, mesh: DeviceMesh, vocabulary: int | None, here: Place
+) -> Tensor | None:
+    """The weights of this rank's classes. A plain tensor holds, the same on every rank, all classes' weights."""
+    if weight is None:
+        return None
+    if isinstance(weight, DTensor):
+        placements: list[Placement] = [Replicate()] * mesh.ndim
+        if vocabulary is not None:
+            placements[vocabulary] = Shard(0)
+        return weight.redistribute(mesh, placements).to_local()
+    if weight.shape != (num_classes,):
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; expected ({num_classes},), one weight a class")
+    start, _ = vocab_parallel.chunk(num_classes, here.rank, here.world)
+    return weight[start : start + width]

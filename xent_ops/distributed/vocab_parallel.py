@@ -1,0 +1,194 @@
+"""Cross entropy where each rank holds some columns of the logits.
+
+One collective forward and none backward. Each rank makes 3 numbers a row (4 with class weights) of its columns by
+``xent::cross_entropy_shard``, one all-gather hands them to every rank, and ``xent::cross_entropy_shard_join`` makes
+loss and lse of them: from the same numbers in the same order, so the same bits on every rank. The gradient of a shard
+needs the lse of all ranks and nothing else of theirs: the join's autograd formula is one kernel over the shard. That
+formula belongs to an operator (rather than to an autograd.Function around everything) so that compiled graphs, eager
+and ``torch.ops`` take the same path; the collective stands between the operators as ``_c10d_functional`` nodes, for
+Inductor to overlap and reorder. Memory beyond the logits: the gradient of the shard, and a few numbers a row.
+
+The loss is the same on every rank, so every rank calls ``backward()`` with the same upstream gradient, and gets the
+gradient of its own columns.
+
+Sources: Megatron-LM's vocab_parallel_cross_entropy; the losses' linearity in (lse, x_t), kernels/reference_shard.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ops import checks
+from . import consistency
+from .groups import Group, Place, place
+
+
+class Rows(NamedTuple):
+    """One value a row, the same on every rank of the group."""
+
+    loss: Tensor
+    lse: Tensor
+    weight: Tensor  # of the row's target; 0 in ignored rows; 1 without class weights
+
+
+def chunk(num_classes: int, rank: int, world: int) -> tuple[int, int]:
+    """(first class, number of classes) of a rank, as torch.chunk and DTensor's Shard cut a dimension."""
+    size = -(-num_classes // world)
+    start = min(rank * size, num_classes)
+    return start, min(size, num_classes - start)
+
+
+def first_class(width: int, class_start: int | None, num_classes: int, here: Place) -> int:
+    """The first class of this rank's shard of ``width`` columns; an error for what this rank alone can see is wrong."""
+    if num_classes < 1:
+        raise ValueError(f"num_classes must be at least 1, got {num_classes}")
+    if here.world > 1 and width >= num_classes > 1:
+        raise ValueError(
+            f"the shard has {width} columns, which is the whole vocabulary of num_classes={num_classes}: each of the "
+            f"{here.world} ranks must pass its own columns only"
+        )
+    if class_start is not None:
+        return class_start  # the operator checks it
+    start, size = chunk(num_classes, here.rank, here.world)
+    # The last shard that is not empty may be padded to the others' size.
+    if width != size and (size == 0 or width != -(-num_classes // here.world)):
+        raise ValueError(
+            f"the shard of rank {here.rank} has {width} columns; of num_classes={num_classes} over {here.world} ranks "
+            f"DTensor's chunk rule gives it {size} (from class {start}). Pass class_start for any other split"
+        )
+    return start
+
+
+def sharded_rows(
+    logits: Tensor,  # (..., columns of this rank)
+    target: Tensor,  # (...)
+    weight: Tensor | None,  # (columns of this rank,)
+    here: Place,
+    *,
+    num_classes: int,
+    class_start: int | None,
+    **options: Any,
+) -> Rows:
+    start = first_class(logits.shape[-1], class_start, num_classes, here)
+    checks.weight_without_grad(weight)
+    mine = torch.ops.xent.cross_entropy_shard(logits.detach(), target, start, num_classes, weight, **options)
+    everyones = mine
+    if here.world > 1:
+        collectives = torch.ops._c10d_functional
+        everyones = collectives.all_gather_into_tensor(mine, here.world, here.name)
+        everyones = collectives.wait_tensor(everyones)
+    loss, lse, target_weight, _ = torch.ops.xent.cross_entropy_shard_join(
+        logits, target, everyones, start, num_classes, weight, **options
+    )
+    return Rows(loss, lse, target_weight)
+
+
+def reduce_rows(rows: Rows, target: Tensor, *, ignore_index: int, lse_square_scale: float, reduction: str) -> Tensor:
+    """As ops/composite.py reduces, with the weight of each row's target in place of the class weights."""
+    sums = sums_of_rows(rows, target, ignore_index=ignore_index, lse_square_scale=lse_square_scale, reduction=reduction)
+    return combine(sums, reduction)
+
+
+def combine(sums: list[Tensor], reduction: str) -> Tensor:
+    """The loss of what ``sums_of_rows`` returned."""
+    if reduction != "mean":
+        return sums[0] if len(sums) == 1 else sums[0] + sums[1]
+    loss = sums[0] / sums[1]
+    return loss if len(sums) == 2 else loss + sums[2] / sums[3]
+
+
+def sums_of_rows(
+    rows: Rows, target: Tensor, *, ignore_index: int, lse_square_scale: float, reduction: str
+) -> list[Tensor]:
+    """What adds up over rows: loss, and the z-loss where there is one, each for "mean" with what divides it."""
+    terms = [rows.loss]
+    counted = None
+    if lse_square_scale != 0.0:
+        counted = target.to(torch.int64) != ignore_index
+        # Masked before the square: a row of padding may hold anything, and the gradient of inf^2 * 0 is NaN.
+        z_loss = lse_square_scale * torch.where(counted, rows.lse, 0.0).square()
+    if reduction == "mean":
+        terms.append(rows.weight)
+    if counted is not None:
+        terms.append(z_loss)
+        if reduction == "mean":
+            terms.append(counted.to(z_loss.dtype))
+    return terms if reduction == "none" else [term.sum() for term in terms]
+
+
+def vocab_parallel_cross_entropy(
+    logits_shard: Tensor,
+    target: Tensor,
+    group: Group = None,
+    *,
+    num_classes: int,
+    class_start: int | None = None,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    check: bool = False,
+) -> Tensor:
+    """``xent_ops.cross_entropy`` of logits whose classes are split between the ranks of a group.
+
+    Every rank gets the loss, bit for bit the same, and in backward the gradient of its own columns. One all-gather of
+    3 numbers a row (4 with class weights) forward, no communication backward. No second derivative, no vmap.
+
+    Args:
+        logits_shard: (..., columns of this rank), the classes last, from ``class_start`` on. Shards may differ in size
+            and may be empty. Columns beyond ``num_classes`` are padding, with a gradient of 0.
+        target: (...), class indices of the whole vocabulary, the same on every rank.
+        group: the ranks that share the vocabulary: a ProcessGroup, a DeviceMesh of one dimension, a group's name, or
+            None for all ranks.
+        num_classes: the size of the whole vocabulary.
+        class_start: the first class of this rank. By default the split is that of torch.chunk and of DTensor's Shard:
+            ceil(num_classes / ranks) classes each, as long as there are any.
+        weight: (columns of this rank,), this rank's slice of the class weights; on every rank or on none.
+        check: compare row counts, options, targets and shards between all ranks before anything is computed, and raise
+            on every rank where they do not fit. Reads the target and synchronises; not in compiled graphs.
+        ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale: as in
+            ``xent_ops.cross_entropy``; smoothing spreads over all ``num_classes``.
+
+    Returns:
+        float32 (float64 for float64 logits): (), or the target's shape with reduction="none".
+
+    Raises:
+        ValueError, TypeError, RuntimeError: for what this rank can see, before it communicates; the other ranks then
+            wait for it (``check=True`` raises everywhere).
+        IndexError: on the CPU, for a target outside [0, num_classes) that is not ignore_index; on a GPU that row's
+            loss and gradient are NaN.
+
+    Shards that do not tile the vocabulary give NaN on every rank. Without ``check=True`` nobody notices when ranks pass
+    different targets or options: the numbers are then wrong. Different row counts are an error, or a hang, of the
+    communication library.
+    """
+    options: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+    }
+    if check:
+        consistency.check(
+            logits_shard,
+            target,
+            group,
+            num_classes=num_classes,
+            class_start=class_start,
+            weight=weight,
+            reduction=reduction,
+            lse_square_scale=lse_square_scale,
+            **options,
+        )
+    checks.reduction(reduction)
+    checks.lse_square_scale(lse_square_scale)
+    rows = sharded_rows(
+        logits_shard, target, weight, place(group), num_classes=num_classes, class_start=class_start, **options
+    )
+    return reduce_rows(rows, target, ignore_index=ignore_index, lse_square_scale=lse_square_scale, reduction=reduction)

@@ -1,0 +1,184 @@
+"""A vocabulary split over ranks, in plain torch: what a rank hands over, the join, the gradient. See reference.py.
+
+The loss of a row is linear in lse and x_t, so it falls apart into one part a rank. Relative to any number p_r of rank
+r's own (the maximum of its columns: large logits then lose no digits)::
+
+    part_r        = [t on r] w_t (1-e) (p_r - x_t) + (e/V) sum_{j on r} w_j (p_r - x_j)
+    share_r       = [t on r] w_t (1-e)             + (e/V) sum_{j on r} w_j
+    loss          = sum_r part_r + share_r (lse - p_r)
+    lse           = P + log sum_r total_r exp(p_r - P),     total_r = sum_{j on r} exp(x_j - p_r),  P = max_r p_r
+    coefficient   = sum_r share_r = d loss / d lse
+    grad_x_j      = (a coefficient + b) softmax_j - a w_t (1-e) [j == t] - a (e/V) w_j
+
+So a rank hands over 3 numbers a row, 4 with class weights (p, total, part, w_t where it holds the target, else 0), and
+a header for all of its rows: its first class, its number of classes, its sum of weights. From the headers share_r
+follows, and whether the shards tile the vocabulary: where they do not, every loss and lse is NaN. An integer of the
+header is two digits to the base 2^24, which float32 holds exactly. Columns beyond the last class are padding and
+count for nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .reference import _finish, _softmax_gradient, accumulator, activation, gather_target
+
+HEADER = 5
+DIGIT = 2**24
+
+
+def columns_of(logits: Tensor, class_start: int, num_classes: int) -> int:
+    """The columns of a shard that are classes; the rest is padding. checks.shard knows that there are not less than 0."""
+    width = logits.shape[-1]
+    left = num_classes - class_start
+    return width if width <= left else left
+
+
+def width(rows: int, weighted: bool) -> int:
+    """How many numbers a rank hands over."""
+    return (4 if weighted else 3) * rows + HEADER
+
+
+def cross_entropy_shard(
+    logits: Tensor,
+    target: Tensor,
+    class_start: int,
+    num_classes: int,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> Tensor:
+    """(1, width): p, total, part and, with class weights, w_t of every row; then the header."""
+    columns = columns_of(logits, class_start, num_classes)
+    x = activation(logits[..., :columns], softcap, logit_scale)
+    local = target.to(torch.int64) - class_start
+    owned = (local >= 0) & (local < columns)
+    column = torch.where(owned, local, 0)
+    if columns == 0:
+        maximum = x.new_full(target.shape, float("-inf"))
+        x_target = torch.zeros_like(maximum)
+    else:
+        maximum = x.amax(-1)
+        x_target = x.gather(-1, column.unsqueeze(-1)).squeeze(-1)
+    pivot = torch.where(maximum == float("-inf"), 0.0, maximum)
+    distance = x - pivot.unsqueeze(-1)
+    part = pivot - x_target
+    rows = [maximum, distance.exp().sum(-1)]
+    sum_weights = x.new_full((), columns)
+    if weight is not None:
+        weight = weight[:columns].to(x.dtype)
+        target_weight = torch.where(owned, weight[column] if columns else part, 0.0)
+        part = part * target_weight
+        sum_weights = weight.sum()
+    part = torch.where(owned, part, 0.0)
+    if label_smoothing > 0.0:
+        smooth = (-distance if weight is None else -distance * weight).sum(-1)
+        part = (1 - label_smoothing) * part + label_smoothing / num_classes * smooth
+    rows.append(part)
+    if weight is not None:
+        rows.append(target_weight)
+    integers = [class_start // DIGIT, class_start % DIGIT, columns // DIGIT, columns % DIGIT]
+    header = torch.tensor(integers, dtype=x.dtype, device=x.device)
+    return torch.cat([*(row.reshape(-1) for row in rows), header, sum_weights.reshape(1)]).unsqueeze(0)
+
+
+def _tiles(starts: Tensor, sizes: Tensor, num_classes: int) -> Tensor:
+    """Do the shards tile [0, num_classes)? Each starts where no other does, at 0 or where another one ends."""
+    filled = sizes > 0
+    same = (filled & (starts.unsqueeze(-1) == starts)).sum(-1)
+    before = (filled & (starts.unsqueeze(-1) == starts + sizes)).sum(-1)
+    follows = (same == 1) & ((starts == 0) | (before > 0))
+    return (~filled | follows).all() & (sizes.sum() == num_classes)
+
+
+def cross_entropy_shard_join(
+    logits: Tensor,
+    target: Tensor,
+    gathered: Tensor,
+    class_start: int,
+    num_classes: int,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, lse, w_t or 0 where ignored, coefficient), each (...), from what all ranks handed over.
+
+    The same bits on every rank: nothing that is the rank's own enters. Pointwise but for sums over ranks: Inductor
+    gets this in place of the operator.
+    """
+    shape, number = target.shape, target.numel()
+    headers = gathered[:, -HEADER:]
+    digits = headers[:, :4].to(torch.int64)
+    starts = digits[:, 0] * DIGIT + digits[:, 1]
+    sizes = digits[:, 2] * DIGIT + digits[:, 3]
+    tiled = _tiles(starts, sizes, num_classes)
+    numbers = gathered[:, :-HEADER].reshape(gathered.shape[0], 3 if weight is None else 4, number)
+    maximum, total, part = numbers[:, 0], numbers[:, 1], numbers[:, 2]
+
+    target = target.to(torch.int64).reshape(-1)
+    top = maximum.amax(0)
+    pivot = torch.where(top == float("-inf"), 0.0, top)
+    log_total = (total * (maximum - pivot).exp()).sum(0).log()
+    if weight is None:
+        first = starts.unsqueeze(-1)
+        target_weight = ((target >= first) & (target < first + sizes.unsqueeze(-1))).to(maximum.dtype)
+    else:
+        target_weight = numbers[:, 3]
+    share = target_weight
+    if label_smoothing > 0.0:
+        share = (1 - label_smoothing) * target_weight + label_smoothing / num_classes * headers[:, 4:]
+    coefficient = share.sum(0)
+    loss = (part + share * (pivot - torch.where(maximum == float("-inf"), 0.0, maximum))).sum(0)
+    loss = loss + coefficient * log_total
+
+    counted = target != ignore_index
+    valid = (target >= 0) & (target < num_classes)
+    loss = torch.where(counted, torch.where(valid & tiled, loss, float("nan")), 0.0)
+    lse = torch.where(tiled, pivot + log_total, float("nan"))
+    target_weight = torch.where(counted, target_weight.sum(0), 0.0)
+    return loss.view(shape), lse.view(shape), target_weight.view(shape), coefficient.view(shape)
+
+
+def cross_entropy_shard_backward(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    class_start: int,
+    num_classes: int,
+    weight: Tensor | None = None,
+    coefficient: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> Tensor:
+    """grad_logits of one shard, from the lse of the whole vocabulary. Pointwise: Inductor makes one kernel of it."""
+    columns = columns_of(logits, class_start, num_classes)
+    x = activation(logits, softcap, logit_scale)
+    _, counted, invalid = gather_target(target, num_classes, ignore_index)
+    a = torch.where(counted, grad_loss.to(x.dtype), 0.0).masked_fill(invalid, float("nan"))
+    local = (target.to(torch.int64) - class_start).unsqueeze(-1)
+    column = torch.arange(logits.shape[-1], device=logits.device)
+    total = a if coefficient is None else a * coefficient.to(x.dtype)
+    if grad_lse is not None:
+        total = total + grad_lse.to(x.dtype)
+    # The weight is read by column, not by target: no target of another shard has to be kept from the gather.
+    b = (a * (1 - label_smoothing)).unsqueeze(-1)
+    grad = _softmax_gradient(x, lse, total) - torch.where(
+        column == local, b if weight is None else b * weight.to(x.dtype), 0.0
+    )
+    if label_smoothing > 0.0:
+        c = (a * (label_smoothing / num_classes)).unsqueeze(-1)
+        grad = grad - (c if weight is None else c * weight.to(x.dtype))
+    grad = _finish(grad, x, lse, total.abs() + a.abs(), logits, softcap, logit_scale)
+    return grad if columns == logits.shape[-1] else torch.where(column < columns, grad, 0.0)
