@@ -1,0 +1,49 @@
+# Every target sets up a private environment first, once; tools/setup_env.py tells which variables it heeds.
+
+VENV ?= .venv
+BASE = $(or $(PYTHON),python3)
+PY = $(VENV)/bin/python
+
+# Tests never take a compiled step from an earlier run: caches on disk do not see every change of an operator.
+# Triton reads TRITON_INTERPRET when it is imported, so the kernels' interpreter has a process of its own.
+PYTEST = TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $(PY) -m pytest -q tests
+COMPILED = env -u TRITON_INTERPRET $(PYTEST)
+INTERPRETED = env TRITON_INTERPRET=1 $(PYTEST)
+
+export PYTHON TORCH TORCH_INDEX_URL
+
+.PHONY: help env demo test test-full lint format clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
+		printf '  make %-10s %s\n' "$$name" "$$text"; done
+
+env:  ## set up the private environment; the other targets do it too
+	@command -v $(BASE) >/dev/null || { echo "This machine lacks $(BASE). Debian: sudo apt-get install" \
+		"python3 python3-venv python3-dev g++. Fedora: sudo dnf install python3-devel gcc-c++" >&2; exit 1; }
+	@$(BASE) tools/preflight.py
+	@$(BASE) tools/setup_env.py $(VENV)
+
+demo: env  ## train a small GPT with xent_ops and with F.cross_entropy; ARGS="--data FOLDER" for your own text
+	$(PY) examples/train_lm.py $(ARGS)
+
+test: env  ## the tests that this machine can run
+	$(COMPILED) -m "not slow"
+	$(INTERPRETED) -m "interpreter and not slow"
+
+test-full: env  ## the slower tests that `make test` leaves out: many processes, C++ builds, sanitizers
+	$(COMPILED) -m slow
+
+lint: env  ## formatting, lint, types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy xent_ops
+
+format: env  ## mend formatting and what lint can mend
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:  ## remove caches, build products and the private environment
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis train_lm.png
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
+	if [ -e $(VENV)/made-by-make ]; then rm -rf $(VENV); fi

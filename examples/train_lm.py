@@ -1,0 +1,251 @@
+"""Trains a small GPT with torch.compile(fullgraph=True), once with xent_ops.cross_entropy and once with
+F.cross_entropy, from the same seed on the same batches, and reports losses, speed, memory and graph breaks.
+
+    python examples/train_lm.py                        # on the source files of Python's standard library
+    python examples/train_lm.py --data FILE_OR_FOLDER  # on your own text
+"""
+
+import argparse
+import statistics
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
+from rich.table import Table
+from tokenizers import ByteLevelBPETokenizer
+from torch import Tensor, nn
+
+import xent_ops
+
+VOCABULARY = 8192
+CHARACTERS = 10_000_000  # more text than this is not read: the tokenizer's training would outlast the model's
+CHUNK = 10  # steps between two looks at the clock and the loss: each look waits for the device
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+LOSSES: dict[str, Loss] = {
+    "xent_ops.cross_entropy": xent_ops.cross_entropy,
+    "F.cross_entropy": F.cross_entropy,
+}
+
+SIZES = {
+    "cpu": {"steps": 150, "batch": 8, "length": 128, "width": 128, "layers": 4, "lr": 1e-3},
+    "cuda": {"steps": 500, "batch": 32, "length": 512, "width": 512, "layers": 8, "lr": 1e-3},
+}
+
+
+def read_text(source: Path | None) -> list[str]:
+    """The text of a file, of every UTF-8 file in a folder, or of the standard library."""
+    if source is None:
+        # Not its tests and data tables, which some systems leave out, nor what was installed beside it.
+        skip = {"test", "tests", "encodings", "idlelib", "lib2to3", "pydoc_data"}
+        skip |= {"site-packages", "dist-packages"}
+        root = Path(sysconfig.get_path("stdlib"))
+        files = [path for path in root.rglob("*.py") if not skip & {*path.relative_to(root).parts}]
+    elif source.is_file():
+        files = [source]
+    else:
+        files = [path for path in source.rglob("*") if path.is_file()]
+    texts: list[str] = []
+    left = CHARACTERS
+    for path in sorted(files):
+        try:
+            texts.append(path.read_text(encoding="utf-8")[:left])
+        except UnicodeDecodeError:
+            continue  # not text
+        left -= len(texts[-1])
+        if left <= 0:
+            break
+    return texts
+
+
+def tokenise(texts: list[str]) -> Tensor:
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(texts, vocab_size=VOCABULARY, show_progress=False)
+    return torch.tensor([token for encoding in tokenizer.encode_batch(texts) for token in encoding.ids])
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, length: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Parameter(torch.zeros(length, width))
+        self.blocks = nn.Sequential(*(Block(width, heads=width // 32) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norm(self.blocks(self.tokens(ids) + self.positions))
+        return F.linear(x, self.tokens.weight)  # (batch, length, vocabulary)
+
+
+def loss_of(model: GPT, loss_function: Loss, ids: Tensor, targets: Tensor) -> Tensor:
+    """The one compiled function: the model, its logits, the loss; backward is compiled from it."""
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
+        logits = model(ids)
+        return loss_function(logits.view(-1, VOCABULARY), targets.reshape(-1))
+
+
+def graph_breaks(loss_function: Loss, device: str) -> int:
+    """Dynamo's count, on a model of one layer and without fullgraph=True, which makes of a break an error."""
+    model = GPT(length=16, width=32, layers=1).to(device)
+    ids = torch.zeros(2, 16, dtype=torch.long, device=device)
+    return torch._dynamo.explain(loss_of)(model, loss_function, ids, ids).graph_break_count
+
+
+class Run:
+    """One model in training, and what is known of it."""
+
+    def __init__(self, loss_function: Loss, tokens: Tensor, windows: Tensor, args: argparse.Namespace) -> None:
+        self.loss_function, self.tokens, self.windows = loss_function, tokens, windows
+        self.losses: list[float] = []  # one a step
+        self.seconds: list[float] = []  # one a chunk; compilation is in the first
+        if tokens.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        torch.manual_seed(args.seed)
+        self.model = GPT(args.length, args.width, args.layers).to(tokens.device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, fused=True)
+        self.step = torch.compile(loss_of, fullgraph=True, mode="reduce-overhead" if tokens.is_cuda else None)
+        self.train_chunk()
+        # CUDA graphs take all their memory while they are captured: later steps only replay them.
+        self.peak_memory = torch.cuda.max_memory_allocated() - before if tokens.is_cuda else 0
+
+    def train_chunk(self) -> None:
+        losses = []
+        begin = time.perf_counter()
+        for window in self.windows[len(self.losses) :][:CHUNK]:
+            text = self.tokens[window]
+            loss = self.step(self.model, self.loss_function, text[:, :-1], text[:, 1:])
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.detach().clone())  # a CUDA graph writes its next loss over this one
+        self.losses += torch.stack(losses).tolist()  # waits for the device
+        self.seconds.append(time.perf_counter() - begin)
+
+    @property
+    def recent_loss(self) -> float:
+        return statistics.fmean(self.losses[-CHUNK:])
+
+
+def draw(runs: dict[str, Run], path: Path) -> None:
+    figure = Figure(figsize=(8, 4.5), layout="constrained")  # no pyplot, so no screen is looked for
+    axes = figure.subplots()
+    for (name, run), style in zip(runs.items(), ("-", "--"), strict=True):
+        axes.plot(range(1, len(run.losses) + 1), run.losses, style, label=name)
+    axes.set(xlabel="step", ylabel="loss", title="The same GPT, the same seed, two losses")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def report(console: Console, runs: dict[str, Run], breaks: dict[str, int], args: argparse.Namespace) -> None:
+    table = Table("", *runs)
+
+    def row(title: str, text: Callable[[Run], str]) -> None:
+        table.add_row(title, *map(text, runs.values()))
+
+    tokens = CHUNK * args.batch * args.length
+    row("first loss", lambda run: f"{run.losses[0]:.4f}")
+    row(f"final loss (mean of {CHUNK} steps)", lambda run: f"{run.recent_loss:.4f}")
+    # The median: a busy machine slows down some chunks, and the first one compiles.
+    row("tokens/s", lambda run: f"{tokens / statistics.median(run.seconds[1:]):,.0f}")
+    if args.device == "cuda":
+        row("peak memory", lambda run: f"{run.peak_memory / 2**20:,.0f} MiB")
+    table.add_row("graph breaks", *(str(breaks[name]) for name in runs))
+    console.print(table)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="a file or a folder of text; else Python's standard library")
+    parser.add_argument("--plot", type=Path, default=Path("train_lm.png"), help="where the loss curves go")
+    parser.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    for name in SIZES["cpu"]:
+        values = ", ".join(f"{size[name]} on {where}" for where, size in SIZES.items())
+        parser.add_argument(f"--{name}", type=type(SIZES["cpu"][name]), help=values)
+    args = parser.parse_args()
+    for name, value in SIZES[args.device].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.steps % CHUNK or args.steps < 2 * CHUNK:
+        parser.error(f"--steps must be a multiple of {CHUNK} and at least {2 * CHUNK}, not {args.steps}")
+    if args.data and not args.data.exists():
+        parser.error(f"--data {args.data} is not there")
+    return args
+
+
+def main() -> int:
+    args = arguments()
+    console = Console()
+    with console.status("reading text and training a tokenizer on it"):
+        texts = read_text(args.data)
+        tokens = tokenise(texts).to(args.device)
+    console.print(f"{len(texts)} files, {sum(map(len, texts)):,} characters, {len(tokens):,} tokens")
+    if len(tokens) <= args.length:
+        console.print(f"That is too little text: one sample takes {args.length + 1} tokens.")
+        return 2
+
+    starts = torch.randint(
+        len(tokens) - args.length,
+        (args.steps, args.batch, 1),
+        generator=torch.Generator().manual_seed(args.seed),
+    )
+    windows = (starts + torch.arange(args.length + 1)).to(args.device)  # the same batches for both
+
+    breaks = {name: graph_breaks(function, args.device) for name, function in LOSSES.items()}
+    if any(breaks.values()):
+        console.print(f"graph breaks, of which there must be none: {breaks}")
+        return 1
+
+    columns = (SpinnerColumn(), *Progress.get_default_columns(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("", total=args.steps // CHUNK * len(LOSSES))
+        runs: dict[str, Run] = {}
+        for name, function in LOSSES.items():
+            progress.update(bar, description=f"compiling with {name}")
+            runs[name] = Run(function, tokens, windows, args)
+            progress.advance(bar)
+        # Turn and turn about: what else the machine does then slows down both alike.
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for _ in range(CHUNK, args.steps, CHUNK):
+                for run in runs.values():
+                    run.train_chunk()
+                    progress.advance(bar)
+                losses = ", ".join(f"{run.recent_loss:.3f}" for run in runs.values())
+                progress.update(bar, description=f"training, loss {losses}")
+
+    report(console, runs, breaks, args)
+    draw(runs, args.plot)
+    console.print(f"loss curves: {args.plot}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

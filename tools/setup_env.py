@@ -1,0 +1,132 @@
+"""Makes the private environment that the Makefile's targets run in: setup_env.py FOLDER.
+
+It does nothing where the environment is finished and its requirements are the same; otherwise it starts again
+from nothing: pip keeps what it downloaded. Three variables, each remembered until another value is given:
+
+PYTHON           the interpreter to build on; where it has torch, that torch is used and none is installed
+TORCH            a requirement for torch other than the one in requirements-dev.txt
+TORCH_INDEX_URL  a package index to take torch from: PyTorch's install page names one for each build
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+REQUIREMENTS = ROOT / "requirements-dev.txt"
+VARIABLES = ("PYTHON", "TORCH", "TORCH_INDEX_URL")
+OURS = "made-by-make"  # written first: an environment without it belongs to someone else
+STAMP = "finished.json"  # written last: an environment without it was interrupted
+
+HINT = """
+*** The package index has no CPU build of torch ({requirement}), so its default build comes next: mostly a
+*** CUDA build of several GB, though this machine shows no NVIDIA GPU. For another, interrupt this and add
+*** to make: TORCH_INDEX_URL=<the address that PyTorch's install page gives for a CPU build>
+"""
+
+
+def main() -> None:
+    venv = Path(sys.argv[1]).absolute()
+    if venv.exists() and any(venv.iterdir()) and not (venv / OURS).exists():
+        sys.exit(
+            f"{venv} was not made by make and is left alone. Add VENV=<another folder> to make;\n"
+            f"with PYTHON={venv}/bin/python beside it, the torch that is installed there is used."
+        )
+    stamp = venv / STAMP
+    before = json.loads(stamp.read_text()) if stamp.exists() else {}
+    state = {name: os.environ.get(name) or before.get(name, "") for name in VARIABLES}
+    state["inputs"] = digest(venv)
+    if state == before:
+        return
+
+    base = shutil.which(state["PYTHON"] or sys.executable)
+    if base is None:
+        sys.exit(f"PYTHON={state['PYTHON']} is not there.")
+    print(f"Setting up {venv} with {base}", flush=True)
+    venv.mkdir(parents=True, exist_ok=True)
+    (venv / OURS).touch()
+    for path in venv.iterdir():  # all but OURS: if this too is interrupted, the rest is still known as ours
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != OURS:
+            path.unlink()
+    run(base, "-m", "venv", str(venv))
+    install(venv, base, state["TORCH"], state["TORCH_INDEX_URL"])
+    stamp.write_text(json.dumps(state, indent=2) + "\n")
+
+
+def digest(venv: Path) -> str:
+    """Of all that decides what an environment holds; its path too, since a moved one does not work."""
+    files = [REQUIREMENTS, ROOT / "pyproject.toml", ROOT / "setup.py", Path(__file__)]
+    texts = [file.read_bytes() for file in files if file.exists()]
+    return hashlib.sha256(b"\0".join([*texts, bytes(ROOT), bytes(venv)])).hexdigest()
+
+
+def install(venv: Path, base: str, torch: str, index: str) -> None:
+    python = str(venv / "bin" / "python")
+    pip = (python, "-m", "pip", "install", "--disable-pip-version-check")
+    lines = [line.partition("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines()]
+    pinned_torch = next(line for line in lines if line.startswith("torch=="))
+
+    site = "" if torch or index else site_with_torch(base)
+    if site:
+        print(f"Using the torch in {site}", flush=True)
+        # Behind the environment's own packages on sys.path: the pins below win over what else is there.
+        packages = next(venv.glob("lib/python*/site-packages"))
+        (packages / "torch-of-base.pth").write_text(f"{site}\n")
+    else:
+        install_torch(pip, torch or pinned_torch, index)
+
+    there = ("torch", "triton") if answer(python, "import triton; print('yes')") else ("torch",)
+    run(*pip, *(line for line in lines if line and re.split("[=;]", line)[0] not in there))
+    # Without dependencies, and built with the setuptools just installed: nothing can bring a second torch.
+    run(*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
+
+
+def site_with_torch(base: str) -> str:
+    """The folder where the interpreter has a torch that is new enough; empty where it has none."""
+    found = answer(base, "import torch; print(torch.__version__, torch.__path__[0], sep='\\n')")
+    if not found:
+        return ""
+    version, path = found.splitlines()
+    if tuple(int(part) for part in version.split(".")[:2]) < (2, 11):  # as in pyproject.toml
+        print(f"The torch {version} of {base} is too old, another one is installed.", flush=True)
+        return ""
+    return str(Path(path).parent)
+
+
+def install_torch(pip: tuple[str, ...], requirement: str, index: str) -> None:
+    if index:
+        run(*pip, "--no-deps", "--index-url", index, requirement)  # from there or not at all
+        run(*pip, "--extra-index-url", index, requirement)  # what it needs, from wherever it is
+        return
+    has_gpu = shutil.which("nvidia-smi") or os.path.exists("/dev/nvidiactl")
+    if sys.platform == "linux" and not has_gpu and re.fullmatch(r"torch==[\d.]+", requirement):
+        attempt = subprocess.run([*pip, f"{requirement}+cpu"], stderr=subprocess.PIPE, text=True)
+        if attempt.returncode == 0:
+            return
+        if "No matching distribution" not in attempt.stderr:
+            sys.exit(attempt.stderr)  # the network, the disk: no reason to take another build
+        print(HINT.format(requirement=f"{requirement}+cpu"), flush=True)
+    run(*pip, requirement)
+
+
+def answer(python: str, code: str) -> str:
+    """What the code prints in that interpreter; empty where it fails."""
+    return subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip()
+
+
+def run(*command: str) -> None:
+    try:
+        subprocess.run(command, check=True)
+    except subprocess.CalledProcessError:
+        sys.exit(f"\nThis failed: {' '.join(command)}\nOnce its cause is mended, say make again.")
+
+
+if __name__ == "__main__":
+    main()
