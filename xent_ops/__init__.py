@@ -1,5 +1,6 @@
 """Cross entropy as a family of registered operators that torch.compile can see. Start at ``cross_entropy``."""
 
+from . import inductor
 from . import ops as _ops  # noqa: F401 (registers the operators)
 from ._version import __version__
 from .functional import (
@@ -20,5 +21,6 @@ __all__ = [
     "check_targets",
     "cross_entropy",
     "cross_entropy_outputs",
+    "inductor",
     "token_log_probs",
 ]
