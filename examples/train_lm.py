@@ -35,7 +35,7 @@ LOSSES: dict[str, Loss] = {
 }
 
 SIZES = {
-    "cpu": {"steps": 150, "batch": 8, "length": 128, "width": 128, "layers": 4, "lr": 1e-3},
+    "cpu": {"steps": 200, "batch": 8, "length": 128, "width": 128, "layers": 4, "lr": 1e-3},
     "cuda": {"steps": 500, "batch": 32, "length": 512, "width": 512, "layers": 8, "lr": 1e-3},
 }
 

@@ -1,6 +1,6 @@
 """Cross entropy as a family of registered operators that torch.compile can see. Start at ``cross_entropy``."""
 
-from . import distributed
+from . import distributed, inductor
 from . import ops as _ops  # noqa: F401 (registers the operators)
 from ._version import __version__
 from .functional import (
@@ -22,5 +22,6 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_outputs",
     "distributed",
+    "inductor",
     "token_log_probs",
 ]

@@ -47,6 +47,12 @@ def gather_target(target: Tensor, classes: int, ignore_index: int) -> tuple[Tens
     return torch.where(counted & inside, indices, 0), counted, counted & ~inside
 
 
+def weights_at(weight: Tensor, index: Tensor) -> Tensor:
+    """``weight[index]``. Python's brackets would read a 0-d index (the target of one unbatched row) into an int, which
+    synchronises a GPU and which no graph can hold."""
+    return torch.ops.aten.index.Tensor(weight, [index])
+
+
 def _logsumexp(x: Tensor) -> tuple[Tensor, Tensor]:
     """(max, log of the sum of exp(x - max)), each (..., 1): kept apart, lse - x_t loses no digits to a large max."""
     maximum = x.amax(-1, keepdim=True)
@@ -72,7 +78,7 @@ def cross_entropy_forward(
     loss = (maximum - x.gather(-1, index.unsqueeze(-1)) + log_sum).squeeze(-1)
     if weight is not None:
         weight = weight.to(x.dtype)
-        loss = loss * weight[index]
+        loss = loss * weights_at(weight, index)
     if label_smoothing > 0.0:
         terms = maximum - x + log_sum
         smooth = (terms if weight is None else terms * weight).sum(-1)
@@ -120,7 +126,7 @@ def row_coefficients(
     a = torch.where(counted, grad_loss.to(dtype), 0.0).masked_fill(invalid, float("nan"))
     b = a * (1 - label_smoothing)
     if weight is not None:
-        b = b * weight.to(dtype)[index]
+        b = b * weights_at(weight.to(dtype), index)
     c = a * (label_smoothing / classes)
     total = b
     if label_smoothing > 0.0:

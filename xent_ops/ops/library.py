@@ -44,6 +44,7 @@ def fake(name: str, function: Callable[..., Any]) -> None:
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         install_lowerings()
+        tag_caches()
         return function(*args, **kwargs)
 
     torch.library.register_fake(f"xent::{name}", traced, lib=LIBRARY)
@@ -85,6 +86,13 @@ def kernels(
 
 def autograd(name: str, backward: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
     torch.library.register_autograd(f"xent::{name}", backward, setup_context=setup_context, lib=LIBRARY)
+
+
+def tag_caches() -> None:
+    """At every trace, because the tag set on import is not there in another thread, or after the user set one."""
+    from ..inductor import cache_tag
+
+    cache_tag.install()
 
 
 @functools.cache

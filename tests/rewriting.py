@@ -1,0 +1,79 @@
+"""Helpers for the tests of the pass that replaces F.cross_entropy (test_inductor_*.py).
+
+Most of them run the rewritten graph without Inductor: the pass is a transformation of Dynamo's graph, and a C++
+compiler behind it would only make the tests slow.
+"""
+
+import contextlib
+
+import torch
+import torch.nn.functional as F
+
+from xent_ops import inductor
+
+V = 37
+
+
+@contextlib.contextmanager
+def compiling_quickly():
+    """For compilations through Inductor: no caches, because torch 2.13 runs no pass on what it finds there and the
+    report would be empty; then no precompiled headers and no vector instructions, whose preparation takes longer than
+    the tests."""
+    from torch._inductor import config
+
+    quick = config.patch({"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False})
+    with torch.compiler.config.patch(force_disable_caches=True), quick:
+        yield
+
+
+class Rewriting:
+    """A backend for torch.compile: our pass alone, then eager. Keeps the last graph."""
+
+    def __init__(self, previous=None):
+        from xent_ops.inductor.graph_pass import ReplaceCrossEntropy
+
+        self.run = ReplaceCrossEntropy(previous)
+        inductor.report.clear()
+
+    def __call__(self, gm, example_inputs):
+        self.run(gm.graph)
+        gm.graph.lint()
+        gm.recompile()
+        self.graph = gm.graph
+        return gm
+
+    def targets(self):
+        return [node.target for node in self.graph.nodes]
+
+
+def gradients(function, inputs):
+    leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    loss = function(*leaves)
+    loss.sum().backward()
+    return loss.detach(), [x.grad for x in leaves if x.requires_grad]
+
+
+def assert_same(function, *inputs, replaced=1, left=0, **tolerances):
+    """The rewritten function against the function itself, with its gradients; returns (backend, report)."""
+    backend = Rewriting()
+    want, want_grads = gradients(function, inputs)
+    got, got_grads = gradients(torch.compile(function, backend=backend, fullgraph=True), inputs)
+    report = inductor.last_report()
+    assert (len(report.replaced), len(report.left_alone)) == (replaced, left), str(report)
+    assert got.dtype == want.dtype and got.shape == want.shape
+    torch.testing.assert_close(got, want, equal_nan=True, **tolerances)
+    for got_grad, want_grad in zip(got_grads, want_grads, strict=True):
+        assert got_grad.dtype == want_grad.dtype
+        torch.testing.assert_close(got_grad, want_grad, equal_nan=True, **tolerances)
+    assert (F.cross_entropy in backend.targets()) == (left > 0)
+    return backend, report
+
+
+def logits(*shape, dtype=torch.float32):
+    return torch.randn(shape).to(dtype).requires_grad_()
+
+
+def targets(*shape, ignored=-100):
+    target = torch.randint(0, V, shape)
+    target.view(-1)[0] = ignored
+    return target

@@ -1,0 +1,125 @@
+"""Compiled artifacts of another source of xent_ops are never used; those of the same source are."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import xent_ops
+from xent_ops.inductor import cache_tag
+
+PACKAGE = Path(xent_ops.__file__).parent
+
+STEP = """
+import json, os, sys, torch
+import xent_ops
+from torch._dynamo.utils import counters
+from torch._inductor import config
+# A fresh cache folder would first precompile headers and try vector instructions, for half a minute.
+config.cpp_cache_precompile_headers = False
+config.cpp.vec_isa_ok = False
+assert xent_ops.__file__.startswith(os.environ["PYTHONPATH"]), xent_ops.__file__
+
+@torch.compile(fullgraph=True)
+def step(x, target):
+    return xent_ops.cross_entropy(x, target)
+
+x = torch.arange(12.0).view(3, 4).requires_grad_()
+step(x, torch.tensor([0, 1, 2])).backward()
+print(json.dumps({"grad": x.grad[0, 1].item(), "hits": counters["aot_autograd"]["autograd_cache_hit"]}))
+"""
+
+
+def run_step(folder, cache):
+    """A training step in a process of its own, with the package in ``folder`` and the compile caches in ``cache``."""
+    environment = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_FORCE_DISABLE_CACHES"}
+    environment |= {
+        "PYTHONPATH": str(folder),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+    command = [sys.executable, "-W", "ignore", "-c", STEP]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def changed_copy(folder, file, old, new):
+    shutil.copytree(PACKAGE, folder / "xent_ops", ignore=shutil.ignore_patterns("__pycache__"))
+    path = folder / "xent_ops" / file
+    source = path.read_text()
+    assert source.count(old) == 1, f"{old!r} is not once in {file}"
+    path.write_text(source.replace(old, new))
+    return folder
+
+
+@pytest.mark.slow  # four processes, each of which imports and starts the compiler
+def test_a_changed_formula_and_a_changed_decomposition_are_used(tmp_path):
+    """Fails without the tag: with ``cache_tag.install`` made to do nothing, the changed formula and the changed
+    decomposition both gave the gradient of the first process (tried on torch 2.11 and 2.13)."""
+    cache = tmp_path / "cache"
+    formula = changed_copy(
+        tmp_path / "formula",
+        "ops/cross_entropy.py",
+        "    return grad, None, None\n",
+        "    return 3 * grad, None, None\n",
+    )
+    lowering = changed_copy(
+        tmp_path / "lowering",
+        "kernels/reference.py",
+        "    grad = grad * _activation_derivative(x, softcap, logit_scale)\n",
+        "    grad = 5 * grad * _activation_derivative(x, softcap, logit_scale)\n",
+    )
+    first = run_step(PACKAGE.parent, cache)
+    again = run_step(PACKAGE.parent, cache)
+    assert first["hits"] == 0 and again["hits"] == 1, "the caches work at all"
+    assert again["grad"] == first["grad"] != 0
+    assert run_step(formula, cache)["grad"] == pytest.approx(3 * first["grad"])
+    assert run_step(lowering, cache)["grad"] == pytest.approx(5 * first["grad"])
+
+
+@pytest.fixture
+def key():
+    """torch.compiler.config with an empty cache_key_tag, which is put back afterwards."""
+    with torch.compiler.config.patch(cache_key_tag=""):
+        yield torch.compiler.config
+
+
+def test_importing_sets_the_tag():
+    assert cache_tag.tag() in torch.compiler.config.cache_key_tag
+
+
+def test_the_tag_is_appended_once(key):
+    key.cache_key_tag = "mine"
+    cache_tag.install()
+    cache_tag.install()
+    assert key.cache_key_tag == f"mine+{cache_tag.tag()}"
+
+
+def test_tracing_brings_the_tag_back(key):
+    """The user assigned a tag after the import, or compiles in a thread, which starts from torch's defaults."""
+    key.cache_key_tag = "mine"
+    torch.compile(xent_ops.cross_entropy, backend="eager")(torch.randn(2, 3), torch.tensor([0, 1]))
+    assert key.cache_key_tag == f"mine+{cache_tag.tag()}"
+
+
+def test_the_tag_is_of_version_and_sources(tmp_path, monkeypatch):
+    def tag_of(folder):
+        monkeypatch.setattr(cache_tag, "_PACKAGE", folder / "xent_ops")
+        return cache_tag.tag.__wrapped__()
+
+    shutil.copytree(PACKAGE, tmp_path / "same" / "xent_ops")
+    same = tag_of(tmp_path / "same")
+    assert same == cache_tag.tag(), "where it is installed does not count"
+    assert same.startswith(f"xent_ops-{xent_ops.__version__}-")
+    for number, file in enumerate(["_version.py", "kernels/triton/launch.py", "ops/schemas.py"]):
+        folder = tmp_path / str(number)
+        shutil.copytree(PACKAGE, folder / "xent_ops")
+        with (folder / "xent_ops" / file).open("a") as source:
+            source.write("# changed\n")
+        assert tag_of(folder) != same, file

@@ -1,0 +1,44 @@
+"""Compiled artifacts of another version or another source of xent_ops are never used.
+
+torch keeps compiled graphs on disk. The key of a graph with a backward (AOTAutograd's cache) is made from the graph
+that Dynamo saw: it names our operators, but holds neither their autograd formulas nor their decompositions. After a
+change of either, the old backward was served (tried on torch 2.11 and 2.13). So every key gets a tag made of our
+version and sources: an upgrade starts with cold caches, once.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+from .._version import __version__
+
+_PACKAGE = Path(__file__).parent.parent
+
+
+@functools.cache
+def tag() -> str:
+    """``xent_ops-<version>-<hash of the package's .py files>``; characters that are safe in a file name.
+
+    The hash is of relative names and contents, so that two machines with the same release share their artifacts. It
+    takes 2 ms. In an installation without sources (zipped, or .pyc alone) only the version counts.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        source = path.read_bytes()
+        digest.update(f"{path.relative_to(_PACKAGE).as_posix()}\0{len(source)}\0".encode())
+        digest.update(source)
+    return f"xent_ops-{__version__}-{digest.hexdigest()[:16]}"
+
+
+def install() -> None:
+    """Append the tag to what the user set in ``torch.compiler.config.cache_key_tag``. Idempotent.
+
+    Called on import, and again whenever one of our operators is traced: torch's configuration belongs to a thread
+    (a new thread starts from the defaults), and the user may have assigned a tag of their own in the meantime.
+    """
+    from torch.compiler import config
+
+    if tag() not in config.cache_key_tag:
+        config.cache_key_tag = f"{config.cache_key_tag}+{tag()}" if config.cache_key_tag else tag()

@@ -1,0 +1,93 @@
+"""What the pass did: ``last_report()``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of F.cross_entropy in a compiled graph."""
+
+    where: str  # "file.py:12 in forward", of the innermost frame outside torch
+    what: str  # "bfloat16 (128, 50257), reduction='mean'"
+    replaced: bool
+    upcast_removed: bool = False  # the float32 copy of the logits is gone
+    why: str = ""  # why it was not replaced, or why its upcast stayed
+
+    def __str__(self) -> str:
+        outcome = "replaced" if self.replaced else "left alone"
+        if self.upcast_removed:
+            outcome += ", float32 upcast removed"
+        return f"{self.where}: {self.what}: {outcome}{f' ({self.why})' if self.why else ''}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What happened since the last ``options()``, ``enable()`` or ``replace_cross_entropy()``, over all threads."""
+
+    graphs: int  # that the pass saw
+    calls: tuple[Call, ...]
+    cached_graphs: int  # that torch took from its caches; torch 2.13 does not run passes on those
+
+    @property
+    def replaced(self) -> tuple[Call, ...]:
+        return tuple(call for call in self.calls if call.replaced)
+
+    @property
+    def left_alone(self) -> tuple[Call, ...]:
+        return tuple(call for call in self.calls if not call.replaced)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.replaced)} replaced, {len(self.left_alone)} left alone, in {self.graphs} graphs"]
+        lines += [f"  {call}" for call in self.calls]
+        if not self.graphs and self.cached_graphs:
+            lines.append(
+                f"  {self.cached_graphs} graphs came compiled out of torch's caches, the replacements in them; to see "
+                "those, compile once with TORCHINDUCTOR_FORCE_DISABLE_CACHES=1"
+            )
+        return "\n".join(lines)
+
+
+# (which compilation, which attempt at it, the calls in one graph). One compilation may have several graphs: a
+# checkpointed part is a graph inside a graph.
+_graphs: list[tuple[Any, Any, tuple[Call, ...]]] = []
+_cache_hits_before = 0
+
+
+def record(calls: Iterable[Call]) -> None:
+    compilation, attempt = _current_compilation()
+    if compilation is not None:
+        # torch may throw a finished graph away and trace again, for example once it knows that a float must be a
+        # constant (dynamic=True with label_smoothing): then only the last attempt runs, and counts.
+        _graphs[:] = [graph for graph in _graphs if graph[0] is not compilation or graph[1] == attempt]
+    _graphs.append((compilation, attempt, tuple(calls)))
+
+
+def clear() -> None:
+    global _cache_hits_before
+    _graphs.clear()
+    _cache_hits_before = _cache_hits()
+
+
+def last_report() -> Report:
+    """What was replaced, what was not, and why, since the last ``options()``, ``enable()`` or
+    ``replace_cross_entropy()``. ``print`` it."""
+    hits = _cache_hits()
+    cached = hits - _cache_hits_before if hits >= _cache_hits_before else hits  # the user may clear the counters
+    return Report(len(_graphs), tuple(call for *_, calls in _graphs for call in calls), cached)
+
+
+def _current_compilation() -> tuple[Any, Any]:
+    from torch._guards import CompileContext
+
+    context = CompileContext.try_get()
+    return (None, None) if context is None else (context, context.attempt)
+
+
+def _cache_hits() -> int:
+    dynamo = sys.modules.get("torch._dynamo.utils")  # not imported: nothing was compiled
+    return 0 if dynamo is None else dynamo.counters["aot_autograd"]["autograd_cache_hit"]
