@@ -1,4 +1,4 @@
-"""Trains a small GPT whose embedding, blocks and head are split over ranks, compiled, with the vocabulary never gathered.
+"""Trains a small GPT whose embedding, blocks and head are split over ranks; the vocabulary is never gathered.
 
     torchrun --nproc-per-node 2 examples/tensor_parallel_lm.py                 # tensor parallel over 2 ranks
     torchrun --nproc-per-node 4 examples/tensor_parallel_lm.py --tensor 2      # and FSDP2 over 2 pairs of them
@@ -42,7 +42,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm1(x)
         # -1: a rank has only some of the heads.
-        q, k, v = (part(normed).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (
+            part(normed).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in (self.q, self.k, self.v)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))

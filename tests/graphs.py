@@ -12,7 +12,7 @@ def graph_text(graph_module: torch.fx.GraphModule) -> str:
     """The body of a graph without type comments, which differ between torch versions."""
     text = normalize_gm(graph_module.print_readable(print_output=False))
     lines = [re.sub(r"\s*#.*$", "", line).rstrip() for line in text.splitlines()]
-    lines = [re.sub(r';\s+\w+(, \w+)* = None(;.*)?$|(; )?\w+( = \w+)* = None$', "", line) for line in lines]
+    lines = [re.sub(r";\s+\w+(, \w+)* = None(;.*)?$|(; )?\w+( = \w+)* = None$", "", line) for line in lines]
     return "\n".join(line for line in lines if line.strip()) + "\n"
 
 

@@ -23,7 +23,9 @@ def batch(seed, rows=64, classes=1003):
 
 def loss_function(name):
     options = dict(OPTIONS[name])
-    weight = torch.rand(1003, generator=torch.Generator().manual_seed(9)).cuda() if options.pop("weight", None) else None
+    weight = (
+        torch.rand(1003, generator=torch.Generator().manual_seed(9)).cuda() if options.pop("weight", None) else None
+    )
     return lambda x, target: xent_ops.cross_entropy(x, target, weight, **options)
 
 
@@ -188,11 +190,18 @@ def test_kernels_are_compiled_once_for_all_option_values():
     x.requires_grad_()
 
     def run(rows, e, cap, scale, ignore):
-        loss = xent_ops.cross_entropy(x[:rows], target[:rows], ignore_index=ignore, label_smoothing=e, softcap=cap, logit_scale=scale)
+        loss = xent_ops.cross_entropy(
+            x[:rows], target[:rows], ignore_index=ignore, label_smoothing=e, softcap=cap, logit_scale=scale
+        )
         torch.autograd.grad(loss, x)
 
     run(64, 0.1, 30.0, 1.0, -100)
     first = compiled()
-    for rows, *values in [(64, 0.2, 5.0, 2.0, -100), (32, 1.0, 16.0, -1.0, 3), (17, 0.5, 1.0, 0.0, 16), (1, 0.3, 2.0, 3.0, 1)]:
+    for rows, *values in [
+        (64, 0.2, 5.0, 2.0, -100),
+        (32, 1.0, 16.0, -1.0, 3),
+        (17, 0.5, 1.0, 0.0, 16),
+        (1, 0.3, 2.0, 3.0, 1),
+    ]:
         run(rows, *values)
     assert compiled() == first

@@ -24,7 +24,10 @@ def test_pytorch_sample_inputs(device, dtype):
         wrt = [t for t in tensors if isinstance(t, torch.Tensor) and t.requires_grad]
         ours = xent_ops.cross_entropy(sample.input, *sample.args, **kwargs)
         # The truth in float64: eager's own bfloat16 result is further from it than ours.
-        double = [t.detach().double().requires_grad_(t.requires_grad) if t is not None and t.is_floating_point() else t for t in tensors]
+        double = [
+            t.detach().double().requires_grad_(t.requires_grad) if t is not None and t.is_floating_point() else t
+            for t in tensors
+        ]
         if double[-1] is not None:
             kwargs["weight"] = double[-1]
         theirs = F.cross_entropy(*double[:-1], **kwargs)
@@ -32,12 +35,18 @@ def test_pytorch_sample_inputs(device, dtype):
         torch.testing.assert_close(ours.double(), theirs, rtol=64 * eps, atol=64 * eps, equal_nan=True)
         upstream = torch.randn_like(theirs)
         grads = torch.autograd.grad(ours, wrt, upstream.to(ours))
-        wanted = torch.autograd.grad(theirs, [t for t in double if t is not None and t.requires_grad], upstream.to(ours).double())
+        wanted = torch.autograd.grad(
+            theirs, [t for t in double if t is not None and t.requires_grad], upstream.to(ours).double()
+        )
         for mine, other in zip(grads, wanted, strict=True):
             assert mine.dtype == dtype
             resolution = torch.finfo(dtype).eps
             torch.testing.assert_close(
-                mine.double(), other, rtol=4 * resolution, atol=64 * eps * other.abs().nan_to_num().max().clamp(min=1e-6).item(), equal_nan=True
+                mine.double(),
+                other,
+                rtol=4 * resolution,
+                atol=64 * eps * other.abs().nan_to_num().max().clamp(min=1e-6).item(),
+                equal_nan=True,
             )
         count += 1
     assert count >= 20
@@ -101,7 +110,9 @@ def test_outputs(device, reduction):
     target = x.detach().argmax(-1)
     target[:, ::3] = torch.randint(0, 300, target[:, ::3].shape, device=device)
     target[0, 7:12] = -100
-    out = xent_ops.cross_entropy_outputs(x, target, reduction=reduction, lse_square_scale=0.25, label_smoothing=0.125, dim=-1)
+    out = xent_ops.cross_entropy_outputs(
+        x, target, reduction=reduction, lse_square_scale=0.25, label_smoothing=0.125, dim=-1
+    )
     loss = xent_ops.cross_entropy(x, target, reduction=reduction, label_smoothing=0.125, dim=-1)
     counted = target != -100
     torch.testing.assert_close(out.loss, loss + out.z_loss)
@@ -117,7 +128,9 @@ def test_outputs(device, reduction):
 
 def test_module_is_the_function(device):
     weight = torch.rand(10)
-    ours = xent_ops.CrossEntropyLoss(weight, ignore_index=3, reduction="sum", label_smoothing=0.1, softcap=4.0).to(device)
+    ours = xent_ops.CrossEntropyLoss(weight, ignore_index=3, reduction="sum", label_smoothing=0.1, softcap=4.0).to(
+        device
+    )
     theirs = torch.nn.CrossEntropyLoss(weight, ignore_index=3, reduction="sum", label_smoothing=0.1)
     assert ours.state_dict().keys() == theirs.state_dict().keys() == {"weight"}
     ours.load_state_dict(theirs.state_dict())
@@ -125,7 +138,9 @@ def test_module_is_the_function(device):
     x, target = torch.randn(5, 10, device=device), torch.tensor([1, 3, 4, 5, 9], device=device)
     torch.testing.assert_close(
         ours(x, target),
-        xent_ops.cross_entropy(x, target, weight.to(device), ignore_index=3, reduction="sum", label_smoothing=0.1, softcap=4.0),
+        xent_ops.cross_entropy(
+            x, target, weight.to(device), ignore_index=3, reduction="sum", label_smoothing=0.1, softcap=4.0
+        ),
     )
     assert repr(ours) == "CrossEntropyLoss(ignore_index=3, reduction='sum', label_smoothing=0.1, softcap=4.0)"
 
@@ -175,7 +190,9 @@ def test_inplace_backward_refuses_what_it_would_corrupt(device):
         assert torch.equal(kept, h)
 
 
-@pytest.mark.parametrize("slicing", [lambda x: x[:, :-1], lambda x: x[..., 3:], lambda x: x.transpose(0, 1)], ids=range(3))
+@pytest.mark.parametrize(
+    "slicing", [lambda x: x[:, :-1], lambda x: x[..., 3:], lambda x: x.transpose(0, 1)], ids=range(3)
+)
 def test_inplace_backward_of_views(device, slicing):
     h = torch.randn(3, 4, 30, device=device, requires_grad=True)
     target = torch.randint(0, 27, slicing(h).shape[:-1], device=device)

@@ -8,7 +8,8 @@ import xent_ops
 
 def test_import_needs_torch_alone():
     """With triton blocked: import, eager and compiled on the CPU, tracing on meta; CUDA tensors would be told."""
-    run_python("""
+    run_python(
+        """
         import importlib.abc, sys
 
         class Block(importlib.abc.MetaPathFinder):
@@ -31,7 +32,9 @@ def test_import_needs_torch_alone():
             assert "xent-ops[triton]" in str(error), error
         else:
             raise AssertionError("no ImportError")
-    """, CUDA_VISIBLE_DEVICES="")  # with a GPU, torch itself imports triton
+    """,
+        CUDA_VISIBLE_DEVICES="",
+    )  # with a GPU, torch itself imports triton
 
 
 def test_import_does_not_pay_for_inductor_or_triton():

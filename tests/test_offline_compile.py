@@ -25,7 +25,14 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 KERNELS = [(module, name) for module in (launch, launch_shard) for name in vars(module) if name.endswith("_kernel")]
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64", torch.int64: "i64", torch.int32: "i32"}
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float64: "fp64",
+    torch.int64: "i64",
+    torch.int32: "i32",
+}
 OPTIONS = ("num_warps", "num_stages")
 
 

@@ -55,7 +55,11 @@ def samples(device, dtype, requires_grad):
 
 
 def shard_samples(logits, target, weight, full, rows):
-    for place, w, kwargs in [((0, 37), None, {}), ((20, 60), weight, {"ignore_index": -100, **full}), ((5, 40), None, full)]:
+    for place, w, kwargs in [
+        ((0, 37), None, {}),
+        ((20, 60), weight, {"ignore_index": -100, **full}),
+        ((5, 40), None, full),
+    ]:
         detached = logits.detach()  # the join alone is differentiable, and but once
         gathered = torch.cat([  # this rank's shard, and others before and behind it
             ops.cross_entropy_shard(detached[:, :size], target, start, place[1], None if w is None else w[:size], **kwargs)
@@ -80,7 +84,11 @@ def test_opcheck(device, dtype, requires_grad, name):
 
 
 def test_every_operator_has_samples():
-    seen = {op._schema.name.split("::")[1] for requires in (False, True) for op, _, _ in samples("cpu", torch.float32, requires)}
+    seen = {
+        op._schema.name.split("::")[1]
+        for requires in (False, True)
+        for op, _, _ in samples("cpu", torch.float32, requires)
+    }
     assert seen == set(SCHEMAS)
 
 
@@ -173,7 +181,12 @@ def test_bad_arguments_name_themselves(case, traced):
         with pytest.raises(Exception, match=text):
             function(*args, **kwargs)
         return
-    for name in ("cross_entropy", "cross_entropy_forward", "cross_entropy_forward_argmax", "cross_entropy_forward_entropy"):
+    for name in (
+        "cross_entropy",
+        "cross_entropy_forward",
+        "cross_entropy_forward_argmax",
+        "cross_entropy_forward_entropy",
+    ):
         with pytest.raises((TypeError, ValueError, RuntimeError), match=text):
             getattr(ops, name)(*args, **kwargs)
 

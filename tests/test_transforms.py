@@ -96,7 +96,9 @@ def test_forward_mode_with_dual_numbers(x, device):
     ours, theirs = pair(device)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x, torch.ones_like(x))
-        torch.testing.assert_close(forward_ad.unpack_dual(ours(dual)).tangent, forward_ad.unpack_dual(theirs(dual)).tangent)
+        torch.testing.assert_close(
+            forward_ad.unpack_dual(ours(dual)).tangent, forward_ad.unpack_dual(theirs(dual)).tangent
+        )
 
 
 def test_vmap_over_class_weights_says_so(x, device):

@@ -40,9 +40,7 @@ def row_case(device, logits, target, weight=None, *, upstream=True, **options):
     (grad,) = torch.autograd.grad(
         (loss, lse) if upstream else (loss,), logits, (grad_loss, grad_lse) if upstream else (grad_loss,)
     )
-    expected = oracle(
-        logits, target, weight, grad_loss=grad_loss, grad_lse=grad_lse if upstream else 0.0, **options
-    )
+    expected = oracle(logits, target, weight, grad_loss=grad_loss, grad_lse=grad_lse if upstream else 0.0, **options)
     assert grad.dtype == logits.dtype and loss.dtype == lse.dtype
     assert loss.dtype == (torch.float64 if logits.dtype == torch.float64 else torch.float32)
     assert_loss(loss, expected)
@@ -95,7 +93,9 @@ def test_realistic_scales(device, dtype, std):
     row_case(device, logits, target, softcap=32.0)
 
 
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"softcap": 30.0}, {"label_smoothing": 0.1, "softcap": 30.0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.1}, {"softcap": 30.0}, {"label_smoothing": 0.1, "softcap": 30.0}], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_never_worse_than_eager_upcast(device, dtype, options):
     """Mean absolute errors of loss and gradient beside those of eager F.cross_entropy on float32 logits."""
@@ -344,7 +344,9 @@ def test_entropy(device, dtype):
     z = logits.double().requires_grad_()
     p = torch.distributions.Categorical(logits=z * 0.5)
     wanted_entropy = -torch.where(p.probs == 0, 0.0, p.probs * torch.log_softmax(z * 0.5, -1).clamp(min=-1e9)).sum(-1)
-    wanted_log = torch.where(target >= 0, torch.log_softmax(z * 0.5, -1).gather(-1, target.clamp(min=0)[:, None])[:, 0], 0)
+    wanted_log = torch.where(
+        target >= 0, torch.log_softmax(z * 0.5, -1).gather(-1, target.clamp(min=0)[:, None])[:, 0], 0
+    )
     eps = torch.finfo(entropy.dtype).eps
     torch.testing.assert_close(entropy.cpu().double(), wanted_entropy, rtol=32 * eps, atol=32 * eps)
     torch.testing.assert_close(log_probs.cpu().double(), wanted_log, rtol=32 * eps, atol=32 * eps)
@@ -352,7 +354,9 @@ def test_entropy(device, dtype):
     (ours,) = torch.autograd.grad((log_probs, entropy, lse), x, [v.to(entropy) for v in g])
     (theirs,) = torch.autograd.grad((wanted_log, wanted_entropy, torch.logsumexp(z * 0.5, -1)), z, list(g))
     tolerance = max(torch.finfo(dtype).eps, 64 * eps)
-    torch.testing.assert_close(ours.cpu().double(), theirs, rtol=2 * tolerance, atol=tolerance * theirs.abs().max().item() / 8)
+    torch.testing.assert_close(
+        ours.cpu().double(), theirs, rtol=2 * tolerance, atol=tolerance * theirs.abs().max().item() / 8
+    )
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -362,7 +366,11 @@ def test_class_probabilities(device, dtype, weighted, name):
     options = OPTIONS[name]
     logits = realistic_logits(5, 1003, dtype=dtype)
     target = torch.softmax(realistic_logits(5, 1003, dtype=torch.float64, seed=5), -1).to(dtype)
-    weight = torch.rand(1003, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(dtype) if weighted else None
+    weight = (
+        torch.rand(1003, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(dtype)
+        if weighted
+        else None
+    )
     x, q = logits.to(device).requires_grad_(), target.to(device).requires_grad_()
     w = None if weight is None else weight.to(device).requires_grad_()
     ours = xent_ops.cross_entropy(x, q, w, reduction="none", **options)

@@ -67,4 +67,6 @@ class CrossEntropyLoss(nn.Module):
             "dim": 1,
             "inplace_backward": False,
         }
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name, value in defaults.items() if getattr(self, name) != value)
+        return ", ".join(
+            f"{name}={getattr(self, name)!r}" for name, value in defaults.items() if getattr(self, name) != value
+        )

@@ -67,9 +67,7 @@ def oracle(
         p = (x - lse.unsqueeze(-1)).exp()
         hot = F.one_hot(torch.where(counted, t, 0), classes)
         total = part_b + part_c * ones.sum() + b.abs()
-        grad_scale = derivative * (
-            total.unsqueeze(-1) * p + part_b.unsqueeze(-1) * hot + part_c.unsqueeze(-1) * ones
-        )
+        grad_scale = derivative * (total.unsqueeze(-1) * p + part_b.unsqueeze(-1) * hot + part_c.unsqueeze(-1) * ones)
         finite = torch.where(x.isfinite(), x, 0)
         loss_scale = wt + loss.abs() + (label_smoothing / classes) * (finite.abs() * ones).sum(-1)
     return Expected(loss.detach(), lse.detach(), grad, grad_scale, loss_scale)

@@ -32,7 +32,9 @@ def _same_shape(name: str, shape: torch.Size, expected: torch.Size, meaning: str
 
 def _same_device(name: str, tensor: Tensor, logits: Tensor) -> None:
     if tensor.device != logits.device:
-        raise RuntimeError(f"{name} is on {tensor.device} but logits are on {logits.device}; both must be on one device")
+        raise RuntimeError(
+            f"{name} is on {tensor.device} but logits are on {logits.device}; both must be on one device"
+        )
 
 
 def _dtype(name: str, tensor: Tensor, valid: tuple[torch.dtype, ...]) -> None:
@@ -51,7 +53,9 @@ def _logits(logits: Tensor, may_be_empty: bool = False) -> None:
     )
 
 
-def _options(weight: Tensor | None, logits: Tensor, label_smoothing: float, softcap: float | None, scale: float) -> None:
+def _options(
+    weight: Tensor | None, logits: Tensor, label_smoothing: float, softcap: float | None, scale: float
+) -> None:
     if weight is not None:
         _dtype("weight", weight, FLOATS)
         _same_shape("weight", weight.shape, logits.shape[-1:], "one weight a class")
@@ -145,9 +149,11 @@ def shard(
     _options(weight, logits, label_smoothing, softcap, logit_scale)
     torch._check_value(num_classes > 0, lambda: f"num_classes must be at least 1, got {num_classes}")
     torch._check_value(
-        0 <= class_start and class_start + (logits.shape[-1] > 0) <= num_classes,
-        lambda: f"class_start={class_start} with {logits.shape[-1]} columns lies beyond num_classes={num_classes}: a "
-        "shard starts at one of the classes (only an empty one may start behind the last)",
+        class_start >= 0 and class_start + (logits.shape[-1] > 0) <= num_classes,
+        lambda: (
+            f"class_start={class_start} with {logits.shape[-1]} columns lies beyond num_classes={num_classes}: a "
+            "shard starts at one of the classes (only an empty one may start behind the last)"
+        ),
     )
 
 
@@ -170,9 +176,7 @@ def index_backward(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> None:
-    index_forward(
-        logits, target, weight, label_smoothing=label_smoothing, softcap=softcap, logit_scale=logit_scale
-    )
+    index_forward(logits, target, weight, label_smoothing=label_smoothing, softcap=softcap, logit_scale=logit_scale)
     rows_of(logits, grad_loss=grad_loss, grad_lse=grad_lse, lse=lse)
 
 

@@ -50,7 +50,9 @@ def save_rows(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, 
         ctx.mark_non_differentiable(*output[2:])
 
 
-def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Tensor | None, None, None]:
+def _backward(
+    ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None, *_: None
+) -> tuple[Tensor | None, None, None]:
     if grad_loss is None and grad_lse is None:
         return None, None, None
     logits, target, lse, weight = ctx.saved_tensors
@@ -76,7 +78,9 @@ autograd("cross_entropy_forward", _backward, save_rows)
 
 define("cross_entropy_forward_argmax")
 fake("cross_entropy_forward_argmax", _fake_forward_argmax)
-kernels("cross_entropy_forward_argmax", checks.index_forward, reference.cross_entropy_forward_argmax, checks.index_values)
+kernels(
+    "cross_entropy_forward_argmax", checks.index_forward, reference.cross_entropy_forward_argmax, checks.index_values
+)
 autograd("cross_entropy_forward_argmax", _backward, save_rows)
 
 BACKWARD = define("cross_entropy_backward")

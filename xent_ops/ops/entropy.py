@@ -73,7 +73,9 @@ def _second_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 define("cross_entropy_forward_entropy")
 fake("cross_entropy_forward_entropy", _fake_forward)
-kernels("cross_entropy_forward_entropy", checks.index_forward, reference.cross_entropy_forward_entropy, checks.index_values)
+kernels(
+    "cross_entropy_forward_entropy", checks.index_forward, reference.cross_entropy_forward_entropy, checks.index_values
+)
 autograd("cross_entropy_forward_entropy", _backward, _setup_context)
 
 BACKWARD = define("cross_entropy_backward_entropy")

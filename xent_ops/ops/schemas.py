@@ -21,8 +21,7 @@ SCHEMAS: dict[str, str] = {
         f"(Tensor logits, Tensor target, Tensor? weight=None, *, {_ROW}) -> (Tensor loss, Tensor lse)"
     ),
     "cross_entropy_forward_argmax": (
-        f"(Tensor logits, Tensor target, Tensor? weight=None, *, {_ROW})"
-        " -> (Tensor loss, Tensor lse, Tensor argmax)"
+        f"(Tensor logits, Tensor target, Tensor? weight=None, *, {_ROW}) -> (Tensor loss, Tensor lse, Tensor argmax)"
     ),
     "cross_entropy_backward": (
         "(Tensor grad_loss, Tensor? grad_lse, Tensor logits, Tensor target, Tensor lse, "
@@ -42,8 +41,7 @@ SCHEMAS: dict[str, str] = {
     ),
     # Shannon entropy of the softmax beside the loss, in the same visit.
     "cross_entropy_forward_entropy": (
-        f"(Tensor logits, Tensor target, Tensor? weight=None, *, {_ROW})"
-        " -> (Tensor loss, Tensor lse, Tensor entropy)"
+        f"(Tensor logits, Tensor target, Tensor? weight=None, *, {_ROW}) -> (Tensor loss, Tensor lse, Tensor entropy)"
     ),
     "cross_entropy_backward_entropy": (
         "(Tensor grad_loss, Tensor? grad_lse, Tensor? grad_entropy, Tensor logits, Tensor target, Tensor lse, "

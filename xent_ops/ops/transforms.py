@@ -70,7 +70,12 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[Any, ...], logits: Tensor, target: Tensor, weight: Tensor | None, options: dict[str, Any]
+        info: Any,
+        in_dims: tuple[Any, ...],
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        options: dict[str, Any],
     ) -> tuple[Any, ...]:
         if weight is not None and in_dims[2] is not None:
             raise NotImplementedError("vmap over the class weight of xent_ops.cross_entropy is not supported")

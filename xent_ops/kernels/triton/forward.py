@@ -175,9 +175,7 @@ def scan(
         top = tl.max(tl.max(state[5], axis=1), axis=0)
         first = _first_of(state, top)
     if EDGES:
-        edge_total, edge_moment, edge_smooth, edge_weights = _join(
-            edges, pivot, HAS_SMOOTHING, HAS_WEIGHT, HAS_ENTROPY
-        )
+        edge_total, edge_moment, edge_smooth, edge_weights = _join(edges, pivot, HAS_SMOOTHING, HAS_WEIGHT, HAS_ENTROPY)
         total += edge_total
         moment += edge_moment
         smooth += edge_smooth

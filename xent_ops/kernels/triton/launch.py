@@ -21,7 +21,7 @@ from .soft import soft_backward_kernel, soft_forward_kernel
 
 
 class Rows(NamedTuple):
-    """A tensor (..., V) as rows of V dense elements: row i starts at (i // inner) * outer_stride + (i % inner) * stride."""
+    """A tensor (..., V) as rows of V elements; row i starts at (i // inner) * outer_stride + (i % inner) * stride."""
 
     tensor: Tensor
     number: int
@@ -142,9 +142,7 @@ def _forward(
     options = (ignore_index, label_smoothing, softcap or 0.0, logit_scale)
     with _on(logits):
         if parts == 1:
-            forward_kernel[(view.number,)](
-                *inputs, *outputs, classes, *view[2:], *options, **shared, **tiling
-            )
+            forward_kernel[(view.number,)](*inputs, *outputs, classes, *view[2:], *options, **shared, **tiling)
         else:
             sums = torch.empty((view.number, 6, parts), dtype=lse.dtype, device=lse.device)
             first = torch.empty((view.number, parts), dtype=torch.int32, device=lse.device) if with_argmax else sums

@@ -7,7 +7,9 @@ from .numerics import LN2, LOG2E, activate, row_offset, without_infinity
 
 
 @triton.jit
-def _probabilities(target_ptr, weight_ptr, columns, inside, label_smoothing, n_cols, ACC: tl.constexpr, HAS_WEIGHT: tl.constexpr):
+def _probabilities(
+    target_ptr, weight_ptr, columns, inside, label_smoothing, n_cols, ACC: tl.constexpr, HAS_WEIGHT: tl.constexpr
+):
     """w_j q_j, 0 beyond the row."""
     q = tl.load(target_ptr + columns, mask=inside, other=0.0).to(ACC)
     q = q * (1.0 - label_smoothing) + label_smoothing / n_cols
