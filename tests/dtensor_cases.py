@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from vocab_parallel_cases import OPTIONS, Collectives, V, expected_of, hold
 
 import xent_ops
-from vocab_parallel_cases import OPTIONS, V, Collectives, expected_of, hold
 from xent_ops.testing import assert_grad, realistic_logits
 
 

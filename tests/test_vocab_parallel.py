@@ -1,9 +1,8 @@
 """The loss over a split vocabulary in real processes. The cases, run on every rank, are vocab_parallel_cases.py's."""
 
+import dtensor_cases as dtensor
 import pytest
 import torch
-
-import dtensor_cases as dtensor
 import vocab_parallel_cases as cases
 import vocab_parallel_compiled_cases as compiled
 from workers import Workers

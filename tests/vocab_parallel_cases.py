@@ -118,7 +118,7 @@ def one(device, logits, target, weight, kind, reduction, group=None, function=vo
     hold(loss, expected, logits.dtype, rows.loss_scale.max() * max(1, rows.lse.abs().max()) * max(1, target.numel()))
     same_bits_everywhere(loss, group)
     (grad,) = torch.autograd.grad(loss, x, upstream.to(loss) if reduction == "none" else None)
-    start, size, padding = place
+    start, size, _ = place
     assert grad.dtype == logits.dtype and grad.shape == x.shape
     assert grad[..., size:].count_nonzero() == 0, "padding got a gradient"
     mine = rows._replace(
@@ -237,7 +237,7 @@ def groups(device):
 def bad_input(device):
     """What a rank can see alone is an error before it communicates: no rank waits."""
     x, target = torch.randn(4, V, device=device), torch.tensor([1, 2, 3, 4], device=device)
-    start, size, _ = split("chunk", V)
+    _, size, _ = split("chunk", V)
     bad = [
         (x, {}, ValueError, f"the shard has {V} columns, which is the whole vocabulary of num_classes={V}"),
         (x, {"class_start": 0}, ValueError, "the whole vocabulary"),

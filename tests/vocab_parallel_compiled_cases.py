@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 from torch._dynamo.testing import AotEagerAndRecordGraphs
-
 from vocab_parallel_cases import V, split
+
 from xent_ops.distributed import vocab_parallel_cross_entropy
 from xent_ops.testing import realistic_logits
 
@@ -33,7 +33,11 @@ def equal_to_eager(device, backend):
     options = {"label_smoothing": 0.125, "lse_square_scale": 1e-3, "softcap": 20.0}
     cases = [({}, None, None)]
     if backend != "inductor":
-        cases += [(options, mesh, None), (options, mesh.get_group().group_name, "weight"), ({"reduction": "none"}, mesh.get_group(), None)]
+        cases += [
+            (options, mesh, None),
+            (options, mesh.get_group().group_name, "weight"),
+            ({"reduction": "none"}, mesh.get_group(), None),
+        ]
     else:
         cases += [(options, mesh, "weight")]
     for keywords, group, weight in cases:
@@ -104,7 +108,9 @@ def bad_input_while_tracing(device):
     import pytest
 
     logits, target = inputs(device, 6)
-    compiled = torch.compile(lambda x, t, **k: vocab_parallel_cross_entropy(x, t, num_classes=V, **k), backend="eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda x, t, **k: vocab_parallel_cross_entropy(x, t, num_classes=V, **k), backend="eager", fullgraph=True
+    )
     with pytest.raises(Exception, match="DTensor's chunk rule"):
         compiled(logits[:, 1:], target)
     with pytest.raises(Exception, match="check=True compares values between ranks"):

@@ -22,14 +22,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .reference import _finish, _softmax_gradient, accumulator, activation, gather_target
+from .reference import _finish, _softmax_gradient, activation, gather_target
 
 HEADER = 5
 DIGIT = 2**24
 
 
 def columns_of(logits: Tensor, class_start: int, num_classes: int) -> int:
-    """The columns of a shard that are classes; the rest is padding. checks.shard knows that there are not less than 0."""
+    """The columns of a shard that are classes; the rest is padding. Not negative: checks.shard."""
     width = logits.shape[-1]
     left = num_classes - class_start
     return width if width <= left else left
