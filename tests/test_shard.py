@@ -248,20 +248,56 @@ def test_bad_arguments_name_themselves(device):
     target = torch.tensor([1, 2, 3, 4], device=device)
     gathered = ops.cross_entropy_shard(x, target, 0, 20)
     bad = [
-        (lambda: ops.cross_entropy_shard(x, target, 20, 20), ValueError, "class_start=20 with 10 columns lies beyond num_classes=20"),
+        (
+            lambda: ops.cross_entropy_shard(x, target, 20, 20),
+            ValueError,
+            "class_start=20 with 10 columns lies beyond num_classes=20",
+        ),
         (lambda: ops.cross_entropy_shard(x, target, -1, 20), ValueError, "class_start=-1"),
         (lambda: ops.cross_entropy_shard(x, target, 0, 0), ValueError, "num_classes must be at least 1, got 0"),
-        (lambda: ops.cross_entropy_shard(x, target[:3], 0, 20), ValueError, r"target has shape \(3,\); expected \(4,\)"),
+        (
+            lambda: ops.cross_entropy_shard(x, target[:3], 0, 20),
+            ValueError,
+            r"target has shape \(3,\); expected \(4,\)",
+        ),
         (lambda: ops.cross_entropy_shard(x, target.float(), 0, 20), TypeError, "target has dtype torch.float32"),
-        (lambda: ops.cross_entropy_shard(x, target, 0, 20, x[0, :3]), ValueError, r"weight has shape \(3,\); expected \(10,\)"),
+        (
+            lambda: ops.cross_entropy_shard(x, target, 0, 20, x[0, :3]),
+            ValueError,
+            r"weight has shape \(3,\); expected \(10,\)",
+        ),
         (lambda: ops.cross_entropy_shard(x, target, 0, 20, label_smoothing=2.0), ValueError, "label_smoothing must be"),
-        (lambda: ops.cross_entropy_shard_join(x, target, gathered[0], 0, 20), ValueError, r"gathered has shape \(17,\); expected \(ranks, 17\)"),
+        (
+            lambda: ops.cross_entropy_shard_join(x, target, gathered[0], 0, 20),
+            ValueError,
+            r"gathered has shape \(17,\); expected \(ranks, 17\)",
+        ),
         (lambda: ops.cross_entropy_shard_join(x, target, gathered, 0, 20, x[0]), ValueError, r"expected \(ranks, 21\)"),
-        (lambda: ops.cross_entropy_shard_join(x, target, gathered.double(), 0, 20), TypeError, "gathered has dtype torch.float64"),
-        (lambda: ops.cross_entropy_shard_backward(x[:, 0], None, x, target, x[:, 0], 0, 20, x[0]), ValueError, "needs the coefficient"),
-        (lambda: ops.cross_entropy_shard_backward(x[0], None, x, target, x[:, 0], 0, 20), ValueError, r"grad_loss has shape \(10,\)"),
-        (lambda: ops.cross_entropy_shard_join(x.requires_grad_(), target, gathered, 0, 20, torch.ones(10, device=device, requires_grad=True)), (RuntimeError, ValueError), "weight requires grad|expected"),
-    ]  # fmt: skip
+        (
+            lambda: ops.cross_entropy_shard_join(x, target, gathered.double(), 0, 20),
+            TypeError,
+            "gathered has dtype torch.float64",
+        ),
+        (
+            lambda: ops.cross_entropy_shard_backward(x[:, 0], None, x, target, x[:, 0], 0, 20, x[0]),
+            ValueError,
+            "needs the coefficient",
+        ),
+        (
+            lambda: ops.cross_entropy_shard_backward(x[0], None, x, target, x[:, 0], 0, 20),
+            ValueError,
+            r"grad_loss has shape \(10,\)",
+        ),
+    ]
     for call, error, text in bad:
         with pytest.raises(error, match=text):
             call()
+
+
+def test_weight_that_requires_grad_is_refused(device):
+    x = torch.randn(2, 10, device=device, requires_grad=True)
+    target = torch.tensor([1, 2], device=device)
+    weight = torch.rand(10, device=device)
+    gathered = ops.cross_entropy_shard(x.detach(), target, 0, 10, weight)
+    with pytest.raises(RuntimeError, match="weight requires grad"):
+        ops.cross_entropy_shard_join(x, target, gathered, 0, 10, weight.requires_grad_())

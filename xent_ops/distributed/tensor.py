@@ -20,7 +20,7 @@ from .groups import Place, place
 
 
 def cross_entropy(
-    input: DTensor,
+    input: Tensor,  # a DTensor
     target: Tensor,
     weight: Tensor | None,
     *,
@@ -34,6 +34,7 @@ def cross_entropy(
     inplace_backward: bool,
 ) -> DTensor:
     """Arguments are those of ``xent_ops.cross_entropy``; the target may be a DTensor or a plain tensor."""
+    assert isinstance(input, DTensor)
     if inplace_backward:
         raise ValueError("inplace_backward=True is not supported for DTensor logits")
     checks.reduction(reduction)

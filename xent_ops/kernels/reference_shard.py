@@ -29,7 +29,7 @@ DIGIT = 2**24
 
 
 def columns_of(logits: Tensor, class_start: int, num_classes: int) -> int:
-    """The columns of a shard that are classes; the rest is padding. checks.shard refuses less than 0."""
+    """The columns of a shard that are classes; the rest is padding. Not negative: checks.shard."""
     width = logits.shape[-1]
     left = num_classes - class_start
     return width if width <= left else left
