@@ -112,7 +112,7 @@ def cross_entropy(
         from .distributed import tensor  # only where somebody has imported DTensor: that takes a while
 
         return tensor.cross_entropy(
-            input,  # type: ignore[arg-type]
+            input,
             target,
             weight,
             dim=dim,
