@@ -46,12 +46,11 @@ def _rank_and_world(name: str) -> tuple[int, int]:
 
 
 def place(group: Group) -> Place:
-    if isinstance(group, str):
-        name = group
-        rank, world = _rank_and_world(group)
+    resolved = group if isinstance(group, str) else process_group(group)
+    if isinstance(resolved, str):
+        rank, world = _rank_and_world(resolved)
     else:
-        resolved = process_group(group)
-        name, rank, world = resolved.group_name, dist.get_rank(resolved), dist.get_world_size(resolved)
-    if rank < 0:
+        rank, world = dist.get_rank(resolved), dist.get_world_size(resolved)
+    if rank < 0:  # then what stands for the group has no name
         raise ValueError("this rank is not a member of the group")
-    return Place(name, rank, world)
+    return Place(resolved if isinstance(resolved, str) else resolved.group_name, rank, world)
