@@ -1,6 +1,9 @@
 """Cross entropy as a family of registered operators that torch.compile can see. Start at ``cross_entropy``."""
 
-from . import distributed, inductor
+import importlib
+from typing import Any
+
+from . import inductor
 from . import ops as _ops  # noqa: F401 (registers the operators)
 from ._version import __version__
 from .functional import (
@@ -25,3 +28,10 @@ __all__ = [
     "inductor",
     "token_log_probs",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # torch.distributed and DTensor take most of a second to import: they wait until somebody asks.
+    if name == "distributed":
+        return importlib.import_module(".distributed", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
