@@ -46,8 +46,8 @@ def reduce_rows(
         denominator = number
         if weight is not None:
             index, counted, invalid = reference.gather_target(target, classes, ignore_index)
-            weights = reference.weights_at(weight.to(loss.dtype), index)
-            denominator = torch.where(counted & ~invalid, weights, 0.0).sum()
+            inside = counted & ~invalid
+            denominator = torch.where(inside, reference.weights_at(weight.to(loss.dtype), index), 0.0).sum()
         loss = loss.sum() / denominator
         z_loss = None if z_loss is None else z_loss.sum() / number
     elif reduction == "sum":
