@@ -128,29 +128,6 @@ def test_chains_with_passes_already_set():
         assert config.pre_grad_custom_pass is other
 
 
-@pytest.mark.skipif(
-    os.environ.get("TORCHINDUCTOR_FORCE_DISABLE_CACHES") == "1",
-    reason="TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 switches off the caches that this tests",
-)
-def test_compile_caches_still_work():
-    """A pass without uuid() would switch them off. torch 2.13 does not run passes on what it finds there, so the
-    report cannot know the calls: it says so."""
-    from torch._dynamo.utils import counters
-    from torch._inductor.utils import fresh_cache
-
-    x, t = torch.randn(4, V), torch.zeros(4, dtype=torch.int64)
-    with torch.compiler.config.patch(force_disable_caches=False), fresh_cache():
-        for hits in (0, 1):
-            torch.compiler.reset()
-            counters.clear()
-            compiled = torch.compile(lambda x, t: F.cross_entropy(x, t), options=inductor.options())
-            torch.testing.assert_close(compiled(x, t), F.cross_entropy(x, t))
-            assert counters["aot_autograd"]["autograd_cache_hit"] == hits
-    report = inductor.last_report()
-    assert report.cached_graphs == 1
-    assert len(report.replaced) == 1 or "1 graphs came compiled out of torch's caches" in str(report)
-
-
 def test_disable_takes_ours_out_of_a_list():
     from xent_ops.inductor.graph_pass import with_ours, without_ours
 
