@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..ops import checks
 from . import vocab_parallel
@@ -81,8 +82,9 @@ def _vocabulary_dimension(input: DTensor, classes_dim: int) -> int | None:
     """The dimension of the mesh that the classes are split over, if any."""
     found = []
     for mesh_dim, placement in enumerate(input.placements):
-        plain = isinstance(placement, Replicate) or type(placement) is Shard
-        if not plain:
+        # isinstance alone: Dynamo of torch 2.11 does not answer type(placement) is Shard
+        strided = isinstance(placement, _StridedShard)
+        if strided or not isinstance(placement, (Replicate, Shard)):
             raise ValueError(
                 f"DTensor logits are placed as {input.placements}; valid are Replicate() and Shard(dimension). "
                 "redistribute() them first"
