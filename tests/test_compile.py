@@ -147,10 +147,13 @@ def test_a_float_specialises_as_for_torch():
 
 
 def step_code(device, rows=64, dynamic=None):
-    """Inductor's code for h @ W.T -> loss -> backward with a vocabulary of 5003."""
+    """Inductor's code for h @ W.T -> loss -> backward with a vocabulary of 5008.
+
+    A multiple of 8: odd ones Inductor pads on CUDA, when its timing says so, with a copy of the gradient.
+    """
     h = torch.randn(rows, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
-    w = torch.randn(5003, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
-    target = torch.randint(0, 5003, (rows,), device=device)
+    w = torch.randn(5008, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
+    target = torch.randint(0, 5008, (rows,), device=device)
     if dynamic:
         torch._dynamo.mark_dynamic(h, 0)
         torch._dynamo.mark_dynamic(target, 0)
@@ -159,15 +162,13 @@ def step_code(device, rows=64, dynamic=None):
 
 
 def logits_sized(code):
-    """Allocations of (rows, 5003), padded or not, in generated code."""
+    """Allocations of (rows, 5008) in generated code."""
     lines = [
         line
         for line in code.splitlines()
         if "empty_strided_" in line and "=" in line and "empty_strided_cuda =" not in line
     ]
-    return [
-        line for line in lines if any(f", {columns})" in line.split("),")[0] + ")" for columns in (5003, 5008, 5120))
-    ]
+    return [line for line in lines if ", 5008)" in line.split("),")[0] + ")"]
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
