@@ -60,7 +60,7 @@ def test_behaviour(pool, device, world, case):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled(pool, device, world, backend):
     if backend == "inductor" and world == 3:
         pytest.skip("seconds of compilation, and what 2 and 4 show")
