@@ -31,7 +31,7 @@ def of_results(path):
 
 
 def test_json_png_and_table(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     figures, picture = tmp_path / "bench.json", tmp_path / "bench.png"
     arguments = ["--shapes", "34x64,20x96,18x128", "--only", "eager,in-place", "--dtype", "bfloat16"]
     assert bench(*arguments, "--json", str(figures), "--plot", str(picture)) == 0

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..kernels import reference
 from . import checks
 from .library import LOWERINGS, autograd, define, fake, kernels
-from .second_order import differentiate
+from .second_order import differentiate, save_all
 
 
 def _row_outputs(logits: Tensor, *dtypes: torch.dtype) -> tuple[Tensor, ...]:
@@ -62,11 +62,6 @@ def _backward(
     return grad, None, None
 
 
-def _save_all(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    ctx.save_for_backward(*inputs)
-    ctx.options = keyword_only_inputs
-
-
 def _second_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return differentiate(reference.cross_entropy_backward, ctx.saved_tensors, ctx.needs_input_grad, ctx.options, grad)
 
@@ -86,7 +81,7 @@ autograd("cross_entropy_forward_argmax", _backward, save_rows)
 BACKWARD = define("cross_entropy_backward")
 fake("cross_entropy_backward", _fake_backward)
 kernels("cross_entropy_backward", checks.index_backward, reference.cross_entropy_backward)
-autograd("cross_entropy_backward", _second_backward, _save_all)
+autograd("cross_entropy_backward", _second_backward, save_all)
 LOWERINGS[BACKWARD] = reference.cross_entropy_backward
 
 define("cross_entropy_backward_")

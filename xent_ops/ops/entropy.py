@@ -10,7 +10,7 @@ from torch import Tensor
 from ..kernels import reference
 from . import checks
 from .library import LOWERINGS, autograd, define, fake, kernels
-from .second_order import differentiate
+from .second_order import differentiate, save_all
 
 
 def _fake_forward(logits: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any) -> tuple[Tensor, ...]:
@@ -60,11 +60,6 @@ def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None, grad_
     return grad, None, None
 
 
-def _save_all(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    ctx.save_for_backward(*inputs)
-    ctx.options = keyword_only_inputs
-
-
 def _second_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return differentiate(
         reference.cross_entropy_backward_entropy, ctx.saved_tensors, ctx.needs_input_grad, ctx.options, grad
@@ -81,5 +76,5 @@ autograd("cross_entropy_forward_entropy", _backward, _setup_context)
 BACKWARD = define("cross_entropy_backward_entropy")
 fake("cross_entropy_backward_entropy", _fake_backward)
 kernels("cross_entropy_backward_entropy", _check_backward, reference.cross_entropy_backward_entropy)
-autograd("cross_entropy_backward_entropy", _second_backward, _save_all)
+autograd("cross_entropy_backward_entropy", _second_backward, save_all)
 LOWERINGS[BACKWARD] = reference.cross_entropy_backward_entropy

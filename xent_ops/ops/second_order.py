@@ -9,6 +9,12 @@ import torch
 from torch import Tensor
 
 
+def save_all(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+    """The setup_context of a backward operator: its second derivatives need all that it was called with."""
+    ctx.save_for_backward(*inputs)
+    ctx.options = keyword_only_inputs
+
+
 def differentiate(
     function: Callable[..., Tensor],
     arguments: Sequence[Tensor | None],

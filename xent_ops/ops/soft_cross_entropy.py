@@ -10,7 +10,7 @@ from torch import Tensor
 from ..kernels import reference
 from . import checks
 from .library import LOWERINGS, autograd, define, fake, kernels
-from .second_order import differentiate
+from .second_order import differentiate, save_all
 
 
 def _fake_forward(logits: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any) -> tuple[Tensor, ...]:
@@ -51,11 +51,6 @@ def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None) -> tu
     return grad_logits, grad_target if needs_target else None, grad_weight if needs_weight else None
 
 
-def _save_all(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    ctx.save_for_backward(*inputs)
-    ctx.options = keyword_only_inputs
-
-
 def _second_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return differentiate(
         reference.soft_cross_entropy_backward, ctx.saved_tensors, ctx.needs_input_grad, ctx.options, grad
@@ -70,5 +65,5 @@ autograd("soft_cross_entropy_forward", _backward, _setup_context)
 BACKWARD = define("soft_cross_entropy_backward")
 fake("soft_cross_entropy_backward", _fake_backward)
 kernels("soft_cross_entropy_backward", checks.soft_backward, reference.soft_cross_entropy_backward)
-autograd("soft_cross_entropy_backward", _second_backward, _save_all)
+autograd("soft_cross_entropy_backward", _second_backward, save_all)
 LOWERINGS[BACKWARD] = reference.soft_cross_entropy_backward
