@@ -10,6 +10,8 @@ import warnings
 
 # Before torch: a cached artifact of an older formula would be served in place of the one under test.
 os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+# Inductor tries the CPU's vector instructions for 10 s a process. One test compiles with them, in its own process.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 import pytest
 import torch
