@@ -53,3 +53,24 @@ def raises_out_of_range(device):
 def _fresh_compiler():
     yield
     torch.compiler.reset()
+
+
+@pytest.fixture(scope="session")
+def pool():
+    """Processes of a process group, by (world, device), started when first asked for: ``pool(2, device).run(case)``."""
+    from workers import Workers
+
+    started = {}
+
+    def get(world, device):
+        if device == "cuda" and torch.cuda.device_count() < world:
+            pytest.skip(f"needs {world} GPUs")
+        if (world, device) in started and started[world, device].broken:
+            started.pop((world, device)).close()
+        if (world, device) not in started:
+            started[world, device] = Workers(world, device)
+        return started[world, device]
+
+    yield get
+    for workers in started.values():
+        workers.close()
