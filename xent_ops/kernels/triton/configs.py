@@ -71,7 +71,7 @@ def backward(classes: int, itemsize: int) -> Config:
     """A program is a tile of a row; 16 bytes, twice, a thread. 4 warps of 1024 (once a thread): 1.17 everywhere."""
     if classes <= 1024:
         return Config(min(max(next_power_of_2(classes), 128), 2048 // itemsize), 2 if itemsize <= 2 else 4, 1)
-    return Config(2048, 4, 1) if itemsize <= 2 else Config(4096 // itemsize, 4, 1)  # 1.024 to 1.05
+    return Config(2048, 4, 1) if itemsize <= 2 else Config(1024 if itemsize == 4 else 256, 4, 1)  # 1.024 to 1.05
 
 
 def soft(classes: int, itemsize: int) -> Config:

@@ -303,8 +303,8 @@ def forward_kernel(
     x_target = target_logit(row_ptr, target, valid, logit_scale, softcap, SOFTCAP)
     finish(
         row, True, n_cols, target, valid, x_target, shift, maximum, total, moment, smooth, weights, top, first,
-        weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing, HAS_WEIGHT, HAS_SMOOTHING,
-        HAS_ARGMAX, HAS_ENTROPY,
+        weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing, HAS_WEIGHT,
+        HAS_SMOOTHING, HAS_ARGMAX, HAS_ENTROPY,
     )  # fmt: skip
 
 
