@@ -40,13 +40,14 @@ def _visit(
     HAS_SOFTCAP: tl.constexpr,
     HAS_ARGMAX: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):
     """Fold one tile of the row into the running state."""
     maximum, total, moment, smooth, weights, best, best_column = state
     if MASKED:
-        z = tl.load(pointers, mask=inside, other=0.0, eviction_policy="evict_first")
+        z = tl.load(pointers, mask=inside, other=0.0, eviction_policy=EVICTION)
     else:
-        z = tl.load(pointers, eviction_policy="evict_first")
+        z = tl.load(pointers, eviction_policy=EVICTION)
     z = z.to(total.dtype) * logit_scale
     x = activate(z, softcap, HAS_SOFTCAP)
     if HAS_SMOOTHING:
@@ -135,6 +136,7 @@ def scan(
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
     ACC: tl.constexpr,
+    EVICTION: tl.constexpr = "evict_first",  # of the logits from the caches
 ):
     """Scan n_cols elements of a row: maximum, total, moment, smooth, weights, largest z, its first column.
 
@@ -151,13 +153,13 @@ def scan(
         columns = start + lane
         state = _visit(
             state, body_ptr + columns, body_column + columns, columns < body, weight_ptr, logit_scale, softcap, shift,
-            False, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
+            False, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EVICTION,
         )  # fmt: skip
     if n_full < body:
         columns = n_full + lane
         state = _visit(
             state, body_ptr + columns, body_column + columns, columns < body, weight_ptr, logit_scale, softcap, shift,
-            True, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
+            True, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EVICTION,
         )  # fmt: skip
     maximum = tl.max(state[0], axis=0)
     if EDGES:
@@ -165,6 +167,7 @@ def scan(
         edges = _visit(
             _start(2, VECTOR, ACC), logits_ptr + offset + columns, first_column + columns, inside, weight_ptr,
             logit_scale, softcap, shift, True, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
+            EVICTION,
         )  # fmt: skip
         maximum = tl.maximum(maximum, tl.max(edges[0], axis=0))
     pivot = without_infinity(maximum)
