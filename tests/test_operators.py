@@ -112,6 +112,7 @@ def test_meta_device(device):
     assert logits.grad.shape == logits.shape and logits.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.usefixtures("both_paths")
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weight"])
 def test_gradcheck_and_gradgradcheck(device, reduction, weighted):
@@ -235,6 +236,7 @@ def test_backward_operators_check_their_rows():
         ops.soft_cross_entropy_backward(row, None, x, x, row[:2])
 
 
+@pytest.mark.usefixtures("both_paths")
 def test_nothing_is_saved_without_grad(device):
     saved = []
     x = torch.randn(4, 10, device=device, requires_grad=True)
