@@ -27,6 +27,7 @@ VALUES = {
     "logit_scale": 0.5,
     "dim": -1,
     "inplace_backward": True,
+    "grad_in_forward": True,
 }
 
 
@@ -40,7 +41,8 @@ def options_of(face):
     """Each option of a face with a value that is not its default; a KeyError for an option that VALUES lacks."""
     found = {name: VALUES[name] for name in parameters(face) if name not in ("input", "logits", "target", "reduction")}
     if face == "class probabilities":
-        del found["ignore_index"], found["inplace_backward"]  # for class indices
+        for name in ("ignore_index", "inplace_backward", "grad_in_forward"):  # for class indices
+            del found[name]
     if face == "token_log_probs":
         found["dim"] = 1  # -1 is its default
     return found
