@@ -123,8 +123,9 @@ def _forward(
         return loss, lse, argmax, entropy
     itemsize = logits.element_size()
     extra = with_argmax or with_entropy
-    config = configs.forward(classes, itemsize, extra)
-    parts, part_classes = configs.parts(view.number, classes, config.block, _processors(logits))
+    heavy = softcap is not None or (weight is not None and label_smoothing > 0.0)
+    config = configs.forward(classes, itemsize, extra, heavy)
+    config, parts, part_classes = configs.parts(view.number, classes, config, _processors(logits))
     short = configs.short(classes, itemsize, extra) if _aligned(view, classes) else None
     shared: dict[str, Any] = {
         "HAS_WEIGHT": weight is not None,
@@ -147,8 +148,8 @@ def _forward(
         if short is not None:
             short_kernel[(-(-view.number // short.rows),)](
                 *inputs, *outputs, view.number, classes, *view[2:], *options,
-                ROWS=short.rows, BLOCK=short.block, VECTOR=configs.vector(itemsize), num_warps=short.num_warps, num_stages=1,
-                **shared,
+                ROWS=short.rows, BLOCK=short.block, VECTOR=configs.vector(itemsize), num_warps=short.num_warps,
+                num_stages=1, **shared,
             )  # fmt: skip
         elif parts == 1:
             forward_kernel[(view.number,)](*inputs, *outputs, classes, *view[2:], *options, **shared, **tiling)
@@ -225,7 +226,7 @@ def _backward(
 ) -> None:
     classes = logits.shape[-1]
     view, out = rows(logits), rows(grad)
-    config = configs.backward(classes, logits.element_size())
+    config = configs.backward(classes, logits.element_size(), heavy=softcap is not None)
     blocks = -(-classes // config.block)
     if view.number == 0:
         return

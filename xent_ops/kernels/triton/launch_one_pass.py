@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..reference import accumulator
 from . import configs
-from .launch import Rows, _aligned, _dense, _on, _per_row, _processors, _weight, rows
+from .launch import Rows, _aligned, _backward, _dense, _forward, _on, _per_row, _processors, _weight, rows
 from .one_pass import one_pass_kernel, scale_kernel
 
 
@@ -43,6 +43,14 @@ def _with_grad(
     loss = logits.new_empty(logits.shape[:-1], dtype=accumulator(logits))
     lse = torch.empty_like(loss)
     if view.number == 0:
+        return loss, lse
+    if view.number < _processors(logits):  # a row each would leave processors idle: in two visits, from the L2 cache
+        options = (ignore_index, label_smoothing, softcap, logit_scale)
+        loss, lse, _, _ = _forward(logits, target, weight, *options)
+        grad_lse = None
+        if grad_lse_square is not None:
+            grad_lse = torch.where(target.to(torch.int64) == ignore_index, 0.0, 2.0 * grad_lse_square * lse)
+        _backward(grad.tensor, grad_scale.expand_as(lse), grad_lse, view.tensor, target, lse, weight, *options)
         return loss, lse
     scale, scale_stride = _per_row(grad_scale, lse)
     square, square_stride = _per_row(grad_lse_square, lse)
