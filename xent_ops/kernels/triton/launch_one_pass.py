@@ -54,7 +54,7 @@ def _with_grad(
             HAS_LSE_SQUARE=grad_lse_square is not None,
             HAS_WEIGHT=weight is not None,
             HAS_SMOOTHING=label_smoothing > 0.0,
-            HAS_SOFTCAP=softcap is not None,
+            SOFTCAP=configs.softcap(softcap, logits.element_size()),
             EDGES=not (_aligned(view, classes) and _aligned(grad, classes)),
             SAME_ROWS=view[2:] == grad[2:],
             BLOCK=config.block,

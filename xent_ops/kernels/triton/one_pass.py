@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from .backward import _write
-from .forward import _finish, _shift, scan, target_logit
-from .numerics import LN2, aligned_body, edge_columns, row_offset, without_infinity
+from .backward import _gradient, _write
+from .forward import finish, scan, shift_of
+from .numerics import LN2, activate, aligned_body, edge_columns, row_offset, without_infinity
 
 
 @triton.jit(
@@ -36,7 +36,7 @@ def one_pass_kernel(
     HAS_LSE_SQUARE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     EDGES: tl.constexpr,  # rows do not all start and end on 16-byte boundaries
     SAME_ROWS: tl.constexpr,  # logits and gradient have the same strides
     BLOCK: tl.constexpr,
@@ -58,15 +58,18 @@ def one_pass_kernel(
     valid = (target >= 0) & (target < n_cols)
     shift = tl.cast(0.0, ACC)
     if HAS_SMOOTHING:
-        shift = _shift(target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP))
+        z_target = tl.load(row_ptr + target, mask=valid, other=0.0).to(ACC)
+        shift = shift_of(activate(z_target, logit_scale, softcap, SOFTCAP))
     maximum, total, moment, smooth, weights, top, first = scan(
-        logits_ptr, offset, 0, n_cols, weight_ptr, logit_scale, softcap, shift, HAS_WEIGHT, HAS_SMOOTHING,
-        HAS_SOFTCAP, False, False, EDGES, BLOCK, VECTOR, ACC, "evict_last",
+        logits_ptr, offset, 0, n_cols, weight_ptr, logit_scale, softcap, shift, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP,
+        False, False, EDGES, BLOCK, VECTOR, ACC, "evict_last",
     )  # fmt: skip
-    x_target = target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP)
-    _finish(
-        row, n_cols, target, valid, x_target, shift, maximum, total, moment, smooth, weights, top, first, weight_ptr,
-        loss_ptr, lse_ptr, lse_ptr, lse_ptr, ignore_index, label_smoothing, HAS_WEIGHT, HAS_SMOOTHING, False, False,
+    z_target = tl.load(row_ptr + target, mask=valid, other=0.0).to(ACC)
+    x_target = activate(z_target, logit_scale, softcap, SOFTCAP)
+    finish(
+        row, True, n_cols, target, valid, x_target, shift, maximum, total, moment, smooth, weights, top, first,
+        weight_ptr, loss_ptr, lse_ptr, lse_ptr, lse_ptr, ignore_index, label_smoothing, HAS_WEIGHT, HAS_SMOOTHING,
+        False, False,
     )  # fmt: skip
     lse = without_infinity(maximum) + tl.log2(total) * LN2
 
@@ -76,8 +79,10 @@ def one_pass_kernel(
     b = a
     if HAS_SMOOTHING:
         b *= 1.0 - label_smoothing
+    target_weight = tl.cast(0.0, ACC)
     if HAS_WEIGHT:
-        b *= tl.load(weight_ptr + target, mask=valid, other=0.0)
+        target_weight = tl.load(weight_ptr + target, mask=valid, other=0.0)
+        b *= target_weight
     coefficient = b
     c = a * (label_smoothing / n_cols)
     if HAS_SMOOTHING:
@@ -87,8 +92,10 @@ def one_pass_kernel(
         coefficient += tl.where(target == ignore_index, 0.0, 2.0 * square * lse)
     # A row that passes nothing back (ignored, or weighted with 0) gets exact zeros, whatever its logits hold.
     live = (coefficient != 0.0) | (a != 0.0)
+    lse = tl.where(live, lse, 0.0)
 
-    # Where the gradient is written over the logits, no thread may begin before all have read the target's logit.
+    # The gradient may lie over the logits: no thread writes before all have read the target's logit, and the target's
+    # element is written again when all else is there (backward.py).
     tl.debug_barrier()
     head, out_boundary, body = aligned_body(out_offset, n_cols, EDGES, VECTOR)
     boundary = out_boundary if SAME_ROWS else offset + head
@@ -98,16 +105,22 @@ def one_pass_kernel(
         columns = (n_blocks - 1 - block) * BLOCK + tl.arange(0, BLOCK)  # the end of the row was read last
         _write(
             logits_ptr + boundary + columns, grad_ptr + out_boundary + columns, head + columns, columns < body,
-            columns < tl.where(live, body, 0), weight_ptr, target, lse, coefficient, b, c, zero, zero, live,
-            logit_scale, softcap, False, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP,
+            columns < tl.where(live, body, 0), weight_ptr, lse, coefficient, c, zero, zero, logit_scale, softcap,
+            False, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP,
         )  # fmt: skip
     if EDGES:
         edges, exist = edge_columns(head, body, n_cols, VECTOR)
         _write(
             logits_ptr + offset + edges, grad_ptr + out_offset + edges, edges, exist,
-            exist & (edges < tl.where(live, n_cols, 0)), weight_ptr, target, lse, coefficient, b, c, zero, zero, live,
-            logit_scale, softcap, False, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP,
+            exist & (edges < tl.where(live, n_cols, 0)), weight_ptr, lse, coefficient, c, zero, zero, logit_scale,
+            softcap, False, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP,
         )  # fmt: skip
+    tl.debug_barrier()
+    grad, slope = _gradient(
+        z_target, lse, coefficient, c, target_weight, zero, zero, logit_scale, softcap, False, HAS_WEIGHT,
+        HAS_SMOOTHING, SOFTCAP,
+    )  # fmt: skip
+    tl.store(grad_ptr + out_offset + target, ((grad - b) * slope).to(grad_ptr.dtype.element_ty), mask=live & valid)
 
 
 @triton.jit(do_not_specialize=["n_blocks", "n_tiles", "n_inner"])
