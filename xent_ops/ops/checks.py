@@ -21,7 +21,15 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
+def _static(*sizes: int) -> bool:
+    """Plain integers: torch._check_value takes symbols too, but costs microseconds for each size."""
+    return all(type(size) is int for size in sizes)
+
+
 def _same_shape(name: str, shape: torch.Size, expected: torch.Size, meaning: str) -> None:
+    if _static(*shape, *expected) and shape == expected:
+        return
+
     def message() -> str:
         return f"{name} has shape {tuple(shape)}; expected {tuple(expected)}, {meaning}"
 
@@ -44,10 +52,11 @@ def _logits(logits: Tensor, may_be_empty: bool = False) -> None:
     if logits.dim() < 1:
         raise ValueError("logits have no dimension; expected shape (..., V) with the classes last")
     _dtype("logits", logits, FLOATS)
-    if may_be_empty:
+    classes = logits.shape[-1]
+    if may_be_empty or (_static(classes) and classes > 0):
         return
     torch._check_value(
-        logits.shape[-1] > 0, lambda: f"logits of shape {tuple(logits.shape)} have 0 classes; expected at least 1"
+        classes > 0, lambda: f"logits of shape {tuple(logits.shape)} have 0 classes; expected at least 1"
     )
 
 

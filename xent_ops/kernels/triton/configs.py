@@ -3,6 +3,7 @@
 H200, triton 3.6, bf16, 2026-11: times in copies of the logits (the limit is 0.5 forward, 1.0 backward).
 """
 
+import functools
 from typing import NamedTuple
 
 from triton import next_power_of_2
@@ -35,6 +36,7 @@ class Short(NamedTuple):
     num_warps: int
 
 
+@functools.cache
 def short(classes: int, itemsize: int, extra: bool = False) -> Short | None:
     """Rows that one tile holds in registers, 32 elements a thread; None for longer ones.
 

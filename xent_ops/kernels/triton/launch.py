@@ -81,6 +81,15 @@ def _per_row(tensor: Tensor | None, absent: Tensor) -> tuple[Tensor, int]:
     return flat, flat.stride(0)
 
 
+def _empty_rows(logits: Tensor) -> Tensor:
+    """One value a row. torch.empty costs half of what new_empty does."""
+    return torch.empty(logits.shape[:-1], dtype=accumulator(logits), device=logits.device)
+
+
+def _empty_grad(logits: Tensor) -> Tensor:
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
 def _weight(weight: Tensor | None, absent: Tensor) -> Tensor:
     return absent if weight is None else weight.to(absent.dtype).contiguous()
 
@@ -114,7 +123,7 @@ def _forward(
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     classes = logits.shape[-1]
-    loss = logits.new_empty(logits.shape[:-1], dtype=accumulator(logits))
+    loss = _empty_rows(logits)
     lse = torch.empty_like(loss)
     argmax = torch.empty_like(loss, dtype=torch.int64) if with_argmax else lse
     entropy = torch.empty_like(loss) if with_entropy else lse
@@ -295,7 +304,7 @@ def cross_entropy_backward(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> Tensor:
-    grad = logits.new_empty(logits.shape)
+    grad = _empty_grad(logits)
     options = (ignore_index, label_smoothing, softcap, logit_scale)
     _backward(grad, grad_loss, grad_lse, logits, target, lse, weight, *options)
     return grad
@@ -350,7 +359,7 @@ def cross_entropy_backward_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> Tensor:
-    grad = logits.new_empty(logits.shape)
+    grad = _empty_grad(logits)
     options = (ignore_index, label_smoothing, softcap, logit_scale)
     _backward(grad, grad_loss, grad_lse, logits, target, lse, weight, *options, grad_entropy, entropy)
     return grad
@@ -366,7 +375,7 @@ def soft_cross_entropy_forward(
     logit_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     classes = logits.shape[-1]
-    loss = logits.new_empty(logits.shape[:-1], dtype=accumulator(logits))
+    loss = _empty_rows(logits)
     lse = torch.empty_like(loss)
     view, target_view = rows(logits), rows(target)
     config = configs.soft(classes, logits.element_size())
@@ -406,7 +415,7 @@ def soft_cross_entropy_backward(
     logit_scale: float = 1.0,
 ) -> Tensor:
     classes = logits.shape[-1]
-    grad = logits.new_empty(logits.shape)
+    grad = _empty_grad(logits)
     view, target_view = rows(logits), rows(target)
     config = configs.soft(classes, logits.element_size())
     if view.number == 0:

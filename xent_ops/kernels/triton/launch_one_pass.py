@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..reference import accumulator
 from . import configs
-from .launch import Rows, _aligned, _dense, _on, _per_row, _processors, _weight, rows
+from .launch import Rows, _aligned, _dense, _empty_grad, _empty_rows, _on, _per_row, _processors, _weight, rows
 from .one_pass import one_pass_kernel, scale_kernel
 
 
@@ -25,7 +24,7 @@ def _with_grad(
     logit_scale: float,
 ) -> tuple[Tensor, Tensor]:
     classes = logits.shape[-1]
-    loss = logits.new_empty(logits.shape[:-1], dtype=accumulator(logits))
+    loss = _empty_rows(logits)
     lse = torch.empty_like(loss)
     if view.number == 0:
         return loss, lse
@@ -77,7 +76,7 @@ def cross_entropy_with_grad(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad = logits.new_empty(logits.shape)
+    grad = _empty_grad(logits)
     options = (ignore_index, label_smoothing, softcap, logit_scale)
     return *_with_grad(rows(logits), rows(grad), logits, target, grad_scale, grad_lse_square, weight, *options), grad
 

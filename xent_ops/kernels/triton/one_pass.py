@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from .backward import _gradient, _write
-from .forward import finish, scan, shift_of
-from .numerics import LN2, activate, aligned_body, edge_columns, row_offset, without_infinity
+from .backward import coefficients, gradient, write
+from .forward import finish, scan, shift_of, target_logit
+from .numerics import LN2, aligned_body, edge_columns, row_offset, without_infinity
 
 
 @triton.jit(
@@ -58,14 +58,12 @@ def one_pass_kernel(
     valid = (target >= 0) & (target < n_cols)
     shift = tl.cast(0.0, ACC)
     if HAS_SMOOTHING:
-        z_target = tl.load(row_ptr + target, mask=valid, other=0.0).to(ACC)
-        shift = shift_of(activate(z_target, logit_scale, softcap, SOFTCAP))
+        shift = shift_of(target_logit(row_ptr, target, valid, logit_scale, softcap, SOFTCAP))
     maximum, total, moment, smooth, weights, top, first = scan(
-        logits_ptr, offset, 0, n_cols, weight_ptr, logit_scale, softcap, shift, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP,
-        False, False, EDGES, BLOCK, VECTOR, ACC, "evict_last",
+        logits_ptr, offset, 0, n_cols, weight_ptr, logit_scale, softcap, shift, HAS_WEIGHT, HAS_SMOOTHING,
+        SOFTCAP, False, False, EDGES, BLOCK, VECTOR, ACC, "evict_last",
     )  # fmt: skip
-    z_target = tl.load(row_ptr + target, mask=valid, other=0.0).to(ACC)
-    x_target = activate(z_target, logit_scale, softcap, SOFTCAP)
+    x_target = target_logit(row_ptr, target, valid, logit_scale, softcap, SOFTCAP)
     finish(
         row, True, n_cols, target, valid, x_target, shift, maximum, total, moment, smooth, weights, top, first,
         weight_ptr, loss_ptr, lse_ptr, lse_ptr, lse_ptr, ignore_index, label_smoothing, HAS_WEIGHT, HAS_SMOOTHING,
@@ -74,19 +72,12 @@ def one_pass_kernel(
     lse = without_infinity(maximum) + tl.log2(total) * LN2
 
     a = tl.load(grad_scale_ptr + tl.cast(row, tl.int64) * grad_scale_stride).to(ACC)
-    a = tl.where(valid, a, float("nan"))
-    a = tl.where(target == ignore_index, 0.0, a)
-    b = a
-    if HAS_SMOOTHING:
-        b *= 1.0 - label_smoothing
     target_weight = tl.cast(0.0, ACC)
     if HAS_WEIGHT:
         target_weight = tl.load(weight_ptr + target, mask=valid, other=0.0)
-        b *= target_weight
-    coefficient = b
-    c = a * (label_smoothing / n_cols)
-    if HAS_SMOOTHING:
-        coefficient += c * (weights if HAS_WEIGHT else tl.cast(n_cols, ACC))
+    a, coefficient, b, c = coefficients(
+        a, target, valid, target_weight, weights, n_cols, ignore_index, label_smoothing, HAS_WEIGHT, HAS_SMOOTHING
+    )
     if HAS_LSE_SQUARE:
         square = tl.load(grad_lse_square_ptr + tl.cast(row, tl.int64) * grad_lse_square_stride).to(ACC)
         coefficient += tl.where(target == ignore_index, 0.0, 2.0 * square * lse)
@@ -94,8 +85,8 @@ def one_pass_kernel(
     live = (coefficient != 0.0) | (a != 0.0)
     lse = tl.where(live, lse, 0.0)
 
-    # The gradient may lie over the logits: no thread writes before all have read the target's logit, and the target's
-    # element is written again when all else is there (backward.py).
+    at_target = tl.load(row_ptr + target, mask=valid, other=0.0).to(ACC)
+    # Where the gradient is written over the logits, no thread may begin before all have read the target's logit.
     tl.debug_barrier()
     head, out_boundary, body = aligned_body(out_offset, n_cols, EDGES, VECTOR)
     boundary = out_boundary if SAME_ROWS else offset + head
@@ -103,24 +94,24 @@ def one_pass_kernel(
     zero = tl.cast(0.0, ACC)
     for block in tl.range(0, n_blocks):
         columns = (n_blocks - 1 - block) * BLOCK + tl.arange(0, BLOCK)  # the end of the row was read last
-        _write(
+        write(
             logits_ptr + boundary + columns, grad_ptr + out_boundary + columns, head + columns, columns < body,
             columns < tl.where(live, body, 0), weight_ptr, lse, coefficient, c, zero, zero, logit_scale, softcap,
             False, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP,
         )  # fmt: skip
     if EDGES:
         edges, exist = edge_columns(head, body, n_cols, VECTOR)
-        _write(
+        write(
             logits_ptr + offset + edges, grad_ptr + out_offset + edges, edges, exist,
             exist & (edges < tl.where(live, n_cols, 0)), weight_ptr, lse, coefficient, c, zero, zero, logit_scale,
             softcap, False, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP,
         )  # fmt: skip
-    tl.debug_barrier()
-    grad, slope = _gradient(
-        z_target, lse, coefficient, c, target_weight, zero, zero, logit_scale, softcap, False, HAS_WEIGHT,
+    tl.debug_barrier()  # the target's own element is written again, as in backward.py
+    grad, slope = gradient(
+        at_target, lse, coefficient, c, target_weight, zero, zero, logit_scale, softcap, False, HAS_WEIGHT,
         HAS_SMOOTHING, SOFTCAP,
     )  # fmt: skip
-    tl.store(grad_ptr + out_offset + target, ((grad - b) * slope).to(grad_ptr.dtype.element_ty), mask=live & valid)
+    tl.store(grad_ptr + out_offset + target, ((grad - b) * slope).to(grad_ptr.dtype.element_ty), mask=valid & live)
 
 
 @triton.jit(do_not_specialize=["n_blocks", "n_tiles", "n_inner"])
