@@ -16,6 +16,7 @@ from torch import Tensor
 from ..reference import accumulator
 from . import configs
 from .backward import backward_kernel
+from .cached import launch
 from .forward import forward_kernel, join_kernel, partial_kernel
 from .short import short_kernel
 from .soft import soft_backward_kernel, soft_forward_kernel
@@ -68,6 +69,8 @@ def _aligned(view: Rows, classes: int) -> bool:
 
 def _dense(tensor: Tensor) -> Tensor:
     """One value a row, contiguous; a copy of N numbers where it is not."""
+    if tensor.dim() == 1 and tensor.is_contiguous():
+        return tensor
     return tensor.reshape(-1).contiguous()
 
 
@@ -154,19 +157,19 @@ def _forward(
     options = (ignore_index, label_smoothing, softcap or 0.0, logit_scale)
     with _on(logits):
         if short is not None:
-            short_kernel[(-(-view.number // short.rows),)](
+            launch(short_kernel, -(-view.number // short.rows))(
                 *inputs, *outputs, view.number, classes, *view[2:], *options,
                 ROWS=short.rows, BLOCK=short.block, num_warps=short.num_warps, num_stages=1, **shared,
             )  # fmt: skip
         elif parts == 1:
-            forward_kernel[(view.number,)](*inputs, *outputs, classes, *view[2:], *options, **shared, **tiling)
+            launch(forward_kernel, view.number)(*inputs, *outputs, classes, *view[2:], *options, **shared, **tiling)
         else:
             sums = torch.empty((view.number, 6, parts), dtype=lse.dtype, device=lse.device)
             first = torch.empty((view.number, parts), dtype=torch.int32, device=lse.device) if with_argmax else sums
-            partial_kernel[(view.number * parts,)](
+            launch(partial_kernel, view.number * parts)(
                 *inputs, sums, first, classes, part_classes, parts, *view[2:], *options[2:], **shared, **tiling
             )
-            join_kernel[(view.number,)](
+            launch(join_kernel, view.number)(
                 *inputs, sums, first, *outputs, classes, parts, *view[2:], *options,
                 PARTS=configs.power_of_two(parts), num_warps=1, num_stages=1, **shared,
             )  # fmt: skip
@@ -248,7 +251,7 @@ def _backward(
     grad_lse_row, grad_lse_stride = _per_row(grad_lse, lse)
     grad_entropy_row, grad_entropy_stride = _per_row(grad_entropy, lse)
     with _on(logits):
-        backward_kernel[(view.number * blocks,)](
+        launch(backward_kernel, view.number * blocks)(
             grad_loss,
             grad_lse_row,
             grad_entropy_row,
@@ -381,7 +384,7 @@ def soft_cross_entropy_forward(
     config = configs.soft(classes, logits.element_size())
     if view.number > 0:
         with _on(logits):
-            soft_forward_kernel[(view.number,)](
+            launch(soft_forward_kernel, view.number)(
                 view.tensor,
                 target_view.tensor,
                 _weight(weight, lse),
@@ -424,7 +427,7 @@ def soft_cross_entropy_backward(
     grad_loss, grad_loss_stride = _per_row(grad_loss, lse)
     grad_lse_row, grad_lse_stride = _per_row(grad_lse, lse)
     with _on(logits):
-        soft_backward_kernel[(view.number,)](
+        launch(soft_backward_kernel, view.number)(
             grad_loss,
             grad_lse_row,
             view.tensor,

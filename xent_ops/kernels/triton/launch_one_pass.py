@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import configs
+from .cached import launch
 from .launch import Rows, _aligned, _dense, _empty_grad, _empty_rows, _on, _per_row, _processors, _weight, rows
 from .one_pass import one_pass_kernel, scale_kernel
 
@@ -32,7 +33,7 @@ def _with_grad(
     scale, scale_stride = _per_row(grad_scale, lse)
     square, square_stride = _per_row(grad_lse_square, lse)
     with _on(logits):
-        one_pass_kernel[(view.number,)](
+        launch(one_pass_kernel, view.number)(
             view.tensor,
             _dense(target),
             scale,
@@ -111,7 +112,7 @@ def scale_grad_(grad: Tensor, factor: Tensor) -> None:
     tiles = view.number * blocks
     values, stride = _per_row(factor, grad)
     with _on(grad):
-        scale_kernel[(min(tiles, 8 * _processors(grad)),)](
+        launch(scale_kernel, min(tiles, 8 * _processors(grad)))(
             view.tensor,
             values,
             classes,
