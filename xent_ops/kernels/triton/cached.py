@@ -39,22 +39,26 @@ class Cached:
         self._compiled: dict[tuple[Any, ...], Any] = {}  # False: let Triton look
         parameters = [parameter for parameter in kernel.params if not parameter.is_constexpr]
         self._constants = kernel.arg_names[len(parameters) :]
+        pointers = [parameter.name.endswith("_ptr") for parameter in parameters]
+        self._pointers = sum(pointers)
+        assert all(pointers[: self._pointers]), "pointers come first"
+        integers = parameters[self._pointers :]
         # An annotated type is the argument's whatever its value, if that is not specialised on either.
-        self._looked_at = [
-            (p.num, p.do_not_specialize) for p in parameters if not (p.annotation_type and p.do_not_specialize)
-        ]
+        self._by_value = [p.num for p in integers if not p.do_not_specialize]
+        self._by_width = [p.num for p in integers if p.do_not_specialize and not p.annotation_type]
 
     def key(self, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
         """Two calls for which Triton would launch different binaries differ in this."""
-        key: list[Any] = [args[0].get_device(), *constants, *constants.values()]
-        for number, by_width in self._looked_at:
-            arg = args[number]
-            if type(arg) is int:
-                key.append(-(2**31) <= arg < 2**31 if by_width else arg)
-            else:
-                key.append(arg.dtype)
-                key.append(arg.data_ptr() % 16)
-        return tuple(key)
+        pointers = args[: self._pointers]
+        return (
+            pointers[0].get_device(),
+            *[tensor.dtype for tensor in pointers],
+            *[tensor.data_ptr() % 16 for tensor in pointers],
+            *[args[number] for number in self._by_value],
+            *[-(2**31) <= args[number] < 2**31 for number in self._by_width],
+            *constants,
+            *constants.values(),
+        )
 
     def __call__(self, grid: int, *args: Any, **constants: Any) -> None:
         key = self.key(args, constants)

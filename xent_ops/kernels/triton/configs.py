@@ -15,6 +15,7 @@ class Config(NamedTuple):
     num_stages: int
 
 
+@functools.lru_cache(1024)
 def forward(classes: int, itemsize: int, extra: bool = False) -> Config:
     """A program walks over a row; 16 elements a thread: with 32 what has ``extra`` outputs may spill.
 
@@ -36,7 +37,7 @@ class Short(NamedTuple):
     num_warps: int
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def short(classes: int, itemsize: int, extra: bool = False) -> Short | None:
     """Rows that one tile holds in registers, 32 elements a thread; None for longer ones.
 
@@ -50,6 +51,7 @@ def short(classes: int, itemsize: int, extra: bool = False) -> Short | None:
     return Short(max(32 * elements // block, 1), block, num_warps)
 
 
+@functools.lru_cache(1024)
 def parts(rows: int, classes: int, block: int, processors: int) -> tuple[int, int]:
     """How many programs share a row in the forward, and the columns that each takes.
 
@@ -65,10 +67,12 @@ def parts(rows: int, classes: int, block: int, processors: int) -> tuple[int, in
     return -(-classes // part_classes), part_classes
 
 
+@functools.lru_cache(1024)
 def power_of_two(number: int) -> int:
     return next_power_of_2(number)
 
 
+@functools.lru_cache(1024)
 def backward(classes: int, itemsize: int) -> Config:
     """A program is a tile of a row; 16 bytes, twice, a thread. 4 warps of 1024 (once a thread): 1.17 everywhere."""
     if classes <= 1024:
@@ -76,6 +80,7 @@ def backward(classes: int, itemsize: int) -> Config:
     return Config(2048, 4, 1) if itemsize <= 2 else Config(1024 if itemsize == 4 else 256, 4, 1)  # 1.024 to 1.05
 
 
+@functools.lru_cache(1024)
 def one_pass(classes: int, itemsize: int) -> Config:
     """A program walks over a row twice. Many warps a row, so that the rows in flight fit the L2 cache. Not measured."""
     if itemsize == 8:
@@ -83,6 +88,7 @@ def one_pass(classes: int, itemsize: int) -> Config:
     return forward(classes, itemsize) if classes <= 8192 else Config(4096, 8, 3)
 
 
+@functools.lru_cache(1024)
 def soft(classes: int, itemsize: int) -> Config:
     """A program walks over a row of logits and one of probabilities."""
     return Config(min(max(next_power_of_2(classes), 128), 2048 // max(itemsize, 4)), 4, 1)

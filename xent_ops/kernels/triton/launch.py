@@ -107,11 +107,14 @@ def _processors(tensor: Tensor) -> int:
     return _processors_of(tensor.device) if tensor.is_cuda else 2
 
 
+_HERE = contextlib.nullcontext()
+
+
 def _on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device, which need not be the tensors'."""
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
-    return contextlib.nullcontext()
+    return _HERE
 
 
 def _forward(
