@@ -336,17 +336,17 @@ class GraphModule(torch.nn.Module):
         getitem: "f32[8]" = cross_entropy_forward[0]
         getitem_1: "f32[8]" = cross_entropy_forward[1]
         detach: "f32[8]" = torch.ops.aten.detach.default(getitem_1)
-        ne_1: "b8[8]" = torch.ops.aten.ne.Scalar(primals_2, -100)
+        ne: "b8[8]" = torch.ops.aten.ne.Scalar(primals_2, -100)
         ge: "b8[8]" = torch.ops.aten.ge.Scalar(primals_2, 0)
         lt: "b8[8]" = torch.ops.aten.lt.Scalar(primals_2, 33)
         bitwise_and: "b8[8]" = torch.ops.aten.bitwise_and.Tensor(ge, lt);  
-        bitwise_and_1: "b8[8]" = torch.ops.aten.bitwise_and.Tensor(ne_1, bitwise_and)
+        bitwise_and_1: "b8[8]" = torch.ops.aten.bitwise_and.Tensor(ne, bitwise_and)
         scalar_tensor: "i64[]" = torch.ops.aten.scalar_tensor.default(0, dtype = torch.int64, layout = torch.strided, device = device(type='cpu'))
         where: "i64[8]" = torch.ops.aten.where.self(bitwise_and_1, primals_2, scalar_tensor);  
         bitwise_not: "b8[8]" = torch.ops.aten.bitwise_not.default(bitwise_and)
-        bitwise_and_2: "b8[8]" = torch.ops.aten.bitwise_and.Tensor(ne_1, bitwise_not)
+        bitwise_and_2: "b8[8]" = torch.ops.aten.bitwise_and.Tensor(ne, bitwise_not)
         bitwise_not_1: "b8[8]" = torch.ops.aten.bitwise_not.default(bitwise_and_2)
-        bitwise_and_3: "b8[8]" = torch.ops.aten.bitwise_and.Tensor(ne_1, bitwise_not_1);  
+        bitwise_and_3: "b8[8]" = torch.ops.aten.bitwise_and.Tensor(ne, bitwise_not_1);  
         index: "f32[8]" = torch.ops.aten.index.Tensor(primals_3, [where])
         scalar_tensor_1: "f32[]" = torch.ops.aten.scalar_tensor.default(0.0, dtype = torch.float32, layout = torch.strided, device = device(type='cpu'))
         where_1: "f32[8]" = torch.ops.aten.where.self(bitwise_and_3, index, scalar_tensor_1);  
@@ -382,14 +382,14 @@ class GraphModule(torch.nn.Module):
         getitem: "f32[8]" = cross_entropy_forward[0]
         getitem_1: "f32[8]" = cross_entropy_forward[1]
         ne: "b8[8]" = torch.ops.aten.ne.Scalar(primals_2, -100)
+        sum_1: "i64[]" = torch.ops.aten.sum.default(ne)
         scalar_tensor: "f32[]" = torch.ops.aten.scalar_tensor.default(0.0, dtype = torch.float32, layout = torch.strided, device = device(type='cpu'))
         where: "f32[8]" = torch.ops.aten.where.self(ne, getitem_1, scalar_tensor)
         pow_1: "f32[8]" = torch.ops.aten.pow.Tensor_Scalar(where, 2)
         mul: "f32[8]" = torch.ops.aten.mul.Tensor(pow_1, 0.5)
-        sum_1: "i64[]" = torch.ops.aten.sum.default(ne)
         sum_2: "f32[]" = torch.ops.aten.sum.default(getitem)
-        div: "f32[]" = torch.ops.aten.div.Tensor(sum_2, sum_1)
         sum_3: "f32[]" = torch.ops.aten.sum.default(mul)
+        div: "f32[]" = torch.ops.aten.div.Tensor(sum_2, sum_1)
         div_1: "f32[]" = torch.ops.aten.div.Tensor(sum_3, sum_1);  
         add: "f32[]" = torch.ops.aten.add.Tensor(div, div_1);  
         return (add, primals_1, primals_2, getitem_1, ne)

@@ -3,6 +3,7 @@
 H200, triton 3.6, bf16, 2026-11: times in copies of the logits (the limit is 0.5 forward, 1.0 backward).
 """
 
+import functools
 from typing import NamedTuple
 
 from triton import next_power_of_2
@@ -14,6 +15,7 @@ class Config(NamedTuple):
     num_stages: int
 
 
+@functools.lru_cache(1024)
 def forward(classes: int, itemsize: int, extra: bool = False, heavy: bool = False) -> Config:
     """A program walks over a row; 16 elements a thread: with 32 what has ``extra`` outputs may spill.
 
@@ -37,6 +39,7 @@ class Short(NamedTuple):
     num_warps: int
 
 
+@functools.lru_cache(1024)
 def short(classes: int, itemsize: int, extra: bool = False) -> Short | None:
     """Rows that one tile holds in registers, 32 elements a thread; None for longer ones.
 
@@ -50,6 +53,7 @@ def short(classes: int, itemsize: int, extra: bool = False) -> Short | None:
     return Short(max(32 * elements // block, 1), block, num_warps)
 
 
+@functools.lru_cache(1024)
 def parts(rows: int, classes: int, config: Config, processors: int) -> tuple[Config, int, int]:
     """How many programs share a row in the forward, the columns that each takes, and the config that goes with it.
 
@@ -66,10 +70,12 @@ def parts(rows: int, classes: int, config: Config, processors: int) -> tuple[Con
     return config, -(-classes // part_classes), part_classes
 
 
+@functools.lru_cache(1024)
 def power_of_two(number: int) -> int:
     return next_power_of_2(number)
 
 
+@functools.lru_cache(1024)
 def backward(classes: int, itemsize: int, heavy: bool = False) -> Config:
     """A program is a tile of a row; 16 bytes, twice, a thread. 4 warps of 1024 (once a thread): 1.17 everywhere.
 
@@ -82,6 +88,7 @@ def backward(classes: int, itemsize: int, heavy: bool = False) -> Config:
     return Config(2048, 4, 1) if itemsize <= 2 else Config(1024 if itemsize == 4 else 256, 4, 1)  # 1.024 to 1.05
 
 
+@functools.lru_cache(1024)
 def one_pass(classes: int, itemsize: int) -> Config:
     """A program walks over a row twice. Many warps a row, so that the rows in flight fit the L2 cache."""
     if itemsize == 8:
@@ -96,6 +103,7 @@ class Shared(NamedTuple):
     num_warps: int
 
 
+@functools.lru_cache(1024)
 def one_pass_shared(classes: int, itemsize: int, capacity: int) -> Shared | None:
     """A program keeps a row in shared memory, of which it may use ``capacity`` bytes; None where that is too little.
 
@@ -119,6 +127,7 @@ def one_pass_shared(classes: int, itemsize: int, capacity: int) -> Shared | None
     return Shared(size // itemsize, tiles, kept, num_warps) if kept > 0 else None
 
 
+@functools.lru_cache(1024)
 def soft(classes: int, itemsize: int) -> Config:
     """A program walks over a row of logits and one of probabilities."""
     return Config(min(max(next_power_of_2(classes), 128), 2048 // max(itemsize, 4)), 4, 1)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..reference import accumulator
 from . import configs
 from .backward import backward_kernel
+from .cached import launch
 from .forward import forward_kernel, join_kernel, partial_kernel
 from .short import short_kernel
 from .soft import soft_backward_kernel, soft_forward_kernel
@@ -68,6 +69,8 @@ def _aligned(view: Rows, classes: int) -> bool:
 
 def _dense(tensor: Tensor) -> Tensor:
     """One value a row, contiguous; a copy of N numbers where it is not."""
+    if tensor.dim() == 1 and tensor.is_contiguous():
+        return tensor
     return tensor.reshape(-1).contiguous()
 
 
@@ -79,6 +82,15 @@ def _per_row(tensor: Tensor | None, absent: Tensor) -> tuple[Tensor, int]:
         return tensor, 0
     flat = tensor.reshape(-1)  # a view where one stride describes it
     return flat, flat.stride(0)
+
+
+def _empty_rows(logits: Tensor) -> Tensor:
+    """One value a row. torch.empty costs half of what new_empty does."""
+    return torch.empty(logits.shape[:-1], dtype=accumulator(logits), device=logits.device)
+
+
+def _empty_grad(logits: Tensor) -> Tensor:
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
 def _weight(weight: Tensor | None, absent: Tensor) -> Tensor:
@@ -95,11 +107,14 @@ def _processors(tensor: Tensor) -> int:
     return _processors_of(tensor.device) if tensor.is_cuda else 2
 
 
+_HERE = contextlib.nullcontext()
+
+
 def _on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device, which need not be the tensors'."""
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
-    return contextlib.nullcontext()
+    return _HERE
 
 
 def _forward(
@@ -114,7 +129,7 @@ def _forward(
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     classes = logits.shape[-1]
-    loss = logits.new_empty(logits.shape[:-1], dtype=accumulator(logits))
+    loss = _empty_rows(logits)
     lse = torch.empty_like(loss)
     argmax = torch.empty_like(loss, dtype=torch.int64) if with_argmax else lse
     entropy = torch.empty_like(loss) if with_entropy else lse
@@ -146,20 +161,20 @@ def _forward(
     options = (ignore_index, label_smoothing, softcap or 0.0, logit_scale)
     with _on(logits):
         if short is not None:
-            short_kernel[(-(-view.number // short.rows),)](
+            launch(short_kernel, -(-view.number // short.rows))(
                 *inputs, *outputs, view.number, classes, *view[2:], *options,
                 ROWS=short.rows, BLOCK=short.block, VECTOR=configs.vector(itemsize), num_warps=short.num_warps,
                 num_stages=1, **shared,
             )  # fmt: skip
         elif parts == 1:
-            forward_kernel[(view.number,)](*inputs, *outputs, classes, *view[2:], *options, **shared, **tiling)
+            launch(forward_kernel, view.number)(*inputs, *outputs, classes, *view[2:], *options, **shared, **tiling)
         else:
             sums = torch.empty((view.number, 6, parts), dtype=lse.dtype, device=lse.device)
             first = torch.empty((view.number, parts), dtype=torch.int32, device=lse.device) if with_argmax else sums
-            partial_kernel[(view.number * parts,)](
+            launch(partial_kernel, view.number * parts)(
                 *inputs, sums, first, classes, part_classes, parts, *view[2:], *options[2:], **shared, **tiling
             )
-            join_kernel[(view.number,)](
+            launch(join_kernel, view.number)(
                 *inputs, sums, first, *outputs, classes, parts, *view[2:], *options,
                 PARTS=configs.power_of_two(parts), num_warps=1, num_stages=1, **shared,
             )  # fmt: skip
@@ -241,7 +256,7 @@ def _backward(
     grad_lse_row, grad_lse_stride = _per_row(grad_lse, lse)
     grad_entropy_row, grad_entropy_stride = _per_row(grad_entropy, lse)
     with _on(logits):
-        backward_kernel[(view.number * blocks,)](
+        launch(backward_kernel, view.number * blocks)(
             grad_loss,
             grad_lse_row,
             grad_entropy_row,
@@ -297,7 +312,7 @@ def cross_entropy_backward(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> Tensor:
-    grad = logits.new_empty(logits.shape)
+    grad = _empty_grad(logits)
     options = (ignore_index, label_smoothing, softcap, logit_scale)
     _backward(grad, grad_loss, grad_lse, logits, target, lse, weight, *options)
     return grad
@@ -352,7 +367,7 @@ def cross_entropy_backward_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> Tensor:
-    grad = logits.new_empty(logits.shape)
+    grad = _empty_grad(logits)
     options = (ignore_index, label_smoothing, softcap, logit_scale)
     _backward(grad, grad_loss, grad_lse, logits, target, lse, weight, *options, grad_entropy, entropy)
     return grad
@@ -368,13 +383,13 @@ def soft_cross_entropy_forward(
     logit_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     classes = logits.shape[-1]
-    loss = logits.new_empty(logits.shape[:-1], dtype=accumulator(logits))
+    loss = _empty_rows(logits)
     lse = torch.empty_like(loss)
     view, target_view = rows(logits), rows(target)
     config = configs.soft(classes, logits.element_size())
     if view.number > 0:
         with _on(logits):
-            soft_forward_kernel[(view.number,)](
+            launch(soft_forward_kernel, view.number)(
                 view.tensor,
                 target_view.tensor,
                 _weight(weight, lse),
@@ -408,7 +423,7 @@ def soft_cross_entropy_backward(
     logit_scale: float = 1.0,
 ) -> Tensor:
     classes = logits.shape[-1]
-    grad = logits.new_empty(logits.shape)
+    grad = _empty_grad(logits)
     view, target_view = rows(logits), rows(target)
     config = configs.soft(classes, logits.element_size())
     if view.number == 0:
@@ -417,7 +432,7 @@ def soft_cross_entropy_backward(
     grad_loss, grad_loss_stride = _per_row(grad_loss, lse)
     grad_lse_row, grad_lse_stride = _per_row(grad_lse, lse)
     with _on(logits):
-        soft_backward_kernel[(view.number,)](
+        launch(soft_backward_kernel, view.number)(
             grad_loss,
             grad_lse_row,
             view.tensor,

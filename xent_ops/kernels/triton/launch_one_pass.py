@@ -8,9 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..reference import accumulator
 from . import configs
-from .launch import Rows, _aligned, _backward, _dense, _forward, _on, _per_row, _processors, _weight, rows
+from .cached import launch
+from .launch import (
+    Rows,
+    _aligned,
+    _backward,
+    _dense,
+    _empty_grad,
+    _empty_rows,
+    _forward,
+    _on,
+    _per_row,
+    _processors,
+    _weight,
+    rows,
+)
 from .one_pass import one_pass_kernel, scale_kernel
 
 
@@ -40,7 +53,7 @@ def _with_grad(
     logit_scale: float,
 ) -> tuple[Tensor, Tensor]:
     classes = logits.shape[-1]
-    loss = logits.new_empty(logits.shape[:-1], dtype=accumulator(logits))
+    loss = _empty_rows(logits)
     lse = torch.empty_like(loss)
     if view.number == 0:
         return loss, lse
@@ -72,14 +85,14 @@ def _with_grad(
         if shared is not None:
             from .one_pass_shared import one_pass_shared_kernel
 
-            one_pass_shared_kernel[(view.number,)](
+            launch(one_pass_shared_kernel, view.number)(
                 view.tensor, _dense(target), scale, square, loss, lse, grad.tensor, *strides, ignore_index, logit_scale,
                 TILE=shared.tile, TILES=shared.tiles, KEPT=shared.kept, WARPS=shared.num_warps,
                 num_warps=shared.num_warps, **flags,
             )  # fmt: skip
         else:
             config = configs.one_pass(classes, logits.element_size())
-            one_pass_kernel[(view.number,)](
+            launch(one_pass_kernel, view.number)(
                 view.tensor, _dense(target), scale, square, _weight(weight, lse), loss, lse, grad.tensor, *strides,
                 ignore_index, label_smoothing, softcap or 0.0, logit_scale,
                 HAS_WEIGHT=weight is not None, HAS_SMOOTHING=label_smoothing > 0.0,
@@ -101,7 +114,7 @@ def cross_entropy_with_grad(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad = logits.new_empty(logits.shape)
+    grad = _empty_grad(logits)
     options = (ignore_index, label_smoothing, softcap, logit_scale)
     return *_with_grad(rows(logits), rows(grad), logits, target, grad_scale, grad_lse_square, weight, *options), grad
 
@@ -136,7 +149,7 @@ def scale_grad_(grad: Tensor, factor: Tensor) -> None:
     tiles = view.number * blocks
     values, stride = _per_row(factor, grad)
     with _on(grad):
-        scale_kernel[(min(tiles, 8 * _processors(grad)),)](
+        launch(scale_kernel, min(tiles, 8 * _processors(grad)))(
             view.tensor,
             values,
             classes,
