@@ -52,7 +52,9 @@ def everything(dtype, classes):
     logits, target = torch.zeros(5, classes, dtype=dtype), torch.zeros(5, dtype=torch.int64)
     row = torch.zeros(5)
     scalar = torch.zeros(()).expand(5)
-    for with_weight, smoothing, softcap in itertools.product((None, torch.ones(classes)), (0.0, 0.1), (None, 30.0)):
+    for with_weight, smoothing, softcap in itertools.product(
+        (None, torch.ones(classes)), (0.0, 0.1), (None, 30.0, 100.0)
+    ):
         options = {"label_smoothing": smoothing, "softcap": softcap}
         launch.cross_entropy_forward(logits, target, with_weight, **options)
         launch.cross_entropy_forward_argmax(logits, target, with_weight, **options)
@@ -112,6 +114,7 @@ OPTIONS = {
     "smoothing": {"label_smoothing": 0.1},
     "softcap": {"softcap": 20.0, "logit_scale": -0.5},
     "all": {"weight": True, **FULL},
+    "exact softcap": {"softcap": 100.0},
 }
 
 

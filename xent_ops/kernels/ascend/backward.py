@@ -100,14 +100,14 @@ def _write(
     HAS_ENTROPY: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # see softcap of triton/configs.py
 ):
     """The gradient of one tile."""
     if MASKED:
         z = tl.load(pointers, mask=exists, other=0.0)
     else:
         z = tl.load(pointers)
-    x = activate(z.to(tl.float32) * logit_scale, softcap, HAS_SOFTCAP)
+    x = activate(z.to(tl.float32), logit_scale, softcap, SOFTCAP)
     log_p = x - lse
     p = tl.exp(log_p)
     grad = total * p
@@ -123,7 +123,7 @@ def _write(
             grad -= c * w
         else:
             grad -= c
-    if HAS_SOFTCAP:
+    if SOFTCAP != 0:
         ratio = x * (1.0 / softcap)
         grad *= 1.0 - ratio * ratio
     grad *= logit_scale
@@ -169,7 +169,7 @@ def backward_kernel(
     HAS_ENTROPY: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # see softcap of triton/configs.py
     BLOCK: tl.constexpr,
 ):
     """grad_x_j = A softmax_j - B [j == t] - C w_j; A, B, C as in reference.row_coefficients."""
@@ -215,13 +215,13 @@ def backward_kernel(
                 _write(
                     row_ptr + start + columns, grad_row_ptr + start + columns, weight_ptr + start + columns, lane,
                     columns < n_cols, (target - start).to(tl.float32), lse, total, b, c, entropy, grad_entropy,
-                    logit_scale, softcap, False, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP,
+                    logit_scale, softcap, False, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP,
                 )  # fmt: skip
             if n_full < n_cols:
                 _write(
                     row_ptr + n_full + columns, grad_row_ptr + n_full + columns, weight_ptr + n_full + columns, lane,
                     columns < n_cols - n_full, (target - n_full).to(tl.float32), lse, total, b, c, entropy,
-                    grad_entropy, logit_scale, softcap, True, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP,
+                    grad_entropy, logit_scale, softcap, True, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP,
                 )  # fmt: skip
         else:
             _write_zeros(grad_row_ptr, columns, n_cols, BLOCK)

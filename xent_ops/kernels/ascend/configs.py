@@ -57,11 +57,11 @@ def block(classes: int, column_bytes: int) -> int:
 
 
 def forward_bytes(
-    itemsize: int, HAS_WEIGHT: bool, HAS_SMOOTHING: bool, HAS_SOFTCAP: bool, HAS_ARGMAX: bool, HAS_ENTROPY: bool
+    itemsize: int, HAS_WEIGHT: bool, HAS_SMOOTHING: bool, SOFTCAP: int, HAS_ARGMAX: bool, HAS_ENTROPY: bool
 ) -> int:
-    """Bytes a column of forward_kernel: 4096 columns for a plain loss, 1024 with a softcap."""
-    number = 25 + 4 * itemsize + 4 * HAS_ENTROPY + 56 * HAS_SOFTCAP
-    number += HAS_ARGMAX * (4 + 2 * itemsize + 4 * HAS_SOFTCAP)
+    """Bytes a column of forward_kernel: 4096 columns for a plain loss, 1024 with everything."""
+    number = 25 + 4 * itemsize + 4 * HAS_ENTROPY + (0, 56, 12)[SOFTCAP]
+    number += HAS_ARGMAX * (4 + 2 * itemsize + 8 * (SOFTCAP > 0))
     return number + HAS_SMOOTHING * (8 + 16 * HAS_WEIGHT)
 
 
@@ -71,10 +71,10 @@ def light_backward_bytes(itemsize: int) -> int:
 
 
 def backward_bytes(
-    itemsize: int, HAS_GRAD_LSE: bool, HAS_ENTROPY: bool, HAS_WEIGHT: bool, HAS_SMOOTHING: bool, HAS_SOFTCAP: bool
+    itemsize: int, HAS_GRAD_LSE: bool, HAS_ENTROPY: bool, HAS_WEIGHT: bool, HAS_SMOOTHING: bool, SOFTCAP: int
 ) -> int:
-    """Bytes a column of backward_kernel: 2048 columns without softcap, 1024 with it."""
-    number = 29 + 7 * itemsize + 4 * HAS_GRAD_LSE + 16 * HAS_ENTROPY + 56 * HAS_SOFTCAP
+    """Bytes a column of backward_kernel: 2048 columns for most losses, 1024 with a softcap."""
+    number = 29 + 7 * itemsize + 4 * HAS_GRAD_LSE + 16 * HAS_ENTROPY + (0, 64, 24)[SOFTCAP]
     return number + HAS_SMOOTHING * (8 + 16 * HAS_WEIGHT)
 
 

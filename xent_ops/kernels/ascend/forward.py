@@ -23,7 +23,7 @@ def _visit(
     MASKED: tl.constexpr,  # the tile ends behind the row
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # see softcap of triton/configs.py
     HAS_ARGMAX: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
 ):
@@ -33,8 +33,8 @@ def _visit(
         z = tl.load(pointers, mask=exists, other=0.0)
     else:
         z = tl.load(pointers)
-    z = z.to(tl.float32) * logit_scale
-    x = activate(z, softcap, HAS_SOFTCAP)
+    z = z.to(tl.float32)
+    x = activate(z, logit_scale, softcap, SOFTCAP)
     if HAS_SMOOTHING:
         relative = x - shift
         if HAS_WEIGHT:
@@ -54,7 +54,8 @@ def _visit(
     tile_maximum = tl.max(x, axis=0)
     tile_top = tile_maximum
     if HAS_ARGMAX:  # noqa: SIM102 (both are known when compiling)
-        if HAS_SOFTCAP:  # which may round different logits to the same x
+        if SOFTCAP != 0:  # which may round different logits to the same x
+            z *= logit_scale
             if MASKED:
                 z = tl.where(inside, z, float("-inf"))
             tile_top = tl.max(z, axis=0)
@@ -104,7 +105,7 @@ def forward_kernel(
     logit_scale,
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # see softcap of triton/configs.py
     HAS_ARGMAX: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -120,7 +121,7 @@ def forward_kernel(
         target = tl.load(target_ptr + row).to(tl.int64)
         valid = (target >= 0) & (target < n_cols)
         column = tl.where(valid, target, 0)
-        x_target = activate(tl.load(row_ptr + column).to(tl.float32) * logit_scale, softcap, HAS_SOFTCAP)
+        x_target = activate(tl.load(row_ptr + column).to(tl.float32), logit_scale, softcap, SOFTCAP)
         # What the smoothing sum is taken relative to: the target's x, where that is a number to subtract.
         shift = tl.where(tl.abs(x_target) < float("inf"), x_target, 0.0)
 
@@ -134,7 +135,7 @@ def forward_kernel(
         for start in tl.range(0, n_full, BLOCK):
             maximum, total, moment, smooth, weights, tile_top = _visit(
                 row_ptr + start + columns, weight_ptr + start + columns, lane, n_cols, maximum, total, moment, smooth,
-                weights, shift, logit_scale, softcap, False, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX,
+                weights, shift, logit_scale, softcap, False, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX,
                 HAS_ENTROPY,
             )  # fmt: skip
             if HAS_ARGMAX:
@@ -143,7 +144,7 @@ def forward_kernel(
         if n_full < n_cols:
             maximum, total, moment, smooth, weights, tile_top = _visit(
                 row_ptr + n_full + columns, weight_ptr + n_full + columns, lane, n_cols - n_full, maximum, total,
-                moment, smooth, weights, shift, logit_scale, softcap, True, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP,
+                moment, smooth, weights, shift, logit_scale, softcap, True, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP,
                 HAS_ARGMAX, HAS_ENTROPY,
             )  # fmt: skip
             if HAS_ARGMAX:

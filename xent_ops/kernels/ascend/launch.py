@@ -14,6 +14,7 @@ from torch import Tensor
 from triton import JITFunction
 
 from ..rows import class_weight, dense, per_row, rows
+from ..triton.configs import softcap as softcap_kind
 from . import configs
 from .backward import backward_kernel, light_backward_kernel
 from .forward import forward_kernel
@@ -63,10 +64,10 @@ def _forward(
     view = rows(logits)
     if view.number == 0:
         return loss, lse, argmax, entropy
-    flags = {
+    flags: dict[str, Any] = {
         "HAS_WEIGHT": weight is not None,
         "HAS_SMOOTHING": label_smoothing > 0.0,
-        "HAS_SOFTCAP": softcap is not None,
+        "SOFTCAP": softcap_kind(softcap, itemsize),
         "HAS_ARGMAX": with_argmax,
         "HAS_ENTROPY": with_entropy,
     }
@@ -159,12 +160,12 @@ def _backward(
     grad_loss, grad_loss_stride = per_row(grad_loss, lse)
     programs, chunk = configs.programs(view.number, _cores(logits))
     place = (view.number, chunk, classes, *view[2:], *out[2:])
-    flags = {
+    flags: dict[str, Any] = {
         "HAS_GRAD_LSE": grad_lse is not None,
         "HAS_ENTROPY": grad_entropy is not None,
         "HAS_WEIGHT": weight is not None,
         "HAS_SMOOTHING": label_smoothing > 0.0,
-        "HAS_SOFTCAP": softcap is not None,
+        "SOFTCAP": softcap_kind(softcap, itemsize),
     }
     with _on(logits):
         if not any(flags.values()):
