@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ..reference import accumulator
+from ..rows import Rows, class_weight, dense, per_row, rows
 from . import configs
-from .launch import Rows, _aligned, _dense, _on, _per_row, _processors, _weight, rows
+from .launch import _aligned, _on, _processors
 from .one_pass import one_pass_kernel, scale_kernel
 
 
@@ -30,15 +31,15 @@ def _with_grad(
     if view.number == 0:
         return loss, lse
     config = configs.one_pass(classes, logits.element_size())
-    scale, scale_stride = _per_row(grad_scale, lse)
-    square, square_stride = _per_row(grad_lse_square, lse)
+    scale, scale_stride = per_row(grad_scale, lse)
+    square, square_stride = per_row(grad_lse_square, lse)
     with _on(logits):
         one_pass_kernel[(view.number,)](
             view.tensor,
-            _dense(target),
+            dense(target),
             scale,
             square,
-            _weight(weight, lse),
+            class_weight(weight, lse),
             loss,
             lse,
             grad.tensor,
@@ -110,7 +111,7 @@ def scale_grad_(grad: Tensor, factor: Tensor) -> None:
     config = configs.backward(classes, grad.element_size())
     blocks = -(-classes // config.block)
     tiles = view.number * blocks
-    values, stride = _per_row(factor, grad)
+    values, stride = per_row(factor, grad)
     with _on(grad):
         scale_kernel[(min(tiles, 8 * _processors(grad)),)](
             view.tensor,
