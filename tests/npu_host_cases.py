@@ -4,6 +4,10 @@ The device is host memory (npu_host.py). The unified buffer is made small, so th
 """
 
 import os
+import re
+import sys
+import types
+from pathlib import Path
 
 os.environ["XENT_OPS_ASCEND_UB_BYTES"] = str(24 * 1024)
 
@@ -13,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from graphs import AotEagerAndRecordGraphs, graph_text, operator_names
+from npu_cases import OPTIONS, check_values, inputs, names, why_no_device
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,23 +31,6 @@ from xent_ops.kernels.ascend import configs
 
 ops = torch.ops.xent
 PINNED = torch.__version__.startswith("2.13")  # the version whose graphs are pinned
-OPTIONS = [
-    {},
-    {"label_smoothing": 0.1},
-    {"softcap": 20.0, "logit_scale": -0.5},
-    {"weight": True, "label_smoothing": 0.1, "softcap": 100.0, "ignore_index": 3},
-]
-
-
-def names(options):
-    return "-".join(options) or "plain"
-
-
-def inputs(classes, dtype, rows=7, ignored=-100):
-    logits = testing.realistic_logits(rows, classes, dtype=dtype)
-    target = torch.arange(rows) * (classes // rows)
-    target[2] = ignored
-    return logits, target
 
 
 @pytest.fixture
@@ -67,25 +55,8 @@ def launches(monkeypatch):
 @pytest.mark.parametrize("options", OPTIONS, ids=names)
 @pytest.mark.parametrize("classes, dtype", [(1003, torch.float32), (9, torch.bfloat16), (500, torch.bfloat16)], ids=str)
 def test_values_and_gradients(launches, classes, dtype, options):
-    options = dict(options)
-    weight = torch.linspace(0.5, 1.5, classes) if options.pop("weight", None) else None
-    logits, target = inputs(classes, dtype, ignored=options.get("ignore_index", -100))
-    grad_loss, grad_lse = torch.linspace(-1, 2, 7), torch.linspace(1, 0, 7)
-    arguments = (target.to("npu"), None if weight is None else weight.to("npu"))
-    for b in (None, grad_lse):
-        expected = testing.oracle(
-            logits, target, weight, grad_loss=grad_loss, grad_lse=0.0 if b is None else b, **options
-        )
-        x = logits.to("npu").requires_grad_()
-        loss, lse, argmax = ops.cross_entropy_forward_argmax(x, *arguments, **options)
-        torch.autograd.backward(
-            (loss,) if b is None else (loss, lse), [g.to("npu") for g in (grad_loss, b) if g is not None]
-        )
-        testing.assert_loss(loss, expected)
-        testing.assert_lse(lse, expected)
-        testing.assert_grad(x.grad, expected)
-    assert torch.equal(argmax.cpu(), ops.cross_entropy_forward_argmax(logits, target, weight, **options)[2])
-    first = "backward_kernel" if options or weight is not None else "light_backward_kernel"
+    check_values(classes, dtype, options)
+    first = "backward_kernel" if options else "light_backward_kernel"
     assert launches == ["forward_kernel", first, "forward_kernel", "backward_kernel"]
 
 
@@ -245,6 +216,32 @@ def test_a_launch_reads_and_synchronises_nothing(monkeypatch):
             launch.cross_entropy_backward_(row, None, x, target, row, w, **options)
             launch.cross_entropy_backward_entropy(row, None, row, x, target, row, row, w, **options)
     assert record.called <= {"aten.new_empty", "aten.empty_like", "aten.view", "aten.sum"}, record.called
+
+
+def test_an_emulation_is_never_taken_for_a_device(monkeypatch):
+    """Neither this one nor one that calls itself torch_npu."""
+    assert torch.npu.is_available() and why_no_device() == "torch_npu is not installed"
+    impostor = types.ModuleType("torch_npu")
+    impostor.npu = torch.npu
+    monkeypatch.setitem(sys.modules, "torch_npu", impostor)
+    assert why_no_device() == "this torch_npu is not the real one"
+    impostor._C = types.ModuleType("torch_npu._C")
+    impostor._C.__file__ = "torch_npu/_C.so"
+    torch.npu.get_device_name = lambda device: "host"
+    assert why_no_device() == "host is no Ascend NPU"
+    torch.npu.get_device_name = lambda device: "Ascend910B3"
+    assert why_no_device() == "Triton would not compile for the NPU"
+
+
+def test_documentation():
+    """The first block of docs/npu.md runs; the others need what this device has not."""
+    text = (Path(__file__).parent.parent / "docs" / "npu.md").read_text()
+    first, *others = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    for block in others:
+        compile(block, "npu.md", "exec")
+    namespace = {}
+    exec(first, namespace)
+    assert namespace["logits"].grad.device.type == "npu"
 
 
 def test_configs(monkeypatch):

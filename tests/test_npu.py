@@ -14,12 +14,19 @@ import pytest
 from test_compile import run_python
 
 HERE = Path(__file__).parent
+PATH = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])  # for ninja of this environment
 
 
 def run_cases(name, **environment):
     # Without conftest.py, which puts the CUDA kernels in the CPU's place under TRITON_INTERPRET=1.
     command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", HERE / name]
-    env = {**os.environ, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
+    env = {
+        **os.environ,
+        "PATH": PATH,
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        **environment,
+    }
     done = subprocess.run(command, env=env, cwd=HERE.parent, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
     assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout
@@ -32,7 +39,7 @@ def test_tracing_on_a_fake_device():
 def test_kernels_on_a_host_device():
     pytest.importorskip("triton", reason="triton is not installed")
     for tool in ("ninja", "c++"):
-        if shutil.which(tool) is None:
+        if shutil.which(tool, path=PATH) is None:
             pytest.skip(f"needs {tool}, to build the host backend")
     run_cases("npu_host_cases.py", TRITON_INTERPRET="1")
 
