@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 
 namespace xent::cpu {
 
@@ -49,7 +50,8 @@ struct Problem {
   std::int64_t classes = 0;      // V; of a shard: its columns, those of padding beyond the last class too
   Rows logits;
   const std::int64_t* target = nullptr;  // (N,), dense; null for class probabilities
-  const void* weight = nullptr;          // (V,), dense, accumulator's dtype; null: every class counts 1
+  // (V,), dense, in the accumulator's dtype (of no classes: any pointer). Not given: every class counts 1.
+  std::optional<const void*> weight;
   std::int64_t ignore_index = -100;
   double label_smoothing = 0.0;
   double softcap = 0.0;  // 0: none
