@@ -7,6 +7,40 @@ from .numerics import LOG2E, activate, aligned_body, edge_columns, row_offset
 
 
 @triton.jit
+def _gradient(
+    z,  # logits, in the accumulator's dtype
+    lse,
+    total,  # A, B, C of reference.row_coefficients
+    c,
+    weight,
+    entropy,
+    grad_entropy,
+    logit_scale,
+    softcap,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """(A softmax_j - C w_j, derivative of the activation): the gradient of a column, but for B at the target."""
+    x = activate(z, logit_scale, softcap, SOFTCAP)
+    log_p = x - lse
+    p = tl.exp2(log_p * LOG2E)
+    grad = total * p
+    if HAS_ENTROPY:
+        grad -= tl.where(p == 0.0, 0.0, grad_entropy * p * (log_p + entropy))
+    if HAS_SMOOTHING:
+        if HAS_WEIGHT:
+            grad -= c * weight
+        else:
+            grad -= c
+    slope = logit_scale
+    if SOFTCAP:
+        slope -= x * x * (logit_scale / (softcap * softcap))
+    return grad, slope
+
+
+@triton.jit
 def _write(
     pointers,  # into the logits of a row
     out_pointers,  # into its gradient
@@ -14,39 +48,28 @@ def _write(
     inside,  # which columns exist
     read,  # which of them are read: none in a row that passes nothing back
     weight_ptr,
-    target,
     lse,
-    total,  # A, B, C of reference.row_coefficients
-    b,
+    total,
     c,
     entropy,
     grad_entropy,
-    live,
     logit_scale,
     softcap,
     HAS_ENTROPY: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
-    """The gradient of one tile."""
-    z = tl.load(pointers, mask=read, other=0.0, eviction_policy="evict_first")
-    x = activate(z.to(lse.dtype) * logit_scale, softcap, HAS_SOFTCAP)
-    log_p = x - lse
-    p = tl.exp2(log_p * LOG2E)
-    grad = total * p
-    if HAS_ENTROPY:
-        grad -= tl.where(p == 0.0, 0.0, grad_entropy * p * (log_p + entropy))
-    grad -= tl.where(columns == target.to(tl.int32), b, 0.0)
-    if HAS_SMOOTHING:
-        if HAS_WEIGHT:
-            grad -= c * tl.load(weight_ptr + columns, mask=inside, other=0.0)
-        else:
-            grad -= c
-    if HAS_SOFTCAP:
-        ratio = x * (1.0 / softcap)
-        grad *= 1.0 - ratio * ratio
-    grad = tl.where(live, grad * logit_scale, 0.0)
+    """The gradient of one tile, as if no column of it were the target."""
+    z = tl.load(pointers, mask=read, other=0.0, eviction_policy="evict_first").to(lse.dtype)
+    weight = 0.0
+    if HAS_SMOOTHING and HAS_WEIGHT:
+        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
+    grad, slope = _gradient(
+        z, lse, total, c, weight, entropy, grad_entropy, logit_scale, softcap, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING,
+        SOFTCAP,
+    )  # fmt: skip
+    grad *= slope
     tl.store(out_pointers, grad.to(out_pointers.dtype.element_ty), mask=inside, eviction_policy="evict_first")
 
 
@@ -88,7 +111,7 @@ def backward_kernel(
     HAS_ENTROPY: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     EDGES: tl.constexpr,  # rows do not all start and end on 16-byte boundaries
     SAME_ROWS: tl.constexpr,  # logits and gradient have the same strides
     SHARD: tl.constexpr,  # the columns are some of the classes; targets count from the first class of all
@@ -120,8 +143,10 @@ def backward_kernel(
     b = a
     if HAS_SMOOTHING:
         b *= 1.0 - label_smoothing
+    target_weight = tl.cast(0.0, ACC)
     if HAS_WEIGHT:
-        b *= tl.load(weight_ptr + target, mask=valid, other=0.0)
+        target_weight = tl.load(weight_ptr + target, mask=valid, other=0.0)
+        b *= target_weight
     total = b
     c = a * (label_smoothing / total_classes)
     if SHARD:
@@ -138,22 +163,40 @@ def backward_kernel(
         grad_entropy = tl.load(grad_entropy_ptr + tl.cast(row, tl.int64) * grad_entropy_stride).to(ACC)
         entropy = tl.load(entropy_ptr + row)
         live |= grad_entropy != 0.0
+    lse = tl.where(live, lse, 0.0)  # with A, B and C 0 too, what is not read then gives 0
 
     offset = row_offset(row, n_inner, stride_outer, stride_inner)
     out_offset = row_offset(row, n_out_inner, out_stride_outer, out_stride_inner)
     head, out_boundary, body = aligned_body(out_offset, n_cols, EDGES, VECTOR)
     boundary = out_boundary if SAME_ROWS else offset + head
+    # The target's own element is written again, after its tile: a comparison for each element costs a fifth of the
+    # kernel's instructions. The barriers keep the tile's other threads from writing before it is read (the gradient
+    # may lie over the logits) and after it is written.
+    place = target - head
+    in_tile = (place >= start) & (place < tl.minimum(start + BLOCK, body))
+    in_edges = EDGES & (start == 0) & ((place < 0) | (place >= body))
+    has_target = live & valid & (in_tile | in_edges)
+    at_target = tl.load(logits_ptr + offset + target, mask=has_target, other=0.0).to(ACC)
+    if has_target:
+        tl.debug_barrier()
     columns = start + tl.arange(0, BLOCK)
     _write(
         logits_ptr + boundary + columns, grad_ptr + out_boundary + columns, head + columns, columns < body,
-        columns < tl.where(live, body, 0), weight_ptr, target, lse, total, b, c, entropy, grad_entropy, live,
-        logit_scale, softcap, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP,
+        columns < tl.where(live, body, 0), weight_ptr, lse, total, c, entropy, grad_entropy, logit_scale, softcap,
+        HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP,
     )  # fmt: skip
     if EDGES:  # noqa: SIM102 (known when compiling, the next when running)
         if start == 0:
             edges, exist = edge_columns(head, body, n_cols, VECTOR)
             _write(
                 logits_ptr + offset + edges, grad_ptr + out_offset + edges, edges, exist,
-                exist & (edges < tl.where(live, n_cols, 0)), weight_ptr, target, lse, total, b, c, entropy,
-                grad_entropy, live, logit_scale, softcap, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP,
+                exist & (edges < tl.where(live, n_cols, 0)), weight_ptr, lse, total, c, entropy, grad_entropy,
+                logit_scale, softcap, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP,
             )  # fmt: skip
+    if has_target:
+        tl.debug_barrier()
+        grad, slope = _gradient(
+            at_target, lse, total, c, target_weight, entropy, grad_entropy, logit_scale, softcap, HAS_ENTROPY,
+            HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP,
+        )  # fmt: skip
+        tl.store(grad_ptr + out_offset + target, ((grad - b) * slope).to(grad_ptr.dtype.element_ty))

@@ -1,5 +1,6 @@
 """One visit of a row of logits: loss, lse and, where asked for, argmax and entropy.
 
+Rows of up to a few thousand columns have a kernel of their own, short.py.
 forward_kernel gives a row to one program. Where there are fewer rows than the GPU can hold programs, partial_kernel
 gives it to several, and join_kernel puts their parts together in a fixed order: the same bits in every run.
 """
@@ -37,7 +38,7 @@ def _visit(
     MASKED: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     HAS_ARGMAX: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
 ):
@@ -47,8 +48,8 @@ def _visit(
         z = tl.load(pointers, mask=inside, other=0.0, eviction_policy="evict_first")
     else:
         z = tl.load(pointers, eviction_policy="evict_first")
-    z = z.to(total.dtype) * logit_scale
-    x = activate(z, softcap, HAS_SOFTCAP)
+    z = z.to(total.dtype)
+    x = activate(z, logit_scale, softcap, SOFTCAP)
     if HAS_SMOOTHING:
         relative = x - shift
         if HAS_WEIGHT:
@@ -64,6 +65,7 @@ def _visit(
     if MASKED:
         x = tl.where(inside, x, float("-inf"))  # after softcap, which would make -softcap of -inf
     if HAS_ARGMAX:
+        z *= logit_scale
         if MASKED:
             z = tl.where(inside, z, float("-inf"))
         better = z > best
@@ -128,7 +130,7 @@ def scan(
     shift,
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     HAS_ARGMAX: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     EDGES: tl.constexpr,
@@ -151,20 +153,20 @@ def scan(
         columns = start + lane
         state = _visit(
             state, body_ptr + columns, body_column + columns, columns < body, weight_ptr, logit_scale, softcap, shift,
-            False, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
+            False, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
         )  # fmt: skip
     if n_full < body:
         columns = n_full + lane
         state = _visit(
             state, body_ptr + columns, body_column + columns, columns < body, weight_ptr, logit_scale, softcap, shift,
-            True, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
+            True, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
         )  # fmt: skip
     maximum = tl.max(state[0], axis=0)
     if EDGES:
         columns, inside = edge_columns(head, body, n_cols, VECTOR)
         edges = _visit(
             _start(2, VECTOR, ACC), logits_ptr + offset + columns, first_column + columns, inside, weight_ptr,
-            logit_scale, softcap, shift, True, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
+            logit_scale, softcap, shift, True, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
         )  # fmt: skip
         maximum = tl.maximum(maximum, tl.max(edges[0], axis=0))
     pivot = without_infinity(maximum)
@@ -191,21 +193,22 @@ def scan(
 
 
 @triton.jit
-def target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
+def target_logit(row_ptr, target, valid, logit_scale, softcap, SOFTCAP: tl.constexpr):
     """x of the target; nothing is read where the target is out of range."""
-    z = tl.load(row_ptr + target, mask=valid, other=0.0).to(logit_scale.dtype) * logit_scale
-    return activate(z, softcap, HAS_SOFTCAP)
+    z = tl.load(row_ptr + target, mask=valid, other=0.0).to(logit_scale.dtype)
+    return activate(z, logit_scale, softcap, SOFTCAP)
 
 
 @triton.jit
-def _shift(x_target):
+def shift_of(x_target):
     """What the smoothing sum is taken relative to: the target's x, where that is a number to subtract."""
     return tl.where(tl.abs(x_target) < float("inf"), x_target, 0.0)
 
 
 @triton.jit
-def _finish(
+def finish(
     row,
+    exists,  # whether there is such a row
     n_cols,
     target,
     valid,
@@ -230,7 +233,7 @@ def _finish(
     HAS_ARGMAX: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
 ):
-    """The outputs of a row from its sums."""
+    """The outputs of a row, or of a vector of rows, from their sums."""
     pivot = without_infinity(maximum)
     log_total = tl.log2(total) * LN2
     # Relative to the maximum until the end: lse - x_target would lose digits when both are large.
@@ -244,12 +247,12 @@ def _finish(
         loss = (1.0 - label_smoothing) * loss + label_smoothing / n_cols * smooth_loss
     loss = tl.where(valid, loss, float("nan"))
     loss = tl.where(target == ignore_index, 0.0, loss)
-    tl.store(loss_ptr + row, loss)
-    tl.store(lse_ptr + row, pivot + log_total)
+    tl.store(loss_ptr + row, loss, mask=exists)
+    tl.store(lse_ptr + row, pivot + log_total, mask=exists)
     if HAS_ENTROPY:
-        tl.store(entropy_ptr + row, log_total - moment / total)
+        tl.store(entropy_ptr + row, log_total - moment / total, mask=exists)
     if HAS_ARGMAX:
-        tl.store(argmax_ptr + row, tl.where(top == float("-inf"), 0, first).to(tl.int64))
+        tl.store(argmax_ptr + row, tl.where(top == float("-inf"), 0, first).to(tl.int64), mask=exists)
 
 
 @triton.jit(do_not_specialize=["n_inner", "ignore_index", "label_smoothing", "softcap", "logit_scale"])
@@ -271,7 +274,7 @@ def forward_kernel(
     logit_scale: "fp64",
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     HAS_ARGMAX: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     EDGES: tl.constexpr,  # rows do not all start and end on 16-byte boundaries
@@ -290,18 +293,18 @@ def forward_kernel(
     valid = (target >= 0) & (target < n_cols)
     shift = tl.cast(0.0, ACC)
     if HAS_SMOOTHING:
-        shift = _shift(target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP))
+        shift = shift_of(target_logit(row_ptr, target, valid, logit_scale, softcap, SOFTCAP))
     maximum, total, moment, smooth, weights, top, first = scan(
         logits_ptr, offset, 0, n_cols, weight_ptr, logit_scale, softcap, shift, HAS_WEIGHT, HAS_SMOOTHING,
-        HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EDGES, BLOCK, VECTOR, ACC,
+        SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EDGES, BLOCK, VECTOR, ACC,
     )  # fmt: skip
     # Loaded last: before the loop it would hold up the row's own loads until the target has arrived. To pick it out of
     # the tile by comparing columns was slower (131072 x 1024: 0.84 copies, 0.66 so).
-    x_target = target_logit(row_ptr, target, valid, logit_scale, softcap, HAS_SOFTCAP)
-    _finish(
-        row, n_cols, target, valid, x_target, shift, maximum, total, moment, smooth, weights, top, first, weight_ptr,
-        loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing, HAS_WEIGHT, HAS_SMOOTHING,
-        HAS_ARGMAX, HAS_ENTROPY,
+    x_target = target_logit(row_ptr, target, valid, logit_scale, softcap, SOFTCAP)
+    finish(
+        row, True, n_cols, target, valid, x_target, shift, maximum, total, moment, smooth, weights, top, first,
+        weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing, HAS_WEIGHT,
+        HAS_SMOOTHING, HAS_ARGMAX, HAS_ENTROPY,
     )  # fmt: skip
 
 
@@ -322,7 +325,7 @@ def partial_kernel(
     logit_scale: "fp64",
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     HAS_ARGMAX: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     EDGES: tl.constexpr,
@@ -340,11 +343,11 @@ def partial_kernel(
     if HAS_SMOOTHING:
         target = tl.load(target_ptr + row).to(tl.int64)
         valid = (target >= 0) & (target < n_cols)
-        shift = _shift(target_logit(logits_ptr + offset, target, valid, logit_scale, softcap, HAS_SOFTCAP))
+        shift = shift_of(target_logit(logits_ptr + offset, target, valid, logit_scale, softcap, SOFTCAP))
     begin = part * part_cols
     maximum, total, moment, smooth, weights, top, first = scan(
         logits_ptr, offset + begin, begin, tl.minimum(part_cols, n_cols - begin), weight_ptr, logit_scale, softcap,
-        shift, HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EDGES, BLOCK, VECTOR, ACC,
+        shift, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EDGES, BLOCK, VECTOR, ACC,
     )  # fmt: skip
     out_ptr = sums_ptr + tl.cast(row, tl.int64) * 6 * n_parts + part
     tl.store(out_ptr, maximum)
@@ -382,7 +385,7 @@ def join_kernel(
     logit_scale: "fp64",
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     HAS_ARGMAX: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     PARTS: tl.constexpr,  # n_parts or more, a power of two
@@ -401,7 +404,7 @@ def join_kernel(
     totals = tl.load(part_ptr + n_parts, mask=exists, other=0.0)
     target = tl.load(target_ptr + row).to(tl.int64)
     valid = (target >= 0) & (target < n_cols)
-    x_target = target_logit(logits_ptr + offset, target, valid, logit_scale, softcap, HAS_SOFTCAP)
+    x_target = target_logit(logits_ptr + offset, target, valid, logit_scale, softcap, SOFTCAP)
     maximum = tl.max(maxima, axis=0)
     moved = maxima - without_infinity(maximum)
     decay = tl.exp2(moved * LOG2E)
@@ -423,8 +426,8 @@ def join_kernel(
         firsts = tl.load(first_ptr + tl.cast(row, tl.int64) * n_parts + part, mask=exists, other=NO_COLUMN)
         top = tl.max(tops, axis=0)
         first = tl.min(tl.where(tops == top, firsts, NO_COLUMN), axis=0)
-    _finish(
-        row, n_cols, target, valid, x_target, _shift(x_target), maximum, total, moment, smooth, weights, top, first,
-        weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing, HAS_WEIGHT,
+    finish(
+        row, True, n_cols, target, valid, x_target, shift_of(x_target), maximum, total, moment, smooth, weights, top,
+        first, weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing, HAS_WEIGHT,
         HAS_SMOOTHING, HAS_ARGMAX, HAS_ENTROPY,
     )  # fmt: skip

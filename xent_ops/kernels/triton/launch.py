@@ -17,6 +17,7 @@ from ..reference import accumulator
 from . import configs
 from .backward import backward_kernel
 from .forward import forward_kernel, join_kernel, partial_kernel
+from .short import short_kernel
 from .soft import soft_backward_kernel, soft_forward_kernel
 
 
@@ -121,12 +122,14 @@ def _forward(
     if view.number == 0:
         return loss, lse, argmax, entropy
     itemsize = logits.element_size()
-    config = configs.forward(classes, itemsize, extra=with_argmax or with_entropy)
+    extra = with_argmax or with_entropy
+    config = configs.forward(classes, itemsize, extra)
     parts, part_classes = configs.parts(view.number, classes, config.block, _processors(logits))
+    short = configs.short(classes, itemsize, extra) if _aligned(view, classes) else None
     shared: dict[str, Any] = {
         "HAS_WEIGHT": weight is not None,
         "HAS_SMOOTHING": label_smoothing > 0.0,
-        "HAS_SOFTCAP": softcap is not None,
+        "SOFTCAP": configs.softcap(softcap, logits.element_size()),
         "HAS_ARGMAX": with_argmax,
         "HAS_ENTROPY": with_entropy,
     }
@@ -141,7 +144,12 @@ def _forward(
     outputs = (loss, lse, argmax, entropy)
     options = (ignore_index, label_smoothing, softcap or 0.0, logit_scale)
     with _on(logits):
-        if parts == 1:
+        if short is not None:
+            short_kernel[(-(-view.number // short.rows),)](
+                *inputs, *outputs, view.number, classes, *view[2:], *options,
+                ROWS=short.rows, BLOCK=short.block, num_warps=short.num_warps, num_stages=1, **shared,
+            )  # fmt: skip
+        elif parts == 1:
             forward_kernel[(view.number,)](*inputs, *outputs, classes, *view[2:], *options, **shared, **tiling)
         else:
             sums = torch.empty((view.number, 6, parts), dtype=lse.dtype, device=lse.device)
@@ -263,7 +271,7 @@ def _backward(
             HAS_ENTROPY=grad_entropy is not None,
             HAS_WEIGHT=weight is not None,
             HAS_SMOOTHING=label_smoothing > 0.0,
-            HAS_SOFTCAP=softcap is not None,
+            SOFTCAP=configs.softcap(softcap, logits.element_size()),
             EDGES=not (_aligned(view, classes) and _aligned(out, classes)),
             SAME_ROWS=view[2:] == out[2:],
             SHARD=shard is not None,
@@ -377,7 +385,7 @@ def soft_cross_entropy_forward(
                 softcap or 0.0,
                 logit_scale,
                 HAS_WEIGHT=weight is not None,
-                HAS_SOFTCAP=softcap is not None,
+                SOFTCAP=configs.softcap(softcap, logits.element_size()),
                 BLOCK=config.block,
                 num_warps=config.num_warps,
                 num_stages=config.num_stages,
@@ -425,7 +433,7 @@ def soft_cross_entropy_backward(
             logit_scale,
             HAS_GRAD_LSE=grad_lse is not None,
             HAS_WEIGHT=weight is not None,
-            HAS_SOFTCAP=softcap is not None,
+            SOFTCAP=configs.softcap(softcap, logits.element_size()),
             BLOCK=config.block,
             num_warps=config.num_warps,
             num_stages=config.num_stages,

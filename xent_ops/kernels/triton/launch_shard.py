@@ -48,7 +48,7 @@ def cross_entropy_shard(
                 logit_scale,
                 HAS_WEIGHT=weight is not None,
                 HAS_SMOOTHING=label_smoothing > 0.0,
-                HAS_SOFTCAP=softcap is not None,
+                SOFTCAP=configs.softcap(softcap, logits.element_size()),
                 EDGES=not launch._aligned(view, columns),
                 BLOCK=config.block,
                 VECTOR=configs.vector(logits.element_size()),

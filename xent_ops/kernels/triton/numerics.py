@@ -8,33 +8,42 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def tanh(u):
-    """tanh to the last bits of the dtype.
+def _tanh(u):
+    """tanh to the last bits of the dtype. No libdevice: it does not lower for every Triton backend.
 
-    No libdevice: it does not lower for every Triton backend. 1 - 2 / (exp(2|u|) + 1) loses digits to cancellation
-    near 0, so |u| < 0.625 takes the polynomials of the Cephes library (tanhf.c, tanh.c).
+    float32: a rational function, to 3 * 2^-23 relative, in 17 instructions and one of the slow kind (exponentials that
+    switch to a polynomial near 0 take 20 and two). float64: 1 - 2 / (exp(2|u|) + 1) loses digits to cancellation
+    near 0, where the rational function of the Cephes library (tanh.c) takes over.
     """
-    square = u * u
     if u.dtype == tl.float64:
+        square = u * u
         p = (-9.64399179425052238628e-1 * square - 9.92877231001918586564e1) * square - 1.61468768441708447952e3
         q = (
             (square + 1.12811678491632931402e2) * square + 2.23548839060100448583e3
         ) * square + 4.84406305325125486048e3
         small = u + u * square * (p / q)
-    else:
-        p = (((-5.70498872745e-3 * square + 2.06390887954e-2) * square - 5.37397155531e-2) * square
-             + 1.33314422036e-1) * square - 3.33332819422e-1  # fmt: skip
-        small = u + u * square * p
-    large = 1.0 - 2.0 / (tl.exp2(tl.abs(u) * (2.0 * LOG2E)) + 1.0)
-    return tl.where(tl.abs(u) < 0.625, small, tl.where(u < 0, -large, large))
+        large = 1.0 - 2.0 / (tl.exp2(tl.abs(u) * (2.0 * LOG2E)) + 1.0)
+        return tl.where(tl.abs(u) < 0.625, small, tl.where(u < 0, -large, large))
+    u = tl.clamp(u, -9.02, 9.02, propagate_nan=tl.PropagateNan.ALL)  # beyond, tanh is 1 in float32
+    square = u * u
+    # Least relative error over 0 < u < 9.02 (Lawson's reweighting of the linearised fit): 2.1e-8.
+    p = (((1.3319071040615423e-8 * square + 2.058348117180845e-5) * square + 3.494034593871608e-3) * square
+         + 1.3379718006484415e-1) * square + 0.9999999790622823  # fmt: skip
+    q = (((7.762019234573101e-7 * square + 3.2830928602978595e-4) * square + 2.5871073417883222e-2) * square
+         + 4.6713033259862513e-1) * square + 1.0  # fmt: skip
+    return u * p * (1.0 / q)
 
 
 @triton.jit
-def activate(z, softcap, HAS_SOFTCAP: tl.constexpr):
-    """x = softcap * tanh(z / softcap), or z. The reciprocal is of a scalar: one division a program."""
-    if HAS_SOFTCAP:
-        z = softcap * tanh(z * (1.0 / softcap))
-    return z
+def activate(z, logit_scale, softcap, SOFTCAP: tl.constexpr):
+    """x = softcap * tanh(logit_scale * z / softcap), or logit_scale * z; see configs.softcap for SOFTCAP."""
+    if SOFTCAP == 0:
+        x = z * logit_scale
+    elif SOFTCAP == 1:
+        x = softcap * _tanh(z * (logit_scale / softcap))
+    else:
+        x = softcap - 2.0 * softcap / (tl.exp2(z * (2.0 * LOG2E * logit_scale / softcap)) + 1.0)
+    return x
 
 
 @triton.jit

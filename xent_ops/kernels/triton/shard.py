@@ -30,7 +30,7 @@ def shard_kernel(
     logit_scale: "fp64",
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     EDGES: tl.constexpr,  # rows do not all start and end on 16-byte boundaries
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,  # elements in 16 bytes
@@ -52,14 +52,14 @@ def shard_kernel(
     shift = tl.cast(0.0, ACC)
     if HAS_SMOOTHING:
         # Any logit of the row keeps the smoothing sum small where all of them are large: the first, without the target.
-        shift = target_logit(row_ptr, column, column < n_cols, logit_scale, softcap, HAS_SOFTCAP)
+        shift = target_logit(row_ptr, column, column < n_cols, logit_scale, softcap, SOFTCAP)
         shift = tl.where(tl.abs(shift) < float("inf"), shift, 0.0)
     maximum, total, _moment, smooth, weights, _top, _first = scan(
         logits_ptr, offset, 0, n_cols, weight_ptr, logit_scale, softcap, shift,
-        HAS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, False, False, EDGES, BLOCK, VECTOR, ACC,
+        HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, False, False, EDGES, BLOCK, VECTOR, ACC,
     )  # fmt: skip
     pivot = without_infinity(maximum)
-    part = pivot - target_logit(row_ptr, column, owned, logit_scale, softcap, HAS_SOFTCAP)
+    part = pivot - target_logit(row_ptr, column, owned, logit_scale, softcap, SOFTCAP)
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + column, mask=owned, other=0.0)
         part *= weight

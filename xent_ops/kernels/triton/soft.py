@@ -36,7 +36,7 @@ def soft_forward_kernel(
     softcap: "fp64",
     logit_scale: "fp64",
     HAS_WEIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program a row."""
@@ -55,8 +55,8 @@ def soft_forward_kernel(
     for start in tl.range(0, n_cols, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < n_cols
-        z = tl.load(row_ptr + columns, mask=inside, other=0.0).to(ACC) * logit_scale
-        x = activate(z, softcap, HAS_SOFTCAP)
+        z = tl.load(row_ptr + columns, mask=inside, other=0.0).to(ACC)
+        x = activate(z, logit_scale, softcap, SOFTCAP)
         q = _probabilities(target_row_ptr, weight_ptr, columns, inside, label_smoothing, n_cols, ACC, HAS_WEIGHT)
         new_maximum = tl.maximum(maximum, tl.max(tl.where(inside, x, float("-inf")), axis=0))
         pivot = without_infinity(new_maximum)
@@ -95,7 +95,7 @@ def soft_backward_kernel(
     logit_scale: "fp64",
     HAS_GRAD_LSE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program a row: the mass of the target first, then the gradient (the second read comes from L2)."""
@@ -121,11 +121,11 @@ def soft_backward_kernel(
     for start in tl.range(0, n_cols, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < n_cols
-        z = tl.load(row_ptr + columns, mask=columns < tl.where(live, n_cols, 0), other=0.0).to(ACC) * logit_scale
-        x = activate(z, softcap, HAS_SOFTCAP)
+        z = tl.load(row_ptr + columns, mask=columns < tl.where(live, n_cols, 0), other=0.0).to(ACC)
+        x = activate(z, logit_scale, softcap, SOFTCAP)
         q = _probabilities(target_row_ptr, weight_ptr, columns, inside, label_smoothing, n_cols, ACC, HAS_WEIGHT)
         grad = total * tl.exp2((x - lse) * LOG2E) - a * q
-        if HAS_SOFTCAP:
+        if SOFTCAP:
             ratio = x * (1.0 / softcap)
             grad *= 1.0 - ratio * ratio
         grad = tl.where(live, grad * logit_scale, 0.0)

@@ -1,0 +1,78 @@
+"""Short rows: all of a row in one tile, so that nothing is carried from tile to tile and no maximum is revised."""
+
+import triton
+import triton.language as tl
+
+from .forward import NO_COLUMN, finish, shift_of, target_logit
+from .numerics import LOG2E, activate, row_offset, without_infinity
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_inner", "ignore_index", "label_smoothing", "softcap", "logit_scale"])
+def short_kernel(
+    logits_ptr,  # (outer, inner, V), rows of any stride
+    target_ptr,  # (N,), contiguous, any integer dtype
+    weight_ptr,  # (V,) in the accumulator's dtype
+    loss_ptr,  # (N,)
+    lse_ptr,  # (N,)
+    argmax_ptr,  # (N,) int64
+    entropy_ptr,  # (N,)
+    n_rows,
+    n_cols,
+    n_inner,
+    stride_outer,
+    stride_inner,
+    ignore_index: "i64",
+    label_smoothing: "fp64",
+    softcap: "fp64",
+    logit_scale: "fp64",
+    HAS_WEIGHT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_ARGMAX: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,  # V or more
+):
+    """ROWS rows a program."""
+    ACC: tl.constexpr = loss_ptr.dtype.element_ty
+    label_smoothing = tl.cast(label_smoothing, ACC)
+    softcap = tl.cast(softcap, ACC)
+    logit_scale = tl.cast(logit_scale, ACC)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = row < n_rows
+    row_ptr = logits_ptr + row_offset(row, n_inner, stride_outer, stride_inner)
+    columns = tl.arange(0, BLOCK)[None, :]
+    inside = columns < n_cols
+    z = tl.load(row_ptr[:, None] + columns, mask=exists[:, None] & inside, other=0.0, eviction_policy="evict_first")
+    target = tl.load(target_ptr + row, mask=exists, other=0).to(tl.int64)
+    valid = (target >= 0) & (target < n_cols) & exists
+    x_target = target_logit(row_ptr, target, valid, logit_scale, softcap, SOFTCAP)
+    shift = shift_of(x_target)
+
+    z = z.to(ACC)
+    x = activate(z, logit_scale, softcap, SOFTCAP)
+    zero = tl.zeros([ROWS], ACC)
+    moment, smooth, weights, top = zero, zero, zero, zero
+    first = tl.zeros([ROWS], tl.int32)
+    if HAS_SMOOTHING:
+        relative = x - shift[:, None]
+        if HAS_WEIGHT:
+            w = tl.load(weight_ptr + columns, mask=inside, other=0.0)
+            relative *= w
+            weights += tl.sum(w, axis=1)
+        smooth = tl.sum(tl.where(inside, relative, 0.0), axis=1)
+    if HAS_ARGMAX:
+        z = tl.where(inside, z * logit_scale, float("-inf"))
+        top = tl.max(z, axis=1)
+        first = tl.min(tl.where(z == top[:, None], columns, NO_COLUMN), axis=1)
+    x = tl.where(inside, x, float("-inf"))
+    maximum = tl.max(x, axis=1)
+    distance = x - without_infinity(maximum)[:, None]
+    e = tl.exp2(distance * LOG2E)
+    if HAS_ENTROPY:
+        moment = tl.sum(tl.where(e == 0.0, 0.0, e * distance), axis=1)
+    finish(
+        row, exists, n_cols, target, valid, x_target, shift, maximum, tl.sum(e, axis=1), moment, smooth, weights, top,
+        first, weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing, HAS_WEIGHT,
+        HAS_SMOOTHING, HAS_ARGMAX, HAS_ENTROPY,
+    )  # fmt: skip
