@@ -206,6 +206,22 @@ void row_values(const char* name, const MaybeTensor& tensor, const Tensor& logit
   }
 }
 
+void scalar_or_row_values(const char* owner, const Tensor& matrix, const char* name, const MaybeTensor& tensor) {
+  if (tensor) {
+    check_dtype(name, *tensor, FLOATS);
+    if (tensor->dim() > 0) {
+      same_shape(name, *tensor, matrix, 0, matrix.dim() - 1, text("one value for each row of the ", owner, ", or ()").c_str());
+    }
+    same_device(name, *tensor, matrix);
+  }
+}
+
+void scale_grad(const Tensor& grad, const Tensor& factor) {
+  require(grad.dim() >= 1, "grad has no dimension; expected shape (..., V)");
+  check_dtype("grad", grad, FLOATS);
+  scalar_or_row_values("grad", grad, "factor", factor);
+}
+
 void reduction(const std::string& value) {
   require(value == "none" || value == "mean" || value == "sum", "'", value,
           "' is not a valid value for reduction; valid are 'none', 'mean', 'sum'");

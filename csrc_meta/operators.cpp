@@ -125,6 +125,39 @@ struct Backward {
   Options options;
 };
 
+struct WithGrad {
+  explicit WithGrad(Stack& stack)
+      : logits(stack.tensor()),
+        target(stack.tensor()),
+        grad_scale(stack.tensor()),
+        grad_lse_square(stack.maybe_tensor()),
+        weight(stack.maybe_tensor()),
+        options(stack.options()) {
+    checks::index_forward(logits, target, weight, options);
+    checks::scalar_or_row_values("logits", logits, "grad_scale", grad_scale);
+    checks::scalar_or_row_values("logits", logits, "grad_lse_square", grad_lse_square);
+  }
+
+  // `grad_logits` may be the logits.
+  void write(const Tensor& loss, const Tensor& lse, const Tensor& grad_logits) const {
+    const ScalarType dtype = bridge::accumulator(logits);
+    const Problem problem(logits, target, weight, options);
+    problem.check_targets(problem.classes);
+    const bridge::PerRow scale(grad_scale, dtype), lse_square(grad_lse_square, dtype);
+    const bridge::Write out(grad_logits);
+    cpu::with_grad(problem, scale.values, lse_square.values, loss.mutable_data_ptr(), lse.mutable_data_ptr(), out.rows,
+                   bridge::threads());
+    out.finish();
+  }
+
+  Tensor logits;
+  Tensor target;
+  Tensor grad_scale;
+  MaybeTensor grad_lse_square;
+  MaybeTensor weight;
+  Options options;
+};
+
 void return_gradient(Stack& stack, const Backward& in) {
   const Tensor grad_logits = gradient_of(in.logits);
   if (!stack.meta) {
@@ -198,6 +231,38 @@ void cross_entropy_backward_(Stack& stack) {
   const Backward in(stack, false);
   if (!stack.meta) {
     in.write(in.logits);
+  }
+  stack.returns();
+}
+
+void cross_entropy_with_grad(Stack& stack) {
+  const WithGrad in(stack);
+  const Tensor loss = per_row(in.logits, in.target), lse = per_row(in.logits, in.target);
+  const Tensor grad_logits = gradient_of(in.logits);
+  if (!stack.meta) {
+    in.write(loss, lse, grad_logits);
+  }
+  stack.returns(loss, lse, grad_logits);
+}
+
+void cross_entropy_with_grad_(Stack& stack) {
+  const WithGrad in(stack);
+  const Tensor loss = per_row(in.logits, in.target), lse = per_row(in.logits, in.target);
+  if (!stack.meta) {
+    in.write(loss, lse, in.logits);
+  }
+  stack.returns(loss, lse);
+}
+
+void scale_grad_(Stack& stack) {
+  const Tensor grad = stack.tensor();
+  const Tensor factor = stack.tensor();
+  checks::scale_grad(grad, factor);
+  if (!stack.meta) {
+    const bridge::Write out(grad);
+    const bridge::PerRow values(factor, bridge::accumulator(grad));
+    cpu::scale_grad(Problem(grad, std::nullopt, Options()), out.rows, values.values, bridge::threads());
+    out.finish();
   }
   stack.returns();
 }

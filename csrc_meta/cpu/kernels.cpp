@@ -119,6 +119,21 @@ void with_grad_as(
   visit<Coefficients<A>>(problem.rows, problem.classes, threads, true, true, scan, join, write);
 }
 
+template <class A>
+void scale_grad_as(const Problem& problem, MutableRows grad, PerRow factor, const Threads& threads) {
+  const auto no_scan = [](std::int64_t, std::int64_t, std::int64_t) { return Sums(); };
+  const auto join = [&](std::int64_t row, const Sums&) { return A(value<A>(factor, row)); };
+  const auto write = [&](std::int64_t row, A by, std::int64_t column, std::int64_t n) {
+    char* to = at(grad, problem.dtype, row, column);
+    if (by == 0) {
+      std::memset(to, 0, n * size_of(problem.dtype));
+    } else if (by != 1) {
+      blocks<A>().scale(problem.dtype, to, n, by);
+    }
+  };
+  visit<A>(problem.rows, problem.classes, threads, false, true, no_scan, join, write);
+}
+
 }  // namespace
 
 void forward(
@@ -156,6 +171,10 @@ void with_grad(
     with_grad_as<A>(
         problem, grad_scale, grad_lse_square, static_cast<A*>(loss), static_cast<A*>(lse), grad, threads);
   });
+}
+
+void scale_grad(const Problem& problem, MutableRows grad, PerRow factor, const Threads& threads) {
+  dispatch(problem, [&](auto a) { scale_grad_as<decltype(a)>(problem, grad, factor, threads); });
 }
 
 }  // namespace xent::cpu
