@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import xent_ops  # noqa: F401
-from xent_ops.ops import library
+from xent_ops.ops import eager, library
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -45,6 +45,13 @@ def device(request):
 def raises_out_of_range(device):
     """Does this device raise IndexError for a target out of range (else: NaN)?"""
     return device == "cpu" and not INTERPRETED
+
+
+@pytest.fixture(params=["one node", "operators"])
+def both_paths(request, monkeypatch):
+    """The test runs twice: with the loss as one autograd node, and on the ordinary path through the operators."""
+    if request.param == "operators":
+        monkeypatch.setattr(eager, "undisturbed", lambda *tensors: False)
 
 
 @pytest.fixture(autouse=True)

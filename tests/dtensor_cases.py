@@ -111,6 +111,7 @@ def refused(device):
     bad = [
         (partial, target, {}, "valid are Replicate"),
         (split, target, {"inplace_backward": True}, "inplace_backward=True is not supported for DTensor"),
+        (split, target, {"grad_in_forward": True}, "grad_in_forward=True is not supported for DTensor"),
         (split, target[:3], {}, r"target has shape \(3,\); expected \(4,\)"),
         (split, target, {"weight": torch.ones(3, device=device)}, rf"weight has shape \(3,\); expected \({V},\)"),
         (split, distribute_tensor(target, other, [Replicate()] * 2), {}, "both must be on one mesh"),

@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from xent_ops.kernels.triton import launch, launch_shard  # noqa: E402
+from xent_ops.kernels.triton import launch, launch_one_pass, launch_shard  # noqa: E402
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -24,7 +24,12 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-KERNELS = [(module, name) for module in (launch, launch_shard) for name in vars(module) if name.endswith("_kernel")]
+KERNELS = [
+    (module, name)
+    for module in (launch, launch_one_pass, launch_shard)
+    for name in vars(module)
+    if name.endswith("_kernel")
+]
 TYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -103,6 +108,10 @@ def everything(dtype, vocabulary, full):
     launch.cross_entropy_backward_entropy(row, row, row, logits, target, row, row, weight, **options)
     launch.soft_cross_entropy_forward(logits, logits, weight, **soft_options)
     launch.soft_cross_entropy_backward(row, row, logits, logits, row, weight, **soft_options)
+    scale = torch.ones((), dtype=row.dtype)
+    launch_one_pass.cross_entropy_with_grad(logits, target, scale, row if full else None, weight, **options)
+    launch_one_pass.cross_entropy_with_grad_(logits, target, row, None, weight, **options)
+    launch_one_pass.scale_grad_(logits, row if full else scale)
     place = (vocabulary, 4 * vocabulary)
     gathered = launch_shard.cross_entropy_shard(logits, target, *place, weight, **options).expand(4, -1)
     launch_shard.cross_entropy_shard_join(logits, target, gathered, *place, weight, **options)
@@ -142,6 +151,8 @@ def test_another_option_value_is_the_same_kernel(monkeypatch):
         def run():
             launch.cross_entropy_forward(logits, target, weight, **options)
             launch.cross_entropy_backward(row, None, logits, target, row, weight, **options)
+            launch_one_pass.cross_entropy_with_grad(logits, target, row[0], row, weight, **options)
+            launch_one_pass.scale_grad_(logits, row)
             place = (5 * rows, 10**6 + rows)  # another rank, another vocabulary
             gathered = launch_shard.cross_entropy_shard(logits, target, *place, weight, **options).expand(4, -1)
             launch_shard.cross_entropy_shard_join(logits, target, gathered, *place, weight, **options)

@@ -44,7 +44,13 @@ def samples(device, dtype, requires_grad):
         yield ops.cross_entropy_backward.default, (grad, grad_lse, x, t, lse, *rest), kwargs
         yield ops.cross_entropy_backward.default, (grad, None, x, t, lse, *rest), kwargs
         yield ops.cross_entropy_backward_entropy.default, (grad, None, grad_lse, x, t, lse, entropy, *rest), kwargs
+        scale = rows()
+        yield ops.cross_entropy_with_grad.default, (x.detach(), t, scale, None, *rest), kwargs
+        yield ops.cross_entropy_with_grad.default, (x.detach(), t, grad, grad_lse, *rest), kwargs
         if not requires_grad:
+            yield ops.cross_entropy_with_grad_.default, (x.clone(), t, scale, grad_lse, *rest), kwargs
+            yield ops.scale_grad_.default, (x.clone(), scale), {}
+            yield ops.scale_grad_.default, (x.clone(), grad), {}
             yield ops.cross_entropy_backward_.default, (grad, None, x.clone(), t, lse, *rest), kwargs
     for args, kwargs in [((logits, soft), {}), ((logits, soft, weight.to(dtype)), full)]:
         yield ops.soft_cross_entropy_forward.default, args, kwargs
@@ -106,6 +112,7 @@ def test_meta_device(device):
     assert logits.grad.shape == logits.shape and logits.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.usefixtures("both_paths")
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weight"])
 def test_gradcheck_and_gradgradcheck(device, reduction, weighted):
@@ -229,6 +236,7 @@ def test_backward_operators_check_their_rows():
         ops.soft_cross_entropy_backward(row, None, x, x, row[:2])
 
 
+@pytest.mark.usefixtures("both_paths")
 def test_nothing_is_saved_without_grad(device):
     saved = []
     x = torch.randn(4, 10, device=device, requires_grad=True)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .kernels import reference
-from .ops import checks, inplace, transforms
-from .ops.composite import reduce_rows
+from .ops import checks, eager, transforms
+from .ops.composite import count_rows, reduce_rows
 
 
 class CrossEntropyOutputs(NamedTuple):
@@ -66,6 +66,7 @@ def cross_entropy(
     logit_scale: float = 1.0,
     dim: int = 1,
     inplace_backward: bool = False,
+    grad_in_forward: bool = False,
 ) -> Tensor:
     """Cross entropy between logits and class indices or class probabilities: ``F.cross_entropy`` and more.
 
@@ -97,6 +98,13 @@ def cross_entropy(
         inplace_backward: in eager, write the gradient over the input's storage: no second buffer of its size. The
             input must not be a leaf, and whoever reads it after the backward gets an error from autograd. Compiled
             graphs already reuse that buffer, so there it means nothing. Class indices only.
+        grad_in_forward: in eager, make the gradient in forward, in the same pass over the input: one read and one
+            write of its size in all, instead of two and one. The backward multiplies it by the upstream gradient,
+            which costs nothing where that is one, and hands it out, once: a second backward raises, and so does a
+            second derivative. The gradient is rounded to the input's dtype before it is multiplied: with float16 and
+            a loss scaler, small gradients underflow that would not otherwise. With ``inplace_backward`` the gradient
+            takes the input's storage in forward already, so nobody may read the input after this call. Compiled
+            graphs take the ordinary path. Class indices only.
 
     Returns:
         float32 (float64 for float64 input): (), or with "none" the shape of class indices.
@@ -123,44 +131,41 @@ def cross_entropy(
             softcap=softcap,
             logit_scale=logit_scale,
             inplace_backward=inplace_backward,
+            grad_in_forward=grad_in_forward,
         )
     checks.reduction(reduction)
     logits = _classes_last(input, dim)
     options: dict[str, Any] = {"label_smoothing": label_smoothing, "softcap": softcap, "logit_scale": logit_scale}
     if target.dim() == input.dim() and input.dim() > 0:
-        if inplace_backward:
-            raise ValueError("inplace_backward=True takes class indices, not class probabilities")
+        for name, value in (("inplace_backward", inplace_backward), ("grad_in_forward", grad_in_forward)):
+            if value:
+                raise ValueError(f"{name}=True takes class indices, not class probabilities")
         probabilities = _classes_last(target, dim, "target")
         return _soft(logits, probabilities, weight, ignore_index, reduction, lse_square_scale, options)
+    options["ignore_index"] = ignore_index
+    loss_options: dict[str, Any] = {"reduction": reduction, "lse_square_scale": lse_square_scale}
     if not torch.compiler.is_compiling():
-        rows = None
         if transforms.active():
-            rows = transforms.forward_rows
-        elif inplace_backward and torch.is_grad_enabled() and input.requires_grad:
-            rows = inplace.forward_rows
-        if rows is not None:
             checks.lse_square_scale(lse_square_scale)
             checks.weight_without_grad(weight)
-            loss, lse = rows(logits, target, weight, ignore_index=ignore_index, **options)
-            return reduce_rows(
-                loss,
-                lse,
+            loss, lse = transforms.forward_rows(logits, target, weight, **options)
+            counts = count_rows(
+                target, weight, ignore_index=ignore_index, classes=logits.shape[-1], dtype=loss.dtype, **loss_options
+            )
+            return reduce_rows(loss, lse, counts, **loss_options).loss
+        one_node = inplace_backward or grad_in_forward or eager.undisturbed(logits, target, weight)
+        if one_node and logits.requires_grad and torch.is_grad_enabled():
+            checks.lse_square_scale(lse_square_scale)
+            checks.weight_without_grad(weight)
+            return eager.cross_entropy(
+                logits,
                 target,
                 weight,
-                ignore_index=ignore_index,
-                lse_square_scale=lse_square_scale,
-                reduction=reduction,
-                classes=logits.shape[-1],
-            ).loss
-    return torch.ops.xent.cross_entropy(
-        logits,
-        target,
-        weight,
-        ignore_index=ignore_index,
-        lse_square_scale=lse_square_scale,
-        reduction=reduction,
-        **options,
-    )
+                eager.Settings(reduction, lse_square_scale, options),
+                inplace_backward=inplace_backward,
+                grad_in_forward=grad_in_forward,
+            )
+    return torch.ops.xent.cross_entropy(logits, target, weight, **loss_options, **options)
 
 
 def _soft(
@@ -219,16 +224,11 @@ def cross_entropy_outputs(
         softcap=softcap,
         logit_scale=logit_scale,
     )
-    total, z_loss = reduce_rows(
-        loss,
-        lse,
-        target,
-        weight,
-        ignore_index=ignore_index,
-        lse_square_scale=lse_square_scale,
-        reduction=reduction,
-        classes=logits.shape[-1],
+    loss_options: dict[str, Any] = {"reduction": reduction, "lse_square_scale": lse_square_scale}
+    counts = count_rows(
+        target, weight, ignore_index=ignore_index, classes=logits.shape[-1], dtype=loss.dtype, **loss_options
     )
+    total, z_loss = reduce_rows(loss, lse, counts, **loss_options)
     counted = target.to(torch.int64) != ignore_index
     hits = counted & (argmax == target)
     return CrossEntropyOutputs(

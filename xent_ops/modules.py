@@ -28,6 +28,7 @@ class CrossEntropyLoss(nn.Module):
         logit_scale: float = 1.0,
         dim: int = 1,
         inplace_backward: bool = False,
+        grad_in_forward: bool = False,
     ) -> None:
         super().__init__()
         checks.reduction(reduction)
@@ -40,6 +41,7 @@ class CrossEntropyLoss(nn.Module):
         self.logit_scale = logit_scale
         self.dim = dim
         self.inplace_backward = inplace_backward
+        self.grad_in_forward = grad_in_forward
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return functional.cross_entropy(
@@ -54,6 +56,7 @@ class CrossEntropyLoss(nn.Module):
             logit_scale=self.logit_scale,
             dim=self.dim,
             inplace_backward=self.inplace_backward,
+            grad_in_forward=self.grad_in_forward,
         )
 
     def extra_repr(self) -> str:
@@ -66,6 +69,7 @@ class CrossEntropyLoss(nn.Module):
             "logit_scale": 1.0,
             "dim": 1,
             "inplace_backward": False,
+            "grad_in_forward": False,
         }
         return ", ".join(
             f"{name}={getattr(self, name)!r}" for name, value in defaults.items() if getattr(self, name) != value

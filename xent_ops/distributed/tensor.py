@@ -33,11 +33,13 @@ def cross_entropy(
     softcap: float | None,
     logit_scale: float,
     inplace_backward: bool,
+    grad_in_forward: bool,
 ) -> DTensor:
     """Arguments are those of ``xent_ops.cross_entropy``; the target may be a DTensor or a plain tensor."""
     assert isinstance(input, DTensor)
-    if inplace_backward:
-        raise ValueError("inplace_backward=True is not supported for DTensor logits")
+    for name, value in (("inplace_backward", inplace_backward), ("grad_in_forward", grad_in_forward)):
+        if value:
+            raise ValueError(f"{name}=True is not supported for DTensor logits")
     checks.reduction(reduction)
     checks.lse_square_scale(lse_square_scale)
     classes_dim = 0 if input.dim() == 1 and dim == 1 else dim % max(input.dim(), 1)

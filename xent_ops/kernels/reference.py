@@ -152,14 +152,14 @@ def _softmax_gradient(
 def _finish(
     grad: Tensor, x: Tensor, lse: Tensor, upstream: Tensor, logits: Tensor, softcap: float | None, logit_scale: float
 ) -> Tensor:
-    """Through the activation and into the logits' dtype.
+    """Through the activation and into the logits' dtype, contiguous whatever the logits' strides.
 
     A row that passes nothing back gets exact zeros even where its logits are not finite (0 * NaN is NaN): such
     rows are padding that was never written.
     """
     grad = grad * _activation_derivative(x, softcap, logit_scale)
     dead = (upstream == 0) & ~lse.isfinite()
-    return torch.where(dead.unsqueeze(-1), 0.0, grad).to(logits.dtype)
+    return torch.where(dead.unsqueeze(-1), 0.0, grad).to(logits.dtype).contiguous()
 
 
 def cross_entropy_backward(
@@ -204,6 +204,42 @@ def cross_entropy_backward_(
 ) -> None:
     """The gradient written over the logits."""
     logits.copy_(cross_entropy_backward(grad_loss, grad_lse, logits, *rest, **options))
+
+
+def cross_entropy_with_grad(
+    logits: Tensor,
+    target: Tensor,
+    grad_scale: Tensor,
+    grad_lse_square: Tensor | None = None,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, lse, gradient of grad_scale * loss + grad_lse_square * lse^2 summed over counted rows)."""
+    options["ignore_index"] = ignore_index
+    loss, lse = cross_entropy_forward(logits, target, weight, **options)
+    grad_lse = None
+    if grad_lse_square is not None:
+        counted = target.to(torch.int64) != ignore_index
+        grad_lse = torch.where(counted, 2 * grad_lse_square.to(lse.dtype) * lse, 0.0)
+    grad_loss = grad_scale.expand(lse.shape)
+    return loss, lse, cross_entropy_backward(grad_loss, grad_lse, logits, target, lse, weight, **options)
+
+
+def cross_entropy_with_grad_(logits: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """(loss, lse), and the gradient written over the logits."""
+    loss, lse, grad = cross_entropy_with_grad(logits, *args, **options)
+    logits.copy_(grad)
+    return loss, lse
+
+
+def scale_grad_(grad: Tensor, factor: Tensor) -> None:
+    """grad (..., V) times factor, () or (...). Zero times anything is zero, as in a row that passes nothing back."""
+    if factor.device.type == "cpu" and bool((factor == 1).all()):
+        return
+    factor = factor.unsqueeze(-1)  # of one dimension at least: torch would round a scalar to the gradient's dtype
+    grad.mul_(factor).masked_fill_(factor == 0, 0.0)
 
 
 def cross_entropy_backward_entropy(

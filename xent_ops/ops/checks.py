@@ -30,11 +30,9 @@ def _same_shape(name: str, shape: torch.Size, expected: torch.Size, meaning: str
         torch._check_value(size == wanted, message)
 
 
-def _same_device(name: str, tensor: Tensor, logits: Tensor) -> None:
-    if tensor.device != logits.device:
-        raise RuntimeError(
-            f"{name} is on {tensor.device} but logits are on {logits.device}; both must be on one device"
-        )
+def _same_device(name: str, tensor: Tensor, other: Tensor, owner: str = "logits are") -> None:
+    if tensor.device != other.device:
+        raise RuntimeError(f"{name} is on {tensor.device} but {owner} on {other.device}; both must be on one device")
 
 
 def _dtype(name: str, tensor: Tensor, valid: tuple[torch.dtype, ...]) -> None:
@@ -180,6 +178,38 @@ def index_backward(
     rows_of(logits, grad_loss=grad_loss, grad_lse=grad_lse, lse=lse)
 
 
+def index_with_grad(
+    logits: Tensor,
+    target: Tensor,
+    grad_scale: Tensor,
+    grad_lse_square: Tensor | None = None,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> None:
+    index_forward(logits, target, weight, label_smoothing=label_smoothing, softcap=softcap, logit_scale=logit_scale)
+    scalar_or_rows_of("logits", logits, grad_scale=grad_scale, grad_lse_square=grad_lse_square)
+
+
+def scale_grad(grad: Tensor, factor: Tensor) -> None:
+    if grad.dim() < 1:
+        raise ValueError("grad has no dimension; expected shape (..., V)")
+    _dtype("grad", grad, FLOATS)
+    scalar_or_rows_of("grad", grad, factor=factor)
+
+
+def without_grad(name: str, tensor: Tensor) -> None:
+    """For a tensor that an operator overwrites with something that has no derivative."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name} require grad and would be overwritten by an operator that has no derivative: call it below "
+            "torch.no_grad(), or use xent_ops.cross_entropy(..., grad_in_forward=True)"
+        )
+
+
 def soft_forward(
     logits: Tensor,
     target: Tensor,
@@ -219,3 +249,14 @@ def rows_of(logits: Tensor, **tensors: Tensor | None) -> None:
             _dtype(name, tensor, FLOATS)
             _same_shape(name, tensor.shape, logits.shape[:-1], "one value for each row of the logits")
             _same_device(name, tensor, logits)
+
+
+def scalar_or_rows_of(owner: str, matrix: Tensor, **tensors: Tensor | None) -> None:
+    """Each tensor holds one floating-point value, of shape (), or one a row of the matrix."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        _dtype(name, tensor, FLOATS)
+        if tensor.dim() > 0:
+            _same_shape(name, tensor.shape, matrix.shape[:-1], f"one value for each row of the {owner}, or ()")
+        _same_device(name, tensor, matrix, "logits are" if owner == "logits" else f"{owner} is")

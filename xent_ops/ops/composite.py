@@ -20,9 +20,15 @@ class Reduced(NamedTuple):
     z_loss: Tensor | None  # None where lse_square_scale is 0
 
 
-def reduce_rows(
-    loss: Tensor,
-    lse: Tensor,
+class Counts(NamedTuple):
+    """What the reductions divide by; None where nothing asks for it."""
+
+    counted: Tensor | None  # (...) bool: rows that are not ignored, for the z-loss
+    number: Tensor | None  # () of counted rows, for "mean"
+    weights: Tensor | None  # () sum of their targets' class weights, for "mean"
+
+
+def count_rows(
     target: Tensor,
     weight: Tensor | None,
     *,
@@ -30,29 +36,39 @@ def reduce_rows(
     lse_square_scale: float,
     reduction: str,
     classes: int,
-) -> Reduced:
+    dtype: torch.dtype,
+) -> Counts:
+    if reduction != "mean" and lse_square_scale == 0.0:
+        return Counts(None, None, None)
+    counted = target.to(torch.int64) != ignore_index
+    if reduction != "mean":
+        return Counts(counted, None, None)
+    number = counted.sum()
+    if weight is None:
+        return Counts(counted, number, number)
+    index, _, invalid = reference.gather_target(target, classes, ignore_index)
+    weights = torch.where(counted & ~invalid, reference.weights_at(weight.to(dtype), index), 0.0).sum()
+    return Counts(counted, number, weights)
+
+
+def reduce_rows(loss: Tensor, lse: Tensor, counts: Counts, *, lse_square_scale: float, reduction: str) -> Reduced:
     """Row losses to the loss of class-index targets.
 
     "mean" divides the loss by the sum of the targets' class weights, as torch does (NaN where no row is counted),
     and the z-loss ``lse_square_scale * lse^2`` by the number of counted rows, as Liger-Kernel and flash-attn do.
     """
-    counted = target.to(torch.int64) != ignore_index
     z_loss = None
     if lse_square_scale != 0.0:
+        assert counts.counted is not None
         # Masked before the square: a row of padding may hold anything, and the gradient of inf^2 * 0 is NaN.
-        z_loss = lse_square_scale * torch.where(counted, lse, 0.0).square()
-    if reduction == "mean":
-        number = counted.sum()
-        denominator = number
-        if weight is not None:
-            index, counted, invalid = reference.gather_target(target, classes, ignore_index)
-            inside = counted & ~invalid
-            denominator = torch.where(inside, reference.weights_at(weight.to(loss.dtype), index), 0.0).sum()
-        loss = loss.sum() / denominator
-        z_loss = None if z_loss is None else z_loss.sum() / number
-    elif reduction == "sum":
+        z_loss = lse_square_scale * torch.where(counts.counted, lse, 0.0).square()
+    if reduction != "none":
         loss = loss.sum()
         z_loss = None if z_loss is None else z_loss.sum()
+    if reduction == "mean":
+        assert counts.weights is not None and counts.number is not None
+        loss = loss / counts.weights
+        z_loss = None if z_loss is None else z_loss / counts.number
     return Reduced(loss if z_loss is None else loss + z_loss, z_loss)
 
 
@@ -80,16 +96,16 @@ def cross_entropy(
         softcap=softcap,
         logit_scale=logit_scale,
     )
-    return reduce_rows(
-        loss,
-        lse,
+    counts = count_rows(
         target,
         weight,
         ignore_index=ignore_index,
         lse_square_scale=lse_square_scale,
         reduction=reduction,
         classes=logits.shape[-1],
-    ).loss
+        dtype=loss.dtype,
+    )
+    return reduce_rows(loss, lse, counts, lse_square_scale=lse_square_scale, reduction=reduction).loss
 
 
 define("cross_entropy")

@@ -34,6 +34,16 @@ SCHEMAS: dict[str, str] = {
         "(Tensor grad_loss, Tensor? grad_lse, Tensor(a!) logits, Tensor target, Tensor lse, "
         f"Tensor? weight=None, *, {_ROW}) -> ()"
     ),
+    # Loss and gradient in one visit of the logits, and what applies an upstream gradient afterwards.
+    "cross_entropy_with_grad": (
+        "(Tensor logits, Tensor target, Tensor grad_scale, Tensor? grad_lse_square=None, Tensor? weight=None, *, "
+        f"{_ROW}) -> (Tensor loss, Tensor lse, Tensor grad_logits)"
+    ),
+    "cross_entropy_with_grad_": (
+        "(Tensor(a!) logits, Tensor target, Tensor grad_scale, Tensor? grad_lse_square=None, Tensor? weight=None, *, "
+        f"{_ROW}) -> (Tensor loss, Tensor lse)"
+    ),
+    "scale_grad_": "(Tensor(a!) grad, Tensor factor) -> ()",
     # Class probabilities as targets, (..., V) like the logits.
     "soft_cross_entropy_forward": (
         f"(Tensor logits, Tensor target, Tensor? weight=None, *, {_SOFT}) -> (Tensor loss, Tensor lse)"

@@ -7,7 +7,35 @@ from .numerics import LOG2E, activate, aligned_body, edge_columns, row_offset
 
 
 @triton.jit
-def _gradient(
+def coefficients(
+    a,  # upstream gradient of the loss
+    target,
+    valid,  # whether the target is a class
+    target_weight,
+    sum_weights,  # not read without HAS_WEIGHT
+    n_classes,
+    ignore_index,
+    label_smoothing,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+):
+    """a as it counts, and A (less what comes through the lse), B, C of reference.row_coefficients."""
+    a = tl.where(valid, a, float("nan"))
+    a = tl.where(target == ignore_index, 0.0, a)
+    b = a
+    if HAS_SMOOTHING:
+        b *= 1.0 - label_smoothing
+    if HAS_WEIGHT:
+        b *= target_weight
+    total = b
+    c = a * (label_smoothing / n_classes)
+    if HAS_SMOOTHING:
+        total += c * (sum_weights if HAS_WEIGHT else tl.cast(n_classes, a.dtype))
+    return a, total, b, c
+
+
+@triton.jit
+def gradient(
     z,  # logits, in the accumulator's dtype
     lse,
     total,  # A, B, C of reference.row_coefficients
@@ -41,7 +69,7 @@ def _gradient(
 
 
 @triton.jit
-def _write(
+def write(
     pointers,  # into the logits of a row
     out_pointers,  # into its gradient
     columns,
@@ -65,7 +93,7 @@ def _write(
     weight = 0.0
     if HAS_SMOOTHING and HAS_WEIGHT:
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
-    grad, slope = _gradient(
+    grad, slope = gradient(
         z, lse, total, c, weight, entropy, grad_entropy, logit_scale, softcap, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING,
         SOFTCAP,
     )  # fmt: skip
@@ -134,25 +162,23 @@ def backward_kernel(
     valid = (target >= 0) & (target < total_classes)
     lse = tl.load(lse_ptr + row)
     a = tl.load(grad_loss_ptr + tl.cast(row, tl.int64) * grad_loss_stride).to(ACC)
-    a = tl.where(valid, a, float("nan"))
-    a = tl.where(target == ignore_index, 0.0, a)
+    column = target
+    owned = valid
     if SHARD:
-        target -= class_start
-        valid = (target >= 0) & (target < n_cols)
-        target = tl.where(valid, target, -1)  # no column; the difference may not fit the columns' int32
-    b = a
-    if HAS_SMOOTHING:
-        b *= 1.0 - label_smoothing
+        column = target - class_start
+        owned = (column >= 0) & (column < n_cols)
     target_weight = tl.cast(0.0, ACC)
+    sum_weights = tl.cast(0.0, ACC)
     if HAS_WEIGHT:
-        target_weight = tl.load(weight_ptr + target, mask=valid, other=0.0)
-        b *= target_weight
-    total = b
-    c = a * (label_smoothing / total_classes)
+        target_weight = tl.load(weight_ptr + column, mask=owned, other=0.0)
+        if HAS_SMOOTHING:
+            sum_weights = tl.load(weight_sum_ptr)
+    a, total, b, c = coefficients(
+        a, target, valid, target_weight, sum_weights, total_classes, ignore_index, label_smoothing, HAS_WEIGHT,
+        HAS_SMOOTHING,
+    )  # fmt: skip
     if SHARD:
         total = a * tl.load(weight_sum_ptr + row) if HAS_WEIGHT else a
-    elif HAS_SMOOTHING:
-        total += c * (tl.load(weight_sum_ptr) if HAS_WEIGHT else tl.cast(n_cols, ACC))
     if HAS_GRAD_LSE:
         total += tl.load(grad_lse_ptr + tl.cast(row, tl.int64) * grad_lse_stride).to(ACC)
     # A row that passes nothing back (ignored, or weighted with 0) is not read: exact zeros, whatever its logits hold.
@@ -172,15 +198,15 @@ def backward_kernel(
     # The target's own element is written again, after its tile: a comparison for each element costs a fifth of the
     # kernel's instructions. The barriers keep the tile's other threads from writing before it is read (the gradient
     # may lie over the logits) and after it is written.
-    place = target - head
+    place = column - head
     in_tile = (place >= start) & (place < tl.minimum(start + BLOCK, body))
     in_edges = EDGES & (start == 0) & ((place < 0) | (place >= body))
-    has_target = live & valid & (in_tile | in_edges)
-    at_target = tl.load(logits_ptr + offset + target, mask=has_target, other=0.0).to(ACC)
+    has_target = live & owned & (in_tile | in_edges)
+    at_target = tl.load(logits_ptr + offset + column, mask=has_target, other=0.0).to(ACC)
     if has_target:
         tl.debug_barrier()
     columns = start + tl.arange(0, BLOCK)
-    _write(
+    write(
         logits_ptr + boundary + columns, grad_ptr + out_boundary + columns, head + columns, columns < body,
         columns < tl.where(live, body, 0), weight_ptr, lse, total, c, entropy, grad_entropy, logit_scale, softcap,
         HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP,
@@ -188,15 +214,15 @@ def backward_kernel(
     if EDGES:  # noqa: SIM102 (known when compiling, the next when running)
         if start == 0:
             edges, exist = edge_columns(head, body, n_cols, VECTOR)
-            _write(
+            write(
                 logits_ptr + offset + edges, grad_ptr + out_offset + edges, edges, exist,
                 exist & (edges < tl.where(live, n_cols, 0)), weight_ptr, lse, total, c, entropy, grad_entropy,
                 logit_scale, softcap, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP,
             )  # fmt: skip
     if has_target:
         tl.debug_barrier()
-        grad, slope = _gradient(
+        grad, slope = gradient(
             at_target, lse, total, c, target_weight, entropy, grad_entropy, logit_scale, softcap, HAS_ENTROPY,
             HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP,
         )  # fmt: skip
-        tl.store(grad_ptr + out_offset + target, ((grad - b) * slope).to(grad_ptr.dtype.element_ty))
+        tl.store(grad_ptr + out_offset + column, ((grad - b) * slope).to(grad_ptr.dtype.element_ty))

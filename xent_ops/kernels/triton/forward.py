@@ -41,13 +41,14 @@ def _visit(
     SOFTCAP: tl.constexpr,
     HAS_ARGMAX: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):
     """Fold one tile of the row into the running state."""
     maximum, total, moment, smooth, weights, best, best_column = state
     if MASKED:
-        z = tl.load(pointers, mask=inside, other=0.0, eviction_policy="evict_first")
+        z = tl.load(pointers, mask=inside, other=0.0, eviction_policy=EVICTION)
     else:
-        z = tl.load(pointers, eviction_policy="evict_first")
+        z = tl.load(pointers, eviction_policy=EVICTION)
     z = z.to(total.dtype)
     x = activate(z, logit_scale, softcap, SOFTCAP)
     if HAS_SMOOTHING:
@@ -137,6 +138,7 @@ def scan(
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
     ACC: tl.constexpr,
+    EVICTION: tl.constexpr = "evict_first",  # of the logits from the caches
 ):
     """Scan n_cols elements of a row: maximum, total, moment, smooth, weights, largest z, its first column.
 
@@ -153,20 +155,20 @@ def scan(
         columns = start + lane
         state = _visit(
             state, body_ptr + columns, body_column + columns, columns < body, weight_ptr, logit_scale, softcap, shift,
-            False, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
+            False, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EVICTION,
         )  # fmt: skip
     if n_full < body:
         columns = n_full + lane
         state = _visit(
             state, body_ptr + columns, body_column + columns, columns < body, weight_ptr, logit_scale, softcap, shift,
-            True, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
+            True, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EVICTION,
         )  # fmt: skip
     maximum = tl.max(state[0], axis=0)
     if EDGES:
         columns, inside = edge_columns(head, body, n_cols, VECTOR)
         edges = _visit(
             _start(2, VECTOR, ACC), logits_ptr + offset + columns, first_column + columns, inside, weight_ptr,
-            logit_scale, softcap, shift, True, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
+            logit_scale, softcap, shift, True, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EVICTION,
         )  # fmt: skip
         maximum = tl.maximum(maximum, tl.max(edges[0], axis=0))
     pivot = without_infinity(maximum)

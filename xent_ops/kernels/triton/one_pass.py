@@ -1,0 +1,144 @@
+"""Loss and gradient of a row in one program, and the factor that the gradient is multiplied by afterwards."""
+
+import triton
+import triton.language as tl
+
+from .backward import coefficients, gradient, write
+from .forward import finish, scan, shift_of, target_logit
+from .numerics import LN2, aligned_body, edge_columns, row_offset, without_infinity
+
+
+@triton.jit(
+    do_not_specialize=["n_inner", "n_out_inner", "ignore_index", "label_smoothing", "softcap", "logit_scale"]
+)  # fmt: skip
+def one_pass_kernel(
+    logits_ptr,  # (outer, inner, V), rows of any stride
+    target_ptr,  # (N,), contiguous, any integer dtype
+    grad_scale_ptr,  # (N,) with a stride, 0 for a scalar
+    grad_lse_square_ptr,  # (N,) likewise
+    weight_ptr,  # (V,) in the accumulator's dtype
+    loss_ptr,  # (N,)
+    lse_ptr,  # (N,)
+    grad_ptr,  # (outer, inner, V): may be the logits themselves
+    n_cols,
+    n_inner,
+    stride_outer,
+    stride_inner,
+    n_out_inner,
+    out_stride_outer,
+    out_stride_inner,
+    grad_scale_stride,
+    grad_lse_square_stride,
+    ignore_index: "i64",
+    label_smoothing: "fp64",
+    softcap: "fp64",
+    logit_scale: "fp64",
+    HAS_LSE_SQUARE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    EDGES: tl.constexpr,  # rows do not all start and end on 16-byte boundaries
+    SAME_ROWS: tl.constexpr,  # logits and gradient have the same strides
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,  # elements in 16 bytes
+):
+    """One program a row: forwards for the sums, then backwards for the gradient, whose reads come from the L2 cache.
+
+    The gradient is that of grad_scale * loss + grad_lse_square * lse^2; letters as in reference.row_coefficients.
+    """
+    ACC: tl.constexpr = loss_ptr.dtype.element_ty
+    row = tl.program_id(0)
+    offset = row_offset(row, n_inner, stride_outer, stride_inner)
+    out_offset = row_offset(row, n_out_inner, out_stride_outer, out_stride_inner)
+    row_ptr = logits_ptr + offset
+    label_smoothing = tl.cast(label_smoothing, ACC)
+    softcap = tl.cast(softcap, ACC)
+    logit_scale = tl.cast(logit_scale, ACC)
+    target = tl.load(target_ptr + row).to(tl.int64)
+    valid = (target >= 0) & (target < n_cols)
+    shift = tl.cast(0.0, ACC)
+    if HAS_SMOOTHING:
+        shift = shift_of(target_logit(row_ptr, target, valid, logit_scale, softcap, SOFTCAP))
+    maximum, total, moment, smooth, weights, top, first = scan(
+        logits_ptr, offset, 0, n_cols, weight_ptr, logit_scale, softcap, shift, HAS_WEIGHT, HAS_SMOOTHING,
+        SOFTCAP, False, False, EDGES, BLOCK, VECTOR, ACC, "evict_last",
+    )  # fmt: skip
+    x_target = target_logit(row_ptr, target, valid, logit_scale, softcap, SOFTCAP)
+    finish(
+        row, True, n_cols, target, valid, x_target, shift, maximum, total, moment, smooth, weights, top, first,
+        weight_ptr, loss_ptr, lse_ptr, lse_ptr, lse_ptr, ignore_index, label_smoothing, HAS_WEIGHT, HAS_SMOOTHING,
+        False, False,
+    )  # fmt: skip
+    lse = without_infinity(maximum) + tl.log2(total) * LN2
+
+    a = tl.load(grad_scale_ptr + tl.cast(row, tl.int64) * grad_scale_stride).to(ACC)
+    target_weight = tl.cast(0.0, ACC)
+    if HAS_WEIGHT:
+        target_weight = tl.load(weight_ptr + target, mask=valid, other=0.0)
+    a, coefficient, b, c = coefficients(
+        a, target, valid, target_weight, weights, n_cols, ignore_index, label_smoothing, HAS_WEIGHT, HAS_SMOOTHING
+    )
+    if HAS_LSE_SQUARE:
+        square = tl.load(grad_lse_square_ptr + tl.cast(row, tl.int64) * grad_lse_square_stride).to(ACC)
+        coefficient += tl.where(target == ignore_index, 0.0, 2.0 * square * lse)
+    # A row that passes nothing back (ignored, or weighted with 0) gets exact zeros, whatever its logits hold.
+    live = (coefficient != 0.0) | (a != 0.0)
+    lse = tl.where(live, lse, 0.0)
+
+    at_target = tl.load(row_ptr + target, mask=valid, other=0.0).to(ACC)
+    # Where the gradient is written over the logits, no thread may begin before all have read the target's logit.
+    tl.debug_barrier()
+    head, out_boundary, body = aligned_body(out_offset, n_cols, EDGES, VECTOR)
+    boundary = out_boundary if SAME_ROWS else offset + head
+    n_blocks = tl.cdiv(body, BLOCK)
+    zero = tl.cast(0.0, ACC)
+    for block in tl.range(0, n_blocks):
+        columns = (n_blocks - 1 - block) * BLOCK + tl.arange(0, BLOCK)  # the end of the row was read last
+        write(
+            logits_ptr + boundary + columns, grad_ptr + out_boundary + columns, head + columns, columns < body,
+            columns < tl.where(live, body, 0), weight_ptr, lse, coefficient, c, zero, zero, logit_scale, softcap,
+            False, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP,
+        )  # fmt: skip
+    if EDGES:
+        edges, exist = edge_columns(head, body, n_cols, VECTOR)
+        write(
+            logits_ptr + offset + edges, grad_ptr + out_offset + edges, edges, exist,
+            exist & (edges < tl.where(live, n_cols, 0)), weight_ptr, lse, coefficient, c, zero, zero, logit_scale,
+            softcap, False, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP,
+        )  # fmt: skip
+    tl.debug_barrier()  # the target's own element is written again, as in backward.py
+    grad, slope = gradient(
+        at_target, lse, coefficient, c, target_weight, zero, zero, logit_scale, softcap, False, HAS_WEIGHT,
+        HAS_SMOOTHING, SOFTCAP,
+    )  # fmt: skip
+    tl.store(grad_ptr + out_offset + target, ((grad - b) * slope).to(grad_ptr.dtype.element_ty), mask=valid & live)
+
+
+@triton.jit(do_not_specialize=["n_blocks", "n_tiles", "n_inner"])
+def scale_kernel(
+    grad_ptr,  # (outer, inner, V), rows of any stride; overwritten
+    factor_ptr,  # (N,) with a stride, 0 for a scalar
+    n_cols,
+    n_blocks,  # tiles of a row
+    n_tiles: "i64",
+    n_inner,
+    stride_outer,
+    stride_inner,
+    factor_stride,
+    PER_ROW: tl.constexpr,  # one factor a row
+    BLOCK: tl.constexpr,
+):
+    """Programs share the tiles; what is multiplied by exactly one is neither read nor written."""
+    ACC: tl.constexpr = tl.float64 if grad_ptr.dtype.element_ty == tl.float64 else tl.float32
+    n_tiles = tl.cast(n_tiles, tl.int64)
+    if not PER_ROW:
+        n_tiles = tl.where(tl.load(factor_ptr) == 1.0, 0, n_tiles)
+    for tile in tl.range(tl.cast(tl.program_id(0), tl.int64), n_tiles, tl.num_programs(0)):
+        row = tl.cast(tile, tl.int64) // n_blocks
+        factor = tl.load(factor_ptr + row * factor_stride).to(ACC)
+        if factor != 1.0:
+            columns = tl.cast(tile - row * n_blocks, tl.int32) * BLOCK + tl.arange(0, BLOCK)
+            pointers = grad_ptr + row_offset(row, n_inner, stride_outer, stride_inner) + columns
+            grad = tl.load(pointers, mask=columns < tl.where(factor == 0.0, 0, n_cols), other=0.0).to(ACC)
+            grad = tl.where(factor == 0.0, 0.0, grad * factor)
+            tl.store(pointers, grad.to(grad_ptr.dtype.element_ty), mask=columns < n_cols)
