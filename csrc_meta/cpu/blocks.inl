@@ -70,7 +70,7 @@ double exponentials(
   V total = {};
   V sum = {};
   for (std::int64_t i = 0; i < vectors; ++i) {
-    __builtin_prefetch(line);
+    __builtin_prefetch(line, 0, 2);
     line += step;
     const V distance = read<V>(x + i * kLanes<A>, kLanes<A>) - pivot;
     const V e = exp(distance);
@@ -101,11 +101,17 @@ double sum(const A* q, std::int64_t n) {
   return add_lanes(total);
 }
 
+// Bytes. The processor's own prefetching ends with each page: one thread, 1024 x 32000, out of memory, AVX-512,
+// 2026-11: 14 ms instead of 22 in bfloat16, 20 instead of 25 in float32. (exponentials: 9.5 for 17, 12.5 for 22.)
+constexpr int kAhead = 2048;
+
 template <class T, class A>
 void gradient_as(const Gradient<A>& g, const T* from, T* to, std::int64_t n) {
   typedef Vector<A> V;
   const A per_cap = g.softcap != 0 ? 1 / g.softcap : 0;
   for_vectors<A>(n, [&, g](std::int64_t j, int left) ALWAYS_INLINE {
+    __builtin_prefetch(reinterpret_cast<const char*>(from + j) + kAhead, 0, 2);
+    __builtin_prefetch(reinterpret_cast<const char*>(to + j) + kAhead, 1);
     V x = load(from + j, left) * g.scale;
     if (g.softcap != 0) x = capped(x, g.softcap);
     const V log_p = x - g.lse;

@@ -76,6 +76,7 @@ void backward_as(
     const A* entropy,
     MutableRows grad,
     const Threads& threads) {
+  prefer_huge_pages(problem, grad);
   const ClassIndices<A> indices(problem, threads);
   const auto no_scan = [](std::int64_t, std::int64_t, std::int64_t) { return Sums(); };
   const auto join = [&](std::int64_t row, const Sums&) {
@@ -102,6 +103,7 @@ void with_grad_as(
     A* lse,
     MutableRows grad,
     const Threads& threads) {
+  prefer_huge_pages(problem, grad);
   const ClassIndices<A> indices(problem, threads);
   const Scan<A> scan{problem, false, false, indices.smoothing(), nullptr};
   const auto join = [&](std::int64_t row, const Sums& sums) {

@@ -145,6 +145,7 @@ void backward_as(
     const A* coefficient,
     MutableRows grad,
     const Threads& threads) {
+  prefer_huge_pages(whole, grad);
   const Problem problem = without_padding(whole, shard);
   const auto no_scan = [](std::int64_t, std::int64_t, std::int64_t) { return Sums(); };
   const auto join = [&](std::int64_t row, const Sums&) {

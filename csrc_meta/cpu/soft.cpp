@@ -28,6 +28,7 @@ void backward_as(
     const A* lse,
     MutableRows grad,
     const Threads& threads) {
+  prefer_huge_pages(problem, grad);
   const auto mass = [&](std::int64_t row, std::int64_t column, std::int64_t n) {
     Sums sums;
     if (value<A>(upstream.loss, row) != 0) {
