@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ..ops.library import LOWERINGS
-from . import reuse
+from . import packages, reuse
 
 
 def _unless_reused(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,3 +35,4 @@ def install() -> None:
         decomposition.decompositions[op] = _unless_reused(LOWERINGS[op])
     decomposition.fast_random_decomps.cache_clear()
     reuse.install()
+    packages.install()
