@@ -109,8 +109,8 @@ void with_grad_as(
   const auto join = [&](std::int64_t row, const Sums& sums) {
     loss[row] = A(indices.loss(row, sums));
     lse[row] = A(sums.pivot() + std::log(sums.total));
-    const double grad_lse =
-        indices.target(row).counted ? 2 * value<A>(grad_lse_square, row) * double(lse[row]) : 0;
+    const bool squared = grad_lse_square.data != nullptr && indices.target(row).counted;
+    const double grad_lse = squared ? 2 * value<A>(grad_lse_square, row) * double(lse[row]) : 0;  // 0 * inf is NaN
     return indices.row_coefficients(row, lse[row], value<A>(grad_scale, row), A(grad_lse));
   };
   const auto write = [&](std::int64_t row, const Coefficients<A>& joined, std::int64_t column, std::int64_t n) {
