@@ -1,7 +1,8 @@
 """The contestants: this package's variants, torch's, and each peer's public function.
 
 A loss is a function of (logits, target, weight) that returns the mean over counted rows; weight is for those with
-options. Nothing of a peer is imported before its turn, and what it raises is reported, not hidden.
+options. One that ``gives_grad`` returns (loss, gradient of the logits). Nothing of a peer is imported before its turn,
+and what it raises is reported, not hidden.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import xent_ops
 from .check import IGNORE_INDEX, Options
 from .problems import Outputs
 
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+Loss = Callable[[Tensor, Tensor, Tensor], Any]
 
 PLAIN = Options()
 ALL_OPTIONS = Options(weighted=True, label_smoothing=0.1, softcap=30.0, lse_square_scale=1e-4)
@@ -36,6 +37,7 @@ class Variant:
     compiled: bool = False
     dynamic: bool = False  # compiled for any number of rows
     in_place: bool = False  # needs logits that are not a leaf
+    gives_grad: bool = False  # no autograd: returns loss and gradient
     products_only: bool = False  # a step without a loss
     mode: str | None = None  # of torch.compile
     opaque: bool = False  # compiled without our lowerings of the backward operators
@@ -78,6 +80,21 @@ def _ours(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
 
 def _ours_in_place(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     return xent_ops.cross_entropy(logits, target, inplace_backward=True)
+
+
+def _ours_one_pass(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    return xent_ops.cross_entropy(logits, target, grad_in_forward=True)
+
+
+def _ours_one_pass_in_place(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    return xent_ops.cross_entropy(logits, target, grad_in_forward=True, inplace_backward=True)
+
+
+def _ours_with_grad(logits: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The operator itself, as a graph of one's own would call it."""
+    scale = 1 / (target != IGNORE_INDEX).sum().to(torch.float32)
+    loss, _, grad = torch.ops.xent.cross_entropy_with_grad(logits, target, scale)
+    return loss.sum() * scale, grad
 
 
 def _ours_options(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
@@ -190,6 +207,9 @@ def losses(dtype: torch.dtype, device: torch.device, dynamic: bool) -> list[Vari
         found.append(replace(ours, name="xent compiled dynamic", dynamic=True))
     found += [
         Variant("xent in-place", "ours", lambda: _ours_in_place, in_place=True),
+        Variant("xent one pass", "ours", lambda: _ours_one_pass),
+        Variant("xent one pass in-place", "ours", lambda: _ours_one_pass_in_place, in_place=True),
+        Variant("xent one pass compiled", "ours", lambda: _ours_with_grad, compiled=True, gives_grad=True),
         Variant("xent compiled options", "ours", lambda: _ours_options, ALL_OPTIONS, compiled=True),
         Variant("F eager", "torch", lambda: _torch),
     ]
@@ -217,6 +237,7 @@ def steps(dynamic: bool) -> list[Variant]:
         ours,
         opaque,
         Variant("xent in-place", "ours", lambda: _ours_in_place, in_place=True),
+        Variant("xent one pass in-place", "ours", lambda: _ours_one_pass_in_place, in_place=True),
         upcast,
     ]
     if dynamic:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..ops.library import LOWERINGS, install_lowerings
-from . import reuse
+from . import packages, reuse
 
 
 def _unless_reused(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,6 +37,7 @@ def install() -> None:
         decomposition.decompositions[op] = _unless_reused(LOWERINGS[op])
     decomposition.fast_random_decomps.cache_clear()
     reuse.install()
+    packages.install()
 
 
 @contextlib.contextmanager
