@@ -48,7 +48,9 @@ def test_every_dtype_of_targets(device, dtype):
     assert_close(gradients(compiled, x, target, weight), gradients(function, x, target, weight), x.dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [*DTYPES[:2], *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[2:])], ids=str
+)
 def test_through_inductor(device, dtype):
     """Every face with all its options in one graph, through Inductor's lowerings of the backward operators."""
     tensors = [tensor for face in FACES for tensor in inputs(face, dtype=dtype, device=device)]
