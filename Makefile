@@ -10,7 +10,7 @@ PYTEST = TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $(PY) -m pytest -q tests
 COMPILED = env -u TRITON_INTERPRET $(PYTEST)
 INTERPRETED = env TRITON_INTERPRET=1 $(PYTEST)
 
-export PYTHON TORCH TORCH_INDEX_URL
+export PYTHON TORCH TORCH_INDEX_URL XENT_OPS_BUILD_CPP
 
 .PHONY: help env demo test test-full test-ascend lint format clean
 
@@ -50,6 +50,6 @@ format: env  ## mend formatting and what lint can mend
 	$(PY) -m ruff format .
 
 clean:  ## remove caches, build products and the private environment
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis train_lm.png
+	rm -rf build dist *.egg-info xent_ops/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis train_lm.png
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 	for venv in $(VENV) $(VENV)-ascend; do if [ -e $$venv/made-by-make ]; then rm -rf $$venv; fi; done

@@ -12,7 +12,8 @@ import torch
 
 import xent_ops
 
-from . import _environment, testing
+from . import _environment, _extension, testing
+from .kernels import cpu
 
 HELP = "versions, which kernels serve which device and why, and a tiny loss on each device against float64"
 
@@ -22,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Service:
-    """Who computes on one kind of device, whether or not this machine has it."""
+    """Who computes on one kind of device other than the CPU, whether or not this machine has it."""
 
     label: str
     dispatch_key: str
@@ -31,12 +32,6 @@ class Service:
 
 
 SERVICES = (
-    Service(
-        "CPU",
-        "CPU",
-        "plain torch (xent_ops.kernels.reference)",
-        "the only kernels for a CPU so far; compiled, Inductor fuses the backward",
-    ),
     Service(
         "CUDA / ROCm",
         "CUDA",
@@ -112,8 +107,27 @@ def _print_versions() -> None:
         print(f"  {name:10} {version or absent.get(name, 'not found')}")
 
 
+def _cpu_service() -> str:
+    reason = cpu.problem()
+    if reason is None:
+        return f"C++ (xent_ops._C, {cpu.instruction_set()} instructions): the extension is built and loads"
+    return f"plain torch (xent_ops.kernels.reference), the slower one: {reason}"
+
+
+def _library() -> tuple[str, str | None]:
+    """What there is for processes without Python, and what is wrong with it."""
+    if not _extension.LIBRARY.exists():
+        missing = f"there is no {_extension.LIBRARY}"
+        return f"nothing: {missing}", missing if _extension.MODULE.exists() else None
+    if _extension.sources_hash() not in (None, _extension.built_hash(_extension.LIBRARY)):
+        stale = f"{_extension.LIBRARY} was built from other sources than those beside it"
+        return stale, stale
+    return str(_extension.LIBRARY), None
+
+
 def _print_services() -> None:
     print("\nWhich kernels serve which device")
+    print(f"  {'CPU':14} {_cpu_service()}")
     for service in SERVICES:
         if torch._C._dispatch_has_kernel_for_dispatch_key(OPERATOR, service.dispatch_key):
             library = service.library or "a kernel from outside xent_ops"
@@ -147,6 +161,9 @@ def main(arguments: argparse.Namespace) -> int:
     elif torch.version.cuda or torch.version.hip:
         print("  this torch is built for GPUs but sees none: no driver, or none is visible to this process")
     _print_services()
+    library, library_problem = _library()
+    print(f"\nOperators for processes without Python\n  {library}")
+    problems += [cpu.problem() if _extension.MODULE.exists() else None, library_problem]
     problems.append(_interpreter(gpus))
     print("\nA loss and its gradient on each device, against float64")
     for device in found:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .packages import spelled_out
+
 # Devices whose kernel can write over its input. The CPU is better served by what Inductor fuses itself. The formula in
 # aten compares integer vectors, which the vector cores of an NPU do element by element (traced only, never run there).
 DEVICES = {"cuda", "npu"}
@@ -57,6 +59,7 @@ def _install(op: Any, inplace: Any) -> None:
 
     @register_lowering(op, type_promotion_kind=None)
     def lower(grad_loss: Any, grad_lse: Any, logits: Any, *rest: Any, **options: Any) -> Any:
+        options = spelled_out(op, options)
         if not (logits.get_device().type in DEVICES and _dies_here(V.graph.current_node)):
             return opaque(grad_loss, grad_lse, logits, *rest, **options)
         logits.realize()

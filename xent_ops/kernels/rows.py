@@ -40,6 +40,8 @@ def rows(tensor: Tensor) -> Rows:
 
 def dense(tensor: Tensor) -> Tensor:
     """One value a row, contiguous; a copy of N numbers where it is not."""
+    if tensor.dim() == 1 and tensor.is_contiguous():
+        return tensor
     return tensor.reshape(-1).contiguous()
 
 

@@ -15,9 +15,16 @@ from typing import Any
 
 import torch
 
+from ..kernels import cpu
 from .schemas import SCHEMAS
 
-LIBRARY = torch.library.Library("xent", "DEF")
+try:
+    LIBRARY = torch.library.Library("xent", "DEF")
+except RuntimeError as error:
+    raise ImportError(
+        "xent_ops cannot be imported: this process has operators of the namespace xent already, as it does once it has "
+        f"loaded libxent_ops.so. Import xent_ops first; to load the library afterwards does no harm. ({error})"
+    ) from None
 
 # Plain-torch decompositions that Inductor gets in place of an operator (inductor/decomposition.py).
 LOWERINGS: dict[Any, Callable[..., Any]] = {}
@@ -58,11 +65,12 @@ def kernels(
     module: str = "launch",
     ascend: bool = False,
 ) -> None:
-    """Register ``reference`` (plain torch) for the CPU and ``<module>.<name>`` (Triton) for CUDA and ROCm.
+    """Register the C++ kernel, or else ``reference`` (plain torch), for the CPU, ``<module>.<name>`` (Triton) for CUDA
+    and ROCm.
 
     On Ascend NPUs the operators with ``ascend`` run their Triton kernels of that name, the others ``reference``.
     ``check`` sees the same arguments first and raises on what no kernel can take; ``check_values`` likewise, on the
-    CPU alone, where reading values does not synchronise.
+    CPU alone, where reading values does not synchronise. The C++ kernel does the latter itself.
     """
 
     def on_reference(*args: Any, **kwargs: Any) -> Any:
@@ -71,6 +79,9 @@ def kernels(
 
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
         check(*args, **kwargs)
+        kernel = cpu.kernel(name)
+        if kernel is not None:
+            return kernel(*args, **kwargs)
         if check_values is not None:
             check_values(*args, **kwargs)
         return reference(*args, **kwargs)

@@ -17,6 +17,7 @@ from ..reference import accumulator
 from ..rows import Rows, class_weight, dense, per_row, rows
 from . import configs
 from .backward import backward_kernel
+from .cached import launch
 from .forward import forward_kernel, join_kernel, partial_kernel
 from .short import short_kernel
 from .soft import soft_backward_kernel, soft_forward_kernel
@@ -36,6 +37,15 @@ def _aligned(view: Rows, classes: int) -> bool:
     return not (classes % vector or view.outer_stride % vector or view.stride % vector)
 
 
+def _empty_rows(logits: Tensor) -> Tensor:
+    """One value a row. torch.empty costs half of what new_empty does."""
+    return torch.empty(logits.shape[:-1], dtype=accumulator(logits), device=logits.device)
+
+
+def _empty_grad(logits: Tensor) -> Tensor:
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
 @functools.cache
 def _processors_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -46,11 +56,14 @@ def _processors(tensor: Tensor) -> int:
     return _processors_of(tensor.device) if tensor.is_cuda else 2
 
 
+_HERE = contextlib.nullcontext()
+
+
 def _on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device, which need not be the tensors'."""
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
-    return contextlib.nullcontext()
+    return _HERE
 
 
 def _forward(
@@ -65,7 +78,7 @@ def _forward(
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     classes = logits.shape[-1]
-    loss = logits.new_empty(logits.shape[:-1], dtype=accumulator(logits))
+    loss = _empty_rows(logits)
     lse = torch.empty_like(loss)
     argmax = torch.empty_like(loss, dtype=torch.int64) if with_argmax else lse
     entropy = torch.empty_like(loss) if with_entropy else lse
@@ -74,8 +87,9 @@ def _forward(
         return loss, lse, argmax, entropy
     itemsize = logits.element_size()
     extra = with_argmax or with_entropy
-    config = configs.forward(classes, itemsize, extra)
-    parts, part_classes = configs.parts(view.number, classes, config.block, _processors(logits))
+    heavy = softcap is not None or (weight is not None and label_smoothing > 0.0)
+    config = configs.forward(classes, itemsize, extra, heavy)
+    config, parts, part_classes = configs.parts(view.number, classes, config, _processors(logits))
     short = configs.short(classes, itemsize, extra) if _aligned(view, classes) else None
     shared: dict[str, Any] = {
         "HAS_WEIGHT": weight is not None,
@@ -96,19 +110,20 @@ def _forward(
     options = (ignore_index, label_smoothing, softcap or 0.0, logit_scale)
     with _on(logits):
         if short is not None:
-            short_kernel[(-(-view.number // short.rows),)](
+            launch(short_kernel, -(-view.number // short.rows))(
                 *inputs, *outputs, view.number, classes, *view[2:], *options,
-                ROWS=short.rows, BLOCK=short.block, num_warps=short.num_warps, num_stages=1, **shared,
+                ROWS=short.rows, BLOCK=short.block, VECTOR=configs.vector(itemsize), num_warps=short.num_warps,
+                num_stages=1, **shared,
             )  # fmt: skip
         elif parts == 1:
-            forward_kernel[(view.number,)](*inputs, *outputs, classes, *view[2:], *options, **shared, **tiling)
+            launch(forward_kernel, view.number)(*inputs, *outputs, classes, *view[2:], *options, **shared, **tiling)
         else:
             sums = torch.empty((view.number, 6, parts), dtype=lse.dtype, device=lse.device)
             first = torch.empty((view.number, parts), dtype=torch.int32, device=lse.device) if with_argmax else sums
-            partial_kernel[(view.number * parts,)](
+            launch(partial_kernel, view.number * parts)(
                 *inputs, sums, first, classes, part_classes, parts, *view[2:], *options[2:], **shared, **tiling
             )
-            join_kernel[(view.number,)](
+            launch(join_kernel, view.number)(
                 *inputs, sums, first, *outputs, classes, parts, *view[2:], *options,
                 PARTS=configs.power_of_two(parts), num_warps=1, num_stages=1, **shared,
             )  # fmt: skip
@@ -175,7 +190,7 @@ def _backward(
 ) -> None:
     classes = logits.shape[-1]
     view, out = rows(logits), rows(grad)
-    config = configs.backward(classes, logits.element_size())
+    config = configs.backward(classes, logits.element_size(), heavy=softcap is not None)
     blocks = -(-classes // config.block)
     if view.number == 0:
         return
@@ -190,7 +205,7 @@ def _backward(
     grad_lse_row, grad_lse_stride = per_row(grad_lse, lse)
     grad_entropy_row, grad_entropy_stride = per_row(grad_entropy, lse)
     with _on(logits):
-        backward_kernel[(view.number * blocks,)](
+        launch(backward_kernel, view.number * blocks)(
             grad_loss,
             grad_lse_row,
             grad_entropy_row,
@@ -246,7 +261,7 @@ def cross_entropy_backward(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> Tensor:
-    grad = logits.new_empty(logits.shape)
+    grad = _empty_grad(logits)
     options = (ignore_index, label_smoothing, softcap, logit_scale)
     _backward(grad, grad_loss, grad_lse, logits, target, lse, weight, *options)
     return grad
@@ -301,7 +316,7 @@ def cross_entropy_backward_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> Tensor:
-    grad = logits.new_empty(logits.shape)
+    grad = _empty_grad(logits)
     options = (ignore_index, label_smoothing, softcap, logit_scale)
     _backward(grad, grad_loss, grad_lse, logits, target, lse, weight, *options, grad_entropy, entropy)
     return grad
@@ -317,13 +332,13 @@ def soft_cross_entropy_forward(
     logit_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     classes = logits.shape[-1]
-    loss = logits.new_empty(logits.shape[:-1], dtype=accumulator(logits))
+    loss = _empty_rows(logits)
     lse = torch.empty_like(loss)
     view, target_view = rows(logits), rows(target)
     config = configs.soft(classes, logits.element_size())
     if view.number > 0:
         with _on(logits):
-            soft_forward_kernel[(view.number,)](
+            launch(soft_forward_kernel, view.number)(
                 view.tensor,
                 target_view.tensor,
                 class_weight(weight, lse),
@@ -357,7 +372,7 @@ def soft_cross_entropy_backward(
     logit_scale: float = 1.0,
 ) -> Tensor:
     classes = logits.shape[-1]
-    grad = logits.new_empty(logits.shape)
+    grad = _empty_grad(logits)
     view, target_view = rows(logits), rows(target)
     config = configs.soft(classes, logits.element_size())
     if view.number == 0:
@@ -366,7 +381,7 @@ def soft_cross_entropy_backward(
     grad_loss, grad_loss_stride = per_row(grad_loss, lse)
     grad_lse_row, grad_lse_stride = per_row(grad_lse, lse)
     with _on(logits):
-        soft_backward_kernel[(view.number,)](
+        launch(soft_backward_kernel, view.number)(
             grad_loss,
             grad_lse_row,
             view.tensor,
