@@ -187,6 +187,39 @@ def test_one_buffer_of_logits(device, dynamic):
     assert "clone" not in code and "copy_(" not in code
 
 
+def test_one_pass_is_one_node_that_overwrites_a_product(monkeypatch):
+    """A direct call in a graph: with the logits' memory for the gradient where nobody else reads them."""
+    monkeypatch.setattr(reuse, "DEVICES", {"cpu"})
+    h, w, target = torch.randn(8, 16), torch.randn(16, 33), torch.arange(8)
+
+    def with_grad(logits, target):
+        scale = 1 / (target != -100).sum().float()
+        loss, lse, grad = torch.ops.xent.cross_entropy_with_grad(logits, target, scale)
+        return loss.sum() * scale, lse, grad.view(8, 33) @ w.T
+
+    def product(h):
+        return with_grad(h @ w, target)
+
+    def batched(h):
+        return with_grad((h @ w).view(2, 4, 33), target.view(2, 4))
+
+    def read_again(h):
+        logits = h @ w
+        return *with_grad(logits, target), logits.argmax(-1)
+
+    def an_input(h):
+        return with_grad(h, target)
+
+    for function, argument, reused in [(product, h, 1), (batched, h, 1), (read_again, h, 0), (an_input, h @ w, 0)]:
+        before = argument.clone()
+        compiled = torch.compile(function, fullgraph=True)
+        code = inductor_code(compiled, argument, backward=False)
+        for mine, other in zip(compiled(argument), function(argument), strict=True):
+            torch.testing.assert_close(mine, other)
+        assert code.count("cross_entropy_with_grad_.default(") == reused, function.__name__
+        assert torch.equal(argument, before)
+
+
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_the_lowering_for_cuda_reuses_dead_logits(monkeypatch, dynamic):
     """The same lowering with the CPU among its devices: values, and the in-place operator on the saved logits."""

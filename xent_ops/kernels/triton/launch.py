@@ -162,7 +162,8 @@ def _forward(
         if short is not None:
             launch(short_kernel, -(-view.number // short.rows))(
                 *inputs, *outputs, view.number, classes, *view[2:], *options,
-                ROWS=short.rows, BLOCK=short.block, num_warps=short.num_warps, num_stages=1, **shared,
+                ROWS=short.rows, BLOCK=short.block, VECTOR=configs.vector(itemsize), num_warps=short.num_warps, num_stages=1,
+                **shared,
             )  # fmt: skip
         elif parts == 1:
             launch(forward_kernel, view.number)(*inputs, *outputs, classes, *view[2:], *options, **shared, **tiling)

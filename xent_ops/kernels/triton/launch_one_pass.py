@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,6 +12,18 @@ from . import configs
 from .cached import launch
 from .launch import Rows, _aligned, _dense, _empty_grad, _empty_rows, _on, _per_row, _processors, _weight, rows
 from .one_pass import one_pass_kernel, scale_kernel
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one program may keep a row in; 0 where one_pass_shared.py cannot run."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    try:
+        from . import one_pass_shared  # noqa: F401
+    except (ImportError, AttributeError):  # Gluon is experimental: another Triton may not have what is asked of it
+        return 0
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
 
 
 def _with_grad(
@@ -29,39 +44,40 @@ def _with_grad(
     lse = torch.empty_like(loss)
     if view.number == 0:
         return loss, lse
-    config = configs.one_pass(classes, logits.element_size())
     scale, scale_stride = _per_row(grad_scale, lse)
     square, square_stride = _per_row(grad_lse_square, lse)
+    edges = not (_aligned(view, classes) and _aligned(grad, classes))
+    same_rows = view[2:] == grad[2:]
+    plain = weight is None and label_smoothing == 0.0 and softcap is None and logit_scale > 0.0
+    shared = None
+    # Copies to shared memory take whole 16-byte vectors.
+    aligned = view.tensor.data_ptr() % 16 == 0 and (same_rows or not edges)
+    if plain and aligned and lse.dtype == torch.float32:
+        shared = configs.one_pass_shared(classes, logits.element_size(), _shared_memory(logits.device))
+    flags: dict[str, Any] = {
+        "HAS_LSE_SQUARE": grad_lse_square is not None,
+        "EDGES": edges,
+        "VECTOR": configs.vector(logits.element_size()),
+    }
+    strides = (classes, *view[2:], *grad[2:], scale_stride, square_stride)
     with _on(logits):
-        launch(one_pass_kernel, view.number)(
-            view.tensor,
-            _dense(target),
-            scale,
-            square,
-            _weight(weight, lse),
-            loss,
-            lse,
-            grad.tensor,
-            classes,
-            *view[2:],
-            *grad[2:],
-            scale_stride,
-            square_stride,
-            ignore_index,
-            label_smoothing,
-            softcap or 0.0,
-            logit_scale,
-            HAS_LSE_SQUARE=grad_lse_square is not None,
-            HAS_WEIGHT=weight is not None,
-            HAS_SMOOTHING=label_smoothing > 0.0,
-            SOFTCAP=configs.softcap(softcap, logits.element_size()),
-            EDGES=not (_aligned(view, classes) and _aligned(grad, classes)),
-            SAME_ROWS=view[2:] == grad[2:],
-            BLOCK=config.block,
-            VECTOR=configs.vector(logits.element_size()),
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
+        if shared is not None:
+            from .one_pass_shared import one_pass_shared_kernel
+
+            launch(one_pass_shared_kernel, view.number)(
+                view.tensor, _dense(target), scale, square, loss, lse, grad.tensor, *strides, ignore_index, logit_scale,
+                TILE=shared.tile, TILES=shared.tiles, KEPT=shared.kept, WARPS=shared.num_warps,
+                num_warps=shared.num_warps, **flags,
+            )  # fmt: skip
+        else:
+            config = configs.one_pass(classes, logits.element_size())
+            launch(one_pass_kernel, view.number)(
+                view.tensor, _dense(target), scale, square, _weight(weight, lse), loss, lse, grad.tensor, *strides,
+                ignore_index, label_smoothing, softcap or 0.0, logit_scale,
+                HAS_WEIGHT=weight is not None, HAS_SMOOTHING=label_smoothing > 0.0,
+                SOFTCAP=configs.softcap(softcap, logits.element_size()), SAME_ROWS=same_rows,
+                BLOCK=config.block, num_warps=config.num_warps, num_stages=config.num_stages, **flags,
+            )  # fmt: skip
     return loss, lse
 
 
