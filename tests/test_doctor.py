@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import xent_ops
-from xent_ops import _doctor
+from xent_ops import _doctor, _extension
 from xent_ops.__main__ import main
+from xent_ops.kernels import cpu
 
 # A fresh process: Triton reads TRITON_INTERPRET when it is imported, and so do we.
 SLOW_IMPORT = 300
@@ -29,6 +30,8 @@ def test_healthy():
     assert torch.__version__ in done.stdout
     assert "TRITON_INTERPRET is not set" in done.stdout
     assert "float32: ok" in done.stdout and "bfloat16: ok" in done.stdout
+    if _extension.MODULE.exists():
+        assert "C++ (xent_ops._C" in done.stdout and str(_extension.LIBRARY) in done.stdout
     for label in ("CPU", "CUDA / ROCm", "NPU"):
         assert label in done.stdout
     assert done.stdout.rstrip().endswith("Everything is right.")
@@ -80,6 +83,31 @@ def test_missing_triton_is_wrong_where_there_is_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(_doctor, "_name", str)
     assert main(["doctor"]) == 1
     assert "pip install 'xent-ops[triton]'" in capsys.readouterr().out
+
+
+@pytest.fixture
+def forget_extension():
+    """Whether the extension serves the CPU is found out once a process."""
+    yield cpu.problem.cache_clear()
+    cpu.problem.cache_clear()
+
+
+def test_stale_extension_is_wrong(forget_extension, monkeypatch, capsys):
+    if cpu.problem() is not None:
+        pytest.skip("built without C++ (XENT_OPS_BUILD_CPP=0)")
+    cpu.problem.cache_clear()
+    monkeypatch.setattr(_extension, "sources_hash", lambda: "0123456789abcdef")
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "the slower one: the C++ extension was built from other sources" in out
+    assert "libxent_ops.so was built from other sources" in out
+
+
+def test_no_extension_is_said(forget_extension, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(_extension, "MODULE", tmp_path / "_C.abi3.so")
+    monkeypatch.setattr(_extension, "LIBRARY", tmp_path / "libxent_ops.so")
+    assert main(["doctor"]) == 0
+    assert "built without its C++ extension" in capsys.readouterr().out
 
 
 @pytest.mark.gpu

@@ -1,17 +1,21 @@
 """Makes the private environment that the Makefile's targets run in: setup_env.py FOLDER.
 
 It does nothing where the environment is finished and its requirements are the same; otherwise it starts again
-from nothing: pip keeps what it downloaded. Three variables, each remembered until another value is given:
+from nothing: pip keeps what it downloaded. The C++ extension alone is built again where only its sources changed.
+Three variables, each remembered until another value is given:
 
 PYTHON           the interpreter to build on; where it has torch, that torch is used and none is installed
 TORCH            a requirement for torch other than the one in requirements-dev.txt
 TORCH_INDEX_URL  a package index to take torch from: PyTorch's install page names one for each build
+
+and one for this call: XENT_OPS_BUILD_CPP=0 leaves the C++ extension as it is.
 """
 
 import hashlib
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -42,6 +46,8 @@ def main() -> None:
     state = {name: os.environ.get(name) or before.get(name, "") for name in VARIABLES}
     state["inputs"] = digest(venv)
     if state == before:
+        if os.environ.get("XENT_OPS_BUILD_CPP") != "0" and not extension_is_current():
+            install_project(venv)
         return
 
     base = shutil.which(state["PYTHON"] or sys.executable)
@@ -62,14 +68,12 @@ def main() -> None:
 
 def digest(venv: Path) -> str:
     """Of all that decides what an environment holds; its path too, since a moved one does not work."""
-    files = [REQUIREMENTS, ROOT / "pyproject.toml", ROOT / "setup.py", Path(__file__)]
-    texts = [file.read_bytes() for file in files if file.exists()]
+    texts = [file.read_bytes() for file in (REQUIREMENTS, ROOT / "pyproject.toml", Path(__file__))]
     return hashlib.sha256(b"\0".join([*texts, bytes(ROOT), bytes(venv)])).hexdigest()
 
 
 def install(venv: Path, base: str, torch: str, index: str) -> None:
-    python = str(venv / "bin" / "python")
-    pip = (python, "-m", "pip", "install", "--disable-pip-version-check")
+    pip = pip_of(venv)
     lines = [line.partition("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines()]
     pinned_torch = next(line for line in lines if line.startswith("torch=="))
 
@@ -82,10 +86,23 @@ def install(venv: Path, base: str, torch: str, index: str) -> None:
     else:
         install_torch(pip, torch or pinned_torch, index)
 
-    there = ("torch", "triton") if answer(python, "import triton; print('yes')") else ("torch",)
+    there = ("torch", "triton") if answer(pip[0], "import triton; print('yes')") else ("torch",)
     run(*pip, *(line for line in lines if line and re.split("[=;]", line)[0] not in there))
-    # Without dependencies, and built with the setuptools just installed: nothing can bring a second torch.
-    run(*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
+    install_project(venv)
+
+
+def pip_of(venv: Path) -> tuple[str, ...]:
+    return str(venv / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"
+
+
+def extension_is_current() -> bool:
+    return runpy.run_path(str(ROOT / "xent_ops" / "_extension.py"))["is_current"]()
+
+
+def install_project(venv: Path) -> None:
+    """Also builds the C++ extension. Without dependencies, and with the setuptools and the torch of the environment:
+    nothing can bring a second torch."""
+    run(*pip_of(venv), "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
 
 
 def site_with_torch(base: str) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 from . import inductor
 from . import ops as _ops  # noqa: F401 (registers the operators)
+from ._extension import library_path
 from ._version import __version__
 from .functional import (
     CrossEntropyOutputs,
@@ -26,6 +27,7 @@ __all__ = [
     "cross_entropy_outputs",
     "distributed",
     "inductor",
+    "library_path",
     "token_log_probs",
 ]
 

@@ -1,4 +1,4 @@
-"""``python -m xent_ops bench`` and ``python -m xent_ops doctor``: which command runs, and nothing else."""
+"""``python -m xent_ops`` with bench, doctor or library-path: which command runs, and nothing else."""
 
 from __future__ import annotations
 
@@ -6,8 +6,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import _doctor
+from . import _doctor, _extension
 from .bench import run as bench
+
+
+def _library_path(arguments: argparse.Namespace) -> int:
+    try:
+        print(_extension.library_path())
+    except FileNotFoundError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(command)
         command.set_defaults(run=module.main, parser=command)
+    text = "path of libxent_ops.so: the operators for processes without Python"
+    commands.add_parser("library-path", help=text, description=text).set_defaults(run=_library_path)
     arguments = parser.parse_args(argv)
     arguments.command_line = ["python", "-m", "xent_ops", *(sys.argv[1:] if argv is None else argv)]
     return int(arguments.run(arguments))

@@ -12,7 +12,8 @@ import torch
 
 import xent_ops
 
-from . import _environment, testing
+from . import _environment, _extension, testing
+from .kernels import cpu
 
 HELP = "versions, which kernels serve which device and why, and a tiny loss on each device against float64"
 
@@ -22,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Service:
-    """Who computes on one kind of device, whether or not this machine has it."""
+    """Who computes on one kind of device other than the CPU, whether or not this machine has it."""
 
     label: str
     dispatch_key: str
@@ -32,12 +33,6 @@ class Service:
 
 SERVICES = (
     Service(
-        "CPU",
-        "CPU",
-        "plain torch (xent_ops.kernels.reference)",
-        "the only kernels for a CPU so far; compiled, Inductor fuses the backward",
-    ),
-    Service(
         "CUDA / ROCm",
         "CUDA",
         "Triton (xent_ops.kernels.triton)",
@@ -45,7 +40,12 @@ SERVICES = (
     ),
     Service("MPS", "MPS", "plain torch (xent_ops.kernels.reference)", "no kernels of its own"),
     Service("XPU", "XPU", "plain torch (xent_ops.kernels.reference)", "no kernels of its own"),
-    Service("NPU (Ascend)", "PrivateUse1", "", ""),
+    Service(
+        "NPU (Ascend)",
+        "PrivateUse1",
+        "Triton (xent_ops.kernels.ascend)",
+        "needs torch_npu and triton-ascend; never run on a device so far (docs/npu.md)",
+    ),
 )
 
 
@@ -60,6 +60,8 @@ def devices() -> list[torch.device]:
     if torch.backends.mps.is_available():
         found.append(torch.device("mps"))
     found += [torch.device("xpu", index) for index in range(torch.xpu.device_count())]
+    if npu := getattr(torch, "npu", None):  # torch_npu has been imported, as it is by itself with torch
+        found += [torch.device("npu", index) for index in range(npu.device_count())]
     return found
 
 
@@ -105,8 +107,27 @@ def _print_versions() -> None:
         print(f"  {name:10} {version or absent.get(name, 'not found')}")
 
 
+def _cpu_service() -> str:
+    reason = cpu.problem()
+    if reason is None:
+        return f"C++ (xent_ops._C, {cpu.instruction_set()} instructions): the extension is built and loads"
+    return f"plain torch (xent_ops.kernels.reference), the slower one: {reason}"
+
+
+def _library() -> tuple[str, str | None]:
+    """What there is for processes without Python, and what is wrong with it."""
+    if not _extension.LIBRARY.exists():
+        missing = f"there is no {_extension.LIBRARY}"
+        return f"nothing: {missing}", missing if _extension.MODULE.exists() else None
+    if _extension.sources_hash() not in (None, _extension.built_hash(_extension.LIBRARY)):
+        stale = f"{_extension.LIBRARY} was built from other sources than those beside it"
+        return stale, stale
+    return str(_extension.LIBRARY), None
+
+
 def _print_services() -> None:
     print("\nWhich kernels serve which device")
+    print(f"  {'CPU':14} {_cpu_service()}")
     for service in SERVICES:
         if torch._C._dispatch_has_kernel_for_dispatch_key(OPERATOR, service.dispatch_key):
             library = service.library or "a kernel from outside xent_ops"
@@ -140,6 +161,9 @@ def main(arguments: argparse.Namespace) -> int:
     elif torch.version.cuda or torch.version.hip:
         print("  this torch is built for GPUs but sees none: no driver, or none is visible to this process")
     _print_services()
+    library, library_problem = _library()
+    print(f"\nOperators for processes without Python\n  {library}")
+    problems += [cpu.problem() if _extension.MODULE.exists() else None, library_problem]
     problems.append(_interpreter(gpus))
     print("\nA loss and its gradient on each device, against float64")
     for device in found:

@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 
-# Devices whose kernel can write over its input. The CPU is better served by what Inductor fuses itself.
-DEVICES = {"cuda"}
+from .packages import spelled_out
+
+# Devices whose kernel can write over its input. The CPU is better served by what Inductor fuses itself. The formula in
+# aten compares integer vectors, which the vector cores of an NPU do element by element (traced only, never run there).
+DEVICES = {"cuda", "npu"}
 
 # Functional operator -> (its twin, which argument of both the logits are). The twin returns all outputs but the last,
 # the gradient.
@@ -50,19 +53,20 @@ def install() -> None:
 
 
 def _install(op: Any, inplace: Any, position: int) -> None:
-    from torch._inductor import ir
     from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
     from torch._inductor.virtualized import V
 
     if op in lowerings:
         return
     opaque = fallback_handler(op, add_to_fallback_set=False)
+    in_place = fallback_handler(inplace, add_to_fallback_set=False)
 
     @register_lowering(op, type_promotion_kind=None)
     def lower(*args: Any, **options: Any) -> Any:
+        options = spelled_out(op, options)
         logits = args[position]
         if not (logits.get_device().type in DEVICES and _dies_here(V.graph.current_node, position)):
             return opaque(*args, **options)
         logits.realize()
-        outputs = ir.FallbackKernel.create(inplace, *args, **options)
-        return logits if outputs is None else (*(ir.TensorBox.create(output) for output in outputs), logits)
+        outputs = in_place(*args, **options)
+        return logits if outputs is None else (*outputs, logits)

@@ -1,1 +1,1 @@
-"""What computes: reference.py in plain torch, triton/ for CUDA and ROCm. Nothing here knows operators."""
+"""What computes: cpu.py (C++), reference.py (plain torch), triton/ (CUDA, ROCm). Nothing here knows operators."""

@@ -9,6 +9,9 @@ the first integer). Tensors come before the ``*``: torch registers no autograd f
 _ROW = "SymInt ignore_index=-100, float label_smoothing=0.0, float? softcap=None, float logit_scale=1.0"
 _SOFT = "float label_smoothing=0.0, float? softcap=None, float logit_scale=1.0"
 
+# Made of the others for every device: no kernels of their own.
+COMPOSITES = ("cross_entropy",)
+
 SCHEMAS: dict[str, str] = {
     # What users call. Composite: a graph shows the operators below.
     "cross_entropy": (

@@ -14,22 +14,13 @@ import torch
 from torch import Tensor
 
 from ..reference import accumulator
+from ..rows import Rows, class_weight, dense, per_row, rows
 from . import configs
 from .backward import backward_kernel
 from .cached import launch
 from .forward import forward_kernel, join_kernel, partial_kernel
 from .short import short_kernel
 from .soft import soft_backward_kernel, soft_forward_kernel
-
-
-class Rows(NamedTuple):
-    """A tensor (..., V) as rows of V elements; row i starts at (i // inner) * outer_stride + (i % inner) * stride."""
-
-    tensor: Tensor
-    number: int
-    inner: int
-    outer_stride: int
-    stride: int
 
 
 class Shard(NamedTuple):
@@ -40,48 +31,10 @@ class Shard(NamedTuple):
     coefficient: Tensor | None  # see reference_shard.py
 
 
-def rows(tensor: Tensor) -> Rows:
-    """Merge the batch dimensions into at most two; a tensor that needs more, or has strided classes, is copied."""
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        tensor = tensor.contiguous()
-    if tensor.dim() == 2:
-        return Rows(tensor, tensor.shape[0], max(tensor.shape[0], 1), 0, tensor.stride(0))
-    groups: list[list[int]] = []  # [size, stride], innermost first
-    for size, stride in zip(reversed(tensor.shape[:-1]), reversed(tensor.stride()[:-1]), strict=True):
-        if size == 1:
-            continue
-        if groups and stride == groups[-1][0] * groups[-1][1]:
-            groups[-1][0] *= size
-        else:
-            groups.append([size, stride])
-    if len(groups) > 2:
-        return rows(tensor.reshape(-1, tensor.shape[-1]))
-    groups += [[1, 0]] * (2 - len(groups))
-    (inner, stride), (outer, outer_stride) = groups
-    return Rows(tensor, inner * outer, max(inner, 1), outer_stride, stride)
-
-
 def _aligned(view: Rows, classes: int) -> bool:
     """Does every row start and end on a 16-byte boundary, counted from the first?"""
     vector = configs.vector(view.tensor.element_size())
     return not (classes % vector or view.outer_stride % vector or view.stride % vector)
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    """One value a row, contiguous; a copy of N numbers where it is not."""
-    if tensor.dim() == 1 and tensor.is_contiguous():
-        return tensor
-    return tensor.reshape(-1).contiguous()
-
-
-def _per_row(tensor: Tensor | None, absent: Tensor) -> tuple[Tensor, int]:
-    """A tensor of one value a row and its stride: 0 for an expanded scalar, as the gradient of a sum is."""
-    if tensor is None:
-        return absent, 0
-    if not any(tensor.stride()):
-        return tensor, 0
-    flat = tensor.reshape(-1)  # a view where one stride describes it
-    return flat, flat.stride(0)
 
 
 def _empty_rows(logits: Tensor) -> Tensor:
@@ -91,10 +44,6 @@ def _empty_rows(logits: Tensor) -> Tensor:
 
 def _empty_grad(logits: Tensor) -> Tensor:
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-
-
-def _weight(weight: Tensor | None, absent: Tensor) -> Tensor:
-    return absent if weight is None else weight.to(absent.dtype).contiguous()
 
 
 @functools.cache
@@ -138,8 +87,9 @@ def _forward(
         return loss, lse, argmax, entropy
     itemsize = logits.element_size()
     extra = with_argmax or with_entropy
-    config = configs.forward(classes, itemsize, extra)
-    parts, part_classes = configs.parts(view.number, classes, config.block, _processors(logits))
+    heavy = softcap is not None or (weight is not None and label_smoothing > 0.0)
+    config = configs.forward(classes, itemsize, extra, heavy)
+    config, parts, part_classes = configs.parts(view.number, classes, config, _processors(logits))
     short = configs.short(classes, itemsize, extra) if _aligned(view, classes) else None
     shared: dict[str, Any] = {
         "HAS_WEIGHT": weight is not None,
@@ -155,15 +105,15 @@ def _forward(
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
-    inputs = (view.tensor, _dense(target), _weight(weight, lse))
+    inputs = (view.tensor, dense(target), class_weight(weight, lse))
     outputs = (loss, lse, argmax, entropy)
     options = (ignore_index, label_smoothing, softcap or 0.0, logit_scale)
     with _on(logits):
         if short is not None:
             launch(short_kernel, -(-view.number // short.rows))(
                 *inputs, *outputs, view.number, classes, *view[2:], *options,
-                ROWS=short.rows, BLOCK=short.block, VECTOR=configs.vector(itemsize), num_warps=short.num_warps, num_stages=1,
-                **shared,
+                ROWS=short.rows, BLOCK=short.block, VECTOR=configs.vector(itemsize), num_warps=short.num_warps,
+                num_stages=1, **shared,
             )  # fmt: skip
         elif parts == 1:
             launch(forward_kernel, view.number)(*inputs, *outputs, classes, *view[2:], *options, **shared, **tiling)
@@ -240,30 +190,30 @@ def _backward(
 ) -> None:
     classes = logits.shape[-1]
     view, out = rows(logits), rows(grad)
-    config = configs.backward(classes, logits.element_size())
+    config = configs.backward(classes, logits.element_size(), heavy=softcap is not None)
     blocks = -(-classes // config.block)
     if view.number == 0:
         return
-    lse = _dense(lse)
-    class_weight = _weight(weight, lse)
-    weight_sum = class_weight
+    lse = dense(lse)
+    weights = class_weight(weight, lse)
+    weight_sum = weights
     if shard is not None:
-        weight_sum = lse if shard.coefficient is None else _dense(shard.coefficient)
+        weight_sum = lse if shard.coefficient is None else dense(shard.coefficient)
     elif weight is not None and label_smoothing > 0.0:
-        weight_sum = class_weight.sum()
-    grad_loss, grad_loss_stride = _per_row(grad_loss, lse)
-    grad_lse_row, grad_lse_stride = _per_row(grad_lse, lse)
-    grad_entropy_row, grad_entropy_stride = _per_row(grad_entropy, lse)
+        weight_sum = weights.sum()
+    grad_loss, grad_loss_stride = per_row(grad_loss, lse)
+    grad_lse_row, grad_lse_stride = per_row(grad_lse, lse)
+    grad_entropy_row, grad_entropy_stride = per_row(grad_entropy, lse)
     with _on(logits):
         launch(backward_kernel, view.number * blocks)(
             grad_loss,
             grad_lse_row,
             grad_entropy_row,
             view.tensor,
-            _dense(target),
+            dense(target),
             lse,
-            lse if entropy is None else _dense(entropy),
-            class_weight,
+            lse if entropy is None else dense(entropy),
+            weights,
             weight_sum,
             out.tensor,
             classes,
@@ -391,7 +341,7 @@ def soft_cross_entropy_forward(
             launch(soft_forward_kernel, view.number)(
                 view.tensor,
                 target_view.tensor,
-                _weight(weight, lse),
+                class_weight(weight, lse),
                 loss,
                 lse,
                 classes,
@@ -427,9 +377,9 @@ def soft_cross_entropy_backward(
     config = configs.soft(classes, logits.element_size())
     if view.number == 0:
         return grad
-    lse = _dense(lse)
-    grad_loss, grad_loss_stride = _per_row(grad_loss, lse)
-    grad_lse_row, grad_lse_stride = _per_row(grad_lse, lse)
+    lse = dense(lse)
+    grad_loss, grad_loss_stride = per_row(grad_loss, lse)
+    grad_lse_row, grad_lse_stride = per_row(grad_lse, lse)
     with _on(logits):
         launch(soft_backward_kernel, view.number)(
             grad_loss,
@@ -437,7 +387,7 @@ def soft_cross_entropy_backward(
             view.tensor,
             target_view.tensor,
             lse,
-            _weight(weight, lse),
+            class_weight(weight, lse),
             grad,
             classes,
             *view[2:],

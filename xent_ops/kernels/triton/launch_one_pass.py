@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..rows import Rows, class_weight, dense, per_row, rows
 from . import configs
 from .cached import launch
-from .launch import Rows, _aligned, _dense, _empty_grad, _empty_rows, _on, _per_row, _processors, _weight, rows
+from .launch import _aligned, _backward, _empty_grad, _empty_rows, _forward, _on, _processors
 from .one_pass import one_pass_kernel, scale_kernel
 
 
@@ -44,8 +45,16 @@ def _with_grad(
     lse = torch.empty_like(loss)
     if view.number == 0:
         return loss, lse
-    scale, scale_stride = _per_row(grad_scale, lse)
-    square, square_stride = _per_row(grad_lse_square, lse)
+    if view.number < _processors(logits):  # a row each would leave processors idle: in two visits, from the L2 cache
+        options = (ignore_index, label_smoothing, softcap, logit_scale)
+        loss, lse, _, _ = _forward(logits, target, weight, *options)
+        grad_lse = None
+        if grad_lse_square is not None:
+            grad_lse = torch.where(target.to(torch.int64) == ignore_index, 0.0, 2.0 * grad_lse_square * lse)
+        _backward(grad.tensor, grad_scale.expand_as(lse), grad_lse, view.tensor, target, lse, weight, *options)
+        return loss, lse
+    scale, scale_stride = per_row(grad_scale, lse)
+    square, square_stride = per_row(grad_lse_square, lse)
     edges = not (_aligned(view, classes) and _aligned(grad, classes))
     same_rows = view[2:] == grad[2:]
     plain = weight is None and label_smoothing == 0.0 and softcap is None and logit_scale > 0.0
@@ -65,14 +74,14 @@ def _with_grad(
             from .one_pass_shared import one_pass_shared_kernel
 
             launch(one_pass_shared_kernel, view.number)(
-                view.tensor, _dense(target), scale, square, loss, lse, grad.tensor, *strides, ignore_index, logit_scale,
+                view.tensor, dense(target), scale, square, loss, lse, grad.tensor, *strides, ignore_index, logit_scale,
                 TILE=shared.tile, TILES=shared.tiles, KEPT=shared.kept, WARPS=shared.num_warps,
                 num_warps=shared.num_warps, **flags,
             )  # fmt: skip
         else:
             config = configs.one_pass(classes, logits.element_size())
             launch(one_pass_kernel, view.number)(
-                view.tensor, _dense(target), scale, square, _weight(weight, lse), loss, lse, grad.tensor, *strides,
+                view.tensor, dense(target), scale, square, class_weight(weight, lse), loss, lse, grad.tensor, *strides,
                 ignore_index, label_smoothing, softcap or 0.0, logit_scale,
                 HAS_WEIGHT=weight is not None, HAS_SMOOTHING=label_smoothing > 0.0,
                 SOFTCAP=configs.softcap(softcap, logits.element_size()), SAME_ROWS=same_rows,
@@ -126,7 +135,7 @@ def scale_grad_(grad: Tensor, factor: Tensor) -> None:
     config = configs.backward(classes, grad.element_size())
     blocks = -(-classes // config.block)
     tiles = view.number * blocks
-    values, stride = _per_row(factor, grad)
+    values, stride = per_row(factor, grad)
     with _on(grad):
         launch(scale_kernel, min(tiles, 8 * _processors(grad)))(
             view.tensor,

@@ -1,0 +1,96 @@
+// The part of torch that the operators use, through its stable ABI alone: one build serves torch 2.11 and newer.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+// Since torch 2.13; null before.
+extern "C" [[gnu::weak]] const char* torch_exception_get_what_without_backtrace();
+
+namespace xent {
+
+using torch::headeronly::MemoryFormat;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+namespace aten {
+
+// Throws what torch threw, as far as it tells.
+inline void succeed(AOTITorchError status, const char* what) {
+  if (status != TORCH_SUCCESS) {
+    const char* cause = torch_exception_get_what_without_backtrace ? torch_exception_get_what_without_backtrace() : nullptr;
+    throw std::runtime_error(cause ? cause : std::string(what) + " failed");
+  }
+}
+
+// Calls an operator of torch through the dispatcher, so that tracers see it. An argument has the type in the
+// operator's schema: optionals are std::optional; the stable ABI has no Scalar.
+template <class Result = Tensor, class... Args>
+Result call(const char* name, const char* overload, const Args&... args) {
+  std::array<StableIValue, std::max<size_t>(sizeof...(Args), 1)> stack{torch::stable::detail::from(args)...};
+  succeed(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION), name);
+  return torch::stable::detail::to<Result>(stack[0]);
+}
+
+inline std::vector<int64_t> dims(int64_t first, int64_t last) {
+  std::vector<int64_t> result;
+  for (int64_t i = first; i < last; ++i) {
+    result.push_back(i);
+  }
+  return result;
+}
+
+// Contiguous and uninitialised, of the shape of `like`, which may be symbolic.
+inline Tensor empty_like(const Tensor& like, ScalarType dtype) {
+  return call("aten::empty_like", "", like, std::optional<ScalarType>(dtype),
+              std::optional<torch::headeronly::Layout>(), std::optional<torch::stable::Device>(),
+              std::optional<bool>(), std::optional<MemoryFormat>(MemoryFormat::Contiguous));
+}
+
+inline Tensor to(const Tensor& tensor, ScalarType dtype) {
+  return call("aten::to", "dtype", tensor, dtype, false, false, std::optional<MemoryFormat>());
+}
+
+// Sums over `over`, or over everything where it is absent.
+inline Tensor sum(const Tensor& tensor, std::optional<std::vector<int64_t>> over = std::nullopt,
+                  std::optional<ScalarType> dtype = std::nullopt) {
+  return call("aten::sum", "dim_IntList", tensor, over, false, dtype);
+}
+
+inline Tensor amax(const Tensor& tensor) {
+  return call("aten::amax", "", tensor, std::vector<int64_t>{-1}, false);
+}
+
+inline Tensor select(const Tensor& tensor, int64_t dim, int64_t index) {
+  return call("aten::select", "int", tensor, dim, index);
+}
+
+inline Tensor flatten(const Tensor& tensor) {
+  return call("aten::flatten", "using_ints", tensor, int64_t{0}, int64_t{-1});
+}
+
+inline Tensor unsqueeze(const Tensor& tensor, int64_t dim) {
+  return call("aten::unsqueeze", "", tensor, dim);
+}
+
+inline Tensor cat(const std::vector<Tensor>& tensors) {
+  return call("aten::cat", "", tensors, int64_t{0});
+}
+
+// A 0-d tensor on the CPU, which combines with tensors of any device. Its dtype counts among 0-d tensors.
+inline Tensor scalar(double value, ScalarType dtype) {
+  return torch::stable::full({}, value, dtype);
+}
+
+}  // namespace aten
+}  // namespace xent

@@ -1,0 +1,124 @@
+#include "bridge.h"
+
+#include <stdexcept>
+
+namespace xent::bridge {
+namespace {
+
+struct Dimension {
+  int64_t size;
+  int64_t stride;
+};
+
+// The leading dimensions but for the last `kept`, joined where one stride walks through both.
+std::vector<Dimension> joined(const Tensor& tensor, int64_t kept) {
+  std::vector<Dimension> result;
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  for (int64_t i = 0; i + kept < tensor.dim(); ++i) {
+    if (sizes[i] == 1) {
+      continue;
+    }
+    if (!result.empty() && result.back().stride == sizes[i] * strides[i]) {
+      result.back() = {result.back().size * sizes[i], strides[i]};
+    } else {
+      result.push_back({sizes[i], strides[i]});
+    }
+  }
+  return result;
+}
+
+}  // namespace
+
+cpu::DType dtype(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float: return cpu::DType::float32;
+    case ScalarType::BFloat16: return cpu::DType::bfloat16;
+    case ScalarType::Half: return cpu::DType::float16;
+    case ScalarType::Double: return cpu::DType::float64;
+    default: throw std::invalid_argument("xent: no kernel for this dtype");
+  }
+}
+
+std::optional<Layout> layout(const Tensor& tensor) {
+  const int64_t last = tensor.dim() - 1;
+  if (tensor.size(last) > 1 && tensor.stride(last) != 1) {
+    return std::nullopt;
+  }
+  const auto dimensions = joined(tensor, 1);
+  Layout result;
+  if (tensor.numel() == 0) {
+    return result;
+  }
+  if (dimensions.size() > 2) {
+    return std::nullopt;
+  }
+  if (!dimensions.empty()) {
+    result.inner = dimensions.back().size;
+    result.stride = dimensions.back().stride;
+  }
+  if (dimensions.size() == 2) {
+    result.outer_stride = dimensions.front().stride;
+  }
+  return result;
+}
+
+Read read(const Tensor& tensor) {
+  auto found = layout(tensor);
+  const Tensor memory = found ? tensor : torch::stable::contiguous(tensor);
+  const Layout place = found ? *found : *layout(memory);
+  return {memory, {memory.const_data_ptr(), place.inner, place.outer_stride, place.stride}};
+}
+
+Write::Write(const Tensor& tensor) : tensor_(tensor), memory_(tensor) {
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    if (tensor.size(i) > 1 && tensor.stride(i) == 0) {
+      throw std::runtime_error("the gradient cannot be written over expanded logits, whose elements share memory");
+    }
+  }
+  auto found = layout(tensor);
+  if (!found) {
+    memory_ = torch::stable::contiguous(tensor);
+    found = layout(memory_);
+  }
+  rows = {memory_.mutable_data_ptr(), found->inner, found->outer_stride, found->stride};
+}
+
+void Write::finish() const {
+  Tensor written = tensor_;
+  torch::stable::copy_(written, memory_);  // of a tensor onto itself: autograd learns that it was written, no more
+}
+
+PerRow::PerRow(const MaybeTensor& tensor, ScalarType dtype) {
+  if (!tensor) {
+    return;
+  }
+  memory = aten::to(*tensor, dtype);
+  auto dimensions = joined(*memory, 0);
+  if (dimensions.size() > 1) {
+    memory = torch::stable::contiguous(*memory);
+    dimensions = joined(*memory, 0);
+  }
+  values = {memory->const_data_ptr(), dimensions.empty() ? 0 : dimensions.back().stride};
+}
+
+Tensor dense(const Tensor& tensor, ScalarType dtype) {
+  return torch::stable::contiguous(aten::to(tensor, dtype));
+}
+
+cpu::Threads threads() {
+  cpu::Threads result;
+  uint32_t number = 1;
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&number));
+  result.number = number;
+  result.loop = [](int64_t begin, int64_t end, int64_t grain, const cpu::Threads::Body& body) {
+    const auto run = [](int64_t first, int64_t last, void* context) {
+      (*static_cast<const cpu::Threads::Body*>(context))(first, last);
+    };
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        torch_parallel_for(begin, end, grain, run, const_cast<cpu::Threads::Body*>(&body)));
+  };
+  return result;
+}
+
+}  // namespace xent::bridge

@@ -1,0 +1,65 @@
+// Between tensors and the kernels of cpu/: rows where they lie where the kernels can take them so, one copy elsewhere.
+#pragma once
+
+#include "stack.h"
+
+namespace xent::bridge {
+
+inline ScalarType accumulator(const Tensor& logits) {
+  return logits.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+cpu::DType dtype(const Tensor& tensor);
+
+// (..., V) as N rows of V dense elements, with one or two strides between rows.
+struct Layout {
+  int64_t inner = 1;
+  int64_t outer_stride = 0;
+  int64_t stride = 0;
+};
+
+// Nothing where the classes are not dense, or the rows have more than two strides.
+std::optional<Layout> layout(const Tensor& tensor);
+
+// Rows of a tensor, and the tensor that keeps their memory.
+struct Read {
+  Tensor tensor;
+  cpu::Rows rows;
+};
+Read read(const Tensor& tensor);
+
+// Where a gradient is written: the tensor itself, or a copy that `finish` writes back.
+class Write {
+ public:
+  explicit Write(const Tensor& tensor);
+  cpu::MutableRows rows;
+  const Tensor& memory() const { return memory_; }
+  void finish() const;
+
+ private:
+  Tensor tensor_;
+  Tensor memory_;
+};
+
+// One number a row, in the accumulator's dtype; null where absent.
+struct PerRow {
+  PerRow(const MaybeTensor& tensor, ScalarType dtype);
+  MaybeTensor memory;
+  cpu::PerRow values;
+};
+
+// Contiguous, in this dtype.
+Tensor dense(const Tensor& tensor, ScalarType dtype);
+
+inline MaybeTensor dense(const MaybeTensor& tensor, ScalarType dtype) {
+  return tensor ? MaybeTensor(dense(*tensor, dtype)) : std::nullopt;
+}
+
+inline const void* data(const MaybeTensor& tensor) {
+  return tensor ? tensor->const_data_ptr() : nullptr;
+}
+
+// torch's intra-op threads: torch.set_num_threads, at::set_num_threads and OMP_NUM_THREADS count.
+cpu::Threads threads();
+
+}  // namespace xent::bridge

@@ -1,0 +1,249 @@
+#include "checks.h"
+
+#include <cmath>
+#include <initializer_list>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+namespace xent::checks {
+namespace {
+
+const char* name_of(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float: return "float32";
+    case ScalarType::BFloat16: return "bfloat16";
+    case ScalarType::Half: return "float16";
+    case ScalarType::Double: return "float64";
+    case ScalarType::Long: return "int64";
+    case ScalarType::Int: return "int32";
+    case ScalarType::Short: return "int16";
+    case ScalarType::Char: return "int8";
+    case ScalarType::Byte: return "uint8";
+    case ScalarType::Bool: return "bool";
+    case ScalarType::ComplexFloat: return "complex64";
+    case ScalarType::ComplexDouble: return "complex128";
+    default: return torch::headeronly::toString(dtype);
+  }
+}
+
+const std::initializer_list<ScalarType> FLOATS{ScalarType::Float, ScalarType::BFloat16, ScalarType::Half,
+                                               ScalarType::Double};
+const std::initializer_list<ScalarType> INDICES{ScalarType::Long, ScalarType::Int, ScalarType::Byte};
+
+template <class... Parts>
+std::string text(const Parts&... parts) {
+  std::ostringstream stream;
+  (stream << ... << parts);
+  return stream.str();
+}
+
+template <class Error = std::invalid_argument, class... Parts>
+void require(bool condition, const Parts&... parts) {
+  if (!condition) {
+    throw Error(text(parts...));
+  }
+}
+
+void check_dtype(const char* name, const Tensor& tensor, const std::initializer_list<ScalarType>& valid) {
+  const ScalarType dtype = tensor.scalar_type();
+  std::string names;
+  for (ScalarType one : valid) {
+    if (one == dtype) {
+      return;
+    }
+    names += (names.empty() ? "" : ", ") + std::string(name_of(one));
+  }
+  require(false, name, " has dtype torch.", name_of(dtype), "; expected one of ", names);
+}
+
+// Sizes of a tensor; nothing for a meta tensor, whose sizes may be symbolic: to read one specialises the graph that is
+// being traced.
+std::optional<std::vector<int64_t>> sizes_of(const Tensor& tensor) {
+  int32_t type = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+  if (type == aoti_torch_device_type_meta()) {
+    return std::nullopt;
+  }
+  const auto sizes = tensor.sizes();
+  return std::vector<int64_t>(sizes.begin(), sizes.end());
+}
+
+// As Python writes a tuple.
+std::string shape(const std::optional<std::vector<int64_t>>& sizes) {
+  if (!sizes) {
+    return "(...)";
+  }
+  std::string result = "(";
+  for (size_t i = 0; i < sizes->size(); ++i) {
+    result += (i ? ", " : "") + std::to_string((*sizes)[i]);
+  }
+  return result + (sizes->size() == 1 ? ",)" : ")");
+}
+
+// Does `tensor` have dimensions [first, last) of the logits, and no others?
+void same_shape(const char* name, const Tensor& tensor, const Tensor& logits, int64_t first, int64_t last,
+                const char* meaning) {
+  const auto found = sizes_of(tensor);
+  auto expected = sizes_of(logits);
+  bool same = tensor.dim() == last - first;
+  if (found && expected) {
+    expected = std::vector<int64_t>(expected->begin() + first, expected->begin() + last);
+    same = found == expected;
+  } else if (same) {
+    // torch compares symbolic sizes and guards what it found. The sum is of meta tensors: it computes nothing.
+    auto others = aten::dims(0, first);
+    const auto behind = aten::dims(last, logits.dim());
+    others.insert(others.end(), behind.begin(), behind.end());
+    const Tensor part = others.empty() ? logits : aten::sum(logits, others);
+    same = aten::call<bool>("aten::is_same_size", "", tensor, part);
+    expected.reset();
+  }
+  require(same, name, " has shape ", shape(found), "; expected ", shape(expected), ", ", meaning);
+}
+
+std::string device_of(const Tensor& tensor) {
+  int32_t type = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+  const int32_t index = tensor.get_device_index();
+  std::string name = "device type " + std::to_string(type);
+  const std::initializer_list<std::pair<int32_t, const char*>> known{
+      {aoti_torch_device_type_cpu(), "cpu"}, {aoti_torch_device_type_cuda(), "cuda"},
+      {aoti_torch_device_type_meta(), "meta"}, {aoti_torch_device_type_xpu(), "xpu"},
+      {aoti_torch_device_type_mps(), "mps"}, {aoti_torch_device_type_privateuse1(), "privateuseone"}};
+  for (const auto& [code, text] : known) {
+    name = code == type ? text : name;
+  }
+  return index < 0 ? name : name + ":" + std::to_string(index);
+}
+
+void same_device(const char* name, const Tensor& tensor, const Tensor& logits) {
+  const std::string found = device_of(tensor);
+  const std::string expected = device_of(logits);
+  require<std::runtime_error>(found == expected, name, " is on ", found, " but logits are on ", expected,
+                              "; both must be on one device");
+}
+
+void check_logits(const Tensor& logits, bool may_be_empty = false) {
+  require(logits.dim() >= 1, "logits have no dimension; expected shape (..., V) with the classes last");
+  check_dtype("logits", logits, FLOATS);
+  const auto sizes = sizes_of(logits);
+  if (!may_be_empty && !sizes) {
+    aten::amax(logits);  // raises where there is no class
+  }
+  require(may_be_empty || !sizes || sizes->back() > 0, "logits of shape ", shape(sizes),
+          " have 0 classes; expected at least 1");
+}
+
+void check_options(const MaybeTensor& weight, const Tensor& logits, const Options& options) {
+  if (weight) {
+    check_dtype("weight", *weight, FLOATS);
+    same_shape("weight", *weight, logits, logits.dim() - 1, logits.dim(), "one weight a class");
+    same_device("weight", *weight, logits);
+  }
+  require(options.label_smoothing >= 0.0 && options.label_smoothing <= 1.0,
+          "label_smoothing must be between 0.0 and 1.0, got ", options.label_smoothing);
+  require(!options.softcap || (*options.softcap > 0.0 && std::isfinite(*options.softcap)),
+          "softcap must be a finite number above 0, or None for no cap, got ", options.softcap.value_or(0.0));
+  require(std::isfinite(options.logit_scale), "logit_scale must be finite, got ", options.logit_scale);
+}
+
+void check_index_target(const Tensor& logits, const Tensor& target) {
+  check_dtype("target", target, INDICES);
+  same_shape("target", target, logits, 0, logits.dim() - 1, "one class index for each row of the logits");
+  same_device("target", target, logits);
+}
+
+}  // namespace
+
+void index_forward(const Tensor& logits, const Tensor& target, const MaybeTensor& weight, const Options& options) {
+  check_logits(logits);
+  check_index_target(logits, target);
+  check_options(weight, logits, options);
+}
+
+void soft_forward(const Tensor& logits, const Tensor& target, const MaybeTensor& weight, const Options& options) {
+  check_logits(logits);
+  check_dtype("target of class probabilities", target, FLOATS);
+  same_shape("target", target, logits, 0, logits.dim(), "one probability for each logit");
+  same_device("target", target, logits);
+  check_options(weight, logits, options);
+}
+
+void shard(const Tensor& logits, const Tensor& target, const cpu::Shard& place, const MaybeTensor& weight,
+           const Options& options) {
+  check_logits(logits, true);
+  check_index_target(logits, target);
+  check_options(weight, logits, options);
+  require(place.num_classes > 0, "num_classes must be at least 1, got ", place.num_classes);
+  const auto sizes = sizes_of(logits);
+  const int64_t columns = sizes ? sizes->back() : 1;
+  require(place.class_start >= 0 && place.class_start + (columns > 0) <= place.num_classes,
+          "class_start=", place.class_start, " with ", columns, " columns lies beyond num_classes=", place.num_classes,
+          ": a shard starts at one of the classes (only an empty one may start behind the last)");
+}
+
+void shard_gathered(const Tensor& gathered, const Tensor& part) {
+  const auto found = sizes_of(gathered);
+  const auto expected = sizes_of(part);
+  require(gathered.dim() == 2 && (found ? found->back() == expected->back()
+                                        : aten::call<bool>("aten::is_same_size", "", aten::sum(gathered, {{0}}), part)),
+          "gathered has shape ", shape(found), "; expected (ranks, ", expected ? expected->back() : -1,
+          "), one result of cross_entropy_shard for each rank");
+  require(gathered.scalar_type() == part.scalar_type(), "gathered has dtype torch.", name_of(gathered.scalar_type()),
+          "; expected torch.", name_of(part.scalar_type()));
+}
+
+void shard_coefficient(const MaybeTensor& weight, const MaybeTensor& coefficient) {
+  require(!weight || coefficient, "a class weight needs the coefficient that cross_entropy_shard_join returned");
+}
+
+void row_values(const char* name, const MaybeTensor& tensor, const Tensor& logits) {
+  if (tensor) {
+    check_dtype(name, *tensor, FLOATS);
+    same_shape(name, *tensor, logits, 0, logits.dim() - 1, "one value for each row of the logits");
+    same_device(name, *tensor, logits);
+  }
+}
+
+void scalar_or_row_values(const char* owner, const Tensor& matrix, const char* name, const MaybeTensor& tensor) {
+  if (tensor) {
+    check_dtype(name, *tensor, FLOATS);
+    if (tensor->dim() > 0) {
+      same_shape(name, *tensor, matrix, 0, matrix.dim() - 1, text("one value for each row of the ", owner, ", or ()").c_str());
+    }
+    same_device(name, *tensor, matrix);
+  }
+}
+
+void scale_grad(const Tensor& grad, const Tensor& factor) {
+  require(grad.dim() >= 1, "grad has no dimension; expected shape (..., V)");
+  check_dtype("grad", grad, FLOATS);
+  scalar_or_row_values("grad", grad, "factor", factor);
+}
+
+void reduction(const std::string& value) {
+  require(value == "none" || value == "mean" || value == "sum", "'", value,
+          "' is not a valid value for reduction; valid are 'none', 'mean', 'sum'");
+}
+
+void lse_square_scale(double value) {
+  require(std::isfinite(value), "lse_square_scale must be finite, got ", value);
+}
+
+void target_values(const Tensor& target, int64_t num_classes, int64_t ignore_index) {
+  const auto* values = target.const_data_ptr<int64_t>();
+  const int64_t number = target.numel();
+  int64_t bad = 0;
+  int64_t first = 0;
+  for (int64_t i = 0; i < number; ++i) {
+    if ((values[i] < 0 || values[i] >= num_classes) && values[i] != ignore_index) {
+      first = bad++ ? first : values[i];
+    }
+  }
+  require<std::out_of_range>(bad == 0, "target ", first, " is out of bounds: valid are 0 to ", num_classes - 1,
+                             " and ignore_index=", ignore_index, " (", bad, " of ", number,
+                             " targets are out of bounds)");
+}
+
+}  // namespace xent::checks

@@ -1,0 +1,42 @@
+// What no kernel can take, refused before any kernel runs: the checks of xent_ops/ops/checks.py with its words, for
+// processes where no Python ran them first. A ValueError or a TypeError there is std::invalid_argument here.
+#pragma once
+
+#include "stack.h"
+
+#include <cstdint>
+#include <string>
+
+namespace xent {
+
+namespace checks {
+
+void index_forward(const Tensor& logits, const Tensor& target, const MaybeTensor& weight, const Options& options);
+
+void soft_forward(const Tensor& logits, const Tensor& target, const MaybeTensor& weight, const Options& options);
+
+void shard(const Tensor& logits, const Tensor& target, const cpu::Shard& place, const MaybeTensor& weight,
+           const Options& options);
+
+// part: what one rank hands over, 1-d.
+void shard_gathered(const Tensor& gathered, const Tensor& part);
+
+void shard_coefficient(const MaybeTensor& weight, const MaybeTensor& coefficient);
+
+// One floating-point value for each row of the logits.
+void row_values(const char* name, const MaybeTensor& tensor, const Tensor& logits);
+
+// One floating-point value of shape (), or one for each row of the matrix.
+void scalar_or_row_values(const char* owner, const Tensor& matrix, const char* name, const MaybeTensor& tensor);
+
+void scale_grad(const Tensor& grad, const Tensor& factor);
+
+void reduction(const std::string& value);
+
+void lse_square_scale(double value);
+
+// The values of int64 targets: std::out_of_range for one outside [0, num_classes) that is not ignore_index.
+void target_values(const Tensor& target, int64_t num_classes, int64_t ignore_index);
+
+}  // namespace checks
+}  // namespace xent

@@ -1,0 +1,64 @@
+// What is compiled once for each instruction set: loops over a block of a row, small enough for the first cache level.
+// Everything around them (rows, threads, joins) is ordinary C++. A is the accumulator: float or double.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace xent::cpu {
+
+// 4096: 16 KiB of float32. A row is a left fold over its blocks, whoever visits them: this number is part of the bits.
+constexpr std::int64_t kBlock = 4096;
+
+// grad_j = (total p_j - grad_entropy p_j (log p_j + entropy) - constant - factor subtracted_j) scale dx_j/dz_j,
+// where p_j = exp(x_j - lse) and x_j = softcap tanh(z_j / softcap), z_j = scale logits_j.
+template <class A>
+struct Gradient {
+  A scale, softcap;  // softcap 0: x = z
+  A lse, total;
+  A grad_entropy, entropy;  // grad_entropy 0: none
+  A constant, factor;
+  const A* subtracted;  // null: none
+};
+
+template <class A>
+struct Blocks {
+  const char* name;
+  // x_j = scale * from_j for n <= kBlock elements; gives the maximum, which no NaN takes part in (-inf of nothing).
+  // Fills x up to a whole vector with -inf: x has room for kBlock elements.
+  A (*load)(DType, const void* from, std::int64_t n, A scale, A* x);
+  // x_j = softcap tanh(x_j / softcap), in place.
+  void (*cap)(A* x, std::int64_t n, A softcap);
+  // total = sum_j e_j, e_j = exp(x_j - pivot), of an x from `load`; and where moment is not null
+  // *moment = sum_j e_j (x_j - pivot), to which an e_j of 0 adds 0. Meanwhile fetches `next_bytes` at `next` into the cache.
+  double (*exponentials)(
+      const A* x, std::int64_t n, A pivot, double* moment, const void* next, std::int64_t next_bytes);
+  // sum_j q_j (pivot - x_j); q null: all ones.
+  double (*distance)(const A* x, std::int64_t n, A pivot, const A* q);
+  double (*sum)(const A* q, std::int64_t n);
+  // `to` may be `from`.
+  void (*gradient)(DType, const Gradient<A>&, const void* from, void* to, std::int64_t n);
+  // x_j *= factor, in place, of elements as they are stored.
+  void (*scale)(DType, void* x, std::int64_t n, A factor);
+};
+
+// Of the best instruction set of this processor: see `instruction_set`.
+template <class A>
+const Blocks<A>& blocks();
+
+// One file each.
+namespace generic {
+extern const Blocks<float> float_blocks;
+extern const Blocks<double> double_blocks;
+}  // namespace generic
+namespace avx2 {
+extern const Blocks<float> float_blocks;
+extern const Blocks<double> double_blocks;
+}  // namespace avx2
+namespace avx512 {
+extern const Blocks<float> float_blocks;
+extern const Blocks<double> double_blocks;
+}  // namespace avx512
+
+}  // namespace xent::cpu

@@ -1,0 +1,180 @@
+// Class indices as targets. The formulas: xent_ops/kernels/reference.py.
+
+#include "kernels.h"
+
+#include "scan.h"
+
+namespace xent::cpu {
+namespace {
+
+template <class A>
+struct ClassIndices {
+  const Problem& problem;
+  const std::vector<double> weights;  // of each block
+  double sum_weights = 0;
+
+  ClassIndices(const Problem& given, const Threads& threads)
+      : problem(given),
+        weights(given.label_smoothing > 0 ? block_weights<A>(given, threads) : std::vector<double>()) {
+    if (!problem.weight) sum_weights = double(problem.classes);
+    for (const double weight : weights) sum_weights += weight;
+  }
+
+  const std::vector<double>* smoothing() const { return problem.label_smoothing > 0 ? &weights : nullptr; }
+
+  Target target(std::int64_t row) const { return Target(problem, row, 0, problem.classes, problem.classes); }
+
+  double loss(std::int64_t row, const Sums& sums) const {
+    const Target t = target(row);
+    if (!t.counted) return 0;
+    if (!t.valid) return kNaN;
+    // Relative to the maximum: lse - x_t would lose digits where both are large.
+    const double log_total = std::log(sums.total);
+    double loss = sums.pivot() - activated<A>(problem, row, t.column) + log_total;
+    if (problem.weight) loss *= weight_of<A>(problem, t.column);
+    if (problem.label_smoothing > 0) {
+      const double smooth = sums.distance + sums.mass * log_total;
+      loss = (1 - problem.label_smoothing) * loss + problem.label_smoothing / double(problem.classes) * smooth;
+    }
+    return loss;
+  }
+
+  Coefficients<A> row_coefficients(std::int64_t row, double lse, double grad_loss, double grad_lse) const {
+    const Target t = target(row);
+    const double a = !t.counted ? 0 : t.valid ? grad_loss : kNaN;
+    double at_target = a * (1 - problem.label_smoothing);
+    if (t.valid) at_target *= weight_of<A>(problem, t.column);
+    const double by_class = problem.label_smoothing > 0 ? a * (problem.label_smoothing / double(problem.classes)) : 0;
+    double total = at_target + grad_lse;
+    if (problem.label_smoothing > 0) total += by_class * sum_weights;
+    return coefficients<A>(problem, lse, total, at_target, by_class, t.column);
+  }
+};
+
+template <class A>
+void forward_as(
+    const Problem& problem, A* loss, A* lse, std::int64_t* argmax, A* entropy, const Threads& threads) {
+  const ClassIndices<A> indices(problem, threads);
+  const Scan<A> scan{problem, argmax != nullptr, entropy != nullptr, indices.smoothing(), nullptr};
+  const auto finish = [&](std::int64_t row, const Sums& sums) {
+    const double log_total = std::log(sums.total);
+    loss[row] = A(indices.loss(row, sums));
+    lse[row] = A(sums.pivot() + log_total);
+    if (argmax != nullptr) argmax[row] = sums.first;
+    if (entropy != nullptr) entropy[row] = A(log_total - sums.moment / sums.total);
+    return Nothing{};
+  };
+  const auto nothing = [](std::int64_t, Nothing, std::int64_t, std::int64_t) {};
+  visit<Nothing>(problem.rows, problem.classes, threads, true, false, scan, finish, nothing);
+}
+
+template <class A>
+void backward_as(
+    const Problem& problem,
+    const Upstream& upstream,
+    const A* lse,
+    const A* entropy,
+    MutableRows grad,
+    const Threads& threads) {
+  prefer_huge_pages(problem, grad);
+  const ClassIndices<A> indices(problem, threads);
+  const auto no_scan = [](std::int64_t, std::int64_t, std::int64_t) { return Sums(); };
+  const auto join = [&](std::int64_t row, const Sums&) {
+    auto result = indices.row_coefficients(row, lse[row], value<A>(upstream.loss, row), value<A>(upstream.lse, row));
+    if (upstream.entropy.data != nullptr) {
+      result.gradient.grad_entropy = A(value<A>(upstream.entropy, row));
+      result.gradient.entropy = entropy[row];
+      result.live |= result.gradient.grad_entropy != 0;
+    }
+    return result;
+  };
+  const auto write = [&](std::int64_t row, const Coefficients<A>& joined, std::int64_t column, std::int64_t n) {
+    emit(problem, grad, row, joined, column, n, weights_from<A>(problem, column));
+  };
+  visit<Coefficients<A>>(problem.rows, problem.classes, threads, false, true, no_scan, join, write);
+}
+
+template <class A>
+void with_grad_as(
+    const Problem& problem,
+    PerRow grad_scale,
+    PerRow grad_lse_square,
+    A* loss,
+    A* lse,
+    MutableRows grad,
+    const Threads& threads) {
+  prefer_huge_pages(problem, grad);
+  const ClassIndices<A> indices(problem, threads);
+  const Scan<A> scan{problem, false, false, indices.smoothing(), nullptr};
+  const auto join = [&](std::int64_t row, const Sums& sums) {
+    loss[row] = A(indices.loss(row, sums));
+    lse[row] = A(sums.pivot() + std::log(sums.total));
+    const bool squared = grad_lse_square.data != nullptr && indices.target(row).counted;
+    const double grad_lse = squared ? 2 * value<A>(grad_lse_square, row) * double(lse[row]) : 0;  // 0 * inf is NaN
+    return indices.row_coefficients(row, lse[row], value<A>(grad_scale, row), A(grad_lse));
+  };
+  const auto write = [&](std::int64_t row, const Coefficients<A>& joined, std::int64_t column, std::int64_t n) {
+    emit(problem, grad, row, joined, column, n, weights_from<A>(problem, column));
+  };
+  visit<Coefficients<A>>(problem.rows, problem.classes, threads, true, true, scan, join, write);
+}
+
+template <class A>
+void scale_grad_as(const Problem& problem, MutableRows grad, PerRow factor, const Threads& threads) {
+  const auto no_scan = [](std::int64_t, std::int64_t, std::int64_t) { return Sums(); };
+  const auto join = [&](std::int64_t row, const Sums&) { return A(value<A>(factor, row)); };
+  const auto write = [&](std::int64_t row, A by, std::int64_t column, std::int64_t n) {
+    char* to = at(grad, problem.dtype, row, column);
+    if (by == 0) {
+      std::memset(to, 0, n * size_of(problem.dtype));
+    } else if (by != 1) {
+      blocks<A>().scale(problem.dtype, to, n, by);
+    }
+  };
+  visit<A>(problem.rows, problem.classes, threads, false, true, no_scan, join, write);
+}
+
+}  // namespace
+
+void forward(
+    const Problem& problem, void* loss, void* lse, std::int64_t* argmax, void* entropy, const Threads& threads) {
+  dispatch(problem, [&](auto a) {
+    using A = decltype(a);
+    forward_as<A>(problem, static_cast<A*>(loss), static_cast<A*>(lse), argmax, static_cast<A*>(entropy), threads);
+  });
+}
+
+void backward(
+    const Problem& problem,
+    const Upstream& upstream,
+    const void* lse,
+    const void* entropy,
+    MutableRows grad,
+    const Threads& threads) {
+  dispatch(problem, [&](auto a) {
+    using A = decltype(a);
+    backward_as<A>(
+        problem, upstream, static_cast<const A*>(lse), static_cast<const A*>(entropy), grad, threads);
+  });
+}
+
+void with_grad(
+    const Problem& problem,
+    PerRow grad_scale,
+    PerRow grad_lse_square,
+    void* loss,
+    void* lse,
+    MutableRows grad,
+    const Threads& threads) {
+  dispatch(problem, [&](auto a) {
+    using A = decltype(a);
+    with_grad_as<A>(
+        problem, grad_scale, grad_lse_square, static_cast<A*>(loss), static_cast<A*>(lse), grad, threads);
+  });
+}
+
+void scale_grad(const Problem& problem, MutableRows grad, PerRow factor, const Threads& threads) {
+  dispatch(problem, [&](auto a) { scale_grad_as<decltype(a)>(problem, grad, factor, threads); });
+}
+
+}  // namespace xent::cpu

@@ -1,0 +1,144 @@
+// The CPU kernels of every operator of the namespace xent: raw pointers in, raw pointers out, no torch.
+//
+// The formulas are those of xent_ops/kernels/reference.py and reference_shard.py, corner cases included. Everything is
+// computed in the accumulator's dtype (float32; float64 for float64 logits) or better, in an order that depends on the
+// sizes alone: the same bits for any number of threads. Nothing of the logits' size is allocated.
+//
+// The caller has checked shapes and dtypes. Values may be anything: a target that is no class and not ignore_index gives
+// NaN in its row, and nothing outside the row is read.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+
+namespace xent::cpu {
+
+enum class DType : std::int32_t { float32, bfloat16, float16, float64 };
+
+constexpr bool accumulates_in_double(DType logits) { return logits == DType::float64; }
+
+// (N, classes), the classes dense: row i begins at element (i / inner) * outer_stride + (i % inner) * stride.
+template <class Void>
+struct RowsOf {
+  Void* data = nullptr;
+  std::int64_t inner = 1;  // at least 1
+  std::int64_t outer_stride = 0;
+  std::int64_t stride = 0;
+};
+using Rows = RowsOf<const void>;
+using MutableRows = RowsOf<void>;
+
+// One number a row in the accumulator's dtype, `stride` elements apart: 0 for an expanded scalar. null: not given.
+struct PerRow {
+  const void* data = nullptr;
+  std::int64_t stride = 0;
+};
+
+// How to run a loop on several threads. `loop(begin, end, grain, body)` calls body on disjoint ranges that cover
+// [begin, end), at least `grain` long where it can, in any order and returns after the last; as at::parallel_for does.
+struct Threads {
+  using Body = std::function<void(std::int64_t, std::int64_t)>;
+  std::int64_t number = 1;  // how many `loop` uses: decides how work is cut, never what comes out
+  std::function<void(std::int64_t begin, std::int64_t end, std::int64_t grain, const Body& body)> loop;
+};
+
+// What every operator is given.
+struct Problem {
+  DType dtype = DType::float32;  // of the logits, and of their gradient
+  std::int64_t rows = 0;         // N
+  std::int64_t classes = 0;      // V; of a shard: its columns, those of padding beyond the last class too
+  Rows logits;
+  const std::int64_t* target = nullptr;  // (N,), dense; null for class probabilities
+  // (V,), dense, in the accumulator's dtype (of no classes: any pointer). Not given: every class counts 1.
+  std::optional<const void*> weight;
+  std::int64_t ignore_index = -100;
+  double label_smoothing = 0.0;
+  double softcap = 0.0;  // 0: none
+  double logit_scale = 1.0;
+};
+
+// Upstream gradients. A row for which all that is passed back is zero is not read: its gradient is zeros.
+struct Upstream {
+  PerRow loss;     // required
+  PerRow lse;      // optional
+  PerRow entropy;  // optional; needs the entropies of the forward pass
+};
+
+// A rank's part of a vocabulary split over ranks.
+struct Shard {
+  std::int64_t class_start = 0;  // the class of the first column
+  std::int64_t num_classes = 0;  // of all ranks together
+};
+
+// In what follows outputs and saved values of one number a row are (N,), dense, in the accumulator's dtype.
+// A gradient may be written over the logits it is taken from (same data, same strides).
+
+// argmax and entropy are optional (null). argmax: the first index on ties, of a NaN where there is one.
+void forward(const Problem&, void* loss, void* lse, std::int64_t* argmax, void* entropy, const Threads&);
+
+// entropy may be null unless upstream.entropy is given.
+void backward(
+    const Problem&, const Upstream&, const void* lse, const void* entropy, MutableRows grad_logits, const Threads&);
+
+// probabilities: (N, V) of any dtype and strides.
+void soft_forward(const Problem&, DType, Rows probabilities, void* loss, void* lse, const Threads&);
+
+// upstream.entropy is not used.
+void soft_backward(
+    const Problem&,
+    DType,
+    Rows probabilities,
+    const Upstream&,
+    const void* lse,
+    MutableRows grad_logits,
+    const Threads&);
+
+// Loss, lse and the gradient of sum(grad_scale * loss + grad_lse_square * lse^2) over the counted rows, each row visited
+// once: the bits of forward, then backward, with the second read from the cache. grad_lse_square is optional.
+void with_grad(
+    const Problem&,
+    PerRow grad_scale,
+    PerRow grad_lse_square,
+    void* loss,
+    void* lse,
+    MutableRows grad_logits,
+    const Threads&);
+
+// Of the problem: dtype, rows, classes. Each row of grad times its factor, in place. A factor of 0 gives zeros whatever the
+// row holds, as in a row that passes nothing back; one of 1 is not applied.
+void scale_grad(const Problem&, MutableRows grad, PerRow factor, const Threads&);
+
+// How many numbers `shard_forward` writes.
+std::int64_t shard_width(const Problem&);
+
+// out: (1, shard_width), as kernels/reference_shard.py lays it out.
+void shard_forward(const Problem&, Shard, void* out, const Threads&);
+
+// gathered: (ranks, shard_width), dense. Of the problem, the logits and the values of the weight are not read.
+void shard_join(
+    const Problem&,
+    Shard,
+    const void* gathered,
+    std::int64_t ranks,
+    void* loss,
+    void* lse,
+    void* target_weight,
+    void* coefficient,
+    const Threads&);
+
+// lse: of the whole vocabulary. coefficient: (N,) from shard_join, or null for 1. upstream.entropy is not used.
+void shard_backward(
+    const Problem&,
+    Shard,
+    const Upstream&,
+    const void* lse,
+    const void* coefficient,
+    MutableRows grad_logits,
+    const Threads&);
+
+// "avx512", "avx2" or "default": which instructions the kernels use on this processor. As torch does, they obey
+// ATEN_CPU_CAPABILITY=default|avx2|avx512, read at the first call, as far as the processor can.
+const char* instruction_set();
+
+}  // namespace xent::cpu

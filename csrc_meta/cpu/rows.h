@@ -1,0 +1,136 @@
+// Rows out of blocks, threads over rows: what the operators share. Not part of the interface.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "blocks.h"
+
+namespace xent::cpu {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+// Calls body with a value of the accumulator's type.
+template <class Body>
+void dispatch(const Problem& problem, Body body) {
+  accumulates_in_double(problem.dtype) ? body(double()) : body(float());
+}
+
+struct Nothing {};
+
+// What is known of a block, of several, of a row. Sums are relative to the pivot: the maximum, or 0 where that is -inf.
+struct Sums {
+  double maximum = -kInfinity;   // of x
+  double total = 0;              // sum_j exp(x_j - pivot)
+  double moment = 0;             // sum_j exp(x_j - pivot) (x_j - pivot)
+  double distance = 0;           // sum_j q_j (pivot - x_j), where q_j are class weights or weighted probabilities
+  double mass = 0;               // sum_j q_j
+  double top = -kInfinity;       // the largest z_j, which softcap may not tell apart; NaN where there is one
+  std::int64_t first = 0;        // the first column that holds it
+
+  double pivot() const { return maximum == -kInfinity ? 0 : maximum; }
+};
+
+// `sums` of the columns before those of `next` become the sums of both. Always from left to right: the same bits
+// whichever thread scanned which block.
+inline void fold(Sums& sums, Sums next) {
+  const double maximum = std::max(sums.maximum, next.maximum);
+  for (Sums* part : {&sums, &next}) {
+    const double before = part->pivot();
+    part->maximum = maximum;
+    const double moved = before - part->pivot();
+    if (moved == 0) continue;
+    if (part->total != 0) {
+      const double decay = std::exp(moved);
+      part->moment = decay * (part->moment + moved * part->total);
+      part->total *= decay;
+    }
+    part->distance -= moved * part->mass;
+  }
+  sums.total += next.total;
+  sums.moment += next.moment;
+  sums.distance += next.distance;
+  sums.mass += next.mass;
+  if (next.top > sums.top || (std::isnan(next.top) && !std::isnan(sums.top))) {
+    sums.top = next.top;
+    sums.first = next.first;
+  }
+}
+
+inline std::int64_t number_of_blocks(std::int64_t classes) { return (classes + kBlock - 1) / kBlock; }
+
+inline std::int64_t size_of(DType dtype) {
+  return dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2;
+}
+
+// The address of an element of a row; Byte is char or const char.
+template <class Byte, class Void>
+Byte* element(const RowsOf<Void>& rows, DType dtype, std::int64_t row, std::int64_t column) {
+  const std::int64_t offset = row / rows.inner * rows.outer_stride + row % rows.inner * rows.stride + column;
+  return static_cast<Byte*>(rows.data) + offset * size_of(dtype);
+}
+
+inline const char* at(const Rows& rows, DType dtype, std::int64_t row, std::int64_t column) {
+  return element<const char>(rows, dtype, row, column);
+}
+
+inline char* at(const MutableRows& rows, DType dtype, std::int64_t row, std::int64_t column) {
+  return element<char>(rows, dtype, row, column);
+}
+
+template <class A>
+double value(PerRow values, std::int64_t row) {
+  return values.data == nullptr ? 0.0 : double(static_cast<const A*>(values.data)[row * values.stride]);
+}
+
+// To be called before a fresh gradient is written: forward and backward of 1024 x 32000 float32, every page of the gradient
+// new, took 53 ms of processor time with it and 81 without (2 cores, AVX-512, 2026-11).
+void prefer_huge_pages(const Problem& problem, const MutableRows& grad);
+
+// Runs body(i) for every i of [0, number), where one costs about `cost` elements.
+template <class Body>
+void for_each(const Threads& threads, std::int64_t number, std::int64_t cost, Body body) {
+  const std::int64_t grain = std::max<std::int64_t>(1, 32768 / std::max<std::int64_t>(1, cost));
+  threads.loop(0, number, grain, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) body(i);
+  });
+}
+
+// Visits every row: `scan(row, column, n)` gives the Sums of each of its blocks, `join(row, sums)` what its second visit
+// needs, `emit(row, joined, column, n)` is called for each block again. Enough rows: a thread takes a row as a whole, its
+// second visit finds it in the cache. Few rows: threads share them.
+template <class Joined, class Scan, class Join, class Emit>
+void visit(
+    std::int64_t rows, std::int64_t classes, const Threads& threads, bool scans, bool emits, Scan scan, Join join, Emit emit) {
+  const std::int64_t blocks = number_of_blocks(classes);
+  const auto size = [=](std::int64_t block) { return std::min(kBlock, classes - block * kBlock); };
+  if (blocks <= 1 || rows >= 4 * threads.number) {
+    for_each(threads, rows, classes, [&](std::int64_t row) {
+      Sums sums;
+      for (std::int64_t block = 0; scans && block < blocks; ++block) fold(sums, scan(row, block * kBlock, size(block)));
+      const Joined joined = join(row, sums);
+      for (std::int64_t block = 0; emits && block < blocks; ++block) emit(row, joined, block * kBlock, size(block));
+    });
+    return;
+  }
+  std::vector<Sums> parts(scans ? rows * blocks : 0);
+  std::vector<Joined> joined(rows);
+  for_each(threads, std::int64_t(parts.size()), kBlock, [&](std::int64_t i) {
+    parts[i] = scan(i / blocks, i % blocks * kBlock, size(i % blocks));
+  });
+  for (std::int64_t row = 0; row < rows; ++row) {
+    Sums sums;
+    for (std::int64_t block = 0; scans && block < blocks; ++block) fold(sums, parts[row * blocks + block]);
+    joined[row] = join(row, sums);
+  }
+  if (emits) {
+    for_each(threads, rows * blocks, kBlock, [&](std::int64_t i) {
+      emit(i / blocks, joined[i / blocks], i % blocks * kBlock, size(i % blocks));
+    });
+  }
+}
+
+}  // namespace xent::cpu

@@ -1,0 +1,207 @@
+// The first visit of a block, and the second. Not part of the interface.
+#pragma once
+
+#include <cstring>
+
+#include "rows.h"
+
+namespace xent::cpu {
+
+template <class A>
+double weight_of(const Problem& problem, std::int64_t column) {
+  return !problem.weight ? 1.0 : double(static_cast<const A*>(*problem.weight)[column]);
+}
+
+// The class weights from a column on.
+template <class A>
+const A* weights_from(const Problem& problem, std::int64_t column) {
+  return !problem.weight ? nullptr : static_cast<const A*>(*problem.weight) + column;
+}
+
+// sum_j w_j of each block, for the sums over all classes that label smoothing and shards need; empty without weights.
+template <class A>
+std::vector<double> block_weights(const Problem& problem, const Threads& threads) {
+  if (!problem.weight) return {};
+  const A* weight = static_cast<const A*>(*problem.weight);
+  std::vector<double> sums(number_of_blocks(problem.classes));
+  for_each(threads, sums.size(), kBlock, [&](std::int64_t block) {
+    const std::int64_t column = block * kBlock;
+    sums[block] = blocks<A>().sum(weight + column, std::min(kBlock, problem.classes - column));
+  });
+  return sums;
+}
+
+// Class probabilities: q_j = w_j ((1-e) p_j + e/V).
+template <class A>
+struct Probabilities {
+  const Problem& problem;
+  DType dtype;
+  Rows rows;
+
+  void read(std::int64_t row, std::int64_t column, std::int64_t n, A* q) const {
+    const char* from = at(rows, dtype, row, column);
+    if (accumulates_in_double(dtype) == accumulates_in_double(problem.dtype)) {
+      blocks<A>().load(dtype, from, n, 1, q);
+    } else if (dtype == DType::float64) {
+      for (std::int64_t j = 0; j < n; ++j) q[j] = A(reinterpret_cast<const double*>(from)[j]);
+    } else {
+      alignas(64) float narrow[kBlock];
+      blocks<float>().load(dtype, from, n, 1, narrow);
+      for (std::int64_t j = 0; j < n; ++j) q[j] = narrow[j];
+    }
+    if (problem.label_smoothing > 0) {
+      const A keep = A(1 - problem.label_smoothing), spread = A(problem.label_smoothing / double(problem.classes));
+      for (std::int64_t j = 0; j < n; ++j) q[j] = q[j] * keep + spread;
+    }
+    if (problem.weight) {
+      const A* weight = static_cast<const A*>(*problem.weight) + column;
+      for (std::int64_t j = 0; j < n; ++j) q[j] *= weight[j];
+    }
+  }
+};
+
+// Where x_j == wanted first, n where it is not. Sixty-four at a time: a loop that compilers vectorise.
+template <class A, class Wanted>
+std::int64_t find(const A* x, std::int64_t n, Wanted wanted) {
+  std::int64_t j = 0;
+  for (; j + 64 <= n; j += 64) {
+    int found = 0;
+    for (int k = 0; k < 64; ++k) found |= wanted(x[j + k]);
+    if (found) break;
+  }
+  while (j < n && !wanted(x[j])) ++j;
+  return j;
+}
+
+// What of a row's Sums is wanted.
+template <class A>
+struct Scan {
+  const Problem& problem;
+  bool argmax = false;
+  bool entropy = false;
+  const std::vector<double>* weights = nullptr;        // block_weights: also sum distances, by class weight
+  const Probabilities<A>* probabilities = nullptr;     // also sum distances, by weighted probability
+
+  Sums operator()(std::int64_t row, std::int64_t column, std::int64_t n) const {
+    const Blocks<A>& functions = blocks<A>();
+    const A softcap = A(problem.softcap);
+    alignas(64) A x[kBlock];
+    const char* from = at(problem.logits, problem.dtype, row, column);
+    Sums sums;
+    A maximum = functions.load(problem.dtype, from, n, A(problem.logit_scale), x);
+    sums.top = maximum;
+    if (argmax) sums.first = column + find(x, n, [=](A z) { return z == maximum; });
+    if (softcap != 0) {
+      functions.cap(x, n, softcap);
+      functions.cap(&maximum, 1, softcap);
+    }
+    sums.maximum = maximum;
+    const A pivot = A(sums.pivot());
+    const std::int64_t bytes = n * size_of(problem.dtype);
+    sums.total = functions.exponentials(x, n, pivot, entropy ? &sums.moment : nullptr, from + bytes, bytes);
+    if (argmax && std::isnan(sums.total)) {  // a NaN among them, or +inf
+      const std::int64_t j = find(x, n, [](A value) { return value != value; });
+      if (j < n) {
+        sums.top = kNaN;
+        sums.first = column + j;
+      }
+    }
+    if (probabilities != nullptr) {
+      alignas(64) A q[kBlock];
+      probabilities->read(row, column, n, q);
+      sums.mass = functions.sum(q, n);
+      sums.distance = functions.distance(x, n, pivot, q);
+    } else if (weights != nullptr) {
+      sums.mass = !problem.weight ? double(n) : (*weights)[column / kBlock];
+      sums.distance = functions.distance(x, n, pivot, weights_from<A>(problem, column));
+    }
+    return sums;
+  }
+};
+
+// x of one element of a row.
+template <class A>
+double activated(const Problem& problem, std::int64_t row, std::int64_t column) {
+  alignas(64) A x[64 / sizeof(A)];
+  blocks<A>().load(problem.dtype, at(problem.logits, problem.dtype, row, column), 1, A(problem.logit_scale), x);
+  if (problem.softcap != 0) blocks<A>().cap(x, 1, A(problem.softcap));
+  return x[0];
+}
+
+// A target among the classes [start, start + columns) of `classes` in all.
+struct Target {
+  bool counted;         // not ignore_index
+  bool valid;           // a class
+  std::int64_t column;  // -1: not among these
+
+  Target(const Problem& problem, std::int64_t row, std::int64_t start, std::int64_t columns, std::int64_t classes) {
+    const std::int64_t target = problem.target[row];
+    counted = target != problem.ignore_index;
+    valid = target >= 0 && target < classes;
+    column = valid && target >= start && target - start < columns ? target - start : -1;
+  }
+};
+
+// What the second visit of a row needs: grad_x_j = A softmax_j - B [j == t] - C q_j, as in reference.row_coefficients.
+template <class A>
+struct Coefficients {
+  Gradient<A> gradient = {};
+  double at_target = 0;      // B
+  std::int64_t column = -1;  // of the target, or -1
+  bool live = false;         // does anything flow back?
+};
+
+template <class A>
+Coefficients<A> coefficients(
+    const Problem& problem, double lse, double softmax, double at_target, double by_class, std::int64_t column) {
+  Coefficients<A> result;
+  Gradient<A>& g = result.gradient;
+  g.scale = A(problem.logit_scale);
+  g.softcap = A(problem.softcap);
+  g.lse = A(lse);
+  g.total = A(softmax);
+  g.factor = A(by_class);
+  result.at_target = at_target;
+  result.column = column;
+  result.live = softmax != 0 || at_target != 0 || by_class != 0;
+  return result;
+}
+
+// The gradient of a block; q: of its classes, null for ones. It may overwrite its logits, so that of the target is made
+// first and put in its place last.
+template <class A>
+void emit(
+    const Problem& problem,
+    MutableRows grad,
+    std::int64_t row,
+    const Coefficients<A>& row_coefficients,
+    std::int64_t column,
+    std::int64_t n,
+    const A* q) {
+  const std::int64_t size = size_of(problem.dtype);
+  char* to = at(grad, problem.dtype, row, column);
+  if (!row_coefficients.live) {  // exact zeros, whatever the logits hold
+    std::memset(to, 0, n * size);
+    return;
+  }
+  const char* from = at(problem.logits, problem.dtype, row, column);
+  Gradient<A> g = row_coefficients.gradient;
+  if (q == nullptr) {
+    g.constant = g.factor;
+  } else if (g.factor != 0) {
+    g.subtracted = q;
+  }
+  const std::int64_t target = row_coefficients.column - column;
+  const bool here = row_coefficients.column >= 0 && target >= 0 && target < n;
+  alignas(8) char at_target[8];
+  if (here) {
+    Gradient<A> one = g;
+    one.constant += A(row_coefficients.at_target);
+    if (g.subtracted != nullptr) one.subtracted += target;
+    blocks<A>().gradient(problem.dtype, one, from + target * size, at_target, 1);
+  }
+  blocks<A>().gradient(problem.dtype, g, from, to, n);
+  if (here) std::memcpy(to + target * size, at_target, size);
+}
+
+}  // namespace xent::cpu

@@ -1,0 +1,219 @@
+// A vocabulary split over ranks. The algebra and the layout: xent_ops/kernels/reference_shard.py.
+
+#include "kernels.h"
+#include "scan.h"
+
+namespace xent::cpu {
+namespace {
+
+constexpr std::int64_t kHeader = 5;
+constexpr std::int64_t kDigit = std::int64_t(1) << 24;
+
+// The shard without the padding beyond the last class.
+Problem without_padding(Problem problem, const Shard& shard) {
+  problem.classes = std::max<std::int64_t>(0, std::min(problem.classes, shard.num_classes - shard.class_start));
+  return problem;
+}
+
+Target target_of(const Problem& problem, const Shard& shard, std::int64_t row) {
+  return Target(problem, row, shard.class_start, problem.classes, shard.num_classes);
+}
+
+template <class A>
+void forward_as(const Problem& problem, const Shard& shard, A* out, const Threads& threads) {
+  const std::int64_t rows = problem.rows;
+  const std::vector<double> weights = block_weights<A>(problem, threads);
+  const bool smoothing = problem.label_smoothing > 0;
+  const Scan<A> scan{problem, false, false, smoothing ? &weights : nullptr, nullptr};
+  const auto finish = [&](std::int64_t row, const Sums& sums) {
+    const Target t = target_of(problem, shard, row);
+    double part = 0;
+    if (t.column >= 0) {
+      part = (sums.pivot() - activated<A>(problem, row, t.column)) * weight_of<A>(problem, t.column);
+    }
+    if (smoothing) {
+      part = (1 - problem.label_smoothing) * part;
+      part += problem.label_smoothing / double(shard.num_classes) * sums.distance;
+    }
+    out[row] = A(sums.maximum);
+    out[rows + row] = A(sums.total);
+    out[2 * rows + row] = A(part);
+    if (problem.weight) out[3 * rows + row] = t.column < 0 ? A(0) : A(weight_of<A>(problem, t.column));
+    return Nothing{};
+  };
+  const auto nothing = [](std::int64_t, Nothing, std::int64_t, std::int64_t) {};
+  visit<Nothing>(rows, problem.classes, threads, true, false, scan, finish, nothing);
+
+  A* header = out + shard_width(problem) - kHeader;
+  header[0] = A(shard.class_start / kDigit);
+  header[1] = A(shard.class_start % kDigit);
+  header[2] = A(problem.classes / kDigit);
+  header[3] = A(problem.classes % kDigit);
+  double sum_weights = !problem.weight ? double(problem.classes) : 0;
+  for (const double weight : weights) sum_weights += weight;
+  header[4] = A(sum_weights);
+}
+
+// What a rank said of itself. An integer is two digits; one that is none (garbage) becomes -1, which tiles nothing.
+struct Header {
+  std::int64_t start, size;
+  double sum_weights;
+};
+
+template <class A>
+std::int64_t integer(const A* digits) {
+  const double value = double(digits[0]) * double(kDigit) + double(digits[1]);
+  return value >= 0 && value < 0x1p62 ? std::int64_t(value) : -1;
+}
+
+// Do the shards tile [0, num_classes)? Each starts where no other does, at 0 or where another one ends.
+bool tiles(const std::vector<Header>& headers, std::int64_t num_classes) {
+  double together = 0;  // cannot overflow
+  for (const Header& header : headers) {
+    if (header.start < 0 || header.size < 0) return false;
+    together += double(header.size);
+    if (header.size == 0) continue;
+    int same = 0, before = 0;
+    for (const Header& other : headers) {
+      if (other.size <= 0) continue;
+      same += other.start == header.start;
+      before += other.start + other.size == header.start;
+    }
+    if (same != 1 || (header.start != 0 && before == 0)) return false;
+  }
+  return together == double(num_classes);
+}
+
+template <class A>
+void join_as(
+    const Problem& problem,
+    const Shard& shard,
+    const A* gathered,
+    std::int64_t ranks,
+    A* loss,
+    A* lse,
+    A* target_weight,
+    A* coefficient,
+    const Threads& threads) {
+  const std::int64_t rows = problem.rows;
+  const std::int64_t width = shard_width(problem);
+  std::vector<Header> headers;
+  for (std::int64_t rank = 0; rank < ranks; ++rank) {
+    const A* header = gathered + (rank + 1) * width - kHeader;
+    headers.push_back({integer(header), integer(header + 2), double(header[4])});
+  }
+  const bool tiled = tiles(headers, shard.num_classes);
+  const double smoothing = problem.label_smoothing;
+
+  for_each(threads, rows, 8 * ranks, [&](std::int64_t row) {
+    const Target t(problem, row, 0, shard.num_classes, shard.num_classes);
+    Sums top;
+    for (std::int64_t rank = 0; rank < ranks; ++rank) {
+      top.maximum = std::max(top.maximum, double(gathered[rank * width + row]));
+    }
+    double total = 0, part = 0, sum_weights = 0, sum_shares = 0;
+    for (std::int64_t rank = 0; rank < ranks; ++rank) {
+      const A* numbers = gathered + rank * width + row;
+      const Header& header = headers[rank];
+      Sums own;
+      own.maximum = numbers[0];
+      double weight = t.column >= header.start && t.column - header.start < header.size ? 1 : 0;
+      if (problem.weight) weight = numbers[3 * rows];
+      double share = weight;
+      if (smoothing > 0) {
+        share = (1 - smoothing) * weight + smoothing / double(shard.num_classes) * header.sum_weights;
+      }
+      total += numbers[rows] * std::exp(own.maximum - top.pivot());
+      part += numbers[2 * rows] + share * (top.pivot() - own.pivot());
+      sum_weights += weight;
+      sum_shares += share;
+    }
+    const double log_total = std::log(total);
+    loss[row] = A(!t.counted ? 0 : t.valid && tiled ? part + sum_shares * log_total : kNaN);
+    lse[row] = A(tiled ? top.pivot() + log_total : kNaN);
+    target_weight[row] = A(t.counted ? sum_weights : 0);
+    coefficient[row] = A(sum_shares);
+  });
+}
+
+template <class A>
+void backward_as(
+    const Problem& whole,
+    const Shard& shard,
+    const Upstream& upstream,
+    const A* lse,
+    const A* coefficient,
+    MutableRows grad,
+    const Threads& threads) {
+  prefer_huge_pages(whole, grad);
+  const Problem problem = without_padding(whole, shard);
+  const auto no_scan = [](std::int64_t, std::int64_t, std::int64_t) { return Sums(); };
+  const auto join = [&](std::int64_t row, const Sums&) {
+    const Target t = target_of(problem, shard, row);
+    const double a = !t.counted ? 0 : t.valid ? value<A>(upstream.loss, row) : kNaN;
+    const double at_target =
+        t.column < 0 ? 0 : a * (1 - problem.label_smoothing) * weight_of<A>(problem, t.column);
+    const double by_class =
+        problem.label_smoothing > 0 ? a * (problem.label_smoothing / double(shard.num_classes)) : 0;
+    const double softmax = a * (coefficient == nullptr ? 1.0 : double(coefficient[row])) + value<A>(upstream.lse, row);
+    if (problem.classes < whole.classes) {
+      const std::int64_t padding = whole.classes - problem.classes;
+      std::memset(at(grad, problem.dtype, row, problem.classes), 0, padding * size_of(problem.dtype));
+    }
+    auto result = coefficients<A>(problem, lse[row], softmax, at_target, by_class, t.column);
+    result.live |= a != 0;  // shards that do not tile may leave a coefficient of 0 with an lse of NaN: NaN, not zeros
+    return result;
+  };
+  const auto write = [&](std::int64_t row, const Coefficients<A>& joined, std::int64_t column, std::int64_t n) {
+    emit(problem, grad, row, joined, column, n, weights_from<A>(problem, column));
+  };
+  visit<Coefficients<A>>(problem.rows, problem.classes, threads, false, true, no_scan, join, write);
+}
+
+}  // namespace
+
+std::int64_t shard_width(const Problem& problem) {
+  return (!problem.weight ? 3 : 4) * problem.rows + kHeader;
+}
+
+void shard_forward(const Problem& problem, Shard shard, void* out, const Threads& threads) {
+  dispatch(problem, [&](auto a) {
+    using A = decltype(a);
+    forward_as<A>(without_padding(problem, shard), shard, static_cast<A*>(out), threads);
+  });
+}
+
+void shard_join(
+    const Problem& problem,
+    Shard shard,
+    const void* gathered,
+    std::int64_t ranks,
+    void* loss,
+    void* lse,
+    void* target_weight,
+    void* coefficient,
+    const Threads& threads) {
+  dispatch(problem, [&](auto a) {
+    using A = decltype(a);
+    join_as<A>(
+        problem, shard, static_cast<const A*>(gathered), ranks, static_cast<A*>(loss), static_cast<A*>(lse),
+        static_cast<A*>(target_weight), static_cast<A*>(coefficient), threads);
+  });
+}
+
+void shard_backward(
+    const Problem& problem,
+    Shard shard,
+    const Upstream& upstream,
+    const void* lse,
+    const void* coefficient,
+    MutableRows grad,
+    const Threads& threads) {
+  dispatch(problem, [&](auto a) {
+    using A = decltype(a);
+    backward_as<A>(
+        problem, shard, upstream, static_cast<const A*>(lse), static_cast<const A*>(coefficient), grad, threads);
+  });
+}
+
+}  // namespace xent::cpu

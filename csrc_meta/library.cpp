@@ -1,0 +1,78 @@
+// libxent_ops.so: the namespace `xent` for processes that never import the Python package. Schemas, meta kernels and
+// CPU kernels of every operator, registered when the library is loaded.
+#include "operators.h"
+
+#include <dlfcn.h>
+
+#include <cstdio>
+#include <exception>
+
+namespace xent {
+namespace {
+
+// One registration, for the life of the process: the dispatcher may still call into it while statics are destroyed.
+class Registration {
+ public:
+  Registration(const char* key, const char* file) {
+    ok_ = (key ? aoti_torch_library_init_impl("xent", key, file, 0, &library_)
+               : aoti_torch_library_init_def("xent", file, 0, &library_)) == TORCH_SUCCESS;
+  }
+
+  bool ok() const { return ok_; }
+
+  void define(const char* schema) { aten::succeed(aoti_torch_library_def(library_, schema), schema); }
+
+  void implement(const char* name, void (*kernel)(StableIValue*, uint64_t, uint64_t)) {
+    aten::succeed(torch_library_impl(library_, name, kernel, TORCH_ABI_VERSION), name);
+  }
+
+ private:
+  TorchLibraryHandle library_ = nullptr;
+  bool ok_;
+};
+
+// This library's path: the dispatcher names it where somebody else claims the namespace later.
+const char* own_path() {
+  Dl_info info{};
+  return dladdr(reinterpret_cast<void*>(&own_path), &info) && info.dli_fname ? info.dli_fname : "libxent_ops.so";
+}
+
+// Which sources this was built from; xent_ops/_extension.py looks for it in the file.
+[[gnu::used]] const char sources[] = XENT_OPS_SOURCES;
+
+void register_operators(const char* path) {
+  // Asking for the namespace is how to learn whether it is taken: by the Python package, or by a copy of this library.
+  // Either has registered the same operators, so there is nothing to do. (STABLE_TORCH_LIBRARY would go on and crash.)
+  Registration schemas(nullptr, path);
+  if (!schemas.ok()) {
+    return;
+  }
+  Registration cpu("CPU", path), meta("Meta", path), composite("CompositeImplicitAutograd", path);
+#define XENT_REGISTER(name, schema)                      \
+  schemas.define(schema);                                \
+  cpu.implement(#name, &boxed<&operators::name, false>); \
+  meta.implement(#name, &boxed<&operators::name, true>);
+  XENT_OPERATORS(XENT_REGISTER)
+#undef XENT_REGISTER
+#define XENT_REGISTER(name, schema) \
+  schemas.define(schema);           \
+  composite.implement(#name, &boxed<&operators::name, false>);
+  XENT_COMPOSITES(XENT_REGISTER)
+#undef XENT_REGISTER
+}
+
+// An exception here would end the process; half of the operators, which is what an operator of the same name from
+// elsewhere leaves, says so at the first call.
+[[maybe_unused]] const bool loaded = [] {
+  const char* path = own_path();
+  try {
+    register_operators(path);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s: its operators could not be registered: %s\n", path, error.what());
+    return false;
+  }
+  return true;
+}();
+
+}  // namespace
+}  // namespace xent

@@ -1,0 +1,85 @@
+// An operator's arguments and results as the stable ABI hands them over, read in the order of the schema.
+#pragma once
+
+#include "aten.h"
+#include "cpu/kernels.h"
+
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+namespace xent {
+
+// The keyword options of the row operators. Class probabilities have no ignore_index.
+struct Options {
+  int64_t ignore_index = -100;
+  double label_smoothing = 0.0;
+  std::optional<double> softcap;
+  double logit_scale = 1.0;
+};
+
+class Stack {
+ public:
+  Stack(StableIValue* values, uint64_t arguments, uint64_t results, bool meta)
+      : meta(meta), values_(values), arguments_(arguments), results_(results) {}
+
+  const bool meta;  // tensors have no data: results are allocated and nothing is computed
+
+  template <class T>
+  T next() {
+    if (read_ == arguments_) {
+      throw std::runtime_error("xent: the schema has fewer arguments than the kernel reads");
+    }
+    return torch::stable::detail::to<T>(values_[read_++]);
+  }
+
+  Tensor tensor() { return next<Tensor>(); }
+  MaybeTensor maybe_tensor() { return next<MaybeTensor>(); }
+  int64_t integer() { return next<int64_t>(); }
+  double number() { return next<double>(); }
+
+  Options soft_options() {
+    Options options;
+    options.label_smoothing = number();
+    options.softcap = next<std::optional<double>>();
+    options.logit_scale = number();
+    return options;
+  }
+
+  Options options() {
+    const int64_t ignore_index = integer();
+    Options options = soft_options();
+    options.ignore_index = ignore_index;
+    return options;
+  }
+
+  cpu::Shard shard() {
+    const int64_t class_start = integer();
+    return {class_start, integer()};
+  }
+
+  template <class... Results>
+  void returns(const Results&... results) {
+    if (read_ != arguments_ || sizeof...(Results) != results_) {
+      throw std::runtime_error("xent: the kernel does not fit the schema");
+    }
+    uint64_t i = 0;
+    ((values_[i++] = torch::stable::detail::from(results)), ...);
+  }
+
+ private:
+  StableIValue* values_;
+  uint64_t arguments_;
+  uint64_t results_;
+  uint64_t read_ = 0;
+};
+
+// An operator as a kernel of the dispatcher.
+template <void (*operation)(Stack&), bool meta>
+void boxed(StableIValue* values, uint64_t arguments, uint64_t results) {
+  Stack stack(values, arguments, results, meta);
+  operation(stack);
+}
+
+}  // namespace xent

@@ -1,0 +1,268 @@
+"""The C++ kernels against plain torch, on problems that hypothesis makes up.
+
+test_values.py holds the tight budgets; here it is the corners that must agree: strides, dtypes, options, blocks and
+vectors that are not full, values that are tied, huge or not finite, targets that are no class, any number of threads.
+"""
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from xent_ops.kernels import cpu, reference, reference_shard
+
+pytestmark = pytest.mark.skipif(cpu.problem() is not None, reason=f"plain torch serves the CPU here: {cpu.problem()}")
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+# name -> (floating-point tensors of one number a row before the logits, and after the target)
+INDEX = {
+    "cross_entropy_forward": (0, 0),
+    "cross_entropy_forward_argmax": (0, 0),
+    "cross_entropy_forward_entropy": (0, 0),
+    "cross_entropy_backward": (2, 1),
+    "cross_entropy_backward_entropy": (3, 2),
+}
+
+
+@st.composite
+def problems(draw):
+    """Logits of some shape and strides, and the options: (logits, target, weight, options, generator)."""
+    classes = draw(st.one_of(st.integers(1, 80), st.sampled_from([1000, 4095, 4096, 4097, 8250])))  # blocks of 4096
+    batch = draw(st.sampled_from([(), (1,), (4,), (3, 2), (2, 3, 2), (0,)]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    dtype = draw(st.sampled_from(FLOATS))
+    layout = draw(st.sampled_from(["contiguous", "padded rows", "transposed", "classes apart", "expanded"]))
+    values = draw(st.sampled_from(["flat", "normal", "steep", "ties", "offset", "huge"]))
+
+    def normal(*shape):
+        x = torch.randn(shape, generator=generator)
+        if values == "ties":
+            x = x.round()
+        elif values == "offset":
+            x = x + 1000
+        elif values != "normal":
+            x = x * {"flat": 0, "steep": 8, "huge": 1e4 if dtype == torch.float16 else 1e30}[values]
+        return x.to(dtype)
+
+    if layout == "padded rows":
+        logits = normal(*batch, classes + 3)[..., :classes]
+    elif layout == "transposed" and len(batch) > 1:
+        logits = normal(*reversed(batch), classes).permute(*reversed(range(len(batch))), len(batch))
+    elif layout == "classes apart":
+        logits = normal(*batch, classes, 2)[..., 0]
+    elif layout == "expanded" and batch:
+        logits = normal(*[1] * len(batch), classes).expand(*batch, classes)
+    else:
+        logits = normal(*batch, classes)
+    strange = draw(st.sampled_from([None, None, None, float("-inf"), float("inf"), float("nan")]))
+    if strange is not None and layout != "expanded":
+        logits.masked_fill_(torch.rand(logits.shape, generator=generator) < 0.05, strange)
+
+    ignore_index = draw(st.sampled_from([-100, 0, -1, classes - 1, classes + 3]))
+    target = torch.randint(classes, batch, generator=generator)
+    target = torch.where(torch.rand(batch, generator=generator) < 0.3, ignore_index, target)
+    index_dtype = draw(st.sampled_from([torch.int64, torch.int32, torch.uint8]))
+    if index_dtype != torch.uint8 or (0 <= ignore_index <= 255 and classes <= 256):
+        target = target.to(index_dtype)
+    weight = None
+    if draw(st.booleans()):
+        weight = torch.rand(classes, generator=generator).to(draw(st.sampled_from(FLOATS)))
+        weight[:: draw(st.integers(2, 9))] = 0.0
+    options = {
+        "label_smoothing": draw(st.sampled_from([0.0, 0.0, 0.1, 1.0])),
+        "softcap": draw(st.sampled_from([None, None, 5.0, 30.0])),
+        "logit_scale": draw(st.sampled_from([1.0, 1.0, 0.5, -2.0, 0.0])),
+    }
+    return logits, target, weight, {"ignore_index": ignore_index, **options}, generator
+
+
+def rows_like(target, dtype, generator, expanded=False):
+    if expanded:
+        return torch.randn((), generator=generator).to(dtype).expand(target.shape)
+    values = torch.randn(target.shape, generator=generator)
+    return torch.where(torch.rand(target.shape, generator=generator) < 0.2, 0.0, values).to(dtype)
+
+
+def in_float64(arguments):
+    return [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments]
+
+
+def assert_same(actual, plain, exact, logits):
+    """Each number as close to plain torch, or to what plain torch says in float64, as float32 (float64) sums and one
+    rounding to the result's dtype allow. Large logits round when they are scaled: then the two differ."""
+    accumulator = reference.accumulator(logits)
+    largest = logits.abs().where(logits.isfinite(), 0).amax().item() if logits.numel() else 0.0
+    for got, *expected in zip(*(x if isinstance(x, tuple) else (x,) for x in (actual, plain, exact)), strict=True):
+        assert got.dtype == expected[0].dtype and got.shape == expected[0].shape
+        if got.dtype == torch.int64:
+            assert torch.equal(got, expected[0])
+            continue
+        tolerance = 2 * torch.finfo(got.dtype).eps + (400 + 8 * min(largest, 2000)) * torch.finfo(accumulator).eps
+        good = [torch.isclose(got.double(), e.double(), tolerance, tolerance, equal_nan=True) for e in expected]
+        if not bool((good[0] | good[1]).all()):
+            torch.testing.assert_close(got.double(), expected[1], rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def check(name, arguments, options, logits, plain=reference):
+    before = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
+    actual = cpu.kernel(name)(*arguments, **options)
+    for was, now in zip(before, arguments, strict=True):
+        if isinstance(was, torch.Tensor):
+            torch.testing.assert_close(now, was, rtol=0, atol=0, equal_nan=True)  # nothing of the caller's is written
+    function = getattr(plain, name)
+    assert_same(actual, function(*arguments, **options), function(*in_float64(arguments), **options), logits)
+
+
+# The same problems every run; for others: XENT_OPS_EXAMPLES=5000 pytest tests/test_cpp_kernels.py
+EXAMPLES = int(os.environ.get("XENT_OPS_EXAMPLES", 0))
+many = settings(
+    max_examples=EXAMPLES or 60,
+    derandomize=not EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+@pytest.mark.parametrize("name", INDEX)
+@many
+@given(data=st.data())
+def test_class_indices(name, data):
+    logits, target, weight, options, generator = data.draw(problems())
+    accumulator = reference.accumulator(logits)
+    before, after = INDEX[name]
+    leading, trailing = [], []
+    if before:
+        dtype = data.draw(st.sampled_from(FLOATS))
+        leading = [rows_like(target, dtype, generator, expanded=data.draw(st.booleans())) for _ in range(before)]
+        if data.draw(st.booleans()):
+            leading[1] = None
+        (*saved,) = reference.cross_entropy_forward_entropy(logits, target, weight, **options)[1 : 1 + after]
+        trailing = [value.to(accumulator) for value in saved]
+        if data.draw(st.booleans()) and target.numel():
+            target = target.clone()
+            target.view(-1)[0] = 254 if target.dtype == torch.uint8 else -77  # no class: NaN in its row alone
+    check(name, (*leading, logits, target, *trailing, weight), options, logits)
+
+
+@many
+@given(problem=problems())
+def test_in_place(problem):
+    logits, target, weight, options, generator = problem
+    if any(stride == 0 and size > 1 for size, stride in zip(logits.shape, logits.stride(), strict=True)):
+        logits = logits.clone()
+    lse = reference.cross_entropy_forward(logits, target, weight, **options)[1]
+    arguments = (rows_like(target, lse.dtype, generator), None, logits, target, lse, weight)
+    expected = cpu.kernel("cross_entropy_backward")(*arguments, **options)
+    version = logits._version
+    assert torch.ops.xent.cross_entropy_backward_(*arguments, **options) is None
+    torch.testing.assert_close(logits, expected, rtol=0, atol=0, equal_nan=True)  # the same bits
+    assert logits._version > version
+
+
+@many
+@given(data=st.data())
+def test_one_pass(data):
+    """The bits of forward, then backward; in place too."""
+    logits, target, weight, options, generator = data.draw(problems())
+    if any(stride == 0 and size > 1 for size, stride in zip(logits.shape, logits.stride(), strict=True)):
+        logits = logits.clone()
+    loss, lse = cpu.kernel("cross_entropy_forward")(logits, target, weight, **options)
+    scale = rows_like(target, lse.dtype, generator, expanded=data.draw(st.booleans()))
+    square = rows_like(target, lse.dtype, generator) if data.draw(st.booleans()) else None
+    grad_lse = square
+    if square is not None:
+        grad_lse = torch.where(target.to(torch.int64) == options["ignore_index"], 0.0, 2 * square * lse)
+    grad = cpu.kernel("cross_entropy_backward")(scale, grad_lse, logits, target, lse, weight, **options)
+    arguments = target, scale, square, weight
+    actual = cpu.kernel("cross_entropy_with_grad")(logits, *arguments, **options)
+    over = logits.detach()
+    in_place = cpu.kernel("cross_entropy_with_grad_")(over, *arguments, **options)
+    for results in (actual, (*in_place, over)):
+        for got, wanted in zip(results, (loss, lse, grad), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+
+    factor = rows_like(target, lse.dtype, generator)
+    expected = grad.clone()
+    reference.scale_grad_(expected, factor)
+    cpu.kernel("scale_grad_")(grad, factor)
+    torch.testing.assert_close(grad, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_in_place_into_shared_memory():
+    logits = torch.randn(1, 5).expand(3, 5)
+    with pytest.raises(RuntimeError, match="share memory"):
+        torch.ops.xent.cross_entropy_backward_(torch.ones(3), None, logits, torch.zeros(3).long(), torch.ones(3))
+
+
+@many
+@given(data=st.data())
+def test_class_probabilities(data):
+    logits, index, weight, options, generator = data.draw(problems())
+    options.pop("ignore_index")
+    probabilities = torch.rand(logits.shape, generator=generator).softmax(-1).to(data.draw(st.sampled_from(FLOATS)))
+    if data.draw(st.booleans()):
+        probabilities = probabilities.t().contiguous().t() if probabilities.dim() == 2 else probabilities
+    check("soft_cross_entropy_forward", (logits, probabilities, weight), options, logits)
+    lse = reference.soft_cross_entropy_forward(logits, probabilities, weight, **options)[1]
+    upstream = rows_like(index, lse.dtype, generator), rows_like(index, torch.float32, generator)
+    check("soft_cross_entropy_backward", (*upstream, logits, probabilities, lse, weight), options, logits)
+
+
+@many
+@given(data=st.data())
+def test_shards(data):
+    logits, target, weight, options, generator = data.draw(problems())
+    columns = logits.shape[-1]
+    start, behind = data.draw(st.sampled_from([(0, 0), (0, 7), (3, 0), (5, 90), (2, -1)]))
+    classes = max(start + columns + behind, start + 1)
+    target = target.to(torch.int64)
+    target = torch.where(target == options["ignore_index"], target, target.clamp(0, columns - 1) + start)
+    target = torch.where((target == options["ignore_index"]) | (target < classes), target, 0)
+    place = start, classes
+    x = reference.activation(logits, options["softcap"], options["logit_scale"])
+    if not x.isnan().any():  # the maximum of such a row may be any number: the sum beside it is NaN
+        check("cross_entropy_shard", (logits, target, *place, weight), options, logits, reference_shard)
+    part = reference_shard.cross_entropy_shard(logits, target, *place, weight, **options)
+    check("cross_entropy_shard_join", (logits, target, part, *place, weight), options, logits, reference_shard)
+    own_part = cpu.kernel("cross_entropy_shard")(logits, target, *place, weight, **options)
+    joined = cpu.kernel("cross_entropy_shard_join")(logits, target, own_part, *place, weight, **options)
+    plain = reference_shard.cross_entropy_shard_join(logits, target, part, *place, weight, **options)
+    exact = reference_shard.cross_entropy_shard_join(logits.double(), target, part.double(), *place, weight, **options)
+    assert_same(joined[:2], plain[:2], exact[:2], logits)
+    lse = torch.logsumexp(x, -1)
+    coefficient = None if weight is None else rows_like(target, part.dtype, generator)
+    arguments = rows_like(target, part.dtype, generator), None, logits, target, lse, *place, weight, coefficient
+    check("cross_entropy_shard_backward", arguments, options, logits, reference_shard)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rows, classes", [(1, 70_001), (3, 20_000), (257, 1000)])
+def test_the_same_bits_for_any_number_of_threads(dtype, rows, classes):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, classes, generator=generator).mul(4).to(dtype)
+    target = torch.randint(classes, (rows,), generator=generator)
+    weight = torch.rand(classes, generator=generator)
+    options = {"label_smoothing": 0.1, "softcap": 20.0}
+
+    def everything():
+        loss, lse, entropy = cpu.kernel("cross_entropy_forward_entropy")(logits, target, weight, **options)
+        argmax = cpu.kernel("cross_entropy_forward_argmax")(logits, target, **options)[2]
+        grad = cpu.kernel("cross_entropy_backward")(loss, lse, logits, target, lse, weight, **options)
+        soft = cpu.kernel("soft_cross_entropy_forward")(logits, logits, weight, **options)
+        soft_grad = cpu.kernel("soft_cross_entropy_backward")(loss, None, logits, logits, lse, weight, **options)
+        at_once = cpu.kernel("cross_entropy_with_grad")(logits, target, loss, lse, weight, **options)
+        part = cpu.kernel("cross_entropy_shard")(logits, target, 0, classes, weight, **options)
+        return loss, lse, entropy, argmax, grad, *soft, soft_grad, *at_once, part
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = everything()
+        for number in (2, 3):
+            torch.set_num_threads(number)
+            for one, other in zip(alone, everything(), strict=True):
+                assert torch.equal(one, other)
+    finally:
+        torch.set_num_threads(threads)

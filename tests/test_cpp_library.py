@@ -1,0 +1,219 @@
+"""libxent_ops.so beside and without the Python package: who registers what, in which order, and nothing crashes.
+
+Each case is a process of its own: what the dispatcher holds can be registered once.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import xent_ops
+from xent_ops import _extension
+from xent_ops.__main__ import main
+from xent_ops.kernels import cpu
+from xent_ops.ops.schemas import COMPOSITES, SCHEMAS
+
+pytestmark = pytest.mark.skipif(not _extension.LIBRARY.exists(), reason="built without C++ (XENT_OPS_BUILD_CPP=0)")
+
+LOAD = f"import torch; torch.ops.load_library({str(_extension.LIBRARY)!r})\n"
+IMPORT = "import torch, xent_ops\n"
+STEP = """
+x, target = torch.randn(3, 5), torch.tensor([0, 4, -100])
+loss = torch.ops.xent.cross_entropy(x, target)
+torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(x, target))
+"""
+
+
+def run(program: str) -> str:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_plain_process():
+    """Forward, backward and meta where xent_ops is never imported."""
+    run(
+        LOAD
+        + STEP
+        + textwrap.dedent("""
+        import sys
+        ops = torch.ops.xent
+        loss, lse = ops.cross_entropy_forward(x, target, label_smoothing=0.1, softcap=30.0)
+        grad = ops.cross_entropy_backward(torch.ones(3), None, x, target, lse, label_smoothing=0.1, softcap=30.0)
+        assert grad.shape == x.shape and not grad[2].any() and grad[0].any()
+        meta = ops.cross_entropy_forward_argmax(x.to("meta"), target.to("meta"))
+        assert [(t.shape, t.dtype, t.device.type) for t in meta] == [
+            ((3,), dtype, "meta") for dtype in (torch.float32, torch.float32, torch.int64)
+        ]
+        try:
+            ops.cross_entropy(x, target + 5)
+        except (IndexError, RuntimeError) as error:
+            assert "target 5 is out of bounds: valid are 0 to 4" in str(error), error
+        else:
+            raise AssertionError("no error")
+        assert "xent_ops" not in sys.modules
+        """)
+    )
+
+
+def test_library_after_import(tmp_path):
+    """Also as a copy at another path: the Python package keeps its operators."""
+    copy = shutil.copy(_extension.LIBRARY, tmp_path)
+    run(IMPORT + LOAD + f"torch.ops.load_library({copy!r})\n" + STEP)
+
+
+def test_copy_after_library(tmp_path):
+    copy = shutil.copy(_extension.LIBRARY, tmp_path)
+    run(LOAD + f"torch.ops.load_library({copy!r})\n" + STEP)
+
+
+def test_import_after_library():
+    """Refused by a Python error that names the library and the way out."""
+    out = run(
+        LOAD
+        + textwrap.dedent("""
+        try:
+            import xent_ops
+        except ImportError as error:
+            print(error)
+        """)
+        + STEP
+    )
+    assert "Import xent_ops first" in out and str(_extension.LIBRARY) in out
+
+
+DUMP = """
+import json, sys
+names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("xent::")]
+print(json.dumps({name: str(getattr(torch.ops.xent, name[6:]).default._schema) for name in names}))
+"""
+
+
+def test_the_same_schemas():
+    python, library = (json.loads(run(start + DUMP)) for start in (IMPORT, LOAD))
+    assert python == library
+    assert python.keys() == {f"xent::{name}" for name in SCHEMAS}
+
+
+def test_every_operator_has_its_kernels():
+    out = run(
+        LOAD + "has = torch._C._dispatch_has_kernel_for_dispatch_key\n"
+        f"names = {list(SCHEMAS)}\n"
+        "keys = ('CPU', 'Meta', 'CompositeImplicitAutograd')\n"
+        "for name in names: print(name, *(key for key in keys if has('xent::' + name, key)))\n"
+    )
+    for line in out.splitlines():
+        name, *keys = line.split()
+        assert keys == (["CompositeImplicitAutograd"] if name in COMPOSITES else ["CPU", "Meta"]), line
+
+
+def test_export_stays_dynamic():
+    """Neither N nor V is specialised, and sizes that must agree are found to."""
+    run(
+        LOAD
+        + textwrap.dedent("""
+        from torch.export import Dim, export
+        ops = torch.ops.xent
+
+        class Everything(torch.nn.Module):
+            def forward(self, x, t, w, p):
+                loss, lse = ops.cross_entropy_forward(x, t, w)
+                grad = ops.cross_entropy_backward(loss, lse, x, t, lse, w)
+                entropy = ops.cross_entropy_forward_entropy(x, t)[2]
+                again = ops.cross_entropy_backward_entropy(loss, None, entropy, x, t, lse, entropy)
+                soft, soft_lse = ops.soft_cross_entropy_forward(x, p)
+                soft_grad = ops.soft_cross_entropy_backward(soft, None, x, p, soft_lse)
+                part = ops.cross_entropy_shard(x, t, 0, 64, w)
+                joined = ops.cross_entropy_shard_join(x, t, part, 0, 64, w)
+                return loss, grad, again, soft_grad, part, *joined, ops.cross_entropy(x, t, w, lse_square_scale=0.1)
+
+        for classes in (Dim.STATIC, Dim.DYNAMIC):
+            x = torch.randn(4, 9)
+            arguments = x, torch.zeros(4, dtype=torch.long), torch.ones(9), x.softmax(-1)
+            n, v = Dim.DYNAMIC, classes
+            program = export(Everything(), arguments, dynamic_shapes=({0: n, 1: v}, {0: n}, {0: v}, {0: n, 1: v}))
+            assert len(program.range_constraints) == (1 if v is Dim.STATIC else 2), program.range_constraints
+            decomposed = program.run_decompositions()
+            assert "cross_entropy_forward" in str(decomposed.graph), decomposed
+            x = torch.randn(7, 9)
+            t = torch.randint(9, (7,))
+            loss = decomposed.module()(x, t, torch.ones(9), x.softmax(-1))[0]
+            torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(x, t, reduction="none"))
+
+        class Mismatch(torch.nn.Module):
+            def forward(self, x, t):
+                return ops.cross_entropy_forward(x, t)
+
+        try:
+            export(Mismatch(), (torch.randn(4, 9), torch.zeros(5, dtype=torch.long)))
+        except Exception as error:
+            assert "one class index for each row of the logits" in str(error), error
+        else:
+            raise AssertionError("no error")
+        """)
+    )
+
+
+def bad_calls():
+    """(operator, arguments, options): each has one thing that is wrong."""
+    x, t, w, rows = torch.randn(4, 9), torch.arange(4), torch.ones(9), torch.ones(4)
+    forward, backward = "cross_entropy_forward", "cross_entropy_backward"
+    yield forward, (x[0, 0], t), {}
+    yield forward, (x.long(), t), {}
+    yield forward, (x[:, :0], t), {}
+    yield forward, (x, t.float()), {}
+    yield forward, (x, t.short()), {}
+    yield forward, (x, t[:3]), {}
+    yield forward, (x, t.view(2, 2)), {}
+    yield forward, (x, t, w[:1]), {}
+    yield forward, (x, t, w.long()), {}
+    yield forward, (x, t + 6), {}
+    yield forward, (x, t.to(torch.int32) - 1), {"ignore_index": 7}
+    yield forward, (x, t), {"label_smoothing": 1.5}
+    yield forward, (x, t), {"softcap": 0.0}
+    yield forward, (x, t), {"softcap": -2.25}
+    yield forward, (x, t), {"softcap": float("inf")}
+    yield forward, (x, t), {"logit_scale": float("nan")}
+    yield backward, (rows[:2], None, x, t, rows), {}
+    yield backward, (rows, rows.long(), x, t, rows), {}
+    yield backward, (rows, None, x, t, rows.view(4, 1)), {}
+    yield "cross_entropy_backward_entropy", (rows, None, rows[1:], x, t, rows, rows), {}
+    yield "soft_cross_entropy_forward", (x, t), {}
+    yield "soft_cross_entropy_forward", (x, x[:, :3]), {}
+    yield "soft_cross_entropy_backward", (rows, None, x, x, rows[:0]), {}
+    yield "cross_entropy_shard", (x, t, 4, 0), {}
+    yield "cross_entropy_shard", (x, t, 9, 9), {}
+    yield "cross_entropy_shard", (x, t, -1, 9), {}
+    yield "cross_entropy_shard", (x, t + 20, 0, 9), {}
+    yield "cross_entropy_shard_join", (x, t, rows, 0, 9), {}
+    yield "cross_entropy_shard_join", (x, t, torch.ones(2, 16), 0, 9), {}
+    yield "cross_entropy_shard_join", (x, t, torch.ones(2, 17).double(), 0, 9), {}
+    yield "cross_entropy_shard_backward", (rows, None, x, t, rows, 0, 9, w), {}
+
+
+@pytest.mark.parametrize("name, arguments, options", list(bad_calls()))
+def test_the_same_errors(name, arguments, options):
+    """C++ refuses what Python refuses, in the same words; C++ has no TypeError."""
+    with pytest.raises((ValueError, TypeError, IndexError, RuntimeError)) as python:
+        getattr(torch.ops.xent, name)(*arguments, **options)
+    kind = {TypeError: ValueError}.get(python.type, python.type)
+    # C++ prints 1.5 as Python does, and -2.25, inf and nan; 0.0 as 0.
+    text = re.sub(r"got 0\.0$", "got 0", str(python.value))
+    with pytest.raises(kind) as library:
+        cpu.kernel(name)(*arguments, **options)
+    assert str(library.value) == text
+
+
+def test_library_path(capsys, monkeypatch, tmp_path):
+    assert xent_ops.library_path() == str(_extension.LIBRARY)
+    assert main(["library-path"]) == 0
+    assert capsys.readouterr().out.strip() == xent_ops.library_path()
+    monkeypatch.setattr(_extension, "LIBRARY", tmp_path / "libxent_ops.so")
+    assert main(["library-path"]) == 1
+    assert "XENT_OPS_BUILD_CPP=0" in capsys.readouterr().err
