@@ -117,10 +117,10 @@ std::string device_of(const Tensor& tensor) {
   return index < 0 ? name : name + ":" + std::to_string(index);
 }
 
-void same_device(const char* name, const Tensor& tensor, const Tensor& logits) {
+void same_device(const char* name, const Tensor& tensor, const Tensor& owner, const char* owner_is = "logits are") {
   const std::string found = device_of(tensor);
-  const std::string expected = device_of(logits);
-  require<std::runtime_error>(found == expected, name, " is on ", found, " but logits are on ", expected,
+  const std::string expected = device_of(owner);
+  require<std::runtime_error>(found == expected, name, " is on ", found, " but ", owner_is, " on ", expected,
                               "; both must be on one device");
 }
 
@@ -204,6 +204,24 @@ void row_values(const char* name, const MaybeTensor& tensor, const Tensor& logit
     same_shape(name, *tensor, logits, 0, logits.dim() - 1, "one value for each row of the logits");
     same_device(name, *tensor, logits);
   }
+}
+
+void scalar_or_row_values(const char* name, const MaybeTensor& tensor, const char* owner_name, const Tensor& owner) {
+  if (!tensor) {
+    return;
+  }
+  check_dtype(name, *tensor, FLOATS);
+  if (tensor->dim() > 0) {
+    const std::string meaning = text("one value for each row of the ", owner_name, ", or ()");
+    same_shape(name, *tensor, owner, 0, owner.dim() - 1, meaning.c_str());
+  }
+  same_device(name, *tensor, owner, owner_name == std::string("logits") ? "logits are" : "grad is");
+}
+
+void scale_grad(const Tensor& grad, const Tensor& factor) {
+  require(grad.dim() >= 1, "grad has no dimension; expected shape (..., V)");
+  check_dtype("grad", grad, FLOATS);
+  scalar_or_row_values("factor", factor, "grad", grad);
 }
 
 void reduction(const std::string& value) {

@@ -133,6 +133,45 @@ void return_gradient(Stack& stack, const Backward& in) {
   stack.returns(grad_logits);
 }
 
+bool is_one(const Tensor& factor) {
+  const Tensor values = bridge::dense(factor, ScalarType::Double);
+  const double* first = values.const_data_ptr<double>();
+  return std::all_of(first, first + values.numel(), [](double value) { return value == 1.0; });
+}
+
+struct OnePass {
+  explicit OnePass(Stack& stack)
+      : logits(stack.tensor()),
+        target(stack.tensor()),
+        grad_scale(stack.tensor()),
+        grad_lse_square(stack.maybe_tensor()),
+        weight(stack.maybe_tensor()),
+        options(stack.options()) {
+    checks::index_forward(logits, target, weight, options);
+    checks::scalar_or_row_values("grad_scale", grad_scale, "logits", logits);
+    checks::scalar_or_row_values("grad_lse_square", grad_lse_square, "logits", logits);
+  }
+
+  // `grad_logits` may be the logits.
+  void write(const Tensor& loss, const Tensor& lse, const Tensor& grad_logits) const {
+    const ScalarType dtype = bridge::accumulator(logits);
+    const Problem problem(logits, target, weight, options);
+    problem.check_targets(problem.classes);
+    const bridge::PerRow scale(grad_scale, dtype), lse_square(grad_lse_square, dtype);
+    const bridge::Write out(grad_logits);
+    cpu::with_grad(problem, scale.values, lse_square.values, loss.mutable_data_ptr(), lse.mutable_data_ptr(), out.rows,
+                   bridge::threads());
+    out.finish();
+  }
+
+  Tensor logits;
+  Tensor target;
+  Tensor grad_scale;
+  MaybeTensor grad_lse_square;
+  MaybeTensor weight;
+  Options options;
+};
+
 // What follows the logits and the target of a shard differs: their place comes before the weight.
 struct Place {
   explicit Place(Stack& stack) : shard(stack.shard()), weight(stack.maybe_tensor()) {}
@@ -198,6 +237,39 @@ void cross_entropy_backward_(Stack& stack) {
   const Backward in(stack, false);
   if (!stack.meta) {
     in.write(in.logits);
+  }
+  stack.returns();
+}
+
+void cross_entropy_with_grad(Stack& stack) {
+  const OnePass in(stack);
+  const Tensor loss = per_row(in.logits, in.target), lse = per_row(in.logits, in.target);
+  const Tensor grad_logits = gradient_of(in.logits);
+  if (!stack.meta) {
+    in.write(loss, lse, grad_logits);
+  }
+  stack.returns(loss, lse, grad_logits);
+}
+
+void cross_entropy_with_grad_(Stack& stack) {
+  const OnePass in(stack);
+  const Tensor loss = per_row(in.logits, in.target), lse = per_row(in.logits, in.target);
+  if (!stack.meta) {
+    in.write(loss, lse, in.logits);
+  }
+  stack.returns(loss, lse);
+}
+
+void scale_grad_(Stack& stack) {
+  const Tensor grad = stack.tensor();
+  const Tensor factor = stack.tensor();
+  checks::scale_grad(grad, factor);
+  if (!stack.meta && !is_one(factor)) {
+    // Of one dimension at least: torch would round a scalar to the gradient's dtype.
+    const Tensor factors = aten::unsqueeze(factor, -1);
+    const Tensor zero = aten::scalar(0.0, grad.scalar_type());
+    aten::call("aten::mul_", "Tensor", grad, factors);
+    aten::call("aten::masked_fill_", "Tensor", grad, aten::call("aten::eq", "Tensor", factors, zero), zero);
   }
   stack.returns();
 }

@@ -151,6 +151,28 @@ def test_in_place(problem):
     assert logits._version > version
 
 
+@many
+@given(data=st.data())
+def test_one_pass(data):
+    logits, target, weight, options, generator = data.draw(problems())
+    if any(stride == 0 and size > 1 for size, stride in zip(logits.shape, logits.stride(), strict=True)):
+        logits = logits.clone()
+    dtype = reference.accumulator(logits)
+    scale, lse_square = torch.rand((), generator=generator), None
+    if data.draw(st.booleans()):
+        scale, lse_square = rows_like(target, torch.float32, generator), rows_like(target, dtype, generator)
+    arguments = logits, target, scale, lse_square, weight
+    check("cross_entropy_with_grad", arguments, options, logits)
+    loss, lse, grad = cpu.kernel("cross_entropy_with_grad")(*arguments, **options)
+    for one, other in zip((loss, lse), torch.ops.xent.cross_entropy_with_grad_(*arguments, **options), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(logits, grad, rtol=0, atol=0, equal_nan=True)
+    plain = grad.clone()
+    reference.scale_grad_(plain, scale)
+    torch.ops.xent.scale_grad_(grad, scale)
+    torch.testing.assert_close(grad, plain, rtol=0, atol=0, equal_nan=True)
+
+
 def test_in_place_into_shared_memory():
     logits = torch.randn(1, 5).expand(3, 5)
     with pytest.raises(RuntimeError, match="share memory"):
