@@ -206,22 +206,20 @@ void row_values(const char* name, const MaybeTensor& tensor, const Tensor& logit
   }
 }
 
-void scalar_or_row_values(const char* name, const MaybeTensor& tensor, const char* owner_name, const Tensor& owner) {
-  if (!tensor) {
-    return;
+void scalar_or_row_values(const char* owner, const Tensor& matrix, const char* name, const MaybeTensor& tensor) {
+  if (tensor) {
+    check_dtype(name, *tensor, FLOATS);
+    if (tensor->dim() > 0) {
+      same_shape(name, *tensor, matrix, 0, matrix.dim() - 1, text("one value for each row of the ", owner, ", or ()").c_str());
+    }
+    same_device(name, *tensor, matrix, owner == std::string("logits") ? "logits are" : "grad is");
   }
-  check_dtype(name, *tensor, FLOATS);
-  if (tensor->dim() > 0) {
-    const std::string meaning = text("one value for each row of the ", owner_name, ", or ()");
-    same_shape(name, *tensor, owner, 0, owner.dim() - 1, meaning.c_str());
-  }
-  same_device(name, *tensor, owner, owner_name == std::string("logits") ? "logits are" : "grad is");
 }
 
 void scale_grad(const Tensor& grad, const Tensor& factor) {
   require(grad.dim() >= 1, "grad has no dimension; expected shape (..., V)");
   check_dtype("grad", grad, FLOATS);
-  scalar_or_row_values("factor", factor, "grad", grad);
+  scalar_or_row_values("grad", grad, "factor", factor);
 }
 
 void reduction(const std::string& value) {

@@ -26,8 +26,8 @@ void shard_coefficient(const MaybeTensor& weight, const MaybeTensor& coefficient
 // One floating-point value for each row of the logits.
 void row_values(const char* name, const MaybeTensor& tensor, const Tensor& logits);
 
-// One such value of shape (), or one for each row of the owner: the "logits", or the "grad".
-void scalar_or_row_values(const char* name, const MaybeTensor& tensor, const char* owner_name, const Tensor& owner);
+// One floating-point value of shape (), or one for each row of the matrix.
+void scalar_or_row_values(const char* owner, const Tensor& matrix, const char* name, const MaybeTensor& tensor);
 
 void scale_grad(const Tensor& grad, const Tensor& factor);
 

@@ -125,22 +125,8 @@ struct Backward {
   Options options;
 };
 
-void return_gradient(Stack& stack, const Backward& in) {
-  const Tensor grad_logits = gradient_of(in.logits);
-  if (!stack.meta) {
-    in.write(grad_logits);
-  }
-  stack.returns(grad_logits);
-}
-
-bool is_one(const Tensor& factor) {
-  const Tensor values = bridge::dense(factor, ScalarType::Double);
-  const double* first = values.const_data_ptr<double>();
-  return std::all_of(first, first + values.numel(), [](double value) { return value == 1.0; });
-}
-
-struct OnePass {
-  explicit OnePass(Stack& stack)
+struct WithGrad {
+  explicit WithGrad(Stack& stack)
       : logits(stack.tensor()),
         target(stack.tensor()),
         grad_scale(stack.tensor()),
@@ -148,8 +134,8 @@ struct OnePass {
         weight(stack.maybe_tensor()),
         options(stack.options()) {
     checks::index_forward(logits, target, weight, options);
-    checks::scalar_or_row_values("grad_scale", grad_scale, "logits", logits);
-    checks::scalar_or_row_values("grad_lse_square", grad_lse_square, "logits", logits);
+    checks::scalar_or_row_values("logits", logits, "grad_scale", grad_scale);
+    checks::scalar_or_row_values("logits", logits, "grad_lse_square", grad_lse_square);
   }
 
   // `grad_logits` may be the logits.
@@ -171,6 +157,14 @@ struct OnePass {
   MaybeTensor weight;
   Options options;
 };
+
+void return_gradient(Stack& stack, const Backward& in) {
+  const Tensor grad_logits = gradient_of(in.logits);
+  if (!stack.meta) {
+    in.write(grad_logits);
+  }
+  stack.returns(grad_logits);
+}
 
 // What follows the logits and the target of a shard differs: their place comes before the weight.
 struct Place {
@@ -242,7 +236,7 @@ void cross_entropy_backward_(Stack& stack) {
 }
 
 void cross_entropy_with_grad(Stack& stack) {
-  const OnePass in(stack);
+  const WithGrad in(stack);
   const Tensor loss = per_row(in.logits, in.target), lse = per_row(in.logits, in.target);
   const Tensor grad_logits = gradient_of(in.logits);
   if (!stack.meta) {
@@ -252,7 +246,7 @@ void cross_entropy_with_grad(Stack& stack) {
 }
 
 void cross_entropy_with_grad_(Stack& stack) {
-  const OnePass in(stack);
+  const WithGrad in(stack);
   const Tensor loss = per_row(in.logits, in.target), lse = per_row(in.logits, in.target);
   if (!stack.meta) {
     in.write(loss, lse, in.logits);
@@ -264,12 +258,11 @@ void scale_grad_(Stack& stack) {
   const Tensor grad = stack.tensor();
   const Tensor factor = stack.tensor();
   checks::scale_grad(grad, factor);
-  if (!stack.meta && !is_one(factor)) {
-    // Of one dimension at least: torch would round a scalar to the gradient's dtype.
-    const Tensor factors = aten::unsqueeze(factor, -1);
-    const Tensor zero = aten::scalar(0.0, grad.scalar_type());
-    aten::call("aten::mul_", "Tensor", grad, factors);
-    aten::call("aten::masked_fill_", "Tensor", grad, aten::call("aten::eq", "Tensor", factors, zero), zero);
+  if (!stack.meta) {
+    const bridge::Write out(grad);
+    const bridge::PerRow values(factor, bridge::accumulator(grad));
+    cpu::scale_grad(Problem(grad, std::nullopt, Options()), out.rows, values.values, bridge::threads());
+    out.finish();
   }
   stack.returns();
 }

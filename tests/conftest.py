@@ -10,9 +10,12 @@ import warnings
 
 # Before torch: a cached artifact of an older formula would be served in place of the one under test.
 os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+# Inductor tries the CPU's vector instructions for 10 s a process. One test compiles with them, in its own process.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 import pytest
 import torch
+from npu_cases import why_no_device
 
 import xent_ops  # noqa: F401
 from xent_ops.ops import eager, library
@@ -32,6 +35,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="TRITON_INTERPRET=1 is set: only tests marked 'interpreter' run"))
         if "[cuda" in item.name or "cuda]" in item.name or "-cuda-" in item.name:
             item.add_marker(pytest.mark.gpu)
+        if "npu" in item.keywords and (reason := why_no_device()):
+            item.add_marker(pytest.mark.skip(reason=f"needs an Ascend NPU: {reason}"))
         if "gpu" in item.keywords and (INTERPRETED or not torch.cuda.is_available()):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
@@ -58,3 +63,24 @@ def both_paths(request, monkeypatch):
 def _fresh_compiler():
     yield
     torch.compiler.reset()
+
+
+@pytest.fixture(scope="session")
+def pool():
+    """Processes of a process group, by (world, device), started when first asked for: ``pool(2, device).run(case)``."""
+    from workers import Workers
+
+    started = {}
+
+    def get(world, device):
+        if device == "cuda" and torch.cuda.device_count() < world:
+            pytest.skip(f"needs {world} GPUs")
+        if (world, device) in started and started[world, device].broken:
+            started.pop((world, device)).close()
+        if (world, device) not in started:
+            started[world, device] = Workers(world, device)
+        return started[world, device]
+
+    yield get
+    for workers in started.values():
+        workers.close()

@@ -32,8 +32,10 @@ def one_pass_case(device, logits, target, grad_scale, grad_lse_square=None, weig
     version = logits._version
     loss_, lse_ = ops.cross_entropy_with_grad_(logits, target, grad_scale, square, weight, **options)
     assert logits._version > version
-    for ours, other in [(loss_, loss), (lse_, lse), (logits, grad)]:
-        torch.testing.assert_close(ours, other, rtol=0, atol=0, equal_nan=True)
+    # Not bit for bit: rows of other strides may take another kernel.
+    assert_loss(loss_, expected)
+    assert_lse(lse_, expected)
+    assert_grad(logits, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

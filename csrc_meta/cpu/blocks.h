@@ -39,6 +39,8 @@ struct Blocks {
   double (*sum)(const A* q, std::int64_t n);
   // `to` may be `from`.
   void (*gradient)(DType, const Gradient<A>&, const void* from, void* to, std::int64_t n);
+  // x_j *= factor, in place, of elements as they are stored.
+  void (*scale)(DType, void* x, std::int64_t n, A factor);
 };
 
 // Of the best instruction set of this processor: see `instruction_set`.

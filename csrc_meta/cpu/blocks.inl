@@ -124,28 +124,45 @@ void gradient_as(const Gradient<A>& g, const T* from, T* to, std::int64_t n) {
   });
 }
 
+template <class T, class A>
+void scale_as(T* x, std::int64_t n, A factor) {
+  for_vectors<A>(n, [=](std::int64_t j, int left) ALWAYS_INLINE { store(x + j, load(x + j, left) * factor, left); });
+}
+
+// Calls body with a pointer to what the logits are stored as.
+template <class Body>
+inline auto as_stored(DType dtype, const void* elements, Body body) {
+  if (dtype == DType::bfloat16) return body(static_cast<const Bfloat16*>(elements));
+  if (dtype == DType::float16) return body(static_cast<const Float16*>(elements));
+  return body(static_cast<const float*>(elements));
+}
+
 float load_float(DType dtype, const void* from, std::int64_t n, float scale, float* x) {
-  if (dtype == DType::bfloat16) return load_as(static_cast<const Bfloat16*>(from), n, scale, x);
-  if (dtype == DType::float16) return load_as(static_cast<const Float16*>(from), n, scale, x);
-  return load_as(static_cast<const float*>(from), n, scale, x);
+  return as_stored(dtype, from, [=](auto* stored) { return load_as(stored, n, scale, x); });
 }
 
 double load_double(DType, const void* from, std::int64_t n, double scale, double* x) {
   return load_as(static_cast<const double*>(from), n, scale, x);
 }
 
+template <class T>
+T* writable(const T*, void* to) {
+  return static_cast<T*>(to);
+}
+
 void gradient_float(DType dtype, const Gradient<float>& g, const void* from, void* to, std::int64_t n) {
-  if (dtype == DType::bfloat16) {
-    gradient_as(g, static_cast<const Bfloat16*>(from), static_cast<Bfloat16*>(to), n);
-  } else if (dtype == DType::float16) {
-    gradient_as(g, static_cast<const Float16*>(from), static_cast<Float16*>(to), n);
-  } else {
-    gradient_as(g, static_cast<const float*>(from), static_cast<float*>(to), n);
-  }
+  as_stored(dtype, from, [=, &g](auto* stored) { gradient_as(g, stored, writable(stored, to), n); });
 }
 
 void gradient_double(DType, const Gradient<double>& g, const void* from, void* to, std::int64_t n) {
   gradient_as(g, static_cast<const double*>(from), static_cast<double*>(to), n);
 }
 
-#define XENT_BLOCKS(name, A) {name, load_##A, cap<A>, exponentials<A>, distance<A>, sum<A>, gradient_##A}
+void scale_float(DType dtype, void* x, std::int64_t n, float factor) {
+  as_stored(dtype, x, [=](auto* stored) { scale_as(writable(stored, x), n, factor); });
+}
+
+void scale_double(DType, void* x, std::int64_t n, double factor) { scale_as(static_cast<double*>(x), n, factor); }
+
+#define XENT_BLOCKS(name, A) \
+  {name, load_##A, cap<A>, exponentials<A>, distance<A>, sum<A>, gradient_##A, scale_##A}

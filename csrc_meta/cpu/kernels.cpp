@@ -109,14 +109,29 @@ void with_grad_as(
   const auto join = [&](std::int64_t row, const Sums& sums) {
     loss[row] = A(indices.loss(row, sums));
     lse[row] = A(sums.pivot() + std::log(sums.total));
-    const double grad_lse =
-        indices.target(row).counted ? 2 * value<A>(grad_lse_square, row) * double(lse[row]) : 0;
+    const bool squared = grad_lse_square.data != nullptr && indices.target(row).counted;
+    const double grad_lse = squared ? 2 * value<A>(grad_lse_square, row) * double(lse[row]) : 0;  // 0 * inf is NaN
     return indices.row_coefficients(row, lse[row], value<A>(grad_scale, row), A(grad_lse));
   };
   const auto write = [&](std::int64_t row, const Coefficients<A>& joined, std::int64_t column, std::int64_t n) {
     emit(problem, grad, row, joined, column, n, weights_from<A>(problem, column));
   };
   visit<Coefficients<A>>(problem.rows, problem.classes, threads, true, true, scan, join, write);
+}
+
+template <class A>
+void scale_grad_as(const Problem& problem, MutableRows grad, PerRow factor, const Threads& threads) {
+  const auto no_scan = [](std::int64_t, std::int64_t, std::int64_t) { return Sums(); };
+  const auto join = [&](std::int64_t row, const Sums&) { return A(value<A>(factor, row)); };
+  const auto write = [&](std::int64_t row, A by, std::int64_t column, std::int64_t n) {
+    char* to = at(grad, problem.dtype, row, column);
+    if (by == 0) {
+      std::memset(to, 0, n * size_of(problem.dtype));
+    } else if (by != 1) {
+      blocks<A>().scale(problem.dtype, to, n, by);
+    }
+  };
+  visit<A>(problem.rows, problem.classes, threads, false, true, no_scan, join, write);
 }
 
 }  // namespace
@@ -156,6 +171,10 @@ void with_grad(
     with_grad_as<A>(
         problem, grad_scale, grad_lse_square, static_cast<A*>(loss), static_cast<A*>(lse), grad, threads);
   });
+}
+
+void scale_grad(const Problem& problem, MutableRows grad, PerRow factor, const Threads& threads) {
+  dispatch(problem, [&](auto a) { scale_grad_as<decltype(a)>(problem, grad, factor, threads); });
 }
 
 }  // namespace xent::cpu

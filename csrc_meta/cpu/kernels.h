@@ -105,6 +105,10 @@ void with_grad(
     MutableRows grad_logits,
     const Threads&);
 
+// Of the problem: dtype, rows, classes. Each row of grad times its factor, in place. A factor of 0 gives zeros whatever the
+// row holds, as in a row that passes nothing back; one of 1 is not applied.
+void scale_grad(const Problem&, MutableRows grad, PerRow factor, const Threads&);
+
 // How many numbers `shard_forward` writes.
 std::int64_t shard_width(const Problem&);
 

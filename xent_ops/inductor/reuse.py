@@ -13,8 +13,9 @@ import torch
 
 from .packages import spelled_out
 
-# Devices whose kernel can write over its input. The CPU is better served by what Inductor fuses itself.
-DEVICES = {"cuda"}
+# Devices whose kernel can write over its input. The CPU is better served by what Inductor fuses itself. The formula in
+# aten compares integer vectors, which the vector cores of an NPU do element by element (traced only, never run there).
+DEVICES = {"cuda", "npu"}
 
 # Functional operator -> its twin that writes over the logits, argument 2 of both.
 INPLACE = {torch.ops.xent.cross_entropy_backward.default: torch.ops.xent.cross_entropy_backward_.default}

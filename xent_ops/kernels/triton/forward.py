@@ -138,7 +138,7 @@ def scan(
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
     ACC: tl.constexpr,
-    EVICTION: tl.constexpr = "evict_first",  # of the logits from the caches
+    EVICTION: tl.constexpr,  # of the logits from the caches; no default, which Triton 3.6 cannot hand on
 ):
     """Scan n_cols elements of a row: maximum, total, moment, smooth, weights, largest z, its first column.
 
@@ -298,7 +298,7 @@ def forward_kernel(
         shift = shift_of(target_logit(row_ptr, target, valid, logit_scale, softcap, SOFTCAP))
     maximum, total, moment, smooth, weights, top, first = scan(
         logits_ptr, offset, 0, n_cols, weight_ptr, logit_scale, softcap, shift, HAS_WEIGHT, HAS_SMOOTHING,
-        SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EDGES, BLOCK, VECTOR, ACC,
+        SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EDGES, BLOCK, VECTOR, ACC, "evict_first",
     )  # fmt: skip
     # Loaded last: before the loop it would hold up the row's own loads until the target has arrived. To pick it out of
     # the tile by comparing columns was slower (131072 x 1024: 0.84 copies, 0.66 so).
@@ -349,7 +349,7 @@ def partial_kernel(
     begin = part * part_cols
     maximum, total, moment, smooth, weights, top, first = scan(
         logits_ptr, offset + begin, begin, tl.minimum(part_cols, n_cols - begin), weight_ptr, logit_scale, softcap,
-        shift, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EDGES, BLOCK, VECTOR, ACC,
+        shift, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EDGES, BLOCK, VECTOR, ACC, "evict_first",
     )  # fmt: skip
     out_ptr = sums_ptr + tl.cast(row, tl.int64) * 6 * n_parts + part
     tl.store(out_ptr, maximum)

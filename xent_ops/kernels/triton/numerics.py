@@ -59,16 +59,17 @@ def aligned_body(offset, n_cols, EDGES: tl.constexpr, VECTOR: tl.constexpr):
 
     Rows of an odd vocabulary start anywhere. What lies between the first and the last boundary is read in 16-byte
     vectors all the same; the fewer than 2 * VECTOR columns at the edges go apart. The products tell Triton's alignment
-    analysis what is divisible by VECTOR.
+    analysis what is divisible by VECTOR; without EDGES they change nothing else, but Triton knows of arguments only
+    whether 16 divides them.
     """
     if EDGES:
         boundary = (offset + (VECTOR - 1)) // VECTOR * VECTOR
         head = tl.minimum((boundary - offset).to(tl.int32), n_cols)
         body = (n_cols - head) // VECTOR * VECTOR
     else:
-        boundary = offset
+        boundary = offset // VECTOR * VECTOR
         head = 0
-        body = n_cols
+        body = n_cols // VECTOR * VECTOR
     return head, boundary, body
 
 
