@@ -21,6 +21,7 @@ DEVICES = {"cuda", "npu"}
 # the gradient.
 INPLACE = {
     torch.ops.xent.cross_entropy_backward.default: (torch.ops.xent.cross_entropy_backward_.default, 2),
+    torch.ops.xent.cross_entropy_shard_backward.default: (torch.ops.xent.cross_entropy_shard_backward_.default, 2),
     torch.ops.xent.cross_entropy_with_grad.default: (torch.ops.xent.cross_entropy_with_grad_.default, 0),
 }
 
