@@ -32,7 +32,7 @@ class ByteModel(nn.Module):
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
-        # Not nn.Embedding: what Inductor of torch 2.13 made of its gradient here was wrong on a CPU (relative error 1.4).
+        # Not nn.Embedding: Inductor of torch 2.13 got its gradient in this model wrong on a CPU (relative error 1.4).
         self.bytes = nn.Linear(256, width, bias=False)
         self.layers = nn.ModuleList(nn.Conv1d(width, width, kernel_size=2, dilation=2**i) for i in range(4))
         self.head = nn.Linear(width, 256)
