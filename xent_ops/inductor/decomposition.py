@@ -1,8 +1,8 @@
 """What Inductor makes of the backward operators, so that a compiled step needs one buffer of logits and not two.
 
 On CUDA, and on a CPU with the C++ extension, the kernel of ``cross_entropy_backward`` writes the gradient over logits
-that die with it (reuse.py). Elsewhere, and for operators without an in-place twin, Inductor gets pointwise aten, which it
-fuses into one kernel that does the same. Other backends (aot_eager, NPU graphs) keep the opaque node.
+that die with it (reuse.py). Elsewhere, and for operators without an in-place twin, Inductor gets pointwise aten, which
+it fuses into one kernel that does the same. Other backends (aot_eager, NPU graphs) keep the opaque node.
 """
 
 from __future__ import annotations
