@@ -124,6 +124,7 @@ def test_float64_and_the_operators_without_kernels_of_their_own(launches):
         (ops.cross_entropy_backward, (row, row, x, target, row.double())),
         (ops.soft_cross_entropy_forward, (x32, soft, weight)),
         (ops.soft_cross_entropy_backward, (row, row, x32, soft, row, weight)),
+        (ops.cross_entropy_with_grad, (x32, target, row, None, weight)),
         (ops.cross_entropy_shard, (x32, target, 0, 80, weight)),
         (ops.cross_entropy_shard_backward, (row, row, x32, target, row, 0, 80, weight, row)),
     ]

@@ -48,7 +48,9 @@ def test_every_dtype_of_targets(device, dtype):
     assert_close(gradients(compiled, x, target, weight), gradients(function, x, target, weight), x.dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [*DTYPES[:2], *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[2:])], ids=str
+)
 def test_through_inductor(device, dtype):
     """Every face with all its options in one graph, through Inductor's lowerings of the backward operators."""
     tensors = [tensor for face in FACES for tensor in inputs(face, dtype=dtype, device=device)]
@@ -102,7 +104,7 @@ def test_dynamic(device, backend):
         tensors = [t for face in faces for t in inputs(face, rows, classes=classes, device=device, seed=number)]
         with torch._dynamo.config.patch(error_on_recompile=number > 0):
             mine = gradients(compiled, *tensors)
-        torch.testing.assert_close(mine, gradients(function, *tensors), rtol=1e-5, atol=1e-7)
+        assert_close(mine, gradients(function, *tensors), torch.float32)
 
 
 def test_a_float_specialises_as_for_torch():
@@ -146,8 +148,8 @@ def test_lowering_holds_when_something_was_compiled_before_the_import(vectors):
         step = torch.compile(function, fullgraph=True)
         _, code = run_and_get_code(lambda: step(h).backward())
         code = "".join(code)
+        assert "ops.xent.cross_entropy_forward" in code and "ops.xent.cross_entropy_backward.default(" not in code
         assert "mm; del mm  # reuse" in code or "ops.xent.cross_entropy_backward_.default(" in code
-        assert "ops.xent.cross_entropy_backward.default(" not in code
         mine, h.grad = h.grad, None
         function(h).backward()
         torch.testing.assert_close(mine, h.grad)

@@ -101,7 +101,8 @@ def test_autocast(device, where):
     mine, eager = gradients(compiled if where == "inside" else outside, h), gradients(inside, h)
     torch.testing.assert_close(mine, eager)
     wanted = gradients(lambda h: (F.cross_entropy((h.bfloat16() @ w.T.bfloat16()).float(), target),), h)
-    assert mine[0][0].dtype == torch.float32 and not torch.equal(mine[0][0], plain(h)[0])
+    assert mine[0][0].dtype == torch.float32
+    assert not torch.equal(mine[1][0], gradients(plain, h)[1][0]), "autocast did nothing"
     torch.testing.assert_close(mine, wanted, rtol=1e-2, atol=1e-3)
 
 
@@ -121,3 +122,35 @@ def test_gradient_accumulation(device):
         step(micro, t).backward()
     wanted = torch.autograd.grad(F.cross_entropy(h.flatten(0, 1) @ w.T, target.flatten()), w)[0]
     torch.testing.assert_close(w.grad, wanted)
+
+
+def test_what_torch_refuses(device):
+    """As docs/compile.md says, with the setting that allows it."""
+    w = torch.randn(33, 16, device=device, requires_grad=True)
+    h, target = torch.randn(8, 16, device=device), torch.zeros(8, dtype=torch.int64, device=device)
+
+    def loss(w):
+        return xent_ops.cross_entropy(h @ w.T, target)
+
+    def compiled():
+        torch.compiler.reset()
+        return torch.compile(loss, fullgraph=True, backend="aot_eager")
+
+    step = compiled()
+    step(w).backward()
+    with pytest.raises(RuntimeError, match="donated_buffer"):
+        step(w).backward(retain_graph=True)
+    wanted, w.grad = w.grad, None
+    with torch._functorch.config.patch(donated_buffer=False):
+        step = compiled()
+        step(w).backward()
+        again = step(w)
+        again.backward(retain_graph=True)
+        again.backward()
+    retained = compiled()(w)
+    retained.backward(retain_graph=True)  # the first backward: compiled without reuse
+    retained.backward()
+    torch.testing.assert_close(w.grad, 5 * wanted)
+    (grad,) = torch.autograd.grad(compiled()(w), w, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        grad.sum().backward()

@@ -107,3 +107,34 @@ def test_an_opaque_backward_needs_two(device):
     assert FUNCTIONAL in code and IN_PLACE not in code and "mm; del mm  # reuse" not in code
     torch.compiler.reset()
     assert FUNCTIONAL not in step_code(device), "and all is as before"
+
+
+def test_one_pass_overwrites_a_product(cpu_as_cuda):
+    """A direct call in a graph is one node; the gradient takes the logits' place where nobody else reads them."""
+    h, w, target = torch.randn(8, 16), torch.randn(16, 33), torch.arange(8)
+
+    def with_grad(logits, target):
+        scale = 1 / (target != -100).sum().float()
+        loss, lse, grad = torch.ops.xent.cross_entropy_with_grad(logits, target, scale)
+        return loss.sum() * scale, lse, grad.view(8, 33) @ w.T
+
+    def product(h):
+        return with_grad(h @ w, target)
+
+    def batched(h):
+        return with_grad((h @ w).view(2, 4, 33), target.view(2, 4))
+
+    def read_again(h):
+        logits = h @ w
+        return *with_grad(logits, target), logits.argmax(-1)
+
+    def an_input(h):
+        return with_grad(h, target)
+
+    for function, argument, reused in [(product, h, 1), (batched, h, 1), (read_again, h, 0), (an_input, h @ w, 0)]:
+        before = argument.clone()
+        results, code = run_and_get_code(torch.compile(function, fullgraph=True), argument)
+        for mine, other in zip(results, function(argument), strict=True):
+            torch.testing.assert_close(mine, other)
+        assert "".join(code).count("cross_entropy_with_grad_.default(") == reused, function.__name__
+        assert torch.equal(argument, before)

@@ -33,7 +33,7 @@ def install() -> None:
     from torch._inductor import decomposition
 
     decomposition.decompositions.update(LOWERINGS)
-    for op in reuse.INPLACE:
+    for op in reuse.INPLACE.keys() & LOWERINGS.keys():
         decomposition.decompositions[op] = _unless_reused(LOWERINGS[op])
     decomposition.fast_random_decomps.cache_clear()
     reuse.install()

@@ -15,9 +15,10 @@ def _write_zeros(grad_row_ptr, columns, n_cols, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _write_light(pointers, grad_pointers, lane, exists, target, lse, a, scaled, logit_scale, MASKED: tl.constexpr):
-    """A tile of a (softmax - one_hot); ``scaled`` is a * logit_scale."""
+def _write_light(pointers, grad_pointers, lane, left, target, lse, scaled, logit_scale, MASKED: tl.constexpr):
+    """A tile of a (softmax - one_hot); ``scaled`` is a * logit_scale. The other arguments are those of _write."""
     if MASKED:
+        exists = tl.arange(0, pointers.shape[0]) < left
         z = tl.load(pointers, mask=exists, other=0.0)
     else:
         z = tl.load(pointers)
@@ -50,7 +51,10 @@ def light_backward_kernel(
     logit_scale,
     BLOCK: tl.constexpr,
 ):
-    """Without weight, smoothing, softcap or a gradient of the lse: half the vectors of the general kernel."""
+    """a (softmax - one_hot): without weight, smoothing, softcap, or a gradient of the lse or the entropy.
+
+    Beside the general kernel a multiplication an element less, and little to compute before a row.
+    """
     begin = tl.program_id(0) * chunk
     end = tl.minimum(begin + chunk, n_rows)
     columns = tl.arange(0, BLOCK)
@@ -68,13 +72,13 @@ def light_backward_kernel(
             scaled = a * logit_scale
             for start in tl.range(0, n_full, BLOCK):
                 _write_light(
-                    row_ptr + start + columns, grad_row_ptr + start + columns, lane, columns < n_cols,
-                    (target - start).to(tl.float32), lse, a, scaled, logit_scale, False,
+                    row_ptr + start + columns, grad_row_ptr + start + columns, lane, n_cols,
+                    (target - start).to(tl.float32), lse, scaled, logit_scale, False,
                 )  # fmt: skip
             if n_full < n_cols:
                 _write_light(
-                    row_ptr + n_full + columns, grad_row_ptr + n_full + columns, lane, columns < n_cols - n_full,
-                    (target - n_full).to(tl.float32), lse, a, scaled, logit_scale, True,
+                    row_ptr + n_full + columns, grad_row_ptr + n_full + columns, lane, n_cols - n_full,
+                    (target - n_full).to(tl.float32), lse, scaled, logit_scale, True,
                 )  # fmt: skip
         else:
             _write_zeros(grad_row_ptr, columns, n_cols, BLOCK)
@@ -86,7 +90,7 @@ def _write(
     grad_pointers,
     weight_pointers,
     lane,  # (BLOCK,) 0, 1, ... as float32
-    exists,  # (BLOCK,) which columns there are
+    left,  # columns from the first lane to the end of the row; not read unless MASKED
     target,  # relative to the first lane, float32
     lse,
     total,  # A, B, C of reference.row_coefficients
@@ -96,7 +100,7 @@ def _write(
     grad_entropy,
     logit_scale,
     softcap,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr,  # the tile ends behind the row
     HAS_ENTROPY: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
@@ -104,6 +108,7 @@ def _write(
 ):
     """The gradient of one tile."""
     if MASKED:
+        exists = tl.arange(0, pointers.shape[0]) < left
         z = tl.load(pointers, mask=exists, other=0.0)
     else:
         z = tl.load(pointers)
@@ -214,13 +219,13 @@ def backward_kernel(
             for start in tl.range(0, n_full, BLOCK):
                 _write(
                     row_ptr + start + columns, grad_row_ptr + start + columns, weight_ptr + start + columns, lane,
-                    columns < n_cols, (target - start).to(tl.float32), lse, total, b, c, entropy, grad_entropy,
+                    n_cols, (target - start).to(tl.float32), lse, total, b, c, entropy, grad_entropy,
                     logit_scale, softcap, False, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP,
                 )  # fmt: skip
             if n_full < n_cols:
                 _write(
                     row_ptr + n_full + columns, grad_row_ptr + n_full + columns, weight_ptr + n_full + columns, lane,
-                    columns < n_cols - n_full, (target - n_full).to(tl.float32), lse, total, b, c, entropy,
+                    n_cols - n_full, (target - n_full).to(tl.float32), lse, total, b, c, entropy,
                     grad_entropy, logit_scale, softcap, True, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP,
                 )  # fmt: skip
         else:

@@ -11,7 +11,7 @@ def _visit(
     pointers,  # (BLOCK,) into the logits of the row
     weight_pointers,  # (BLOCK,) into the class weights
     lane,  # (BLOCK,) 0, 1, ... as float32
-    left,  # columns from the first lane to the end of the row
+    left,  # columns from the first lane to the end of the row; not read unless MASKED
     maximum,  # the running state, all scalars: the largest x,
     total,  # the sum of e^(x - maximum),
     moment,  # the sum of that times (x - maximum),

@@ -241,6 +241,7 @@ def _backward(
             EDGES=not (_aligned(view, classes) and _aligned(out, classes)),
             SAME_ROWS=view[2:] == out[2:],
             SHARD=shard is not None,
+            COMPARE=blocks < 8,
             BLOCK=config.block,
             VECTOR=configs.vector(logits.element_size()),
             num_warps=config.num_warps,
