@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..ops import checks
-from ..ops.eager import below_autograd
+from ..ops.eager import below
 from . import consistency
 from .groups import Group, Place, place
 
@@ -76,14 +76,14 @@ def sharded_rows(
     start = first_class(logits.shape[-1], class_start, num_classes, here)
     checks.weight_without_grad(weight)
     # Below autograd, which has nothing to do here: in eager that spares three of the five dispatches to a formula.
-    mine = below_autograd(
+    mine = below(
         torch.ops.xent.cross_entropy_shard.default, logits.detach(), target, start, num_classes, weight, **options
     )
     everyones = mine
     if here.world > 1:
         collectives = torch.ops._c10d_functional
-        everyones = below_autograd(collectives.all_gather_into_tensor.default, mine, here.world, here.name)
-        everyones = below_autograd(collectives.wait_tensor.default, everyones)
+        everyones = below(collectives.all_gather_into_tensor.default, mine, here.world, here.name)
+        everyones = below(collectives.wait_tensor.default, everyones)
     loss, lse, target_weight, _ = torch.ops.xent.cross_entropy_shard_join(
         logits, target, everyones, start, num_classes, weight, **options
     )
