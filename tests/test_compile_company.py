@@ -152,5 +152,5 @@ def test_what_torch_refuses(device):
     retained.backward()
     torch.testing.assert_close(w.grad, 5 * wanted)
     (grad,) = torch.autograd.grad(compiled()(w), w, create_graph=True)
-    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+    with pytest.raises(RuntimeError, match="support double backward|does not require grad"):  # torch 2.13, 2.11
         grad.sum().backward()

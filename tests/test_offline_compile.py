@@ -177,4 +177,4 @@ def test_another_option_value_is_the_same_kernel(monkeypatch):
     first = keys(8, 512, label_smoothing=0.1, softcap=30.0, logit_scale=1.0, ignore_index=-100)
     again = keys(37, 512, label_smoothing=0.7, softcap=1.0, logit_scale=16.0, ignore_index=1)
     assert first == again
-    assert first == keys(1, 512, label_smoothing=1.0, softcap=2.5, logit_scale=-1.0, ignore_index=2**40)
+    assert first == keys(1, 512, label_smoothing=1.0, softcap=2.5, logit_scale=0.3, ignore_index=2**40)

@@ -90,7 +90,9 @@ def _forward(
     heavy = softcap is not None or (weight is not None and label_smoothing > 0.0)
     config = configs.forward(classes, itemsize, extra, heavy)
     config, parts, part_classes = configs.parts(view.number, classes, config, _processors(logits))
-    short = configs.short(classes, itemsize, extra) if _aligned(view, classes) else None
+    short = None
+    if _aligned(view, classes) and logit_scale > 0.0:
+        short = configs.short(classes, itemsize, extra)
     shared: dict[str, Any] = {
         "HAS_WEIGHT": weight is not None,
         "HAS_SMOOTHING": label_smoothing > 0.0,

@@ -34,7 +34,7 @@ def short_kernel(
     BLOCK: tl.constexpr,  # V or more
     VECTOR: tl.constexpr,  # elements in 16 bytes, on whose boundaries all rows start and end
 ):
-    """ROWS rows a program."""
+    """ROWS rows a program. logit_scale must be positive: the largest logit is then that of the largest x."""
     ACC: tl.constexpr = loss_ptr.dtype.element_ty
     label_smoothing = tl.cast(label_smoothing, ACC)
     softcap = tl.cast(softcap, ACC)
@@ -45,19 +45,25 @@ def short_kernel(
     row_ptr = logits_ptr + row_offset(row, n_inner, stride_outer, stride_inner) // VECTOR * VECTOR
     columns = tl.arange(0, BLOCK)[None, :]
     inside = columns < n_cols // VECTOR * VECTOR
-    z = tl.load(row_ptr[:, None] + columns, mask=exists[:, None] & inside, other=0.0, eviction_policy="evict_first")
+    read = exists[:, None] & inside
+    # Without a softcap, x / logit_scale stands for x: a multiplication and a choice less for each element.
+    if SOFTCAP:
+        z = tl.load(row_ptr[:, None] + columns, mask=read, other=0.0, eviction_policy="evict_first")
+    else:
+        z = tl.load(row_ptr[:, None] + columns, mask=read, other=float("-inf"), eviction_policy="evict_first")
     target = tl.load(target_ptr + row, mask=exists, other=0).to(tl.int64)
     valid = (target >= 0) & (target < n_cols) & exists
     x_target = target_logit(row_ptr, target, valid, logit_scale, softcap, SOFTCAP)
     shift = shift_of(x_target)
 
     z = z.to(ACC)
-    x = activate(z, logit_scale, softcap, SOFTCAP)
+    unit = tl.cast(1.0, ACC) if SOFTCAP else logit_scale
+    x = activate(z, logit_scale, softcap, SOFTCAP) if SOFTCAP else z
     zero = tl.zeros([ROWS], ACC)
     moment, smooth, weights, top = zero, zero, zero, zero
     first = tl.zeros([ROWS], tl.int32)
     if HAS_SMOOTHING:
-        relative = x - shift[:, None]
+        relative = x * unit - shift[:, None]
         if HAS_WEIGHT:
             w = tl.load(weight_ptr + columns, mask=inside, other=0.0)
             relative *= w
@@ -67,14 +73,15 @@ def short_kernel(
         z = tl.where(inside, z * logit_scale, float("-inf"))
         top = tl.max(z, axis=1)
         first = tl.min(tl.where(z == top[:, None], columns, NO_COLUMN), axis=1)
-    x = tl.where(inside, x, float("-inf"))
+    if SOFTCAP:
+        x = tl.where(inside, x, float("-inf"))
     maximum = tl.max(x, axis=1)
     distance = x - without_infinity(maximum)[:, None]
-    e = tl.exp2(distance * LOG2E)
+    e = tl.exp2(distance * (LOG2E * unit))
     if HAS_ENTROPY:
-        moment = tl.sum(tl.where(e == 0.0, 0.0, e * distance), axis=1)
+        moment = unit * tl.sum(tl.where(e == 0.0, 0.0, e * distance), axis=1)
     finish(
-        row, exists, n_cols, target, valid, x_target, shift, maximum, tl.sum(e, axis=1), moment, smooth, weights, top,
-        first, weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing, HAS_WEIGHT,
+        row, exists, n_cols, target, valid, x_target, shift, maximum * unit, tl.sum(e, axis=1), moment, smooth, weights,
+        top, first, weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing, HAS_WEIGHT,
         HAS_SMOOTHING, HAS_ARGMAX, HAS_ENTROPY,
     )  # fmt: skip
