@@ -12,11 +12,11 @@ INTERPRETED = env TRITON_INTERPRET=1 $(PYTEST)
 
 export PYTHON TORCH TORCH_INDEX_URL XENT_OPS_BUILD_CPP
 
-.PHONY: help env demo test test-full lint format clean
+.PHONY: help env demo test test-full test-ascend lint format clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
-		printf '  make %-10s %s\n' "$$name" "$$text"; done
+		printf '  make %-11s %s\n' "$$name" "$$text"; done
 
 env:  ## set up the private environment; the other targets do it too
 	@command -v $(BASE) >/dev/null || { echo "This machine lacks $(BASE). Debian: sudo apt-get install" \
@@ -34,6 +34,12 @@ test: env  ## the tests that this machine can run
 test-full: env  ## the slower tests that `make test` leaves out: many processes, C++ builds, sanitizers
 	$(COMPILED) -m slow
 
+test-ascend: env  ## the Ascend kernels through triton-ascend's passes, in an environment of their own, without a device
+	@# 75: the environment cannot be had here, and the script has said why.
+	@$(PY) tools/setup_ascend.py $(VENV)-ascend && PY=$(VENV)-ascend/bin/python && \
+		env -u TRITON_INTERPRET TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $$PY -m pytest -q tests/test_ascend_lowering.py \
+		|| test $$? = 75
+
 lint: env  ## formatting, lint, types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -46,4 +52,4 @@ format: env  ## mend formatting and what lint can mend
 clean:  ## remove caches, build products and the private environment
 	rm -rf build dist *.egg-info xent_ops/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis train_lm.png
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
-	if [ -e $(VENV)/made-by-make ]; then rm -rf $(VENV); fi
+	for venv in $(VENV) $(VENV)-ascend; do if [ -e $$venv/made-by-make ]; then rm -rf $$venv; fi; done

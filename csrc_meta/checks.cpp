@@ -117,10 +117,10 @@ std::string device_of(const Tensor& tensor) {
   return index < 0 ? name : name + ":" + std::to_string(index);
 }
 
-void same_device(const char* name, const Tensor& tensor, const Tensor& logits) {
+void same_device(const char* name, const Tensor& tensor, const Tensor& owner, const char* owner_is = "logits are") {
   const std::string found = device_of(tensor);
-  const std::string expected = device_of(logits);
-  require<std::runtime_error>(found == expected, name, " is on ", found, " but logits are on ", expected,
+  const std::string expected = device_of(owner);
+  require<std::runtime_error>(found == expected, name, " is on ", found, " but ", owner_is, " on ", expected,
                               "; both must be on one device");
 }
 
@@ -212,7 +212,7 @@ void scalar_or_row_values(const char* owner, const Tensor& matrix, const char* n
     if (tensor->dim() > 0) {
       same_shape(name, *tensor, matrix, 0, matrix.dim() - 1, text("one value for each row of the ", owner, ", or ()").c_str());
     }
-    same_device(name, *tensor, matrix);
+    same_device(name, *tensor, matrix, owner == std::string("logits") ? "logits are" : "grad is");
   }
 }
 

@@ -10,6 +10,8 @@ import warnings
 
 # Before torch: a cached artifact of an older formula would be served in place of the one under test.
 os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+# Inductor tries the CPU's vector instructions for 10 s a process. One test compiles with them, in its own process.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 import pytest
 import torch
@@ -58,3 +60,24 @@ def both_paths(request, monkeypatch):
 def _fresh_compiler():
     yield
     torch.compiler.reset()
+
+
+@pytest.fixture(scope="session")
+def pool():
+    """Processes of a process group, by (world, device), started when first asked for: ``pool(2, device).run(case)``."""
+    from workers import Workers
+
+    started = {}
+
+    def get(world, device):
+        if device == "cuda" and torch.cuda.device_count() < world:
+            pytest.skip(f"needs {world} GPUs")
+        if (world, device) in started and started[world, device].broken:
+            started.pop((world, device)).close()
+        if (world, device) not in started:
+            started[world, device] = Workers(world, device)
+        return started[world, device]
+
+    yield get
+    for workers in started.values():
+        workers.close()

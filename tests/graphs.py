@@ -4,8 +4,16 @@ import re
 
 import torch
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBackend, normalize_gm
+from torch._inductor.utils import run_and_get_code
 
-__all__ = ["AotEagerAndRecordGraphs", "CompileCounterWithBackend", "graph_text", "inductor_code", "operator_names"]
+__all__ = [
+    "AotEagerAndRecordGraphs",
+    "CompileCounterWithBackend",
+    "graph_text",
+    "inductor_code",
+    "operator_names",
+    "run_and_get_code",
+]
 
 
 def graph_text(graph_module: torch.fx.GraphModule) -> str:
@@ -21,15 +29,7 @@ def operator_names(graph_module: torch.fx.GraphModule) -> list[str]:
     return [str(node.target) for node in graph_module.graph.nodes if node.op == "call_function"]
 
 
-def inductor_code(function, *args, backward: bool = True) -> str:
+def inductor_code(function, *args) -> str:
     """All code that Inductor writes for ``function`` and its backward."""
-    from torch._inductor.utils import run_and_get_code
-
-    def run():
-        result = function(*args)
-        if backward:
-            result.backward()
-        return result
-
-    _, code = run_and_get_code(run)
+    _, code = run_and_get_code(lambda: function(*args).backward())
     return "\n".join(code)

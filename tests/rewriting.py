@@ -4,26 +4,12 @@ Most of them run the rewritten graph without Inductor: the pass is a transformat
 compiler behind it would only make the tests slow.
 """
 
-import contextlib
-
 import torch
 import torch.nn.functional as F
 
 from xent_ops import inductor
 
 V = 37
-
-
-@contextlib.contextmanager
-def compiling_quickly():
-    """For compilations through Inductor: no caches, because torch 2.13 runs no pass on what it finds there and the
-    report would be empty; then no precompiled headers and no vector instructions, whose preparation takes longer than
-    the tests."""
-    from torch._inductor import config
-
-    quick = config.patch({"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False})
-    with torch.compiler.config.patch(force_disable_caches=True), quick:
-        yield
 
 
 class Rewriting:

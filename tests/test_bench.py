@@ -39,7 +39,7 @@ def test_json_png_and_table(tmp_path, capsys):
     assert content["environment"]["torch"] == torch.__version__
     assert content["environment"]["command"].startswith("python -m xent_ops bench --device cpu")
     assert {"triton", "driver", "date", "peers"} <= content["environment"].keys()
-    names = {"xent eager", "xent in-place", "F eager", "F eager float32"}
+    names = {"xent eager", "xent in-place", "xent one pass in-place", "F eager", "F eager float32"}
     assert results.keys() == {(n, v, name) for n, v in ((34, 64), (20, 96), (18, 128)) for name in names}
     for result in results.values():
         assert result["status"] == "ok", result
@@ -190,8 +190,12 @@ def test_step(dtype, tmp_path):
     arguments = ["--step", "16", "--shapes", "34x64", "--only", "alone,xent", "--dtype", dtype]
     assert bench(*arguments, "--json", str(tmp_path / "x.json")) == 0
     _, results = of_results(tmp_path / "x.json")
-    assert {name for *_, name in results} == {"products alone", "xent in-place", "xent compiled"}
+    compiled, opaque = "xent compiled", "xent opaque backward"
+    names = {"products alone", "xent in-place", "xent one pass in-place", compiled, opaque}
+    assert {name for *_, name in results} == names
     assert {result["status"] for result in results.values()} == {"ok"}
+    ours, other = results[34, 64, compiled], results[34, 64, opaque]
+    assert math.isclose(ours["ratio"], ours["ms"] / other["ms"]) and other["ratio"] is None
 
 
 def test_step_check_sees_either_gradient():

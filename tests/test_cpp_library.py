@@ -184,6 +184,11 @@ def bad_calls():
     yield backward, (rows, rows.long(), x, t, rows), {}
     yield backward, (rows, None, x, t, rows.view(4, 1)), {}
     yield "cross_entropy_backward_entropy", (rows, None, rows[1:], x, t, rows, rows), {}
+    yield "cross_entropy_with_grad", (x, t, rows[1:]), {}
+    yield "cross_entropy_with_grad_", (x, t, rows[0], rows.long()), {}
+    yield "cross_entropy_with_grad", (x, t + 6, rows[0]), {}
+    yield "scale_grad_", (x[0, 0], rows[0]), {}
+    yield "scale_grad_", (x, rows[1:]), {}
     yield "soft_cross_entropy_forward", (x, t), {}
     yield "soft_cross_entropy_forward", (x, x[:, :3]), {}
     yield "soft_cross_entropy_backward", (rows, None, x, x, rows[:0]), {}

@@ -68,6 +68,17 @@ def test_grad_in_forward_below_a_class_dimension_in_the_middle(device):
         torch.testing.assert_close(torch.autograd.grad(loss, h)[0], wanted)
 
 
+def test_grad_in_forward_in_place_of_views(device):
+    """Of what a layer returned: rows of one batch flattened, shifted, or a part of the classes."""
+    h, w = torch.randn(2, 4, 8, device=device, requires_grad=True), torch.randn(8, 30, device=device)
+    for view in (lambda x: x.view(-1, 30), lambda x: x[:, :-1], lambda x: x[..., 3:], lambda x: x.transpose(0, 1)):
+        target = torch.randint(0, 27, view(h @ w).shape[:-1], device=device)
+        (wanted,) = torch.autograd.grad(xent_ops.cross_entropy(view(h @ w), target, dim=-1), h)
+        h.grad = None
+        xent_ops.cross_entropy(view(h @ w), target, dim=-1, grad_in_forward=True, inplace_backward=True).backward()
+        torch.testing.assert_close(h.grad, wanted)
+
+
 def test_grad_in_forward_visits_the_logits_once_and_saves_the_gradient_alone(h, target):
     saved = []
     with Log() as log, torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):

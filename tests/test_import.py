@@ -1,7 +1,7 @@
 """What `import xent_ops` needs and costs, each in a fresh process."""
 
 import pytest
-from test_compile import run_python
+from processes import run_python
 
 import xent_ops
 

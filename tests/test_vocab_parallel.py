@@ -5,27 +5,6 @@ import pytest
 import torch
 import vocab_parallel_cases as cases
 import vocab_parallel_compiled_cases as compiled
-from workers import Workers
-
-
-@pytest.fixture(scope="module")
-def pool():
-    """Workers by (world, device), started when first asked for."""
-    started = {}
-
-    def get(world, device):
-        if device == "cuda" and torch.cuda.device_count() < world:
-            pytest.skip(f"needs {world} GPUs")
-        if (world, device) in started and started[world, device].broken:
-            started.pop((world, device)).close()
-        if (world, device) not in started:
-            started[world, device] = Workers(world, device)
-        return started[world, device]
-
-    yield get
-    for workers in started.values():
-        workers.close()
-
 
 WORLDS = [2, 3, pytest.param(4, marks=pytest.mark.slow)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]

@@ -40,7 +40,12 @@ SERVICES = (
     ),
     Service("MPS", "MPS", "plain torch (xent_ops.kernels.reference)", "no kernels of its own"),
     Service("XPU", "XPU", "plain torch (xent_ops.kernels.reference)", "no kernels of its own"),
-    Service("NPU (Ascend)", "PrivateUse1", "", ""),
+    Service(
+        "NPU (Ascend)",
+        "PrivateUse1",
+        "Triton (xent_ops.kernels.ascend)",
+        "needs torch_npu and triton-ascend; never run on a device so far (docs/npu.md)",
+    ),
 )
 
 
@@ -55,6 +60,8 @@ def devices() -> list[torch.device]:
     if torch.backends.mps.is_available():
         found.append(torch.device("mps"))
     found += [torch.device("xpu", index) for index in range(torch.xpu.device_count())]
+    if npu := getattr(torch, "npu", None):  # torch_npu has been imported, as it is by itself with torch
+        found += [torch.device("npu", index) for index in range(npu.device_count())]
     return found
 
 

@@ -1,14 +1,15 @@
 """The contestants: this package's variants, torch's, and each peer's public function.
 
 A loss is a function of (logits, target, weight) that returns the mean over counted rows; weight is for those with
-options. Nothing of a peer is imported before its turn, and what it raises is reported, not hidden.
+options. One that ``gives_grad`` returns (loss, gradient of the logits). Nothing of a peer is imported before its turn,
+and what it raises is reported, not hidden.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ import xent_ops
 from .check import IGNORE_INDEX, Options
 from .problems import Outputs
 
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+Loss = Callable[[Tensor, Tensor, Tensor], Any]
 
 PLAIN = Options()
 ALL_OPTIONS = Options(weighted=True, label_smoothing=0.1, softcap=30.0, lse_square_scale=1e-4)
@@ -36,12 +37,17 @@ class Variant:
     compiled: bool = False
     dynamic: bool = False  # compiled for any number of rows
     in_place: bool = False  # needs logits that are not a leaf
+    gives_grad: bool = False  # no autograd: returns loss and gradient
     products_only: bool = False  # a step without a loss
     mode: str | None = None  # of torch.compile
+    opaque: bool = False  # compiled without our lowerings of the backward operators
+    against: str = ""  # the variant whose time this one's is a ratio of
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if not self.compiled:
             return function
+        if self.opaque:
+            return torch.compile(function, fullgraph=True, backend=_opaque_inductor)
         return torch.compile(function, fullgraph=True, mode=self.mode)
 
     def build(self) -> Loss:
@@ -59,12 +65,36 @@ class Variant:
         return self._compile(step)
 
 
+def _opaque_inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    from torch._inductor.compile_fx import compile_fx
+
+    from ..inductor.decomposition import opaque_backward
+
+    with opaque_backward():
+        return compile_fx(graph, inputs)
+
+
 def _ours(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     return xent_ops.cross_entropy(logits, target)
 
 
 def _ours_in_place(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     return xent_ops.cross_entropy(logits, target, inplace_backward=True)
+
+
+def _ours_one_pass(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    return xent_ops.cross_entropy(logits, target, grad_in_forward=True)
+
+
+def _ours_one_pass_in_place(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    return xent_ops.cross_entropy(logits, target, grad_in_forward=True, inplace_backward=True)
+
+
+def _ours_with_grad(logits: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The operator itself, as a graph of one's own would call it."""
+    scale = 1 / (target != IGNORE_INDEX).sum().to(torch.float32)
+    loss, _, grad = torch.ops.xent.cross_entropy_with_grad(logits, target, scale)
+    return loss.sum() * scale, grad
 
 
 def _ours_options(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
@@ -177,6 +207,9 @@ def losses(dtype: torch.dtype, device: torch.device, dynamic: bool) -> list[Vari
         found.append(replace(ours, name="xent compiled dynamic", dynamic=True))
     found += [
         Variant("xent in-place", "ours", lambda: _ours_in_place, in_place=True),
+        Variant("xent one pass", "ours", lambda: _ours_one_pass),
+        Variant("xent one pass in-place", "ours", lambda: _ours_one_pass_in_place, in_place=True),
+        Variant("xent one pass compiled", "ours", lambda: _ours_with_grad, compiled=True, gives_grad=True),
         Variant("xent compiled options", "ours", lambda: _ours_options, ALL_OPTIONS, compiled=True),
         Variant("F eager", "torch", lambda: _torch),
     ]
@@ -192,18 +225,26 @@ def losses(dtype: torch.dtype, device: torch.device, dynamic: bool) -> list[Vari
 
 
 def steps(dynamic: bool) -> list[Variant]:
-    """For hidden @ W.T -> loss -> backward: what compiles, and eager in place for its memory."""
-    ours = Variant("xent compiled", "ours", lambda: _ours, compiled=True)
+    """For hidden @ W.T -> loss -> backward: what compiles, and eager in place for its memory.
+
+    The opaque backward shows what it costs or saves that the compiled gradient is written over the logits.
+    """
+    opaque = Variant("xent opaque backward", "ours", lambda: _ours, compiled=True, opaque=True)
+    ours = Variant("xent compiled", "ours", lambda: _ours, compiled=True, against=opaque.name)
     upcast = Variant("F compiled", "torch", lambda: _torch_upcast, compiled=True)
     found = [
         Variant("products alone", "torch", lambda: _torch, compiled=True, products_only=True),
         ours,
+        opaque,
         Variant("xent in-place", "ours", lambda: _ours_in_place, in_place=True),
+        Variant("xent one pass in-place", "ours", lambda: _ours_one_pass_in_place, in_place=True),
         upcast,
     ]
     if dynamic:
+        opaque = replace(opaque, name="xent opaque backward dynamic", dynamic=True)
         found += [
-            replace(ours, name="xent compiled dynamic", dynamic=True),
+            replace(ours, name="xent compiled dynamic", dynamic=True, against=opaque.name),
+            opaque,
             replace(upcast, name="F compiled dynamic", dynamic=True),
         ]
     return found + [variant for variant in _peers() if variant.compiled]

@@ -30,6 +30,7 @@ class Result:
     mode: str = "calls"  # how it was timed: "graph", or "calls" from the host
     ms: float | None = None
     copies: float | None = None
+    ratio: float | None = None  # of ms to those of the variant that it is measured against
     wall_ms: float | None = None  # by calls on a GPU: a call in a row of calls, launches included
     peak_logits: float | None = None  # peak memory beyond the inputs, in sizes of the logits
     extra_logits: float | None = None  # beyond the inputs and the gradients

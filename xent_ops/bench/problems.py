@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,6 +77,23 @@ class Problem:
         raise NotImplementedError
 
 
+class _Produced(torch.autograd.Function):
+    """The same memory as what a layer would return: no leaf, so that its gradient may be written over it.
+
+    Nor a view: autograd gives a view that was written another place in the graph, where no gradient is asked for.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return logits.new_empty(0).set_(
+            logits.untyped_storage(), logits.storage_offset(), logits.shape, logits.stride()
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 class LossProblem(Problem):
     """Forward and backward of the loss alone, from logits."""
 
@@ -103,8 +120,10 @@ class LossProblem(Problem):
             torch._dynamo.mark_dynamic(target, 0)
 
         def run() -> Outputs:
-            # A view is not a leaf, so its gradient may be written over it.
-            x = logits.view_as(logits) if variant.in_place else logits
+            if variant.gives_grad:
+                loss, grad = function(logits.detach(), target, weight)
+                return Outputs(loss, (grad,))
+            x = _Produced.apply(logits) if variant.in_place else logits
             loss = function(x, target, weight)
             return Outputs(loss.detach(), torch.autograd.grad(loss, (x,)))
 

@@ -175,4 +175,10 @@ def _shape(
         for variant in variants:
             step(variant.name)
             done.append(measure(problem, variant, copy, settings))
+    times = {result.variant: result.ms for result in done}
+    for variant, result in zip(variants, done, strict=True):
+        other = times.get(variant.against)
+        if result.ms and other:
+            result.ratio = result.ms / other
+            result.note = "; ".join(filter(None, (result.note, f"{result.ratio:.3f} x {variant.against}")))
     return done

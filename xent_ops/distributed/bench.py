@@ -21,8 +21,12 @@ from torch import Tensor
 from .vocab_parallel import chunk, vocab_parallel_cross_entropy
 
 
+CALLS = 10  # back to back in a sample, as a training loop makes them: the host runs ahead of the device if it can
+
+
 def milliseconds(run: Callable[[], object], device: str, repeat: int) -> float:
-    for _ in range(10):
+    """Of one call: the median of ``repeat`` samples of CALLS calls, begun together by all ranks."""
+    for _ in range(CALLS):
         run()
     times = []
     for _ in range(repeat):
@@ -30,18 +34,33 @@ def milliseconds(run: Callable[[], object], device: str, repeat: int) -> float:
         if device == "cuda":
             torch.cuda.synchronize()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            # The host runs ahead of the device, as in training: what is measured is not the first launch's way there.
-            torch.cuda._sleep(1_000_000)
             begin.record()
-            run()
+            for _ in range(CALLS):
+                run()
             end.record()
             torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end))
+            times.append(begin.elapsed_time(end) / CALLS)
         else:
             start = time.perf_counter()
-            run()
-            times.append(1e3 * (time.perf_counter() - start))
+            for _ in range(CALLS):
+                run()
+            times.append(1e3 * (time.perf_counter() - start) / CALLS)
     return statistics.median(times)
+
+
+def graph_of(run: Callable[[], object]) -> Callable[[], object]:
+    """``run`` as a CUDA graph, its collective with it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return graph.replay
 
 
 def launches(run: Callable[[], object]) -> list[str]:
@@ -55,7 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--classes", type=int, default=128256)
-    parser.add_argument("--repeat", type=int, default=50)
+    parser.add_argument("--repeat", type=int, default=20)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
@@ -86,17 +105,21 @@ def main() -> None:
     report = {"copy of the shard": copy, "all-gather of 12 bytes a row": gather}
     report["eager"] = milliseconds(lambda: step(loss_of), device, args.repeat)
     report["compiled"] = milliseconds(lambda: step(compiled), device, args.repeat)
+    if device == "cuda":
+        report["eager, in a CUDA graph"] = milliseconds(graph_of(lambda: step(loss_of)), device, args.repeat)
+        report["compiled, in a CUDA graph"] = milliseconds(graph_of(lambda: step(compiled)), device, args.repeat)
     report["limit for eager"] = 1.70 * copy + 1.5 * gather
     text = [f"{name:30} {value:9.4f} ms" for name, value in report.items()]
     if device == "cuda":
         names = launches(lambda: step(loss_of))
         text += [f"{len(names)} launches of an eager step:", *(f"    {name[:100]}" for name in names)]
-        logits.grad = None
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step(loss_of)
-        peak = (torch.cuda.max_memory_allocated() - before) / (logits.numel() * logits.element_size())
-        text.append(f"peak memory of an eager step beyond the logits: {peak:.3f} shards")
+        for name, function in (("an eager", loss_of), ("a compiled", compiled)):
+            logits.grad = None
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            step(function)
+            peak = (torch.cuda.max_memory_allocated() - before) / (logits.numel() * logits.element_size())
+            text.append(f"peak memory of {name} step beyond the logits, their gradient included: {peak:.3f} shards")
     if dist.get_rank() == 0:
         print(f"{args.rows} x {args.classes} bfloat16 over {world} ranks on {device}", *text, sep="\n")
     dist.destroy_process_group()

@@ -30,15 +30,10 @@ def options(base: Mapping[str, Any] | None = None) -> dict[str, Any]:
 
     Clears the report.
     """
-    from torch._inductor import config
-
     from . import graph_pass, report
 
     report.clear()
-    merged = dict(base or {})
-    current = merged.get("pre_grad_custom_pass", config.pre_grad_custom_pass)
-    merged["pre_grad_custom_pass"] = graph_pass.with_ours(current)
-    return merged
+    return graph_pass.settings(base or {})
 
 
 def enable() -> None:
@@ -52,7 +47,8 @@ def enable() -> None:
     from . import graph_pass, report
 
     report.clear()
-    config.pre_grad_custom_pass = graph_pass.with_ours(config.pre_grad_custom_pass)
+    for name, value in graph_pass.settings({}).items():
+        setattr(config, name, value)
 
 
 def disable() -> None:
@@ -61,7 +57,10 @@ def disable() -> None:
 
     from . import graph_pass
 
-    config.pre_grad_custom_pass = graph_pass.without_ours(config.pre_grad_custom_pass)
+    current = config.pre_grad_custom_pass
+    if (ours := graph_pass.ours_in(current)) is not None and ours.timing_before is not None:
+        config.pre_grad_pass_timing = ours.timing_before
+    config.pre_grad_custom_pass = graph_pass.without_ours(current)
 
 
 @contextlib.contextmanager
@@ -73,5 +72,5 @@ def replace_cross_entropy() -> Iterator[None]:
     from . import graph_pass, report
 
     report.clear()
-    with config.patch(pre_grad_custom_pass=graph_pass.with_ours(config.pre_grad_custom_pass)):
+    with config.patch(**graph_pass.settings({})):
         yield

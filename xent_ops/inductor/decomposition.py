@@ -7,12 +7,14 @@ that does the same. Other backends (aot_eager, NPU graphs) keep the opaque node.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..ops.library import LOWERINGS
+from ..ops.library import LOWERINGS, install_lowerings
 from . import packages, reuse
 
 
@@ -31,8 +33,29 @@ def install() -> None:
     from torch._inductor import decomposition
 
     decomposition.decompositions.update(LOWERINGS)
-    for op in reuse.INPLACE:
+    for op in reuse.INPLACE.keys() & LOWERINGS.keys():
         decomposition.decompositions[op] = _unless_reused(LOWERINGS[op])
     decomposition.fast_random_decomps.cache_clear()
     reuse.install()
     packages.install()
+
+
+@contextlib.contextmanager
+def opaque_backward() -> Iterator[None]:
+    """What Inductor compiles inside calls the backward operators as they are, each gradient in a buffer of its own:
+    what the lowerings are measured against. Caches are off, for their keys do not hold decompositions."""
+    from torch._functorch import config
+    from torch._inductor import decomposition
+
+    install_lowerings()
+    ours = {op: decomposition.decompositions.pop(op) for op in LOWERINGS}
+    decomposition.fast_random_decomps.cache_clear()
+    try:
+        with (
+            config.patch(donated_buffer=False),
+            torch.compiler.config.patch(force_disable_caches=True),  # type: ignore[attr-defined]
+        ):
+            yield
+    finally:
+        decomposition.decompositions.update(ours)
+        decomposition.fast_random_decomps.cache_clear()

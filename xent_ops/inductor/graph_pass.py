@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
+from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from ..ops import library
@@ -19,6 +21,7 @@ class ReplaceCrossEntropy(CustomGraphPass):
 
     def __init__(self, previous: Any = None) -> None:
         self.previous = previous
+        self.timing_before = getattr(config, "pre_grad_pass_timing", None)  # what disable() puts back
         # Inductor picks its decompositions before it runs the pass; operators that only the pass brings come too late.
         library.install_lowerings()
 
@@ -47,11 +50,24 @@ def _passes(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
+def settings(base: Mapping[str, Any]) -> dict[str, Any]:
+    """``base`` and what makes Inductor run ours, behind the pass in ``base`` or else the one that is set now."""
+    current = base.get("pre_grad_custom_pass", config.pre_grad_custom_pass)
+    merged = {**base, "pre_grad_custom_pass": with_ours(current)}
+    if hasattr(config, "pre_grad_pass_timing"):
+        # Since torch 2.13 passes with a uuid() run only on graphs that are in no cache, and the report would miss the
+        # others. "early" is what torch did before: run the pass, then look up the graph that it made.
+        merged.setdefault("pre_grad_pass_timing", "early")
+    return merged
+
+
+def ours_in(current: Any) -> ReplaceCrossEntropy | None:
+    return next((one for one in _passes(current) if isinstance(one, ReplaceCrossEntropy)), None)
+
+
 def with_ours(current: Any) -> Any:
     """The value for ``pre_grad_custom_pass`` that runs ``current`` and then ours, ``current`` if ours is in it."""
-    if any(isinstance(one, ReplaceCrossEntropy) for one in _passes(current)):
-        return current
-    return ReplaceCrossEntropy(current)
+    return ReplaceCrossEntropy(current) if ours_in(current) is None else current
 
 
 def without_ours(current: Any) -> Any:

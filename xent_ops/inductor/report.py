@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +30,6 @@ class Report:
 
     graphs: int  # that the pass saw
     calls: tuple[Call, ...]
-    cached_graphs: int  # that torch took from its caches; torch 2.13 does not run passes on those
 
     @property
     def replaced(self) -> tuple[Call, ...]:
@@ -44,18 +42,12 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{len(self.replaced)} replaced, {len(self.left_alone)} left alone, in {self.graphs} graphs"]
         lines += [f"  {call}" for call in self.calls]
-        if not self.graphs and self.cached_graphs:
-            lines.append(
-                f"  {self.cached_graphs} graphs came compiled out of torch's caches, the replacements in them; to see "
-                "those, compile once with TORCHINDUCTOR_FORCE_DISABLE_CACHES=1"
-            )
         return "\n".join(lines)
 
 
 # (which compilation, which attempt at it, the calls in one graph). One compilation may have several graphs: a
 # checkpointed part is a graph inside a graph.
 _graphs: list[tuple[Any, Any, tuple[Call, ...]]] = []
-_cache_hits_before = 0
 
 
 def record(calls: Iterable[Call]) -> None:
@@ -68,17 +60,13 @@ def record(calls: Iterable[Call]) -> None:
 
 
 def clear() -> None:
-    global _cache_hits_before
     _graphs.clear()
-    _cache_hits_before = _cache_hits()
 
 
 def last_report() -> Report:
     """What was replaced, what was not, and why, since the last ``options()``, ``enable()`` or
     ``replace_cross_entropy()``. ``print`` it."""
-    hits = _cache_hits()
-    cached = hits - _cache_hits_before if hits >= _cache_hits_before else hits  # the user may clear the counters
-    return Report(len(_graphs), tuple(call for *_, calls in _graphs for call in calls), cached)
+    return Report(len(_graphs), tuple(call for *_, calls in _graphs for call in calls))
 
 
 def _current_compilation() -> tuple[Any, Any]:
@@ -86,8 +74,3 @@ def _current_compilation() -> tuple[Any, Any]:
 
     context = CompileContext.try_get()
     return (None, None) if context is None else (context, context.attempt)
-
-
-def _cache_hits() -> int:
-    dynamo = sys.modules.get("torch._dynamo.utils")  # not imported: nothing was compiled
-    return 0 if dynamo is None else dynamo.counters["aot_autograd"]["autograd_cache_hit"]

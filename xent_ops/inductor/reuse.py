@@ -1,8 +1,8 @@
-"""Inductor's lowering of ``cross_entropy_backward`` on CUDA: the in-place kernel where the logits die with it.
+"""Inductor's lowering of operators that have a twin which writes over the logits: the twin, where the logits die.
 
 Inductor's own pass (reinplace_inplaceable_ops) refuses to write into an input of a graph, and in a backward graph
-the saved logits are one. AOTAutograd marks the saved tensors that nobody else can see as donated; when the backward is
-the only reader of donated logits, the gradient may take their place.
+the saved logits are one. AOTAutograd marks the saved tensors that nobody else can see as donated; when the operator is
+the only reader of donated logits, or of a product's, the gradient may take their place.
 """
 
 from __future__ import annotations
@@ -13,23 +13,28 @@ import torch
 
 from .packages import spelled_out
 
-# Devices whose kernel can write over its input. The CPU is better served by what Inductor fuses itself.
-DEVICES = {"cuda"}
+# Devices whose kernel can write over its input. The CPU is better served by what Inductor fuses itself. The formula in
+# aten compares integer vectors, which the vector cores of an NPU do element by element (traced only, never run there).
+DEVICES = {"cuda", "npu"}
 
-# Functional operator -> its twin that writes over the logits, argument 2 of both.
-INPLACE = {torch.ops.xent.cross_entropy_backward.default: torch.ops.xent.cross_entropy_backward_.default}
+# Functional operator -> (its twin, which argument of both the logits are). The twin returns all outputs but the last,
+# the gradient.
+INPLACE = {
+    torch.ops.xent.cross_entropy_backward.default: (torch.ops.xent.cross_entropy_backward_.default, 2),
+    torch.ops.xent.cross_entropy_with_grad.default: (torch.ops.xent.cross_entropy_with_grad_.default, 0),
+}
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)  # whose result is a buffer of its own
 
 
-def _dies_here(node: torch.fx.Node) -> bool:
-    """Is ``node`` the last and only reader of the memory of its logits?"""
+def _dies_here(node: torch.fx.Node, position: int) -> bool:
+    """Is ``node`` the last and only reader of the memory of its logits, the argument at ``position``?"""
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
-    source: Any = node.args[2]
+    source: Any = node.args[position]
     reader = node
     while True:
         if not isinstance(source, torch.fx.Node) or list(source.users) != [reader]:
@@ -43,24 +48,25 @@ def _dies_here(node: torch.fx.Node) -> bool:
 
 
 def install() -> None:
-    for op, inplace in INPLACE.items():
-        _install(op, inplace)
+    for op, (inplace, position) in INPLACE.items():
+        _install(op, inplace, position)
 
 
-def _install(op: Any, inplace: Any) -> None:
-    from torch._inductor import ir
+def _install(op: Any, inplace: Any, position: int) -> None:
     from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
     from torch._inductor.virtualized import V
 
     if op in lowerings:
         return
     opaque = fallback_handler(op, add_to_fallback_set=False)
+    in_place = fallback_handler(inplace, add_to_fallback_set=False)
 
     @register_lowering(op, type_promotion_kind=None)
-    def lower(grad_loss: Any, grad_lse: Any, logits: Any, *rest: Any, **options: Any) -> Any:
+    def lower(*args: Any, **options: Any) -> Any:
         options = spelled_out(op, options)
-        if not (logits.get_device().type in DEVICES and _dies_here(V.graph.current_node)):
-            return opaque(grad_loss, grad_lse, logits, *rest, **options)
+        logits = args[position]
+        if not (logits.get_device().type in DEVICES and _dies_here(V.graph.current_node, position)):
+            return opaque(*args, **options)
         logits.realize()
-        ir.FallbackKernel.create(inplace, grad_loss, grad_lse, logits, *rest, **options)
-        return logits
+        outputs = in_place(*args, **options)
+        return logits if outputs is None else (*outputs, logits)

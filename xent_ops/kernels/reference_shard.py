@@ -82,8 +82,8 @@ def cross_entropy_shard(
     if weight is not None:
         rows.append(target_weight)
     integers = [class_start // DIGIT, class_start % DIGIT, columns // DIGIT, columns % DIGIT]
-    header = torch.tensor(integers, dtype=x.dtype, device=x.device)
-    return torch.cat([*(row.reshape(-1) for row in rows), header, sum_weights.reshape(1)]).unsqueeze(0)
+    header = [x.new_full((1,), integer) for integer in integers]  # filled on the device: no copy that a capture refuses
+    return torch.cat([*(row.reshape(-1) for row in rows), *header, sum_weights.reshape(1)]).unsqueeze(0)
 
 
 def _tiles(starts: Tensor, sizes: Tensor, num_classes: int) -> Tensor:

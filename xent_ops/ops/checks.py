@@ -7,6 +7,7 @@ compared through ``torch._check_value``, which guards them and keeps the text.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NoReturn
 
 import torch
@@ -21,7 +22,18 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
+def _static(sizes: Iterable[int]) -> bool:
+    """Plain integers? torch._check_value takes symbols too, but costs microseconds for each size."""
+    for size in sizes:  # noqa: SIM110 (all() of a generator takes three times as long)
+        if type(size) is not int:
+            return False
+    return True
+
+
 def _same_shape(name: str, shape: torch.Size, expected: torch.Size, meaning: str) -> None:
+    if _static(shape) and _static(expected) and shape == expected:
+        return
+
     def message() -> str:
         return f"{name} has shape {tuple(shape)}; expected {tuple(expected)}, {meaning}"
 
@@ -44,10 +56,11 @@ def _logits(logits: Tensor, may_be_empty: bool = False) -> None:
     if logits.dim() < 1:
         raise ValueError("logits have no dimension; expected shape (..., V) with the classes last")
     _dtype("logits", logits, FLOATS)
-    if may_be_empty:
+    classes = logits.shape[-1]
+    if may_be_empty or (type(classes) is int and classes > 0):
         return
     torch._check_value(
-        logits.shape[-1] > 0, lambda: f"logits of shape {tuple(logits.shape)} have 0 classes; expected at least 1"
+        classes > 0, lambda: f"logits of shape {tuple(logits.shape)} have 0 classes; expected at least 1"
     )
 
 

@@ -68,22 +68,28 @@ def _second_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 define("cross_entropy_forward")
 fake("cross_entropy_forward", _fake_forward)
-kernels("cross_entropy_forward", checks.index_forward, reference.cross_entropy_forward, checks.index_values)
+kernels(
+    "cross_entropy_forward", checks.index_forward, reference.cross_entropy_forward, checks.index_values, ascend=True
+)
 autograd("cross_entropy_forward", _backward, save_rows)
 
 define("cross_entropy_forward_argmax")
 fake("cross_entropy_forward_argmax", _fake_forward_argmax)
 kernels(
-    "cross_entropy_forward_argmax", checks.index_forward, reference.cross_entropy_forward_argmax, checks.index_values
+    "cross_entropy_forward_argmax",
+    checks.index_forward,
+    reference.cross_entropy_forward_argmax,
+    checks.index_values,
+    ascend=True,
 )
 autograd("cross_entropy_forward_argmax", _backward, save_rows)
 
 BACKWARD = define("cross_entropy_backward")
 fake("cross_entropy_backward", _fake_backward)
-kernels("cross_entropy_backward", checks.index_backward, reference.cross_entropy_backward)
+kernels("cross_entropy_backward", checks.index_backward, reference.cross_entropy_backward, ascend=True)
 autograd("cross_entropy_backward", _second_backward, save_all)
 LOWERINGS[BACKWARD] = reference.cross_entropy_backward
 
 define("cross_entropy_backward_")
 fake("cross_entropy_backward_", _fake_backward_)
-kernels("cross_entropy_backward_", checks.index_backward, reference.cross_entropy_backward_)
+kernels("cross_entropy_backward_", checks.index_backward, reference.cross_entropy_backward_, ascend=True)

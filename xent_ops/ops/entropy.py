@@ -69,12 +69,16 @@ def _second_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 define("cross_entropy_forward_entropy")
 fake("cross_entropy_forward_entropy", _fake_forward)
 kernels(
-    "cross_entropy_forward_entropy", checks.index_forward, reference.cross_entropy_forward_entropy, checks.index_values
+    "cross_entropy_forward_entropy",
+    checks.index_forward,
+    reference.cross_entropy_forward_entropy,
+    checks.index_values,
+    ascend=True,
 )
 autograd("cross_entropy_forward_entropy", _backward, _setup_context)
 
 BACKWARD = define("cross_entropy_backward_entropy")
 fake("cross_entropy_backward_entropy", _fake_backward)
-kernels("cross_entropy_backward_entropy", _check_backward, reference.cross_entropy_backward_entropy)
+kernels("cross_entropy_backward_entropy", _check_backward, reference.cross_entropy_backward_entropy, ascend=True)
 autograd("cross_entropy_backward_entropy", _second_backward, save_all)
 LOWERINGS[BACKWARD] = reference.cross_entropy_backward_entropy

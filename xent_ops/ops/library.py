@@ -63,10 +63,12 @@ def kernels(
     reference: Callable[..., Any],
     check_values: Callable[..., Any] | None = None,
     module: str = "launch",
+    ascend: bool = False,
 ) -> None:
     """Register the C++ kernel, or else ``reference`` (plain torch), for the CPU, ``<module>.<name>`` (Triton) for CUDA
     and ROCm.
 
+    On Ascend NPUs the operators with ``ascend`` run their Triton kernels of that name, the others ``reference``.
     ``check`` sees the same arguments first and raises on what no kernel can take; ``check_values`` likewise, on the
     CPU alone, where reading values does not synchronise. The C++ kernel does the latter itself.
     """
@@ -88,11 +90,19 @@ def kernels(
         check(*args, **kwargs)
         return getattr(_triton_launchers(module), name)(*args, **kwargs)
 
+    def on_npu(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        if any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float64 for arg in args):
+            return reference(*args, **kwargs)  # the vector cores have no float64
+        return getattr(_ascend_launchers(), name)(*args, **kwargs)
+
     LIBRARY.impl(name, on_cpu, "CPU")
     for key in _REFERENCE_DEVICES:
         LIBRARY.impl(name, on_reference, key)
     LIBRARY.impl(name, on_cuda, "CUDA")
     CUDA_KERNELS[name] = on_cuda
+    # By key, not by the name "npu": that works without torch_npu, before it is imported and after.
+    LIBRARY.impl(name, on_npu if ascend else on_reference, "PrivateUse1")
 
 
 def autograd(name: str, backward: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
@@ -126,11 +136,42 @@ def _triton_launchers(module: str) -> Any:
                 "xent_ops runs on CUDA and ROCm tensors through Triton, which could not be imported: install the "
                 "triton that belongs to this build of torch (pip install 'xent-ops[triton]')"
             ) from error
-        if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
-            warnings.warn(
-                "TRITON_INTERPRET is set: every Triton kernel of this process, those of xent_ops among them, runs in "
-                "an interpreter, a thousand times slower than compiled. Unset it unless you are debugging a kernel.",
-                stacklevel=2,
-            )
+        _warn_of_interpreter()
         _launchers[module] = importlib.import_module(f"xent_ops.kernels.triton.{module}")
     return _launchers[module]
+
+
+@functools.cache
+def _ascend_launchers() -> Any:
+    try:
+        from triton.backends import backends
+    except ImportError as error:
+        raise ImportError(
+            f"xent_ops runs on Ascend NPUs through triton-ascend, and no triton could be imported: {_INSTALL_ASCEND}"
+        ) from error
+    if "ascend" not in backends and not _interpreted():
+        raise ImportError(
+            "xent_ops runs on Ascend NPUs through triton-ascend, and the triton that is installed has no ascend "
+            f"backend (it has: {', '.join(sorted(backends)) or 'none'}): {_INSTALL_ASCEND}"
+        )
+    _warn_of_interpreter()
+    return importlib.import_module("xent_ops.kernels.ascend.launch")
+
+
+_INSTALL_ASCEND = (
+    "run `pip uninstall triton` and `pip install triton-ascend`, which owns the same import name, beside the torch_npu "
+    "that belongs to this torch (docs/npu.md)"
+)
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+def _warn_of_interpreter() -> None:
+    if _interpreted():
+        warnings.warn(
+            "TRITON_INTERPRET is set: every Triton kernel of this process, those of xent_ops among them, runs in "
+            "an interpreter, a thousand times slower than compiled. Unset it unless you are debugging a kernel.",
+            stacklevel=3,
+        )

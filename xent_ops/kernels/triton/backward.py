@@ -78,17 +78,20 @@ def write(
     weight_ptr,
     lse,
     total,
+    b,
     c,
     entropy,
     grad_entropy,
     logit_scale,
     softcap,
+    target,  # its column; -1 for none, or where the caller writes it afterwards
     HAS_ENTROPY: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    COMPARE: tl.constexpr,  # whether there may be a target
 ):
-    """The gradient of one tile, as if no column of it were the target."""
+    """The gradient of one tile."""
     z = tl.load(pointers, mask=read, other=0.0, eviction_policy="evict_first").to(lse.dtype)
     weight = 0.0
     if HAS_SMOOTHING and HAS_WEIGHT:
@@ -97,6 +100,8 @@ def write(
         z, lse, total, c, weight, entropy, grad_entropy, logit_scale, softcap, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING,
         SOFTCAP,
     )  # fmt: skip
+    if COMPARE:
+        grad -= tl.where(columns == target, b, 0.0)
     grad *= slope
     tl.store(out_pointers, grad.to(out_pointers.dtype.element_ty), mask=inside, eviction_policy="evict_first")
 
@@ -143,6 +148,7 @@ def backward_kernel(
     EDGES: tl.constexpr,  # rows do not all start and end on 16-byte boundaries
     SAME_ROWS: tl.constexpr,  # logits and gradient have the same strides
     SHARD: tl.constexpr,  # the columns are some of the classes; targets count from the first class of all
+    COMPARE: tl.constexpr,  # columns are compared with the target; else its element is written apart
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,  # elements in 16 bytes
 ):
@@ -195,34 +201,37 @@ def backward_kernel(
     out_offset = row_offset(row, n_out_inner, out_stride_outer, out_stride_inner)
     head, out_boundary, body = aligned_body(out_offset, n_cols, EDGES, VECTOR)
     boundary = out_boundary if SAME_ROWS else offset + head
-    # The target's own element is written again, after its tile: a comparison for each element costs a fifth of the
-    # kernel's instructions. The barriers keep the tile's other threads from writing before it is read (the gradient
-    # may lie over the logits) and after it is written.
-    place = column - head
-    in_tile = (place >= start) & (place < tl.minimum(start + BLOCK, body))
-    in_edges = EDGES & (start == 0) & ((place < 0) | (place >= body))
-    has_target = live & owned & (in_tile | in_edges)
-    at_target = tl.load(logits_ptr + offset + column, mask=has_target, other=0.0).to(ACC)
-    if has_target:
-        tl.debug_barrier()
+    # To compare each column with the target takes a fifth of the kernel's instructions. Its element is written again
+    # instead, after its tile, where a row has so many tiles that few wait at the barriers. These keep the tile's
+    # other threads from writing before it is read (the gradient may lie over the logits) and after it is written.
+    compared = tl.where(owned, column, -1).to(tl.int32)
+    if not COMPARE:
+        place = column - head
+        in_tile = (place >= start) & (place < tl.minimum(start + BLOCK, body))
+        in_edges = EDGES & (start == 0) & ((place < 0) | (place >= body))
+        has_target = live & owned & (in_tile | in_edges)
+        at_target = tl.load(logits_ptr + offset + column, mask=has_target, other=0.0).to(ACC)
+        if has_target:
+            tl.debug_barrier()
     columns = start + tl.arange(0, BLOCK)
     write(
         logits_ptr + boundary + columns, grad_ptr + out_boundary + columns, head + columns, columns < body,
-        columns < tl.where(live, body, 0), weight_ptr, lse, total, c, entropy, grad_entropy, logit_scale, softcap,
-        HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP,
+        columns < tl.where(live, body, 0), weight_ptr, lse, total, b, c, entropy, grad_entropy, logit_scale, softcap,
+        compared, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, COMPARE,
     )  # fmt: skip
     if EDGES:  # noqa: SIM102 (known when compiling, the next when running)
         if start == 0:
             edges, exist = edge_columns(head, body, n_cols, VECTOR)
             write(
                 logits_ptr + offset + edges, grad_ptr + out_offset + edges, edges, exist,
-                exist & (edges < tl.where(live, n_cols, 0)), weight_ptr, lse, total, c, entropy, grad_entropy,
-                logit_scale, softcap, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP,
+                exist & (edges < tl.where(live, n_cols, 0)), weight_ptr, lse, total, b, c, entropy, grad_entropy,
+                logit_scale, softcap, compared, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, COMPARE,
             )  # fmt: skip
-    if has_target:
-        tl.debug_barrier()
-        grad, slope = gradient(
-            at_target, lse, total, c, target_weight, entropy, grad_entropy, logit_scale, softcap, HAS_ENTROPY,
-            HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP,
-        )  # fmt: skip
-        tl.store(grad_ptr + out_offset + column, ((grad - b) * slope).to(grad_ptr.dtype.element_ty))
+    if not COMPARE:  # noqa: SIM102
+        if has_target:
+            tl.debug_barrier()
+            grad, slope = gradient(
+                at_target, lse, total, c, target_weight, entropy, grad_entropy, logit_scale, softcap, HAS_ENTROPY,
+                HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP,
+            )  # fmt: skip
+            tl.store(grad_ptr + out_offset + column, ((grad - b) * slope).to(grad_ptr.dtype.element_ty))

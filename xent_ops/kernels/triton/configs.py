@@ -3,6 +3,7 @@
 H200, triton 3.6, bf16, 2026-11: times in copies of the logits (the limit is 0.5 forward, 1.0 backward).
 """
 
+import functools
 from typing import NamedTuple
 
 from triton import next_power_of_2
@@ -14,8 +15,11 @@ class Config(NamedTuple):
     num_stages: int
 
 
-def forward(classes: int, itemsize: int, extra: bool = False) -> Config:
+@functools.lru_cache(1024)
+def forward(classes: int, itemsize: int, extra: bool = False, heavy: bool = False) -> Config:
     """A program walks over a row; 16 elements a thread: with 32 what has ``extra`` outputs may spill.
+
+    ``heavy``: with a softcap, or weights and smoothing, 8 elements: 32000 with all options on 0.99 (1.06 with 16).
 
     One warp needs no barrier for its reductions, which is what short rows spend their time on.
     """
@@ -26,7 +30,7 @@ def forward(classes: int, itemsize: int, extra: bool = False) -> Config:
         return Config(block, 2 if extra else 1, 3)
     if classes <= 8192:
         return Config(1024, 2, 3)  # 4096: 0.565, 4 warps of 2048: 0.58
-    return Config(1024 if itemsize == 4 and extra else 2048, 4, 3)  # 32000: 0.544, 128256: 0.535
+    return Config(1024 if heavy or (itemsize == 4 and extra) else 2048, 4, 3)  # 32000: 0.544, 128256: 0.535
 
 
 class Short(NamedTuple):
@@ -35,6 +39,7 @@ class Short(NamedTuple):
     num_warps: int
 
 
+@functools.lru_cache(1024)
 def short(classes: int, itemsize: int, extra: bool = False) -> Short | None:
     """Rows that one tile holds in registers, 32 elements a thread; None for longer ones.
 
@@ -48,32 +53,42 @@ def short(classes: int, itemsize: int, extra: bool = False) -> Short | None:
     return Short(max(32 * elements // block, 1), block, num_warps)
 
 
-def parts(rows: int, classes: int, block: int, processors: int) -> tuple[int, int]:
-    """How many programs share a row in the forward, and the columns that each takes.
+@functools.lru_cache(1024)
+def parts(rows: int, classes: int, config: Config, processors: int) -> tuple[Config, int, int]:
+    """How many programs share a row in the forward, the columns that each takes, and the config that goes with it.
 
-    One, unless the rows alone would leave the processors with few loads in flight; then enough for eight programs a
-    processor, of at least one block each. In a CUDA graph: 64 x 128256 takes 7.4 us so and 13.1 us with two
-    programs a processor, 512 x 32000 12.8 instead of 14.0.
+    One program a row, unless the rows alone would leave the processors with few loads in flight. In a CUDA graph:
+    512 x 32000 takes 16.0 us with one program of 8 warps a row, 18.3 with two of 4 warps, whose join is a launch more;
+    256 x 50257 16.5 us with six (17.5 with four), 64 x 128256 13.2 with 24 (13.7 with 16, 19.4 with 4).
     """
-    wanted = 8 * processors // rows
-    if wanted < 2 or classes <= 2 * block:
-        return 1, classes
-    part_classes = -(-classes // wanted)
-    part_classes = -(-part_classes // block) * block
-    return -(-classes // part_classes), part_classes
+    if classes <= 2 * config.block or rows >= 8 * processors:
+        return config, 1, classes
+    if rows >= 3 * processors:
+        return Config(2 * config.block, 2 * config.num_warps, config.num_stages), 1, classes
+    part_classes = -(-classes * rows // (12 * processors))
+    part_classes = -(-part_classes // config.block) * config.block
+    return config, -(-classes // part_classes), part_classes
 
 
+@functools.lru_cache(1024)
 def power_of_two(number: int) -> int:
     return next_power_of_2(number)
 
 
-def backward(classes: int, itemsize: int) -> Config:
-    """A program is a tile of a row; 16 bytes, twice, a thread. 4 warps of 1024 (once a thread): 1.17 everywhere."""
+@functools.lru_cache(1024)
+def backward(classes: int, itemsize: int, heavy: bool = False) -> Config:
+    """A program is a tile of a row; 16 bytes, twice, a thread. 4 warps of 1024 (once a thread): 1.17 everywhere.
+
+    ``heavy``: with a softcap, four times: 32000, all options on, 1.29 (1.45 with two).
+    """
+    if heavy and itemsize == 2 and classes > 4096:
+        return Config(4096, 4, 1)
     if classes <= 1024:
         return Config(min(max(next_power_of_2(classes), 128), 2048 // itemsize), 2 if itemsize <= 2 else 4, 1)
     return Config(2048, 4, 1) if itemsize <= 2 else Config(1024 if itemsize == 4 else 256, 4, 1)  # 1.024 to 1.05
 
 
+@functools.lru_cache(1024)
 def one_pass(classes: int, itemsize: int) -> Config:
     """A program walks over a row twice. Many warps a row, so that the rows in flight fit the L2 cache."""
     if itemsize == 8:
@@ -88,6 +103,7 @@ class Shared(NamedTuple):
     num_warps: int
 
 
+@functools.lru_cache(1024)
 def one_pass_shared(classes: int, itemsize: int, capacity: int) -> Shared | None:
     """A program keeps a row in shared memory, of which it may use ``capacity`` bytes; None where that is too little.
 
@@ -111,6 +127,7 @@ def one_pass_shared(classes: int, itemsize: int, capacity: int) -> Shared | None
     return Shared(size // itemsize, tiles, kept, num_warps) if kept > 0 else None
 
 
+@functools.lru_cache(1024)
 def soft(classes: int, itemsize: int) -> Config:
     """A program walks over a row of logits and one of probabilities."""
     return Config(min(max(next_power_of_2(classes), 128), 2048 // max(itemsize, 4)), 4, 1)

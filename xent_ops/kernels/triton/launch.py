@@ -14,21 +14,13 @@ import torch
 from torch import Tensor
 
 from ..reference import accumulator
+from ..rows import Rows, class_weight, dense, per_row, rows
 from . import configs
 from .backward import backward_kernel
+from .cached import launch
 from .forward import forward_kernel, join_kernel, partial_kernel
 from .short import short_kernel
 from .soft import soft_backward_kernel, soft_forward_kernel
-
-
-class Rows(NamedTuple):
-    """A tensor (..., V) as rows of V elements; row i starts at (i // inner) * outer_stride + (i % inner) * stride."""
-
-    tensor: Tensor
-    number: int
-    inner: int
-    outer_stride: int
-    stride: int
 
 
 class Shard(NamedTuple):
@@ -39,50 +31,19 @@ class Shard(NamedTuple):
     coefficient: Tensor | None  # see reference_shard.py
 
 
-def rows(tensor: Tensor) -> Rows:
-    """Merge the batch dimensions into at most two; a tensor that needs more, or has strided classes, is copied."""
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        tensor = tensor.contiguous()
-    if tensor.dim() == 2:
-        return Rows(tensor, tensor.shape[0], max(tensor.shape[0], 1), 0, tensor.stride(0))
-    groups: list[list[int]] = []  # [size, stride], innermost first
-    for size, stride in zip(reversed(tensor.shape[:-1]), reversed(tensor.stride()[:-1]), strict=True):
-        if size == 1:
-            continue
-        if groups and stride == groups[-1][0] * groups[-1][1]:
-            groups[-1][0] *= size
-        else:
-            groups.append([size, stride])
-    if len(groups) > 2:
-        return rows(tensor.reshape(-1, tensor.shape[-1]))
-    groups += [[1, 0]] * (2 - len(groups))
-    (inner, stride), (outer, outer_stride) = groups
-    return Rows(tensor, inner * outer, max(inner, 1), outer_stride, stride)
-
-
 def _aligned(view: Rows, classes: int) -> bool:
     """Does every row start and end on a 16-byte boundary, counted from the first?"""
     vector = configs.vector(view.tensor.element_size())
     return not (classes % vector or view.outer_stride % vector or view.stride % vector)
 
 
-def _dense(tensor: Tensor) -> Tensor:
-    """One value a row, contiguous; a copy of N numbers where it is not."""
-    return tensor.reshape(-1).contiguous()
+def _empty_rows(logits: Tensor) -> Tensor:
+    """One value a row. torch.empty costs half of what new_empty does."""
+    return torch.empty(logits.shape[:-1], dtype=accumulator(logits), device=logits.device)
 
 
-def _per_row(tensor: Tensor | None, absent: Tensor) -> tuple[Tensor, int]:
-    """A tensor of one value a row and its stride: 0 for an expanded scalar, as the gradient of a sum is."""
-    if tensor is None:
-        return absent, 0
-    if not any(tensor.stride()):
-        return tensor, 0
-    flat = tensor.reshape(-1)  # a view where one stride describes it
-    return flat, flat.stride(0)
-
-
-def _weight(weight: Tensor | None, absent: Tensor) -> Tensor:
-    return absent if weight is None else weight.to(absent.dtype).contiguous()
+def _empty_grad(logits: Tensor) -> Tensor:
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
 @functools.cache
@@ -95,11 +56,14 @@ def _processors(tensor: Tensor) -> int:
     return _processors_of(tensor.device) if tensor.is_cuda else 2
 
 
+_HERE = contextlib.nullcontext()
+
+
 def _on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device, which need not be the tensors'."""
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
-    return contextlib.nullcontext()
+    return _HERE
 
 
 def _forward(
@@ -114,7 +78,7 @@ def _forward(
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     classes = logits.shape[-1]
-    loss = logits.new_empty(logits.shape[:-1], dtype=accumulator(logits))
+    loss = _empty_rows(logits)
     lse = torch.empty_like(loss)
     argmax = torch.empty_like(loss, dtype=torch.int64) if with_argmax else lse
     entropy = torch.empty_like(loss) if with_entropy else lse
@@ -123,8 +87,9 @@ def _forward(
         return loss, lse, argmax, entropy
     itemsize = logits.element_size()
     extra = with_argmax or with_entropy
-    config = configs.forward(classes, itemsize, extra)
-    parts, part_classes = configs.parts(view.number, classes, config.block, _processors(logits))
+    heavy = softcap is not None or (weight is not None and label_smoothing > 0.0)
+    config = configs.forward(classes, itemsize, extra, heavy)
+    config, parts, part_classes = configs.parts(view.number, classes, config, _processors(logits))
     short = configs.short(classes, itemsize, extra) if _aligned(view, classes) else None
     shared: dict[str, Any] = {
         "HAS_WEIGHT": weight is not None,
@@ -140,25 +105,25 @@ def _forward(
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
-    inputs = (view.tensor, _dense(target), _weight(weight, lse))
+    inputs = (view.tensor, dense(target), class_weight(weight, lse))
     outputs = (loss, lse, argmax, entropy)
     options = (ignore_index, label_smoothing, softcap or 0.0, logit_scale)
     with _on(logits):
         if short is not None:
-            short_kernel[(-(-view.number // short.rows),)](
+            launch(short_kernel, -(-view.number // short.rows))(
                 *inputs, *outputs, view.number, classes, *view[2:], *options,
-                ROWS=short.rows, BLOCK=short.block, VECTOR=configs.vector(itemsize), num_warps=short.num_warps, num_stages=1,
-                **shared,
+                ROWS=short.rows, BLOCK=short.block, VECTOR=configs.vector(itemsize), num_warps=short.num_warps,
+                num_stages=1, **shared,
             )  # fmt: skip
         elif parts == 1:
-            forward_kernel[(view.number,)](*inputs, *outputs, classes, *view[2:], *options, **shared, **tiling)
+            launch(forward_kernel, view.number)(*inputs, *outputs, classes, *view[2:], *options, **shared, **tiling)
         else:
             sums = torch.empty((view.number, 6, parts), dtype=lse.dtype, device=lse.device)
             first = torch.empty((view.number, parts), dtype=torch.int32, device=lse.device) if with_argmax else sums
-            partial_kernel[(view.number * parts,)](
+            launch(partial_kernel, view.number * parts)(
                 *inputs, sums, first, classes, part_classes, parts, *view[2:], *options[2:], **shared, **tiling
             )
-            join_kernel[(view.number,)](
+            launch(join_kernel, view.number)(
                 *inputs, sums, first, *outputs, classes, parts, *view[2:], *options,
                 PARTS=configs.power_of_two(parts), num_warps=1, num_stages=1, **shared,
             )  # fmt: skip
@@ -225,30 +190,30 @@ def _backward(
 ) -> None:
     classes = logits.shape[-1]
     view, out = rows(logits), rows(grad)
-    config = configs.backward(classes, logits.element_size())
+    config = configs.backward(classes, logits.element_size(), heavy=softcap is not None)
     blocks = -(-classes // config.block)
     if view.number == 0:
         return
-    lse = _dense(lse)
-    class_weight = _weight(weight, lse)
-    weight_sum = class_weight
+    lse = dense(lse)
+    weights = class_weight(weight, lse)
+    weight_sum = weights
     if shard is not None:
-        weight_sum = lse if shard.coefficient is None else _dense(shard.coefficient)
+        weight_sum = lse if shard.coefficient is None else dense(shard.coefficient)
     elif weight is not None and label_smoothing > 0.0:
-        weight_sum = class_weight.sum()
-    grad_loss, grad_loss_stride = _per_row(grad_loss, lse)
-    grad_lse_row, grad_lse_stride = _per_row(grad_lse, lse)
-    grad_entropy_row, grad_entropy_stride = _per_row(grad_entropy, lse)
+        weight_sum = weights.sum()
+    grad_loss, grad_loss_stride = per_row(grad_loss, lse)
+    grad_lse_row, grad_lse_stride = per_row(grad_lse, lse)
+    grad_entropy_row, grad_entropy_stride = per_row(grad_entropy, lse)
     with _on(logits):
-        backward_kernel[(view.number * blocks,)](
+        launch(backward_kernel, view.number * blocks)(
             grad_loss,
             grad_lse_row,
             grad_entropy_row,
             view.tensor,
-            _dense(target),
+            dense(target),
             lse,
-            lse if entropy is None else _dense(entropy),
-            class_weight,
+            lse if entropy is None else dense(entropy),
+            weights,
             weight_sum,
             out.tensor,
             classes,
@@ -276,6 +241,7 @@ def _backward(
             EDGES=not (_aligned(view, classes) and _aligned(out, classes)),
             SAME_ROWS=view[2:] == out[2:],
             SHARD=shard is not None,
+            COMPARE=blocks < 8,
             BLOCK=config.block,
             VECTOR=configs.vector(logits.element_size()),
             num_warps=config.num_warps,
@@ -296,7 +262,7 @@ def cross_entropy_backward(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> Tensor:
-    grad = logits.new_empty(logits.shape)
+    grad = _empty_grad(logits)
     options = (ignore_index, label_smoothing, softcap, logit_scale)
     _backward(grad, grad_loss, grad_lse, logits, target, lse, weight, *options)
     return grad
@@ -351,7 +317,7 @@ def cross_entropy_backward_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> Tensor:
-    grad = logits.new_empty(logits.shape)
+    grad = _empty_grad(logits)
     options = (ignore_index, label_smoothing, softcap, logit_scale)
     _backward(grad, grad_loss, grad_lse, logits, target, lse, weight, *options, grad_entropy, entropy)
     return grad
@@ -367,16 +333,16 @@ def soft_cross_entropy_forward(
     logit_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     classes = logits.shape[-1]
-    loss = logits.new_empty(logits.shape[:-1], dtype=accumulator(logits))
+    loss = _empty_rows(logits)
     lse = torch.empty_like(loss)
     view, target_view = rows(logits), rows(target)
     config = configs.soft(classes, logits.element_size())
     if view.number > 0:
         with _on(logits):
-            soft_forward_kernel[(view.number,)](
+            launch(soft_forward_kernel, view.number)(
                 view.tensor,
                 target_view.tensor,
-                _weight(weight, lse),
+                class_weight(weight, lse),
                 loss,
                 lse,
                 classes,
@@ -407,22 +373,22 @@ def soft_cross_entropy_backward(
     logit_scale: float = 1.0,
 ) -> Tensor:
     classes = logits.shape[-1]
-    grad = logits.new_empty(logits.shape)
+    grad = _empty_grad(logits)
     view, target_view = rows(logits), rows(target)
     config = configs.soft(classes, logits.element_size())
     if view.number == 0:
         return grad
-    lse = _dense(lse)
-    grad_loss, grad_loss_stride = _per_row(grad_loss, lse)
-    grad_lse_row, grad_lse_stride = _per_row(grad_lse, lse)
+    lse = dense(lse)
+    grad_loss, grad_loss_stride = per_row(grad_loss, lse)
+    grad_lse_row, grad_lse_stride = per_row(grad_lse, lse)
     with _on(logits):
-        soft_backward_kernel[(view.number,)](
+        launch(soft_backward_kernel, view.number)(
             grad_loss,
             grad_lse_row,
             view.tensor,
             target_view.tensor,
             lse,
-            _weight(weight, lse),
+            class_weight(weight, lse),
             grad,
             classes,
             *view[2:],

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..reference import accumulator
+from ..rows import Rows, class_weight, dense, per_row, rows
 from . import configs
-from .launch import Rows, _aligned, _dense, _on, _per_row, _processors, _weight, rows
+from .cached import launch
+from .launch import _aligned, _backward, _empty_grad, _empty_rows, _forward, _on, _processors
 from .one_pass import one_pass_kernel, scale_kernel
 
 
@@ -40,12 +41,20 @@ def _with_grad(
     logit_scale: float,
 ) -> tuple[Tensor, Tensor]:
     classes = logits.shape[-1]
-    loss = logits.new_empty(logits.shape[:-1], dtype=accumulator(logits))
+    loss = _empty_rows(logits)
     lse = torch.empty_like(loss)
     if view.number == 0:
         return loss, lse
-    scale, scale_stride = _per_row(grad_scale, lse)
-    square, square_stride = _per_row(grad_lse_square, lse)
+    if view.number < _processors(logits):  # a row each would leave processors idle: in two visits, from the L2 cache
+        options = (ignore_index, label_smoothing, softcap, logit_scale)
+        loss, lse, _, _ = _forward(logits, target, weight, *options)
+        grad_lse = None
+        if grad_lse_square is not None:
+            grad_lse = torch.where(target.to(torch.int64) == ignore_index, 0.0, 2.0 * grad_lse_square * lse)
+        _backward(grad.tensor, grad_scale.expand_as(lse), grad_lse, view.tensor, target, lse, weight, *options)
+        return loss, lse
+    scale, scale_stride = per_row(grad_scale, lse)
+    square, square_stride = per_row(grad_lse_square, lse)
     edges = not (_aligned(view, classes) and _aligned(grad, classes))
     same_rows = view[2:] == grad[2:]
     plain = weight is None and label_smoothing == 0.0 and softcap is None and logit_scale > 0.0
@@ -64,15 +73,15 @@ def _with_grad(
         if shared is not None:
             from .one_pass_shared import one_pass_shared_kernel
 
-            one_pass_shared_kernel[(view.number,)](
-                view.tensor, _dense(target), scale, square, loss, lse, grad.tensor, *strides, ignore_index, logit_scale,
+            launch(one_pass_shared_kernel, view.number)(
+                view.tensor, dense(target), scale, square, loss, lse, grad.tensor, *strides, ignore_index, logit_scale,
                 TILE=shared.tile, TILES=shared.tiles, KEPT=shared.kept, WARPS=shared.num_warps,
                 num_warps=shared.num_warps, **flags,
             )  # fmt: skip
         else:
             config = configs.one_pass(classes, logits.element_size())
-            one_pass_kernel[(view.number,)](
-                view.tensor, _dense(target), scale, square, _weight(weight, lse), loss, lse, grad.tensor, *strides,
+            launch(one_pass_kernel, view.number)(
+                view.tensor, dense(target), scale, square, class_weight(weight, lse), loss, lse, grad.tensor, *strides,
                 ignore_index, label_smoothing, softcap or 0.0, logit_scale,
                 HAS_WEIGHT=weight is not None, HAS_SMOOTHING=label_smoothing > 0.0,
                 SOFTCAP=configs.softcap(softcap, logits.element_size()), SAME_ROWS=same_rows,
@@ -93,7 +102,7 @@ def cross_entropy_with_grad(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad = logits.new_empty(logits.shape)
+    grad = _empty_grad(logits)
     options = (ignore_index, label_smoothing, softcap, logit_scale)
     return *_with_grad(rows(logits), rows(grad), logits, target, grad_scale, grad_lse_square, weight, *options), grad
 
@@ -126,9 +135,9 @@ def scale_grad_(grad: Tensor, factor: Tensor) -> None:
     config = configs.backward(classes, grad.element_size())
     blocks = -(-classes // config.block)
     tiles = view.number * blocks
-    values, stride = _per_row(factor, grad)
+    values, stride = per_row(factor, grad)
     with _on(grad):
-        scale_kernel[(min(tiles, 8 * _processors(grad)),)](
+        launch(scale_kernel, min(tiles, 8 * _processors(grad)))(
             view.tensor,
             values,
             classes,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import reference_shard
 from ..reference import accumulator
+from ..rows import class_weight, dense, rows
 from . import configs, launch
 from .shard import join_kernel, shard_kernel
 
@@ -26,7 +27,7 @@ def cross_entropy_shard(
     logit_scale: float = 1.0,
 ) -> Tensor:
     columns = reference_shard.columns_of(logits, class_start, num_classes)
-    view = launch.rows(logits)
+    view = rows(logits)
     width = reference_shard.width(view.number, weight is not None)
     out = logits.new_empty((1, width), dtype=accumulator(logits))
     config = configs.forward(columns, logits.element_size())
@@ -34,8 +35,8 @@ def cross_entropy_shard(
         with launch._on(logits):
             shard_kernel[(view.number,)](
                 view.tensor,
-                launch._dense(target),
-                launch._weight(weight, out),
+                dense(target),
+                class_weight(weight, out),
                 out,
                 columns,
                 class_start,
@@ -77,7 +78,7 @@ def cross_entropy_shard_join(
         with launch._on(logits):
             join_kernel[(triton.cdiv(number, JOIN_BLOCK),)](
                 gathered.contiguous(),
-                launch._dense(target),
+                dense(target),
                 loss,
                 lse,
                 target_weight,

@@ -96,15 +96,15 @@ def one_pass_kernel(
         columns = (n_blocks - 1 - block) * BLOCK + tl.arange(0, BLOCK)  # the end of the row was read last
         write(
             logits_ptr + boundary + columns, grad_ptr + out_boundary + columns, head + columns, columns < body,
-            columns < tl.where(live, body, 0), weight_ptr, lse, coefficient, c, zero, zero, logit_scale, softcap,
-            False, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP,
+            columns < tl.where(live, body, 0), weight_ptr, lse, coefficient, b, c, zero, zero, logit_scale, softcap,
+            -1, False, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, False,
         )  # fmt: skip
     if EDGES:
         edges, exist = edge_columns(head, body, n_cols, VECTOR)
         write(
             logits_ptr + offset + edges, grad_ptr + out_offset + edges, edges, exist,
-            exist & (edges < tl.where(live, n_cols, 0)), weight_ptr, lse, coefficient, c, zero, zero, logit_scale,
-            softcap, False, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP,
+            exist & (edges < tl.where(live, n_cols, 0)), weight_ptr, lse, coefficient, b, c, zero, zero, logit_scale,
+            softcap, -1, False, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, False,
         )  # fmt: skip
     tl.debug_barrier()  # the target's own element is written again, as in backward.py
     grad, slope = gradient(

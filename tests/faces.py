@@ -1,0 +1,105 @@
+"""Every public face of the loss and every option of it, for the tests of compilation and of capture."""
+
+import inspect
+import itertools
+
+import torch
+
+import xent_ops
+
+V = 33
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+FACES = {
+    "cross_entropy": xent_ops.cross_entropy,
+    "class probabilities": xent_ops.cross_entropy,  # another operator
+    "cross_entropy_outputs": xent_ops.cross_entropy_outputs,
+    "token_log_probs": xent_ops.token_log_probs,
+    "CrossEntropyLoss": xent_ops.CrossEntropyLoss,
+    "torch.ops.xent.cross_entropy": torch.ops.xent.cross_entropy.default,
+}
+VALUES = {
+    "weight": True,  # stands for a tensor
+    "ignore_index": 3,
+    "label_smoothing": 0.1,
+    "lse_square_scale": 0.1,
+    "softcap": 5.0,
+    "logit_scale": 0.5,
+    "dim": -1,
+    "inplace_backward": True,
+    "grad_in_forward": True,
+}
+
+
+def parameters(face):
+    if isinstance(FACES[face], torch._ops.OpOverload):
+        return [argument.name for argument in FACES[face]._schema.arguments]
+    return list(inspect.signature(FACES[face]).parameters)
+
+
+def options_of(face):
+    """Each option of a face with a value that is not its default; a KeyError for an option that VALUES lacks."""
+    found = {name: VALUES[name] for name in parameters(face) if name not in ("input", "logits", "target", "reduction")}
+    if face == "class probabilities":
+        for name in ("ignore_index", "inplace_backward", "grad_in_forward"):  # for class indices
+            del found[name]
+    if face == "token_log_probs":
+        found["dim"] = 1  # -1 is its default
+    return found
+
+
+def cases_of(face, each=True):
+    """Keywords: none and all options with every reduction; with ``each``, every option alone with some reduction."""
+    reductions = ["mean", "sum", "none"] if "reduction" in parameters(face) else [None]
+    options = options_of(face)
+    together = [({}, r) for r in reductions] + [(options, r) for r in reductions]
+    alone = [({name: value}, r) for (name, value), r in zip(options.items(), itertools.cycle(reductions), strict=False)]
+    cases = together + alone if each else [together[0], together[-1]]
+    return [case if reduction is None else {**case, "reduction": reduction} for case, reduction in cases]
+
+
+def inputs(face, rows=8, dtype=torch.float32, device="cpu", seed=0, classes=V):
+    """(logits, target, weight). Of class indices, those of rows 1, 5, 9, ... are ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, classes, generator=generator).to(device, dtype).requires_grad_()
+    weight = torch.rand(classes, generator=torch.Generator().manual_seed(9)).to(device)
+    if face == "class probabilities":
+        target = torch.randn(rows, classes, generator=generator).softmax(-1).to(device, dtype)
+        return x, target.requires_grad_(), weight.requires_grad_()
+    target = torch.randint(0, classes, (rows,), generator=generator).to(device)
+    target[1::4] = -100
+    return x, target, weight
+
+
+def bind(face, case, weight):
+    """The face with the keywords of a case as (logits, target, weight) -> its floating-point results, a tuple."""
+    options = dict(case)
+    weighted, dim, ignored = options.pop("weight", False), options.get("dim"), options.get("ignore_index")
+    call = FACES[face]
+    module = call(weight if weighted else None, **options) if face == "CrossEntropyLoss" else None
+
+    def function(x, target, weight):
+        if ignored is not None:
+            target = torch.where(target == -100, ignored, target)
+        if dim is not None:
+            x, target = x.unflatten(0, (2, -1)), target.unflatten(0, (2, -1))
+            x = x if dim == -1 else x.transpose(1, 2)
+        if module is not None:
+            result = module(x, target)
+        else:
+            result = call(x, target, **({"weight": weight} if weighted else {}), **options)
+        results = result if isinstance(result, tuple) else (result,)
+        return tuple(value for value in results if value.is_floating_point())
+
+    return function
+
+
+def gradients(function, *tensors):
+    """The outputs of ``function`` (a flat sequence), and the gradients of the leaves for random upstream ones."""
+    outputs = function(*tensors)
+    leaves = [tensor for tensor in tensors if tensor.requires_grad]
+    differentiable = [output for output in outputs if output.requires_grad]
+    generator = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(output.shape, generator=generator).to(output) for output in differentiable]
+    grads = torch.autograd.grad(differentiable, leaves, upstream, allow_unused=True)
+    return [output.detach() for output in outputs], grads

@@ -1,0 +1,134 @@
+"""One buffer of logits in a compiled training step: the code that Inductor writes, and its numbers."""
+
+import pytest
+import torch
+from graphs import inductor_code, run_and_get_code
+
+import xent_ops
+from xent_ops.inductor import decomposition, reuse
+
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+IN_PLACE, FUNCTIONAL = (f"ops.xent.cross_entropy_backward{suffix}.default(" for suffix in ("_", ""))
+
+
+@pytest.fixture
+def cpu_as_cuda(monkeypatch):
+    """The lowering for CUDA with the CPU among its devices."""
+    xent_ops.cross_entropy(torch.empty(1, 2, device="meta"), torch.empty(1, device="meta", dtype=torch.int64))
+    monkeypatch.setattr(reuse, "DEVICES", {"cpu"})
+
+
+def step_code(device, rows=64, dynamic=False):
+    """Inductor's code for h @ W.T -> loss -> backward with a vocabulary of 5008; the gradient is eager's.
+
+    A multiple of 8: odd ones Inductor pads on CUDA, when its timing says so, with a copy of the gradient.
+    """
+    h = torch.randn(rows, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(5008, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
+    target = torch.randint(0, 5008, (rows,), device=device)
+
+    def function(h, target):
+        return xent_ops.cross_entropy(h @ w.T, target)
+
+    (wanted,) = torch.autograd.grad(function(h, target), h)
+    if dynamic:
+        torch._dynamo.mark_dynamic(h, 0)
+        torch._dynamo.mark_dynamic(target, 0)
+    code = inductor_code(torch.compile(function, fullgraph=True), h, target)
+    torch.testing.assert_close(h.grad, wanted, rtol=2e-2, atol=2e-2 * wanted.abs().max().item())
+    return code
+
+
+def logits_sized(code):
+    """Allocations of (rows, 5008) in generated code."""
+    allocations = [line for line in code.splitlines() if " = empty_strided_" in line]
+    return [line for line in allocations if ", 5008)" in line.split("),")[0] + ")"]
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_one_buffer_of_logits(device, dynamic):
+    """The gradient is written over the logits: one allocation of their size, reused, not cloned."""
+    if device == "cpu" and TORCH < (2, 13):
+        pytest.skip("Inductor of torch 2.11 computes a row mask apart on the CPU, and then reuses nothing")
+    code = step_code(device, dynamic=dynamic)
+    assert len(logits_sized(code)) == 1, logits_sized(code)
+    assert "ops.xent.cross_entropy_forward.default(" in code
+    assert FUNCTIONAL not in code
+    if device == "cuda":
+        assert IN_PLACE in code
+    else:
+        assert "mm; del mm  # reuse" in code
+    assert "clone" not in code and "copy_(" not in code
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_the_lowering_for_cuda(cpu_as_cuda, dynamic):
+    code = step_code("cpu", dynamic=dynamic)
+    assert len(logits_sized(code)) == 1, logits_sized(code)
+    assert IN_PLACE in code and FUNCTIONAL not in code
+
+
+def test_logits_that_live_on_are_not_overwritten(cpu_as_cuda):
+    """Of four losses in a graph, the first alone is the last reader of its logits (it sees them through a view)."""
+    h, w = (torch.randn(4, n, 16, requires_grad=True) for n in (5, 77))
+    x = torch.randn(5, 77, requires_grad=True)
+    target = torch.randint(0, 77, (5,))
+
+    def function(h, w, x):
+        dies, read_twice, returned = (h[n] @ w[n].T for n in range(3))
+        losses = [
+            xent_ops.cross_entropy(dies.view(1, 5, 77), target.unsqueeze(0), dim=-1),
+            xent_ops.cross_entropy(read_twice, target) + read_twice.tanh().sum(),
+            xent_ops.cross_entropy(returned, target),
+            xent_ops.cross_entropy(x, target),  # an input of the graph
+        ]
+        return *losses, returned
+
+    def with_gradients(function):
+        *losses, logits = function(h, w, x)
+        return *losses, logits, *torch.autograd.grad(sum(losses), (h, w, x))
+
+    mine, code = run_and_get_code(with_gradients, torch.compile(function, fullgraph=True))
+    code = "\n".join(code)
+    assert (code.count(IN_PLACE), code.count(FUNCTIONAL)) == (1, 3)
+    torch.testing.assert_close(mine, with_gradients(function))
+
+
+def test_an_opaque_backward_needs_two(device):
+    """That the tests above can fail, and that the benchmark compares with what it says."""
+    with decomposition.opaque_backward():
+        code = step_code(device)
+    assert FUNCTIONAL in code and IN_PLACE not in code and "mm; del mm  # reuse" not in code
+    torch.compiler.reset()
+    assert FUNCTIONAL not in step_code(device), "and all is as before"
+
+
+def test_one_pass_overwrites_a_product(cpu_as_cuda):
+    """A direct call in a graph is one node; the gradient takes the logits' place where nobody else reads them."""
+    h, w, target = torch.randn(8, 16), torch.randn(16, 33), torch.arange(8)
+
+    def with_grad(logits, target):
+        scale = 1 / (target != -100).sum().float()
+        loss, lse, grad = torch.ops.xent.cross_entropy_with_grad(logits, target, scale)
+        return loss.sum() * scale, lse, grad.view(8, 33) @ w.T
+
+    def product(h):
+        return with_grad(h @ w, target)
+
+    def batched(h):
+        return with_grad((h @ w).view(2, 4, 33), target.view(2, 4))
+
+    def read_again(h):
+        logits = h @ w
+        return *with_grad(logits, target), logits.argmax(-1)
+
+    def an_input(h):
+        return with_grad(h, target)
+
+    for function, argument, reused in [(product, h, 1), (batched, h, 1), (read_again, h, 0), (an_input, h @ w, 0)]:
+        before = argument.clone()
+        results, code = run_and_get_code(torch.compile(function, fullgraph=True), argument)
+        for mine, other in zip(results, function(argument), strict=True):
+            torch.testing.assert_close(mine, other)
+        assert "".join(code).count("cross_entropy_with_grad_.default(") == reused, function.__name__
+        assert torch.equal(argument, before)

@@ -1,0 +1,12 @@
+"""DDP and FSDP2 with a compiled model in two real processes. The case, run on every rank, is data_parallel_cases.py's."""
+
+import data_parallel_cases as cases
+import pytest
+
+CASES = [(way, "aot_eager") for way in cases.WAYS]
+CASES.append(pytest.param("DDP of compiled", "inductor", marks=pytest.mark.slow))
+
+
+@pytest.mark.parametrize("way, backend", CASES)
+def test_equal_to_one_process(pool, device, way, backend):
+    pool(2, device).run(cases.equal_to_one_process, way, backend)

@@ -1,0 +1,276 @@
+"""From tensors to kernels: allocate, take strides, pick a block, launch. One function an operator, named as it is.
+
+Arguments have passed the operators' checks and none is float64. Nothing here reads a tensor's values or synchronises,
+and all that is allocated is an output or a handful of numbers, so that every launch can be captured in an NPU graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import JITFunction
+
+from ..rows import class_weight, dense, per_row, rows
+from ..triton.configs import softcap as softcap_kind
+from . import configs
+from .backward import backward_kernel, light_backward_kernel
+from .forward import forward_kernel
+
+
+def _on_host(tensor: Tensor) -> bool:
+    """Do the kernels run on the host: in Triton's interpreter, or on CPU tensors in the tests of their lowering?"""
+    return tensor.device.type == "cpu" or not isinstance(forward_kernel, JITFunction)
+
+
+def _cores(tensor: Tensor) -> int:
+    """Vector cores of the tensor's device; 3 on the host, so that programs have several rows there."""
+    return 3 if _on_host(tensor) else configs.vector_cores(tensor.device)
+
+
+def _on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensors'."""
+    if not _on_host(tensor):
+        module = torch.get_device_module(tensor.device)
+        if tensor.device.index != module.current_device():
+            return module.device(tensor.device)
+    return contextlib.nullcontext()
+
+
+def _indices(target: Tensor) -> Tensor:
+    """Class indices, one a row, of a dtype that a scalar load of the vector cores takes."""
+    target = dense(target)
+    return target.to(torch.int32) if target.dtype == torch.uint8 else target
+
+
+def _forward(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    logit_scale: float,
+    with_argmax: bool = False,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    classes, itemsize = logits.shape[-1], logits.element_size()
+    loss = logits.new_empty(logits.shape[:-1], dtype=torch.float32)
+    lse = torch.empty_like(loss)
+    argmax = torch.empty_like(loss, dtype=torch.int64) if with_argmax else lse
+    entropy = torch.empty_like(loss) if with_entropy else lse
+    view = rows(logits)
+    if view.number == 0:
+        return loss, lse, argmax, entropy
+    flags: dict[str, Any] = {
+        "HAS_WEIGHT": weight is not None,
+        "HAS_SMOOTHING": label_smoothing > 0.0,
+        "SOFTCAP": softcap_kind(softcap, itemsize),
+        "HAS_ARGMAX": with_argmax,
+        "HAS_ENTROPY": with_entropy,
+    }
+    programs, chunk = configs.programs(view.number, _cores(logits))
+    with _on(logits):
+        forward_kernel[(programs,)](
+            view.tensor,
+            _indices(target),
+            class_weight(weight, lse),
+            loss,
+            lse,
+            argmax,
+            entropy,
+            view.number,
+            chunk,
+            classes,
+            *view[2:],
+            ignore_index,
+            label_smoothing,
+            softcap or 0.0,
+            logit_scale,
+            **flags,
+            BLOCK=configs.block(classes, configs.forward_bytes(itemsize, **flags)),
+        )
+    return loss, lse, argmax, entropy
+
+
+def cross_entropy_forward(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    return _forward(logits, target, weight, ignore_index, label_smoothing, softcap, logit_scale)[:2]
+
+
+def cross_entropy_forward_argmax(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    options = (ignore_index, label_smoothing, softcap, logit_scale)
+    return _forward(logits, target, weight, *options, with_argmax=True)[:3]
+
+
+def cross_entropy_forward_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    options = (ignore_index, label_smoothing, softcap, logit_scale)
+    loss, lse, _, entropy = _forward(logits, target, weight, *options, with_entropy=True)
+    return loss, lse, entropy
+
+
+def _backward(
+    grad: Tensor,
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    logit_scale: float,
+    grad_entropy: Tensor | None = None,
+    entropy: Tensor | None = None,
+) -> None:
+    classes, itemsize = logits.shape[-1], logits.element_size()
+    view, out = rows(logits), rows(grad)
+    if view.number == 0:
+        return
+    lse = dense(lse)
+    grad_loss, grad_loss_stride = per_row(grad_loss, lse)
+    programs, chunk = configs.programs(view.number, _cores(logits))
+    place = (view.number, chunk, classes, *view[2:], *out[2:])
+    flags: dict[str, Any] = {
+        "HAS_GRAD_LSE": grad_lse is not None,
+        "HAS_ENTROPY": grad_entropy is not None,
+        "HAS_WEIGHT": weight is not None,
+        "HAS_SMOOTHING": label_smoothing > 0.0,
+        "SOFTCAP": softcap_kind(softcap, itemsize),
+    }
+    with _on(logits):
+        if not any(flags.values()):
+            light_backward_kernel[(programs,)](
+                grad_loss,
+                view.tensor,
+                _indices(target),
+                lse,
+                out.tensor,
+                *place,
+                grad_loss_stride,
+                ignore_index,
+                logit_scale,
+                BLOCK=configs.block(classes, configs.light_backward_bytes(itemsize)),
+            )
+            return
+        grad_lse_row, grad_lse_stride = per_row(grad_lse, lse)
+        grad_entropy_row, grad_entropy_stride = per_row(grad_entropy, lse)
+        weights = class_weight(weight, lse)
+        backward_kernel[(programs,)](
+            grad_loss,
+            grad_lse_row,
+            grad_entropy_row,
+            view.tensor,
+            _indices(target),
+            lse,
+            lse if entropy is None else dense(entropy),
+            weights,
+            weights.sum() if weight is not None and label_smoothing > 0.0 else weights,
+            out.tensor,
+            *place,
+            grad_loss_stride,
+            grad_lse_stride,
+            grad_entropy_stride,
+            ignore_index,
+            label_smoothing,
+            softcap or 0.0,
+            logit_scale,
+            **flags,
+            BLOCK=configs.block(classes, configs.backward_bytes(itemsize, **flags)),
+        )
+
+
+def cross_entropy_backward(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> Tensor:
+    grad = logits.new_empty(logits.shape)
+    options = (ignore_index, label_smoothing, softcap, logit_scale)
+    _backward(grad, grad_loss, grad_lse, logits, target, lse, weight, *options)
+    return grad
+
+
+def cross_entropy_backward_(
+    grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
+) -> None:
+    if rows(logits).tensor is logits:
+        _backward_in_place(grad_loss, grad_lse, logits, *rest, **options)
+        torch.autograd.graph.increment_version(logits)  # a launch is not seen by autograd
+    else:  # rows that no two strides describe: through a dense gradient
+        logits.copy_(cross_entropy_backward(grad_loss, grad_lse, logits, *rest, **options))
+
+
+def _backward_in_place(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> None:
+    options = (ignore_index, label_smoothing, softcap, logit_scale)
+    _backward(logits, grad_loss, grad_lse, logits, target, lse, weight, *options)
+
+
+def cross_entropy_backward_entropy(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> Tensor:
+    grad = logits.new_empty(logits.shape)
+    options = (ignore_index, label_smoothing, softcap, logit_scale)
+    _backward(grad, grad_loss, grad_lse, logits, target, lse, weight, *options, grad_entropy, entropy)
+    return grad
