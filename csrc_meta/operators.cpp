@@ -158,14 +158,6 @@ struct WithGrad {
   Options options;
 };
 
-void return_gradient(Stack& stack, const Backward& in) {
-  const Tensor grad_logits = gradient_of(in.logits);
-  if (!stack.meta) {
-    in.write(grad_logits);
-  }
-  stack.returns(grad_logits);
-}
-
 // What follows the logits and the target of a shard differs: their place comes before the weight.
 struct Place {
   explicit Place(Stack& stack) : shard(stack.shard()), weight(stack.maybe_tensor()) {}
@@ -173,6 +165,63 @@ struct Place {
   cpu::Shard shard;
   MaybeTensor weight;
 };
+
+struct ShardBackward {
+  explicit ShardBackward(Stack& stack)
+      : grad_loss(stack.tensor()),
+        grad_lse(stack.maybe_tensor()),
+        logits(stack.tensor()),
+        target(stack.tensor()),
+        lse(stack.tensor()),
+        place(stack),
+        coefficient(stack.maybe_tensor()),
+        options(stack.options()) {
+    checks::shard(logits, target, place.shard, place.weight, options);
+    checks::shard_coefficient(place.weight, coefficient);
+    checks::row_values("grad_loss", grad_loss, logits);
+    checks::row_values("grad_lse", grad_lse, logits);
+    checks::row_values("lse", lse, logits);
+    checks::row_values("coefficient", coefficient, logits);
+  }
+
+  // `grad_logits` may be the logits.
+  void write(const Tensor& grad_logits) const {
+    const ScalarType dtype = bridge::accumulator(logits);
+    const Tensor dense_lse = bridge::dense(lse, dtype);
+    const MaybeTensor dense_coefficient = bridge::dense(coefficient, dtype);
+    const bridge::Write out(grad_logits);
+    cpu::shard_backward(Problem(logits, target, place.weight, options), place.shard,
+                        Upstream(logits, grad_loss, grad_lse), dense_lse.const_data_ptr(),
+                        bridge::data(dense_coefficient), out.rows, bridge::threads());
+    out.finish();
+  }
+
+  Tensor grad_loss;
+  MaybeTensor grad_lse;
+  Tensor logits;
+  Tensor target;
+  Tensor lse;
+  Place place;
+  MaybeTensor coefficient;
+  Options options;
+};
+
+template <class In>
+void return_gradient(Stack& stack, const In& in) {
+  const Tensor grad_logits = gradient_of(in.logits);
+  if (!stack.meta) {
+    in.write(grad_logits);
+  }
+  stack.returns(grad_logits);
+}
+
+template <class In>
+void write_over_logits(Stack& stack, const In& in) {
+  if (!stack.meta) {
+    in.write(in.logits);
+  }
+  stack.returns();
+}
 
 // What a rank hands over: 3 numbers for each row, 4 with class weights, and a header of 5.
 Tensor shard_part(const Tensor& logits, const Tensor& target, const MaybeTensor& weight) {
@@ -228,11 +277,7 @@ void cross_entropy_backward_entropy(Stack& stack) {
 }
 
 void cross_entropy_backward_(Stack& stack) {
-  const Backward in(stack, false);
-  if (!stack.meta) {
-    in.write(in.logits);
-  }
-  stack.returns();
+  write_over_logits(stack, Backward(stack, false));
 }
 
 void cross_entropy_with_grad(Stack& stack) {
@@ -344,30 +389,11 @@ void cross_entropy_shard_join(Stack& stack) {
 }
 
 void cross_entropy_shard_backward(Stack& stack) {
-  const Tensor grad_loss = stack.tensor();
-  const MaybeTensor grad_lse = stack.maybe_tensor();
-  const Tensor logits = stack.tensor();
-  const Tensor target = stack.tensor();
-  const Tensor lse = stack.tensor();
-  const Place place(stack);
-  const MaybeTensor coefficient = stack.maybe_tensor();
-  const Options options = stack.options();
-  checks::shard(logits, target, place.shard, place.weight, options);
-  checks::shard_coefficient(place.weight, coefficient);
-  checks::row_values("grad_loss", grad_loss, logits);
-  checks::row_values("grad_lse", grad_lse, logits);
-  checks::row_values("lse", lse, logits);
-  checks::row_values("coefficient", coefficient, logits);
-  const Tensor grad_logits = gradient_of(logits);
-  if (!stack.meta) {
-    const ScalarType dtype = bridge::accumulator(logits);
-    const Tensor dense_lse = bridge::dense(lse, dtype);
-    const MaybeTensor dense_coefficient = bridge::dense(coefficient, dtype);
-    cpu::shard_backward(Problem(logits, target, place.weight, options), place.shard,
-                        Upstream(logits, grad_loss, grad_lse), dense_lse.const_data_ptr(),
-                        bridge::data(dense_coefficient), bridge::Write(grad_logits).rows, bridge::threads());
-  }
-  stack.returns(grad_logits);
+  return_gradient(stack, ShardBackward(stack));
+}
+
+void cross_entropy_shard_backward_(Stack& stack) {
+  write_over_logits(stack, ShardBackward(stack));
 }
 
 }  // namespace xent::operators

@@ -242,6 +242,10 @@ def test_shards(data):
     coefficient = None if weight is None else rows_like(target, part.dtype, generator)
     arguments = rows_like(target, part.dtype, generator), None, logits, target, lse, *place, weight, coefficient
     check("cross_entropy_shard_backward", arguments, options, logits, reference_shard)
+    wanted = cpu.kernel("cross_entropy_shard_backward")(*arguments, **options)
+    grad = logits.clone()
+    cpu.kernel("cross_entropy_shard_backward_")(*arguments[:2], grad, *arguments[3:], **options)
+    torch.testing.assert_close(grad, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

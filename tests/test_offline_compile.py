@@ -117,6 +117,7 @@ def everything(dtype, vocabulary, full):
     launch_shard.cross_entropy_shard_join(logits, target, gathered, *place, weight, **options)
     rest = (*place, weight, row if full else None)
     launch_shard.cross_entropy_shard_backward(row, row if full else None, logits, target, row, *rest, **options)
+    launch_shard.cross_entropy_shard_backward_(row, None, logits, target, row, *rest, **options)
 
 
 CASES = [

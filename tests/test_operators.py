@@ -77,6 +77,8 @@ def shard_samples(logits, target, weight, full, rows):
         rest = (*place, w, None if w is None else rows(6))
         yield ops.cross_entropy_shard_backward.default, (rows(6), None, detached, target, rows(6), *rest), kwargs
         yield ops.cross_entropy_shard_backward.default, (rows(6), rows(6), detached, target, rows(6), *rest), kwargs
+        overwritten = detached.clone(), target, rows(6)
+        yield ops.cross_entropy_shard_backward_.default, (rows(6), None, *overwritten, *rest), kwargs
 
 
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["", "grad"])

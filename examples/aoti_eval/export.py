@@ -32,7 +32,7 @@ class ByteModel(nn.Module):
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
-        # Not nn.Embedding: its gradient as Inductor of torch 2.13 compiled it here was wrong on a CPU (by 1.4 times).
+        # Not nn.Embedding: Inductor of torch 2.13 got its gradient in this model wrong on a CPU (relative error 1.4).
         self.bytes = nn.Linear(256, width, bias=False)
         self.layers = nn.ModuleList(nn.Conv1d(width, width, kernel_size=2, dilation=2**i) for i in range(4))
         self.head = nn.Linear(width, 256)

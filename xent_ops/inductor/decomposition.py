@@ -1,8 +1,8 @@
 """What Inductor makes of the backward operators, so that a compiled step needs one buffer of logits and not two.
 
-On CUDA the Triton kernel of ``cross_entropy_backward`` writes the gradient over logits that die with it (reuse.py).
-Elsewhere, and for operators without an in-place twin, Inductor gets pointwise aten, which it fuses into one kernel
-that does the same. Other backends (aot_eager, NPU graphs) keep the opaque node.
+On CUDA, and on a CPU with the C++ extension, our kernels are called as they are, and write the gradient over logits
+that die with it (reuse.py). Elsewhere Inductor gets pointwise aten, which it fuses into one kernel that does the same.
+Other backends (aot_eager, NPU graphs) keep the opaque node.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _unless_reused(function: Callable[..., Any]) -> Callable[..., Any]:
         devices = {arg.device.type for arg in args if isinstance(arg, Tensor)}
         # Pointwise aten on an H200: 1.28 copies for the gradient, for which our kernel takes 1.05; and Inductor of
         # torch 2.11 did not reuse the logits.
-        return NotImplemented if devices & reuse.DEVICES else function(*args, **kwargs)
+        return NotImplemented if any(map(reuse.writes_over, devices)) else function(*args, **kwargs)
 
     return decomposition
 
@@ -32,9 +32,8 @@ def install() -> None:
     """Idempotent. Clears the table that Inductor caches at the first compile of a process, where it lacks ours."""
     from torch._inductor import decomposition
 
-    decomposition.decompositions.update(LOWERINGS)
-    for op in reuse.INPLACE.keys() & LOWERINGS.keys():
-        decomposition.decompositions[op] = _unless_reused(LOWERINGS[op])
+    for op, function in LOWERINGS.items():
+        decomposition.decompositions[op] = _unless_reused(function)
     decomposition.fast_random_decomps.cache_clear()
     reuse.install()
     packages.install()

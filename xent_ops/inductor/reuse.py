@@ -11,22 +11,29 @@ from typing import Any
 
 import torch
 
+from ..kernels import cpu
 from .packages import spelled_out
 
-# Devices whose kernel can write over its input. The CPU is better served by what Inductor fuses itself. The formula in
-# aten compares integer vectors, which the vector cores of an NPU do element by element (traced only, never run there).
-DEVICES = {"cuda", "npu"}
+# Devices whose kernel can write over its input. The formula in aten compares integer vectors, which the vector cores of
+# an NPU do element by element (traced only, never run there).
+DEVICES = {"cuda", "npu", "cpu"}
 
 # Functional operator -> (its twin, which argument of both the logits are). The twin returns all outputs but the last,
 # the gradient.
 INPLACE = {
     torch.ops.xent.cross_entropy_backward.default: (torch.ops.xent.cross_entropy_backward_.default, 2),
+    torch.ops.xent.cross_entropy_shard_backward.default: (torch.ops.xent.cross_entropy_shard_backward_.default, 2),
     torch.ops.xent.cross_entropy_with_grad.default: (torch.ops.xent.cross_entropy_with_grad_.default, 0),
 }
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)  # whose result is a buffer of its own
+
+
+def writes_over(device: str) -> bool:
+    """Is our kernel for this device the better one? On the CPU not plain torch's, which Inductor fuses instead."""
+    return device in DEVICES and (device != "cpu" or cpu.problem() is None)
 
 
 def _dies_here(node: torch.fx.Node, position: int) -> bool:
@@ -65,7 +72,7 @@ def _install(op: Any, inplace: Any, position: int) -> None:
     def lower(*args: Any, **options: Any) -> Any:
         options = spelled_out(op, options)
         logits = args[position]
-        if not (logits.get_device().type in DEVICES and _dies_here(V.graph.current_node, position)):
+        if not (writes_over(logits.get_device().type) and _dies_here(V.graph.current_node, position)):
             return opaque(*args, **options)
         logits.realize()
         outputs = in_place(*args, **options)

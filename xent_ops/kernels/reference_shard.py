@@ -19,6 +19,8 @@ count for nothing.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -182,3 +184,10 @@ def cross_entropy_shard_backward(
         grad = grad - (c if weight is None else c * weight.to(x.dtype))
     grad = _finish(grad, x, lse, total.abs() + a.abs(), logits, softcap, logit_scale)
     return grad if columns == logits.shape[-1] else torch.where(column < columns, grad, 0.0)
+
+
+def cross_entropy_shard_backward_(
+    grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
+) -> None:
+    """The gradient written over the logits."""
+    logits.copy_(cross_entropy_shard_backward(grad_loss, grad_lse, logits, *rest, **options))

@@ -64,7 +64,7 @@ def cross_entropy(
     return (_InPlace if inplace_backward else _TwoPass).apply(logits, target, weight, settings)
 
 
-def _call(operator: Any, *args: Any, **options: Any) -> Any:
+def below(operator: Any, *args: Any, **options: Any) -> Any:
     """An operator below autograd, which records nothing in here: that spares the dispatch to a formula."""
     if torch.compiler.is_compiling():  # compiled autograd traces the backward
         return operator(*args, **options)
@@ -110,7 +110,7 @@ def _upstream(grad: Tensor, lse: Tensor, counts: Counts, settings: Settings) -> 
 class _TwoPass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings) -> Tensor:
-        loss, lse = _call(torch.ops.xent.cross_entropy_forward.default, logits, target, weight, **settings.options)
+        loss, lse = below(torch.ops.xent.cross_entropy_forward.default, logits, target, weight, **settings.options)
         counts = _count(logits, target, weight, settings)
         ctx.save_for_backward(logits, target, weight, lse, *counts)
         ctx.settings = settings
@@ -132,7 +132,7 @@ class _TwoPass(torch.autograd.Function):
             return *torch.autograd.grad(again, logits, grad, create_graph=True), None, None, None
         grads = _upstream(grad, lse, Counts(*counts), settings)
         operator = torch.ops.xent.cross_entropy_backward.default
-        return _call(operator, *grads, logits, target, lse, weight, **settings.options), None, None, None
+        return below(operator, *grads, logits, target, lse, weight, **settings.options), None, None, None
 
 
 class _InPlace(_TwoPass):
@@ -144,7 +144,7 @@ class _InPlace(_TwoPass):
         logits, target, weight, lse, *counts = ctx.saved_tensors
         grads = _upstream(grad, lse, Counts(*counts), ctx.settings)
         operator = torch.ops.xent.cross_entropy_backward_.default
-        _call(operator, *grads, logits, target, lse, weight, **ctx.settings.options)
+        below(operator, *grads, logits, target, lse, weight, **ctx.settings.options)
         return logits.detach(), None, None, None
 
 
@@ -163,10 +163,10 @@ class _OnePass(torch.autograd.Function):
             square = settings.lse_square_scale * (one if counts.number is None else one / counts.number)
         args = (logits, target, scale, square, weight)
         if in_place:
-            loss, lse = _call(torch.ops.xent.cross_entropy_with_grad_.default, *args, **settings.options)
+            loss, lse = below(torch.ops.xent.cross_entropy_with_grad_.default, *args, **settings.options)
             ctx.save_for_backward(logits)
         else:
-            loss, lse, gradient = _call(torch.ops.xent.cross_entropy_with_grad.default, *args, **settings.options)
+            loss, lse, gradient = below(torch.ops.xent.cross_entropy_with_grad.default, *args, **settings.options)
             ctx.save_for_backward(gradient)
         ctx.spent = False
         return _reduce(loss, lse, counts, settings)
@@ -182,5 +182,5 @@ class _OnePass(torch.autograd.Function):
         (gradient,) = ctx.saved_tensors
         ctx.spent = True
         gradient = gradient.detach()
-        _call(torch.ops.xent.scale_grad_.default, gradient, grad)
+        below(torch.ops.xent.scale_grad_.default, gradient, grad)
         return gradient, None, None, None, None

@@ -73,4 +73,8 @@ SCHEMAS: dict[str, str] = {
         "(Tensor grad_loss, Tensor? grad_lse, Tensor logits, Tensor target, Tensor lse, SymInt class_start, "
         f"SymInt num_classes, Tensor? weight=None, Tensor? coefficient=None, *, {_ROW}) -> Tensor"
     ),
+    "cross_entropy_shard_backward_": (
+        "(Tensor grad_loss, Tensor? grad_lse, Tensor(a!) logits, Tensor target, Tensor lse, SymInt class_start, "
+        f"SymInt num_classes, Tensor? weight=None, Tensor? coefficient=None, *, {_ROW}) -> ()"
+    ),
 }

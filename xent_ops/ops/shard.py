@@ -94,6 +94,10 @@ def _fake_backward(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *
     return logits.new_empty(logits.shape)
 
 
+def _fake_backward_(*args: Any, **options: Any) -> None:
+    _check_backward(*args, **options)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, ...]) -> None:
     logits, target, _gathered, class_start, num_classes, weight = inputs
     if ctx.needs_input_grad[5]:
@@ -156,3 +160,12 @@ kernels(
 )
 autograd("cross_entropy_shard_backward", _second_backward, _save_nothing)
 LOWERINGS[BACKWARD] = reference_shard.cross_entropy_shard_backward
+
+define("cross_entropy_shard_backward_")
+fake("cross_entropy_shard_backward_", _fake_backward_)
+kernels(
+    "cross_entropy_shard_backward_",
+    _check_backward,
+    reference_shard.cross_entropy_shard_backward_,
+    module="launch_shard",
+)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 from torch import Tensor
 
@@ -98,7 +101,8 @@ def cross_entropy_shard_join(
     return loss, lse, target_weight, coefficient
 
 
-def cross_entropy_shard_backward(
+def _backward(
+    grad: Tensor,
     grad_loss: Tensor,
     grad_lse: Tensor | None,
     logits: Tensor,
@@ -113,11 +117,9 @@ def cross_entropy_shard_backward(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-) -> Tensor:
+) -> None:
+    """Into ``grad``, which may be the logits."""
     columns = reference_shard.columns_of(logits, class_start, num_classes)
-    grad = logits.new_empty(logits.shape)
-    if columns < logits.shape[-1]:
-        grad[..., columns:].zero_()  # padding beyond the last class
     if columns > 0:
         launch._backward(
             grad[..., :columns],
@@ -133,4 +135,23 @@ def cross_entropy_shard_backward(
             logit_scale,
             shard=launch.Shard(class_start, num_classes, coefficient),
         )
+    if columns < logits.shape[-1]:
+        grad[..., columns:].zero_()  # padding beyond the last class
+
+
+def cross_entropy_shard_backward(
+    grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
+) -> Tensor:
+    grad = logits.new_empty(logits.shape)
+    _backward(grad, grad_loss, grad_lse, logits, *rest, **options)
     return grad
+
+
+def cross_entropy_shard_backward_(
+    grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
+) -> None:
+    if rows(logits).tensor is logits:
+        _backward(logits, grad_loss, grad_lse, logits, *rest, **options)
+        torch.autograd.graph.increment_version(logits)  # a launch is not seen by autograd
+    else:  # rows that no two strides describe: through a dense gradient
+        logits.copy_(cross_entropy_shard_backward(grad_loss, grad_lse, logits, *rest, **options))
