@@ -31,7 +31,8 @@ struct Blocks {
   // x_j = softcap tanh(x_j / softcap), in place.
   void (*cap)(A* x, std::int64_t n, A softcap);
   // total = sum_j e_j, e_j = exp(x_j - pivot), of an x from `load`; and where moment is not null
-  // *moment = sum_j e_j (x_j - pivot), to which an e_j of 0 adds 0. Meanwhile fetches `next_bytes` at `next` into the cache.
+  // *moment = sum_j e_j (x_j - pivot), to which an e_j of 0 adds 0. Meanwhile fetches `next_bytes` at `next` into the
+  // cache.
   double (*exponentials)(
       const A* x, std::int64_t n, A pivot, double* moment, const void* next, std::int64_t next_bytes);
   // sum_j q_j (pivot - x_j); q null: all ones.

@@ -4,8 +4,8 @@
 // computed in the accumulator's dtype (float32; float64 for float64 logits) or better, in an order that depends on the
 // sizes alone: the same bits for any number of threads. Nothing of the logits' size is allocated.
 //
-// The caller has checked shapes and dtypes. Values may be anything: a target that is no class and not ignore_index gives
-// NaN in its row, and nothing outside the row is read.
+// The caller has checked shapes and dtypes. Values may be anything: a target that is no class and not ignore_index
+// gives NaN in its row, and nothing outside the row is read.
 #pragma once
 
 #include <cstdint>
@@ -94,8 +94,8 @@ void soft_backward(
     MutableRows grad_logits,
     const Threads&);
 
-// Loss, lse and the gradient of sum(grad_scale * loss + grad_lse_square * lse^2) over the counted rows, each row visited
-// once: the bits of forward, then backward, with the second read from the cache. grad_lse_square is optional.
+// Loss, lse and the gradient of sum(grad_scale * loss + grad_lse_square * lse^2) over the counted rows, each row
+// visited once: the bits of forward, then backward, with the second read from the cache. grad_lse_square is optional.
 void with_grad(
     const Problem&,
     PerRow grad_scale,
@@ -105,8 +105,8 @@ void with_grad(
     MutableRows grad_logits,
     const Threads&);
 
-// Of the problem: dtype, rows, classes. Each row of grad times its factor, in place. A factor of 0 gives zeros whatever the
-// row holds, as in a row that passes nothing back; one of 1 is not applied.
+// Each row of grad times its factor, in place. A factor of 0 gives zeros whatever the row holds, as in a row that
+// passes nothing back; one of 1 is not applied. Of the problem: dtype, rows, classes.
 void scale_grad(const Problem&, MutableRows grad, PerRow factor, const Threads&);
 
 // How many numbers `shard_forward` writes.

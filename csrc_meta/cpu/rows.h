@@ -86,8 +86,8 @@ double value(PerRow values, std::int64_t row) {
   return values.data == nullptr ? 0.0 : double(static_cast<const A*>(values.data)[row * values.stride]);
 }
 
-// To be called before a fresh gradient is written: forward and backward of 1024 x 32000 float32, every page of the gradient
-// new, took 53 ms of processor time with it and 81 without (2 cores, AVX-512, 2026-11).
+// To be called before a fresh gradient is written: forward and backward of 1024 x 32000 float32, every page of the
+// gradient new, took 53 ms of processor time with it and 81 without (2 cores, AVX-512, 2026-11).
 void prefer_huge_pages(const Problem& problem, const MutableRows& grad);
 
 // Runs body(i) for every i of [0, number), where one costs about `cost` elements.
@@ -99,12 +99,19 @@ void for_each(const Threads& threads, std::int64_t number, std::int64_t cost, Bo
   });
 }
 
-// Visits every row: `scan(row, column, n)` gives the Sums of each of its blocks, `join(row, sums)` what its second visit
-// needs, `emit(row, joined, column, n)` is called for each block again. Enough rows: a thread takes a row as a whole, its
-// second visit finds it in the cache. Few rows: threads share them.
+// Visits every row: `scan(row, column, n)` gives the Sums of each of its blocks, `join(row, sums)` what its second
+// visit needs, `emit(row, joined, column, n)` is called for each block again. Enough rows: a thread takes a row as a
+// whole, whose second visit finds it in the cache. Few rows: threads share them.
 template <class Joined, class Scan, class Join, class Emit>
 void visit(
-    std::int64_t rows, std::int64_t classes, const Threads& threads, bool scans, bool emits, Scan scan, Join join, Emit emit) {
+    std::int64_t rows,
+    std::int64_t classes,
+    const Threads& threads,
+    bool scans,
+    bool emits,
+    Scan scan,
+    Join join,
+    Emit emit) {
   const std::int64_t blocks = number_of_blocks(classes);
   const auto size = [=](std::int64_t block) { return std::min(kBlock, classes - block * kBlock); };
   if (blocks <= 1 || rows >= 4 * threads.number) {
