@@ -56,7 +56,7 @@ def parts(rows: int, classes: int, config: Config, processors: int) -> tuple[Con
 
     One program a row, unless the rows alone would leave the processors with few loads in flight. In a CUDA graph:
     512 x 32000 takes 16.0 us with one program of 8 warps a row, 18.3 with two of 4 warps, whose join is a launch more;
-    256 x 50257 16.5 us with six (17.5 with four), 64 x 128256 13.2 with 24 (13.7 with 16, 19.4 with 4).
+    256 x 50257 16.5 us with six (17.5 with four), 64 x 128256 13.2 with 24 (13.7 with 16).
     """
     if classes <= 2 * config.block or rows >= 8 * processors:
         return config, 1, classes
@@ -105,7 +105,7 @@ def one_pass_shared(classes: int, itemsize: int, capacity: int) -> Shared | None
     """A program keeps a row in shared memory, of which it may use ``capacity`` bytes; None where that is too little.
 
     In copies (limit 1.0; in brackets one_pass): 131072 x 1024 1.07 (1.11), 32768 x 4096 1.03 (1.13), 8192 x 32000 1.04
-    (1.31), 8192 x 50257 1.06 (1.50), 6000 x 100352 1.14 (1.48), 4096 x 128256 1.19 (1.53), 2100 x 262144 1.46 (1.57).
+    (1.31), 8192 x 50257 1.06 (1.50), 6000 x 100352 1.14 (1.48), 4096 x 128256 1.23 (1.53), 2100 x 262144 1.46 (1.57).
     What counts is that two programs fit on a processor: the one reads while the other computes.
     """
     row = classes * itemsize
