@@ -15,8 +15,9 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from xent_ops.kernels.triton import launch, launch_one_pass, launch_shard  # noqa: E402
+from xent_ops.kernels.triton import launch, launch_one_pass, launch_shard, one_pass_shared  # noqa: E402
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -72,8 +73,8 @@ def compile_call(kernel, args, kwargs, target):
             signature[parameter.name] = parameter.annotation_type or ("i32" if isinstance(value, int) else "fp32")
             if isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=target, options={k: kwargs[k] for k in OPTIONS})
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
+    return triton.compile(source, target=target, options={k: kwargs[k] for k in OPTIONS if k in kwargs})
 
 
 def spills(compiled, target, folder: Path) -> int:
@@ -140,6 +141,32 @@ def test_kernels_compile_without_spills(monkeypatch, tmp_path, name, case):
         flags = {k: v for k, v in kwargs.items() if v is not False}
         compiled = compile_call(kernel, args, kwargs, target)
         assert spills(compiled, target, tmp_path) == 0, f"{kernel.__name__} spills on {name} with {flags}"
+
+
+@pytest.mark.parametrize("name, capacity", [("sm_80", 166912), ("sm_90", 232448), ("sm_100", 232448)])
+@pytest.mark.parametrize(
+    "dtype, classes",
+    [
+        (torch.bfloat16, 1000),  # 8 divides it, 16 does not
+        (torch.bfloat16, 4096),
+        (torch.bfloat16, 50257),
+        (torch.float16, 128256),
+        (torch.float32, 100003),
+    ],
+    ids=str,
+)
+def test_rows_in_shared_memory(monkeypatch, tmp_path, name, capacity, dtype, classes):
+    """The Gluon kernel, whose language is experimental: another Triton may not compile it."""
+    calls = []
+    kernel = one_pass_shared.one_pass_shared_kernel
+    monkeypatch.setattr(one_pass_shared, "one_pass_shared_kernel", Recorder(kernel, calls))
+    monkeypatch.setattr(launch_one_pass, "_shared_memory", lambda device: capacity)
+    row = torch.zeros(3)
+    launch_one_pass.cross_entropy_with_grad(torch.zeros(3, classes, dtype=dtype), row.long(), row[0], row)
+    ((_, args, kwargs),) = calls
+    compiled = compile_call(kernel, args, kwargs, TARGETS[name])
+    assert spills(compiled, TARGETS[name], tmp_path) <= 8, kwargs  # 32 warps leave a thread 64 registers
+    assert compiled.metadata.shared <= capacity
 
 
 def test_another_option_value_is_the_same_kernel(monkeypatch):
