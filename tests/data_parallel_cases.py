@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,8 +51,10 @@ class Model(nn.Module):
 
 
 def _shard(model):
+    # Without a mesh torch takes one of GPUs wherever the machine has any.
+    mesh = init_device_mesh(model.head.linear.weight.device.type, (dist.get_world_size(),))
     for layer in (*model.blocks, model.head, model):
-        fully_shard(layer)
+        fully_shard(layer, mesh=mesh)
     return model
 
 
