@@ -37,6 +37,8 @@ def program(tmp_path_factory):
     prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
     for command in (("cmake", "-S", EXAMPLE, "-B", build, prefix), ("cmake", "--build", build)):
         done = run(*command)
+        if "cannot find the CUDA" in done.stderr:
+            pytest.skip("this torch is a CUDA build, whose CMake files want CUDA's toolkit, and there is none")
         assert done.returncode == 0, done.stdout + done.stderr
     return build / "aoti_eval"
 

@@ -54,7 +54,9 @@ def test_plain_process():
         try:
             ops.cross_entropy(x, target + 5)
         except (IndexError, RuntimeError) as error:
-            assert "target 5 is out of bounds: valid are 0 to 4" in str(error), error
+            # An operator that a composite calls: torch 2.11 prints what it says and raises "... failed".
+            wanted = "target 5 is out of bounds: valid are 0 to 4", "xent::cross_entropy_forward failed"
+            assert wanted[torch.__version__ < "2.12"] in str(error), error
         else:
             raise AssertionError("no error")
         assert "xent_ops" not in sys.modules
