@@ -1,5 +1,6 @@
 """Eager training as one node of autograd: grad_in_forward, and when the ordinary path is taken instead."""
 
+import numpy as np
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -161,7 +162,7 @@ def test_grad_in_forward_without_a_counted_row(device):
 
 def test_the_loss_is_one_node(h, target):
     loss = xent_ops.cross_entropy(h, target, lse_square_scale=0.1)
-    assert type(loss.grad_fn).__name__ == "_TwoPassBackward"
+    assert type(loss.grad_fn).__name__ == "_TwoPassBackward"  # test_prepared.py has the other node
     assert [type(node).__name__ for node, _ in loss.grad_fn.next_functions if node] == ["AccumulateGrad"]
 
 
@@ -202,6 +203,29 @@ def test_somebody_who_watches_gets_the_ordinary_path(monkeypatch, h, target, nam
     else:
         traced = torch.jit.trace(loss, (h,), check_trace=False)
         assert "xent::cross_entropy" in str(traced.graph)
+
+
+@pytest.mark.parametrize("options", [{"lse_square_scale": 0.1}, {"grad_in_forward": True}], ids=str)
+def test_a_profiler_sees_the_operators(h, target, options):
+    """Though not those of the plain mean on a GPU, whose kernels it sees."""
+    xent_ops.cross_entropy(h, target, **options).backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        xent_ops.cross_entropy(h, target, **options).backward()
+    names = {event.name for event in profile.events() if event.name.startswith("xent::")}
+    if "grad_in_forward" in options:
+        assert names == {"xent::cross_entropy_with_grad", "xent::scale_grad_"}
+    else:
+        assert names >= {"xent::cross_entropy_forward", "xent::cross_entropy_backward"}
+
+
+@pytest.mark.parametrize("options", [{}, {"grad_in_forward": True}], ids=["", "grad_in_forward"])
+def test_options_of_other_types_are_the_dispatchers(h, target, options):
+    """It converts what it can and refuses the rest, which a kernel called without it would not."""
+    wanted = xent_ops.cross_entropy(h, target, label_smoothing=0.25, softcap=5.0)
+    found = xent_ops.cross_entropy(h, target, label_smoothing=np.float64(0.25), softcap=5, **options)
+    torch.testing.assert_close(found, wanted)
+    with pytest.raises((RuntimeError, TypeError), match="ignore_index"):
+        xent_ops.cross_entropy(h, target, ignore_index=-100.0, **options)
 
 
 def test_second_derivatives_of_the_single_node(h, target, device):

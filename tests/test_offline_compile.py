@@ -1,7 +1,7 @@
 """Every kernel, as the launchers call it, compiled for GPUs that this machine need not have; none may spill registers.
 
-The launchers run on CPU tensors with a recorder in each kernel's place, so that what is compiled has the launchers'
-own argument types, flags and configs.
+The launchers run on CPU tensors and their launches are recorded, so that what is compiled has the launchers' own
+argument types, flags and configs.
 """
 
 import re
@@ -17,7 +17,15 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from xent_ops.kernels.triton import launch, launch_one_pass, launch_shard, one_pass_shared  # noqa: E402
+from xent_ops.kernels.triton import (  # noqa: E402
+    cached,
+    launch,
+    launch_mean,
+    launch_one_pass,
+    launch_shard,
+    one_pass_shared,
+    prepared,
+)
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -25,12 +33,12 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-KERNELS = [
-    (module, name)
-    for module in (launch, launch_one_pass, launch_shard)
-    for name in vars(module)
+KERNELS = {
+    kernel
+    for module in (launch, launch_mean, launch_one_pass, launch_shard)
+    for name, kernel in vars(module).items()
     if name.endswith("_kernel")
-]
+}
 TYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -42,19 +50,16 @@ TYPES = {
 OPTIONS = ("num_warps", "num_stages")
 
 
-class Recorder:
-    def __init__(self, kernel, calls):
-        self.kernel, self.calls = kernel, calls
-
-    def __getitem__(self, grid):
-        return lambda *args, **kwargs: self.calls.append((self.kernel, args, kwargs))
-
-
 def record(monkeypatch, run):
+    """(kernel, arguments, constants and compiler options) of each launch."""
     calls = []
-    for module, name in KERNELS:
-        monkeypatch.setattr(module, name, Recorder(getattr(module, name), calls))
-    run()
+
+    def launched(self, grid, *tensors, varying=()):
+        calls.append((self.kernel, (*tensors, *varying, *self.numbers), self.constants))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cached.Launch, "__call__", launched)
+        run()
     return calls
 
 
@@ -113,6 +118,12 @@ def everything(dtype, vocabulary, full):
     launch_one_pass.cross_entropy_with_grad(logits, target, scale, row if full else None, weight, **options)
     launch_one_pass.cross_entropy_with_grad_(logits, target, row, None, weight, **options)
     launch_one_pass.scale_grad_(logits, row if full else scale)
+    launch_mean.mean(row, target, 7)
+    launch_mean.mean(row, row, None)
+    launch_mean.count(target, 7, row.dtype)
+    every_option = {"label_smoothing": 0.0, "softcap": None, "logit_scale": 1.0} | options
+    ready = prepared.prepare(None, logits, target, True, **every_option)
+    ready.backward(scale, logits, target, ready.forward(logits, target)[2])
     place = (vocabulary, 4 * vocabulary)
     gathered = launch_shard.cross_entropy_shard(logits, target, *place, weight, **options).expand(4, -1)
     launch_shard.cross_entropy_shard_join(logits, target, gathered, *place, weight, **options)
@@ -135,7 +146,7 @@ CASES = [
 def test_kernels_compile_without_spills(monkeypatch, tmp_path, name, case):
     target = TARGETS[name]
     calls = record(monkeypatch, lambda: everything(*case))
-    missing = {getattr(module, name).kernel for module, name in KERNELS} - {call[0] for call in calls}
+    missing = KERNELS - {call[0] for call in calls}
     assert not missing or case[1] == 1024, "short rows are not split"
     for kernel, args, kwargs in calls:
         flags = {k: v for k, v in kwargs.items() if v is not False}
@@ -157,13 +168,14 @@ def test_kernels_compile_without_spills(monkeypatch, tmp_path, name, case):
 )
 def test_rows_in_shared_memory(monkeypatch, tmp_path, name, capacity, dtype, classes):
     """The Gluon kernel, whose language is experimental: another Triton may not compile it."""
-    calls = []
-    kernel = one_pass_shared.one_pass_shared_kernel
-    monkeypatch.setattr(one_pass_shared, "one_pass_shared_kernel", Recorder(kernel, calls))
     monkeypatch.setattr(launch_one_pass, "_shared_memory", lambda device: capacity)
     row = torch.zeros(3)
-    launch_one_pass.cross_entropy_with_grad(torch.zeros(3, classes, dtype=dtype), row.long(), row[0], row)
-    ((_, args, kwargs),) = calls
+
+    def run():
+        launch_one_pass.cross_entropy_with_grad(torch.zeros(3, classes, dtype=dtype), row.long(), row[0], row)
+
+    ((kernel, args, kwargs),) = record(monkeypatch, run)
+    assert kernel is one_pass_shared.one_pass_shared_kernel
     compiled = compile_call(kernel, args, kwargs, TARGETS[name])
     assert spills(compiled, TARGETS[name], tmp_path) <= 8, kwargs  # 32 warps leave a thread 64 registers
     assert compiled.metadata.shared <= capacity
@@ -197,7 +209,6 @@ def test_another_option_value_is_the_same_kernel(monkeypatch):
                     special = (value == 1, value % 16 == 0) if not parameter.do_not_specialize else None
                     constants[parameter.name] = (width, special if isinstance(value, int) else None)
             result.append(constants)
-        monkeypatch.undo()
         return result
 
     # As many rows as leave the forward whole: how many parts a row is split into is a constant of the join.

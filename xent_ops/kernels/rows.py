@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import NamedTuple
 
 from torch import Tensor
+
+ALL = 2**31 - 1  # rows at least: one stride describes them, however many there are
 
 
 class Rows(NamedTuple):
@@ -19,12 +23,23 @@ class Rows(NamedTuple):
 
 def rows(tensor: Tensor) -> Rows:
     """Merge the batch dimensions into at most two; a tensor that needs more, or has strided classes, is copied."""
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+    place = _place(tensor.shape, tensor.stride())
+    if place is None:
         tensor = tensor.contiguous()
-    if tensor.dim() == 2:
-        return Rows(tensor, tensor.shape[0], max(tensor.shape[0], 1), 0, tensor.stride(0))
+        place = _place(tensor.shape, tensor.stride())
+        assert place is not None
+    return Rows(tensor, *place)
+
+
+@functools.lru_cache(1024)
+def _place(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int, int] | None:
+    number = math.prod(shape[:-1])
+    if number == 0 or shape[-1] == 0:  # nothing there, and contiguous() would leave any strides as they are
+        return number, ALL, 0, 0
+    if strides[-1] != 1 and shape[-1] > 1:
+        return None
     groups: list[list[int]] = []  # [size, stride], innermost first
-    for size, stride in zip(reversed(tensor.shape[:-1]), reversed(tensor.stride()[:-1]), strict=True):
+    for size, stride in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
         if size == 1:
             continue
         if groups and stride == groups[-1][0] * groups[-1][1]:
@@ -32,10 +47,11 @@ def rows(tensor: Tensor) -> Rows:
         else:
             groups.append([size, stride])
     if len(groups) > 2:
-        return rows(tensor.reshape(-1, tensor.shape[-1]))
-    groups += [[1, 0]] * (2 - len(groups))
-    (inner, stride), (outer, outer_stride) = groups
-    return Rows(tensor, inner * outer, max(inner, 1), outer_stride, stride)
+        return None
+    if len(groups) == 2:
+        (inner, stride), (_, outer_stride) = groups
+        return number, inner, outer_stride, stride
+    return number, ALL, 0, groups[0][1] if groups else 0
 
 
 def dense(tensor: Tensor) -> Tensor:

@@ -9,15 +9,19 @@ a tensor that was modified in place, and raise.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels import reference
+from . import checks
 from .composite import Counts, count_rows, reduce_rows
+from .library import KERNELS, PREPARED_DEVICES, prepared_launcher
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_TENSORS = frozenset((Tensor, torch.nn.Parameter))
+_OTHERS = frozenset((float, int, type(None)))
 
 
 class Settings(NamedTuple):
@@ -28,17 +32,46 @@ class Settings(NamedTuple):
     options: dict[str, Any]
 
 
-def undisturbed(*tensors: Tensor | None) -> bool:
+def undisturbed(*args: Any, **options: Any) -> bool:
     """May the loss be one node of autograd? Not where somebody watches the torch calls that it is made of.
 
-    Those are modes (tracers among them), subclasses of Tensor, torch.jit.trace. Functorch and Dynamo come first.
+    Those are modes (tracers among them), subclasses of Tensor, torch.jit.trace, functorch; Dynamo comes first. Nor
+    where the dispatcher has something else to do than to call a kernel: with a tensor that is lazily negative, sparse
+    or batched, with an option that it would convert.
     """
     return (
         torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
         and torch._C._get_tracing_state() is None
-        and all(tensor is None or type(tensor) in _PLAIN for tensor in tensors)
+        and not torch._C._are_functorch_transforms_active()
+        and _plain(args)
+        and _plain(options.values())
+        and type(options.get("ignore_index", 0)) is int
     )
+
+
+def _plain(values: Iterable[Any]) -> bool:
+    for value in values:
+        if type(value) in _TENSORS:
+            keys = torch._C._dispatch_keys(value).raw_repr()
+            if keys not in _PLAIN_KEYS and not _has_plain_keys(value, keys):
+                return False
+        elif type(value) not in _OTHERS:
+            return False
+    return True
+
+
+_PLAIN_KEYS: set[int] = (
+    set()
+)  # of ordinary tensors, whose operators go to the device's kernel, and of inference tensors
+
+
+def _has_plain_keys(tensor: Tensor, keys: int) -> bool:
+    if tensor.device.type in KERNELS:
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                _PLAIN_KEYS.add(torch._C._dispatch_keys(torch.empty(0, device=tensor.device)).raw_repr())
+    return keys in _PLAIN_KEYS
 
 
 def cross_entropy(
@@ -61,6 +94,10 @@ def cross_entropy(
             raise RuntimeError("inplace_backward=True cannot write into expanded logits, whose rows share memory")
     if grad_in_forward:
         return _OnePass.apply(logits, target, weight, settings, inplace_backward)
+    if not inplace_backward:
+        prepared = _prepare(logits, target, weight, settings)
+        if prepared is not None:
+            return _Prepared.apply(logits, target, weight, settings, prepared)
     return (_InPlace if inplace_backward else _TwoPass).apply(logits, target, weight, settings)
 
 
@@ -72,7 +109,24 @@ def below(operator: Any, *args: Any, **options: Any) -> Any:
         return operator(*args, **options)
 
 
+def call(name: str, *args: Any, **options: Any) -> Any:
+    """``xent::name`` below autograd; where nobody watches, a profiler neither, its kernel for the device itself.
+
+    The dispatcher's way through Python and back takes longer than all that a launch does on the host (docs/design.md).
+    """
+    kernels = KERNELS.get(args[0].device.type)
+    watched = torch.compiler.is_compiling() or torch.autograd._profiler_enabled()
+    if kernels is not None and not watched and undisturbed(*args, **options):
+        return kernels[name](*args, **options)
+    return below(getattr(torch.ops.xent, name).default, *args, **options)
+
+
 def _count(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings) -> Counts:
+    if settings.reduction == "mean" and settings.lse_square_scale == 0.0 and weight is None and undisturbed(target):
+        launcher = prepared_launcher(target, mean=True, module="launch_mean")
+        if launcher is not None:
+            number = launcher.count(target, settings.options["ignore_index"], reference.accumulator(logits))
+            return Counts(None, number, number)
     return count_rows(
         target,
         weight,
@@ -110,7 +164,7 @@ def _upstream(grad: Tensor, lse: Tensor, counts: Counts, settings: Settings) -> 
 class _TwoPass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings) -> Tensor:
-        loss, lse = below(torch.ops.xent.cross_entropy_forward.default, logits, target, weight, **settings.options)
+        loss, lse = call("cross_entropy_forward", logits, target, weight, **settings.options)
         counts = _count(logits, target, weight, settings)
         ctx.save_for_backward(logits, target, weight, lse, *counts)
         ctx.settings = settings
@@ -131,8 +185,71 @@ class _TwoPass(torch.autograd.Function):
             )
             return *torch.autograd.grad(again, logits, grad, create_graph=True), None, None, None
         grads = _upstream(grad, lse, Counts(*counts), settings)
-        operator = torch.ops.xent.cross_entropy_backward.default
-        return below(operator, *grads, logits, target, lse, weight, **settings.options), None, None, None
+        grad_logits = call("cross_entropy_backward", *grads, logits, target, lse, weight, **settings.options)
+        return grad_logits, None, None, None
+
+
+class _Prepared(torch.autograd.Function):
+    """The plain mean or sum on a GPU, where the host takes longer than a small loss does (triton/prepared.py)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, weight: None, settings: Settings, prepared: Any) -> Tensor:
+        value, number, lse = prepared.forward(logits, target)
+        ctx.save_for_backward(logits, target, None, lse, None, number, number)
+        ctx.settings = settings
+        ctx.prepared = prepared
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, target, _, lse, _, number, _ = ctx.saved_tensors
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not undisturbed(grad, logits, target, lse):
+            return *_TwoPass.backward(ctx, grad), None
+        if not ctx.prepared.fits(_facts(logits, target), lse):  # hooks on saved tensors brought back something else
+            return *_TwoPass.backward(ctx, grad), None
+        grad_loss = grad if number is None else grad / number
+        return ctx.prepared.backward(grad_loss, logits, target, lse), None, None, None, None
+
+
+_PREPARED: dict[tuple[Any, ...], Any] = {}
+
+
+def _facts(logits: Tensor, target: Tensor) -> tuple[Any, ...]:
+    return (
+        logits.shape,
+        logits.stride(),
+        logits.dtype,
+        logits.device,
+        target.shape,
+        target.stride(),
+        target.dtype,
+        target.device,
+    )
+
+
+def _prepare(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings) -> Any:
+    """What ``_Prepared`` goes by, kept by all that it depends on; None for losses that it does not serve."""
+    if weight is not None or logits.device.type not in PREPARED_DEVICES:
+        return None
+    facts = _facts(logits, target)
+    key = (*facts, settings.reduction, settings.lse_square_scale, *settings.options.values())
+    found = _PREPARED.get(key)
+    if found is None:
+        if len(_PREPARED) >= 1024:
+            _PREPARED.clear()
+        found = _PREPARED[key] = _new_prepared(facts, logits, target, settings) or False
+    return found or None
+
+
+def _new_prepared(facts: tuple[Any, ...], logits: Tensor, target: Tensor, settings: Settings) -> Any:
+    if settings.reduction == "none" or settings.lse_square_scale != 0.0:
+        return None
+    mean = settings.reduction == "mean"
+    launcher = prepared_launcher(target, mean)
+    if launcher is None:
+        return None
+    checks.index_forward(logits, target, **settings.options)
+    return launcher.prepare(facts, logits, target, mean, **settings.options)
 
 
 class _InPlace(_TwoPass):
@@ -143,9 +260,15 @@ class _InPlace(_TwoPass):
         _refuse_second_derivative("inplace_backward")
         logits, target, weight, lse, *counts = ctx.saved_tensors
         grads = _upstream(grad, lse, Counts(*counts), ctx.settings)
-        operator = torch.ops.xent.cross_entropy_backward_.default
-        below(operator, *grads, logits, target, lse, weight, **ctx.settings.options)
+        call("cross_entropy_backward_", *grads, logits, target, lse, weight, **ctx.settings.options)
         return logits.detach(), None, None, None
+
+
+def _one_over(divisor: Tensor | None, logits: Tensor) -> Tensor:
+    dtype = reference.accumulator(logits)
+    if divisor is None:
+        return torch.ones((), dtype=dtype, device=logits.device)
+    return divisor.to(dtype).reciprocal()
 
 
 class _OnePass(torch.autograd.Function):
@@ -156,17 +279,16 @@ class _OnePass(torch.autograd.Function):
         ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings, in_place: bool
     ) -> Tensor:
         counts = _count(logits, target, weight, settings)
-        one = torch.ones((), dtype=reference.accumulator(logits), device=logits.device)
-        scale = one if counts.weights is None else one / counts.weights
+        scale = _one_over(counts.weights, logits)
         square = None
         if settings.lse_square_scale != 0.0:
-            square = settings.lse_square_scale * (one if counts.number is None else one / counts.number)
+            square = settings.lse_square_scale * _one_over(counts.number, logits)
         args = (logits, target, scale, square, weight)
         if in_place:
-            loss, lse = below(torch.ops.xent.cross_entropy_with_grad_.default, *args, **settings.options)
+            loss, lse = call("cross_entropy_with_grad_", *args, **settings.options)
             ctx.save_for_backward(logits)
         else:
-            loss, lse, gradient = below(torch.ops.xent.cross_entropy_with_grad.default, *args, **settings.options)
+            loss, lse, gradient = call("cross_entropy_with_grad", *args, **settings.options)
             ctx.save_for_backward(gradient)
         ctx.spent = False
         return _reduce(loss, lse, counts, settings)
@@ -182,5 +304,5 @@ class _OnePass(torch.autograd.Function):
         (gradient,) = ctx.saved_tensors
         ctx.spent = True
         gradient = gradient.detach()
-        below(torch.ops.xent.scale_grad_.default, gradient, grad)
+        call("scale_grad_", gradient, grad)
         return gradient, None, None, None, None

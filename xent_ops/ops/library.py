@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..kernels import cpu
 from .schemas import SCHEMAS
@@ -33,8 +34,14 @@ LOWERINGS: dict[Any, Callable[..., Any]] = {}
 # the rows of a matrix product (odd vocabularies) but not transpose it.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
-# The dispatcher's CUDA kernels by operator; the tests run them on CPU tensors through Triton's interpreter.
-CUDA_KERNELS: dict[str, Callable[..., Any]] = {}
+# The dispatcher's kernels by device and operator, for those who may skip the dispatcher (ops/eager.py). The tests put
+# CUDA's in the CPU's place, to run them through Triton's interpreter.
+KERNELS: dict[str, dict[str, Callable[..., Any]]] = {"cpu": {}, "cuda": {}}
+
+# Where eager training has a path of its own (kernels/triton/prepared.py, launch_mean.py). One program makes the sums of
+# a mean; beyond these rows plain torch's many programs do. The bound is not measured.
+PREPARED_DEVICES = {"cuda"}
+_MEAN_ROWS = 16384
 
 # Devices that plain torch serves; any other gets the dispatcher's error, which names operator and device.
 _REFERENCE_DEVICES = ("MPS", "XPU")
@@ -92,7 +99,7 @@ def kernels(
 
     def on_npu(*args: Any, **kwargs: Any) -> Any:
         check(*args, **kwargs)
-        if any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float64 for arg in args):
+        if any(isinstance(arg, Tensor) and arg.dtype == torch.float64 for arg in args):
             return reference(*args, **kwargs)  # the vector cores have no float64
         return getattr(_ascend_launchers(), name)(*args, **kwargs)
 
@@ -100,9 +107,17 @@ def kernels(
     for key in _REFERENCE_DEVICES:
         LIBRARY.impl(name, on_reference, key)
     LIBRARY.impl(name, on_cuda, "CUDA")
-    CUDA_KERNELS[name] = on_cuda
+    KERNELS["cpu"][name], KERNELS["cuda"][name] = on_cpu, on_cuda
     # By key, not by the name "npu": that works without torch_npu, before it is imported and after.
     LIBRARY.impl(name, on_npu if ascend else on_reference, "PrivateUse1")
+
+
+def prepared_launcher(target: Tensor, mean: bool, module: str = "prepared") -> Any:
+    """The module that serves eager losses of such targets, where there is one, else None."""
+    rows = target.numel()
+    if target.device.type in PREPARED_DEVICES and rows > 0 and (rows <= _MEAN_ROWS or not mean):
+        return _triton_launchers(module)
+    return None
 
 
 def autograd(name: str, backward: Callable[..., Any], setup_context: Callable[..., Any]) -> None:

@@ -1,74 +1,88 @@
-"""A launch that skips Triton's work on the arguments where a launch with such arguments has done it before.
+"""Launches that are prepared once: a call with like arguments hands over its pointers, and next to nothing else.
 
 ``kernel[grid](...)`` binds and specialises some thirty arguments in Python: 13 to 16 us, where launching what comes of
-it takes 2 (one core of a Xeon, triton 3.7, 2026-11-21). Triton compiles a kernel anew for another dtype, for a pointer
-on or off a 16-byte boundary, for integers that are 1, multiples of 16 or beyond 32 bits, and for other constants. The
-key here holds those, integers by value; the compiled kernel is launched as Triton's tutorials launch theirs,
-``compiled[grid](*arguments)``.
+it takes 2 (one core of a Xeon, triton 3.7, 2026-11-21). So launchers make a ``Launch`` from strides and options, and
+keep it by these (``plan``). Triton compiles a kernel anew for another dtype, for a pointer on or off a 16-byte
+boundary, for integers that are 1, multiples of 16 or beyond 32 bits, and for other constants; of these only the
+pointers' can differ between two calls of a ``Launch``.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import operator
 from typing import Any
 
 import triton
+from torch import Tensor
+from triton.runtime import driver
 
 # Before 3.3 a compiled kernel took its arguments without the constants; beyond 3.7 nobody has looked at what Triton
 # specialises on (tests/test_cached_launch.py does, for the version that is installed).
 _KNOWN = (3, 3) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 7)
-_MAX_ENTRIES = 1024  # a kernel's; one for each shape and set of strides
+
+_data_ptr = Tensor.data_ptr
+_dtype = operator.attrgetter("dtype")
+
+_RUNTIME: Any = getattr(getattr(triton, "knobs", None), "runtime", None)
+_HOOKS_ARE_CHAINS = hasattr(getattr(_RUNTIME, "launch_enter_hook", None), "calls")  # from 3.6 on
 
 
-def launch(kernel: Any, grid: int) -> Callable[..., Any]:
-    """``kernel[(grid,)]``; constants and compiler options are passed by keyword, all other arguments by position."""
-    if not _KNOWN or not isinstance(kernel, triton.JITFunction):  # the interpreter's, or a test's
-        return kernel[(grid,)]
-    return functools.partial(_cached(kernel), grid)
+def _hooked() -> bool:
+    """Does a profiler want to hear of launches? Where that cannot be told it does."""
+    if not _HOOKS_ARE_CHAINS:
+        return True
+    return bool(_RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls)
 
 
-@functools.cache
-def _cached(kernel: Any) -> Cached:
-    return Cached(kernel)
+# Of a function from hashable facts to the launches that they ask for.
+plan = functools.lru_cache(1024)
 
 
-class Cached:
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
+class Launch:
+    """A kernel, its numbers and its constants (compiler options among them): all but grid and pointers.
+
+    ``varying``: how many numbers come before ``numbers`` that each call brings along. Triton must not specialise on
+    them: parameters with a type, named in ``do_not_specialize``.
+    """
+
+    def __init__(self, kernel: Any, *numbers: Any, varying: int = 0, **constants: Any) -> None:
+        self.kernel, self.numbers, self.constants = kernel, numbers, constants
         self._compiled: dict[tuple[Any, ...], Any] = {}  # False: let Triton look
-        parameters = [parameter for parameter in kernel.params if not parameter.is_constexpr]
-        self._constants = kernel.arg_names[len(parameters) :]
-        pointers = [parameter.name.endswith("_ptr") for parameter in parameters]
-        self._pointers = sum(pointers)
-        assert all(pointers[: self._pointers]), "pointers come first"
-        integers = parameters[self._pointers :]
-        # An annotated type is the argument's whatever its value, if that is not specialised on either.
-        self._by_value = [p.num for p in integers if not p.do_not_specialize]
-        self._by_width = [p.num for p in integers if p.do_not_specialize and not p.annotation_type]
+        # What Triton's interpreter, or a test, puts in a kernel's place launches by itself.
+        self._cached = _KNOWN and isinstance(kernel, triton.JITFunction)
+        if self._cached:
+            parameters = [parameter for parameter in kernel.params if not parameter.is_constexpr]
+            first = len(parameters) - len(numbers) - varying
+            assert all(p.do_not_specialize and p.annotation_type for p in parameters[first : first + varying])
+            self._rest = (*numbers, *[constants[name] for name in kernel.arg_names[len(parameters) :]])
 
-    def key(self, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
-        """Two calls for which Triton would launch different binaries differ in this."""
-        pointers = args[: self._pointers]
-        return (
-            pointers[0].get_device(),
-            *[tensor.dtype for tensor in pointers],
-            *[tensor.data_ptr() % 16 for tensor in pointers],
-            *[args[number] for number in self._by_value],
-            *[-(2**31) <= args[number] < 2**31 for number in self._by_width],
-            *constants,
-            *constants.values(),
-        )
-
-    def __call__(self, grid: int, *args: Any, **constants: Any) -> None:
-        key = self.key(args, constants)
-        compiled = self._compiled.get(key)
-        if compiled and not self.kernel.pre_run_hooks:
-            compiled[(grid, 1, 1)](*args, *[constants[name] for name in self._constants])
+    def __call__(self, grid: int, *tensors: Tensor, varying: tuple[int, ...] = ()) -> None:
+        if not self._cached or self.kernel.pre_run_hooks:
+            self.by_triton(grid, *tensors, varying=varying)
             return
-        launched = self.kernel[(grid,)](*args, **constants)
+        # As integers they spare Triton's launcher a question to the driver for each.
+        pointers = (*map(_data_ptr, tensors),)
+        off_boundary = functools.reduce(operator.or_, pointers) % 16
+        key = self.key(tensors, pointers) if off_boundary else (tensors[0].get_device(), *map(_dtype, tensors))
+        compiled = self._compiled.get(key)
+        if compiled:
+            if _hooked():
+                compiled[(grid, 1, 1)](*pointers, *varying, *self._rest)
+            else:  # what that comes to without hooks, for which it makes a closure and a dictionary
+                stream = driver.active.get_current_stream(key[0])
+                launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+                launcher(grid, 1, 1, stream, function, metadata, None, None, None, *pointers, *varying, *self._rest)
+            return
+        launched = self.by_triton(grid, *tensors, varying=varying)
         if compiled is None and launched is not None:
-            if len(self._compiled) >= _MAX_ENTRIES:
-                self._compiled.clear()
             # HIP specialises pointers on the size of what they point to as well.
             self._compiled[key] = launched if launched.metadata.target.backend == "cuda" else False
+
+    @staticmethod
+    def key(tensors: tuple[Tensor, ...], pointers: tuple[int, ...]) -> tuple[Any, ...]:
+        """Two calls for which Triton would take different binaries differ in this."""
+        return tensors[0].get_device(), *map(_dtype, tensors), *[pointer % 16 == 0 for pointer in pointers]
+
+    def by_triton(self, grid: int, *tensors: Tensor, varying: tuple[int, ...] = ()) -> Any:
+        return self.kernel[(grid,)](*tensors, *varying, *self.numbers, **self.constants)

@@ -1,7 +1,8 @@
-"""From tensors to kernels: allocate, take strides, pick a config. One function an operator, named as it is.
+"""From tensors to kernels: take strides, pick a config, allocate, launch. One function an operator, named as it is.
 
-Arguments have passed the operators' checks. Nothing here synchronises, and all that is allocated is an output or
-a handful of numbers, so that every launch can be captured in a CUDA graph.
+What follows from strides and options alone is made once and kept (``plan``, cached.py). Arguments have passed the
+operators' checks. Nothing here synchronises, and all that is allocated is an output or a handful of numbers, so that
+every launch can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..reference import accumulator
 from ..rows import Rows, class_weight, dense, per_row, rows
 from . import configs
 from .backward import backward_kernel
-from .cached import launch
+from .cached import Launch, plan
 from .forward import forward_kernel, join_kernel, partial_kernel
 from .short import short_kernel
 from .soft import soft_backward_kernel, soft_forward_kernel
@@ -31,10 +32,13 @@ class Shard(NamedTuple):
     coefficient: Tensor | None  # see reference_shard.py
 
 
-def _aligned(view: Rows, classes: int) -> bool:
+Strides = tuple[int, int, int]  # the last three of Rows
+
+
+def _aligned(strides: Strides, classes: int, itemsize: int) -> bool:
     """Does every row start and end on a 16-byte boundary, counted from the first?"""
-    vector = configs.vector(view.tensor.element_size())
-    return not (classes % vector or view.outer_stride % vector or view.stride % vector)
+    vector = configs.vector(itemsize)
+    return not (classes % vector or strides[1] % vector or strides[2] % vector)
 
 
 def _empty_rows(logits: Tensor) -> Tensor:
@@ -66,6 +70,85 @@ def _on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     return _HERE
 
 
+class ForwardLaunches(NamedTuple):
+    kernel: Launch
+    short_rows: int = 0  # how many of them one program handles
+    parts: int = 1  # how many programs share a row
+    join: Launch | None = None  # of their parts
+
+    def __call__(self, number: int, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
+        if self.short_rows:
+            self.kernel(-(-number // self.short_rows), *inputs, *outputs, varying=(number,))
+        elif self.join is None:
+            self.kernel(number, *inputs, *outputs)
+        else:
+            _loss, lse, argmax, _entropy = outputs
+            sums = first = torch.empty((number, 6, self.parts), dtype=lse.dtype, device=lse.device)
+            if argmax is not lse:
+                first = torch.empty((number, self.parts), dtype=torch.int32, device=lse.device)
+            self.kernel(number * self.parts, *inputs, sums, first)
+            self.join(number, *inputs, sums, first, *outputs)
+
+
+@plan
+def _forward_launches(
+    strides: Strides,
+    classes: int,
+    itemsize: int,
+    config: configs.Config,
+    parts: int,
+    part_classes: int,
+    weighted: bool,
+    with_argmax: bool,
+    with_entropy: bool,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    logit_scale: float,
+) -> ForwardLaunches:
+    options = (ignore_index, label_smoothing, softcap or 0.0, logit_scale)
+    flags: dict[str, Any] = {
+        "HAS_WEIGHT": weighted,
+        "HAS_SMOOTHING": label_smoothing > 0.0,
+        "SOFTCAP": configs.softcap(softcap, itemsize),
+        "HAS_ARGMAX": with_argmax,
+        "HAS_ENTROPY": with_entropy,
+    }
+    vector = configs.vector(itemsize)
+    aligned = _aligned(strides, classes, itemsize)
+    short = configs.short(classes, itemsize, with_argmax or with_entropy)
+    if short is not None and aligned and logit_scale > 0.0:
+        tiling = {"ROWS": short.rows, "BLOCK": short.block, "VECTOR": vector, "num_warps": short.num_warps}
+        kernel = Launch(short_kernel, classes, *strides, *options, varying=1, **flags, **tiling, num_stages=1)
+        return ForwardLaunches(kernel, short.rows)
+    tiling = {"EDGES": not aligned, "BLOCK": config.block, "VECTOR": vector}
+    tiling |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if parts == 1:
+        return ForwardLaunches(Launch(forward_kernel, classes, *strides, *options, **flags, **tiling))
+    kernel = Launch(partial_kernel, classes, part_classes, parts, *strides, *options[2:], **flags, **tiling)
+    tiling = {"PARTS": configs.power_of_two(parts), "num_warps": 1, "num_stages": 1}
+    join = Launch(join_kernel, classes, parts, *strides, *options, **flags, **tiling)
+    return ForwardLaunches(kernel, parts=parts, join=join)
+
+
+def forward_launches(
+    view: Rows,
+    weighted: bool,
+    with_argmax: bool,
+    with_entropy: bool,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    logit_scale: float,
+) -> ForwardLaunches:
+    logits = view.tensor
+    classes, itemsize, extra = logits.shape[-1], logits.element_size(), with_argmax or with_entropy
+    heavy = softcap is not None or (weighted and label_smoothing > 0.0)
+    split = configs.parts(view.number, classes, configs.forward(classes, itemsize, extra, heavy), _processors(logits))
+    flags, options = (weighted, with_argmax, with_entropy), (ignore_index, label_smoothing, softcap, logit_scale)
+    return _forward_launches(view[2:], classes, itemsize, *split, *flags, *options)
+
+
 def _forward(
     logits: Tensor,
     target: Tensor,
@@ -77,59 +160,18 @@ def _forward(
     with_argmax: bool = False,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    classes = logits.shape[-1]
     loss = _empty_rows(logits)
     lse = torch.empty_like(loss)
     argmax = torch.empty_like(loss, dtype=torch.int64) if with_argmax else lse
     entropy = torch.empty_like(loss) if with_entropy else lse
-    view = rows(logits)
-    if view.number == 0:
-        return loss, lse, argmax, entropy
-    itemsize = logits.element_size()
-    extra = with_argmax or with_entropy
-    heavy = softcap is not None or (weight is not None and label_smoothing > 0.0)
-    config = configs.forward(classes, itemsize, extra, heavy)
-    config, parts, part_classes = configs.parts(view.number, classes, config, _processors(logits))
-    short = None
-    if _aligned(view, classes) and logit_scale > 0.0:
-        short = configs.short(classes, itemsize, extra)
-    shared: dict[str, Any] = {
-        "HAS_WEIGHT": weight is not None,
-        "HAS_SMOOTHING": label_smoothing > 0.0,
-        "SOFTCAP": configs.softcap(softcap, logits.element_size()),
-        "HAS_ARGMAX": with_argmax,
-        "HAS_ENTROPY": with_entropy,
-    }
-    tiling: dict[str, Any] = {
-        "EDGES": not _aligned(view, classes),
-        "BLOCK": config.block,
-        "VECTOR": configs.vector(itemsize),
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
-    inputs = (view.tensor, dense(target), class_weight(weight, lse))
     outputs = (loss, lse, argmax, entropy)
-    options = (ignore_index, label_smoothing, softcap or 0.0, logit_scale)
-    with _on(logits):
-        if short is not None:
-            launch(short_kernel, -(-view.number // short.rows))(
-                *inputs, *outputs, view.number, classes, *view[2:], *options,
-                ROWS=short.rows, BLOCK=short.block, VECTOR=configs.vector(itemsize), num_warps=short.num_warps,
-                num_stages=1, **shared,
-            )  # fmt: skip
-        elif parts == 1:
-            launch(forward_kernel, view.number)(*inputs, *outputs, classes, *view[2:], *options, **shared, **tiling)
-        else:
-            sums = torch.empty((view.number, 6, parts), dtype=lse.dtype, device=lse.device)
-            first = torch.empty((view.number, parts), dtype=torch.int32, device=lse.device) if with_argmax else sums
-            launch(partial_kernel, view.number * parts)(
-                *inputs, sums, first, classes, part_classes, parts, *view[2:], *options[2:], **shared, **tiling
-            )
-            launch(join_kernel, view.number)(
-                *inputs, sums, first, *outputs, classes, parts, *view[2:], *options,
-                PARTS=configs.power_of_two(parts), num_warps=1, num_stages=1, **shared,
-            )  # fmt: skip
-    return loss, lse, argmax, entropy
+    view = rows(logits)
+    if view.number > 0:
+        options = (ignore_index, label_smoothing, softcap, logit_scale)
+        launches = forward_launches(view, weight is not None, with_argmax, with_entropy, *options)
+        with _on(logits):
+            launches(view.number, (view.tensor, dense(target), class_weight(weight, lse)), outputs)
+    return outputs
 
 
 def cross_entropy_forward(
@@ -174,6 +216,53 @@ def cross_entropy_forward_entropy(
     return loss, lse, entropy
 
 
+@plan
+def backward_launch(
+    strides: Strides,
+    out_strides: Strides,
+    classes: int,
+    itemsize: int,
+    grad_strides: tuple[int, int, int],  # of grad_loss, grad_lse, grad_entropy
+    with_grad_lse: bool,
+    with_entropy: bool,
+    weighted: bool,
+    shard: tuple[int, int] | None,  # class_start, num_classes
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    logit_scale: float,
+) -> tuple[int, Launch]:
+    """Programs a row, and the launch."""
+    config = configs.backward(classes, itemsize, heavy=softcap is not None)
+    blocks = -(-classes // config.block)
+    return blocks, Launch(
+        backward_kernel,
+        classes,
+        blocks,
+        *strides,
+        *out_strides,
+        *grad_strides,
+        *(shard or (0, 0)),
+        ignore_index,
+        label_smoothing,
+        softcap or 0.0,
+        logit_scale,
+        HAS_GRAD_LSE=with_grad_lse,
+        HAS_ENTROPY=with_entropy,
+        HAS_WEIGHT=weighted,
+        HAS_SMOOTHING=label_smoothing > 0.0,
+        SOFTCAP=configs.softcap(softcap, itemsize),
+        EDGES=not (_aligned(strides, classes, itemsize) and _aligned(out_strides, classes, itemsize)),
+        SAME_ROWS=strides == out_strides,
+        SHARD=shard is not None,
+        COMPARE=blocks < 8,
+        BLOCK=config.block,
+        VECTOR=configs.vector(itemsize),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
 def _backward(
     grad: Tensor,
     grad_loss: Tensor,
@@ -190,10 +279,7 @@ def _backward(
     entropy: Tensor | None = None,
     shard: Shard | None = None,
 ) -> None:
-    classes = logits.shape[-1]
     view, out = rows(logits), rows(grad)
-    config = configs.backward(classes, logits.element_size(), heavy=softcap is not None)
-    blocks = -(-classes // config.block)
     if view.number == 0:
         return
     lse = dense(lse)
@@ -206,8 +292,24 @@ def _backward(
     grad_loss, grad_loss_stride = per_row(grad_loss, lse)
     grad_lse_row, grad_lse_stride = per_row(grad_lse, lse)
     grad_entropy_row, grad_entropy_stride = per_row(grad_entropy, lse)
+    blocks, launch = backward_launch(
+        view[2:],
+        out[2:],
+        logits.shape[-1],
+        logits.element_size(),
+        (grad_loss_stride, grad_lse_stride, grad_entropy_stride),
+        grad_lse is not None,
+        grad_entropy is not None,
+        weight is not None,
+        None if shard is None else shard[:2],
+        ignore_index,
+        label_smoothing,
+        softcap,
+        logit_scale,
+    )
     with _on(logits):
-        launch(backward_kernel, view.number * blocks)(
+        launch(
+            view.number * blocks,
             grad_loss,
             grad_lse_row,
             grad_entropy_row,
@@ -218,36 +320,6 @@ def _backward(
             weights,
             weight_sum,
             out.tensor,
-            classes,
-            blocks,
-            view.inner,
-            view.outer_stride,
-            view.stride,
-            out.inner,
-            out.outer_stride,
-            out.stride,
-            grad_loss_stride,
-            grad_lse_stride,
-            grad_entropy_stride,
-            0 if shard is None else shard.class_start,
-            0 if shard is None else shard.num_classes,
-            ignore_index,
-            label_smoothing,
-            softcap or 0.0,
-            logit_scale,
-            HAS_GRAD_LSE=grad_lse is not None,
-            HAS_ENTROPY=grad_entropy is not None,
-            HAS_WEIGHT=weight is not None,
-            HAS_SMOOTHING=label_smoothing > 0.0,
-            SOFTCAP=configs.softcap(softcap, logits.element_size()),
-            EDGES=not (_aligned(view, classes) and _aligned(out, classes)),
-            SAME_ROWS=view[2:] == out[2:],
-            SHARD=shard is not None,
-            COMPARE=blocks < 8,
-            BLOCK=config.block,
-            VECTOR=configs.vector(logits.element_size()),
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
         )
 
 
@@ -325,6 +397,50 @@ def cross_entropy_backward_entropy(
     return grad
 
 
+def _soft_constants(classes: int, itemsize: int, weighted: bool, softcap: float | None) -> dict[str, Any]:
+    config = configs.soft(classes, itemsize)
+    return {
+        "HAS_WEIGHT": weighted,
+        "SOFTCAP": configs.softcap(softcap, itemsize),
+        "BLOCK": config.block,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+
+
+@plan
+def _soft_forward_launch(
+    strides: Strides,
+    target_strides: Strides,
+    classes: int,
+    itemsize: int,
+    weighted: bool,
+    label_smoothing: float,
+    softcap: float | None,
+    logit_scale: float,
+) -> Launch:
+    numbers = (classes, *strides, *target_strides, label_smoothing, softcap or 0.0, logit_scale)
+    return Launch(soft_forward_kernel, *numbers, **_soft_constants(classes, itemsize, weighted, softcap))
+
+
+@plan
+def _soft_backward_launch(
+    strides: Strides,
+    target_strides: Strides,
+    classes: int,
+    itemsize: int,
+    grad_strides: tuple[int, int],  # of grad_loss, grad_lse
+    with_grad_lse: bool,
+    weighted: bool,
+    label_smoothing: float,
+    softcap: float | None,
+    logit_scale: float,
+) -> Launch:
+    numbers = (classes, *strides, *target_strides, *grad_strides, label_smoothing, softcap or 0.0, logit_scale)
+    constants = _soft_constants(classes, itemsize, weighted, softcap)
+    return Launch(soft_backward_kernel, *numbers, HAS_GRAD_LSE=with_grad_lse, **constants)
+
+
 def soft_cross_entropy_forward(
     logits: Tensor,
     target: Tensor,
@@ -338,27 +454,13 @@ def soft_cross_entropy_forward(
     loss = _empty_rows(logits)
     lse = torch.empty_like(loss)
     view, target_view = rows(logits), rows(target)
-    config = configs.soft(classes, logits.element_size())
     if view.number > 0:
+        options = (label_smoothing, softcap, logit_scale)
+        launch = _soft_forward_launch(
+            view[2:], target_view[2:], classes, logits.element_size(), weight is not None, *options
+        )
         with _on(logits):
-            launch(soft_forward_kernel, view.number)(
-                view.tensor,
-                target_view.tensor,
-                class_weight(weight, lse),
-                loss,
-                lse,
-                classes,
-                *view[2:],
-                *target_view[2:],
-                label_smoothing,
-                softcap or 0.0,
-                logit_scale,
-                HAS_WEIGHT=weight is not None,
-                SOFTCAP=configs.softcap(softcap, logits.element_size()),
-                BLOCK=config.block,
-                num_warps=config.num_warps,
-                num_stages=config.num_stages,
-            )
+            launch(view.number, view.tensor, target_view.tensor, class_weight(weight, lse), loss, lse)
     return loss, lse
 
 
@@ -377,34 +479,24 @@ def soft_cross_entropy_backward(
     classes = logits.shape[-1]
     grad = _empty_grad(logits)
     view, target_view = rows(logits), rows(target)
-    config = configs.soft(classes, logits.element_size())
     if view.number == 0:
         return grad
     lse = dense(lse)
     grad_loss, grad_loss_stride = per_row(grad_loss, lse)
     grad_lse_row, grad_lse_stride = per_row(grad_lse, lse)
+    launch = _soft_backward_launch(
+        view[2:],
+        target_view[2:],
+        classes,
+        logits.element_size(),
+        (grad_loss_stride, grad_lse_stride),
+        grad_lse is not None,
+        weight is not None,
+        label_smoothing,
+        softcap,
+        logit_scale,
+    )
+    tensors = (grad_loss, grad_lse_row, view.tensor, target_view.tensor, lse, class_weight(weight, lse), grad)
     with _on(logits):
-        launch(soft_backward_kernel, view.number)(
-            grad_loss,
-            grad_lse_row,
-            view.tensor,
-            target_view.tensor,
-            lse,
-            class_weight(weight, lse),
-            grad,
-            classes,
-            *view[2:],
-            *target_view[2:],
-            grad_loss_stride,
-            grad_lse_stride,
-            label_smoothing,
-            softcap or 0.0,
-            logit_scale,
-            HAS_GRAD_LSE=grad_lse is not None,
-            HAS_WEIGHT=weight is not None,
-            SOFTCAP=configs.softcap(softcap, logits.element_size()),
-            BLOCK=config.block,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
+        launch(view.number, *tensors)
     return grad

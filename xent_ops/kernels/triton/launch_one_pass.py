@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..rows import Rows, class_weight, dense, per_row, rows
 from . import configs
-from .cached import launch
-from .launch import _aligned, _backward, _empty_grad, _empty_rows, _forward, _on, _processors
+from .cached import Launch, plan
+from .launch import Strides, _aligned, _backward, _empty_grad, _empty_rows, _forward, _on, _processors
 from .one_pass import one_pass_kernel, scale_kernel
 
 
@@ -40,7 +40,6 @@ def _with_grad(
     softcap: float | None,
     logit_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    classes = logits.shape[-1]
     loss = _empty_rows(logits)
     lse = torch.empty_like(loss)
     if view.number == 0:
@@ -55,39 +54,72 @@ def _with_grad(
         return loss, lse
     scale, scale_stride = per_row(grad_scale, lse)
     square, square_stride = per_row(grad_lse_square, lse)
-    edges = not (_aligned(view, classes) and _aligned(grad, classes))
-    same_rows = view[2:] == grad[2:]
-    plain = weight is None and label_smoothing == 0.0 and softcap is None and logit_scale > 0.0
-    shared = None
-    # Copies to shared memory take whole 16-byte vectors.
-    aligned = view.tensor.data_ptr() % 16 == 0 and (same_rows or not edges)
-    if plain and aligned and lse.dtype == torch.float32:
-        shared = configs.one_pass_shared(classes, logits.element_size(), _shared_memory(logits.device))
-    flags: dict[str, Any] = {
-        "HAS_LSE_SQUARE": grad_lse_square is not None,
-        "EDGES": edges,
-        "VECTOR": configs.vector(logits.element_size()),
-    }
-    strides = (classes, *view[2:], *grad[2:], scale_stride, square_stride)
+    launch = _one_pass_launch(
+        view[2:],
+        grad[2:],
+        logits.shape[-1],
+        logits.element_size(),
+        view.tensor.data_ptr() % 16 == 0,
+        _shared_memory(logits.device),
+        (scale_stride, square_stride),
+        grad_lse_square is not None,
+        weight is not None,
+        ignore_index,
+        label_smoothing,
+        softcap,
+        logit_scale,
+    )
+    weights = () if launch.kernel is not one_pass_kernel else (class_weight(weight, lse),)
     with _on(logits):
+        launch(view.number, view.tensor, dense(target), scale, square, *weights, loss, lse, grad.tensor)
+    return loss, lse
+
+
+@plan
+def _one_pass_launch(
+    strides: Strides,
+    out_strides: Strides,
+    classes: int,
+    itemsize: int,
+    on_boundary: bool,
+    capacity: int,  # bytes of shared memory for a row
+    scale_strides: tuple[int, int],  # of grad_scale, grad_lse_square
+    with_square: bool,
+    weighted: bool,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    logit_scale: float,
+) -> Launch:
+    edges = not (_aligned(strides, classes, itemsize) and _aligned(out_strides, classes, itemsize))
+    same_rows = strides == out_strides
+    numbers = (classes, *strides, *out_strides, *scale_strides, ignore_index)
+    flags: dict[str, Any] = {"HAS_LSE_SQUARE": with_square, "EDGES": edges, "VECTOR": configs.vector(itemsize)}
+    plain = not weighted and label_smoothing == 0.0 and softcap is None and logit_scale > 0.0
+    # Copies to shared memory take whole 16-byte vectors.
+    if plain and itemsize < 8 and on_boundary and (same_rows or not edges):
+        shared = configs.one_pass_shared(classes, itemsize, capacity)
         if shared is not None:
             from .one_pass_shared import one_pass_shared_kernel
 
-            launch(one_pass_shared_kernel, view.number)(
-                view.tensor, dense(target), scale, square, loss, lse, grad.tensor, *strides, ignore_index, logit_scale,
-                TILE=shared.tile, TILES=shared.tiles, KEPT=shared.kept, WARPS=shared.num_warps,
-                num_warps=shared.num_warps, **flags,
-            )  # fmt: skip
-        else:
-            config = configs.one_pass(classes, logits.element_size())
-            launch(one_pass_kernel, view.number)(
-                view.tensor, dense(target), scale, square, class_weight(weight, lse), loss, lse, grad.tensor, *strides,
-                ignore_index, label_smoothing, softcap or 0.0, logit_scale,
-                HAS_WEIGHT=weight is not None, HAS_SMOOTHING=label_smoothing > 0.0,
-                SOFTCAP=configs.softcap(softcap, logits.element_size()), SAME_ROWS=same_rows,
-                BLOCK=config.block, num_warps=config.num_warps, num_stages=config.num_stages, **flags,
-            )  # fmt: skip
-    return loss, lse
+            flags |= {"TILE": shared.tile, "TILES": shared.tiles, "KEPT": shared.kept, "WARPS": shared.num_warps}
+            return Launch(one_pass_shared_kernel, *numbers, logit_scale, **flags, num_warps=shared.num_warps)
+    config = configs.one_pass(classes, itemsize)
+    return Launch(
+        one_pass_kernel,
+        *numbers,
+        label_smoothing,
+        softcap or 0.0,
+        logit_scale,
+        HAS_WEIGHT=weighted,
+        HAS_SMOOTHING=label_smoothing > 0.0,
+        SOFTCAP=configs.softcap(softcap, itemsize),
+        SAME_ROWS=same_rows,
+        BLOCK=config.block,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **flags,
+    )
 
 
 def cross_entropy_with_grad(
@@ -131,26 +163,31 @@ def scale_grad_(grad: Tensor, factor: Tensor) -> None:
     view = rows(grad)
     if view.number == 0:
         return
-    classes = grad.shape[-1]
-    config = configs.backward(classes, grad.element_size())
-    blocks = -(-classes // config.block)
-    tiles = view.number * blocks
     values, stride = per_row(factor, grad)
+    blocks, launch = _scale_launch(view[2:], grad.shape[-1], grad.element_size(), stride)
+    tiles = view.number * blocks
     with _on(grad):
-        launch(scale_kernel, min(tiles, 8 * _processors(grad)))(
-            view.tensor,
-            values,
-            classes,
-            blocks,
-            tiles,
-            *view[2:],
-            stride,
-            PER_ROW=stride != 0,
-            BLOCK=config.block,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
+        launch(min(tiles, 8 * _processors(grad)), view.tensor, values, varying=(tiles,))
     _wrote(view, grad)
+
+
+@plan
+def _scale_launch(strides: Strides, classes: int, itemsize: int, factor_stride: int) -> tuple[int, Launch]:
+    """Programs a row, and the launch."""
+    config = configs.backward(classes, itemsize)
+    blocks = -(-classes // config.block)
+    return blocks, Launch(
+        scale_kernel,
+        classes,
+        blocks,
+        *strides,
+        factor_stride,
+        varying=1,
+        PER_ROW=factor_stride != 0,
+        BLOCK=config.block,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
 
 
 def _wrote(view: Rows, tensor: Tensor) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from .. import reference_shard
 from ..reference import accumulator
 from ..rows import class_weight, dense, rows
 from . import configs, launch
+from .cached import Launch, plan
 from .shard import join_kernel, shard_kernel
 
 JOIN_BLOCK = 128  # rows; a program reads 3 or 4 numbers of each from every rank
@@ -33,33 +33,42 @@ def cross_entropy_shard(
     view = rows(logits)
     width = reference_shard.width(view.number, weight is not None)
     out = logits.new_empty((1, width), dtype=accumulator(logits))
-    config = configs.forward(columns, logits.element_size())
     if view.number > 0:  # without rows nobody looks at the header
+        options = (label_smoothing, softcap, logit_scale)
+        place = (columns, class_start, num_classes)
+        shard_launch = _shard_launch(view[2:], place, logits.element_size(), weight is not None, *options)
         with launch._on(logits):
-            shard_kernel[(view.number,)](
-                view.tensor,
-                dense(target),
-                class_weight(weight, out),
-                out,
-                columns,
-                class_start,
-                num_classes,
-                view.inner,
-                view.outer_stride,
-                view.stride,
-                label_smoothing,
-                softcap or 0.0,
-                logit_scale,
-                HAS_WEIGHT=weight is not None,
-                HAS_SMOOTHING=label_smoothing > 0.0,
-                SOFTCAP=configs.softcap(softcap, logits.element_size()),
-                EDGES=not launch._aligned(view, columns),
-                BLOCK=config.block,
-                VECTOR=configs.vector(logits.element_size()),
-                num_warps=config.num_warps,
-                num_stages=config.num_stages,
-            )
+            shard_launch(view.number, view.tensor, dense(target), class_weight(weight, out), out)
     return out
+
+
+@plan
+def _shard_launch(
+    strides: launch.Strides,
+    place: tuple[int, int, int],  # columns, class_start, num_classes
+    itemsize: int,
+    weighted: bool,
+    label_smoothing: float,
+    softcap: float | None,
+    logit_scale: float,
+) -> Launch:
+    config = configs.forward(place[0], itemsize)
+    return Launch(
+        shard_kernel,
+        *place,
+        *strides,
+        label_smoothing,
+        softcap or 0.0,
+        logit_scale,
+        HAS_WEIGHT=weighted,
+        HAS_SMOOTHING=label_smoothing > 0.0,
+        SOFTCAP=configs.softcap(softcap, itemsize),
+        EDGES=not launch._aligned(strides, place[0], itemsize),
+        BLOCK=config.block,
+        VECTOR=configs.vector(itemsize),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
 
 
 def cross_entropy_shard_join(
@@ -78,27 +87,30 @@ def cross_entropy_shard_join(
     loss, lse, target_weight, coefficient = (gathered.new_empty(target.shape) for _ in range(4))
     number, world = target.numel(), gathered.shape[0]
     if number > 0:
+        join_launch = _join_launch(world, num_classes, weight is not None, ignore_index, label_smoothing)
+        outputs = (loss, lse, target_weight, coefficient)
         with launch._on(logits):
-            join_kernel[(triton.cdiv(number, JOIN_BLOCK),)](
-                gathered.contiguous(),
-                dense(target),
-                loss,
-                lse,
-                target_weight,
-                coefficient,
-                world,
-                number,
-                num_classes,
-                ignore_index,
-                label_smoothing,
-                HAS_WEIGHT=weight is not None,
-                HAS_SMOOTHING=label_smoothing > 0.0,
-                RANKS=triton.next_power_of_2(world),
-                BLOCK=JOIN_BLOCK,
-                num_warps=4,
-                num_stages=1,
-            )
+            blocks = -(-number // JOIN_BLOCK)
+            join_launch(blocks, gathered.contiguous(), dense(target), *outputs, varying=(number,))
     return loss, lse, target_weight, coefficient
+
+
+@plan
+def _join_launch(world: int, num_classes: int, weighted: bool, ignore_index: int, label_smoothing: float) -> Launch:
+    return Launch(
+        join_kernel,
+        world,
+        num_classes,
+        ignore_index,
+        label_smoothing,
+        varying=1,
+        HAS_WEIGHT=weighted,
+        HAS_SMOOTHING=label_smoothing > 0.0,
+        RANKS=configs.power_of_two(world),
+        BLOCK=JOIN_BLOCK,
+        num_warps=4,
+        num_stages=1,
+    )
 
 
 def _backward(

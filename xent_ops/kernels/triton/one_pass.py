@@ -118,9 +118,9 @@ def one_pass_kernel(
 def scale_kernel(
     grad_ptr,  # (outer, inner, V), rows of any stride; overwritten
     factor_ptr,  # (N,) with a stride, 0 for a scalar
+    n_tiles: "i64",
     n_cols,
     n_blocks,  # tiles of a row
-    n_tiles: "i64",
     n_inner,
     stride_outer,
     stride_inner,

@@ -100,8 +100,8 @@ def join_kernel(
     lse_ptr,  # (N,)
     target_weight_ptr,  # (N,)
     coefficient_ptr,  # (N,)
-    world,
     n_rows: "i64",
+    world,
     n_classes: "i64",
     ignore_index: "i64",
     label_smoothing: "fp64",

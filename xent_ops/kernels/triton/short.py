@@ -16,7 +16,7 @@ def short_kernel(
     lse_ptr,  # (N,)
     argmax_ptr,  # (N,) int64
     entropy_ptr,  # (N,)
-    n_rows,
+    n_rows: "i32",
     n_cols,
     n_inner,
     stride_outer,

@@ -1,0 +1,164 @@
+"""Eager training's plain mean and sum on a GPU: what is decided once must hold for every later call that it is used for."""
+
+import pytest
+import torch
+from conftest import INTERPRETED
+
+import xent_ops
+from xent_ops.ops import eager
+
+pytestmark = pytest.mark.interpreter
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request):
+    if request.param == "cpu" and not INTERPRETED:
+        pytest.skip("C++ serves the CPU")
+    return request.param
+
+
+def inputs(device, shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(shape, generator=generator).mul(3).to(device, dtype).requires_grad_()
+    target = torch.randint(0, shape[-1], shape[:-1], generator=generator).to(device)
+    target.view(-1)[1::3] = -100
+    return logits, target
+
+
+def expected(monkeypatch, logits, target, factor=1.0, **options):
+    """By the operators."""
+    with monkeypatch.context() as patch:
+        patch.setattr(eager, "undisturbed", lambda *tensors, **options: False)
+        loss = xent_ops.cross_entropy(logits, target, dim=-1, **options)
+        return loss.detach(), torch.autograd.grad(loss * factor, logits)[0]
+
+
+SHAPES = {
+    "short rows": (20, 64),
+    "odd rows": (17, 1030),
+    "batches": (2, 3, 200),
+    "split rows": (2, 5000),
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"label_smoothing": 0.1, "softcap": 5.0, "logit_scale": 0.5}, {"reduction": "sum"}],
+    ids=["plain", "options", "sum"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_values(monkeypatch, device, shape, dtype, options):
+    """Twice, on other numbers: the second call finds what the first one prepared."""
+    for seed in range(2):
+        logits, target = inputs(device, shape, dtype, seed)
+        wanted, wanted_grad = expected(monkeypatch, logits, target, -2.5, **options)
+        before = len(eager._PREPARED)
+        loss = xent_ops.cross_entropy(logits, target, dim=-1, **options)
+        assert type(loss.grad_fn).__name__ == "_PreparedBackward"
+        assert seed == 0 or len(eager._PREPARED) == before
+        torch.testing.assert_close(loss.detach(), wanted)
+        torch.testing.assert_close(torch.autograd.grad(loss * -2.5, logits)[0], wanted_grad)
+
+
+def test_other_layouts_are_other_preparations(monkeypatch, device):
+    """The same shape elsewhere: rows of a wider tensor, a pointer off its boundary, int32 targets, another index."""
+    storage, target = inputs(device, (6, 70))
+    views = {
+        "narrow": storage[:, :64],
+        "shifted": storage[:, 3:67],
+        "every other row": torch.cat([storage, storage])[::2, :64],
+        "dense": storage[:, :64].contiguous(),
+        "transposed": storage[:, :64].t().contiguous().t(),  # has to be copied
+    }
+    target = target.clamp(max=60)
+    for view in views.values():
+        for rows in (target, target.int(), target.repeat_interleave(2)[::2]):
+            for ignore_index in (-100, 7):
+                options = {"ignore_index": ignore_index}
+                logits, labels = view.detach().requires_grad_(), torch.where(rows == -100, ignore_index, rows)
+                if rows.stride() != (1,):
+                    labels = labels.repeat_interleave(2)[::2]
+                wanted, wanted_grad = expected(monkeypatch, logits, labels, **options)
+                loss = xent_ops.cross_entropy(logits, labels, **options)
+                torch.testing.assert_close(loss.detach(), wanted)
+                torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], wanted_grad)
+
+
+def test_backward_twice_and_with_a_graph(monkeypatch, device):
+    logits, target = inputs(device, (6, 30), torch.float64)
+    _, wanted_grad = expected(monkeypatch, logits, target)
+    loss = xent_ops.cross_entropy(logits, target)
+    for _ in range(2):
+        torch.testing.assert_close(torch.autograd.grad(loss, logits, retain_graph=True)[0], wanted_grad)
+    (grad,) = torch.autograd.grad(loss, logits, create_graph=True)
+    torch.testing.assert_close(grad.detach(), wanted_grad)
+    (second,) = torch.autograd.grad(grad.square().sum(), logits)
+    assert second.abs().sum() > 0
+
+
+def test_tensors_that_saved_tensor_hooks_bring_back(monkeypatch, device):
+    """Laid out otherwise than those that were saved: the gradient is made of what they hold."""
+    logits, target = inputs(device, (6, 64))
+    _, wanted_grad = expected(monkeypatch, logits, target)
+
+    def elsewhere(tensor):
+        wide = torch.full((*tensor.shape, 2), 77, dtype=tensor.dtype, device=tensor.device)
+        wide[..., 0] = tensor
+        return wide[..., 0]
+
+    with torch.autograd.graph.saved_tensors_hooks(elsewhere, lambda tensor: tensor):
+        loss = xent_ops.cross_entropy(logits, target)
+    assert type(loss.grad_fn).__name__ == "_PreparedBackward"
+    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], wanted_grad)
+
+
+def test_no_counted_row_and_no_row(device):
+    logits, target = inputs(device, (3, 30))
+    loss = xent_ops.cross_entropy(logits, torch.full_like(target, -100))
+    assert loss.isnan() and torch.autograd.grad(loss, logits)[0].count_nonzero() == 0
+    logits, target = inputs(device, (0, 30))
+    loss = xent_ops.cross_entropy(logits, target)
+    assert loss.isnan() and torch.autograd.grad(loss, logits)[0].shape == (0, 30)
+
+
+def test_a_target_out_of_range_is_nan(device):
+    logits, target = inputs(device, (4, 30))
+    target[0] = 30
+    loss = xent_ops.cross_entropy(logits, target)
+    (grad,) = torch.autograd.grad(loss, logits)
+    assert loss.isnan() and grad[0].isnan().all() and grad[1:].isfinite().all()
+
+
+def test_errors_come_before_anything_is_prepared(device):
+    logits, target = inputs(device, (4, 30))
+    before = len(eager._PREPARED)
+    with pytest.raises(ValueError, match="target has shape"):
+        xent_ops.cross_entropy(logits, target[:3])
+    with pytest.raises(TypeError, match="target has dtype"):
+        xent_ops.cross_entropy(logits, target.to(torch.int16))
+    with pytest.raises(ValueError, match="label_smoothing must be"):
+        xent_ops.cross_entropy(logits, target, label_smoothing=1.5)
+    assert len(eager._PREPARED) == before
+
+
+def test_tensors_that_are_lazily_negative(monkeypatch, device):
+    """Their storage holds the opposite of what they say."""
+    values, target = inputs(device, (4, 30))
+    logits = torch.complex(torch.zeros_like(values), values.neg()).conj().imag.detach().requires_grad_()
+    assert logits.is_neg() and torch.equal(logits, values)
+    wanted, wanted_grad = expected(monkeypatch, values, target)
+    for options in ({}, {"grad_in_forward": True}, {"lse_square_scale": 0.0, "reduction": "mean"}):
+        loss = xent_ops.cross_entropy(logits, target, **options)
+        torch.testing.assert_close(loss.detach(), wanted)
+        torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], wanted_grad)
+
+
+def test_many_upstream_gradients_at_once(monkeypatch, device):
+    """is_grads_batched runs the backward below vmap."""
+    logits, target = inputs(device, (4, 30))
+    _, wanted_grad = expected(monkeypatch, logits, target)
+    loss = xent_ops.cross_entropy(logits, target)
+    factors = torch.tensor([1.0, -2.0], device=device)
+    (grads,) = torch.autograd.grad(loss, logits, factors, is_grads_batched=True)
+    torch.testing.assert_close(grads, factors[:, None, None] * wanted_grad)
