@@ -19,10 +19,16 @@ def test_values(pool, device, world, kind, dtype):
     pool(world, device).run(cases.values, kind, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_on_the_ordinary_path(pool, device, dtype):
+    pool(2, device).run(cases.values_on_the_ordinary_path, "uneven", dtype)
+
+
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(
     "case",
     [
+        cases.one_node,
         cases.rows_match_the_oracle_closely,
         cases.edge_rows,
         cases.fewer_classes_than_ranks,

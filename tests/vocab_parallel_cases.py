@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xent_ops.distributed import vocab_parallel_cross_entropy
+from xent_ops.distributed import vocab_parallel, vocab_parallel_cross_entropy
 from xent_ops.testing import assert_grad, assert_loss, oracle, realistic_logits
 
 V = 203
@@ -137,6 +137,33 @@ def values(device, kind, dtype):
     for reduction, name, w in itertools.product(("none", "sum", "mean"), OPTIONS, (None, weight)):
         one(device, logits, target, w, kind, reduction, **OPTIONS[name])
     one(device, logits, target.clamp(min=0).to(torch.int32), weight, kind, "mean", ignore_index=0)
+
+
+def values_on_the_ordinary_path(device, kind, dtype):
+    """Through the operators and autograd, as modes and tracers get it."""
+    undisturbed, vocab_parallel.undisturbed = vocab_parallel.undisturbed, lambda *args, **options: False
+    try:
+        values(device, kind, dtype)
+    finally:
+        vocab_parallel.undisturbed = undisturbed
+
+
+def one_node(device):
+    """Of autograd in eager; backward twice; what a graph of the backward is for is refused, without a deadlock."""
+    start, size, _ = split("chunk", V)
+    x = realistic_logits(4, V, dtype=torch.float32)[:, start : start + size].to(device).requires_grad_()
+    target = torch.tensor([1, 2, -100, 50], device=device)
+    loss = vocab_parallel_cross_entropy(x, target, num_classes=V)
+    assert [type(node).__name__ for node, _ in loss.grad_fn.next_functions if node] == ["AccumulateGrad"]
+    (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (again,) = torch.autograd.grad(loss * 2, x, create_graph=True)
+    torch.testing.assert_close(again, 2 * grad)
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        torch.autograd.grad(again.sum(), x)
+    with Collectives():
+        watched = vocab_parallel_cross_entropy(x, target, num_classes=V)
+    assert "Div" in type(watched.grad_fn).__name__
+    torch.testing.assert_close(torch.autograd.grad(watched, x)[0], grad)
 
 
 def rows_match_the_oracle_closely(device):

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .vocab_parallel import chunk, vocab_parallel_cross_entropy
+from .parts import chunk
+from .vocab_parallel import vocab_parallel_cross_entropy
 
 CALLS = 10  # back to back in a sample, as a training loop makes them: the host runs ahead of the device if it can
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..ops import checks
 from .groups import Group, place, process_group
+from .parts import first_class
 
 
 def check(
@@ -49,8 +50,6 @@ def _report(
     ignore_index: int,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    from .vocab_parallel import first_class
-
     start = first_class(logits.shape[-1], class_start, num_classes, here)
     forward = {k: v for k, v in options.items() if k in ("label_smoothing", "softcap", "logit_scale")}
     checks.shard(logits, target, start, num_classes, weight, **forward)

@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ..ops import checks
 from . import vocab_parallel
 from .groups import Place, place
+from .parts import chunk
 
 
 def cross_entropy(
@@ -138,5 +139,5 @@ def _local_weight(
         return weight.redistribute(mesh, placements).to_local()
     if weight.shape != (num_classes,):
         raise ValueError(f"weight has shape {tuple(weight.shape)}; expected ({num_classes},), one weight a class")
-    start, _ = vocab_parallel.chunk(num_classes, here.rank, here.world)
+    start, _ = chunk(num_classes, here.rank, here.world)
     return weight[start : start + width]

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from ..ops import checks
-from ..ops.eager import below
-from . import consistency
+from ..ops.eager import Settings, kernels_for, undisturbed
+from . import consistency, eager
 from .groups import Group, Place, place
+from .parts import everyones_parts, first_class
 
 
 class Rows(NamedTuple):
@@ -33,34 +34,6 @@ class Rows(NamedTuple):
     loss: Tensor
     lse: Tensor
     weight: Tensor  # of the row's target; 0 in ignored rows; 1 without class weights
-
-
-def chunk(num_classes: int, rank: int, world: int) -> tuple[int, int]:
-    """(first class, number of classes) of a rank, as torch.chunk and DTensor's Shard cut a dimension."""
-    size = -(-num_classes // world)
-    start = min(rank * size, num_classes)
-    return start, min(size, num_classes - start)
-
-
-def first_class(width: int, class_start: int | None, num_classes: int, here: Place) -> int:
-    """The first class of this rank's shard of ``width`` columns; an error for what this rank alone can see is wrong."""
-    if num_classes < 1:
-        raise ValueError(f"num_classes must be at least 1, got {num_classes}")
-    if here.world > 1 and width >= num_classes > 1:
-        raise ValueError(
-            f"the shard has {width} columns, which is the whole vocabulary of num_classes={num_classes}: each of the "
-            f"{here.world} ranks must pass its own columns only"
-        )
-    if class_start is not None:
-        return class_start  # the operator checks it
-    start, size = chunk(num_classes, here.rank, here.world)
-    # The last shard that is not empty may be padded to the others' size.
-    if width != size and (size == 0 or width != -(-num_classes // here.world)):
-        raise ValueError(
-            f"the shard of rank {here.rank} has {width} columns; of num_classes={num_classes} over {here.world} ranks "
-            f"DTensor's chunk rule gives it {size} (from class {start}). Pass class_start for any other split"
-        )
-    return start
 
 
 def sharded_rows(
@@ -75,15 +48,8 @@ def sharded_rows(
 ) -> Rows:
     start = first_class(logits.shape[-1], class_start, num_classes, here)
     checks.weight_without_grad(weight)
-    # Below autograd, which has nothing to do here: in eager that spares three of the five dispatches to a formula.
-    mine = below(
-        torch.ops.xent.cross_entropy_shard.default, logits.detach(), target, start, num_classes, weight, **options
-    )
-    everyones = mine
-    if here.world > 1:
-        collectives = torch.ops._c10d_functional
-        everyones = below(collectives.all_gather_into_tensor.default, mine, here.world, here.name)
-        everyones = below(collectives.wait_tensor.default, everyones)
+    kernels = kernels_for(logits, target, weight, **options)
+    everyones = everyones_parts(kernels, logits, target, weight, here, start, num_classes, options)
     loss, lse, target_weight, _ = torch.ops.xent.cross_entropy_shard_join(
         logits, target, everyones, start, num_classes, weight, **options
     )
@@ -192,7 +158,15 @@ def vocab_parallel_cross_entropy(
         )
     checks.reduction(reduction)
     checks.lse_square_scale(lse_square_scale)
-    rows = sharded_rows(
-        logits_shard, target, weight, place(group), num_classes=num_classes, class_start=class_start, **options
-    )
+    here = place(group)
+    if (
+        not torch.compiler.is_compiling()
+        and torch.is_grad_enabled()
+        and logits_shard.requires_grad
+        and undisturbed(logits_shard, target, weight, **options)
+    ):
+        start = first_class(logits_shard.shape[-1], class_start, num_classes, here)
+        settings = Settings(reduction, lse_square_scale, options)
+        return eager.cross_entropy(logits_shard, target, weight, here, start, num_classes, settings)
+    rows = sharded_rows(logits_shard, target, weight, here, num_classes=num_classes, class_start=class_start, **options)
     return reduce_rows(rows, target, ignore_index=ignore_index, lse_square_scale=lse_square_scale, reduction=reduction)

@@ -158,11 +158,19 @@ def shard(
     _same_shape("target", target.shape, logits.shape[:-1], "one class index for each row of the logits")
     _same_device("target", target, logits)
     _options(weight, logits, label_smoothing, softcap, logit_scale)
+    columns = logits.shape[-1]
+    if (
+        _static((class_start, num_classes, columns))
+        and class_start >= 0
+        and num_classes > 0
+        and class_start + (columns > 0) <= num_classes
+    ):
+        return
     torch._check_value(num_classes > 0, lambda: f"num_classes must be at least 1, got {num_classes}")
     torch._check_value(
-        class_start >= 0 and class_start + (logits.shape[-1] > 0) <= num_classes,
+        class_start >= 0 and class_start + (columns > 0) <= num_classes,
         lambda: (
-            f"class_start={class_start} with {logits.shape[-1]} columns lies beyond num_classes={num_classes}: a "
+            f"class_start={class_start} with {columns} columns lies beyond num_classes={num_classes}: a "
             "shard starts at one of the classes (only an empty one may start behind the last)"
         ),
     )

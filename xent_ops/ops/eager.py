@@ -9,7 +9,8 @@ a tensor that was modified in place, and raise.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -109,16 +110,22 @@ def below(operator: Any, *args: Any, **options: Any) -> Any:
         return operator(*args, **options)
 
 
-def call(name: str, *args: Any, **options: Any) -> Any:
-    """``xent::name`` below autograd; where nobody watches, a profiler neither, its kernel for the device itself.
+class _Operators:
+    """Operators below autograd, by name."""
 
-    The dispatcher's way through Python and back takes longer than all that a launch does on the host (docs/design.md).
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        return functools.partial(below, getattr(torch.ops.xent, name).default)
+
+
+def kernels_for(*args: Any, **options: Any) -> Any:
+    """By name, what computes an operator of such arguments and records nothing, for the device of the first one.
+
+    Where nobody watches, a profiler neither, those are the kernels themselves: the dispatcher's way through Python and
+    back takes longer than all that a launch does on the host (docs/design.md).
     """
-    kernels = KERNELS.get(args[0].device.type)
     watched = torch.compiler.is_compiling() or torch.autograd._profiler_enabled()
-    if kernels is not None and not watched and undisturbed(*args, **options):
-        return kernels[name](*args, **options)
-    return below(getattr(torch.ops.xent, name).default, *args, **options)
+    kernels = None if watched else KERNELS.get(args[0].device.type)
+    return kernels if kernels is not None and undisturbed(*args, **options) else _Operators()
 
 
 def _count(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings) -> Counts:
@@ -150,7 +157,7 @@ def _refuse_second_derivative(option: str) -> None:
         )
 
 
-def _upstream(grad: Tensor, lse: Tensor, counts: Counts, settings: Settings) -> tuple[Tensor, Tensor | None]:
+def upstream(grad: Tensor, lse: Tensor, counts: Counts, settings: Settings) -> tuple[Tensor, Tensor | None]:
     """grad_loss and grad_lse of the rows, from the gradient of the reduced loss."""
     grad_loss = grad if counts.weights is None else grad / counts.weights
     grad_lse = None
@@ -164,7 +171,8 @@ def _upstream(grad: Tensor, lse: Tensor, counts: Counts, settings: Settings) -> 
 class _TwoPass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings) -> Tensor:
-        loss, lse = call("cross_entropy_forward", logits, target, weight, **settings.options)
+        kernels = kernels_for(logits, target, weight, **settings.options)
+        loss, lse = kernels["cross_entropy_forward"](logits, target, weight, **settings.options)
         counts = _count(logits, target, weight, settings)
         ctx.save_for_backward(logits, target, weight, lse, *counts)
         ctx.settings = settings
@@ -184,9 +192,9 @@ class _TwoPass(torch.autograd.Function):
                 **settings.options,
             )
             return *torch.autograd.grad(again, logits, grad, create_graph=True), None, None, None
-        grads = _upstream(grad, lse, Counts(*counts), settings)
-        grad_logits = call("cross_entropy_backward", *grads, logits, target, lse, weight, **settings.options)
-        return grad_logits, None, None, None
+        kernel = kernels_for(grad, logits, target, lse, weight)["cross_entropy_backward"]
+        grads = upstream(grad, lse, Counts(*counts), settings)
+        return kernel(*grads, logits, target, lse, weight, **settings.options), None, None, None
 
 
 class _Prepared(torch.autograd.Function):
@@ -259,8 +267,9 @@ class _InPlace(_TwoPass):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_derivative("inplace_backward")
         logits, target, weight, lse, *counts = ctx.saved_tensors
-        grads = _upstream(grad, lse, Counts(*counts), ctx.settings)
-        call("cross_entropy_backward_", *grads, logits, target, lse, weight, **ctx.settings.options)
+        kernel = kernels_for(grad, logits, target, lse, weight)["cross_entropy_backward_"]
+        grads = upstream(grad, lse, Counts(*counts), ctx.settings)
+        kernel(*grads, logits, target, lse, weight, **ctx.settings.options)
         return logits.detach(), None, None, None
 
 
@@ -284,11 +293,12 @@ class _OnePass(torch.autograd.Function):
         if settings.lse_square_scale != 0.0:
             square = settings.lse_square_scale * _one_over(counts.number, logits)
         args = (logits, target, scale, square, weight)
+        kernels = kernels_for(logits, target, weight, **settings.options)
         if in_place:
-            loss, lse = call("cross_entropy_with_grad_", *args, **settings.options)
+            loss, lse = kernels["cross_entropy_with_grad_"](*args, **settings.options)
             ctx.save_for_backward(logits)
         else:
-            loss, lse, gradient = call("cross_entropy_with_grad", *args, **settings.options)
+            loss, lse, gradient = kernels["cross_entropy_with_grad"](*args, **settings.options)
             ctx.save_for_backward(gradient)
         ctx.spent = False
         return _reduce(loss, lse, counts, settings)
@@ -304,5 +314,5 @@ class _OnePass(torch.autograd.Function):
         (gradient,) = ctx.saved_tensors
         ctx.spent = True
         gradient = gradient.detach()
-        call("scale_grad_", gradient, grad)
+        kernels_for(grad, gradient)["scale_grad_"](gradient, grad)
         return gradient, None, None, None, None

@@ -49,13 +49,16 @@ def _check_join(
 ) -> None:
     checks.shard(logits, target, class_start, num_classes, weight, **options)
     width = reference_shard.width(target.numel(), weight is not None)
-    torch._check_value(
-        gathered.dim() == 2 and gathered.shape[1] == width,
-        lambda: (
-            f"gathered has shape {tuple(gathered.shape)}; expected (ranks, {width}), one result of "
-            "cross_entropy_shard for each rank"
-        ),
-    )
+    if type(width) is not int or gathered.dim() != 2 or gathered.shape[1] != width:
+        torch._check_value(
+            gathered.dim() == 2 and gathered.shape[1] == width,
+            lambda: (
+                f"gathered has shape {tuple(gathered.shape)}; expected (ranks, {width}), one result of "
+                "cross_entropy_shard for each rank"
+            ),
+        )
+    if gathered.device != logits.device:
+        raise RuntimeError(f"gathered is on {gathered.device} but logits are on {logits.device}")
     if gathered.dtype != reference.accumulator(logits):
         raise TypeError(f"gathered has dtype {gathered.dtype}; expected {reference.accumulator(logits)}")
 

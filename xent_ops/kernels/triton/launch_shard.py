@@ -32,7 +32,7 @@ def cross_entropy_shard(
     columns = reference_shard.columns_of(logits, class_start, num_classes)
     view = rows(logits)
     width = reference_shard.width(view.number, weight is not None)
-    out = logits.new_empty((1, width), dtype=accumulator(logits))
+    out = torch.empty((1, width), dtype=accumulator(logits), device=logits.device)
     if view.number > 0:  # without rows nobody looks at the header
         options = (label_smoothing, softcap, logit_scale)
         place = (columns, class_start, num_classes)
@@ -84,7 +84,8 @@ def cross_entropy_shard_join(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    loss, lse, target_weight, coefficient = (gathered.new_empty(target.shape) for _ in range(4))
+    loss = torch.empty(target.shape, dtype=gathered.dtype, device=gathered.device)
+    lse, target_weight, coefficient = (torch.empty_like(loss) for _ in range(3))
     number, world = target.numel(), gathered.shape[0]
     if number > 0:
         join_launch = _join_launch(world, num_classes, weight is not None, ignore_index, label_smoothing)
@@ -154,7 +155,7 @@ def _backward(
 def cross_entropy_shard_backward(
     grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
 ) -> Tensor:
-    grad = logits.new_empty(logits.shape)
+    grad = launch._empty_grad(logits)
     _backward(grad, grad_loss, grad_lse, logits, *rest, **options)
     return grad
 
