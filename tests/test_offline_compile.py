@@ -17,12 +17,14 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
+from xent_ops.kernels.reference import accumulator  # noqa: E402
 from xent_ops.kernels.triton import (  # noqa: E402
     cached,
     launch,
     launch_mean,
     launch_one_pass,
     launch_shard,
+    launch_soft,
     one_pass_shared,
     prepared,
 )
@@ -35,7 +37,7 @@ TARGETS = {
 }
 KERNELS = {
     kernel
-    for module in (launch, launch_mean, launch_one_pass, launch_shard)
+    for module in (launch, launch_mean, launch_one_pass, launch_shard, launch_soft)
     for name, kernel in vars(module).items()
     if name.endswith("_kernel")
 }
@@ -105,15 +107,15 @@ def everything(dtype, vocabulary, full):
     weight = torch.ones(vocabulary) if full else None
     soft_options = {"label_smoothing": 0.1, "softcap": 30.0, "logit_scale": 0.5} if full else {}
     options = soft_options | {"ignore_index": 7}
-    row = torch.zeros(2, dtype=launch.accumulator(logits))
+    row = torch.zeros(2, dtype=accumulator(logits))
     launch.cross_entropy_forward(logits, target, weight, **options)
     launch.cross_entropy_forward_argmax(logits, target, weight, **options)
     launch.cross_entropy_forward_entropy(logits, target, weight, **options)
     launch.cross_entropy_backward(row, row if full else None, logits, target, row, weight, **options)
     launch.cross_entropy_backward_(row, None, logits, target, row, weight, **options)
     launch.cross_entropy_backward_entropy(row, row, row, logits, target, row, row, weight, **options)
-    launch.soft_cross_entropy_forward(logits, logits, weight, **soft_options)
-    launch.soft_cross_entropy_backward(row, row, logits, logits, row, weight, **soft_options)
+    launch_soft.soft_cross_entropy_forward(logits, logits, weight, **soft_options)
+    launch_soft.soft_cross_entropy_backward(row, row, logits, logits, row, weight, **soft_options)
     scale = torch.ones((), dtype=row.dtype)
     launch_one_pass.cross_entropy_with_grad(logits, target, scale, row if full else None, weight, **options)
     launch_one_pass.cross_entropy_with_grad_(logits, target, row, None, weight, **options)

@@ -59,11 +59,13 @@ def _second_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 define("soft_cross_entropy_forward")
 fake("soft_cross_entropy_forward", _fake_forward)
-kernels("soft_cross_entropy_forward", checks.soft_forward, reference.soft_cross_entropy_forward)
+kernels("soft_cross_entropy_forward", checks.soft_forward, reference.soft_cross_entropy_forward, module="launch_soft")
 autograd("soft_cross_entropy_forward", _backward, _setup_context)
 
 BACKWARD = define("soft_cross_entropy_backward")
 fake("soft_cross_entropy_backward", _fake_backward)
-kernels("soft_cross_entropy_backward", checks.soft_backward, reference.soft_cross_entropy_backward)
+kernels(
+    "soft_cross_entropy_backward", checks.soft_backward, reference.soft_cross_entropy_backward, module="launch_soft"
+)
 autograd("soft_cross_entropy_backward", _second_backward, save_all)
 LOWERINGS[BACKWARD] = reference.soft_cross_entropy_backward

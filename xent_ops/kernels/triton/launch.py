@@ -7,21 +7,18 @@ every launch can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..reference import accumulator
 from ..rows import Rows, class_weight, dense, per_row, rows
 from . import configs
 from .backward import backward_kernel
 from .cached import Launch, plan
+from .common import Strides, aligned, empty_grad, empty_rows, on_device_of, processors
 from .forward import forward_kernel, join_kernel, partial_kernel
 from .short import short_kernel
-from .soft import soft_backward_kernel, soft_forward_kernel
 
 
 class Shard(NamedTuple):
@@ -30,44 +27,6 @@ class Shard(NamedTuple):
     class_start: int
     num_classes: int
     coefficient: Tensor | None  # see reference_shard.py
-
-
-Strides = tuple[int, int, int]  # the last three of Rows
-
-
-def _aligned(strides: Strides, classes: int, itemsize: int) -> bool:
-    """Does every row start and end on a 16-byte boundary, counted from the first?"""
-    vector = configs.vector(itemsize)
-    return not (classes % vector or strides[1] % vector or strides[2] % vector)
-
-
-def _empty_rows(logits: Tensor) -> Tensor:
-    """One value a row. torch.empty costs half of what new_empty does."""
-    return torch.empty(logits.shape[:-1], dtype=accumulator(logits), device=logits.device)
-
-
-def _empty_grad(logits: Tensor) -> Tensor:
-    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-
-
-@functools.cache
-def _processors_of(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _processors(tensor: Tensor) -> int:
-    """Streaming multiprocessors of the tensor's device; 2 in the interpreter, so that both ways are run there."""
-    return _processors_of(tensor.device) if tensor.is_cuda else 2
-
-
-_HERE = contextlib.nullcontext()
-
-
-def _on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the tensors'."""
-    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
-        return torch.cuda.device(tensor.device)
-    return _HERE
 
 
 class ForwardLaunches(NamedTuple):
@@ -115,13 +74,13 @@ def _forward_launches(
         "HAS_ENTROPY": with_entropy,
     }
     vector = configs.vector(itemsize)
-    aligned = _aligned(strides, classes, itemsize)
+    whole_vectors = aligned(strides, classes, itemsize)
     short = configs.short(classes, itemsize, with_argmax or with_entropy)
-    if short is not None and aligned and logit_scale > 0.0:
+    if short is not None and whole_vectors and logit_scale > 0.0:
         tiling = {"ROWS": short.rows, "BLOCK": short.block, "VECTOR": vector, "num_warps": short.num_warps}
         kernel = Launch(short_kernel, classes, *strides, *options, varying=1, **flags, **tiling, num_stages=1)
         return ForwardLaunches(kernel, short.rows)
-    tiling = {"EDGES": not aligned, "BLOCK": config.block, "VECTOR": vector}
+    tiling = {"EDGES": not whole_vectors, "BLOCK": config.block, "VECTOR": vector}
     tiling |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if parts == 1:
         return ForwardLaunches(Launch(forward_kernel, classes, *strides, *options, **flags, **tiling))
@@ -144,12 +103,12 @@ def forward_launches(
     logits = view.tensor
     classes, itemsize, extra = logits.shape[-1], logits.element_size(), with_argmax or with_entropy
     heavy = softcap is not None or (weighted and label_smoothing > 0.0)
-    split = configs.parts(view.number, classes, configs.forward(classes, itemsize, extra, heavy), _processors(logits))
+    split = configs.parts(view.number, classes, configs.forward(classes, itemsize, extra, heavy), processors(logits))
     flags, options = (weighted, with_argmax, with_entropy), (ignore_index, label_smoothing, softcap, logit_scale)
     return _forward_launches(view[2:], classes, itemsize, *split, *flags, *options)
 
 
-def _forward(
+def run_forward(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
@@ -160,7 +119,7 @@ def _forward(
     with_argmax: bool = False,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    loss = _empty_rows(logits)
+    loss = empty_rows(logits)
     lse = torch.empty_like(loss)
     argmax = torch.empty_like(loss, dtype=torch.int64) if with_argmax else lse
     entropy = torch.empty_like(loss) if with_entropy else lse
@@ -169,7 +128,7 @@ def _forward(
     if view.number > 0:
         options = (ignore_index, label_smoothing, softcap, logit_scale)
         launches = forward_launches(view, weight is not None, with_argmax, with_entropy, *options)
-        with _on(logits):
+        with on_device_of(logits):
             launches(view.number, (view.tensor, dense(target), class_weight(weight, lse)), outputs)
     return outputs
 
@@ -184,7 +143,7 @@ def cross_entropy_forward(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    return _forward(logits, target, weight, ignore_index, label_smoothing, softcap, logit_scale)[:2]
+    return run_forward(logits, target, weight, ignore_index, label_smoothing, softcap, logit_scale)[:2]
 
 
 def cross_entropy_forward_argmax(
@@ -198,7 +157,7 @@ def cross_entropy_forward_argmax(
     logit_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     options = (ignore_index, label_smoothing, softcap, logit_scale)
-    return _forward(logits, target, weight, *options, with_argmax=True)[:3]
+    return run_forward(logits, target, weight, *options, with_argmax=True)[:3]
 
 
 def cross_entropy_forward_entropy(
@@ -212,7 +171,7 @@ def cross_entropy_forward_entropy(
     logit_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     options = (ignore_index, label_smoothing, softcap, logit_scale)
-    loss, lse, _, entropy = _forward(logits, target, weight, *options, with_entropy=True)
+    loss, lse, _, entropy = run_forward(logits, target, weight, *options, with_entropy=True)
     return loss, lse, entropy
 
 
@@ -252,7 +211,7 @@ def backward_launch(
         HAS_WEIGHT=weighted,
         HAS_SMOOTHING=label_smoothing > 0.0,
         SOFTCAP=configs.softcap(softcap, itemsize),
-        EDGES=not (_aligned(strides, classes, itemsize) and _aligned(out_strides, classes, itemsize)),
+        EDGES=not (aligned(strides, classes, itemsize) and aligned(out_strides, classes, itemsize)),
         SAME_ROWS=strides == out_strides,
         SHARD=shard is not None,
         COMPARE=blocks < 8,
@@ -263,7 +222,7 @@ def backward_launch(
     )
 
 
-def _backward(
+def run_backward(
     grad: Tensor,
     grad_loss: Tensor,
     grad_lse: Tensor | None,
@@ -307,7 +266,7 @@ def _backward(
         softcap,
         logit_scale,
     )
-    with _on(logits):
+    with on_device_of(logits):
         launch(
             view.number * blocks,
             grad_loss,
@@ -336,9 +295,9 @@ def cross_entropy_backward(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> Tensor:
-    grad = _empty_grad(logits)
+    grad = empty_grad(logits)
     options = (ignore_index, label_smoothing, softcap, logit_scale)
-    _backward(grad, grad_loss, grad_lse, logits, target, lse, weight, *options)
+    run_backward(grad, grad_loss, grad_lse, logits, target, lse, weight, *options)
     return grad
 
 
@@ -357,7 +316,7 @@ def cross_entropy_backward_(
 ) -> None:
     options = (ignore_index, label_smoothing, softcap, logit_scale)
     if rows(logits).tensor is logits:
-        _backward(logits, grad_loss, grad_lse, logits, target, lse, weight, *options)
+        run_backward(logits, grad_loss, grad_lse, logits, target, lse, weight, *options)
         torch.autograd.graph.increment_version(logits)  # a launch is not seen by autograd
     else:  # rows that no two strides describe: through a dense gradient
         logits.copy_(
@@ -391,112 +350,7 @@ def cross_entropy_backward_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> Tensor:
-    grad = _empty_grad(logits)
+    grad = empty_grad(logits)
     options = (ignore_index, label_smoothing, softcap, logit_scale)
-    _backward(grad, grad_loss, grad_lse, logits, target, lse, weight, *options, grad_entropy, entropy)
-    return grad
-
-
-def _soft_constants(classes: int, itemsize: int, weighted: bool, softcap: float | None) -> dict[str, Any]:
-    config = configs.soft(classes, itemsize)
-    return {
-        "HAS_WEIGHT": weighted,
-        "SOFTCAP": configs.softcap(softcap, itemsize),
-        "BLOCK": config.block,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
-
-
-@plan
-def _soft_forward_launch(
-    strides: Strides,
-    target_strides: Strides,
-    classes: int,
-    itemsize: int,
-    weighted: bool,
-    label_smoothing: float,
-    softcap: float | None,
-    logit_scale: float,
-) -> Launch:
-    numbers = (classes, *strides, *target_strides, label_smoothing, softcap or 0.0, logit_scale)
-    return Launch(soft_forward_kernel, *numbers, **_soft_constants(classes, itemsize, weighted, softcap))
-
-
-@plan
-def _soft_backward_launch(
-    strides: Strides,
-    target_strides: Strides,
-    classes: int,
-    itemsize: int,
-    grad_strides: tuple[int, int],  # of grad_loss, grad_lse
-    with_grad_lse: bool,
-    weighted: bool,
-    label_smoothing: float,
-    softcap: float | None,
-    logit_scale: float,
-) -> Launch:
-    numbers = (classes, *strides, *target_strides, *grad_strides, label_smoothing, softcap or 0.0, logit_scale)
-    constants = _soft_constants(classes, itemsize, weighted, softcap)
-    return Launch(soft_backward_kernel, *numbers, HAS_GRAD_LSE=with_grad_lse, **constants)
-
-
-def soft_cross_entropy_forward(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    *,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    classes = logits.shape[-1]
-    loss = _empty_rows(logits)
-    lse = torch.empty_like(loss)
-    view, target_view = rows(logits), rows(target)
-    if view.number > 0:
-        options = (label_smoothing, softcap, logit_scale)
-        launch = _soft_forward_launch(
-            view[2:], target_view[2:], classes, logits.element_size(), weight is not None, *options
-        )
-        with _on(logits):
-            launch(view.number, view.tensor, target_view.tensor, class_weight(weight, lse), loss, lse)
-    return loss, lse
-
-
-def soft_cross_entropy_backward(
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    weight: Tensor | None = None,
-    *,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-) -> Tensor:
-    classes = logits.shape[-1]
-    grad = _empty_grad(logits)
-    view, target_view = rows(logits), rows(target)
-    if view.number == 0:
-        return grad
-    lse = dense(lse)
-    grad_loss, grad_loss_stride = per_row(grad_loss, lse)
-    grad_lse_row, grad_lse_stride = per_row(grad_lse, lse)
-    launch = _soft_backward_launch(
-        view[2:],
-        target_view[2:],
-        classes,
-        logits.element_size(),
-        (grad_loss_stride, grad_lse_stride),
-        grad_lse is not None,
-        weight is not None,
-        label_smoothing,
-        softcap,
-        logit_scale,
-    )
-    tensors = (grad_loss, grad_lse_row, view.tensor, target_view.tensor, lse, class_weight(weight, lse), grad)
-    with _on(logits):
-        launch(view.number, *tensors)
+    run_backward(grad, grad_loss, grad_lse, logits, target, lse, weight, *options, grad_entropy, entropy)
     return grad

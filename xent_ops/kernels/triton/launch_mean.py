@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..rows import dense
 from .cached import Launch, plan
-from .launch import _on
+from .common import on_device_of
 from .mean import mean_kernel
 
 BLOCK, WARPS = 4096, 16  # 8 rows a thread: 8192 rows are two rounds of loads
@@ -20,7 +20,7 @@ def mean(loss: Tensor, row: Tensor, ignore_index: int | None) -> tuple[Tensor, T
     """
     value = torch.empty((), dtype=loss.dtype, device=loss.device)
     divisor = torch.empty_like(value)
-    with _on(loss):
+    with on_device_of(loss):
         mean_launch(True, ignore_index)(1, dense(loss), dense(row), value, divisor, varying=(loss.numel(),))
     return value, divisor
 
@@ -28,7 +28,7 @@ def mean(loss: Tensor, row: Tensor, ignore_index: int | None) -> tuple[Tensor, T
 def count(target: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
     """The divisor alone."""
     divisor = torch.empty((), dtype=dtype, device=target.device)
-    with _on(target):
+    with on_device_of(target):
         mean_launch(False, ignore_index)(1, divisor, dense(target), divisor, divisor, varying=(target.numel(),))
     return divisor
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from ..rows import Rows, class_weight, dense, per_row, rows
 from . import configs
 from .cached import Launch, plan
-from .launch import Strides, _aligned, _backward, _empty_grad, _empty_rows, _forward, _on, _processors
+from .common import Strides, aligned, empty_grad, empty_rows, on_device_of, processors
+from .launch import run_backward, run_forward
 from .one_pass import one_pass_kernel, scale_kernel
 
 
@@ -40,17 +41,17 @@ def _with_grad(
     softcap: float | None,
     logit_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    loss = _empty_rows(logits)
+    loss = empty_rows(logits)
     lse = torch.empty_like(loss)
     if view.number == 0:
         return loss, lse
-    if view.number < _processors(logits):  # a row each would leave processors idle: in two visits, from the L2 cache
+    if view.number < processors(logits):  # a row each would leave processors idle: in two visits, from the L2 cache
         options = (ignore_index, label_smoothing, softcap, logit_scale)
-        loss, lse, _, _ = _forward(logits, target, weight, *options)
+        loss, lse, _, _ = run_forward(logits, target, weight, *options)
         grad_lse = None
         if grad_lse_square is not None:
             grad_lse = torch.where(target.to(torch.int64) == ignore_index, 0.0, 2.0 * grad_lse_square * lse)
-        _backward(grad.tensor, grad_scale.expand_as(lse), grad_lse, view.tensor, target, lse, weight, *options)
+        run_backward(grad.tensor, grad_scale.expand_as(lse), grad_lse, view.tensor, target, lse, weight, *options)
         return loss, lse
     scale, scale_stride = per_row(grad_scale, lse)
     square, square_stride = per_row(grad_lse_square, lse)
@@ -70,7 +71,7 @@ def _with_grad(
         logit_scale,
     )
     weights = () if launch.kernel is not one_pass_kernel else (class_weight(weight, lse),)
-    with _on(logits):
+    with on_device_of(logits):
         launch(view.number, view.tensor, dense(target), scale, square, *weights, loss, lse, grad.tensor)
     return loss, lse
 
@@ -91,7 +92,7 @@ def _one_pass_launch(
     softcap: float | None,
     logit_scale: float,
 ) -> Launch:
-    edges = not (_aligned(strides, classes, itemsize) and _aligned(out_strides, classes, itemsize))
+    edges = not (aligned(strides, classes, itemsize) and aligned(out_strides, classes, itemsize))
     same_rows = strides == out_strides
     numbers = (classes, *strides, *out_strides, *scale_strides, ignore_index)
     flags: dict[str, Any] = {"HAS_LSE_SQUARE": with_square, "EDGES": edges, "VECTOR": configs.vector(itemsize)}
@@ -134,7 +135,7 @@ def cross_entropy_with_grad(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad = _empty_grad(logits)
+    grad = empty_grad(logits)
     options = (ignore_index, label_smoothing, softcap, logit_scale)
     return *_with_grad(rows(logits), rows(grad), logits, target, grad_scale, grad_lse_square, weight, *options), grad
 
@@ -166,8 +167,8 @@ def scale_grad_(grad: Tensor, factor: Tensor) -> None:
     values, stride = per_row(factor, grad)
     blocks, launch = _scale_launch(view[2:], grad.shape[-1], grad.element_size(), stride)
     tiles = view.number * blocks
-    with _on(grad):
-        launch(min(tiles, 8 * _processors(grad)), view.tensor, values, varying=(tiles,))
+    with on_device_of(grad):
+        launch(min(tiles, 8 * processors(grad)), view.tensor, values, varying=(tiles,))
     _wrote(view, grad)
 
 

@@ -12,6 +12,7 @@ from ..reference import accumulator
 from ..rows import class_weight, dense, rows
 from . import configs, launch
 from .cached import Launch, plan
+from .common import Strides, aligned, empty_grad, on_device_of
 from .shard import join_kernel, shard_kernel
 
 JOIN_BLOCK = 128  # rows; a program reads 3 or 4 numbers of each from every rank
@@ -37,14 +38,14 @@ def cross_entropy_shard(
         options = (label_smoothing, softcap, logit_scale)
         place = (columns, class_start, num_classes)
         shard_launch = _shard_launch(view[2:], place, logits.element_size(), weight is not None, *options)
-        with launch._on(logits):
+        with on_device_of(logits):
             shard_launch(view.number, view.tensor, dense(target), class_weight(weight, out), out)
     return out
 
 
 @plan
 def _shard_launch(
-    strides: launch.Strides,
+    strides: Strides,
     place: tuple[int, int, int],  # columns, class_start, num_classes
     itemsize: int,
     weighted: bool,
@@ -63,7 +64,7 @@ def _shard_launch(
         HAS_WEIGHT=weighted,
         HAS_SMOOTHING=label_smoothing > 0.0,
         SOFTCAP=configs.softcap(softcap, itemsize),
-        EDGES=not launch._aligned(strides, place[0], itemsize),
+        EDGES=not aligned(strides, place[0], itemsize),
         BLOCK=config.block,
         VECTOR=configs.vector(itemsize),
         num_warps=config.num_warps,
@@ -90,7 +91,7 @@ def cross_entropy_shard_join(
     if number > 0:
         join_launch = _join_launch(world, num_classes, weight is not None, ignore_index, label_smoothing)
         outputs = (loss, lse, target_weight, coefficient)
-        with launch._on(logits):
+        with on_device_of(logits):
             blocks = -(-number // JOIN_BLOCK)
             join_launch(blocks, gathered.contiguous(), dense(target), *outputs, varying=(number,))
     return loss, lse, target_weight, coefficient
@@ -134,7 +135,7 @@ def _backward(
     """Into ``grad``, which may be the logits."""
     columns = reference_shard.columns_of(logits, class_start, num_classes)
     if columns > 0:
-        launch._backward(
+        launch.run_backward(
             grad[..., :columns],
             grad_loss,
             grad_lse,
@@ -155,7 +156,7 @@ def _backward(
 def cross_entropy_shard_backward(
     grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
 ) -> Tensor:
-    grad = launch._empty_grad(logits)
+    grad = empty_grad(logits)
     _backward(grad, grad_loss, grad_lse, logits, *rest, **options)
     return grad
 

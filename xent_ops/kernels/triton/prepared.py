@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..reference import accumulator
 from ..rows import rows
-from .launch import _on, backward_launch, forward_launches
+from .common import on_device_of
+from .launch import backward_launch, forward_launches
 from .launch_mean import mean_launch
 
 
@@ -54,7 +55,7 @@ class Prepared:
         """(loss, number of counted rows where they are what it is divided by, lse)"""
         rows_loss = torch.empty(target.shape, dtype=self.row_dtype, device=logits.device)
         lse = torch.empty_like(rows_loss)
-        with _on(logits):
+        with on_device_of(logits):
             self.forward_launches(self.number, (logits, target, lse), (rows_loss, lse, lse, lse))
             if self.mean_launch is None:
                 return rows_loss.sum(), None, lse
@@ -66,7 +67,7 @@ class Prepared:
     def backward(self, grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor) -> Tensor:
         """The gradient of the logits, from that of each row's loss, ()."""
         grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        with _on(logits):
+        with on_device_of(logits):
             self.backward_launch(
                 self.number * self.blocks, grad_loss, lse, lse, logits, target, lse, lse, lse, lse, grad
             )

@@ -1,0 +1,50 @@
+"""What all launchers share: where rows lie, empty outputs, the device."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..reference import accumulator
+from . import configs
+
+Strides = tuple[int, int, int]  # the last three of Rows
+
+
+def aligned(strides: Strides, classes: int, itemsize: int) -> bool:
+    """Does every row start and end on a 16-byte boundary, counted from the first?"""
+    vector = configs.vector(itemsize)
+    return not (classes % vector or strides[1] % vector or strides[2] % vector)
+
+
+def empty_rows(logits: Tensor) -> Tensor:
+    """One value a row."""
+    return torch.empty(logits.shape[:-1], dtype=accumulator(logits), device=logits.device)
+
+
+def empty_grad(logits: Tensor) -> Tensor:
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+@functools.cache
+def _processors_of(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def processors(tensor: Tensor) -> int:
+    """Streaming multiprocessors of the tensor's device; 2 in the interpreter, so that both ways are run there."""
+    return _processors_of(tensor.device) if tensor.is_cuda else 2
+
+
+_HERE = contextlib.nullcontext()
+
+
+def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensors'."""
+    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return _HERE
