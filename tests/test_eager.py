@@ -109,8 +109,10 @@ def test_grad_in_forward_refuses_what_it_would_corrupt(h, target):
 
     with pytest.raises(RuntimeError, match="would overwrite a leaf tensor"):
         loss(h)
-    with pytest.raises(RuntimeError, match="expanded logits"):
+    with pytest.raises(RuntimeError, match="share memory between their rows"):
         loss((h[:1] * 2).expand(6, 30))
+    with pytest.raises(RuntimeError, match="share memory between their rows"):
+        loss((h * 2).view(-1).unfold(0, 30, 20)[:6])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss(h.exp()).backward()  # exp saved its output, which are the logits
     logits = h * 2
@@ -147,14 +149,18 @@ def test_grad_in_forward_means_the_ordinary_path_under_compile_and_transforms(h,
     torch.testing.assert_close(torch.func.grad(step)(h.detach()), wanted)
 
 
-def test_grad_in_forward_without_a_counted_row(device):
+@pytest.mark.parametrize("options", [{}, {"inplace_backward": True}, {"grad_in_forward": True}], ids=str)
+@pytest.mark.parametrize("scale", [0.0, 0.1])
+def test_without_a_counted_row(device, both_paths, scale, options):
     """The mean of nothing is NaN; ignored rows have zero gradients all the same."""
     h = torch.randn(3, 10, device=device, requires_grad=True)
-    loss = xent_ops.cross_entropy(
-        h, torch.full((3,), -100, device=device), grad_in_forward=True, lse_square_scale=0.1, reduction="mean"
-    )
-    loss.backward()
-    assert loss.isnan() and h.grad.count_nonzero() == 0
+    ignored = torch.full((3,), -100, device=device)
+    loss = xent_ops.cross_entropy(h * 1, ignored, lse_square_scale=scale, **options)
+    (grad,) = torch.autograd.grad(loss, h)
+    assert loss.isnan() and grad.count_nonzero() == 0
+
+
+def test_grad_in_forward_without_rows(device):
     empty = torch.randn(0, 10, device=device, requires_grad=True)
     xent_ops.cross_entropy(empty, torch.zeros(0, device=device, dtype=torch.int64), grad_in_forward=True).backward()
     assert empty.grad.shape == (0, 10)

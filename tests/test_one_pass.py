@@ -203,3 +203,17 @@ def test_no_derivative(device):
         ops.cross_entropy_with_grad_(x * 1, target, one)
     with torch.no_grad():
         ops.cross_entropy_with_grad_(x, target, one)
+
+
+def test_nothing_is_written_over_rows_that_share_memory(device):
+    logits, row = torch.zeros(100, device=device).unfold(0, 30, 20), torch.zeros(4, device=device)
+    target = row.long()
+    for call in (
+        lambda: torch.ops.xent.cross_entropy_with_grad_(logits, target, row),
+        lambda: torch.ops.xent.scale_grad_(logits, row),
+        lambda: torch.ops.xent.cross_entropy_backward_(row, None, logits, target, row),
+        lambda: torch.ops.xent.cross_entropy_shard_backward_(row, None, logits, target, row, 0, 30),
+    ):
+        with pytest.raises(RuntimeError, match="share memory between their rows"):
+            call()
+    torch.ops.xent.scale_grad_(logits[::2], row[::2])

@@ -1,5 +1,6 @@
 """Eager training's plain mean and sum on a GPU: what is decided once must hold for every later call that it is used for."""
 
+import numpy as np
 import pytest
 import torch
 from conftest import INTERPRETED
@@ -162,3 +163,36 @@ def test_many_upstream_gradients_at_once(monkeypatch, device):
     factors = torch.tensor([1.0, -2.0], device=device)
     (grads,) = torch.autograd.grad(loss, logits, factors, is_grads_batched=True)
     torch.testing.assert_close(grads, factors[:, None, None] * wanted_grad)
+
+
+def test_an_option_of_another_type_leaves_nothing_behind(monkeypatch, device):
+    """Equal keys are one key to a dictionary: 3, 3.0, np.int64(3). What is kept must be good for all of them."""
+    logits, target = inputs(device, (4, 30))
+    target = target.clamp(min=0)
+    for index, options in enumerate(({"grad_in_forward": True}, {"inplace_backward": True, "reduction": "sum"}, {})):
+        wanted, _ = expected(monkeypatch, logits, target, ignore_index=index)
+        xent_ops.cross_entropy(logits * 1, target, ignore_index=np.int64(index), **options).backward()
+        with pytest.raises((TypeError, RuntimeError), match="ignore_index"):
+            xent_ops.cross_entropy(logits * 1, target, ignore_index=float(index), **options)
+        with pytest.raises((ValueError, RuntimeError), match="ignore_index"):
+            xent_ops.cross_entropy(logits * 1, target, ignore_index=2**63, **options)
+        loss = xent_ops.cross_entropy(logits * 1, target, ignore_index=index)
+        torch.testing.assert_close(loss.detach(), wanted)
+        loss.backward()
+
+
+def test_options_that_are_tensors_are_read_at_every_call(monkeypatch, device):
+    logits, target = inputs(device, (4, 30))
+    for name, values in {
+        "lse_square_scale": (0.0, 0.5),
+        "logit_scale": (2.0, -2.0),
+        "label_smoothing": (0.1, 0.0),
+    }.items():
+        option = torch.tensor(0.0)
+        for value in values:
+            wanted, wanted_grad = expected(monkeypatch, logits, target, **{name: value})
+            option.fill_(value)
+            for one_pass in (False, True):
+                loss = xent_ops.cross_entropy(logits, target, grad_in_forward=one_pass, **{name: option})
+                torch.testing.assert_close(loss.detach(), wanted)
+                torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], wanted_grad)

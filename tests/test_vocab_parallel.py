@@ -29,6 +29,7 @@ def test_values_on_the_ordinary_path(pool, device, dtype):
     "case",
     [
         cases.one_node,
+        cases.integers_of_other_types,
         cases.rows_match_the_oracle_closely,
         cases.edge_rows,
         cases.fewer_classes_than_ranks,

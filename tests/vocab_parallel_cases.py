@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -175,6 +176,16 @@ def rows_match_the_oracle_closely(device):
     assert_loss(loss, oracle(logits, target))
 
 
+def integers_of_other_types(device):
+    start, size, _ = split("chunk", V)
+    x = torch.randn(4, size, device=device, requires_grad=True)
+    target = torch.tensor([1, 2, 3, 4], device=device)
+    wanted = vocab_parallel_cross_entropy(x, target, num_classes=V)
+    for classes, first in ((np.int64(V), np.int32(start)), (torch.tensor(V), torch.tensor(start))):
+        found = vocab_parallel_cross_entropy(x, target, num_classes=classes, class_start=first)
+        assert torch.equal(found, wanted)
+
+
 def edge_rows(device):
     """A shard of -inf, all rows ignored, no rows."""
     logits = realistic_logits(4, V, dtype=torch.float32)
@@ -192,6 +203,8 @@ def edge_rows(device):
     for rows in (3, 0):
         mean = vocab_parallel_cross_entropy(x[:rows], ignored[:rows], num_classes=V, lse_square_scale=0.1)
         assert mean.isnan()
+        (grad,) = torch.autograd.grad(mean, x)
+        assert grad.count_nonzero() == 0
         total = vocab_parallel_cross_entropy(x[:rows], ignored[:rows], num_classes=V, reduction="sum")
         assert total == 0
         (grad,) = torch.autograd.grad(total, x)
@@ -277,6 +290,9 @@ def bad_input(device):
         ),
         (x[:, :size], {"class_start": -1}, ValueError, "class_start=-1"),
         (x[:, :size], {"num_classes": 0}, ValueError, "num_classes must be at least 1"),
+        (x[:, :size], {"num_classes": float(V)}, TypeError, f"num_classes must be an integer, got {V}.0"),
+        (x[:, :size], {"class_start": 0.5}, TypeError, "class_start must be an integer, got 0.5"),
+        (x[:, :size], {"num_classes": 2**63, "class_start": 0}, ValueError, "num_classes must fit into 64 bits"),
         (x[:3, :size], {}, ValueError, r"target has shape \(4,\)"),
         (x[:, :size], {"reduction": "avg"}, ValueError, "'avg' is not a valid value for reduction"),
         (x[:, :size], {"weight": x[0]}, ValueError, r"weight has shape \(203,\)"),

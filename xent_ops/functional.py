@@ -153,7 +153,8 @@ def cross_entropy(
                 target, weight, ignore_index=ignore_index, classes=logits.shape[-1], dtype=loss.dtype, **loss_options
             )
             return reduce_rows(loss, lse, counts, **loss_options).loss
-        one_node = inplace_backward or grad_in_forward or eager.undisturbed(logits, target, weight, **options)
+        one_node = inplace_backward or grad_in_forward
+        one_node = one_node or eager.undisturbed(logits, target, weight, lse_square_scale=lse_square_scale, **options)
         if one_node and logits.requires_grad and torch.is_grad_enabled():
             checks.lse_square_scale(lse_square_scale)
             checks.weight_without_grad(weight)

@@ -138,6 +138,8 @@ def vocab_parallel_cross_entropy(
     different targets or options: the numbers are then wrong. Different row counts are an error, or a hang, of the
     communication library.
     """
+    num_classes = checks.integer("num_classes", num_classes)
+    class_start = None if class_start is None else checks.integer("class_start", class_start)
     options: dict[str, Any] = {
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
@@ -163,7 +165,7 @@ def vocab_parallel_cross_entropy(
         not torch.compiler.is_compiling()
         and torch.is_grad_enabled()
         and logits_shard.requires_grad
-        and undisturbed(logits_shard, target, weight, **options)
+        and undisturbed(logits_shard, target, weight, lse_square_scale=lse_square_scale, **options)
     ):
         start = first_class(logits_shard.shape[-1], class_start, num_classes, here)
         settings = Settings(reduction, lse_square_scale, options)

@@ -7,8 +7,9 @@ compared through ``torch._check_value``, which guards them and keeps the text.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -77,6 +78,31 @@ def _options(
         raise ValueError(f"softcap must be a finite number above 0, or None for no cap, got {softcap}")
     if not math.isfinite(scale):
         raise ValueError(f"logit_scale must be finite, got {scale}")
+
+
+def is_int64(value: Any) -> bool:
+    return type(value) is int and -(2**63) <= value < 2**63
+
+
+def integer(name: str, value: Any) -> int:
+    """A plain int of anything that is an integer; symbols stay what they are."""
+    if is_int64(value) or isinstance(value, torch.SymInt) or torch.compiler.is_compiling():
+        return value
+    try:
+        plain = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+    if not is_int64(plain):
+        raise ValueError(f"{name} must fit into 64 bits, got {plain}")
+    return plain
+
+
+def number(name: str, value: Any) -> float:
+    """A plain float of anything that is a number; of a tensor on a GPU, this synchronises."""
+    try:
+        return value if type(value) is float else float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a number, got {value!r}") from None
 
 
 def reduction(value: str) -> None:
@@ -229,6 +255,19 @@ def without_grad(name: str, tensor: Tensor) -> None:
             f"{name} require grad and would be overwritten by an operator that has no derivative: call it below "
             "torch.no_grad(), or use xent_ops.cross_entropy(..., grad_in_forward=True)"
         )
+
+
+def writable(name: str, tensor: Tensor) -> None:
+    """Refuse elements that share memory, and strides so odd that it takes more to tell."""
+    behind = 0  # the last element of the dimensions with smaller strides
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= behind:
+                raise RuntimeError(
+                    f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} share memory between their "
+                    "rows, so that no gradient can be written over them: pass a copy"
+                )
+            behind += (size - 1) * stride
 
 
 def soft_forward(

@@ -38,6 +38,11 @@ def _fake_backward_(*args: Any, **options: Any) -> None:
     checks.index_backward(*args, **options)
 
 
+def _check_backward_(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *args: Any, **options: Any) -> None:
+    checks.index_backward(grad_loss, grad_lse, logits, *args, **options)
+    checks.writable("logits", logits)
+
+
 def save_rows(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Any, ...]) -> None:
     """Keep the logits, the target and one float a row: the backward makes the softmax again from the lse."""
     logits, target, weight = inputs
@@ -92,4 +97,4 @@ LOWERINGS[BACKWARD] = reference.cross_entropy_backward
 
 define("cross_entropy_backward_")
 fake("cross_entropy_backward_", _fake_backward_)
-kernels("cross_entropy_backward_", checks.index_backward, reference.cross_entropy_backward_, ascend=True)
+kernels("cross_entropy_backward_", _check_backward_, reference.cross_entropy_backward_, ascend=True)

@@ -22,7 +22,7 @@ from .composite import Counts, count_rows, reduce_rows
 from .library import KERNELS, PREPARED_DEVICES, prepared_launcher
 
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
-_OTHERS = frozenset((float, int, type(None)))
+_NUMBERS = frozenset((float, int, type(None)))
 
 
 class Settings(NamedTuple):
@@ -31,6 +31,22 @@ class Settings(NamedTuple):
     reduction: str
     lse_square_scale: float
     options: dict[str, Any]
+
+
+def _plain_numbers(settings: Settings) -> Settings:
+    """The same in Python's own types, as the dispatcher would convert them."""
+    values = settings.options
+    if _are_numbers(lse_square_scale=settings.lse_square_scale, **values):
+        return settings
+    options: dict[str, Any] = {
+        name: value if value is None else checks.number(name, value) for name, value in values.items()
+    }
+    options["ignore_index"] = checks.integer("ignore_index", values["ignore_index"])
+    return Settings(settings.reduction, checks.number("lse_square_scale", settings.lse_square_scale), options)
+
+
+def _are_numbers(**options: Any) -> bool:
+    return _NUMBERS.issuperset(map(type, options.values())) and checks.is_int64(options.get("ignore_index", 0))
 
 
 def undisturbed(*args: Any, **options: Any) -> bool:
@@ -46,32 +62,29 @@ def undisturbed(*args: Any, **options: Any) -> bool:
         and torch._C._get_tracing_state() is None
         and not torch._C._are_functorch_transforms_active()
         and _plain(args)
-        and _plain(options.values())
-        and type(options.get("ignore_index", 0)) is int
+        and _are_numbers(**options)
     )
 
 
-def _plain(values: Iterable[Any]) -> bool:
-    for value in values:
+def _plain(args: Iterable[Any]) -> bool:
+    for value in args:
         if type(value) in _TENSORS:
             keys = torch._C._dispatch_keys(value).raw_repr()
             if keys not in _PLAIN_KEYS and not _has_plain_keys(value, keys):
                 return False
-        elif type(value) not in _OTHERS:
+        elif value is not None:
             return False
     return True
 
 
-_PLAIN_KEYS: set[int] = (
-    set()
-)  # of ordinary tensors, whose operators go to the device's kernel, and of inference tensors
+# Of tensors whose operators go straight to the device's kernel; those that were made in inference mode have others.
+_PLAIN_KEYS: set[int] = set()
 
 
 def _has_plain_keys(tensor: Tensor, keys: int) -> bool:
-    if tensor.device.type in KERNELS:
-        for inference in (False, True):
-            with torch.inference_mode(inference):
-                _PLAIN_KEYS.add(torch._C._dispatch_keys(torch.empty(0, device=tensor.device)).raw_repr())
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            _PLAIN_KEYS.add(torch._C._dispatch_keys(torch.empty(0, device=tensor.device)).raw_repr())
     return keys in _PLAIN_KEYS
 
 
@@ -91,8 +104,9 @@ def cross_entropy(
                 "inplace_backward=True would overwrite a leaf tensor that requires grad with its own gradient: "
                 "pass the output of a layer, or leave inplace_backward off"
             )
-        if any(stride == 0 for size, stride in zip(logits.shape, logits.stride(), strict=True) if size > 1):
-            raise RuntimeError("inplace_backward=True cannot write into expanded logits, whose rows share memory")
+        checks.writable("logits", logits)
+    if inplace_backward or grad_in_forward:  # which come here with any arguments
+        settings = _plain_numbers(settings)
     if grad_in_forward:
         return _OnePass.apply(logits, target, weight, settings, inplace_backward)
     if not inplace_backward:
@@ -129,7 +143,8 @@ def kernels_for(*args: Any, **options: Any) -> Any:
 
 
 def _count(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings) -> Counts:
-    if settings.reduction == "mean" and settings.lse_square_scale == 0.0 and weight is None and undisturbed(target):
+    plain = settings.reduction == "mean" and settings.lse_square_scale == 0.0 and weight is None
+    if plain and target.dtype in checks.INDICES and undisturbed(target):
         launcher = prepared_launcher(target, mean=True, module="launch_mean")
         if launcher is not None:
             number = launcher.count(target, settings.options["ignore_index"], reference.accumulator(logits))
@@ -164,7 +179,8 @@ def upstream(grad: Tensor, lse: Tensor, counts: Counts, settings: Settings) -> t
     if settings.lse_square_scale != 0.0:
         assert counts.counted is not None
         per_row = grad if counts.number is None else grad / counts.number
-        grad_lse = torch.where(counts.counted, lse, 0.0) * (2 * settings.lse_square_scale * per_row)
+        # Chosen last: without a counted row, per_row is infinite.
+        grad_lse = torch.where(counts.counted, lse * (2 * settings.lse_square_scale * per_row), 0.0)
     return grad_loss.expand(lse.shape), grad_lse
 
 

@@ -27,6 +27,12 @@ def _fake_with_grad(logits: Tensor, *args: Any, **options: Any) -> tuple[Tensor,
 def _check_with_grad_(logits: Tensor, *args: Any, **options: Any) -> None:
     checks.without_grad("logits", logits)
     checks.index_with_grad(logits, *args, **options)
+    checks.writable("logits", logits)
+
+
+def _check_scale(grad: Tensor, factor: Tensor) -> None:
+    checks.scale_grad(grad, factor)
+    checks.writable("grad", grad)
 
 
 def _check_values(
@@ -69,4 +75,4 @@ kernels(
 
 define("scale_grad_")
 fake("scale_grad_", checks.scale_grad)
-kernels("scale_grad_", checks.scale_grad, reference.scale_grad_, module="launch_one_pass")
+kernels("scale_grad_", _check_scale, reference.scale_grad_, module="launch_one_pass")

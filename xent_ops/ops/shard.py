@@ -97,6 +97,11 @@ def _fake_backward(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *
     return logits.new_empty(logits.shape)
 
 
+def _check_backward_(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *args: Any, **options: Any) -> None:
+    _check_backward(grad_loss, grad_lse, logits, *args, **options)
+    checks.writable("logits", logits)
+
+
 def _fake_backward_(*args: Any, **options: Any) -> None:
     _check_backward(*args, **options)
 
@@ -168,7 +173,7 @@ define("cross_entropy_shard_backward_")
 fake("cross_entropy_shard_backward_", _fake_backward_)
 kernels(
     "cross_entropy_shard_backward_",
-    _check_backward,
+    _check_backward_,
     reference_shard.cross_entropy_shard_backward_,
     module="launch_shard",
 )
