@@ -71,11 +71,6 @@ Read read(const Tensor& tensor) {
 }
 
 Write::Write(const Tensor& tensor) : tensor_(tensor), memory_(tensor) {
-  for (int64_t i = 0; i < tensor.dim(); ++i) {
-    if (tensor.size(i) > 1 && tensor.stride(i) == 0) {
-      throw std::runtime_error("the gradient cannot be written over expanded logits, whose elements share memory");
-    }
-  }
   auto found = layout(tensor);
   if (!found) {
     memory_ = torch::stable::contiguous(tensor);

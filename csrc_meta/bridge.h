@@ -28,7 +28,7 @@ struct Read {
 };
 Read read(const Tensor& tensor);
 
-// Where a gradient is written: the tensor itself, or a copy that `finish` writes back.
+// Where a gradient is written (checks::writable): the tensor itself, or a copy that `finish` writes back.
 class Write {
  public:
   explicit Write(const Tensor& tensor);

@@ -1,10 +1,13 @@
 #include "checks.h"
 
+#include <algorithm>
 #include <cmath>
 #include <initializer_list>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace xent::checks {
 namespace {
@@ -220,6 +223,26 @@ void scale_grad(const Tensor& grad, const Tensor& factor) {
   require(grad.dim() >= 1, "grad has no dimension; expected shape (..., V)");
   check_dtype("grad", grad, FLOATS);
   scalar_or_row_values("grad", grad, "factor", factor);
+}
+
+void writable(const char* name, const Tensor& tensor) {
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  std::vector<std::pair<int64_t, int64_t>> dimensions;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    dimensions.emplace_back(strides[i], sizes[i]);
+  }
+  std::sort(dimensions.begin(), dimensions.end());
+  int64_t behind = 0;  // the last element of the dimensions with smaller strides
+  for (const auto& [stride, size] : dimensions) {
+    if (size > 1) {
+      require<std::runtime_error>(
+          stride > behind, name, " of shape ", shape(sizes_of(tensor)), " and strides ",
+          shape(std::vector<int64_t>(strides.begin(), strides.end())),
+          " share memory between their rows, so that no gradient can be written over them: pass a copy");
+      behind += (size - 1) * stride;
+    }
+  }
 }
 
 void reduction(const std::string& value) {

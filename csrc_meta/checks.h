@@ -31,6 +31,9 @@ void scalar_or_row_values(const char* owner, const Tensor& matrix, const char* n
 
 void scale_grad(const Tensor& grad, const Tensor& factor);
 
+// Not for meta tensors: reads the strides.
+void writable(const char* name, const Tensor& tensor);
+
 void reduction(const std::string& value);
 
 void lse_square_scale(double value);

@@ -218,6 +218,7 @@ void return_gradient(Stack& stack, const In& in) {
 template <class In>
 void write_over_logits(Stack& stack, const In& in) {
   if (!stack.meta) {
+    checks::writable("logits", in.logits);
     in.write(in.logits);
   }
   stack.returns();
@@ -294,6 +295,7 @@ void cross_entropy_with_grad_(Stack& stack) {
   const WithGrad in(stack);
   const Tensor loss = per_row(in.logits, in.target), lse = per_row(in.logits, in.target);
   if (!stack.meta) {
+    checks::writable("logits", in.logits);
     in.write(loss, lse, in.logits);
   }
   stack.returns(loss, lse);
@@ -304,6 +306,7 @@ void scale_grad_(Stack& stack) {
   const Tensor factor = stack.tensor();
   checks::scale_grad(grad, factor);
   if (!stack.meta) {
+    checks::writable("grad", grad);
     const bridge::Write out(grad);
     const bridge::PerRow values(factor, bridge::accumulator(grad));
     cpu::scale_grad(Problem(grad, std::nullopt, Options()), out.rows, values.values, bridge::threads());

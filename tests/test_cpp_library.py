@@ -191,6 +191,11 @@ def bad_calls():
     yield "cross_entropy_with_grad", (x, t + 6, rows[0]), {}
     yield "scale_grad_", (x[0, 0], rows[0]), {}
     yield "scale_grad_", (x, rows[1:]), {}
+    shared = torch.zeros(40).unfold(0, 9, 5)[:4]
+    yield "cross_entropy_backward_", (rows, None, x[:1].expand(4, 9), t, rows), {}
+    yield "cross_entropy_with_grad_", (shared, t, rows[0]), {}
+    yield "scale_grad_", (shared, rows[0]), {}
+    yield "cross_entropy_shard_backward_", (rows, None, shared, t, rows, 0, 9), {}
     yield "soft_cross_entropy_forward", (x, t), {}
     yield "soft_cross_entropy_forward", (x, x[:, :3]), {}
     yield "soft_cross_entropy_backward", (rows, None, x, x, rows[:0]), {}

@@ -43,7 +43,7 @@ def _same_shape(name: str, shape: torch.Size, expected: torch.Size, meaning: str
         torch._check_value(size == wanted, message)
 
 
-def _same_device(name: str, tensor: Tensor, other: Tensor, owner: str = "logits are") -> None:
+def same_device(name: str, tensor: Tensor, other: Tensor, owner: str = "logits are") -> None:
     if tensor.device != other.device:
         raise RuntimeError(f"{name} is on {tensor.device} but {owner} on {other.device}; both must be on one device")
 
@@ -71,7 +71,7 @@ def _options(
     if weight is not None:
         _dtype("weight", weight, FLOATS)
         _same_shape("weight", weight.shape, logits.shape[-1:], "one weight a class")
-        _same_device("weight", weight, logits)
+        same_device("weight", weight, logits)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be between 0.0 and 1.0, got {label_smoothing}")
     if softcap is not None and not (softcap > 0.0 and math.isfinite(softcap)):
@@ -162,7 +162,7 @@ def index_forward(
     _logits(logits)
     _dtype("target", target, INDICES)
     _same_shape("target", target.shape, logits.shape[:-1], "one class index for each row of the logits")
-    _same_device("target", target, logits)
+    same_device("target", target, logits)
     _options(weight, logits, label_smoothing, softcap, logit_scale)
 
 
@@ -182,7 +182,7 @@ def shard(
     _logits(logits, may_be_empty=True)
     _dtype("target", target, INDICES)
     _same_shape("target", target.shape, logits.shape[:-1], "one class index for each row of the logits")
-    _same_device("target", target, logits)
+    same_device("target", target, logits)
     _options(weight, logits, label_smoothing, softcap, logit_scale)
     columns = logits.shape[-1]
     if (
@@ -282,7 +282,7 @@ def soft_forward(
     _logits(logits)
     _dtype("target of class probabilities", target, FLOATS)
     _same_shape("target", target.shape, logits.shape, "one probability for each logit")
-    _same_device("target", target, logits)
+    same_device("target", target, logits)
     _options(weight, logits, label_smoothing, softcap, logit_scale)
 
 
@@ -308,7 +308,7 @@ def rows_of(logits: Tensor, **tensors: Tensor | None) -> None:
         if tensor is not None:
             _dtype(name, tensor, FLOATS)
             _same_shape(name, tensor.shape, logits.shape[:-1], "one value for each row of the logits")
-            _same_device(name, tensor, logits)
+            same_device(name, tensor, logits)
 
 
 def scalar_or_rows_of(owner: str, matrix: Tensor, **tensors: Tensor | None) -> None:
@@ -319,4 +319,4 @@ def scalar_or_rows_of(owner: str, matrix: Tensor, **tensors: Tensor | None) -> N
         _dtype(name, tensor, FLOATS)
         if tensor.dim() > 0:
             _same_shape(name, tensor.shape, matrix.shape[:-1], f"one value for each row of the {owner}, or ()")
-        _same_device(name, tensor, matrix, "logits are" if owner == "logits" else f"{owner} is")
+        same_device(name, tensor, matrix, "logits are" if owner == "logits" else f"{owner} is")

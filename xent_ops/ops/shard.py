@@ -57,8 +57,7 @@ def _check_join(
                 "cross_entropy_shard for each rank"
             ),
         )
-    if gathered.device != logits.device:
-        raise RuntimeError(f"gathered is on {gathered.device} but logits are on {logits.device}")
+    checks.same_device("gathered", gathered, logits)
     if gathered.dtype != reference.accumulator(logits):
         raise TypeError(f"gathered has dtype {gathered.dtype}; expected {reference.accumulator(logits)}")
 
