@@ -10,48 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops import checks
 from ..ops.composite import Counts, reduce_rows
 from ..ops.eager import Settings, kernels_for, upstream
 from ..ops.library import prepared_launcher
 from .groups import Place
-from .parts import everyones_parts
-
-
-def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    here: Place,
-    start: int,
-    num_classes: int,
-    settings: Settings,
-) -> Tensor:
-    """The reduced loss of a shard (..., columns) that requires grad; the caller has checked what operators do not."""
-    checks.weight_without_grad(weight)
-    return _Loss.apply(logits, target, weight, here, start, num_classes, settings)
+from .parts import counts_of, everyones_parts
 
 
 def _reduce(
     loss: Tensor, lse: Tensor, target_weight: Tensor, target: Tensor, settings: Settings
 ) -> tuple[Tensor, Counts]:
-    """As vocab_parallel.reduce_rows; and what the backward divides by."""
-    counted = number = weights = None
-    if settings.lse_square_scale != 0.0:
-        counted = target.to(torch.int64) != settings.options["ignore_index"]
-    if settings.reduction == "mean":
-        launcher = prepared_launcher(target, mean=True, module="launch_mean") if counted is None else None
+    """The loss, and what the backward divides by."""
+    reduction, lse_square_scale, options = settings
+    if reduction == "mean" and lse_square_scale == 0.0:
+        launcher = prepared_launcher(target, mean=True, module="launch_mean")
         if launcher is not None:
             value, weights = launcher.mean(loss, target_weight, None)
             return value, Counts(None, weights, weights)
-        weights = target_weight.sum()
-        number = weights if counted is None else counted.sum()
-    counts = Counts(counted, number, weights)
-    scale, reduction = settings.lse_square_scale, settings.reduction
-    return reduce_rows(loss, lse, counts, lse_square_scale=scale, reduction=reduction).loss, counts
+    loss_options: dict[str, Any] = {"lse_square_scale": lse_square_scale, "reduction": reduction}
+    counts = counts_of(target_weight, target, ignore_index=options["ignore_index"], **loss_options)
+    return reduce_rows(loss, lse, counts, **loss_options).loss, counts
 
 
-class _Loss(torch.autograd.Function):
+class Loss(torch.autograd.Function):
+    """The reduced loss of a shard (..., columns) that requires grad; the caller has checked what operators do not."""
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -1,4 +1,4 @@
-"""What each rank holds of the vocabulary, and what all ranks hand over of their columns."""
+"""What each rank holds of the vocabulary, what all ranks hand over of their columns, and what a loss is divided by."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.composite import Counts
 from ..ops.eager import below
 from .groups import Place
 
@@ -60,3 +61,15 @@ def everyones_parts(
         parts = below(collectives.all_gather_into_tensor.default, parts, here.world, here.name)
         parts = below(collectives.wait_tensor.default, parts)
     return parts
+
+
+def counts_of(
+    target_weight: Tensor, target: Tensor, *, ignore_index: int, lse_square_scale: float, reduction: str
+) -> Counts:
+    """As ops/composite.py counts rows, with the weight of each row's target in place of the class weights."""
+    mean = reduction == "mean"
+    weights = target_weight.sum() if mean else None
+    if lse_square_scale == 0.0:
+        return Counts(None, weights, weights)
+    counted = target.to(torch.int64) != ignore_index
+    return Counts(counted, counted.sum() if mean else None, weights)

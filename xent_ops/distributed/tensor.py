@@ -69,16 +69,43 @@ def cross_entropy(
     )
     options: dict[str, Any] = {"ignore_index": ignore_index, "lse_square_scale": lse_square_scale}
     if reduction == "none":
-        loss = vocab_parallel.reduce_rows(outputs, local_target, reduction="none", **options)
+        loss = _combine(_sums_of_rows(outputs, local_target, reduction="none", **options), "none")
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(loss.contiguous(), mesh, rows, run_check=False, shape=shape, stride=stride)
-    sums = torch.stack(vocab_parallel.sums_of_rows(outputs, local_target, reduction=reduction, **options))
+    sums = torch.stack(_sums_of_rows(outputs, local_target, reduction=reduction, **options))
     partial = [Partial() if isinstance(placement, Shard) else Replicate() for placement in rows]
     replicated = [Replicate()] * mesh.ndim
     if partial != replicated:
         sums = DTensor.from_local(sums, mesh, partial, run_check=False).redistribute(mesh, replicated).to_local()
-    loss = vocab_parallel.combine(list(sums.unbind()), reduction)
+    loss = _combine(list(sums.unbind()), reduction)
     return DTensor.from_local(loss, mesh, replicated, run_check=False)
+
+
+def _sums_of_rows(
+    rows: vocab_parallel.Rows, target: Tensor, *, ignore_index: int, lse_square_scale: float, reduction: str
+) -> list[Tensor]:
+    """What adds up over rows: loss, and the z-loss where there is one, each for "mean" with what divides it."""
+    terms = [rows.loss]
+    counted = None
+    if lse_square_scale != 0.0:
+        counted = target.to(torch.int64) != ignore_index
+        # Masked before the square: a row of padding may hold anything, and the gradient of inf^2 * 0 is NaN.
+        z_loss = lse_square_scale * torch.where(counted, rows.lse, 0.0).square()
+    if reduction == "mean":
+        terms.append(rows.weight)
+    if counted is not None:
+        terms.append(z_loss)
+        if reduction == "mean":
+            terms.append(counted.to(z_loss.dtype))
+    return terms if reduction == "none" else [term.sum() for term in terms]
+
+
+def _combine(sums: list[Tensor], reduction: str) -> Tensor:
+    """The loss of what ``_sums_of_rows`` returned."""
+    if reduction != "mean":
+        return sums[0] if len(sums) == 1 else sums[0] + sums[1]
+    loss = sums[0] / sums[1]
+    return loss if len(sums) == 2 else loss + sums[2] / sums[3]
 
 
 def _vocabulary_dimension(input: DTensor, classes_dim: int) -> int | None:

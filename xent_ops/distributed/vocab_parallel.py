@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from ..ops import checks
+from ..ops.composite import reduce_rows
 from ..ops.eager import Settings, kernels_for, undisturbed
 from . import consistency, eager
 from .groups import Group, Place, place
-from .parts import everyones_parts, first_class
+from .parts import counts_of, everyones_parts, first_class
 
 
 class Rows(NamedTuple):
@@ -54,39 +55,6 @@ def sharded_rows(
         logits, target, everyones, start, num_classes, weight, **options
     )
     return Rows(loss, lse, target_weight)
-
-
-def reduce_rows(rows: Rows, target: Tensor, *, ignore_index: int, lse_square_scale: float, reduction: str) -> Tensor:
-    """As ops/composite.py reduces, with the weight of each row's target in place of the class weights."""
-    sums = sums_of_rows(rows, target, ignore_index=ignore_index, lse_square_scale=lse_square_scale, reduction=reduction)
-    return combine(sums, reduction)
-
-
-def combine(sums: list[Tensor], reduction: str) -> Tensor:
-    """The loss of what ``sums_of_rows`` returned."""
-    if reduction != "mean":
-        return sums[0] if len(sums) == 1 else sums[0] + sums[1]
-    loss = sums[0] / sums[1]
-    return loss if len(sums) == 2 else loss + sums[2] / sums[3]
-
-
-def sums_of_rows(
-    rows: Rows, target: Tensor, *, ignore_index: int, lse_square_scale: float, reduction: str
-) -> list[Tensor]:
-    """What adds up over rows: loss, and the z-loss where there is one, each for "mean" with what divides it."""
-    terms = [rows.loss]
-    counted = None
-    if lse_square_scale != 0.0:
-        counted = target.to(torch.int64) != ignore_index
-        # Masked before the square: a row of padding may hold anything, and the gradient of inf^2 * 0 is NaN.
-        z_loss = lse_square_scale * torch.where(counted, rows.lse, 0.0).square()
-    if reduction == "mean":
-        terms.append(rows.weight)
-    if counted is not None:
-        terms.append(z_loss)
-        if reduction == "mean":
-            terms.append(counted.to(z_loss.dtype))
-    return terms if reduction == "none" else [term.sum() for term in terms]
 
 
 def vocab_parallel_cross_entropy(
@@ -167,8 +135,11 @@ def vocab_parallel_cross_entropy(
         and logits_shard.requires_grad
         and undisturbed(logits_shard, target, weight, lse_square_scale=lse_square_scale, **options)
     ):
+        checks.weight_without_grad(weight)
         start = first_class(logits_shard.shape[-1], class_start, num_classes, here)
         settings = Settings(reduction, lse_square_scale, options)
-        return eager.cross_entropy(logits_shard, target, weight, here, start, num_classes, settings)
+        return eager.Loss.apply(logits_shard, target, weight, here, start, num_classes, settings)
     rows = sharded_rows(logits_shard, target, weight, here, num_classes=num_classes, class_start=class_start, **options)
-    return reduce_rows(rows, target, ignore_index=ignore_index, lse_square_scale=lse_square_scale, reduction=reduction)
+    loss_options: dict[str, Any] = {"lse_square_scale": lse_square_scale, "reduction": reduction}
+    counts = counts_of(rows.weight, target, ignore_index=ignore_index, **loss_options)
+    return reduce_rows(rows.loss, rows.lse, counts, **loss_options).loss
