@@ -51,7 +51,7 @@ def _place(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, 
     if len(groups) == 2:
         (inner, stride), (_, outer_stride) = groups
         return number, inner, outer_stride, stride
-    return number, ALL, 0, groups[0][1] if groups else 0
+    return number, ALL, 0, groups[0][1] if groups else shape[-1]  # one row: Triton's kernel for many will do
 
 
 def dense(tensor: Tensor) -> Tensor:
