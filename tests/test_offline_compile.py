@@ -123,6 +123,10 @@ def everything(dtype, vocabulary, full):
     launch_mean.mean(row, target, 7)
     launch_mean.mean(row, row, None)
     launch_mean.count(target, 7, row.dtype)
+    many = torch.zeros(9000, dtype=row.dtype)
+    launch_mean.mean(many, many.long(), 7)
+    launch_mean.mean(many, many, None)
+    launch_mean.count(many.long(), 7, row.dtype)
     every_option = {"label_smoothing": 0.0, "softcap": None, "logit_scale": 1.0} | options
     ready = prepared.prepare(None, logits, target, True, **every_option)
     ready.backward(scale, logits, target, ready.forward(logits, target)[2])

@@ -196,3 +196,23 @@ def test_options_that_are_tensors_are_read_at_every_call(monkeypatch, device):
                 loss = xent_ops.cross_entropy(logits, target, grad_in_forward=one_pass, **{name: option})
                 torch.testing.assert_close(loss.detach(), wanted)
                 torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], wanted_grad)
+
+
+@pytest.mark.parametrize("rows", [1, 8192, 9000, 300_000])  # one program; several; as many as there may be
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_mean_of_any_number_of_rows(device, rows, dtype):
+    launch_mean = pytest.importorskip("xent_ops.kernels.triton.launch_mean", exc_type=ImportError)
+    generator = torch.Generator().manual_seed(rows)
+    loss, weights = torch.rand(2, rows, generator=generator, dtype=torch.float64).to(device, dtype)
+    target = torch.randint(-1, 3, (rows,), generator=generator).to(device)
+    number = (target != -1).sum().to(dtype)
+    for row, ignore_index, divisor in (
+        (target, -1, number),
+        (target.int(), -1, number),
+        (weights, None, weights.sum()),
+    ):
+        value, counted = launch_mean.mean(loss, row, ignore_index)
+        torch.testing.assert_close(counted, divisor)
+        torch.testing.assert_close(value, loss.sum() / divisor)
+    assert launch_mean.count(target, -1, dtype) == number
+    assert launch_mean.mean(torch.zeros_like(loss), torch.full_like(target, -1), -1)[0].isnan()

@@ -23,7 +23,7 @@ def _reduce(
     """The loss, and what the backward divides by."""
     reduction, lse_square_scale, options = settings
     if reduction == "mean" and lse_square_scale == 0.0:
-        launcher = prepared_launcher(target, mean=True, module="launch_mean")
+        launcher = prepared_launcher(target, "launch_mean")
         if launcher is not None:
             value, weights = launcher.mean(loss, target_weight, None)
             return value, Counts(None, weights, weights)

@@ -145,7 +145,7 @@ def kernels_for(*args: Any, **options: Any) -> Any:
 def _count(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings) -> Counts:
     plain = settings.reduction == "mean" and settings.lse_square_scale == 0.0 and weight is None
     if plain and target.dtype in checks.INDICES and undisturbed(target):
-        launcher = prepared_launcher(target, mean=True, module="launch_mean")
+        launcher = prepared_launcher(target, "launch_mean")
         if launcher is not None:
             number = launcher.count(target, settings.options["ignore_index"], reference.accumulator(logits))
             return Counts(None, number, number)
@@ -268,12 +268,11 @@ def _prepare(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Se
 def _new_prepared(facts: tuple[Any, ...], logits: Tensor, target: Tensor, settings: Settings) -> Any:
     if settings.reduction == "none" or settings.lse_square_scale != 0.0:
         return None
-    mean = settings.reduction == "mean"
-    launcher = prepared_launcher(target, mean)
+    launcher = prepared_launcher(target)
     if launcher is None:
         return None
     checks.index_forward(logits, target, **settings.options)
-    return launcher.prepare(facts, logits, target, mean, **settings.options)
+    return launcher.prepare(facts, logits, target, settings.reduction == "mean", **settings.options)
 
 
 class _InPlace(_TwoPass):

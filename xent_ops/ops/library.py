@@ -38,10 +38,8 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 # CUDA's in the CPU's place, to run them through Triton's interpreter.
 KERNELS: dict[str, dict[str, Callable[..., Any]]] = {"cpu": {}, "cuda": {}}
 
-# Where eager training has a path of its own (kernels/triton/prepared.py, launch_mean.py). One program makes the sums of
-# a mean; beyond these rows plain torch's many programs do. The bound is not measured.
+# Where eager training has a path of its own (kernels/triton/prepared.py, launch_mean.py).
 PREPARED_DEVICES = {"cuda"}
-_MEAN_ROWS = 16384
 
 # Devices that plain torch serves; any other gets the dispatcher's error, which names operator and device.
 _REFERENCE_DEVICES = ("MPS", "XPU")
@@ -112,10 +110,9 @@ def kernels(
     LIBRARY.impl(name, on_npu if ascend else on_reference, "PrivateUse1")
 
 
-def prepared_launcher(target: Tensor, mean: bool, module: str = "prepared") -> Any:
+def prepared_launcher(target: Tensor, module: str = "prepared") -> Any:
     """The module that serves eager losses of such targets, where there is one, else None."""
-    rows = target.numel()
-    if target.device.type in PREPARED_DEVICES and rows > 0 and (rows <= _MEAN_ROWS or not mean):
+    if target.device.type in PREPARED_DEVICES and target.numel() > 0:
         return _triton_launchers(module)
     return None
 

@@ -15,10 +15,12 @@ from . import configs
 Strides = tuple[int, int, int]  # the last three of Rows
 
 
-def aligned(strides: Strides, classes: int, itemsize: int) -> bool:
-    """Does every row start and end on a 16-byte boundary, counted from the first?"""
+def edges(classes: int, itemsize: int, *places: Strides) -> int:
+    """0 where every row starts and ends on a 16-byte boundary, counted from the first; else see configs.edges."""
     vector = configs.vector(itemsize)
-    return not (classes % vector or strides[1] % vector or strides[2] % vector)
+    if not (classes % vector or any(stride % vector for place in places for stride in place[1:])):
+        return 0
+    return configs.edges(classes, itemsize)
 
 
 def empty_rows(logits: Tensor) -> Tensor:

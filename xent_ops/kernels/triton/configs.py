@@ -130,6 +130,20 @@ def soft(classes: int, itemsize: int) -> Config:
     return Config(min(max(next_power_of_2(classes), 128), 2048 // max(itemsize, 4)), 4, 1)
 
 
+# The mean over the rows: by one program, and by several and one for their parts.
+MEAN, MEAN_PART = Config(4096, 16, 1), Config(1024, 4, 1)
+
+
+def mean_programs(rows: int) -> int:
+    """Multiples of 32, so that the sums and counts of all parts start on 16-byte boundaries."""
+    return 1 if rows <= 8192 else min(-(-rows // (32 * MEAN_PART.block)) * 32, 256)
+
+
+def edges(classes: int, itemsize: int) -> int:
+    """On what boundaries the body of a row starts that starts anywhere: 128 bytes, or 16 in rows that are short."""
+    return (128 if classes >= 16384 else 32) // itemsize
+
+
 def vector(itemsize: int) -> int:
     """Elements of one 16-byte load."""
     return 16 // itemsize

@@ -138,7 +138,7 @@ def scan(
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
     ACC: tl.constexpr,
-    EVICTION: tl.constexpr,  # of the logits from the caches; no default, which Triton 3.6 cannot hand on
+    EVICTION: tl.constexpr,  # of the logits from the caches; no default value, which Triton 3.6 cannot hand on
 ):
     """Scan n_cols elements of a row: maximum, total, moment, smooth, weights, largest z, its first column.
 
@@ -165,9 +165,9 @@ def scan(
         )  # fmt: skip
     maximum = tl.max(state[0], axis=0)
     if EDGES:
-        columns, inside = edge_columns(head, body, n_cols, VECTOR)
+        columns, inside = edge_columns(head, body, n_cols, EDGES)
         edges = _visit(
-            _start(2, VECTOR, ACC), logits_ptr + offset + columns, first_column + columns, inside, weight_ptr,
+            _start(2, EDGES, ACC), logits_ptr + offset + columns, first_column + columns, inside, weight_ptr,
             logit_scale, softcap, shift, True, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EVICTION,
         )  # fmt: skip
         maximum = tl.maximum(maximum, tl.max(edges[0], axis=0))
@@ -279,7 +279,7 @@ def forward_kernel(
     SOFTCAP: tl.constexpr,
     HAS_ARGMAX: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
-    EDGES: tl.constexpr,  # rows do not all start and end on 16-byte boundaries
+    EDGES: tl.constexpr,  # as in numerics.aligned_body
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,  # elements in 16 bytes
 ):
@@ -298,7 +298,7 @@ def forward_kernel(
         shift = shift_of(target_logit(row_ptr, target, valid, logit_scale, softcap, SOFTCAP))
     maximum, total, moment, smooth, weights, top, first = scan(
         logits_ptr, offset, 0, n_cols, weight_ptr, logit_scale, softcap, shift, HAS_WEIGHT, HAS_SMOOTHING,
-        SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EDGES, BLOCK, VECTOR, ACC, "evict_first",
+        SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EDGES, BLOCK, VECTOR, ACC, "",
     )  # fmt: skip
     # Loaded last: before the loop it would hold up the row's own loads until the target has arrived. To pick it out of
     # the tile by comparing columns was slower (131072 x 1024: 0.84 copies, 0.66 so).
@@ -349,7 +349,7 @@ def partial_kernel(
     begin = part * part_cols
     maximum, total, moment, smooth, weights, top, first = scan(
         logits_ptr, offset + begin, begin, tl.minimum(part_cols, n_cols - begin), weight_ptr, logit_scale, softcap,
-        shift, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EDGES, BLOCK, VECTOR, ACC, "evict_first",
+        shift, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EDGES, BLOCK, VECTOR, ACC, "",
     )  # fmt: skip
     out_ptr = sums_ptr + tl.cast(row, tl.int64) * 6 * n_parts + part
     tl.store(out_ptr, maximum)

@@ -16,7 +16,7 @@ from ..rows import Rows, class_weight, dense, per_row, rows
 from . import configs
 from .backward import backward_kernel
 from .cached import Launch, plan
-from .common import Strides, aligned, empty_grad, empty_rows, on_device_of, processors
+from .common import Strides, edges, empty_grad, empty_rows, on_device_of, processors
 from .forward import forward_kernel, join_kernel, partial_kernel
 from .short import short_kernel
 
@@ -74,13 +74,13 @@ def _forward_launches(
         "HAS_ENTROPY": with_entropy,
     }
     vector = configs.vector(itemsize)
-    whole_vectors = aligned(strides, classes, itemsize)
+    border = edges(classes, itemsize, strides)
     short = configs.short(classes, itemsize, with_argmax or with_entropy)
-    if short is not None and whole_vectors and logit_scale > 0.0:
+    if short is not None and not border and logit_scale > 0.0:
         tiling = {"ROWS": short.rows, "BLOCK": short.block, "VECTOR": vector, "num_warps": short.num_warps}
         kernel = Launch(short_kernel, classes, *strides, *options, varying=1, **flags, **tiling, num_stages=1)
         return ForwardLaunches(kernel, short.rows)
-    tiling = {"EDGES": not whole_vectors, "BLOCK": config.block, "VECTOR": vector}
+    tiling = {"EDGES": border, "BLOCK": config.block, "VECTOR": vector}
     tiling |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if parts == 1:
         return ForwardLaunches(Launch(forward_kernel, classes, *strides, *options, **flags, **tiling))
@@ -211,7 +211,7 @@ def backward_launch(
         HAS_WEIGHT=weighted,
         HAS_SMOOTHING=label_smoothing > 0.0,
         SOFTCAP=configs.softcap(softcap, itemsize),
-        EDGES=not (aligned(strides, classes, itemsize) and aligned(out_strides, classes, itemsize)),
+        EDGES=edges(classes, itemsize, strides, out_strides),
         SAME_ROWS=strides == out_strides,
         SHARD=shard is not None,
         COMPARE=blocks < 8,

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..rows import Rows, class_weight, dense, per_row, rows
 from . import configs
 from .cached import Launch, plan
-from .common import Strides, aligned, empty_grad, empty_rows, on_device_of, processors
+from .common import Strides, edges, empty_grad, empty_rows, on_device_of, processors
 from .launch import run_backward, run_forward
 from .one_pass import one_pass_kernel, scale_kernel
 
@@ -92,13 +92,13 @@ def _one_pass_launch(
     softcap: float | None,
     logit_scale: float,
 ) -> Launch:
-    edges = not (aligned(strides, classes, itemsize) and aligned(out_strides, classes, itemsize))
+    border = edges(classes, itemsize, strides, out_strides)
     same_rows = strides == out_strides
     numbers = (classes, *strides, *out_strides, *scale_strides, ignore_index)
-    flags: dict[str, Any] = {"HAS_LSE_SQUARE": with_square, "EDGES": edges, "VECTOR": configs.vector(itemsize)}
+    flags: dict[str, Any] = {"HAS_LSE_SQUARE": with_square, "EDGES": border, "VECTOR": configs.vector(itemsize)}
     plain = not weighted and label_smoothing == 0.0 and softcap is None and logit_scale > 0.0
     # Copies to shared memory take whole 16-byte vectors.
-    if plain and itemsize < 8 and on_boundary and (same_rows or not edges):
+    if plain and itemsize < 8 and on_boundary and (same_rows or not border):
         shared = configs.one_pass_shared(classes, itemsize, capacity)
         if shared is not None:
             from .one_pass_shared import one_pass_shared_kernel

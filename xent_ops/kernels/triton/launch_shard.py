@@ -12,7 +12,7 @@ from ..reference import accumulator
 from ..rows import class_weight, dense, rows
 from . import configs, launch
 from .cached import Launch, plan
-from .common import Strides, aligned, empty_grad, on_device_of
+from .common import Strides, edges, empty_grad, on_device_of
 from .shard import join_kernel, shard_kernel
 
 JOIN_BLOCK = 128  # rows; a program reads 3 or 4 numbers of each from every rank
@@ -53,7 +53,8 @@ def _shard_launch(
     softcap: float | None,
     logit_scale: float,
 ) -> Launch:
-    config = configs.forward(place[0], itemsize)
+    heavy = softcap is not None or (weighted and label_smoothing > 0.0)
+    config = configs.forward(place[0], itemsize, extra=heavy, heavy=heavy)
     return Launch(
         shard_kernel,
         *place,
@@ -64,7 +65,7 @@ def _shard_launch(
         HAS_WEIGHT=weighted,
         HAS_SMOOTHING=label_smoothing > 0.0,
         SOFTCAP=configs.softcap(softcap, itemsize),
-        EDGES=not aligned(strides, place[0], itemsize),
+        EDGES=edges(place[0], itemsize, strides),
         BLOCK=config.block,
         VECTOR=configs.vector(itemsize),
         num_warps=config.num_warps,

@@ -55,15 +55,15 @@ def row_offset(row, n_inner, stride_outer, stride_inner):
 
 @triton.jit
 def aligned_body(offset, n_cols, EDGES: tl.constexpr, VECTOR: tl.constexpr):
-    """(columns before the first 16-byte boundary of a row, its offset, length of the aligned part after it).
+    """(columns before the first boundary of a row, its offset, length of the body, which is read in vectors, after it).
 
-    Rows of an odd vocabulary start anywhere. What lies between the first and the last boundary is read in 16-byte
-    vectors all the same; the fewer than 2 * VECTOR columns at the edges go apart. The products tell Triton's alignment
-    analysis what is divisible by VECTOR; without EDGES they change nothing else, but Triton knows of arguments only
-    whether 16 divides them.
+    Rows of an odd vocabulary start anywhere. EDGES is 0 where they do not, else the elements between two boundaries:
+    those of a cache line, or of a 16-byte vector (configs.edges). The fewer than 2 * EDGES columns before and after the
+    body go apart. The products tell Triton's alignment analysis what is divisible by VECTOR; without EDGES they change
+    nothing else, but Triton knows of arguments only whether 16 divides them.
     """
     if EDGES:
-        boundary = (offset + (VECTOR - 1)) // VECTOR * VECTOR
+        boundary = (offset + (EDGES - 1)) // EDGES * EDGES
         head = tl.minimum((boundary - offset).to(tl.int32), n_cols)
         body = (n_cols - head) // VECTOR * VECTOR
     else:
@@ -74,10 +74,10 @@ def aligned_body(offset, n_cols, EDGES: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def edge_columns(head, body, n_cols, VECTOR: tl.constexpr):
-    """The columns outside the aligned body as (2, VECTOR), and which of them exist."""
+def edge_columns(head, body, n_cols, EDGES: tl.constexpr):
+    """The columns outside the body as (2, EDGES), and which of them exist."""
     side = tl.arange(0, 2)[:, None]
-    columns = tl.arange(0, VECTOR)[None, :] + side * (head + body)
+    columns = tl.arange(0, EDGES)[None, :] + side * (head + body)
     return columns, columns < tl.where(side == 0, head, n_cols)
 
 

@@ -37,7 +37,7 @@ def one_pass_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    EDGES: tl.constexpr,  # rows do not all start and end on 16-byte boundaries
+    EDGES: tl.constexpr,  # as in numerics.aligned_body
     SAME_ROWS: tl.constexpr,  # logits and gradient have the same strides
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,  # elements in 16 bytes
@@ -100,7 +100,7 @@ def one_pass_kernel(
             -1, False, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, False,
         )  # fmt: skip
     if EDGES:
-        edges, exist = edge_columns(head, body, n_cols, VECTOR)
+        edges, exist = edge_columns(head, body, n_cols, EDGES)
         write(
             logits_ptr + offset + edges, grad_ptr + out_offset + edges, edges, exist,
             exist & (edges < tl.where(live, n_cols, 0)), weight_ptr, lse, coefficient, b, c, zero, zero, logit_scale,

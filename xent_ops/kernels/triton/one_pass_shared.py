@@ -54,7 +54,7 @@ def one_pass_shared_kernel(
     ignore_index: "i64",
     logit_scale: "fp64",
     HAS_LSE_SQUARE: gl.constexpr,
-    EDGES: gl.constexpr,  # rows do not all start and end on 16-byte boundaries; logits and gradient have equal strides
+    EDGES: gl.constexpr,  # as in numerics.aligned_body; where it is not 0, logits and gradient have equal strides
     TILE: gl.constexpr,
     TILES: gl.constexpr,  # of a row
     KEPT: gl.constexpr,  # of them in shared memory; the others are read again, from the L2 cache
@@ -66,7 +66,7 @@ def one_pass_shared_kernel(
     lanes: gl.constexpr = gl.SliceLayout(1, layout)
     LANES: gl.constexpr = TILE // VECTOR
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
-    # With EDGES up to VECTOR - 1 columns at each end are not in the tiles, so that the last tile may be empty.
+    # With EDGES up to EDGES - 1 columns are in no tile, so that the last one may be empty.
     RAGGED: gl.constexpr = TILES - 2 if EDGES else TILES - 1  # the first tile that may not be full
 
     row = gl.program_id(0)
@@ -74,7 +74,7 @@ def one_pass_shared_kernel(
     out_offset = _row_offset(row, n_out_inner, out_stride_outer, out_stride_inner)
     head = 0
     if EDGES:
-        head = gl.minimum(((VECTOR - 1) - (offset + (VECTOR - 1)) % VECTOR).to(gl.int32), n_cols)
+        head = gl.minimum(((EDGES - 1) - (offset + (EDGES - 1)) % EDGES).to(gl.int32), n_cols)
     # As in numerics.aligned_body. Copies to shared memory do not compile where the compiler cannot tell alignment.
     boundary = (offset + head) // VECTOR * VECTOR
     out_boundary = (out_offset + head) // VECTOR * VECTOR
@@ -112,7 +112,7 @@ def one_pass_shared_kernel(
     if EDGES:  # of one column each, in the first lanes of a tile
         edge = gl.arange(0, LANES, layout=lanes)
         edge_columns = gl.where(edge < head, edge, edge + body)
-        is_edge = (edge < 2 * VECTOR) & (edge_columns < n_cols)
+        is_edge = (edge < 2 * EDGES) & (edge_columns < n_cols)
         z_edge = gl.load(logits_ptr + offset + edge_columns, mask=is_edge, other=0.0).to(gl.float32)
         z = gl.where(is_edge, z_edge, float("-inf"))
         maximum, total = _fold(maximum, total, z[:, None], k)

@@ -12,7 +12,7 @@ from ..reference import accumulator
 from ..rows import rows
 from .common import on_device_of
 from .launch import backward_launch, forward_launches
-from .launch_mean import mean_launch
+from .launch_mean import mean_launches
 
 
 def prepare(facts: Any, logits: Tensor, target: Tensor, mean: bool, **options: Any) -> Prepared | bool:
@@ -40,7 +40,7 @@ class Prepared:
         self.number = view.number
         self.row_dtype = accumulator(logits)
         self.forward_launches = forward_launches(view, False, False, False, *options)
-        self.mean_launch = mean_launch(True, ignore_index) if mean else None
+        self.mean_launches = mean_launches(self.number, True, ignore_index) if mean else None
         out = rows(torch.empty(logits.shape, device="meta"))
         self.blocks, self.backward_launch = backward_launch(
             view[2:], out[2:], logits.shape[-1], logits.element_size(), (0, 0, 0), False, False, False, None, *options
@@ -57,11 +57,11 @@ class Prepared:
         lse = torch.empty_like(rows_loss)
         with on_device_of(logits):
             self.forward_launches(self.number, (logits, target, lse), (rows_loss, lse, lse, lse))
-            if self.mean_launch is None:
+            if self.mean_launches is None:
                 return rows_loss.sum(), None, lse
             loss = torch.empty((), dtype=self.row_dtype, device=logits.device)
             number = torch.empty_like(loss)
-            self.mean_launch(1, rows_loss, target, loss, number, varying=(self.number,))
+            self.mean_launches(self.number, rows_loss, target, loss, number)
         return loss, number, lse
 
     def backward(self, grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor) -> Tensor:

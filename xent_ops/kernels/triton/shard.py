@@ -31,7 +31,7 @@ def shard_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    EDGES: tl.constexpr,  # rows do not all start and end on 16-byte boundaries
+    EDGES: tl.constexpr,  # as in numerics.aligned_body
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,  # elements in 16 bytes
 ):
@@ -56,7 +56,7 @@ def shard_kernel(
         shift = tl.where(tl.abs(shift) < float("inf"), shift, 0.0)
     maximum, total, _moment, smooth, weights, _top, _first = scan(
         logits_ptr, offset, 0, n_cols, weight_ptr, logit_scale, softcap, shift,
-        HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, False, False, EDGES, BLOCK, VECTOR, ACC, "evict_first",
+        HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, False, False, EDGES, BLOCK, VECTOR, ACC, "",
     )  # fmt: skip
     pivot = without_infinity(maximum)
     part = pivot - target_logit(row_ptr, column, owned, logit_scale, softcap, SOFTCAP)

@@ -48,9 +48,9 @@ def short_kernel(
     read = exists[:, None] & inside
     # Without a softcap, x / logit_scale stands for x: a multiplication and a choice less for each element.
     if SOFTCAP:
-        z = tl.load(row_ptr[:, None] + columns, mask=read, other=0.0, eviction_policy="evict_first")
+        z = tl.load(row_ptr[:, None] + columns, mask=read, other=0.0)
     else:
-        z = tl.load(row_ptr[:, None] + columns, mask=read, other=float("-inf"), eviction_policy="evict_first")
+        z = tl.load(row_ptr[:, None] + columns, mask=read, other=float("-inf"))
     target = tl.load(target_ptr + row, mask=exists, other=0).to(tl.int64)
     valid = (target >= 0) & (target < n_cols) & exists
     x_target = target_logit(row_ptr, target, valid, logit_scale, softcap, SOFTCAP)
