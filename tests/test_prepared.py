@@ -56,7 +56,7 @@ def test_values(monkeypatch, device, shape, dtype, options):
         wanted, wanted_grad = expected(monkeypatch, logits, target, -2.5, **options)
         before = len(eager._PREPARED)
         loss = xent_ops.cross_entropy(logits, target, dim=-1, **options)
-        assert type(loss.grad_fn).__name__ == "_PreparedBackward"
+        assert type(loss.grad_fn).__name__ == "PreparedLossBackward"
         assert seed == 0 or len(eager._PREPARED) == before
         torch.testing.assert_close(loss.detach(), wanted)
         torch.testing.assert_close(torch.autograd.grad(loss * -2.5, logits)[0], wanted_grad)
@@ -110,7 +110,7 @@ def test_tensors_that_saved_tensor_hooks_bring_back(monkeypatch, device):
 
     with torch.autograd.graph.saved_tensors_hooks(elsewhere, lambda tensor: tensor):
         loss = xent_ops.cross_entropy(logits, target)
-    assert type(loss.grad_fn).__name__ == "_PreparedBackward"
+    assert type(loss.grad_fn).__name__ == "PreparedLossBackward"
     torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], wanted_grad)
 
 
@@ -216,3 +216,65 @@ def test_mean_of_any_number_of_rows(device, rows, dtype):
         torch.testing.assert_close(value, loss.sum() / divisor)
     assert launch_mean.count(target, -1, dtype) == number
     assert launch_mean.mean(torch.zeros_like(loss), torch.full_like(target, -1), -1)[0].isnan()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"label_smoothing": 0.1, "softcap": 5.0, "logit_scale": 0.5}, {"reduction": "sum"}],
+    ids=["plain", "options", "sum"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_shards_of_a_vocabulary(monkeypatch, device, dtype, options):
+    """Two ranks in one process: the all-gather brings what the other rank's operator made."""
+    if not hasattr(torch.distributed, "init_process_group"):
+        pytest.skip("this torch has no torch.distributed")
+    from xent_ops.distributed import eager as parallel
+    from xent_ops.distributed.groups import Place
+
+    classes, cut = 200, 72
+    reduction = options.get("reduction", "mean")
+    rows = {"ignore_index": -100, "label_smoothing": 0.0, "softcap": None, "logit_scale": 1.0} | options
+    rows.pop("reduction", None)
+    for seed in range(2):
+        logits, target = inputs(device, (3, 5, classes), dtype, seed)
+        wanted, wanted_grad = expected(monkeypatch, logits, target, -2.5, **options)
+        shards = {0: logits.detach()[..., :cut].contiguous(), cut: logits.detach()[..., cut:].contiguous()}
+        everyones = [
+            torch.ops.xent.cross_entropy_shard(shard, target, start, classes, **rows) for start, shard in shards.items()
+        ]
+        before = len(eager._PREPARED)
+        for rank, (start, shard) in enumerate(shards.items()):
+            gathered = []
+
+            def gather(own, here, everyones=everyones, rank=rank, gathered=gathered):
+                torch.testing.assert_close(own, everyones[rank], rtol=0, atol=0)
+                gathered.append(here)
+                return torch.cat(everyones)
+
+            place = Place(f"group {seed}", rank, 2)  # one's gather is kept with what is prepared
+            monkeypatch.setattr(parallel, "gather", gather)
+            x = shard.requires_grad_()
+            settings = eager.Settings(reduction, 0.0, rows)
+            loss = parallel.cross_entropy(x, target, None, place, start, classes, settings)
+            assert type(loss.grad_fn).__name__ == "PreparedLossBackward" and gathered == [place]
+            torch.testing.assert_close(loss.detach(), wanted)
+            (grad,) = torch.autograd.grad(loss * -2.5, x)
+            torch.testing.assert_close(grad, wanted_grad[..., start : start + x.shape[-1]])
+        assert len(eager._PREPARED) == before + 2
+
+
+def test_shards_that_are_not_prepared(device):
+    """Padding, no class, a copy: the operators take them."""
+    prepared = pytest.importorskip("xent_ops.kernels.triton.prepared", exc_type=ImportError)
+    options = {"ignore_index": -100, "label_smoothing": 0.0, "softcap": None, "logit_scale": 1.0}
+
+    def prepare(logits, start, classes):
+        target = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=device)
+        rest = {"world": 2, "gather": lambda part: part}
+        return prepared.prepare_shard(logits, target, True, start, classes, **rest, **options)
+
+    logits = torch.zeros(4, 64, device=device)
+    assert prepare(logits, 64, 128) is not None
+    assert prepare(logits, 64, 127) is None
+    assert prepare(logits[:, :0], 64, 64) is None
+    assert prepare(logits.t().contiguous().t(), 64, 128) is None

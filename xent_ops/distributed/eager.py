@@ -5,16 +5,67 @@ The same operators and the same all-gather, called below autograd; the reduction
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..ops import checks
 from ..ops.composite import Counts, reduce_rows
-from ..ops.eager import Settings, kernels_for, upstream
-from ..ops.library import prepared_launcher
+from ..ops.eager import Prepared, PreparedLoss, Settings, facts_of, kernels_for, prepared_for, upstream
+from ..ops.library import PREPARED_DEVICES, prepared_launcher
 from .groups import Place
-from .parts import counts_of, everyones_parts
+from .parts import counts_of, everyones_parts, first_class, gather
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    here: Place,
+    class_start: int | None,
+    num_classes: int,
+    settings: Settings,
+) -> Tensor:
+    """The reduced loss of a shard (..., columns) that requires grad."""
+    checks.weight_without_grad(weight)
+    if weight is None and logits.device.type in PREPARED_DEVICES:
+        facts = facts_of(logits, target)
+        of = (here, class_start, num_classes, settings.reduction, settings.lse_square_scale, *settings.options.values())
+        args = (facts, logits, target, here, class_start, num_classes, settings)
+        prepared = prepared_for((*facts, *of), _new_prepared, *args)
+        if prepared is not None:
+            return PreparedLoss.apply(logits, target, prepared)
+    start = first_class(logits.shape[-1], class_start, num_classes, here)
+    return _Loss.apply(logits, target, weight, here, start, num_classes, settings)
+
+
+def _new_prepared(
+    facts: tuple[Any, ...],
+    logits: Tensor,
+    target: Tensor,
+    here: Place,
+    class_start: int | None,
+    num_classes: int,
+    settings: Settings,
+) -> Prepared | None:
+    if settings.reduction == "none" or settings.lse_square_scale != 0.0:
+        return None
+    launcher = prepared_launcher(target)
+    if launcher is None:
+        return None
+    place = (first_class(logits.shape[-1], class_start, num_classes, here), num_classes)
+    checks.shard(logits, target, *place, **settings.options)
+    gathering = {"world": here.world, "gather": functools.partial(gather, here=here)}
+    launches = launcher.prepare_shard(
+        logits, target, settings.reduction == "mean", *place, **gathering, **settings.options
+    )
+
+    def gradient(grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor, counts: Counts) -> Tensor:
+        return _gradient(grad, logits, target, lse, None, None, counts, place, settings)
+
+    return launches and Prepared(facts, launches, gradient)
 
 
 def _reduce(
@@ -32,9 +83,26 @@ def _reduce(
     return reduce_rows(loss, lse, counts, **loss_options).loss, counts
 
 
-class Loss(torch.autograd.Function):
-    """The reduced loss of a shard (..., columns) that requires grad; the caller has checked what operators do not."""
+def _gradient(
+    grad: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    weight: Tensor | None,
+    coefficient: Tensor | None,
+    counts: Counts,
+    place: tuple[int, int],
+    settings: Settings,
+) -> Tensor:
+    if torch.is_grad_enabled():  # create_graph: the operator's formula says why there is no second derivative
+        backward = torch.ops.xent.cross_entropy_shard_backward
+    else:
+        backward = kernels_for(grad, logits, target, lse, weight)["cross_entropy_shard_backward"]
+    grads = upstream(grad, lse, counts, settings)
+    return backward(*grads, logits, target, lse, *place, weight, coefficient, **settings.options)
 
+
+class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -61,10 +129,5 @@ class Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, target, lse, weight, coefficient, *counts = ctx.saved_tensors
-        grads = upstream(grad, lse, Counts(*counts), ctx.settings)
-        if torch.is_grad_enabled():  # create_graph: the operator's formula says why there is no second derivative
-            backward = torch.ops.xent.cross_entropy_shard_backward
-        else:
-            backward = kernels_for(grad, logits, target, lse, weight)["cross_entropy_shard_backward"]
-        args = (*grads, logits, target, lse, *ctx.place, weight, coefficient)
-        return backward(*args, **ctx.settings.options), *(None,) * 6
+        rest = (weight, coefficient, Counts(*counts), ctx.place, ctx.settings)
+        return _gradient(grad, logits, target, lse, *rest), *(None,) * 6

@@ -135,10 +135,8 @@ def vocab_parallel_cross_entropy(
         and logits_shard.requires_grad
         and undisturbed(logits_shard, target, weight, lse_square_scale=lse_square_scale, **options)
     ):
-        checks.weight_without_grad(weight)
-        start = first_class(logits_shard.shape[-1], class_start, num_classes, here)
         settings = Settings(reduction, lse_square_scale, options)
-        return eager.Loss.apply(logits_shard, target, weight, here, start, num_classes, settings)
+        return eager.cross_entropy(logits_shard, target, weight, here, class_start, num_classes, settings)
     rows = sharded_rows(logits_shard, target, weight, here, num_classes=num_classes, class_start=class_start, **options)
     loss_options: dict[str, Any] = {"lse_square_scale": lse_square_scale, "reduction": reduction}
     counts = counts_of(rows.weight, target, ignore_index=ignore_index, **loss_options)

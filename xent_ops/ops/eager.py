@@ -112,7 +112,7 @@ def cross_entropy(
     if not inplace_backward:
         prepared = _prepare(logits, target, weight, settings)
         if prepared is not None:
-            return _Prepared.apply(logits, target, weight, settings, prepared)
+            return PreparedLoss.apply(logits, target, prepared)
     return (_InPlace if inplace_backward else _TwoPass).apply(logits, target, weight, settings)
 
 
@@ -184,6 +184,24 @@ def upstream(grad: Tensor, lse: Tensor, counts: Counts, settings: Settings) -> t
     return grad_loss.expand(lse.shape), grad_lse
 
 
+def _gradient(
+    grad: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, lse: Tensor, counts: Counts, settings: Settings
+) -> Tensor:
+    """That of the logits, in eager or traced by compiled autograd."""
+    if torch.is_grad_enabled():  # create_graph: the gradient has to be differentiable itself
+        again = torch.ops.xent.cross_entropy(
+            logits,
+            target,
+            weight,
+            lse_square_scale=settings.lse_square_scale,
+            reduction=settings.reduction,
+            **settings.options,
+        )
+        return torch.autograd.grad(again, logits, grad, create_graph=True)[0]
+    kernel = kernels_for(grad, logits, target, lse, weight)["cross_entropy_backward"]
+    return kernel(*upstream(grad, lse, counts, settings), logits, target, lse, weight, **settings.options)
+
+
 class _TwoPass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings) -> Tensor:
@@ -197,48 +215,44 @@ class _TwoPass(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, target, weight, lse, *counts = ctx.saved_tensors
-        settings = ctx.settings
-        if torch.is_grad_enabled():  # create_graph: the gradient has to be differentiable itself
-            again = torch.ops.xent.cross_entropy(
-                logits,
-                target,
-                weight,
-                lse_square_scale=settings.lse_square_scale,
-                reduction=settings.reduction,
-                **settings.options,
-            )
-            return *torch.autograd.grad(again, logits, grad, create_graph=True), None, None, None
-        kernel = kernels_for(grad, logits, target, lse, weight)["cross_entropy_backward"]
-        grads = upstream(grad, lse, Counts(*counts), settings)
-        return kernel(*grads, logits, target, lse, weight, **settings.options), None, None, None
+        return _gradient(grad, logits, target, weight, lse, Counts(*counts), ctx.settings), None, None, None
 
 
-class _Prepared(torch.autograd.Function):
-    """The plain mean or sum on a GPU, where the host takes longer than a small loss does (triton/prepared.py)."""
+class Prepared(NamedTuple):
+    """A plain mean or sum on a GPU, where the host takes longer than a small loss does."""
 
+    facts: tuple[Any, ...]  # what it was made for, see facts_of
+    launches: Any  # kernels/triton/prepared.py
+    gradient: Callable[..., Tensor]  # of grad, logits, target, lse, Counts, where the launches do not fit
+
+
+class PreparedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, weight: None, settings: Settings, prepared: Any) -> Tensor:
-        value, number, lse = prepared.forward(logits, target)
-        ctx.save_for_backward(logits, target, None, lse, None, number, number)
-        ctx.settings = settings
+    def forward(ctx: Any, logits: Tensor, target: Tensor, prepared: Prepared) -> Tensor:
+        value, number, lse = prepared.launches.forward(logits, target)
+        ctx.save_for_backward(logits, target, lse, number)
         ctx.prepared = prepared
         return value
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, target, _, lse, _, number, _ = ctx.saved_tensors
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not undisturbed(grad, logits, target, lse):
-            return *_TwoPass.backward(ctx, grad), None
-        if not ctx.prepared.fits(_facts(logits, target), lse):  # hooks on saved tensors brought back something else
-            return *_TwoPass.backward(ctx, grad), None
+        logits, target, lse, number = ctx.saved_tensors
+        facts, launches, gradient = ctx.prepared
+        if (
+            torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or not undisturbed(grad, logits, target, lse)
+            # Hooks on saved tensors may have brought back something else.
+            or facts_of(logits, target) != facts
+            or not launches.fits(lse)
+        ):
+            return gradient(grad, logits, target, lse, Counts(None, number, number)), None, None
         grad_loss = grad if number is None else grad / number
-        return ctx.prepared.backward(grad_loss, logits, target, lse), None, None, None, None
+        return launches.backward(grad_loss, logits, target, lse), None, None
 
 
-_PREPARED: dict[tuple[Any, ...], Any] = {}
-
-
-def _facts(logits: Tensor, target: Tensor) -> tuple[Any, ...]:
+def facts_of(logits: Tensor, target: Tensor) -> tuple[Any, ...]:
+    """What launches of these tensors depend on, but for the tensors themselves."""
     return (
         logits.shape,
         logits.stride(),
@@ -251,28 +265,39 @@ def _facts(logits: Tensor, target: Tensor) -> tuple[Any, ...]:
     )
 
 
-def _prepare(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings) -> Any:
-    """What ``_Prepared`` goes by, kept by all that it depends on; None for losses that it does not serve."""
-    if weight is not None or logits.device.type not in PREPARED_DEVICES:
-        return None
-    facts = _facts(logits, target)
-    key = (*facts, settings.reduction, settings.lse_square_scale, *settings.options.values())
-    found = _PREPARED.get(key)
-    if found is None:
+_PREPARED: dict[tuple[Any, ...], Prepared | None] = {}
+
+
+def prepared_for(key: tuple[Any, ...], make: Callable[..., Prepared | None], *args: Any) -> Prepared | None:
+    """``make(*args)``, once for each key; None for losses that it does not serve."""
+    if key not in _PREPARED:
         if len(_PREPARED) >= 1024:
             _PREPARED.clear()
-        found = _PREPARED[key] = _new_prepared(facts, logits, target, settings) or False
-    return found or None
+        _PREPARED[key] = make(*args)
+    return _PREPARED[key]
 
 
-def _new_prepared(facts: tuple[Any, ...], logits: Tensor, target: Tensor, settings: Settings) -> Any:
+def _prepare(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings) -> Prepared | None:
+    if weight is not None or logits.device.type not in PREPARED_DEVICES:
+        return None
+    facts = facts_of(logits, target)
+    key = (*facts, settings.reduction, settings.lse_square_scale, *settings.options.values())
+    return prepared_for(key, _new_prepared, facts, logits, target, settings)
+
+
+def _new_prepared(facts: tuple[Any, ...], logits: Tensor, target: Tensor, settings: Settings) -> Prepared | None:
     if settings.reduction == "none" or settings.lse_square_scale != 0.0:
         return None
     launcher = prepared_launcher(target)
     if launcher is None:
         return None
     checks.index_forward(logits, target, **settings.options)
-    return launcher.prepare(facts, logits, target, settings.reduction == "mean", **settings.options)
+    launches = launcher.prepare(logits, target, settings.reduction == "mean", **settings.options)
+
+    def gradient(grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor, counts: Counts) -> Tensor:
+        return _gradient(grad, logits, target, None, lse, counts, settings)
+
+    return launches and Prepared(facts, launches, gradient)
 
 
 class _InPlace(_TwoPass):

@@ -37,14 +37,14 @@ def cross_entropy_shard(
     if view.number > 0:  # without rows nobody looks at the header
         options = (label_smoothing, softcap, logit_scale)
         place = (columns, class_start, num_classes)
-        shard_launch = _shard_launch(view[2:], place, logits.element_size(), weight is not None, *options)
+        prepared = shard_launch(view[2:], place, logits.element_size(), weight is not None, *options)
         with on_device_of(logits):
-            shard_launch(view.number, view.tensor, dense(target), class_weight(weight, out), out)
+            prepared(view.number, view.tensor, dense(target), class_weight(weight, out), out)
     return out
 
 
 @plan
-def _shard_launch(
+def shard_launch(
     strides: Strides,
     place: tuple[int, int, int],  # columns, class_start, num_classes
     itemsize: int,
@@ -90,16 +90,16 @@ def cross_entropy_shard_join(
     lse, target_weight, coefficient = (torch.empty_like(loss) for _ in range(3))
     number, world = target.numel(), gathered.shape[0]
     if number > 0:
-        join_launch = _join_launch(world, num_classes, weight is not None, ignore_index, label_smoothing)
+        prepared = join_launch(world, num_classes, weight is not None, ignore_index, label_smoothing)
         outputs = (loss, lse, target_weight, coefficient)
         with on_device_of(logits):
             blocks = -(-number // JOIN_BLOCK)
-            join_launch(blocks, gathered.contiguous(), dense(target), *outputs, varying=(number,))
+            prepared(blocks, gathered.contiguous(), dense(target), *outputs, varying=(number,))
     return loss, lse, target_weight, coefficient
 
 
 @plan
-def _join_launch(world: int, num_classes: int, weighted: bool, ignore_index: int, label_smoothing: float) -> Launch:
+def join_launch(world: int, num_classes: int, weighted: bool, ignore_index: int, label_smoothing: float) -> Launch:
     return Launch(
         join_kernel,
         world,
