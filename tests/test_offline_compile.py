@@ -128,8 +128,8 @@ def everything(dtype, vocabulary, full):
     launch_mean.mean(many, many, None)
     launch_mean.count(many.long(), 7, row.dtype)
     every_option = {"label_smoothing": 0.0, "softcap": None, "logit_scale": 1.0} | options
-    ready = prepared.prepare(None, logits, target, True, **every_option)
-    ready.backward(scale, logits, target, ready.forward(logits, target)[2])
+    ready = prepared.prepare(logits, target, True, **every_option)
+    ready.backward(scale, scale, logits, target, ready.forward(logits, target)[2])
     place = (vocabulary, 4 * vocabulary)
     gathered = launch_shard.cross_entropy_shard(logits, target, *place, weight, **options).expand(4, -1)
     launch_shard.cross_entropy_shard_join(logits, target, gathered, *place, weight, **options)

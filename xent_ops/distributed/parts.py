@@ -55,15 +55,12 @@ def everyones_parts(
     Below autograd, which has nothing to do here: the gradient flows through the logits of the join. ``kernels`` are
     what ``kernels_for`` found for these arguments.
     """
-    return gather(kernels["cross_entropy_shard"](logits.detach(), target, start, num_classes, weight, **options), here)
-
-
-def gather(parts: Tensor, here: Place) -> Tensor:
-    if here.world == 1:
-        return parts
-    collectives = torch.ops._c10d_functional
-    parts = below(collectives.all_gather_into_tensor.default, parts, here.world, here.name)
-    return below(collectives.wait_tensor.default, parts)
+    parts = kernels["cross_entropy_shard"](logits.detach(), target, start, num_classes, weight, **options)
+    if here.world > 1:
+        collectives = torch.ops._c10d_functional
+        parts = below(collectives.all_gather_into_tensor.default, parts, here.world, here.name)
+        parts = below(collectives.wait_tensor.default, parts)
+    return parts
 
 
 def counts_of(

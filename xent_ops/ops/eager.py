@@ -244,11 +244,10 @@ class PreparedLoss(torch.autograd.Function):
             or not undisturbed(grad, logits, target, lse)
             # Hooks on saved tensors may have brought back something else.
             or facts_of(logits, target) != facts
-            or not launches.fits(lse)
+            or not launches.fits(lse, number)
         ):
             return gradient(grad, logits, target, lse, Counts(None, number, number)), None, None
-        grad_loss = grad if number is None else grad / number
-        return launches.backward(grad_loss, logits, target, lse), None, None
+        return launches.backward(grad, number, logits, target, lse), None, None
 
 
 def facts_of(logits: Tensor, target: Tensor) -> tuple[Any, ...]:

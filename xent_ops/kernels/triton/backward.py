@@ -114,7 +114,8 @@ def write(
 )  # fmt: skip
 def backward_kernel(
     grad_loss_ptr,  # (N,) with a stride, 0 for an expanded scalar
-    grad_lse_ptr,  # (N,) likewise
+    divisor_ptr,  # (): what grad_loss is divided by
+    grad_lse_ptr,  # (N,) with a stride
     grad_entropy_ptr,  # (N,) likewise
     logits_ptr,  # (outer, inner, V), rows of any stride
     target_ptr,  # (N,), contiguous, any integer dtype
@@ -140,6 +141,7 @@ def backward_kernel(
     label_smoothing: "fp64",
     softcap: "fp64",
     logit_scale: "fp64",
+    HAS_DIVISOR: tl.constexpr,
     HAS_GRAD_LSE: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -170,6 +172,8 @@ def backward_kernel(
     valid = (target >= 0) & (target < total_classes)
     lse = tl.load(lse_ptr + row)
     a = tl.load(grad_loss_ptr + tl.cast(row, tl.int64) * grad_loss_stride).to(ACC)
+    if HAS_DIVISOR:
+        a /= tl.load(divisor_ptr)
     column = target
     owned = valid
     if SHARD:

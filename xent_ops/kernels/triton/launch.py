@@ -190,6 +190,7 @@ def backward_launch(
     label_smoothing: float,
     softcap: float | None,
     logit_scale: float,
+    with_divisor: bool = False,
 ) -> tuple[int, Launch]:
     """Programs a row, and the launch."""
     config = configs.backward(classes, itemsize, heavy=softcap is not None)
@@ -206,6 +207,7 @@ def backward_launch(
         label_smoothing,
         softcap or 0.0,
         logit_scale,
+        HAS_DIVISOR=with_divisor,
         HAS_GRAD_LSE=with_grad_lse,
         HAS_ENTROPY=with_entropy,
         HAS_WEIGHT=weighted,
@@ -270,6 +272,7 @@ def run_backward(
         launch(
             view.number * blocks,
             grad_loss,
+            lse,  # no divisor
             grad_lse_row,
             grad_entropy_row,
             view.tensor,

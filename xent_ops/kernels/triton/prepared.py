@@ -61,11 +61,13 @@ class Prepared:
         self.mean_launches = mean_launches(self.number, True, counted) if mean else None
         out = rows(torch.empty(logits.shape, device="meta"))
         place = (view[2:], out[2:], logits.shape[-1], logits.element_size(), (0, 0, 0))
-        self.blocks, self.backward_launch = backward_launch(*place, False, False, False, shard, *options)
+        self.blocks, self.backward_launch = backward_launch(*place, False, False, False, shard, *options, mean)
 
-    def fits(self, lse: Tensor) -> bool:
-        """May ``backward`` be called with this lse?"""
+    def fits(self, lse: Tensor, number: Tensor | None) -> bool:
+        """May ``backward`` be called with these?"""
         same = lse.dtype == self.row_dtype and lse.device == self.device
+        if number is not None:
+            same &= number.dtype == self.row_dtype and number.device == self.device
         return same and lse.is_contiguous() and lse.numel() == self.number
 
     def forward(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -84,13 +86,12 @@ class Prepared:
         self.mean_launches(self.number, rows_loss, row, loss, number)
         return loss, number
 
-    def backward(self, grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor) -> Tensor:
-        """The gradient of the logits, from that of each row's loss, ()."""
+    def backward(self, grad_loss: Tensor, number: Tensor | None, logits: Tensor, target: Tensor, lse: Tensor) -> Tensor:
+        """The gradient of the logits; that of each row's loss is ``grad_loss``, (), divided by ``number``."""
         grad = torch.empty(logits.shape, dtype=logits.dtype, device=self.device)
         with on_device_of(logits):
-            self.backward_launch(
-                self.number * self.blocks, grad_loss, lse, lse, logits, target, lse, lse, lse, lse, grad
-            )
+            rest = (lse, lse, logits, target, lse, lse, lse, lse, grad)
+            self.backward_launch(self.number * self.blocks, grad_loss, lse if number is None else number, *rest)
         return grad
 
 
@@ -133,9 +134,8 @@ class PreparedShard(Prepared):
         with on_device_of(logits):
             self.shard_launch(self.number, logits, target, part, part)
             gathered = self.gather(part)
-            loss, lse, counted, coefficient = (
-                torch.empty(target.shape, dtype=self.row_dtype, device=self.device) for _ in range(4)
-            )
+            lse = torch.empty(target.shape, dtype=self.row_dtype, device=self.device)
+            loss, counted, coefficient = torch.empty((3, *target.shape), dtype=self.row_dtype, device=self.device)
             blocks = -(-self.number // JOIN_BLOCK)
             self.join_launch(blocks, gathered, target, loss, lse, counted, coefficient, varying=(self.number,))
             return *self.reduce(loss, counted), lse
