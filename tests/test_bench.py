@@ -54,6 +54,41 @@ def test_json_png_and_table(tmp_path, capsys):
     assert "F eager" in err  # the progress
 
 
+@pytest.mark.parametrize("shapes", ["34x64,20x96,18x128", "34x64"])  # lines, bars
+def test_a_run_is_drawn_again(capsys, tmp_path, shapes):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    figures, first, again, taller = (tmp_path / name for name in ("f.json", "1.png", "2.png", "3.png"))
+    only = ["--shapes", shapes, "--only", "xent eager,F eager"]
+    assert bench(*only, "--json", str(figures), "--plot", str(first)) == 0
+    assert bench("--redraw", str(figures), "--plot", str(again)) == 0
+    assert first.read_bytes() == again.read_bytes()
+    content = json.loads(figures.read_text())
+    for result in content["results"]:
+        result["peak_logits"] = 1.0
+    figures.write_text(json.dumps(content))
+    assert bench("--redraw", str(figures), "--plot", str(taller)) == 0
+
+    def height(path):
+        return int.from_bytes(path.read_bytes()[20:24], "big")
+
+    assert height(taller) > 1.5 * height(again)  # the memory below the times
+    for arguments, message in (
+        (["--redraw", str(figures)], "add --plot FILE.png"),
+        (["--redraw", str(first), "--plot", str(again)], "not what --json writes"),
+        (["--redraw", str(tmp_path / "none"), "--plot", str(again)], "not what --json writes"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            bench(*arguments)
+        assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_no_two_lines_look_alike():
+    variants = [(variant.name, variant.kind) for variant in cases.losses(torch.bfloat16, CPU, True)]
+    variants += [(f"peer {index}", "peer") for index in range(12)]
+    looks = [tuple(style.values()) for style in plot._styles(variants).values()]
+    assert len(set(looks)) == len(looks) == len(variants)
+
+
 def test_compiled_variants(tmp_path):
     """The options as plain torch spells them are checked against the same reference, and rows may be dynamic."""
     figures = tmp_path / "bench.json"

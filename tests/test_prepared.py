@@ -218,6 +218,31 @@ def test_mean_of_any_number_of_rows(device, rows, dtype):
     assert launch_mean.mean(torch.zeros_like(loss), torch.full_like(target, -1), -1)[0].isnan()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_in_place(monkeypatch, device, reduction):
+    """The gradient takes the logits' memory, once; rows with gaps go through the operators."""
+    options = {"reduction": reduction, "inplace_backward": True}
+    for layout, prepared in ((lambda x: x * 1.0, True), (lambda x: torch.nn.functional.pad(x, (0, 8))[:, :64], False)):
+        leaf, target = inputs(device, (6, 64))
+        wanted, wanted_grad = expected(monkeypatch, leaf, target, -2.5, reduction=reduction)
+        logits = layout(leaf)
+        loss = xent_ops.cross_entropy(logits, target, **options)
+        assert type(loss.grad_fn).__name__ == ("PreparedLossBackward" if prepared else "_InPlaceBackward")
+        torch.testing.assert_close(loss.detach(), wanted)
+        places = []
+        logits.register_hook(lambda grad, places=places: places.append(grad.data_ptr()))
+        (loss * -2.5).backward(retain_graph=True)
+        torch.testing.assert_close(leaf.grad, wanted_grad)
+        assert places == [logits.data_ptr()]
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        loss = xent_ops.cross_entropy(layout(leaf), target, **options)
+        with pytest.raises(RuntimeError, match="leaves nothing to differentiate a second time"):
+            torch.autograd.grad(loss, leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        xent_ops.cross_entropy(leaf.exp(), target, **options).backward()  # exp needs what the loss overwrites
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"label_smoothing": 0.1, "softcap": 5.0, "logit_scale": 0.5}, {"reduction": "sum"}],

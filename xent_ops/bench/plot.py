@@ -1,9 +1,13 @@
-"""A picture of a run: lines over the vocabulary where at least three sizes were timed, bars where fewer."""
+"""A picture of a run: lines over the vocabulary where at least three sizes were timed, bars where fewer.
+
+Times above; below, where it was measured, the peak memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from .measure import Result
 from .problems import Shape
@@ -12,11 +16,62 @@ MISSING = "--plot needs matplotlib, which is not installed: pip install 'xent-op
 TRAFFIC_LIMIT = 1.5  # copies: two reads by the forward and backward, and one write
 
 _COLOURS = {
-    "ours": ("#d62728", "#ff7f0e", "#8c1d1d", "#e377c2", "#b8860b"),
-    "torch": ("#555555", "#000000", "#888888", "#aaaaaa", "#666666", "#bbbbbb"),
+    "ours": ("#d62728", "#ff7f0e", "#8c1d1d", "#e377c2", "#b8860b", "#c71585", "#ffb07c", "#5c3317"),
+    "torch": ("#555555", "#000000", "#888888", "#aaaaaa", "#6a7b8c", "#c0c0c0"),
     "peer": ("#1f77b4", "#2ca02c", "#9467bd", "#17becf", "#bcbd22"),
 }
 _MARKERS = {"ours": "o", "torch": "s", "peer": "^"}
+_LINES = {"ours": "-", "torch": "--", "peer": "--"}
+_AGAIN = (":", "-.")  # the lines of those for whom no colour is left
+
+
+def title(environment: Mapping[str, Any], dtype: str) -> str:
+    return f"{environment.get('gpu') or environment['cpu']}, {dtype}, torch {environment['torch']}"
+
+
+def _styles(variants: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
+    """No two alike."""
+    styles = {}
+    for kind, palette in _COLOURS.items():
+        lines = (_LINES[kind], *_AGAIN)
+        for index, name in enumerate(name for name, its in variants if its == kind):
+            round_, colour = divmod(index, len(palette))
+            styles[name] = {
+                "color": palette[colour],
+                "marker": _MARKERS[kind],
+                "linewidth": 2.2 if kind == "ours" else 1.2,
+                "linestyle": lines[round_ % len(lines)],
+            }
+    return styles
+
+
+def _lines(
+    axes: Any, shapes: Sequence[Shape], styles: Mapping[str, dict[str, Any]], values: Mapping[tuple[str, Shape], float]
+) -> None:
+    for name, style in styles.items():
+        points = [(shape.classes, values[name, shape]) for shape in shapes if (name, shape) in values]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=name, **style)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([shape.classes for shape in shapes], [str(shape) for shape in shapes], rotation=30)
+    axes.minorticks_off()
+    axes.set_xlabel("rows x classes, by the number of classes")
+
+
+def _bars(
+    axes: Any, shapes: Sequence[Shape], styles: Mapping[str, dict[str, Any]], values: Mapping[tuple[str, Shape], float]
+) -> None:
+    width = 0.8 / max(len(styles), 1)
+    for index, (name, style) in enumerate(styles.items()):
+        places = [place + index * width for place, shape in enumerate(shapes) if (name, shape) in values]
+        heights = [values[name, shape] for shape in shapes if (name, shape) in values]
+        if heights:
+            bars = axes.bar(places, heights, width * 0.9, label=name, color=style["color"])
+            axes.bar_label(bars, fmt="%.2f", rotation=90, fontsize=7, padding=2)
+    middle = (len(styles) - 1) * width / 2
+    axes.set_xticks([place + middle for place in range(len(shapes))], [str(shape) for shape in shapes])
+    axes.set_xlabel("rows x classes")
+    axes.margins(y=0.15)
 
 
 def draw(path: Path, results: Sequence[Result], title: str, step: int | None) -> None:
@@ -25,59 +80,44 @@ def draw(path: Path, results: Sequence[Result], title: str, step: int | None) ->
     matplotlib.use("Agg")  # no display needed
     from matplotlib import pyplot as plt
 
-    timed = [result for result in results if result.copies is not None]
     variants = list(dict.fromkeys((result.variant, result.kind) for result in results))
     shapes = list(dict.fromkeys(result.shape for result in results))
-    copies: dict[tuple[str, Shape], float] = {
-        (result.variant, result.shape): result.copies for result in timed if result.copies is not None
-    }
-    colours: dict[str, str] = {}
-    for kind, palette in _COLOURS.items():
-        names = [name for name, its in variants if its == kind]
-        colours.update({name: palette[index % len(palette)] for index, name in enumerate(names)})
+    styles = _styles(variants)
+    copies: dict[tuple[str, Shape], float] = {}
+    peaks: dict[tuple[str, Shape], float] = {}
+    for result in results:
+        if result.copies is not None:
+            copies[result.variant, result.shape] = result.copies
+        if result.peak_logits is not None:
+            peaks[result.variant, result.shape] = result.peak_logits
     sweep = len({shape.classes for shape in shapes}) == len(shapes) >= 3
-
     width = 9.0 if sweep else max(7.0, 2.0 + 0.22 * len(variants) * len(shapes))
-    figure, axes = plt.subplots(figsize=(min(width, 24.0), 5.0), layout="constrained")
+    panels = 2 if peaks else 1
+    figure, grid = plt.subplots(
+        panels, 1, figsize=(min(width, 24.0), 1.0 + 4.0 * panels), layout="constrained", squeeze=False
+    )
+    times, *memory = grid[:, 0]
     if sweep:
-        ordered = sorted(shapes, key=lambda shape: shape.classes)
-        for name, kind in variants:
-            points = [(shape.classes, copies[name, shape]) for shape in ordered if (name, shape) in copies]
-            if points:
-                axes.plot(
-                    *zip(*points, strict=True),
-                    label=name,
-                    color=colours[name],
-                    marker=_MARKERS[kind],
-                    linewidth=2.2 if kind == "ours" else 1.2,
-                    linestyle="-" if kind == "ours" else "--",
-                )
-        axes.set_yscale("log", base=2)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks([shape.classes for shape in ordered], [str(shape) for shape in ordered], rotation=30)
-        axes.minorticks_off()
-        axes.set_xlabel("rows x classes, by the number of classes")
-    else:
-        bar = 0.8 / max(len(variants), 1)
-        for index, (name, _) in enumerate(variants):
-            places = [place + index * bar for place, shape in enumerate(shapes) if (name, shape) in copies]
-            heights = [copies[name, shape] for shape in shapes if (name, shape) in copies]
-            if heights:
-                bars = axes.bar(places, heights, bar * 0.9, label=name, color=colours[name])
-                axes.bar_label(bars, fmt="%.2f", rotation=90, fontsize=7, padding=2)
-        middle = (len(variants) - 1) * bar / 2
-        axes.set_xticks([place + middle for place in range(len(shapes))], [str(shape) for shape in shapes])
-        axes.set_xlabel("rows x classes")
-        axes.margins(y=0.15)
+        shapes.sort(key=lambda shape: shape.classes)
+    show = _lines if sweep else _bars
+    show(times, shapes, styles, copies)
+    if sweep:
+        times.set_yscale("log", base=2)
+        times.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     if step is None:
-        axes.axhline(TRAFFIC_LIMIT, color="black", linewidth=0.9, linestyle=":", label="2 reads + 1 write")
-        axes.set_ylabel("forward + backward, in copies of the logits")
+        times.axhline(TRAFFIC_LIMIT, color="black", linewidth=0.9, linestyle=":", label="2 reads + 1 write")
+        times.set_ylabel("forward + backward, in copies of the logits")
     else:
-        axes.set_ylabel(f"step of hidden size {step}, in copies of the logits")
-    axes.set_title(title, fontsize=10)
-    axes.grid(axis="y", alpha=0.3)
-    if timed:
-        figure.legend(loc="outside right upper", fontsize=8)
+        times.set_ylabel(f"step of hidden size {step}, in copies of the logits")
+    for axes in memory:
+        show(axes, shapes, styles, peaks)
+        axes.set_ylabel("peak memory beyond the inputs, in logits")
+        axes.set_ylim(bottom=0)
+    times.set_title(title, fontsize=10)
+    for axes in (times, *memory):
+        axes.grid(axis="y", alpha=0.3)
+    handles, labels = times.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=150)
     plt.close(figure)

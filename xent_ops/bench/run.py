@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import re
 import sys
 from pathlib import Path
@@ -56,7 +57,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="WORDS,...", help="only variants whose names contain one of these")
     parser.add_argument("--budget", type=_positive, default=100, metavar="MS", help="time per figure (default: 100 ms)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write results and environment; after each shape")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the times, in copies of the logits")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the times, in copies, and the memory")
+    parser.add_argument("--redraw", type=Path, metavar="FILE", help="--plot what an earlier --json wrote, and no more")
+
+
+def _redraw(source: Path, picture: Path | None) -> None:
+    if picture is None:
+        raise ValueError("--redraw FILE draws what is in FILE: add --plot FILE.png")
+    try:
+        content = json.loads(source.read_text())
+        results = [
+            Result(**entry | {"shape": Shape(*entry["shape"])}) for entry in content["results"] if "variant" in entry
+        ]
+        environment, settings = content["environment"], content["settings"]
+        title = plot.title(environment, settings["dtype"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--redraw {source}: not what --json writes ({timing.reason(error)})") from error
+    plot.draw(picture, results, title, settings["step"])
 
 
 def _device(text: str | None) -> torch.device:
@@ -94,14 +111,17 @@ def _variants(arguments: argparse.Namespace, dtype: torch.dtype, device: torch.d
 def main(arguments: argparse.Namespace) -> int:
     """0, or 1 where a variant of this package is wrong or fails; peers' failures are their own."""
     try:
-        device = _device(arguments.device)
-        if arguments.graph and device.type != "cuda":
-            raise ValueError(f"--graph: CUDA graphs need a CUDA device, this is {device}; leave it out")
         if arguments.plot and not report.have("matplotlib"):
             raise ValueError(plot.MISSING)
         for path in (arguments.json, arguments.plot):
             if path is not None and not path.absolute().parent.is_dir():
                 raise ValueError(f"{path}: there is no folder {path.absolute().parent} to write it to")
+        if arguments.redraw:
+            _redraw(arguments.redraw, arguments.plot)
+            return 0
+        device = _device(arguments.device)
+        if arguments.graph and device.type != "cuda":
+            raise ValueError(f"--graph: CUDA graphs need a CUDA device, this is {device}; leave it out")
         on_cpu = device.type == "cpu"
         dtype = DTYPES[arguments.dtype or ("float32" if on_cpu else "bfloat16")]
         variants = _variants(arguments, dtype, device)
@@ -156,13 +176,7 @@ def main(arguments: argparse.Namespace) -> int:
         del problem
         timing.collect(device)
     if arguments.plot and results:
-        where = environment.get("gpu") or environment["cpu"]
-        plot.draw(
-            arguments.plot,
-            results,
-            f"{where}, {content['settings']['dtype']}, torch {torch.__version__}",
-            arguments.step,
-        )
+        plot.draw(arguments.plot, results, plot.title(environment, content["settings"]["dtype"]), arguments.step)
     ours_failed = any(result.kind == "ours" and result.status != "ok" for result in results)
     return int(failed or ours_failed)
 

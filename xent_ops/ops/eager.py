@@ -105,12 +105,12 @@ def cross_entropy(
                 "pass the output of a layer, or leave inplace_backward off"
             )
         checks.writable("logits", logits)
-    if inplace_backward or grad_in_forward:  # which come here with any arguments
+    if inplace_backward or grad_in_forward:  # which come here with any arguments, disturbed or not
         settings = _plain_numbers(settings)
     if grad_in_forward:
         return _OnePass.apply(logits, target, weight, settings, inplace_backward)
-    if not inplace_backward:
-        prepared = _prepare(logits, target, weight, settings)
+    if not inplace_backward or undisturbed(logits, target, weight):
+        prepared = _prepare(logits, target, weight, settings, inplace_backward)
         if prepared is not None:
             return PreparedLoss.apply(logits, target, prepared)
     return (_InPlace if inplace_backward else _TwoPass).apply(logits, target, weight, settings)
@@ -202,6 +202,15 @@ def _gradient(
     return kernel(*upstream(grad, lse, counts, settings), logits, target, lse, weight, **settings.options)
 
 
+def _gradient_in_place(
+    grad: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, lse: Tensor, counts: Counts, settings: Settings
+) -> Tensor:
+    """The same over the logits."""
+    kernel = kernels_for(grad, logits, target, lse, weight)["cross_entropy_backward_"]
+    kernel(*upstream(grad, lse, counts, settings), logits, target, lse, weight, **settings.options)
+    return logits.detach()
+
+
 class _TwoPass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings) -> Tensor:
@@ -224,6 +233,7 @@ class Prepared(NamedTuple):
     facts: tuple[Any, ...]  # what it was made for, see facts_of
     launches: Any  # kernels/triton/prepared.py
     gradient: Callable[..., Tensor]  # of grad, logits, target, lse, Counts, where the launches do not fit
+    in_place: bool = False  # the backward writes the gradient over the logits
 
 
 class PreparedLoss(torch.autograd.Function):
@@ -236,8 +246,10 @@ class PreparedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        facts, launches, gradient, in_place = ctx.prepared
+        if in_place:
+            _refuse_second_derivative("inplace_backward")
         logits, target, lse, number = ctx.saved_tensors
-        facts, launches, gradient = ctx.prepared
         if (
             torch.is_grad_enabled()
             or torch.compiler.is_compiling()
@@ -247,7 +259,8 @@ class PreparedLoss(torch.autograd.Function):
             or not launches.fits(lse, number)
         ):
             return gradient(grad, logits, target, lse, Counts(None, number, number)), None, None
-        return launches.backward(grad, number, logits, target, lse), None, None
+        out = logits.detach() if in_place else None
+        return launches.backward(grad, number, logits, target, lse, out), None, None
 
 
 def facts_of(logits: Tensor, target: Tensor) -> tuple[Any, ...]:
@@ -276,16 +289,22 @@ def prepared_for(key: tuple[Any, ...], make: Callable[..., Prepared | None], *ar
     return _PREPARED[key]
 
 
-def _prepare(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings) -> Prepared | None:
+def _prepare(
+    logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings, in_place: bool
+) -> Prepared | None:
     if weight is not None or logits.device.type not in PREPARED_DEVICES:
         return None
     facts = facts_of(logits, target)
-    key = (*facts, settings.reduction, settings.lse_square_scale, *settings.options.values())
-    return prepared_for(key, _new_prepared, facts, logits, target, settings)
+    key = (*facts, in_place, settings.reduction, settings.lse_square_scale, *settings.options.values())
+    return prepared_for(key, _new_prepared, facts, logits, target, settings, in_place)
 
 
-def _new_prepared(facts: tuple[Any, ...], logits: Tensor, target: Tensor, settings: Settings) -> Prepared | None:
+def _new_prepared(
+    facts: tuple[Any, ...], logits: Tensor, target: Tensor, settings: Settings, in_place: bool
+) -> Prepared | None:
     if settings.reduction == "none" or settings.lse_square_scale != 0.0:
+        return None
+    if in_place and not logits.is_contiguous():  # which the prepared gradient is
         return None
     launcher = prepared_launcher(target)
     if launcher is None:
@@ -293,10 +312,12 @@ def _new_prepared(facts: tuple[Any, ...], logits: Tensor, target: Tensor, settin
     checks.index_forward(logits, target, **settings.options)
     launches = launcher.prepare(logits, target, settings.reduction == "mean", **settings.options)
 
-    def gradient(grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor, counts: Counts) -> Tensor:
-        return _gradient(grad, logits, target, None, lse, counts, settings)
+    ordinary = _gradient_in_place if in_place else _gradient
 
-    return launches and Prepared(facts, launches, gradient)
+    def gradient(grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor, counts: Counts) -> Tensor:
+        return ordinary(grad, logits, target, None, lse, counts, settings)
+
+    return launches and Prepared(facts, launches, gradient, in_place)
 
 
 class _InPlace(_TwoPass):
@@ -306,10 +327,8 @@ class _InPlace(_TwoPass):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_derivative("inplace_backward")
         logits, target, weight, lse, *counts = ctx.saved_tensors
-        kernel = kernels_for(grad, logits, target, lse, weight)["cross_entropy_backward_"]
-        grads = upstream(grad, lse, Counts(*counts), ctx.settings)
-        kernel(*grads, logits, target, lse, weight, **ctx.settings.options)
-        return logits.detach(), None, None, None
+        gradient = _gradient_in_place(grad, logits, target, weight, lse, Counts(*counts), ctx.settings)
+        return gradient, None, None, None
 
 
 def _one_over(divisor: Tensor | None, logits: Tensor) -> Tensor:

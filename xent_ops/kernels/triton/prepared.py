@@ -52,7 +52,9 @@ class Prepared:
         logit_scale: float,
     ) -> None:
         options = (ignore_index, label_smoothing, softcap, logit_scale)
-        self.device, self.row_dtype = logits.device, accumulator(logits)
+        # Tuples, for torch.empty takes twice as long with a torch.Size.
+        self.shape, self.rows_shape = tuple(logits.shape), tuple(logits.shape[:-1])
+        self.device, self.dtype, self.row_dtype = logits.device, logits.dtype, accumulator(logits)
         view = rows(logits)
         self.number = view.number
         if shard is None:
@@ -72,7 +74,7 @@ class Prepared:
 
     def forward(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """(loss, number of counted rows where they are what it is divided by, lse)"""
-        rows_loss = torch.empty(target.shape, dtype=self.row_dtype, device=self.device)
+        rows_loss = torch.empty(self.rows_shape, dtype=self.row_dtype, device=self.device)
         lse = torch.empty_like(rows_loss)
         with on_device_of(logits):
             self.forward_launches(self.number, (logits, target, lse), (rows_loss, lse, lse, lse))
@@ -86,12 +88,25 @@ class Prepared:
         self.mean_launches(self.number, rows_loss, row, loss, number)
         return loss, number
 
-    def backward(self, grad_loss: Tensor, number: Tensor | None, logits: Tensor, target: Tensor, lse: Tensor) -> Tensor:
-        """The gradient of the logits; that of each row's loss is ``grad_loss``, (), divided by ``number``."""
-        grad = torch.empty(logits.shape, dtype=logits.dtype, device=self.device)
+    def backward(
+        self,
+        grad_loss: Tensor,
+        number: Tensor | None,
+        logits: Tensor,
+        target: Tensor,
+        lse: Tensor,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The gradient of the logits; that of each row's loss is ``grad_loss``, (), divided by ``number``.
+
+        ``out``: where to write it, of the same strides, maybe over contiguous logits.
+        """
+        grad = torch.empty(self.shape, dtype=self.dtype, device=self.device) if out is None else out
         with on_device_of(logits):
             rest = (lse, lse, logits, target, lse, lse, lse, lse, grad)
             self.backward_launch(self.number * self.blocks, grad_loss, lse if number is None else number, *rest)
+        if out is not None:
+            torch.autograd.graph.increment_version(out)  # a launch is not seen by autograd
         return grad
 
 
@@ -134,8 +149,8 @@ class PreparedShard(Prepared):
         with on_device_of(logits):
             self.shard_launch(self.number, logits, target, part, part)
             gathered = self.gather(part)
-            lse = torch.empty(target.shape, dtype=self.row_dtype, device=self.device)
-            loss, counted, coefficient = torch.empty((3, *target.shape), dtype=self.row_dtype, device=self.device)
+            loss = torch.empty(self.rows_shape, dtype=self.row_dtype, device=self.device)
+            lse, counted, coefficient = torch.empty_like(loss), torch.empty_like(loss), torch.empty_like(loss)
             blocks = -(-self.number // JOIN_BLOCK)
             self.join_launch(blocks, gathered, target, loss, lse, counted, coefficient, varying=(self.number,))
             return *self.reduce(loss, counted), lse
