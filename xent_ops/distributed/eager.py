@@ -16,12 +16,11 @@ from ..ops import checks
 from ..ops.composite import Counts, reduce_rows
 from ..ops.eager import Prepared, PreparedLoss, Settings, facts_of, kernels_for, prepared_for, upstream
 from ..ops.library import PREPARED_DEVICES, prepared_launcher
-from .groups import Group, Place, process_group
+from .groups import Place, process_group
 from .parts import counts_of, everyones_parts, first_class
 
-_all_gather = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)  # its name from 2.13 on, and before
+# Its name from torch 2.13 on, and before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def cross_entropy(
@@ -46,12 +45,15 @@ def cross_entropy(
     return _Loss.apply(logits, target, weight, here, start, num_classes, settings)
 
 
-def _gather(parts: Tensor, place: Place, group: Group) -> Tensor:
-    """Not by the functional collective, which nobody sees here: it takes the host twice as long."""
-    if place.world == 1:
+def _gather(parts: Tensor, here: Place) -> Tensor:
+    """Not by the functional collective, which nobody sees here: it takes the host twice as long.
+
+    The group is looked up at each call: another one may have its name by now.
+    """
+    if here.world == 1:
         return parts
-    everyones = torch.empty((place.world, parts.shape[1]), dtype=parts.dtype, device=parts.device)
-    _all_gather(everyones, parts, group=group)
+    everyones = torch.empty((here.world, parts.shape[1]), dtype=parts.dtype, device=parts.device)
+    _all_gather(everyones, parts, group=process_group(here.name))
     return everyones
 
 
@@ -71,7 +73,7 @@ def _new_prepared(
         return None
     place = (first_class(logits.shape[-1], class_start, num_classes, here), num_classes)
     checks.shard(logits, target, *place, **settings.options)
-    gathering = {"world": here.world, "gather": functools.partial(_gather, place=here, group=process_group(here.name))}
+    gathering = {"world": here.world, "gather": functools.partial(_gather, here=here)}
     launches = launcher.prepare_shard(
         logits, target, settings.reduction == "mean", *place, **gathering, **settings.options
     )

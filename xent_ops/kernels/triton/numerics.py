@@ -57,8 +57,8 @@ def row_offset(row, n_inner, stride_outer, stride_inner):
 def aligned_body(offset, n_cols, EDGES: tl.constexpr, VECTOR: tl.constexpr):
     """(columns before the first boundary of a row, its offset, length of the body, which is read in vectors, after it).
 
-    Rows of an odd vocabulary start anywhere. EDGES is 0 where they do not, else the elements between two boundaries:
-    those of a cache line, or of a 16-byte vector (configs.edges). The fewer than 2 * EDGES columns before and after the
+    Rows of an odd vocabulary start anywhere. EDGES is 0 where they do not, else the elements between two boundaries
+    (configs.edges), a multiple of VECTOR. The fewer than 2 * EDGES columns before and after the
     body go apart. The products tell Triton's alignment analysis what is divisible by VECTOR; without EDGES they change
     nothing else, but Triton knows of arguments only whether 16 divides them.
     """
