@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from xent_ops.__main__ import main
-from xent_ops.bench import cases, check, plot, report
+from xent_ops.bench import cases, check, plot, report, timing
 from xent_ops.bench.problems import LossProblem, Outputs, Shape, StepProblem
 
 CPU = torch.device("cpu")
@@ -60,13 +60,13 @@ def test_a_run_is_drawn_again(capsys, tmp_path, shapes):
     figures, first, again, taller = (tmp_path / name for name in ("f.json", "1.png", "2.png", "3.png"))
     only = ["--shapes", shapes, "--only", "xent eager,F eager"]
     assert bench(*only, "--json", str(figures), "--plot", str(first)) == 0
-    assert bench("--redraw", str(figures), "--plot", str(again)) == 0
+    assert main(["bench", "--redraw", str(figures), "--plot", str(again)]) == 0
     assert first.read_bytes() == again.read_bytes()
     content = json.loads(figures.read_text())
     for result in content["results"]:
         result["peak_logits"] = 1.0
     figures.write_text(json.dumps(content))
-    assert bench("--redraw", str(figures), "--plot", str(taller)) == 0
+    assert main(["bench", "--redraw", str(figures), "--plot", str(taller)]) == 0
 
     def height(path):
         return int.from_bytes(path.read_bytes()[20:24], "big")
@@ -76,9 +76,10 @@ def test_a_run_is_drawn_again(capsys, tmp_path, shapes):
         (["--redraw", str(figures)], "add --plot FILE.png"),
         (["--redraw", str(first), "--plot", str(again)], "not what --json writes"),
         (["--redraw", str(tmp_path / "none"), "--plot", str(again)], "not what --json writes"),
+        (["--redraw", str(figures), "--plot", str(again), "--memory"], "leave out --memory"),
     ):
         with pytest.raises(SystemExit) as stopped:
-            bench(*arguments)
+            main(["bench", *arguments])
         assert stopped.value.code == 2 and message in capsys.readouterr().err
 
 
@@ -87,6 +88,21 @@ def test_no_two_lines_look_alike():
     variants += [(f"peer {index}", "peer") for index in range(12)]
     looks = [tuple(style.values()) for style in plot._styles(variants).values()]
     assert len(set(looks)) == len(looks) == len(variants)
+
+
+def test_peers_that_are_missing_are_left_out(monkeypatch, capsys):
+    monkeypatch.setattr(cases, "PEERS", (cases.Peer(("a-peer",), "no_such_module", lambda: None),))
+    assert bench("--shapes", "34x64", "--only", "xent eager,a-peer") == 0
+    assert "a-peer is not installed, and left out" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench("--shapes", "34x64", "--only", "a-peer")
+    assert "none of these is installed" in capsys.readouterr().err
+
+
+def test_samples_that_differ_are_doubted():
+    assert timing.Times.of([1.0, 1.1, 1.0, 1.2, 1.1]).doubt == ""
+    times = timing.Times.of([1.0, 3.0, 1.0, 3.0, 2.0])
+    assert times == (2.0, 1.0, 3.0) and "1.0000 to 3.0000 ms" in times.doubt
 
 
 def test_compiled_variants(tmp_path):

@@ -149,6 +149,15 @@ def test_grad_in_forward_means_the_ordinary_path_under_compile_and_transforms(h,
     torch.testing.assert_close(torch.func.grad(step)(h.detach()), wanted)
 
 
+def test_one_pass_checks_weights_before_it_counts_rows(h, target):
+    for weight, message in (
+        (torch.ones(3), r"weight has shape \(3,\)"),
+        (torch.ones(h.shape[-1], 2), "weight has shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            xent_ops.cross_entropy(h * 2, target, weight.to(h), grad_in_forward=True)
+
+
 @pytest.mark.parametrize("options", [{}, {"inplace_backward": True}, {"grad_in_forward": True}], ids=str)
 @pytest.mark.parametrize("scale", [0.0, 0.1])
 def test_without_a_counted_row(device, both_paths, scale, options):
@@ -255,3 +264,9 @@ def test_compiled_autograd(h, target):
         with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
             xent_ops.cross_entropy(h, target, **options).backward()
         torch.testing.assert_close(h.grad, wanted)
+    # exp saved its output, the logits, which compiled autograd hands out before the loss's backward runs.
+    (wanted,) = torch.autograd.grad(xent_ops.cross_entropy(h.exp(), target), h)
+    h.grad = None
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        xent_ops.cross_entropy(h.exp(), target, inplace_backward=True).backward()
+    torch.testing.assert_close(h.grad, wanted)

@@ -194,6 +194,50 @@ def test_inplace_backward_refuses_what_it_would_corrupt(device):
         assert torch.equal(kept, h)
 
 
+IN_PLACE = {"in place": {"inplace_backward": True}}
+IN_PLACE["one pass in place"] = IN_PLACE["in place"] | {"grad_in_forward": True}
+
+
+@pytest.mark.parametrize("options", IN_PLACE.values(), ids=IN_PLACE)
+@pytest.mark.parametrize(
+    "shape, view",
+    [((2, 2, 30), lambda x: x.flatten(0, 1)), ((4, 30), lambda x: x[:, :]), ((4, 30, 1), lambda x: x)],
+    ids=["flat", "all", "classes in the middle"],
+)
+def test_views_of_a_leaf_are_not_overwritten(device, shape, view, options):
+    parameter = torch.nn.Parameter(torch.randn(shape, device=device))
+    kept = parameter.detach().clone()
+    logits = view(parameter)
+    target = torch.zeros(logits.shape[:1] + logits.shape[2:], dtype=torch.int64, device=device)
+    with pytest.raises(RuntimeError, match="or a view of it, with its own gradient"):
+        xent_ops.cross_entropy(logits, target, **options)
+    assert torch.equal(parameter, kept)
+
+
+@pytest.mark.parametrize("options", IN_PLACE.values(), ids=IN_PLACE)
+@pytest.mark.parametrize("producer", [torch.exp, torch.tanh, lambda x: x * 1.0], ids=["exp", "tanh", "product"])
+def test_in_place_below_saved_tensor_hooks(device, producer, options):
+    """Where autograd does not look at versions, nothing that it may still need is overwritten."""
+    h = torch.randn(4, 30, device=device, requires_grad=True)
+    target = torch.tensor([1, 2, -100, 29], device=device)
+
+    def loss(h):
+        return xent_ops.cross_entropy(producer(h), target, **options)
+
+    (wanted,) = torch.autograd.grad(torch.nn.functional.cross_entropy(producer(h), target), h)
+    checkpointed = torch.utils.checkpoint.checkpoint(loss, h, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(checkpointed, h)[0], wanted)
+    for hooks in (
+        torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+        torch.autograd.graph.save_on_cpu(),
+    ):
+        with hooks:
+            hooked = loss(h)
+        torch.testing.assert_close(torch.autograd.grad(hooked, h, retain_graph=True)[0], wanted)
+        if "grad_in_forward" not in options:  # which gives its gradient once
+            torch.testing.assert_close(torch.autograd.grad(hooked, h)[0], wanted)
+
+
 @pytest.mark.parametrize(
     "slicing", [lambda x: x[:, :-1], lambda x: x[..., 3:], lambda x: x.transpose(0, 1)], ids=range(3)
 )

@@ -96,8 +96,10 @@ def cross_entropy(
         logit_scale: factor of the logits, applied before the softcap (an inverse temperature).
         dim: the class dimension. 1 as in torch; -1 for language-model logits (B, S, V) with targets (B, S).
         inplace_backward: in eager, write the gradient over the input's storage: no second buffer of its size. The
-            input must not be a leaf, and whoever reads it after the backward gets an error from autograd. Compiled
-            graphs already reuse that buffer, so there it means nothing. Class indices only.
+            input must not be a leaf, nor a view of one, and whoever reads it after the backward gets an error from
+            autograd. Inside saved-tensor hooks (a non-reentrant checkpoint, ``save_on_cpu``) autograd could not give
+            that error, and the gradient gets memory of its own. Compiled graphs already reuse that buffer, so there
+            it means nothing. Class indices only.
         grad_in_forward: in eager, make the gradient in forward, in the same pass over the input: one read and one
             write of its size in all, instead of two and one. The backward multiplies it by the upstream gradient,
             which costs nothing where that is one, and hands it out, once: a second backward raises, and so does a

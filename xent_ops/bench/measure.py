@@ -44,7 +44,7 @@ class Result:
         return {**dataclasses.asdict(self), "shape": list(self.shape)}
 
 
-def copy_ms(problem: Problem, settings: Settings) -> float:
+def copy_times(problem: Problem, settings: Settings) -> timing.Times:
     """Time to copy the logits once, clocked like everything else."""
     source = problem.random(*problem.shape, std=3.0)
     destination = torch.empty_like(source)
@@ -55,7 +55,7 @@ def copy_ms(problem: Problem, settings: Settings) -> float:
     return _clock(timing.capture(run, problem.device) if settings.graph else run, lambda: None, problem, settings)
 
 
-def _clock(run: timing.Action, before: timing.Action, problem: Problem, settings: Settings) -> float:
+def _clock(run: timing.Action, before: timing.Action, problem: Problem, settings: Settings) -> timing.Times:
     clock = timing.by_events if problem.device.type == "cuda" else timing.by_wall
     return clock(run, before, settings.budget_ms, problem.device)
 
@@ -102,8 +102,9 @@ def _measure(problem: Problem, variant: Variant, copy: float, settings: Settings
             return
         problem.use_targets(0)
     before = problem.restore if result.overwrites_input else lambda: None
-    result.ms = _clock(run, before, problem, settings)
-    result.copies = result.ms / copy
+    times = _clock(run, before, problem, settings)
+    result.ms, result.copies = times.ms, times.ms / copy
+    result.note = "; ".join(filter(None, (times.doubt, result.note)))
     if problem.device.type != "cpu" and result.mode == "calls":
         result.wall_ms = timing.back_to_back(run, settings.budget_ms, problem.device)
     result.status = "ok"

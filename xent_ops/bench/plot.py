@@ -1,6 +1,6 @@
 """A picture of a run: lines over the vocabulary where at least three sizes were timed, bars where fewer.
 
-Times above; below, where it was measured, the peak memory.
+Times above; below, where it was measured, the peak memory as bars.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from .measure import Result
 from .problems import Shape
 
-MISSING = "--plot needs matplotlib, which is not installed: pip install 'xent-ops[bench]'"
+MISSING = "--plot needs matplotlib, which is not installed: pip install matplotlib"
 TRAFFIC_LIMIT = 1.5  # copies: two reads by the forward and backward, and one write
 
 _COLOURS = {
@@ -53,7 +53,7 @@ def _lines(
         if points:
             axes.plot(*zip(*points, strict=True), label=name, **style)
     axes.set_xscale("log", base=2)
-    axes.set_xticks([shape.classes for shape in shapes], [str(shape) for shape in shapes], rotation=30)
+    axes.set_xticks([shape.classes for shape in shapes], [str(shape) for shape in shapes], rotation=30, ha="right")
     axes.minorticks_off()
     axes.set_xlabel("rows x classes, by the number of classes")
 
@@ -67,7 +67,7 @@ def _bars(
         heights = [values[name, shape] for shape in shapes if (name, shape) in values]
         if heights:
             bars = axes.bar(places, heights, width * 0.9, label=name, color=style["color"])
-            axes.bar_label(bars, fmt="%.2f", rotation=90, fontsize=7, padding=2)
+            axes.bar_label(bars, fmt="%.2f", rotation=90, fontsize=7 if len(shapes) < 4 else 5, padding=2)
     middle = (len(styles) - 1) * width / 2
     axes.set_xticks([place + middle for place in range(len(shapes))], [str(shape) for shape in shapes])
     axes.set_xlabel("rows x classes")
@@ -109,10 +109,9 @@ def draw(path: Path, results: Sequence[Result], title: str, step: int | None) ->
         times.set_ylabel("forward + backward, in copies of the logits")
     else:
         times.set_ylabel(f"step of hidden size {step}, in copies of the logits")
-    for axes in memory:
-        show(axes, shapes, styles, peaks)
+    for axes in memory:  # as bars: most are 1 or 0, and lines would hide one another
+        _bars(axes, shapes, styles, peaks)
         axes.set_ylabel("peak memory beyond the inputs, in logits")
-        axes.set_ylim(bottom=0)
     times.set_title(title, fontsize=10)
     for axes in (times, *memory):
         axes.grid(axis="y", alpha=0.3)

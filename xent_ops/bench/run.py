@@ -14,7 +14,7 @@ import torch
 
 from .. import _environment
 from . import cases, plot, report, timing
-from .measure import Result, Settings, copy_ms, measure
+from .measure import Result, Settings, copy_times, measure
 from .problems import LossProblem, Problem, Shape, StepProblem
 
 HELP = "time this package's loss beside torch's and its peers' on your device; each is checked against float64 first"
@@ -61,9 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--redraw", type=Path, metavar="FILE", help="--plot what an earlier --json wrote, and no more")
 
 
-def _redraw(source: Path, picture: Path | None) -> None:
-    if picture is None:
+def _redraw(source: Path, arguments: argparse.Namespace) -> None:
+    if arguments.plot is None:
         raise ValueError("--redraw FILE draws what is in FILE: add --plot FILE.png")
+    measuring = ("device", "shapes", "dtype", "graph", "dynamic", "memory", "step", "only", "json")
+    given = [f"--{name}" for name in measuring if getattr(arguments, name) not in (None, False)]
+    if given:
+        raise ValueError(f"--redraw measures nothing: leave out {', '.join(given)}")
     try:
         content = json.loads(source.read_text())
         results = [
@@ -73,7 +77,7 @@ def _redraw(source: Path, picture: Path | None) -> None:
         title = plot.title(environment, settings["dtype"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--redraw {source}: not what --json writes ({timing.reason(error)})") from error
-    plot.draw(picture, results, title, settings["step"])
+    plot.draw(arguments.plot, results, title, settings["step"])
 
 
 def _device(text: str | None) -> torch.device:
@@ -103,9 +107,15 @@ def _variants(arguments: argparse.Namespace, dtype: torch.dtype, device: torch.d
     words = [word.strip() for word in arguments.only.split(",")]
     for word in words:
         if not any(word in variant.name for variant in known):
-            names = ", ".join(variant.name for variant in known)
-            raise ValueError(f"--only {word}: no variant has this in its name; here are {names}")
-    return [variant for variant in known if any(word in variant.name for word in words)]
+            missing = [peer.name for peer in cases.PEERS if word in peer.name and not peer.installed()]
+            if not missing:
+                names = ", ".join(variant.name for variant in known)
+                raise ValueError(f"--only {word}: no variant has this in its name; here are {names}")
+            print(f"--only {word}: {', '.join(missing)} is not installed, and left out", file=sys.stderr)
+    chosen = [variant for variant in known if any(word in variant.name for word in words)]
+    if not chosen:
+        raise ValueError(f"--only {arguments.only}: none of these is installed")
+    return chosen
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -117,7 +127,7 @@ def main(arguments: argparse.Namespace) -> int:
             if path is not None and not path.absolute().parent.is_dir():
                 raise ValueError(f"{path}: there is no folder {path.absolute().parent} to write it to")
         if arguments.redraw:
-            _redraw(arguments.redraw, arguments.plot)
+            _redraw(arguments.redraw, arguments)
             return 0
         device = _device(arguments.device)
         if arguments.graph and device.type != "cuda":
@@ -128,7 +138,7 @@ def main(arguments: argparse.Namespace) -> int:
     except (ValueError, RuntimeError) as error:
         arguments.parser.error(str(error))
     if not report.have("rich"):
-        print("rich is not installed: plain tables (pip install 'xent-ops[bench]')", file=sys.stderr)
+        print("rich is not installed: plain tables (pip install rich)", file=sys.stderr)
     if arguments.memory and device.type != "cuda":
         print(f"--memory is measured by CUDA's allocator alone: not on {device}", file=sys.stderr)
         arguments.memory = False
@@ -157,20 +167,21 @@ def main(arguments: argparse.Namespace) -> int:
     for number, shape in enumerate(todo, 1):
         try:
             problem = make(shape, dtype, device)
-            copy = copy_ms(problem, settings)
+            copy = copy_times(problem, settings)
         except RuntimeError as error:  # out of memory, or a device that an earlier variant broke
             print(f"{shape}: not measured, {timing.reason(error)}", file=sys.stderr)
             content["results"].append({"shape": list(shape), "status": "error", "note": timing.reason(error)})
             failed = True
             write()
             continue
-        done = _shape(f"{number}/{len(todo)} {shape}", problem, variants, copy, settings)
-        rate = 2 * problem.unit / copy / 1e6
+        done = _shape(f"{number}/{len(todo)} {shape}", problem, variants, copy.ms, settings)
+        rate = 2 * problem.unit / copy.ms / 1e6
         what = "loss" if arguments.step is None else f"step of hidden size {arguments.step}"
-        title = f"{shape} {content['settings']['dtype']}, {what}; 1 copy = {copy:.4f} ms ({rate:.3g} GB/s)"
+        title = f"{shape} {content['settings']['dtype']}, {what}; 1 copy = {copy.ms:.4f} ms ({rate:.3g} GB/s)"
+        title = "; ".join(filter(None, (title, copy.doubt)))
         report.show(title, done, settings.memory)
         results += done
-        content["copies"].append({"shape": list(shape), "ms": copy, "gb_per_s": rate})
+        content["copies"].append({"shape": list(shape), "ms": copy.ms, "gb_per_s": rate})
         content["results"] += [result.as_json() for result in done]
         write()
         del problem

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,8 +16,26 @@ from .problems import Outputs, Run
 
 L2_FLUSH_BYTES = 256 << 20  # as triton.testing.do_bench: several times any GPU's L2
 MIN_SAMPLES, MAX_SAMPLES = 10, 1000
+UNSTEADY = 1.5  # between the slow and the fast quarter of the samples
 
 Action = Callable[[], Any]
+
+
+class Times(NamedTuple):
+    ms: float  # the median
+    low: float  # a quarter of the samples took less
+    high: float  # a quarter took more
+
+    @staticmethod
+    def of(samples: list[float]) -> Times:
+        low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+        return Times(median, low, high)
+
+    @property
+    def doubt(self) -> str:
+        if self.high <= UNSTEADY * self.low:
+            return ""
+        return f"unsteady: half of the samples took {self.low:.4f} to {self.high:.4f} ms (is the device busy?)"
 
 
 class NotCapturable(Exception):
@@ -50,7 +68,7 @@ def _samples(estimate_ms: float, budget_ms: float) -> int:
     return max(MIN_SAMPLES, min(MAX_SAMPLES, int(budget_ms / max(estimate_ms, 1e-3))))
 
 
-def by_events(run: Action, before: Action, budget_ms: float, device: torch.device) -> float:
+def by_events(run: Action, before: Action, budget_ms: float, device: torch.device) -> Times:
     """On the GPU's own clock, the L2 flushed and ``before`` called between the samples."""
     flush = torch.empty(L2_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
 
@@ -63,16 +81,16 @@ def by_events(run: Action, before: Action, budget_ms: float, device: torch.devic
         end.record()
         return start, end
 
-    def measure(count: int) -> float:
+    def measure(count: int) -> Times:
         pairs = [sample() for _ in range(count)]
         torch.cuda.synchronize(device)
-        return statistics.median(start.elapsed_time(end) for start, end in pairs)
+        return Times.of([start.elapsed_time(end) for start, end in pairs])
 
     measure(3)  # warms up
-    return measure(_samples(measure(5), budget_ms))
+    return measure(_samples(measure(5).ms, budget_ms))
 
 
-def by_wall(run: Action, before: Action, budget_ms: float, device: torch.device) -> float:
+def by_wall(run: Action, before: Action, budget_ms: float, device: torch.device) -> Times:
     """On the host's clock, a call at a time; nothing is flushed."""
 
     def sample() -> float:
@@ -85,7 +103,7 @@ def by_wall(run: Action, before: Action, budget_ms: float, device: torch.device)
 
     sample()
     estimate = statistics.median(sample() for _ in range(3))
-    return statistics.median(sample() for _ in range(_samples(estimate, budget_ms)))
+    return Times.of([sample() for _ in range(_samples(estimate, budget_ms))])
 
 
 def back_to_back(run: Action, budget_ms: float, device: torch.device) -> float:

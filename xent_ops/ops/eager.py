@@ -4,7 +4,8 @@ The composite operator gives autograd a node for each torch call of a reduction,
 second dispatch: measured with empty kernels, more than half of the wall time of a small loss (docs/design.md). Here is
 one node, and the operators are called below autograd. In-place gradients have their Functions here as well: autograd's
 version counter protects them, so that a producer that saved its output, a second backward and retain_graph all find
-a tensor that was modified in place, and raise.
+a tensor that was modified in place, and raise. Below saved-tensor hooks (which a non-reentrant checkpoint is made of)
+nobody looks at versions, and there the gradient gets memory of its own.
 """
 
 from __future__ import annotations
@@ -99,21 +100,29 @@ def cross_entropy(
 ) -> Tensor:
     """The reduced loss of logits (..., V) that require grad; what the operators do not check, the caller has."""
     if inplace_backward:
-        if logits.is_leaf:
-            raise RuntimeError(
-                "inplace_backward=True would overwrite a leaf tensor that requires grad with its own gradient: "
-                "pass the output of a layer, or leave inplace_backward off"
-            )
+        _refuse_a_leaf(logits)
         checks.writable("logits", logits)
+        inplace_backward = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     if inplace_backward or grad_in_forward:  # which come here with any arguments, disturbed or not
         settings = _plain_numbers(settings)
     if grad_in_forward:
+        checks.index_forward(logits, target, weight, **settings.options)  # before the rows are counted
         return _OnePass.apply(logits, target, weight, settings, inplace_backward)
     if not inplace_backward or undisturbed(logits, target, weight):
         prepared = _prepare(logits, target, weight, settings, inplace_backward)
         if prepared is not None:
             return PreparedLoss.apply(logits, target, prepared)
     return (_InPlace if inplace_backward else _TwoPass).apply(logits, target, weight, settings)
+
+
+def _refuse_a_leaf(logits: Tensor) -> None:
+    """As torch does for its own in-place operators: also a view of one."""
+    base = logits._base if logits._is_view() else logits
+    if base is not None and base.is_leaf and base.requires_grad:
+        raise RuntimeError(
+            "inplace_backward=True would overwrite a leaf tensor that requires grad, or a view of it, with its own "
+            "gradient: pass the output of a layer, or leave inplace_backward off"
+        )
 
 
 def below(operator: Any, *args: Any, **options: Any) -> Any:
@@ -205,7 +214,9 @@ def _gradient(
 def _gradient_in_place(
     grad: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, lse: Tensor, counts: Counts, settings: Settings
 ) -> Tensor:
-    """The same over the logits."""
+    """The same over the logits; compiled autograd has read what others saved, and checked it, before it runs."""
+    if torch.compiler.is_compiling():
+        return _gradient(grad, logits, target, weight, lse, counts, settings)
     kernel = kernels_for(grad, logits, target, lse, weight)["cross_entropy_backward_"]
     kernel(*upstream(grad, lse, counts, settings), logits, target, lse, weight, **settings.options)
     return logits.detach()
@@ -278,15 +289,17 @@ def facts_of(logits: Tensor, target: Tensor) -> tuple[Any, ...]:
 
 
 _PREPARED: dict[tuple[Any, ...], Prepared | None] = {}
+_UNKNOWN: Any = object()
 
 
 def prepared_for(key: tuple[Any, ...], make: Callable[..., Prepared | None], *args: Any) -> Prepared | None:
     """``make(*args)``, once for each key; None for losses that it does not serve."""
-    if key not in _PREPARED:
+    found = _PREPARED.get(key, _UNKNOWN)
+    if found is _UNKNOWN:
         if len(_PREPARED) >= 1024:
             _PREPARED.clear()
-        _PREPARED[key] = make(*args)
-    return _PREPARED[key]
+        found = _PREPARED[key] = make(*args)
+    return found
 
 
 def _prepare(

@@ -17,8 +17,9 @@ from . import configs
 from .backward import backward_kernel
 from .cached import Launch, plan
 from .common import Strides, edges, empty_grad, empty_rows, on_device_of, processors
-from .forward import forward_kernel, join_kernel, partial_kernel
+from .forward import forward_kernel
 from .short import short_kernel
+from .split_row import join_kernel, partial_kernel
 
 
 class Shard(NamedTuple):
