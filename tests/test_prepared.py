@@ -34,6 +34,14 @@ def expected(monkeypatch, logits, target, factor=1.0, **options):
         return loss.detach(), torch.autograd.grad(loss * factor, logits)[0]
 
 
+CASES = {
+    "plain": (torch.float32, {}),
+    "options": (torch.float32, {"label_smoothing": 0.1, "softcap": 5.0, "logit_scale": 0.5}),
+    "sum": (torch.float32, {"reduction": "sum"}),
+    "bfloat16": (torch.bfloat16, {"label_smoothing": 0.1, "softcap": 5.0}),
+    "float64": (torch.float64, {}),
+}
+
 SHAPES = {
     "short rows": (20, 64),
     "odd rows": (17, 1030),
@@ -42,12 +50,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"label_smoothing": 0.1, "softcap": 5.0, "logit_scale": 0.5}, {"reduction": "sum"}],
-    ids=["plain", "options", "sum"],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype, options", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_values(monkeypatch, device, shape, dtype, options):
     """Twice, on other numbers: the second call finds what the first one prepared."""
@@ -198,8 +201,10 @@ def test_options_that_are_tensors_are_read_at_every_call(monkeypatch, device):
                 torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], wanted_grad)
 
 
-@pytest.mark.parametrize("rows", [1, 8192, 9000, 300_000])  # one program; several; as many as there may be
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+# One program; several; as many as there may be, who go round once more.
+@pytest.mark.parametrize(
+    "rows, dtype", [(1, torch.float32), (8192, torch.float32), (9000, torch.float64), (270_000, torch.float32)]
+)
 def test_mean_of_any_number_of_rows(device, rows, dtype):
     launch_mean = pytest.importorskip("xent_ops.kernels.triton.launch_mean", exc_type=ImportError)
     generator = torch.Generator().manual_seed(rows)
@@ -243,12 +248,7 @@ def test_in_place(monkeypatch, device, reduction):
         xent_ops.cross_entropy(leaf.exp(), target, **options).backward()  # exp needs what the loss overwrites
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"label_smoothing": 0.1, "softcap": 5.0, "logit_scale": 0.5}, {"reduction": "sum"}],
-    ids=["plain", "options", "sum"],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype, options", CASES.values(), ids=CASES)
 def test_shards_of_a_vocabulary(monkeypatch, device, dtype, options):
     """Two ranks in one process: the all-gather brings what the other rank's operator made."""
     if not hasattr(torch.distributed, "init_process_group"):

@@ -24,12 +24,12 @@ def edges(classes: int, itemsize: int, *places: Strides) -> int:
 
 
 def empty_rows(logits: Tensor) -> Tensor:
-    """One value a row."""
-    return torch.empty(logits.shape[:-1], dtype=accumulator(logits), device=logits.device)
+    """One value a row. A tuple, for torch.empty takes the host twice as long with a torch.Size."""
+    return torch.empty(tuple(logits.shape[:-1]), dtype=accumulator(logits), device=logits.device)
 
 
 def empty_grad(logits: Tensor) -> Tensor:
-    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    return torch.empty(tuple(logits.shape), dtype=logits.dtype, device=logits.device)
 
 
 @functools.cache
