@@ -106,7 +106,8 @@ def cross_entropy(
     if inplace_backward or grad_in_forward:  # which come here with any arguments, disturbed or not
         settings = _plain_numbers(settings)
     if grad_in_forward:
-        checks.index_forward(logits, target, weight, **settings.options)  # before the rows are counted
+        if weight is not None:  # by which the rows are counted before the operator checks it
+            checks.index_forward(logits, target, weight, **settings.options)
         return _OnePass.apply(logits, target, weight, settings, inplace_backward)
     if not inplace_backward or undisturbed(logits, target, weight):
         prepared = _prepare(logits, target, weight, settings, inplace_backward)
