@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..ops import checks
 from ..ops.composite import Counts, reduce_rows
-from ..ops.eager import Prepared, PreparedLoss, Settings, facts_of, kernels_for, prepared_for, upstream
-from ..ops.library import PREPARED_DEVICES, prepared_launcher
+from ..ops.eager import Prepared, PreparedLoss, Settings, kernels_for, prepared_for, upstream
+from ..ops.library import prepared_launcher
 from .groups import Place, process_group
 from .parts import counts_of, everyones_parts, first_class
 
@@ -34,13 +34,9 @@ def cross_entropy(
 ) -> Tensor:
     """The reduced loss of a shard (..., columns) that requires grad."""
     checks.weight_without_grad(weight)
-    if weight is None and logits.device.type in PREPARED_DEVICES:
-        facts = facts_of(logits, target)
-        of = (here, class_start, num_classes, settings.reduction, settings.lse_square_scale, *settings.options.values())
-        args = (facts, logits, target, here, class_start, num_classes, settings)
-        prepared = prepared_for((*facts, *of), _new_prepared, *args)
-        if prepared is not None:
-            return PreparedLoss.apply(logits, target, prepared)
+    prepared = prepared_for(_prepare, logits, target, weight, settings, here, class_start, num_classes)
+    if prepared is not None:
+        return PreparedLoss.apply(logits, target, prepared)
     start = first_class(logits.shape[-1], class_start, num_classes, here)
     return _Loss.apply(logits, target, weight, here, start, num_classes, settings)
 
@@ -57,20 +53,16 @@ def _gather(parts: Tensor, here: Place) -> Tensor:
     return everyones
 
 
-def _new_prepared(
+def _prepare(
+    launcher: Any,
     facts: tuple[Any, ...],
     logits: Tensor,
     target: Tensor,
+    settings: Settings,
     here: Place,
     class_start: int | None,
     num_classes: int,
-    settings: Settings,
 ) -> Prepared | None:
-    if settings.reduction == "none" or settings.lse_square_scale != 0.0:
-        return None
-    launcher = prepared_launcher(target)
-    if launcher is None:
-        return None
     place = (first_class(logits.shape[-1], class_start, num_classes, here), num_classes)
     checks.shard(logits, target, *place, **settings.options)
     gathering = {"world": here.world, "gather": functools.partial(_gather, here=here)}

@@ -5,7 +5,7 @@ Everything here is a constant to torch.compile.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,11 +46,11 @@ def _rank_and_world(name: str) -> tuple[int, int]:
 
 
 def place(group: Group) -> Place:
-    resolved = group if isinstance(group, str) else process_group(group)
-    if not torch.compiler.is_compiling() and isinstance(resolved, ProcessGroup):
-        return Place(resolved.group_name, resolved.rank(), resolved.size())  # what follows takes the host 30 us
+    resolved: Any = group if isinstance(group, str) else process_group(group)
     if isinstance(resolved, str):
         rank, world = _rank_and_world(resolved)
+    elif isinstance(resolved, ProcessGroup):  # torch.distributed's functions would take the host 30 us for the same
+        rank, world = resolved.rank(), resolved.size()
     else:
         rank, world = dist.get_rank(resolved), dist.get_world_size(resolved)
     if rank < 0:  # then what stands for the group has no name

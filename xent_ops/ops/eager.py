@@ -110,7 +110,7 @@ def cross_entropy(
             checks.index_forward(logits, target, weight, **settings.options)
         return _OnePass.apply(logits, target, weight, settings, inplace_backward)
     if not inplace_backward or undisturbed(logits, target, weight):
-        prepared = _prepare(logits, target, weight, settings, inplace_backward)
+        prepared = prepared_for(_prepare, logits, target, weight, settings, inplace_backward)
         if prepared is not None:
             return PreparedLoss.apply(logits, target, prepared)
     return (_InPlace if inplace_backward else _TwoPass).apply(logits, target, weight, settings)
@@ -293,39 +293,40 @@ _PREPARED: dict[tuple[Any, ...], Prepared | None] = {}
 _UNKNOWN: Any = object()
 
 
-def prepared_for(key: tuple[Any, ...], make: Callable[..., Prepared | None], *args: Any) -> Prepared | None:
-    """``make(*args)``, once for each key; None for losses that it does not serve."""
+def prepared_for(
+    make: Callable[..., Prepared | None],
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    settings: Settings,
+    *place: Any,
+) -> Prepared | None:
+    """``make(launcher, facts, logits, target, settings, *place)``, kept by all that it may depend on.
+
+    None for losses that have to be computed by the operators.
+    """
+    plain = weight is None and settings.reduction != "none" and settings.lse_square_scale == 0.0
+    if not plain or logits.device.type not in PREPARED_DEVICES:
+        return None
+    facts = facts_of(logits, target)
+    key = (*facts, make, *place, settings.reduction, *settings.options.values())
     found = _PREPARED.get(key, _UNKNOWN)
     if found is _UNKNOWN:
         if len(_PREPARED) >= 1024:
             _PREPARED.clear()
-        found = _PREPARED[key] = make(*args)
+        launcher = prepared_launcher(target)
+        found = None if launcher is None else make(launcher, facts, logits, target, settings, *place)
+        _PREPARED[key] = found
     return found
 
 
 def _prepare(
-    logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings, in_place: bool
+    launcher: Any, facts: tuple[Any, ...], logits: Tensor, target: Tensor, settings: Settings, in_place: bool
 ) -> Prepared | None:
-    if weight is not None or logits.device.type not in PREPARED_DEVICES:
-        return None
-    facts = facts_of(logits, target)
-    key = (*facts, in_place, settings.reduction, settings.lse_square_scale, *settings.options.values())
-    return prepared_for(key, _new_prepared, facts, logits, target, settings, in_place)
-
-
-def _new_prepared(
-    facts: tuple[Any, ...], logits: Tensor, target: Tensor, settings: Settings, in_place: bool
-) -> Prepared | None:
-    if settings.reduction == "none" or settings.lse_square_scale != 0.0:
-        return None
     if in_place and not logits.is_contiguous():  # which the prepared gradient is
-        return None
-    launcher = prepared_launcher(target)
-    if launcher is None:
         return None
     checks.index_forward(logits, target, **settings.options)
     launches = launcher.prepare(logits, target, settings.reduction == "mean", **settings.options)
-
     ordinary = _gradient_in_place if in_place else _gradient
 
     def gradient(grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor, counts: Counts) -> Tensor:

@@ -6,7 +6,6 @@ What is left of a call is to allocate and to launch. Small losses take as long a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,23 +15,47 @@ from ..reference import accumulator
 from ..rows import rows
 from .common import on_device_of
 from .launch import backward_launch, forward_launches
-from .launch_mean import mean_launches
+from .launch_mean import MeanLaunches, mean_launches
 from .launch_shard import JOIN_BLOCK, join_launch, shard_launch
 
+Options = tuple[int, float, float | None, float]  # ignore_index, label_smoothing, softcap, logit_scale
 
-def prepare(logits: Tensor, target: Tensor, mean: bool, **options: Any) -> Prepared | None:
+
+def prepare(
+    logits: Tensor,
+    target: Tensor,
+    mean: bool,  # or the sum
+    *,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    logit_scale: float,
+) -> Prepared | None:
     """None where the tensors would have to be copied. They have passed the operators' checks, and are not empty."""
-    return Prepared(logits, mean, **options) if _in_place(logits, target) else None
+    options = (ignore_index, label_smoothing, softcap, logit_scale)
+    return PreparedRows(logits, mean, options) if _in_place(logits, target) else None
 
 
 def prepare_shard(
-    logits: Tensor, target: Tensor, mean: bool, class_start: int, num_classes: int, **rest: Any
-) -> PreparedShard | None:
+    logits: Tensor,
+    target: Tensor,
+    mean: bool,
+    class_start: int,
+    num_classes: int,
+    world: int,
+    gather: Callable[[Tensor], Tensor],  # hands over what every rank's ``cross_entropy_shard`` made
+    *,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    logit_scale: float,
+) -> Prepared | None:
     """Likewise, of a shard of the vocabulary; nor where it holds no class, or padding."""
     columns = reference_shard.columns_of(logits, class_start, num_classes)
     if columns == 0 or columns != logits.shape[-1] or not _in_place(logits, target):
         return None
-    return PreparedShard(logits, mean, class_start, num_classes, **rest)
+    options = (ignore_index, label_smoothing, softcap, logit_scale)
+    return PreparedShard(logits, mean, options, (class_start, num_classes), world, gather)
 
 
 def _in_place(logits: Tensor, target: Tensor) -> bool:
@@ -40,30 +63,24 @@ def _in_place(logits: Tensor, target: Tensor) -> bool:
 
 
 class Prepared:
+    """Mean or sum, and the backward; how the rows' losses are made is a subclass's."""
+
     def __init__(
         self,
         logits: Tensor,
-        mean: bool,  # or the sum
-        shard: tuple[int, int] | None = None,  # class_start, num_classes
-        *,
-        ignore_index: int,
-        label_smoothing: float,
-        softcap: float | None,
-        logit_scale: float,
+        options: Options,
+        mean: MeanLaunches | None,
+        shard: tuple[int, int] | None,  # class_start, num_classes
     ) -> None:
-        options = (ignore_index, label_smoothing, softcap, logit_scale)
         # Tuples, for torch.empty takes twice as long with a torch.Size.
         self.shape, self.rows_shape = tuple(logits.shape), tuple(logits.shape[:-1])
         self.device, self.dtype, self.row_dtype = logits.device, logits.dtype, accumulator(logits)
-        view = rows(logits)
+        view, out = rows(logits), rows(torch.empty(logits.shape, device="meta"))
         self.number = view.number
-        if shard is None:
-            self.forward_launches = forward_launches(view, False, False, False, *options)
-        counted = ignore_index if shard is None else None  # else by the weights of the rows
-        self.mean_launches = mean_launches(self.number, True, counted) if mean else None
-        out = rows(torch.empty(logits.shape, device="meta"))
+        self.mean_launches = mean
         place = (view[2:], out[2:], logits.shape[-1], logits.element_size(), (0, 0, 0))
-        self.blocks, self.backward_launch = backward_launch(*place, False, False, False, shard, *options, mean)
+        divided = mean is not None
+        self.blocks, self.backward_launch = backward_launch(*place, False, False, False, shard, *options, divided)
 
     def fits(self, lse: Tensor, number: Tensor | None) -> bool:
         """May ``backward`` be called with these?"""
@@ -74,11 +91,7 @@ class Prepared:
 
     def forward(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """(loss, number of counted rows where they are what it is divided by, lse)"""
-        rows_loss = torch.empty(self.rows_shape, dtype=self.row_dtype, device=self.device)
-        lse = torch.empty_like(rows_loss)
-        with on_device_of(logits):
-            self.forward_launches(self.number, (logits, target, lse), (rows_loss, lse, lse, lse))
-            return *self.reduce(rows_loss, target), lse
+        raise NotImplementedError
 
     def reduce(self, rows_loss: Tensor, row: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.mean_launches is None:
@@ -110,41 +123,41 @@ class Prepared:
         return grad
 
 
-class PreparedShard(Prepared):
-    """Of a rank's columns; ``gather`` hands over what every rank's ``cross_entropy_shard`` made."""
+class PreparedRows(Prepared):
+    def __init__(self, logits: Tensor, mean: bool, options: Options) -> None:
+        view = rows(logits)
+        super().__init__(logits, options, mean_launches(view.number, True, options[0]) if mean else None, None)
+        self.forward_launches = forward_launches(view, False, False, False, *options)
 
+    def forward(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        rows_loss = torch.empty(self.rows_shape, dtype=self.row_dtype, device=self.device)
+        lse = torch.empty_like(rows_loss)
+        with on_device_of(logits):
+            self.forward_launches(self.number, (logits, target, lse), (rows_loss, lse, lse, lse))
+            return *self.reduce(rows_loss, target), lse
+
+
+class PreparedShard(Prepared):
     def __init__(
         self,
         logits: Tensor,
         mean: bool,
-        class_start: int,
-        num_classes: int,
+        options: Options,
+        shard: tuple[int, int],
         world: int,
         gather: Callable[[Tensor], Tensor],
-        *,
-        ignore_index: int,
-        label_smoothing: float,
-        softcap: float | None,
-        logit_scale: float,
     ) -> None:
-        super().__init__(
-            logits,
-            mean,
-            (class_start, num_classes),
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            softcap=softcap,
-            logit_scale=logit_scale,
-        )
+        view = rows(logits)
+        # Rows count by the weight of their target.
+        super().__init__(logits, options, mean_launches(view.number, True, None) if mean else None, shard)
         self.gather = gather
         self.width = reference_shard.width(self.number, False)
-        place = (logits.shape[-1], class_start, num_classes)
-        options = (label_smoothing, softcap, logit_scale)
-        self.shard_launch = shard_launch(rows(logits)[2:], place, logits.element_size(), False, *options)
-        self.join_launch = join_launch(world, num_classes, False, ignore_index, label_smoothing)
+        ignore_index, label_smoothing, *rest = options
+        place = (logits.shape[-1], *shard)
+        self.shard_launch = shard_launch(view[2:], place, logits.element_size(), False, label_smoothing, *rest)
+        self.join_launch = join_launch(world, shard[1], False, ignore_index, label_smoothing)
 
     def forward(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """(loss, number of counted rows where they are what it is divided by, lse)"""
         part = torch.empty((1, self.width), dtype=self.row_dtype, device=self.device)
         with on_device_of(logits):
             self.shard_launch(self.number, logits, target, part, part)
