@@ -115,6 +115,66 @@ def test_rows_of_padding_may_hold_anything(device, in_place):
     assert grad[[0, 1, 3]].isfinite().all() and grad[1].count_nonzero() == 0
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "dtype, classes",
+    [
+        (torch.bfloat16, 128256),
+        (torch.bfloat16, 128257),  # rows start anywhere
+        (torch.bfloat16, 65528),
+        (torch.float16, 262144),
+        (torch.float32, 128256),
+        (torch.float32, 70001),
+    ],
+    ids=str,
+)
+def test_rows_that_programs_share(dtype, classes):
+    """On a GPU, rows too long to leave room beside them in shared memory; below, what is odd about one part of a row."""
+    rows = torch.cuda.get_device_properties(0).multi_processor_count + 20
+    logits = realistic_logits(rows, classes, dtype=dtype, std=3.0).cuda()
+    target = torch.randint(0, classes, (rows,), generator=torch.Generator().manual_seed(1)).cuda()
+    target[:8] = torch.tensor([0, 1, classes - 1, classes - 2, 16383, 16384, 32767, 32768])
+    logits[8, : classes // 2] = float("-inf")
+    target[8] = classes - 7
+    logits[9, 1000:] = float("-inf")
+    target[9] = 999
+    logits[10, classes // 3 : -classes // 3] = float("-inf")
+    target[10] = classes - 5
+    logits[11] += 1e4
+    logits[12, classes // 2] = 200.0
+    logits[13] = float("-inf")
+    logits[13, 40000] = 0.0
+    target[13] = 40000
+    target[14::9] = -100
+    scale, square = torch.tensor(1 / rows).cuda(), torch.full((rows,), 1e-4).cuda()
+    x = logits.clone()
+    first = ops.cross_entropy_with_grad(x, target, scale, square)
+    assert torch.equal(x, logits)
+    over = logits.clone()
+    some = slice(20)  # for the oracle takes its time
+    upstream = torch.where(target != -100, 2 * square * first[1], 0)[some]
+    expected = oracle(logits[some], target[some], grad_loss=scale, grad_lse=upstream)
+    for loss, lse, grad in (first, (*ops.cross_entropy_with_grad_(over, target, scale, square), over)):
+        assert_loss(loss[some], expected)
+        assert_lse(lse[some], expected)
+        assert_grad(grad[some], expected)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ops.cross_entropy_with_grad(x, target, scale, square)
+    for _ in range(3):
+        graph.replay()
+        for mine, wanted in zip(captured, first, strict=True):
+            assert torch.equal(mine, wanted), "another run, other bits"
+
+    x[14], x[15, 0], x[16, -1] = float("nan"), float("nan"), float("inf")
+    target[15], target[16], target[17] = 5, 6, classes
+    loss, _, grad = ops.cross_entropy_with_grad(x, target, scale)
+    assert loss[14] == 0 and grad[14].count_nonzero() == 0
+    for row in (15, 16, 17):
+        assert loss[row].isnan() and grad[row].isnan().all(), row
+
+
 def test_target_out_of_range(device, raises_out_of_range):
     x, scale = realistic_logits(3, 50, dtype=torch.float32).to(device), torch.ones((), device=device)
     for bad in (50, -1, 10**10):

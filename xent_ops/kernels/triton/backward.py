@@ -173,7 +173,7 @@ def backward_kernel(
     lse = tl.load(lse_ptr + row)
     a = tl.load(grad_loss_ptr + tl.cast(row, tl.int64) * grad_loss_stride).to(ACC)
     if HAS_DIVISOR:
-        a /= tl.load(divisor_ptr)
+        a /= tl.load(divisor_ptr).to(ACC)
     column = target
     owned = valid
     if SHARD:

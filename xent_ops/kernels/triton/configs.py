@@ -15,11 +15,16 @@ class Config(NamedTuple):
     num_stages: int
 
 
+def load(softcap: float | None, weighted: bool, label_smoothing: float) -> int:
+    """What an element costs beyond its exponential: 1 for a softcap, 1 for class weights together with smoothing."""
+    return (softcap is not None) + (weighted and label_smoothing > 0.0)
+
+
 @functools.lru_cache(1024)
-def forward(classes: int, itemsize: int, extra: bool = False, heavy: bool = False) -> Config:
+def forward(classes: int, itemsize: int, extra: bool = False, load: int = 0) -> Config:
     """A program walks over a row; 16 elements a thread: with 32 what has ``extra`` outputs may spill.
 
-    ``heavy``: with a softcap, or weights and smoothing, 8 elements: 32000 with all options on 0.99 (1.06 with 16).
+    With a ``load`` 8 elements: 32000 with all options on 0.99 (1.06 with 16).
 
     One warp needs no barrier for its reductions, which is what short rows spend their time on.
     """
@@ -30,7 +35,7 @@ def forward(classes: int, itemsize: int, extra: bool = False, heavy: bool = Fals
         return Config(block, 2 if extra else 1, 3)
     if classes <= 8192:
         return Config(1024, 2, 3)  # 4096: 0.565, 4 warps of 2048: 0.58
-    return Config(1024 if heavy or (itemsize == 4 and extra) else 2048, 4, 3)  # 32000: 0.544, 128256: 0.535
+    return Config(1024 if load or (itemsize == 4 and extra) else 2048, 4, 3)  # 32000: 0.544, 128256: 0.535
 
 
 class Short(NamedTuple):
@@ -40,14 +45,15 @@ class Short(NamedTuple):
 
 
 @functools.lru_cache(1024)
-def short(classes: int, itemsize: int, extra: bool = False) -> Short | None:
+def short(classes: int, itemsize: int, extra: bool = False, load: int = 0) -> Short | None:
     """Rows that one tile holds in registers; None for longer ones. 131072 x 1024: 0.57, by the loop 0.67.
 
-    64 elements a thread; 16 where each takes more than 2 bytes or ``extra`` outputs want registers too.
+    64 elements a thread; with all options on 32 (131072 x 1024 1.08, with 64 1.86; 32768 x 4096 1.14, 1.29); 16 where
+    each takes more than 2 bytes or ``extra`` outputs want registers too.
     """
     if classes * itemsize > 8192:
         return None
-    elements = 64 if itemsize == 2 and not extra else 16
+    elements = 16 if itemsize > 2 or extra else 32 if load == 2 else 64
     block = max(next_power_of_2(classes), 16)
     num_warps = max(block // (32 * elements), 1)
     return Short(max(32 * elements // block, 1), block, num_warps)
@@ -76,16 +82,18 @@ def power_of_two(number: int) -> int:
 
 
 @functools.lru_cache(1024)
-def backward(classes: int, itemsize: int, heavy: bool = False) -> Config:
-    """A program is a tile of a row; 16 bytes, twice, a thread. 4 warps of 1024 (once a thread): 1.17 everywhere.
+def backward(classes: int, itemsize: int, load: int = 0) -> Config:
+    """A program is a tile of a row; 16-bit logits: 32 elements a thread, which it loads 16 bytes at a time.
 
-    ``heavy``: with a softcap, four times: 32000, all options on, 1.29 (1.45 with two).
+    With 16 few rows are slower (64 x 128256, both passes, 25.0 us for 24.1; 512 x 32000 36.1 for 35.5) and many the
+    same to 1 %, with 8 all are slower. With a softcap (in brackets 16): 131072 x 1024 1.14 (1.29), 32768 x 4096 1.15
+    (1.30), 8192 x 50257 1.12 (1.34); all options on, 8192 x 32000 1.29 (1.45), but shorter rows 1.45 (1.40).
     """
-    if heavy and itemsize == 2 and classes > 4096:
-        return Config(4096, 4, 1)
-    if classes <= 1024:
-        return Config(min(max(next_power_of_2(classes), 128), 2048 // itemsize), 2 if itemsize <= 2 else 4, 1)
-    return Config(2048, 4, 1) if itemsize <= 2 else Config(1024 if itemsize == 4 else 256, 4, 1)  # 1.024 to 1.05
+    block = max(next_power_of_2(classes), 128)
+    if itemsize == 2:
+        block = min(block, 4096 if load and classes > 4096 else 2048)
+        return Config(block, max(block // (512 if load == 2 and classes <= 4096 else 1024), 1), 1)
+    return Config(min(block, 1024 if itemsize == 4 and classes > 1024 else 2048 // itemsize), 4, 1)  # 1.024 to 1.05
 
 
 @functools.lru_cache(1024)
@@ -97,34 +105,35 @@ def one_pass(classes: int, itemsize: int) -> Config:
 
 
 class Shared(NamedTuple):
+    parts: int  # programs that share a row
     tile: int
-    tiles: int  # of a row
-    kept: int  # of them in shared memory
+    tiles: int  # of a part
     num_warps: int
 
 
 @functools.lru_cache(1024)
 def one_pass_shared(classes: int, itemsize: int, capacity: int) -> Shared | None:
-    """A program keeps a row in shared memory, of which it may use ``capacity`` bytes; None where that is too little.
+    """A row, or a part of one, in shared memory, of which a program may use ``capacity`` bytes; None for no such way.
 
-    In copies (limit 1.0; in brackets one_pass): 131072 x 1024 1.07 (1.11), 32768 x 4096 1.03 (1.13), 8192 x 32000 1.04
-    (1.31), 8192 x 50257 1.06 (1.50), 6000 x 100352 1.14 (1.48), 4096 x 128256 1.23 (1.53), 2100 x 262144 1.46 (1.57).
-    What counts is that two programs fit on a processor: the one reads while the other computes.
+    What counts is that two programs or more fit on a processor: the one reads while the other computes. In copies
+    (limit 1.0; in brackets one_pass): 131072 x 1024 1.07 (1.11), 32768 x 4096 1.03 (1.13), 8192 x 32000 1.05 (1.31; in
+    two parts 1.11), 8192 x 50257 1.05 (1.50; in two parts 1.15), 4096 x 128256 1.07 (1.53; in 4 parts 1.11), 2100 x
+    262144 1.10 (1.57; in 8 parts 1.13); float32, 4096 x 128256: 8 parts of 4 warps 1.05, of 8 warps 1.08.
     """
-    row = classes * itemsize
+    row, parts = classes * itemsize, 1
     if row <= 8192:
         size, num_warps = 2048, 1 if row <= 2048 else 2
     elif row <= 65536:
         size, num_warps = 8192, 8
-    elif row <= capacity:
+    elif row <= min(114688, capacity - 1024):
         size, num_warps = 16384, 16
+    elif row <= 524288 and itemsize == 2:
+        size, num_warps, parts = 4096, 4, -(-row // 32768)
     else:
-        size, num_warps = 32768, 32
-    tiles = -(-row // size)
-    kept = min(tiles, (capacity - 1024) // size)  # 1024 for the sums
-    if tiles == 8 and size == 16384:
-        kept = 7  # of which two fit
-    return Shared(size // itemsize, tiles, kept, num_warps) if kept > 0 else None
+        size, num_warps, parts = 8192, 4, -(-row // 65536)
+    tiles = -(-row // (size * parts))
+    fits = size * tiles <= capacity - 1024 and parts <= 32  # 1024 bytes for the sums; a lane a part
+    return Shared(parts, size // itemsize, tiles, num_warps) if fits else None
 
 
 @functools.lru_cache(1024)

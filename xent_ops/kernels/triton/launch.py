@@ -76,7 +76,8 @@ def _forward_launches(
     }
     vector = configs.vector(itemsize)
     border = edges(classes, itemsize, strides)
-    short = configs.short(classes, itemsize, with_argmax or with_entropy)
+    load = configs.load(softcap, weighted, label_smoothing)
+    short = configs.short(classes, itemsize, with_argmax or with_entropy, load)
     if short is not None and not border and logit_scale > 0.0:
         tiling = {"ROWS": short.rows, "BLOCK": short.block, "VECTOR": vector, "num_warps": short.num_warps}
         kernel = Launch(short_kernel, classes, *strides, *options, varying=1, **flags, **tiling, num_stages=1)
@@ -103,8 +104,8 @@ def forward_launches(
 ) -> ForwardLaunches:
     logits = view.tensor
     classes, itemsize, extra = logits.shape[-1], logits.element_size(), with_argmax or with_entropy
-    heavy = softcap is not None or (weighted and label_smoothing > 0.0)
-    split = configs.parts(view.number, classes, configs.forward(classes, itemsize, extra, heavy), processors(logits))
+    load = configs.load(softcap, weighted, label_smoothing)
+    split = configs.parts(view.number, classes, configs.forward(classes, itemsize, extra, load), processors(logits))
     flags, options = (weighted, with_argmax, with_entropy), (ignore_index, label_smoothing, softcap, logit_scale)
     return _forward_launches(view[2:], classes, itemsize, *split, *flags, *options)
 
@@ -194,7 +195,7 @@ def backward_launch(
     with_divisor: bool = False,
 ) -> tuple[int, Launch]:
     """Programs a row, and the launch."""
-    config = configs.backward(classes, itemsize, heavy=softcap is not None)
+    config = configs.backward(classes, itemsize, configs.load(softcap, weighted, label_smoothing))
     blocks = -(-classes // config.block)
     return blocks, Launch(
         backward_kernel,
@@ -240,6 +241,7 @@ def run_backward(
     grad_entropy: Tensor | None = None,
     entropy: Tensor | None = None,
     shard: Shard | None = None,
+    divisor: Tensor | None = None,
 ) -> None:
     view, out = rows(logits), rows(grad)
     if view.number == 0:
@@ -268,12 +270,13 @@ def run_backward(
         label_smoothing,
         softcap,
         logit_scale,
+        divisor is not None,
     )
     with on_device_of(logits):
         launch(
             view.number * blocks,
             grad_loss,
-            lse,  # no divisor
+            lse if divisor is None else divisor,
             grad_lse_row,
             grad_entropy_row,
             view.tensor,
@@ -293,6 +296,7 @@ def cross_entropy_backward(
     target: Tensor,
     lse: Tensor,
     weight: Tensor | None = None,
+    divisor: Tensor | None = None,
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -301,7 +305,7 @@ def cross_entropy_backward(
 ) -> Tensor:
     grad = empty_grad(logits)
     options = (ignore_index, label_smoothing, softcap, logit_scale)
-    run_backward(grad, grad_loss, grad_lse, logits, target, lse, weight, *options)
+    run_backward(grad, grad_loss, grad_lse, logits, target, lse, weight, *options, divisor=divisor)
     return grad
 
 
@@ -312,6 +316,7 @@ def cross_entropy_backward_(
     target: Tensor,
     lse: Tensor,
     weight: Tensor | None = None,
+    divisor: Tensor | None = None,
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -320,7 +325,7 @@ def cross_entropy_backward_(
 ) -> None:
     options = (ignore_index, label_smoothing, softcap, logit_scale)
     if rows(logits).tensor is logits:
-        run_backward(logits, grad_loss, grad_lse, logits, target, lse, weight, *options)
+        run_backward(logits, grad_loss, grad_lse, logits, target, lse, weight, *options, divisor=divisor)
         torch.autograd.graph.increment_version(logits)  # a launch is not seen by autograd
     else:  # rows that no two strides describe: through a dense gradient
         logits.copy_(
@@ -331,6 +336,7 @@ def cross_entropy_backward_(
                 target,
                 lse,
                 weight,
+                divisor,
                 ignore_index=ignore_index,
                 label_smoothing=label_smoothing,
                 softcap=softcap,

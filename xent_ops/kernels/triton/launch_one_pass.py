@@ -45,17 +45,10 @@ def _with_grad(
     lse = torch.empty_like(loss)
     if view.number == 0:
         return loss, lse
-    if view.number < processors(logits):  # a row each would leave processors idle: in two visits, from the L2 cache
-        options = (ignore_index, label_smoothing, softcap, logit_scale)
-        loss, lse, _, _ = run_forward(logits, target, weight, *options)
-        grad_lse = None
-        if grad_lse_square is not None:
-            grad_lse = torch.where(target.to(torch.int64) == ignore_index, 0.0, 2.0 * grad_lse_square * lse)
-        run_backward(grad.tensor, grad_scale.expand_as(lse), grad_lse, view.tensor, target, lse, weight, *options)
-        return loss, lse
+    options = (ignore_index, label_smoothing, softcap, logit_scale)
     scale, scale_stride = per_row(grad_scale, lse)
     square, square_stride = per_row(grad_lse_square, lse)
-    launch = _one_pass_launch(
+    parts, launch = _one_pass_launch(
         view[2:],
         grad[2:],
         logits.shape[-1],
@@ -65,14 +58,38 @@ def _with_grad(
         (scale_stride, square_stride),
         grad_lse_square is not None,
         weight is not None,
-        ignore_index,
-        label_smoothing,
-        softcap,
-        logit_scale,
+        *options,
     )
-    weights = () if launch.kernel is not one_pass_kernel else (class_weight(weight, lse),)
+    if launch.kernel is not one_pass_kernel:
+        # What programs exchange; not read where they have a row each.
+        extra = lse if parts == 1 else torch.zeros(1 + view.number * parts, dtype=torch.int64, device=logits.device)
+    elif view.number < processors(logits):  # a program a row would leave some idle
+        return _in_two_visits(view, grad, logits, target, grad_scale, grad_lse_square, weight, *options)
+    else:
+        extra = class_weight(weight, lse)
     with on_device_of(logits):
-        launch(view.number, view.tensor, dense(target), scale, square, *weights, loss, lse, grad.tensor)
+        launch(view.number * parts, view.tensor, dense(target), scale, square, extra, loss, lse, grad.tensor)
+    return loss, lse
+
+
+def _in_two_visits(
+    view: Rows,
+    grad: Rows,
+    logits: Tensor,
+    target: Tensor,
+    grad_scale: Tensor,
+    grad_lse_square: Tensor | None,
+    weight: Tensor | None,
+    ignore_index: int,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Forward and backward, each over many programs; few rows are still in the L2 cache at the second visit."""
+    loss, lse, _, _ = run_forward(logits, target, weight, ignore_index, *options)
+    grad_lse = None
+    if grad_lse_square is not None:
+        grad_lse = torch.where(target.to(torch.int64) == ignore_index, 0.0, 2.0 * grad_lse_square * lse)
+    grad_loss = grad_scale.expand_as(lse)
+    run_backward(grad.tensor, grad_loss, grad_lse, view.tensor, target, lse, weight, ignore_index, *options)
     return loss, lse
 
 
@@ -91,7 +108,8 @@ def _one_pass_launch(
     label_smoothing: float,
     softcap: float | None,
     logit_scale: float,
-) -> Launch:
+) -> tuple[int, Launch]:
+    """Programs a row, and the launch."""
     border = edges(classes, itemsize, strides, out_strides)
     same_rows = strides == out_strides
     numbers = (classes, *strides, *out_strides, *scale_strides, ignore_index)
@@ -103,10 +121,11 @@ def _one_pass_launch(
         if shared is not None:
             from .one_pass_shared import one_pass_shared_kernel
 
-            flags |= {"TILE": shared.tile, "TILES": shared.tiles, "KEPT": shared.kept, "WARPS": shared.num_warps}
-            return Launch(one_pass_shared_kernel, *numbers, logit_scale, **flags, num_warps=shared.num_warps)
+            flags |= {"PARTS": shared.parts, "TILE": shared.tile, "TILES": shared.tiles, "WARPS": shared.num_warps}
+            launch = Launch(one_pass_shared_kernel, *numbers, logit_scale, **flags, num_warps=shared.num_warps)
+            return shared.parts, launch
     config = configs.one_pass(classes, itemsize)
-    return Launch(
+    return 1, Launch(
         one_pass_kernel,
         *numbers,
         label_smoothing,

@@ -53,8 +53,8 @@ def shard_launch(
     softcap: float | None,
     logit_scale: float,
 ) -> Launch:
-    heavy = softcap is not None or (weighted and label_smoothing > 0.0)
-    config = configs.forward(place[0], itemsize, extra=heavy, heavy=heavy)
+    load = configs.load(softcap, weighted, label_smoothing)
+    config = configs.forward(place[0], itemsize, load > 0, load)
     return Launch(
         shard_kernel,
         *place,

@@ -1,9 +1,11 @@
 """Loss and gradient in one pass, the row kept in shared memory between its sums and its gradient.
 
-Written in Gluon, the layer of Triton that can address shared memory. For NVIDIA, and for the plain loss (a z-loss and a
-positive logit_scale are plain); one_pass.py has every option and runs everywhere.
+A row that is long for that is shared by several programs, which wait for each other's sums. Written in Gluon, the layer
+of Triton that can address shared memory. For NVIDIA, and for the plain loss (a z-loss and a positive logit_scale are
+plain); one_pass.py has every option and runs everywhere.
 """
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -15,16 +17,48 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name from Tri
 
 
 @gluon.jit
-def _fold(maximum, total, z, k):
-    """Fold a tile (lanes, vector) into each lane's maximum, and its sum of 2^(k z - round(k maximum)).
+def _fold(pivot, total, z, k):
+    """Fold a tile (lanes, vector) into each lane's pivot, round(k maximum), and its sum of 2^(k z - pivot).
 
-    Each difference is one fused multiply-add, so that k z is not rounded by itself: logits near 1e4 would lose 1e-3.
-    Written as gl.fma, here in the loop, it is 5 % slower.
+    k z - pivot is one fused multiply-add: k z rounded by itself would lose 1e-3 where logits are near 1e4. Two pivots
+    are subtracted as they are: the greater of two numbers is no product, which a compiler might fuse with the
+    subtraction. Written as gl.fma, here in the loop, it is 5 % slower.
     """
-    new_maximum = gl.maximum(maximum, gl.max(z, axis=1))
-    pivot = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) * k
-    decay = gl.exp2(maximum * k - pivot)
-    return new_maximum, total * decay + gl.sum(gl.exp2(z * k - pivot[:, None]), axis=1)
+    new_pivot = gl.maximum(pivot, gl.max(z, axis=1) * k)
+    finite = gl.where(new_pivot == float("-inf"), 0.0, new_pivot)
+    return new_pivot, total * gl.exp2(pivot - finite) + gl.sum(gl.exp2(z * k - finite[:, None]), axis=1)
+
+
+@gluon.jit
+def _join(pivots, totals):
+    """(the largest pivot, or 0 where there is only -inf; the total relative to it)"""
+    pivot = gl.max(pivots, axis=0)
+    pivot = gl.where(pivot == float("-inf"), 0.0, pivot)
+    return pivot, gl.sum(totals * gl.exp2(pivots - pivot), axis=0)
+
+
+@gluon.jit
+def _exchange(words_ptr, part, pivot, total, PARTS: gl.constexpr, WARPS: gl.constexpr):
+    """Hand over a part's pivot and total, and wait for those of all parts of its row.
+
+    Both are one word, written and read whole; never 0, for a total is 0 only where the pivot stands for -inf.
+    Every program puts all words together in one order. A lane reads one: reads by programs that wait slow down the
+    others' (4096 x 128256: 1.07 copies; where each lane read all words 1.19).
+    """
+    SLOTS: gl.constexpr = triton.next_power_of_2(PARTS)
+    slot = gl.arange(0, SLOTS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    exists = slot < PARTS
+    pivot = gl.where(total == 0.0, float("-inf"), pivot)
+    word = (pivot.to(gl.int32, bitcast=True).to(gl.int64) << 32) | (
+        total.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF
+    )
+    gl.atomic_xchg(words_ptr + part, word, sem="relaxed")
+    words = gl.load(words_ptr + slot, mask=exists, other=1, volatile=True)
+    while gl.min(gl.where(words == 0, 0, 1), axis=0) == 0:
+        words = gl.load(words_ptr + slot, mask=exists, other=1, volatile=True)
+    pivots = (words >> 32).to(gl.int32).to(gl.float32, bitcast=True)
+    totals = words.to(gl.int32).to(gl.float32, bitcast=True)
+    return gl.where(exists, pivots, float("-inf")), gl.where(exists, totals, 0.0)
 
 
 @gluon.jit
@@ -39,6 +73,7 @@ def one_pass_shared_kernel(
     target_ptr,  # (N,), contiguous, any integer dtype
     grad_scale_ptr,  # (N,) with a stride, 0 for a scalar
     grad_lse_square_ptr,  # (N,) likewise
+    words_ptr,  # (1 + N * PARTS,) int64, all 0: a counter, and a word for each part. Not read where PARTS is 1.
     loss_ptr,  # (N,)
     lse_ptr,  # (N,)
     grad_ptr,  # (outer, inner, V): may be the logits themselves
@@ -55,21 +90,29 @@ def one_pass_shared_kernel(
     logit_scale: "fp64",
     HAS_LSE_SQUARE: gl.constexpr,
     EDGES: gl.constexpr,  # as in numerics.aligned_body; where it is not 0, logits and gradient have equal strides
+    PARTS: gl.constexpr,  # programs that share a row
     TILE: gl.constexpr,
-    TILES: gl.constexpr,  # of a row
-    KEPT: gl.constexpr,  # of them in shared memory; the others are read again, from the L2 cache
+    TILES: gl.constexpr,  # of a part
     VECTOR: gl.constexpr,  # elements in 16 bytes
     WARPS: gl.constexpr,
 ):
-    """One program a row. A thread reads in shared memory what it put there itself."""
+    """One program a row, or a part of one. A thread reads in shared memory what it put there itself."""
     layout: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32, 1], [WARPS, 1], [1, 0])
     lanes: gl.constexpr = gl.SliceLayout(1, layout)
     LANES: gl.constexpr = TILE // VECTOR
+    SPAN: gl.constexpr = TILES * TILE
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     # With EDGES up to EDGES - 1 columns are in no tile, so that the last one may be empty.
-    RAGGED: gl.constexpr = TILES - 2 if EDGES else TILES - 1  # the first tile that may not be full
+    RAGGED: gl.constexpr = 0 if PARTS > 1 else TILES - 2 if EDGES else TILES - 1  # the first tile that may not be full
 
     row = gl.program_id(0)
+    part = 0
+    if PARTS > 1:
+        # In the order in which programs start, which is not promised to be that of their numbers: of the programs that
+        # this one waits for all have started, or the next ones to start belong to them. So none waits for ever.
+        ticket = gl.atomic_add(words_ptr, 1, sem="relaxed").to(gl.int32)
+        row = ticket // PARTS
+        part = ticket - row * PARTS
     offset = _row_offset(row, n_inner, stride_outer, stride_inner)
     out_offset = _row_offset(row, n_out_inner, out_stride_outer, out_stride_inner)
     head = 0
@@ -79,62 +122,59 @@ def one_pass_shared_kernel(
     boundary = (offset + head) // VECTOR * VECTOR
     out_boundary = (out_offset + head) // VECTOR * VECTOR
     body = (n_cols - head) // VECTOR * VECTOR
+    mine = body - part * SPAN  # columns of the body from this part's first on: the last part may have none
     columns = gl.arange(0, LANES, layout=lanes)[:, None] * VECTOR
     columns += gl.arange(0, VECTOR, layout=gl.SliceLayout(0, layout))[None, :]
-    # A tile's addresses are one 64-bit base and 32-bit columns: 64-bit ones for each lane take registers, of which a
-    # thread has 64 where 32 warps share a row.
-    row_ptr = logits_ptr + boundary
-    out_row_ptr = grad_ptr + out_boundary
+    # A tile's addresses are one 64-bit base and 32-bit columns: 64-bit ones for each lane take registers.
+    row_ptr = logits_ptr + boundary + part * SPAN
+    out_row_ptr = grad_ptr + out_boundary + part * SPAN
 
-    kept = gl.allocate_shared_memory(logits_ptr.dtype.element_ty, [KEPT, LANES, VECTOR], flat)
-    for i in gl.static_range(KEPT):
+    kept = gl.allocate_shared_memory(logits_ptr.dtype.element_ty, [TILES, LANES, VECTOR], flat)
+    for i in gl.static_range(TILES):
         async_copy.async_copy_global_to_shared(
-            kept.index(i), row_ptr + (i * TILE + columns), mask=i * TILE + columns < body, eviction_policy="evict_first"
+            kept.index(i), row_ptr + (i * TILE + columns), mask=i * TILE + columns < mine, eviction_policy="evict_first"
         )
         async_copy.commit_group()
     scale = gl.cast(logit_scale, gl.float32)
     k = scale * LOG2E
     target = gl.load(target_ptr + row).to(gl.int64)
     valid = (target >= 0) & (target < n_cols)
-    z_target = gl.load(logits_ptr + offset + target, mask=valid, other=0.0).to(gl.float32)
+    # One part reads the target's logit and writes what follows from it: others' columns may be overwritten already.
+    place = target - head
+    owner = gl.where(valid & (place >= 0) & (place < body), place // SPAN, 0) == part
+    z_target = gl.load(logits_ptr + offset + target, mask=valid & owner, other=0.0).to(gl.float32)
     a = gl.load(grad_scale_ptr + row.to(gl.int64) * grad_scale_stride).to(gl.float32)
 
-    maximum = gl.full([LANES], float("-inf"), gl.float32, layout=lanes)
+    pivot = gl.full([LANES], float("-inf"), gl.float32, layout=lanes)
     total = gl.full([LANES], 0.0, gl.float32, layout=lanes)
-    for i in gl.static_range(KEPT, TILES):
-        z = gl.load(
-            row_ptr + (i * TILE + columns), mask=i * TILE + columns < body, other=0.0, eviction_policy="evict_last"
-        )
-        z = z.to(gl.float32)
-        if i >= RAGGED:
-            z = gl.where(i * TILE + columns < body, z, float("-inf"))
-        maximum, total = _fold(maximum, total, z, k)
-    if EDGES:  # of one column each, in the first lanes of a tile
+    if EDGES:  # of one column each, in the first lanes of a tile, by the first part
         edge = gl.arange(0, LANES, layout=lanes)
         edge_columns = gl.where(edge < head, edge, edge + body)
-        is_edge = (edge < 2 * EDGES) & (edge_columns < n_cols)
+        is_edge = (edge < 2 * EDGES) & (edge_columns < n_cols) & (part == 0)
         z_edge = gl.load(logits_ptr + offset + edge_columns, mask=is_edge, other=0.0).to(gl.float32)
         z = gl.where(is_edge, z_edge, float("-inf"))
-        maximum, total = _fold(maximum, total, z[:, None], k)
-    for i in gl.static_range(KEPT):
-        async_copy.wait_group(KEPT - 1 - i)
+        pivot, total = _fold(pivot, total, z[:, None], k)
+    for i in gl.static_range(TILES):
+        async_copy.wait_group(TILES - 1 - i)
         z = kept.index(i).load(layout).to(gl.float32)
         if i >= RAGGED:
-            z = gl.where(i * TILE + columns < body, z, float("-inf"))
-        maximum, total = _fold(maximum, total, z, k)
+            z = gl.where(i * TILE + columns < mine, z, float("-inf"))
+        pivot, total = _fold(pivot, total, z, k)
 
-    top = gl.max(maximum, axis=0)
-    pivot = gl.where(top == float("-inf"), 0.0, top)
-    rounded = pivot * k
-    log2_sum = gl.log2(gl.sum(total * gl.exp2(gl.fma(maximum, k, -rounded)), axis=0))
-    # Relative to the maximum itself: lse - x_target would lose digits when both are large.
-    log_sum = (log2_sum - gl.fma(pivot, k, -rounded)) * LN2
-    loss = (pivot - z_target) * scale + log_sum
+    row_pivot, row_total = _join(pivot, total)
+    if PARTS > 1:
+        row_words_ptr = words_ptr + 1 + row.to(gl.int64) * PARTS
+        pivots, totals = _exchange(row_words_ptr, part, row_pivot, row_total, PARTS, WARPS)
+        row_pivot, row_total = _join(pivots, totals)
+    log2_sum = gl.log2(row_total)
+    # Relative to the pivot until the end: lse - x_target would lose digits when both are large.
+    loss = (log2_sum - gl.fma(z_target, k, -row_pivot)) * LN2
     loss = gl.where(valid, loss, float("nan"))
     ignored = target == ignore_index
-    lse = pivot * scale + log_sum
-    gl.store(loss_ptr + row, gl.where(ignored, 0.0, loss))
-    gl.store(lse_ptr + row, lse)
+    shift = row_pivot + log2_sum
+    lse = shift * LN2
+    gl.store(loss_ptr + row, gl.where(ignored, 0.0, loss), mask=owner)
+    gl.store(lse_ptr + row, lse, mask=owner)
 
     a = gl.where(ignored, 0.0, gl.where(valid, a, float("nan")))
     upstream = a
@@ -142,27 +182,15 @@ def one_pass_shared_kernel(
         square = gl.load(grad_lse_square_ptr + row.to(gl.int64) * grad_lse_square_stride).to(gl.float32)
         upstream += gl.where(ignored, 0.0, 2.0 * square * lse)
     factor = upstream * scale
-    shift = rounded + log2_sum
     dtype: gl.constexpr = grad_ptr.dtype.element_ty
     if (upstream != 0.0) | (a != 0.0):
-        for j in gl.static_range(TILES - 1, KEPT - 1, -1):
-            z = gl.load(
-                row_ptr + (j * TILE + columns), mask=j * TILE + columns < body, other=0.0, eviction_policy="evict_first"
-            )
-            grad = factor * gl.exp2(gl.fma(z.to(gl.float32), k, -shift))
-            gl.store(
-                out_row_ptr + (j * TILE + columns),
-                grad.to(dtype),
-                mask=j * TILE + columns < body,
-                eviction_policy="evict_first",
-            )
-        for j in gl.static_range(KEPT - 1, -1, -1):
+        for j in gl.static_range(TILES - 1, -1, -1):
             z = kept.index(j).load(layout).to(gl.float32)
             grad = factor * gl.exp2(gl.fma(z, k, -shift))
             gl.store(
                 out_row_ptr + (j * TILE + columns),
                 grad.to(dtype),
-                mask=j * TILE + columns < body,
+                mask=j * TILE + columns < mine,
                 eviction_policy="evict_first",
             )
         if EDGES:
@@ -170,10 +198,10 @@ def one_pass_shared_kernel(
             gl.store(grad_ptr + out_offset + edge_columns, grad.to(dtype), mask=is_edge)
         barrier()  # the target's own element is written again, as in backward.py
         grad = factor * gl.exp2(gl.fma(z_target, k, -shift)) - a * scale
-        gl.store(grad_ptr + out_offset + target, grad.to(dtype), mask=valid)
+        gl.store(grad_ptr + out_offset + target, grad.to(dtype), mask=valid & owner)
     else:  # exact zeros, whatever the logits hold
         zero = gl.full([LANES, VECTOR], 0.0, dtype, layout=layout)
         for j in gl.static_range(TILES):
-            gl.store(out_row_ptr + (j * TILE + columns), zero, mask=j * TILE + columns < body)
+            gl.store(out_row_ptr + (j * TILE + columns), zero, mask=j * TILE + columns < mine)
         if EDGES:
             gl.store(grad_ptr + out_offset + edge_columns, gl.full([LANES], 0.0, dtype, layout=lanes), mask=is_edge)
