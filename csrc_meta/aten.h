@@ -67,6 +67,10 @@ inline Tensor sum(const Tensor& tensor, std::optional<std::vector<int64_t>> over
   return call("aten::sum", "dim_IntList", tensor, over, false, dtype);
 }
 
+inline Tensor div(const Tensor& tensor, const Tensor& divisor) {
+  return call("aten::div", "Tensor", tensor, divisor);
+}
+
 inline Tensor amax(const Tensor& tensor) {
   return call("aten::amax", "", tensor, std::vector<int64_t>{-1}, false);
 }

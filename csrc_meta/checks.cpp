@@ -33,6 +33,8 @@ const char* name_of(ScalarType dtype) {
 const std::initializer_list<ScalarType> FLOATS{ScalarType::Float, ScalarType::BFloat16, ScalarType::Half,
                                                ScalarType::Double};
 const std::initializer_list<ScalarType> INDICES{ScalarType::Long, ScalarType::Int, ScalarType::Byte};
+const std::initializer_list<ScalarType> DIVISORS{ScalarType::Float, ScalarType::BFloat16, ScalarType::Half,
+                                                 ScalarType::Double, ScalarType::Long};
 
 template <class... Parts>
 std::string text(const Parts&... parts) {
@@ -206,6 +208,14 @@ void row_values(const char* name, const MaybeTensor& tensor, const Tensor& logit
     check_dtype(name, *tensor, FLOATS);
     same_shape(name, *tensor, logits, 0, logits.dim() - 1, "one value for each row of the logits");
     same_device(name, *tensor, logits);
+  }
+}
+
+void divisor(const MaybeTensor& tensor, const Tensor& logits) {
+  if (tensor) {
+    check_dtype("divisor", *tensor, DIVISORS);
+    same_shape("divisor", *tensor, logits, 0, 0, "one number for all rows");
+    same_device("divisor", *tensor, logits);
   }
 }
 

@@ -26,6 +26,9 @@ void shard_coefficient(const MaybeTensor& weight, const MaybeTensor& coefficient
 // One floating-point value for each row of the logits.
 void row_values(const char* name, const MaybeTensor& tensor, const Tensor& logits);
 
+// One number of shape ().
+void divisor(const MaybeTensor& tensor, const Tensor& logits);
+
 // One floating-point value of shape (), or one for each row of the matrix.
 void scalar_or_row_values(const char* owner, const Tensor& matrix, const char* name, const MaybeTensor& tensor);
 

@@ -94,11 +94,13 @@ struct Backward {
         lse(stack.tensor()),
         entropy(with_entropy ? MaybeTensor(stack.tensor()) : std::nullopt),
         weight(stack.maybe_tensor()),
+        divisor(with_entropy ? std::nullopt : stack.maybe_tensor()),
         options(stack.options()) {
     checks::index_forward(logits, target, weight, options);
     checks::row_values("grad_loss", grad_loss, logits);
     checks::row_values("grad_lse", grad_lse, logits);
     checks::row_values("lse", lse, logits);
+    checks::divisor(divisor, logits);
     checks::row_values("grad_entropy", grad_entropy, logits);
     checks::row_values("entropy", entropy, logits);
   }
@@ -108,8 +110,9 @@ struct Backward {
     const ScalarType dtype = bridge::accumulator(logits);
     const Tensor dense_lse = bridge::dense(lse, dtype);
     const MaybeTensor dense_entropy = bridge::dense(entropy, dtype);
+    const Tensor divided = divisor ? aten::div(aten::to(grad_loss, dtype), aten::to(*divisor, dtype)) : grad_loss;
     const bridge::Write out(grad_logits);
-    cpu::backward(Problem(logits, target, weight, options), Upstream(logits, grad_loss, grad_lse, grad_entropy),
+    cpu::backward(Problem(logits, target, weight, options), Upstream(logits, divided, grad_lse, grad_entropy),
                   dense_lse.const_data_ptr(), bridge::data(dense_entropy), out.rows, bridge::threads());
     out.finish();
   }
@@ -122,6 +125,7 @@ struct Backward {
   Tensor lse;
   MaybeTensor entropy;
   MaybeTensor weight;
+  MaybeTensor divisor;
   Options options;
 };
 

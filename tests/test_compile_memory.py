@@ -1,5 +1,7 @@
 """One buffer of logits in a compiled training step: the code that Inductor writes, and its numbers."""
 
+import re
+
 import pytest
 import torch
 from graphs import inductor_code, run_and_get_code
@@ -13,9 +15,9 @@ IN_PLACE, FUNCTIONAL = (f"ops.xent.cross_entropy_backward{suffix}.default(" for 
 
 @pytest.fixture
 def cpu_as_cuda(monkeypatch):
-    """The lowering for CUDA on the CPU, whichever kernels serve that."""
+    """The lowering for CUDA on the CPU as well, whichever kernels serve that."""
     xent_ops.cross_entropy(torch.empty(1, 2, device="meta"), torch.empty(1, device="meta", dtype=torch.int64))
-    monkeypatch.setattr(reuse, "writes_over", lambda device: device == "cpu")
+    monkeypatch.setattr(reuse, "writes_over", lambda device: device in ("cpu", "cuda"))
 
 
 def step_code(device, rows=64, dynamic=False):
@@ -57,6 +59,29 @@ def test_one_buffer_of_logits(device, dynamic):
     assert FUNCTIONAL not in code
     assert (IN_PLACE if in_place else "mm; del mm  # reuse") in code
     assert "clone" not in code and "copy_(" not in code
+
+
+def test_the_mean_divides_in_the_backward_kernel(device, cpu_as_cuda):
+    """One launch between the upstream gradient and that of the logits; another where the divisor is not the mean's."""
+    h = torch.randn(64, 16, device=device, requires_grad=True)
+    w, target = torch.randn(96, 16, device=device), torch.randint(0, 96, (64,), device=device)
+    weight = torch.rand(96, device=device)
+
+    def launches(loss):
+        """Inductor's own in the code of the backward, whose gradient must be eager's."""
+
+        def step():
+            return torch.autograd.grad(torch.compile(loss, fullgraph=True)(h @ w.T), h)
+
+        result, (_, backward) = run_and_get_code(step)
+        torch.testing.assert_close(result, torch.autograd.grad(loss(h @ w.T), h))
+        return len(re.findall(r"^ +(?:cpp|triton)_\w+?(?:\(|\.run\()", backward, re.M))
+
+    assert launches(lambda x: xent_ops.cross_entropy(x, target)) == 0
+    assert launches(lambda x: xent_ops.cross_entropy(x, target, weight)) == 0
+    assert launches(lambda x: xent_ops.cross_entropy(x, target, reduction="none").sum() / torch.tensor(3.0)) == 1
+    assert launches(lambda x: (xent_ops.cross_entropy(x, target, reduction="none") / torch.tensor(3.0)).sum()) == 1
+    assert launches(lambda x: xent_ops.cross_entropy(x, target) / 4) == 1
 
 
 @pytest.mark.skipif(TORCH < (2, 13), reason="Inductor of torch 2.11 then reuses nothing")

@@ -185,6 +185,8 @@ def bad_calls():
     yield backward, (rows[:2], None, x, t, rows), {}
     yield backward, (rows, rows.long(), x, t, rows), {}
     yield backward, (rows, None, x, t, rows.view(4, 1)), {}
+    yield backward, (rows, None, x, t, rows, w, rows), {}
+    yield backward, (rows, None, x, t, rows, None, t[0].int()), {}
     yield "cross_entropy_backward_entropy", (rows, None, rows[1:], x, t, rows, rows), {}
     yield "cross_entropy_with_grad", (x, t, rows[1:]), {}
     yield "cross_entropy_with_grad_", (x, t, rows[0], rows.long()), {}

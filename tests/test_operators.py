@@ -43,6 +43,8 @@ def samples(device, dtype, requires_grad):
         grad, grad_lse, lse, entropy = (rows(*t.shape) for _ in range(4))
         yield ops.cross_entropy_backward.default, (grad, grad_lse, x, t, lse, *rest), kwargs
         yield ops.cross_entropy_backward.default, (grad, None, x, t, lse, *rest), kwargs
+        weighted = (*rest, None)[:1]
+        yield ops.cross_entropy_backward.default, (grad, None, x, t, lse, *weighted, rows()), kwargs
         yield ops.cross_entropy_backward_entropy.default, (grad, None, grad_lse, x, t, lse, entropy, *rest), kwargs
         scale = rows()
         yield ops.cross_entropy_with_grad.default, (x.detach(), t, scale, None, *rest), kwargs
@@ -52,6 +54,8 @@ def samples(device, dtype, requires_grad):
             yield ops.scale_grad_.default, (x.clone(), scale), {}
             yield ops.scale_grad_.default, (x.clone(), grad), {}
             yield ops.cross_entropy_backward_.default, (grad, None, x.clone(), t, lse, *rest), kwargs
+            number = torch.tensor(7, device=device)
+            yield ops.cross_entropy_backward_.default, (grad, None, x.clone(), t, lse, *weighted, number), kwargs
     for args, kwargs in [((logits, soft), {}), ((logits, soft, weight.to(dtype)), full)]:
         yield ops.soft_cross_entropy_forward.default, args, kwargs
         x, q, *rest = args

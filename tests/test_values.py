@@ -198,6 +198,21 @@ def test_upstream_gradients_of_any_stride(device, upstream):
     assert_grad(result, oracle(logits, target, grad_loss=grad, grad_lse=grad * 2))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_divisor(device, dtype):
+    """The upstream gradient of the loss, and that alone, is divided before it is multiplied; in place as well."""
+    logits = realistic_logits(5, 1000, dtype=torch.bfloat16).to(device)
+    target = torch.tensor([1, 999, -100, 3, 4], device=device)
+    lse = torch.ops.xent.cross_entropy_forward(logits, target)[1]
+    grad_loss, grad_lse = torch.arange(1.0, 6.0, device=device), torch.full((5,), 0.125, device=device)
+    divisor = torch.tensor(3, dtype=dtype, device=device)
+    grad = torch.ops.xent.cross_entropy_backward(grad_loss, grad_lse, logits, target, lse, None, divisor)
+    assert_grad(grad, oracle(logits, target, grad_loss=grad_loss.double() / 3, grad_lse=grad_lse))
+    before = logits.clone()
+    torch.ops.xent.cross_entropy_backward_(grad_loss, grad_lse, logits, target, lse, None, divisor)
+    assert_grad(logits, oracle(before, target, grad_loss=grad_loss.double() / 3, grad_lse=grad_lse))
+
+
 @pytest.mark.parametrize(
     "view",
     [

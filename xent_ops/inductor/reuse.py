@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..kernels import cpu
+from ..ops.checks import DIVISORS, FLOATS
 from .packages import spelled_out
 
 # Devices whose kernel can write over its input. The formula in aten compares integer vectors, which the vector cores of
@@ -25,6 +26,9 @@ INPLACE = {
     torch.ops.xent.cross_entropy_shard_backward.default: (torch.ops.xent.cross_entropy_shard_backward_.default, 2),
     torch.ops.xent.cross_entropy_with_grad.default: (torch.ops.xent.cross_entropy_with_grad_.default, 0),
 }
+
+# Those that divide grad_loss themselves, by their argument after the weight.
+DIVIDING = {torch.ops.xent.cross_entropy_backward.default}
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
@@ -54,6 +58,44 @@ def _dies_here(node: torch.fx.Node, position: int) -> bool:
     return source.target in _PRODUCTS
 
 
+def _undivided(node: torch.fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``args`` with a ``divisor``, where ``grad_loss`` is an input of the graph divided by another, both (), expanded.
+
+    As that of a mean is: the kernel then divides, and not a launch that takes 2 us for one number. Of values that are
+    no inputs Inductor may have forgotten what they were lowered to.
+    """
+    from torch._inductor.lowering import lowerings
+
+    expanded: Any = node.args[0]
+    if len(args) > 6 or not _calls(expanded, aten.expand.default):
+        return args
+    quotient: Any = expanded.args[0]
+    if not _calls(quotient, aten.div.Tensor):
+        return args
+    grad, divisor = map(_input_number, quotient.args)
+    if grad is None or divisor is None or divisor.get_device() != grad.get_device():
+        return args
+    if grad.get_dtype() not in FLOATS or divisor.get_dtype() not in DIVISORS:
+        return args
+    rows = lowerings[aten.expand.default](grad, args[0].get_size())
+    return rows, *args[1:], *[None] * (6 - len(args)), divisor
+
+
+def _calls(node: Any, op: Any) -> bool:
+    return isinstance(node, torch.fx.Node) and node.target is op
+
+
+def _input_number(value: Any) -> Any:
+    """The input of the graph that ``value`` is, if it is a tensor of shape ()."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    if not (isinstance(value, torch.fx.Node) and value.op == "placeholder"):
+        return None
+    box = V.graph.graph_inputs.get(str(value.target))
+    return box if isinstance(box, ir.TensorBox) and not box.get_size() else None
+
+
 def install() -> None:
     for op, (inplace, position) in INPLACE.items():
         _install(op, inplace, position)
@@ -71,6 +113,8 @@ def _install(op: Any, inplace: Any, position: int) -> None:
     @register_lowering(op, type_promotion_kind=None)
     def lower(*args: Any, **options: Any) -> Any:
         options = spelled_out(op, options)
+        if op in DIVIDING:
+            args = _undivided(V.graph.current_node, args)
         logits = args[position]
         if not (writes_over(logits.get_device().type) and _dies_here(V.graph.current_node, position)):
             return opaque(*args, **options)

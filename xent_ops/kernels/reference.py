@@ -169,6 +169,7 @@ def cross_entropy_backward(
     target: Tensor,
     lse: Tensor,
     weight: Tensor | None = None,
+    divisor: Tensor | None = None,
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -180,6 +181,8 @@ def cross_entropy_backward(
     """grad_logits (..., V) in the logits' dtype. Pointwise but for sum(weight): Inductor makes one kernel of it."""
     classes = logits.shape[-1]
     x = activation(logits, softcap, logit_scale)
+    if divisor is not None:
+        grad_loss = grad_loss.to(x.dtype) / divisor.to(x.dtype)
     total, b, c = row_coefficients(
         grad_loss,
         grad_lse,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDICES = (torch.int64, torch.int32, torch.uint8)
+DIVISORS = (*FLOATS, torch.int64)
 REDUCTIONS = ("none", "mean", "sum")
 
 
@@ -215,6 +216,7 @@ def index_backward(
     target: Tensor,
     lse: Tensor,
     weight: Tensor | None = None,
+    divisor: Tensor | None = None,
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -223,6 +225,10 @@ def index_backward(
 ) -> None:
     index_forward(logits, target, weight, label_smoothing=label_smoothing, softcap=softcap, logit_scale=logit_scale)
     rows_of(logits, grad_loss=grad_loss, grad_lse=grad_lse, lse=lse)
+    if divisor is not None:
+        _dtype("divisor", divisor, DIVISORS)
+        _same_shape("divisor", divisor.shape, torch.Size(()), "one number for all rows")
+        same_device("divisor", divisor, logits)
 
 
 def index_with_grad(

@@ -28,11 +28,11 @@ SCHEMAS: dict[str, str] = {
     ),
     "cross_entropy_backward": (
         "(Tensor grad_loss, Tensor? grad_lse, Tensor logits, Tensor target, Tensor lse, "
-        f"Tensor? weight=None, *, {_ROW}) -> Tensor"
+        f"Tensor? weight=None, Tensor? divisor=None, *, {_ROW}) -> Tensor"
     ),
     "cross_entropy_backward_": (
         "(Tensor grad_loss, Tensor? grad_lse, Tensor(a!) logits, Tensor target, Tensor lse, "
-        f"Tensor? weight=None, *, {_ROW}) -> ()"
+        f"Tensor? weight=None, Tensor? divisor=None, *, {_ROW}) -> ()"
     ),
     # Loss and gradient in one visit of the logits, and what applies an upstream gradient afterwards.
     "cross_entropy_with_grad": (

@@ -209,6 +209,10 @@ def _backward(
         )
 
 
+def _divided(grad_loss: Tensor, divisor: Tensor | None) -> Tensor:
+    return grad_loss if divisor is None else grad_loss / divisor
+
+
 def cross_entropy_backward(
     grad_loss: Tensor,
     grad_lse: Tensor | None,
@@ -216,6 +220,7 @@ def cross_entropy_backward(
     target: Tensor,
     lse: Tensor,
     weight: Tensor | None = None,
+    divisor: Tensor | None = None,
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -224,7 +229,7 @@ def cross_entropy_backward(
 ) -> Tensor:
     grad = logits.new_empty(logits.shape)
     options = (ignore_index, label_smoothing, softcap, logit_scale)
-    _backward(grad, grad_loss, grad_lse, logits, target, lse, weight, *options)
+    _backward(grad, _divided(grad_loss, divisor), grad_lse, logits, target, lse, weight, *options)
     return grad
 
 
@@ -245,6 +250,7 @@ def _backward_in_place(
     target: Tensor,
     lse: Tensor,
     weight: Tensor | None = None,
+    divisor: Tensor | None = None,
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -252,7 +258,7 @@ def _backward_in_place(
     logit_scale: float = 1.0,
 ) -> None:
     options = (ignore_index, label_smoothing, softcap, logit_scale)
-    _backward(logits, grad_loss, grad_lse, logits, target, lse, weight, *options)
+    _backward(logits, _divided(grad_loss, divisor), grad_lse, logits, target, lse, weight, *options)
 
 
 def cross_entropy_backward_entropy(
