@@ -221,7 +221,9 @@ def test_mean_of_any_number_of_rows(device, rows, dtype):
         value, counted = launch_mean.mean(loss, row, ignore_index)
         torch.testing.assert_close(counted, divisor)
         torch.testing.assert_close(value, loss.sum() / divisor)
-    assert launch_mean.count(target, -1, dtype) == number
+    inverse, counted = launch_mean.count(target, -1, dtype)
+    assert counted == number
+    torch.testing.assert_close(inverse, 1 / number)
     assert launch_mean.mean(torch.zeros_like(loss), torch.full_like(target, -1), -1)[0].isnan()
 
 

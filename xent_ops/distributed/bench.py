@@ -104,6 +104,8 @@ def main() -> None:
     out.clear()
     report = {"copy of the shard": copy, "all-gather of 12 bytes a row": gather}
     report["eager"] = milliseconds(lambda: step(loss_of), device, args.repeat)
+    with torch.autograd.set_multithreading_enabled(False):  # no handing over to autograd's thread, and back
+        report["eager, one thread"] = milliseconds(lambda: step(loss_of), device, args.repeat)
     report["compiled"] = milliseconds(lambda: step(compiled), device, args.repeat)
     if device == "cuda":
         report["eager, in a CUDA graph"] = milliseconds(graph_of(lambda: step(loss_of)), device, args.repeat)

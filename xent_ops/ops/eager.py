@@ -153,12 +153,6 @@ def kernels_for(*args: Any, **options: Any) -> Any:
 
 
 def _count(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings) -> Counts:
-    plain = settings.reduction == "mean" and settings.lse_square_scale == 0.0 and weight is None
-    if plain and target.dtype in checks.INDICES and undisturbed(target):
-        launcher = prepared_launcher(target, "launch_mean")
-        if launcher is not None:
-            number = launcher.count(target, settings.options["ignore_index"], reference.accumulator(logits))
-            return Counts(None, number, number)
     return count_rows(
         target,
         weight,
@@ -168,6 +162,30 @@ def _count(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Sett
         classes=logits.shape[-1],
         dtype=reference.accumulator(logits),
     )
+
+
+def _count_first(
+    logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings
+) -> tuple[Counts, Tensor, Tensor | None]:
+    """Before there are losses: the counts, and what each row's loss, and its lse^2, are multiplied by."""
+    plain = settings.reduction == "mean" and settings.lse_square_scale == 0.0 and weight is None
+    if plain and target.dtype in checks.INDICES and undisturbed(target):
+        launcher = prepared_launcher(target, "launch_mean")
+        if launcher is not None:
+            inverse, number = launcher.count(target, settings.options["ignore_index"], reference.accumulator(logits))
+            return Counts(None, number, number), inverse, None
+    counts = _count(logits, target, weight, settings)
+    square = None
+    if settings.lse_square_scale != 0.0:
+        square = settings.lse_square_scale * _one_over(counts.number, logits)
+    return counts, _one_over(counts.weights, logits), square
+
+
+def _one_over(divisor: Tensor | None, logits: Tensor) -> Tensor:
+    dtype = reference.accumulator(logits)
+    if divisor is None:
+        return torch.ones((), dtype=dtype, device=logits.device)
+    return divisor.to(dtype).reciprocal()
 
 
 def _reduce(loss: Tensor, lse: Tensor, counts: Counts, settings: Settings) -> Tensor:
@@ -346,13 +364,6 @@ class _InPlace(_TwoPass):
         return gradient, None, None, None
 
 
-def _one_over(divisor: Tensor | None, logits: Tensor) -> Tensor:
-    dtype = reference.accumulator(logits)
-    if divisor is None:
-        return torch.ones((), dtype=dtype, device=logits.device)
-    return divisor.to(dtype).reciprocal()
-
-
 class _OnePass(torch.autograd.Function):
     """The forward makes the gradient too, for an upstream gradient of one; the backward multiplies it by another."""
 
@@ -360,11 +371,7 @@ class _OnePass(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings, in_place: bool
     ) -> Tensor:
-        counts = _count(logits, target, weight, settings)
-        scale = _one_over(counts.weights, logits)
-        square = None
-        if settings.lse_square_scale != 0.0:
-            square = settings.lse_square_scale * _one_over(counts.number, logits)
+        counts, scale, square = _count_first(logits, target, weight, settings)
         args = (logits, target, scale, square, weight)
         kernels = kernels_for(logits, target, weight, **settings.options)
         if in_place:

@@ -41,13 +41,14 @@ def mean(loss: Tensor, row: Tensor, ignore_index: int | None) -> tuple[Tensor, T
     return value, divisor
 
 
-def count(target: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    """The divisor alone."""
-    divisor = torch.empty((), dtype=dtype, device=target.device)
+def count(target: Tensor, ignore_index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(1 / divisor, divisor), before there are losses."""
+    inverse = torch.empty((), dtype=dtype, device=target.device)
+    divisor = torch.empty_like(inverse)
     number = target.numel()
     with on_device_of(target):
-        mean_launches(number, False, ignore_index)(number, divisor, dense(target), divisor, divisor)
-    return divisor
+        mean_launches(number, False, ignore_index)(number, divisor, dense(target), inverse, divisor)
+    return inverse, divisor
 
 
 @plan

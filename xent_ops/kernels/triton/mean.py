@@ -6,9 +6,9 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["n_rows", "ignore_index"])
 def mean_kernel(
-    loss_ptr,  # (N,); not read without HAS_LOSS
+    loss_ptr,  # (N,); not read without HAS_LOSS, which stands for a sum of 1
     row_ptr,  # (N,): the target of each row; ROW_WEIGHTS: how much it counts, in the accumulator's dtype
-    mean_ptr,  # (programs,): the sum of a program's losses divided by what its rows count; not written without HAS_LOSS
+    mean_ptr,  # (programs,): the sum of a program's losses divided by what its rows count
     divisor_ptr,  # (programs,): what they count
     n_rows: "i64",
     ignore_index: "i64",
@@ -34,8 +34,7 @@ def mean_kernel(
             count += tl.where(inside & (target != ignore_index), 1.0, 0.0).to(ACC)
     divisor = tl.sum(count, axis=0)
     tl.store(divisor_ptr + program, divisor)
-    if HAS_LOSS:
-        mean = tl.sum(total, axis=0)
-        if not PARTIAL:
-            mean /= divisor
-        tl.store(mean_ptr + program, mean)
+    mean = tl.sum(total, axis=0) if HAS_LOSS else tl.cast(1.0, ACC)
+    if not PARTIAL:
+        mean /= divisor
+    tl.store(mean_ptr + program, mean)
