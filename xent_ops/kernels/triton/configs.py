@@ -125,14 +125,14 @@ def one_pass_shared(classes: int, itemsize: int, capacity: int) -> Shared | None
         size, num_warps = 2048, 1 if row <= 2048 else 2
     elif row <= 65536:
         size, num_warps = 8192, 8
-    elif row <= min(114688, capacity - 1024):
+    elif row <= min(114688, (capacity - 1024) // 16384 * 16384):  # 1024 bytes for the sums
         size, num_warps = 16384, 16
     elif row <= 524288 and itemsize == 2:
         size, num_warps, parts = 4096, 4, -(-row // 32768)
     else:
         size, num_warps, parts = 8192, 4, -(-row // 65536)
     tiles = -(-row // (size * parts))
-    fits = size * tiles <= capacity - 1024 and parts <= 32  # 1024 bytes for the sums; a lane a part
+    fits = size * tiles <= capacity - 1024 and parts <= 32  # a lane a part
     return Shared(parts, size // itemsize, tiles, num_warps) if fits else None
 
 
