@@ -20,9 +20,18 @@ def all_of(calls):
 
 
 def assert_close(mine, eager, dtype):
-    """Eager sums in another order, and rounds again with grad_in_forward; gradients of several calls add up."""
+    """Eager sums in another order, and rounds again with grad_in_forward; gradients of several calls add up.
+
+    On a GPU grad_in_forward has a kernel of its own, whose softmax lacks the rounding of a lse that is large: for float32
+    the tolerance is relative to the largest element as well.
+    """
     rtol = 1e-13 if dtype == torch.float64 else max(2 * torch.finfo(dtype).eps, 1e-5)
-    torch.testing.assert_close(mine, eager, rtol=rtol, atol=rtol / 10)
+    for got, wanted in zip((*mine[0], *mine[1]), (*eager[0], *eager[1]), strict=True):
+        if wanted is None:
+            assert got is None
+            continue
+        largest = wanted.abs().max().item() if dtype == torch.float32 and wanted.numel() else 0.0
+        torch.testing.assert_close(got, wanted, rtol=rtol, atol=rtol * max(0.1, largest))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

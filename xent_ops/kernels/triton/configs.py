@@ -31,8 +31,11 @@ def forward(classes: int, itemsize: int, extra: bool = False, load: int = 0) -> 
     if itemsize == 8:
         return Config(min(max(next_power_of_2(classes), 128), 512), 4, 3)
     if classes <= 1024:
-        block = min(max(next_power_of_2(classes), 128), 1024 if itemsize == 2 and not extra else 512)
-        return Config(block, 2 if extra else 1, 3)
+        most = 1024 if itemsize == 2 and not extra else 512
+        if extra and load == 2:
+            most = 256  # 512 spill on sm_100, by Triton 3.6
+        block = min(max(next_power_of_2(classes), 128), most)
+        return Config(block, 2 if extra and most > 256 else 1, 3)
     if classes <= 8192:
         return Config(1024, 2, 3)  # 4096: 0.565, 4 warps of 2048: 0.58
     return Config(1024 if load or (itemsize == 4 and extra) else 2048, 4, 3)  # 32000: 0.544, 128256: 0.535

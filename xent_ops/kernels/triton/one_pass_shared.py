@@ -171,8 +171,7 @@ def one_pass_shared_kernel(
     loss = (log2_sum - gl.fma(z_target, k, -row_pivot)) * LN2
     loss = gl.where(valid, loss, float("nan"))
     ignored = target == ignore_index
-    shift = row_pivot + log2_sum
-    lse = shift * LN2
+    lse = (row_pivot + log2_sum) * LN2
     gl.store(loss_ptr + row, gl.where(ignored, 0.0, loss), mask=owner)
     gl.store(lse_ptr + row, lse, mask=owner)
 
@@ -181,12 +180,13 @@ def one_pass_shared_kernel(
     if HAS_LSE_SQUARE:
         square = gl.load(grad_lse_square_ptr + row.to(gl.int64) * grad_lse_square_stride).to(gl.float32)
         upstream += gl.where(ignored, 0.0, 2.0 * square * lse)
-    factor = upstream * scale
+    # The softmax is relative to the pivot as well: with the rounded lse it would be off by 2^-24 |lse|.
+    factor = upstream * scale / row_total
     dtype: gl.constexpr = grad_ptr.dtype.element_ty
     if (upstream != 0.0) | (a != 0.0):
         for j in gl.static_range(TILES - 1, -1, -1):
             z = kept.index(j).load(layout).to(gl.float32)
-            grad = factor * gl.exp2(gl.fma(z, k, -shift))
+            grad = factor * gl.exp2(gl.fma(z, k, -row_pivot))
             gl.store(
                 out_row_ptr + (j * TILE + columns),
                 grad.to(dtype),
@@ -194,10 +194,10 @@ def one_pass_shared_kernel(
                 eviction_policy="evict_first",
             )
         if EDGES:
-            grad = factor * gl.exp2(gl.fma(z_edge, k, -shift))
+            grad = factor * gl.exp2(gl.fma(z_edge, k, -row_pivot))
             gl.store(grad_ptr + out_offset + edge_columns, grad.to(dtype), mask=is_edge)
         barrier()  # the target's own element is written again, as in backward.py
-        grad = factor * gl.exp2(gl.fma(z_target, k, -shift)) - a * scale
+        grad = factor * gl.exp2(gl.fma(z_target, k, -row_pivot)) - a * scale
         gl.store(grad_ptr + out_offset + target, grad.to(dtype), mask=valid & owner)
     else:  # exact zeros, whatever the logits hold
         zero = gl.full([LANES, VECTOR], 0.0, dtype, layout=layout)
