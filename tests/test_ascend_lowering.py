@@ -137,6 +137,10 @@ def test_numbers_on_x86(x86, dtype, classes, options):
         expected = testing.oracle(logits, target, weight, grad_loss=grad_loss, grad_lse=b, **options)
         grad = launch.cross_entropy_backward(grad_loss, upstream, logits, target, lse, weight, **options)
         testing.assert_grad(grad, expected)
+    half, number = grad_loss.half(), torch.tensor(100000)  # which float16 does not hold
+    rest = (None, logits, target, lse, weight)
+    wanted = launch.cross_entropy_backward(half.float() / 100000, *rest, **options)
+    assert torch.equal(launch.cross_entropy_backward(half, *rest, number, **options), wanted)
     testing.assert_loss(loss, expected)
     testing.assert_lse(lse, expected)
     assert torch.equal(argmax, reference.cross_entropy_forward_argmax(logits, target, weight, **options)[2])

@@ -84,6 +84,31 @@ def test_the_mean_divides_in_the_backward_kernel(device, cpu_as_cuda):
     assert launches(lambda x: xent_ops.cross_entropy(x, target) / 4) == 1
 
 
+def test_a_divisor_that_is_written_to_after_the_division(device, cpu_as_cuda):
+    """The operator comes later, and the kernel must not divide by what is there by then.
+
+    An operator that nobody sees into: Inductor keeps a copy of what its own kernels overwrite.
+    """
+
+    @torch.library.custom_op("xent_test::hundredfold_", mutates_args=("out",))
+    def hundredfold_(out: torch.Tensor, value: torch.Tensor) -> None:
+        out.copy_(value * 100)
+
+    x, target = torch.randn(8, 32, device=device), torch.randint(0, 32, (8,), device=device)
+    lse = torch.ops.xent.cross_entropy_forward(x, target)[1]
+
+    def function(grad, number):
+        quotient = grad / number
+        hundredfold_(number, quotient)
+        return torch.ops.xent.cross_entropy_backward(quotient.expand(8), None, x, target, lse)
+
+    def arguments():
+        return torch.tensor(2.0, device=device), torch.tensor(4.0, device=device)
+
+    result = torch.compile(function, fullgraph=True)(*arguments())
+    torch.testing.assert_close(result, function(*arguments()))
+
+
 @pytest.mark.skipif(TORCH < (2, 13), reason="Inductor of torch 2.11 then reuses nothing")
 def test_without_a_kernel_of_ours_inductor_fuses_the_gradient(monkeypatch):
     monkeypatch.setattr(reuse, "DEVICES", {"cuda"})

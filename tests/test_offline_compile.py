@@ -174,7 +174,7 @@ def test_kernels_compile_without_spills(monkeypatch, tmp_path, name, case):
 )
 def test_rows_in_shared_memory(monkeypatch, tmp_path, name, capacity, dtype, classes):
     """The Gluon kernel, whose language is experimental: another Triton may not compile it."""
-    monkeypatch.setattr(launch_one_pass, "_shared_memory", lambda device: capacity)
+    monkeypatch.setattr(launch_one_pass, "_shared_memory", lambda device: (capacity, 32))
     row = torch.zeros(3)
 
     def run():

@@ -62,7 +62,8 @@ def _undivided(node: torch.fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """``args`` with a ``divisor``, where ``grad_loss`` is an input of the graph divided by another, both (), expanded.
 
     As that of a mean is: the kernel then divides, and not a launch that takes 2 us for one number. Of values that are
-    no inputs Inductor may have forgotten what they were lowered to.
+    no inputs Inductor may have forgotten what they were lowered to; inputs that were written to may have been divided
+    before.
     """
     from torch._inductor.lowering import lowerings
 
@@ -75,7 +76,10 @@ def _undivided(node: torch.fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
     grad, divisor = map(_input_number, quotient.args)
     if grad is None or divisor is None or divisor.get_device() != grad.get_device():
         return args
-    if grad.get_dtype() not in FLOATS or divisor.get_dtype() not in DIVISORS:
+    dtypes = (grad.get_dtype(), divisor.get_dtype())
+    if dtypes[0] not in FLOATS or dtypes[1] not in DIVISORS:
+        return args
+    if torch.float64 in dtypes and args[2].get_dtype() != torch.float64:  # the kernel divides float32 numbers
         return args
     rows = lowerings[aten.expand.default](grad, args[0].get_size())
     return rows, *args[1:], *[None] * (6 - len(args)), divisor
@@ -86,14 +90,16 @@ def _calls(node: Any, op: Any) -> bool:
 
 
 def _input_number(value: Any) -> Any:
-    """The input of the graph that ``value`` is, if it is a tensor of shape ()."""
+    """The input of the graph that ``value`` is, if it is a tensor of shape () that nothing has written to."""
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
     if not (isinstance(value, torch.fx.Node) and value.op == "placeholder"):
         return None
     box = V.graph.graph_inputs.get(str(value.target))
-    return box if isinstance(box, ir.TensorBox) and not box.get_size() else None
+    if not isinstance(box, ir.TensorBox) or box.get_size() or box.get_name() in V.graph.mutated_buffers:
+        return None
+    return box
 
 
 def install() -> None:

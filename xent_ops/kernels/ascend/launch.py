@@ -210,7 +210,7 @@ def _backward(
 
 
 def _divided(grad_loss: Tensor, divisor: Tensor | None) -> Tensor:
-    return grad_loss if divisor is None else grad_loss / divisor
+    return grad_loss if divisor is None else grad_loss.float() / divisor.float()
 
 
 def cross_entropy_backward(

@@ -115,7 +115,7 @@ class Shared(NamedTuple):
 
 
 @functools.lru_cache(1024)
-def one_pass_shared(classes: int, itemsize: int, capacity: int) -> Shared | None:
+def one_pass_shared(classes: int, itemsize: int, capacity: int, most_parts: int) -> Shared | None:
     """A row, or a part of one, in shared memory, of which a program may use ``capacity`` bytes; None for no such way.
 
     What counts is that two programs or more fit on a processor: the one reads while the other computes. In copies
@@ -135,7 +135,7 @@ def one_pass_shared(classes: int, itemsize: int, capacity: int) -> Shared | None
     else:
         size, num_warps, parts = 8192, 4, -(-row // 65536)
     tiles = -(-row // (size * parts))
-    fits = size * tiles <= capacity - 1024 and parts <= 32  # a lane a part
+    fits = size * tiles <= capacity - 1024 and parts <= min(most_parts, 32)  # a lane a part
     return Shared(parts, size // itemsize, tiles, num_warps) if fits else None
 
 

@@ -17,15 +17,20 @@ from .one_pass import one_pass_kernel, scale_kernel
 
 
 @functools.cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that one program may keep a row in; 0 where one_pass_shared.py cannot run."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return 0
+def _shared_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes that one program may keep a row in, and how many may share one; 0 where one_pass_shared.py cannot run.
+
+    Programs that share a row wait for each other, so all must fit on the device at once, with those of other streams: a
+    quarter as many as there are processors.
+    """
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+        return 0, 0
     try:
         from . import one_pass_shared  # noqa: F401
     except (ImportError, AttributeError):  # Gluon is experimental: another Triton may not have what is asked of it
-        return 0
-    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+        return 0, 0
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 0), max(properties.multi_processor_count // 4, 1)
 
 
 def _with_grad(
@@ -100,7 +105,7 @@ def _one_pass_launch(
     classes: int,
     itemsize: int,
     on_boundary: bool,
-    capacity: int,  # bytes of shared memory for a row
+    shared_memory: tuple[int, int],  # see _shared_memory
     scale_strides: tuple[int, int],  # of grad_scale, grad_lse_square
     with_square: bool,
     weighted: bool,
@@ -114,10 +119,10 @@ def _one_pass_launch(
     same_rows = strides == out_strides
     numbers = (classes, *strides, *out_strides, *scale_strides, ignore_index)
     flags: dict[str, Any] = {"HAS_LSE_SQUARE": with_square, "EDGES": border, "VECTOR": configs.vector(itemsize)}
-    plain = not weighted and label_smoothing == 0.0 and softcap is None and logit_scale > 0.0
+    plain = not weighted and label_smoothing == 0.0 and softcap is None and logit_scale >= 1e-30
     # Copies to shared memory take whole 16-byte vectors.
     if plain and itemsize < 8 and on_boundary and (same_rows or not border):
-        shared = configs.one_pass_shared(classes, itemsize, capacity)
+        shared = configs.one_pass_shared(classes, itemsize, *shared_memory)
         if shared is not None:
             from .one_pass_shared import one_pass_shared_kernel
 
