@@ -1,0 +1,92 @@
+"""The one-pass kernel in Gluon, which Triton's interpreter does not run, by an emulation: reads, writes, waiting."""
+
+import inspect
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+import gluon_emulator
+
+from xent_ops.kernels.triton import cached, configs, launch_one_pass, one_pass_shared
+from xent_ops.testing import assert_grad, assert_loss, assert_lse, oracle, realistic_logits
+
+KERNEL = one_pass_shared.one_pass_shared_kernel
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """Launches as GPUs with 227 KiB would have them; the number of programs of each."""
+    launched = []
+
+    def launch(self, grid, *tensors, varying=()):
+        assert self.kernel is KERNEL
+        launched.append(grid)
+        parameters = [name for name in inspect.signature(KERNEL.fn).parameters if name not in self.constants]
+        arguments = dict(zip(parameters, (*tensors, *self.numbers), strict=True)) | self.constants
+        del arguments["num_warps"]
+        # As few at once as may be: the parts of a row.
+        gluon_emulator.run(KERNEL, grid, arguments, at_once=self.constants["PARTS"], seed=len(launched))
+
+    monkeypatch.setattr(cached.Launch, "__call__", launch)
+    monkeypatch.setattr(launch_one_pass, "_shared_memory", lambda device: (232448, 32))
+    yield launched
+    launch_one_pass._one_pass_launch.cache_clear()
+
+
+@pytest.mark.parametrize("parts, tiles", [(1, 5), (2, 3), (3, 2), (5, 1)])
+@pytest.mark.parametrize(
+    "dtype, classes", [(torch.bfloat16, 1003), (torch.bfloat16, 1024), (torch.float32, 1001)], ids=str
+)
+def test_rows_of_any_parts(monkeypatch, emulated, dtype, classes, parts, tiles):
+    """Odd rows and even ones; -inf, NaN and targets in one part or another; the last part may be empty."""
+    monkeypatch.setattr(configs, "one_pass_shared", lambda *args: configs.Shared(parts, 256, tiles, 1))
+    logits = realistic_logits(9, classes, dtype=dtype)
+    target = torch.tensor([0, 5, classes - 1, 255, 256, 511, -100, 700, classes - 4])
+    logits[1, 6:] = float("-inf")
+    logits[2, : classes // 2] = float("-inf")
+    logits[3, 300:900] = float("-inf")
+    logits[6, 3] = float("nan")  # in the row that is not counted
+    scale, square = torch.rand(9, generator=torch.Generator().manual_seed(0)), torch.tensor(1e-3)
+    before = logits.clone()
+    results = launch_one_pass.cross_entropy_with_grad(logits, target, scale, square)
+    assert torch.equal(logits.nan_to_num(7), before.nan_to_num(7)) and emulated == [9 * parts]
+    over = logits.clone()
+    in_place = (*launch_one_pass.cross_entropy_with_grad_(over, target, scale, square), over)
+    counted = target != -100
+    upstream = 2 * square * results[1][counted]
+    expected = oracle(logits[counted], target[counted], grad_loss=scale[counted], grad_lse=upstream)
+    for loss, lse, grad in (results, in_place):
+        assert_loss(loss[counted], expected)
+        assert_lse(lse[counted], expected)
+        assert_grad(grad[counted], expected)
+        assert loss[6] == 0 and grad[6].count_nonzero() == 0
+
+
+@pytest.mark.parametrize(
+    "dtype, classes, parts", [(torch.bfloat16, 60001, 4), (torch.float32, 33, 1), (torch.float32, 65536, 4)], ids=str
+)
+def test_rows_as_configured(emulated, dtype, classes, parts):
+    storage = realistic_logits(3, classes + 8, dtype=dtype)
+    logits = storage[:, :classes]  # a gap after each row, which must not be written
+    target = torch.tensor([1, classes - 1, classes])  # the last is no class
+    results = launch_one_pass.cross_entropy_with_grad_(logits, target, torch.ones(()))
+    assert emulated == [3 * parts]
+    original = realistic_logits(3, classes + 8, dtype=dtype)
+    expected = oracle(original[:2, :classes], target[:2], grad_loss=1.0)
+    assert_loss(results[0][:2], expected)
+    assert_grad(logits[:2], expected)
+    assert results[0][2].isnan() and logits[2].isnan().all()
+    assert torch.equal(storage[:, classes:], original[:, classes:])
+
+
+def test_rows_that_no_device_holds():
+    assert configs.one_pass_shared(128256, 4, 101376, most_parts=1) is None  # an RTX A400: 6 processors
+    assert configs.one_pass_shared(128256, 4, 232448, most_parts=33).parts == 8
+    assert configs.one_pass_shared(2**20, 4, 232448, most_parts=33) is None  # more parts than lanes
+    for capacity in (101376, 166912, 232448):
+        for size in range(2048, 2**19, 1022):
+            found = configs.one_pass_shared(size // 2, 2, capacity, most_parts=33)
+            part = found.tile * found.tiles * 2
+            assert found.parts * part >= size // 2 * 2 and part + 1024 <= capacity
