@@ -31,8 +31,7 @@ def value(x):
 class Pointer:
     def __init__(self, tensor, offset=0):
         self.storage = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-        self.start, self.size = tensor.storage_offset(), tensor.numel()
-        self.offset = offset
+        self.start, self.offset = tensor.storage_offset(), offset
         self.dtype = types.SimpleNamespace(element_ty=tensor.dtype)
 
     def __add__(self, other):
@@ -91,12 +90,14 @@ class Language:
     def minimum(self, x, y):
         return torch.minimum(value(x), value(y).to(x.dtype))
 
-    def load(self, pointer, mask=True, other=float("nan"), eviction_policy="", volatile=False):
+    def load(self, pointer, mask=True, other=None, eviction_policy="", volatile=False):
         time.sleep(0)  # another program's turn
         assert not self.stop.is_set(), "another program failed, or waits for ever"
         places, mask = pointer.places(mask)
         read = pointer.storage[places]
-        return value(torch.where(mask, read, other if read.is_floating_point() or mask.logical_not().any() else 0))
+        if other is None:
+            other = float("nan") if read.is_floating_point() else 0
+        return value(torch.where(mask, read, other))
 
     def store(self, pointer, x, mask=True, eviction_policy=""):
         places, mask = pointer.places(mask)

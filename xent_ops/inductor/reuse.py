@@ -3,6 +3,8 @@
 Inductor's own pass (reinplace_inplaceable_ops) refuses to write into an input of a graph, and in a backward graph
 the saved logits are one. AOTAutograd marks the saved tensors that nobody else can see as donated; when the operator is
 the only reader of donated logits, or of a product's, the gradient may take their place.
+
+The same lowering hands the backward what a mean divides by.
 """
 
 from __future__ import annotations
