@@ -162,6 +162,19 @@ def _finish(
     return torch.where(dead.unsqueeze(-1), 0.0, grad).to(logits.dtype).contiguous()
 
 
+def divided(grad_loss: Tensor, divisor: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """grad_loss / divisor in the accumulator's dtype; their own may not hold the one, or not resolve the other."""
+    return grad_loss if divisor is None else grad_loss.to(dtype) / divisor.to(dtype)
+
+
+def grad_lse_of_square(grad_lse_square: Tensor | None, lse: Tensor, target: Tensor, ignore_index: int) -> Tensor | None:
+    """The gradient of grad_lse_square * lse^2, summed over counted rows."""
+    if grad_lse_square is None:
+        return None
+    counted = target.to(torch.int64) != ignore_index
+    return torch.where(counted, 2 * grad_lse_square.to(lse.dtype) * lse, 0.0)
+
+
 def cross_entropy_backward(
     grad_loss: Tensor,
     grad_lse: Tensor | None,
@@ -181,10 +194,8 @@ def cross_entropy_backward(
     """grad_logits (..., V) in the logits' dtype. Pointwise but for sum(weight): Inductor makes one kernel of it."""
     classes = logits.shape[-1]
     x = activation(logits, softcap, logit_scale)
-    if divisor is not None:
-        grad_loss = grad_loss.to(x.dtype) / divisor.to(x.dtype)
     total, b, c = row_coefficients(
-        grad_loss,
+        divided(grad_loss, divisor, x.dtype),
         grad_lse,
         target,
         weight,
@@ -222,10 +233,7 @@ def cross_entropy_with_grad(
     """(loss, lse, gradient of grad_scale * loss + grad_lse_square * lse^2 summed over counted rows)."""
     options["ignore_index"] = ignore_index
     loss, lse = cross_entropy_forward(logits, target, weight, **options)
-    grad_lse = None
-    if grad_lse_square is not None:
-        counted = target.to(torch.int64) != ignore_index
-        grad_lse = torch.where(counted, 2 * grad_lse_square.to(lse.dtype) * lse, 0.0)
+    grad_lse = grad_lse_of_square(grad_lse_square, lse, target, ignore_index)
     grad_loss = grad_scale.expand(lse.shape)
     return loss, lse, cross_entropy_backward(grad_loss, grad_lse, logits, target, lse, weight, **options)
 

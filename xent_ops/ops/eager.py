@@ -152,8 +152,15 @@ def kernels_for(*args: Any, **options: Any) -> Any:
     return kernels if kernels is not None and undisturbed(*args, **options) else _Operators()
 
 
-def _count(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings) -> Counts:
-    return count_rows(
+def _count(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings) -> tuple[Counts, Tensor | None]:
+    """The counts, and 1 / number where the launch that counts a plain mean's rows makes that too."""
+    plain = settings.reduction == "mean" and settings.lse_square_scale == 0.0 and weight is None
+    if plain and target.dtype in checks.INDICES and undisturbed(target):
+        launcher = prepared_launcher(target, "launch_mean")
+        if launcher is not None:
+            inverse, number = launcher.count(target, settings.options["ignore_index"], reference.accumulator(logits))
+            return Counts(None, number, number), inverse
+    counts = count_rows(
         target,
         weight,
         ignore_index=settings.options["ignore_index"],
@@ -162,30 +169,7 @@ def _count(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Sett
         classes=logits.shape[-1],
         dtype=reference.accumulator(logits),
     )
-
-
-def _count_first(
-    logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings
-) -> tuple[Counts, Tensor, Tensor | None]:
-    """Before there are losses: the counts, and what each row's loss, and its lse^2, are multiplied by."""
-    plain = settings.reduction == "mean" and settings.lse_square_scale == 0.0 and weight is None
-    if plain and target.dtype in checks.INDICES and undisturbed(target):
-        launcher = prepared_launcher(target, "launch_mean")
-        if launcher is not None:
-            inverse, number = launcher.count(target, settings.options["ignore_index"], reference.accumulator(logits))
-            return Counts(None, number, number), inverse, None
-    counts = _count(logits, target, weight, settings)
-    square = None
-    if settings.lse_square_scale != 0.0:
-        square = settings.lse_square_scale * _one_over(counts.number, logits)
-    return counts, _one_over(counts.weights, logits), square
-
-
-def _one_over(divisor: Tensor | None, logits: Tensor) -> Tensor:
-    dtype = reference.accumulator(logits)
-    if divisor is None:
-        return torch.ones((), dtype=dtype, device=logits.device)
-    return divisor.to(dtype).reciprocal()
+    return counts, None
 
 
 def _reduce(loss: Tensor, lse: Tensor, counts: Counts, settings: Settings) -> Tensor:
@@ -246,7 +230,7 @@ class _TwoPass(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings) -> Tensor:
         kernels = kernels_for(logits, target, weight, **settings.options)
         loss, lse = kernels["cross_entropy_forward"](logits, target, weight, **settings.options)
-        counts = _count(logits, target, weight, settings)
+        counts, _ = _count(logits, target, weight, settings)
         ctx.save_for_backward(logits, target, weight, lse, *counts)
         ctx.settings = settings
         return _reduce(loss, lse, counts, settings)
@@ -364,6 +348,13 @@ class _InPlace(_TwoPass):
         return gradient, None, None, None
 
 
+def _one_over(divisor: Tensor | None, logits: Tensor) -> Tensor:
+    dtype = reference.accumulator(logits)
+    if divisor is None:
+        return torch.ones((), dtype=dtype, device=logits.device)
+    return divisor.to(dtype).reciprocal()
+
+
 class _OnePass(torch.autograd.Function):
     """The forward makes the gradient too, for an upstream gradient of one; the backward multiplies it by another."""
 
@@ -371,7 +362,12 @@ class _OnePass(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings, in_place: bool
     ) -> Tensor:
-        counts, scale, square = _count_first(logits, target, weight, settings)
+        counts, scale = _count(logits, target, weight, settings)
+        if scale is None:
+            scale = _one_over(counts.weights, logits)
+        square = None
+        if settings.lse_square_scale != 0.0:
+            square = settings.lse_square_scale * _one_over(counts.number, logits)
         args = (logits, target, scale, square, weight)
         kernels = kernels_for(logits, target, weight, **settings.options)
         if in_place:

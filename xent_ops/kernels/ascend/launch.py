@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from triton import JITFunction
 
+from ..reference import divided
 from ..rows import class_weight, dense, per_row, rows
 from ..triton.configs import softcap as softcap_kind
 from . import configs
@@ -209,10 +210,6 @@ def _backward(
         )
 
 
-def _divided(grad_loss: Tensor, divisor: Tensor | None) -> Tensor:
-    return grad_loss if divisor is None else grad_loss.float() / divisor.float()
-
-
 def cross_entropy_backward(
     grad_loss: Tensor,
     grad_lse: Tensor | None,
@@ -229,7 +226,7 @@ def cross_entropy_backward(
 ) -> Tensor:
     grad = logits.new_empty(logits.shape)
     options = (ignore_index, label_smoothing, softcap, logit_scale)
-    _backward(grad, _divided(grad_loss, divisor), grad_lse, logits, target, lse, weight, *options)
+    _backward(grad, divided(grad_loss, divisor, torch.float32), grad_lse, logits, target, lse, weight, *options)
     return grad
 
 
@@ -258,7 +255,7 @@ def _backward_in_place(
     logit_scale: float = 1.0,
 ) -> None:
     options = (ignore_index, label_smoothing, softcap, logit_scale)
-    _backward(logits, _divided(grad_loss, divisor), grad_lse, logits, target, lse, weight, *options)
+    _backward(logits, divided(grad_loss, divisor, torch.float32), grad_lse, logits, target, lse, weight, *options)
 
 
 def cross_entropy_backward_entropy(

@@ -90,7 +90,7 @@ def backward(classes: int, itemsize: int, load: int = 0) -> Config:
 
     With 16 few rows are slower (64 x 128256, both passes, 25.0 us for 24.1; 512 x 32000 36.1 for 35.5) and many the
     same to 1 %, with 8 all are slower. With a softcap (in brackets 16): 131072 x 1024 1.14 (1.29), 32768 x 4096 1.15
-    (1.30), 8192 x 50257 1.12 (1.34); all options on, 8192 x 32000 1.29 (1.45), but shorter rows 1.45 (1.40).
+    (1.30), 8192 x 50257 1.12 (1.34); all options on, 8192 x 32000 1.24 (1.45), but shorter rows 1.45 (1.40).
     """
     block = max(next_power_of_2(classes), 128)
     if itemsize == 2:
@@ -121,7 +121,7 @@ def one_pass_shared(classes: int, itemsize: int, capacity: int, most_parts: int)
     What counts is that two programs or more fit on a processor: the one reads while the other computes. In copies
     (limit 1.0; in brackets one_pass): 131072 x 1024 1.07 (1.11), 32768 x 4096 1.03 (1.13), 8192 x 32000 1.05 (1.31; in
     two parts 1.11), 8192 x 50257 1.05 (1.50; in two parts 1.15), 4096 x 128256 1.07 (1.53; in 4 parts 1.11), 2100 x
-    262144 1.10 (1.57; in 8 parts 1.13); float32, 4096 x 128256: 8 parts of 4 warps 1.05, of 8 warps 1.08.
+    262144 1.09 (1.57; in 8 parts 1.13); float32, 4096 x 128256: 8 parts of 4 warps 1.05, of 8 warps 1.08.
     """
     row, parts = classes * itemsize, 1
     if row <= 8192:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..reference import grad_lse_of_square
 from ..rows import Rows, class_weight, dense, per_row, rows
 from . import configs
 from .cached import Launch, plan
@@ -90,9 +91,7 @@ def _in_two_visits(
 ) -> tuple[Tensor, Tensor]:
     """Forward and backward, each over many programs; few rows are still in the L2 cache at the second visit."""
     loss, lse, _, _ = run_forward(logits, target, weight, ignore_index, *options)
-    grad_lse = None
-    if grad_lse_square is not None:
-        grad_lse = torch.where(target.to(torch.int64) == ignore_index, 0.0, 2.0 * grad_lse_square * lse)
+    grad_lse = grad_lse_of_square(grad_lse_square, lse, target, ignore_index)
     grad_loss = grad_scale.expand_as(lse)
     run_backward(grad.tensor, grad_loss, grad_lse, view.tensor, target, lse, weight, ignore_index, *options)
     return loss, lse

@@ -1,8 +1,8 @@
 """Loss and gradient in one pass, the row kept in shared memory between its sums and its gradient.
 
-A row that is long for that is shared by several programs, which wait for each other's sums. Written in Gluon, the layer
-of Triton that can address shared memory. For NVIDIA, and for the plain loss (a z-loss and a positive logit_scale are
-plain); one_pass.py has every option and runs everywhere.
+A row that is too long for that is shared by several programs, which wait for each other's sums. Written in Gluon, the
+layer of Triton that can address shared memory. For NVIDIA, and for the plain loss (a z-loss and a positive logit_scale
+are plain); one_pass.py has every option and runs everywhere.
 """
 
 import triton
