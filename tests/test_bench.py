@@ -154,7 +154,7 @@ def test_wrong_variants_are_told_and_not_timed(monkeypatch, tmp_path, capsys):
     assert results[34, 64, "right"]["status"] == "ok"
     assert wrong["status"] == "wrong" and wrong["ms"] is None and wrong["copies"] is None
     assert error["status"] == "error" and error["note"] == "NotImplementedError: needs a GPU of its own"
-    assert len(clocked) == 2  # the copy and what is right
+    assert len(clocked) == 3  # two ways to copy, and what is right
     out = capsys.readouterr().out
     assert "WRONG" in out and "needs a GPU of its own" in out
 

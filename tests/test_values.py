@@ -181,6 +181,61 @@ def test_softcap_of_minus_infinity_is_minus_cap(device):
     row_case(device, logits, torch.tensor([3, 70]), softcap=10.0)
 
 
+@pytest.mark.parametrize("softcap", [0.5, 30.0, 64.0, 65.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_softcap_of_16_bit_logits(device, dtype, softcap):
+    """Kernels sum e^x relative to nothing there, and neighbours share a reciprocal: saturated ones, infinite ones too."""
+    inf = float("inf")
+    logits = realistic_logits(8, 300, dtype=torch.float32, std=3 * softcap)
+    logits[0] = 6e4  # all at the cap
+    logits[1] = -6e4
+    logits[2, ::2], logits[2, 1::2] = 6e4, -6e4
+    logits[3, ::4], logits[3, 1::4], logits[3, 2::4] = inf, -inf, 0.0
+    logits[4] = torch.logspace(-7, 4, 300)
+    logits[5] = -logits[4]
+    target = torch.tensor([0, 299, 1, 4, 17, 18, 19, 20])
+    weight = torch.rand(300, generator=torch.Generator().manual_seed(2))
+    for options in ({}, {"label_smoothing": 0.25, "weight": weight}):
+        row_case(device, logits.to(dtype), target, softcap=softcap, **options)
+
+
+@pytest.mark.parametrize("classes", [1, 2, 8])
+def test_softcap_keeps_losses_of_certain_rows_positive(device, classes):
+    logits = torch.full((64, classes), -3e4)
+    logits[:, 0] = torch.linspace(-100, 100, 64)
+    loss, _ = torch.ops.xent.cross_entropy_forward(
+        logits.bfloat16().to(device), torch.zeros(64).long().to(device), softcap=60.0
+    )
+    assert bool((loss >= 0).all()), loss
+    torch.testing.assert_close(
+        loss.cpu().double(),
+        oracle(logits.bfloat16(), torch.zeros(64).long(), softcap=60.0).loss,
+        atol=60 * 8e-7,  # numerics.tanh_rest; it is largest at -60
+        rtol=1e-5,
+    )
+
+
+def test_softcap_keeps_nan_in_its_row(device):
+    logits = realistic_logits(3, 300, dtype=torch.bfloat16)
+    logits[1, 7] = float("nan")
+    x = logits.to(device).requires_grad_()
+    loss = xent_ops.cross_entropy(x, torch.tensor([0, 1, 2], device=device), reduction="none", softcap=30.0)
+    loss.sum().backward()
+    assert loss.isnan().tolist() == [False, True, False]
+    assert x.grad.isnan().any(-1).tolist() == [False, True, False]
+    assert bool(x.grad[1].isnan().all())
+
+
+@pytest.mark.parametrize("classes", [1024, 1537, 2048, 3000, 4099, 9000, 9001])
+def test_all_options_over_several_tiles(device, classes):
+    """Several tiles a program, and weights whose tiles start in any column: rows start on and off every boundary."""
+    logits = realistic_logits(6, classes, dtype=torch.bfloat16)
+    target = torch.tensor([0, classes - 1, classes // 2, -100, 3, 1023])
+    weight = torch.rand(classes, generator=torch.Generator().manual_seed(2))
+    for softcap in (None, 30.0):
+        row_case(device, logits, target, weight, label_smoothing=0.25, softcap=softcap)
+
+
 @pytest.mark.parametrize("upstream", ["expanded", "strided", "transposed", "broadcast"])
 def test_upstream_gradients_of_any_stride(device, upstream):
     logits = realistic_logits(4, 6, 200, dtype=torch.float32)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .numerics import LOG2E, activate, aligned_body, edge_columns, row_offset
+from .numerics import LN2, LOG2E, activate, aligned_body, bounded, edge_columns, row_offset, tanh_rest, weights_from
 
 
 @triton.jit
@@ -35,6 +35,12 @@ def coefficients(
 
 
 @triton.jit
+def slope_unit(logit_scale, SOFTCAP: tl.constexpr):
+    """What every element's derivative has as a factor: tanh' is 4 r (1 - r), of the r of numerics.tanh_rest."""
+    return 4.0 * logit_scale if SOFTCAP == 2 else logit_scale
+
+
+@triton.jit
 def gradient(
     z,  # logits, in the accumulator's dtype
     lse,
@@ -49,11 +55,25 @@ def gradient(
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    TILE: tl.constexpr,  # as in numerics.tanh_rest
 ):
-    """(A softmax_j - C w_j, derivative of the activation): the gradient of a column, but for B at the target."""
-    x = activate(z, logit_scale, softcap, SOFTCAP)
-    log_p = x - lse
-    p = tl.exp2(log_p * LOG2E)
+    """(A softmax_j - C w_j, derivative of the activation): the gradient of a column, but for B at the target.
+
+    A, B and C have been multiplied by slope_unit, and the derivative is relative to that.
+    """
+    if SOFTCAP == 2:
+        rest = tanh_rest(z, logit_scale, softcap, TILE)
+        log_p = bounded(rest, softcap, lse)
+        p = tl.exp2(log_p)
+        log_p *= LN2
+        slope = rest - rest * rest
+    else:
+        x = activate(z, logit_scale, softcap, SOFTCAP)
+        log_p = x - lse
+        p = tl.exp2(log_p * LOG2E)
+        slope = 1.0
+        if SOFTCAP:
+            slope -= x * x * (1.0 / (softcap * softcap))
     grad = total * p
     if HAS_ENTROPY:
         grad -= tl.where(p == 0.0, 0.0, grad_entropy * p * (log_p + entropy))
@@ -62,9 +82,6 @@ def gradient(
             grad -= c * weight
         else:
             grad -= c
-    slope = logit_scale
-    if SOFTCAP:
-        slope -= x * x * (logit_scale / (softcap * softcap))
     return grad, slope
 
 
@@ -75,7 +92,7 @@ def write(
     columns,
     inside,  # which columns exist
     read,  # which of them are read: none in a row that passes nothing back
-    weight_ptr,
+    weight_pointers,  # of these columns
     lse,
     total,
     b,
@@ -95,10 +112,10 @@ def write(
     z = tl.load(pointers, mask=read, other=0.0).to(lse.dtype)
     weight = 0.0
     if HAS_SMOOTHING and HAS_WEIGHT:
-        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
+        weight = tl.load(weight_pointers, mask=inside, other=0.0)
     grad, slope = gradient(
         z, lse, total, c, weight, entropy, grad_entropy, logit_scale, softcap, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING,
-        SOFTCAP,
+        SOFTCAP, True,
     )  # fmt: skip
     if COMPARE:
         grad -= tl.where(columns == target, b, 0.0)
@@ -152,15 +169,16 @@ def backward_kernel(
     SHARD: tl.constexpr,  # the columns are some of the classes; targets count from the first class of all
     COMPARE: tl.constexpr,  # columns are compared with the target; else its element is written apart
     BLOCK: tl.constexpr,
+    TILES: tl.constexpr,  # of BLOCK columns, that a program visits
     VECTOR: tl.constexpr,  # elements in 16 bytes
 ):
-    """grad_x_j = A softmax_j - B [j == t] - C w_j; A, B, C as in reference.row_coefficients. A program is a tile."""
+    """grad_x_j = A softmax_j - B [j == t] - C w_j; A, B, C as in reference.row_coefficients."""
     ACC: tl.constexpr = lse_ptr.dtype.element_ty
     # The last row first: the forward has left what it read last in the L2 cache, and nothing evicts that before it is
     # read here (stores are the first to be evicted). 131072 x 1024, compiled: 1.58 copies, 1.73 the other way.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row = program // n_blocks
-    start = (program - row * n_blocks) * BLOCK
+    start = (program - row * n_blocks) * (BLOCK * TILES)
     label_smoothing = tl.cast(label_smoothing, ACC)
     softcap = tl.cast(softcap, ACC)
     logit_scale = tl.cast(logit_scale, ACC)
@@ -192,15 +210,24 @@ def backward_kernel(
     if SHARD:
         total = a * tl.load(weight_sum_ptr + row) if HAS_WEIGHT else a
     if HAS_GRAD_LSE:
-        total += tl.load(grad_lse_ptr + tl.cast(row, tl.int64) * grad_lse_stride).to(ACC)
-    # A row that passes nothing back (ignored, or weighted with 0) is not read: exact zeros, whatever its logits hold.
-    live = (total != 0.0) | (a != 0.0)
+        grad_lse = tl.load(grad_lse_ptr + tl.cast(row, tl.int64) * grad_lse_stride).to(ACC)
+        total += grad_lse
+    # A row that passes nothing back is not read: exact zeros, whatever its logits hold. Weights do not decide it, for
+    # which the logits would have to wait.
+    live = a != 0.0
+    if HAS_GRAD_LSE:
+        live |= grad_lse != 0.0
     grad_entropy = 0.0
     entropy = 0.0
     if HAS_ENTROPY:
         grad_entropy = tl.load(grad_entropy_ptr + tl.cast(row, tl.int64) * grad_entropy_stride).to(ACC)
         entropy = tl.load(entropy_ptr + row)
         live |= grad_entropy != 0.0
+    unit = slope_unit(logit_scale, SOFTCAP)
+    total *= unit
+    b *= unit
+    c *= unit
+    grad_entropy *= unit
     lse = tl.where(live, lse, 0.0)  # with A, B and C 0 too, what is not read then gives 0
 
     offset = row_offset(row, n_inner, stride_outer, stride_inner)
@@ -213,31 +240,33 @@ def backward_kernel(
     compared = tl.where(owned, column, -1).to(tl.int32)
     if not COMPARE:
         place = column - head
-        in_tile = (place >= start) & (place < tl.minimum(start + BLOCK, body))
+        in_tile = (place >= start) & (place < tl.minimum(start + BLOCK * TILES, body))
         in_edges = (EDGES > 0) & (start == 0) & ((place < 0) | (place >= body))
         has_target = live & owned & (in_tile | in_edges)
         at_target = tl.load(logits_ptr + offset + column, mask=has_target, other=0.0).to(ACC)
         if has_target:
             tl.debug_barrier()
-    columns = start + tl.arange(0, BLOCK)
-    write(
-        logits_ptr + boundary + columns, grad_ptr + out_boundary + columns, head + columns, columns < body,
-        columns < tl.where(live, body, 0), weight_ptr, lse, total, b, c, entropy, grad_entropy, logit_scale, softcap,
-        compared, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, COMPARE,
-    )  # fmt: skip
+    body_weight_ptr = weights_from(weight_ptr, head, n_cols, EDGES)
+    for tile in tl.range(0, TILES):
+        columns = start + tile * BLOCK + tl.arange(0, BLOCK)
+        write(
+            logits_ptr + boundary + columns, grad_ptr + out_boundary + columns, head + columns, columns < body,
+            columns < tl.where(live, body, 0), body_weight_ptr + columns, lse, total, b, c, entropy, grad_entropy,
+            logit_scale, softcap, compared, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, COMPARE,
+        )  # fmt: skip
     if EDGES:  # noqa: SIM102 (known when compiling, the next when running)
         if start == 0:
             edges, exist = edge_columns(head, body, n_cols, EDGES)
             write(
                 logits_ptr + offset + edges, grad_ptr + out_offset + edges, edges, exist,
-                exist & (edges < tl.where(live, n_cols, 0)), weight_ptr, lse, total, b, c, entropy, grad_entropy,
-                logit_scale, softcap, compared, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, COMPARE,
+                exist & (edges < tl.where(live, n_cols, 0)), weight_ptr + edges, lse, total, b, c, entropy,
+                grad_entropy, logit_scale, softcap, compared, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, COMPARE,
             )  # fmt: skip
     if not COMPARE:  # noqa: SIM102
         if has_target:
             tl.debug_barrier()
             grad, slope = gradient(
                 at_target, lse, total, c, target_weight, entropy, grad_entropy, logit_scale, softcap, HAS_ENTROPY,
-                HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP,
+                HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, False,
             )  # fmt: skip
             tl.store(grad_ptr + out_offset + column, ((grad - b) * slope).to(grad_ptr.dtype.element_ty))

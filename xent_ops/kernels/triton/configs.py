@@ -16,15 +16,15 @@ class Config(NamedTuple):
 
 
 def load(softcap: float | None, weighted: bool, label_smoothing: float) -> int:
-    """What an element costs beyond its exponential: 1 for a softcap, 1 for class weights together with smoothing."""
-    return (softcap is not None) + (weighted and label_smoothing > 0.0)
+    """What an element costs beyond its exponential: 1 for a softcap, 2 for class weights together with smoothing."""
+    return (softcap is not None) + 2 * (weighted and label_smoothing > 0.0)
 
 
 @functools.lru_cache(1024)
 def forward(classes: int, itemsize: int, extra: bool = False, load: int = 0) -> Config:
     """A program walks over a row; 16 elements a thread: with 32 what has ``extra`` outputs may spill.
 
-    With a ``load`` 8 elements: 32000 with all options on 0.99 (1.06 with 16).
+    With a ``load`` 8 elements: 32000 with all options on 0.79 (0.80 with 16).
 
     One warp needs no barrier for its reductions, which is what short rows spend their time on.
     """
@@ -32,12 +32,16 @@ def forward(classes: int, itemsize: int, extra: bool = False, load: int = 0) -> 
         return Config(min(max(next_power_of_2(classes), 128), 512), 4, 3)
     if classes <= 1024:
         most = 1024 if itemsize == 2 and not extra else 512
-        if extra and load == 2:
+        if extra and load == 3:
             most = 256  # 512 spill on sm_100, by Triton 3.6
         block = min(max(next_power_of_2(classes), 128), most)
         return Config(block, 2 if extra and most > 256 else 1, 3)
     if classes <= 8192:
+        if itemsize == 2 and load:  # 4096: softcap 0.71 (2 warps of 1024 0.74), all options 0.80 (0.86)
+            return Config(512 if load >= 2 else 1024, 1, 3)
         return Config(1024, 2, 3)  # 4096: 0.565, 4 warps of 2048: 0.58
+    if load >= 2 and classes > 65536:  # more weights than a processor's cache holds
+        return Config(2048, 8, 3)  # all options, 128256: 0.78, 4 warps of 1024: 0.82
     return Config(1024 if load or (itemsize == 4 and extra) else 2048, 4, 3)  # 32000: 0.544, 128256: 0.535
 
 
@@ -48,15 +52,18 @@ class Short(NamedTuple):
 
 
 @functools.lru_cache(1024)
-def short(classes: int, itemsize: int, extra: bool = False, load: int = 0) -> Short | None:
+def short(classes: int, itemsize: int, extra: bool = False, load: int = 0, smoothing: bool = False) -> Short | None:
     """Rows that one tile holds in registers; None for longer ones. 131072 x 1024: 0.57, by the loop 0.67.
 
-    64 elements a thread; with all options on 32 (131072 x 1024 1.08, with 64 1.86; 32768 x 4096 1.14, 1.29); 16 where
-    each takes more than 2 bytes or ``extra`` outputs want registers too.
+    64 elements a thread; with weights and smoothing 32 (131072 x 1024 0.80, with 64 0.90; softcap too 0.93, 1.68);
+    16 where each takes more than 2 bytes or ``extra`` outputs want registers too. With more than an exponential to an
+    element the loop is faster from 2048 columns on (32768 x 4096, smoothing 0.63, by one tile 0.71; all options 0.80,
+    0.92; 65536 x 2048, softcap 0.74, 0.76; smoothing alone 0.65 both ways).
     """
-    if classes * itemsize > 8192:
+    longest = 2048 if itemsize == 2 and load else 4096 if itemsize == 2 and smoothing else 8192  # bytes
+    if classes * itemsize > longest:
         return None
-    elements = 16 if itemsize > 2 or extra else 32 if load == 2 else 64
+    elements = 16 if itemsize > 2 or extra else 32 if load >= 2 else 64
     block = max(next_power_of_2(classes), 16)
     num_warps = max(block // (32 * elements), 1)
     return Short(max(32 * elements // block, 1), block, num_warps)
@@ -84,19 +91,32 @@ def power_of_two(number: int) -> int:
     return next_power_of_2(number)
 
 
+class Backward(NamedTuple):
+    block: int  # elements of a row that a program handles at a time
+    tiles: int  # blocks that it handles
+    num_warps: int
+
+
 @functools.lru_cache(1024)
-def backward(classes: int, itemsize: int, load: int = 0) -> Config:
-    """A program is a tile of a row; 16-bit logits: 32 elements a thread, which it loads 16 bytes at a time.
+def backward(classes: int, itemsize: int, load: int = 0) -> Backward:
+    """16-bit logits: 32 elements a thread, which it loads 16 bytes at a time.
 
     With 16 few rows are slower (64 x 128256, both passes, 25.0 us for 24.1; 512 x 32000 36.1 for 35.5) and many the
-    same to 1 %, with 8 all are slower. With a softcap (in brackets 16): 131072 x 1024 1.14 (1.29), 32768 x 4096 1.15
-    (1.30), 8192 x 50257 1.12 (1.34); all options on, 8192 x 32000 1.24 (1.45), but shorter rows 1.45 (1.40).
+    same to 1 %, with 8 all are slower. With a ``load`` what a program does first is spread over two tiles (in brackets:
+    one). Softcap: 32768 x 4096 1.04 (1.11), 8192 x 32000 1.04, but 1.02 by one tile of 4 warps. Weights with
+    smoothing: 1.07 (1.09), 1.07 (1.11). All options on: 1.12 (1.34), 1.12 by 2 warps (1.23), 131072 x 1024 1.22 (1.28).
     """
-    block = max(next_power_of_2(classes), 128)
-    if itemsize == 2:
-        block = min(block, 4096 if load and classes > 4096 else 2048)
-        return Config(block, max(block // (512 if load == 2 and classes <= 4096 else 1024), 1), 1)
-    return Config(min(block, 1024 if itemsize == 4 and classes > 1024 else 2048 // itemsize), 4, 1)  # 1.024 to 1.05
+    row = max(next_power_of_2(classes), 128)
+    if itemsize > 2:
+        return Backward(min(row, 1024 if itemsize == 4 and classes > 1024 else 2048 // itemsize), 1, 4)  # 1.024 to 1.05
+    if load == 1 and classes > 4096:
+        return Backward(4096, 1, 4)
+    if load == 3 and classes > 4096:
+        return Backward(2048, 2, 2)
+    block = min(row, 1024 if load else 2048)
+    if load == 3 and row == 1024:
+        block = 512
+    return Backward(block, 2 if load and row > block else 1, max(block // 1024, 1))
 
 
 @functools.lru_cache(1024)

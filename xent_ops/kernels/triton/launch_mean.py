@@ -41,8 +41,11 @@ def mean(loss: Tensor, row: Tensor, ignore_index: int | None) -> tuple[Tensor, T
     return value, divisor
 
 
-def count(target: Tensor, ignore_index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(1 / divisor, divisor), before there are losses."""
+def count(target: Tensor, ignore_index: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(1 / divisor, divisor), before there are losses.
+
+    With ``ignore_index=None`` the divisor is the sum of ``target``.
+    """
     inverse = torch.empty((), dtype=dtype, device=target.device)
     divisor = torch.empty_like(inverse)
     number = target.numel()

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..reference import grad_lse_of_square
-from ..rows import Rows, class_weight, dense, per_row, rows
+from ..rows import Rows, dense, per_row, rows
 from . import configs
 from .cached import Launch, plan
-from .common import Strides, edges, empty_grad, empty_rows, on_device_of, processors
+from .common import Strides, class_weights, edges, empty_grad, empty_rows, on_device_of, processors
 from .launch import run_backward, run_forward
 from .one_pass import one_pass_kernel, scale_kernel
 
@@ -72,7 +72,8 @@ def _with_grad(
     elif view.number < processors(logits):  # a program a row would leave some idle
         return _in_two_visits(view, grad, logits, target, grad_scale, grad_lse_square, weight, *options)
     else:
-        extra = class_weight(weight, lse)
+        border = edges(logits.shape[-1], logits.element_size(), view[2:], grad[2:])
+        extra = class_weights(weight, lse, label_smoothing, border)
     with on_device_of(logits):
         launch(view.number * parts, view.tensor, dense(target), scale, square, extra, loss, lse, grad.tensor)
     return loss, lse
@@ -210,7 +211,7 @@ def _scale_launch(strides: Strides, classes: int, itemsize: int, factor_stride: 
         PER_ROW=factor_stride != 0,
         BLOCK=config.block,
         num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        num_stages=1,
     )
 
 

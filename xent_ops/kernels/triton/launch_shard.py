@@ -9,10 +9,10 @@ from torch import Tensor
 
 from .. import reference_shard
 from ..reference import accumulator
-from ..rows import class_weight, dense, rows
+from ..rows import dense, rows
 from . import configs, launch
 from .cached import Launch, plan
-from .common import Strides, edges, empty_grad, on_device_of
+from .common import Strides, class_weights, edges, empty_grad, on_device_of
 from .shard import join_kernel, shard_kernel
 
 JOIN_BLOCK = 128  # rows; a program reads 3 or 4 numbers of each from every rank
@@ -39,7 +39,9 @@ def cross_entropy_shard(
         place = (columns, class_start, num_classes)
         prepared = shard_launch(view[2:], place, logits.element_size(), weight is not None, *options)
         with on_device_of(logits):
-            prepared(view.number, view.tensor, dense(target), class_weight(weight, out), out)
+            weights = None if weight is None else weight[:columns]
+            weights = class_weights(weights, out, label_smoothing, edges(columns, logits.element_size(), view[2:]))
+            prepared(view.number, view.tensor, dense(target), weights, out)
     return out
 
 

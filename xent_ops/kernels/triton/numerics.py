@@ -35,6 +35,40 @@ def _tanh(u):
 
 
 @triton.jit
+def _reciprocal(y):
+    """1 / y of a positive y, in two instructions: a division takes five, for it scales what is very large or small."""
+    root = tl.rsqrt(y)
+    return root * root
+
+
+@triton.jit
+def tanh_rest(z, logit_scale, softcap, TILE: tl.constexpr):
+    """(1 - tanh(logit_scale * z / softcap)) / 2, which is 1 / (exp(2u) + 1), for SOFTCAP == 2.
+
+    In a TILE four neighbours share a reciprocal, 1 / a = b (1 / ab), for its unit is what such kernels wait for. Where
+    exp(2u) is held down to 2^31, which keeps the product of four finite, tanh is 1 to 1e-9.
+    """
+    u = tl.minimum(z * (2.0 * LOG2E * logit_scale / softcap), 31.0, propagate_nan=tl.PropagateNan.ALL)
+    y = tl.exp2(u) + 1.0
+    if TILE:
+        a, b = tl.split(tl.reshape(y, [y.numel // 4, 2, 2]))
+        pairs = a * b
+        first, second = tl.split(pairs)
+        all_four = _reciprocal(first * second)
+        pair = tl.join(all_four * second, all_four * first)
+        rest = tl.reshape(tl.join(pair * b, pair * a), y.shape)
+    else:
+        rest = _reciprocal(y)
+    return rest
+
+
+@triton.jit
+def bounded(rest, softcap, pivot):
+    """(x - pivot) / ln 2 for SOFTCAP == 2. Sums of exp2 of it need no maximum: softcap is at most 64, e^64 is 6e27."""
+    return (softcap - pivot) * LOG2E - (2.0 * LOG2E * softcap) * rest
+
+
+@triton.jit
 def activate(z, logit_scale, softcap, SOFTCAP: tl.constexpr):
     """x = softcap * tanh(logit_scale * z / softcap), or logit_scale * z; see configs.softcap for SOFTCAP."""
     if SOFTCAP == 0:
@@ -42,7 +76,7 @@ def activate(z, logit_scale, softcap, SOFTCAP: tl.constexpr):
     elif SOFTCAP == 1:
         x = softcap * _tanh(z * (logit_scale / softcap))
     else:
-        x = softcap - 2.0 * softcap / (tl.exp2(z * (2.0 * LOG2E * logit_scale / softcap)) + 1.0)
+        x = softcap - 2.0 * softcap * tanh_rest(z, logit_scale, softcap, False)
     return x
 
 
@@ -71,6 +105,17 @@ def aligned_body(offset, n_cols, EDGES: tl.constexpr, VECTOR: tl.constexpr):
         head = 0
         body = n_cols // VECTOR * VECTOR
     return head, boundary, body
+
+
+@triton.jit
+def weights_from(weight_ptr, column, n_classes, EDGES: tl.constexpr):
+    """The class weights from this column on: of the copies that common.class_weights makes, where there are EDGES, the
+    one in which they start on a 16-byte boundary."""
+    start = column
+    if EDGES:
+        lead = column & 3
+        start = (lead * ((n_classes + 3) // 4 * 4) + column - lead) // 4 * 4
+    return weight_ptr + start
 
 
 @triton.jit

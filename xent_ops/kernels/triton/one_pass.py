@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from .backward import coefficients, gradient, write
+from .backward import coefficients, gradient, slope_unit, write
 from .forward import finish, scan, shift_of, target_logit
-from .numerics import LN2, aligned_body, edge_columns, row_offset, without_infinity
+from .numerics import LN2, aligned_body, edge_columns, row_offset, weights_from, without_infinity
 
 
 @triton.jit(
@@ -58,16 +58,16 @@ def one_pass_kernel(
     valid = (target >= 0) & (target < n_cols)
     shift = tl.cast(0.0, ACC)
     if HAS_SMOOTHING:
-        shift = shift_of(target_logit(row_ptr, target, valid, logit_scale, softcap, SOFTCAP))
+        shift = shift_of(target_logit(row_ptr, target, valid, logit_scale, softcap, SOFTCAP), SOFTCAP)
     maximum, total, moment, smooth, weights, top, first = scan(
-        logits_ptr, offset, 0, n_cols, weight_ptr, logit_scale, softcap, shift, HAS_WEIGHT, HAS_SMOOTHING,
+        logits_ptr, offset, 0, n_cols, n_cols, weight_ptr, logit_scale, softcap, shift, HAS_WEIGHT, HAS_SMOOTHING,
         SOFTCAP, False, False, EDGES, BLOCK, VECTOR, ACC, "evict_last",
     )  # fmt: skip
     x_target = target_logit(row_ptr, target, valid, logit_scale, softcap, SOFTCAP)
     finish(
         row, True, n_cols, target, valid, x_target, shift, maximum, total, moment, smooth, weights, top, first,
         weight_ptr, loss_ptr, lse_ptr, lse_ptr, lse_ptr, ignore_index, label_smoothing, HAS_WEIGHT, HAS_SMOOTHING,
-        False, False,
+        SOFTCAP, False, False,
     )  # fmt: skip
     lse = without_infinity(maximum) + tl.log2(total) * LN2
 
@@ -83,6 +83,10 @@ def one_pass_kernel(
         coefficient += tl.where(target == ignore_index, 0.0, 2.0 * square * lse)
     # A row that passes nothing back (ignored, or weighted with 0) gets exact zeros, whatever its logits hold.
     live = (coefficient != 0.0) | (a != 0.0)
+    unit = slope_unit(logit_scale, SOFTCAP)
+    coefficient *= unit
+    b *= unit
+    c *= unit
     lse = tl.where(live, lse, 0.0)
 
     at_target = tl.load(row_ptr + target, mask=valid, other=0.0).to(ACC)
@@ -90,26 +94,27 @@ def one_pass_kernel(
     tl.debug_barrier()
     head, out_boundary, body = aligned_body(out_offset, n_cols, EDGES, VECTOR)
     boundary = out_boundary if SAME_ROWS else offset + head
+    body_weight_ptr = weights_from(weight_ptr, head, n_cols, EDGES)
     n_blocks = tl.cdiv(body, BLOCK)
     zero = tl.cast(0.0, ACC)
     for block in tl.range(0, n_blocks):
         columns = (n_blocks - 1 - block) * BLOCK + tl.arange(0, BLOCK)  # the end of the row was read last
         write(
             logits_ptr + boundary + columns, grad_ptr + out_boundary + columns, head + columns, columns < body,
-            columns < tl.where(live, body, 0), weight_ptr, lse, coefficient, b, c, zero, zero, logit_scale, softcap,
-            -1, False, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, False,
+            columns < tl.where(live, body, 0), body_weight_ptr + columns, lse, coefficient, b, c, zero, zero,
+            logit_scale, softcap, -1, False, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, False,
         )  # fmt: skip
     if EDGES:
         edges, exist = edge_columns(head, body, n_cols, EDGES)
         write(
             logits_ptr + offset + edges, grad_ptr + out_offset + edges, edges, exist,
-            exist & (edges < tl.where(live, n_cols, 0)), weight_ptr, lse, coefficient, b, c, zero, zero, logit_scale,
-            softcap, -1, False, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, False,
+            exist & (edges < tl.where(live, n_cols, 0)), weight_ptr + edges, lse, coefficient, b, c, zero, zero,
+            logit_scale, softcap, -1, False, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, False,
         )  # fmt: skip
     tl.debug_barrier()  # the target's own element is written again, as in backward.py
     grad, slope = gradient(
         at_target, lse, coefficient, c, target_weight, zero, zero, logit_scale, softcap, False, HAS_WEIGHT,
-        HAS_SMOOTHING, SOFTCAP,
+        HAS_SMOOTHING, SOFTCAP, False,
     )  # fmt: skip
     tl.store(grad_ptr + out_offset + target, ((grad - b) * slope).to(grad_ptr.dtype.element_ty), mask=valid & live)
 

@@ -6,7 +6,7 @@ What a shard hands over is in kernels/reference_shard.py, and so is the algebra.
 import triton
 import triton.language as tl
 
-from .forward import scan, target_logit
+from .forward import scan, shift_of, target_logit
 from .numerics import LN2, LOG2E, row_offset, without_infinity
 
 HEADER = tl.constexpr(5)  # numbers of a rank's header
@@ -52,10 +52,10 @@ def shard_kernel(
     shift = tl.cast(0.0, ACC)
     if HAS_SMOOTHING:
         # Any logit of the row keeps the smoothing sum small where all of them are large: the first, without the target.
-        shift = target_logit(row_ptr, column, column < n_cols, logit_scale, softcap, SOFTCAP)
-        shift = tl.where(tl.abs(shift) < float("inf"), shift, 0.0)
+        first = target_logit(row_ptr, column, column < n_cols, logit_scale, softcap, SOFTCAP)
+        shift = shift_of(first, SOFTCAP)
     maximum, total, _moment, smooth, weights, _top, _first = scan(
-        logits_ptr, offset, 0, n_cols, weight_ptr, logit_scale, softcap, shift,
+        logits_ptr, offset, 0, n_cols, n_cols, weight_ptr, logit_scale, softcap, shift,
         HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, False, False, EDGES, BLOCK, VECTOR, ACC, "",
     )  # fmt: skip
     pivot = without_infinity(maximum)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .forward import NO_COLUMN, finish, shift_of, target_logit
-from .numerics import LOG2E, activate, row_offset, without_infinity
+from .numerics import LN2, LOG2E, activate, bounded, row_offset, tanh_rest, without_infinity
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_inner", "ignore_index", "label_smoothing", "softcap", "logit_scale"])
@@ -54,11 +54,18 @@ def short_kernel(
     target = tl.load(target_ptr + row, mask=exists, other=0).to(tl.int64)
     valid = (target >= 0) & (target < n_cols) & exists
     x_target = target_logit(row_ptr, target, valid, logit_scale, softcap, SOFTCAP)
-    shift = shift_of(x_target)
+    shift = shift_of(x_target, SOFTCAP)
 
     z = z.to(ACC)
-    unit = tl.cast(1.0, ACC) if SOFTCAP else logit_scale
-    x = activate(z, logit_scale, softcap, SOFTCAP) if SOFTCAP else z
+    if SOFTCAP == 2:
+        unit = tl.cast(LN2, ACC)
+        x = bounded(tanh_rest(z, logit_scale, softcap, True), softcap, 0.0)
+    elif SOFTCAP == 1:
+        unit = tl.cast(1.0, ACC)
+        x = activate(z, logit_scale, softcap, SOFTCAP)
+    else:
+        unit = logit_scale
+        x = z
     zero = tl.zeros([ROWS], ACC)
     moment, smooth, weights, top = zero, zero, zero, zero
     first = tl.zeros([ROWS], tl.int32)
@@ -68,20 +75,27 @@ def short_kernel(
             w = tl.load(weight_ptr + columns, mask=inside, other=0.0)
             relative *= w
             weights += tl.sum(w, axis=1)
-        smooth = tl.sum(tl.where(inside, relative, 0.0), axis=1)
+        if not (HAS_WEIGHT and SOFTCAP):  # 0 times something finite is 0 already
+            relative = tl.where(inside, relative, 0.0)
+        smooth = tl.sum(relative, axis=1)
     if HAS_ARGMAX:
         z = tl.where(inside, z * logit_scale, float("-inf"))
         top = tl.max(z, axis=1)
         first = tl.min(tl.where(z == top[:, None], columns, NO_COLUMN), axis=1)
     if SOFTCAP:
         x = tl.where(inside, x, float("-inf"))
-    maximum = tl.max(x, axis=1)
-    distance = x - without_infinity(maximum)[:, None]
-    e = tl.exp2(distance * (LOG2E * unit))
+    if SOFTCAP == 2:
+        maximum = zero
+        distance = x
+        e = tl.exp2(x)
+    else:
+        maximum = tl.max(x, axis=1)
+        distance = x - without_infinity(maximum)[:, None]
+        e = tl.exp2(distance * (LOG2E * unit))
     if HAS_ENTROPY:
         moment = unit * tl.sum(tl.where(e == 0.0, 0.0, e * distance), axis=1)
     finish(
         row, exists, n_cols, target, valid, x_target, shift, maximum * unit, tl.sum(e, axis=1), moment, smooth, weights,
         top, first, weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing, HAS_WEIGHT,
-        HAS_SMOOTHING, HAS_ARGMAX, HAS_ENTROPY,
+        HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
     )  # fmt: skip

@@ -45,11 +45,11 @@ def partial_kernel(
     if HAS_SMOOTHING:
         target = tl.load(target_ptr + row).to(tl.int64)
         valid = (target >= 0) & (target < n_cols)
-        shift = shift_of(target_logit(logits_ptr + offset, target, valid, logit_scale, softcap, SOFTCAP))
+        shift = shift_of(target_logit(logits_ptr + offset, target, valid, logit_scale, softcap, SOFTCAP), SOFTCAP)
     begin = part * part_cols
     maximum, total, moment, smooth, weights, top, first = scan(
-        logits_ptr, offset + begin, begin, tl.minimum(part_cols, n_cols - begin), weight_ptr, logit_scale, softcap,
-        shift, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EDGES, BLOCK, VECTOR, ACC, "",
+        logits_ptr, offset + begin, begin, tl.minimum(part_cols, n_cols - begin), n_cols, weight_ptr, logit_scale,
+        softcap, shift, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EDGES, BLOCK, VECTOR, ACC, "",
     )  # fmt: skip
     out_ptr = sums_ptr + tl.cast(row, tl.int64) * 6 * n_parts + part
     tl.store(out_ptr, maximum)
@@ -129,7 +129,7 @@ def join_kernel(
         top = tl.max(tops, axis=0)
         first = tl.min(tl.where(tops == top, firsts, NO_COLUMN), axis=0)
     finish(
-        row, True, n_cols, target, valid, x_target, shift_of(x_target), maximum, total, moment, smooth, weights, top,
-        first, weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing, HAS_WEIGHT,
-        HAS_SMOOTHING, HAS_ARGMAX, HAS_ENTROPY,
+        row, True, n_cols, target, valid, x_target, shift_of(x_target, SOFTCAP), maximum, total, moment, smooth,
+        weights, top, first, weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing,
+        HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
     )  # fmt: skip
