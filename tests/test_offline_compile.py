@@ -70,7 +70,7 @@ def compile_call(kernel, args, kwargs, target):
     values = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in kwargs.items() if k not in OPTIONS}
     for index, parameter in enumerate(kernel.params):
         value = values[parameter.name]
-        if parameter.is_constexpr:
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = value
         elif isinstance(value, torch.Tensor):
@@ -78,7 +78,8 @@ def compile_call(kernel, args, kwargs, target):
             attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = parameter.annotation_type or ("i32" if isinstance(value, int) else "fp32")
-            if isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize:
+            aligned = isinstance(value, int) and value % 16 == 0
+            if aligned and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
                 attributes[(index,)] = [["tt.divisibility", 16]]
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
     return triton.compile(source, target=target, options={k: kwargs[k] for k in OPTIONS if k in kwargs})

@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-ALL = 2**31 - 1  # rows at least: one stride describes them, however many there are
-
 
 class Rows(NamedTuple):
-    """A tensor (..., V) as rows of V elements; row i starts at (i // inner) * outer_stride + (i % inner) * stride."""
+    """A tensor (..., V) as rows of V elements; row i starts at (i // inner) * outer_stride + (i % inner) * stride.
+
+    Where one stride describes them, ``inner`` is 1: Triton compiles a kernel for that, without divisions.
+    """
 
     tensor: Tensor
     number: int
@@ -35,7 +36,7 @@ def rows(tensor: Tensor) -> Rows:
 def _place(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int, int] | None:
     number = math.prod(shape[:-1])
     if number == 0 or shape[-1] == 0:  # nothing there, and contiguous() would leave any strides as they are
-        return number, ALL, 0, 0
+        return number, 1, 0, 0
     if strides[-1] != 1 and shape[-1] > 1:
         return None
     groups: list[list[int]] = []  # [size, stride], innermost first
@@ -51,7 +52,7 @@ def _place(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, 
     if len(groups) == 2:
         (inner, stride), (_, outer_stride) = groups
         return number, inner, outer_stride, stride
-    return number, ALL, 0, groups[0][1] if groups else shape[-1]  # one row: Triton's kernel for many will do
+    return number, 1, groups[0][1] if groups else shape[-1], 0  # one row: Triton's kernel for many will do
 
 
 def dense(tensor: Tensor) -> Tensor:

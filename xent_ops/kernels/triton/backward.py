@@ -124,11 +124,9 @@ def write(
 
 
 @triton.jit(
-    do_not_specialize=[
-        "n_inner", "n_out_inner", "n_blocks", "class_start", "n_classes", "ignore_index", "label_smoothing", "softcap",
-        "logit_scale",
-    ]
-)  # fmt: skip
+    do_not_specialize=["class_start", "n_classes", "ignore_index", "label_smoothing", "softcap", "logit_scale"],
+    do_not_specialize_on_alignment=["n_inner", "n_out_inner", "n_blocks"],
+)
 def backward_kernel(
     grad_loss_ptr,  # (N,) with a stride, 0 for an expanded scalar
     divisor_ptr,  # (): what grad_loss is divided by

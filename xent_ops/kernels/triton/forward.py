@@ -309,7 +309,10 @@ def finish(
         tl.store(argmax_ptr + row, tl.where(top == float("-inf"), 0, first).to(tl.int64), mask=exists)
 
 
-@triton.jit(do_not_specialize=["n_inner", "ignore_index", "label_smoothing", "softcap", "logit_scale"])
+@triton.jit(
+    do_not_specialize=["ignore_index", "label_smoothing", "softcap", "logit_scale"],
+    do_not_specialize_on_alignment=["n_inner"],
+)
 def forward_kernel(
     logits_ptr,  # (outer, inner, V), rows of any stride
     target_ptr,  # (N,), contiguous, any integer dtype

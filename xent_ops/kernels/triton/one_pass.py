@@ -9,8 +9,9 @@ from .numerics import LN2, aligned_body, edge_columns, row_offset, weights_from,
 
 
 @triton.jit(
-    do_not_specialize=["n_inner", "n_out_inner", "ignore_index", "label_smoothing", "softcap", "logit_scale"]
-)  # fmt: skip
+    do_not_specialize=["ignore_index", "label_smoothing", "softcap", "logit_scale"],
+    do_not_specialize_on_alignment=["n_inner", "n_out_inner"],
+)
 def one_pass_kernel(
     logits_ptr,  # (outer, inner, V), rows of any stride
     target_ptr,  # (N,), contiguous, any integer dtype
@@ -119,7 +120,7 @@ def one_pass_kernel(
     tl.store(grad_ptr + out_offset + target, ((grad - b) * slope).to(grad_ptr.dtype.element_ty), mask=valid & live)
 
 
-@triton.jit(do_not_specialize=["n_blocks", "n_tiles", "n_inner"])
+@triton.jit(do_not_specialize=["n_tiles"], do_not_specialize_on_alignment=["n_blocks", "n_inner"])
 def scale_kernel(
     grad_ptr,  # (outer, inner, V), rows of any stride; overwritten
     factor_ptr,  # (N,) with a stride, 0 for a scalar

@@ -13,7 +13,10 @@ HEADER = tl.constexpr(5)  # numbers of a rank's header
 DIGIT = tl.constexpr(16777216)  # 2^24: float32 holds every integer up to it
 
 
-@triton.jit(do_not_specialize=["class_start", "n_classes", "n_inner", "label_smoothing", "softcap", "logit_scale"])
+@triton.jit(
+    do_not_specialize=["class_start", "n_classes", "label_smoothing", "softcap", "logit_scale"],
+    do_not_specialize_on_alignment=["n_inner"],
+)
 def shard_kernel(
     logits_ptr,  # (outer, inner, n_cols) of this rank, rows of any stride
     target_ptr,  # (N,), contiguous, any integer dtype; classes of the whole vocabulary

@@ -7,7 +7,10 @@ from .forward import NO_COLUMN, finish, shift_of, target_logit
 from .numerics import LN2, LOG2E, activate, bounded, row_offset, tanh_rest, without_infinity
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_inner", "ignore_index", "label_smoothing", "softcap", "logit_scale"])
+@triton.jit(
+    do_not_specialize=["n_rows", "ignore_index", "label_smoothing", "softcap", "logit_scale"],
+    do_not_specialize_on_alignment=["n_inner"],
+)
 def short_kernel(
     logits_ptr,  # (outer, inner, V), rows of any stride
     target_ptr,  # (N,), contiguous, any integer dtype

@@ -18,7 +18,10 @@ def _probabilities(
     return tl.where(inside, q, 0.0)
 
 
-@triton.jit(do_not_specialize=["n_inner", "n_target_inner", "label_smoothing", "softcap", "logit_scale"])
+@triton.jit(
+    do_not_specialize=["label_smoothing", "softcap", "logit_scale"],
+    do_not_specialize_on_alignment=["n_inner", "n_target_inner"],
+)
 def soft_forward_kernel(
     logits_ptr,  # (outer, inner, V), rows of any stride
     target_ptr,  # (outer, inner, V), rows of any stride
@@ -72,7 +75,10 @@ def soft_forward_kernel(
     tl.store(lse_ptr + row, pivot + log_total)
 
 
-@triton.jit(do_not_specialize=["n_inner", "n_target_inner", "label_smoothing", "softcap", "logit_scale"])
+@triton.jit(
+    do_not_specialize=["label_smoothing", "softcap", "logit_scale"],
+    do_not_specialize_on_alignment=["n_inner", "n_target_inner"],
+)
 def soft_backward_kernel(
     grad_loss_ptr,  # (N,) with a stride, 0 for an expanded scalar
     grad_lse_ptr,  # (N,) likewise

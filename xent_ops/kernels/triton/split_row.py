@@ -10,7 +10,7 @@ from .forward import NO_COLUMN, finish, scan, shift_of, target_logit
 from .numerics import LOG2E, row_offset, without_infinity
 
 
-@triton.jit(do_not_specialize=["n_inner", "n_parts", "softcap", "logit_scale"])
+@triton.jit(do_not_specialize=["n_parts", "softcap", "logit_scale"], do_not_specialize_on_alignment=["n_inner"])
 def partial_kernel(
     logits_ptr,  # (outer, inner, V), rows of any stride
     target_ptr,  # (N,), contiguous, any integer dtype
@@ -65,7 +65,10 @@ def partial_kernel(
         tl.store(first_ptr + tl.cast(row, tl.int64) * n_parts + part, first)
 
 
-@triton.jit(do_not_specialize=["n_parts", "n_inner", "ignore_index", "label_smoothing", "softcap", "logit_scale"])
+@triton.jit(
+    do_not_specialize=["n_parts", "ignore_index", "label_smoothing", "softcap", "logit_scale"],
+    do_not_specialize_on_alignment=["n_inner"],
+)
 def join_kernel(
     logits_ptr,  # (outer, inner, V), rows of any stride
     target_ptr,  # (N,), contiguous, any integer dtype
