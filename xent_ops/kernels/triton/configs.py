@@ -75,13 +75,13 @@ def parts(rows: int, classes: int, config: Config, processors: int) -> tuple[Con
 
     One program a row, unless the rows alone would leave the processors with few loads in flight. In a CUDA graph:
     512 x 32000 takes 16.0 us with one program of 8 warps a row, 18.3 with two of 4 warps, whose join is a launch more;
-    64 x 128256 13.5 with 16 programs a row, 13.7 with 21, 14.4 with 32, 15.0 with 8.
+    64 x 128256 13.4 with 16 programs a row or 21, 14.0 with 32, 14.4 with 11; 256 x 128256 29.6 with 6, 30.8 with 4.
     """
     if classes <= 2 * config.block or rows >= 8 * processors:
         return config, 1, classes
     if rows >= 3 * processors:
         return Config(2 * config.block, 2 * config.num_warps, config.num_stages), 1, classes
-    part_classes = -(-classes * rows // (8 * processors))
+    part_classes = -(-classes * rows // (12 * processors))
     part_classes = -(-part_classes // config.block) * config.block
     return config, -(-classes // part_classes), part_classes
 
