@@ -408,26 +408,27 @@ def test_argmax_takes_the_first_index_on_ties(device):
     assert torch.equal(argmax, x.float().argmax(-1))
 
 
+@pytest.mark.parametrize("softcap", [None, 20.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_entropy(device, dtype):
+def test_entropy(device, dtype, softcap):
     """Against torch.distributions in float64, with masked classes and gradients of all three outputs."""
     logits = realistic_logits(6, 1003, dtype=dtype)
     logits[3, 100:] = float("-inf")
     target = torch.tensor([0, 1002, 5, 6, -100, 7])
     x = logits.to(device).requires_grad_()
-    log_probs, entropy, lse = xent_ops.token_log_probs(x, target.to(device), logit_scale=0.5, softcap=None)
+    log_probs, entropy, lse = xent_ops.token_log_probs(x, target.to(device), logit_scale=0.5, softcap=softcap)
     z = logits.double().requires_grad_()
-    p = torch.distributions.Categorical(logits=z * 0.5)
-    wanted_entropy = -torch.where(p.probs == 0, 0.0, p.probs * torch.log_softmax(z * 0.5, -1).clamp(min=-1e9)).sum(-1)
-    wanted_log = torch.where(
-        target >= 0, torch.log_softmax(z * 0.5, -1).gather(-1, target.clamp(min=0)[:, None])[:, 0], 0
-    )
+    scores = z * 0.5 if softcap is None else softcap * torch.tanh(z * 0.5 / softcap)
+    p = torch.distributions.Categorical(logits=scores)
+    log_p = torch.log_softmax(scores, -1)
+    wanted_entropy = -torch.where(p.probs == 0, 0.0, p.probs * log_p.clamp(min=-1e9)).sum(-1)
+    wanted_log = torch.where(target >= 0, log_p.gather(-1, target.clamp(min=0)[:, None])[:, 0], 0)
     eps = torch.finfo(entropy.dtype).eps
     torch.testing.assert_close(entropy.cpu().double(), wanted_entropy, rtol=32 * eps, atol=32 * eps)
     torch.testing.assert_close(log_probs.cpu().double(), wanted_log, rtol=32 * eps, atol=32 * eps)
     g = torch.randn(3, 6, generator=torch.Generator().manual_seed(0)).double()
     (ours,) = torch.autograd.grad((log_probs, entropy, lse), x, [v.to(entropy) for v in g])
-    (theirs,) = torch.autograd.grad((wanted_log, wanted_entropy, torch.logsumexp(z * 0.5, -1)), z, list(g))
+    (theirs,) = torch.autograd.grad((wanted_log, wanted_entropy, torch.logsumexp(scores, -1)), z, list(g))
     tolerance = max(torch.finfo(dtype).eps, 64 * eps)
     torch.testing.assert_close(
         ours.cpu().double(), theirs, rtol=2 * tolerance, atol=tolerance * theirs.abs().max().item() / 8

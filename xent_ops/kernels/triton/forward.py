@@ -99,7 +99,7 @@ def _visit(
         better = z > best
         best = tl.where(better, z, best)
         best_column = tl.where(better, columns, best_column)
-    if SOFTCAP == 2:
+    if SOFTCAP == 2:  # x is in units of ln 2 until _join, and sums are relative to 0, the maximum that _start made
         new_maximum = maximum
         e = tl.exp2(x)
         if HAS_ENTROPY:
