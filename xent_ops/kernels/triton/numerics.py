@@ -76,7 +76,7 @@ def activate(z, logit_scale, softcap, SOFTCAP: tl.constexpr):
     elif SOFTCAP == 1:
         x = softcap * _tanh(z * (logit_scale / softcap))
     else:
-        x = softcap - 2.0 * softcap * tanh_rest(z, logit_scale, softcap, False)
+        x = softcap - 2.0 * softcap / (tl.exp2(z * (2.0 * LOG2E * logit_scale / softcap)) + 1.0)
     return x
 
 
