@@ -33,14 +33,16 @@ def empty_grad(logits: Tensor) -> Tensor:
     return torch.empty(tuple(logits.shape), dtype=logits.dtype, device=logits.device)
 
 
-def class_weights(weight: Tensor | None, absent: Tensor, label_smoothing: float, border: int) -> Tensor:
-    """The class weights in the dtype of ``absent``, for kernels that read them tile by tile.
+def class_weights(
+    weight: Tensor | None, absent: Tensor, label_smoothing: float, itemsize: int, *places: Strides
+) -> Tensor:
+    """The class weights in the dtype of ``absent``, for kernels that read them tile by tile beside rows at ``places``.
 
     Rows with a border (``edges``) start their tiles in any column, and 16-byte loads need boundaries in the weights
     too. So these come four times, less none, one, two or three columns at the start (numerics.weights_from).
     """
     weights = class_weight(weight, absent)
-    if weight is None or label_smoothing == 0.0 or not border:
+    if weight is None or label_smoothing == 0.0 or not edges(weight.numel(), itemsize, *places):
         return weights
     pitch = -(-weights.numel() // 4) * 4
     padded = torch.nn.functional.pad(weights, (0, pitch + 3 - weights.numel()))

@@ -132,8 +132,7 @@ def run_forward(
         options = (ignore_index, label_smoothing, softcap, logit_scale)
         launches = forward_launches(view, weight is not None, with_argmax, with_entropy, *options)
         with on_device_of(logits):
-            border = edges(logits.shape[-1], logits.element_size(), view[2:])
-            weights = class_weights(weight, lse, label_smoothing, border)
+            weights = class_weights(weight, lse, label_smoothing, logits.element_size(), view[2:])
             launches(view.number, (view.tensor, dense(target), weights), outputs)
     return outputs
 
@@ -257,8 +256,7 @@ def run_backward(
     elif weight is not None and label_smoothing > 0.0:
         # Not torch's sum, which may take four times as long: 32 us for 128256 weights.
         weight_sum = count(class_weight(weight, lse), None, lse.dtype)[1]
-    border = edges(logits.shape[-1], logits.element_size(), view[2:], out[2:])
-    weights = class_weights(weight, lse, label_smoothing, border)
+    weights = class_weights(weight, lse, label_smoothing, logits.element_size(), view[2:], out[2:])
     grad_loss, grad_loss_stride = per_row(grad_loss, lse)
     grad_lse_row, grad_lse_stride = per_row(grad_lse, lse)
     grad_entropy_row, grad_entropy_stride = per_row(grad_entropy, lse)

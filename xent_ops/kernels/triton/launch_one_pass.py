@@ -72,8 +72,7 @@ def _with_grad(
     elif view.number < processors(logits):  # a program a row would leave some idle
         return _in_two_visits(view, grad, logits, target, grad_scale, grad_lse_square, weight, *options)
     else:
-        border = edges(logits.shape[-1], logits.element_size(), view[2:], grad[2:])
-        extra = class_weights(weight, lse, label_smoothing, border)
+        extra = class_weights(weight, lse, label_smoothing, logits.element_size(), view[2:], grad[2:])
     with on_device_of(logits):
         launch(view.number * parts, view.tensor, dense(target), scale, square, extra, loss, lse, grad.tensor)
     return loss, lse

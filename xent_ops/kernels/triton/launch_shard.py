@@ -40,7 +40,7 @@ def cross_entropy_shard(
         prepared = shard_launch(view[2:], place, logits.element_size(), weight is not None, *options)
         with on_device_of(logits):
             weights = None if weight is None else weight[:columns]
-            weights = class_weights(weights, out, label_smoothing, edges(columns, logits.element_size(), view[2:]))
+            weights = class_weights(weights, out, label_smoothing, logits.element_size(), view[2:])
             prepared(view.number, view.tensor, dense(target), weights, out)
     return out
 
