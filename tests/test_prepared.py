@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import INTERPRETED
+from torch.utils.flop_counter import FlopCounterMode
 
 import xent_ops
 from xent_ops.ops import eager
@@ -182,6 +183,33 @@ def test_an_option_of_another_type_leaves_nothing_behind(monkeypatch, device):
         loss = xent_ops.cross_entropy(logits * 1, target, ignore_index=index)
         torch.testing.assert_close(loss.detach(), wanted)
         loss.backward()
+        with pytest.raises((TypeError, RuntimeError), match="ignore_index"):  # nor with what is kept now
+            xent_ops.cross_entropy(logits * 1, target, ignore_index=float(index))
+        with pytest.raises((TypeError, ValueError, RuntimeError)):
+            xent_ops.cross_entropy(logits * 1, target, ignore_index=[index])  # which no dictionary takes
+
+
+def test_what_is_kept_steps_aside(monkeypatch, device):
+    """Where a call of the same shapes and options asks for something else than eager training."""
+    logits, target = inputs(device, (4, 30))
+    wanted, wanted_grad = expected(monkeypatch, logits, target)
+    xent_ops.cross_entropy(logits, target).backward()
+    values = logits.detach()
+    for loss in (xent_ops.cross_entropy(values, target), torch.no_grad()(xent_ops.cross_entropy)(logits, target)):
+        assert not loss.requires_grad
+        torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(torch.func.grad(xent_ops.cross_entropy)(values, target), wanted_grad)
+    tangent = torch.ones_like(values)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(logits, tangent)
+        derivative = torch.autograd.forward_ad.unpack_dual(xent_ops.cross_entropy(dual, target)).tangent
+    torch.testing.assert_close(derivative, (wanted_grad * tangent).sum(), atol=1e-6, rtol=1e-5)
+    with FlopCounterMode(display=False):
+        assert type(xent_ops.cross_entropy(logits, target).grad_fn).__name__ != "PreparedLossBackward"
+    weight = torch.full((30,), 2.0, device=device)
+    total = xent_ops.cross_entropy(logits, target, reduction="sum")
+    torch.testing.assert_close(xent_ops.cross_entropy(logits, target, weight, reduction="sum"), 2 * total)
+    torch.testing.assert_close(xent_ops.cross_entropy(logits.t(), target, dim=0).detach(), wanted)
 
 
 def test_options_that_are_tensors_are_read_at_every_call(monkeypatch, device):

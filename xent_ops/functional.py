@@ -118,6 +118,18 @@ def cross_entropy(
 
     Sources: torch.nn.functional.cross_entropy; z-loss as in Liger-Kernel and flash-attention.
     """
+    soft_options: dict[str, Any] = {"label_smoothing": label_smoothing, "softcap": softcap, "logit_scale": logit_scale}
+    options = {"ignore_index": ignore_index, **soft_options}
+    if (
+        not torch.compiler.is_compiling()
+        and weight is None
+        and not (inplace_backward or grad_in_forward)
+        and (dim == -1 or dim == input.dim() - 1)
+        and not transforms.active()
+    ):
+        prepared = eager.ready(input, target, eager.Settings(reduction, lse_square_scale, options), False)
+        if prepared is not None:
+            return eager.PreparedLoss.apply(input, target, prepared)
     if is_dtensor(input):
         from .distributed import tensor  # only where somebody has imported DTensor: that takes a while
 
@@ -137,14 +149,12 @@ def cross_entropy(
         )
     checks.reduction(reduction)
     logits = _classes_last(input, dim)
-    options: dict[str, Any] = {"label_smoothing": label_smoothing, "softcap": softcap, "logit_scale": logit_scale}
     if target.dim() == input.dim() and input.dim() > 0:
         for name, value in (("inplace_backward", inplace_backward), ("grad_in_forward", grad_in_forward)):
             if value:
                 raise ValueError(f"{name}=True takes class indices, not class probabilities")
         probabilities = _classes_last(target, dim, "target")
-        return _soft(logits, probabilities, weight, ignore_index, reduction, lse_square_scale, options)
-    options["ignore_index"] = ignore_index
+        return _soft(logits, probabilities, weight, ignore_index, reduction, lse_square_scale, soft_options)
     loss_options: dict[str, Any] = {"reduction": reduction, "lse_square_scale": lse_square_scale}
     if not torch.compiler.is_compiling():
         if transforms.active():

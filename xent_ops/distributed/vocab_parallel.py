@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..ops import checks
 from ..ops.composite import reduce_rows
-from ..ops.eager import Settings, kernels_for, undisturbed
+from ..ops.eager import PreparedLoss, Settings, kernels_for, ready, undisturbed
 from . import consistency, eager
 from .groups import Group, Place, place
 from .parts import counts_of, everyones_parts, first_class
@@ -126,16 +126,20 @@ def vocab_parallel_cross_entropy(
             lse_square_scale=lse_square_scale,
             **options,
         )
+    here = place(group)
+    settings = Settings(reduction, lse_square_scale, options)
+    if not torch.compiler.is_compiling() and weight is None:
+        prepared = ready(logits_shard, target, settings, here, class_start, num_classes)
+        if prepared is not None:
+            return PreparedLoss.apply(logits_shard, target, prepared)
     checks.reduction(reduction)
     checks.lse_square_scale(lse_square_scale)
-    here = place(group)
     if (
         not torch.compiler.is_compiling()
         and torch.is_grad_enabled()
         and logits_shard.requires_grad
         and undisturbed(logits_shard, target, weight, lse_square_scale=lse_square_scale, **options)
     ):
-        settings = Settings(reduction, lse_square_scale, options)
         return eager.cross_entropy(logits_shard, target, weight, here, class_start, num_classes, settings)
     rows = sharded_rows(logits_shard, target, weight, here, num_classes=num_classes, class_start=class_start, **options)
     loss_options: dict[str, Any] = {"lse_square_scale": lse_square_scale, "reduction": reduction}

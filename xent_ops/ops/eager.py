@@ -251,6 +251,11 @@ class Prepared(NamedTuple):
 
 
 class PreparedLoss(torch.autograd.Function):
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Without what Function.apply does first: ``undisturbed`` has found no transform, and no wrapper of one."""
+        return super(torch.autograd.Function, cls).apply(*args)
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, prepared: Prepared) -> Tensor:
         value, number, lse = prepared.launches.forward(logits, target)
@@ -295,6 +300,27 @@ _PREPARED: dict[tuple[Any, ...], Prepared | None] = {}
 _UNKNOWN: Any = object()
 
 
+def _key(facts: tuple[Any, ...], settings: Settings, place: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All that a preparation may depend on. The types too, for 1 and 1.0 are one key, and not one ignore_index."""
+    reduction, lse_square_scale, options = settings
+    numbers = (lse_square_scale, *options.values())
+    return (*facts, reduction, *numbers, *map(type, numbers), *place)
+
+
+def ready(logits: Tensor, target: Tensor, settings: Settings, *place: Any) -> Prepared | None:
+    """What an earlier loss like this one, without weights, has prepared: its arguments were checked then.
+
+    The first question of an eager call, for a small loss takes as long as the host does. None where there was no such
+    loss, or where this one wants no gradient or is watched.
+    """
+    if not (logits.requires_grad and torch.is_grad_enabled() and undisturbed(logits, target)):
+        return None
+    try:
+        return _PREPARED.get(_key(facts_of(logits, target), settings, place))
+    except TypeError:  # an option that has no hash
+        return None
+
+
 def prepared_for(
     make: Callable[..., Prepared | None],
     logits: Tensor,
@@ -311,7 +337,7 @@ def prepared_for(
     if not plain or logits.device.type not in PREPARED_DEVICES:
         return None
     facts = facts_of(logits, target)
-    key = (*facts, make, *place, settings.reduction, *settings.options.values())
+    key = _key(facts, settings, place)
     found = _PREPARED.get(key, _UNKNOWN)
     if found is _UNKNOWN:
         if len(_PREPARED) >= 1024:
