@@ -203,10 +203,20 @@ def test_softcap_of_16_bit_logits(device, dtype, softcap):
 def test_softcap_keeps_losses_of_certain_rows_positive(device, classes):
     logits = torch.full((64, classes), -3e4)
     logits[:, 0] = torch.linspace(-100, 100, 64)
-    loss, _ = torch.ops.xent.cross_entropy_forward(
-        logits.bfloat16().to(device), torch.zeros(64).long().to(device), softcap=60.0
-    )
+    x, target = logits.bfloat16().to(device), torch.zeros(64).long().to(device)
+    loss, _ = torch.ops.xent.cross_entropy_forward(x, target, softcap=60.0)
     assert bool((loss >= 0).all()), loss
+    entropy = torch.ops.xent.cross_entropy_forward_entropy(x, target, softcap=60.0)[2]
+    assert bool((entropy >= 0).all()), entropy
+    halves = ((0, classes // 2), (classes // 2, classes))
+    parts = [
+        torch.ops.xent.cross_entropy_shard(x[:, start:end], target, start, classes, softcap=60.0)
+        for start, end in halves
+    ]
+    whole = torch.ops.xent.cross_entropy_shard_join(
+        x[:, : classes // 2], target, torch.cat(parts), 0, classes, softcap=60.0
+    )
+    assert bool((whole[0] >= 0).all()), whole[0]
     torch.testing.assert_close(
         loss.cpu().double(),
         oracle(logits.bfloat16(), torch.zeros(64).long(), softcap=60.0).loss,

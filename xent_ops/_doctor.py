@@ -17,7 +17,6 @@ from .kernels import cpu
 
 HELP = "versions, which kernels serve which device and why, and a tiny loss on each device against float64"
 
-OPERATOR = "xent::cross_entropy_forward"
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -26,7 +25,6 @@ class Service:
     """Who computes on one kind of device other than the CPU, whether or not this machine has it."""
 
     label: str
-    dispatch_key: str
     library: str
     why: str
 
@@ -34,15 +32,13 @@ class Service:
 SERVICES = (
     Service(
         "CUDA / ROCm",
-        "CUDA",
         "Triton (xent_ops.kernels.triton)",
         "torch calls both of them cuda; Triton is imported when the first tensor arrives",
     ),
-    Service("MPS", "MPS", "plain torch (xent_ops.kernels.reference)", "no kernels of its own"),
-    Service("XPU", "XPU", "plain torch (xent_ops.kernels.reference)", "no kernels of its own"),
+    Service("MPS", "plain torch (xent_ops.kernels.reference)", "no kernels of its own"),
+    Service("XPU", "plain torch (xent_ops.kernels.reference)", "no kernels of its own"),
     Service(
         "NPU (Ascend)",
-        "PrivateUse1",
         "Triton (xent_ops.kernels.ascend)",
         "needs torch_npu and triton-ascend; never run on a device so far (docs/npu.md)",
     ),
@@ -91,7 +87,8 @@ def _triton_problem() -> str | None:
     try:
         importlib.import_module("triton")
     except Exception as error:  # an installed Triton can fail in many ways
-        return f"Triton cannot be imported ({type(error).__name__}: {error}); pip install 'xent-ops[triton]'"
+        problem = f"{type(error).__name__}: {error}"
+        return f"Triton cannot be imported ({problem}); install the triton that belongs to this build of torch"
     return None
 
 
@@ -129,12 +126,7 @@ def _print_services() -> None:
     print("\nWhich kernels serve which device")
     print(f"  {'CPU':14} {_cpu_service()}")
     for service in SERVICES:
-        if torch._C._dispatch_has_kernel_for_dispatch_key(OPERATOR, service.dispatch_key):
-            library = service.library or "a kernel from outside xent_ops"
-            text = f"{library}: {service.why}" if service.why else library
-        else:
-            text = "nothing yet: an operator that meets such a tensor raises torch's error, which names the device"
-        print(f"  {service.label:14} {text}")
+        print(f"  {service.label:14} {service.library}: {service.why}")
 
 
 def _interpreter(gpus: bool) -> str | None:

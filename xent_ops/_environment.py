@@ -17,8 +17,8 @@ from ._version import __version__
 
 
 def interpreter_is_set() -> bool:
-    """Will Triton run its kernels in an interpreter? It reads the variable when it is imported."""
-    return os.environ.get("TRITON_INTERPRET", "0").lower() not in ("", "0", "false", "off", "no")
+    """Will Triton run its kernels in an interpreter? It reads the variable when it is imported, by this rule."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 def distribution_version(*names: str) -> str | None:

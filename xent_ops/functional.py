@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .kernels import reference
+from .kernels.rows import dense_classes
 from .ops import checks, eager, transforms
 from .ops.composite import count_rows, reduce_rows
 
@@ -45,8 +46,22 @@ def _classes_last(tensor: Tensor, dim: int, name: str = "input") -> Tensor:
         )
     if dim in (-1, tensor.dim() - 1):
         return tensor
-    # Once here rather than in both kernels: they want the classes dense.
-    return tensor.movedim(dim, -1).contiguous()
+    return dense_classes(tensor.movedim(dim, -1))
+
+
+def _suggest_dim(input: Tensor, target: Tensor, logits: Tensor, dim: int) -> None:
+    """The slip of those who come from language models: (B, S, V) and (B, S), with torch's default dim=1."""
+    if (
+        input.dim() > 2
+        and not torch.compiler.is_compiling()
+        and target.shape == input.shape[:-1]
+        and target.shape != logits.shape[:-1]
+    ):
+        raise ValueError(
+            f"target has shape {tuple(target.shape)}; expected {tuple(logits.shape[:-1])}, one class index for each "
+            f"row of the logits, with the classes in dim={dim}. Logits {tuple(input.shape)} with the classes last want "
+            "dim=-1"
+        )
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -96,17 +111,18 @@ def cross_entropy(
         logit_scale: factor of the logits, applied before the softcap (an inverse temperature).
         dim: the class dimension. 1 as in torch; -1 for language-model logits (B, S, V) with targets (B, S).
         inplace_backward: in eager, write the gradient over the input's storage: no second buffer of its size. The
-            input must not be a leaf, nor a view of one, and whoever reads it after the backward gets an error from
-            autograd. Inside saved-tensor hooks (a non-reentrant checkpoint, ``save_on_cpu``) autograd could not give
-            that error, and the gradient gets memory of its own. Compiled graphs already reuse that buffer, so there
-            it means nothing. Class indices only.
+            input must not be a leaf, nor a view of one. A later backward that needs the input raises; who merely
+            reads it after the backward finds the gradient. Inside saved-tensor hooks (a non-reentrant checkpoint,
+            ``save_on_cpu``) autograd could not give that error, and the gradient gets memory of its own. Compiled
+            graphs already reuse that buffer, so there it means nothing; nor does it below torch.func's transforms.
+            Class indices only.
         grad_in_forward: in eager, make the gradient in forward, in the same pass over the input: one read and one
             write of its size in all, instead of two and one. The backward multiplies it by the upstream gradient,
             which costs nothing where that is one, and hands it out, once: a second backward raises, and so does a
             second derivative. The gradient is rounded to the input's dtype before it is multiplied: with float16 and
             a loss scaler, small gradients underflow that would not otherwise. With ``inplace_backward`` the gradient
             takes the input's storage in forward already, so nobody may read the input after this call. Compiled
-            graphs take the ordinary path. Class indices only.
+            graphs and torch.func's transforms take the ordinary path. Class indices only.
 
     Returns:
         float32 (float64 for float64 input): (), or with "none" the shape of class indices.
@@ -156,6 +172,7 @@ def cross_entropy(
         probabilities = _classes_last(target, dim, "target")
         return _soft(logits, probabilities, weight, ignore_index, reduction, lse_square_scale, soft_options)
     loss_options: dict[str, Any] = {"reduction": reduction, "lse_square_scale": lse_square_scale}
+    _suggest_dim(input, target, logits, dim)
     if not torch.compiler.is_compiling():
         if transforms.active():
             checks.lse_square_scale(lse_square_scale)
@@ -221,13 +238,14 @@ def cross_entropy_outputs(
     """``cross_entropy`` with the z-loss apart, the lse, the predictions and the accuracy, from the same pass.
 
     Arguments, dtypes and errors are those of ``cross_entropy``; the target must be class indices. ``predictions`` is
-    the first index of the largest logit; predictions and accuracy are not differentiable.
+    the first index of the largest ``logit_scale * input``; predictions and accuracy are not differentiable.
     """
     transforms.refuse("cross_entropy_outputs")
     checks.reduction(reduction)
     checks.lse_square_scale(lse_square_scale)
     checks.weight_without_grad(weight)
     logits = _classes_last(input, dim)
+    _suggest_dim(input, target, logits, dim)
     loss, lse, argmax = torch.ops.xent.cross_entropy_forward_argmax(
         logits,
         target,

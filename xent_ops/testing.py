@@ -103,13 +103,13 @@ def assert_lse(actual: Tensor, expected: Expected) -> None:
     _assert_within("lse", actual, expected.lse, bound)
 
 
-def assert_grad(actual: Tensor, expected: Expected, accumulate: torch.dtype | None = None) -> None:
+def assert_grad(actual: Tensor, expected: Expected) -> None:
     """Gradients, element by element: one rounding to their dtype, and a softmax made from a rounded lse.
 
     lse is stored in float32, so exp(x - lse) has a relative error of eps * |lse|; below the smallest normal number
     of the gradient's dtype only the absolute step of the format is promised.
     """
-    accumulate = accumulate or (torch.float64 if actual.dtype == torch.float64 else torch.float32)
+    accumulate = torch.float64 if actual.dtype == torch.float64 else torch.float32
     info = torch.finfo(actual.dtype)
     magnitude = 8 + torch.nan_to_num(expected.lse, 0, 0, 0).abs().unsqueeze(-1)
     bound = (

@@ -1,6 +1,7 @@
 """Eager training over a split vocabulary: the whole loss as one node of autograd, as in ops/eager.py.
 
-The same operators and the same all-gather, called below autograd; the reductions take one launch where they can.
+The same kernels, called below autograd, and an all-gather that no tracer sees; the reductions take one launch where
+they can.
 """
 
 from __future__ import annotations
@@ -42,15 +43,17 @@ def cross_entropy(
 
 
 def _gather(parts: Tensor, here: Place) -> Tensor:
-    """Not by the functional collective, which nobody sees here: it takes the host twice as long.
+    """Not by the functional collective (parts.traced_gather), for nobody looks: it takes the host twice as long.
 
     The group is looked up at each call: another one may have its name by now.
     """
-    if here.world == 1:
-        return parts
     everyones = torch.empty((here.world, parts.shape[1]), dtype=parts.dtype, device=parts.device)
     _all_gather(everyones, parts, group=process_group(here.name))
     return everyones
+
+
+def _alone(parts: Tensor) -> Tensor:
+    return parts
 
 
 def _prepare(
@@ -65,7 +68,7 @@ def _prepare(
 ) -> Prepared | None:
     place = (first_class(logits.shape[-1], class_start, num_classes, here), num_classes)
     checks.shard(logits, target, *place, **settings.options)
-    gathering = {"world": here.world, "gather": functools.partial(_gather, here=here)}
+    gathering = {"world": here.world, "gather": functools.partial(_gather, here=here) if here.world > 1 else _alone}
     launches = launcher.prepare_shard(
         logits, target, settings.reduction == "mean", *place, **gathering, **settings.options
     )
@@ -124,7 +127,7 @@ class _Loss(torch.autograd.Function):
     ) -> Tensor:
         options = settings.options
         kernels = kernels_for(logits, target, weight, **options)
-        everyones = everyones_parts(kernels, logits, target, weight, here, start, num_classes, options)
+        everyones = everyones_parts(kernels, logits, target, weight, here, start, num_classes, options, _gather)
         loss, lse, target_weight, coefficient = kernels["cross_entropy_shard_join"](
             logits, target, everyones, start, num_classes, weight, **options
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ def everyones_parts(
     start: int,
     num_classes: int,
     options: dict[str, Any],
+    gather: Callable[[Tensor, Place], Tensor],
 ) -> Tensor:
     """(ranks, numbers), what ``xent::cross_entropy_shard`` returned on each rank: the one collective.
 
@@ -56,11 +58,14 @@ def everyones_parts(
     what ``kernels_for`` found for these arguments.
     """
     parts = kernels["cross_entropy_shard"](logits.detach(), target, start, num_classes, weight, **options)
-    if here.world > 1:
-        collectives = torch.ops._c10d_functional
-        parts = below(collectives.all_gather_into_tensor.default, parts, here.world, here.name)
-        parts = below(collectives.wait_tensor.default, parts)
-    return parts
+    return gather(parts, here) if here.world > 1 else parts
+
+
+def traced_gather(parts: Tensor, here: Place) -> Tensor:
+    """As nodes that tracers see, and passes move."""
+    collectives = torch.ops._c10d_functional
+    everyones = below(collectives.all_gather_into_tensor.default, parts, here.world, here.name)
+    return below(collectives.wait_tensor.default, everyones)
 
 
 def counts_of(

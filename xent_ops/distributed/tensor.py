@@ -15,7 +15,9 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from ..kernels.rows import dense_classes
 from ..ops import checks
+from ..ops.composite import z_losses
 from . import vocab_parallel
 from .groups import Place, place
 from .parts import chunk
@@ -49,9 +51,7 @@ def cross_entropy(
     rows = _row_placements(input.placements, classes_dim)
     num_classes = input.shape[classes_dim]
 
-    local = input.to_local().movedim(classes_dim, -1)
-    if local.stride(-1) != 1 and local.shape[-1] > 1:
-        local = local.contiguous()  # once here rather than in every kernel
+    local = dense_classes(input.to_local().movedim(classes_dim, -1))
     shape = torch.Size([*input.shape[:classes_dim], *input.shape[classes_dim + 1 :]])
     local_target = _local_target(target, shape, local.shape[:-1], mesh, rows)
     here = Place("", 0, 1) if vocabulary is None else place(mesh.get_group(vocabulary))
@@ -89,8 +89,7 @@ def _sums_of_rows(
     counted = None
     if lse_square_scale != 0.0:
         counted = target.to(torch.int64) != ignore_index
-        # Masked before the square: a row of padding may hold anything, and the gradient of inf^2 * 0 is NaN.
-        z_loss = lse_square_scale * torch.where(counted, rows.lse, 0.0).square()
+        z_loss = z_losses(rows.lse, counted, lse_square_scale)
     if reduction == "mean":
         terms.append(rows.weight)
     if counted is not None:

@@ -3,10 +3,10 @@
 One collective forward and none backward. Each rank makes 3 numbers a row (4 with class weights) of its columns by
 ``xent::cross_entropy_shard``, one all-gather hands them to every rank, and ``xent::cross_entropy_shard_join`` makes
 loss and lse of them: from the same numbers in the same order, so the same bits on every rank. The gradient of a shard
-needs the lse of all ranks and nothing else of theirs: the join's autograd formula is one kernel over the shard. That
-formula belongs to an operator (rather than to an autograd.Function around everything) so that compiled graphs, eager
-and ``torch.ops`` take the same path; the collective stands between the operators as ``_c10d_functional`` nodes, for
-Inductor to overlap and reorder. Memory beyond the logits: the gradient of the shard, and a few numbers a row.
+needs the lse of all ranks and nothing else of theirs: the join's autograd formula is one kernel over the shard. In a
+compiled graph the collective stands between the operators as ``_c10d_functional`` nodes, for Inductor to overlap and
+reorder; eager training calls the same kernels inside one node of autograd (eager.py). Memory beyond the logits: the
+gradient of the shard, and a few numbers a row.
 
 The loss is the same on every rank, so every rank calls ``backward()`` with the same upstream gradient, and gets the
 gradient of its own columns.
@@ -26,7 +26,7 @@ from ..ops.composite import reduce_rows
 from ..ops.eager import PreparedLoss, Settings, kernels_for, ready, undisturbed
 from . import consistency, eager
 from .groups import Group, Place, place
-from .parts import counts_of, everyones_parts, first_class
+from .parts import counts_of, everyones_parts, first_class, traced_gather
 
 
 class Rows(NamedTuple):
@@ -50,7 +50,7 @@ def sharded_rows(
     start = first_class(logits.shape[-1], class_start, num_classes, here)
     checks.weight_without_grad(weight)
     kernels = kernels_for(logits, target, weight, **options)
-    everyones = everyones_parts(kernels, logits, target, weight, here, start, num_classes, options)
+    everyones = everyones_parts(kernels, logits, target, weight, here, start, num_classes, options, traced_gather)
     loss, lse, target_weight, _ = torch.ops.xent.cross_entropy_shard_join(
         logits, target, everyones, start, num_classes, weight, **options
     )

@@ -1,8 +1,9 @@
 """Inductor's lowering of operators that have a twin which writes over the logits: the twin, where the logits die.
 
 Inductor's own pass (reinplace_inplaceable_ops) refuses to write into an input of a graph, and in a backward graph
-the saved logits are one. AOTAutograd marks the saved tensors that nobody else can see as donated; when the operator is
-the only reader of donated logits, or of a product's, the gradient may take their place.
+the saved logits are one. AOTAutograd marks the saved tensors that neither inputs nor outputs share as donated; when the
+operator is the last reader of donated logits (last_reader.py), or the only one of a product's, the gradient may take
+their place.
 
 The same lowering hands the backward what a mean divides by.
 """
@@ -15,6 +16,7 @@ import torch
 
 from ..kernels import cpu
 from ..ops.checks import DIVISORS, FLOATS
+from . import last_reader
 from .packages import spelled_out
 
 # Devices whose kernel can write over its input. The formula in aten compares integer vectors, which the vector cores of
@@ -34,6 +36,7 @@ DIVIDING = {torch.ops.xent.cross_entropy_backward.default}
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+_SIZES = (aten.sym_size.int, aten.sym_stride.int)
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)  # whose result is a buffer of its own
 
 
@@ -50,13 +53,17 @@ def _dies_here(node: torch.fx.Node, position: int) -> bool:
     source: Any = node.args[position]
     reader = node
     while True:
-        if not isinstance(source, torch.fx.Node) or list(source.users) != [reader]:
+        if not isinstance(source, torch.fx.Node):
+            return False
+        others = [user for user in source.users if user is not reader]
+        if any(user.target not in _SIZES for user in others):
             return False
         if source.target not in _VIEWS:
             break
         source, reader = source.args[0], source
     if source.op == "placeholder":
-        return isinstance(V.graph.graph_inputs_original.get(str(source.target)), ir.DonatedBuffer)
+        saved = V.graph.graph_inputs_original.get(str(source.target))
+        return last_reader.is_marked(node) and isinstance(saved, ir.DonatedBuffer)
     return source.target in _PRODUCTS
 
 
@@ -105,6 +112,7 @@ def _input_number(value: Any) -> Any:
 
 
 def install() -> None:
+    last_reader.install({op: position for op, (_, position) in INPLACE.items()})
     for op, (inplace, position) in INPLACE.items():
         _install(op, inplace, position)
 

@@ -8,7 +8,8 @@ weights w (1 where none are given) and label smoothing e:
     grad_x_j = A softmax_j - B [j == t] - C w_j                          see ``row_coefficients``
 
 Sources: F.cross_entropy for weights and smoothing, Gemma 2 for the softcap. Everything is computed in float32
-(float64 for float64 logits). Functions take logits (..., V) of any strides and never write to an argument.
+(float64 for float64 logits). Functions take logits (..., V) of any strides, and only those named with a _ at the
+end write to one.
 The backward functions are differentiable, which is where second derivatives come from.
 """
 

@@ -22,6 +22,11 @@ class Rows(NamedTuple):
     stride: int
 
 
+def dense_classes(tensor: Tensor) -> Tensor:
+    """Copied, once for both kernels, where the last dimension is not dense; that of a transposed (B, S, V) is."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
 def rows(tensor: Tensor) -> Rows:
     """Merge the batch dimensions into at most two; a tensor that needs more, or has strided classes, is copied."""
     place = _place(tensor.shape, tensor.stride())

@@ -51,6 +51,12 @@ def count_rows(
     return Counts(counted, number, weights)
 
 
+def z_losses(lse: Tensor, counted: Tensor, lse_square_scale: float) -> Tensor:
+    """Of each row, 0 in ignored ones."""
+    # Masked before the square: a row of padding may hold anything, and the gradient of inf^2 * 0 is NaN.
+    return lse_square_scale * torch.where(counted, lse, 0.0).square()
+
+
 def reduce_rows(loss: Tensor, lse: Tensor, counts: Counts, *, lse_square_scale: float, reduction: str) -> Reduced:
     """Row losses to the loss of class-index targets.
 
@@ -60,8 +66,7 @@ def reduce_rows(loss: Tensor, lse: Tensor, counts: Counts, *, lse_square_scale: 
     z_loss = None
     if lse_square_scale != 0.0:
         assert counts.counted is not None
-        # Masked before the square: a row of padding may hold anything, and the gradient of inf^2 * 0 is NaN.
-        z_loss = lse_square_scale * torch.where(counts.counted, lse, 0.0).square()
+        z_loss = z_losses(lse, counts.counted, lse_square_scale)
     if reduction != "none":
         loss = loss.sum()
         z_loss = None if z_loss is None else z_loss.sum()

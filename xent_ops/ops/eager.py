@@ -23,7 +23,7 @@ from .composite import Counts, count_rows, reduce_rows
 from .library import KERNELS, PREPARED_DEVICES, prepared_launcher
 
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
-_NUMBERS = frozenset((float, int, type(None)))
+_NUMBERS = frozenset((float, int))
 
 
 class Settings(NamedTuple):
@@ -46,8 +46,12 @@ def _plain_numbers(settings: Settings) -> Settings:
     return Settings(settings.reduction, checks.number("lse_square_scale", settings.lse_square_scale), options)
 
 
-def _are_numbers(**options: Any) -> bool:
-    return _NUMBERS.issuperset(map(type, options.values())) and checks.is_int64(options.get("ignore_index", 0))
+def _are_numbers(softcap: float | None = None, ignore_index: int = 0, **options: Any) -> bool:
+    return (
+        _NUMBERS.issuperset(map(type, options.values()))
+        and (softcap is None or type(softcap) in _NUMBERS)
+        and checks.is_int64(ignore_index)
+    )
 
 
 def undisturbed(*args: Any, **options: Any) -> bool:
@@ -254,7 +258,7 @@ class PreparedLoss(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """Without what Function.apply does first: ``undisturbed`` has found no transform, and no wrapper of one."""
-        return super(torch.autograd.Function, cls).apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, prepared: Prepared) -> Tensor:

@@ -1,6 +1,6 @@
 """Where operators meet the dispatcher: definition, kernels by device, lowerings for Inductor.
 
-An operator family calls, in this order, ``define`` -> ``fake`` -> ``kernels`` -> ``autograd`` (-> ``lowering``).
+An operator family calls, in this order, ``define`` -> ``fake`` -> ``kernels`` -> ``autograd`` (-> ``LOWERINGS``).
 Everything here needs torch alone; Triton is imported when a tensor first arrives on its device.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._environment import interpreter_is_set
 from ..kernels import cpu
 from .schemas import SCHEMAS
 
@@ -121,6 +121,10 @@ def autograd(name: str, backward: Callable[..., Any], setup_context: Callable[..
     torch.library.register_autograd(f"xent::{name}", backward, setup_context=setup_context, lib=LIBRARY)
 
 
+def save_nothing(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+    """The ``setup_context`` of a formula that does nothing but say why there is none."""
+
+
 def tag_caches() -> None:
     """At every trace, because the tag set on import is not there in another thread, or after the user set one."""
     from ..inductor import cache_tag
@@ -146,7 +150,7 @@ def _triton_launchers(module: str) -> Any:
         except ImportError as error:
             raise ImportError(
                 "xent_ops runs on CUDA and ROCm tensors through Triton, which could not be imported: install the "
-                "triton that belongs to this build of torch (pip install 'xent-ops[triton]')"
+                "triton that belongs to this build of torch"
             ) from error
         _warn_of_interpreter()
         _launchers[module] = importlib.import_module(f"xent_ops.kernels.triton.{module}")
@@ -161,7 +165,7 @@ def _ascend_launchers() -> Any:
         raise ImportError(
             f"xent_ops runs on Ascend NPUs through triton-ascend, and no triton could be imported: {_INSTALL_ASCEND}"
         ) from error
-    if "ascend" not in backends and not _interpreted():
+    if "ascend" not in backends and not interpreter_is_set():
         raise ImportError(
             "xent_ops runs on Ascend NPUs through triton-ascend, and the triton that is installed has no ascend "
             f"backend (it has: {', '.join(sorted(backends)) or 'none'}): {_INSTALL_ASCEND}"
@@ -176,12 +180,8 @@ _INSTALL_ASCEND = (
 )
 
 
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
-
-
 def _warn_of_interpreter() -> None:
-    if _interpreted():
+    if interpreter_is_set():
         warnings.warn(
             "TRITON_INTERPRET is set: every Triton kernel of this process, those of xent_ops among them, runs in "
             "an interpreter, a thousand times slower than compiled. Unset it unless you are debugging a kernel.",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels import reference
 from . import checks
-from .library import autograd, define, fake, kernels
+from .library import autograd, define, fake, kernels, save_nothing
 
 
 def _fake_with_grad_(logits: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -41,10 +41,6 @@ def _check_values(
     checks.check_targets(target, logits.shape[-1], ignore_index)
 
 
-def _save_nothing(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    pass
-
-
 def _no_derivative(ctx: Any, *grads: Tensor) -> NoReturn:
     raise RuntimeError(
         "xent::cross_entropy_with_grad has no derivative, since it returns the gradient itself: call it below "
@@ -61,7 +57,7 @@ kernels(
     _check_values,
     module="launch_one_pass",
 )
-autograd("cross_entropy_with_grad", _no_derivative, _save_nothing)
+autograd("cross_entropy_with_grad", _no_derivative, save_nothing)
 
 define("cross_entropy_with_grad_")
 fake("cross_entropy_with_grad_", _fake_with_grad_)

@@ -1,7 +1,7 @@
 """Row operators of a vocabulary split over ranks: a shard's part, the join of all parts, the shard's gradient.
 
 No operator communicates. Between ``cross_entropy_shard`` and ``cross_entropy_shard_join`` stands the caller's
-all-gather (distributed/vocab_parallel.py), which every tracer and every pass that moves collectives can see. The join
+all-gather (distributed/parts.py), which every tracer and every pass that moves collectives can see. The join
 carries the gradient: it takes the logits, whose values it does not read, and its formula is
 ``cross_entropy_shard_backward``, which needs the lse of the whole vocabulary and so no collective. The shard itself
 is called on detached logits.
@@ -16,13 +16,7 @@ from torch import Tensor
 
 from ..kernels import reference, reference_shard
 from . import checks
-from .library import LOWERINGS, autograd, define, fake, kernels
-
-
-def _check_shard(
-    logits: Tensor, target: Tensor, class_start: int, num_classes: int, weight: Tensor | None = None, **options: Any
-) -> None:
-    checks.shard(logits, target, class_start, num_classes, weight, **options)
+from .library import LOWERINGS, autograd, define, fake, kernels, save_nothing
 
 
 def _check_values(
@@ -81,7 +75,7 @@ def _check_backward(
 
 
 def _fake_shard(logits: Tensor, target: Tensor, *args: Any, **options: Any) -> Tensor:
-    _check_shard(logits, target, *args, **options)
+    checks.shard(logits, target, *args, **options)
     weighted = len(args) > 2 and args[2] is not None
     return logits.new_empty((1, reference_shard.width(target.numel(), weighted)), dtype=reference.accumulator(logits))
 
@@ -130,10 +124,6 @@ def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None, *_: N
     return grad, *nothing
 
 
-def _save_nothing(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    pass
-
-
 def _shard_alone(ctx: Any, grad: Tensor) -> NoReturn:
     raise RuntimeError(
         "xent::cross_entropy_shard has no derivative: the gradient flows through the logits of "
@@ -151,8 +141,8 @@ def _second_backward(ctx: Any, grad: Tensor) -> NoReturn:
 
 define("cross_entropy_shard")
 fake("cross_entropy_shard", _fake_shard)
-kernels("cross_entropy_shard", _check_shard, reference_shard.cross_entropy_shard, _check_values, module="launch_shard")
-autograd("cross_entropy_shard", _shard_alone, _save_nothing)
+kernels("cross_entropy_shard", checks.shard, reference_shard.cross_entropy_shard, _check_values, module="launch_shard")
+autograd("cross_entropy_shard", _shard_alone, save_nothing)
 
 JOIN = define("cross_entropy_shard_join")
 fake("cross_entropy_shard_join", _fake_join)
@@ -165,7 +155,7 @@ fake("cross_entropy_shard_backward", _fake_backward)
 kernels(
     "cross_entropy_shard_backward", _check_backward, reference_shard.cross_entropy_shard_backward, module="launch_shard"
 )
-autograd("cross_entropy_shard_backward", _second_backward, _save_nothing)
+autograd("cross_entropy_shard_backward", _second_backward, save_nothing)
 LOWERINGS[BACKWARD] = reference_shard.cross_entropy_shard_backward
 
 define("cross_entropy_shard_backward_")

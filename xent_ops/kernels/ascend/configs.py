@@ -73,7 +73,7 @@ def light_backward_bytes(itemsize: int) -> int:
 def backward_bytes(
     itemsize: int, HAS_GRAD_LSE: bool, HAS_ENTROPY: bool, HAS_WEIGHT: bool, HAS_SMOOTHING: bool, SOFTCAP: int
 ) -> int:
-    """Bytes a column of backward_kernel: 2048 columns for most losses, 1024 with a softcap."""
+    """Bytes a column of backward_kernel."""
     number = 29 + 7 * itemsize + 4 * HAS_GRAD_LSE + 16 * HAS_ENTROPY + (0, 64, 24)[SOFTCAP]
     return number + HAS_SMOOTHING * (8 + 16 * HAS_WEIGHT)
 

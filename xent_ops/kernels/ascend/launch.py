@@ -1,7 +1,7 @@
 """From tensors to kernels: allocate, take strides, pick a block, launch. One function an operator, named as it is.
 
 Arguments have passed the operators' checks and none is float64. Nothing here reads a tensor's values or synchronises,
-and all that is allocated is an output or a handful of numbers, so that every launch can be captured in an NPU graph.
+so that every launch can be captured in an NPU graph.
 """
 
 from __future__ import annotations

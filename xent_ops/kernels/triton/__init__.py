@@ -1,1 +1,1 @@
-"""Triton kernels for CUDA and ROCm. Kernel files hold ``@triton.jit`` functions only; launch.py calls them."""
+"""Triton kernels for CUDA and ROCm. Kernel files hold kernels only; launch*.py and prepared.py call them."""

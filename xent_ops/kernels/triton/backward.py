@@ -73,7 +73,8 @@ def gradient(
         p = tl.exp2(log_p * LOG2E)
         slope = 1.0
         if SOFTCAP:
-            slope -= x * x * (1.0 / (softcap * softcap))
+            share = x * (1.0 / softcap)  # not x * x / softcap^2, which a small cap makes zero
+            slope -= share * share
     grad = total * p
     if HAS_ENTROPY:
         grad -= tl.where(p == 0.0, 0.0, grad_entropy * p * (log_p + entropy))

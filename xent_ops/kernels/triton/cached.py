@@ -1,6 +1,6 @@
 """Launches that are prepared once: a call with like arguments hands over its pointers, and next to nothing else.
 
-``kernel[grid](...)`` binds and specialises some thirty arguments in Python: 13 to 16 us, where launching what comes of
+``kernel[grid](...)`` binds and specialises 20 to 30 arguments in Python: 13 to 16 us, where launching what comes of
 it takes 2 (one core of a Xeon, triton 3.7, 2026-11-21). So launchers make a ``Launch`` from strides and options, and
 keep it by these (``plan``). Triton compiles a kernel anew for another dtype, for a pointer on or off a 16-byte
 boundary, for integers that are 1, multiples of 16 or beyond 32 bits, and for other constants; of these only the

@@ -24,7 +24,7 @@ def load(softcap: float | None, weighted: bool, label_smoothing: float) -> int:
 def forward(classes: int, itemsize: int, extra: bool = False, load: int = 0) -> Config:
     """A program walks over a row; 16 elements a thread: with 32 what has ``extra`` outputs may spill.
 
-    With a ``load`` 8 elements: 32000 with all options on 0.79 (0.80 with 16).
+    With a ``load`` and more than 8192 columns 8 elements: 32000 with all options on 0.79 (0.80 with 16).
 
     One warp needs no barrier for its reductions, which is what short rows spend their time on.
     """
@@ -42,7 +42,7 @@ def forward(classes: int, itemsize: int, extra: bool = False, load: int = 0) -> 
         return Config(1024, 2, 3)  # 4096: 0.565, 4 warps of 2048: 0.58
     if load >= 2 and classes > 65536:  # more weights than a processor's cache holds
         return Config(2048, 8, 3)  # all options, 128256: 0.78, 4 warps of 1024: 0.82
-    return Config(1024 if load or (itemsize == 4 and extra) else 2048, 4, 3)  # 32000: 0.544, 128256: 0.535
+    return Config(1024 if load or (itemsize == 4 and extra) else 2048, 4, 3)  # 32000: 0.53, 128256: 0.50
 
 
 class Short(NamedTuple):
@@ -99,16 +99,19 @@ class Backward(NamedTuple):
 
 @functools.lru_cache(1024)
 def backward(classes: int, itemsize: int, load: int = 0) -> Backward:
-    """16-bit logits: 32 elements a thread, which it loads 16 bytes at a time.
+    """Four 16-byte loads a thread: 32 elements of 16 bits, 16 of float32 (131072 x 1024 0.98, with one load 1.13).
 
-    With 16 few rows are slower (64 x 128256, both passes, 25.0 us for 24.1; 512 x 32000 36.1 for 35.5) and many the
-    same to 1 %, with 8 all are slower. With a ``load`` what a program does first is spread over two tiles (in brackets:
-    one). Softcap: 32768 x 4096 1.04 (1.11), 8192 x 32000 1.04, but 1.02 by one tile of 4 warps. Weights with
-    smoothing: 1.07 (1.09), 1.07 (1.11). All options on: 1.12 (1.34), 1.12 by 2 warps (1.23), 131072 x 1024 1.22 (1.28).
+    With two few rows are slower (64 x 128256, both passes, 25.0 us for 24.1; 512 x 32000 36.1 for 35.5) and many the
+    same to 1 %, with one all are slower. With a ``load`` what a program does first is spread over two tiles (in
+    brackets: one). Softcap: 32768 x 4096 1.04 (1.11), 8192 x 32000 1.04, but 1.02 by one tile of 4 warps. Weights with
+    smoothing: 1.05 (1.09), 1.05 (1.11). All options on: 1.12 (1.34), 1.12 by 2 warps (1.23), 131072 x 1024 1.22 (1.28).
     """
     row = max(next_power_of_2(classes), 128)
-    if itemsize > 2:
-        return Backward(min(row, 1024 if itemsize == 4 and classes > 1024 else 2048 // itemsize), 1, 4)  # 1.024 to 1.05
+    if itemsize == 8:
+        return Backward(min(row, 256), 1, 4)
+    if itemsize == 4:
+        block = min(row, 1024)
+        return Backward(block, 1, max(block // 512, 1))  # 0.98 to 0.99
     if load == 1 and classes > 4096:
         return Backward(4096, 1, 4)
     if load == 3 and classes > 4096:
@@ -166,7 +169,7 @@ def soft(classes: int, itemsize: int) -> Config:
 
 
 # The mean over the rows: by one program, and by several and one for their parts. 8192 rows: 8.4 us and 8.0, but
-# a launch more for the host; 131072: 50.5 and 8.7.
+# a launch more for the host; 131072: 50.5 and 8.9.
 MEAN, MEAN_PART = Config(4096, 16, 1), Config(1024, 4, 1)
 
 

@@ -304,7 +304,10 @@ def finish(
     tl.store(loss_ptr + row, loss, mask=exists)
     tl.store(lse_ptr + row, pivot + log_total, mask=exists)
     if HAS_ENTROPY:
-        tl.store(entropy_ptr + row, log_total - moment / total, mask=exists)
+        entropy = log_total - moment / total
+        if SOFTCAP == 2:  # as above
+            entropy = tl.maximum(entropy, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(entropy_ptr + row, entropy, mask=exists)
     if HAS_ARGMAX:
         tl.store(argmax_ptr + row, tl.where(top == float("-inf"), 0, first).to(tl.int64), mask=exists)
 

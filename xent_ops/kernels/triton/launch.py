@@ -1,8 +1,8 @@
 """From tensors to kernels: take strides, pick a config, allocate, launch. One function an operator, named as it is.
 
 What follows from strides and options alone is made once and kept (``plan``, cached.py). Arguments have passed the
-operators' checks. Nothing here synchronises, and all that is allocated is an output or a handful of numbers, so that
-every launch can be captured in a CUDA graph.
+operators' checks. Nothing here synchronises, so that every launch can be captured in a CUDA graph. What is allocated is
+an output, a few numbers a row or class, or, where no two strides describe the rows, a copy of the logits.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..reference import accumulator
 from ..rows import Rows, class_weight, dense, per_row, rows
 from . import configs
 from .backward import backward_kernel
@@ -249,13 +250,14 @@ def run_backward(
     view, out = rows(logits), rows(grad)
     if view.number == 0:
         return
-    lse = dense(lse)
+    lse = dense(lse.to(accumulator(logits)))  # in whose dtype the kernel computes
     weight_sum = lse
     if shard is not None:
         weight_sum = lse if shard.coefficient is None else dense(shard.coefficient)
     elif weight is not None and label_smoothing > 0.0:
         # Not torch's sum, which may take four times as long: 32 us for 128256 weights.
-        weight_sum = count(class_weight(weight, lse), None, lse.dtype)[1]
+        weight = class_weight(weight, lse)
+        weight_sum = count(weight, None, lse.dtype)[1]
     weights = class_weights(weight, lse, label_smoothing, logits.element_size(), view[2:], out[2:])
     grad_loss, grad_loss_stride = per_row(grad_loss, lse)
     grad_lse_row, grad_lse_stride = per_row(grad_lse, lse)

@@ -13,7 +13,7 @@ from ..rows import dense, rows
 from . import configs, launch
 from .cached import Launch, plan
 from .common import Strides, class_weights, edges, empty_grad, on_device_of
-from .shard import join_kernel, shard_kernel
+from .shard import join_shards_kernel, shard_kernel
 
 JOIN_BLOCK = 128  # rows; a program reads 3 or 4 numbers of each from every rank
 
@@ -103,7 +103,7 @@ def cross_entropy_shard_join(
 @plan
 def join_launch(world: int, num_classes: int, weighted: bool, ignore_index: int, label_smoothing: float) -> Launch:
     return Launch(
-        join_kernel,
+        join_shards_kernel,
         world,
         num_classes,
         ignore_index,

@@ -82,7 +82,7 @@ def one_pass_kernel(
     if HAS_LSE_SQUARE:
         square = tl.load(grad_lse_square_ptr + tl.cast(row, tl.int64) * grad_lse_square_stride).to(ACC)
         coefficient += tl.where(target == ignore_index, 0.0, 2.0 * square * lse)
-    # A row that passes nothing back (ignored, or weighted with 0) gets exact zeros, whatever its logits hold.
+    # A row that passes nothing back gets exact zeros, whatever its logits hold.
     live = (coefficient != 0.0) | (a != 0.0)
     unit = slope_unit(logit_scale, SOFTCAP)
     coefficient *= unit

@@ -6,11 +6,11 @@ What a shard hands over is in kernels/reference_shard.py, and so is the algebra.
 import triton
 import triton.language as tl
 
+from .. import reference_shard
 from .forward import scan, shift_of, target_logit
 from .numerics import LN2, LOG2E, row_offset, without_infinity
 
-HEADER = tl.constexpr(5)  # numbers of a rank's header
-DIGIT = tl.constexpr(16777216)  # 2^24: float32 holds every integer up to it
+HEADER, DIGIT = tl.constexpr(reference_shard.HEADER), tl.constexpr(reference_shard.DIGIT)
 
 
 @triton.jit(
@@ -96,7 +96,7 @@ def _integer(pointer, mask):
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_classes", "ignore_index", "label_smoothing"])
-def join_kernel(
+def join_shards_kernel(
     gathered_ptr,  # (world, numbers * N + HEADER), contiguous: what shard_kernel wrote, of every rank
     target_ptr,  # (N,)
     loss_ptr,  # (N,)
@@ -168,6 +168,8 @@ def join_kernel(
 
     log_total = tl.log2(total) * LN2
     loss += coefficient * log_total
+    if not (HAS_WEIGHT or HAS_SMOOTHING):  # as in forward.finish, for parts that are relative to 0
+        loss = tl.maximum(loss, 0.0, propagate_nan=tl.PropagateNan.ALL)
     valid = (target >= 0) & (target < n_classes)
     loss = tl.where(valid & (faults == 0), loss, float("nan"))
     ignored = target == ignore_index

@@ -1,0 +1,92 @@
+"""Whether a compiled gradient may be written over the logits, where other tensors lie in the same memory."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import run_and_get_code
+
+import xent_ops
+from xent_ops import cross_entropy as ce
+from xent_ops.inductor import reuse
+
+IN_PLACE = "ops.xent.cross_entropy_backward_.default("
+
+
+@pytest.fixture(autouse=True)
+def cpu_as_cuda(monkeypatch):
+    """The lowering for CUDA on the CPU as well, whichever kernels serve that."""
+    ce(torch.empty(1, 2, device="meta"), torch.empty(1, device="meta", dtype=torch.int64))
+    monkeypatch.setattr(reuse, "writes_over", lambda device: device in ("cpu", "cuda"))
+
+
+def sequences(x, t, cut):
+    """The logits of (2, 12) tokens without the last ones, and the targets that many tokens ahead."""
+    return ce(x.view(2, 12, -1)[:, :-cut], t.view(2, 12)[:, cut:], dim=-1)
+
+
+def returned(x, t):
+    return ce(x, t), x[10:14]
+
+
+# The loss of 24 rows of logits, and whether nobody but the loss reads their memory.
+ALONE = {
+    "plain": lambda x, t: ce(x, t),
+    "next token": lambda x, t: sequences(x, t, 1),
+    "next token, dense": lambda x, t: ce(x.view(2, 12, -1)[:, :-1].reshape(22, -1), t[:22]),
+    "options": lambda x, t: ce(x, t, lse_square_scale=1e-2, label_smoothing=0.1, softcap=20.0),
+    "accuracy beside it": lambda x, t: (ce(x, t), (x.argmax(-1) == t).float().mean()),
+    "predictions": lambda x, t: xent_ops.cross_entropy_outputs(x, t),
+}
+SHARED = {
+    "rows that overlap": lambda x, t: ce(x[:8], t[:8]) + 0.5 * ce(x[4:12], t[4:12]),
+    "classes that overlap": lambda x, t: ce(x[:, :60], t % 60) + ce(x[:, 30:90], t % 60),
+    "coarse and fine": lambda x, t: ce(x[:, :50], t % 50) + ce(x, t),
+    "two views": lambda x, t: ce(x.view(-1, x.shape[1] // 2)[:20], t[:20] % 60) + ce(x[0, :20], t[0] % 20),
+    "one more loss": lambda x, t: ce(x, t) + ce(x, t.flip(0)),
+    "two and three tokens ahead": lambda x, t: sequences(x, t, 1) + 0.5 * sequences(x, t, 2),
+    "huber": lambda x, t: ce(x[:12], t[:12]) + F.huber_loss(x[10:14], torch.zeros_like(x[10:14])),
+    "smooth l1": lambda x, t: ce(x[:12], t[:12]) + F.smooth_l1_loss(x[10:14], torch.zeros_like(x[10:14])),
+    "distillation": lambda x, t: ce(x, t) + F.log_softmax(x[3:9].float(), -1).square().mean(),
+    "tanh": lambda x, t: ce(x[:12], t[:12]) + x[10:14].tanh().sum(),
+    "returned": returned,
+}
+
+
+@pytest.mark.parametrize(
+    "name, dynamic",
+    [
+        *((name, None) for name in (ALONE | SHARED)),
+        *((name, True) for name in ("next token, dense", "two views", "huber")),
+    ],
+)
+def test_gradients_are_those_of_eager(device, name, dynamic):
+    """With the gradient over the logits where it may be, and nowhere else: slices that are saved apart look donated."""
+    loss_of = (ALONE | SHARED)[name]
+    h, w = torch.randn(24, 16, device=device), torch.randn(1000, 16, device=device)
+    t = torch.randint(0, 1000, (24,), device=device)
+
+    def outputs(h, w):
+        result = loss_of(h @ w.T, t)
+        return result if isinstance(result, tuple) else (result,)
+
+    def run(function):
+        leaves = [x.clone().requires_grad_() for x in (h, w)]
+        loss, *rest = function(*leaves)
+        kept = [x.clone() for x in rest]
+        loss.backward()
+        torch.testing.assert_close(rest, kept)  # what was returned is not written over either
+        return [x.grad for x in leaves]
+
+    grads, code = run_and_get_code(run, torch.compile(outputs, fullgraph=True, dynamic=dynamic))
+    assert (IN_PLACE in "".join(code)) == (name in ALONE)
+    for grad, wanted in zip(grads, run(outputs), strict=True):
+        torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item())
+
+
+def test_without_the_mark_nothing_is_written_over(device, monkeypatch):
+    """The pass that marks has to have run: not, for one, where Inductor's pattern matcher is off."""
+    h = torch.randn(24, 16, device=device, requires_grad=True)
+    w, t = torch.randn(1000, 16, device=device), torch.randint(0, 1000, (24,), device=device)
+    step = torch.compile(lambda h: ce(h @ w.T, t), options={"pattern_matcher": False})
+    _, code = run_and_get_code(lambda: step(h).backward())
+    assert IN_PLACE not in "".join(code) and "ops.xent.cross_entropy_backward.default(" in "".join(code)

@@ -1,0 +1,133 @@
+"""Which backward operators are the last readers of their logits' memory: what reuse.py may write the gradient over.
+
+That is asked where forward and backward are one graph still, the joint one. Of a backward graph's inputs nobody can
+tell any more: two slices of one product may be saved apart, AOTAutograd calls both donated, and the fake tensors of
+views that it has made again do not share a storage. The answer becomes a part of the node's name, for the partitioner
+keeps names, and so do the keys of Inductor's caches.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import fx
+
+MARK = "last_reader"
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+# Their schemas promise new memory. The first is a view all the same, and Inductor removes the others where they change
+# nothing.
+_MAY_BE_VIEWS = {
+    aten._unsafe_view.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.contiguous.default,
+    aten.reshape.default,
+    prims.convert_element_type.default,
+}
+
+_NO_READERS = {operator.getitem, aten._unsafe_view.default, aten.sym_size.int, aten.sym_stride.int}
+
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
+
+
+def is_marked(node: fx.Node) -> bool:
+    return MARK in node.name
+
+
+def install(positions: dict[torch._ops.OpOverload, int]) -> None:
+    """Mark these operators, whose logits are the argument at the position, in every joint graph of Inductor."""
+    from torch._inductor.fx_passes import joint_graph
+
+    if not any(isinstance(patterns, _Pass) for patterns in joint_graph.pass_patterns):
+        joint_graph.pass_patterns.append(_Pass(positions))  # type: ignore[arg-type]
+
+
+class _Pass:
+    """Last of the joint graph's passes, and in place of a PatternMatcherPass: the others have then replaced nodes."""
+
+    def __init__(self, positions: dict[torch._ops.OpOverload, int]) -> None:
+        self.positions = positions
+
+    def apply(self, graph: fx.Graph) -> int:
+        candidates = [node for node in graph.nodes if node.op == "call_function" and node.target in self.positions]
+        if not candidates:
+            return 0
+        memory = _memory_of(graph)
+        tangents = [node for node in graph.nodes if node.op == "placeholder" and "tangents" in node.name]
+        backward = {node for node in _reached(tangents) if node.op != "output"}
+        marked = [node for node in candidates if _reads_last(node, self.positions[node.target], memory, backward)]
+        for node in marked:
+            node._rename(f"{node.name}_{MARK}")
+        return len(marked)
+
+
+def _reads_last(node: fx.Node, position: int, memory: dict[fx.Node, list[fx.Node]], backward: set[fx.Node]) -> bool:
+    """Whoever else reads the memory of the logits must run before ``node``, which waits for it, or in the forward."""
+    logits = node.args[position]
+    if not isinstance(logits, fx.Node):
+        return False
+    aliases = memory[logits]
+    if any(alias.op != "call_function" for alias in aliases):  # an input of the graph
+        return False
+    if [argument for argument in node.args if argument in aliases] != [logits]:
+        return False
+    before = _reached([node], lambda step: step.all_input_nodes)
+    readers = {reader for alias in aliases for reader in alias.users if not reads_nothing(reader)} - before
+    return all(reader.op != "output" and backward.isdisjoint(_reached([reader])) for reader in readers)
+
+
+def _memory_of(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node all that may share memory with it, itself among them."""
+    groups: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        group = [node]
+        for source in _shared(node):
+            if groups[source] is not group:
+                group = groups[source] + group
+                for member in group:
+                    groups[member] = group
+        groups[node] = group
+    return groups
+
+
+def _shared(node: fx.Node) -> list[fx.Node]:
+    """The arguments whose memory a node may return."""
+    if node.op != "call_function":
+        return []
+    sources = [source for source in node.all_input_nodes if not isinstance(source.meta.get("val"), _NUMBERS)]
+    if node.target is operator.getitem or not isinstance(node.target, torch._ops.OpOverload):
+        return sources  # a higher-order operator may return anything that it was given
+    if node.target in _MAY_BE_VIEWS:
+        return [source for source in sources if _dtype(source) == _dtype(node)]
+    returns_new_memory = all(result.alias_info is None for result in node.target._schema.returns)
+    return [] if returns_new_memory else sources
+
+
+def reads_nothing(node: fx.Node) -> bool:
+    """Is it a view, or a question about the size?"""
+    if node.op != "call_function":
+        return False
+    if node.target in _NO_READERS:
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    return getattr(node.meta.get("val"), "dtype", None)
+
+
+def _reached(
+    start: list[fx.Node], steps: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.users
+) -> set[fx.Node]:
+    """All nodes that lead from these, or to these, and these themselves."""
+    found, waiting = set(start), list(start)
+    while waiting:
+        for node in steps(waiting.pop()):
+            if node not in found:
+                found.add(node)
+                waiting.append(node)
+    return found
