@@ -332,3 +332,27 @@ def test_signature_is_that_of_torch():
     assert set(module) == set(ours) - {"input", "target"}
     for a, b in itertools.product([module], [ours]):
         assert all(a[name].default == b[name].default for name in a)
+
+
+def test_transposed_logits_are_not_copied(device):
+    """(B, S, V) as the idiom hands it over, transposed to (B, V, S): the gradient can lie where the logits were."""
+    leaf = torch.randn(2, 6, 9, device=device, requires_grad=True)
+    target = torch.randint(0, 9, (2, 5), device=device)
+    wanted = F.cross_entropy(leaf[:, :-1].transpose(1, 2), target)
+    (wanted_grad,) = torch.autograd.grad(wanted, leaf)
+    logits, places = (leaf * 1)[:, :-1], []
+    logits.register_hook(lambda grad: places.append(grad.data_ptr()))
+    loss = xent_ops.cross_entropy(logits.transpose(1, 2), target, inplace_backward=True)
+    torch.testing.assert_close(loss, wanted)
+    loss.backward()
+    torch.testing.assert_close(leaf.grad, wanted_grad)
+    assert places == [logits.data_ptr()]
+
+
+def test_the_error_names_dim_where_the_classes_come_last(device):
+    logits, target = torch.randn(2, 5, 9, device=device), torch.zeros(2, 5, dtype=torch.int64, device=device)
+    for function in (xent_ops.cross_entropy, xent_ops.cross_entropy_outputs):
+        with pytest.raises(
+            ValueError, match=r"expected \(2, 9\).*Logits \(2, 5, 9\) with the classes last want dim=-1"
+        ):
+            function(logits, target)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import os
 import platform
 import re
 import shutil
@@ -14,11 +13,6 @@ from pathlib import Path
 import torch
 
 from ._version import __version__
-
-
-def interpreter_is_set() -> bool:
-    """Will Triton run its kernels in an interpreter? It reads the variable when it is imported, by this rule."""
-    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 def distribution_version(*names: str) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .. import _environment
+from ..ops import library
 from . import cases, plot, report, timing
 from .measure import Result, Settings, copy_times, measure
 from .problems import LossProblem, Problem, Shape, StepProblem
@@ -88,7 +88,7 @@ def _device(text: str | None) -> torch.device:
         raise ValueError(f"--device {device}: this torch ({torch.__version__}) sees no GPU; valid here is cpu")
     torch.empty(1, device=device)  # an error that names what is wrong with it
     if device.type == "cuda":
-        if _environment.interpreter_is_set():
+        if library.interpreter_is_set():
             raise ValueError(
                 "TRITON_INTERPRET is set: Triton kernels would run in an interpreter, a thousand times slower, and "
                 "every figure would be of that. Unset it."

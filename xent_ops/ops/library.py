@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._environment import interpreter_is_set
 from ..kernels import cpu
 from .schemas import SCHEMAS
 
@@ -178,6 +178,11 @@ _INSTALL_ASCEND = (
     "run `pip uninstall triton` and `pip install triton-ascend`, which owns the same import name, beside the torch_npu "
     "that belongs to this torch (docs/npu.md)"
 )
+
+
+def interpreter_is_set() -> bool:
+    """Will Triton run its kernels in an interpreter? It reads the variable when it is imported, by this rule."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 def _warn_of_interpreter() -> None:
