@@ -4,8 +4,10 @@ The launchers run on CPU tensors and their launches are recorded, so that what i
 argument types, flags and configs.
 """
 
+import os
 import re
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -155,10 +157,11 @@ def test_kernels_compile_without_spills(monkeypatch, tmp_path, name, case):
     calls = record(monkeypatch, lambda: everything(*case))
     missing = KERNELS - {call[0] for call in calls}
     assert not missing or case[1] == 1024, "short rows are not split"
-    for kernel, args, kwargs in calls:
-        flags = {k: v for k, v in kwargs.items() if v is not False}
-        compiled = compile_call(kernel, args, kwargs, target)
-        assert spills(compiled, target, tmp_path) == 0, f"{kernel.__name__} spills on {name} with {flags}"
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # LLVM and ptxas do not hold the interpreter's lock
+        results = pool.map(lambda call: compile_call(*call, target), calls)
+        for (kernel, _, kwargs), compiled in zip(calls, results, strict=True):
+            flags = {k: v for k, v in kwargs.items() if v is not False}
+            assert spills(compiled, target, tmp_path) == 0, f"{kernel.__name__} spills on {name} with {flags}"
 
 
 @pytest.mark.parametrize("name, capacity", [("sm_80", 166912), ("sm_90", 232448), ("sm_100", 232448)])
