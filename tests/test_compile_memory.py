@@ -13,13 +13,6 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 IN_PLACE, FUNCTIONAL = (f"ops.xent.cross_entropy_backward{suffix}.default(" for suffix in ("_", ""))
 
 
-@pytest.fixture
-def cpu_as_cuda(monkeypatch):
-    """The lowering for CUDA on the CPU as well, whichever kernels serve that."""
-    xent_ops.cross_entropy(torch.empty(1, 2, device="meta"), torch.empty(1, device="meta", dtype=torch.int64))
-    monkeypatch.setattr(reuse, "writes_over", lambda device: device in ("cpu", "cuda"))
-
-
 def step_code(device, rows=64, dynamic=False):
     """Inductor's code for h @ W.T -> loss -> backward with a vocabulary of 5008; the gradient is eager's.
 

@@ -7,25 +7,15 @@ from graphs import run_and_get_code
 
 import xent_ops
 from xent_ops import cross_entropy as ce
-from xent_ops.inductor import reuse
+
+pytestmark = pytest.mark.usefixtures("cpu_as_cuda")
 
 IN_PLACE = "ops.xent.cross_entropy_backward_.default("
-
-
-@pytest.fixture(autouse=True)
-def cpu_as_cuda(monkeypatch):
-    """The lowering for CUDA on the CPU as well, whichever kernels serve that."""
-    ce(torch.empty(1, 2, device="meta"), torch.empty(1, device="meta", dtype=torch.int64))
-    monkeypatch.setattr(reuse, "writes_over", lambda device: device in ("cpu", "cuda"))
 
 
 def sequences(x, t, cut):
     """The logits of (2, 12) tokens without the last ones, and the targets that many tokens ahead."""
     return ce(x.view(2, 12, -1)[:, :-cut], t.view(2, 12)[:, cut:], dim=-1)
-
-
-def returned(x, t):
-    return ce(x, t), x[10:14]
 
 
 # The loss of 24 rows of logits, and whether nobody but the loss reads their memory.
@@ -48,7 +38,7 @@ SHARED = {
     "smooth l1": lambda x, t: ce(x[:12], t[:12]) + F.smooth_l1_loss(x[10:14], torch.zeros_like(x[10:14])),
     "distillation": lambda x, t: ce(x, t) + F.log_softmax(x[3:9].float(), -1).square().mean(),
     "tanh": lambda x, t: ce(x[:12], t[:12]) + x[10:14].tanh().sum(),
-    "returned": returned,
+    "returned": lambda x, t: (ce(x, t), x[10:14]),
 }
 
 
@@ -83,7 +73,7 @@ def test_gradients_are_those_of_eager(device, name, dynamic):
         torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item())
 
 
-def test_without_the_mark_nothing_is_written_over(device, monkeypatch):
+def test_without_the_mark_nothing_is_written_over(device):
     """The pass that marks has to have run: not, for one, where Inductor's pattern matcher is off."""
     h = torch.randn(24, 16, device=device, requires_grad=True)
     w, t = torch.randn(1000, 16, device=device), torch.randint(0, 1000, (24,), device=device)

@@ -47,13 +47,11 @@ def _gather(parts: Tensor, here: Place) -> Tensor:
 
     The group is looked up at each call: another one may have its name by now.
     """
+    if here.world == 1:
+        return parts
     everyones = torch.empty((here.world, parts.shape[1]), dtype=parts.dtype, device=parts.device)
     _all_gather(everyones, parts, group=process_group(here.name))
     return everyones
-
-
-def _alone(parts: Tensor) -> Tensor:
-    return parts
 
 
 def _prepare(
@@ -68,7 +66,7 @@ def _prepare(
 ) -> Prepared | None:
     place = (first_class(logits.shape[-1], class_start, num_classes, here), num_classes)
     checks.shard(logits, target, *place, **settings.options)
-    gathering = {"world": here.world, "gather": functools.partial(_gather, here=here) if here.world > 1 else _alone}
+    gathering = {"world": here.world, "gather": functools.partial(_gather, here=here)}
     launches = launcher.prepare_shard(
         logits, target, settings.reduction == "mean", *place, **gathering, **settings.options
     )

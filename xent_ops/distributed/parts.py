@@ -58,11 +58,13 @@ def everyones_parts(
     what ``kernels_for`` found for these arguments.
     """
     parts = kernels["cross_entropy_shard"](logits.detach(), target, start, num_classes, weight, **options)
-    return gather(parts, here) if here.world > 1 else parts
+    return gather(parts, here)
 
 
 def traced_gather(parts: Tensor, here: Place) -> Tensor:
     """As nodes that tracers see, and passes move."""
+    if here.world == 1:
+        return parts
     collectives = torch.ops._c10d_functional
     everyones = below(collectives.all_gather_into_tensor.default, parts, here.world, here.name)
     return below(collectives.wait_tensor.default, everyones)

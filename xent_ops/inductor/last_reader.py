@@ -24,12 +24,11 @@ _MAY_BE_VIEWS = {
     aten._unsafe_view.default,
     aten.clone.default,
     aten._to_copy.default,
-    aten.contiguous.default,
-    aten.reshape.default,
     prims.convert_element_type.default,
 }
 
-_NO_READERS = {operator.getitem, aten._unsafe_view.default, aten.sym_size.int, aten.sym_stride.int}
+SIZES = {aten.sym_size.int, aten.sym_stride.int}  # asked of a tensor, whose memory they leave alone
+_NO_READERS = {operator.getitem, aten._unsafe_view.default, *SIZES}
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
 
@@ -76,7 +75,7 @@ def _reads_last(node: fx.Node, position: int, memory: dict[fx.Node, list[fx.Node
     if [argument for argument in node.args if argument in aliases] != [logits]:
         return False
     before = _reached([node], lambda step: step.all_input_nodes)
-    readers = {reader for alias in aliases for reader in alias.users if not reads_nothing(reader)} - before
+    readers = {reader for alias in aliases for reader in alias.users if not _reads_nothing(reader)} - before
     return all(reader.op != "output" and backward.isdisjoint(_reached([reader])) for reader in readers)
 
 
@@ -107,7 +106,7 @@ def _shared(node: fx.Node) -> list[fx.Node]:
     return [] if returns_new_memory else sources
 
 
-def reads_nothing(node: fx.Node) -> bool:
+def _reads_nothing(node: fx.Node) -> bool:
     """Is it a view, or a question about the size?"""
     if node.op != "call_function":
         return False

@@ -36,7 +36,6 @@ DIVIDING = {torch.ops.xent.cross_entropy_backward.default}
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-_SIZES = (aten.sym_size.int, aten.sym_stride.int)
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)  # whose result is a buffer of its own
 
 
@@ -55,8 +54,7 @@ def _dies_here(node: torch.fx.Node, position: int) -> bool:
     while True:
         if not isinstance(source, torch.fx.Node):
             return False
-        others = [user for user in source.users if user is not reader]
-        if any(user.target not in _SIZES for user in others):
+        if any(user is not reader and user.target not in last_reader.SIZES for user in source.users):
             return False
         if source.target not in _VIEWS:
             break

@@ -255,11 +255,6 @@ class Prepared(NamedTuple):
 
 
 class PreparedLoss(torch.autograd.Function):
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        """Without what Function.apply does first: ``undisturbed`` has found no transform, and no wrapper of one."""
-        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
-
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, prepared: Prepared) -> Tensor:
         value, number, lse = prepared.launches.forward(logits, target)
@@ -317,7 +312,9 @@ def ready(logits: Tensor, target: Tensor, settings: Settings, *place: Any) -> Pr
     The first question of an eager call, for a small loss takes as long as the host does. None where there was no such
     loss, or where this one wants no gradient or is watched.
     """
-    if not (logits.requires_grad and torch.is_grad_enabled() and undisturbed(logits, target)):
+    if logits.device.type not in PREPARED_DEVICES or not (logits.requires_grad and torch.is_grad_enabled()):
+        return None
+    if not undisturbed(logits, target):
         return None
     try:
         return _PREPARED.get(_key(facts_of(logits, target), settings, place))
