@@ -25,6 +25,7 @@ ALONE = {
     "next token, dense": lambda x, t: ce(x.view(2, 12, -1)[:, :-1].reshape(22, -1), t[:22]),
     "options": lambda x, t: ce(x, t, lse_square_scale=1e-2, label_smoothing=0.1, softcap=20.0),
     "accuracy beside it": lambda x, t: (ce(x, t), (x.argmax(-1) == t).float().mean()),
+    "perplexity": lambda x, t: 3.0 * ce(x, t).exp(),
     "predictions": lambda x, t: xent_ops.cross_entropy_outputs(x, t),
 }
 SHARED = {
@@ -38,6 +39,9 @@ SHARED = {
     "smooth l1": lambda x, t: ce(x[:12], t[:12]) + F.smooth_l1_loss(x[10:14], torch.zeros_like(x[10:14])),
     "distillation": lambda x, t: ce(x, t) + F.log_softmax(x[3:9].float(), -1).square().mean(),
     "tanh": lambda x, t: ce(x[:12], t[:12]) + x[10:14].tanh().sum(),
+    "factor read again": lambda x, t: ce(x[:12], t[:12]) * (x[10:14].sigmoid() * x[10:14].tanh()).mean(),
+    "upcast factor": lambda x, t: ce((x := x.bfloat16())[:12], t[:12]) * (x[10:14].float() * 0.1).exp().mean(),
+    "factor of each row": lambda x, t: (ce(x[:12], t[:12], reduction="none") * x[10:22].sigmoid().mean(-1)).sum(),
     "returned": lambda x, t: (ce(x, t), x[10:14]),
 }
 
@@ -70,7 +74,7 @@ def test_gradients_are_those_of_eager(device, name, dynamic):
     grads, code = run_and_get_code(run, torch.compile(outputs, fullgraph=True, dynamic=dynamic))
     assert (IN_PLACE in "".join(code)) == (name in ALONE)
     for grad, wanted in zip(grads, run(outputs), strict=True):
-        torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item())
+        torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=5e-3 * wanted.abs().max().item())  # bfloat16
 
 
 def test_without_the_mark_nothing_is_written_over(device):

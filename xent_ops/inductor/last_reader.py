@@ -30,6 +30,9 @@ _MAY_BE_VIEWS = {
 SIZES = {aten.sym_size.int, aten.sym_stride.int}  # asked of a tensor, whose memory they leave alone
 _NO_READERS = {operator.getitem, aten._unsafe_view.default, *SIZES}
 
+# Nobody waits for the values of what is asked for its size alone.
+_LIKE = {aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, *SIZES}
+
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
 
 
@@ -65,7 +68,11 @@ class _Pass:
 
 
 def _reads_last(node: fx.Node, position: int, memory: dict[fx.Node, list[fx.Node]], backward: set[fx.Node]) -> bool:
-    """Whoever else reads the memory of the logits must run before ``node``, which waits for it, or in the forward."""
+    """All that comes of others' reading the memory of the logits must be what ``node`` waits for, or in the forward.
+
+    All that comes of it, not the reading alone: the partitioner may read again in the backward what the forward has read,
+    and Inductor inlines a pointwise operator into each of its users.
+    """
     logits = node.args[position]
     if not isinstance(logits, fx.Node):
         return False
@@ -74,9 +81,13 @@ def _reads_last(node: fx.Node, position: int, memory: dict[fx.Node, list[fx.Node
         return False
     if [argument for argument in node.args if argument in aliases] != [logits]:
         return False
-    before = _reached([node], lambda step: step.all_input_nodes)
-    readers = {reader for alias in aliases for reader in alias.users if not _reads_nothing(reader)} - before
-    return all(reader.op != "output" and backward.isdisjoint(_reached([reader])) for reader in readers)
+    before = _reached([node], lambda step: () if step.target in _LIKE else step.all_input_nodes)
+    readers = {reader for alias in aliases for reader in alias.users if not _reads_nothing(reader)} - {node}
+    after_node = backward - before
+    return all(
+        reader.op != "output" and after_node.isdisjoint(_reached([reader], lambda s: () if s is node else s.users))
+        for reader in readers
+    )
 
 
 def _memory_of(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
