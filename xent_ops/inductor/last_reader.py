@@ -70,8 +70,8 @@ class _Pass:
 def _reads_last(node: fx.Node, position: int, memory: dict[fx.Node, list[fx.Node]], backward: set[fx.Node]) -> bool:
     """All that comes of others' reading the memory of the logits must be what ``node`` waits for, or in the forward.
 
-    All that comes of it, not the reading alone: the partitioner may read again in the backward what the forward has read,
-    and Inductor inlines a pointwise operator into each of its users.
+    All that comes of it, not the reading alone: the partitioner may read again in the backward what the forward has
+    read, and Inductor inlines a pointwise operator into each of its users.
     """
     logits = node.args[position]
     if not isinstance(logits, fx.Node):
