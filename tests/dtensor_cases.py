@@ -116,7 +116,13 @@ def refused(device):
         (split, target, {"weight": torch.ones(3, device=device)}, rf"weight has shape \(3,\); expected \({V},\)"),
         (split, distribute_tensor(target, other, [Replicate()] * 2), {}, "both must be on one mesh"),
         (split, split.detach(), {}, "class probabilities"),
+        (split, target, {"dim": 2}, "dim=2 is not a dimension of input"),
+        (split.unsqueeze(0).expand(3, 4, V), torch.zeros(3, 4, device=device).long(), {}, "want dim=-1"),
+        (x, distribute_tensor(target, mesh, [Replicate()]), {}, "target is a DTensor but the logits are not"),
     ]
     for logits, labels, keywords, text in bad:
         with pytest.raises((ValueError, TypeError), match=text):
             xent_ops.cross_entropy(logits, labels, **keywords)
+    for function in (xent_ops.cross_entropy_outputs, xent_ops.token_log_probs):
+        with pytest.raises(NotImplementedError, match=f"{function.__name__} of DTensors is not supported"):
+            function(split, target)

@@ -270,3 +270,41 @@ def test_compiled_autograd(h, target):
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
         xent_ops.cross_entropy(h.exp(), target, inplace_backward=True).backward()
     torch.testing.assert_close(h.grad, wanted)
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+def test_hooks_run_once_where_the_gradient_gets_a_graph(h, target, leaf):
+    """The backward differentiates the loss again, and that is not the gradient that a user's hook waits for."""
+
+    def gradients(loss):
+        x = h.detach().requires_grad_()
+        logits, calls = (x if leaf else x * 1), []
+        logits.register_hook(lambda grad: calls.append(1) or grad * 0.5)
+        logits.retain_grad()
+        (first,) = torch.autograd.grad(loss(logits, target), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        return len(calls), x.detach() if leaf else logits.grad.detach(), first.detach(), second
+
+    found, wanted = map(gradients, (xent_ops.cross_entropy, torch.nn.functional.cross_entropy))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_default_device_watches_nothing(h, target):
+    torch.set_default_device("meta")  # where what names no device would turn up
+    try:
+        loss = xent_ops.cross_entropy(h, target, lse_square_scale=0.1)
+        assert type(loss.grad_fn).__name__ == "_TwoPassBackward"
+        (found,) = torch.autograd.grad(loss, h)
+    finally:
+        torch.set_default_device(None)
+    (wanted,) = torch.autograd.grad(xent_ops.cross_entropy(h, target, lse_square_scale=0.1), h)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [{"inplace_backward": True}, {"grad_in_forward": True}], ids=str)
+def test_one_gradient_is_no_batch_of_them(h, target, options):
+    loss = xent_ops.cross_entropy(h * 1, target, **options)
+    with pytest.raises(NotImplementedError, match="below vmap"):
+        torch.autograd.grad(loss, h, torch.ones(3, device=h.device, dtype=h.dtype), is_grads_batched=True)
+    (found,) = torch.autograd.grad(loss, h)  # which it still has
+    torch.testing.assert_close(found, torch.autograd.grad(xent_ops.cross_entropy(h, target), h)[0])

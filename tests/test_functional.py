@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.testing._internal.common_methods_invocations import op_db
 
 import xent_ops
+from xent_ops.ops import eager
 
 OPINFO = next(op for op in op_db if op.name == "nn.functional.cross_entropy")
 
@@ -215,6 +216,13 @@ def test_views_of_a_leaf_are_not_overwritten(device, shape, view, options):
 
 
 @pytest.mark.parametrize("options", IN_PLACE.values(), ids=IN_PLACE)
+def test_leaves_that_are_views_are_not_overwritten(device, options):
+    logits = torch.randn(6, 30, device=device)[:4].requires_grad_()
+    with pytest.raises(RuntimeError, match="would overwrite a leaf tensor"):
+        xent_ops.cross_entropy(logits, torch.zeros(4, dtype=torch.int64, device=device), **options)
+
+
+@pytest.mark.parametrize("options", IN_PLACE.values(), ids=IN_PLACE)
 @pytest.mark.parametrize("producer", [torch.exp, torch.tanh, lambda x: x * 1.0], ids=["exp", "tanh", "product"])
 def test_in_place_below_saved_tensor_hooks(device, producer, options):
     """Where autograd does not look at versions, nothing that it may still need is overwritten."""
@@ -356,3 +364,21 @@ def test_the_error_names_dim_where_the_classes_come_last(device):
             ValueError, match=r"expected \(2, 9\).*Logits \(2, 5, 9\) with the classes last want dim=-1"
         ):
             function(logits, target)
+
+
+def test_the_error_tells_a_column_of_indices_from_probabilities(device):
+    logits, target = torch.randn(4, 9, device=device), torch.zeros(4, 1, dtype=torch.int64, device=device)
+    with pytest.raises(TypeError, match=r"class probabilities, .* class indices have shape \(4,\)"):
+        xent_ops.cross_entropy(logits, target)
+
+
+def test_classes_that_are_not_dense_are_copied_once(device, monkeypatch):
+    """Before the operators, each of which would copy them."""
+    seen = []
+    kernels = eager.kernels_for
+    monkeypatch.setattr(eager, "kernels_for", lambda *args, **options: seen.extend(args) or kernels(*args, **options))
+    leaf = torch.randn(9, 4, device=device, requires_grad=True)
+    target = torch.tensor([1, 8, -100, 0], device=device)
+    xent_ops.cross_entropy(leaf.t(), target, lse_square_scale=0.1).backward()
+    logits = {x.data_ptr(): x for x in seen if x is not None and x.dim() == 2}
+    assert len(logits) == 1 and all(x.stride(-1) == 1 for x in logits.values())

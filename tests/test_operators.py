@@ -212,7 +212,7 @@ def test_bad_arguments_of_the_python_face():
         (lambda: xent_ops.cross_entropy(x, TARGET, dim=2), ValueError, r"dim=2 is not a dimension of input with shape \(4, 10\); valid are -2 to 1"),
         (lambda: xent_ops.cross_entropy(x[0, 0], TARGET), ValueError, "no dimension"),
         (lambda: xent_ops.cross_entropy(x, x.softmax(-1), ignore_index=3), ValueError, "ignore_index=3 is not supported for class probabilities"),
-        (lambda: xent_ops.cross_entropy(x, TARGET.view(4, 1).expand(4, 10)), TypeError, "class probabilities has dtype torch.int64"),
+        (lambda: xent_ops.cross_entropy(x, TARGET.view(4, 1).expand(4, 10)), TypeError, "class indices have shape"),
         (lambda: xent_ops.cross_entropy(x, TARGET, lse_square_scale=float("nan")), ValueError, "lse_square_scale must be finite"),
         (lambda: xent_ops.cross_entropy(x, TARGET, x[0].clone().requires_grad_()), RuntimeError, "weight requires grad"),
         (lambda: xent_ops.cross_entropy(x, TARGET.to("meta")), RuntimeError, "target is on meta but logits are on cpu"),

@@ -101,6 +101,24 @@ def test_forward_mode_with_dual_numbers(x, device):
         )
 
 
+def test_forward_mode_over_the_backward(x, device):
+    """Of a loss that was made before: the upstream gradient alone has a tangent."""
+
+    def tangent(loss):
+        leaf = x.clone().requires_grad_()
+        value = loss(leaf)
+        with forward_ad.dual_level():
+            upstream = forward_ad.make_dual(torch.ones_like(value), torch.full_like(value, 2.0))
+            return forward_ad.unpack_dual(torch.autograd.grad(value, leaf, upstream)[0]).tangent
+
+    torch.testing.assert_close(*map(tangent, pair(device)))
+
+
+def test_the_composite_operator_refuses_forward_mode(x, device):
+    with pytest.raises(NotImplementedError, match=r"torch\.ops\.xent\.cross_entropy below"):
+        jvp(lambda x: torch.ops.xent.cross_entropy(x, TARGET.to(device)), (x,), (x,))
+
+
 def test_vmap_over_class_weights_says_so(x, device):
     weights = torch.rand(3, 6, device=device, dtype=torch.float64)
     with pytest.raises(NotImplementedError, match="vmap over the class weight"):

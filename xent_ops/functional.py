@@ -35,37 +35,19 @@ class TokenLogProbs(NamedTuple):
 
 
 def _classes_last(tensor: Tensor, dim: int, name: str = "input") -> Tensor:
-    if tensor.dim() == 0:
-        raise ValueError(f"{name} has no dimension; expected (C,), (N, C) or (N, C, d1, ...)")
-    if tensor.dim() == 1 and dim == 1:
-        dim = 0  # unbatched
-    if not -tensor.dim() <= dim < tensor.dim():
-        raise ValueError(
-            f"dim={dim} is not a dimension of {name} with shape {tuple(tensor.shape)}; "
-            f"valid are {-tensor.dim()} to {tensor.dim() - 1}"
-        )
-    if dim in (-1, tensor.dim() - 1):
-        return tensor
-    return dense_classes(tensor.movedim(dim, -1))
-
-
-def _suggest_dim(input: Tensor, target: Tensor, logits: Tensor, dim: int) -> None:
-    """The slip of those who come from language models: (B, S, V) and (B, S), with torch's default dim=1."""
-    if (
-        input.dim() > 2
-        and not torch.compiler.is_compiling()
-        and target.shape == input.shape[:-1]
-        and target.shape != logits.shape[:-1]
-    ):
-        raise ValueError(
-            f"target has shape {tuple(target.shape)}; expected {tuple(logits.shape[:-1])}, one class index for each "
-            f"row of the logits, with the classes in dim={dim}. Logits {tuple(input.shape)} with the classes last want "
-            "dim=-1"
-        )
+    dim = checks.class_dimension(name, tensor, dim)
+    return dense_classes(tensor if dim == tensor.dim() - 1 else tensor.movedim(dim, -1))
 
 
 def is_dtensor(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh")
+
+
+def _refuse_dtensors(name: str, *tensors: Tensor) -> None:
+    if any(map(is_dtensor, tensors)):
+        raise NotImplementedError(
+            f"{name} of DTensors is not supported (xent_ops.cross_entropy is): pass to_local() or full_tensor()"
+        )
 
 
 def cross_entropy(
@@ -141,7 +123,6 @@ def cross_entropy(
         and weight is None
         and not (inplace_backward or grad_in_forward)
         and (dim == -1 or dim == input.dim() - 1)
-        and not transforms.active()
     ):
         prepared = eager.ready(input, target, eager.Settings(reduction, lse_square_scale, options), False)
         if prepared is not None:
@@ -163,16 +144,24 @@ def cross_entropy(
             inplace_backward=inplace_backward,
             grad_in_forward=grad_in_forward,
         )
+    if is_dtensor(target):
+        raise TypeError("target is a DTensor but the logits are not; both must be, or neither")
     checks.reduction(reduction)
     logits = _classes_last(input, dim)
     if target.dim() == input.dim() and input.dim() > 0:
+        if target.dtype in checks.INDICES:
+            raise TypeError(
+                f"target has shape {tuple(target.shape)} and dtype {target.dtype}: with as many dimensions as the "
+                "logits it holds class probabilities, which are floating point; class indices have shape "
+                f"{tuple(logits.shape[:-1])}"
+            )
         for name, value in (("inplace_backward", inplace_backward), ("grad_in_forward", grad_in_forward)):
             if value:
                 raise ValueError(f"{name}=True takes class indices, not class probabilities")
         probabilities = _classes_last(target, dim, "target")
         return _soft(logits, probabilities, weight, ignore_index, reduction, lse_square_scale, soft_options)
     loss_options: dict[str, Any] = {"reduction": reduction, "lse_square_scale": lse_square_scale}
-    _suggest_dim(input, target, logits, dim)
+    checks.suggest_dim(input.shape, target.shape, dim)
     if not torch.compiler.is_compiling():
         if transforms.active():
             checks.lse_square_scale(lse_square_scale)
@@ -210,7 +199,7 @@ def _soft(
     checks.lse_square_scale(lse_square_scale)
     if ignore_index >= 0:
         raise ValueError(f"ignore_index={ignore_index} is not supported for class probabilities; leave it below 0")
-    if not torch.compiler.is_compiling() and transforms.active():
+    if transforms.active():
         checks.soft_forward(logits, target, weight, **options)
         loss, lse = reference.soft_cross_entropy_forward(logits, target, weight, **options)
     else:
@@ -240,12 +229,13 @@ def cross_entropy_outputs(
     Arguments, dtypes and errors are those of ``cross_entropy``; the target must be class indices. ``predictions`` is
     the first index of the largest ``logit_scale * input``; predictions and accuracy are not differentiable.
     """
-    transforms.refuse("cross_entropy_outputs")
+    transforms.refuse("xent_ops.cross_entropy_outputs")
+    _refuse_dtensors("xent_ops.cross_entropy_outputs", input, target)
     checks.reduction(reduction)
     checks.lse_square_scale(lse_square_scale)
     checks.weight_without_grad(weight)
     logits = _classes_last(input, dim)
-    _suggest_dim(input, target, logits, dim)
+    checks.suggest_dim(input.shape, target.shape, dim)
     loss, lse, argmax = torch.ops.xent.cross_entropy_forward_argmax(
         logits,
         target,
@@ -294,7 +284,8 @@ def token_log_probs(
         ``TokenLogProbs(log_probs, entropy, lse)``, each float32 (float64 for float64 input) of the target's shape.
         Errors are those of ``cross_entropy``.
     """
-    transforms.refuse("token_log_probs")
+    transforms.refuse("xent_ops.token_log_probs")
+    _refuse_dtensors("xent_ops.token_log_probs", input, target)
     loss, lse, entropy = torch.ops.xent.cross_entropy_forward_entropy(
         _classes_last(input, dim), target, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale
     )

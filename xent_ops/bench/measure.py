@@ -71,7 +71,8 @@ def measure(problem: Problem, variant: Variant, copy: float, settings: Settings)
         problem.use_targets(0)
         _measure(problem, variant, copy, settings, result)
     except Exception as error:
-        result.status, result.note, result.ms = "error", timing.reason(error), None
+        result.status, result.note = "error", timing.reason(error)
+        result.ms = result.copies = None
     finally:
         with contextlib.suppress(RuntimeError):  # the device's own failure, which the result tells already
             timing.collect(problem.device)

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ops import checks
+from ..kernels import reference_shard
+from ..ops import checks, transforms
 from ..ops.composite import Counts, reduce_rows
 from ..ops.eager import Prepared, PreparedLoss, Settings, kernels_for, prepared_for, upstream
 from ..ops.library import prepared_launcher
@@ -103,8 +104,11 @@ def _gradient(
     place: tuple[int, int],
     settings: Settings,
 ) -> Tensor:
+    backward: Any
     if torch.is_grad_enabled():  # create_graph: the operator's formula says why there is no second derivative
         backward = torch.ops.xent.cross_entropy_shard_backward
+    elif transforms.forward_mode():  # the upstream gradient has a tangent, which operators would drop
+        backward = reference_shard.cross_entropy_shard_backward
     else:
         backward = kernels_for(grad, logits, target, lse, weight)["cross_entropy_shard_backward"]
     grads = upstream(grad, lse, counts, settings)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..kernels.rows import dense_classes
-from ..ops import checks
+from ..ops import checks, transforms
 from ..ops.composite import z_losses
 from . import vocab_parallel
 from .groups import Place, place
@@ -43,9 +43,11 @@ def cross_entropy(
     for name, value in (("inplace_backward", inplace_backward), ("grad_in_forward", grad_in_forward)):
         if value:
             raise ValueError(f"{name}=True is not supported for DTensor logits")
+    transforms.refuse("xent_ops.cross_entropy of DTensors")
     checks.reduction(reduction)
     checks.lse_square_scale(lse_square_scale)
-    classes_dim = 0 if input.dim() == 1 and dim == 1 else dim % max(input.dim(), 1)
+    classes_dim = checks.class_dimension("input", input, dim)
+    checks.suggest_dim(input.shape, target.shape, dim)
     mesh = input.device_mesh
     vocabulary = _vocabulary_dimension(input, classes_dim)
     rows = _row_placements(input.placements, classes_dim)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops import checks
+from ..ops import checks, transforms
 from ..ops.composite import reduce_rows
 from ..ops.eager import PreparedLoss, Settings, kernels_for, ready, undisturbed
 from . import consistency, eager
@@ -76,7 +76,8 @@ def vocab_parallel_cross_entropy(
     """``xent_ops.cross_entropy`` of logits whose classes are split between the ranks of a group.
 
     Every rank gets the loss, bit for bit the same, and in backward the gradient of its own columns. One all-gather of
-    3 numbers a row (4 with class weights) forward, no communication backward. No second derivative, no vmap.
+    3 numbers a row (4 with class weights) forward, no communication backward. No second derivative, no torch.func,
+    no forward-mode AD.
 
     Args:
         logits_shard: (..., columns of this rank), the classes last, from ``class_start`` on. Shards may differ in size
@@ -106,6 +107,7 @@ def vocab_parallel_cross_entropy(
     different targets or options: the numbers are then wrong. Different row counts are an error, or a hang, of the
     communication library.
     """
+    transforms.refuse("xent_ops.distributed.vocab_parallel_cross_entropy")
     num_classes = checks.integer("num_classes", num_classes)
     class_start = None if class_start is None else checks.integer("class_start", class_start)
     options: dict[str, Any] = {

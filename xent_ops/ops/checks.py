@@ -66,6 +66,32 @@ def _logits(logits: Tensor, may_be_empty: bool = False) -> None:
     )
 
 
+def class_dimension(name: str, tensor: Tensor, dim: int) -> int:
+    """``dim`` as a number from 0 on."""
+    if tensor.dim() == 0:
+        raise ValueError(f"{name} has no dimension; expected (C,), (N, C) or (N, C, d1, ...)")
+    if tensor.dim() == 1 and dim == 1:
+        return 0  # unbatched
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(
+            f"dim={dim} is not a dimension of {name} with shape {tuple(tensor.shape)}; "
+            f"valid are {-tensor.dim()} to {tensor.dim() - 1}"
+        )
+    return dim % tensor.dim()
+
+
+def suggest_dim(input: torch.Size, target: torch.Size, dim: int) -> None:
+    """The slip of those who come from language models: (B, S, V) and (B, S), with torch's default dim=1."""
+    if len(input) < 3 or torch.compiler.is_compiling() or target != input[:-1]:
+        return
+    rows = torch.Size(size for i, size in enumerate(input) if i != dim % len(input))
+    if target != rows:
+        raise ValueError(
+            f"target has shape {tuple(target)}; expected {tuple(rows)}, one class index for each row of the logits, "
+            f"with the classes in dim={dim}. Logits {tuple(input)} with the classes last want dim=-1"
+        )
+
+
 def _options(
     weight: Tensor | None, logits: Tensor, label_smoothing: float, softcap: float | None, scale: float
 ) -> None:
@@ -258,8 +284,8 @@ def without_grad(name: str, tensor: Tensor) -> None:
     """For a tensor that an operator overwrites with something that has no derivative."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
-            f"{name} require grad and would be overwritten by an operator that has no derivative: call it below "
-            "torch.no_grad(), or use xent_ops.cross_entropy(..., grad_in_forward=True)"
+            f"{name} must not require grad, for an operator that has no derivative writes over it: call the operator "
+            "below torch.no_grad(), or use xent_ops.cross_entropy(..., inplace_backward=True)"
         )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import reference
-from . import checks
+from . import checks, transforms
 from .library import LIBRARY, define
 
 
@@ -92,6 +92,8 @@ def cross_entropy(
     checks.reduction(reduction)
     checks.lse_square_scale(lse_square_scale)
     checks.weight_without_grad(weight)
+    if transforms.forward_mode():  # in which operators drop the tangents
+        transforms.refuse("torch.ops.xent.cross_entropy")
     loss, lse = torch.ops.xent.cross_entropy_forward(
         logits,
         target,

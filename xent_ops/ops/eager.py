@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._device import DeviceContext
 
 from ..kernels import reference
-from . import checks
+from . import checks, transforms
 from .composite import Counts, count_rows, reduce_rows
 from .library import KERNELS, PREPARED_DEVICES, prepared_launcher
 
@@ -57,18 +58,23 @@ def _are_numbers(softcap: float | None = None, ignore_index: int = 0, **options:
 def undisturbed(*args: Any, **options: Any) -> bool:
     """May the loss be one node of autograd? Not where somebody watches the torch calls that it is made of.
 
-    Those are modes (tracers among them), subclasses of Tensor, torch.jit.trace, functorch; Dynamo comes first. Nor
-    where the dispatcher has something else to do than to call a kernel: with a tensor that is lazily negative, sparse
-    or batched, with an option that it would convert.
+    Those are modes (tracers among them), subclasses of Tensor, torch.jit.trace, functorch, forward-mode AD; Dynamo
+    comes first. Nor where the dispatcher has something else to do than to call a kernel: with a tensor that is lazily
+    negative, sparse or batched, with an option that it would convert.
     """
     return (
         torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
+        and (torch._C._len_torch_function_stack() == 0 or _device_is_all_that_is_set())
         and torch._C._get_tracing_state() is None
-        and not torch._C._are_functorch_transforms_active()
+        and not transforms.active()
         and _plain(args)
         and _are_numbers(**options)
     )
+
+
+def _device_is_all_that_is_set() -> bool:
+    """torch.set_default_device leaves a mode behind, which has nothing to say to calls that name their device."""
+    return all(type(mode) is DeviceContext for mode in torch.overrides._get_current_function_mode_stack())
 
 
 def _plain(args: Iterable[Any]) -> bool:
@@ -122,8 +128,7 @@ def cross_entropy(
 
 def _refuse_a_leaf(logits: Tensor) -> None:
     """As torch does for its own in-place operators: also a view of one."""
-    base = logits._base if logits._is_view() else logits
-    if base is not None and base.is_leaf and base.requires_grad:
+    if any(x is not None and x.is_leaf and x.requires_grad for x in (logits, logits._base)):
         raise RuntimeError(
             "inplace_backward=True would overwrite a leaf tensor that requires grad, or a view of it, with its own "
             "gradient: pass the output of a layer, or leave inplace_backward off"
@@ -180,8 +185,14 @@ def _reduce(loss: Tensor, lse: Tensor, counts: Counts, settings: Settings) -> Te
     return reduce_rows(loss, lse, counts, lse_square_scale=settings.lse_square_scale, reduction=settings.reduction).loss
 
 
-def _refuse_second_derivative(option: str) -> None:
+def _refuse_derivatives(option: str, grad: Tensor) -> None:
     """Not ``once_differentiable``: that is silent where the upstream gradient itself needs no gradient."""
+    batched = not torch.compiler.is_compiling() and torch._C._functorch.is_legacy_batchedtensor(grad)
+    if batched or transforms.active():
+        raise NotImplementedError(
+            f"{option}=True has one gradient to give: its backward below vmap (is_grads_batched=True), another "
+            "functorch transform or forward-mode AD is not supported"
+        )
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{option}=True leaves nothing to differentiate a second time, which create_graph=True asks for"
@@ -205,6 +216,7 @@ def _gradient(
 ) -> Tensor:
     """That of the logits, in eager or traced by compiled autograd."""
     if torch.is_grad_enabled():  # create_graph: the gradient has to be differentiable itself
+        logits = logits.view_as(logits)  # without the user's hooks, which the engine around this calls
         again = torch.ops.xent.cross_entropy(
             logits,
             target,
@@ -214,7 +226,10 @@ def _gradient(
             **settings.options,
         )
         return torch.autograd.grad(again, logits, grad, create_graph=True)[0]
-    kernel = kernels_for(grad, logits, target, lse, weight)["cross_entropy_backward"]
+    if transforms.forward_mode():  # the upstream gradient has a tangent, which operators would drop
+        kernel = reference.cross_entropy_backward
+    else:
+        kernel = kernels_for(grad, logits, target, lse, weight)["cross_entropy_backward"]
     return kernel(*upstream(grad, lse, counts, settings), logits, target, lse, weight, **settings.options)
 
 
@@ -266,7 +281,7 @@ class PreparedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         facts, launches, gradient, in_place = ctx.prepared
         if in_place:
-            _refuse_second_derivative("inplace_backward")
+            _refuse_derivatives("inplace_backward", grad)
         logits, target, lse, number = ctx.saved_tensors
         if (
             torch.is_grad_enabled()
@@ -369,7 +384,7 @@ class _InPlace(_TwoPass):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivative("inplace_backward")
+        _refuse_derivatives("inplace_backward", grad)
         logits, target, weight, lse, *counts = ctx.saved_tensors
         gradient = _gradient_in_place(grad, logits, target, weight, lse, Counts(*counts), ctx.settings)
         return gradient, None, None, None
@@ -408,14 +423,14 @@ class _OnePass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivative("grad_in_forward")
+        _refuse_derivatives("grad_in_forward", grad)
         if ctx.spent:
             raise RuntimeError(
                 "a second backward through a loss with grad_in_forward=True: its gradient was made once, and the first "
                 "backward has scaled it and given it away. Leave grad_in_forward off to go through the loss again"
             )
         (gradient,) = ctx.saved_tensors
-        ctx.spent = True
         gradient = gradient.detach()
         kernels_for(grad, gradient)["scale_grad_"](gradient, grad)
+        ctx.spent = True
         return gradient, None, None, None, None

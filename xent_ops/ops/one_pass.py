@@ -31,6 +31,7 @@ def _check_with_grad_(logits: Tensor, *args: Any, **options: Any) -> None:
 
 
 def _check_scale(grad: Tensor, factor: Tensor) -> None:
+    checks.without_grad("grad", grad)
     checks.scale_grad(grad, factor)
     checks.writable("grad", grad)
 

@@ -91,6 +91,7 @@ def _fake_backward(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *
 
 
 def _check_backward_(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *args: Any, **options: Any) -> None:
+    checks.without_grad("logits", logits)
     _check_backward(grad_loss, grad_lse, logits, *args, **options)
     checks.writable("logits", logits)
 

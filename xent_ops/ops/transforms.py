@@ -18,20 +18,24 @@ from .second_order import differentiate
 
 
 def active() -> bool:
-    """Is a functorch transform, or a level of forward-mode AD, around this call?"""
+    """Is a functorch transform, or a level of forward-mode AD, around this call? Dynamo sees to them itself."""
+    if torch.compiler.is_compiling():
+        return False
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def refuse(name: str) -> None:
     """Raise for a function that has no rule for transforms: below one, autograd would drop its outputs' derivatives."""
-    if not torch.compiler.is_compiling() and active():
+    if active():
         raise NotImplementedError(
-            f"xent_ops.{name} below a functorch transform (torch.func) or forward-mode AD is not supported; "
+            f"{name} below a functorch transform (torch.func) or forward-mode AD is not supported; "
             "xent_ops.cross_entropy is"
         )
 
 
-def _forward_mode() -> bool:
+def forward_mode() -> bool:
+    if torch.compiler.is_compiling():
+        return False
     if forward_ad._current_level >= 0:
         return True
     stack = torch._C._functorch.get_interpreter_stack() or []
@@ -41,7 +45,7 @@ def _forward_mode() -> bool:
 def forward_rows(logits: Tensor, target: Tensor, weight: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
     """(loss, lse) as ``cross_entropy_forward`` returns them; forward-mode AD runs through plain torch."""
     checks.index_forward(logits, target, weight, **options)
-    if _forward_mode():
+    if forward_mode():
         return reference.cross_entropy_forward(logits, target, weight, **options)
     return _Forward.apply(logits, target, weight, options)
 
