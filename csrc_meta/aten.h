@@ -96,5 +96,12 @@ inline Tensor scalar(double value, ScalarType dtype) {
   return torch::stable::full({}, value, dtype);
 }
 
+// The same of any int64: a double holds either half of it.
+inline Tensor scalar(int64_t value) {
+  const int64_t low = value & 0xFFFFFFFF;
+  return call("aten::bitwise_or", "Tensor", scalar(double(value - low), ScalarType::Long),
+              scalar(double(low), ScalarType::Long));
+}
+
 }  // namespace aten
 }  // namespace xent

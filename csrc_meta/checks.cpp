@@ -1,6 +1,7 @@
 #include "checks.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <initializer_list>
 #include <sstream>
@@ -36,10 +37,28 @@ const std::initializer_list<ScalarType> INDICES{ScalarType::Long, ScalarType::In
 const std::initializer_list<ScalarType> DIVISORS{ScalarType::Float, ScalarType::BFloat16, ScalarType::Half,
                                                  ScalarType::Double, ScalarType::Long};
 
+template <class Part>
+const Part& written(const Part& part) {
+  return part;
+}
+
+// As Python writes a float: the fewest digits that give it back, with an exponent below 1e-4 and from 1e16 on.
+std::string written(double value) {
+  if (std::isnan(value)) {
+    return "nan";  // whatever its sign
+  }
+  const double magnitude = std::abs(value);
+  const bool plain = magnitude == 0.0 || (magnitude >= 1e-4 && magnitude < 1e16);
+  char digits[32];
+  const auto format = plain ? std::chars_format::fixed : std::chars_format::scientific;
+  const std::string result(digits, std::to_chars(digits, digits + sizeof(digits), value, format).ptr);
+  return plain && result.find('.') == std::string::npos ? result + ".0" : result;
+}
+
 template <class... Parts>
 std::string text(const Parts&... parts) {
   std::ostringstream stream;
-  (stream << ... << parts);
+  (stream << ... << written(parts));
   return stream.str();
 }
 
@@ -148,8 +167,9 @@ void check_options(const MaybeTensor& weight, const Tensor& logits, const Option
   }
   require(options.label_smoothing >= 0.0 && options.label_smoothing <= 1.0,
           "label_smoothing must be between 0.0 and 1.0, got ", options.label_smoothing);
-  require(!options.softcap || (*options.softcap > 0.0 && std::isfinite(*options.softcap)),
-          "softcap must be a finite number above 0, or None for no cap, got ", options.softcap.value_or(0.0));
+  require(!options.softcap || (*options.softcap >= 0x1p-126 && std::isfinite(*options.softcap)),
+          "softcap must be a finite number above 0, or None for no cap, got ", options.softcap.value_or(0.0),
+          " (the least is 2**-126, the smallest normal float32)");
   require(std::isfinite(options.logit_scale), "logit_scale must be finite, got ", options.logit_scale);
 }
 
@@ -182,9 +202,10 @@ void shard(const Tensor& logits, const Tensor& target, const cpu::Shard& place, 
   check_options(weight, logits, options);
   require(place.num_classes > 0, "num_classes must be at least 1, got ", place.num_classes);
   const auto sizes = sizes_of(logits);
-  const int64_t columns = sizes ? sizes->back() : 1;
-  require(place.class_start >= 0 && place.class_start + (columns > 0) <= place.num_classes,
-          "class_start=", place.class_start, " with ", columns, " columns lies beyond num_classes=", place.num_classes,
+  const bool holds_columns = sizes && sizes->back() > 0;
+  require(place.class_start >= 0 && place.class_start <= place.num_classes - holds_columns,
+          "class_start=", place.class_start, " with ", sizes ? std::to_string(sizes->back()) : "...",
+          " columns lies beyond num_classes=", place.num_classes,
           ": a shard starts at one of the classes (only an empty one may start behind the last)");
 }
 

@@ -58,24 +58,26 @@ void cross_entropy(Stack& stack) {
   Tensor loss = torch::stable::detail::to<Tensor>(values[0]);
   const Tensor lse = torch::stable::detail::to<Tensor>(values[1]);
 
-  const ScalarType dtype = loss.scalar_type();
-  const Tensor indices = aten::to(target, ScalarType::Long);
-  const Tensor ignored = aten::scalar(static_cast<double>(options.ignore_index), ScalarType::Long);
-  const Tensor counted = binary("aten::ne", indices, ignored);
-  const Tensor number = aten::sum(counted);
-  const bool mean = reduction == "mean";
-  if (mean || reduction == "sum") {
+  if (reduction != "none") {
     loss = aten::sum(loss);
   }
+  const bool mean = reduction == "mean";
+  if (!mean && lse_square_scale == 0.0) {
+    return stack.returns(loss);
+  }
+  const ScalarType dtype = loss.scalar_type();
+  const Tensor indices = aten::to(target, ScalarType::Long);
+  const Tensor counted = binary("aten::ne", indices, aten::scalar(options.ignore_index));
+  const MaybeTensor number = mean ? MaybeTensor(aten::sum(counted)) : std::nullopt;
   if (mean) {
-    loss = binary("aten::div", loss, weight ? sum_of_weights(indices, counted, *weight, dtype) : number);
+    loss = aten::div(loss, weight ? sum_of_weights(indices, counted, *weight, dtype) : *number);
   }
   if (lse_square_scale != 0.0) {
     // Masked before the square: a row of padding may hold anything.
     const Tensor kept = where(counted, lse, aten::scalar(0.0, dtype));
     Tensor z_loss = binary("aten::mul", aten::call("aten::square", "", kept), aten::scalar(lse_square_scale, dtype));
     z_loss = reduction == "none" ? z_loss : aten::sum(z_loss);
-    z_loss = mean ? binary("aten::div", z_loss, number) : z_loss;
+    z_loss = mean ? aten::div(z_loss, *number) : z_loss;
     loss = torch::stable::subtract(loss, z_loss, -1.0);
   }
   stack.returns(loss);

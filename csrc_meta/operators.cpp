@@ -105,16 +105,13 @@ struct Backward {
     checks::row_values("entropy", entropy, logits);
   }
 
-  // `grad_logits` may be the logits.
-  void write(const Tensor& grad_logits) const {
+  void write(const Tensor& values, cpu::MutableRows grad) const {
     const ScalarType dtype = bridge::accumulator(logits);
     const Tensor dense_lse = bridge::dense(lse, dtype);
     const MaybeTensor dense_entropy = bridge::dense(entropy, dtype);
     const Tensor divided = divisor ? aten::div(aten::to(grad_loss, dtype), aten::to(*divisor, dtype)) : grad_loss;
-    const bridge::Write out(grad_logits);
-    cpu::backward(Problem(logits, target, weight, options), Upstream(logits, divided, grad_lse, grad_entropy),
-                  dense_lse.const_data_ptr(), bridge::data(dense_entropy), out.rows, bridge::threads());
-    out.finish();
+    cpu::backward(Problem(values, target, weight, options), Upstream(logits, divided, grad_lse, grad_entropy),
+                  dense_lse.const_data_ptr(), bridge::data(dense_entropy), grad, bridge::threads());
   }
 
   Tensor grad_loss;
@@ -142,16 +139,13 @@ struct WithGrad {
     checks::scalar_or_row_values("logits", logits, "grad_lse_square", grad_lse_square);
   }
 
-  // `grad_logits` may be the logits.
-  void write(const Tensor& loss, const Tensor& lse, const Tensor& grad_logits) const {
+  void write(const Tensor& loss, const Tensor& lse, const Tensor& values, cpu::MutableRows grad) const {
     const ScalarType dtype = bridge::accumulator(logits);
-    const Problem problem(logits, target, weight, options);
+    const Problem problem(values, target, weight, options);
     problem.check_targets(problem.classes);
     const bridge::PerRow scale(grad_scale, dtype), lse_square(grad_lse_square, dtype);
-    const bridge::Write out(grad_logits);
-    cpu::with_grad(problem, scale.values, lse_square.values, loss.mutable_data_ptr(), lse.mutable_data_ptr(), out.rows,
+    cpu::with_grad(problem, scale.values, lse_square.values, loss.mutable_data_ptr(), lse.mutable_data_ptr(), grad,
                    bridge::threads());
-    out.finish();
   }
 
   Tensor logits;
@@ -188,16 +182,13 @@ struct ShardBackward {
     checks::row_values("coefficient", coefficient, logits);
   }
 
-  // `grad_logits` may be the logits.
-  void write(const Tensor& grad_logits) const {
+  void write(const Tensor& values, cpu::MutableRows grad) const {
     const ScalarType dtype = bridge::accumulator(logits);
     const Tensor dense_lse = bridge::dense(lse, dtype);
     const MaybeTensor dense_coefficient = bridge::dense(coefficient, dtype);
-    const bridge::Write out(grad_logits);
-    cpu::shard_backward(Problem(logits, target, place.weight, options), place.shard,
+    cpu::shard_backward(Problem(values, target, place.weight, options), place.shard,
                         Upstream(logits, grad_loss, grad_lse), dense_lse.const_data_ptr(),
-                        bridge::data(dense_coefficient), out.rows, bridge::threads());
-    out.finish();
+                        bridge::data(dense_coefficient), grad, bridge::threads());
   }
 
   Tensor grad_loss;
@@ -210,22 +201,27 @@ struct ShardBackward {
   Options options;
 };
 
+// `write(..., values, grad)` reads the logits from `values` and writes their gradient to `grad`, which may be the same
+// memory: so logits that do not lie as the kernels take them are copied once, not for each.
+
 template <class In>
 void return_gradient(Stack& stack, const In& in) {
   const Tensor grad_logits = gradient_of(in.logits);
   if (!stack.meta) {
-    in.write(grad_logits);
+    in.write(in.logits, bridge::Write(grad_logits).rows);
   }
   stack.returns(grad_logits);
 }
 
-template <class In>
-void write_over_logits(Stack& stack, const In& in) {
+template <class In, class... Results>
+void write_over_logits(Stack& stack, const In& in, const Results&... results) {
   if (!stack.meta) {
     checks::writable("logits", in.logits);
-    in.write(in.logits);
+    const bridge::Write out(in.logits);
+    in.write(results..., out.memory(), out.rows);
+    out.finish();
   }
-  stack.returns();
+  stack.returns(results...);
 }
 
 // What a rank hands over: 3 numbers for each row, 4 with class weights, and a header of 5.
@@ -290,7 +286,7 @@ void cross_entropy_with_grad(Stack& stack) {
   const Tensor loss = per_row(in.logits, in.target), lse = per_row(in.logits, in.target);
   const Tensor grad_logits = gradient_of(in.logits);
   if (!stack.meta) {
-    in.write(loss, lse, grad_logits);
+    in.write(loss, lse, in.logits, bridge::Write(grad_logits).rows);
   }
   stack.returns(loss, lse, grad_logits);
 }
@@ -298,11 +294,7 @@ void cross_entropy_with_grad(Stack& stack) {
 void cross_entropy_with_grad_(Stack& stack) {
   const WithGrad in(stack);
   const Tensor loss = per_row(in.logits, in.target), lse = per_row(in.logits, in.target);
-  if (!stack.meta) {
-    checks::writable("logits", in.logits);
-    in.write(loss, lse, in.logits);
-  }
-  stack.returns(loss, lse);
+  write_over_logits(stack, in, loss, lse);
 }
 
 void scale_grad_(Stack& stack) {
@@ -313,7 +305,7 @@ void scale_grad_(Stack& stack) {
     checks::writable("grad", grad);
     const bridge::Write out(grad);
     const bridge::PerRow values(factor, bridge::accumulator(grad));
-    cpu::scale_grad(Problem(grad, std::nullopt, Options()), out.rows, values.values, bridge::threads());
+    cpu::scale_grad(Problem(out.memory(), std::nullopt, Options()), out.rows, values.values, bridge::threads());
     out.finish();
   }
   stack.returns();

@@ -5,6 +5,8 @@ vectors that are not full, values that are tied, huge or not finite, targets tha
 """
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -195,6 +197,71 @@ def test_one_pass(data):
     reference.scale_grad_(expected, factor)
     cpu.kernel("scale_grad_")(grad, factor)
     torch.testing.assert_close(grad, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("ignore_index", [0, -100])
+def test_an_infinite_weight_leaves_rows_that_pass_nothing_back(ignore_index, smoothing):
+    x, target, weight = torch.randn(3, 8), torch.tensor([3, ignore_index, 5]), torch.ones(8)
+    weight[[0, 5]] = float("inf")
+    options = {"ignore_index": ignore_index, "label_smoothing": smoothing}
+    loss, lse = cpu.kernel("cross_entropy_forward")(x, target, weight, **options)
+    a = torch.tensor([1.0, 1.0, 0.0])
+    grad = cpu.kernel("cross_entropy_backward")(a, None, x, target, lse, weight, **options)
+    assert loss[1] == 0 and not grad[1:].any() and (smoothing or grad[0].isfinite().all())
+    assert not cpu.kernel("cross_entropy_with_grad")(x, target, a, None, weight, **options)[2][1:].any()
+    part = cpu.kernel("cross_entropy_shard")(x, target, 0, 8, weight, **options)
+    loss, lse, _, coefficient = cpu.kernel("cross_entropy_shard_join")(x, target, part, 0, 8, weight, **options)
+    assert loss[1] == 0 and coefficient[1] == 0
+    for saved in (coefficient, torch.full((3,), float("inf"))):
+        grad = cpu.kernel("cross_entropy_shard_backward")(a, None, x, target, lse, 0, 8, weight, saved, **options)
+        assert not grad[1:].any()
+
+
+def test_blocks_of_one_value_without_vector_instructions():
+    """What is added up again and again loses most to rounding; the fewer the lanes, the more."""
+    program = """if True:
+        import torch, xent_ops
+        from xent_ops import testing
+        from xent_ops.kernels import cpu
+        assert cpu.instruction_set() == "default"
+        x = torch.linspace(-1.2, -0.01, 60).unsqueeze(-1).repeat(1, 4096)
+        x[:, 0] = 0
+        target = torch.zeros(60, dtype=torch.int64)
+        for smoothing in (0.0, 1.0):
+            expected = testing.oracle(x, target, label_smoothing=smoothing)
+            loss, lse, entropy = torch.ops.xent.cross_entropy_forward_entropy(x, target, label_smoothing=smoothing)
+            testing.assert_lse(lse, expected)
+            testing.assert_loss(loss, expected)
+        exact = torch.distributions.Categorical(logits=x.double()).entropy()
+        torch.testing.assert_close(entropy.double(), exact, rtol=1e-6, atol=0)
+        weight = torch.full((4096,), 0.7)
+        total = torch.ops.xent.cross_entropy_shard(x, target, 0, 4096, weight)[0, -1]
+        torch.testing.assert_close(total.double(), weight.double().sum(), rtol=5e-6, atol=0)
+    """
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["cross_entropy_backward_", "cross_entropy_with_grad_", "scale_grad_", "shard"])
+def test_in_place_copies_once(name):
+    """Where two strides do not describe the rows."""
+    x = torch.randn(4, 6, 6, 9)[:, ::4, ::2]
+    rows = torch.ones(x.shape[:-1])
+    target = torch.zeros_like(rows).long()
+    arguments = {
+        "cross_entropy_backward_": (rows, None, x, target, rows),
+        "cross_entropy_with_grad_": (x, target, rows),
+        "scale_grad_": (x, rows * 2),
+        "shard": (rows, None, x, target, rows, 0, 9),
+    }[name]
+    function = cpu.kernel("cross_entropy_shard_backward_" if name == "shard" else name)
+    before = x.clone()
+    with torch.profiler.profile() as profile:
+        function(*arguments)
+    assert sum(event.name == "aten::clone" for event in profile.events()) == 1
+    assert not torch.equal(x, before)
 
 
 def test_in_place_into_shared_memory():

@@ -42,6 +42,7 @@ struct ClassIndices {
   Coefficients<A> row_coefficients(std::int64_t row, double lse, double grad_loss, double grad_lse) const {
     const Target t = target(row);
     const double a = !t.counted ? 0 : t.valid ? grad_loss : kNaN;
+    if (a == 0) return coefficients<A>(problem, lse, grad_lse, 0, 0, -1);  // 0 times an infinite weight is NaN
     double at_target = a * (1 - problem.label_smoothing);
     if (t.valid) at_target *= weight_of<A>(problem, t.column);
     const double by_class = problem.label_smoothing > 0 ? a * (problem.label_smoothing / double(problem.classes)) : 0;

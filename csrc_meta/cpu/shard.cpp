@@ -132,7 +132,7 @@ void join_as(
     loss[row] = A(!t.counted ? 0 : t.valid && tiled ? part + sum_shares * log_total : kNaN);
     lse[row] = A(tiled ? top.pivot() + log_total : kNaN);
     target_weight[row] = A(t.counted ? sum_weights : 0);
-    coefficient[row] = A(sum_shares);
+    coefficient[row] = A(t.counted ? sum_shares : 0);
   });
 }
 
@@ -151,11 +151,12 @@ void backward_as(
   const auto join = [&](std::int64_t row, const Sums&) {
     const Target t = target_of(problem, shard, row);
     const double a = !t.counted ? 0 : t.valid ? value<A>(upstream.loss, row) : kNaN;
-    const double at_target =
-        t.column < 0 ? 0 : a * (1 - problem.label_smoothing) * weight_of<A>(problem, t.column);
-    const double by_class =
-        problem.label_smoothing > 0 ? a * (problem.label_smoothing / double(shard.num_classes)) : 0;
-    const double softmax = a * (coefficient == nullptr ? 1.0 : double(coefficient[row])) + value<A>(upstream.lse, row);
+    double softmax = value<A>(upstream.lse, row), at_target = 0, by_class = 0;
+    if (a != 0) {  // 0 times an infinite weight is NaN
+      softmax += a * (coefficient == nullptr ? 1.0 : double(coefficient[row]));
+      if (t.column >= 0) at_target = a * (1 - problem.label_smoothing) * weight_of<A>(problem, t.column);
+      if (problem.label_smoothing > 0) by_class = a * (problem.label_smoothing / double(shard.num_classes));
+    }
     if (problem.classes < whole.classes) {
       const std::int64_t padding = whole.classes - problem.classes;
       std::memset(at(grad, problem.dtype, row, problem.classes), 0, padding * size_of(problem.dtype));

@@ -133,8 +133,9 @@ inline void store(Bfloat16* to, f32 v, int n) {
   write(to, narrow(v != v ? u32{} + 0x7FC0u : rounded), n);
 }
 
-// exp within 1 ulp (Cephes expf.c, exp.c): 2^n e^r with |r| <= ln(2) / 2. Below the smallest normal number 0, from
-// 2^127.5 on inf, NaN of NaN: the product keeps it whatever the integers are.
+// exp within 1 ulp (Cephes expf.c, exp.c): 2^n e^r with |r| <= ln(2) / 2. 0 below 2^-126.5, half of the first binade of
+// subnormal numbers, and inf from 2^127.5 on (2^-1022.5, 2^1023.5); NaN of NaN: the product keeps it whatever the
+// integers are.
 inline f32 exp(f32 x) {
   x = smaller(f32{} + 89.0f, larger(f32{} - 88.0f, x));  // n from -127, where 2^n becomes 0, to 128: inf
   const f32 shifted = x * 1.44269504088896341f + 0x1.8p23f;  // rounds to an integer, in the last bits

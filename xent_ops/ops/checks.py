@@ -101,8 +101,11 @@ def _options(
         same_device("weight", weight, logits)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be between 0.0 and 1.0, got {label_smoothing}")
-    if softcap is not None and not (softcap > 0.0 and math.isfinite(softcap)):
-        raise ValueError(f"softcap must be a finite number above 0, or None for no cap, got {softcap}")
+    if softcap is not None and not (softcap >= 2.0**-126 and math.isfinite(softcap)):
+        raise ValueError(
+            f"softcap must be a finite number above 0, or None for no cap, got {softcap} (the least is 2**-126, the "
+            "smallest normal float32)"
+        )
     if not math.isfinite(scale):
         raise ValueError(f"logit_scale must be finite, got {scale}")
 
