@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from conftest import INTERPRETED
 from test_values import DTYPES, OPTIONS
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from xent_ops.kernels import reference
 from xent_ops.testing import assert_grad, assert_loss, assert_lse, oracle, realistic_logits
 
 pytestmark = pytest.mark.interpreter
@@ -113,6 +117,42 @@ def test_rows_of_padding_may_hold_anything(device, in_place):
         grad = ops.cross_entropy_with_grad(x, target, scale, square)[2]
     # An ignored row passes nothing back; 0 * inf of the third row's lse is torch's own arithmetic.
     assert grad[[0, 1, 3]].isfinite().all() and grad[1].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("rows", [1, 4])  # the interpreter's way through forward and backward, and the kernel
+@pytest.mark.parametrize("plain", [False, True], ids=["operator", "plain torch"])
+def test_weight_of_an_ignored_class_may_be_infinite(device, plain, rows):
+    x = realistic_logits(rows, 100, dtype=torch.float32).to(device).requires_grad_()
+    target = torch.tensor([0, 3, 99, 4], device=device)[:rows]
+    weight = torch.rand(100, generator=torch.Generator().manual_seed(2)).to(device)
+    weight[0] = float("inf")
+    theirs = F.cross_entropy(x, target, weight, ignore_index=0, reduction="none")
+    (wanted,) = torch.autograd.grad(theirs.sum(), x)
+    one = torch.ones((), device=device)
+    kernel = (reference if plain else ops).cross_entropy_with_grad
+    loss, _, grad = kernel(x.detach(), target, one, None, weight, ignore_index=0)
+    torch.testing.assert_close(loss, theirs.detach())
+    torch.testing.assert_close(grad, wanted)
+    assert grad[0].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("rows", [1, 4])  # as above
+def test_strided_classes_are_copied_once(device, rows):
+    if device == "cpu" and not INTERPRETED:
+        pytest.skip("the launchers of the Triton kernels")
+    from xent_ops.kernels.triton import launch_one_pass
+
+    class Copies(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.number += function is torch.ops.aten.clone.default
+            return function(*args, **(kwargs or {}))
+
+    x, target = torch.randn(rows, 100, device=device)[:, ::2], torch.zeros(rows, dtype=torch.int64, device=device)
+    with Copies() as copies:
+        launch_one_pass.cross_entropy_with_grad(x, target, torch.ones((), device=device))
+    assert copies.number == 1
 
 
 @pytest.mark.gpu
@@ -259,8 +299,15 @@ def test_no_derivative(device):
     one = torch.ones((), device=device)
     with pytest.raises(RuntimeError, match="cross_entropy_with_grad has no derivative"):
         ops.cross_entropy_with_grad(x, target, one)[0].sum().backward()
-    with pytest.raises(RuntimeError, match="logits require grad and would be overwritten"):
-        ops.cross_entropy_with_grad_(x * 1, target, one)
+    row = torch.ones(4, device=device)
+    for call in (
+        lambda logits: ops.cross_entropy_with_grad_(logits, target, one),
+        lambda logits: ops.scale_grad_(logits, one),
+        lambda logits: ops.cross_entropy_backward_(row, None, logits, target, row),
+        lambda logits: ops.cross_entropy_shard_backward_(row, None, logits, target, row, 0, 10),
+    ):
+        with pytest.raises(RuntimeError, match="must not require grad, for an operator that has no derivative writes"):
+            call(x * 1)
     with torch.no_grad():
         ops.cross_entropy_with_grad_(x, target, one)
 

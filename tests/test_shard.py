@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from conftest import INTERPRETED
 from test_values import OPTIONS
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from xent_ops.kernels import reference_shard
 from xent_ops.testing import assert_grad, assert_loss, assert_lse, oracle, realistic_logits
 
 pytestmark = pytest.mark.interpreter
@@ -221,6 +223,51 @@ def test_rows_of_padding_may_hold_anything(device):
         (grad,) = torch.autograd.grad(out[0].sum(), leaf)
         assert out[0][1:3].count_nonzero() == 0 and out[2].tolist() == [1, 0, 0, 1]
         assert grad.isfinite().all() and grad[1:3].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["operators", "plain torch"])
+@pytest.mark.parametrize("ignore_index", [-100, 0, 20])
+def test_weight_of_an_ignored_class_may_be_infinite(device, plain, ignore_index):
+    """One over its number of targets. The second shard has class 20."""
+    kernels = reference_shard if plain else ops
+    x = realistic_logits(4, 40, dtype=torch.float32).to(device).requires_grad_()
+    target = torch.tensor([3, ignore_index, 39, 4], device=device)
+    weight = torch.rand(40, generator=torch.Generator().manual_seed(2)).to(device)
+    weight[max(ignore_index, 0)] = float("inf")
+    options = {"ignore_index": ignore_index}
+    theirs = F.cross_entropy(x, target, weight, reduction="none", **options)
+    (wanted,) = torch.autograd.grad(theirs.sum(), x)
+    parts = [(half.detach(), start) for half, start in ((x[:, :15], 0), (x[:, 15:], 15))]
+    gathered = torch.cat(
+        [kernels.cross_entropy_shard(z, target, s, 40, weight[s:][: z.shape[1]], **options) for z, s in parts]
+    )
+    grads = []
+    for z, start in parts:
+        w = weight[start:][: z.shape[1]]
+        loss, lse, _, coefficient = kernels.cross_entropy_shard_join(z, target, gathered, start, 40, w, **options)
+        torch.testing.assert_close(loss, theirs.detach())
+        assert coefficient[1] == 0
+        grads.append(
+            kernels.cross_entropy_shard_backward(
+                torch.ones_like(loss), None, z, target, lse, start, 40, w, coefficient, **options
+            )
+        )
+    grad = torch.cat(grads, -1)
+    torch.testing.assert_close(grad, wanted)
+    assert grad[1].count_nonzero() == 0
+
+
+def test_plain_torch_reads_no_number_of_an_unbatched_row():
+    """Which would synchronise a GPU."""
+
+    class Refuse(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            assert function is not torch.ops.aten._local_scalar_dense.default
+            return function(*args, **(kwargs or {}))
+
+    x, target, weight = torch.randn(5), torch.tensor(1), torch.ones(5)
+    with Refuse():
+        reference_shard.cross_entropy_shard(x, target, 0, 5, weight)
 
 
 def test_bitwise_the_same_in_every_run_and_order_of_ranks_as_given(device):

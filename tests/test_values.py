@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from conftest import INTERPRETED
 
 import xent_ops
+from xent_ops.kernels import reference
 from xent_ops.testing import assert_grad, assert_loss, assert_lse, oracle, realistic_logits
 
 pytestmark = pytest.mark.interpreter
@@ -21,6 +22,20 @@ OPTIONS = {
     "scale": {"logit_scale": 1.5},
     "all": {"label_smoothing": 0.25, "softcap": 30.0, "logit_scale": 0.75},
 }
+
+
+@pytest.fixture(params=["operators", "plain torch", "Ascend"])
+def kernels(request, device):
+    """The operators; the functions of their names in plain torch, which a CPU with C++ does not run; those for NPUs."""
+    if request.param == "operators":
+        return torch.ops.xent
+    if request.param == "plain torch":
+        return reference
+    if not INTERPRETED:
+        pytest.skip("run by Triton's interpreter")
+    from xent_ops.kernels.ascend import launch
+
+    return launch
 
 
 def _bits(tensor):
@@ -375,6 +390,41 @@ def test_rows_of_padding_may_hold_anything(device):
     assert loss.isfinite() and x.grad.isfinite().all() and x.grad[1:3].count_nonzero() == 0
 
 
+def test_entropy_of_padding_may_be_nan(device, kernels):
+    x = torch.randn(4, 100, device=device)
+    x[1], x[2] = float("nan"), float("inf")
+    target = torch.tensor([3, -100, 5, 4], device=device)
+    grad_loss, grad_entropy = torch.tensor([[1.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0]], device=device)
+    _, lse, entropy = kernels.cross_entropy_forward_entropy(x, target)
+    grad = kernels.cross_entropy_backward_entropy(grad_loss, None, grad_entropy, x, target, lse, entropy)
+    assert grad.isfinite().all() and grad[1:3].count_nonzero() == 0 and grad[[0, 3]].count_nonzero() == 200
+
+
+@pytest.mark.parametrize("ignore_index", [-100, 0])
+def test_weight_of_an_ignored_class_may_be_infinite(device, kernels, ignore_index):
+    """One over its number of targets: class 0 has none."""
+    x = realistic_logits(4, 100, dtype=torch.float32).to(device).requires_grad_()
+    target = torch.tensor([3, ignore_index, 99, 4], device=device)
+    weight = torch.rand(100, generator=torch.Generator().manual_seed(2)).to(device)
+    weight[0] = float("inf")
+    theirs = F.cross_entropy(x, target, weight, ignore_index=ignore_index, reduction="none")
+    (wanted,) = torch.autograd.grad(theirs.sum(), x)
+    options = {"ignore_index": ignore_index}
+    loss, lse = kernels.cross_entropy_forward(x.detach(), target, weight, **options)
+    grad = kernels.cross_entropy_backward(torch.ones_like(loss), None, x.detach(), target, lse, weight, **options)
+    torch.testing.assert_close(loss, theirs.detach())
+    torch.testing.assert_close(grad, wanted)
+    assert grad.isfinite().all() and grad[1].count_nonzero() == 0
+
+
+def test_upstream_gradients_that_cancel_do_not_hide_an_infinite_logit(device, kernels):
+    x, target = torch.randn(1, 40, device=device), torch.tensor([1], device=device)
+    x[0, 7] = float("inf")
+    _, lse = kernels.cross_entropy_forward(x, target)
+    one = torch.ones(1, device=device)
+    assert kernels.cross_entropy_backward(one, -one, x, target, lse).isnan().any()
+
+
 @pytest.mark.usefixtures("both_paths")
 def test_second_backward_gives_the_same_gradient(device):
     x = torch.randn(4, 100, device=device, requires_grad=True)
@@ -418,6 +468,14 @@ def test_argmax_takes_the_first_index_on_ties(device):
     assert torch.equal(argmax, x.float().argmax(-1))
 
 
+@pytest.mark.parametrize("classes", [1, 64, 100, 1024, 5001])
+def test_argmax_of_rows_without_a_number_is_the_first_column(device, kernels, classes):
+    for value in (float("nan"), float("-inf")):
+        x = torch.full((5, classes), value, device=device)
+        target = torch.zeros(5, dtype=torch.int64, device=device)
+        assert kernels.cross_entropy_forward_argmax(x, target)[2].tolist() == [0] * 5
+
+
 @pytest.mark.parametrize("softcap", [None, 20.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_entropy(device, dtype, softcap):
@@ -443,6 +501,36 @@ def test_entropy(device, dtype, softcap):
     torch.testing.assert_close(
         ours.cpu().double(), theirs, rtol=2 * tolerance, atol=tolerance * theirs.abs().max().item() / 8
     )
+
+
+def test_large_common_offset_keeps_the_entropy(device, kernels):
+    """Not made from the lse, which is off by 1e-3 there."""
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)) + 3e4
+    entropy = kernels.cross_entropy_forward_entropy(logits.to(device), torch.arange(4, device=device))[2]
+    wanted = torch.distributions.Categorical(logits=logits.double()).entropy()
+    torch.testing.assert_close(entropy.cpu().double(), wanted, rtol=1e-5, atol=0)
+
+
+def test_second_derivatives_of_the_entropy_pass_masked_classes(device):
+    """A logit of -inf changes those of the others as little as a column that is left out."""
+    logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
+    target, factor = torch.tensor([0, 1], device=device), torch.arange(5.0, dtype=torch.float64, device=device)
+
+    def derivatives(x, columns):
+        x.requires_grad_()
+        entropy = torch.ops.xent.cross_entropy_forward_entropy(x, target)[2]
+        (grad,) = torch.autograd.grad(entropy.sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad((grad[:, columns] * factor).sum(), x)
+        return grad.detach()[:, columns], second[:, columns]
+
+    kept = torch.tensor([0, 1, 2, 4, 5], device=device)
+    masked = logits.clone()
+    masked[:, 3] = float("-inf")
+    wanted = derivatives(logits[:, kept], slice(None))
+    torch.testing.assert_close(derivatives(masked, kept), wanted)
+    masked = masked.detach().requires_grad_()
+    (grad,) = torch.autograd.grad(reference.cross_entropy_forward_entropy(masked, target)[2].sum(), masked)
+    torch.testing.assert_close(grad[:, kept], wanted[0])
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -477,3 +565,29 @@ def test_class_probabilities(device, dtype, weighted, name):
         torch.testing.assert_close(
             mine.cpu().double(), other, rtol=2 * tolerance, atol=64 * eps * other.abs().max().item()
         )
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["operator", "plain torch"])
+def test_class_probabilities_of_padding_may_hold_anything(device, plain):
+    """They count for nothing where the loss passes nothing back, even where the lse does."""
+    soft = reference if plain else torch.ops.xent
+    x = torch.randn(3, 100, device=device)
+    q = torch.randn(3, 100, device=device).softmax(-1)
+    lse = soft.soft_cross_entropy_forward(x, q)[1]
+    q[1:] = float("nan")
+    grad_loss, grad_lse = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 2.0]], device=device)
+    without = soft.soft_cross_entropy_backward(grad_loss, None, x, q, lse)
+    assert without[0].isfinite().all() and without[1:].count_nonzero() == 0
+    grad = soft.soft_cross_entropy_backward(grad_loss, grad_lse, x, q, lse)
+    torch.testing.assert_close(grad, torch.stack([without[0], without[1], 2 * x[2].softmax(-1)]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_class_probabilities_with_an_lse_of_another_dtype(device, dtype):
+    """It is rounded, not what is computed from it."""
+    x = torch.randn(3, 100, device=device)
+    q = torch.randn(3, 100, device=device).softmax(-1)
+    lse = torch.logsumexp(x, -1).to(dtype)
+    one = torch.ones(3, device=device)
+    grad = torch.ops.xent.soft_cross_entropy_backward(one, None, x, q, lse)
+    torch.testing.assert_close(grad, reference.soft_cross_entropy_backward(one, None, x, q, lse.float()))

@@ -1,4 +1,4 @@
-"""The loss in plain torch: kernel of the CPU, oracle of the tests, and what Inductor gets for the backward.
+"""The loss in plain torch: the CPU's kernel where C++ is not built, and what Inductor gets for the backward.
 
 Per row, with x = softcap(logit_scale * logits), softcap(z) = cap * tanh(z / cap), V classes, target t, class
 weights w (1 where none are given) and label smoothing e:
@@ -102,9 +102,10 @@ def cross_entropy_forward_entropy(
     """(loss, lse, entropy): entropy = -sum_j softmax_j log softmax_j, where a class of probability 0 adds 0."""
     loss, lse = cross_entropy_forward(logits, target, weight, **options)
     x = activation(logits, options.get("softcap"), options.get("logit_scale", 1.0))
-    log_p = x - lse.unsqueeze(-1)
+    maximum, log_sum = _logsumexp(x)
+    log_p = x - maximum - log_sum  # not x - lse, which has been rounded
     p = log_p.exp()
-    return loss, lse, -torch.where(p == 0, 0.0, p * log_p).sum(-1)
+    return loss, lse, -(p * torch.where(p == 0, 0.0, log_p)).sum(-1)
 
 
 def row_coefficients(
@@ -121,13 +122,13 @@ def row_coefficients(
     """A, B, C of ``grad_x_j = A softmax_j - B [j == t] - C w_j``, each (...).
 
     With a = grad_loss and b = grad_lse: B = a w_t (1-e), C = a e/V, A = B + C sum(w) + b. An ignored row has
-    a = 0, one whose target is out of range a = NaN.
+    a = w_t = 0 (the weight of an ignored class may be infinite), one whose target is out of range a = NaN.
     """
     index, counted, invalid = gather_target(target, classes, ignore_index)
     a = torch.where(counted, grad_loss.to(dtype), 0.0).masked_fill(invalid, float("nan"))
     b = a * (1 - label_smoothing)
     if weight is not None:
-        b = b * weights_at(weight.to(dtype), index)
+        b = b * torch.where(counted, weights_at(weight.to(dtype), index), 0.0)
     c = a * (label_smoothing / classes)
     total = b
     if label_smoothing > 0.0:
@@ -145,7 +146,8 @@ def _softmax_gradient(
     p = log_p.exp()
     grad = total.unsqueeze(-1) * p
     if grad_entropy is not None and entropy is not None:
-        term = p * (log_p + entropy.unsqueeze(-1))
+        # log 0 goes before it is multiplied: the outer where alone would leave 0 * inf in second derivatives.
+        term = p * (torch.where(p == 0, 0.0, log_p) + entropy.unsqueeze(-1))
         grad = grad - grad_entropy.to(x.dtype).unsqueeze(-1) * torch.where(p == 0, 0.0, term)
     return grad
 
@@ -210,7 +212,9 @@ def cross_entropy_backward(
     grad = grad - torch.where(column == target.to(torch.int64).unsqueeze(-1), b.unsqueeze(-1), 0.0)
     if label_smoothing > 0.0:
         grad = grad - (c.unsqueeze(-1) if weight is None else c.unsqueeze(-1) * weight.to(x.dtype))
-    upstream = total if grad_entropy is None else total.abs() + grad_entropy.to(x.dtype).abs()
+    upstream = total.abs() + b.abs() + c.abs()
+    if grad_entropy is not None:
+        upstream = upstream + grad_entropy.to(x.dtype).abs()
     return _finish(grad, x, lse, upstream, logits, softcap, logit_scale)
 
 
@@ -310,7 +314,10 @@ def soft_cross_entropy_backward(
     x = activation(logits, softcap, logit_scale)
     q = weighted_probabilities(target, weight, label_smoothing, x.dtype)
     a = grad_loss.to(x.dtype)
-    total = a * q.sum(-1)
+    mass = q.sum(-1)
+    unread = (a == 0) & ~mass.isfinite()  # as in _finish, whatever the probabilities hold
+    q = torch.where(unread.unsqueeze(-1), 0.0, q)
+    total = a * torch.where(unread, 0.0, mass)
     if grad_lse is not None:
         total = total + grad_lse.to(x.dtype)
     grad = _softmax_gradient(x, lse, total) - a.unsqueeze(-1) * q

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .reference import _finish, _softmax_gradient, activation, gather_target
+from .reference import _finish, _softmax_gradient, activation, gather_target, weights_at
 
 HEADER = 5
 DIGIT = 2**24
@@ -73,7 +73,7 @@ def cross_entropy_shard(
     sum_weights = x.new_full((), columns)
     if weight is not None:
         weight = weight[:columns].to(x.dtype)
-        target_weight = torch.where(owned, weight[column] if columns else part, 0.0)
+        target_weight = torch.where(owned, weights_at(weight, column) if columns else part, 0.0)
         part = part * target_weight
         sum_weights = weight.sum()
     part = torch.where(owned, part, 0.0)
@@ -110,7 +110,7 @@ def cross_entropy_shard_join(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, lse, w_t or 0 where ignored, coefficient), each (...), from what all ranks handed over.
+    """(loss, lse, w_t, coefficient), each (...), from what all ranks handed over; all but lse are 0 where ignored.
 
     The same bits on every rank: nothing that is the rank's own enters. Pointwise but for sums over ranks: Inductor
     gets this in place of the operator.
@@ -145,6 +145,7 @@ def cross_entropy_shard_join(
     loss = torch.where(counted, torch.where(valid & tiled, loss, float("nan")), 0.0)
     lse = torch.where(tiled, pivot + log_total, float("nan"))
     target_weight = torch.where(counted, target_weight.sum(0), 0.0)
+    coefficient = torch.where(counted, coefficient, 0.0)
     return loss.view(shape), lse.view(shape), target_weight.view(shape), coefficient.view(shape)
 
 
@@ -169,7 +170,8 @@ def cross_entropy_shard_backward(
     x = activation(logits, softcap, logit_scale)
     _, counted, invalid = gather_target(target, num_classes, ignore_index)
     a = torch.where(counted, grad_loss.to(x.dtype), 0.0).masked_fill(invalid, float("nan"))
-    local = (target.to(torch.int64) - class_start).unsqueeze(-1)
+    # No column where ignored: 0 times the weight of an ignored class, which may be infinite, would be NaN.
+    local = torch.where(counted, target.to(torch.int64) - class_start, -1).unsqueeze(-1)
     column = torch.arange(logits.shape[-1], device=logits.device)
     total = a if coefficient is None else a * coefficient.to(x.dtype)
     if grad_lse is not None:

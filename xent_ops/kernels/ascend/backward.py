@@ -197,7 +197,8 @@ def backward_kernel(
         if HAS_SMOOTHING:
             b *= 1.0 - label_smoothing
         if HAS_WEIGHT:
-            b *= tl.load(weight_ptr + tl.where(valid, target, 0))
+            target_weight = tl.load(weight_ptr + tl.where(valid, target, 0))
+            b *= tl.where(target == ignore_index, 0.0, target_weight)  # that of an ignored class may be infinite
         total = b
         c = tl.cast(0.0, tl.float32)
         if HAS_SMOOTHING:

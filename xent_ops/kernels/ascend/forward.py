@@ -74,12 +74,12 @@ def _visit(
 
 @triton.jit
 def _first_of(pointers, lane, left, top, logit_scale):
-    """The first column of a tile that holds ``top``, before softcap; a second read of that one tile."""
+    """The first column of a tile that holds ``top``, before softcap, 0 for none; a second read of that one tile."""
     exists = tl.arange(0, pointers.shape[0]) < left
     z = tl.load(pointers, mask=exists, other=0.0).to(tl.float32) * logit_scale
     z = tl.where(lane < left.to(tl.float32), z, float("-inf"))
     first = tl.min(tl.where(z == top, lane, float("inf")), axis=0)
-    return tl.where(first < float("inf"), first, 0.0).to(tl.int32)
+    return tl.where(first < left.to(tl.float32), first, 0.0).to(tl.int32)
 
 
 @triton.jit(

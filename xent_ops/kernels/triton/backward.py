@@ -26,7 +26,7 @@ def coefficients(
     if HAS_SMOOTHING:
         b *= 1.0 - label_smoothing
     if HAS_WEIGHT:
-        b *= target_weight
+        b *= tl.where(target == ignore_index, 0.0, target_weight)  # that of an ignored class may be infinite
     total = b
     c = a * (label_smoothing / n_classes)
     if HAS_SMOOTHING:
@@ -222,6 +222,7 @@ def backward_kernel(
         grad_entropy = tl.load(grad_entropy_ptr + tl.cast(row, tl.int64) * grad_entropy_stride).to(ACC)
         entropy = tl.load(entropy_ptr + row)
         live |= grad_entropy != 0.0
+        entropy = tl.where(live, entropy, 0.0)
     unit = slope_unit(logit_scale, SOFTCAP)
     total *= unit
     b *= unit

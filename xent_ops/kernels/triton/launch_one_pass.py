@@ -37,7 +37,6 @@ def _shared_memory(device: torch.device) -> tuple[int, int]:
 def _with_grad(
     view: Rows,
     grad: Rows,
-    logits: Tensor,
     target: Tensor,
     grad_scale: Tensor,
     grad_lse_square: Tensor | None,
@@ -47,41 +46,42 @@ def _with_grad(
     softcap: float | None,
     logit_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    loss = empty_rows(logits)
-    lse = torch.empty_like(loss)
+    logits = view.tensor
     if view.number == 0:
-        return loss, lse
+        return empty_rows(logits), empty_rows(logits)
     options = (ignore_index, label_smoothing, softcap, logit_scale)
-    scale, scale_stride = per_row(grad_scale, lse)
-    square, square_stride = per_row(grad_lse_square, lse)
+    scale, scale_stride = per_row(grad_scale, logits)
+    square, square_stride = per_row(grad_lse_square, logits)
     parts, launch = _one_pass_launch(
         view[2:],
         grad[2:],
         logits.shape[-1],
         logits.element_size(),
-        view.tensor.data_ptr() % 16 == 0,
+        logits.data_ptr() % 16 == 0,
         _shared_memory(logits.device),
         (scale_stride, square_stride),
         grad_lse_square is not None,
         weight is not None,
         *options,
     )
-    if launch.kernel is not one_pass_kernel:
+    shared = launch.kernel is not one_pass_kernel
+    if not shared and view.number < processors(logits):  # a program a row would leave some idle
+        return _in_two_visits(view, grad, target, grad_scale, grad_lse_square, weight, *options)
+    loss = empty_rows(logits)
+    lse = torch.empty_like(loss)
+    if shared:
         # What programs exchange; not read where they have a row each.
         extra = lse if parts == 1 else torch.zeros(1 + view.number * parts, dtype=torch.int64, device=logits.device)
-    elif view.number < processors(logits):  # a program a row would leave some idle
-        return _in_two_visits(view, grad, logits, target, grad_scale, grad_lse_square, weight, *options)
     else:
         extra = class_weights(weight, lse, label_smoothing, logits.element_size(), view[2:], grad[2:])
     with on_device_of(logits):
-        launch(view.number * parts, view.tensor, dense(target), scale, square, extra, loss, lse, grad.tensor)
+        launch(view.number * parts, logits, dense(target), scale, square, extra, loss, lse, grad.tensor)
     return loss, lse
 
 
 def _in_two_visits(
     view: Rows,
     grad: Rows,
-    logits: Tensor,
     target: Tensor,
     grad_scale: Tensor,
     grad_lse_square: Tensor | None,
@@ -90,7 +90,7 @@ def _in_two_visits(
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Forward and backward, each over many programs; few rows are still in the L2 cache at the second visit."""
-    loss, lse, _, _ = run_forward(logits, target, weight, ignore_index, *options)
+    loss, lse, _, _ = run_forward(view.tensor, target, weight, ignore_index, *options)
     grad_lse = grad_lse_of_square(grad_lse_square, lse, target, ignore_index)
     grad_loss = grad_scale.expand_as(lse)
     run_backward(grad.tensor, grad_loss, grad_lse, view.tensor, target, lse, weight, ignore_index, *options)
@@ -160,7 +160,7 @@ def cross_entropy_with_grad(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad = empty_grad(logits)
     options = (ignore_index, label_smoothing, softcap, logit_scale)
-    return *_with_grad(rows(logits), rows(grad), logits, target, grad_scale, grad_lse_square, weight, *options), grad
+    return *_with_grad(rows(logits), rows(grad), target, grad_scale, grad_lse_square, weight, *options), grad
 
 
 def cross_entropy_with_grad_(
@@ -178,7 +178,7 @@ def cross_entropy_with_grad_(
     # Rows that no two strides describe are copied: the gradient is written over the copy, and then back.
     view = rows(logits)
     options = (ignore_index, label_smoothing, softcap, logit_scale)
-    outputs = _with_grad(view, view, logits, target, grad_scale, grad_lse_square, weight, *options)
+    outputs = _with_grad(view, view, target, grad_scale, grad_lse_square, weight, *options)
     _wrote(view, logits)
     return outputs
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..reference import accumulator
 from ..rows import class_weight, dense, per_row, rows
 from . import configs
 from .cached import Launch, plan
@@ -98,7 +99,7 @@ def soft_cross_entropy_backward(
     view, target_view = rows(logits), rows(target)
     if view.number == 0:
         return grad
-    lse = dense(lse)
+    lse = dense(lse.to(accumulator(logits)))  # in whose dtype the kernel computes
     grad_loss, grad_loss_stride = per_row(grad_loss, lse)
     grad_lse_row, grad_lse_stride = per_row(grad_lse, lse)
     launch = _soft_backward_launch(

@@ -60,13 +60,13 @@ def one_pass_kernel(
     shift = tl.cast(0.0, ACC)
     if HAS_SMOOTHING:
         shift = shift_of(target_logit(row_ptr, target, valid, logit_scale, softcap, SOFTCAP), SOFTCAP)
-    maximum, total, moment, smooth, weights, top, first = scan(
+    maximum, total, moment, smooth, weights, _top, first = scan(
         logits_ptr, offset, 0, n_cols, n_cols, weight_ptr, logit_scale, softcap, shift, HAS_WEIGHT, HAS_SMOOTHING,
         SOFTCAP, False, False, EDGES, BLOCK, VECTOR, ACC, "evict_last",
     )  # fmt: skip
     x_target = target_logit(row_ptr, target, valid, logit_scale, softcap, SOFTCAP)
     finish(
-        row, True, n_cols, target, valid, x_target, shift, maximum, total, moment, smooth, weights, top, first,
+        row, True, n_cols, target, valid, x_target, shift, maximum, total, moment, smooth, weights, first,
         weight_ptr, loss_ptr, lse_ptr, lse_ptr, lse_ptr, ignore_index, label_smoothing, HAS_WEIGHT, HAS_SMOOTHING,
         SOFTCAP, False, False,
     )  # fmt: skip

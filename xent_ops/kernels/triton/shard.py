@@ -176,4 +176,4 @@ def join_shards_kernel(
     tl.store(loss_ptr + rows, tl.where(ignored, 0.0, loss), mask=inside)
     tl.store(lse_ptr + rows, tl.where(faults == 0, pivot + log_total, float("nan")), mask=inside)
     tl.store(target_weight_ptr + rows, tl.where(ignored, 0.0, target_weight), mask=inside)
-    tl.store(coefficient_ptr + rows, coefficient, mask=inside)
+    tl.store(coefficient_ptr + rows, tl.where(ignored, 0.0, coefficient), mask=inside)

@@ -99,6 +99,6 @@ def short_kernel(
         moment = unit * tl.sum(tl.where(e == 0.0, 0.0, e * distance), axis=1)
     finish(
         row, exists, n_cols, target, valid, x_target, shift, maximum * unit, tl.sum(e, axis=1), moment, smooth, weights,
-        top, first, weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing, HAS_WEIGHT,
+        first, weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing, HAS_WEIGHT,
         HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
     )  # fmt: skip

@@ -113,12 +113,13 @@ def soft_backward_kernel(
     softcap = tl.cast(softcap, ACC)
     logit_scale = tl.cast(logit_scale, ACC)
 
-    mass = tl.zeros([BLOCK], ACC)
-    for start in tl.range(0, n_cols, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        inside = columns < n_cols
-        mass += _probabilities(target_row_ptr, weight_ptr, columns, inside, label_smoothing, n_cols, ACC, HAS_WEIGHT)
     a = tl.load(grad_loss_ptr + row * grad_loss_stride).to(ACC)
+    n_read = tl.where(a != 0.0, n_cols, 0)  # where no loss passes anything back, probabilities may hold anything
+    mass = tl.zeros([BLOCK], ACC)
+    for start in tl.range(0, n_read, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        read = columns < n_read
+        mass += _probabilities(target_row_ptr, weight_ptr, columns, read, label_smoothing, n_cols, ACC, HAS_WEIGHT)
     total = a * tl.sum(mass, axis=0)
     if HAS_GRAD_LSE:
         total += tl.load(grad_lse_ptr + row * grad_lse_stride).to(ACC)
@@ -129,7 +130,8 @@ def soft_backward_kernel(
         inside = columns < n_cols
         z = tl.load(row_ptr + columns, mask=columns < tl.where(live, n_cols, 0), other=0.0).to(ACC)
         x = activate(z, logit_scale, softcap, SOFTCAP)
-        q = _probabilities(target_row_ptr, weight_ptr, columns, inside, label_smoothing, n_cols, ACC, HAS_WEIGHT)
+        read = columns < n_read
+        q = _probabilities(target_row_ptr, weight_ptr, columns, read, label_smoothing, n_cols, ACC, HAS_WEIGHT)
         grad = total * tl.exp2((x - lse) * LOG2E) - a * q
         if SOFTCAP:
             ratio = x * (1.0 / softcap)

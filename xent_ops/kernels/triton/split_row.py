@@ -133,6 +133,6 @@ def join_kernel(
         first = tl.min(tl.where(tops == top, firsts, NO_COLUMN), axis=0)
     finish(
         row, True, n_cols, target, valid, x_target, shift_of(x_target, SOFTCAP), maximum, total, moment, smooth,
-        weights, top, first, weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing,
+        weights, first, weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing,
         HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
     )  # fmt: skip

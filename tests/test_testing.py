@@ -1,0 +1,40 @@
+"""The budgets of xent_ops.testing: what they let pass, and what not."""
+
+import pytest
+import torch
+
+from xent_ops.testing import assert_grad, assert_loss, oracle
+
+INF, NAN = float("inf"), float("nan")
+
+
+def test_an_infinite_loss_is_no_other_number():
+    """Where the oracle's loss is infinite so is its budget."""
+    logits = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+    logits[0, 3] = -INF
+    expected = oracle(logits, torch.tensor([3, 1]))
+    loss = expected.loss.float()
+    assert loss[0] == INF
+    assert_loss(loss, expected)
+    for wrong in (7.0, -INF, NAN):
+        with pytest.raises(AssertionError, match="out of budget"):
+            assert_loss(torch.tensor([wrong, loss[1]]), expected)
+
+
+def test_a_finite_gradient_is_no_infinite_one():
+    infinite = torch.full((1, 8), INF, dtype=torch.float64)
+    expected = oracle(torch.zeros(1, 8), torch.tensor([3]))._replace(grad=infinite, grad_scale=infinite)
+    assert_grad(infinite.float(), expected)
+    with pytest.raises(AssertionError, match="out of budget"):
+        assert_grad(torch.ones(1, 8), expected)
+
+
+def test_an_ignored_row_is_exactly_zero():
+    """Whatever the weight of its class."""
+    weight = torch.ones(8)
+    weight[2] = INF
+    expected = oracle(torch.zeros(2, 8), torch.tensor([3, 2]), weight, ignore_index=2)
+    loss = expected.loss.float()
+    assert_loss(loss, expected)
+    with pytest.raises(AssertionError, match="out of budget"):
+        assert_loss(torch.tensor([loss[0], 1.0]), expected)
