@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from xent_ops.kernels import cpu, reference, reference_shard
@@ -140,8 +140,6 @@ def test_class_indices(name, data):
     accumulator = reference.accumulator(logits)
     before, after = INDEX[name]
     leading, trailing = [], []
-    # Where two of 1e30 are tied the entropy is log 2; plain torch says 0, for it takes the entropy from the lse.
-    assume(name != "cross_entropy_forward_entropy" or bool((finite(logits) < 1e5).all()))
     if before:
         dtype = data.draw(st.sampled_from(FLOATS))
         leading = [rows_like(target, dtype, generator, expanded=data.draw(st.booleans())) for _ in range(before)]
