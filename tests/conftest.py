@@ -40,6 +40,12 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
+@pytest.fixture(autouse=True)
+def same_numbers_in_any_order():
+    """A test draws the same ones whichever others run before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request):
     return request.param
