@@ -56,6 +56,17 @@ def placements_of_logits(device):
                 torch.testing.assert_close(again.full_tensor(), loss.full_tensor())
 
 
+def rows_of_this_rank(device):
+    """A plain target of a rank's own rows, whose shape is by chance that of logits without their last dimension."""
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    for width in (4 * mesh.size(), 4 * mesh.size() - 1):  # on one rank alone the second is not what it seems
+        logits = torch.randn(2, 4, width, device=device)
+        target = torch.randint(0, 4, (2, width), device=device)
+        x, labels = (distribute_tensor(whole, mesh, [Shard(whole.dim() - 1)]) for whole in (logits, target))
+        loss = xent_ops.cross_entropy(x, labels.to_local())
+        torch.testing.assert_close(loss.full_tensor(), torch.nn.functional.cross_entropy(logits, target))
+
+
 def what_is_communicated(device):
     """Sharded rows: nothing, or a handful of numbers. Sharded classes: 3 numbers a row, and never the logits."""
     mesh = init_device_mesh(device, (dist.get_world_size(),))

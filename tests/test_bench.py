@@ -75,7 +75,7 @@ def test_a_run_is_drawn_again(capsys, tmp_path, shapes):
     for arguments, message in (
         (["--redraw", str(figures)], "add --plot FILE.png"),
         (["--redraw", str(first), "--plot", str(again)], "not what --json writes"),
-        (["--redraw", str(tmp_path / "none"), "--plot", str(again)], "not what --json writes"),
+        (["--redraw", str(tmp_path / "none"), "--plot", str(again)], "none: No such file or directory"),
         (["--redraw", str(figures), "--plot", str(again), "--memory"], "leave out --memory"),
     ):
         with pytest.raises(SystemExit) as stopped:
@@ -183,6 +183,10 @@ def test_shapes_that_are_none(text, capsys):
         (["--device", "meta"], "needs cpu, cuda or xpu"),
         (["--dtype", "int8"], "bfloat16"),
         (["--json", "no/such/folder/x.json"], "there is no folder"),
+        (["--json", "."], "cannot be written"),
+        (["--plot", "figures.xyz"], "the name has to end in one of .png"),
+        (["--shapes", f"1x{2**63}"], "is not a shape"),
+        (["--only", ","], "name at least one variant"),
         (["--step", "0"], "not a whole number above 0"),
     ],
 )

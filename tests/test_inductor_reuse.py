@@ -13,6 +13,10 @@ pytestmark = pytest.mark.usefixtures("cpu_as_cuda")
 IN_PLACE = "ops.xent.cross_entropy_backward_.default("
 
 
+def huber(x):
+    return F.huber_loss(x, torch.zeros_like(x))
+
+
 def sequences(x, t, cut):
     """The logits of (2, 12) tokens without the last ones, and the targets that many tokens ahead."""
     return ce(x.view(2, 12, -1)[:, :-cut], t.view(2, 12)[:, cut:], dim=-1)
@@ -35,10 +39,19 @@ SHARED = {
     "two views": lambda x, t: ce(x.view(-1, x.shape[1] // 2)[:20], t[:20] % 60) + ce(x[0, :20], t[0] % 20),
     "one more loss": lambda x, t: ce(x, t) + ce(x, t.flip(0)),
     "two and three tokens ahead": lambda x, t: sequences(x, t, 1) + 0.5 * sequences(x, t, 2),
-    "huber": lambda x, t: ce(x[:12], t[:12]) + F.huber_loss(x[10:14], torch.zeros_like(x[10:14])),
+    "huber": lambda x, t: ce(x[:12], t[:12]) + huber(x[10:14]),
     "smooth l1": lambda x, t: ce(x[:12], t[:12]) + F.smooth_l1_loss(x[10:14], torch.zeros_like(x[10:14])),
     "distillation": lambda x, t: ce(x, t) + F.log_softmax(x[3:9].float(), -1).square().mean(),
     "tanh": lambda x, t: ce(x[:12], t[:12]) + x[10:14].tanh().sum(),
+    "overlap of one product made twice": lambda x, t, again: ce(x[:12], t[:12]) + huber(again()[10:14]),
+    "overlap of one product made twice, losses": lambda x, t, again: ce(x[:8], t[:8]) + ce(again()[4:12], t[4:12]),
+    "upcast twice": lambda x, t: ce((x := x.bfloat16()).float()[:12], t[:12]) + huber(x.float()[10:14]),
+    "part of a cat": lambda x, t: ce(torch.cat([a := x[:12] * 2, x[12:] * 3])[2:10], t[2:10]) + huber(a[4:8]),
+    "returned part of a stack": lambda x, t: (
+        ce(torch.stack([a := x[:12].tanh(), x[12:] * 3]).view(24, -1), t),
+        a[4:8],
+    ),
+    "rows that overlap themselves": lambda x, t: ce(x.as_strided((3, 600), (300, 1)), t[:3] % 600),
     "factor read again": lambda x, t: ce(x[:12], t[:12]) * (x[10:14].sigmoid() * x[10:14].tanh()).mean(),
     "upcast factor": lambda x, t: ce((x := x.bfloat16())[:12], t[:12]) * (x[10:14].float() * 0.1).exp().mean(),
     "factor of each row": lambda x, t: (ce(x[:12], t[:12], reduction="none") * x[10:22].sigmoid().mean(-1)).sum(),
@@ -60,7 +73,8 @@ def test_gradients_are_those_of_eager(device, name, dynamic):
     t = torch.randint(0, 1000, (24,), device=device)
 
     def outputs(h, w):
-        result = loss_of(h @ w.T, t)
+        again = [lambda: h @ w.T] if "made twice" in name else []
+        result = loss_of(h @ w.T, t, *again)
         return result if isinstance(result, tuple) else (result,)
 
     def run(function):
@@ -74,7 +88,9 @@ def test_gradients_are_those_of_eager(device, name, dynamic):
     grads, code = run_and_get_code(run, torch.compile(outputs, fullgraph=True, dynamic=dynamic))
     assert (IN_PLACE in "".join(code)) == (name in ALONE)
     for grad, wanted in zip(grads, run(outputs), strict=True):
-        torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=5e-3 * wanted.abs().max().item())  # bfloat16
+        torch.testing.assert_close(
+            grad, wanted, rtol=1e-4, atol=2e-2 * wanted.abs().max().item()
+        )  # bfloat16; wrong is 0.05 and more
 
 
 def test_without_the_mark_nothing_is_written_over(device):

@@ -83,12 +83,20 @@ def _expanded(x, t):
     return F.cross_entropy(x[:1].float().expand(6, V), t)
 
 
+def _without_grad(x, t):
+    y = x * 1
+    with torch.no_grad():
+        z = y.float()
+    return F.cross_entropy(z, t) + y.float().square().mean()
+
+
 STAYING = {
     "two uses": (_two_uses, "has 2 uses"),
     "a view with two uses": (_view_with_two_uses, "has 2 uses"),
     "mul_": (_written_after_upcast, "mul_ may write"),
     "setitem": (_written_by_index, "setitem may write"),
     "inplace=True": (_written_by_a_flag, "relu may write"),
+    "no_grad": (_without_grad, "made without gradients"),
     "expand": (_expanded, ""),  # its backward sums, better in float32
     "not half": (lambda x, t: F.cross_entropy(x.double(), t), ""),
     "bits": (lambda x, t: F.cross_entropy(x.view(torch.int16).view(torch.float16), t) + x.sum().float(), ""),
@@ -103,11 +111,12 @@ def test_an_upcast_that_must_stay(case):
     assert why in report.replaced[0].why
 
 
-def test_a_write_through_out_keeps_the_upcast():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_write_through_out_keeps_the_upcast(dtype):
     def function(x, t):
         y = x * 1
         z = y.float()
-        torch.add(y, 1, out=y)
+        torch.add(torch.zeros_like(y, dtype=dtype), 1, out=y)
         return F.cross_entropy(z, t)
 
     x, t = torch.randn(6, V).bfloat16(), targets(6)

@@ -348,3 +348,12 @@ def test_weight_that_requires_grad_is_refused(device):
     gathered = ops.cross_entropy_shard(x.detach(), target, 0, 10, weight)
     with pytest.raises(RuntimeError, match="weight requires grad"):
         ops.cross_entropy_shard_join(x, target, gathered, 0, 10, weight.requires_grad_())
+
+
+def test_a_shard_without_a_share_adds_nothing(device):
+    """However far its maximum is from the largest: masked with finfo.min, beside logits whose distance overflows."""
+    x = torch.tensor([[torch.finfo(torch.float32).min] * 2 + [1e38, 2.0]], device=device)
+    target = torch.tensor([2], device=device)
+    for join in (ops.cross_entropy_shard_join, reference_shard.cross_entropy_shard_join):
+        gathered = torch.cat([ops.cross_entropy_shard(x[:, s : s + 2], target, s, 4) for s in (0, 2)])
+        assert join(x[:, :2], target, gathered, 0, 4)[0].tolist() == [0.0]

@@ -71,7 +71,13 @@ def test_cuda_graph_of_a_step(pool, world):
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "case",
-    [dtensor.placements_of_logits, dtensor.what_is_communicated, dtensor.colwise_parallel, dtensor.refused],
+    [
+        dtensor.placements_of_logits,
+        dtensor.rows_of_this_rank,
+        dtensor.what_is_communicated,
+        dtensor.colwise_parallel,
+        dtensor.refused,
+    ],
     ids=lambda case: case.__name__,
 )
 def test_dtensor(pool, device, world, case):

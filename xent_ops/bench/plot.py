@@ -13,6 +13,7 @@ from .measure import Result
 from .problems import Shape
 
 MISSING = "--plot needs matplotlib, which is not installed: pip install matplotlib"
+FORMATS = (".png", ".pdf", ".svg")
 TRAFFIC_LIMIT = 1.5  # copies: two reads by the forward and backward, and one write
 
 _COLOURS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -27,7 +28,7 @@ def shapes(text: str) -> list[Shape]:
     found = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)x(\d+)\s*", part)
-        if match is None or int(match[1]) < 1 or int(match[2]) < 2:
+        if match is None or not (1 <= int(match[1]) < 2**63 and 2 <= int(match[2]) < 2**63):
             raise argparse.ArgumentTypeError(
                 f"{part!r} is not a shape; expected ROWSxCLASSES with at least 1 row and 2 classes, separated by "
                 "commas, such as 8192x32000,4096x128256"
@@ -69,13 +70,17 @@ def _redraw(source: Path, arguments: argparse.Namespace) -> None:
     if given:
         raise ValueError(f"--redraw measures nothing: leave out {', '.join(given)}")
     try:
-        content = json.loads(source.read_text())
+        written = source.read_bytes()
+    except OSError as error:
+        raise ValueError(f"--redraw {source}: {error.strerror}") from error
+    try:
+        content = json.loads(written)
         results = [
             Result(**entry | {"shape": Shape(*entry["shape"])}) for entry in content["results"] if "variant" in entry
         ]
         environment, settings = content["environment"], content["settings"]
         title = plot.title(environment, settings["dtype"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--redraw {source}: not what --json writes ({timing.reason(error)})") from error
     plot.draw(arguments.plot, results, title, settings["step"])
 
@@ -104,7 +109,9 @@ def _variants(arguments: argparse.Namespace, dtype: torch.dtype, device: torch.d
         known = cases.steps(arguments.dynamic)
     if arguments.only is None:
         return known
-    words = [word.strip() for word in arguments.only.split(",")]
+    words = [word for word in map(str.strip, arguments.only.split(",")) if word]
+    if not words:
+        raise ValueError("--only: name at least one variant, or leave it out")
     for word in words:
         if not any(word in variant.name for variant in known):
             missing = [peer.name for peer in cases.PEERS if word in peer.name and not peer.installed()]
@@ -118,14 +125,24 @@ def _variants(arguments: argparse.Namespace, dtype: torch.dtype, device: torch.d
     return chosen
 
 
+def _check_output(path: Path) -> None:
+    """Now, not when everything has been measured."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"{path}: there is no folder {folder} to write it to")
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"{path}: cannot be written")
+
+
 def main(arguments: argparse.Namespace) -> int:
     """0, or 1 where a variant of this package is wrong or fails; peers' failures are their own."""
     try:
         if arguments.plot and not report.have("matplotlib"):
             raise ValueError(plot.MISSING)
-        for path in (arguments.json, arguments.plot):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise ValueError(f"{path}: there is no folder {path.absolute().parent} to write it to")
+        for path in filter(None, (arguments.json, arguments.plot)):
+            _check_output(path)
+        if arguments.plot and arguments.plot.suffix not in plot.FORMATS:
+            raise ValueError(f"--plot {arguments.plot}: the name has to end in one of {', '.join(plot.FORMATS)}")
         if arguments.redraw:
             _redraw(arguments.redraw, arguments)
             return 0

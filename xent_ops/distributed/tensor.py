@@ -47,7 +47,6 @@ def cross_entropy(
     checks.reduction(reduction)
     checks.lse_square_scale(lse_square_scale)
     classes_dim = checks.class_dimension("input", input, dim)
-    checks.suggest_dim(input.shape, target.shape, dim)
     mesh = input.device_mesh
     vocabulary = _vocabulary_dimension(input, classes_dim)
     rows = _row_placements(input.placements, classes_dim)
@@ -55,6 +54,8 @@ def cross_entropy(
 
     local = dense_classes(input.to_local().movedim(classes_dim, -1))
     shape = torch.Size([*input.shape[:classes_dim], *input.shape[classes_dim + 1 :]])
+    if isinstance(target, DTensor) or target.shape != local.shape[:-1]:  # else it is of this rank's rows
+        checks.suggest_dim(input.shape, target.shape, dim)
     local_target = _local_target(target, shape, local.shape[:-1], mesh, rows)
     here = Place("", 0, 1) if vocabulary is None else place(mesh.get_group(vocabulary))
     outputs = vocab_parallel.sharded_rows(

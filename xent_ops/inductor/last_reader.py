@@ -10,21 +10,27 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch.compile_utils import fx_graph_cse
+
+from ..ops import checks
 
 MARK = "last_reader"
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-# Their schemas promise new memory. The first is a view all the same, and Inductor removes the others where they change
-# nothing.
+# Their schemas promise new memory. The first is a view all the same, Inductor removes the next where they change
+# nothing, and makes what the last ones join in the memory of the whole.
 _MAY_BE_VIEWS = {
     aten._unsafe_view.default,
     aten.clone.default,
     aten._to_copy.default,
     prims.convert_element_type.default,
+    aten.cat.default,
+    aten.constant_pad_nd.default,
 }
 
 SIZES = {aten.sym_size.int, aten.sym_stride.int}  # asked of a tensor, whose memory they leave alone
@@ -40,7 +46,7 @@ def is_marked(node: fx.Node) -> bool:
     return MARK in node.name
 
 
-def install(positions: dict[torch._ops.OpOverload, int]) -> None:
+def install(positions: dict[Any, int]) -> None:
     """Mark these operators, whose logits are the argument at the position, in every joint graph of Inductor."""
     from torch._inductor.fx_passes import joint_graph
 
@@ -51,20 +57,31 @@ def install(positions: dict[torch._ops.OpOverload, int]) -> None:
 class _Pass:
     """Last of the joint graph's passes, and in place of a PatternMatcherPass: the others have then replaced nodes."""
 
-    def __init__(self, positions: dict[torch._ops.OpOverload, int]) -> None:
+    def __init__(self, positions: dict[Any, int]) -> None:
         self.positions = positions
 
     def apply(self, graph: fx.Graph) -> int:
-        candidates = [node for node in graph.nodes if node.op == "call_function" and node.target in self.positions]
-        if not candidates:
+        if not self._candidates(graph):
             return 0
-        memory = _memory_of(graph)
-        tangents = [node for node in graph.nodes if node.op == "placeholder" and "tangents" in node.name]
-        backward = {node for node in _reached(tangents) if node.op != "output"}
-        marked = [node for node in candidates if _reads_last(node, self.positions[node.target], memory, backward)]
+        # Also as the partitioner is about to see it: with equal computations made one, which then share their memory.
+        names = self._last_readers(graph) & self._last_readers(fx_graph_cse(graph))
+        marked = [node for node in self._candidates(graph) if node.name in names]
         for node in marked:
             node._rename(f"{node.name}_{MARK}")
         return len(marked)
+
+    def _candidates(self, graph: fx.Graph) -> list[fx.Node]:
+        return [node for node in graph.nodes if node.op == "call_function" and node.target in self.positions]
+
+    def _last_readers(self, graph: fx.Graph) -> set[str]:
+        memory = _memory_of(graph)
+        tangents = [node for node in graph.nodes if node.op == "placeholder" and "tangents" in node.name]
+        backward = {node for node in _reached(tangents) if node.op != "output"}
+        return {
+            node.name
+            for node in self._candidates(graph)
+            if _reads_last(node, self.positions[node.target], memory, backward)
+        }
 
 
 def _reads_last(node: fx.Node, position: int, memory: dict[fx.Node, list[fx.Node]], backward: set[fx.Node]) -> bool:
@@ -74,7 +91,7 @@ def _reads_last(node: fx.Node, position: int, memory: dict[fx.Node, list[fx.Node
     read, and Inductor inlines a pointwise operator into each of its users.
     """
     logits = node.args[position]
-    if not isinstance(logits, fx.Node):
+    if not isinstance(logits, fx.Node) or _rows_overlap(logits):
         return False
     aliases = memory[logits]
     if any(alias.op != "call_function" for alias in aliases):  # an input of the graph
@@ -88,6 +105,17 @@ def _reads_last(node: fx.Node, position: int, memory: dict[fx.Node, list[fx.Node
         reader.op != "output" and after_node.isdisjoint(_reached([reader], lambda s: () if s is node else s.users))
         for reader in readers
     )
+
+
+def _rows_overlap(logits: fx.Node) -> bool:
+    """As traced; with other sizes the kernel still refuses."""
+    value = logits.meta["val"]
+    sizes, strides = ([_traced(size) for size in numbers] for numbers in (value.shape, value.stride()))
+    return None in (*sizes, *strides) or checks.may_overlap(sizes, strides)
+
+
+def _traced(size: Any) -> Any:
+    return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 def _memory_of(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

@@ -61,6 +61,8 @@ def find(loss: fx.Node, logits: fx.Node) -> Upcast | str | None:
             return f"its float32 upcast stays: {shared.name} has {len(shared.users)} uses"
     source = node.args[0]
     assert isinstance(source, fx.Node)
+    if any(value_of(made).requires_grad != value_of(source).requires_grad for made in nodes):
+        return "its float32 upcast stays: made without gradients"
     writer = _writer_between(node, loss, value_of(source))
     if writer is not None:
         return f"its float32 upcast stays: {writer.name} may write to the logits between it and the loss"
@@ -123,6 +125,7 @@ def _writer_between(first: fx.Node, last: fx.Node, source: Tensor) -> fx.Node | 
             # Labels are written in place often (``labels[mask] = -100``). Other memory and another dtype: two inputs
             # of the graph may be views of one tensor without the fake tensors knowing it, but not as other dtypes.
             plain = isinstance(node.target, str) or not isinstance(node.target, torch._ops.OperatorBase)
+            plain = plain and node.kwargs.get("out") is None  # then the first argument is read
             written = value_of(node.args[0]) if plain and node.args else None
             if not isinstance(written, Tensor) or written.dtype == source.dtype or _share_memory(written, source):
                 return node

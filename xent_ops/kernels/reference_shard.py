@@ -137,7 +137,9 @@ def cross_entropy_shard_join(
     if label_smoothing > 0.0:
         share = (1 - label_smoothing) * target_weight + label_smoothing / num_classes * headers[:, 4:]
     coefficient = share.sum(0)
-    loss = (part + share * (pivot - torch.where(maximum == float("-inf"), 0.0, maximum))).sum(0)
+    distance = pivot - torch.where(maximum == float("-inf"), 0.0, maximum)
+    # A shard without a share adds nothing, however far its maximum is: their difference may overflow.
+    loss = (part + torch.where(share == 0.0, 0.0, share * distance)).sum(0)
     loss = loss + coefficient * log_total
 
     counted = target != ignore_index

@@ -293,16 +293,23 @@ def without_grad(name: str, tensor: Tensor) -> None:
 
 
 def writable(name: str, tensor: Tensor) -> None:
-    """Refuse elements that share memory, and strides so odd that it takes more to tell."""
+    """Refuse elements that share memory."""
+    if may_overlap(tensor.shape, tensor.stride()):
+        raise RuntimeError(
+            f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} share memory between their "
+            "rows, so that no gradient can be written over them: pass a copy"
+        )
+
+
+def may_overlap(sizes: Iterable[int], strides: Iterable[int]) -> bool:
+    """Do elements share memory, or are the strides so odd that it takes more to tell?"""
     behind = 0  # the last element of the dimensions with smaller strides
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
         if size > 1:
             if stride <= behind:
-                raise RuntimeError(
-                    f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} share memory between their "
-                    "rows, so that no gradient can be written over them: pass a copy"
-                )
+                return True
             behind += (size - 1) * stride
+    return False
 
 
 def soft_forward(

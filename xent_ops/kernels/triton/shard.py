@@ -162,7 +162,8 @@ def join_shards_kernel(
             share = (1.0 - label_smoothing) * weight
             share += label_smoothing / tl.cast(n_classes, ACC) * tl.load(part_ptr + header + 4)
         loss += tl.load(part_ptr + 2 * n_rows + rows, mask=inside, other=0.0)
-        loss += share * (pivot - without_infinity(maximum))
+        # Nothing where it has no share, however far its maximum is: their difference may overflow.
+        loss += tl.where(share == 0.0, 0.0, share * (pivot - without_infinity(maximum)))
         coefficient += share
         target_weight += weight
 
