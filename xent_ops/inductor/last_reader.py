@@ -100,11 +100,9 @@ def _reads_last(node: fx.Node, position: int, memory: dict[fx.Node, list[fx.Node
         return False
     before = _reached([node], lambda step: () if step.target in _LIKE else step.all_input_nodes)
     readers = {reader for alias in aliases for reader in alias.users if not _reads_nothing(reader)} - {node}
-    after_node = backward - before
-    return all(
-        reader.op != "output" and after_node.isdisjoint(_reached([reader], lambda s: () if s is node else s.users))
-        for reader in readers
-    )
+    if any(reader.op == "output" for reader in readers):
+        return False
+    return (_reached(list(readers), lambda step: () if step is node else step.users) & backward) <= before
 
 
 def _rows_overlap(logits: fx.Node) -> bool:
