@@ -104,6 +104,28 @@ def test_launches_are_those_that_triton_makes(monkeypatch, no_device, hooked):
     assert 0 < len(asked) <= 2 * len(set(launches)) < len(launches)
 
 
+def test_a_bound_launch_is_the_same(monkeypatch, no_device):
+    """On a boundary, off it, and back; with a hook before the kernel, which hears of every launch."""
+    plain = launch_mean.mean_launches(8, True, -100)
+    bound, seen = plain.bound(), []
+    assert type(bound.kernel) is cached.Bound
+    storage, row = torch.zeros(16), torch.zeros(8, dtype=torch.int64)
+    value, divisor = torch.zeros(()), torch.zeros(())
+
+    def both(offset):
+        for launches in (plain, bound):
+            launches(8, storage[offset:][:8], row, value, divisor)
+        assert no_device[-1] == no_device[-2]
+        assert no_device[-1][2][:2] == [storage[offset:].data_ptr(), row.data_ptr()]
+
+    for offset in (1, 0, 0, 1, 4, 0):
+        both(offset)
+    assert bound.kernel._fixed is not None
+    monkeypatch.setattr(plain.kernel.kernel, "pre_run_hooks", [lambda *args, **options: seen.append(1)])
+    both(0)
+    assert len(seen) == 2
+
+
 def test_a_hook_before_a_kernel_is_not_skipped(monkeypatch, no_device):
     seen = []
     logits, row = torch.zeros(4, 512), torch.zeros(4)

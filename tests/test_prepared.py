@@ -118,6 +118,32 @@ def test_tensors_that_saved_tensor_hooks_bring_back(monkeypatch, device):
     torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], wanted_grad)
 
 
+def test_what_hooks_bring_back_at_the_same_address(monkeypatch, device):
+    """Half of the memory, other numbers: what was saved there is not what is there."""
+    logits, target = inputs(device, (6, 64))
+    _, wanted_grad = expected(monkeypatch, logits.bfloat16(), target)
+    memory = []
+
+    def pack(tensor):
+        if tensor.dtype != torch.float32 or tensor.dim() != 2:
+            return tensor
+        memory.append(tensor.detach().bfloat16())
+        return tensor
+
+    def unpack(tensor):
+        if tensor.dtype == torch.float32 and tensor.dim() == 2:
+            place = tensor.detach().view(torch.bfloat16).view(-1)[: tensor.numel()].view(tensor.shape)
+            assert place.copy_(memory[0]).data_ptr() == tensor.data_ptr()
+            return place
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        loss = xent_ops.cross_entropy(logits, target)
+    (grad,) = torch.autograd.grad(loss, logits)
+    assert torch.equal(grad, grad.bfloat16().float())  # rounded as the gradient of what came back is
+    torch.testing.assert_close(grad.bfloat16(), wanted_grad.bfloat16(), rtol=0.0, atol=1e-2)
+
+
 def test_no_counted_row_and_no_row(device):
     logits, target = inputs(device, (3, 30))
     loss = xent_ops.cross_entropy(logits, torch.full_like(target, -100))

@@ -6,7 +6,7 @@ import torch
 import vocab_parallel_cases as cases
 import vocab_parallel_compiled_cases as compiled
 
-WORLDS = [2, 3, pytest.param(4, marks=pytest.mark.slow)]
+WORLDS = [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
@@ -49,7 +49,7 @@ def test_behaviour(pool, device, world, case):
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled(pool, device, world, backend):
     if backend == "inductor" and world == 3:
-        pytest.skip("seconds of compilation, and what 2 and 4 show")
+        pytest.skip("seconds of compilation, and what 2, 4 and 8 show")
     pool(world, device).run(compiled.equal_to_eager, backend)
 
 
@@ -68,7 +68,7 @@ def test_cuda_graph_of_a_step(pool, world):
     pool(world, "cuda").run(compiled.cuda_graph_of_a_step)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [world for world in WORLDS if world != 3])
 @pytest.mark.parametrize(
     "case",
     [

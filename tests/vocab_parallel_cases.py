@@ -41,7 +41,7 @@ def split(kind, classes, group=None):
         start = min(rank * size, classes)
         return start, min(size, classes - start), 0
     if kind == "padded":  # as Megatron pads: all ranks have as many columns, the last one's exceed the vocabulary
-        size = -(-classes // world) + 3
+        size = -(-classes // world) + 2
         start = rank * size
         return start, min(size, classes - start), max(0, start + size - classes)
     if kind == "uneven":

@@ -3,16 +3,19 @@
     python -m torch.distributed.run --nproc-per-node 2 -m xent_ops.distributed.bench --rows 8192 --classes 128256
 
 Prints, of rank 0: milliseconds (medians; the slowest rank sets the pace of all), the limit 1.70 copies + 1.5
-all-gathers, kernel launches of one eager step, and the peak memory beyond the logits in units of the shard.
+all-gathers, kernel launches of one eager step, and the peak memory beyond the logits in units of the shard. Where the
+host sets the pace, two more figures say what of it: an eager step without autograd's own thread, and one with all
+threads of a rank on one core.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -46,6 +49,22 @@ def milliseconds(run: Callable[[], object], device: str, repeat: int) -> float:
                 run()
             times.append(1e3 * (time.perf_counter() - start) / CALLS)
     return statistics.median(times)
+
+
+@contextlib.contextmanager
+def one_core() -> Iterator[None]:
+    """All threads of this rank on a core of its own, so that none has to be woken up on another one."""
+    cores = sorted(os.sched_getaffinity(0))
+    mine = cores[int(os.environ["LOCAL_RANK"]) * len(cores) // int(os.environ["LOCAL_WORLD_SIZE"])]
+    before = {thread: os.sched_getaffinity(thread) for thread in map(int, os.listdir("/proc/self/task"))}
+    for thread in before:
+        os.sched_setaffinity(thread, {mine})
+    try:
+        yield
+    finally:
+        for thread, where in before.items():
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.sched_setaffinity(thread, where)
 
 
 def graph_of(run: Callable[[], object]) -> Callable[[], object]:
@@ -106,6 +125,9 @@ def main() -> None:
     report["eager"] = milliseconds(lambda: step(loss_of), device, args.repeat)
     with torch.autograd.set_multithreading_enabled(False):  # no handing over to autograd's thread, and back
         report["eager, one thread"] = milliseconds(lambda: step(loss_of), device, args.repeat)
+    if hasattr(os, "sched_setaffinity"):
+        with one_core():
+            report["eager, one core a rank"] = milliseconds(lambda: step(loss_of), device, args.repeat)
     report["compiled"] = milliseconds(lambda: step(compiled), device, args.repeat)
     if device == "cuda":
         report["eager, in a CUDA graph"] = milliseconds(graph_of(lambda: step(loss_of)), device, args.repeat)

@@ -44,15 +44,17 @@ def cross_entropy(
 
 
 def _gather(parts: Tensor, here: Place) -> Tensor:
-    """Not by the functional collective (parts.traced_gather), for nobody looks: it takes the host twice as long.
-
-    The group is looked up at each call: another one may have its name by now.
-    """
+    """Not by the functional collective (parts.traced_gather), for nobody looks: it takes the host twice as long."""
     if here.world == 1:
         return parts
     everyones = torch.empty((here.world, parts.shape[1]), dtype=parts.dtype, device=parts.device)
-    _all_gather(everyones, parts, group=process_group(here.name))
+    _gather_into(everyones, parts, here.name)
     return everyones
+
+
+def _gather_into(everyones: Tensor, parts: Tensor, group: str) -> None:
+    """The group is looked up at each call: another one may have its name by now."""
+    _all_gather(everyones, parts, group=process_group(group))
 
 
 def _prepare(
@@ -67,7 +69,7 @@ def _prepare(
 ) -> Prepared | None:
     place = (first_class(logits.shape[-1], class_start, num_classes, here), num_classes)
     checks.shard(logits, target, *place, **settings.options)
-    gathering = {"world": here.world, "gather": functools.partial(_gather, here=here)}
+    gathering = {"world": here.world, "gather": functools.partial(_gather_into, group=here.name)}
     launches = launcher.prepare_shard(
         logits, target, settings.reduction == "mean", *place, **gathering, **settings.options
     )

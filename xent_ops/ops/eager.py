@@ -23,6 +23,8 @@ from . import checks, transforms
 from .composite import Counts, count_rows, reduce_rows
 from .library import KERNELS, PREPARED_DEVICES, prepared_launcher
 
+_data_ptr = Tensor.data_ptr
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # of (ignore_is_tracing)
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _NUMBERS = frozenset((float, int))
 
@@ -68,7 +70,7 @@ def undisturbed(*args: Any, **options: Any) -> bool:
         and torch._C._get_tracing_state() is None
         and not transforms.active()
         and _plain(args)
-        and _are_numbers(**options)
+        and (not options or _are_numbers(**options))
     )
 
 
@@ -112,7 +114,7 @@ def cross_entropy(
     if inplace_backward:
         _refuse_a_leaf(logits)
         checks.writable("logits", logits)
-        inplace_backward = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        inplace_backward = _saved_tensors_hooks(True) is None
     if inplace_backward or grad_in_forward:  # which come here with any arguments, disturbed or not
         settings = _plain_numbers(settings)
     if grad_in_forward:
@@ -273,27 +275,43 @@ class PreparedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, prepared: Prepared) -> Tensor:
         value, number, lse = prepared.launches.forward(logits, target)
-        ctx.save_for_backward(logits, target, lse, number)
+        saved = (logits, target, lse) if number is None else (logits, target, lse, number)
+        ctx.save_for_backward(*saved)
         ctx.prepared = prepared
+        # With hooks another tensor may come back, and have found its memory at the same address.
+        ctx.addresses = (*map(_data_ptr, saved),) if _saved_tensors_hooks(True) is None else None
         return value
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        facts, launches, gradient, in_place = ctx.prepared
+        _, launches, gradient, in_place = ctx.prepared
         if in_place:
             _refuse_derivatives("inplace_backward", grad)
-        logits, target, lse, number = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        logits, target, lse, number = saved if len(saved) == 4 else (*saved, None)
         if (
             torch.is_grad_enabled()
             or torch.compiler.is_compiling()
-            or not undisturbed(grad, logits, target, lse)
-            # Hooks on saved tensors may have brought back something else.
-            or facts_of(logits, target) != facts
-            or not launches.fits(lse, number)
+            or not undisturbed(grad)
+            or not (_at(ctx.addresses, saved) or _fit(ctx.prepared, logits, target, lse, number))
         ):
             return gradient(grad, logits, target, lse, Counts(None, number, number)), None, None
         out = logits.detach() if in_place else None
         return launches.backward(grad, number, logits, target, lse, out), None, None
+
+
+def _at(addresses: tuple[int, ...] | None, saved: tuple[Tensor, ...]) -> bool:
+    """Are these the tensors that were saved, as far as the host can tell in no time?"""
+    return addresses is not None and addresses == (*map(_data_ptr, saved),)
+
+
+def _fit(prepared: Prepared, logits: Tensor, target: Tensor, lse: Tensor, number: Tensor | None) -> bool:
+    """Are they laid out like those that were saved? Hooks on saved tensors may bring back anything."""
+    return (
+        undisturbed(logits, target, lse, number)
+        and facts_of(logits, target) == prepared.facts
+        and prepared.launches.fits(lse, number)
+    )
 
 
 def facts_of(logits: Tensor, target: Tensor) -> tuple[Any, ...]:

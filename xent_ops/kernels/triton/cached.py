@@ -35,6 +35,14 @@ def _hooked() -> bool:
     return bool(_RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls)
 
 
+def _off_boundary(pointers: tuple[int, ...]) -> int:
+    return functools.reduce(operator.or_, pointers) % 16
+
+
+def _key_on_boundary(tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    return tensors[0].get_device(), *map(_dtype, tensors)
+
+
 # Of a function from hashable facts to the launches that they ask for.
 plan = functools.lru_cache(1024)
 
@@ -61,23 +69,25 @@ class Launch:
         if not self._cached or self.kernel.pre_run_hooks:
             self.by_triton(grid, *tensors, varying=varying)
             return
-        # As integers they spare Triton's launcher a question to the driver for each.
         pointers = (*map(_data_ptr, tensors),)
-        off_boundary = functools.reduce(operator.or_, pointers) % 16
-        key = self.key(tensors, pointers) if off_boundary else (tensors[0].get_device(), *map(_dtype, tensors))
+        key = self.key(tensors, pointers) if _off_boundary(pointers) else _key_on_boundary(tensors)
         compiled = self._compiled.get(key)
         if compiled:
-            if _hooked():
-                compiled[(grid, 1, 1)](*pointers, *varying, *self._rest)
-            else:  # what that comes to without hooks, for which it makes a closure and a dictionary
-                stream = driver.active.get_current_stream(key[0])
-                launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-                launcher(grid, 1, 1, stream, function, metadata, None, None, None, *pointers, *varying, *self._rest)
+            self.run(key[0], compiled, grid, pointers, varying)
             return
         launched = self.by_triton(grid, *tensors, varying=varying)
         if compiled is None and launched is not None:
             # HIP specialises pointers on the size of what they point to as well.
             self._compiled[key] = launched if launched.metadata.target.backend == "cuda" else False
+
+    def run(self, device: int, compiled: Any, grid: int, pointers: tuple[int, ...], varying: tuple[int, ...]) -> None:
+        """What Triton compiled for such arguments. Integers spare its launcher a question to the driver for each."""
+        if _hooked():
+            compiled[(grid, 1, 1)](*pointers, *varying, *self._rest)
+        else:  # what that comes to without hooks, for which it makes a closure and a dictionary
+            stream = driver.active.get_current_stream(device)
+            launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+            launcher(grid, 1, 1, stream, function, metadata, None, None, None, *pointers, *varying, *self._rest)
 
     @staticmethod
     def key(tensors: tuple[Tensor, ...], pointers: tuple[int, ...]) -> tuple[Any, ...]:
@@ -86,3 +96,22 @@ class Launch:
 
     def by_triton(self, grid: int, *tensors: Tensor, varying: tuple[int, ...] = ()) -> Any:
         return self.kernel[(grid,)](*tensors, *varying, *self.numbers, **self.constants)
+
+
+class Bound(Launch):
+    """The same launch, on tensors of one device and the same dtypes at every call: it looks at their pointers alone."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.__dict__.update(launch.__dict__)  # what was compiled for one is there for the other
+        self._fixed: tuple[int, Any] | None = None  # device and what was compiled, of pointers on 16-byte boundaries
+
+    def __call__(self, grid: int, *tensors: Tensor, varying: tuple[int, ...] = ()) -> None:
+        if self._fixed is not None and not self.kernel.pre_run_hooks:
+            pointers = (*map(_data_ptr, tensors),)
+            if not _off_boundary(pointers):
+                self.run(*self._fixed, grid, pointers, varying)
+                return
+        super().__call__(grid, *tensors, varying=varying)
+        key = _key_on_boundary(tensors)
+        compiled = self._compiled.get(key)
+        self._fixed = (key[0], compiled) if compiled else None

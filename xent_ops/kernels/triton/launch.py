@@ -16,7 +16,7 @@ from ..reference import accumulator
 from ..rows import Rows, class_weight, dense, per_row, rows
 from . import configs
 from .backward import backward_kernel
-from .cached import Launch, plan
+from .cached import Bound, Launch, plan
 from .common import Strides, class_weights, edges, empty_grad, empty_rows, on_device_of, processors
 from .forward import forward_kernel
 from .launch_mean import count
@@ -37,6 +37,9 @@ class ForwardLaunches(NamedTuple):
     short_rows: int = 0  # how many of them one program handles
     parts: int = 1  # how many programs share a row
     join: Launch | None = None  # of their parts
+
+    def bound(self) -> ForwardLaunches:
+        return self._replace(kernel=Bound(self.kernel), join=self.join and Bound(self.join))
 
     def __call__(self, number: int, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
         if self.short_rows:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..rows import dense
 from . import configs
-from .cached import Launch, plan
+from .cached import Bound, Launch, plan
 from .common import on_device_of
 from .mean import mean_kernel
 
@@ -18,6 +18,9 @@ class MeanLaunches(NamedTuple):
     kernel: Launch
     programs: int = 1  # that share the rows
     join: Launch | None = None  # of their parts
+
+    def bound(self) -> MeanLaunches:
+        return self._replace(kernel=Bound(self.kernel), join=self.join and Bound(self.join))
 
     def __call__(self, number: int, loss: Tensor, row: Tensor, value: Tensor, divisor: Tensor) -> None:
         if self.join is None:

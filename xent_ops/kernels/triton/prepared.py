@@ -13,7 +13,8 @@ from torch import Tensor
 from .. import reference_shard
 from ..reference import accumulator
 from ..rows import rows
-from .common import on_device_of
+from .cached import Bound
+from .common import EMPTY_STRIDED, on_device_of
 from .launch import backward_launch, forward_launches
 from .launch_mean import MeanLaunches, mean_launches
 from .launch_shard import JOIN_BLOCK, join_launch, shard_launch
@@ -43,7 +44,7 @@ def prepare_shard(
     class_start: int,
     num_classes: int,
     world: int,
-    gather: Callable[[Tensor], Tensor],  # hands over what every rank's ``cross_entropy_shard`` made
+    gather: Callable[[Tensor, Tensor], None],  # into (ranks, n), of each rank's (1, n)
     *,
     ignore_index: int,
     label_smoothing: float,
@@ -72,21 +73,28 @@ class Prepared:
         mean: MeanLaunches | None,
         shard: tuple[int, int] | None,  # class_start, num_classes
     ) -> None:
-        # Tuples, for torch.empty takes twice as long with a torch.Size.
-        self.shape, self.rows_shape = tuple(logits.shape), tuple(logits.shape[:-1])
         self.device, self.dtype, self.row_dtype = logits.device, logits.dtype, accumulator(logits)
-        view, out = rows(logits), rows(torch.empty(logits.shape, device="meta"))
+        view, gradient = rows(logits), torch.empty(logits.shape, device="meta")
+        out = rows(gradient)
         self.number = view.number
-        self.mean_launches = mean
+        self.empty = EMPTY_STRIDED[logits.device.type]
+        self.grad_place = tuple(gradient.shape), gradient.stride(), self.dtype
+        a_row = torch.empty(logits.shape[:-1], device="meta")
+        self.row_place = tuple(a_row.shape), a_row.stride(), self.row_dtype
+        self.mean_launches = mean and mean.bound()
         place = (view[2:], out[2:], logits.shape[-1], logits.element_size(), (0, 0, 0))
         divided = mean is not None
-        self.blocks, self.backward_launch = backward_launch(*place, False, False, False, shard, *options, divided)
+        self.blocks, launch = backward_launch(*place, False, False, False, shard, *options, divided)
+        self.backward_launch = Bound(launch)
+
+    def empty_row(self) -> Tensor:
+        """One value a row."""
+        return self.empty(*self.row_place)
 
     def fits(self, lse: Tensor, number: Tensor | None) -> bool:
-        """May ``backward`` be called with these?"""
-        same = lse.dtype == self.row_dtype and lse.device == self.device
-        if number is not None:
-            same &= number.dtype == self.row_dtype and number.device == self.device
+        """May ``backward`` be called with these? What the engine hands it has the loss's dtype and device."""
+        numbers = (lse,) if number is None else (lse, number)
+        same = all(tensor.dtype == self.row_dtype and tensor.device == self.device for tensor in numbers)
         return same and lse.is_contiguous() and lse.numel() == self.number
 
     def forward(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -96,8 +104,7 @@ class Prepared:
     def reduce(self, rows_loss: Tensor, row: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.mean_launches is None:
             return rows_loss.sum(), None
-        loss = torch.empty((), dtype=self.row_dtype, device=self.device)
-        number = torch.empty_like(loss)
+        loss, number = self.empty((), (), self.row_dtype), self.empty((), (), self.row_dtype)
         self.mean_launches(self.number, rows_loss, row, loss, number)
         return loss, number
 
@@ -114,8 +121,8 @@ class Prepared:
 
         ``out``: where to write it, of the same strides, maybe over contiguous logits.
         """
-        grad = torch.empty(self.shape, dtype=self.dtype, device=self.device) if out is None else out
         with on_device_of(logits):
+            grad = self.empty(*self.grad_place) if out is None else out
             rest = (lse, lse, logits, target, lse, lse, lse, lse, grad)
             self.backward_launch(self.number * self.blocks, grad_loss, lse if number is None else number, *rest)
         if out is not None:
@@ -127,12 +134,11 @@ class PreparedRows(Prepared):
     def __init__(self, logits: Tensor, mean: bool, options: Options) -> None:
         view = rows(logits)
         super().__init__(logits, options, mean_launches(view.number, True, options[0]) if mean else None, None)
-        self.forward_launches = forward_launches(view, False, False, False, *options)
+        self.forward_launches = forward_launches(view, False, False, False, *options).bound()
 
     def forward(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        rows_loss = torch.empty(self.rows_shape, dtype=self.row_dtype, device=self.device)
-        lse = torch.empty_like(rows_loss)
         with on_device_of(logits):
+            rows_loss, lse = self.empty_row(), self.empty_row()
             self.forward_launches(self.number, (logits, target, lse), (rows_loss, lse, lse, lse))
             return *self.reduce(rows_loss, target), lse
 
@@ -145,25 +151,27 @@ class PreparedShard(Prepared):
         options: Options,
         shard: tuple[int, int],
         world: int,
-        gather: Callable[[Tensor], Tensor],
+        gather: Callable[[Tensor, Tensor], None],
     ) -> None:
         view = rows(logits)
         # Rows count by the weight of their target.
         super().__init__(logits, options, mean_launches(view.number, True, None) if mean else None, shard)
-        self.gather = gather
-        self.width = reference_shard.width(self.number, False)
+        self.world, self.gather = world, gather
+        width = reference_shard.width(self.number, False)
+        self.part_place, self.everyones_place = (((n, width), (width, 1), self.row_dtype) for n in (1, world))
         ignore_index, label_smoothing, *rest = options
         place = (logits.shape[-1], *shard)
-        self.shard_launch = shard_launch(view[2:], place, logits.element_size(), False, label_smoothing, *rest)
-        self.join_launch = join_launch(world, shard[1], False, ignore_index, label_smoothing)
+        self.shard_launch = Bound(shard_launch(view[2:], place, logits.element_size(), False, label_smoothing, *rest))
+        self.join_launch = Bound(join_launch(world, shard[1], False, ignore_index, label_smoothing))
 
     def forward(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        part = torch.empty((1, self.width), dtype=self.row_dtype, device=self.device)
         with on_device_of(logits):
+            part = everyones = self.empty(*self.part_place)
             self.shard_launch(self.number, logits, target, part, part)
-            gathered = self.gather(part)
-            loss = torch.empty(self.rows_shape, dtype=self.row_dtype, device=self.device)
-            lse, counted, coefficient = torch.empty_like(loss), torch.empty_like(loss), torch.empty_like(loss)
+            if self.world > 1:
+                everyones = self.empty(*self.everyones_place)
+                self.gather(everyones, part)
+            loss, lse, counted, coefficient = self.empty_row(), self.empty_row(), self.empty_row(), self.empty_row()
             blocks = -(-self.number // JOIN_BLOCK)
-            self.join_launch(blocks, gathered, target, loss, lse, counted, coefficient, varying=(self.number,))
+            self.join_launch(blocks, everyones, target, loss, lse, counted, coefficient, varying=(self.number,))
             return *self.reduce(loss, counted), lse
