@@ -264,6 +264,9 @@ void writable(const char* name, const Tensor& tensor) {
     dimensions.emplace_back(strides[i], sizes[i]);
   }
   std::sort(dimensions.begin(), dimensions.end());
+  if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) {
+    return;
+  }
   int64_t behind = 0;  // the last element of the dimensions with smaller strides
   for (const auto& [stride, size] : dimensions) {
     if (size > 1) {

@@ -266,6 +266,8 @@ def test_in_place_into_shared_memory():
     logits = torch.randn(1, 5).expand(3, 5)
     with pytest.raises(RuntimeError, match="share memory"):
         torch.ops.xent.cross_entropy_backward_(torch.ones(3), None, logits, torch.zeros(3).long(), torch.ones(3))
+    none = torch.zeros(0)
+    torch.ops.xent.cross_entropy_backward_(none, None, torch.zeros(5).as_strided((0, 5), (0, 0)), none.long(), none)
 
 
 @many

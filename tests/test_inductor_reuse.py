@@ -96,6 +96,59 @@ def test_gradients_are_those_of_eager(device, name, dynamic):
         )  # bfloat16; wrong is 0.05 and more
 
 
+class Unscaled(torch.autograd.Function):
+    """Passes the loss on, and makes of a slice of the logits a gradient that does not wait for an upstream one."""
+
+    @staticmethod
+    def forward(ctx, loss, part, other, way):
+        ctx.save_for_backward(part.expand(other.shape).tanh() if way == "made in forward" else part, other)
+        ctx.way = way
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        part, other = ctx.saved_tensors
+        if ctx.way == "written to a buffer":
+            other.copy_(part.expand(other.shape))
+            return grad, None, None, None
+        return grad, None, part if ctx.way == "made in forward" else 1.0 * part * torch.ones_like(other), None
+
+
+@pytest.mark.parametrize("way", ["made in backward", "made in forward", "written to a buffer"])
+def test_a_backward_that_ignores_its_upstream_gradient(device, way):
+    """As that of an auxiliary loss does which Megatron scales, or a statistic of what was saved."""
+    h, w = torch.randn(24, 16, device=device), torch.randn(1000, 16, device=device)
+    t = torch.randint(0, 1000, (24,), device=device)
+
+    def loss_of(h, w, other):
+        x = h @ w.T
+        return Unscaled.apply(ce(x[:12], t[:12]), x[10:14].detach(), other, way)
+
+    def run(function):
+        leaves = [x.clone().requires_grad_() for x in (h, w)]
+        other = torch.zeros(6, 4, 1000, device=device, requires_grad=way != "written to a buffer")
+        function(*leaves, other).backward()
+        return [x.grad for x in leaves] + [other.detach() if other.grad is None else other.grad]
+
+    for got, wanted in zip(run(torch.compile(loss_of, fullgraph=True)), run(loss_of), strict=True):
+        assert wanted.abs().max() > 0
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item())
+
+
+def test_no_row_has_no_memory_to_share(device):
+    """The usual shift of one token: rows of strides (0, 0) arrive at the kernel."""
+    h, w = torch.randn(1, 16, device=device, requires_grad=True), torch.randn(200, 16, device=device)
+    t = torch.zeros(1, 1, dtype=torch.int64, device=device)
+
+    def loss_of(h):
+        logits = (h @ w.T)[None]
+        return ce(logits[:, :-1].reshape(-1, 200), t[:, 1:].reshape(-1), reduction="sum")
+
+    loss = torch.compile(loss_of, fullgraph=True)(h)
+    loss.backward()
+    assert loss == 0 and h.grad.count_nonzero() == 0
+
+
 def test_without_the_mark_nothing_is_written_over(device):
     """The pass that marks has to have run: not, for one, where Inductor's pattern matcher is off."""
     h = torch.randn(24, 16, device=device, requires_grad=True)

@@ -161,6 +161,31 @@ def test_logits_written_after_the_loss():
     assert inductor.last_report().calls[0].upcast_removed
 
 
+@pytest.mark.parametrize("what", ["logits", "target", "weight"])
+def test_written_after_the_loss_of_probabilities(what):
+    """There each of the three is read by our backward, whichever asks for a gradient."""
+
+    def function(x, q, w):
+        p = q.softmax(-1)
+        loss = F.cross_entropy(x, p, w.exp(), label_smoothing=0.1)
+        {"logits": x, "target": p.detach(), "weight": w.detach()}[what].mul_(2.0)
+        return loss
+
+    def run(function):
+        x, q, w = torch.randn(6, V), torch.randn(6, V, requires_grad=what != "target"), torch.randn(V)
+        x.requires_grad_(what == "target")
+        function(x, q, w).backward()
+        return (x if what == "target" else q).grad
+
+    torch.manual_seed(1)
+    got = run(torch.compile(function, backend=Rewriting()))
+    (call,) = inductor.last_report().calls
+    assert call.replaced == (what == "weight")  # of which a copy, exp(), is saved
+    assert call.replaced or "mul_ writes to the logits, the target or the weight" in call.why
+    torch.manual_seed(1)
+    torch.testing.assert_close(got, run(function))
+
+
 def test_two_inputs_that_share_memory():
     """The fake tensors of x and y do not know that they are one tensor; the pass must not count on it."""
 

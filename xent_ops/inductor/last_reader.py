@@ -39,6 +39,9 @@ _NO_READERS = {operator.getitem, aten._unsafe_view.default, *SIZES}
 # Nobody waits for the values of what is asked for its size alone.
 _LIKE = {aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, *SIZES}
 
+# Of AOTAutograd, on nodes that it traced in the backward, or that write what a Function's backward has written.
+_BACKWARD_TAGS = ("is_backward", "must_be_in_backward")
+
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
 
 
@@ -74,14 +77,31 @@ class _Pass:
         return [node for node in graph.nodes if node.op == "call_function" and node.target in self.positions]
 
     def _last_readers(self, graph: fx.Graph) -> set[str]:
-        memory = _memory_of(graph)
-        tangents = [node for node in graph.nodes if node.op == "placeholder" and "tangents" in node.name]
-        backward = {node for node in _reached(tangents) if node.op != "output"}
+        memory, backward = _memory_of(graph), _backward(graph)
         return {
             node.name
             for node in self._candidates(graph)
             if _reads_last(node, self.positions[node.target], memory, backward)
         }
+
+
+def _backward(graph: fx.Graph) -> set[fx.Node]:
+    """What is computed in the backward, but for what is computed there again.
+
+    A gradient may be made of saved tensors alone: a Function's backward may ignore its upstream gradient, or write what
+    was saved to a buffer. So it is not only what comes of the upstream gradients (tangents).
+    """
+    starts, gradients = [], set()
+    for node in graph.nodes:
+        if (node.op == "placeholder" and "tangents" in node.name) or node.meta.get("partitioner_tag") in _BACKWARD_TAGS:
+            starts.append(node)
+        elif node.op == "output":
+            outputs = torch.utils._pytree.arg_tree_leaves(*node.args)
+            descriptions = node.meta.get("desc") or [None] * len(outputs)
+            for output, description in zip(outputs, descriptions, strict=True):
+                if isinstance(output, fx.Node) and (description is None or description.is_grad()):
+                    gradients.add(output)
+    return {node for node in _reached(starts) if node.op != "output"} | gradients
 
 
 def _reads_last(node: fx.Node, position: int, memory: dict[fx.Node, list[fx.Node]], backward: set[fx.Node]) -> bool:

@@ -195,14 +195,19 @@ def _emit_loss(emit: _Emitter, logits: fx.Node, given: dict[str, Any]) -> fx.Nod
     weight, reduction = given.get("weight"), given.get("reduction", "mean")
     smoothing = given.get("label_smoothing", 0.0)
     logits = _classes_last(emit, logits)
-    writer = upcast.writer_after(emit.loss, value_of(logits))
+    soft = _is_soft(value_of(logits), value_of(given["target"]))
+    target = _classes_last(emit, given["target"]) if soft else given["target"]
+    # Targets and weights of class indices are saved by torch as well, and have no gradient.
+    saved = [value_of(tensor) for tensor in (logits, *((target, weight) if soft else ())) if tensor is not None]
+    writer = upcast.writer_after(emit.loss, saved)
     if writer is not None:
-        raise _LeftAlone(f"{writer.name} writes to the logits after the loss, whose backward needs them")
-    if not _is_soft(value_of(logits), value_of(given["target"])):
+        what = "the logits, the target or the weight" if soft else "the logits"
+        raise _LeftAlone(f"{writer.name} writes to {what} after the loss, whose backward needs them")
+    if not soft:
         loss = emit(
             torch.ops.xent.cross_entropy.default,
             logits,
-            given["target"],
+            target,
             weight,
             ignore_index=given.get("ignore_index", -100),
             label_smoothing=smoothing,
@@ -210,11 +215,7 @@ def _emit_loss(emit: _Emitter, logits: fx.Node, given: dict[str, Any]) -> fx.Nod
         )
     else:
         rows = emit(
-            torch.ops.xent.soft_cross_entropy_forward.default,
-            logits,
-            _classes_last(emit, given["target"]),
-            weight,
-            label_smoothing=smoothing,
+            torch.ops.xent.soft_cross_entropy_forward.default, logits, target, weight, label_smoothing=smoothing
         )
         loss = emit(operator.getitem, rows, 0)
         if reduction != "none":

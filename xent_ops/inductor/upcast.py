@@ -133,16 +133,16 @@ def _writer_between(first: fx.Node, last: fx.Node, source: Tensor) -> fx.Node | 
     return None
 
 
-def writer_after(loss: fx.Node, logits: Tensor) -> fx.Node | None:
-    """A node that writes to the logits after the loss. Our backward reads them, that of F.cross_entropy does not, so
-    autograd would refuse to compile it."""
-    if not logits.requires_grad:
+def writer_after(loss: fx.Node, saved: list[Tensor]) -> fx.Node | None:
+    """A node that writes, after the loss, to what our backward reads. That of F.cross_entropy reads other tensors, so
+    autograd would refuse to compile what it compiles."""
+    if not any(tensor.requires_grad for tensor in saved):
         return None
     for node in reversed(loss.graph.nodes):
         if node is loss:
             return None
-        inputs = [value_of(one) for one in node.all_input_nodes]
-        if _writes(node) and any(isinstance(one, Tensor) and _share_memory(one, logits) for one in inputs):
+        inputs = [one for one in map(value_of, node.all_input_nodes) if isinstance(one, Tensor)]
+        if _writes(node) and any(_share_memory(one, tensor) for one in inputs for tensor in saved):
             return node
     return None
 

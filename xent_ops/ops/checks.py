@@ -303,13 +303,14 @@ def writable(name: str, tensor: Tensor) -> None:
 
 def may_overlap(sizes: Iterable[int], strides: Iterable[int]) -> bool:
     """Do elements share memory, or are the strides so odd that it takes more to tell?"""
-    behind = 0  # the last element of the dimensions with smaller strides
+    behind, overlap = 0, False  # the last element of the dimensions with smaller strides
     for stride, size in sorted(zip(strides, sizes, strict=True)):
+        if size == 0:
+            return False
         if size > 1:
-            if stride <= behind:
-                return True
+            overlap |= stride <= behind
             behind += (size - 1) * stride
-    return False
+    return overlap
 
 
 def soft_forward(
