@@ -28,6 +28,14 @@ std::vector<Dimension> joined(const Tensor& tensor, int64_t kept) {
   return result;
 }
 
+// As torch's own kernels do: storage that was freed under a tensor (untyped_storage().resize_(0)) is not read.
+const Tensor& allocated(const Tensor& tensor) {
+  if (tensor.const_data_ptr() == nullptr && tensor.numel() > 0) {
+    throw std::runtime_error("a tensor has elements, but its storage has been freed or was never allocated");
+  }
+  return tensor;
+}
+
 }  // namespace
 
 cpu::DType dtype(const Tensor& tensor) {
@@ -67,7 +75,7 @@ Read read(const Tensor& tensor) {
   auto found = layout(tensor);
   const Tensor memory = found ? tensor : torch::stable::contiguous(tensor);
   const Layout place = found ? *found : *layout(memory);
-  return {memory, {memory.const_data_ptr(), place.inner, place.outer_stride, place.stride}};
+  return {memory, {allocated(memory).const_data_ptr(), place.inner, place.outer_stride, place.stride}};
 }
 
 Write::Write(const Tensor& tensor) : tensor_(tensor), memory_(tensor) {
@@ -76,6 +84,7 @@ Write::Write(const Tensor& tensor) : tensor_(tensor), memory_(tensor) {
     memory_ = torch::stable::contiguous(tensor);
     found = layout(memory_);
   }
+  allocated(memory_);
   rows = {memory_.mutable_data_ptr(), found->inner, found->outer_stride, found->stride};
 }
 
@@ -94,11 +103,11 @@ PerRow::PerRow(const MaybeTensor& tensor, ScalarType dtype) {
     memory = torch::stable::contiguous(*memory);
     dimensions = joined(*memory, 0);
   }
-  values = {memory->const_data_ptr(), dimensions.empty() ? 0 : dimensions.back().stride};
+  values = {allocated(*memory).const_data_ptr(), dimensions.empty() ? 0 : dimensions.back().stride};
 }
 
 Tensor dense(const Tensor& tensor, ScalarType dtype) {
-  return torch::stable::contiguous(aten::to(tensor, dtype));
+  return allocated(torch::stable::contiguous(aten::to(tensor, dtype)));
 }
 
 cpu::Threads threads() {

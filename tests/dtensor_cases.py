@@ -119,7 +119,10 @@ def refused(device):
     partial = DTensor.from_local(x, mesh, [Partial()])
     split = distribute_tensor(x, mesh, [Shard(1)])
     other = init_device_mesh(device, (1, dist.get_world_size()))
+    rows = distribute_tensor(torch.randn(8, V, device=device), mesh, [Shard(0)])
+    six = distribute_tensor(torch.zeros(6, device=device).long(), mesh, [Shard(0)])
     bad = [
+        (rows, six, {}, r"target has shape \(6,\); expected \(8,\)"),  # on every rank, also where its rows would fit
         (partial, target, {}, "valid are Replicate"),
         (split, target, {"inplace_backward": True}, "inplace_backward=True is not supported for DTensor"),
         (split, target, {"grad_in_forward": True}, "grad_in_forward=True is not supported for DTensor"),

@@ -270,6 +270,14 @@ def test_in_place_into_shared_memory():
     torch.ops.xent.cross_entropy_backward_(none, None, torch.zeros(5).as_strided((0, 5), (0, 0)), none.long(), none)
 
 
+@pytest.mark.parametrize("name", ["logits", "target", "weight"])
+def test_storage_that_was_freed(name):
+    tensors = {"logits": torch.zeros(3, 5), "target": torch.zeros(3).long(), "weight": torch.ones(5)}
+    tensors[name].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="its storage has been freed"):
+        torch.ops.xent.cross_entropy_forward(**tensors)
+
+
 @many
 @given(data=st.data())
 def test_class_probabilities(data):

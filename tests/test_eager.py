@@ -103,6 +103,18 @@ def test_grad_in_forward_gives_its_gradient_once(h, target, in_place):
         torch.autograd.grad(xent_ops.cross_entropy(h * 2, target, **options), h, create_graph=True)
 
 
+@pytest.mark.parametrize("grad_in_forward", [False, True])
+def test_in_place_of_lazily_negative_logits(h, target, grad_in_forward):
+    """The memory holds other numbers than the tensor: the gradient gets memory of its own."""
+
+    def loss(**options):
+        return xent_ops.cross_entropy(torch._neg_view(h * 2), target, **options)
+
+    wanted = torch.autograd.grad(loss(), h)[0]
+    got = torch.autograd.grad(loss(inplace_backward=True, grad_in_forward=grad_in_forward), h)[0]
+    torch.testing.assert_close(got, wanted)
+
+
 def test_grad_in_forward_refuses_what_it_would_corrupt(h, target):
     def loss(logits, **options):
         return xent_ops.cross_entropy(logits, target, grad_in_forward=True, inplace_backward=True, **options)

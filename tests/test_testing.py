@@ -38,3 +38,18 @@ def test_an_ignored_row_is_exactly_zero():
     assert_loss(loss, expected)
     with pytest.raises(AssertionError, match="out of budget"):
         assert_loss(torch.tensor([loss[0], 1.0]), expected)
+
+
+def test_an_ignored_row_passes_nothing_back():
+    """Whatever its logits hold, and however large they are."""
+    logits = torch.tensor([[1e4, -1e4, 0.0], [NAN, 1.0, INF], [1e4, 0.0, 3.0]])
+    expected = oracle(logits, torch.tensor([0, -100, -100]), label_smoothing=0.1)
+    zeros = torch.zeros(3, 3)
+    assert_grad(torch.where(torch.tensor([[True], [False], [False]]), expected.grad, 0.0).float(), expected)
+    for wrong in (NAN, 1e-3):
+        with pytest.raises(AssertionError, match="out of budget"):
+            assert_grad(
+                torch.where(torch.tensor([[True], [False], [True]]), expected.grad, zeros + wrong).float(), expected
+            )
+        with pytest.raises(AssertionError, match="out of budget"):
+            assert_loss(torch.where(torch.tensor([True, True, False]), expected.loss, wrong).float(), expected)

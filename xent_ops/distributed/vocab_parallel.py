@@ -75,16 +75,17 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """``xent_ops.cross_entropy`` of logits whose classes are split between the ranks of a group.
 
-    Every rank gets the loss, bit for bit the same, and in backward the gradient of its own columns. One all-gather of
-    3 numbers a row (4 with class weights) forward, no communication backward. No second derivative, no torch.func,
-    no forward-mode AD.
+    Every rank gets the loss, bit for bit the same (where all of them, or none, ask for a gradient: the mean over the
+    rows has two kernels), and in backward the gradient of its own columns. One all-gather of 3 numbers a row (4 with
+    class weights) forward, no communication backward. No second derivative, no torch.func, no forward-mode AD.
 
     Args:
         logits_shard: (..., columns of this rank), the classes last, from ``class_start`` on. Shards may differ in size
             and may be empty. Columns beyond ``num_classes`` are padding, with a gradient of 0.
         target: (...), class indices of the whole vocabulary, the same on every rank.
         group: the ranks that share the vocabulary: a ProcessGroup, a DeviceMesh of one dimension, a group's name, or
-            None for all ranks.
+            None for all ranks. A compiled graph holds rank and size of a group given by name: after groups were made
+            anew under old names, call ``torch.compiler.reset()``.
         num_classes: the size of the whole vocabulary.
         class_start: the first class of this rank. By default the split is that of torch.chunk and of DTensor's Shard:
             ceil(num_classes / ranks) classes each, as long as there are any.

@@ -114,7 +114,7 @@ def cross_entropy(
     if inplace_backward:
         _refuse_a_leaf(logits)
         checks.writable("logits", logits)
-        inplace_backward = _saved_tensors_hooks(True) is None
+        inplace_backward = _saved_tensors_hooks(True) is None and not logits.is_neg()
     if inplace_backward or grad_in_forward:  # which come here with any arguments, disturbed or not
         settings = _plain_numbers(settings)
     if grad_in_forward:
