@@ -103,6 +103,7 @@ def test_grad_in_forward_gives_its_gradient_once(h, target, in_place):
         torch.autograd.grad(xent_ops.cross_entropy(h * 2, target, **options), h, create_graph=True)
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("grad_in_forward", [False, True])
 def test_in_place_of_lazily_negative_logits(h, target, grad_in_forward):
     """The memory holds other numbers than the tensor: the gradient gets memory of its own."""

@@ -121,7 +121,7 @@ def cross_entropy(
         if weight is not None:  # by which the rows are counted before the operator checks it
             checks.index_forward(logits, target, weight, **settings.options)
         return _OnePass.apply(logits, target, weight, settings, inplace_backward)
-    if not inplace_backward or undisturbed(logits, target, weight):
+    if undisturbed(logits, target, weight):
         prepared = prepared_for(_prepare, logits, target, weight, settings, inplace_backward)
         if prepared is not None:
             return PreparedLoss.apply(logits, target, prepared)
