@@ -97,7 +97,9 @@ def _backward(graph: fx.Graph) -> set[fx.Node]:
             starts.append(node)
         elif node.op == "output":
             outputs = torch.utils._pytree.arg_tree_leaves(*node.args)
-            descriptions = node.meta.get("desc") or [None] * len(outputs)
+            descriptions = node.meta.get("desc") or []
+            if len(descriptions) != len(outputs):  # then any of them may be a gradient
+                descriptions = [None] * len(outputs)
             for output, description in zip(outputs, descriptions, strict=True):
                 if isinstance(output, fx.Node) and (description is None or description.is_grad()):
                     gradients.add(output)
