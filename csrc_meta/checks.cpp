@@ -259,14 +259,14 @@ void scale_grad(const Tensor& grad, const Tensor& factor) {
 void writable(const char* name, const Tensor& tensor) {
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
+  if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) {
+    return;
+  }
   std::vector<std::pair<int64_t, int64_t>> dimensions;
   for (size_t i = 0; i < sizes.size(); ++i) {
     dimensions.emplace_back(strides[i], sizes[i]);
   }
   std::sort(dimensions.begin(), dimensions.end());
-  if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) {
-    return;
-  }
   int64_t behind = 0;  // the last element of the dimensions with smaller strides
   for (const auto& [stride, size] : dimensions) {
     if (size > 1) {

@@ -64,7 +64,8 @@ def oracle(
             derivative = derivative * (1 + (x / softcap).square())  # its two parts, not their difference
         counted = t != ignore_index
         # Nothing comes back to an ignored row, whatever its logits hold.
-        grad = torch.where((counted | (b != 0.0)).unsqueeze(-1), grad, 0.0)
+        passes_back = (counted | (b != 0.0)).unsqueeze(-1)
+        grad = torch.where(passes_back, grad, 0.0)
         wt = torch.ones_like(a) if w is None else w[torch.where(counted, t, 0)]
         wt = torch.where(counted, wt, 0)
         part_b = torch.where(counted, a.abs() * wt, 0)
@@ -76,7 +77,7 @@ def oracle(
         hot = F.one_hot(torch.where(counted, t, 0), classes)
         total = part_b + part_c.sum(-1) + b.abs()
         grad_scale = derivative * (total.unsqueeze(-1) * p + part_b.unsqueeze(-1) * hot + part_c)
-        grad_scale = torch.where((counted | (b != 0.0)).unsqueeze(-1), grad_scale, 0.0)
+        grad_scale = torch.where(passes_back, grad_scale, 0.0)
         finite = torch.where(x.isfinite(), x, 0)
         loss_scale = torch.where(counted, wt + loss.abs() + (finite.abs() * smoothing).sum(-1), 0.0)
     return Expected(loss.detach(), lse.detach(), grad, grad_scale, loss_scale)

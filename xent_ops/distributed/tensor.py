@@ -148,11 +148,8 @@ def _local_target(
     if isinstance(target, DTensor):
         if target.device_mesh != mesh:
             raise ValueError(f"target lies on {target.device_mesh} but logits on {mesh}; both must be on one mesh")
-        if target.shape != shape:  # on every rank, before any communicates
-            raise ValueError(
-                f"target has shape {tuple(target.shape)}; expected {tuple(shape)}, one class index for each row of the "
-                "logits"
-            )
+        # On every rank, before any communicates.
+        checks.same_shape("target", target.shape, shape, "one class index for each row of the logits")
         return target.redistribute(mesh, rows).to_local()
     if target.shape == local_shape or target.shape != shape:
         return target  # what fits neither is the operator's error

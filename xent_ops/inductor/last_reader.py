@@ -91,19 +91,19 @@ def _backward(graph: fx.Graph) -> set[fx.Node]:
     A gradient may be made of saved tensors alone: a Function's backward may ignore its upstream gradient, or write what
     was saved to a buffer. So it is not only what comes of the upstream gradients (tangents).
     """
-    starts, gradients = [], set()
-    for node in graph.nodes:
-        if (node.op == "placeholder" and "tangents" in node.name) or node.meta.get("partitioner_tag") in _BACKWARD_TAGS:
-            starts.append(node)
-        elif node.op == "output":
-            outputs = torch.utils._pytree.arg_tree_leaves(*node.args)
-            descriptions = node.meta.get("desc") or []
-            if len(descriptions) != len(outputs):  # then any of them may be a gradient
-                descriptions = [None] * len(outputs)
-            for output, description in zip(outputs, descriptions, strict=True):
-                if isinstance(output, fx.Node) and (description is None or description.is_grad()):
-                    gradients.add(output)
-    return {node for node in _reached(starts) if node.op != "output"} | gradients
+    starts = [node for node in graph.nodes if node.meta.get("partitioner_tag") in _BACKWARD_TAGS]
+    starts += [node for node in graph.find_nodes(op="placeholder") if "tangents" in node.name]
+    return {node for node in _reached(starts) if node.op != "output"} | _gradients(graph.output_node())
+
+
+def _gradients(output: fx.Node) -> set[fx.Node]:
+    """Those that a joint graph returns, by AOTAutograd's descriptions; without these all that it returns."""
+    returned = torch.utils._pytree.arg_tree_leaves(*output.args)
+    descriptions = output.meta.get("desc") or []
+    if len(descriptions) == len(returned):
+        pairs = zip(returned, descriptions, strict=True)
+        returned = [node for node, description in pairs if description is None or description.is_grad()]
+    return {node for node in returned if isinstance(node, fx.Node)}
 
 
 def _reads_last(node: fx.Node, position: int, memory: dict[fx.Node, list[fx.Node]], backward: set[fx.Node]) -> bool:

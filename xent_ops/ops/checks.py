@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -32,7 +32,7 @@ def _static(sizes: Iterable[int]) -> bool:
     return True
 
 
-def _same_shape(name: str, shape: torch.Size, expected: torch.Size, meaning: str) -> None:
+def same_shape(name: str, shape: torch.Size, expected: torch.Size, meaning: str) -> None:
     if _static(shape) and _static(expected) and shape == expected:
         return
 
@@ -97,7 +97,7 @@ def _options(
 ) -> None:
     if weight is not None:
         _dtype("weight", weight, FLOATS)
-        _same_shape("weight", weight.shape, logits.shape[-1:], "one weight a class")
+        same_shape("weight", weight.shape, logits.shape[-1:], "one weight a class")
         same_device("weight", weight, logits)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be between 0.0 and 1.0, got {label_smoothing}")
@@ -191,7 +191,7 @@ def index_forward(
 ) -> None:
     _logits(logits)
     _dtype("target", target, INDICES)
-    _same_shape("target", target.shape, logits.shape[:-1], "one class index for each row of the logits")
+    same_shape("target", target.shape, logits.shape[:-1], "one class index for each row of the logits")
     same_device("target", target, logits)
     _options(weight, logits, label_smoothing, softcap, logit_scale)
 
@@ -211,7 +211,7 @@ def shard(
     """A rank's shard of the vocabulary; it may hold no class, and columns of padding beyond the last class."""
     _logits(logits, may_be_empty=True)
     _dtype("target", target, INDICES)
-    _same_shape("target", target.shape, logits.shape[:-1], "one class index for each row of the logits")
+    same_shape("target", target.shape, logits.shape[:-1], "one class index for each row of the logits")
     same_device("target", target, logits)
     _options(weight, logits, label_smoothing, softcap, logit_scale)
     columns = logits.shape[-1]
@@ -256,7 +256,7 @@ def index_backward(
     rows_of(logits, grad_loss=grad_loss, grad_lse=grad_lse, lse=lse)
     if divisor is not None:
         _dtype("divisor", divisor, DIVISORS)
-        _same_shape("divisor", divisor.shape, torch.Size(()), "one number for all rows")
+        same_shape("divisor", divisor.shape, torch.Size(()), "one number for all rows")
         same_device("divisor", divisor, logits)
 
 
@@ -301,16 +301,17 @@ def writable(name: str, tensor: Tensor) -> None:
         )
 
 
-def may_overlap(sizes: Iterable[int], strides: Iterable[int]) -> bool:
+def may_overlap(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     """Do elements share memory, or are the strides so odd that it takes more to tell?"""
-    behind, overlap = 0, False  # the last element of the dimensions with smaller strides
+    if 0 in sizes:
+        return False
+    behind = 0  # the last element of the dimensions with smaller strides
     for stride, size in sorted(zip(strides, sizes, strict=True)):
-        if size == 0:
-            return False
         if size > 1:
-            overlap |= stride <= behind
+            if stride <= behind:
+                return True
             behind += (size - 1) * stride
-    return overlap
+    return False
 
 
 def soft_forward(
@@ -324,7 +325,7 @@ def soft_forward(
 ) -> None:
     _logits(logits)
     _dtype("target of class probabilities", target, FLOATS)
-    _same_shape("target", target.shape, logits.shape, "one probability for each logit")
+    same_shape("target", target.shape, logits.shape, "one probability for each logit")
     same_device("target", target, logits)
     _options(weight, logits, label_smoothing, softcap, logit_scale)
 
@@ -350,7 +351,7 @@ def rows_of(logits: Tensor, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None:
             _dtype(name, tensor, FLOATS)
-            _same_shape(name, tensor.shape, logits.shape[:-1], "one value for each row of the logits")
+            same_shape(name, tensor.shape, logits.shape[:-1], "one value for each row of the logits")
             same_device(name, tensor, logits)
 
 
@@ -361,5 +362,5 @@ def scalar_or_rows_of(owner: str, matrix: Tensor, **tensors: Tensor | None) -> N
             continue
         _dtype(name, tensor, FLOATS)
         if tensor.dim() > 0:
-            _same_shape(name, tensor.shape, matrix.shape[:-1], f"one value for each row of the {owner}, or ()")
+            same_shape(name, tensor.shape, matrix.shape[:-1], f"one value for each row of the {owner}, or ()")
         same_device(name, tensor, matrix, "logits are" if owner == "logits" else f"{owner} is")

@@ -111,17 +111,18 @@ def cross_entropy(
     grad_in_forward: bool = False,
 ) -> Tensor:
     """The reduced loss of logits (..., V) that require grad; what the operators do not check, the caller has."""
+    special = inplace_backward or grad_in_forward  # which come here with any arguments, disturbed or not
     if inplace_backward:
         _refuse_a_leaf(logits)
         checks.writable("logits", logits)
         inplace_backward = _saved_tensors_hooks(True) is None and not logits.is_neg()
-    if inplace_backward or grad_in_forward:  # which come here with any arguments, disturbed or not
+    if special:
         settings = _plain_numbers(settings)
     if grad_in_forward:
         if weight is not None:  # by which the rows are counted before the operator checks it
             checks.index_forward(logits, target, weight, **settings.options)
         return _OnePass.apply(logits, target, weight, settings, inplace_backward)
-    if undisturbed(logits, target, weight):
+    if not special or undisturbed(logits, target, weight):
         prepared = prepared_for(_prepare, logits, target, weight, settings, inplace_backward)
         if prepared is not None:
             return PreparedLoss.apply(logits, target, prepared)
