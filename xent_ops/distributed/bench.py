@@ -24,12 +24,15 @@ from torch import Tensor
 from .parts import chunk
 from .vocab_parallel import vocab_parallel_cross_entropy
 
-CALLS = 10  # back to back in a sample, as a training loop makes them: the host runs ahead of the device if it can
+# Back to back in a sample, as a training loop makes them: the host runs ahead of the device if it can. On a CPU there
+# is no device to run ahead of, and a call takes seconds.
+CALLS = {"cuda": 50, "cpu": 1}
 
 
 def milliseconds(run: Callable[[], object], device: str, repeat: int) -> float:
     """Of one call: the median of ``repeat`` samples of CALLS calls, begun together by all ranks."""
-    for _ in range(CALLS):
+    calls = CALLS[device]
+    for _ in range(calls):
         run()
     times = []
     for _ in range(repeat):
@@ -38,16 +41,16 @@ def milliseconds(run: Callable[[], object], device: str, repeat: int) -> float:
             torch.cuda.synchronize()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            for _ in range(CALLS):
+            for _ in range(calls):
                 run()
             end.record()
             torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end) / CALLS)
+            times.append(begin.elapsed_time(end) / calls)
         else:
             start = time.perf_counter()
-            for _ in range(CALLS):
+            for _ in range(calls):
                 run()
-            times.append(1e3 * (time.perf_counter() - start) / CALLS)
+            times.append(1e3 * (time.perf_counter() - start) / calls)
     return statistics.median(times)
 
 
