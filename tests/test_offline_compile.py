@@ -158,6 +158,8 @@ def everything(dtype, vocabulary, full):
     place = (vocabulary, 4 * vocabulary)
     gathered = launch_shard.cross_entropy_shard(logits, target, *place, weight, **options).expand(4, -1)
     launch_shard.cross_entropy_shard_join(logits, target, gathered, *place, weight, **options)
+    shards = {"world": 4, "gather": lambda everyones, part: None}
+    prepared.prepare_shard(logits, target, full, *place, **shards, **every_option).forward(logits, target)
     rest = (*place, weight, row if full else None)
     launch_shard.cross_entropy_shard_backward(row, row if full else None, logits, target, row, *rest, **options)
     launch_shard.cross_entropy_shard_backward_(row, None, logits, target, row, *rest, **options)
@@ -228,6 +230,7 @@ def test_another_option_value_is_the_same_kernel(monkeypatch):
             place = (5 * rows, 10**6 + rows)  # another rank, another vocabulary
             gathered = launch_shard.cross_entropy_shard(logits, target, *place, weight, **options).expand(4, -1)
             launch_shard.cross_entropy_shard_join(logits, target, gathered, *place, weight, **options)
+            launch_shard.join_and_reduce(target, gathered.contiguous(), place[1], True, **options)
             launch_shard.cross_entropy_shard_backward(row, None, logits, target, row, *place, weight, row, **options)
 
         result = []

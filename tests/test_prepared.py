@@ -1,5 +1,7 @@
 """Eager training's plain mean and sum on a GPU: what is decided once must hold for every later call that it is used for."""
 
+import types
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from conftest import INTERPRETED
 from torch.utils.flop_counter import FlopCounterMode
 
 import xent_ops
+from xent_ops.kernels import reference_shard
 from xent_ops.ops import eager
 
 pytestmark = pytest.mark.interpreter
@@ -60,7 +63,7 @@ def test_values(monkeypatch, device, shape, dtype, options):
         wanted, wanted_grad = expected(monkeypatch, logits, target, -2.5, **options)
         before = len(eager._PREPARED)
         loss = xent_ops.cross_entropy(logits, target, dim=-1, **options)
-        assert type(loss.grad_fn).__name__ == "PreparedLossBackward"
+        assert type(loss.grad_fn).__name__ == "_PreparedLossBackward"
         assert seed == 0 or len(eager._PREPARED) == before
         torch.testing.assert_close(loss.detach(), wanted)
         torch.testing.assert_close(torch.autograd.grad(loss * -2.5, logits)[0], wanted_grad)
@@ -114,7 +117,7 @@ def test_tensors_that_saved_tensor_hooks_bring_back(monkeypatch, device):
 
     with torch.autograd.graph.saved_tensors_hooks(elsewhere, lambda tensor: tensor):
         loss = xent_ops.cross_entropy(logits, target)
-    assert type(loss.grad_fn).__name__ == "PreparedLossBackward"
+    assert type(loss.grad_fn).__name__ == "_PreparedLossBackward"
     torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], wanted_grad)
 
 
@@ -231,7 +234,7 @@ def test_what_is_kept_steps_aside(monkeypatch, device):
         derivative = torch.autograd.forward_ad.unpack_dual(xent_ops.cross_entropy(dual, target)).tangent
     torch.testing.assert_close(derivative, (wanted_grad * tangent).sum(), atol=1e-6, rtol=1e-5)
     with FlopCounterMode(display=False):
-        assert type(xent_ops.cross_entropy(logits, target).grad_fn).__name__ != "PreparedLossBackward"
+        assert type(xent_ops.cross_entropy(logits, target).grad_fn).__name__ != "_PreparedLossBackward"
     weight = torch.full((30,), 2.0, device=device)
     total = xent_ops.cross_entropy(logits, target, reduction="sum")
     torch.testing.assert_close(xent_ops.cross_entropy(logits, target, weight, reduction="sum"), 2 * total)
@@ -290,7 +293,7 @@ def test_in_place(monkeypatch, device, reduction):
         wanted, wanted_grad = expected(monkeypatch, leaf, target, -2.5, reduction=reduction)
         logits = layout(leaf)
         loss = xent_ops.cross_entropy(logits, target, **options)
-        assert type(loss.grad_fn).__name__ == ("PreparedLossBackward" if prepared else "_InPlaceBackward")
+        assert type(loss.grad_fn).__name__ == ("_PreparedLossBackward" if prepared else "_InPlaceBackward")
         torch.testing.assert_close(loss.detach(), wanted)
         places = []
         logits.register_hook(lambda grad, places=places: places.append(grad.data_ptr()))
@@ -329,22 +332,78 @@ def test_shards_of_a_vocabulary(monkeypatch, device, dtype, options):
         for rank, (start, shard) in enumerate(shards.items()):
             gathered = []
 
-            def all_gather(everything, own, group, everyones=everyones, rank=rank, gathered=gathered):
+            def all_gather(everything, own, options, everyones=everyones, rank=rank, gathered=gathered):
                 torch.testing.assert_close(own, everyones[rank], rtol=0, atol=0)
-                gathered.append(group)
                 everything.copy_(torch.cat(everyones))
 
+            def group_of(name, all_gather=all_gather, gathered=gathered, seed=seed):
+                gathered.append((name, seed))
+                return types.SimpleNamespace(**{parallel._GATHER: all_gather})
+
             place = Place("group", rank, 2)
-            monkeypatch.setattr(parallel, "_all_gather", all_gather)
-            monkeypatch.setattr(parallel, "process_group", lambda name, seed=seed: (name, seed))
+            monkeypatch.setattr(parallel, "process_group", group_of)
             x = shard.requires_grad_()
             settings = eager.Settings(reduction, 0.0, rows)
             loss = parallel.cross_entropy(x, target, None, place, start, classes, settings)
-            assert type(loss.grad_fn).__name__ == "PreparedLossBackward" and gathered == [("group", seed)]
+            assert type(loss.grad_fn).__name__ == "_PreparedLossBackward" and gathered == [("group", seed)]
             torch.testing.assert_close(loss.detach(), wanted)
             (grad,) = torch.autograd.grad(loss * -2.5, x)
             torch.testing.assert_close(grad, wanted_grad[..., start : start + x.shape[-1]])
         assert len(eager._PREPARED) == before + (2 if seed == 0 else 0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("number", [1, 129, 400])
+def test_rows_are_reduced_where_they_are_joined(monkeypatch, device, number, dtype, reduction):
+    """By the program that comes last, in one order: against torch's sum, and each time to the same bits."""
+    pytest.importorskip("triton")
+    from xent_ops.kernels.triton import launch_shard
+
+    if device == "cuda":
+        number *= 1000
+    monkeypatch.setattr(launch_shard, "JOIN_PARTS", 2)  # several turns
+    classes = 40 + 2 * number  # of no other test: launches are kept by it
+    generator = torch.Generator().manual_seed(number)
+    target = torch.randint(0, 24, (number,), generator=generator).to(device)
+    target[1::3] = -100
+    logits = torch.randn(number, 24, generator=generator).to(device, dtype)
+    part = reference_shard.cross_entropy_shard(logits, target, 0, classes)
+    rest = reference_shard.cross_entropy_shard(logits[:, :0], target, 24, classes)
+    rest[:, -3:-1] = torch.tensor([0.0, classes - 24], dtype=dtype)  # the other classes are all -inf
+    gathered = torch.cat([part, rest])
+    loss, lse, counted, _ = torch.ops.xent.cross_entropy_shard_join(logits, target, gathered, 0, classes)
+    number_counted = counted.double().sum()
+    wanted = loss.double().sum() / (number_counted if reduction == "mean" else 1)
+    results = [
+        launch_shard.join_and_reduce(target, gathered.clone(), classes, reduction == "mean")
+        for _ in range(20 if device == "cuda" else 2)
+    ]
+    for value, number_found, same_lse in results:
+        torch.testing.assert_close(value.double(), wanted, rtol=1e-6 if dtype == torch.float32 else 1e-13, atol=0)
+        assert value.dtype == dtype and number_found == number_counted and torch.equal(same_lse, lse)
+        assert torch.equal(value, results[0][0])
+
+
+def test_shards_that_are_prepared_and_those_that_are_not_agree_in_every_bit(monkeypatch, device):
+    """One rank's target has strides, so it takes the operators; all ranks must get the same loss."""
+    if not torch.distributed.is_available():
+        pytest.skip("this torch is built without torch.distributed")
+    from xent_ops.distributed import eager as parallel
+    from xent_ops.distributed.groups import Place
+
+    logits, target = inputs(device, (1000 if device == "cuda" else 130, 64))
+    strided = torch.stack([target, target], -1)[:, 0]
+    for reduction in ("mean", "sum") if device == "cuda" else ("mean",):
+        rows = {"ignore_index": -100, "label_smoothing": 0.1, "softcap": None, "logit_scale": 1.0}
+        settings = eager.Settings(reduction, 0.0, rows)
+        first, second = (
+            parallel.cross_entropy(logits, t, None, Place("group", 0, 1), 0, 64, settings) for t in (target, strided)
+        )
+        assert [type(loss.grad_fn).__name__ for loss in (first, second)] == ["_PreparedLossBackward", "_LossBackward"]
+        assert torch.equal(first, second)
+        grads = [torch.autograd.grad(loss, logits)[0] for loss in (first, second)]
+        torch.testing.assert_close(*grads)
 
 
 def test_shards_that_are_not_prepared(device):

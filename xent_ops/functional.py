@@ -126,7 +126,7 @@ def cross_entropy(
     ):
         prepared = eager.ready(input, target, eager.Settings(reduction, lse_square_scale, options), False)
         if prepared is not None:
-            return eager.PreparedLoss.apply(input, target, prepared)
+            return eager.apply_prepared(input, target, prepared)
     if is_dtensor(input):
         from .distributed import tensor  # only where somebody has imported DTensor: that takes a while
 

@@ -23,18 +23,18 @@ class Place(NamedTuple):
 
 
 def process_group(group: Group) -> ProcessGroup:
+    if group is None:
+        if dist.group.WORLD is None:
+            raise ValueError("group=None means all ranks, but torch.distributed is not initialized")
+        return dist.group.WORLD
+    if isinstance(group, str):
+        return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
                 f"group is a DeviceMesh of {group.ndim} dimensions; pass one of them, mesh[name], for the vocabulary"
             )
         return group.get_group()
-    if isinstance(group, str):
-        return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-    if group is None:
-        if not dist.is_initialized():
-            raise ValueError("group=None means all ranks, but torch.distributed is not initialized")
-        return dist.distributed_c10d._get_default_group()
     return group
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..ops import checks, transforms
 from ..ops.composite import reduce_rows
-from ..ops.eager import PreparedLoss, Settings, kernels_for, ready, undisturbed
+from ..ops.eager import Settings, apply_prepared, kernels_for, ready, undisturbed
 from . import consistency, eager
 from .groups import Group, Place, place
 from .parts import counts_of, everyones_parts, first_class, traced_gather
@@ -108,15 +108,21 @@ def vocab_parallel_cross_entropy(
     different targets or options: the numbers are then wrong. Different row counts are an error, or a hang, of the
     communication library.
     """
-    transforms.refuse("xent_ops.distributed.vocab_parallel_cross_entropy")
-    num_classes = checks.integer("num_classes", num_classes)
-    class_start = None if class_start is None else checks.integer("class_start", class_start)
     options: dict[str, Any] = {
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
         "softcap": softcap,
         "logit_scale": logit_scale,
     }
+    here = place(group)
+    settings = Settings(reduction, lse_square_scale, options)
+    if weight is None and not check and not torch.compiler.is_compiling():
+        prepared = ready(logits_shard, target, settings, here, class_start, num_classes)
+        if prepared is not None:
+            return apply_prepared(logits_shard, target, prepared)
+    transforms.refuse("xent_ops.distributed.vocab_parallel_cross_entropy")
+    num_classes = checks.integer("num_classes", num_classes)
+    class_start = None if class_start is None else checks.integer("class_start", class_start)
     if check:
         consistency.check(
             logits_shard,
@@ -129,12 +135,6 @@ def vocab_parallel_cross_entropy(
             lse_square_scale=lse_square_scale,
             **options,
         )
-    here = place(group)
-    settings = Settings(reduction, lse_square_scale, options)
-    if not torch.compiler.is_compiling() and weight is None:
-        prepared = ready(logits_shard, target, settings, here, class_start, num_classes)
-        if prepared is not None:
-            return PreparedLoss.apply(logits_shard, target, prepared)
     checks.reduction(reduction)
     checks.lse_square_scale(lse_square_scale)
     if (

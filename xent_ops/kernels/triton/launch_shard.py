@@ -16,6 +16,7 @@ from .common import Strides, class_weights, edges, empty_grad, on_device_of
 from .shard import join_shards_kernel, shard_kernel
 
 JOIN_BLOCK = 128  # rows; a program reads 3 or 4 numbers of each from every rank
+JOIN_PARTS = 1024  # programs whose sums are added at a time
 
 
 def cross_entropy_shard(
@@ -37,11 +38,11 @@ def cross_entropy_shard(
     if view.number > 0:  # without rows nobody looks at the header
         options = (label_smoothing, softcap, logit_scale)
         place = (columns, class_start, num_classes)
-        prepared = shard_launch(view[2:], place, logits.element_size(), weight is not None, *options)
+        prepared = shard_launch(view[2:], place, logits.element_size(), weight is not None, False, *options)
         with on_device_of(logits):
             weights = None if weight is None else weight[:columns]
             weights = class_weights(weights, out, label_smoothing, logits.element_size(), view[2:])
-            prepared(view.number, view.tensor, dense(target), weights, out)
+            prepared(view.number, view.tensor, dense(target), weights, out, out)
     return out
 
 
@@ -51,6 +52,7 @@ def shard_launch(
     place: tuple[int, int, int],  # columns, class_start, num_classes
     itemsize: int,
     weighted: bool,
+    with_counter: bool,
     label_smoothing: float,
     softcap: float | None,
     logit_scale: float,
@@ -67,6 +69,7 @@ def shard_launch(
         HAS_WEIGHT=weighted,
         HAS_SMOOTHING=label_smoothing > 0.0,
         SOFTCAP=configs.softcap(softcap, itemsize),
+        HAS_COUNTER=with_counter,
         EDGES=edges(place[0], itemsize, strides),
         BLOCK=config.block,
         VECTOR=configs.vector(itemsize),
@@ -92,16 +95,45 @@ def cross_entropy_shard_join(
     lse, target_weight, coefficient = (torch.empty_like(loss) for _ in range(3))
     number, world = target.numel(), gathered.shape[0]
     if number > 0:
-        prepared = join_launch(world, num_classes, weight is not None, ignore_index, label_smoothing)
+        prepared = join_launch(world, num_classes, weight is not None, "", ignore_index, label_smoothing)
         outputs = (loss, lse, target_weight, coefficient)
         with on_device_of(logits):
-            blocks = -(-number // JOIN_BLOCK)
-            prepared(blocks, gathered.contiguous(), dense(target), *outputs, varying=(number,))
+            prepared(join_blocks(number), gathered.contiguous(), dense(target), *outputs, varying=(number,))
     return loss, lse, target_weight, coefficient
 
 
+def join_and_reduce(
+    target: Tensor,
+    gathered: Tensor,  # contiguous; not of any use afterwards
+    num_classes: int,
+    mean: bool,  # or the sum
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    **_rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, number of counted rows, lse) of rows without class weights. What PreparedShard does, in the same order.
+
+    So all ranks get the same bits, also where one of them has prepared its loss and another one could not.
+    """
+    number, reduction = target.numel(), "mean" if mean else "sum"
+    lse = torch.empty(target.shape, dtype=gathered.dtype, device=gathered.device)
+    loss, counted = lse.new_empty(()), lse.new_zeros(())
+    prepared = join_launch(gathered.shape[0], num_classes, False, reduction, ignore_index, label_smoothing)
+    with on_device_of(target):
+        prepared(join_blocks(number), gathered, dense(target), loss, lse, counted, lse, varying=(number,))
+    return loss, counted, lse
+
+
+def join_blocks(rows: int) -> int:
+    """Programs that share the rows."""
+    return -(-rows // JOIN_BLOCK)
+
+
 @plan
-def join_launch(world: int, num_classes: int, weighted: bool, ignore_index: int, label_smoothing: float) -> Launch:
+def join_launch(
+    world: int, num_classes: int, weighted: bool, reduction: str, ignore_index: int, label_smoothing: float
+) -> Launch:
     return Launch(
         join_shards_kernel,
         world,
@@ -111,8 +143,10 @@ def join_launch(world: int, num_classes: int, weighted: bool, ignore_index: int,
         varying=1,
         HAS_WEIGHT=weighted,
         HAS_SMOOTHING=label_smoothing > 0.0,
+        REDUCTION=reduction,
         RANKS=configs.power_of_two(world),
         BLOCK=JOIN_BLOCK,
+        PARTS=JOIN_PARTS,
         num_warps=4,
         num_stages=1,
     )

@@ -16,8 +16,8 @@ from ..rows import rows
 from .cached import Bound
 from .common import EMPTY_STRIDED, on_device_of
 from .launch import backward_launch, forward_launches
-from .launch_mean import MeanLaunches, mean_launches
-from .launch_shard import JOIN_BLOCK, join_launch, shard_launch
+from .launch_mean import mean_launches
+from .launch_shard import join_blocks, join_launch, shard_launch
 
 Options = tuple[int, float, float | None, float]  # ignore_index, label_smoothing, softcap, logit_scale
 
@@ -51,9 +51,9 @@ def prepare_shard(
     softcap: float | None,
     logit_scale: float,
 ) -> Prepared | None:
-    """Likewise, of a shard of the vocabulary; nor where it holds no class, or padding."""
+    """Likewise, of a shard of the vocabulary; nor where it holds no class, or padding, or there are no rows."""
     columns = reference_shard.columns_of(logits, class_start, num_classes)
-    if columns == 0 or columns != logits.shape[-1] or not _in_place(logits, target):
+    if logits.numel() == 0 or columns != logits.shape[-1] or not _in_place(logits, target):
         return None
     options = (ignore_index, label_smoothing, softcap, logit_scale)
     return PreparedShard(logits, mean, options, (class_start, num_classes), world, gather)
@@ -64,14 +64,14 @@ def _in_place(logits: Tensor, target: Tensor) -> bool:
 
 
 class Prepared:
-    """Mean or sum, and the backward; how the rows' losses are made is a subclass's."""
+    """The backward of a mean or sum; the forward is a subclass's."""
 
     def __init__(
         self,
         logits: Tensor,
+        mean: bool,
         options: Options,
-        mean: MeanLaunches | None,
-        shard: tuple[int, int] | None,  # class_start, num_classes
+        shard: tuple[int, int] | None = None,  # class_start, num_classes
     ) -> None:
         self.device, self.dtype, self.row_dtype = logits.device, logits.dtype, accumulator(logits)
         view, gradient = rows(logits), torch.empty(logits.shape, device="meta")
@@ -81,15 +81,16 @@ class Prepared:
         self.grad_place = tuple(gradient.shape), gradient.stride(), self.dtype
         a_row = torch.empty(logits.shape[:-1], device="meta")
         self.row_place = tuple(a_row.shape), a_row.stride(), self.row_dtype
-        self.mean_launches = mean and mean.bound()
         place = (view[2:], out[2:], logits.shape[-1], logits.element_size(), (0, 0, 0))
-        divided = mean is not None
-        self.blocks, launch = backward_launch(*place, False, False, False, shard, *options, divided)
+        self.blocks, launch = backward_launch(*place, False, False, False, shard, *options, mean)
         self.backward_launch = Bound(launch)
 
     def empty_row(self) -> Tensor:
         """One value a row."""
         return self.empty(*self.row_place)
+
+    def empty_number(self) -> Tensor:
+        return self.empty((), (), self.row_dtype)
 
     def fits(self, lse: Tensor, number: Tensor | None) -> bool:
         """May ``backward`` be called with these? What the engine hands it has the loss's dtype and device."""
@@ -100,13 +101,6 @@ class Prepared:
     def forward(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """(loss, number of counted rows where they are what it is divided by, lse)"""
         raise NotImplementedError
-
-    def reduce(self, rows_loss: Tensor, row: Tensor) -> tuple[Tensor, Tensor | None]:
-        if self.mean_launches is None:
-            return rows_loss.sum(), None
-        loss, number = self.empty((), (), self.row_dtype), self.empty((), (), self.row_dtype)
-        self.mean_launches(self.number, rows_loss, row, loss, number)
-        return loss, number
 
     def backward(
         self,
@@ -133,14 +127,19 @@ class Prepared:
 class PreparedRows(Prepared):
     def __init__(self, logits: Tensor, mean: bool, options: Options) -> None:
         view = rows(logits)
-        super().__init__(logits, options, mean_launches(view.number, True, options[0]) if mean else None, None)
+        super().__init__(logits, mean, options)
         self.forward_launches = forward_launches(view, False, False, False, *options).bound()
+        self.mean_launches = mean_launches(view.number, True, options[0]).bound() if mean else None
 
     def forward(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         with on_device_of(logits):
             rows_loss, lse = self.empty_row(), self.empty_row()
             self.forward_launches(self.number, (logits, target, lse), (rows_loss, lse, lse, lse))
-            return *self.reduce(rows_loss, target), lse
+            if self.mean_launches is None:
+                return rows_loss.sum(), None, lse
+            loss, number = self.empty_number(), self.empty_number()
+            self.mean_launches(self.number, rows_loss, target, loss, number)
+            return loss, number, lse
 
 
 class PreparedShard(Prepared):
@@ -153,25 +152,25 @@ class PreparedShard(Prepared):
         world: int,
         gather: Callable[[Tensor, Tensor], None],
     ) -> None:
-        view = rows(logits)
-        # Rows count by the weight of their target.
-        super().__init__(logits, options, mean_launches(view.number, True, None) if mean else None, shard)
-        self.world, self.gather = world, gather
+        super().__init__(logits, mean, options, shard)
+        self.mean, self.world, self.gather = mean, world, gather
         width = reference_shard.width(self.number, False)
         self.part_place, self.everyones_place = (((n, width), (width, 1), self.row_dtype) for n in (1, world))
         ignore_index, label_smoothing, *rest = options
-        place = (logits.shape[-1], *shard)
-        self.shard_launch = Bound(shard_launch(view[2:], place, logits.element_size(), False, label_smoothing, *rest))
-        self.join_launch = Bound(join_launch(world, shard[1], False, ignore_index, label_smoothing))
+        strides, place = rows(logits)[2:], (logits.shape[-1], *shard)
+        launch = shard_launch(strides, place, logits.element_size(), False, True, label_smoothing, *rest)
+        self.shard_launch = Bound(launch)
+        reduction = "mean" if mean else "sum"
+        self.join_launch = Bound(join_launch(world, shard[1], False, reduction, ignore_index, label_smoothing))
+        self.join_blocks = join_blocks(self.number)
 
     def forward(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         with on_device_of(logits):
             part = everyones = self.empty(*self.part_place)
-            self.shard_launch(self.number, logits, target, part, part)
+            loss, number, lse = self.empty_number(), self.empty_number(), self.empty_row()
+            self.shard_launch(self.number, logits, target, part, part, number)
             if self.world > 1:
                 everyones = self.empty(*self.everyones_place)
                 self.gather(everyones, part)
-            loss, lse, counted, coefficient = self.empty_row(), self.empty_row(), self.empty_row(), self.empty_row()
-            blocks = -(-self.number // JOIN_BLOCK)
-            self.join_launch(blocks, everyones, target, loss, lse, counted, coefficient, varying=(self.number,))
-            return *self.reduce(loss, counted), lse
+            self.join_launch(self.join_blocks, everyones, target, loss, lse, number, lse, varying=(self.number,))
+            return loss, number if self.mean else None, lse
