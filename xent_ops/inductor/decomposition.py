@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..ops.library import LOWERINGS, install_lowerings
-from . import packages, reuse
+from . import calls, reuse
 
 
 def _unless_reused(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,7 +36,7 @@ def install() -> None:
         decomposition.decompositions[op] = _unless_reused(function)
     decomposition.fast_random_decomps.cache_clear()
     reuse.install()
-    packages.install()
+    calls.install()
 
 
 @contextlib.contextmanager

@@ -16,8 +16,7 @@ import torch
 
 from ..kernels import cpu
 from ..ops.checks import DIVISORS, FLOATS
-from . import last_reader
-from .packages import spelled_out
+from . import calls, last_reader
 
 # Devices whose kernel can write over its input. The formula in aten compares integer vectors, which the vector cores of
 # an NPU do element by element (traced only, never run there).
@@ -116,17 +115,15 @@ def install() -> None:
 
 
 def _install(op: Any, inplace: Any, position: int) -> None:
-    from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+    from torch._inductor.lowering import lowerings, register_lowering
     from torch._inductor.virtualized import V
 
     if op in lowerings:
         return
-    opaque = fallback_handler(op, add_to_fallback_set=False)
-    in_place = fallback_handler(inplace, add_to_fallback_set=False)
+    opaque, in_place = calls.lowering(op), calls.lowering(inplace)
 
     @register_lowering(op, type_promotion_kind=None)
     def lower(*args: Any, **options: Any) -> Any:
-        options = spelled_out(op, options)
         if op in DIVIDING:
             args = _undivided(V.graph.current_node, args)
         logits = args[position]

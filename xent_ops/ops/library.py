@@ -34,9 +34,11 @@ LOWERINGS: dict[Any, Callable[..., Any]] = {}
 # the rows of a matrix product (odd vocabularies) but not transpose it.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
-# The dispatcher's kernels by device and operator, for those who may skip the dispatcher (ops/eager.py). The tests put
-# CUDA's in the CPU's place, to run them through Triton's interpreter.
+# The dispatcher's kernels by device and operator, for those who may skip the dispatcher: ops/eager.py, and the code
+# that Inductor makes (inductor/calls.py), which finds them beside the operators. The tests put CUDA's in the CPU's
+# place, to run them through Triton's interpreter.
 KERNELS: dict[str, dict[str, Callable[..., Any]]] = {"cpu": {}, "cuda": {}}
+torch.ops.xent.kernels = KERNELS  # type: ignore[attr-defined]
 
 # Where eager training has a path of its own (kernels/triton/prepared.py, launch_mean.py).
 PREPARED_DEVICES = {"cuda"}

@@ -1,0 +1,98 @@
+"""Inductor's Python code calls our kernels and not the dispatcher; C++ code calls the operators."""
+
+import re
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+import xent_ops
+from xent_ops.ops.schemas import COMPOSITES, SCHEMAS
+
+ops = torch.ops.xent
+
+
+def calls(code):
+    """(kernels, operators) that are called."""
+    kernels = re.findall(r"torch\.ops\.xent\.kernels\['(\w+)'\]\['(\w+)'\]\(", code)
+    return kernels, re.findall(r"torch\.ops\.xent\.(\w+)(?:\.default)?\(", code)
+
+
+def entropy(x, t):
+    loss, lse, entropy = ops.cross_entropy_forward_entropy(x, t)
+    return loss.sum() + lse.sum() + entropy.sum()
+
+
+def one_pass(x, t):
+    scale = torch.ones((), device=x.device)
+    return ops.cross_entropy_with_grad(x.detach() * 2, t, scale)[2].square().sum() + x.sum()
+
+
+STEPS = {
+    "mean": (lambda x, t: xent_ops.cross_entropy(x, t), {"forward", "backward"}),
+    "outputs": (lambda x, t: xent_ops.cross_entropy_outputs(x, t).loss, {"forward_argmax", "backward"}),
+    "entropy": (entropy, {"forward_entropy", "backward_entropy"}),
+    "one pass": (one_pass, {"with_grad"}),
+}
+
+
+@pytest.mark.parametrize("step, expected", STEPS.values(), ids=STEPS)
+def test_kernels_are_called_directly(device, step, expected):
+    x = torch.randn(6, 40, device=device, requires_grad=True)
+    target = torch.tensor([0, 39, -100, 7, 8, 9], device=device)
+    (wanted,) = torch.autograd.grad(step(x, target), x)
+
+    def run():
+        return torch.autograd.grad(torch.compile(step, fullgraph=True)(x, target), x)
+
+    (grad,), code = run_and_get_code(run)
+    torch.testing.assert_close(grad, wanted)
+    kernels, operators = calls("\n".join(code))
+    assert {(device, f"cross_entropy_{name}") for name in expected} == set(kernels) and not operators
+
+
+def test_options_arrive_as_the_schema_declares_them(monkeypatch, device):
+    """The dispatcher makes floats of integers."""
+    x = torch.randn(6, 40, device=device)
+    target = torch.arange(6, device=device)
+    seen = []
+    kernel = ops.kernels[device]["cross_entropy_forward"]
+    monkeypatch.setitem(
+        ops.kernels[device],
+        "cross_entropy_forward",
+        lambda *args, **options: seen.append(options) or kernel(*args, **options),
+    )
+
+    def loss(x):
+        return ops.cross_entropy_forward(x, target, label_smoothing=1, softcap=5, logit_scale=2, ignore_index=3)
+
+    torch.testing.assert_close(torch.compile(loss, fullgraph=True)(x), loss(x))
+    compiled = seen[0]
+    assert {name: type(value) for name, value in compiled.items()} == {
+        "label_smoothing": float,
+        "softcap": float,
+        "logit_scale": float,
+        "ignore_index": int,
+    }
+
+
+def test_every_operator_has_a_kernel(device):
+    for name in SCHEMAS.keys() - set(COMPOSITES):
+        assert callable(ops.kernels[device][name]), name
+
+
+@pytest.mark.slow
+def test_cpp_code_calls_the_operators():
+    """By the dispatcher; compiles a C++ program."""
+    x, target = torch.randn(6, 40, requires_grad=True), torch.arange(6)
+
+    def loss(x):
+        return xent_ops.cross_entropy(x * 2, target, softcap=5)
+
+    def run():
+        return torch.autograd.grad(torch.compile(loss, fullgraph=True)(x), x)
+
+    with torch._inductor.config.patch(cpp_wrapper=True):
+        (grad,), code = run_and_get_code(run)
+    torch.testing.assert_close(grad, torch.autograd.grad(loss(x), x)[0])
+    assert "xent::cross_entropy_forward" in code[0] and calls("\n".join(code))[0] == []
