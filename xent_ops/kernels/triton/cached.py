@@ -103,15 +103,20 @@ class Bound(Launch):
 
     def __init__(self, launch: Launch) -> None:
         self.__dict__.update(launch.__dict__)  # what was compiled for one is there for the other
-        self._fixed: tuple[int, Any] | None = None  # device and what was compiled, of pointers on 16-byte boundaries
+        # Of pointers on 16-byte boundaries: what tells the stream, the device, Triton's launcher, its first arguments.
+        self._fixed: tuple[Any, int, Any, tuple[Any, ...]] | None = None
 
     def __call__(self, grid: int, *tensors: Tensor, varying: tuple[int, ...] = ()) -> None:
-        if self._fixed is not None and not self.kernel.pre_run_hooks:
+        fixed = self._fixed
+        if fixed is not None and not self.kernel.pre_run_hooks and not _hooked():
             pointers = (*map(_data_ptr, tensors),)
-            if not _off_boundary(pointers):
-                self.run(*self._fixed, grid, pointers, varying)
+            if not _off_boundary(pointers):  # what run() does, without a call in between
+                stream_of, device, launcher, first = fixed
+                launcher(grid, 1, 1, stream_of(device), *first, *pointers, *varying, *self._rest)
                 return
         super().__call__(grid, *tensors, varying=varying)
         key = _key_on_boundary(tensors)
         compiled = self._compiled.get(key)
-        self._fixed = (key[0], compiled) if compiled else None
+        if compiled:
+            first = (compiled.function, compiled.packed_metadata, None, None, None)
+            self._fixed = driver.active.get_current_stream, key[0], compiled.run, first

@@ -69,11 +69,20 @@ def processors(tensor: Tensor) -> int:
     return _processors_of(tensor.device) if tensor.is_cuda else 2
 
 
+# torch.cuda.current_device first asks whether CUDA is there, and so it is where a tensor is.
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+def elsewhere(device: int) -> bool:
+    """Is another one than this the current device, on which Triton launches? Of a CPU (-1) none is."""
+    return device >= 0 and device != _current_device()
+
+
 _HERE = contextlib.nullcontext()
 
 
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device, which need not be the tensors'."""
-    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+    if elsewhere(tensor.get_device()):
         return torch.cuda.device(tensor.device)
     return _HERE

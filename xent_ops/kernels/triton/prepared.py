@@ -14,7 +14,7 @@ from .. import reference_shard
 from ..reference import accumulator
 from ..rows import rows
 from .cached import Bound
-from .common import EMPTY_STRIDED, on_device_of
+from .common import EMPTY_STRIDED, elsewhere
 from .launch import backward_launch, forward_launches
 from .launch_mean import mean_launches
 from .launch_shard import join_blocks, join_launch, shard_launch
@@ -74,6 +74,7 @@ class Prepared:
         shard: tuple[int, int] | None = None,  # class_start, num_classes
     ) -> None:
         self.device, self.dtype, self.row_dtype = logits.device, logits.dtype, accumulator(logits)
+        self.index = logits.get_device()
         view, gradient = rows(logits), torch.empty(logits.shape, device="meta")
         out = rows(gradient)
         self.number = view.number
@@ -100,6 +101,12 @@ class Prepared:
 
     def forward(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """(loss, number of counted rows where they are what it is divided by, lse)"""
+        if elsewhere(self.index):
+            with torch.cuda.device(self.index):
+                return self._forward(logits, target)
+        return self._forward(logits, target)
+
+    def _forward(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         raise NotImplementedError
 
     def backward(
@@ -115,10 +122,12 @@ class Prepared:
 
         ``out``: where to write it, of the same strides, maybe over contiguous logits.
         """
-        with on_device_of(logits):
-            grad = self.empty(*self.grad_place) if out is None else out
-            rest = (lse, lse, logits, target, lse, lse, lse, lse, grad)
-            self.backward_launch(self.number * self.blocks, grad_loss, lse if number is None else number, *rest)
+        if elsewhere(self.index):
+            with torch.cuda.device(self.index):
+                return self.backward(grad_loss, number, logits, target, lse, out)
+        grad = self.empty(*self.grad_place) if out is None else out
+        rest = (lse, lse, logits, target, lse, lse, lse, lse, grad)
+        self.backward_launch(self.number * self.blocks, grad_loss, lse if number is None else number, *rest)
         if out is not None:
             torch.autograd.graph.increment_version(out)  # a launch is not seen by autograd
         return grad
@@ -131,15 +140,14 @@ class PreparedRows(Prepared):
         self.forward_launches = forward_launches(view, False, False, False, *options).bound()
         self.mean_launches = mean_launches(view.number, True, options[0]).bound() if mean else None
 
-    def forward(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        with on_device_of(logits):
-            rows_loss, lse = self.empty_row(), self.empty_row()
-            self.forward_launches(self.number, (logits, target, lse), (rows_loss, lse, lse, lse))
-            if self.mean_launches is None:
-                return rows_loss.sum(), None, lse
-            loss, number = self.empty_number(), self.empty_number()
-            self.mean_launches(self.number, rows_loss, target, loss, number)
-            return loss, number, lse
+    def _forward(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        rows_loss, lse = self.empty_row(), self.empty_row()
+        self.forward_launches(self.number, (logits, target, lse), (rows_loss, lse, lse, lse))
+        if self.mean_launches is None:
+            return rows_loss.sum(), None, lse
+        loss, number = self.empty_number(), self.empty_number()
+        self.mean_launches(self.number, rows_loss, target, loss, number)
+        return loss, number, lse
 
 
 class PreparedShard(Prepared):
@@ -164,13 +172,12 @@ class PreparedShard(Prepared):
         self.join_launch = Bound(join_launch(world, shard[1], False, reduction, ignore_index, label_smoothing))
         self.join_blocks = join_blocks(self.number)
 
-    def forward(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        with on_device_of(logits):
-            part = everyones = self.empty(*self.part_place)
-            loss, number, lse = self.empty_number(), self.empty_number(), self.empty_row()
-            self.shard_launch(self.number, logits, target, part, part, number)
-            if self.world > 1:
-                everyones = self.empty(*self.everyones_place)
-                self.gather(everyones, part)
-            self.join_launch(self.join_blocks, everyones, target, loss, lse, number, lse, varying=(self.number,))
-            return loss, number if self.mean else None, lse
+    def _forward(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        part = everyones = self.empty(*self.part_place)
+        loss, number, lse = self.empty_number(), self.empty_number(), self.empty_row()
+        self.shard_launch(self.number, logits, target, part, part, number)
+        if self.world > 1:
+            everyones = self.empty(*self.everyones_place)
+            self.gather(everyones, part)
+        self.join_launch(self.join_blocks, everyones, target, loss, lse, number, lse, varying=(self.number,))
+        return loss, number if self.mean else None, lse
