@@ -22,6 +22,16 @@ def device(request):
     return request.param
 
 
+@pytest.fixture
+def parallel():
+    """The module of eager losses over a split vocabulary."""
+    if not torch.distributed.is_available():
+        pytest.skip("this torch is built without torch.distributed")
+    from xent_ops.distributed import eager as module
+
+    return module
+
+
 def inputs(device, shape, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(shape, generator=generator).mul(3).to(device, dtype).requires_grad_()
@@ -310,11 +320,8 @@ def test_in_place(monkeypatch, device, reduction):
 
 
 @pytest.mark.parametrize("dtype, options", CASES.values(), ids=CASES)
-def test_shards_of_a_vocabulary(monkeypatch, device, dtype, options):
+def test_shards_of_a_vocabulary(monkeypatch, device, parallel, dtype, options):
     """Two ranks in one process: the all-gather brings what the other rank's operator made."""
-    if not torch.distributed.is_available():
-        pytest.skip("this torch is built without torch.distributed")
-    from xent_ops.distributed import eager as parallel
     from xent_ops.distributed.groups import Place
 
     classes, cut = 200, 72
@@ -357,9 +364,9 @@ def test_shards_of_a_vocabulary(monkeypatch, device, dtype, options):
 @pytest.mark.parametrize("number", [1, 129, 400])
 def test_rows_are_reduced_where_they_are_joined(monkeypatch, device, number, dtype, reduction):
     """By the program that comes last, in one order: against torch's sum, and each time to the same bits."""
-    pytest.importorskip("triton")
-    from xent_ops.kernels.triton import launch_shard
-
+    launch_shard = pytest.importorskip(
+        "xent_ops.kernels.triton.launch_shard", reason="needs triton", exc_type=ImportError
+    )
     if device == "cuda":
         number *= 1000
     monkeypatch.setattr(launch_shard, "JOIN_PARTS", 2)  # several turns
@@ -385,11 +392,8 @@ def test_rows_are_reduced_where_they_are_joined(monkeypatch, device, number, dty
         assert torch.equal(value, results[0][0])
 
 
-def test_shards_that_are_prepared_and_those_that_are_not_agree_in_every_bit(monkeypatch, device):
+def test_shards_that_are_prepared_and_those_that_are_not_agree_in_every_bit(device, parallel):
     """One rank's target has strides, so it takes the operators; all ranks must get the same loss."""
-    if not torch.distributed.is_available():
-        pytest.skip("this torch is built without torch.distributed")
-    from xent_ops.distributed import eager as parallel
     from xent_ops.distributed.groups import Place
 
     logits, target = inputs(device, (1000 if device == "cuda" else 130, 64))

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 from ..kernels import reference
@@ -29,7 +28,6 @@ _dispatch_keys = torch._C._dispatch_keys
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _tracing_state = torch._C._get_tracing_state
-_transforms = torch._C._are_functorch_transforms_active
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # of (ignore_is_tracing)
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _NUMBERS = frozenset((float, int))
@@ -74,8 +72,7 @@ def undisturbed(*args: Any, **options: Any) -> bool:
         _dispatch_modes() == 0
         and (_function_modes() == 0 or _device_is_all_that_is_set())
         and _tracing_state() is None
-        and not _transforms()
-        and forward_ad._current_level < 0
+        and not transforms.active_in_eager()
         and _plain(args)
         and (not options or _are_numbers(**options))
     )

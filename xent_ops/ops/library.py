@@ -40,7 +40,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 KERNELS: dict[str, dict[str, Callable[..., Any]]] = {"cpu": {}, "cuda": {}}
 torch.ops.xent.kernels = KERNELS  # type: ignore[attr-defined]
 
-# Where eager training has a path of its own (kernels/triton/prepared.py, launch_mean.py).
+# Where eager training has a path of its own (kernels/triton/prepared.py, launch_mean.py, launch_shard.py).
 PREPARED_DEVICES = {"cuda"}
 
 # Devices that plain torch serves; any other gets the dispatcher's error, which names operator and device.

@@ -16,12 +16,17 @@ from ..kernels import reference
 from . import checks
 from .second_order import differentiate
 
+_functorch_active = torch._C._are_functorch_transforms_active
+
 
 def active() -> bool:
     """Is a functorch transform, or a level of forward-mode AD, around this call? Dynamo sees to them itself."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return not torch.compiler.is_compiling() and active_in_eager()
+
+
+def active_in_eager() -> bool:
+    """The same for those who know that nobody compiles."""
+    return _functorch_active() or forward_ad._current_level >= 0
 
 
 def refuse(name: str) -> None:
