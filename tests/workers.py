@@ -2,6 +2,7 @@
 
 import datetime
 import importlib
+import os
 import tempfile
 import time
 import traceback
@@ -17,7 +18,10 @@ CASE_TIMEOUT = 300
 def _serve(rank, world, device, store, pipe):
     torch.set_num_threads(1)
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        if world > torch.cuda.device_count():
+            # NCCL refuses two ranks on one GPU of a host. As hosts of their own they talk through sockets.
+            os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo")
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
         init_method=f"file://{store}",
