@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -75,6 +77,40 @@ def per_row(tensor: Tensor | None, absent: Tensor) -> tuple[Tensor, int]:
         return tensor, 0
     flat = tensor.reshape(-1)  # a view where one stride describes it
     return flat, flat.stride(0)
+
+
+def per_row_stride(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else per_row(tensor, tensor)[1]
+
+
+# What comes of one tensor, and of all that are laid out like it, and how: decided once for all of them.
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def rows_like(tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    """The tensor of ``rows``."""
+    return _as_it_is if rows(tensor).tensor is tensor else _rows_tensor
+
+
+def _rows_tensor(tensor: Tensor) -> Tensor:
+    return rows(tensor).tensor
+
+
+def dense_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Callable[[Tensor], Tensor]:
+    """That of ``dense`` in memory, of any shape; converted, where a dtype is given."""
+    if dtype is None or tensor.dtype == dtype:
+        return _as_it_is if tensor.is_contiguous() else dense
+    return lambda tensor: dense(tensor.to(dtype))
+
+
+def per_row_like(tensor: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """That of ``per_row``; its stride is ``per_row_stride``."""
+    if tensor is None or tensor.is_contiguous() or not any(tensor.stride()):
+        return _as_it_is
+    return lambda tensor: tensor.reshape(-1)
 
 
 def class_weight(weight: Tensor | None, absent: Tensor) -> Tensor:

@@ -40,6 +40,9 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 KERNELS: dict[str, dict[str, Callable[..., Any]]] = {"cpu": {}, "cuda": {}}
 torch.ops.xent.kernels = KERNELS  # type: ignore[attr-defined]
 
+# How many calls of an operator, of unlike tensors or options, keep what was prepared for them.
+PREPARED_CALLS = 1024
+
 # Where eager training has a path of its own (kernels/triton/prepared.py, launch_mean.py, launch_shard.py).
 PREPARED_DEVICES = {"cuda"}
 
@@ -93,9 +96,19 @@ def kernels(
             check_values(*args, **kwargs)
         return reference(*args, **kwargs)
 
+    prepared: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
     def on_cuda(*args: Any, **kwargs: Any) -> Any:
-        check(*args, **kwargs)
-        return getattr(_triton_launchers(module), name)(*args, **kwargs)
+        facts = _facts(args, kwargs)
+        run = prepared.get(facts)
+        if run is None:
+            check(*args, **kwargs)
+            launcher = getattr(_triton_launchers(module), name)
+            run = launcher.prepare(*args, **kwargs) if hasattr(launcher, "prepare") else launcher
+            if len(prepared) >= PREPARED_CALLS:
+                prepared.clear()
+            prepared[facts] = run
+        return run(*args, **kwargs)
 
     def on_npu(*args: Any, **kwargs: Any) -> Any:
         check(*args, **kwargs)
@@ -110,6 +123,18 @@ def kernels(
     KERNELS["cpu"][name], KERNELS["cuda"][name] = on_cpu, on_cuda
     # By key, not by the name "npu": that works without torch_npu, before it is imported and after.
     LIBRARY.impl(name, on_npu if ascend else on_reference, "PrivateUse1")
+
+
+def _facts(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    """All that an operator's checks and launches depend on, but for the numbers in its tensors."""
+    return (
+        torch.is_grad_enabled(),
+        *[
+            (arg.shape, arg.stride(), arg.dtype, arg.device, arg.requires_grad) if isinstance(arg, Tensor) else arg
+            for arg in (*args, *options.values())
+        ],
+        *options,
+    )
 
 
 def prepared_launcher(target: Tensor, module: str = "prepared") -> Any:

@@ -26,6 +26,11 @@ def edges(classes: int, itemsize: int, *places: Strides) -> int:
     return configs.edges(classes, itemsize)
 
 
+def place(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Size, strides and dtype of a dense tensor, as ``empty_like`` wants them."""
+    return tuple(shape), torch.empty(shape, device="meta").stride(), dtype
+
+
 def empty_rows(logits: Tensor) -> Tensor:
     """One value a row. A tuple, for torch.empty takes the host twice as long with a torch.Size."""
     return torch.empty(tuple(logits.shape[:-1]), dtype=accumulator(logits), device=logits.device)
@@ -59,6 +64,11 @@ EMPTY_STRIDED: dict[str, Callable[..., Tensor]] = {
 }
 
 
+def empty_like(tensor: Tensor) -> Callable[..., Tensor]:
+    """Of (size, strides, dtype), on the device of the tensor, which must be the current one."""
+    return EMPTY_STRIDED[tensor.device.type]
+
+
 @functools.cache
 def _processors_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -86,3 +96,39 @@ def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     if elsewhere(tensor.get_device()):
         return torch.cuda.device(tensor.device)
     return _HERE
+
+
+class InTwoSteps:
+    """An operator whose function looks at all but the numbers in its tensors, and returns what computes these.
+
+    ``prepare`` calls that function: its result takes the operator's arguments, these or others of the same shapes,
+    strides, dtypes, devices and options, with no look at any of that (ops/library.py keeps it for them). Called, both.
+    """
+
+    def __init__(self, function: Callable[..., Callable[..., Any]]) -> None:
+        self.function = function
+        functools.update_wrapper(self, function)
+
+    def prepare(self, *args: Any, **options: Any) -> Callable[..., Any]:
+        run = self.function(*args, **options)
+        device = next(arg.get_device() for arg in args if isinstance(arg, Tensor))
+
+        def on_the_device(*args: Any, **options: Any) -> Any:
+            if elsewhere(device):
+                with torch.cuda.device(device):
+                    return run(*args, **options)
+            return run(*args, **options)
+
+        return on_the_device
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.prepare(*args, **options)(*args, **options)
+
+
+def copied_over(position: int, operator: Callable[..., Tensor]) -> Callable[..., None]:
+    """What writes the operator's result over its argument at ``position``."""
+
+    def write(*args: Any, **options: Any) -> None:
+        args[position].copy_(operator(*args, **options))
+
+    return write

@@ -1,35 +1,30 @@
 """From tensors to kernels: take strides, pick a config, allocate, launch. One function an operator, named as it is.
 
-What follows from strides and options alone is made once and kept (``plan``, cached.py). Arguments have passed the
-operators' checks. Nothing here synchronises, so that every launch can be captured in a CUDA graph. What is allocated is
+Two steps, for small losses take as long as the host does (``InTwoSteps``, common.py): the first looks at all but the
+numbers in the tensors, and what it returns, for these and all like them, is the second. It must hold no tensor. What
+follows from strides and options alone is kept besides (``plan``, cached.py). Arguments have passed the operators'
+checks. Nothing here synchronises, so that every launch can be captured in a CUDA graph. What is allocated is
 an output, a few numbers a row or class, or, where no two strides describe the rows, a copy of the logits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..reference import accumulator
-from ..rows import Rows, class_weight, dense, per_row, rows
+from ..rows import Rows, class_weight, dense, dense_like, per_row_like, per_row_stride, rows, rows_like
 from . import configs
 from .backward import backward_kernel
 from .cached import Bound, Launch, plan
-from .common import Strides, class_weights, edges, empty_grad, empty_rows, on_device_of, processors
+from .common import InTwoSteps, Strides, class_weights, copied_over, edges, empty_like, place, processors
 from .forward import forward_kernel
 from .launch_mean import count
 from .short import short_kernel
 from .split_row import join_kernel, partial_kernel
-
-
-class Shard(NamedTuple):
-    """Where a rank's logits lie in a vocabulary split over ranks."""
-
-    class_start: int
-    num_classes: int
-    coefficient: Tensor | None  # see reference_shard.py
 
 
 class ForwardLaunches(NamedTuple):
@@ -115,7 +110,7 @@ def forward_launches(
     return _forward_launches(view[2:], classes, itemsize, *split, *flags, *options)
 
 
-def run_forward(
+def prepare_forward(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
@@ -125,22 +120,33 @@ def run_forward(
     logit_scale: float,
     with_argmax: bool = False,
     with_entropy: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    loss = empty_rows(logits)
-    lse = torch.empty_like(loss)
-    argmax = torch.empty_like(loss, dtype=torch.int64) if with_argmax else lse
-    entropy = torch.empty_like(loss) if with_entropy else lse
-    outputs = (loss, lse, argmax, entropy)
+) -> Callable[..., tuple[Tensor, ...]]:
+    """What makes (loss, lse), and argmax or entropy, of tensors like these."""
+    options = (ignore_index, label_smoothing, softcap, logit_scale)
     view = rows(logits)
-    if view.number > 0:
-        options = (ignore_index, label_smoothing, softcap, logit_scale)
-        launches = forward_launches(view, weight is not None, with_argmax, with_entropy, *options)
-        with on_device_of(logits):
-            weights = class_weights(weight, lse, label_smoothing, logits.element_size(), view[2:])
-            launches(view.number, (view.tensor, dense(target), weights), outputs)
-    return outputs
+    number, strides, itemsize = view.number, view[2:], logits.element_size()
+    launches = None
+    if number > 0:
+        launches = forward_launches(view, weight is not None, with_argmax, with_entropy, *options).bound()
+    as_rows, as_targets, empty = rows_like(logits), dense_like(target), empty_like(logits)
+    row = place(logits.shape[:-1], accumulator(logits))
+    indices = place(logits.shape[:-1], torch.int64)
+
+    def forward(logits: Tensor, target: Tensor, weight: Tensor | None = None, **_options: Any) -> tuple[Tensor, ...]:
+        loss, lse = empty(*row), empty(*row)
+        argmax = empty(*indices) if with_argmax else lse
+        entropy = empty(*row) if with_entropy else lse
+        if launches is not None:
+            weights = lse if weight is None else class_weights(weight, lse, label_smoothing, itemsize, strides)
+            launches(number, (as_rows(logits), as_targets(target), weights), (loss, lse, argmax, entropy))
+        if with_argmax:
+            return loss, lse, argmax
+        return (loss, lse, entropy) if with_entropy else (loss, lse)
+
+    return forward
 
 
+@InTwoSteps
 def cross_entropy_forward(
     logits: Tensor,
     target: Tensor,
@@ -150,10 +156,11 @@ def cross_entropy_forward(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    return run_forward(logits, target, weight, ignore_index, label_smoothing, softcap, logit_scale)[:2]
+) -> Callable[..., tuple[Tensor, ...]]:
+    return prepare_forward(logits, target, weight, ignore_index, label_smoothing, softcap, logit_scale)
 
 
+@InTwoSteps
 def cross_entropy_forward_argmax(
     logits: Tensor,
     target: Tensor,
@@ -163,11 +170,12 @@ def cross_entropy_forward_argmax(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Callable[..., tuple[Tensor, ...]]:
     options = (ignore_index, label_smoothing, softcap, logit_scale)
-    return run_forward(logits, target, weight, *options, with_argmax=True)[:3]
+    return prepare_forward(logits, target, weight, *options, with_argmax=True)
 
 
+@InTwoSteps
 def cross_entropy_forward_entropy(
     logits: Tensor,
     target: Tensor,
@@ -177,10 +185,9 @@ def cross_entropy_forward_entropy(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Callable[..., tuple[Tensor, ...]]:
     options = (ignore_index, label_smoothing, softcap, logit_scale)
-    loss, lse, _, entropy = run_forward(logits, target, weight, *options, with_entropy=True)
-    return loss, lse, entropy
+    return prepare_forward(logits, target, weight, *options, with_entropy=True)
 
 
 @plan
@@ -233,8 +240,8 @@ def backward_launch(
     )
 
 
-def run_backward(
-    grad: Tensor,
+def prepare_backward(
+    grad: Tensor | None,  # None: a dense tensor like the logits
     grad_loss: Tensor,
     grad_lse: Tensor | None,
     logits: Tensor,
@@ -246,58 +253,69 @@ def run_backward(
     softcap: float | None,
     logit_scale: float,
     grad_entropy: Tensor | None = None,
-    entropy: Tensor | None = None,
-    shard: Shard | None = None,
+    shard: tuple[int, int] | None = None,  # class_start, num_classes
     divisor: Tensor | None = None,
-) -> None:
-    view, out = rows(logits), rows(grad)
-    if view.number == 0:
-        return
-    lse = dense(lse.to(accumulator(logits)))  # in whose dtype the kernel computes
-    weight_sum = lse
-    if shard is not None:
-        weight_sum = lse if shard.coefficient is None else dense(shard.coefficient)
-    elif weight is not None and label_smoothing > 0.0:
-        # Not torch's sum, which may take four times as long: 32 us for 128256 weights.
-        weight = class_weight(weight, lse)
-        weight_sum = count(weight, None, lse.dtype)[1]
-    weights = class_weights(weight, lse, label_smoothing, logits.element_size(), view[2:], out[2:])
-    grad_loss, grad_loss_stride = per_row(grad_loss, lse)
-    grad_lse_row, grad_lse_stride = per_row(grad_lse, lse)
-    grad_entropy_row, grad_entropy_stride = per_row(grad_entropy, lse)
-    blocks, launch = backward_launch(
-        view[2:],
-        out[2:],
-        logits.shape[-1],
-        logits.element_size(),
-        (grad_loss_stride, grad_lse_stride, grad_entropy_stride),
-        grad_lse is not None,
-        grad_entropy is not None,
-        weight is not None,
-        None if shard is None else shard[:2],
-        ignore_index,
-        label_smoothing,
-        softcap,
-        logit_scale,
-        divisor is not None,
-    )
-    with on_device_of(logits):
+) -> Callable[..., Tensor]:
+    """What writes the gradient of logits like these to a tensor like ``grad``, and returns it."""
+    view = rows(logits)
+    out = rows(torch.empty(logits.shape, device="meta") if grad is None else grad)
+    number, strides, out_strides = view.number, view[2:], out[2:]
+    if logits.numel() == 0:
+        return lambda grad, *_tensors, **_options: grad
+    classes, itemsize, dtype = logits.shape[-1], logits.element_size(), accumulator(logits)
+    grad_strides = tuple(per_row_stride(tensor) for tensor in (grad_loss, grad_lse, grad_entropy))
+    flags = (grad_lse is not None, grad_entropy is not None, weight is not None, shard)
+    options = (ignore_index, label_smoothing, softcap, logit_scale, divisor is not None)
+    place = (strides, out_strides, classes, itemsize)
+    blocks, launch = backward_launch(*place, grad_strides, *flags, *options)
+    programs, launch = number * blocks, Bound(launch)
+    as_rows, as_targets, as_lse = rows_like(logits), dense_like(target), dense_like(lse, dtype)
+    as_grad_loss, as_grad_lse, as_grad_entropy = map(per_row_like, (grad_loss, grad_lse, grad_entropy))
+
+    def backward(
+        grad: Tensor,
+        grad_loss: Tensor,
+        grad_lse: Tensor | None,
+        logits: Tensor,
+        target: Tensor,
+        lse: Tensor,
+        weight: Tensor | None = None,
+        divisor: Tensor | None = None,
+        coefficient: Tensor | None = None,  # of a shard, see reference_shard.py
+        grad_entropy: Tensor | None = None,
+        entropy: Tensor | None = None,
+        **_options: Any,
+    ) -> Tensor:
+        lse = as_lse(lse)
+        weights = weight_sum = lse
+        if weight is not None:
+            if shard is not None:
+                weight_sum = lse if coefficient is None else dense(coefficient)
+            elif label_smoothing > 0.0:
+                # Not torch's sum, which may take four times as long: 32 us for 128256 weights.
+                weight = class_weight(weight, lse)
+                weight_sum = count(weight, None, dtype)[1]
+            weights = class_weights(weight, lse, label_smoothing, itemsize, strides, out_strides)
         launch(
-            view.number * blocks,
-            grad_loss,
+            programs,
+            as_grad_loss(grad_loss),
             lse if divisor is None else divisor,
-            grad_lse_row,
-            grad_entropy_row,
-            view.tensor,
-            dense(target),
+            lse if grad_lse is None else as_grad_lse(grad_lse),
+            lse if grad_entropy is None else as_grad_entropy(grad_entropy),
+            as_rows(logits),
+            as_targets(target),
             lse,
             lse if entropy is None else dense(entropy),
             weights,
             weight_sum,
-            out.tensor,
+            grad,
         )
+        return grad
+
+    return backward
 
 
+@InTwoSteps
 def cross_entropy_backward(
     grad_loss: Tensor,
     grad_lse: Tensor | None,
@@ -311,13 +329,18 @@ def cross_entropy_backward(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-) -> Tensor:
-    grad = empty_grad(logits)
+) -> Callable[..., Tensor]:
     options = (ignore_index, label_smoothing, softcap, logit_scale)
-    run_backward(grad, grad_loss, grad_lse, logits, target, lse, weight, *options, divisor=divisor)
-    return grad
+    write = prepare_backward(None, grad_loss, grad_lse, logits, target, lse, weight, *options, divisor=divisor)
+    empty, gradient = empty_like(logits), place(logits.shape, logits.dtype)
+
+    def backward(*args: Any, **options: Any) -> Tensor:
+        return write(empty(*gradient), *args, **options)
+
+    return backward
 
 
+@InTwoSteps
 def cross_entropy_backward_(
     grad_loss: Tensor,
     grad_lse: Tensor | None,
@@ -331,29 +354,20 @@ def cross_entropy_backward_(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-) -> None:
+) -> Callable[..., None]:
     options = (ignore_index, label_smoothing, softcap, logit_scale)
-    if rows(logits).tensor is logits:
-        run_backward(logits, grad_loss, grad_lse, logits, target, lse, weight, *options, divisor=divisor)
+    if rows(logits).tensor is not logits:  # rows that no two strides describe: through a dense gradient
+        return copied_over(2, cross_entropy_backward)
+    write = prepare_backward(logits, grad_loss, grad_lse, logits, target, lse, weight, *options, divisor=divisor)
+
+    def backward(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any) -> None:
+        write(logits, grad_loss, grad_lse, logits, *rest, **options)
         torch.autograd.graph.increment_version(logits)  # a launch is not seen by autograd
-    else:  # rows that no two strides describe: through a dense gradient
-        logits.copy_(
-            cross_entropy_backward(
-                grad_loss,
-                grad_lse,
-                logits,
-                target,
-                lse,
-                weight,
-                divisor,
-                ignore_index=ignore_index,
-                label_smoothing=label_smoothing,
-                softcap=softcap,
-                logit_scale=logit_scale,
-            )
-        )
+
+    return backward
 
 
+@InTwoSteps
 def cross_entropy_backward_entropy(
     grad_loss: Tensor,
     grad_lse: Tensor | None,
@@ -368,8 +382,23 @@ def cross_entropy_backward_entropy(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-) -> Tensor:
-    grad = empty_grad(logits)
+) -> Callable[..., Tensor]:
     options = (ignore_index, label_smoothing, softcap, logit_scale)
-    run_backward(grad, grad_loss, grad_lse, logits, target, lse, weight, *options, grad_entropy, entropy)
-    return grad
+    write = prepare_backward(None, grad_loss, grad_lse, logits, target, lse, weight, *options, grad_entropy)
+    empty, gradient = empty_like(logits), place(logits.shape, logits.dtype)
+
+    def backward(
+        grad_loss: Tensor,
+        grad_lse: Tensor | None,
+        grad_entropy: Tensor | None,
+        logits: Tensor,
+        target: Tensor,
+        lse: Tensor,
+        entropy: Tensor,
+        weight: Tensor | None = None,
+        **_options: Any,
+    ) -> Tensor:
+        rest = (logits, target, lse, weight)
+        return write(empty(*gradient), grad_loss, grad_lse, *rest, grad_entropy=grad_entropy, entropy=entropy)
+
+    return backward

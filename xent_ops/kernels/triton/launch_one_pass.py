@@ -13,7 +13,7 @@ from ..rows import Rows, dense, per_row, rows
 from . import configs
 from .cached import Launch, plan
 from .common import Strides, class_weights, edges, empty_grad, empty_rows, on_device_of, processors
-from .launch import run_backward, run_forward
+from .launch import prepare_backward, prepare_forward
 from .one_pass import one_pass_kernel, scale_kernel
 
 
@@ -66,7 +66,8 @@ def _with_grad(
     )
     shared = launch.kernel is not one_pass_kernel
     if not shared and view.number < processors(logits):  # a program a row would leave some idle
-        return _in_two_visits(view, grad, target, grad_scale, grad_lse_square, weight, *options)
+        with on_device_of(logits):
+            return _in_two_visits(view, grad, target, grad_scale, grad_lse_square, weight, *options)
     loss = empty_rows(logits)
     lse = torch.empty_like(loss)
     if shared:
@@ -87,13 +88,16 @@ def _in_two_visits(
     grad_lse_square: Tensor | None,
     weight: Tensor | None,
     ignore_index: int,
-    *options: Any,
+    label_smoothing: float,
+    softcap: float | None,
+    logit_scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Forward and backward, each over many programs; few rows are still in the L2 cache at the second visit."""
-    loss, lse, _, _ = run_forward(view.tensor, target, weight, ignore_index, *options)
+    logits, options = view.tensor, (ignore_index, label_smoothing, softcap, logit_scale)
+    loss, lse = prepare_forward(logits, target, weight, *options)(logits, target, weight)
     grad_lse = grad_lse_of_square(grad_lse_square, lse, target, ignore_index)
-    grad_loss = grad_scale.expand_as(lse)
-    run_backward(grad.tensor, grad_loss, grad_lse, view.tensor, target, lse, weight, ignore_index, *options)
+    tensors = (grad.tensor, grad_scale.expand_as(lse), grad_lse, logits, target, lse, weight)
+    prepare_backward(*tensors, *options)(*tensors)
     return loss, lse
 
 

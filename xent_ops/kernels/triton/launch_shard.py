@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,16 +10,18 @@ from torch import Tensor
 
 from .. import reference_shard
 from ..reference import accumulator
-from ..rows import dense, rows
-from . import configs, launch
-from .cached import Launch, plan
-from .common import Strides, class_weights, edges, empty_grad, on_device_of
+from ..rows import dense, dense_like, rows, rows_like
+from . import configs
+from .cached import Bound, Launch, plan
+from .common import InTwoSteps, Strides, class_weights, copied_over, edges, empty_like, on_device_of, place
+from .launch import prepare_backward
 from .shard import join_shards_kernel, shard_kernel
 
 JOIN_BLOCK = 128  # rows; a program reads 3 or 4 numbers of each from every rank
 JOIN_PARTS = 1024  # programs whose sums are added at a time
 
 
+@InTwoSteps
 def cross_entropy_shard(
     logits: Tensor,
     target: Tensor,
@@ -30,20 +33,28 @@ def cross_entropy_shard(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-) -> Tensor:
+) -> Callable[..., Tensor]:
     columns = reference_shard.columns_of(logits, class_start, num_classes)
     view = rows(logits)
-    width = reference_shard.width(view.number, weight is not None)
-    out = torch.empty((1, width), dtype=accumulator(logits), device=logits.device)
-    if view.number > 0:  # without rows nobody looks at the header
-        options = (label_smoothing, softcap, logit_scale)
-        place = (columns, class_start, num_classes)
-        prepared = shard_launch(view[2:], place, logits.element_size(), weight is not None, False, *options)
-        with on_device_of(logits):
-            weights = None if weight is None else weight[:columns]
-            weights = class_weights(weights, out, label_smoothing, logits.element_size(), view[2:])
-            prepared(view.number, view.tensor, dense(target), weights, out, out)
-    return out
+    number, strides, itemsize, weighted = view.number, view[2:], logits.element_size(), weight is not None
+    width = reference_shard.width(number, weighted)
+    empty, part = empty_like(logits), place((1, width), accumulator(logits))
+    as_rows, as_targets = rows_like(logits), dense_like(target)
+    shard = (columns, class_start, num_classes)
+    launch = Bound(shard_launch(strides, shard, itemsize, weighted, False, label_smoothing, softcap, logit_scale))
+
+    def parts(
+        logits: Tensor, target: Tensor, _start: int, _classes: int, weight: Tensor | None = None, **_options: Any
+    ) -> Tensor:
+        out = empty(*part)
+        if number > 0:  # without rows nobody looks at the header
+            weights = out
+            if weight is not None:
+                weights = class_weights(weight[:columns], out, label_smoothing, itemsize, strides)
+            launch(number, as_rows(logits), as_targets(target), weights, out, out)
+        return out
+
+    return parts
 
 
 @plan
@@ -78,6 +89,7 @@ def shard_launch(
     )
 
 
+@InTwoSteps
 def cross_entropy_shard_join(
     logits: Tensor,
     target: Tensor,
@@ -90,16 +102,19 @@ def cross_entropy_shard_join(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    loss = torch.empty(target.shape, dtype=gathered.dtype, device=gathered.device)
-    lse, target_weight, coefficient = (torch.empty_like(loss) for _ in range(3))
+) -> Callable[..., tuple[Tensor, ...]]:
     number, world = target.numel(), gathered.shape[0]
-    if number > 0:
-        prepared = join_launch(world, num_classes, weight is not None, "", ignore_index, label_smoothing)
-        outputs = (loss, lse, target_weight, coefficient)
-        with on_device_of(logits):
-            prepared(join_blocks(number), gathered.contiguous(), dense(target), *outputs, varying=(number,))
-    return loss, lse, target_weight, coefficient
+    empty, row = empty_like(gathered), place(target.shape, gathered.dtype)
+    as_targets, as_gathered = dense_like(target), dense_like(gathered)
+    launch = Bound(join_launch(world, num_classes, weight is not None, "", ignore_index, label_smoothing))
+
+    def join(logits: Tensor, target: Tensor, gathered: Tensor, *_rest: Any, **_options: Any) -> tuple[Tensor, ...]:
+        outputs = (empty(*row), empty(*row), empty(*row), empty(*row))  # loss, lse, target_weight, coefficient
+        if number > 0:
+            launch(join_blocks(number), as_gathered(gathered), as_targets(target), *outputs, varying=(number,))
+        return outputs
+
+    return join
 
 
 def join_and_reduce(
@@ -153,7 +168,7 @@ def join_launch(
 
 
 def _backward(
-    grad: Tensor,
+    grad: Tensor | None,  # None: a dense tensor like the logits
     grad_loss: Tensor,
     grad_lse: Tensor | None,
     logits: Tensor,
@@ -168,41 +183,66 @@ def _backward(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-) -> None:
-    """Into ``grad``, which may be the logits."""
+) -> Callable[..., Tensor]:
+    """What writes the gradient to a tensor like ``grad``, which may be the logits, and returns it."""
     columns = reference_shard.columns_of(logits, class_start, num_classes)
-    if columns > 0:
-        launch.run_backward(
-            grad[..., :columns],
-            grad_loss,
-            grad_lse,
-            logits[..., :columns],
-            target,
-            lse,
-            None if weight is None else weight[:columns],
-            ignore_index,
-            label_smoothing,
-            softcap,
-            logit_scale,
-            shard=launch.Shard(class_start, num_classes, coefficient),
-        )
-    if columns < logits.shape[-1]:
-        grad[..., columns:].zero_()  # padding beyond the last class
+    padded = columns < logits.shape[-1]
+    if grad is None:
+        grad = torch.empty(logits.shape, device="meta")
+    if padded:
+        grad, logits = grad[..., :columns], logits[..., :columns]
+    options = (ignore_index, label_smoothing, softcap, logit_scale)
+    shard = (class_start, num_classes)
+    write = prepare_backward(grad, grad_loss, grad_lse, logits, target, lse, weight, *options, shard=shard)
+
+    def backward(
+        grad: Tensor,
+        grad_loss: Tensor,
+        grad_lse: Tensor | None,
+        logits: Tensor,
+        target: Tensor,
+        lse: Tensor,
+        _start: int,
+        _classes: int,
+        weight: Tensor | None = None,
+        coefficient: Tensor | None = None,
+        **_options: Any,
+    ) -> Tensor:
+        classes, their_grad = logits, grad
+        if padded:
+            classes, their_grad = logits[..., :columns], grad[..., :columns]
+            weight = None if weight is None else weight[:columns]
+        write(their_grad, grad_loss, grad_lse, classes, target, lse, weight, coefficient=coefficient)
+        if padded:
+            grad[..., columns:].zero_()  # beyond the last class
+        return grad
+
+    return backward
 
 
+@InTwoSteps
 def cross_entropy_shard_backward(
     grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
-) -> Tensor:
-    grad = empty_grad(logits)
-    _backward(grad, grad_loss, grad_lse, logits, *rest, **options)
-    return grad
+) -> Callable[..., Tensor]:
+    write = _backward(None, grad_loss, grad_lse, logits, *rest, **options)
+    empty, gradient = empty_like(logits), place(logits.shape, logits.dtype)
+
+    def backward(*args: Any, **options: Any) -> Tensor:
+        return write(empty(*gradient), *args, **options)
+
+    return backward
 
 
+@InTwoSteps
 def cross_entropy_shard_backward_(
     grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
-) -> None:
-    if rows(logits).tensor is logits:
-        _backward(logits, grad_loss, grad_lse, logits, *rest, **options)
+) -> Callable[..., None]:
+    if rows(logits).tensor is not logits:  # rows that no two strides describe: through a dense gradient
+        return copied_over(2, cross_entropy_shard_backward)
+    write = _backward(logits, grad_loss, grad_lse, logits, *rest, **options)
+
+    def backward(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any) -> None:
+        write(logits, grad_loss, grad_lse, logits, *rest, **options)
         torch.autograd.graph.increment_version(logits)  # a launch is not seen by autograd
-    else:  # rows that no two strides describe: through a dense gradient
-        logits.copy_(cross_entropy_shard_backward(grad_loss, grad_lse, logits, *rest, **options))
+
+    return backward
