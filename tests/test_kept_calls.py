@@ -75,8 +75,9 @@ def laid_out(args, layout, writes, seed):
 def test_a_later_call_is_as_good_as_a_first_one(device, launchers, layout):
     for name, writes, args, options in cases(device, launchers):
         kept, launcher = library.KERNELS[device][name], launchers[name]
-        kept(*laid_out(args, layout, writes, seed=0), **options)
-        one, other = (laid_out(args, layout, writes, seed=1) for _ in range(2))
+        for seed in range(2):  # the second time it is kept
+            kept(*laid_out(args, layout, writes, seed), **options)
+        one, other = (laid_out(args, layout, writes, seed=2) for _ in range(2))
         results = kept(*one, **options), launcher(*other, **options)
         torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
         for x, y, written in zip(one, other, writes, strict=False):
@@ -87,7 +88,8 @@ def test_a_later_call_is_as_good_as_a_first_one(device, launchers, layout):
 def test_no_tensor_is_kept(device, launchers):
     for name, _, args, options in cases(device, launchers):
         tensors = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
-        library.KERNELS[device][name](*tensors, **options)
+        for _ in range(2):
+            library.KERNELS[device][name](*tensors, **options)
         kept = [weakref.ref(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
         del tensors
         gc.collect()
@@ -116,12 +118,16 @@ def test_a_call_that_differs_is_checked(device, launchers):
         backward_(upstream, None, logits, target, lse)
 
 
-def test_no_more_than_so_many_are_kept(device, launchers, monkeypatch):
-    """As with a number of rows that never comes again."""
-    monkeypatch.setattr(library, "PREPARED_CALLS", 3)
-    for rows in [*range(1, 9), 1]:
-        logits = torch.randn(rows, 8, device=device)
-        _, lse = library.KERNELS[device]["cross_entropy_forward"](
-            logits, torch.zeros(rows, dtype=torch.int64, device=device)
-        )
-        torch.testing.assert_close(lse, logits.logsumexp(-1))
+def test_what_comes_again_is_kept_and_no_more_than_so_much(monkeypatch):
+    """As the number of rows of a step may never come again."""
+    prepared, seen, facts = {}, set(), [("a", 1), ("b", 2), ("c", 3)]
+    monkeypatch.setattr(library, "PREPARED_CALLS", 2)
+    monkeypatch.setattr(library, "SEEN_CALLS", 3)
+    for fact in facts:
+        library._keep(prepared, seen, fact, None)
+    assert not prepared and len(seen) == 3
+    for fact in facts:
+        library._keep(prepared, seen, fact, None)
+        assert fact in prepared and len(prepared) <= 2
+    library._keep(prepared, seen, ("d", 4), None)
+    assert len(seen) == 1

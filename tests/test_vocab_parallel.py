@@ -64,8 +64,11 @@ def test_tracing(pool, device, case):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", WORLDS)
-def test_cuda_graph_of_a_step(pool, world):
-    pool(world, "cuda").run(compiled.cuda_graph_of_a_step)
+@pytest.mark.parametrize(
+    "case", [compiled.cuda_graph_of_a_step, compiled.cuda_graphs_of_inductor], ids=lambda case: case.__name__
+)
+def test_cuda_graphs(pool, world, case):
+    pool(world, "cuda").run(case)
 
 
 @pytest.mark.parametrize("world", [world for world in WORLDS if world != 3])

@@ -147,3 +147,26 @@ def cuda_graph_of_a_step(device):
         expected = step(y, other_target, None)
         torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=0)
         torch.testing.assert_close(grad, torch.autograd.grad(expected, y)[0], rtol=0, atol=0)
+
+
+def cuda_graphs_of_inductor(device):
+    """``mode="reduce-overhead"``: recorded and replayed by Inductor, the collective with the rest."""
+    head = torch.randn(8, inputs(device, 16)[0].shape[-1], device=device, requires_grad=True)
+
+    def step(h, target):
+        return vocab_parallel_cross_entropy(h @ head, target, num_classes=V)
+
+    compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
+    for seed in range(4):
+        torch.manual_seed(seed)  # the same targets on every rank
+        target = torch.randint(0, V, (16,), device=device)
+        h = torch.randn(16, 8, device=device)
+        results = []
+        for function in (step, compiled):
+            torch.compiler.cudagraph_mark_step_begin()
+            head.grad = None
+            loss = function(h, target)
+            loss.backward()
+            results.append((loss.detach().clone(), head.grad.clone()))
+        torch.testing.assert_close(*results, rtol=2e-5, atol=1e-6)
+    assert not torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]

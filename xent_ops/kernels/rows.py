@@ -62,6 +62,11 @@ def _place(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, 
     return number, 1, groups[0][1] if groups else shape[-1], 0  # one row: Triton's kernel for many will do
 
 
+def dense_rows(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Where the rows of a dense tensor lie: the last three of ``Rows``."""
+    return 1, shape[-1], 0
+
+
 def dense(tensor: Tensor) -> Tensor:
     """One value a row, contiguous; a copy of N numbers where it is not."""
     if tensor.dim() == 1 and tensor.is_contiguous():
@@ -90,9 +95,9 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def rows_like(tensor: Tensor) -> Callable[[Tensor], Tensor]:
-    """The tensor of ``rows``."""
-    return _as_it_is if rows(tensor).tensor is tensor else _rows_tensor
+def rows_like(tensor: Tensor, view: Rows) -> Callable[[Tensor], Tensor]:
+    """The tensor of ``rows``, of which this is one's view."""
+    return _as_it_is if view.tensor is tensor else _rows_tensor
 
 
 def _rows_tensor(tensor: Tensor) -> Tensor:

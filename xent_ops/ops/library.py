@@ -40,8 +40,8 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 KERNELS: dict[str, dict[str, Callable[..., Any]]] = {"cpu": {}, "cuda": {}}
 torch.ops.xent.kernels = KERNELS  # type: ignore[attr-defined]
 
-# How many calls of an operator, of unlike tensors or options, keep what was prepared for them.
-PREPARED_CALLS = 1024
+# How many unlike calls of an operator keep what was prepared for them, and how many are known to have been there.
+PREPARED_CALLS, SEEN_CALLS = 256, 4096
 
 # Where eager training has a path of its own (kernels/triton/prepared.py, launch_mean.py, launch_shard.py).
 PREPARED_DEVICES = {"cuda"}
@@ -97,6 +97,7 @@ def kernels(
         return reference(*args, **kwargs)
 
     prepared: dict[tuple[Any, ...], Callable[..., Any]] = {}
+    seen: set[int] = set()
 
     def on_cuda(*args: Any, **kwargs: Any) -> Any:
         facts = _facts(args, kwargs)
@@ -105,9 +106,7 @@ def kernels(
             check(*args, **kwargs)
             launcher = getattr(_triton_launchers(module), name)
             run = launcher.prepare(*args, **kwargs) if hasattr(launcher, "prepare") else launcher
-            if len(prepared) >= PREPARED_CALLS:
-                prepared.clear()
-            prepared[facts] = run
+            _keep(prepared, seen, facts, run)
         return run(*args, **kwargs)
 
     def on_npu(*args: Any, **kwargs: Any) -> Any:
@@ -135,6 +134,21 @@ def _facts(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
         ],
         *options,
     )
+
+
+def _keep(
+    prepared: dict[tuple[Any, ...], Callable[..., Any]], seen: set[int], facts: tuple[Any, ...], run: Callable[..., Any]
+) -> None:
+    """From the second time on: numbers of rows that never come again would leave work to the garbage collector."""
+    key = hash(facts)
+    if key not in seen:
+        if len(seen) >= SEEN_CALLS:
+            seen.clear()
+        seen.add(key)
+        return
+    if len(prepared) >= PREPARED_CALLS:
+        prepared.clear()
+    prepared[facts] = run
 
 
 def prepared_launcher(target: Tensor, module: str = "prepared") -> Any:

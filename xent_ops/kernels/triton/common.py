@@ -26,9 +26,18 @@ def edges(classes: int, itemsize: int, *places: Strides) -> int:
     return configs.edges(classes, itemsize)
 
 
-def place(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+Place = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+def place(shape: tuple[int, ...], dtype: torch.dtype) -> Place:
     """Size, strides and dtype of a dense tensor, as ``empty_like`` wants them."""
-    return tuple(shape), torch.empty(shape, device="meta").stride(), dtype
+    if len(shape) == 1:
+        return tuple(shape), (1,), dtype
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(shape), (*reversed(strides),), dtype
 
 
 def empty_rows(logits: Tensor) -> Tensor:

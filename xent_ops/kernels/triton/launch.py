@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..reference import accumulator
-from ..rows import Rows, class_weight, dense, dense_like, per_row_like, per_row_stride, rows, rows_like
+from ..rows import Rows, class_weight, dense, dense_like, dense_rows, per_row_like, per_row_stride, rows, rows_like
 from . import configs
 from .backward import backward_kernel
 from .cached import Bound, Launch, plan
@@ -128,7 +128,7 @@ def prepare_forward(
     launches = None
     if number > 0:
         launches = forward_launches(view, weight is not None, with_argmax, with_entropy, *options).bound()
-    as_rows, as_targets, empty = rows_like(logits), dense_like(target), empty_like(logits)
+    as_rows, as_targets, empty = rows_like(logits, view), dense_like(target), empty_like(logits)
     row = place(logits.shape[:-1], accumulator(logits))
     indices = place(logits.shape[:-1], torch.int64)
 
@@ -241,7 +241,7 @@ def backward_launch(
 
 
 def prepare_backward(
-    grad: Tensor | None,  # None: a dense tensor like the logits
+    out_strides: Strides,  # of what the gradient is written to
     grad_loss: Tensor,
     grad_lse: Tensor | None,
     logits: Tensor,
@@ -256,20 +256,19 @@ def prepare_backward(
     shard: tuple[int, int] | None = None,  # class_start, num_classes
     divisor: Tensor | None = None,
 ) -> Callable[..., Tensor]:
-    """What writes the gradient of logits like these to a tensor like ``grad``, and returns it."""
+    """What writes the gradient of logits like these to a tensor with such rows, and returns it."""
     view = rows(logits)
-    out = rows(torch.empty(logits.shape, device="meta") if grad is None else grad)
-    number, strides, out_strides = view.number, view[2:], out[2:]
+    number, strides = view.number, view[2:]
     if logits.numel() == 0:
         return lambda grad, *_tensors, **_options: grad
     classes, itemsize, dtype = logits.shape[-1], logits.element_size(), accumulator(logits)
     grad_strides = tuple(per_row_stride(tensor) for tensor in (grad_loss, grad_lse, grad_entropy))
     flags = (grad_lse is not None, grad_entropy is not None, weight is not None, shard)
     options = (ignore_index, label_smoothing, softcap, logit_scale, divisor is not None)
-    place = (strides, out_strides, classes, itemsize)
-    blocks, launch = backward_launch(*place, grad_strides, *flags, *options)
+    layout = (strides, out_strides, classes, itemsize)
+    blocks, launch = backward_launch(*layout, grad_strides, *flags, *options)
     programs, launch = number * blocks, Bound(launch)
-    as_rows, as_targets, as_lse = rows_like(logits), dense_like(target), dense_like(lse, dtype)
+    as_rows, as_targets, as_lse = rows_like(logits, view), dense_like(target), dense_like(lse, dtype)
     as_grad_loss, as_grad_lse, as_grad_entropy = map(per_row_like, (grad_loss, grad_lse, grad_entropy))
 
     def backward(
@@ -331,7 +330,8 @@ def cross_entropy_backward(
     logit_scale: float = 1.0,
 ) -> Callable[..., Tensor]:
     options = (ignore_index, label_smoothing, softcap, logit_scale)
-    write = prepare_backward(None, grad_loss, grad_lse, logits, target, lse, weight, *options, divisor=divisor)
+    tensors = (grad_loss, grad_lse, logits, target, lse, weight)
+    write = prepare_backward(dense_rows(logits.shape), *tensors, *options, divisor=divisor)
     empty, gradient = empty_like(logits), place(logits.shape, logits.dtype)
 
     def backward(*args: Any, **options: Any) -> Tensor:
@@ -356,9 +356,10 @@ def cross_entropy_backward_(
     logit_scale: float = 1.0,
 ) -> Callable[..., None]:
     options = (ignore_index, label_smoothing, softcap, logit_scale)
-    if rows(logits).tensor is not logits:  # rows that no two strides describe: through a dense gradient
+    view, tensors = rows(logits), (grad_loss, grad_lse, logits, target, lse, weight)
+    if view.tensor is not logits:  # rows that no two strides describe: through a dense gradient
         return copied_over(2, cross_entropy_backward)
-    write = prepare_backward(logits, grad_loss, grad_lse, logits, target, lse, weight, *options, divisor=divisor)
+    write = prepare_backward(view[2:], *tensors, *options, divisor=divisor)
 
     def backward(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any) -> None:
         write(logits, grad_loss, grad_lse, logits, *rest, **options)
@@ -384,7 +385,8 @@ def cross_entropy_backward_entropy(
     logit_scale: float = 1.0,
 ) -> Callable[..., Tensor]:
     options = (ignore_index, label_smoothing, softcap, logit_scale)
-    write = prepare_backward(None, grad_loss, grad_lse, logits, target, lse, weight, *options, grad_entropy)
+    tensors = (grad_loss, grad_lse, logits, target, lse, weight)
+    write = prepare_backward(dense_rows(logits.shape), *tensors, *options, grad_entropy)
     empty, gradient = empty_like(logits), place(logits.shape, logits.dtype)
 
     def backward(

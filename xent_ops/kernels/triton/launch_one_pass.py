@@ -96,8 +96,8 @@ def _in_two_visits(
     logits, options = view.tensor, (ignore_index, label_smoothing, softcap, logit_scale)
     loss, lse = prepare_forward(logits, target, weight, *options)(logits, target, weight)
     grad_lse = grad_lse_of_square(grad_lse_square, lse, target, ignore_index)
-    tensors = (grad.tensor, grad_scale.expand_as(lse), grad_lse, logits, target, lse, weight)
-    prepare_backward(*tensors, *options)(*tensors)
+    tensors = (grad_scale.expand_as(lse), grad_lse, logits, target, lse, weight)
+    prepare_backward(grad[2:], *tensors, *options)(grad.tensor, *tensors)
     return loss, lse
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import reference_shard
 from ..reference import accumulator
-from ..rows import dense, dense_like, rows, rows_like
+from ..rows import dense, dense_like, dense_rows, rows, rows_like
 from . import configs
 from .cached import Bound, Launch, plan
 from .common import InTwoSteps, Strides, class_weights, copied_over, edges, empty_like, on_device_of, place
@@ -39,7 +39,7 @@ def cross_entropy_shard(
     number, strides, itemsize, weighted = view.number, view[2:], logits.element_size(), weight is not None
     width = reference_shard.width(number, weighted)
     empty, part = empty_like(logits), place((1, width), accumulator(logits))
-    as_rows, as_targets = rows_like(logits), dense_like(target)
+    as_rows, as_targets = rows_like(logits, view), dense_like(target)
     shard = (columns, class_start, num_classes)
     launch = Bound(shard_launch(strides, shard, itemsize, weighted, False, label_smoothing, softcap, logit_scale))
 
@@ -168,7 +168,7 @@ def join_launch(
 
 
 def _backward(
-    grad: Tensor | None,  # None: a dense tensor like the logits
+    out_strides: Strides,  # of what the gradient is written to
     grad_loss: Tensor,
     grad_lse: Tensor | None,
     logits: Tensor,
@@ -184,16 +184,14 @@ def _backward(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> Callable[..., Tensor]:
-    """What writes the gradient to a tensor like ``grad``, which may be the logits, and returns it."""
+    """What writes the gradient to a tensor with such rows, which may be the logits, and returns it."""
     columns = reference_shard.columns_of(logits, class_start, num_classes)
     padded = columns < logits.shape[-1]
-    if grad is None:
-        grad = torch.empty(logits.shape, device="meta")
     if padded:
-        grad, logits = grad[..., :columns], logits[..., :columns]
+        logits = logits[..., :columns]
     options = (ignore_index, label_smoothing, softcap, logit_scale)
     shard = (class_start, num_classes)
-    write = prepare_backward(grad, grad_loss, grad_lse, logits, target, lse, weight, *options, shard=shard)
+    write = prepare_backward(out_strides, grad_loss, grad_lse, logits, target, lse, weight, *options, shard=shard)
 
     def backward(
         grad: Tensor,
@@ -224,7 +222,7 @@ def _backward(
 def cross_entropy_shard_backward(
     grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
 ) -> Callable[..., Tensor]:
-    write = _backward(None, grad_loss, grad_lse, logits, *rest, **options)
+    write = _backward(dense_rows(logits.shape), grad_loss, grad_lse, logits, *rest, **options)
     empty, gradient = empty_like(logits), place(logits.shape, logits.dtype)
 
     def backward(*args: Any, **options: Any) -> Tensor:
@@ -237,9 +235,10 @@ def cross_entropy_shard_backward(
 def cross_entropy_shard_backward_(
     grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
 ) -> Callable[..., None]:
-    if rows(logits).tensor is not logits:  # rows that no two strides describe: through a dense gradient
+    view = rows(logits)
+    if view.tensor is not logits:  # rows that no two strides describe: through a dense gradient
         return copied_over(2, cross_entropy_shard_backward)
-    write = _backward(logits, grad_loss, grad_lse, logits, *rest, **options)
+    write = _backward(view[2:], grad_loss, grad_lse, logits, *rest, **options)
 
     def backward(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any) -> None:
         write(logits, grad_loss, grad_lse, logits, *rest, **options)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from .. import reference_shard
 from ..reference import accumulator
-from ..rows import rows
+from ..rows import dense_rows, rows
 from .cached import Bound
-from .common import EMPTY_STRIDED, elsewhere
+from .common import elsewhere, empty_like, place
 from .launch import backward_launch, forward_launches
 from .launch_mean import mean_launches
 from .launch_shard import join_blocks, join_launch, shard_launch
@@ -75,15 +75,13 @@ class Prepared:
     ) -> None:
         self.device, self.dtype, self.row_dtype = logits.device, logits.dtype, accumulator(logits)
         self.index = logits.get_device()
-        view, gradient = rows(logits), torch.empty(logits.shape, device="meta")
-        out = rows(gradient)
+        view = rows(logits)
         self.number = view.number
-        self.empty = EMPTY_STRIDED[logits.device.type]
-        self.grad_place = tuple(gradient.shape), gradient.stride(), self.dtype
-        a_row = torch.empty(logits.shape[:-1], device="meta")
-        self.row_place = tuple(a_row.shape), a_row.stride(), self.row_dtype
-        place = (view[2:], out[2:], logits.shape[-1], logits.element_size(), (0, 0, 0))
-        self.blocks, launch = backward_launch(*place, False, False, False, shard, *options, mean)
+        self.empty = empty_like(logits)
+        self.grad_place = place(logits.shape, self.dtype)
+        self.row_place = place(logits.shape[:-1], self.row_dtype)
+        layout = (view[2:], dense_rows(logits.shape), logits.shape[-1], logits.element_size(), (0, 0, 0))
+        self.blocks, launch = backward_launch(*layout, False, False, False, shard, *options, mean)
         self.backward_launch = Bound(launch)
 
     def empty_row(self) -> Tensor:
@@ -163,10 +161,10 @@ class PreparedShard(Prepared):
         super().__init__(logits, mean, options, shard)
         self.mean, self.world, self.gather = mean, world, gather
         width = reference_shard.width(self.number, False)
-        self.part_place, self.everyones_place = (((n, width), (width, 1), self.row_dtype) for n in (1, world))
+        self.part_place, self.everyones_place = (place((n, width), self.row_dtype) for n in (1, world))
         ignore_index, label_smoothing, *rest = options
-        strides, place = rows(logits)[2:], (logits.shape[-1], *shard)
-        launch = shard_launch(strides, place, logits.element_size(), False, True, label_smoothing, *rest)
+        strides, columns = rows(logits)[2:], (logits.shape[-1], *shard)
+        launch = shard_launch(strides, columns, logits.element_size(), False, True, label_smoothing, *rest)
         self.shard_launch = Bound(launch)
         reduction = "mean" if mean else "sum"
         self.join_launch = Bound(join_launch(world, shard[1], False, reduction, ignore_index, label_smoothing))
