@@ -14,6 +14,7 @@ from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
 from xent_ops.kernels.triton import cached, launch, launch_mean, launch_one_pass  # noqa: E402
+from xent_ops.ops import library  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     INTERPRETED or not cached._KNOWN, reason="this triton, or its interpreter, launches every kernel itself"
@@ -124,6 +125,18 @@ def test_a_bound_launch_is_the_same(monkeypatch, no_device):
     monkeypatch.setattr(plain.kernel.kernel, "pre_run_hooks", [lambda *args, **options: seen.append(1)])
     both(0)
     assert len(seen) == 2
+
+
+def test_a_kept_call_launches_what_a_first_one_does(no_device):
+    """On a boundary and off it; all but what it allocates."""
+    kernel, first = library.KERNELS["cuda"]["cross_entropy_backward_"], launch.cross_entropy_backward_
+    storage, row, target = torch.zeros(3 * 512 + 4), torch.zeros(3), torch.zeros(3, dtype=torch.int64)
+    for offset in (0, 0, 0, 1, 4, 0, 1):
+        logits = storage[offset:][: 3 * 512].view(3, 512)
+        for run in (kernel, first):
+            run(row, None, logits, target, row, softcap=27.0)
+        assert no_device[-1] == no_device[-2]
+        assert no_device[-1][2][4] == logits.data_ptr()
 
 
 def test_a_hook_before_a_kernel_is_not_skipped(monkeypatch, no_device):

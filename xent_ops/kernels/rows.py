@@ -74,20 +74,6 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).contiguous()
 
 
-def per_row(tensor: Tensor | None, absent: Tensor) -> tuple[Tensor, int]:
-    """A tensor of one value a row and its stride: 0 for an expanded scalar, as the gradient of a sum is."""
-    if tensor is None:
-        return absent, 0
-    if not any(tensor.stride()):
-        return tensor, 0
-    flat = tensor.reshape(-1)  # a view where one stride describes it
-    return flat, flat.stride(0)
-
-
-def per_row_stride(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else per_row(tensor, tensor)[1]
-
-
 # What comes of one tensor, and of all that are laid out like it, and how: decided once for all of them.
 
 
@@ -111,11 +97,24 @@ def dense_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Callable[[Te
     return lambda tensor: dense(tensor.to(dtype))
 
 
-def per_row_like(tensor: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """That of ``per_row``; its stride is ``per_row_stride``."""
-    if tensor is None or tensor.is_contiguous() or not any(tensor.stride()):
-        return _as_it_is
-    return lambda tensor: tensor.reshape(-1)
+def per_row_like(tensor: Tensor | None) -> tuple[Callable[[Tensor], Tensor], int]:
+    """For a tensor of one value a row, and its stride: 0 for an expanded scalar, as the gradient of a sum is."""
+    if tensor is None or not any(tensor.stride()):
+        return _as_it_is, 0
+    if tensor.is_contiguous():
+        return _as_it_is, 1
+    return _flat, _flat(tensor).stride(0)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """A view where one stride describes it."""
+    return tensor.reshape(-1)
+
+
+def per_row(tensor: Tensor | None, absent: Tensor) -> tuple[Tensor, int]:
+    """A tensor of one value a row as kernels take it, and its stride."""
+    way, stride = per_row_like(tensor)
+    return absent if tensor is None else way(tensor), stride
 
 
 def class_weight(weight: Tensor | None, absent: Tensor) -> Tensor:

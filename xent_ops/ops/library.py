@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -39,9 +40,6 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 # place, to run them through Triton's interpreter.
 KERNELS: dict[str, dict[str, Callable[..., Any]]] = {"cpu": {}, "cuda": {}}
 torch.ops.xent.kernels = KERNELS  # type: ignore[attr-defined]
-
-# How many unlike calls of an operator keep what was prepared for them, and how many are known to have been there.
-PREPARED_CALLS, SEEN_CALLS = 256, 4096
 
 # Where eager training has a path of its own (kernels/triton/prepared.py, launch_mean.py, launch_shard.py).
 PREPARED_DEVICES = {"cuda"}
@@ -96,17 +94,18 @@ def kernels(
             check_values(*args, **kwargs)
         return reference(*args, **kwargs)
 
-    prepared: dict[tuple[Any, ...], Callable[..., Any]] = {}
-    seen: set[int] = set()
+    kept = Kept()
 
     def on_cuda(*args: Any, **kwargs: Any) -> Any:
-        facts = _facts(args, kwargs)
-        run = prepared.get(facts)
+        facts = facts_of(args, kwargs)
+        run = kept.get(facts)
         if run is None:
             check(*args, **kwargs)
             launcher = getattr(_triton_launchers(module), name)
+            # One that is not in two steps looks at its tensors at every call: the check alone is spared.
             run = launcher.prepare(*args, **kwargs) if hasattr(launcher, "prepare") else launcher
-            _keep(prepared, seen, facts, run)
+            if not any(isinstance(value, Tensor) for value in kwargs.values()):  # no number, as an option should be
+                kept.keep(facts, run)
         return run(*args, **kwargs)
 
     def on_npu(*args: Any, **kwargs: Any) -> Any:
@@ -124,8 +123,11 @@ def kernels(
     LIBRARY.impl(name, on_npu if ascend else on_reference, "PrivateUse1")
 
 
-def _facts(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-    """All that an operator's checks and launches depend on, but for the numbers in its tensors."""
+def facts_of(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    """All that an operator's checks and launches depend on, but for the numbers in its tensors.
+
+    Options that are equal are one: no kernel tells 1 from 1.0.
+    """
     return (
         torch.is_grad_enabled(),
         *[
@@ -136,19 +138,28 @@ def _facts(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def _keep(
-    prepared: dict[tuple[Any, ...], Callable[..., Any]], seen: set[int], facts: tuple[Any, ...], run: Callable[..., Any]
-) -> None:
-    """From the second time on: numbers of rows that never come again would leave work to the garbage collector."""
-    key = hash(facts)
-    if key not in seen:
-        if len(seen) >= SEEN_CALLS:
-            seen.clear()
-        seen.add(key)
-        return
-    if len(prepared) >= PREPARED_CALLS:
-        prepared.clear()
-    prepared[facts] = run
+class Kept(dict[tuple[Any, ...], Callable[..., Any]]):
+    """What serves calls of an operator, by ``facts_of`` their arguments; of many kinds the latest."""
+
+    MOST, SEEN = 1024, 4096
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+        self.lock = threading.Lock()
+
+    def keep(self, facts: tuple[Any, ...], run: Callable[..., Any]) -> None:
+        """From the second time on: numbers of rows that never come again would leave work to the garbage collector."""
+        key = hash(facts)
+        with self.lock:
+            if key in self.seen:
+                if len(self) >= self.MOST:
+                    del self[next(iter(self))]
+                self[facts] = run
+            else:
+                if len(self.seen) >= self.SEEN:
+                    self.seen.clear()
+                self.seen.add(key)
 
 
 def prepared_launcher(target: Tensor, module: str = "prepared") -> Any:

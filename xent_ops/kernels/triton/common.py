@@ -120,7 +120,7 @@ class InTwoSteps:
 
     def prepare(self, *args: Any, **options: Any) -> Callable[..., Any]:
         run = self.function(*args, **options)
-        device = next(arg.get_device() for arg in args if isinstance(arg, Tensor))
+        device = next(arg.get_device() for arg in (*args, *options.values()) if isinstance(arg, Tensor))
 
         def on_the_device(*args: Any, **options: Any) -> Any:
             if elsewhere(device):
@@ -134,10 +134,10 @@ class InTwoSteps:
         return self.prepare(*args, **options)(*args, **options)
 
 
-def copied_over(position: int, operator: Callable[..., Tensor]) -> Callable[..., None]:
-    """What writes the operator's result over its argument at ``position``."""
+def over_logits(operator: Callable[..., Tensor]) -> Callable[..., None]:
+    """What writes a backward operator's result over its logits."""
 
-    def write(*args: Any, **options: Any) -> None:
-        args[position].copy_(operator(*args, **options))
+    def write(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any) -> None:
+        logits.copy_(operator(grad_loss, grad_lse, logits, *rest, **options))
 
     return write

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ..reference import accumulator
-from ..rows import Rows, class_weight, dense, dense_like, dense_rows, per_row_like, per_row_stride, rows, rows_like
+from ..rows import Rows, class_weight, dense, dense_like, dense_rows, per_row_like, rows, rows_like
 from . import configs
 from .backward import backward_kernel
 from .cached import Bound, Launch, plan
-from .common import InTwoSteps, Strides, class_weights, copied_over, edges, empty_like, place, processors
+from .common import InTwoSteps, Strides, class_weights, edges, empty_like, over_logits, place, processors
 from .forward import forward_kernel
 from .launch_mean import count
 from .short import short_kernel
@@ -262,14 +262,14 @@ def prepare_backward(
     if logits.numel() == 0:
         return lambda grad, *_tensors, **_options: grad
     classes, itemsize, dtype = logits.shape[-1], logits.element_size(), accumulator(logits)
-    grad_strides = tuple(per_row_stride(tensor) for tensor in (grad_loss, grad_lse, grad_entropy))
+    grads = [per_row_like(tensor) for tensor in (grad_loss, grad_lse, grad_entropy)]
+    (as_grad_loss, as_grad_lse, as_grad_entropy), grad_strides = zip(*grads, strict=True)
     flags = (grad_lse is not None, grad_entropy is not None, weight is not None, shard)
     options = (ignore_index, label_smoothing, softcap, logit_scale, divisor is not None)
     layout = (strides, out_strides, classes, itemsize)
     blocks, launch = backward_launch(*layout, grad_strides, *flags, *options)
     programs, launch = number * blocks, Bound(launch)
     as_rows, as_targets, as_lse = rows_like(logits, view), dense_like(target), dense_like(lse, dtype)
-    as_grad_loss, as_grad_lse, as_grad_entropy = map(per_row_like, (grad_loss, grad_lse, grad_entropy))
 
     def backward(
         grad: Tensor,
@@ -358,7 +358,7 @@ def cross_entropy_backward_(
     options = (ignore_index, label_smoothing, softcap, logit_scale)
     view, tensors = rows(logits), (grad_loss, grad_lse, logits, target, lse, weight)
     if view.tensor is not logits:  # rows that no two strides describe: through a dense gradient
-        return copied_over(2, cross_entropy_backward)
+        return over_logits(cross_entropy_backward)
     write = prepare_backward(view[2:], *tensors, *options, divisor=divisor)
 
     def backward(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any) -> None:

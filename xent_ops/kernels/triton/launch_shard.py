@@ -13,7 +13,7 @@ from ..reference import accumulator
 from ..rows import dense, dense_like, dense_rows, rows, rows_like
 from . import configs
 from .cached import Bound, Launch, plan
-from .common import InTwoSteps, Strides, class_weights, copied_over, edges, empty_like, on_device_of, place
+from .common import InTwoSteps, Strides, class_weights, edges, empty_like, on_device_of, over_logits, place
 from .launch import prepare_backward
 from .shard import join_shards_kernel, shard_kernel
 
@@ -44,7 +44,12 @@ def cross_entropy_shard(
     launch = Bound(shard_launch(strides, shard, itemsize, weighted, False, label_smoothing, softcap, logit_scale))
 
     def parts(
-        logits: Tensor, target: Tensor, _start: int, _classes: int, weight: Tensor | None = None, **_options: Any
+        logits: Tensor,
+        target: Tensor,
+        class_start: int,
+        num_classes: int,
+        weight: Tensor | None = None,
+        **_options: Any,
     ) -> Tensor:
         out = empty(*part)
         if number > 0:  # without rows nobody looks at the header
@@ -200,8 +205,8 @@ def _backward(
         logits: Tensor,
         target: Tensor,
         lse: Tensor,
-        _start: int,
-        _classes: int,
+        class_start: int,
+        num_classes: int,
         weight: Tensor | None = None,
         coefficient: Tensor | None = None,
         **_options: Any,
@@ -237,7 +242,7 @@ def cross_entropy_shard_backward_(
 ) -> Callable[..., None]:
     view = rows(logits)
     if view.tensor is not logits:  # rows that no two strides describe: through a dense gradient
-        return copied_over(2, cross_entropy_shard_backward)
+        return over_logits(cross_entropy_shard_backward)
     write = _backward(view[2:], grad_loss, grad_lse, logits, *rest, **options)
 
     def backward(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any) -> None:
