@@ -97,7 +97,7 @@ def kernels(
     kept = Kept()
 
     def on_cuda(*args: Any, **kwargs: Any) -> Any:
-        facts = facts_of(args, kwargs)
+        facts = facts_of_call(args, kwargs)
         run = kept.get(facts)
         if run is None:
             check(*args, **kwargs)
@@ -123,7 +123,7 @@ def kernels(
     LIBRARY.impl(name, on_npu if ascend else on_reference, "PrivateUse1")
 
 
-def facts_of(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+def facts_of_call(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
     """All that an operator's checks and launches depend on, but for the numbers in its tensors.
 
     Options that are equal are one: no kernel tells 1 from 1.0.
@@ -139,7 +139,7 @@ def facts_of(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
 
 
 class Kept(dict[tuple[Any, ...], Callable[..., Any]]):
-    """What serves calls of an operator, by ``facts_of`` their arguments; of many kinds the latest."""
+    """What serves calls of an operator, by ``facts_of_call``; of many kinds the latest."""
 
     MOST, SEEN = 1024, 4096
 
