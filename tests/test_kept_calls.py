@@ -31,7 +31,7 @@ def launchers(device):
     """By name, of the operators that are launched in two steps."""
     if device == "cpu" and not INTERPRETED:
         pytest.skip("the kernels of C++ and plain torch keep nothing")
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="needs triton")
     from xent_ops.kernels.triton import launch, launch_shard
     from xent_ops.kernels.triton.common import InTwoSteps
 

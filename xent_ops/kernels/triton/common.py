@@ -134,10 +134,33 @@ class InTwoSteps:
         return self.prepare(*args, **options)(*args, **options)
 
 
-def over_logits(operator: Callable[..., Tensor]) -> Callable[..., None]:
-    """What writes a backward operator's result over its logits."""
+# Backward operators, of a function that writes the gradient to its first argument and returns it.
 
-    def write(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any) -> None:
+
+def into_empty(logits: Tensor, write: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The operator whose gradient is a dense tensor of its own."""
+    empty, gradient = empty_like(logits), place(logits.shape, logits.dtype)
+
+    def backward(*args: Any, **options: Any) -> Tensor:
+        return write(empty(*gradient), *args, **options)
+
+    return backward
+
+
+def over_logits(write: Callable[..., Tensor]) -> Callable[..., None]:
+    """The one that writes over its logits."""
+
+    def backward(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any) -> None:
+        write(logits, grad_loss, grad_lse, logits, *rest, **options)
+        torch.autograd.graph.increment_version(logits)  # a launch is not seen by autograd
+
+    return backward
+
+
+def copied_to_logits(operator: Callable[..., Tensor]) -> Callable[..., None]:
+    """The same for rows that no two strides describe: through the dense gradient of ``operator``."""
+
+    def backward(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any) -> None:
         logits.copy_(operator(grad_loss, grad_lse, logits, *rest, **options))
 
-    return write
+    return backward

@@ -20,7 +20,18 @@ from ..rows import Rows, class_weight, dense, dense_like, dense_rows, per_row_li
 from . import configs
 from .backward import backward_kernel
 from .cached import Bound, Launch, plan
-from .common import InTwoSteps, Strides, class_weights, edges, empty_like, over_logits, place, processors
+from .common import (
+    InTwoSteps,
+    Strides,
+    class_weights,
+    copied_to_logits,
+    edges,
+    empty_like,
+    into_empty,
+    over_logits,
+    place,
+    processors,
+)
 from .forward import forward_kernel
 from .launch_mean import count
 from .short import short_kernel
@@ -332,12 +343,7 @@ def cross_entropy_backward(
     options = (ignore_index, label_smoothing, softcap, logit_scale)
     tensors = (grad_loss, grad_lse, logits, target, lse, weight)
     write = prepare_backward(dense_rows(logits.shape), *tensors, *options, divisor=divisor)
-    empty, gradient = empty_like(logits), place(logits.shape, logits.dtype)
-
-    def backward(*args: Any, **options: Any) -> Tensor:
-        return write(empty(*gradient), *args, **options)
-
-    return backward
+    return into_empty(logits, write)
 
 
 @InTwoSteps
@@ -357,15 +363,10 @@ def cross_entropy_backward_(
 ) -> Callable[..., None]:
     options = (ignore_index, label_smoothing, softcap, logit_scale)
     view, tensors = rows(logits), (grad_loss, grad_lse, logits, target, lse, weight)
-    if view.tensor is not logits:  # rows that no two strides describe: through a dense gradient
-        return over_logits(cross_entropy_backward)
+    if view.tensor is not logits:
+        return copied_to_logits(cross_entropy_backward)
     write = prepare_backward(view[2:], *tensors, *options, divisor=divisor)
-
-    def backward(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any) -> None:
-        write(logits, grad_loss, grad_lse, logits, *rest, **options)
-        torch.autograd.graph.increment_version(logits)  # a launch is not seen by autograd
-
-    return backward
+    return over_logits(write)
 
 
 @InTwoSteps

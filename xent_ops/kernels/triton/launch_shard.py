@@ -13,7 +13,18 @@ from ..reference import accumulator
 from ..rows import dense, dense_like, dense_rows, rows, rows_like
 from . import configs
 from .cached import Bound, Launch, plan
-from .common import InTwoSteps, Strides, class_weights, edges, empty_like, on_device_of, over_logits, place
+from .common import (
+    InTwoSteps,
+    Strides,
+    class_weights,
+    copied_to_logits,
+    edges,
+    empty_like,
+    into_empty,
+    on_device_of,
+    over_logits,
+    place,
+)
 from .launch import prepare_backward
 from .shard import join_shards_kernel, shard_kernel
 
@@ -228,12 +239,7 @@ def cross_entropy_shard_backward(
     grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
 ) -> Callable[..., Tensor]:
     write = _backward(dense_rows(logits.shape), grad_loss, grad_lse, logits, *rest, **options)
-    empty, gradient = empty_like(logits), place(logits.shape, logits.dtype)
-
-    def backward(*args: Any, **options: Any) -> Tensor:
-        return write(empty(*gradient), *args, **options)
-
-    return backward
+    return into_empty(logits, write)
 
 
 @InTwoSteps
@@ -241,12 +247,7 @@ def cross_entropy_shard_backward_(
     grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
 ) -> Callable[..., None]:
     view = rows(logits)
-    if view.tensor is not logits:  # rows that no two strides describe: through a dense gradient
-        return over_logits(cross_entropy_shard_backward)
+    if view.tensor is not logits:
+        return copied_to_logits(cross_entropy_shard_backward)
     write = _backward(view[2:], grad_loss, grad_lse, logits, *rest, **options)
-
-    def backward(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any) -> None:
-        write(logits, grad_loss, grad_lse, logits, *rest, **options)
-        torch.autograd.graph.increment_version(logits)  # a launch is not seen by autograd
-
-    return backward
+    return over_logits(write)
