@@ -8,8 +8,7 @@ weights w (1 where none are given) and label smoothing e:
     grad_x_j = A softmax_j - B [j == t] - C w_j                          see ``row_coefficients``
 
 Sources: F.cross_entropy for weights and smoothing, Gemma 2 for the softcap. Everything is computed in float32
-(float64 for float64 logits). Functions take logits (..., V) of any strides, and only those named with a _ at the
-end write to one.
+(float64 for float64 logits). Functions take logits (..., V) of any strides; ``scale_grad_`` alone writes to a tensor.
 The backward functions are differentiable, which is where second derivatives come from.
 """
 
@@ -20,21 +19,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .options import DEFAULTS, Options
+
 
 def accumulator(logits: Tensor) -> torch.dtype:
     """The dtype of loss and lse: float64 for float64 logits, float32 for all others."""
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
-def activation(logits: Tensor, softcap: float | None, logit_scale: float) -> Tensor:
+def activation(logits: Tensor, options: Options) -> Tensor:
     x = logits.to(accumulator(logits))
-    if logit_scale != 1.0:
-        x = x * logit_scale
-    return x if softcap is None else softcap * torch.tanh(x / softcap)
+    if options.logit_scale != 1.0:
+        x = x * options.logit_scale
+    return x if options.softcap is None else options.softcap * torch.tanh(x / options.softcap)
 
 
-def _activation_derivative(x: Tensor, softcap: float | None, logit_scale: float) -> Tensor | float:
-    return logit_scale if softcap is None else logit_scale * (1 - (x / softcap).square())
+def _activation_derivative(x: Tensor, options: Options) -> Tensor | float:
+    if options.softcap is None:
+        return options.logit_scale
+    return options.logit_scale * (1 - (x / options.softcap).square())
 
 
 def gather_target(target: Tensor, classes: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,15 +69,12 @@ def cross_entropy_forward(
     target: Tensor,
     weight: Tensor | None = None,
     *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    options: Options = DEFAULTS,
 ) -> tuple[Tensor, Tensor]:
     """(loss, lse), each (...). A target out of range gives NaN."""
-    classes = logits.shape[-1]
-    index, counted, invalid = gather_target(target, classes, ignore_index)
-    x = activation(logits, softcap, logit_scale)
+    classes, label_smoothing = logits.shape[-1], options.label_smoothing
+    index, counted, invalid = gather_target(target, classes, options.ignore_index)
+    x = activation(logits, options)
     maximum, log_sum = _logsumexp(x)
     loss = (maximum - x.gather(-1, index.unsqueeze(-1)) + log_sum).squeeze(-1)
     if weight is not None:
@@ -89,20 +89,19 @@ def cross_entropy_forward(
 
 
 def cross_entropy_forward_argmax(
-    logits: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any
+    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, lse, argmax): argmax is int64, the first index on ties."""
-    scaled = activation(logits, None, options.get("logit_scale", 1.0))
-    return (*cross_entropy_forward(logits, target, weight, **options), scaled.argmax(-1))
+    scaled = activation(logits, options._replace(softcap=None))
+    return (*cross_entropy_forward(logits, target, weight, options=options), scaled.argmax(-1))
 
 
 def cross_entropy_forward_entropy(
-    logits: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any
+    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, lse, entropy): entropy = -sum_j softmax_j log softmax_j, where a class of probability 0 adds 0."""
-    loss, lse = cross_entropy_forward(logits, target, weight, **options)
-    x = activation(logits, options.get("softcap"), options.get("logit_scale", 1.0))
-    maximum, log_sum = _logsumexp(x)
+    loss, lse = cross_entropy_forward(logits, target, weight, options=options)
+    maximum, log_sum = _logsumexp(x := activation(logits, options))
     log_p = x - maximum - log_sum  # not x - lse, which has been rounded
     p = log_p.exp()
     return loss, lse, -(p * torch.where(p == 0, 0.0, log_p)).sum(-1)
@@ -152,30 +151,41 @@ def _softmax_gradient(
     return grad
 
 
-def _finish(
-    grad: Tensor, x: Tensor, lse: Tensor, upstream: Tensor, logits: Tensor, softcap: float | None, logit_scale: float
-) -> Tensor:
+def _finish(grad: Tensor, x: Tensor, lse: Tensor, row_grads: Tensor, logits: Tensor, options: Options) -> Tensor:
     """Through the activation and into the logits' dtype, contiguous whatever the logits' strides.
 
     A row that passes nothing back gets exact zeros even where its logits are not finite (0 * NaN is NaN): such
     rows are padding that was never written.
     """
-    grad = grad * _activation_derivative(x, softcap, logit_scale)
-    dead = (upstream == 0) & ~lse.isfinite()
+    grad = grad * _activation_derivative(x, options)
+    dead = (row_grads == 0) & ~lse.isfinite()
     return torch.where(dead.unsqueeze(-1), 0.0, grad).to(logits.dtype).contiguous()
 
 
-def divided(grad_loss: Tensor, divisor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """grad_loss / divisor in the accumulator's dtype; their own may not hold the one, or not resolve the other."""
-    return grad_loss if divisor is None else grad_loss.to(dtype) / divisor.to(dtype)
+def row_grads(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    target: Tensor,
+    lse: Tensor,
+    divisor: Tensor | None,
+    ignore_index: int,
+    lse_square_scale: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of each row's loss and lse, (...), from what a reduced loss was divided by and its z-loss.
 
-
-def grad_lse_of_square(grad_lse_square: Tensor | None, lse: Tensor, target: Tensor, ignore_index: int) -> Tensor | None:
-    """The gradient of grad_lse_square * lse^2, summed over counted rows."""
-    if grad_lse_square is None:
-        return None
-    counted = target.to(torch.int64) != ignore_index
-    return torch.where(counted, 2 * grad_lse_square.to(lse.dtype) * lse, 0.0)
+    Converted to the accumulator's dtype first: the other tensor's may not hold the one, or not resolve the other.
+    """
+    a = grad_loss.to(dtype)
+    per_row = a
+    if divisor is not None:
+        per_row, a = a / divisor[1].to(dtype), a / divisor[0].to(dtype)
+    if lse_square_scale != 0.0:
+        counted = target.to(torch.int64) != ignore_index
+        # Chosen last: without a counted row, per_row is infinite.
+        square = torch.where(counted, lse.to(dtype) * (2 * lse_square_scale * per_row), 0.0)
+        grad_lse = square if grad_lse is None else square + grad_lse.to(dtype)
+    return a.expand(lse.shape), grad_lse
 
 
 def cross_entropy_backward(
@@ -187,22 +197,26 @@ def cross_entropy_backward(
     weight: Tensor | None = None,
     divisor: Tensor | None = None,
     *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    options: Options = DEFAULTS,
+    lse_square_scale: float = 0.0,
     grad_entropy: Tensor | None = None,
     entropy: Tensor | None = None,
 ) -> Tensor:
-    """grad_logits (..., V) in the logits' dtype. Pointwise but for sum(weight): Inductor makes one kernel of it."""
-    classes = logits.shape[-1]
-    x = activation(logits, softcap, logit_scale)
+    """grad_logits (..., V) in the logits' dtype. Pointwise but for sum(weight): Inductor makes one kernel of it.
+
+    Of a reduced loss: grad_loss is (), divisor and lse_square_scale are those of ``cross_entropy_reduced``.
+    """
+    classes, label_smoothing = logits.shape[-1], options.label_smoothing
+    x = activation(logits, options)
+    grad_loss, grad_lse = row_grads(
+        grad_loss, grad_lse, target, lse, divisor, options.ignore_index, lse_square_scale, x.dtype
+    )
     total, b, c = row_coefficients(
-        divided(grad_loss, divisor, x.dtype),
+        grad_loss,
         grad_lse,
         target,
         weight,
-        ignore_index=ignore_index,
+        ignore_index=options.ignore_index,
         label_smoothing=label_smoothing,
         classes=classes,
         dtype=x.dtype,
@@ -212,17 +226,18 @@ def cross_entropy_backward(
     grad = grad - torch.where(column == target.to(torch.int64).unsqueeze(-1), b.unsqueeze(-1), 0.0)
     if label_smoothing > 0.0:
         grad = grad - (c.unsqueeze(-1) if weight is None else c.unsqueeze(-1) * weight.to(x.dtype))
-    upstream = total.abs() + b.abs() + c.abs()
+    passed = total.abs() + b.abs() + c.abs()
     if grad_entropy is not None:
-        upstream = upstream + grad_entropy.to(x.dtype).abs()
-    return _finish(grad, x, lse, upstream, logits, softcap, logit_scale)
+        passed = passed + grad_entropy.to(x.dtype).abs()
+    return _finish(grad, x, lse, passed, logits, options)
 
 
-def cross_entropy_backward_(
-    grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
-) -> None:
-    """The gradient written over the logits."""
-    logits.copy_(cross_entropy_backward(grad_loss, grad_lse, logits, *rest, **options))
+def grad_lse_of_square(grad_lse_square: Tensor | None, lse: Tensor, target: Tensor, ignore_index: int) -> Tensor | None:
+    """The gradient of grad_lse_square * lse^2, summed over counted rows."""
+    if grad_lse_square is None:
+        return None
+    counted = target.to(torch.int64) != ignore_index
+    return torch.where(counted, 2 * grad_lse_square.to(lse.dtype) * lse, 0.0)
 
 
 def cross_entropy_with_grad(
@@ -232,22 +247,12 @@ def cross_entropy_with_grad(
     grad_lse_square: Tensor | None = None,
     weight: Tensor | None = None,
     *,
-    ignore_index: int = -100,
-    **options: Any,
+    options: Options = DEFAULTS,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, lse, gradient of grad_scale * loss + grad_lse_square * lse^2 summed over counted rows)."""
-    options["ignore_index"] = ignore_index
-    loss, lse = cross_entropy_forward(logits, target, weight, **options)
-    grad_lse = grad_lse_of_square(grad_lse_square, lse, target, ignore_index)
-    grad_loss = grad_scale.expand(lse.shape)
-    return loss, lse, cross_entropy_backward(grad_loss, grad_lse, logits, target, lse, weight, **options)
-
-
-def cross_entropy_with_grad_(logits: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """(loss, lse), and the gradient written over the logits."""
-    loss, lse, grad = cross_entropy_with_grad(logits, *args, **options)
-    logits.copy_(grad)
-    return loss, lse
+    loss, lse = cross_entropy_forward(logits, target, weight, options=options)
+    grad_lse = grad_lse_of_square(grad_lse_square, lse, target, options.ignore_index)
+    return loss, lse, cross_entropy_backward(grad_scale, grad_lse, logits, target, lse, weight, options=options)
 
 
 def scale_grad_(grad: Tensor, factor: Tensor) -> None:
@@ -269,78 +274,5 @@ def cross_entropy_backward_entropy(
     weight: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    return cross_entropy_backward(
-        grad_loss, grad_lse, logits, target, lse, weight, grad_entropy=grad_entropy, entropy=entropy, **options
-    )
-
-
-def weighted_probabilities(target: Tensor, weight: Tensor | None, label_smoothing: float, dtype: torch.dtype) -> Tensor:
-    """w_j q_j with q = (1-e) p + e/V: what multiplies lse - x_j in the loss of class probabilities p."""
-    q = target.to(dtype)
-    if label_smoothing > 0.0:
-        q = q * (1 - label_smoothing) + label_smoothing / target.shape[-1]
-    return q if weight is None else q * weight.to(dtype)
-
-
-def soft_cross_entropy_forward(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    *,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """(loss, lse), each (...): loss = sum_j w_j q_j (lse - x_j)."""
-    x = activation(logits, softcap, logit_scale)
-    maximum, log_sum = _logsumexp(x)
-    q = weighted_probabilities(target, weight, label_smoothing, x.dtype)
-    return (q * (maximum - x + log_sum)).sum(-1), (maximum + log_sum).squeeze(-1)
-
-
-def soft_cross_entropy_backward(
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    weight: Tensor | None = None,
-    *,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-) -> Tensor:
-    """grad_logits (..., V): ``(a sum(w q) + b) softmax_j - a w_j q_j`` through the activation."""
-    x = activation(logits, softcap, logit_scale)
-    q = weighted_probabilities(target, weight, label_smoothing, x.dtype)
-    a = grad_loss.to(x.dtype)
-    mass = q.sum(-1)
-    unread = (a == 0) & ~mass.isfinite()  # as in _finish, whatever the probabilities hold
-    q = torch.where(unread.unsqueeze(-1), 0.0, q)
-    total = a * torch.where(unread, 0.0, mass)
-    if grad_lse is not None:
-        total = total + grad_lse.to(x.dtype)
-    grad = _softmax_gradient(x, lse, total) - a.unsqueeze(-1) * q
-    return _finish(grad, x, lse, total.abs() + a.abs(), logits, softcap, logit_scale)
-
-
-def soft_target_gradients(
-    grad_loss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    weight: Tensor | None,
-    *,
-    label_smoothing: float,
-    softcap: float | None,
-    logit_scale: float,
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients for class probabilities (..., V) and their weights (V,): of sum_j w_j q_j (lse - x_j)."""
-    x = activation(logits, softcap, logit_scale)
-    grad_q = grad_loss.to(x.dtype).unsqueeze(-1) * (lse.unsqueeze(-1) - x)
-    grad_target = grad_q * (1 - label_smoothing)
-    if weight is None:
-        return grad_target.to(target.dtype), None
-    q = weighted_probabilities(target, None, label_smoothing, x.dtype)
-    grad_weight = (grad_q * q).flatten(0, -2).sum(0) if logits.dim() > 1 else grad_q * q
-    return (grad_target * weight.to(x.dtype)).to(target.dtype), grad_weight.to(weight.dtype)
+    rows = (logits, target, lse, weight)
+    return cross_entropy_backward(grad_loss, grad_lse, *rows, grad_entropy=grad_entropy, entropy=entropy, **options)

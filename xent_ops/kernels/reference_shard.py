@@ -19,12 +19,12 @@ count for nothing.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .reference import _finish, _softmax_gradient, activation, gather_target, weights_at
+from .options import DEFAULTS, Options
+from .reductions import divisor_of, reduce_rows
+from .reference import _finish, _softmax_gradient, activation, gather_target, row_grads, weights_at
 
 HEADER = 5
 DIGIT = 2**24
@@ -49,14 +49,11 @@ def cross_entropy_shard(
     num_classes: int,
     weight: Tensor | None = None,
     *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    options: Options = DEFAULTS,
 ) -> Tensor:
     """(1, width): p, total, part and, with class weights, w_t of every row; then the header."""
     columns = columns_of(logits, class_start, num_classes)
-    x = activation(logits[..., :columns], softcap, logit_scale)
+    x = activation(logits[..., :columns], options)
     local = target.to(torch.int64) - class_start
     owned = (local >= 0) & (local < columns)
     column = torch.where(owned, local, 0)
@@ -77,9 +74,9 @@ def cross_entropy_shard(
         part = part * target_weight
         sum_weights = weight.sum()
     part = torch.where(owned, part, 0.0)
-    if label_smoothing > 0.0:
+    if options.label_smoothing > 0.0:
         smooth = (-distance if weight is None else -distance * weight).sum(-1)
-        part = (1 - label_smoothing) * part + label_smoothing / num_classes * smooth
+        part = (1 - options.label_smoothing) * part + options.label_smoothing / num_classes * smooth
     rows.append(part)
     if weight is not None:
         rows.append(target_weight)
@@ -105,10 +102,7 @@ def cross_entropy_shard_join(
     num_classes: int,
     weight: Tensor | None = None,
     *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    options: Options = DEFAULTS,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, lse, w_t, coefficient), each (...), from what all ranks handed over; all but lse are 0 where ignored.
 
@@ -134,21 +128,49 @@ def cross_entropy_shard_join(
     else:
         target_weight = numbers[:, 3]
     share = target_weight
-    if label_smoothing > 0.0:
-        share = (1 - label_smoothing) * target_weight + label_smoothing / num_classes * headers[:, 4:]
+    if options.label_smoothing > 0.0:
+        share = (1 - options.label_smoothing) * target_weight + options.label_smoothing / num_classes * headers[:, 4:]
     coefficient = share.sum(0)
     distance = pivot - torch.where(maximum == float("-inf"), 0.0, maximum)
     # A shard without a share adds nothing, however far its maximum is: their difference may overflow.
     loss = (part + torch.where(share == 0.0, 0.0, share * distance)).sum(0)
     loss = loss + coefficient * log_total
 
-    counted = target != ignore_index
+    counted = target != options.ignore_index
     valid = (target >= 0) & (target < num_classes)
     loss = torch.where(counted, torch.where(valid & tiled, loss, float("nan")), 0.0)
     lse = torch.where(tiled, pivot + log_total, float("nan"))
     target_weight = torch.where(counted, target_weight.sum(0), 0.0)
     coefficient = torch.where(counted, coefficient, 0.0)
     return loss.view(shape), lse.view(shape), target_weight.view(shape), coefficient.view(shape)
+
+
+def cross_entropy_shard_reduced(
+    logits: Tensor,
+    target: Tensor,
+    gathered: Tensor,
+    class_start: int,
+    num_classes: int,
+    weight: Tensor | None = None,
+    *,
+    options: Options = DEFAULTS,
+    lse_square_scale: float = 0.0,
+    reduction: str = "mean",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, divisor, lse, coefficient): (), (2,) as of ``reference.cross_entropy_reduced``, (...), (...)."""
+    shard = (gathered, class_start, num_classes, weight)
+    loss, lse, target_weight, coefficient = cross_entropy_shard_join(logits, target, *shard, options=options)
+    value, _, divisor = reduce_rows(
+        loss,
+        lse,
+        target,
+        target_weight,
+        ignore_index=options.ignore_index,
+        lse_square_scale=lse_square_scale,
+        reduction=reduction,
+    )
+    divisor = divisor_of(target_weight, target, options.ignore_index) if divisor is None else divisor
+    return value, divisor, lse, coefficient
 
 
 def cross_entropy_shard_backward(
@@ -161,17 +183,19 @@ def cross_entropy_shard_backward(
     num_classes: int,
     weight: Tensor | None = None,
     coefficient: Tensor | None = None,
+    divisor: Tensor | None = None,
     *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    options: Options = DEFAULTS,
+    lse_square_scale: float = 0.0,
 ) -> Tensor:
     """grad_logits of one shard, from the lse of the whole vocabulary. Pointwise: Inductor makes one kernel of it."""
     columns = columns_of(logits, class_start, num_classes)
-    x = activation(logits, softcap, logit_scale)
-    _, counted, invalid = gather_target(target, num_classes, ignore_index)
-    a = torch.where(counted, grad_loss.to(x.dtype), 0.0).masked_fill(invalid, float("nan"))
+    x = activation(logits, options)
+    _, counted, invalid = gather_target(target, num_classes, options.ignore_index)
+    grad_loss, grad_lse = row_grads(
+        grad_loss, grad_lse, target, lse, divisor, options.ignore_index, lse_square_scale, x.dtype
+    )
+    a = torch.where(counted, grad_loss, 0.0).masked_fill(invalid, float("nan"))
     # No column where ignored: 0 times the weight of an ignored class, which may be infinite, would be NaN.
     local = torch.where(counted, target.to(torch.int64) - class_start, -1).unsqueeze(-1)
     column = torch.arange(logits.shape[-1], device=logits.device)
@@ -179,19 +203,12 @@ def cross_entropy_shard_backward(
     if grad_lse is not None:
         total = total + grad_lse.to(x.dtype)
     # The weight is read by column, not by target: no target of another shard has to be kept from the gather.
-    b = (a * (1 - label_smoothing)).unsqueeze(-1)
+    b = (a * (1 - options.label_smoothing)).unsqueeze(-1)
     grad = _softmax_gradient(x, lse, total) - torch.where(
         column == local, b if weight is None else b * weight.to(x.dtype), 0.0
     )
-    if label_smoothing > 0.0:
-        c = (a * (label_smoothing / num_classes)).unsqueeze(-1)
+    if options.label_smoothing > 0.0:
+        c = (a * (options.label_smoothing / num_classes)).unsqueeze(-1)
         grad = grad - (c if weight is None else c * weight.to(x.dtype))
-    grad = _finish(grad, x, lse, total.abs() + a.abs(), logits, softcap, logit_scale)
+    grad = _finish(grad, x, lse, total.abs() + a.abs(), logits, options)
     return grad if columns == logits.shape[-1] else torch.where(column < columns, grad, 0.0)
-
-
-def cross_entropy_shard_backward_(
-    grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
-) -> None:
-    """The gradient written over the logits."""
-    logits.copy_(cross_entropy_shard_backward(grad_loss, grad_lse, logits, *rest, **options))

@@ -1,80 +1,122 @@
 """The schemas of every operator of the namespace ``xent``: strings and nothing else.
 
-This file imports nothing, so that a build step can read it where torch is not installed. docs/ops.md is
-the contract behind each line. Shapes: logits are (..., V) with the classes last, target is (...), a class
-weight is (V,). Order of the options: integers, then floats, then strings (DTensor's cache key starts at
-the first integer). Tensors come before the ``*``: torch registers no autograd formula for keyword-only ones.
+This file imports nothing, so that a build step can read it where torch is not installed. docs/ops.md is the contract
+behind each line. Shapes: logits are (..., V) with the classes last, target is (...), a class weight is (V,). Order of
+the options: integers, then floats, then strings (DTensor's cache key starts at the first integer). Tensors come before
+the ``*``: torch registers no autograd formula for keyword-only ones.
+
+``DECLARED`` names for each operator its schema and the argument that its in-place twin overwrites, or None. A twin has
+a ``_`` at the end of its name, writes the last output of the operator over that argument, and returns the others.
 """
 
-_ROW = "SymInt ignore_index=-100, float label_smoothing=0.0, float? softcap=None, float logit_scale=1.0"
-_SOFT = "float label_smoothing=0.0, float? softcap=None, float logit_scale=1.0"
+OPTIONS = "SymInt ignore_index=-100, float label_smoothing=0.0, float? softcap=None, float logit_scale=1.0"
+SOFT_OPTIONS = "float label_smoothing=0.0, float? softcap=None, float logit_scale=1.0"
+LSE_SQUARE = "float lse_square_scale=0.0"
+REDUCTION = "str reduction='mean'"
 
 # Made of the others for every device: no kernels of their own.
 COMPOSITES = ("cross_entropy",)
 
-SCHEMAS: dict[str, str] = {
+DECLARED: dict[str, tuple[str, "str | None"]] = {
     # What users call. Composite: a graph shows the operators below.
     "cross_entropy": (
         "(Tensor logits, Tensor target, Tensor? weight=None, *, SymInt ignore_index=-100, "
         "float label_smoothing=0.0, float lse_square_scale=0.0, float? softcap=None, "
-        "float logit_scale=1.0, str reduction='mean') -> Tensor"
+        f"float logit_scale=1.0, {REDUCTION}) -> Tensor",
+        None,
     ),
-    # Class indices as targets: one visit of the logits each way.
+    # Class indices as targets: one visit of the logits each way. A reduced loss is one number, with what it was
+    # divided by.
+    "cross_entropy_reduced": (
+        f"(Tensor logits, Tensor target, Tensor? weight=None, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}) "
+        "-> (Tensor value, Tensor divisor, Tensor lse)",
+        None,
+    ),
     "cross_entropy_forward": (
-        f"(Tensor logits, Tensor target, Tensor? weight=None, *, {_ROW}) -> (Tensor loss, Tensor lse)"
+        f"(Tensor logits, Tensor target, Tensor? weight=None, *, {OPTIONS}) -> (Tensor loss, Tensor lse)",
+        None,
     ),
     "cross_entropy_forward_argmax": (
-        f"(Tensor logits, Tensor target, Tensor? weight=None, *, {_ROW}) -> (Tensor loss, Tensor lse, Tensor argmax)"
+        f"(Tensor logits, Tensor target, Tensor? weight=None, *, {OPTIONS}) "
+        "-> (Tensor loss, Tensor lse, Tensor argmax)",
+        None,
     ),
     "cross_entropy_backward": (
-        "(Tensor grad_loss, Tensor? grad_lse, Tensor logits, Tensor target, Tensor lse, "
-        f"Tensor? weight=None, Tensor? divisor=None, *, {_ROW}) -> Tensor"
+        "(Tensor grad_loss, Tensor? grad_lse, Tensor logits, Tensor target, Tensor lse, Tensor? weight=None, "
+        f"Tensor? divisor=None, *, {OPTIONS}, {LSE_SQUARE}) -> Tensor",
+        "logits",
     ),
-    "cross_entropy_backward_": (
-        "(Tensor grad_loss, Tensor? grad_lse, Tensor(a!) logits, Tensor target, Tensor lse, "
-        f"Tensor? weight=None, Tensor? divisor=None, *, {_ROW}) -> ()"
-    ),
-    # Loss and gradient in one visit of the logits, and what applies an upstream gradient afterwards.
+    # Loss and gradient in one visit of the logits; what a mean divides by, before there are losses; and what applies
+    # an upstream gradient afterwards.
     "cross_entropy_with_grad": (
         "(Tensor logits, Tensor target, Tensor grad_scale, Tensor? grad_lse_square=None, Tensor? weight=None, *, "
-        f"{_ROW}) -> (Tensor loss, Tensor lse, Tensor grad_logits)"
+        f"{OPTIONS}) -> (Tensor loss, Tensor lse, Tensor grad_logits)",
+        "logits",
     ),
-    "cross_entropy_with_grad_": (
-        "(Tensor(a!) logits, Tensor target, Tensor grad_scale, Tensor? grad_lse_square=None, Tensor? weight=None, *, "
-        f"{_ROW}) -> (Tensor loss, Tensor lse)"
+    "cross_entropy_divisor": (
+        "(Tensor logits, Tensor target, Tensor? weight=None, *, SymInt ignore_index=-100) "
+        "-> (Tensor divisor, Tensor inverse)",
+        None,
     ),
-    "scale_grad_": "(Tensor(a!) grad, Tensor factor) -> ()",
+    "scale_grad_": ("(Tensor(a!) grad, Tensor factor) -> ()", None),
     # Class probabilities as targets, (..., V) like the logits.
     "soft_cross_entropy_forward": (
-        f"(Tensor logits, Tensor target, Tensor? weight=None, *, {_SOFT}) -> (Tensor loss, Tensor lse)"
+        f"(Tensor logits, Tensor target, Tensor? weight=None, *, {SOFT_OPTIONS}) -> (Tensor loss, Tensor lse)",
+        None,
     ),
     "soft_cross_entropy_backward": (
-        "(Tensor grad_loss, Tensor? grad_lse, Tensor logits, Tensor target, Tensor lse, "
-        f"Tensor? weight=None, *, {_SOFT}) -> Tensor"
+        "(Tensor grad_loss, Tensor? grad_lse, Tensor logits, Tensor target, Tensor lse, Tensor? weight=None, *, "
+        f"{SOFT_OPTIONS}) -> Tensor",
+        None,
     ),
     # Shannon entropy of the softmax beside the loss, in the same visit.
     "cross_entropy_forward_entropy": (
-        f"(Tensor logits, Tensor target, Tensor? weight=None, *, {_ROW}) -> (Tensor loss, Tensor lse, Tensor entropy)"
+        f"(Tensor logits, Tensor target, Tensor? weight=None, *, {OPTIONS}) "
+        "-> (Tensor loss, Tensor lse, Tensor entropy)",
+        None,
     ),
     "cross_entropy_backward_entropy": (
         "(Tensor grad_loss, Tensor? grad_lse, Tensor? grad_entropy, Tensor logits, Tensor target, Tensor lse, "
-        f"Tensor entropy, Tensor? weight=None, *, {_ROW}) -> Tensor"
+        f"Tensor entropy, Tensor? weight=None, *, {OPTIONS}) -> Tensor",
+        None,
     ),
-    # One rank's shard of the vocabulary. Between the first two stands the caller's all-gather of (1, L) to (ranks, L).
+    # One rank's shard of the vocabulary. The caller's all-gather of (1, L) to (ranks, L) stands between
+    # cross_entropy_shard and the two that join: to losses of rows, or to a reduced loss.
     "cross_entropy_shard": (
         "(Tensor logits, Tensor target, SymInt class_start, SymInt num_classes, Tensor? weight=None, *, "
-        f"{_ROW}) -> Tensor"
+        f"{OPTIONS}) -> Tensor",
+        None,
     ),
     "cross_entropy_shard_join": (
         "(Tensor logits, Tensor target, Tensor gathered, SymInt class_start, SymInt num_classes, "
-        f"Tensor? weight=None, *, {_ROW}) -> (Tensor loss, Tensor lse, Tensor target_weight, Tensor coefficient)"
+        f"Tensor? weight=None, *, {OPTIONS}) -> (Tensor loss, Tensor lse, Tensor target_weight, Tensor coefficient)",
+        None,
+    ),
+    "cross_entropy_shard_reduced": (
+        "(Tensor logits, Tensor target, Tensor gathered, SymInt class_start, SymInt num_classes, "
+        f"Tensor? weight=None, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}) "
+        "-> (Tensor value, Tensor divisor, Tensor lse, Tensor coefficient)",
+        None,
     ),
     "cross_entropy_shard_backward": (
         "(Tensor grad_loss, Tensor? grad_lse, Tensor logits, Tensor target, Tensor lse, SymInt class_start, "
-        f"SymInt num_classes, Tensor? weight=None, Tensor? coefficient=None, *, {_ROW}) -> Tensor"
-    ),
-    "cross_entropy_shard_backward_": (
-        "(Tensor grad_loss, Tensor? grad_lse, Tensor(a!) logits, Tensor target, Tensor lse, SymInt class_start, "
-        f"SymInt num_classes, Tensor? weight=None, Tensor? coefficient=None, *, {_ROW}) -> ()"
+        "SymInt num_classes, Tensor? weight=None, Tensor? coefficient=None, Tensor? divisor=None, *, "
+        f"{OPTIONS}, {LSE_SQUARE}) -> Tensor",
+        "logits",
     ),
 }
+
+
+def twin(schema: str, overwrites: str) -> str:
+    """The schema of the operator that writes its last output over this argument."""
+    arguments, outputs = schema.split(" -> ")
+    written = arguments.replace(f"Tensor {overwrites},", f"Tensor(a!) {overwrites},")
+    rest = [output.strip() for output in outputs.strip("()").split(",")[:-1]]
+    return f"{written} -> ({', '.join(rest)})"
+
+
+SCHEMAS: dict[str, str] = {}
+for _name, (_schema, _overwrites) in DECLARED.items():
+    SCHEMAS[_name] = _schema
+    if _overwrites is not None:
+        SCHEMAS[f"{_name}_"] = twin(_schema, _overwrites)

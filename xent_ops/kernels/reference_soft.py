@@ -1,0 +1,79 @@
+"""The loss of class probabilities in plain torch. See reference.py; with q = (1-e) p + e/V:
+
+loss     = sum_j w_j q_j (lse - x_j)
+grad_x_j = (a sum_k w_k q_k + b) softmax_j - a w_j q_j
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .options import DEFAULTS, Options
+from .reference import _finish, _logsumexp, _softmax_gradient, activation
+
+
+def weighted_probabilities(target: Tensor, weight: Tensor | None, label_smoothing: float, dtype: torch.dtype) -> Tensor:
+    """w_j q_j with q = (1-e) p + e/V: what multiplies lse - x_j in the loss of class probabilities p."""
+    q = target.to(dtype)
+    if label_smoothing > 0.0:
+        q = q * (1 - label_smoothing) + label_smoothing / target.shape[-1]
+    return q if weight is None else q * weight.to(dtype)
+
+
+def soft_cross_entropy_forward(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    options: Options = DEFAULTS,
+) -> tuple[Tensor, Tensor]:
+    """(loss, lse), each (...): loss = sum_j w_j q_j (lse - x_j)."""
+    x = activation(logits, options)
+    maximum, log_sum = _logsumexp(x)
+    q = weighted_probabilities(target, weight, options.label_smoothing, x.dtype)
+    return (q * (maximum - x + log_sum)).sum(-1), (maximum + log_sum).squeeze(-1)
+
+
+def soft_cross_entropy_backward(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    weight: Tensor | None = None,
+    *,
+    options: Options = DEFAULTS,
+) -> Tensor:
+    """grad_logits (..., V): ``(a sum(w q) + b) softmax_j - a w_j q_j`` through the activation."""
+    x = activation(logits, options)
+    q = weighted_probabilities(target, weight, options.label_smoothing, x.dtype)
+    a = grad_loss.to(x.dtype)
+    mass = q.sum(-1)
+    unread = (a == 0) & ~mass.isfinite()  # as in _finish, whatever the probabilities hold
+    q = torch.where(unread.unsqueeze(-1), 0.0, q)
+    total = a * torch.where(unread, 0.0, mass)
+    if grad_lse is not None:
+        total = total + grad_lse.to(x.dtype)
+    grad = _softmax_gradient(x, lse, total) - a.unsqueeze(-1) * q
+    return _finish(grad, x, lse, total.abs() + a.abs(), logits, options)
+
+
+def soft_target_gradients(
+    grad_loss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    weight: Tensor | None,
+    *,
+    options: Options = DEFAULTS,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients for class probabilities (..., V) and their weights (V,): of sum_j w_j q_j (lse - x_j)."""
+    x = activation(logits, options)
+    grad_q = grad_loss.to(x.dtype).unsqueeze(-1) * (lse.unsqueeze(-1) - x)
+    grad_target = grad_q * (1 - options.label_smoothing)
+    if weight is None:
+        return grad_target.to(target.dtype), None
+    q = weighted_probabilities(target, None, options.label_smoothing, x.dtype)
+    grad_weight = (grad_q * q).flatten(0, -2).sum(0) if logits.dim() > 1 else grad_q * q
+    return (grad_target * weight.to(x.dtype)).to(target.dtype), grad_weight.to(weight.dtype)
