@@ -17,17 +17,15 @@ import pytest
 import torch
 
 import xent_ops
-from xent_ops.ops import eager, library
+from xent_ops.ops import library, transforms
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if INTERPRETED:
     warnings.filterwarnings("ignore", message="TRITON_INTERPRET is set")
     _override = torch.library.Library("xent", "IMPL")  # lives as long as the process
-    for _name, _kernel in library.KERNELS["cuda"].items():
-        _override.impl(_name, _kernel, "CPU", allow_override=True)
-    library.KERNELS["cpu"] = library.KERNELS["cuda"]
-    library.PREPARED_DEVICES.add("cpu")
+    for _name, _operator in library.OPERATORS.items():
+        _override.impl(_name, _operator.on_cuda, "CPU", allow_override=True)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -57,11 +55,11 @@ def raises_out_of_range(device):
     return device == "cpu" and not INTERPRETED
 
 
-@pytest.fixture(params=["one node", "operators"])
-def both_paths(request, monkeypatch):
-    """The test runs twice: with the loss as one autograd node, and on the ordinary path through the operators."""
-    if request.param == "operators":
-        monkeypatch.setattr(eager, "undisturbed", lambda *tensors, **options: False)
+@pytest.fixture(params=["eager", "dispatched"])
+def eager_and_dispatched(request, monkeypatch):
+    """The test runs twice: with the loss as one autograd node, and as the composite operator that tracers see."""
+    if request.param == "dispatched":
+        monkeypatch.setattr(transforms, "is_traced", lambda: True)
 
 
 @pytest.fixture

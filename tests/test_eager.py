@@ -173,7 +173,7 @@ def test_one_pass_checks_weights_before_it_counts_rows(h, target):
 
 @pytest.mark.parametrize("options", [{}, {"inplace_backward": True}, {"grad_in_forward": True}], ids=str)
 @pytest.mark.parametrize("scale", [0.0, 0.1])
-def test_without_a_counted_row(device, both_paths, scale, options):
+def test_without_a_counted_row(device, eager_and_dispatched, scale, options):
     """The mean of nothing is NaN; ignored rows have zero gradients all the same."""
     h = torch.randn(3, 10, device=device, requires_grad=True)
     ignored = torch.full((3,), -100, device=device)

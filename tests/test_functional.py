@@ -13,7 +13,7 @@ from xent_ops.ops import eager
 OPINFO = next(op for op in op_db if op.name == "nn.functional.cross_entropy")
 
 
-@pytest.mark.usefixtures("both_paths")
+@pytest.mark.usefixtures("eager_and_dispatched")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_pytorch_sample_inputs(device, dtype):
     """Values, and gradients with respect to every input that has one, within the dtype's own resolution."""
@@ -54,7 +54,7 @@ def test_pytorch_sample_inputs(device, dtype):
     assert count >= 20
 
 
-@pytest.mark.usefixtures("both_paths")
+@pytest.mark.usefixtures("eager_and_dispatched")
 @pytest.mark.parametrize("shape", [(10,), (4, 10), (4, 10, 3), (2, 10, 3, 5), (0, 10), (4, 10, 0)], ids=str)
 @pytest.mark.parametrize("soft", [False, True], ids=["indices", "probabilities"])
 def test_shapes_of_torch(device, shape, soft):
@@ -72,7 +72,7 @@ def test_shapes_of_torch(device, shape, soft):
         torch.testing.assert_close(mine, other, equal_nan=True)
 
 
-@pytest.mark.usefixtures("both_paths")
+@pytest.mark.usefixtures("eager_and_dispatched")
 def test_class_dimension_last(device):
     x = torch.randn(2, 5, 10, device=device, requires_grad=True)
     target = torch.randint(0, 10, (2, 5), device=device)
@@ -85,7 +85,7 @@ def test_class_dimension_last(device):
     )
 
 
-@pytest.mark.usefixtures("both_paths")
+@pytest.mark.usefixtures("eager_and_dispatched")
 def test_weight_of_another_dtype(device):
     x = torch.randn(6, 10, device=device, dtype=torch.bfloat16)
     target, weight = torch.randint(0, 10, (6,), device=device), torch.rand(10, device=device)
@@ -93,7 +93,7 @@ def test_weight_of_another_dtype(device):
     torch.testing.assert_close(ours, F.cross_entropy(x.float(), target, weight))
 
 
-@pytest.mark.usefixtures("both_paths")
+@pytest.mark.usefixtures("eager_and_dispatched")
 def test_z_loss_counts_rows_not_weights(device):
     x = torch.randn(5, 10, device=device, dtype=torch.float64)
     target = torch.tensor([1, -100, 3, 4, -100], device=device)
@@ -269,7 +269,7 @@ def test_inplace_backward_means_the_functional_path_under_compile(device):
     torch.testing.assert_close(h.grad, torch.autograd.grad(xent_ops.cross_entropy(h * 2, target), h)[0])
 
 
-@pytest.mark.usefixtures("both_paths")
+@pytest.mark.usefixtures("eager_and_dispatched")
 def test_autocast_makes_no_float32_copy(device):
     saved = []
     x = torch.randn(8, 100, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -284,7 +284,7 @@ def test_autocast_makes_no_float32_copy(device):
     torch.testing.assert_close(loss, F.cross_entropy(x.float(), target))
 
 
-@pytest.mark.usefixtures("both_paths")
+@pytest.mark.usefixtures("eager_and_dispatched")
 def test_reductions_of_every_dtype_are_float32(device):
     """Row losses of bfloat16 logits are summed in float32: in bfloat16 the sum would stop growing."""
     x = torch.zeros(3000, 4, device=device, dtype=torch.bfloat16)
@@ -293,7 +293,7 @@ def test_reductions_of_every_dtype_are_float32(device):
     torch.testing.assert_close(total.item(), 3000 * torch.log(torch.tensor(4.0)).item(), rtol=1e-6, atol=0)
 
 
-@pytest.mark.usefixtures("both_paths")
+@pytest.mark.usefixtures("eager_and_dispatched")
 def test_property_random_options(device):
     """All options at random against F.cross_entropy on the transformed logits, in float64."""
     generator = torch.Generator().manual_seed(0)

@@ -118,7 +118,7 @@ def test_meta_device(device):
     assert logits.grad.shape == logits.shape and logits.grad.dtype == torch.bfloat16
 
 
-@pytest.mark.usefixtures("both_paths")
+@pytest.mark.usefixtures("eager_and_dispatched")
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weight"])
 def test_gradcheck_and_gradgradcheck(device, reduction, weighted):
@@ -242,7 +242,7 @@ def test_backward_operators_check_their_rows():
         ops.soft_cross_entropy_backward(row, None, x, x, row[:2])
 
 
-@pytest.mark.usefixtures("both_paths")
+@pytest.mark.usefixtures("eager_and_dispatched")
 def test_nothing_is_saved_without_grad(device):
     saved = []
     x = torch.randn(4, 10, device=device, requires_grad=True)

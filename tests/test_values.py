@@ -164,7 +164,7 @@ def test_large_common_offset_keeps_the_loss(device):
     )
 
 
-@pytest.mark.usefixtures("both_paths")
+@pytest.mark.usefixtures("eager_and_dispatched")
 def test_infinite_logits_follow_torch(device):
     inf = float("inf")
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(0))
@@ -360,7 +360,7 @@ def test_target_out_of_range(device, raises_out_of_range, bad, options):
     xent_ops.check_targets(target, 50, ignore_index=bad)
 
 
-@pytest.mark.usefixtures("both_paths")
+@pytest.mark.usefixtures("eager_and_dispatched")
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weight"])
 def test_all_rows_ignored_and_no_rows(device, reduction, weighted):
@@ -379,7 +379,7 @@ def test_all_rows_ignored_and_no_rows(device, reduction, weighted):
             assert x.grad.count_nonzero() == 0
 
 
-@pytest.mark.usefixtures("both_paths")
+@pytest.mark.usefixtures("eager_and_dispatched")
 def test_rows_of_padding_may_hold_anything(device):
     x = torch.randn(4, 100, device=device)
     x[1], x[2] = float("nan"), float("inf")
@@ -425,7 +425,7 @@ def test_upstream_gradients_that_cancel_do_not_hide_an_infinite_logit(device, ke
     assert kernels.cross_entropy_backward(one, -one, x, target, lse).isnan().any()
 
 
-@pytest.mark.usefixtures("both_paths")
+@pytest.mark.usefixtures("eager_and_dispatched")
 def test_second_backward_gives_the_same_gradient(device):
     x = torch.randn(4, 100, device=device, requires_grad=True)
     loss = xent_ops.cross_entropy(x, torch.arange(4, device=device), label_smoothing=0.125)
@@ -433,7 +433,7 @@ def test_second_backward_gives_the_same_gradient(device):
     assert torch.equal(first, torch.autograd.grad(loss, x)[0])
 
 
-@pytest.mark.usefixtures("both_paths")
+@pytest.mark.usefixtures("eager_and_dispatched")
 def test_bitwise_the_same_in_every_run(device):
     x = realistic_logits(64, 3000, dtype=torch.bfloat16).to(device).requires_grad_()
     target = torch.randint(0, 3000, (64,), device=device)

@@ -14,7 +14,7 @@ import xent_ops
 
 from . import _environment, _extension, testing
 from .kernels import cpu
-from .ops import library
+from .ops.devices import interpreter_is_set
 
 HELP = "versions, which kernels serve which device and why, and a tiny loss on each device against float64"
 
@@ -131,7 +131,7 @@ def _print_services() -> None:
 
 
 def _interpreter(gpus: bool) -> str | None:
-    if not library.interpreter_is_set():
+    if not interpreter_is_set():
         print("\nTRITON_INTERPRET is not set: Triton kernels are compiled.")
         return None
     print(

@@ -5,15 +5,16 @@ The algebra is in kernels/reference.py, the operators' contract in docs/ops.md.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .kernels import reference
+from .kernels import reference_soft
+from .kernels.options import LossOptions, Options
+from .kernels.reductions import cross_entropy_divisor, reduce_rows
 from .kernels.rows import dense_classes
-from .ops import checks, eager, transforms
-from .ops.composite import count_rows, reduce_rows
+from .ops import checks, function, transforms
 
 
 class CrossEntropyOutputs(NamedTuple):
@@ -116,34 +117,14 @@ def cross_entropy(
 
     Sources: torch.nn.functional.cross_entropy; z-loss as in Liger-Kernel and flash-attention.
     """
-    soft_options: dict[str, Any] = {"label_smoothing": label_smoothing, "softcap": softcap, "logit_scale": logit_scale}
-    options = {"ignore_index": ignore_index, **soft_options}
-    if (
-        not torch.compiler.is_compiling()
-        and weight is None
-        and not (inplace_backward or grad_in_forward)
-        and (dim == -1 or dim == input.dim() - 1)
-    ):
-        prepared = eager.ready(input, target, eager.Settings(reduction, lse_square_scale, options), False)
-        if prepared is not None:
-            return eager.apply_prepared(input, target, prepared)
+    loss = LossOptions(Options(ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction)
     if is_dtensor(input):
         from .distributed import tensor  # only where somebody has imported DTensor: that takes a while
 
-        return tensor.cross_entropy(
-            input,
-            target,
-            weight,
-            dim=dim,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            lse_square_scale=lse_square_scale,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            inplace_backward=inplace_backward,
-            grad_in_forward=grad_in_forward,
-        )
+        for name, value in (("inplace_backward", inplace_backward), ("grad_in_forward", grad_in_forward)):
+            if value:
+                raise ValueError(f"{name}=True is not supported for DTensor logits")
+        return tensor.cross_entropy(input, target, weight, loss, dim)
     if is_dtensor(target):
         raise TypeError("target is a DTensor but the logits are not; both must be, or neither")
     checks.reduction(reduction)
@@ -158,57 +139,29 @@ def cross_entropy(
         for name, value in (("inplace_backward", inplace_backward), ("grad_in_forward", grad_in_forward)):
             if value:
                 raise ValueError(f"{name}=True takes class indices, not class probabilities")
-        probabilities = _classes_last(target, dim, "target")
-        return _soft(logits, probabilities, weight, ignore_index, reduction, lse_square_scale, soft_options)
-    loss_options: dict[str, Any] = {"reduction": reduction, "lse_square_scale": lse_square_scale}
+        return _of_probabilities(logits, _classes_last(target, dim, "target"), weight, loss)
     checks.suggest_dim(input.shape, target.shape, dim)
-    if not torch.compiler.is_compiling():
-        if transforms.active():
-            checks.lse_square_scale(lse_square_scale)
-            checks.weight_without_grad(weight)
-            loss, lse = transforms.forward_rows(logits, target, weight, **options)
-            counts = count_rows(
-                target, weight, ignore_index=ignore_index, classes=logits.shape[-1], dtype=loss.dtype, **loss_options
-            )
-            return reduce_rows(loss, lse, counts, **loss_options).loss
-        one_node = inplace_backward or grad_in_forward
-        one_node = one_node or eager.undisturbed(logits, target, weight, lse_square_scale=lse_square_scale, **options)
-        if one_node and logits.requires_grad and torch.is_grad_enabled():
-            checks.lse_square_scale(lse_square_scale)
-            checks.weight_without_grad(weight)
-            return eager.cross_entropy(
-                logits,
-                target,
-                weight,
-                eager.Settings(reduction, lse_square_scale, options),
-                inplace_backward=inplace_backward,
-                grad_in_forward=grad_in_forward,
-            )
-    return torch.ops.xent.cross_entropy(logits, target, weight, **loss_options, **options)
+    return function.cross_entropy(
+        logits, target, weight, loss, inplace_backward=inplace_backward, grad_in_forward=grad_in_forward
+    )
 
 
-def _soft(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    lse_square_scale: float,
-    options: dict[str, Any],
-) -> Tensor:
-    checks.lse_square_scale(lse_square_scale)
+def _of_probabilities(logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions) -> Tensor:
+    checks.lse_square_scale(loss.lse_square_scale)
+    ignore_index, *rest = loss.rows
     if ignore_index >= 0:
         raise ValueError(f"ignore_index={ignore_index} is not supported for class probabilities; leave it below 0")
-    if transforms.active():
-        checks.soft_forward(logits, target, weight, **options)
-        loss, lse = reference.soft_cross_entropy_forward(logits, target, weight, **options)
+    if transforms.functorch_is_active() or transforms.forward_mode():
+        checks.soft_forward(logits, target, weight, options=loss.rows)
+        row_loss, lse = reference_soft.soft_cross_entropy_forward(logits, target, weight, options=loss.rows)
     else:
-        loss, lse = torch.ops.xent.soft_cross_entropy_forward(logits, target, weight, **options)
-    if lse_square_scale != 0.0:
-        loss = loss + lse_square_scale * lse.square()
-    if reduction == "none":
-        return loss
-    return loss.sum() if reduction == "sum" else loss.mean()
+        options = dict(zip(Options._fields[1:], rest, strict=True))
+        row_loss, lse = torch.ops.xent.soft_cross_entropy_forward(logits, target, weight, **options)
+    if loss.lse_square_scale != 0.0:
+        row_loss = row_loss + loss.lse_square_scale * lse.square()
+    if loss.reduction == "none":
+        return row_loss
+    return row_loss.sum() if loss.reduction == "sum" else row_loss.mean()
 
 
 def cross_entropy_outputs(
@@ -231,25 +184,14 @@ def cross_entropy_outputs(
     """
     transforms.refuse("xent_ops.cross_entropy_outputs")
     _refuse_dtensors("xent_ops.cross_entropy_outputs", input, target)
-    checks.reduction(reduction)
-    checks.lse_square_scale(lse_square_scale)
+    loss = LossOptions(Options(ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction)
+    checks.loss_options(loss)
     checks.weight_without_grad(weight)
     logits = _classes_last(input, dim)
     checks.suggest_dim(input.shape, target.shape, dim)
-    loss, lse, argmax = torch.ops.xent.cross_entropy_forward_argmax(
-        logits,
-        target,
-        weight,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        softcap=softcap,
-        logit_scale=logit_scale,
-    )
-    loss_options: dict[str, Any] = {"reduction": reduction, "lse_square_scale": lse_square_scale}
-    counts = count_rows(
-        target, weight, ignore_index=ignore_index, classes=logits.shape[-1], dtype=loss.dtype, **loss_options
-    )
-    total, z_loss = reduce_rows(loss, lse, counts, **loss_options)
+    row_loss, lse, argmax = torch.ops.xent.cross_entropy_forward_argmax(logits, target, weight, **loss.rows._asdict())
+    divisor, _ = cross_entropy_divisor(logits, target, weight, options=loss.rows)
+    total, z_loss = reduce_rows(row_loss, lse, target, divisor, loss)
     counted = target.to(torch.int64) != ignore_index
     hits = counted & (argmax == target)
     return CrossEntropyOutputs(

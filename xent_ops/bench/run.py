@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..ops import library
+from ..ops.devices import interpreter_is_set
 from . import cases, plot, report, timing
 from .measure import Result, Settings, copy_times, measure
 from .problems import LossProblem, Problem, Shape, StepProblem
@@ -93,7 +93,7 @@ def _device(text: str | None) -> torch.device:
         raise ValueError(f"--device {device}: this torch ({torch.__version__}) sees no GPU; valid here is cpu")
     torch.empty(1, device=device)  # an error that names what is wrong with it
     if device.type == "cuda":
-        if library.interpreter_is_set():
+        if interpreter_is_set():
             raise ValueError(
                 "TRITON_INTERPRET is set: Triton kernels would run in an interpreter, a thousand times slower, and "
                 "every figure would be of that. Unset it."

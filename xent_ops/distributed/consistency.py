@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..kernels.options import LossOptions
 from ..ops import checks
-from .groups import Group, place, process_group
+from .groups import Group, Ranks, process_group, ranks_of
 from .parts import first_class
 
 
@@ -21,19 +22,18 @@ def check(
     num_classes: int,
     class_start: int | None,
     weight: Tensor | None,
-    ignore_index: int,
-    **options: Any,
+    loss: LossOptions,
 ) -> None:
     """Raise the same error on every rank of the group if its arguments do not fit together."""
     if torch.compiler.is_compiling():
         raise RuntimeError("check=True compares values between ranks, which a compiled graph cannot: use it in eager")
-    here = place(group)
+    ranks = ranks_of(group)
     report: dict[str, Any] = {}
     try:
-        report = _report(logits, target, here, num_classes, class_start, weight, ignore_index, options)
+        report = _report(logits, target, ranks, num_classes, class_start, weight, loss)
     except Exception as error:  # another rank must hear of it, or it waits for this one
         report = {"error": f"{type(error).__name__}: {error}"}
-    reports: list[dict[str, Any]] = [{} for _ in range(here.world)]
+    reports: list[dict[str, Any]] = [{} for _ in range(ranks.world)]
     dist.all_gather_object(reports, report, group=process_group(group))
     problem = _compare(reports, num_classes)
     if problem is not None:
@@ -43,26 +43,22 @@ def check(
 def _report(
     logits: Tensor,
     target: Tensor,
-    here: Any,
+    ranks: Ranks,
     num_classes: int,
     class_start: int | None,
     weight: Tensor | None,
-    ignore_index: int,
-    options: dict[str, Any],
+    loss: LossOptions,
 ) -> dict[str, Any]:
-    start = first_class(logits.shape[-1], class_start, num_classes, here)
-    forward = {k: v for k, v in options.items() if k in ("label_smoothing", "softcap", "logit_scale")}
-    checks.shard(logits, target, start, num_classes, weight, **forward)
-    checks.reduction(options["reduction"])
-    checks.lse_square_scale(options["lse_square_scale"])
-    checks.check_targets(target, num_classes, ignore_index)
+    start = first_class(logits.shape[-1], class_start, num_classes, ranks)
+    checks.shard(logits, target, start, num_classes, weight, options=loss.rows)
+    checks.loss_options(loss)
+    checks.check_targets(target, num_classes, loss.rows.ignore_index)
     return {
         "target shape": tuple(target.shape),
         "accumulation in": "float64" if logits.dtype == torch.float64 else "float32",
         "num_classes": num_classes,
         "class weights": weight is not None,
-        "ignore_index": ignore_index,
-        **options,
+        **loss.keywords(),
         "target": target.to(torch.int64).cpu(),
         "shard": (start, min(logits.shape[-1], num_classes - start)),
     }

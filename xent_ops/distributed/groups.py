@@ -14,7 +14,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 Group = ProcessGroup | DeviceMesh | str | None
 
 
-class Place(NamedTuple):
+class Ranks(NamedTuple):
     """This rank in a group."""
 
     name: str  # what functional collectives know the group by
@@ -45,7 +45,7 @@ def _rank_and_world(name: str) -> tuple[int, int]:
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-def place(group: Group) -> Place:
+def ranks_of(group: Group) -> Ranks:
     resolved: Any = group if isinstance(group, str) else process_group(group)
     if isinstance(resolved, str):
         rank, world = _rank_and_world(resolved)
@@ -55,4 +55,4 @@ def place(group: Group) -> Place:
         rank, world = dist.get_rank(resolved), dist.get_world_size(resolved)
     if rank < 0:  # then what stands for the group has no name
         raise ValueError("this rank is not a member of the group")
-    return Place(resolved if isinstance(resolved, str) else resolved.group_name, rank, world)
+    return Ranks(resolved if isinstance(resolved, str) else resolved.group_name, rank, world)

@@ -7,45 +7,32 @@ logits are never gathered. Both at once on a mesh of several dimensions.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from ..kernels.options import LossOptions
+from ..kernels.reductions import reduce_rows, z_losses
 from ..kernels.rows import dense_classes
 from ..ops import checks, transforms
-from ..ops.composite import z_losses
 from . import vocab_parallel
-from .groups import Place, place
-from .parts import chunk
+from .groups import Ranks, ranks_of
+from .parts import chunk, first_class
 
 
 def cross_entropy(
     input: Tensor,  # a DTensor
     target: Tensor,
     weight: Tensor | None,
-    *,
+    loss: LossOptions,
     dim: int,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    lse_square_scale: float,
-    softcap: float | None,
-    logit_scale: float,
-    inplace_backward: bool,
-    grad_in_forward: bool,
 ) -> DTensor:
     """Arguments are those of ``xent_ops.cross_entropy``; the target may be a DTensor or a plain tensor."""
     assert isinstance(input, DTensor)
-    for name, value in (("inplace_backward", inplace_backward), ("grad_in_forward", grad_in_forward)):
-        if value:
-            raise ValueError(f"{name}=True is not supported for DTensor logits")
     transforms.refuse("xent_ops.cross_entropy of DTensors")
-    checks.reduction(reduction)
-    checks.lse_square_scale(lse_square_scale)
+    checks.loss_options(loss)
     classes_dim = checks.class_dimension("input", input, dim)
     mesh = input.device_mesh
     vocabulary = _vocabulary_dimension(input, classes_dim)
@@ -57,49 +44,33 @@ def cross_entropy(
     if isinstance(target, DTensor) or target.shape != local.shape[:-1]:  # else it is of this rank's rows
         checks.suggest_dim(input.shape, target.shape, dim)
     local_target = _local_target(target, shape, local.shape[:-1], mesh, rows)
-    here = Place("", 0, 1) if vocabulary is None else place(mesh.get_group(vocabulary))
-    outputs = vocab_parallel.sharded_rows(
-        local,
-        local_target,
-        _local_weight(weight, num_classes, local.shape[-1], mesh, vocabulary, here),
-        here,
-        num_classes=num_classes,
-        class_start=None,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        softcap=softcap,
-        logit_scale=logit_scale,
-    )
-    options: dict[str, Any] = {"ignore_index": ignore_index, "lse_square_scale": lse_square_scale}
-    if reduction == "none":
-        loss = _combine(_sums_of_rows(outputs, local_target, reduction="none", **options), "none")
+    ranks = Ranks("", 0, 1) if vocabulary is None else ranks_of(mesh.get_group(vocabulary))
+    local_weight = _local_weight(weight, num_classes, local.shape[-1], mesh, vocabulary, ranks)
+    shard_range = first_class(local.shape[-1], None, num_classes, ranks), num_classes
+    outputs = vocab_parallel.sharded_rows(local, local_target, local_weight, ranks, shard_range, loss.rows)
+    if loss.reduction == "none":
+        value = reduce_rows(outputs.loss, outputs.lse, local_target, None, loss).value
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(loss.contiguous(), mesh, rows, run_check=False, shape=shape, stride=stride)
-    sums = torch.stack(_sums_of_rows(outputs, local_target, reduction=reduction, **options))
+        return DTensor.from_local(value.contiguous(), mesh, rows, run_check=False, shape=shape, stride=stride)
+    sums = torch.stack(_sums_of_rows(outputs, local_target, loss))
     partial = [Partial() if isinstance(placement, Shard) else Replicate() for placement in rows]
     replicated = [Replicate()] * mesh.ndim
     if partial != replicated:
         sums = DTensor.from_local(sums, mesh, partial, run_check=False).redistribute(mesh, replicated).to_local()
-    loss = _combine(list(sums.unbind()), reduction)
-    return DTensor.from_local(loss, mesh, replicated, run_check=False)
+    value = _combine(list(sums.unbind()), loss.reduction)
+    return DTensor.from_local(value, mesh, replicated, run_check=False)
 
 
-def _sums_of_rows(
-    rows: vocab_parallel.Rows, target: Tensor, *, ignore_index: int, lse_square_scale: float, reduction: str
-) -> list[Tensor]:
+def _sums_of_rows(rows: vocab_parallel.Rows, target: Tensor, loss: LossOptions) -> list[Tensor]:
     """What adds up over rows: loss, and the z-loss where there is one, each for "mean" with what divides it."""
     terms = [rows.loss]
-    counted = None
-    if lse_square_scale != 0.0:
-        counted = target.to(torch.int64) != ignore_index
-        z_loss = z_losses(rows.lse, counted, lse_square_scale)
-    if reduction == "mean":
+    if loss.reduction == "mean":
         terms.append(rows.weight)
-    if counted is not None:
-        terms.append(z_loss)
-        if reduction == "mean":
-            terms.append(counted.to(z_loss.dtype))
-    return terms if reduction == "none" else [term.sum() for term in terms]
+    if loss.lse_square_scale != 0.0:
+        terms.append(z_losses(rows.lse, target, loss.rows.ignore_index, loss.lse_square_scale))
+        if loss.reduction == "mean":
+            terms.append((target.to(torch.int64) != loss.rows.ignore_index).to(rows.loss.dtype))
+    return [term.sum() for term in terms]
 
 
 def _combine(sums: list[Tensor], reduction: str) -> Tensor:
@@ -158,7 +129,7 @@ def _local_target(
 
 
 def _local_weight(
-    weight: Tensor | None, num_classes: int, width: int, mesh: DeviceMesh, vocabulary: int | None, here: Place
+    weight: Tensor | None, num_classes: int, width: int, mesh: DeviceMesh, vocabulary: int | None, ranks: Ranks
 ) -> Tensor | None:
     """The weights of this rank's classes. A plain tensor holds, the same on every rank, all classes' weights."""
     if weight is None:
@@ -170,5 +141,5 @@ def _local_weight(
         return weight.redistribute(mesh, placements).to_local()
     if weight.shape != (num_classes,):
         raise ValueError(f"weight has shape {tuple(weight.shape)}; expected ({num_classes},), one weight a class")
-    start, _ = chunk(num_classes, here.rank, here.world)
+    start, _ = chunk(num_classes, ranks.rank, ranks.world)
     return weight[start : start + width]

@@ -5,8 +5,8 @@ One collective forward and none backward. Each rank makes 3 numbers a row (4 wit
 loss and lse of them: from the same numbers in the same order, so the same bits on every rank. The gradient of a shard
 needs the lse of all ranks and nothing else of theirs: the join's autograd formula is one kernel over the shard. In a
 compiled graph the collective stands between the operators as ``_c10d_functional`` nodes, for Inductor to overlap and
-reorder; eager training calls the same kernels inside one node of autograd (eager.py). Memory beyond the logits: the
-gradient of the shard, and a few numbers a row.
+reorder; in eager training all of them are one node of autograd (function.py). Memory beyond the logits: the gradient
+of the shard, and a few numbers a row.
 
 The loss is the same on every rank, so every rank calls ``backward()`` with the same upstream gradient, and gets the
 gradient of its own columns.
@@ -16,17 +16,17 @@ Sources: Megatron-LM's vocab_parallel_cross_entropy; the losses' linearity in (l
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..kernels.options import LossOptions, Options
+from ..kernels.reductions import reduce_rows
 from ..ops import checks, transforms
-from ..ops.composite import reduce_rows
-from ..ops.eager import Settings, apply_prepared, kernels_for, ready, undisturbed
-from . import consistency, eager
-from .groups import Group, Place, place
-from .parts import counts_of, everyones_parts, first_class, traced_gather
+from . import consistency, function
+from .groups import Group, Ranks, ranks_of
+from .parts import all_gather_shard_stats, first_class
 
 
 class Rows(NamedTuple):
@@ -41,18 +41,14 @@ def sharded_rows(
     logits: Tensor,  # (..., columns of this rank)
     target: Tensor,  # (...)
     weight: Tensor | None,  # (columns of this rank,)
-    here: Place,
-    *,
-    num_classes: int,
-    class_start: int | None,
-    **options: Any,
+    ranks: Ranks,
+    shard_range: tuple[int, int],  # class_start, num_classes
+    options: Options,
 ) -> Rows:
-    start = first_class(logits.shape[-1], class_start, num_classes, here)
     checks.weight_without_grad(weight)
-    kernels = kernels_for(logits, target, weight, **options)
-    everyones = everyones_parts(kernels, logits, target, weight, here, start, num_classes, options, traced_gather)
+    gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, options)
     loss, lse, target_weight, _ = torch.ops.xent.cross_entropy_shard_join(
-        logits, target, everyones, start, num_classes, weight, **options
+        logits, target, gathered, *shard_range, weight, **options._asdict()
     )
     return Rows(loss, lse, target_weight)
 
@@ -108,43 +104,24 @@ def vocab_parallel_cross_entropy(
     different targets or options: the numbers are then wrong. Different row counts are an error, or a hang, of the
     communication library.
     """
-    options: dict[str, Any] = {
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "softcap": softcap,
-        "logit_scale": logit_scale,
-    }
-    here = place(group)
-    settings = Settings(reduction, lse_square_scale, options)
-    if weight is None and not check and not torch.compiler.is_compiling():
-        prepared = ready(logits_shard, target, settings, here, class_start, num_classes)
-        if prepared is not None:
-            return apply_prepared(logits_shard, target, prepared)
+    loss = LossOptions(Options(ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction)
     transforms.refuse("xent_ops.distributed.vocab_parallel_cross_entropy")
     num_classes = checks.integer("num_classes", num_classes)
     class_start = None if class_start is None else checks.integer("class_start", class_start)
     if check:
         consistency.check(
-            logits_shard,
-            target,
-            group,
-            num_classes=num_classes,
-            class_start=class_start,
-            weight=weight,
-            reduction=reduction,
-            lse_square_scale=lse_square_scale,
-            **options,
+            logits_shard, target, group, num_classes=num_classes, class_start=class_start, weight=weight, loss=loss
         )
-    checks.reduction(reduction)
-    checks.lse_square_scale(lse_square_scale)
-    if (
-        not torch.compiler.is_compiling()
-        and torch.is_grad_enabled()
-        and logits_shard.requires_grad
-        and undisturbed(logits_shard, target, weight, lse_square_scale=lse_square_scale, **options)
-    ):
-        return eager.cross_entropy(logits_shard, target, weight, here, class_start, num_classes, settings)
-    rows = sharded_rows(logits_shard, target, weight, here, num_classes=num_classes, class_start=class_start, **options)
-    loss_options: dict[str, Any] = {"lse_square_scale": lse_square_scale, "reduction": reduction}
-    counts = counts_of(rows.weight, target, ignore_index=ignore_index, **loss_options)
-    return reduce_rows(rows.loss, rows.lse, counts, **loss_options).loss
+    checks.loss_options(loss)
+    checks.weight_without_grad(weight)
+    ranks = ranks_of(group)
+    shard_range = first_class(logits_shard.shape[-1], class_start, num_classes, ranks), num_classes
+    if logits_shard.requires_grad and torch.is_grad_enabled() and not transforms.is_traced():
+        return function.apply(logits_shard, target, weight, ranks, shard_range, loss)
+    if reduction == "none":
+        rows = sharded_rows(logits_shard, target, weight, ranks, shard_range, loss.rows)
+        return reduce_rows(rows.loss, rows.lse, target, None, loss).value
+    gathered = all_gather_shard_stats(logits_shard, target, weight, ranks, shard_range, loss.rows)
+    return torch.ops.xent.cross_entropy_shard_reduced(
+        logits_shard, target, gathered, *shard_range, weight, **loss.keywords()
+    )[0]

@@ -13,12 +13,25 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..ops.library import BEFORE_TRACING
 from . import cache_tag
 from .report import Call, Report, last_report
 
 __all__ = ["Call", "Report", "disable", "enable", "last_report", "options", "replace_cross_entropy"]
 
 cache_tag.install()
+
+
+def _before_tracing() -> None:
+    """The cache tag at every trace: it is not there in another thread, or after the user has set one. The lowerings at
+    the first: Inductor must know them before it compiles, and importing its tables costs over a second."""
+    cache_tag.install()
+    from . import decomposition
+
+    decomposition.install()
+
+
+BEFORE_TRACING.append(_before_tracing)
 
 
 def options(base: Mapping[str, Any] | None = None) -> dict[str, Any]:

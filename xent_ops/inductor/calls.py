@@ -1,9 +1,4 @@
-"""How Inductor's code calls our operators: one opaque call each, of the kernel itself where the code is Python.
-
-Generated code would call ``torch.ops.xent.<operator>.default``: on its way through the dispatcher's two Python kernels
-(autograd's, which has nothing to do below AOTAutograd, and the device's) a forward takes the host 13 us for the 6 of
-the device's alone (one core of an EPYC, launches that do nothing, 2026-11-22).
-"""
+"""How Inductor's code calls our operators: one opaque call each, with options as the schema declares them."""
 
 from __future__ import annotations
 
@@ -12,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ..ops.library import KERNELS
 from ..ops.schemas import COMPOSITES, SCHEMAS
 
 
@@ -33,9 +27,7 @@ def lowering(op: Any) -> Callable[..., Any]:
     opaque = fallback_handler(op, add_to_fallback_set=False)
 
     def lower(*args: Any, **options: Any) -> Any:
-        outputs = opaque(*args, **_as_declared(op, options))
-        _call_the_kernel(op)
-        return outputs
+        return opaque(*args, **_as_declared(op, options))
 
     return lower
 
@@ -57,16 +49,3 @@ def _as_declared(op: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 def _is_float(declared: Any, value: Any) -> bool:
     return isinstance(value, int) and "float" in str(declared.type)
-
-
-def _call_the_kernel(op: Any) -> None:
-    """Have the call that was lowered last name the device's kernel, where there is Python to call it."""
-    from torch._inductor.virtualized import V
-
-    graph = V.graph
-    if graph.cpp_wrapper or graph.aot_mode or getattr(graph, "fx_wrapper", False):
-        return
-    call: Any = next(made for made in reversed(graph.operations) if getattr(made, "op_overload", None) is op)
-    device, name = call.get_device().type, op._schema.name.removeprefix("xent::")
-    if name in KERNELS.get(device, {}):
-        call.set_python_kernel_name(f"torch.ops.xent.kernels[{device!r}][{name!r}]")

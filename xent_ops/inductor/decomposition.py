@@ -8,14 +8,27 @@ Other backends (aot_eager, NPU graphs) keep the opaque node.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..ops.library import LOWERINGS, install_lowerings
+from ..kernels import reference, reference_shard, reference_soft
+from ..kernels.options import as_record
 from . import calls, reuse
+
+_ops = torch.ops.xent
+
+# Each backward operator is pointwise in plain torch, and so is the join of a split vocabulary.
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    _ops.cross_entropy_backward.default: reference.cross_entropy_backward,
+    _ops.cross_entropy_backward_entropy.default: reference.cross_entropy_backward_entropy,
+    _ops.soft_cross_entropy_backward.default: reference_soft.soft_cross_entropy_backward,
+    _ops.cross_entropy_shard_join.default: reference_shard.cross_entropy_shard_join,
+    _ops.cross_entropy_shard_backward.default: reference_shard.cross_entropy_shard_backward,
+}
 
 
 def _unless_reused(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,16 +36,17 @@ def _unless_reused(function: Callable[..., Any]) -> Callable[..., Any]:
         devices = {arg.device.type for arg in args if isinstance(arg, Tensor)}
         # Pointwise aten on an H200: 1.28 copies for the gradient, for which our kernel then took 1.06; and Inductor of
         # torch 2.11 did not reuse the logits.
-        return NotImplemented if any(map(reuse.writes_over, devices)) else function(*args, **kwargs)
+        return NotImplemented if any(map(reuse.writes_over, devices)) else function(*args, **as_record(kwargs))
 
     return decomposition
 
 
+@functools.cache
 def install() -> None:
-    """Idempotent. Clears the table that Inductor caches at the first compile of a process, where it lacks ours."""
+    """Before the first trace. Clears the table that Inductor fills at the first compile of a process: it lacks ours."""
     from torch._inductor import decomposition
 
-    for op, function in LOWERINGS.items():
+    for op, function in DECOMPOSITIONS.items():
         decomposition.decompositions[op] = _unless_reused(function)
     decomposition.fast_random_decomps.cache_clear()
     reuse.install()
@@ -46,8 +60,8 @@ def opaque_backward() -> Iterator[None]:
     from torch._functorch import config
     from torch._inductor import decomposition
 
-    install_lowerings()
-    ours = {op: decomposition.decompositions.pop(op) for op in LOWERINGS}
+    install()
+    ours = {op: decomposition.decompositions.pop(op) for op in DECOMPOSITIONS}
     decomposition.fast_random_decomps.cache_clear()
     try:
         with (

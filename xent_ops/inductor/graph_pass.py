@@ -9,8 +9,7 @@ from torch import fx
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from ..ops import library
-from . import cache_tag, report, rewrite
+from . import cache_tag, decomposition, report, rewrite
 
 
 class ReplaceCrossEntropy(CustomGraphPass):
@@ -23,7 +22,7 @@ class ReplaceCrossEntropy(CustomGraphPass):
         self.previous = previous
         self.timing_before = getattr(config, "pre_grad_pass_timing", None)  # what disable() puts back
         # Inductor picks its decompositions before it runs the pass; operators that only the pass brings come too late.
-        library.install_lowerings()
+        decomposition.install()
 
     def __call__(self, graph: fx.Graph) -> None:
         for other in _passes(self.previous):

@@ -14,16 +14,26 @@ class Options(NamedTuple):
     logit_scale: float = 1.0
 
 
+class LossOptions(NamedTuple):
+    """The options of a whole loss: those of its rows, the z-loss, the reduction."""
+
+    rows: Options
+    lse_square_scale: float = 0.0
+    reduction: str = "mean"
+
+    def keywords(self) -> dict[str, Any]:
+        """As the composite and the reduced operators take them."""
+        return {**self.rows._asdict(), "lse_square_scale": self.lse_square_scale, "reduction": self.reduction}
+
+
 DEFAULTS = Options()
 
 
-def bind(given: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
-    """(the options among the keywords of an operator's call, the other keywords).
+def as_record(given: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of an operator's call with the options among them as one record, ``options``.
 
     The dispatcher leaves out what equals the schema's default.
     """
-    fields = {name: value for name, value in given.items() if name in _FIELDS}
-    return Options(**fields), {name: value for name, value in given.items() if name not in _FIELDS}
-
-
-_FIELDS = frozenset(Options._fields)
+    others = dict(given)
+    options = Options(**{name: others.pop(name) for name in Options._fields if name in given})
+    return {"options": options, **others}

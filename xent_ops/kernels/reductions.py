@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .options import DEFAULTS, Options
+from .options import DEFAULTS, LossOptions, Options
 from .reference import accumulator, cross_entropy_forward, gather_target, weights_at
 
 
@@ -37,34 +37,26 @@ def z_losses(lse: Tensor, target: Tensor, ignore_index: int, lse_square_scale: f
 class Reduced(NamedTuple):
     value: Tensor  # includes the z-loss
     z_loss: Tensor | None  # None where lse_square_scale is 0
-    divisor: Tensor | None  # (2,), with "mean"
 
 
-def reduce_rows(
-    loss: Tensor,
-    lse: Tensor,
-    target: Tensor,
-    target_weight: Tensor,  # see target_weights; read with "mean" alone
-    *,
-    ignore_index: int,
-    lse_square_scale: float,
-    reduction: str,
-) -> Reduced:
+def reduce_rows(row_loss: Tensor, lse: Tensor, target: Tensor, divisor: Tensor | None, loss: LossOptions) -> Reduced:
     """Losses of class-index rows, (...), to () or, with reduction="none", to themselves and the z-loss.
 
     "mean" divides the loss by the sum of the targets' class weights, as torch does (NaN where no row is counted),
-    and the z-loss ``lse_square_scale * lse^2`` by the number of counted rows, as Liger-Kernel and flash-attn do.
+    and the z-loss ``lse_square_scale * lse^2`` by the number of counted rows, as Liger-Kernel and flash-attn do:
+    the two numbers of the divisor, which no other reduction reads.
     """
-    z_loss = None if lse_square_scale == 0.0 else z_losses(lse, target, ignore_index, lse_square_scale)
-    divisor = None
-    if reduction != "none":
-        loss = loss.sum()
+    z_loss = None
+    if loss.lse_square_scale != 0.0:
+        z_loss = z_losses(lse, target, loss.rows.ignore_index, loss.lse_square_scale)
+    if loss.reduction != "none":
+        row_loss = row_loss.sum()
         z_loss = None if z_loss is None else z_loss.sum()
-    if reduction == "mean":
-        divisor = divisor_of(target_weight, target, ignore_index)
-        loss = loss / divisor[0]
+    if loss.reduction == "mean":
+        assert divisor is not None
+        row_loss = row_loss / divisor[0]
         z_loss = None if z_loss is None else z_loss / divisor[1]
-    return Reduced(loss if z_loss is None else loss + z_loss, z_loss, divisor)
+    return Reduced(row_loss if z_loss is None else row_loss + z_loss, z_loss)
 
 
 def cross_entropy_divisor(
@@ -86,15 +78,7 @@ def cross_entropy_reduced(
     reduction: str = "mean",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(value, divisor, lse): (), (2,), (...). The divisor does not depend on the reduction; a sum is not divided."""
-    loss, lse = cross_entropy_forward(logits, target, weight, options=options)
-    weights = target_weights(target, weight, logits.shape[-1], options.ignore_index, loss.dtype)
-    value, _, divisor = reduce_rows(
-        loss,
-        lse,
-        target,
-        weights,
-        ignore_index=options.ignore_index,
-        lse_square_scale=lse_square_scale,
-        reduction=reduction,
-    )
-    return value, divisor_of(weights, target, options.ignore_index) if divisor is None else divisor, lse
+    row_loss, lse = cross_entropy_forward(logits, target, weight, options=options)
+    divisor, _ = cross_entropy_divisor(logits, target, weight, options=options)
+    loss = LossOptions(options, lse_square_scale, reduction)
+    return reduce_rows(row_loss, lse, target, divisor, loss).value, divisor, lse

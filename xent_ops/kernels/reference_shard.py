@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .options import DEFAULTS, Options
+from .options import DEFAULTS, LossOptions, Options
 from .reductions import divisor_of, reduce_rows
 from .reference import _finish, _softmax_gradient, activation, gather_target, row_grads, weights_at
 
@@ -160,16 +160,8 @@ def cross_entropy_shard_reduced(
     """(loss, divisor, lse, coefficient): (), (2,) as of ``reference.cross_entropy_reduced``, (...), (...)."""
     shard = (gathered, class_start, num_classes, weight)
     loss, lse, target_weight, coefficient = cross_entropy_shard_join(logits, target, *shard, options=options)
-    value, _, divisor = reduce_rows(
-        loss,
-        lse,
-        target,
-        target_weight,
-        ignore_index=options.ignore_index,
-        lse_square_scale=lse_square_scale,
-        reduction=reduction,
-    )
-    divisor = divisor_of(target_weight, target, options.ignore_index) if divisor is None else divisor
+    divisor = divisor_of(target_weight, target, options.ignore_index)
+    value = reduce_rows(loss, lse, target, divisor, LossOptions(options, lse_square_scale, reduction)).value
     return value, divisor, lse, coefficient
 
 

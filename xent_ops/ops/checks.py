@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ..kernels.options import DEFAULTS, LossOptions, Options
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDICES = (torch.int64, torch.int32, torch.uint8)
 DIVISORS = (*FLOATS, torch.int64)
@@ -92,13 +94,12 @@ def suggest_dim(input: torch.Size, target: torch.Size, dim: int) -> None:
         )
 
 
-def _options(
-    weight: Tensor | None, logits: Tensor, label_smoothing: float, softcap: float | None, scale: float
-) -> None:
+def _options(weight: Tensor | None, logits: Tensor, options: Options) -> None:
     if weight is not None:
         _dtype("weight", weight, FLOATS)
         same_shape("weight", weight.shape, logits.shape[-1:], "one weight a class")
         same_device("weight", weight, logits)
+    _ignore_index, label_smoothing, softcap, logit_scale = options
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be between 0.0 and 1.0, got {label_smoothing}")
     if softcap is not None and not (softcap >= 2.0**-126 and math.isfinite(softcap)):
@@ -106,8 +107,8 @@ def _options(
             f"softcap must be a finite number above 0, or None for no cap, got {softcap} (the least is 2**-126, the "
             "smallest normal float32)"
         )
-    if not math.isfinite(scale):
-        raise ValueError(f"logit_scale must be finite, got {scale}")
+    if not math.isfinite(logit_scale):
+        raise ValueError(f"logit_scale must be finite, got {logit_scale}")
 
 
 def is_int64(value: Any) -> bool:
@@ -135,15 +136,21 @@ def number(name: str, value: Any) -> float:
         raise TypeError(f"{name} must be a number, got {value!r}") from None
 
 
-def reduction(value: str) -> None:
-    if value not in REDUCTIONS:
-        raise ValueError(f"{value!r} is not a valid value for reduction; valid are {', '.join(map(repr, REDUCTIONS))}")
+def reduction(value: str, valid: tuple[str, ...] = REDUCTIONS) -> None:
+    if value not in valid:
+        raise ValueError(f"{value!r} is not a valid value for reduction; valid are {', '.join(map(repr, valid))}")
 
 
 def lse_square_scale(value: float) -> None:
     # No math.isfinite: this is traced, and under dynamic=True Dynamo takes a float for a symbol, which it refuses.
     if not -math.inf < value < math.inf:
         raise ValueError(f"lse_square_scale must be finite, got {value}")
+
+
+def loss_options(loss: LossOptions) -> None:
+    """Those that the row operators do not see."""
+    lse_square_scale(loss.lse_square_scale)
+    reduction(loss.reduction)
 
 
 def weight_without_grad(weight: Tensor | None) -> None:
@@ -184,16 +191,13 @@ def index_forward(
     target: Tensor,
     weight: Tensor | None = None,
     *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    options: Options = DEFAULTS,
 ) -> None:
     _logits(logits)
     _dtype("target", target, INDICES)
     same_shape("target", target.shape, logits.shape[:-1], "one class index for each row of the logits")
     same_device("target", target, logits)
-    _options(weight, logits, label_smoothing, softcap, logit_scale)
+    _options(weight, logits, options)
 
 
 def shard(
@@ -203,17 +207,14 @@ def shard(
     num_classes: int,
     weight: Tensor | None = None,
     *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    options: Options = DEFAULTS,
 ) -> None:
     """A rank's shard of the vocabulary; it may hold no class, and columns of padding beyond the last class."""
     _logits(logits, may_be_empty=True)
     _dtype("target", target, INDICES)
     same_shape("target", target.shape, logits.shape[:-1], "one class index for each row of the logits")
     same_device("target", target, logits)
-    _options(weight, logits, label_smoothing, softcap, logit_scale)
+    _options(weight, logits, options)
     columns = logits.shape[-1]
     if (
         _static((class_start, num_classes, columns))
@@ -232,10 +233,34 @@ def shard(
     )
 
 
-def index_values(
-    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, ignore_index: int = -100, **options: float | None
+def index_values(logits: Tensor, target: Tensor, *_: Any, options: Options = DEFAULTS, **_others: Any) -> None:
+    check_targets(target, logits.shape[-1], options.ignore_index)
+
+
+def shard_values(
+    logits: Tensor, target: Tensor, class_start: int, num_classes: int, *_: Any, options: Options = DEFAULTS
 ) -> None:
-    check_targets(target, logits.shape[-1], ignore_index)
+    check_targets(target, num_classes, options.ignore_index)
+
+
+def reduced_options(z_loss_scale: float, value: str) -> None:
+    lse_square_scale(z_loss_scale)
+    reduction(value, ("mean", "sum"))
+
+
+def index_reduced(
+    *args: Any, options: Options = DEFAULTS, lse_square_scale: float = 0.0, reduction: str = "mean"
+) -> None:
+    reduced_options(lse_square_scale, reduction)
+    index_forward(*args, options=options)
+
+
+def divisor(tensor: Tensor | None, logits: Tensor) -> None:
+    if tensor is not None:
+        _dtype("divisor", tensor, DIVISORS)
+        meaning = "the sum of the weights and the number of counted rows"
+        same_shape("divisor", tensor.shape, torch.Size((2,)), meaning)
+        same_device("divisor", tensor, logits)
 
 
 def index_backward(
@@ -245,19 +270,15 @@ def index_backward(
     target: Tensor,
     lse: Tensor,
     weight: Tensor | None = None,
-    divisor: Tensor | None = None,
+    divided_by: Tensor | None = None,
     *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    options: Options = DEFAULTS,
+    lse_square_scale: float = 0.0,
 ) -> None:
-    index_forward(logits, target, weight, label_smoothing=label_smoothing, softcap=softcap, logit_scale=logit_scale)
-    rows_of(logits, grad_loss=grad_loss, grad_lse=grad_lse, lse=lse)
-    if divisor is not None:
-        _dtype("divisor", divisor, DIVISORS)
-        same_shape("divisor", divisor.shape, torch.Size(()), "one number for all rows")
-        same_device("divisor", divisor, logits)
+    index_forward(logits, target, weight, options=options)
+    rows_of(logits, grad_lse=grad_lse, lse=lse)
+    scalar_or_rows_of("logits", logits, grad_loss=grad_loss)
+    divisor(divided_by, logits)
 
 
 def index_with_grad(
@@ -267,12 +288,9 @@ def index_with_grad(
     grad_lse_square: Tensor | None = None,
     weight: Tensor | None = None,
     *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    options: Options = DEFAULTS,
 ) -> None:
-    index_forward(logits, target, weight, label_smoothing=label_smoothing, softcap=softcap, logit_scale=logit_scale)
+    index_forward(logits, target, weight, options=options)
     scalar_or_rows_of("logits", logits, grad_scale=grad_scale, grad_lse_square=grad_lse_square)
 
 
@@ -319,15 +337,13 @@ def soft_forward(
     target: Tensor,
     weight: Tensor | None = None,
     *,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    options: Options = DEFAULTS,
 ) -> None:
     _logits(logits)
     _dtype("target of class probabilities", target, FLOATS)
     same_shape("target", target.shape, logits.shape, "one probability for each logit")
     same_device("target", target, logits)
-    _options(weight, logits, label_smoothing, softcap, logit_scale)
+    _options(weight, logits, options)
 
 
 def soft_backward(
@@ -338,11 +354,9 @@ def soft_backward(
     lse: Tensor,
     weight: Tensor | None = None,
     *,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    options: Options = DEFAULTS,
 ) -> None:
-    soft_forward(logits, target, weight, label_smoothing=label_smoothing, softcap=softcap, logit_scale=logit_scale)
+    soft_forward(logits, target, weight, options=options)
     rows_of(logits, grad_loss=grad_loss, grad_lse=grad_lse, lse=lse)
 
 

@@ -1,6 +1,6 @@
-"""Row operators for class-index targets: forward, forward with argmax, backward, backward in place.
+"""Operators for class-index targets: losses of rows, with an argmax, reduced, and the backward of all of them.
 
-They return one loss and one lse a row; reductions and further loss terms are plain torch (composite.py).
+The reduced loss is one number with what it was divided by; further terms of a loss are plain torch on the rows' lse.
 """
 
 from __future__ import annotations
@@ -10,38 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import reference
-from . import checks
-from .library import LOWERINGS, autograd, define, fake, kernels
+from ..kernels import reductions, reference
+from . import batching, checks
+from .library import Outputs, autograd, operator, vmap
 from .second_order import differentiate, save_all
 
 
-def _row_outputs(logits: Tensor, *dtypes: torch.dtype) -> tuple[Tensor, ...]:
-    return tuple(logits.new_empty(logits.shape[:-1], dtype=dtype) for dtype in dtypes)
+def rows(logits: Tensor, *_: Any) -> Outputs:
+    """Shape and dtype of loss and lse."""
+    return ((logits.shape[:-1], reference.accumulator(logits)),) * 2
 
 
-def _fake_forward(logits: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any) -> tuple[Tensor, ...]:
-    checks.index_forward(logits, target, weight, **options)
-    return _row_outputs(logits, *[reference.accumulator(logits)] * 2)
+def _reduced(logits: Tensor, *_: Any) -> Outputs:
+    dtype = reference.accumulator(logits)
+    return ((), dtype), ((2,), dtype), (logits.shape[:-1], dtype)
 
 
-def _fake_forward_argmax(logits: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-    return (*_fake_forward(logits, *args, **options), *_row_outputs(logits, torch.int64))
-
-
-def _fake_backward(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *args: Any, **options: Any) -> Tensor:
-    checks.index_backward(grad_loss, grad_lse, logits, *args, **options)
-    return logits.new_empty(logits.shape)
-
-
-def _fake_backward_(*args: Any, **options: Any) -> None:
-    checks.index_backward(*args, **options)
-
-
-def _check_backward_(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *args: Any, **options: Any) -> None:
-    checks.without_grad("logits", logits)
-    checks.index_backward(grad_loss, grad_lse, logits, *args, **options)
-    checks.writable("logits", logits)
+def gradient(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *_: Any) -> Outputs:
+    return ((logits.shape, logits.dtype),)
 
 
 def save_rows(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Any, ...]) -> None:
@@ -56,46 +42,87 @@ def save_rows(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, 
         ctx.mark_non_differentiable(*output[2:])
 
 
-def _backward(
+def _rows_backward(
     ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None, *_: None
 ) -> tuple[Tensor | None, None, None]:
     if grad_loss is None and grad_lse is None:
         return None, None, None
     logits, target, lse, weight = ctx.saved_tensors
     if grad_loss is None:
-        grad_loss = lse.new_zeros(()).expand(lse.shape)
+        grad_loss = lse.new_zeros(())
     grad = torch.ops.xent.cross_entropy_backward(grad_loss, grad_lse, logits, target, lse, weight, **ctx.options)
     return grad, None, None
+
+
+def _save_reduced(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Any, ...]
+) -> None:
+    logits, target, weight = inputs
+    if ctx.needs_input_grad[2]:
+        checks.weight_needs_grad()
+    _value, divisor, lse = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(divisor)
+    ctx.options = dict(keyword_only_inputs)
+    mean = ctx.options.pop("reduction", "mean") == "mean"
+    ctx.save_for_backward(logits, target, lse, weight, divisor if mean else None)
+
+
+def _reduced_backward(
+    ctx: Any, grad_value: Tensor | None, grad_divisor: None, grad_lse: Tensor | None
+) -> tuple[Tensor | None, None, None]:
+    if grad_value is None and grad_lse is None:
+        return None, None, None
+    logits, target, lse, weight, divisor = ctx.saved_tensors
+    if grad_value is None:
+        grad_value = lse.new_zeros(())
+    rest = (logits, target, lse, weight, divisor)
+    return torch.ops.xent.cross_entropy_backward(grad_value, grad_lse, *rest, **ctx.options), None, None
 
 
 def _second_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return differentiate(reference.cross_entropy_backward, ctx.saved_tensors, ctx.needs_input_grad, ctx.options, grad)
 
 
-define("cross_entropy_forward")
-fake("cross_entropy_forward", _fake_forward)
-kernels(
-    "cross_entropy_forward", checks.index_forward, reference.cross_entropy_forward, checks.index_values, ascend=True
-)
-autograd("cross_entropy_forward", _backward, save_rows)
-
-define("cross_entropy_forward_argmax")
-fake("cross_entropy_forward_argmax", _fake_forward_argmax)
-kernels(
-    "cross_entropy_forward_argmax",
-    checks.index_forward,
-    reference.cross_entropy_forward_argmax,
-    checks.index_values,
+operator(
+    "cross_entropy_forward",
+    check=checks.index_forward,
+    outputs=rows,
+    reference=reference.cross_entropy_forward,
+    check_values=checks.index_values,
     ascend=True,
 )
-autograd("cross_entropy_forward_argmax", _backward, save_rows)
+autograd("cross_entropy_forward", _rows_backward, save_rows)
+vmap("cross_entropy_forward", batching.forward)
 
-BACKWARD = define("cross_entropy_backward")
-fake("cross_entropy_backward", _fake_backward)
-kernels("cross_entropy_backward", checks.index_backward, reference.cross_entropy_backward, ascend=True)
+operator(
+    "cross_entropy_forward_argmax",
+    check=checks.index_forward,
+    outputs=lambda logits, *_: (*rows(logits), (logits.shape[:-1], torch.int64)),
+    reference=reference.cross_entropy_forward_argmax,
+    check_values=checks.index_values,
+    ascend=True,
+)
+autograd("cross_entropy_forward_argmax", _rows_backward, save_rows)
+
+operator(
+    "cross_entropy_reduced",
+    check=checks.index_reduced,
+    outputs=_reduced,
+    reference=reductions.cross_entropy_reduced,
+    check_values=checks.index_values,
+    launchers="launch_reduced",
+    ascend=True,
+)
+autograd("cross_entropy_reduced", _reduced_backward, _save_reduced)
+vmap("cross_entropy_reduced", batching.reduced)
+
+operator(
+    "cross_entropy_backward",
+    check=checks.index_backward,
+    outputs=gradient,
+    reference=reference.cross_entropy_backward,
+    ascend=True,
+)
 autograd("cross_entropy_backward", _second_backward, save_all)
-LOWERINGS[BACKWARD] = reference.cross_entropy_backward
-
-define("cross_entropy_backward_")
-fake("cross_entropy_backward_", _fake_backward_)
-kernels("cross_entropy_backward_", _check_backward_, reference.cross_entropy_backward_, ascend=True)
+vmap("cross_entropy_backward", batching.backward)

@@ -8,15 +8,11 @@ import torch
 from torch import Tensor
 
 from ..kernels import reference
+from ..kernels.options import DEFAULTS, Options
 from . import checks
-from .library import LOWERINGS, autograd, define, fake, kernels
+from .cross_entropy import rows
+from .library import autograd, operator
 from .second_order import differentiate, save_all
-
-
-def _fake_forward(logits: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any) -> tuple[Tensor, ...]:
-    checks.index_forward(logits, target, weight, **options)
-    dtype = reference.accumulator(logits)
-    return tuple(logits.new_empty(logits.shape[:-1], dtype=dtype) for _ in range(3))
 
 
 def _check_backward(
@@ -28,15 +24,11 @@ def _check_backward(
     lse: Tensor,
     entropy: Tensor,
     weight: Tensor | None = None,
-    **options: Any,
+    *,
+    options: Options = DEFAULTS,
 ) -> None:
-    checks.index_backward(grad_loss, grad_lse, logits, target, lse, weight, **options)
+    checks.index_backward(grad_loss, grad_lse, logits, target, lse, weight, options=options)
     checks.rows_of(logits, grad_entropy=grad_entropy, entropy=entropy)
-
-
-def _fake_backward(*args: Any, **options: Any) -> Tensor:
-    _check_backward(*args, **options)
-    return args[3].new_empty(args[3].shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
@@ -53,7 +45,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None, grad_
         return None, None, None
     logits, target, lse, entropy, weight = ctx.saved_tensors
     if grad_loss is None:
-        grad_loss = lse.new_zeros(()).expand(lse.shape)
+        grad_loss = lse.new_zeros(())
     grad = torch.ops.xent.cross_entropy_backward_entropy(
         grad_loss, grad_lse, grad_entropy, logits, target, lse, entropy, weight, **ctx.options
     )
@@ -66,19 +58,21 @@ def _second_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-define("cross_entropy_forward_entropy")
-fake("cross_entropy_forward_entropy", _fake_forward)
-kernels(
+operator(
     "cross_entropy_forward_entropy",
-    checks.index_forward,
-    reference.cross_entropy_forward_entropy,
-    checks.index_values,
+    check=checks.index_forward,
+    outputs=lambda logits, *_: (*rows(logits), *rows(logits)[:1]),
+    reference=reference.cross_entropy_forward_entropy,
+    check_values=checks.index_values,
     ascend=True,
 )
 autograd("cross_entropy_forward_entropy", _backward, _setup_context)
 
-BACKWARD = define("cross_entropy_backward_entropy")
-fake("cross_entropy_backward_entropy", _fake_backward)
-kernels("cross_entropy_backward_entropy", _check_backward, reference.cross_entropy_backward_entropy, ascend=True)
+operator(
+    "cross_entropy_backward_entropy",
+    check=_check_backward,
+    outputs=lambda grad_loss, grad_lse, grad_entropy, logits, *_: ((logits.shape, logits.dtype),),
+    reference=reference.cross_entropy_backward_entropy,
+    ascend=True,
+)
 autograd("cross_entropy_backward_entropy", _second_backward, save_all)
-LOWERINGS[BACKWARD] = reference.cross_entropy_backward_entropy

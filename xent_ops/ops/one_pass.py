@@ -9,37 +9,10 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from ..kernels import reference
+from ..kernels import reductions, reference
 from . import checks
-from .library import autograd, define, fake, kernels, save_nothing
-
-
-def _fake_with_grad_(logits: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    checks.index_with_grad(logits, *args, **options)
-    shape, dtype = logits.shape[:-1], reference.accumulator(logits)
-    return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=dtype)
-
-
-def _fake_with_grad(logits: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return (*_fake_with_grad_(logits, *args, **options), logits.new_empty(logits.shape))
-
-
-def _check_with_grad_(logits: Tensor, *args: Any, **options: Any) -> None:
-    checks.without_grad("logits", logits)
-    checks.index_with_grad(logits, *args, **options)
-    checks.writable("logits", logits)
-
-
-def _check_scale(grad: Tensor, factor: Tensor) -> None:
-    checks.without_grad("grad", grad)
-    checks.scale_grad(grad, factor)
-    checks.writable("grad", grad)
-
-
-def _check_values(
-    logits: Tensor, target: Tensor, *args: Tensor | None, ignore_index: int = -100, **options: Any
-) -> None:
-    checks.check_targets(target, logits.shape[-1], ignore_index)
+from .cross_entropy import rows
+from .library import autograd, operator, save_nothing
 
 
 def _no_derivative(ctx: Any, *grads: Tensor) -> NoReturn:
@@ -49,27 +22,29 @@ def _no_derivative(ctx: Any, *grads: Tensor) -> NoReturn:
     )
 
 
-define("cross_entropy_with_grad")
-fake("cross_entropy_with_grad", _fake_with_grad)
-kernels(
+operator(
     "cross_entropy_with_grad",
-    checks.index_with_grad,
-    reference.cross_entropy_with_grad,
-    _check_values,
-    module="launch_one_pass",
+    check=checks.index_with_grad,
+    outputs=lambda logits, *_: (*rows(logits), (logits.shape, logits.dtype)),
+    reference=reference.cross_entropy_with_grad,
+    check_values=checks.index_values,
+    launchers="launch_one_pass",
 )
 autograd("cross_entropy_with_grad", _no_derivative, save_nothing)
 
-define("cross_entropy_with_grad_")
-fake("cross_entropy_with_grad_", _fake_with_grad_)
-kernels(
-    "cross_entropy_with_grad_",
-    _check_with_grad_,
-    reference.cross_entropy_with_grad_,
-    _check_values,
-    module="launch_one_pass",
+operator(
+    "cross_entropy_divisor",
+    check=checks.index_forward,
+    outputs=lambda logits, *_: (((2,), reference.accumulator(logits)),) * 2,
+    reference=reductions.cross_entropy_divisor,
+    launchers="launch_reduced",
 )
 
-define("scale_grad_")
-fake("scale_grad_", checks.scale_grad)
-kernels("scale_grad_", _check_scale, reference.scale_grad_, module="launch_one_pass")
+operator(
+    "scale_grad_",
+    check=checks.scale_grad,
+    outputs=lambda *_: (),
+    reference=reference.scale_grad_,
+    launchers="launch_one_pass",
+    overwrites="grad",
+)

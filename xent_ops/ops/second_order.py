@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.options import as_record
+
 
 def save_all(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
     """The setup_context of a backward operator: its second derivatives need all that it was called with."""
     ctx.save_for_backward(*inputs)
-    ctx.options = keyword_only_inputs
+    ctx.options = as_record(keyword_only_inputs)
 
 
 def differentiate(

@@ -1,8 +1,8 @@
 """Row operators of a vocabulary split over ranks: a shard's part, the join of all parts, the shard's gradient.
 
-No operator communicates. Between ``cross_entropy_shard`` and ``cross_entropy_shard_join`` stands the caller's
-all-gather (distributed/parts.py), which every tracer and every pass that moves collectives can see. The join
-carries the gradient: it takes the logits, whose values it does not read, and its formula is
+No operator communicates. The caller's all-gather (distributed/parts.py) stands between ``cross_entropy_shard`` and the
+operator that joins the parts, where every tracer and every pass that moves collectives can see it. The join, of rows
+or reduced, carries the gradient: it takes the logits, whose values it does not read, and its formula is
 ``cross_entropy_shard_backward``, which needs the lse of the whole vocabulary and so no collective. The shard itself
 is called on detached logits.
 """
@@ -16,20 +16,8 @@ from torch import Tensor
 
 from ..kernels import reference, reference_shard
 from . import checks
-from .library import LOWERINGS, autograd, define, fake, kernels, save_nothing
-
-
-def _check_values(
-    logits: Tensor,
-    target: Tensor,
-    class_start: int,
-    num_classes: int,
-    weight: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    **options: Any,
-) -> None:
-    checks.check_targets(target, num_classes, ignore_index)
+from .cross_entropy import gradient
+from .library import Outputs, autograd, operator, save_nothing
 
 
 def _check_join(
@@ -56,6 +44,11 @@ def _check_join(
         raise TypeError(f"gathered has dtype {gathered.dtype}; expected {reference.accumulator(logits)}")
 
 
+def _check_reduced(*args: Any, lse_square_scale: float = 0.0, reduction: str = "mean", **options: Any) -> None:
+    checks.reduced_options(lse_square_scale, reduction)
+    _check_join(*args, **options)
+
+
 def _check_backward(
     grad_loss: Tensor,
     grad_lse: Tensor | None,
@@ -66,63 +59,83 @@ def _check_backward(
     num_classes: int,
     weight: Tensor | None = None,
     coefficient: Tensor | None = None,
+    divisor: Tensor | None = None,
+    *,
+    lse_square_scale: float = 0.0,
     **options: Any,
 ) -> None:
     checks.shard(logits, target, class_start, num_classes, weight, **options)
     if weight is not None and coefficient is None:
         raise ValueError("a class weight needs the coefficient that cross_entropy_shard_join returned")
-    checks.rows_of(logits, grad_loss=grad_loss, grad_lse=grad_lse, lse=lse, coefficient=coefficient)
+    checks.rows_of(logits, grad_lse=grad_lse, lse=lse, coefficient=coefficient)
+    checks.scalar_or_rows_of("logits", logits, grad_loss=grad_loss)
+    checks.divisor(divisor, logits)
 
 
-def _fake_shard(logits: Tensor, target: Tensor, *args: Any, **options: Any) -> Tensor:
-    checks.shard(logits, target, *args, **options)
-    weighted = len(args) > 2 and args[2] is not None
-    return logits.new_empty((1, reference_shard.width(target.numel(), weighted)), dtype=reference.accumulator(logits))
+def _parts(logits: Tensor, target: Tensor, class_start: int, num_classes: int, weight: Tensor | None = None) -> Outputs:
+    return (((1, reference_shard.width(target.numel(), weight is not None)), reference.accumulator(logits)),)
 
 
-def _fake_join(logits: Tensor, target: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-    _check_join(logits, target, *args, **options)
-    return tuple(logits.new_empty(target.shape, dtype=reference.accumulator(logits)) for _ in range(4))
+def _joined(logits: Tensor, target: Tensor, *_: Any) -> Outputs:
+    return ((target.shape, reference.accumulator(logits)),) * 4
 
 
-def _fake_backward(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *args: Any, **options: Any) -> Tensor:
-    _check_backward(grad_loss, grad_lse, logits, *args, **options)
-    return logits.new_empty(logits.shape)
+def _reduced(logits: Tensor, target: Tensor, *_: Any) -> Outputs:
+    dtype = reference.accumulator(logits)
+    return ((), dtype), ((2,), dtype), (target.shape, dtype), (target.shape, dtype)
 
 
-def _check_backward_(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *args: Any, **options: Any) -> None:
-    checks.without_grad("logits", logits)
-    _check_backward(grad_loss, grad_lse, logits, *args, **options)
-    checks.writable("logits", logits)
-
-
-def _fake_backward_(*args: Any, **options: Any) -> None:
-    _check_backward(*args, **options)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, ...]) -> None:
+def _save(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    options: dict[str, Any],
+    lse: Tensor,
+    coefficient: Tensor,
+    divisor: Tensor | None = None,
+) -> None:
     logits, target, _gathered, class_start, num_classes, weight = inputs
     if ctx.needs_input_grad[5]:
         checks.weight_needs_grad()
-    _loss, lse, target_weight, coefficient = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(target_weight, coefficient)
-    ctx.save_for_backward(logits, target, lse, weight, None if weight is None else coefficient)
-    ctx.place = class_start, num_classes
-    ctx.options = keyword_only_inputs
+    ctx.save_for_backward(logits, target, lse, weight, None if weight is None else coefficient, divisor)
+    ctx.shard_range, ctx.options = (class_start, num_classes), options
 
 
 def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     nothing = (None,) * 5
     if grad_loss is None and grad_lse is None:
         return None, *nothing
-    logits, target, lse, weight, coefficient = ctx.saved_tensors
+    logits, target, lse, *rest = ctx.saved_tensors
     if grad_loss is None:
-        grad_loss = lse.new_zeros(()).expand(lse.shape)
+        grad_loss = lse.new_zeros(())
     grad = torch.ops.xent.cross_entropy_shard_backward(
-        grad_loss, grad_lse, logits, target, lse, *ctx.place, weight, coefficient, **ctx.options
+        grad_loss, grad_lse, logits, target, lse, *ctx.shard_range, *rest, **ctx.options
     )
     return grad, *nothing
+
+
+def _save_rows(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, ...]
+) -> None:
+    _loss, lse, target_weight, coefficient = output
+    ctx.mark_non_differentiable(target_weight, coefficient)
+    _save(ctx, inputs, keyword_only_inputs, lse, coefficient)
+
+
+def _save_reduced(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, ...]
+) -> None:
+    _value, divisor, lse, coefficient = output
+    ctx.mark_non_differentiable(divisor, coefficient)
+    options = dict(keyword_only_inputs)
+    mean = options.pop("reduction", "mean") == "mean"
+    _save(ctx, inputs, options, lse, coefficient, divisor if mean else None)
+
+
+def _reduced_backward(
+    ctx: Any, grad_value: Tensor | None, _divisor: None, grad_lse: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
+    return _backward(ctx, grad_value, grad_lse)
 
 
 def _shard_alone(ctx: Any, grad: Tensor) -> NoReturn:
@@ -140,30 +153,39 @@ def _second_backward(ctx: Any, grad: Tensor) -> NoReturn:
     )
 
 
-define("cross_entropy_shard")
-fake("cross_entropy_shard", _fake_shard)
-kernels("cross_entropy_shard", checks.shard, reference_shard.cross_entropy_shard, _check_values, module="launch_shard")
+operator(
+    "cross_entropy_shard",
+    check=checks.shard,
+    outputs=_parts,
+    reference=reference_shard.cross_entropy_shard,
+    check_values=checks.shard_values,
+    launchers="launch_shard",
+)
 autograd("cross_entropy_shard", _shard_alone, save_nothing)
 
-JOIN = define("cross_entropy_shard_join")
-fake("cross_entropy_shard_join", _fake_join)
-kernels("cross_entropy_shard_join", _check_join, reference_shard.cross_entropy_shard_join, module="launch_shard")
-autograd("cross_entropy_shard_join", _backward, _save)
-LOWERINGS[JOIN] = reference_shard.cross_entropy_shard_join
+operator(
+    "cross_entropy_shard_join",
+    check=_check_join,
+    outputs=_joined,
+    reference=reference_shard.cross_entropy_shard_join,
+    launchers="launch_shard",
+)
+autograd("cross_entropy_shard_join", _backward, _save_rows)
 
-BACKWARD = define("cross_entropy_shard_backward")
-fake("cross_entropy_shard_backward", _fake_backward)
-kernels(
-    "cross_entropy_shard_backward", _check_backward, reference_shard.cross_entropy_shard_backward, module="launch_shard"
+operator(
+    "cross_entropy_shard_reduced",
+    check=_check_reduced,
+    outputs=_reduced,
+    reference=reference_shard.cross_entropy_shard_reduced,
+    launchers="launch_shard",
+)
+autograd("cross_entropy_shard_reduced", _reduced_backward, _save_reduced)
+
+operator(
+    "cross_entropy_shard_backward",
+    check=_check_backward,
+    outputs=gradient,
+    reference=reference_shard.cross_entropy_shard_backward,
+    launchers="launch_shard",
 )
 autograd("cross_entropy_shard_backward", _second_backward, save_nothing)
-LOWERINGS[BACKWARD] = reference_shard.cross_entropy_shard_backward
-
-define("cross_entropy_shard_backward_")
-fake("cross_entropy_shard_backward_", _fake_backward_)
-kernels(
-    "cross_entropy_shard_backward_",
-    _check_backward_,
-    reference_shard.cross_entropy_shard_backward_,
-    module="launch_shard",
-)

@@ -7,21 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import reference
+from ..kernels import reference_soft
+from ..kernels.options import Options
 from . import checks
-from .library import LOWERINGS, autograd, define, fake, kernels
+from .cross_entropy import gradient, rows
+from .library import autograd, operator
 from .second_order import differentiate, save_all
-
-
-def _fake_forward(logits: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any) -> tuple[Tensor, ...]:
-    checks.soft_forward(logits, target, weight, **options)
-    dtype = reference.accumulator(logits)
-    return logits.new_empty(logits.shape[:-1], dtype=dtype), logits.new_empty(logits.shape[:-1], dtype=dtype)
-
-
-def _fake_backward(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *args: Any, **options: Any) -> Tensor:
-    checks.soft_backward(grad_loss, grad_lse, logits, *args, **options)
-    return logits.new_empty(logits.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
@@ -45,27 +36,32 @@ def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None) -> tu
             grad_loss, grad_lse, logits, target, lse, weight, **ctx.options
         )
     if needs_target or needs_weight:
-        grad_target, grad_weight = reference.soft_target_gradients(
-            grad_loss, logits, target, lse, weight, **ctx.options
+        grad_target, grad_weight = reference_soft.soft_target_gradients(
+            grad_loss, logits, target, lse, weight, options=Options(**ctx.options)
         )
     return grad_logits, grad_target if needs_target else None, grad_weight if needs_weight else None
 
 
 def _second_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return differentiate(
-        reference.soft_cross_entropy_backward, ctx.saved_tensors, ctx.needs_input_grad, ctx.options, grad
+        reference_soft.soft_cross_entropy_backward, ctx.saved_tensors, ctx.needs_input_grad, ctx.options, grad
     )
 
 
-define("soft_cross_entropy_forward")
-fake("soft_cross_entropy_forward", _fake_forward)
-kernels("soft_cross_entropy_forward", checks.soft_forward, reference.soft_cross_entropy_forward, module="launch_soft")
+operator(
+    "soft_cross_entropy_forward",
+    check=checks.soft_forward,
+    outputs=rows,
+    reference=reference_soft.soft_cross_entropy_forward,
+    launchers="launch_soft",
+)
 autograd("soft_cross_entropy_forward", _backward, _setup_context)
 
-BACKWARD = define("soft_cross_entropy_backward")
-fake("soft_cross_entropy_backward", _fake_backward)
-kernels(
-    "soft_cross_entropy_backward", checks.soft_backward, reference.soft_cross_entropy_backward, module="launch_soft"
+operator(
+    "soft_cross_entropy_backward",
+    check=checks.soft_backward,
+    outputs=gradient,
+    reference=reference_soft.soft_cross_entropy_backward,
+    launchers="launch_soft",
 )
 autograd("soft_cross_entropy_backward", _second_backward, save_all)
-LOWERINGS[BACKWARD] = reference.soft_cross_entropy_backward

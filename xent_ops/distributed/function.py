@@ -1,0 +1,68 @@
+"""A loss over a split vocabulary as one node of autograd: what eager training goes through, as in ops/function.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import reductions, reference_shard
+from ..kernels.options import LossOptions
+from ..ops import transforms
+from ..ops.library import below_autograd
+from .groups import Ranks
+from .parts import all_gather_shard_stats
+
+_ops = torch.ops.xent
+
+
+class VocabParallelFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,  # (..., columns of this rank)
+        target: Tensor,  # (...)
+        weight: Tensor | None,  # (columns of this rank,)
+        ranks: Ranks,
+        shard_range: tuple[int, int],  # class_start, num_classes
+        loss: LossOptions,
+    ) -> Tensor:
+        gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, loss.rows)
+        arguments = (logits, target, gathered, *shard_range, weight)
+        divisor = None
+        if loss.reduction == "none":
+            row_loss, lse, _, coefficient = below_autograd(
+                _ops.cross_entropy_shard_join.default, *arguments, **loss.rows._asdict()
+            )
+            value = reductions.reduce_rows(row_loss, lse, target, None, loss).value
+        else:
+            value, divisor, lse, coefficient = below_autograd(
+                _ops.cross_entropy_shard_reduced.default, *arguments, **loss.keywords()
+            )
+        saved = (None if weight is None else coefficient, divisor if loss.reduction == "mean" else None)
+        ctx.save_for_backward(logits, target, lse, weight, *saved)
+        ctx.shard_range, ctx.loss = shard_range, loss
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, target, lse, *rest = ctx.saved_tensors
+        arguments = (grad, None, logits, target, lse, *ctx.shard_range, *rest)
+        square = ctx.loss.lse_square_scale
+        if transforms.forward_mode():  # the upstream gradient has a tangent, which operators would drop
+            gradient = reference_shard.cross_entropy_shard_backward(
+                *arguments, options=ctx.loss.rows, lse_square_scale=square
+            )
+        else:
+            options = {**ctx.loss.rows._asdict(), "lse_square_scale": square}
+            operator = _ops.cross_entropy_shard_backward.default
+            # create_graph: the operator's formula says why there is no second derivative.
+            call = operator if torch.is_grad_enabled() else lambda *a, **k: below_autograd(operator, *a, **k)
+            gradient = call(*arguments, **options)
+        return gradient, None, None, None, None, None
+
+
+# As in ops/function.py.
+apply: Callable[..., Tensor] = super(torch.autograd.Function, VocabParallelFunction).apply

@@ -1,0 +1,60 @@
+"""The kernels of each kind of device, imported when the first tensor arrives there: Triton costs a second."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import warnings
+from typing import Any
+
+
+@functools.cache
+def triton_launchers(module: str) -> Any:
+    """The module of kernels/triton/ that launches an operator on CUDA and ROCm."""
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "xent_ops runs on CUDA and ROCm tensors through Triton, which could not be imported: install the "
+            "triton that belongs to this build of torch"
+        ) from error
+    _warn_of_interpreter()
+    return importlib.import_module(f"xent_ops.kernels.triton.{module}")
+
+
+@functools.cache
+def ascend_launchers() -> Any:
+    try:
+        from triton.backends import backends
+    except ImportError as error:
+        raise ImportError(
+            f"xent_ops runs on Ascend NPUs through triton-ascend, and no triton could be imported: {_INSTALL_ASCEND}"
+        ) from error
+    if "ascend" not in backends and not interpreter_is_set():
+        raise ImportError(
+            "xent_ops runs on Ascend NPUs through triton-ascend, and the triton that is installed has no ascend "
+            f"backend (it has: {', '.join(sorted(backends)) or 'none'}): {_INSTALL_ASCEND}"
+        )
+    _warn_of_interpreter()
+    return importlib.import_module("xent_ops.kernels.ascend.launch")
+
+
+_INSTALL_ASCEND = (
+    "run `pip uninstall triton` and `pip install triton-ascend`, which owns the same import name, beside the torch_npu "
+    "that belongs to this torch (docs/npu.md)"
+)
+
+
+def interpreter_is_set() -> bool:
+    """Will Triton run its kernels in an interpreter? It reads the variable when it is imported, by this rule."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
+def _warn_of_interpreter() -> None:
+    if interpreter_is_set():
+        warnings.warn(
+            "TRITON_INTERPRET is set: every Triton kernel of this process, those of xent_ops among them, runs in "
+            "an interpreter, a thousand times slower than compiled. Unset it unless you are debugging a kernel.",
+            stacklevel=3,
+        )

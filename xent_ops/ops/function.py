@@ -1,0 +1,217 @@
+"""A loss of class indices as one node of autograd: what eager training and torch.func's transforms go through.
+
+Compiled, exported and traced calls, and those that want no gradient, take the composite operator instead.
+
+The node calls registered operators below autograd, so modes, profilers, subclasses of Tensor and kernels registered
+over ours see them. Forward-mode AD has the plain-torch reference, and so have transforms inside torch.compile: a
+Function there silently gave zeros where the logits themselves were differentiated (torch 2.13).
+
+In-place gradients rely on autograd's version counter: a producer that saved its output, a second backward and
+retain_graph all find a tensor that was modified in place, and raise. Inside saved-tensor hooks (a non-reentrant
+checkpoint is made of them) autograd compares no versions, and there the gradient gets memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import reductions, reference
+from ..kernels.options import LossOptions
+from . import checks, transforms
+from .library import below_autograd
+from .second_order import differentiate
+
+_ops = torch.ops.xent
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # of (ignore_is_tracing)
+
+
+def cross_entropy(
+    logits: Tensor,  # (..., V)
+    target: Tensor,  # (...), class indices
+    weight: Tensor | None,
+    loss: LossOptions,
+    *,
+    inplace_backward: bool = False,
+    grad_in_forward: bool = False,
+) -> Tensor:
+    """The loss by whichever way the call wants: see the module."""
+    functorch, traced = transforms.functorch_is_active(), transforms.is_traced()
+    if (traced and functorch) or transforms.forward_mode():
+        return _in_plain_torch(logits, target, weight, loss)
+    wants_gradient = functorch or (logits.requires_grad and torch.is_grad_enabled())
+    if traced or not wants_gradient:
+        return _ops.cross_entropy(logits, target, weight, **loss.keywords())
+    checks.loss_options(loss)
+    checks.weight_without_grad(weight)
+    in_place = inplace_backward and not functorch
+    if in_place:
+        _refuse_a_leaf(logits)
+        checks.writable("logits", logits)
+        in_place = _saved_tensors_hooks(True) is None and not logits.is_neg()
+    if grad_in_forward and not functorch:
+        return GradInForwardFunction.apply(logits, target, weight, loss, in_place)
+    apply = CrossEntropyFunction.apply if functorch else _apply
+    return apply(logits, target, weight, loss, in_place)[0]
+
+
+def _in_plain_torch(logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions) -> Tensor:
+    checks.loss_options(loss)
+    checks.weight_without_grad(weight)
+    checks.index_forward(logits, target, weight, options=loss.rows)
+    row_loss, lse = reference.cross_entropy_forward(logits, target, weight, options=loss.rows)
+    divisor, _ = reductions.cross_entropy_divisor(logits, target, weight, options=loss.rows)
+    return reductions.reduce_rows(row_loss, lse, target, divisor, loss).value
+
+
+def _refuse_a_leaf(logits: Tensor) -> None:
+    """As torch does for its own in-place operators: also a view of one."""
+    if any(x is not None and x.is_leaf and x.requires_grad for x in (logits, logits._base)):
+        raise RuntimeError(
+            "inplace_backward=True would overwrite a leaf tensor that requires grad, or a view of it, with its own "
+            "gradient: pass the output of a layer, or leave inplace_backward off"
+        )
+
+
+def _refuse_derivatives(option: str, grad: Tensor) -> None:
+    """Not ``once_differentiable``: that is silent where the upstream gradient itself needs no gradient."""
+    batched = not torch.compiler.is_compiling() and torch._C._functorch.is_legacy_batchedtensor(grad)
+    if batched or transforms.active():
+        raise NotImplementedError(
+            f"{option}=True has one gradient to give: its backward below vmap (is_grads_batched=True), another "
+            "functorch transform or forward-mode AD is not supported"
+        )
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{option}=True leaves nothing to differentiate a second time, which create_graph=True asks for"
+        )
+
+
+class CrossEntropyFunction(torch.autograd.Function):
+    """(value, lse, divisor where there is a reduction); the first is the loss, the others are saved for backward."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions, in_place: bool
+    ) -> tuple[Tensor, ...]:
+        if loss.reduction != "none":
+            value, divisor, lse = below_autograd(
+                _ops.cross_entropy_reduced.default, logits, target, weight, **loss.keywords()
+            )
+            return value, lse, divisor
+        options = loss.rows._asdict()
+        row_loss, lse = below_autograd(_ops.cross_entropy_forward.default, logits, target, weight, **options)
+        return reductions.reduce_rows(row_loss, lse, target, None, loss).value, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        logits, target, weight, ctx.loss, ctx.in_place = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        divisor = output[2] if ctx.loss.reduction == "mean" else None
+        ctx.save_for_backward(logits, target, output[1], weight, divisor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 5
+        if ctx.in_place:
+            _refuse_derivatives("inplace_backward", grad)
+        # As a node of its own only where its derivative is wanted: that takes the host 30 us.
+        gradient: Any = GradientFunction.apply if torch.is_grad_enabled() else GradientFunction.forward
+        return gradient(grad, *ctx.saved_tensors, ctx.loss, ctx.in_place), None, None, None, None
+
+
+# Function.apply binds the signature of forward at every call, which takes the host 20 us.
+_apply: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, CrossEntropyFunction).apply
+
+
+class GradientFunction(torch.autograd.Function):
+    """The gradient of the logits; its own derivative is autograd through plain torch."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        grad: Tensor,
+        logits: Tensor,
+        target: Tensor,
+        lse: Tensor,
+        weight: Tensor | None,
+        divisor: Tensor | None,
+        loss: LossOptions,
+        in_place: bool,
+    ) -> Tensor:
+        arguments = (grad, None, logits, target, lse, weight, divisor)
+        if transforms.forward_mode():  # the upstream gradient has a tangent, which operators would drop
+            square = loss.lse_square_scale
+            return reference.cross_entropy_backward(*arguments, options=loss.rows, lse_square_scale=square)
+        options = {**loss.rows._asdict(), "lse_square_scale": loss.lse_square_scale}
+        if in_place and not torch.compiler.is_compiling():
+            below_autograd(_ops.cross_entropy_backward_.default, *arguments, **options)
+            return logits.detach()
+        return below_autograd(_ops.cross_entropy_backward.default, *arguments, **options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.loss, _ = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad_grad: Tensor) -> tuple[Tensor | None, ...]:
+        loss = ctx.loss
+
+        def gradient(grad: Tensor, logits: Tensor, target: Tensor, _: Tensor, *rest: Tensor | None) -> Tensor:
+            """With the lse made again, which depends on the logits."""
+            lse = reference.cross_entropy_forward(logits, target, rest[0], options=loss.rows)[1]
+            return reference.cross_entropy_backward(
+                grad, None, logits, target, lse, *rest, options=loss.rows, lse_square_scale=loss.lse_square_scale
+            )
+
+        needs = [i < 2 and needed for i, needed in enumerate(ctx.needs_input_grad[:6])]
+        return *differentiate(gradient, ctx.saved_tensors, needs, {}, grad_grad), None, None
+
+
+class GradInForwardFunction(torch.autograd.Function):
+    """The forward makes the gradient too, for an upstream gradient of one; the backward multiplies it by another."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions, in_place: bool
+    ) -> Tensor:
+        options, ignore_index = loss.rows._asdict(), loss.rows.ignore_index
+        # One over what each row's loss, and its z-loss, is divided by.
+        divisor, inverse = below_autograd(
+            _ops.cross_entropy_divisor.default, logits, target, weight, ignore_index=ignore_index
+        )
+        if loss.reduction != "mean":
+            inverse = torch.ones_like(inverse)
+        square = None if loss.lse_square_scale == 0.0 else loss.lse_square_scale * inverse[1]
+        arguments = (logits, target, inverse[0], square, weight)
+        if in_place:
+            row_loss, lse = below_autograd(_ops.cross_entropy_with_grad_.default, *arguments, **options)
+            ctx.save_for_backward(logits)
+        else:
+            row_loss, lse, gradient = below_autograd(_ops.cross_entropy_with_grad.default, *arguments, **options)
+            ctx.save_for_backward(gradient)
+        ctx.spent = False
+        return reductions.reduce_rows(row_loss, lse, target, divisor, loss).value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_derivatives("grad_in_forward", grad)
+        if ctx.spent:
+            raise RuntimeError(
+                "a second backward through a loss with grad_in_forward=True: its gradient was made once, and the first "
+                "backward has scaled it and given it away. Leave grad_in_forward off to go through the loss again"
+            )
+        (gradient,) = ctx.saved_tensors
+        gradient = gradient.detach()
+        below_autograd(_ops.scale_grad_.default, gradient, grad)
+        ctx.spent = True
+        return gradient, None, None, None, None
