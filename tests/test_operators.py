@@ -35,7 +35,10 @@ def samples(device, dtype, requires_grad):
         for reduction in ("none", "mean", "sum"):
             if reduction == "mean" and args[0].numel() == 0:
                 continue  # NaN, as in torch: opcheck compares NaN with NaN and finds them different
-            yield ops.cross_entropy.default, args, {**kwargs, "reduction": reduction, "lse_square_scale": 0.1}
+            options = {**kwargs, "reduction": reduction, "lse_square_scale": 0.1}
+            yield ops.cross_entropy.default, args, options
+            if reduction != "none":
+                yield ops.cross_entropy_reduced.default, args, options
         yield ops.cross_entropy_forward.default, args, kwargs
         yield ops.cross_entropy_forward_argmax.default, args, kwargs
         yield ops.cross_entropy_forward_entropy.default, args, kwargs
@@ -44,7 +47,9 @@ def samples(device, dtype, requires_grad):
         yield ops.cross_entropy_backward.default, (grad, grad_lse, x, t, lse, *rest), kwargs
         yield ops.cross_entropy_backward.default, (grad, None, x, t, lse, *rest), kwargs
         weighted = (*rest, None)[:1]
-        yield ops.cross_entropy_backward.default, (grad, None, x, t, lse, *weighted, rows()), kwargs
+        divisor, square = rows(2).abs() + 1, {**kwargs, "lse_square_scale": 0.1}
+        yield ops.cross_entropy_backward.default, (rows(), None, x, t, lse, *weighted, divisor), square
+        yield ops.cross_entropy_backward.default, (grad, grad_lse, x, t, lse, *weighted, divisor), square
         yield ops.cross_entropy_backward_entropy.default, (grad, None, grad_lse, x, t, lse, entropy, *rest), kwargs
         scale = rows()
         yield ops.cross_entropy_with_grad.default, (x.detach(), t, scale, None, *rest), kwargs
@@ -54,8 +59,10 @@ def samples(device, dtype, requires_grad):
             yield ops.scale_grad_.default, (x.clone(), scale), {}
             yield ops.scale_grad_.default, (x.clone(), grad), {}
             yield ops.cross_entropy_backward_.default, (grad, None, x.clone(), t, lse, *rest), kwargs
-            number = torch.tensor(7, device=device)
-            yield ops.cross_entropy_backward_.default, (grad, None, x.clone(), t, lse, *weighted, number), kwargs
+            yield ops.cross_entropy_backward_.default, (rows(), None, x.clone(), t, lse, *weighted, divisor), square
+        if x.numel():
+            counting = {name: value for name, value in kwargs.items() if name == "ignore_index"}
+            yield ops.cross_entropy_divisor.default, (x.detach(), t, *rest), counting
     for args, kwargs in [((logits, soft), {}), ((logits, soft, weight.to(dtype)), full)]:
         yield ops.soft_cross_entropy_forward.default, args, kwargs
         x, q, *rest = args
@@ -78,9 +85,15 @@ def shard_samples(logits, target, weight, full, rows):
         ])  # fmt: skip
         yield ops.cross_entropy_shard.default, (detached, target, *place, w), kwargs
         yield ops.cross_entropy_shard_join.default, (logits, target, gathered, *place, w), kwargs
+        for reduction in ("mean", "sum"):
+            options = {**kwargs, "reduction": reduction, "lse_square_scale": 0.1}
+            yield ops.cross_entropy_shard_reduced.default, (logits, target, gathered, *place, w), options
         rest = (*place, w, None if w is None else rows(6))
         yield ops.cross_entropy_shard_backward.default, (rows(6), None, detached, target, rows(6), *rest), kwargs
         yield ops.cross_entropy_shard_backward.default, (rows(6), rows(6), detached, target, rows(6), *rest), kwargs
+        square = {**kwargs, "lse_square_scale": 0.1}
+        divided = (*rest, rows(2).abs() + 1)
+        yield ops.cross_entropy_shard_backward.default, (rows(), None, detached, target, rows(6), *divided), square
         overwritten = detached.clone(), target, rows(6)
         yield ops.cross_entropy_shard_backward_.default, (rows(6), None, *overwritten, *rest), kwargs
 

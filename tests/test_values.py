@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from conftest import INTERPRETED
 
 import xent_ops
-from xent_ops.kernels import reference
+from xent_ops.kernels import reference, reference_soft
+from xent_ops.kernels.options import as_record
 from xent_ops.testing import assert_grad, assert_loss, assert_lse, oracle, realistic_logits
 
 pytestmark = pytest.mark.interpreter
@@ -30,12 +31,23 @@ def kernels(request, device):
     if request.param == "operators":
         return torch.ops.xent
     if request.param == "plain torch":
-        return reference
+        return FlatOptions(reference)
     if not INTERPRETED:
         pytest.skip("needs TRITON_INTERPRET=1: the Ascend kernels run on the CPU in Triton's interpreter alone")
     from xent_ops.kernels.ascend import launch
 
-    return launch
+    return FlatOptions(launch)
+
+
+class FlatOptions:
+    """Functions of a module, with the options as keywords instead of one record, as operators take them."""
+
+    def __init__(self, module):
+        self.module = module
+
+    def __getattr__(self, name):
+        function = getattr(self.module, name)
+        return lambda *args, **options: function(*args, **as_record(options))
 
 
 def _bits(tensor):
@@ -278,19 +290,50 @@ def test_upstream_gradients_of_any_stride(device, upstream):
     assert_grad(result, oracle(logits, target, grad_loss=grad, grad_lse=grad * 2))
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_divisor(device, dtype):
-    """The upstream gradient of the loss, and that alone, is divided before it is multiplied; in place as well."""
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("square", [0.0, 0.25])
+def test_divisor(device, dtype, square):
+    """The first number divides the gradient of the losses, the second that of the z-loss; in place as well."""
     logits = realistic_logits(5, 1000, dtype=torch.bfloat16).to(device)
     target = torch.tensor([1, 999, -100, 3, 4], device=device)
     lse = torch.ops.xent.cross_entropy_forward(logits, target)[1]
     grad_loss, grad_lse = torch.arange(1.0, 6.0, device=device), torch.full((5,), 0.125, device=device)
-    divisor = torch.tensor(3, dtype=dtype, device=device)
-    grad = torch.ops.xent.cross_entropy_backward(grad_loss, grad_lse, logits, target, lse, None, divisor)
-    assert_grad(grad, oracle(logits, target, grad_loss=grad_loss.double() / 3, grad_lse=grad_lse))
-    before = logits.clone()
-    torch.ops.xent.cross_entropy_backward_(grad_loss, grad_lse, logits, target, lse, None, divisor)
-    assert_grad(logits, oracle(before, target, grad_loss=grad_loss.double() / 3, grad_lse=grad_lse))
+    divisor = torch.tensor([3, 4], dtype=dtype, device=device)
+    rows = (logits, target, lse, None, divisor)
+    z_grads = torch.where(target == -100, 0.0, 2 * square * lse.double() * grad_loss.double() / 4)
+    wanted = oracle(logits, target, grad_loss=grad_loss.double() / 3, grad_lse=grad_lse.double() + z_grads)
+    grad = torch.ops.xent.cross_entropy_backward(grad_loss, grad_lse, *rows, lse_square_scale=square)
+    assert_grad(grad, wanted)
+    torch.ops.xent.cross_entropy_backward_(grad_loss, grad_lse, *rows, lse_square_scale=square)
+    assert_grad(logits, wanted)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weight"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("rows", [0, 1, 5, 9001])
+def test_reduced(device, rows, reduction, weighted):
+    """Value and divisor of the reduced operator are those of its rows, added up in float64; likewise the divisor alone."""
+    logits = torch.randn(rows, 7, device=device) * 3
+    target = torch.randint(0, 7, (rows,), device=device)
+    target[1::3] = -100
+    weight = torch.rand(7, device=device) if weighted else None
+    options = {"label_smoothing": 0.1, "softcap": 5.0}
+    value, divisor, lse = torch.ops.xent.cross_entropy_reduced(
+        logits, target, weight, lse_square_scale=0.25, reduction=reduction, **options
+    )
+    loss, row_lse = torch.ops.xent.cross_entropy_forward(logits, target, weight, **options)
+    counted = target != -100
+    weights = counted.double() if weight is None else weight.double()[target.clamp(min=0)] * counted
+    sums = loss.double().sum(), 0.25 * row_lse.double()[counted].square().sum()
+    wanted = sum(sums) if reduction == "sum" else sums[0] / weights.sum() + sums[1] / counted.sum()
+    torch.testing.assert_close(value.double(), wanted, rtol=1e-5, atol=0, equal_nan=True)
+    torch.testing.assert_close(divisor.double(), torch.stack([weights.sum(), counted.sum().double()]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(lse, row_lse, rtol=0, atol=0)
+    alone, inverse = torch.ops.xent.cross_entropy_divisor(logits, target, weight)
+    torch.testing.assert_close(alone, divisor)
+    torch.testing.assert_close(inverse, alone.reciprocal())
 
 
 @pytest.mark.parametrize(
@@ -570,7 +613,7 @@ def test_class_probabilities(device, dtype, weighted, name):
 @pytest.mark.parametrize("plain", [False, True], ids=["operator", "plain torch"])
 def test_class_probabilities_of_padding_may_hold_anything(device, plain):
     """They count for nothing where the loss passes nothing back, even where the lse does."""
-    soft = reference if plain else torch.ops.xent
+    soft = reference_soft if plain else torch.ops.xent
     x = torch.randn(3, 100, device=device)
     q = torch.randn(3, 100, device=device).softmax(-1)
     lse = soft.soft_cross_entropy_forward(x, q)[1]
@@ -590,4 +633,4 @@ def test_class_probabilities_with_an_lse_of_another_dtype(device, dtype):
     lse = torch.logsumexp(x, -1).to(dtype)
     one = torch.ones(3, device=device)
     grad = torch.ops.xent.soft_cross_entropy_backward(one, None, x, q, lse)
-    torch.testing.assert_close(grad, reference.soft_cross_entropy_backward(one, None, x, q, lse.float()))
+    torch.testing.assert_close(grad, reference_soft.soft_cross_entropy_backward(one, None, x, q, lse.float()))
