@@ -10,7 +10,7 @@ import xent_ops
 from xent_ops.inductor import decomposition, reuse
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-IN_PLACE, FUNCTIONAL = (f"['cross_entropy_backward{suffix}'](" for suffix in ("_", ""))
+IN_PLACE, FUNCTIONAL = (f"xent.cross_entropy_backward{suffix}.default(" for suffix in ("_", ""))
 
 
 def step_code(device, rows=64, dynamic=False):

@@ -61,11 +61,11 @@ def test_interpreter_mode_is_loud():
     run_python(
         """
         import warnings, xent_ops
-        from xent_ops.ops import library
+        from xent_ops.ops import devices
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):
-                library._triton_launchers("launch")  # what every launch asks for its kernels
+                devices.triton_launchers("launch")  # what every launch asks for its kernels
         found = [w for w in caught if "TRITON_INTERPRET is set" in str(w.message)]
         assert len(found) == 1, caught
         """,

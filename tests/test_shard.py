@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import INTERPRETED
+from flat_options import FlatOptions
 from test_values import OPTIONS
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -229,7 +230,7 @@ def test_rows_of_padding_may_hold_anything(device):
 @pytest.mark.parametrize("ignore_index", [-100, 0, 20])
 def test_weight_of_an_ignored_class_may_be_infinite(device, plain, ignore_index):
     """One over its number of targets. The second shard has class 20."""
-    kernels = reference_shard if plain else ops
+    kernels = FlatOptions(reference_shard) if plain else ops
     x = realistic_logits(4, 40, dtype=torch.float32).to(device).requires_grad_()
     target = torch.tensor([3, ignore_index, 39, 4], device=device)
     weight = torch.rand(40, generator=torch.Generator().manual_seed(2)).to(device)

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import INTERPRETED
+from flat_options import FlatOptions
 
 import xent_ops
 from xent_ops.kernels import reference, reference_soft
-from xent_ops.kernels.options import as_record
 from xent_ops.testing import assert_grad, assert_loss, assert_lse, oracle, realistic_logits
 
 pytestmark = pytest.mark.interpreter
@@ -37,17 +37,6 @@ def kernels(request, device):
     from xent_ops.kernels.ascend import launch
 
     return FlatOptions(launch)
-
-
-class FlatOptions:
-    """Functions of a module, with the options as keywords instead of one record, as operators take them."""
-
-    def __init__(self, module):
-        self.module = module
-
-    def __getattr__(self, name):
-        function = getattr(self.module, name)
-        return lambda *args, **options: function(*args, **as_record(options))
 
 
 def _bits(tensor):
@@ -329,7 +318,9 @@ def test_reduced(device, rows, reduction, weighted):
     sums = loss.double().sum(), 0.25 * row_lse.double()[counted].square().sum()
     wanted = sum(sums) if reduction == "sum" else sums[0] / weights.sum() + sums[1] / counted.sum()
     torch.testing.assert_close(value.double(), wanted, rtol=1e-5, atol=0, equal_nan=True)
-    torch.testing.assert_close(divisor.double(), torch.stack([weights.sum(), counted.sum().double()]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        divisor.double(), torch.stack([weights.sum(), counted.sum().double()]), rtol=1e-5, atol=0
+    )
     torch.testing.assert_close(lse, row_lse, rtol=0, atol=0)
     alone, inverse = torch.ops.xent.cross_entropy_divisor(logits, target, weight)
     torch.testing.assert_close(alone, divisor)
