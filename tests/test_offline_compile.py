@@ -20,16 +20,18 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
+from xent_ops.kernels.options import Options  # noqa: E402
 from xent_ops.kernels.reference import accumulator  # noqa: E402
 from xent_ops.kernels.triton import (  # noqa: E402
     cached,
     launch,
-    launch_mean,
+    launch_backward,
+    launch_forward,
     launch_one_pass,
+    launch_reduce,
     launch_shard,
     launch_soft,
     one_pass_shared,
-    prepared,
 )
 
 TARGETS = {
@@ -40,7 +42,7 @@ TARGETS = {
 }
 KERNELS = {
     kernel
-    for module in (launch, launch_mean, launch_one_pass, launch_shard, launch_soft)
+    for module in (launch_backward, launch_forward, launch_one_pass, launch_reduce, launch_shard, launch_soft)
     for name, kernel in vars(module).items()
     if name.endswith("_kernel")
 }
@@ -59,8 +61,8 @@ def record(monkeypatch, run):
     """(kernel, arguments, constants and compiler options) of each launch."""
     calls = []
 
-    def launched(self, grid, *tensors, varying=()):
-        calls.append((self.kernel, (*tensors, *varying, *self.numbers), self.constants))
+    def launched(self, *tensors):
+        calls.append((self.kernel, (*tensors, *self.numbers), self.constants))
 
     with monkeypatch.context() as patch:
         patch.setattr(cached.Launch, "__call__", launched)
@@ -123,46 +125,49 @@ def _spills_of(index: int) -> int:
     return spills(compile_call(*calls[index], target), target, folder)
 
 
+def run(name, *args, **options):
+    """Both stages of a launcher."""
+    return getattr(launch, name)(*args, **options)(*args)
+
+
 def everything(dtype, vocabulary, full):
     """Run all operators' launchers on small tensors of this dtype and vocabulary."""
     for classes in (vocabulary, 256):  # 256: rows that fit in a tile
-        launch.cross_entropy_forward(torch.zeros(50, classes, dtype=dtype), torch.zeros(50, dtype=torch.int64))
+        run("cross_entropy_forward", torch.zeros(50, classes, dtype=dtype), torch.zeros(50, dtype=torch.int64))
     logits = torch.zeros(2, vocabulary, dtype=dtype)  # few rows: the forward is split
     target = torch.zeros(2, dtype=torch.int64)
     weight = torch.ones(vocabulary) if full else None
-    soft_options = {"label_smoothing": 0.1, "softcap": 30.0, "logit_scale": 0.5} if full else {}
-    options = soft_options | {"ignore_index": 7}
+    options = {"options": Options(7, 0.1, 30.0, 0.5) if full else Options(7)}
     row = torch.zeros(2, dtype=accumulator(logits))
-    launch.cross_entropy_forward(logits, target, weight, **options)
-    launch.cross_entropy_forward_argmax(logits, target, weight, **options)
-    launch.cross_entropy_forward_entropy(logits, target, weight, **options)
-    launch.cross_entropy_backward(row, row if full else None, logits, target, row, weight, **options)
-    launch.cross_entropy_backward_(row, None, logits, target, row, weight, **options)
-    launch.cross_entropy_backward_entropy(row, row, row, logits, target, row, row, weight, **options)
-    launch_soft.soft_cross_entropy_forward(logits, logits, weight, **soft_options)
-    launch_soft.soft_cross_entropy_backward(row, row, logits, logits, row, weight, **soft_options)
-    scale = torch.ones((), dtype=row.dtype)
-    launch_one_pass.cross_entropy_with_grad(logits, target, scale, row if full else None, weight, **options)
-    launch_one_pass.cross_entropy_with_grad_(logits, target, row, None, weight, **options)
-    launch_one_pass.scale_grad_(logits, row if full else scale)
-    launch_mean.mean(row, target, 7)
-    launch_mean.mean(row, row, None)
-    launch_mean.count(target, 7, row.dtype)
-    many = torch.zeros(9000, dtype=row.dtype)
-    launch_mean.mean(many, many.long(), 7)
-    launch_mean.mean(many, many, None)
-    launch_mean.count(many.long(), 7, row.dtype)
-    every_option = {"label_smoothing": 0.0, "softcap": None, "logit_scale": 1.0} | options
-    ready = prepared.prepare(logits, target, True, **every_option)
-    ready.backward(scale, scale, logits, target, ready.forward(logits, target)[2])
+    scalar, divisor = torch.ones((), dtype=row.dtype), torch.ones(2, dtype=row.dtype)
+    z_loss = {"lse_square_scale": 1e-4 if full else 0.0}
+    grad_lse = row if full else None
+    run("cross_entropy_forward", logits, target, weight, **options)
+    run("cross_entropy_forward_argmax", logits, target, weight, **options)
+    run("cross_entropy_forward_entropy", logits, target, weight, **options)
+    run("cross_entropy_reduced", logits, target, weight, **options, **z_loss)
+    run("cross_entropy_divisor", logits, target, weight, **options)
+    many, of_many = torch.zeros(9000, 16, dtype=dtype), torch.zeros(9000, dtype=torch.int64)
+    weights_of_many = torch.ones(16) if full else None
+    run("cross_entropy_reduced", many, of_many, weights_of_many, **options, **z_loss, reduction="sum")
+    run("cross_entropy_divisor", many, of_many, weights_of_many, **options)
+    run("cross_entropy_backward", row, grad_lse, logits, target, row, weight, **options)
+    run("cross_entropy_backward", scalar, None, logits, target, row, weight, divisor, **options)
+    run("cross_entropy_backward_", scalar, grad_lse, logits, target, row, weight, divisor, **options, **z_loss)
+    run("cross_entropy_backward_", row, None, logits, target, row, weight, **options)
+    run("cross_entropy_backward_entropy", row, row, row, logits, target, row, row, weight, **options)
+    run("soft_cross_entropy_forward", logits, logits, weight, **options)
+    run("soft_cross_entropy_backward", row, row, logits, logits, row, weight, **options)
+    run("cross_entropy_with_grad", logits, target, scalar, grad_lse, weight, **options)
+    run("cross_entropy_with_grad_", logits, target, row, None, weight, **options)
+    run("scale_grad_", logits, row if full else scalar)
     place = (vocabulary, 4 * vocabulary)
-    gathered = launch_shard.cross_entropy_shard(logits, target, *place, weight, **options).expand(4, -1)
-    launch_shard.cross_entropy_shard_join(logits, target, gathered, *place, weight, **options)
-    shards = {"world": 4, "gather": lambda everyones, part: None}
-    prepared.prepare_shard(logits, target, full, *place, **shards, **every_option).forward(logits, target)
+    gathered = run("cross_entropy_shard", logits, target, *place, weight, **options).expand(4, -1)
+    run("cross_entropy_shard_join", logits, target, gathered, *place, weight, **options)
+    run("cross_entropy_shard_reduced", logits, target, gathered, *place, weight, **options, **z_loss)
     rest = (*place, weight, row if full else None)
-    launch_shard.cross_entropy_shard_backward(row, row if full else None, logits, target, row, *rest, **options)
-    launch_shard.cross_entropy_shard_backward_(row, None, logits, target, row, *rest, **options)
+    run("cross_entropy_shard_backward", row, grad_lse, logits, target, row, *rest, **options)
+    run("cross_entropy_shard_backward_", scalar, None, logits, target, row, *rest, divisor, **options, **z_loss)
 
 
 CASES = [
@@ -202,11 +207,8 @@ def test_rows_in_shared_memory(monkeypatch, tmp_path, name, capacity, dtype, cla
     """The Gluon kernel, whose language is experimental: another Triton may not compile it."""
     monkeypatch.setattr(launch_one_pass, "_shared_memory", lambda device: (capacity, 32))
     row = torch.zeros(3)
-
-    def run():
-        launch_one_pass.cross_entropy_with_grad(torch.zeros(3, classes, dtype=dtype), row.long(), row[0], row)
-
-    ((kernel, args, kwargs),) = record(monkeypatch, run)
+    tensors = (torch.zeros(3, classes, dtype=dtype), row.long(), row[0], row)
+    ((kernel, args, kwargs),) = record(monkeypatch, lambda: run("cross_entropy_with_grad", *tensors))
     assert kernel is one_pass_shared.one_pass_shared_kernel
     compiled = compile_call(kernel, args, kwargs, TARGETS[name])
     assert spills(compiled, TARGETS[name], tmp_path) <= 8, kwargs  # 32 warps leave a thread 64 registers
@@ -216,25 +218,27 @@ def test_rows_in_shared_memory(monkeypatch, tmp_path, name, capacity, dtype, cla
 def test_another_option_value_is_the_same_kernel(monkeypatch):
     """What Triton specialises a kernel on must not change with the value of an option, an ignore_index or N."""
 
-    def keys(rows, classes, **options):
+    def keys(rows, classes, scale, **fields):
         logits, row = torch.zeros(rows, classes), torch.zeros(rows)
         target, weight = torch.zeros(rows, dtype=torch.int64), torch.ones(classes)
+        options, z_loss = {"options": Options(**fields)}, {"lse_square_scale": scale}
 
-        def run():
-            launch.cross_entropy_forward(logits, target, weight, **options)
-            launch.cross_entropy_backward(row, None, logits, target, row, weight, **options)
-            more = torch.zeros(rows + 2)  # fewer rows than processors take the two operators above
+        def launches():
+            run("cross_entropy_reduced", logits, target, weight, **options, **z_loss)
+            run("cross_entropy_divisor", logits, target, weight, **options)
+            run("cross_entropy_backward", row, None, logits, target, row, weight, row[:1], **options, **z_loss)
+            more = torch.zeros(rows + 2)  # fewer rows than processors take forward and backward
             more_logits = torch.zeros(rows + 2, classes)
-            launch_one_pass.cross_entropy_with_grad(more_logits, more.long(), row[0], more, weight, **options)
-            launch_one_pass.scale_grad_(logits, row)
+            run("cross_entropy_with_grad", more_logits, more.long(), row[0], more, weight, **options)
+            run("scale_grad_", logits, row)
             place = (5 * rows, 10**6 + rows)  # another rank, another vocabulary
-            gathered = launch_shard.cross_entropy_shard(logits, target, *place, weight, **options).expand(4, -1)
-            launch_shard.cross_entropy_shard_join(logits, target, gathered, *place, weight, **options)
-            launch_shard.join_and_reduce(target, gathered.contiguous(), place[1], True, **options)
-            launch_shard.cross_entropy_shard_backward(row, None, logits, target, row, *place, weight, row, **options)
+            gathered = run("cross_entropy_shard", logits, target, *place, weight, **options).expand(4, -1)
+            run("cross_entropy_shard_reduced", logits, target, gathered, *place, weight, **options, **z_loss)
+            shard = (*place, weight, row, row[:1])
+            run("cross_entropy_shard_backward", row, None, logits, target, row, *shard, **options, **z_loss)
 
         result = []
-        for kernel, args, kwargs in record(monkeypatch, run):
+        for kernel, args, kwargs in record(monkeypatch, launches):
             constants = dict(kwargs)
             for parameter, value in zip(kernel.params, args, strict=False):
                 if not isinstance(value, torch.Tensor):
@@ -245,7 +249,7 @@ def test_another_option_value_is_the_same_kernel(monkeypatch):
         return result
 
     # As many rows as leave the forward whole: how many parts a row is split into is a constant of the join.
-    first = keys(8, 512, label_smoothing=0.1, softcap=30.0, logit_scale=1.0, ignore_index=-100)
-    again = keys(37, 512, label_smoothing=0.7, softcap=1.0, logit_scale=16.0, ignore_index=1)
+    first = keys(8, 512, 1e-4, label_smoothing=0.1, softcap=30.0, logit_scale=1.0, ignore_index=-100)
+    again = keys(37, 512, 1.0, label_smoothing=0.7, softcap=1.0, logit_scale=16.0, ignore_index=1)
     assert first == again
-    assert first == keys(1, 512, label_smoothing=1.0, softcap=2.5, logit_scale=0.3, ignore_index=2**40)
+    assert first == keys(1, 512, 16.0, label_smoothing=1.0, softcap=2.5, logit_scale=0.3, ignore_index=2**40)

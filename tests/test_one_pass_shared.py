@@ -20,19 +20,22 @@ def emulated(monkeypatch):
     """Launches as GPUs with 227 KiB would have them; the number of programs of each."""
     launched = []
 
-    def launch(self, grid, *tensors, varying=()):
+    def emulate(self, *tensors):
         assert self.kernel is KERNEL
-        launched.append(grid)
+        launched.append(self.grid)
         parameters = [name for name in inspect.signature(KERNEL.fn).parameters if name not in self.constants]
         arguments = dict(zip(parameters, (*tensors, *self.numbers), strict=True)) | self.constants
         del arguments["num_warps"]
         # As few at once as may be: the parts of a row.
-        gluon_emulator.run(KERNEL, grid, arguments, at_once=self.constants["PARTS"], seed=len(launched))
+        gluon_emulator.run(KERNEL, self.grid, arguments, at_once=self.constants["PARTS"], seed=len(launched))
 
-    monkeypatch.setattr(cached.Launch, "__call__", launch)
+    monkeypatch.setattr(cached.Launch, "__call__", emulate)
     monkeypatch.setattr(launch_one_pass, "_shared_memory", lambda device: (232448, 32))
-    yield launched
-    launch_one_pass._one_pass_launch.cache_clear()
+    return launched
+
+
+def run(launcher, *args):
+    return launcher(*args)(*args)
 
 
 @pytest.mark.parametrize("parts, tiles", [(1, 5), (2, 3), (3, 2), (5, 1)])
@@ -50,10 +53,10 @@ def test_rows_of_any_parts(monkeypatch, emulated, dtype, classes, parts, tiles):
     logits[6, 3] = float("nan")  # in the row that is not counted
     scale, square = torch.rand(9, generator=torch.Generator().manual_seed(0)), torch.tensor(1e-3)
     before = logits.clone()
-    results = launch_one_pass.cross_entropy_with_grad(logits, target, scale, square)
+    results = run(launch_one_pass.cross_entropy_with_grad, logits, target, scale, square)
     assert torch.equal(logits.nan_to_num(7), before.nan_to_num(7)) and emulated == [9 * parts]
     over = logits.clone()
-    in_place = (*launch_one_pass.cross_entropy_with_grad_(over, target, scale, square), over)
+    in_place = (*run(launch_one_pass.cross_entropy_with_grad_, over, target, scale, square), over)
     counted = target != -100
     upstream = 2 * square * results[1][counted]
     expected = oracle(logits[counted], target[counted], grad_loss=scale[counted], grad_lse=upstream)
@@ -71,7 +74,7 @@ def test_rows_as_configured(emulated, dtype, classes, parts):
     storage = realistic_logits(3, classes + 8, dtype=dtype)
     logits = storage[:, :classes]  # a gap after each row, which must not be written
     target = torch.tensor([1, classes - 1, classes])  # the last is no class
-    results = launch_one_pass.cross_entropy_with_grad_(logits, target, torch.ones(()))
+    results = run(launch_one_pass.cross_entropy_with_grad_, logits, target, torch.ones(()))
     assert emulated == [3 * parts]
     original = realistic_logits(3, classes + 8, dtype=dtype)
     expected = oracle(original[:2, :classes], target[:2], grad_loss=1.0)

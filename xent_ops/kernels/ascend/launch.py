@@ -1,7 +1,8 @@
-"""From tensors to kernels: allocate, take strides, pick a block, launch. One function an operator, named as it is.
+"""From tensors to kernels: allocate, take strides, pick a block, launch. One function an operator, with its name.
 
-Arguments have passed the operators' checks and none is float64. Nothing here reads a tensor's values or synchronises,
-so that every launch can be captured in an NPU graph.
+Each is called with the operator's arguments and returns its outputs. Arguments have passed the operators' checks and
+none is float64. Nothing here reads a tensor's values or synchronises, so that every launch can be captured in an NPU
+graph.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 from triton import JITFunction
 
-from ..reference import divided
+from ..options import DEFAULTS, Options
+from ..reductions import divisor_of, reduce_rows, target_weights
+from ..reference import row_grads
 from ..rows import class_weight, dense, per_row, rows
 from ..triton.configs import softcap as softcap_kind
 from . import configs
@@ -50,10 +53,7 @@ def _forward(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-    logit_scale: float,
+    options: Options,
     with_argmax: bool = False,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -67,8 +67,8 @@ def _forward(
         return loss, lse, argmax, entropy
     flags: dict[str, Any] = {
         "HAS_WEIGHT": weight is not None,
-        "HAS_SMOOTHING": label_smoothing > 0.0,
-        "SOFTCAP": softcap_kind(softcap, itemsize),
+        "HAS_SMOOTHING": options.label_smoothing > 0.0,
+        "SOFTCAP": softcap_kind(options.softcap, itemsize),
         "HAS_ARGMAX": with_argmax,
         "HAS_ENTROPY": with_entropy,
     }
@@ -86,10 +86,10 @@ def _forward(
             chunk,
             classes,
             *view[2:],
-            ignore_index,
-            label_smoothing,
-            softcap or 0.0,
-            logit_scale,
+            options.ignore_index,
+            options.label_smoothing,
+            options.softcap or 0.0,
+            options.logit_scale,
             **flags,
             BLOCK=configs.block(classes, configs.forward_bytes(itemsize, **flags)),
         )
@@ -97,70 +97,76 @@ def _forward(
 
 
 def cross_entropy_forward(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
 ) -> tuple[Tensor, Tensor]:
-    return _forward(logits, target, weight, ignore_index, label_smoothing, softcap, logit_scale)[:2]
+    return _forward(logits, target, weight, options)[:2]
 
 
 def cross_entropy_forward_argmax(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
 ) -> tuple[Tensor, Tensor, Tensor]:
-    options = (ignore_index, label_smoothing, softcap, logit_scale)
-    return _forward(logits, target, weight, *options, with_argmax=True)[:3]
+    return _forward(logits, target, weight, options, with_argmax=True)[:3]
 
 
 def cross_entropy_forward_entropy(
+    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss, lse, _, entropy = _forward(logits, target, weight, options, with_entropy=True)
+    return loss, lse, entropy
+
+
+def cross_entropy_reduced(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
     *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    options: Options = DEFAULTS,
+    lse_square_scale: float = 0.0,
+    reduction: str = "mean",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    options = (ignore_index, label_smoothing, softcap, logit_scale)
-    loss, lse, _, entropy = _forward(logits, target, weight, *options, with_entropy=True)
-    return loss, lse, entropy
+    """The rows by the kernel, their sums by plain torch."""
+    loss, lse = cross_entropy_forward(logits, target, weight, options=options)
+    ignore_index = options.ignore_index
+    weights = target_weights(target, weight, logits.shape[-1], ignore_index, loss.dtype)
+    value, _, divisor = reduce_rows(
+        loss,
+        lse,
+        target,
+        weights,
+        ignore_index=ignore_index,
+        lse_square_scale=lse_square_scale,
+        reduction=reduction,
+    )
+    return value, divisor_of(weights, target, ignore_index) if divisor is None else divisor, lse
 
 
 def _backward(
-    grad: Tensor,
+    gradient: Tensor,  # written; may be the logits
     grad_loss: Tensor,
     grad_lse: Tensor | None,
     logits: Tensor,
     target: Tensor,
     lse: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-    logit_scale: float,
+    weight: Tensor | None = None,
+    divisor: Tensor | None = None,
+    *,
+    options: Options = DEFAULTS,
+    lse_square_scale: float = 0.0,
     grad_entropy: Tensor | None = None,
     entropy: Tensor | None = None,
 ) -> None:
     classes, itemsize = logits.shape[-1], logits.element_size()
-    view, out = rows(logits), rows(grad)
+    view, out = rows(logits), rows(gradient)
     if view.number == 0:
         return
+    ignore_index, label_smoothing, softcap, logit_scale = options
+    grad_loss, grad_lse = row_grads(
+        grad_loss, grad_lse, target, lse, divisor, ignore_index, lse_square_scale, torch.float32
+    )
     lse = dense(lse)
     grad_loss, grad_loss_stride = per_row(grad_loss, lse)
     programs, chunk = configs.programs(view.number, _cores(logits))
-    place = (view.number, chunk, classes, *view[2:], *out[2:])
+    layout = (view.number, chunk, classes, *view[2:], *out[2:])
     flags: dict[str, Any] = {
         "HAS_GRAD_LSE": grad_lse is not None,
         "HAS_ENTROPY": grad_entropy is not None,
@@ -176,7 +182,7 @@ def _backward(
                 _indices(target),
                 lse,
                 out.tensor,
-                *place,
+                *layout,
                 grad_loss_stride,
                 ignore_index,
                 logit_scale,
@@ -197,7 +203,7 @@ def _backward(
             weights,
             weights.sum() if weight is not None and label_smoothing > 0.0 else weights,
             out.tensor,
-            *place,
+            *layout,
             grad_loss_stride,
             grad_lse_stride,
             grad_entropy_stride,
@@ -211,51 +217,21 @@ def _backward(
 
 
 def cross_entropy_backward(
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    weight: Tensor | None = None,
-    divisor: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Tensor | None, **options: Any
 ) -> Tensor:
-    grad = logits.new_empty(logits.shape)
-    options = (ignore_index, label_smoothing, softcap, logit_scale)
-    _backward(grad, divided(grad_loss, divisor, torch.float32), grad_lse, logits, target, lse, weight, *options)
-    return grad
+    gradient = logits.new_empty(logits.shape)
+    _backward(gradient, grad_loss, grad_lse, logits, *rest, **options)
+    return gradient
 
 
 def cross_entropy_backward_(
-    grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
+    grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Tensor | None, **options: Any
 ) -> None:
     if rows(logits).tensor is logits:
-        _backward_in_place(grad_loss, grad_lse, logits, *rest, **options)
-        torch.autograd.graph.increment_version(logits)  # a launch is not seen by autograd
+        _backward(logits, grad_loss, grad_lse, logits, *rest, **options)
+        torch.autograd.graph.increment_version(logits)  # autograd does not see a launch
     else:  # rows that no two strides describe: through a dense gradient
         logits.copy_(cross_entropy_backward(grad_loss, grad_lse, logits, *rest, **options))
-
-
-def _backward_in_place(
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    weight: Tensor | None = None,
-    divisor: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-) -> None:
-    options = (ignore_index, label_smoothing, softcap, logit_scale)
-    _backward(logits, divided(grad_loss, divisor, torch.float32), grad_lse, logits, target, lse, weight, *options)
 
 
 def cross_entropy_backward_entropy(
@@ -268,12 +244,8 @@ def cross_entropy_backward_entropy(
     entropy: Tensor,
     weight: Tensor | None = None,
     *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    options: Options = DEFAULTS,
 ) -> Tensor:
-    grad = logits.new_empty(logits.shape)
-    options = (ignore_index, label_smoothing, softcap, logit_scale)
-    _backward(grad, grad_loss, grad_lse, logits, target, lse, weight, *options, grad_entropy, entropy)
-    return grad
+    gradient, tensors = logits.new_empty(logits.shape), (logits, target, lse, weight)
+    _backward(gradient, grad_loss, grad_lse, *tensors, options=options, grad_entropy=grad_entropy, entropy=entropy)
+    return gradient

@@ -125,12 +125,20 @@ def write(
 
 
 @triton.jit(
-    do_not_specialize=["class_start", "n_classes", "ignore_index", "label_smoothing", "softcap", "logit_scale"],
+    do_not_specialize=[
+        "class_start",
+        "n_classes",
+        "ignore_index",
+        "label_smoothing",
+        "softcap",
+        "logit_scale",
+        "lse_square_scale",
+    ],
     do_not_specialize_on_alignment=["n_inner", "n_out_inner", "n_blocks"],
 )
 def backward_kernel(
     grad_loss_ptr,  # (N,) with a stride, 0 for an expanded scalar
-    divisor_ptr,  # (): what grad_loss is divided by
+    divisor_ptr,  # (2,): what the gradients of a row's loss and of its z-loss are divided by
     grad_lse_ptr,  # (N,) with a stride
     grad_entropy_ptr,  # (N,) likewise
     logits_ptr,  # (outer, inner, V), rows of any stride
@@ -157,8 +165,10 @@ def backward_kernel(
     label_smoothing: "fp64",
     softcap: "fp64",
     logit_scale: "fp64",
+    lse_square_scale: "fp64",
     HAS_DIVISOR: tl.constexpr,
     HAS_GRAD_LSE: tl.constexpr,
+    HAS_LSE_SQUARE: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
@@ -189,7 +199,10 @@ def backward_kernel(
     valid = (target >= 0) & (target < total_classes)
     lse = tl.load(lse_ptr + row)
     a = tl.load(grad_loss_ptr + tl.cast(row, tl.int64) * grad_loss_stride).to(ACC)
+    grad_square = a
     if HAS_DIVISOR:
+        if HAS_LSE_SQUARE:
+            grad_square /= tl.load(divisor_ptr + 1).to(ACC)
         a /= tl.load(divisor_ptr).to(ACC)
     column = target
     owned = valid
@@ -208,13 +221,19 @@ def backward_kernel(
     )  # fmt: skip
     if SHARD:
         total = a * tl.load(weight_sum_ptr + row) if HAS_WEIGHT else a
+    grad_lse = tl.cast(0.0, ACC)
     if HAS_GRAD_LSE:
         grad_lse = tl.load(grad_lse_ptr + tl.cast(row, tl.int64) * grad_lse_stride).to(ACC)
+    if HAS_LSE_SQUARE:
+        grad_square *= 2.0 * tl.cast(lse_square_scale, ACC)
+        # Chosen last: without a counted row the divisor is 0.
+        grad_lse += tl.where(target == ignore_index, 0.0, lse * grad_square)
+    if HAS_GRAD_LSE or HAS_LSE_SQUARE:
         total += grad_lse
     # A row that passes nothing back is not read: exact zeros, whatever its logits hold. Weights do not decide it, for
     # which the logits would have to wait.
     live = a != 0.0
-    if HAS_GRAD_LSE:
+    if HAS_GRAD_LSE or HAS_LSE_SQUARE:
         live |= grad_lse != 0.0
     grad_entropy = 0.0
     entropy = 0.0

@@ -3,7 +3,6 @@
 H200, triton 3.6, bf16, 2026-11: times in copies of the logits (the limit is 0.5 forward, 1.0 backward).
 """
 
-import functools
 from typing import NamedTuple
 
 from triton import next_power_of_2
@@ -20,7 +19,6 @@ def load(softcap: float | None, weighted: bool, label_smoothing: float) -> int:
     return (softcap is not None) + 2 * (weighted and label_smoothing > 0.0)
 
 
-@functools.lru_cache(1024)
 def forward(classes: int, itemsize: int, extra: bool = False, load: int = 0) -> Config:
     """A program walks over a row; 16 elements a thread: with 32 what has ``extra`` outputs may spill.
 
@@ -51,7 +49,6 @@ class Short(NamedTuple):
     num_warps: int
 
 
-@functools.lru_cache(1024)
 def short(classes: int, itemsize: int, extra: bool = False, load: int = 0, smoothing: bool = False) -> Short | None:
     """Rows that one tile holds in registers; None for longer ones. 131072 x 1024: 0.57, by the loop 0.67.
 
@@ -69,7 +66,6 @@ def short(classes: int, itemsize: int, extra: bool = False, load: int = 0, smoot
     return Short(max(32 * elements // block, 1), block, num_warps)
 
 
-@functools.lru_cache(1024)
 def parts(rows: int, classes: int, config: Config, processors: int) -> tuple[Config, int, int]:
     """How many programs share a row in the forward, the columns that each takes, and the config that goes with it.
 
@@ -86,18 +82,12 @@ def parts(rows: int, classes: int, config: Config, processors: int) -> tuple[Con
     return config, -(-classes // part_classes), part_classes
 
 
-@functools.lru_cache(1024)
-def power_of_two(number: int) -> int:
-    return next_power_of_2(number)
-
-
 class Backward(NamedTuple):
     block: int  # elements of a row that a program handles at a time
     tiles: int  # blocks that it handles
     num_warps: int
 
 
-@functools.lru_cache(1024)
 def backward(classes: int, itemsize: int, load: int = 0) -> Backward:
     """Four 16-byte loads a thread: 32 elements of 16 bits, 16 of float32 (131072 x 1024 0.98, with one load 1.13).
 
@@ -122,7 +112,6 @@ def backward(classes: int, itemsize: int, load: int = 0) -> Backward:
     return Backward(block, 2 if load and row > block else 1, max(block // 1024, 1))
 
 
-@functools.lru_cache(1024)
 def one_pass(classes: int, itemsize: int) -> Config:
     """A program walks over a row twice. Many warps a row, so that the rows in flight fit the L2 cache."""
     if itemsize == 8:
@@ -137,7 +126,6 @@ class Shared(NamedTuple):
     num_warps: int
 
 
-@functools.lru_cache(1024)
 def one_pass_shared(classes: int, itemsize: int, capacity: int, most_parts: int) -> Shared | None:
     """A row, or a part of one, in shared memory, of which a program may use ``capacity`` bytes; None for no such way.
 
@@ -162,20 +150,23 @@ def one_pass_shared(classes: int, itemsize: int, capacity: int, most_parts: int)
     return Shared(parts, size // itemsize, tiles, num_warps) if fits else None
 
 
-@functools.lru_cache(1024)
 def soft(classes: int, itemsize: int) -> Config:
     """A program walks over a row of logits and one of probabilities."""
     return Config(min(max(next_power_of_2(classes), 128), 2048 // max(itemsize, 4)), 4, 1)
 
 
-# The mean over the rows: by one program, and by several and one for their parts. 8192 rows: 8.4 us and 8.0, but
-# a launch more for the host; 131072: 50.5 and 8.9.
-MEAN, MEAN_PART = Config(4096, 16, 1), Config(1024, 4, 1)
+REDUCE_MOST_PROGRAMS = 256
 
 
-def mean_programs(rows: int) -> int:
-    """Multiples of 32, so that the sums and counts of all parts start on 16-byte boundaries."""
-    return 1 if rows <= 8192 else min(-(-rows // (32 * MEAN_PART.block)) * 32, 256)
+def reduce(rows: int, itemsize: int) -> tuple[int, Config]:
+    """Programs that share the sums over the rows, and their config; from two on another adds up their parts.
+
+    8192 rows: by one program 8.4 us, by several 8.0, but a launch more for the host; 131072: 50.5 and 8.9. Multiples of
+    32, so that each sum of all programs starts on a 16-byte boundary.
+    """
+    if rows <= 8192:
+        return 1, Config(4096 if itemsize == 4 else 1024, 16, 1)
+    return min(-(-rows // 32768) * 32, REDUCE_MOST_PROGRAMS), Config(1024, 4, 1)
 
 
 def edges(classes: int, itemsize: int) -> int:

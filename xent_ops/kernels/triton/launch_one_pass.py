@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..reference import grad_lse_of_square
-from ..rows import Rows, dense, per_row, rows
+from ..options import DEFAULTS, Options
+from ..reference import accumulator, grad_lse_of_square
+from ..rows import Rows, dense_like, dense_rows, per_row_like, rows, rows_like
 from . import configs
-from .cached import Launch, plan
-from .common import Strides, class_weights, edges, empty_grad, empty_rows, on_device_of, processors
-from .launch import prepare_backward, prepare_forward
+from .cached import Launch
+from .common import Run, Strides, class_weights, edges, launcher, new_gradient, new_rows, processors
+from .launch_backward import prepare_backward
+from .launch_forward import prepare_forward
 from .one_pass import one_pass_kernel, scale_kernel
 
 
-@functools.cache
 def _shared_memory(device: torch.device) -> tuple[int, int]:
     """Bytes that one program may keep a row in, and how many may share one; 0 where one_pass_shared.py cannot run.
 
@@ -34,122 +35,146 @@ def _shared_memory(device: torch.device) -> tuple[int, int]:
     return getattr(properties, "shared_memory_per_block_optin", 0), max(properties.multi_processor_count // 4, 1)
 
 
-def _with_grad(
-    view: Rows,
-    grad: Rows,
-    target: Tensor,
-    grad_scale: Tensor,
-    grad_lse_square: Tensor | None,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-    logit_scale: float,
-) -> tuple[Tensor, Tensor]:
-    logits = view.tensor
-    if view.number == 0:
-        return empty_rows(logits), empty_rows(logits)
-    options = (ignore_index, label_smoothing, softcap, logit_scale)
-    scale, scale_stride = per_row(grad_scale, logits)
-    square, square_stride = per_row(grad_lse_square, logits)
-    parts, launch = _one_pass_launch(
-        view[2:],
-        grad[2:],
-        logits.shape[-1],
-        logits.element_size(),
-        logits.data_ptr() % 16 == 0,
-        _shared_memory(logits.device),
-        (scale_stride, square_stride),
-        grad_lse_square is not None,
-        weight is not None,
-        *options,
-    )
-    shared = launch.kernel is not one_pass_kernel
-    if not shared and view.number < processors(logits):  # a program a row would leave some idle
-        with on_device_of(logits):
-            return _in_two_visits(view, grad, target, grad_scale, grad_lse_square, weight, *options)
-    loss = empty_rows(logits)
-    lse = torch.empty_like(loss)
-    if shared:
-        # What programs exchange; not read where they have a row each.
-        extra = lse if parts == 1 else torch.zeros(1 + view.number * parts, dtype=torch.int64, device=logits.device)
-    else:
-        extra = class_weights(weight, lse, label_smoothing, logits.element_size(), view[2:], grad[2:])
-    with on_device_of(logits):
-        launch(view.number * parts, logits, dense(target), scale, square, extra, loss, lse, grad.tensor)
-    return loss, lse
+class _Call(NamedTuple):
+    """What the first stage looks at."""
+
+    view: Rows  # of the logits
+    out_strides: Strides  # of the rows that the gradient is written to
+    target: Tensor
+    grad_scale: Tensor
+    grad_lse_square: Tensor | None
+    weight: Tensor | None
+    options: Options
 
 
-def _in_two_visits(
-    view: Rows,
-    grad: Rows,
-    target: Tensor,
-    grad_scale: Tensor,
-    grad_lse_square: Tensor | None,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-    logit_scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Forward and backward, each over many programs; few rows are still in the L2 cache at the second visit."""
-    logits, options = view.tensor, (ignore_index, label_smoothing, softcap, logit_scale)
-    loss, lse = prepare_forward(logits, target, weight, *options)(logits, target, weight)
-    grad_lse = grad_lse_of_square(grad_lse_square, lse, target, ignore_index)
-    tensors = (grad_scale.expand_as(lse), grad_lse, logits, target, lse, weight)
-    prepare_backward(grad[2:], *tensors, *options)(grad.tensor, *tensors)
-    return loss, lse
+# ``kernel(gradient, logits, target, grad_scale, grad_lse_square, weight)`` -> (loss, lse), of logits as _Call.view has
+# them.
+Kernel = Callable[..., tuple[Tensor, Tensor]]
 
 
-@plan
-def _one_pass_launch(
-    strides: Strides,
-    out_strides: Strides,
-    classes: int,
-    itemsize: int,
-    on_boundary: bool,
-    shared_memory: tuple[int, int],  # see _shared_memory
-    scale_strides: tuple[int, int],  # of grad_scale, grad_lse_square
-    with_square: bool,
-    weighted: bool,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-    logit_scale: float,
-) -> tuple[int, Launch]:
-    """Programs a row, and the launch."""
-    border = edges(classes, itemsize, strides, out_strides)
-    same_rows = strides == out_strides
-    numbers = (classes, *strides, *out_strides, *scale_strides, ignore_index)
-    flags: dict[str, Any] = {"HAS_LSE_SQUARE": with_square, "EDGES": border, "VECTOR": configs.vector(itemsize)}
-    plain = not weighted and label_smoothing == 0.0 and softcap is None and logit_scale >= 1e-30
+def _prepare_with_grad(call: _Call) -> Kernel:
+    logits, number = call.view.tensor, call.view.number
+    if number == 0:
+        new_row = new_rows(logits)
+        return lambda *_tensors: (new_row(), new_row())
+    shared = _prepare_shared(call)
+    # A program a row would leave some processors idle.
+    few = number < processors(logits.device)
+    general = _prepare_two_visits(call) if few else _prepare_launch(call, None)
+    if shared is None:
+        return general
+
+    def choose(gradient: Tensor, logits: Tensor, *rest: Tensor | None) -> tuple[Tensor, Tensor]:
+        kernel = general if logits.data_ptr() % 16 else shared
+        return kernel(gradient, logits, *rest)
+
+    return choose
+
+
+def _prepare_shared(call: _Call) -> Kernel | None:
+    """By the kernel that keeps a row in shared memory; None where it cannot."""
+    logits, options = call.view.tensor, call.options
+    classes, itemsize = logits.shape[-1], logits.element_size()
+    plain = call.weight is None and options.label_smoothing == 0.0 and options.softcap is None
+    same_rows = call.view[2:] == call.out_strides
     # Copies to shared memory take whole 16-byte vectors.
-    if plain and itemsize < 8 and on_boundary and (same_rows or not border):
-        shared = configs.one_pass_shared(classes, itemsize, *shared_memory)
-        if shared is not None:
-            from .one_pass_shared import one_pass_shared_kernel
+    vectors = same_rows or not edges(classes, itemsize, call.view[2:], call.out_strides)
+    if not (plain and options.logit_scale >= 1e-30 and itemsize < 8 and vectors):
+        return None
+    config = configs.one_pass_shared(classes, itemsize, *_shared_memory(logits.device))
+    return None if config is None else _prepare_launch(call, config)
 
-            flags |= {"PARTS": shared.parts, "TILE": shared.tile, "TILES": shared.tiles, "WARPS": shared.num_warps}
-            launch = Launch(one_pass_shared_kernel, *numbers, logit_scale, **flags, num_warps=shared.num_warps)
-            return shared.parts, launch
-    config = configs.one_pass(classes, itemsize)
-    return 1, Launch(
-        one_pass_kernel,
-        *numbers,
-        label_smoothing,
-        softcap or 0.0,
-        logit_scale,
-        HAS_WEIGHT=weighted,
-        HAS_SMOOTHING=label_smoothing > 0.0,
-        SOFTCAP=configs.softcap(softcap, itemsize),
-        SAME_ROWS=same_rows,
-        BLOCK=config.block,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **flags,
+
+def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
+    """By one kernel: that of one_pass_shared.py or that of one_pass.py."""
+    logits, number, strides, out_strides = call.view.tensor, call.view.number, call.view[2:], call.out_strides
+    classes, itemsize, weighted = logits.shape[-1], logits.element_size(), call.weight is not None
+    ignore_index, label_smoothing, softcap, logit_scale = call.options
+    as_scale, scale_stride = per_row_like(call.grad_scale)
+    as_square, square_stride = per_row_like(call.grad_lse_square)
+    as_targets, new_row = dense_like(call.target), new_rows(logits)
+    border = edges(classes, itemsize, strides, out_strides)
+    numbers = (classes, *strides, *out_strides, scale_stride, square_stride, ignore_index)
+    flags: dict[str, Any] = {
+        "HAS_LSE_SQUARE": call.grad_lse_square is not None,
+        "EDGES": border,
+        "VECTOR": configs.vector(itemsize),
+    }
+    words = 0  # what programs exchange
+    if shared is not None:
+        from .one_pass_shared import one_pass_shared_kernel
+
+        flags |= {"PARTS": shared.parts, "TILE": shared.tile, "TILES": shared.tiles, "WARPS": shared.num_warps}
+        programs = number * shared.parts
+        launch = Launch(one_pass_shared_kernel, programs, *numbers, logit_scale, **flags, num_warps=shared.num_warps)
+        if shared.parts > 1:
+            words = 1 + programs
+    else:
+        config = configs.one_pass(classes, itemsize)
+        launch = Launch(
+            one_pass_kernel,
+            number,
+            *numbers,
+            label_smoothing,
+            softcap or 0.0,
+            logit_scale,
+            HAS_WEIGHT=weighted,
+            HAS_SMOOTHING=label_smoothing > 0.0,
+            SOFTCAP=configs.softcap(softcap, itemsize),
+            SAME_ROWS=strides == out_strides,
+            BLOCK=config.block,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            **flags,
+        )
+
+    def kernel(
+        gradient: Tensor,
+        logits: Tensor,
+        target: Tensor,
+        grad_scale: Tensor,
+        grad_lse_square: Tensor | None,
+        weight: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        loss, lse = new_row(), new_row()
+        if words:
+            extra = torch.zeros(words, dtype=torch.int64, device=lse.device)
+        else:
+            extra = class_weights(weight, lse, label_smoothing > 0.0 and border != 0)
+        square = lse if grad_lse_square is None else as_square(grad_lse_square)
+        launch(logits, as_targets(target), as_scale(grad_scale), square, extra, loss, lse, gradient)
+        return loss, lse
+
+    return kernel
+
+
+def _prepare_two_visits(call: _Call) -> Kernel:
+    """Forward and backward, each over many programs; few rows are still in the L2 cache at the second visit."""
+    logits, target, weight, options = call.view.tensor, call.target, call.weight, call.options
+    row = torch.empty(tuple(logits.shape[:-1]), dtype=accumulator(logits), device="meta")  # like the lse
+    forward = prepare_forward(logits, target, weight, options)
+    grad_lse = None if call.grad_lse_square is None else row
+    backward = prepare_backward(
+        call.out_strides, call.grad_scale, grad_lse, logits, target, row, weight, options=options
     )
 
+    def kernel(
+        gradient: Tensor,
+        logits: Tensor,
+        target: Tensor,
+        grad_scale: Tensor,
+        grad_lse_square: Tensor | None,
+        weight: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        loss, lse = forward(logits, target, weight)
+        grad_lse = grad_lse_of_square(grad_lse_square, lse, target, options.ignore_index)
+        backward(gradient, grad_scale, grad_lse, logits, target, lse, weight)
+        return loss, lse
 
+    return kernel
+
+
+@launcher
 def cross_entropy_with_grad(
     logits: Tensor,
     target: Tensor,
@@ -157,16 +182,27 @@ def cross_entropy_with_grad(
     grad_lse_square: Tensor | None = None,
     weight: Tensor | None = None,
     *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad = empty_grad(logits)
-    options = (ignore_index, label_smoothing, softcap, logit_scale)
-    return *_with_grad(rows(logits), rows(grad), target, grad_scale, grad_lse_square, weight, *options), grad
+    options: Options = DEFAULTS,
+) -> Run:
+    view = rows(logits)
+    tensors = (target, grad_scale, grad_lse_square, weight)
+    kernel = _prepare_with_grad(_Call(view, dense_rows(logits.shape), *tensors, options))
+    as_rows, new_grad = rows_like(logits, view), new_gradient(logits)
+
+    def run(
+        logits: Tensor,
+        target: Tensor,
+        grad_scale: Tensor,
+        grad_lse_square: Tensor | None = None,
+        weight: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grad = new_grad()
+        return *kernel(grad, as_rows(logits), target, grad_scale, grad_lse_square, weight), grad
+
+    return run
 
 
+@launcher
 def cross_entropy_with_grad_(
     logits: Tensor,
     target: Tensor,
@@ -174,53 +210,63 @@ def cross_entropy_with_grad_(
     grad_lse_square: Tensor | None = None,
     weight: Tensor | None = None,
     *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+    options: Options = DEFAULTS,
+) -> Run:
     # Rows that no two strides describe are copied: the gradient is written over the copy, and then back.
     view = rows(logits)
-    options = (ignore_index, label_smoothing, softcap, logit_scale)
-    outputs = _with_grad(view, view, target, grad_scale, grad_lse_square, weight, *options)
-    _wrote(view, logits)
-    return outputs
+    kernel = _prepare_with_grad(_Call(view, view[2:], target, grad_scale, grad_lse_square, weight, options))
+    as_rows = rows_like(logits, view)
+
+    def run(
+        logits: Tensor,
+        target: Tensor,
+        grad_scale: Tensor,
+        grad_lse_square: Tensor | None = None,
+        weight: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        written = as_rows(logits)
+        outputs = kernel(written, written, target, grad_scale, grad_lse_square, weight)
+        _wrote(written, logits)
+        return outputs
+
+    return run
 
 
-def scale_grad_(grad: Tensor, factor: Tensor) -> None:
+@launcher
+def scale_grad_(grad: Tensor, factor: Tensor) -> Run:
     view = rows(grad)
     if view.number == 0:
-        return
-    values, stride = per_row(factor, grad)
-    blocks, launch = _scale_launch(view[2:], grad.shape[-1], grad.element_size(), stride)
-    tiles = view.number * blocks
-    with on_device_of(grad):
-        launch(min(tiles, 8 * processors(grad)), view.tensor, values, varying=(tiles,))
-    _wrote(view, grad)
-
-
-@plan
-def _scale_launch(strides: Strides, classes: int, itemsize: int, factor_stride: int) -> tuple[int, Launch]:
-    """Programs a row, and the launch."""
-    config = configs.backward(classes, itemsize)
+        return lambda _grad, _factor: None
+    classes = grad.shape[-1]
+    config = configs.backward(classes, grad.element_size())
     blocks = -(-classes // config.block)
-    return blocks, Launch(
+    tiles = view.number * blocks
+    as_rows, (as_factor, stride) = rows_like(grad, view), per_row_like(factor)
+    launch = Launch(
         scale_kernel,
+        min(tiles, 8 * processors(grad.device)),
+        tiles,
         classes,
         blocks,
-        *strides,
-        factor_stride,
-        varying=1,
-        PER_ROW=factor_stride != 0,
+        *view[2:],
+        stride,
+        PER_ROW=stride != 0,
         BLOCK=config.block,
         num_warps=config.num_warps,
         num_stages=1,
     )
 
+    def run(grad: Tensor, factor: Tensor) -> None:
+        written = as_rows(grad)
+        launch(written, as_factor(factor))
+        _wrote(written, grad)
 
-def _wrote(view: Rows, tensor: Tensor) -> None:
-    """After a kernel has written to a view of the tensor's rows."""
-    if view.tensor is tensor:
-        torch.autograd.graph.increment_version(tensor)  # a launch is not seen by autograd
+    return run
+
+
+def _wrote(view: Tensor, tensor: Tensor) -> None:
+    """After a kernel has written to the tensor, or to a copy of its rows."""
+    if view is tensor:
+        torch.autograd.graph.increment_version(tensor)  # autograd does not see a launch
     else:
-        tensor.copy_(view.tensor.view(tensor.shape))
+        tensor.copy_(view.view(tensor.shape))

@@ -4,84 +4,57 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ..options import DEFAULTS, Options
 from ..reference import accumulator
-from ..rows import class_weight, dense, per_row, rows
+from ..rows import class_weight, dense_like, per_row_like, rows, rows_like
 from . import configs
-from .cached import Launch, plan
-from .common import Strides, empty_grad, empty_rows, on_device_of
+from .cached import Launch
+from .common import Run, launcher, new_gradient, new_rows
 from .soft import soft_backward_kernel, soft_forward_kernel
 
 
-def _soft_constants(classes: int, itemsize: int, weighted: bool, softcap: float | None) -> dict[str, Any]:
-    config = configs.soft(classes, itemsize)
+def _constants(logits: Tensor, weighted: bool, softcap: float | None) -> dict[str, Any]:
+    config = configs.soft(logits.shape[-1], logits.element_size())
     return {
         "HAS_WEIGHT": weighted,
-        "SOFTCAP": configs.softcap(softcap, itemsize),
+        "SOFTCAP": configs.softcap(softcap, logits.element_size()),
         "BLOCK": config.block,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
 
 
-@plan
-def _soft_forward_launch(
-    strides: Strides,
-    target_strides: Strides,
-    classes: int,
-    itemsize: int,
-    weighted: bool,
-    label_smoothing: float,
-    softcap: float | None,
-    logit_scale: float,
-) -> Launch:
-    numbers = (classes, *strides, *target_strides, label_smoothing, softcap or 0.0, logit_scale)
-    return Launch(soft_forward_kernel, *numbers, **_soft_constants(classes, itemsize, weighted, softcap))
-
-
-@plan
-def _soft_backward_launch(
-    strides: Strides,
-    target_strides: Strides,
-    classes: int,
-    itemsize: int,
-    grad_strides: tuple[int, int],  # of grad_loss, grad_lse
-    with_grad_lse: bool,
-    weighted: bool,
-    label_smoothing: float,
-    softcap: float | None,
-    logit_scale: float,
-) -> Launch:
-    numbers = (classes, *strides, *target_strides, *grad_strides, label_smoothing, softcap or 0.0, logit_scale)
-    constants = _soft_constants(classes, itemsize, weighted, softcap)
-    return Launch(soft_backward_kernel, *numbers, HAS_GRAD_LSE=with_grad_lse, **constants)
-
-
+@launcher
 def soft_cross_entropy_forward(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    *,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    classes = logits.shape[-1]
-    loss = empty_rows(logits)
-    lse = torch.empty_like(loss)
+    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
+) -> Run:
     view, target_view = rows(logits), rows(target)
-    if view.number > 0:
-        options = (label_smoothing, softcap, logit_scale)
-        launch = _soft_forward_launch(
-            view[2:], target_view[2:], classes, logits.element_size(), weight is not None, *options
-        )
-        with on_device_of(logits):
-            launch(view.number, view.tensor, target_view.tensor, class_weight(weight, lse), loss, lse)
-    return loss, lse
+    launch = Launch(
+        soft_forward_kernel,
+        view.number,
+        logits.shape[-1],
+        *view[2:],
+        *target_view[2:],
+        options.label_smoothing,
+        options.softcap or 0.0,
+        options.logit_scale,
+        **_constants(logits, weight is not None, options.softcap),
+    )
+    number, new_row = view.number, new_rows(logits)
+    as_rows, as_targets = rows_like(logits, view), rows_like(target, target_view)
+
+    def run(logits: Tensor, target: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        loss, lse = new_row(), new_row()
+        if number > 0:
+            launch(as_rows(logits), as_targets(target), class_weight(weight, lse), loss, lse)
+        return loss, lse
+
+    return run
 
 
+@launcher
 def soft_cross_entropy_backward(
     grad_loss: Tensor,
     grad_lse: Tensor | None,
@@ -90,31 +63,49 @@ def soft_cross_entropy_backward(
     lse: Tensor,
     weight: Tensor | None = None,
     *,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-) -> Tensor:
-    classes = logits.shape[-1]
-    grad = empty_grad(logits)
+    options: Options = DEFAULTS,
+) -> Run:
     view, target_view = rows(logits), rows(target)
-    if view.number == 0:
-        return grad
-    lse = dense(lse.to(accumulator(logits)))  # in whose dtype the kernel computes
-    grad_loss, grad_loss_stride = per_row(grad_loss, lse)
-    grad_lse_row, grad_lse_stride = per_row(grad_lse, lse)
-    launch = _soft_backward_launch(
-        view[2:],
-        target_view[2:],
-        classes,
-        logits.element_size(),
-        (grad_loss_stride, grad_lse_stride),
-        grad_lse is not None,
-        weight is not None,
-        label_smoothing,
-        softcap,
-        logit_scale,
+    as_grad_loss, grad_loss_stride = per_row_like(grad_loss)
+    as_grad_lse, grad_lse_stride = per_row_like(grad_lse)
+    launch = Launch(
+        soft_backward_kernel,
+        view.number,
+        logits.shape[-1],
+        *view[2:],
+        *target_view[2:],
+        grad_loss_stride,
+        grad_lse_stride,
+        options.label_smoothing,
+        options.softcap or 0.0,
+        options.logit_scale,
+        HAS_GRAD_LSE=grad_lse is not None,
+        **_constants(logits, weight is not None, options.softcap),
     )
-    tensors = (grad_loss, grad_lse_row, view.tensor, target_view.tensor, lse, class_weight(weight, lse), grad)
-    with on_device_of(logits):
-        launch(view.number, *tensors)
-    return grad
+    number, gradient = view.number, new_gradient(logits)
+    as_rows, as_targets = rows_like(logits, view), rows_like(target, target_view)
+    as_lse = dense_like(lse, accumulator(logits))  # in whose dtype the kernel computes
+
+    def run(
+        grad_loss: Tensor,
+        grad_lse: Tensor | None,
+        logits: Tensor,
+        target: Tensor,
+        lse: Tensor,
+        weight: Tensor | None = None,
+    ) -> Tensor:
+        grad = gradient()
+        if number > 0:
+            lse = as_lse(lse)
+            launch(
+                as_grad_loss(grad_loss),
+                lse if grad_lse is None else as_grad_lse(grad_lse),
+                as_rows(logits),
+                as_targets(target),
+                lse,
+                class_weight(weight, lse),
+                grad,
+            )
+        return grad
+
+    return run

@@ -22,7 +22,6 @@ def shard_kernel(
     target_ptr,  # (N,), contiguous, any integer dtype; classes of the whole vocabulary
     weight_ptr,  # (n_cols,) in the accumulator's dtype
     out_ptr,  # (numbers * N + HEADER,)
-    counter_ptr,  # one number in the accumulator's dtype
     n_cols,  # columns of this rank that are classes, may be 0
     class_start: "i64",
     n_classes: "i64",
@@ -35,7 +34,6 @@ def shard_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    HAS_COUNTER: tl.constexpr,  # set it to 0, for join_shards_kernel to count in
     EDGES: tl.constexpr,  # as in numerics.aligned_body
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,  # elements in 16 bytes
@@ -88,8 +86,6 @@ def shard_kernel(
             tl.store(header + 4, weights)
         else:
             tl.store(header + 4, size.to(ACC))
-        if HAS_COUNTER:
-            tl.store(counter_ptr, tl.cast(0.0, ACC))
 
 
 @triton.jit
@@ -99,34 +95,14 @@ def _integer(pointer, mask):
     return high * DIGIT + tl.load(pointer + 1, mask=mask, other=0.0).to(tl.int64)
 
 
-@triton.jit
-def _add_up(sums_ptr, n_rows, loss_ptr, counted_ptr, REDUCTION: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
-    """What the programs of join_shards_kernel have summed, always in the same order."""
-    ACC: tl.constexpr = loss_ptr.dtype.element_ty
-    programs = tl.num_programs(0)
-    total = tl.zeros([PARTS], ACC)
-    count = tl.zeros([PARTS], ACC)
-    for start in tl.range(0, programs, PARTS):
-        program = start + tl.arange(0, PARTS)
-        there = sums_ptr + program.to(tl.int64) * BLOCK
-        total += tl.load(there, mask=program < programs, other=0.0, cache_modifier=".cg")
-        count += tl.load(there + n_rows, mask=program < programs, other=0.0, cache_modifier=".cg")
-    loss = tl.sum(total, axis=0)
-    counted = tl.sum(count, axis=0)
-    if REDUCTION == "mean":
-        loss /= counted
-    tl.store(loss_ptr, loss)
-    tl.store(counted_ptr, counted)
-
-
 @triton.jit(do_not_specialize=["n_rows", "n_classes", "ignore_index", "label_smoothing"])
 def join_shards_kernel(
     gathered_ptr,  # (world, numbers * N + HEADER), contiguous: what shard_kernel wrote, of every rank
     target_ptr,  # (N,)
-    loss_ptr,  # (N,); REDUCTION: (), the mean or the sum
+    loss_ptr,  # (N,)
     lse_ptr,  # (N,)
-    target_weight_ptr,  # (N,); REDUCTION: (), 0 where shard_kernel has set it so, then the number of counted rows
-    coefficient_ptr,  # (N,); REDUCTION: not written
+    target_weight_ptr,  # (N,)
+    coefficient_ptr,  # (N,)
     n_rows: "i64",
     world,
     n_classes: "i64",
@@ -134,16 +110,10 @@ def join_shards_kernel(
     label_smoothing: "fp64",
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
-    REDUCTION: tl.constexpr,  # "": a loss a row. "mean", "sum": of all rows; not with class weights
     RANKS: tl.constexpr,  # world, rounded up to a power of two
     BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,  # how many programs' sums are added at a time
 ):
-    """BLOCK rows a program. Ranks are visited in order, so that all ranks get the same bits.
-
-    A reduction is finished by the program that comes last; it adds the others' sums in one order, whoever that is.
-    A launch of its own would take the host 11 us (H200).
-    """
+    """BLOCK rows a program. Ranks are visited in order, so that all ranks get the same bits."""
     ACC: tl.constexpr = loss_ptr.dtype.element_ty
     label_smoothing = tl.cast(label_smoothing, ACC)
     n_rows = tl.cast(n_rows, tl.int64)
@@ -206,15 +176,6 @@ def join_shards_kernel(
     ignored = target == ignore_index
     loss = tl.where(ignored, 0.0, loss)
     tl.store(lse_ptr + rows, tl.where(faults == 0, pivot + log_total, float("nan")), mask=inside)
-    if REDUCTION == "":
-        tl.store(loss_ptr + rows, loss, mask=inside)
-        tl.store(target_weight_ptr + rows, tl.where(ignored, 0.0, target_weight), mask=inside)
-        tl.store(coefficient_ptr + rows, tl.where(ignored, 0.0, coefficient), mask=inside)
-    else:
-        # Into two numbers of its own first row, which nobody else reads and it has read.
-        sums_ptr = gathered_ptr + tl.cast(tl.program_id(0), tl.int64) * BLOCK
-        tl.store(sums_ptr, tl.sum(tl.where(inside, loss, 0.0), axis=0))
-        tl.store(sums_ptr + n_rows, tl.sum(tl.where(inside & (target != ignore_index), 1.0, 0.0).to(ACC), axis=0))
-        counter_ptr = target_weight_ptr.to(tl.pointer_type(tl.int32))
-        if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-            _add_up(gathered_ptr, n_rows, loss_ptr, target_weight_ptr, REDUCTION, BLOCK, PARTS)
+    tl.store(loss_ptr + rows, loss, mask=inside)
+    tl.store(target_weight_ptr + rows, tl.where(ignored, 0.0, target_weight), mask=inside)
+    tl.store(coefficient_ptr + rows, tl.where(ignored, 0.0, coefficient), mask=inside)
