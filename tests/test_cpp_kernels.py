@@ -13,7 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from xent_ops.kernels import cpu, reference, reference_shard
+from xent_ops.kernels import cpu, reductions, reference, reference_shard, reference_soft
+from xent_ops.kernels.options import Options
 
 pytestmark = pytest.mark.skipif(cpu.problem() is not None, reason=f"plain torch serves the CPU here: {cpu.problem()}")
 
@@ -112,6 +113,16 @@ def assert_same(actual, plain, exact, logits):
             torch.testing.assert_close(got.double(), expected[1], rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
+def as_record(options):
+    """As the plain-torch functions take them: the row options in one record."""
+    rows = {name: value for name, value in options.items() if name in Options._fields}
+    return {"options": Options(**rows), **{name: value for name, value in options.items() if name not in rows}}
+
+
+def lse_of(logits, target, weight, options):
+    return reference.cross_entropy_forward(logits, target, weight, **as_record(options))[1]
+
+
 def check(name, arguments, options, logits, plain=reference):
     before = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
     actual = cpu.kernel(name)(*arguments, **options)
@@ -119,7 +130,9 @@ def check(name, arguments, options, logits, plain=reference):
         if isinstance(was, torch.Tensor):
             torch.testing.assert_close(now, was, rtol=0, atol=0, equal_nan=True)  # nothing of the caller's is written
     function = getattr(plain, name)
-    assert_same(actual, function(*arguments, **options), function(*in_float64(arguments), **options), logits)
+    record = as_record(options)
+    assert_same(actual, function(*arguments, **record), function(*in_float64(arguments), **record), logits)
+    return actual
 
 
 # The same problems every run; for others: XENT_OPS_EXAMPLES=5000 pytest tests/test_cpp_kernels.py
@@ -145,12 +158,61 @@ def test_class_indices(name, data):
         leading = [rows_like(target, dtype, generator, expanded=data.draw(st.booleans())) for _ in range(before)]
         if data.draw(st.booleans()):
             leading[1] = None
-        (*saved,) = reference.cross_entropy_forward_entropy(logits, target, weight, **options)[1 : 1 + after]
-        trailing = [value.to(accumulator) for value in saved]
+        saved = reference.cross_entropy_forward_entropy(logits, target, weight, **as_record(options))
+        trailing = [value.to(accumulator) for value in saved[1 : 1 + after]]
         if data.draw(st.booleans()) and target.numel():
             target = target.clone()
             target.view(-1)[0] = 254 if target.dtype == torch.uint8 else -77  # no class: NaN in its row alone
     check(name, (*leading, logits, target, *trailing, weight), options, logits)
+
+
+@many
+@given(data=st.data())
+def test_reduced(data):
+    """The reduced loss, what it is divided by, and the gradient from both; of no row and of none counted, too."""
+    logits, target, weight, options, generator = data.draw(problems())
+    if data.draw(st.integers(0, 9)) == 0 and target.dtype != torch.uint8:
+        target = torch.full_like(target, options["ignore_index"])
+    square = {"lse_square_scale": data.draw(st.sampled_from([0.0, 1e-4, 0.1]))}
+    reduction = {"reduction": data.draw(st.sampled_from(["mean", "sum"]))}
+    rows = logits, target, weight
+    value, divisor, lse = check("cross_entropy_reduced", rows, {**options, **square, **reduction}, logits, reductions)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in (value, divisor, lse)}) == 3  # no output is another's view
+    index = {"ignore_index": options["ignore_index"]}
+    again, _ = check("cross_entropy_divisor", rows, index, logits, reductions)
+    torch.testing.assert_close(again, divisor, rtol=0, atol=0)
+
+    grad = torch.randn(target.shape if data.draw(st.booleans()) else (), generator=generator)
+    grad = grad.to(data.draw(st.sampled_from(FLOATS)))
+    if data.draw(st.booleans()):
+        divisor = torch.randint(0, 5, (2,), generator=generator).to(data.draw(st.sampled_from([*FLOATS, torch.int64])))
+    grad_lse = rows_like(target, lse.dtype, generator) if data.draw(st.booleans()) else None
+    divisor = divisor if data.draw(st.booleans()) else None
+    arguments = grad, grad_lse, logits, target, lse, weight, divisor
+    got = check("cross_entropy_backward", arguments, {**options, **square}, logits)
+    if grad_lse is None:
+        assert not got[target.to(torch.int64) == options["ignore_index"]].any()
+    over = logits.contiguous().clone()
+    assert cpu.kernel("cross_entropy_backward_")(*arguments[:2], over, *arguments[3:], **options, **square) is None
+    torch.testing.assert_close(over, got, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_reduced_of_no_row(dtype):
+    """A mean over nothing is NaN, a sum 0; rows that are ignored get zeros although the divisor is 0."""
+    logits = torch.full((3, 5), float("nan"), dtype=dtype)
+    reduced, divisor = cpu.kernel("cross_entropy_reduced"), cpu.kernel("cross_entropy_divisor")
+    for rows in (0, 3):
+        x, target, none = logits[:rows], torch.full((rows,), -100), torch.zeros(2, dtype=reference.accumulator(logits))
+        for square in (0.0, 0.1):
+            value, divided_by, lse = reduced(x, target, lse_square_scale=square)
+            assert value.isnan() and torch.equal(divided_by, none)
+            assert reduced(x, target, lse_square_scale=square, reduction="sum")[0] == 0
+            arguments = torch.ones((), dtype=dtype), None, x, target, lse, None, divided_by
+            assert not cpu.kernel("cross_entropy_backward")(*arguments, lse_square_scale=square).any()
+        assert torch.equal(divisor(x, target)[1], none + float("inf"))
+    with pytest.raises(IndexError, match="target 5 is out of bounds"):
+        reduced(logits, torch.tensor([0, 5, 1]))
 
 
 @many
@@ -159,7 +221,7 @@ def test_in_place(problem):
     logits, target, weight, options, generator = problem
     if any(stride == 0 and size > 1 for size, stride in zip(logits.shape, logits.stride(), strict=True)):
         logits = logits.clone()
-    lse = reference.cross_entropy_forward(logits, target, weight, **options)[1]
+    lse = lse_of(logits, target, weight, options)
     arguments = (rows_like(target, lse.dtype, generator), None, logits, target, lse, weight)
     expected = cpu.kernel("cross_entropy_backward")(*arguments, **options)
     version = logits._version
@@ -283,13 +345,13 @@ def test_storage_that_was_freed(name):
 def test_class_probabilities(data):
     logits, index, weight, options, generator = data.draw(problems())
     options.pop("ignore_index")
+    plain = reference_soft
     probabilities = torch.rand(logits.shape, generator=generator).softmax(-1).to(data.draw(st.sampled_from(FLOATS)))
     if data.draw(st.booleans()):
         probabilities = probabilities.t().contiguous().t() if probabilities.dim() == 2 else probabilities
-    check("soft_cross_entropy_forward", (logits, probabilities, weight), options, logits)
-    lse = reference.soft_cross_entropy_forward(logits, probabilities, weight, **options)[1]
+    _, lse = check("soft_cross_entropy_forward", (logits, probabilities, weight), options, logits, plain)
     upstream = rows_like(index, lse.dtype, generator), rows_like(index, torch.float32, generator)
-    check("soft_cross_entropy_backward", (*upstream, logits, probabilities, lse, weight), options, logits)
+    check("soft_cross_entropy_backward", (*upstream, logits, probabilities, lse, weight), options, logits, plain)
 
 
 @many
@@ -303,19 +365,27 @@ def test_shards(data):
     target = torch.where(target == options["ignore_index"], target, target.clamp(0, columns - 1) + start)
     target = torch.where((target == options["ignore_index"]) | (target < classes), target, 0)
     place = start, classes
-    x = reference.activation(logits, options["softcap"], options["logit_scale"])
+    record = as_record(options)
+    x = reference.activation(logits, record["options"])
     if not x.isnan().any():  # the maximum of such a row may be any number: the sum beside it is NaN
         check("cross_entropy_shard", (logits, target, *place, weight), options, logits, reference_shard)
-    part = reference_shard.cross_entropy_shard(logits, target, *place, weight, **options)
-    check("cross_entropy_shard_join", (logits, target, part, *place, weight), options, logits, reference_shard)
+    part = reference_shard.cross_entropy_shard(logits, target, *place, weight, **record)
+    join = logits, target, part, *place, weight
+    check("cross_entropy_shard_join", join, options, logits, reference_shard)
+    square = {"lse_square_scale": data.draw(st.sampled_from([0.0, 0.1]))}
+    reduction = {"reduction": data.draw(st.sampled_from(["mean", "sum"]))}
+    check("cross_entropy_shard_reduced", join, {**options, **square, **reduction}, logits, reference_shard)
     own_part = cpu.kernel("cross_entropy_shard")(logits, target, *place, weight, **options)
     joined = cpu.kernel("cross_entropy_shard_join")(logits, target, own_part, *place, weight, **options)
-    plain = reference_shard.cross_entropy_shard_join(logits, target, part, *place, weight, **options)
-    exact = reference_shard.cross_entropy_shard_join(logits.double(), target, part.double(), *place, weight, **options)
+    plain = reference_shard.cross_entropy_shard_join(logits, target, part, *place, weight, **record)
+    exact = reference_shard.cross_entropy_shard_join(logits.double(), target, part.double(), *place, weight, **record)
     assert_same(joined[:2], plain[:2], exact[:2], logits)
     lse = torch.logsumexp(x, -1)
     coefficient = None if weight is None else rows_like(target, part.dtype, generator)
-    arguments = rows_like(target, part.dtype, generator), None, logits, target, lse, *place, weight, coefficient
+    grad = rows_like(target, part.dtype, generator) if data.draw(st.booleans()) else torch.tensor(0.5)
+    divisor = torch.tensor([2, 3]) if data.draw(st.booleans()) else None
+    arguments = grad, None, logits, target, lse, *place, weight, coefficient, divisor
+    options = {**options, **square}
     check("cross_entropy_shard_backward", arguments, options, logits, reference_shard)
     wanted = cpu.kernel("cross_entropy_shard_backward")(*arguments, **options)
     grad = logits.clone()
@@ -340,7 +410,8 @@ def test_the_same_bits_for_any_number_of_threads(dtype, rows, classes):
         soft_grad = cpu.kernel("soft_cross_entropy_backward")(loss, None, logits, logits, lse, weight, **options)
         at_once = cpu.kernel("cross_entropy_with_grad")(logits, target, loss, lse, weight, **options)
         part = cpu.kernel("cross_entropy_shard")(logits, target, 0, classes, weight, **options)
-        return loss, lse, entropy, argmax, grad, *soft, soft_grad, *at_once, part
+        reduced = cpu.kernel("cross_entropy_reduced")(logits, target, weight, lse_square_scale=0.1, **options)
+        return loss, lse, entropy, argmax, grad, *soft, soft_grad, *at_once, part, *reduced
 
     threads = torch.get_num_threads()
     try:
