@@ -41,7 +41,7 @@ void cross_entropy(Stack& stack) {
   if (lse_square_scale == 0.0) {
     return stack.returns({rows[0]});
   }
-  // Minus minus: aten::add has a Scalar among its arguments.
+  // A sum: aten::add takes a Scalar, which the stable ABI does not have.
   const Tensor z_loss = z_losses(rows[1], target, ignore_index, lse_square_scale);
   stack.returns({torch::stable::subtract(rows[0], z_loss, -1.0)});
 }

@@ -70,6 +70,7 @@ void write_gradient(Stack& stack) {
   stack.returns(outputs);
 }
 
+// Defines the operator and its twin.
 #define XENT_WITH_TWIN(name, In)                                        \
   void name(Stack& stack) { write_gradient<In, false>(stack); }         \
   void name##_(Stack& stack) { write_gradient<In, true>(stack); }
