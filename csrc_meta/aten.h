@@ -33,8 +33,20 @@ inline void succeed(AOTITorchError status, const char* what) {
   }
 }
 
-// Calls an operator of torch through the dispatcher, so that tracers see it. An argument has the type in the
-// operator's schema: optionals are std::optional; the stable ABI has no Scalar.
+// Calls an operator through the dispatcher, so that tracers see it, and returns its `results` tensors. An argument has
+// the type in the operator's schema: optionals are std::optional; the stable ABI has no Scalar.
+template <size_t results, class... Args>
+std::vector<Tensor> call_all(const char* name, const char* overload, const Args&... args) {
+  std::array<StableIValue, std::max(sizeof...(Args), results)> stack{torch::stable::detail::from(args)...};
+  succeed(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION), name);
+  std::vector<Tensor> tensors;
+  for (size_t i = 0; i < results; ++i) {
+    tensors.push_back(torch::stable::detail::to<Tensor>(stack[i]));  // takes it over: one that is left would leak
+  }
+  return tensors;
+}
+
+// The same for one result of any type.
 template <class Result = Tensor, class... Args>
 Result call(const char* name, const char* overload, const Args&... args) {
   std::array<StableIValue, std::max<size_t>(sizeof...(Args), 1)> stack{torch::stable::detail::from(args)...};
@@ -65,10 +77,6 @@ inline Tensor to(const Tensor& tensor, ScalarType dtype) {
 inline Tensor sum(const Tensor& tensor, std::optional<std::vector<int64_t>> over = std::nullopt,
                   std::optional<ScalarType> dtype = std::nullopt) {
   return call("aten::sum", "dim_IntList", tensor, over, false, dtype);
-}
-
-inline Tensor div(const Tensor& tensor, const Tensor& divisor) {
-  return call("aten::div", "Tensor", tensor, divisor);
 }
 
 inline Tensor amax(const Tensor& tensor) {

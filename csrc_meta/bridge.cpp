@@ -1,5 +1,7 @@
 #include "bridge.h"
 
+#include "checks.h"
+
 #include <stdexcept>
 
 namespace xent::bridge {
@@ -108,6 +110,47 @@ PerRow::PerRow(const MaybeTensor& tensor, ScalarType dtype) {
 
 Tensor dense(const Tensor& tensor, ScalarType dtype) {
   return allocated(torch::stable::contiguous(aten::to(tensor, dtype)));
+}
+
+Problem::Problem(const Tensor& logits, const MaybeTensor& target, const MaybeTensor& weight, const Options& options,
+                 bool with_values) {
+  dtype = bridge::dtype(logits);
+  rows = 1;
+  for (int64_t i = 0; i + 1 < logits.dim(); ++i) {
+    rows *= logits.size(i);
+  }
+  classes = logits.size(logits.dim() - 1);
+  if (with_values) {
+    logits_ = bridge::read(logits);
+    this->logits = logits_->rows;
+  }
+  if (target) {
+    target_ = dense(*target, ScalarType::Long);
+    this->target = target_->const_data_ptr<int64_t>();
+  }
+  if (weight) {
+    weight_ = dense(*weight, accumulator(logits));
+    this->weight = weight_->const_data_ptr();
+  }
+  ignore_index = options.ignore_index;
+  label_smoothing = options.label_smoothing;
+  softcap = options.softcap.value_or(0.0);
+  logit_scale = options.logit_scale;
+}
+
+void Problem::check_targets(int64_t num_classes) const { checks::target_values(*target_, num_classes, ignore_index); }
+
+Upstream::Upstream(const Tensor& logits, const Tensor& grad_loss, const MaybeTensor& grad_lse,
+                   const MaybeTensor& grad_entropy, const MaybeTensor& divisor, double lse_square_scale)
+    : loss_(grad_loss, accumulator(logits)),
+      lse_(grad_lse, accumulator(logits)),
+      entropy_(grad_entropy, accumulator(logits)),
+      divisor_(dense(divisor, accumulator(logits))) {
+  loss = loss_.values;
+  lse = lse_.values;
+  entropy = entropy_.values;
+  this->divisor = data(divisor_);
+  this->lse_square_scale = lse_square_scale;
 }
 
 cpu::Threads threads() {

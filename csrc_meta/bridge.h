@@ -48,7 +48,7 @@ struct PerRow {
   cpu::PerRow values;
 };
 
-// Contiguous, in this dtype.
+// Contiguous, in this dtype, and in memory.
 Tensor dense(const Tensor& tensor, ScalarType dtype);
 
 inline MaybeTensor dense(const MaybeTensor& tensor, ScalarType dtype) {
@@ -58,6 +58,35 @@ inline MaybeTensor dense(const MaybeTensor& tensor, ScalarType dtype) {
 inline const void* data(const MaybeTensor& tensor) {
   return tensor ? tensor->const_data_ptr() : nullptr;
 }
+
+// Arguments as the kernels take them. Keeps the memory of what had to be converted.
+class Problem : public cpu::Problem {
+ public:
+  // Without target: class probabilities, or none. Without values: the kernel does not read the logits.
+  Problem(const Tensor& logits, const MaybeTensor& target, const MaybeTensor& weight, const Options& options,
+          bool with_values = true);
+
+  void check_targets(int64_t num_classes) const;
+
+ private:
+  std::optional<Read> logits_;
+  MaybeTensor target_;
+  MaybeTensor weight_;
+};
+
+// The upstream gradients of each row, in the accumulator's dtype.
+class Upstream : public cpu::Upstream {
+ public:
+  Upstream(const Tensor& logits, const Tensor& grad_loss, const MaybeTensor& grad_lse,
+           const MaybeTensor& grad_entropy = std::nullopt, const MaybeTensor& divisor = std::nullopt,
+           double lse_square_scale = 0.0);
+
+ private:
+  PerRow loss_;
+  PerRow lse_;
+  PerRow entropy_;
+  MaybeTensor divisor_;
+};
 
 // torch's intra-op threads: torch.set_num_threads, at::set_num_threads and OMP_NUM_THREADS count.
 cpu::Threads threads();

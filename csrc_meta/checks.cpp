@@ -106,8 +106,9 @@ std::string shape(const std::optional<std::vector<int64_t>>& sizes) {
 }
 
 // Does `tensor` have dimensions [first, last) of the logits, and no others?
+template <class... Meaning>
 void same_shape(const char* name, const Tensor& tensor, const Tensor& logits, int64_t first, int64_t last,
-                const char* meaning) {
+                const Meaning&... meaning) {
   const auto found = sizes_of(tensor);
   auto expected = sizes_of(logits);
   bool same = tensor.dim() == last - first;
@@ -123,7 +124,9 @@ void same_shape(const char* name, const Tensor& tensor, const Tensor& logits, in
     same = aten::call<bool>("aten::is_same_size", "", tensor, part);
     expected.reset();
   }
-  require(same, name, " has shape ", shape(found), "; expected ", shape(expected), ", ", meaning);
+  if (!same) {  // makes strings, which takes longer than the comparison
+    require(false, name, " has shape ", shape(found), "; expected ", shape(expected), ", ", meaning...);
+  }
 }
 
 std::string device_of(const Tensor& tensor) {
@@ -235,7 +238,9 @@ void row_values(const char* name, const MaybeTensor& tensor, const Tensor& logit
 void divisor(const MaybeTensor& tensor, const Tensor& logits) {
   if (tensor) {
     check_dtype("divisor", *tensor, DIVISORS);
-    same_shape("divisor", *tensor, logits, 0, 0, "one number for all rows");
+    // Only 2 is valid, so a symbolic size may be specialised.
+    require(tensor->dim() == 1 && tensor->size(0) == 2, "divisor has shape ", shape(sizes_of(*tensor)),
+            "; expected (2,), the sum of the weights and the number of counted rows");
     same_device("divisor", *tensor, logits);
   }
 }
@@ -244,7 +249,7 @@ void scalar_or_row_values(const char* owner, const Tensor& matrix, const char* n
   if (tensor) {
     check_dtype(name, *tensor, FLOATS);
     if (tensor->dim() > 0) {
-      same_shape(name, *tensor, matrix, 0, matrix.dim() - 1, text("one value for each row of the ", owner, ", or ()").c_str());
+      same_shape(name, *tensor, matrix, 0, matrix.dim() - 1, "one value for each row of the ", owner, ", or ()");
     }
     same_device(name, *tensor, matrix, owner == std::string("logits") ? "logits are" : "grad is");
   }
@@ -282,6 +287,10 @@ void writable(const char* name, const Tensor& tensor) {
 void reduction(const std::string& value) {
   require(value == "none" || value == "mean" || value == "sum", "'", value,
           "' is not a valid value for reduction; valid are 'none', 'mean', 'sum'");
+}
+
+void reduction_to_one(const std::string& value) {
+  require(value == "mean" || value == "sum", "'", value, "' is not a valid value for reduction; valid are 'mean', 'sum'");
 }
 
 void lse_square_scale(double value) {

@@ -26,7 +26,7 @@ void shard_coefficient(const MaybeTensor& weight, const MaybeTensor& coefficient
 // One floating-point value for each row of the logits.
 void row_values(const char* name, const MaybeTensor& tensor, const Tensor& logits);
 
-// One number of shape ().
+// Two numbers, of any of the dtypes that a count may have.
 void divisor(const MaybeTensor& tensor, const Tensor& logits);
 
 // One floating-point value of shape (), or one for each row of the matrix.
@@ -38,6 +38,9 @@ void scale_grad(const Tensor& grad, const Tensor& factor);
 void writable(const char* name, const Tensor& tensor);
 
 void reduction(const std::string& value);
+
+// Of the operators whose result is one number.
+void reduction_to_one(const std::string& value);
 
 void lse_square_scale(double value);
 

@@ -8,6 +8,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace xent {
 
@@ -59,13 +60,13 @@ class Stack {
     return {class_start, integer()};
   }
 
-  template <class... Results>
-  void returns(const Results&... results) {
-    if (read_ != arguments_ || sizeof...(Results) != results_) {
+  void returns(const std::vector<Tensor>& results) {
+    if (read_ != arguments_ || results.size() != results_) {
       throw std::runtime_error("xent: the kernel does not fit the schema");
     }
-    uint64_t i = 0;
-    ((values_[i++] = torch::stable::detail::from(results)), ...);
+    for (size_t i = 0; i < results.size(); ++i) {
+      values_[i] = torch::stable::detail::from(results[i]);
+    }
   }
 
  private:

@@ -10,14 +10,14 @@ import sys
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from cpp_problems import FLOATS, as_record, assert_same, check, lse_of, many, problems, rows_like
+from hypothesis import given
 from hypothesis import strategies as st
 
-from xent_ops.kernels import cpu, reference, reference_shard
+from xent_ops.kernels import cpu, reductions, reference, reference_shard, reference_soft
 
 pytestmark = pytest.mark.skipif(cpu.problem() is not None, reason=f"plain torch serves the CPU here: {cpu.problem()}")
 
-FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # name -> (floating-point tensors of one number a row before the logits, and after the target)
 INDEX = {
     "cross_entropy_forward": (0, 0),
@@ -26,110 +26,6 @@ INDEX = {
     "cross_entropy_backward": (2, 1),
     "cross_entropy_backward_entropy": (3, 2),
 }
-
-
-@st.composite
-def problems(draw):
-    """Logits of some shape and strides, and the options: (logits, target, weight, options, generator)."""
-    classes = draw(st.one_of(st.integers(1, 80), st.sampled_from([1000, 4095, 4096, 4097, 8250])))  # blocks of 4096
-    batch = draw(st.sampled_from([(), (1,), (4,), (3, 2), (2, 3, 2), (0,)]))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    dtype = draw(st.sampled_from(FLOATS))
-    layout = draw(st.sampled_from(["contiguous", "padded rows", "transposed", "classes apart", "expanded"]))
-    values = draw(st.sampled_from(["flat", "normal", "steep", "ties", "offset", "huge"]))
-
-    def normal(*shape):
-        x = torch.randn(shape, generator=generator)
-        if values == "ties":
-            x = x.round()
-        elif values == "offset":
-            x = x + 1000
-        elif values != "normal":
-            x = x * {"flat": 0, "steep": 8, "huge": 1e4 if dtype == torch.float16 else 1e30}[values]
-        return x.to(dtype)
-
-    if layout == "padded rows":
-        logits = normal(*batch, classes + 3)[..., :classes]
-    elif layout == "transposed" and len(batch) > 1:
-        logits = normal(*reversed(batch), classes).permute(*reversed(range(len(batch))), len(batch))
-    elif layout == "classes apart":
-        logits = normal(*batch, classes, 2)[..., 0]
-    elif layout == "expanded" and batch:
-        logits = normal(*[1] * len(batch), classes).expand(*batch, classes)
-    else:
-        logits = normal(*batch, classes)
-    strange = draw(st.sampled_from([None, None, None, float("-inf"), float("inf"), float("nan")]))
-    if strange is not None and layout != "expanded":
-        logits.masked_fill_(torch.rand(logits.shape, generator=generator) < 0.05, strange)
-
-    ignore_index = draw(st.sampled_from([-100, 0, -1, classes - 1, classes + 3]))
-    target = torch.randint(classes, batch, generator=generator)
-    target = torch.where(torch.rand(batch, generator=generator) < 0.3, ignore_index, target)
-    index_dtype = draw(st.sampled_from([torch.int64, torch.int32, torch.uint8]))
-    if index_dtype != torch.uint8 or (0 <= ignore_index <= 255 and classes <= 256):
-        target = target.to(index_dtype)
-    weight = None
-    if draw(st.booleans()):
-        weight = torch.rand(classes, generator=generator).to(draw(st.sampled_from(FLOATS)))
-        weight[:: draw(st.integers(2, 9))] = 0.0
-    options = {
-        "label_smoothing": draw(st.sampled_from([0.0, 0.0, 0.1, 1.0])),
-        "softcap": draw(st.sampled_from([None, None, 5.0, 30.0])),
-        "logit_scale": draw(st.sampled_from([1.0, 1.0, 0.5, -2.0, 0.0])),
-    }
-    return logits, target, weight, {"ignore_index": ignore_index, **options}, generator
-
-
-def rows_like(target, dtype, generator, expanded=False):
-    if expanded:
-        return torch.randn((), generator=generator).to(dtype).expand(target.shape)
-    values = torch.randn(target.shape, generator=generator)
-    return torch.where(torch.rand(target.shape, generator=generator) < 0.2, 0.0, values).to(dtype)
-
-
-def in_float64(arguments):
-    return [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments]
-
-
-def finite(tensor):
-    """Magnitudes, 0 for what is infinite or NaN."""
-    return tensor.abs().where(tensor.isfinite(), 0)
-
-
-def assert_same(actual, plain, exact, logits):
-    """Each number as close to plain torch, or to what plain torch says in float64, as float32 (float64) sums and one
-    rounding to the result's dtype allow. Large logits round when they are scaled: then the two differ."""
-    accumulator = reference.accumulator(logits)
-    largest = finite(logits).amax().item() if logits.numel() else 0.0
-    for got, *expected in zip(*(x if isinstance(x, tuple) else (x,) for x in (actual, plain, exact)), strict=True):
-        assert got.dtype == expected[0].dtype and got.shape == expected[0].shape
-        if got.dtype == torch.int64:
-            assert torch.equal(got, expected[0])
-            continue
-        tolerance = 2 * torch.finfo(got.dtype).eps + (400 + 8 * min(largest, 2000)) * torch.finfo(accumulator).eps
-        good = [torch.isclose(got.double(), e.double(), tolerance, tolerance, equal_nan=True) for e in expected]
-        if not bool((good[0] | good[1]).all()):
-            torch.testing.assert_close(got.double(), expected[1], rtol=tolerance, atol=tolerance, equal_nan=True)
-
-
-def check(name, arguments, options, logits, plain=reference):
-    before = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
-    actual = cpu.kernel(name)(*arguments, **options)
-    for was, now in zip(before, arguments, strict=True):
-        if isinstance(was, torch.Tensor):
-            torch.testing.assert_close(now, was, rtol=0, atol=0, equal_nan=True)  # nothing of the caller's is written
-    function = getattr(plain, name)
-    assert_same(actual, function(*arguments, **options), function(*in_float64(arguments), **options), logits)
-
-
-# The same problems every run; for others: XENT_OPS_EXAMPLES=5000 pytest tests/test_cpp_kernels.py
-EXAMPLES = int(os.environ.get("XENT_OPS_EXAMPLES", 0))
-many = settings(
-    max_examples=EXAMPLES or 60,
-    derandomize=not EXAMPLES,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
 
 
 @pytest.mark.parametrize("name", INDEX)
@@ -145,12 +41,61 @@ def test_class_indices(name, data):
         leading = [rows_like(target, dtype, generator, expanded=data.draw(st.booleans())) for _ in range(before)]
         if data.draw(st.booleans()):
             leading[1] = None
-        (*saved,) = reference.cross_entropy_forward_entropy(logits, target, weight, **options)[1 : 1 + after]
-        trailing = [value.to(accumulator) for value in saved]
+        saved = reference.cross_entropy_forward_entropy(logits, target, weight, **as_record(options))
+        trailing = [value.to(accumulator) for value in saved[1 : 1 + after]]
         if data.draw(st.booleans()) and target.numel():
             target = target.clone()
             target.view(-1)[0] = 254 if target.dtype == torch.uint8 else -77  # no class: NaN in its row alone
     check(name, (*leading, logits, target, *trailing, weight), options, logits)
+
+
+@many
+@given(data=st.data())
+def test_reduced(data):
+    """The reduced loss, what it is divided by, and the gradient from both; of no row and of none counted, too."""
+    logits, target, weight, options, generator = data.draw(problems())
+    if data.draw(st.integers(0, 9)) == 0 and target.dtype != torch.uint8:
+        target = torch.full_like(target, options["ignore_index"])
+    square = {"lse_square_scale": data.draw(st.sampled_from([0.0, 1e-4, 0.1]))}
+    reduction = {"reduction": data.draw(st.sampled_from(["mean", "sum"]))}
+    rows = logits, target, weight
+    value, divisor, lse = check("cross_entropy_reduced", rows, {**options, **square, **reduction}, logits, reductions)
+    assert len({output.untyped_storage().data_ptr() for output in (value, divisor, lse)}) == 3  # they do not alias
+    index = {"ignore_index": options["ignore_index"]}
+    again, _ = check("cross_entropy_divisor", rows, index, logits, reductions)
+    torch.testing.assert_close(again, divisor, rtol=0, atol=0)
+
+    grad = torch.randn(target.shape if data.draw(st.booleans()) else (), generator=generator)
+    grad = grad.to(data.draw(st.sampled_from(FLOATS)))
+    if data.draw(st.booleans()):
+        divisor = torch.randint(0, 5, (2,), generator=generator).to(data.draw(st.sampled_from([*FLOATS, torch.int64])))
+    grad_lse = rows_like(target, lse.dtype, generator) if data.draw(st.booleans()) else None
+    divisor = divisor if data.draw(st.booleans()) else None
+    arguments = grad, grad_lse, logits, target, lse, weight, divisor
+    got = check("cross_entropy_backward", arguments, {**options, **square}, logits)
+    if grad_lse is None:
+        assert not got[target.to(torch.int64) == options["ignore_index"]].any()
+    over = logits.contiguous().clone()
+    assert cpu.kernel("cross_entropy_backward_")(*arguments[:2], over, *arguments[3:], **options, **square) is None
+    torch.testing.assert_close(over, got, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_reduced_of_no_row(dtype):
+    """A mean over nothing is NaN, a sum 0; rows that are ignored get zeros although the divisor is 0."""
+    logits = torch.full((3, 5), float("nan"), dtype=dtype)
+    reduced, divisor = cpu.kernel("cross_entropy_reduced"), cpu.kernel("cross_entropy_divisor")
+    for rows in (0, 3):
+        x, target, none = logits[:rows], torch.full((rows,), -100), torch.zeros(2, dtype=reference.accumulator(logits))
+        for square in (0.0, 0.1):
+            value, divided_by, lse = reduced(x, target, lse_square_scale=square)
+            assert value.isnan() and torch.equal(divided_by, none)
+            assert reduced(x, target, lse_square_scale=square, reduction="sum")[0] == 0
+            arguments = torch.ones((), dtype=dtype), None, x, target, lse, None, divided_by
+            assert not cpu.kernel("cross_entropy_backward")(*arguments, lse_square_scale=square).any()
+        assert torch.equal(divisor(x, target)[1], none + float("inf"))
+    with pytest.raises(IndexError, match="target 5 is out of bounds"):
+        reduced(logits, torch.tensor([0, 5, 1]))
 
 
 @many
@@ -159,7 +104,7 @@ def test_in_place(problem):
     logits, target, weight, options, generator = problem
     if any(stride == 0 and size > 1 for size, stride in zip(logits.shape, logits.stride(), strict=True)):
         logits = logits.clone()
-    lse = reference.cross_entropy_forward(logits, target, weight, **options)[1]
+    lse = lse_of(logits, target, weight, options)
     arguments = (rows_like(target, lse.dtype, generator), None, logits, target, lse, weight)
     expected = cpu.kernel("cross_entropy_backward")(*arguments, **options)
     version = logits._version
@@ -276,6 +221,8 @@ def test_storage_that_was_freed(name):
     tensors[name].untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="its storage has been freed"):
         torch.ops.xent.cross_entropy_forward(**tensors)
+    if name == "logits":  # which are not read
+        assert cpu.kernel("cross_entropy_divisor")(**tensors)[0].tolist() == [3, 3]
 
 
 @many
@@ -283,13 +230,13 @@ def test_storage_that_was_freed(name):
 def test_class_probabilities(data):
     logits, index, weight, options, generator = data.draw(problems())
     options.pop("ignore_index")
+    plain = reference_soft
     probabilities = torch.rand(logits.shape, generator=generator).softmax(-1).to(data.draw(st.sampled_from(FLOATS)))
     if data.draw(st.booleans()):
         probabilities = probabilities.t().contiguous().t() if probabilities.dim() == 2 else probabilities
-    check("soft_cross_entropy_forward", (logits, probabilities, weight), options, logits)
-    lse = reference.soft_cross_entropy_forward(logits, probabilities, weight, **options)[1]
+    _, lse = check("soft_cross_entropy_forward", (logits, probabilities, weight), options, logits, plain)
     upstream = rows_like(index, lse.dtype, generator), rows_like(index, torch.float32, generator)
-    check("soft_cross_entropy_backward", (*upstream, logits, probabilities, lse, weight), options, logits)
+    check("soft_cross_entropy_backward", (*upstream, logits, probabilities, lse, weight), options, logits, plain)
 
 
 @many
@@ -303,19 +250,27 @@ def test_shards(data):
     target = torch.where(target == options["ignore_index"], target, target.clamp(0, columns - 1) + start)
     target = torch.where((target == options["ignore_index"]) | (target < classes), target, 0)
     place = start, classes
-    x = reference.activation(logits, options["softcap"], options["logit_scale"])
+    record = as_record(options)
+    x = reference.activation(logits, record["options"])
     if not x.isnan().any():  # the maximum of such a row may be any number: the sum beside it is NaN
         check("cross_entropy_shard", (logits, target, *place, weight), options, logits, reference_shard)
-    part = reference_shard.cross_entropy_shard(logits, target, *place, weight, **options)
-    check("cross_entropy_shard_join", (logits, target, part, *place, weight), options, logits, reference_shard)
+    part = reference_shard.cross_entropy_shard(logits, target, *place, weight, **record)
+    join = logits, target, part, *place, weight
+    check("cross_entropy_shard_join", join, options, logits, reference_shard)
+    square = {"lse_square_scale": data.draw(st.sampled_from([0.0, 0.1]))}
+    reduction = {"reduction": data.draw(st.sampled_from(["mean", "sum"]))}
+    check("cross_entropy_shard_reduced", join, {**options, **square, **reduction}, logits, reference_shard)
     own_part = cpu.kernel("cross_entropy_shard")(logits, target, *place, weight, **options)
     joined = cpu.kernel("cross_entropy_shard_join")(logits, target, own_part, *place, weight, **options)
-    plain = reference_shard.cross_entropy_shard_join(logits, target, part, *place, weight, **options)
-    exact = reference_shard.cross_entropy_shard_join(logits.double(), target, part.double(), *place, weight, **options)
+    plain = reference_shard.cross_entropy_shard_join(logits, target, part, *place, weight, **record)
+    exact = reference_shard.cross_entropy_shard_join(logits.double(), target, part.double(), *place, weight, **record)
     assert_same(joined[:2], plain[:2], exact[:2], logits)
     lse = torch.logsumexp(x, -1)
     coefficient = None if weight is None else rows_like(target, part.dtype, generator)
-    arguments = rows_like(target, part.dtype, generator), None, logits, target, lse, *place, weight, coefficient
+    grad = rows_like(target, part.dtype, generator) if data.draw(st.booleans()) else torch.tensor(0.5)
+    divisor = torch.tensor([2, 3]) if data.draw(st.booleans()) else None
+    arguments = grad, None, logits, target, lse, *place, weight, coefficient, divisor
+    options = {**options, **square}
     check("cross_entropy_shard_backward", arguments, options, logits, reference_shard)
     wanted = cpu.kernel("cross_entropy_shard_backward")(*arguments, **options)
     grad = logits.clone()
@@ -340,7 +295,8 @@ def test_the_same_bits_for_any_number_of_threads(dtype, rows, classes):
         soft_grad = cpu.kernel("soft_cross_entropy_backward")(loss, None, logits, logits, lse, weight, **options)
         at_once = cpu.kernel("cross_entropy_with_grad")(logits, target, loss, lse, weight, **options)
         part = cpu.kernel("cross_entropy_shard")(logits, target, 0, classes, weight, **options)
-        return loss, lse, entropy, argmax, grad, *soft, soft_grad, *at_once, part
+        reduced = cpu.kernel("cross_entropy_reduced")(logits, target, weight, lse_square_scale=0.1, **options)
+        return loss, lse, entropy, argmax, grad, *soft, soft_grad, *at_once, part, *reduced
 
     threads = torch.get_num_threads()
     try:

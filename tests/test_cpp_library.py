@@ -46,6 +46,14 @@ def test_plain_process():
         loss, lse = ops.cross_entropy_forward(x, target, label_smoothing=0.1, softcap=30.0)
         grad = ops.cross_entropy_backward(torch.ones(3), None, x, target, lse, label_smoothing=0.1, softcap=30.0)
         assert grad.shape == x.shape and not grad[2].any() and grad[0].any()
+        value, divisor, lse = ops.cross_entropy_reduced(x, target, lse_square_scale=0.1)
+        arguments = torch.ones(()), None, x, target, lse, None, divisor
+        grad = ops.cross_entropy_backward(*arguments, lse_square_scale=0.1)
+        leaf = x.clone().requires_grad_()
+        expected = torch.nn.functional.cross_entropy(leaf, target) + 0.1 * leaf[:2].logsumexp(-1).square().mean()
+        torch.testing.assert_close(value, expected)
+        torch.testing.assert_close(grad, *torch.autograd.grad(expected, leaf))
+        assert divisor.tolist() == [2, 2] and ops.cross_entropy_divisor(x, target)[1].tolist() == [0.5, 0.5]
         for device in ("cpu", "meta"):  # an empty shard may start behind the last class
             empty = torch.empty(3, 0, device=device)
             assert ops.cross_entropy_shard(empty, target.to(device), 10, 10).shape == (1, 14)
@@ -59,8 +67,11 @@ def test_plain_process():
         assert [(t.shape, t.dtype, t.device.type) for t in meta] == [
             ((3,), dtype, "meta") for dtype in (torch.float32, torch.float32, torch.int64)
         ]
+        for one, other in (("cross_entropy_reduced", value), ("cross_entropy_divisor", divisor)):
+            meta = getattr(ops, one)(x.to("meta"), target.to("meta"))[0]
+            assert (meta.shape, meta.dtype, meta.device.type) == (other.shape, other.dtype, "meta")
         # An operator that a composite calls: torch 2.11 prints what it says and raises "... failed".
-        wanted = "target 5 is out of bounds: valid are 0 to 4", "xent::cross_entropy_forward failed"
+        wanted = "target 5 is out of bounds: valid are 0 to 4", "xent::cross_entropy_reduced failed"
         composite = RuntimeError, wanted[torch.__version__ < "2.12"]
         for function, (kind, text) in {
             ops.cross_entropy_forward: (IndexError, wanted[0]), ops.cross_entropy: composite
@@ -77,7 +88,7 @@ def test_plain_process():
 
 
 def test_composite():
-    """Any ignore_index, beyond what a double holds too; and nothing is counted that no reduction asks for."""
+    """Any ignore_index, beyond what a double holds too; and nothing but one operator is called where that is enough."""
     run(
         LOAD
         + textwrap.dedent("""
@@ -88,18 +99,22 @@ def test_composite():
             mean = ops.cross_entropy(x, target, ignore_index=ignored, lse_square_scale=0.1)
             counted = x[[0, 1, 3]]
             wanted = torch.nn.functional.cross_entropy(counted, target[[0, 1, 3]])
-            torch.testing.assert_close(mean, wanted + 0.1 * counted.logsumexp(-1).square().mean())
+            squares = 0.1 * counted.logsumexp(-1).square()
+            torch.testing.assert_close(mean, wanted + squares.mean())
+            rows = ops.cross_entropy(x, target, ignore_index=ignored, lse_square_scale=0.1, reduction="none")
+            torch.testing.assert_close(rows.sum() - squares.sum(), 3 * wanted)
+            assert rows[2] == 0
 
         class Calls(TorchDispatchMode):
             def __torch_dispatch__(self, function, types, arguments=(), options=None):
                 calls.append(str(function))
                 return function(*arguments, **(options or {}))
 
-        for reduction, rest in {"none": [], "sum": ["aten.sum.dim_IntList"]}.items():
+        for reduction, called in {"none": "forward", "sum": "reduced", "mean": "reduced"}.items():
             calls = []
             with Calls():
                 ops.cross_entropy(x, target, ignore_index=ignored, reduction=reduction)
-            assert calls == ["xent.cross_entropy_forward.default", *rest], calls
+            assert calls == [f"xent.cross_entropy_{called}.default"], calls
         """)
     )
 
@@ -167,13 +182,19 @@ def test_export_stays_dynamic():
             def forward(self, x, t, w, p):
                 loss, lse = ops.cross_entropy_forward(x, t, w)
                 grad = ops.cross_entropy_backward(loss, lse, x, t, lse, w)
+                value, divisor, lse = ops.cross_entropy_reduced(x, t, w, lse_square_scale=0.1)
+                divisor = divisor + ops.cross_entropy_divisor(x, t)[1]
+                reduced = ops.cross_entropy_backward(value, None, x, t, lse, w, divisor, lse_square_scale=0.1)
                 entropy = ops.cross_entropy_forward_entropy(x, t)[2]
                 again = ops.cross_entropy_backward_entropy(loss, None, entropy, x, t, lse, entropy)
                 soft, soft_lse = ops.soft_cross_entropy_forward(x, p)
                 soft_grad = ops.soft_cross_entropy_backward(soft, None, x, p, soft_lse)
                 part = ops.cross_entropy_shard(x, t, 0, 64, w)
                 joined = ops.cross_entropy_shard_join(x, t, part, 0, 64, w)
-                return loss, grad, again, soft_grad, part, *joined, ops.cross_entropy(x, t, w, lse_square_scale=0.1)
+                whole, both, lse, coefficient = ops.cross_entropy_shard_reduced(x, t, part, 0, 64, w)
+                shard = ops.cross_entropy_shard_backward(whole, None, x, t, lse, 0, 64, w, coefficient, both)
+                composite = ops.cross_entropy(x, t, w, lse_square_scale=0.1)
+                return loss, grad, reduced, again, soft_grad, part, *joined, shard, composite
 
         for classes in (Dim.STATIC, Dim.DYNAMIC):
             x = torch.randn(4, 9)
@@ -231,8 +252,19 @@ def bad_calls():
     yield backward, (rows[:2], None, x, t, rows), {}
     yield backward, (rows, rows.long(), x, t, rows), {}
     yield backward, (rows, None, x, t, rows.view(4, 1)), {}
+    yield backward, (rows[0], rows[0], x, t, rows), {}
+    yield backward, (rows[:1], None, x, t, rows), {}
     yield backward, (rows, None, x, t, rows, w, rows), {}
+    yield backward, (rows, None, x, t, rows, w, rows[0]), {}
+    yield backward, (rows, None, x, t, rows, w, rows.view(2, 2)), {}
     yield backward, (rows, None, x, t, rows, None, t[0].int()), {}
+    yield "cross_entropy_divisor", (x, t, w[:1]), {}
+    for reduction in ("none", "median"):
+        yield "cross_entropy_reduced", (x, t), {"reduction": reduction}
+        yield "cross_entropy_shard_reduced", (x, t, torch.ones(2, 17), 0, 9), {"reduction": reduction}
+    yield "cross_entropy_reduced", (x, t), {"lse_square_scale": float("inf")}
+    yield "cross_entropy_reduced", (x, t + 6), {}
+    yield "cross_entropy_backward_entropy", (rows[0], None, None, x, t, rows, rows), {}
     yield "cross_entropy_backward_entropy", (rows, None, rows[1:], x, t, rows, rows), {}
     yield "cross_entropy_with_grad", (x, t, rows[1:]), {}
     yield "cross_entropy_with_grad_", (x, t, rows[0], rows.long()), {}
@@ -255,7 +287,11 @@ def bad_calls():
     yield "cross_entropy_shard_join", (x, t, rows, 0, 9), {}
     yield "cross_entropy_shard_join", (x, t, torch.ones(2, 16), 0, 9), {}
     yield "cross_entropy_shard_join", (x, t, torch.ones(2, 17).double(), 0, 9), {}
+    yield "cross_entropy_shard_reduced", (x, t, torch.ones(2, 16), 0, 9), {}
+    yield "cross_entropy_shard_reduced", (x, t, torch.ones(2, 17), 0, 9), {"lse_square_scale": float("nan")}
     yield "cross_entropy_shard_backward", (rows, None, x, t, rows, 0, 9, w), {}
+    yield "cross_entropy_shard_backward", (rows[:2], None, x, t, rows, 0, 9), {}
+    yield "cross_entropy_shard_backward", (rows, None, x, t, rows, 0, 9, None, None, rows), {}
 
 
 @pytest.mark.parametrize("name, arguments, options", list(bad_calls()))

@@ -81,7 +81,8 @@ void backward_as(
   const ClassIndices<A> indices(problem, threads);
   const auto no_scan = [](std::int64_t, std::int64_t, std::int64_t) { return Sums(); };
   const auto join = [&](std::int64_t row, const Sums&) {
-    auto result = indices.row_coefficients(row, lse[row], value<A>(upstream.loss, row), value<A>(upstream.lse, row));
+    const RowGrads grads = row_grads<A>(upstream, row, indices.target(row).counted, lse[row]);
+    auto result = indices.row_coefficients(row, lse[row], grads.loss, grads.lse);
     if (upstream.entropy.data != nullptr) {
       result.gradient.grad_entropy = A(value<A>(upstream.entropy, row));
       result.gradient.entropy = entropy[row];

@@ -63,6 +63,9 @@ struct Upstream {
   PerRow loss;     // required
   PerRow lse;      // optional
   PerRow entropy;  // optional; needs the entropies of the forward pass
+  // Of a reduced loss: what `divisor` wrote, (2,) in the accumulator's dtype, or null; and the factor of its z-loss.
+  const void* divisor = nullptr;
+  double lse_square_scale = 0.0;
 };
 
 // A rank's part of a vocabulary split over ranks.
@@ -84,7 +87,7 @@ void backward(
 // probabilities: (N, V) of any dtype and strides.
 void soft_forward(const Problem&, DType, Rows probabilities, void* loss, void* lse, const Threads&);
 
-// upstream.entropy is not used.
+// Of upstream, only loss and lse are used.
 void soft_backward(
     const Problem&,
     DType,
@@ -93,6 +96,21 @@ void soft_backward(
     const void* lse,
     MutableRows grad_logits,
     const Threads&);
+
+// (2,): the sum of the counted targets' class weights (or of `target_weight`, (N,), where it is given), and the number of
+// counted rows. inverse, 1 / divisor, is optional (null). The logits are not read.
+void divisor(const Problem&, const void* target_weight, void* divisor, void* inverse);
+
+// One number: the sum of the losses, which are 0 in ignored rows, and of lse_square_scale * lse^2 over the counted rows;
+// the mean divides them by divisor[0] and divisor[1]. Of the problem: dtype, rows, target, ignore_index.
+void reduce(
+    const Problem&,
+    const void* loss,
+    const void* lse,
+    const void* divisor,
+    double lse_square_scale,
+    bool mean,
+    void* value);
 
 // Loss, lse and the gradient of sum(grad_scale * loss + grad_lse_square * lse^2) over the counted rows, each row
 // visited once: the bits of forward, then backward, with the second read from the cache. grad_lse_square is optional.
@@ -115,7 +133,7 @@ std::int64_t shard_width(const Problem&);
 // out: (1, shard_width), as kernels/reference_shard.py lays it out.
 void shard_forward(const Problem&, Shard, void* out, const Threads&);
 
-// gathered: (ranks, shard_width), dense. Of the problem, the logits and the values of the weight are not read.
+// gathered: (ranks, shard_width), dense. The logits and the values of the weight are not read.
 void shard_join(
     const Problem&,
     Shard,

@@ -86,6 +86,26 @@ double value(PerRow values, std::int64_t row) {
   return values.data == nullptr ? 0.0 : double(static_cast<const A*>(values.data)[row * values.stride]);
 }
 
+// The gradients of a row's loss and lse, from those of a reduced loss: reference.row_grads. Each is rounded to the
+// accumulator's dtype, as a tensor would be.
+struct RowGrads {
+  double loss, lse;
+};
+
+template <class A>
+RowGrads row_grads(const Upstream& upstream, std::int64_t row, bool counted, double lse) {
+  double grad_loss = value<A>(upstream.loss, row), per_row = grad_loss, grad_lse = value<A>(upstream.lse, row);
+  if (upstream.divisor != nullptr) {
+    const A* divisor = static_cast<const A*>(upstream.divisor);
+    grad_loss = A(grad_loss / divisor[0]);
+    per_row = A(per_row / divisor[1]);
+  }
+  if (upstream.lse_square_scale != 0 && counted) {  // without a counted row, per_row is infinite
+    grad_lse = A(grad_lse + 2 * upstream.lse_square_scale * per_row * lse);
+  }
+  return {grad_loss, grad_lse};
+}
+
 // To be called before a fresh gradient is written: forward and backward of 1024 x 32000 float32, every page of the
 // gradient new, took 53 ms of processor time with it and 81 without (2 cores, AVX-512, 2026-11).
 void prefer_huge_pages(const Problem& problem, const MutableRows& grad);

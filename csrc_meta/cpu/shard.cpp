@@ -150,8 +150,9 @@ void backward_as(
   const auto no_scan = [](std::int64_t, std::int64_t, std::int64_t) { return Sums(); };
   const auto join = [&](std::int64_t row, const Sums&) {
     const Target t = target_of(problem, shard, row);
-    const double a = !t.counted ? 0 : t.valid ? value<A>(upstream.loss, row) : kNaN;
-    double softmax = value<A>(upstream.lse, row), at_target = 0, by_class = 0;
+    const RowGrads grads = row_grads<A>(upstream, row, t.counted, lse[row]);
+    const double a = !t.counted ? 0 : t.valid ? grads.loss : kNaN;
+    double softmax = grads.lse, at_target = 0, by_class = 0;
     if (a != 0) {  // 0 times an infinite weight is NaN
       softmax += a * (coefficient == nullptr ? 1.0 : double(coefficient[row]));
       if (t.column >= 0) at_target = a * (1 - problem.label_smoothing) * weight_of<A>(problem, t.column);

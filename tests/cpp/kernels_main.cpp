@@ -168,6 +168,13 @@ struct Everything {
     gradient([&](Matrix& to) {
       backward(problem, {each, same, each}, saved.data(), saved.data(), to.write(), threads);
     });
+    unsigned char* const two = values(2);
+    divisor(problem, nullptr, two, values(2));
+    divisor(problem, saved.data(), values(2), nullptr);
+    for (const bool mean : {false, true}) reduce(problem, grad.data(), saved.data(), two, 0.1, mean, values(1));
+    gradient([&](Matrix& to) {
+      backward(problem, {same, none, none, two, 0.1}, saved.data(), nullptr, to.write(), threads);
+    });
     Matrix over = logits;
     Problem in_place = problem;
     in_place.logits = over.read();
@@ -185,7 +192,7 @@ struct Everything {
     shard_forward(problem, shard, values(shard_width(problem)), threads);
     shard_join(problem, shard, gathered.data(), ranks, values(rows), values(rows), values(rows), values(rows), threads);
     gradient([&](Matrix& to) {
-      shard_backward(problem, shard, {each, each, none}, saved.data(), saved.data(), to.write(), threads);
+      shard_backward(problem, shard, {each, each, none, two, 0.1}, saved.data(), saved.data(), to.write(), threads);
     });
     return out;
   }

@@ -1,0 +1,78 @@
+// What operators allocate, and how an operator and its in-place twin are made of one description.
+#pragma once
+
+#include "bridge.h"
+#include "checks.h"
+
+#include <initializer_list>
+#include <string>
+
+namespace xent::operators {
+
+// Results are allocated by operators of torch on tensors that are there: no size is read, since one may be symbolic.
+
+// One number for each row of the logits; `like` has that shape.
+inline Tensor per_row(const Tensor& logits, const Tensor& like) {
+  return aten::empty_like(like, bridge::accumulator(logits));
+}
+
+// The shape is a constant: () is one number.
+inline Tensor numbers(const Tensor& logits, std::initializer_list<int64_t> shape) {
+  return torch::stable::new_empty(logits, {shape.begin(), shape.size()}, bridge::accumulator(logits));
+}
+
+// The last arguments of an operator that reduces the losses of its rows to one number.
+class Reduction {
+ public:
+  explicit Reduction(Stack& stack) : lse_square_scale_(stack.number()) {
+    const std::string reduction = stack.next<std::string>();
+    checks::lse_square_scale(lse_square_scale_);
+    checks::reduction_to_one(reduction);
+    mean_ = reduction == "mean";
+  }
+
+  // target_weight: of each row, null where it follows from the problem's weight.
+  void write(const bridge::Problem& problem, const Tensor& loss, const Tensor& lse, const void* target_weight,
+             const Tensor& divisor, const Tensor& value) const {
+    cpu::divisor(problem, target_weight, divisor.mutable_data_ptr(), nullptr);
+    cpu::reduce(problem, loss.const_data_ptr(), lse.const_data_ptr(), divisor.const_data_ptr(), lse_square_scale_,
+                mean_, value.mutable_data_ptr());
+  }
+
+ private:
+  double lse_square_scale_;
+  bool mean_;
+};
+
+// An operator whose last result is the gradient of `logits`, or its twin that writes it over the logits. In has
+//   outputs()                        the other results
+//   write(outputs, values, grad)     reads the logits from `values` and writes their gradient to `grad`, which may be
+//                                    the same memory. So logits that the kernels cannot read in place are copied once.
+template <class In, bool in_place>
+void write_gradient(Stack& stack) {
+  const In in(stack);
+  std::vector<Tensor> outputs = in.outputs();
+  if constexpr (in_place) {
+    if (!stack.meta) {
+      checks::writable("logits", in.logits);
+      const bridge::Write grad(in.logits);
+      in.write(outputs, grad.memory(), grad.rows);
+      grad.finish();
+    }
+  } else {
+    // Contiguous, whatever the strides of the logits.
+    const Tensor grad = aten::empty_like(in.logits, in.logits.scalar_type());
+    if (!stack.meta) {
+      in.write(outputs, in.logits, bridge::Write(grad).rows);
+    }
+    outputs.push_back(grad);
+  }
+  stack.returns(outputs);
+}
+
+// Defines the operator and its twin.
+#define XENT_WITH_TWIN(name, In)                                        \
+  void name(Stack& stack) { write_gradient<In, false>(stack); }         \
+  void name##_(Stack& stack) { write_gradient<In, true>(stack); }
+
+}  // namespace xent::operators
