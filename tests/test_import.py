@@ -65,7 +65,7 @@ def test_interpreter_mode_is_loud():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):
-                devices.triton_launchers("launch")  # what every launch asks for its kernels
+                devices.triton_launchers()  # what every launch asks for its kernels
         found = [w for w in caught if "TRITON_INTERPRET is set" in str(w.message)]
         assert len(found) == 1, caught
         """,

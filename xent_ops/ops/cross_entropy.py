@@ -111,7 +111,6 @@ operator(
     outputs=_reduced,
     reference=reductions.cross_entropy_reduced,
     check_values=checks.index_values,
-    launchers="launch_reduced",
     ascend=True,
 )
 autograd("cross_entropy_reduced", _reduced_backward, _save_reduced)

@@ -10,8 +10,8 @@ from typing import Any
 
 
 @functools.cache
-def triton_launchers(module: str) -> Any:
-    """The module of kernels/triton/ that launches an operator on CUDA and ROCm."""
+def triton_launchers() -> Any:
+    """Functions named as the operators, for CUDA and ROCm."""
     try:
         import triton  # noqa: F401
     except ImportError as error:
@@ -20,7 +20,7 @@ def triton_launchers(module: str) -> Any:
             "triton that belongs to this build of torch"
         ) from error
     _warn_of_interpreter()
-    return importlib.import_module(f"xent_ops.kernels.triton.{module}")
+    return importlib.import_module("xent_ops.kernels.triton.launch")
 
 
 @functools.cache

@@ -57,14 +57,13 @@ class Operator:
         outputs: Callable[..., Outputs],
         reference: Callable[..., Any],
         check_values: Callable[..., None] | None,
-        launchers: str,
         ascend: bool,
         overwrites: str | None,
     ) -> None:
         self.name, self.overload = name, define(name)
         self.check_arguments, self.check_values = check, check_values
         self.outputs, self.reference = outputs, reference
-        self.launchers, self.ascend, self.overwrites = launchers, ascend, overwrites
+        self.ascend, self.overwrites = ascend, overwrites
         names = [argument.name for argument in self.overload._schema.arguments]
         self.position = names.index(overwrites) if overwrites is not None else -1
         self.has_options = not set(names).isdisjoint(Options._fields)
@@ -120,7 +119,7 @@ class Operator:
         if launch is None:
             keywords = self.keywords(given)
             self.check(args, keywords)
-            launch = getattr(devices.triton_launchers(self.launchers), self.name)(*args, **keywords)
+            launch = getattr(devices.triton_launchers(), self.name)(*args, **keywords)
             self.launches.put(signature, launch)
         return launch(*args)
 
@@ -143,7 +142,6 @@ def operator(
     outputs: Callable[..., Outputs],
     reference: Callable[..., Any],
     check_values: Callable[..., None] | None = None,
-    launchers: str = "launch",
     ascend: bool = False,
     overwrites: str | None = None,
 ) -> Any:
@@ -152,13 +150,13 @@ def operator(
     Args:
         check: raises on what no kernel can take; sees the operator's arguments, with ``options`` as one record.
         outputs: shape and dtype of each output, from the positional arguments.
-        reference: the kernel in plain torch. The CPU runs the C++ kernel ``xent_cpu::name`` where it is built.
+        reference: the kernel in plain torch. The CPU runs the C++ kernel ``xent_cpu::name`` where it is built, CUDA and
+            ROCm what ``name`` in kernels/triton/launch.py prepares.
         check_values: like ``check``, for the CPU without C++, where reading values does not synchronise.
-        launchers: the module of kernels/triton/ whose function ``name`` makes the launches.
         ascend: kernels/ascend/launch.py has a function ``name``; else NPUs run the reference.
         overwrites: the argument that the operator itself writes to.
     """
-    shared: dict[str, Any] = {"check": check, "check_values": check_values, "launchers": launchers, "ascend": ascend}
+    shared: dict[str, Any] = {"check": check, "check_values": check_values, "ascend": ascend}
     OPERATORS[name] = Operator(name, outputs=outputs, reference=reference, overwrites=overwrites, **shared)
     written_over = DECLARED[name][1]
     if written_over is not None:

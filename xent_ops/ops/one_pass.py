@@ -28,7 +28,6 @@ operator(
     outputs=lambda logits, *_: (*rows(logits), (logits.shape, logits.dtype)),
     reference=reference.cross_entropy_with_grad,
     check_values=checks.index_values,
-    launchers="launch_one_pass",
 )
 autograd("cross_entropy_with_grad", _no_derivative, save_nothing)
 
@@ -37,7 +36,6 @@ operator(
     check=checks.index_forward,
     outputs=lambda logits, *_: (((2,), reference.accumulator(logits)),) * 2,
     reference=reductions.cross_entropy_divisor,
-    launchers="launch_reduced",
 )
 
 operator(
@@ -45,6 +43,5 @@ operator(
     check=checks.scale_grad,
     outputs=lambda *_: (),
     reference=reference.scale_grad_,
-    launchers="launch_one_pass",
     overwrites="grad",
 )

@@ -159,7 +159,6 @@ operator(
     outputs=_parts,
     reference=reference_shard.cross_entropy_shard,
     check_values=checks.shard_values,
-    launchers="launch_shard",
 )
 autograd("cross_entropy_shard", _shard_alone, save_nothing)
 
@@ -168,7 +167,6 @@ operator(
     check=_check_join,
     outputs=_joined,
     reference=reference_shard.cross_entropy_shard_join,
-    launchers="launch_shard",
 )
 autograd("cross_entropy_shard_join", _backward, _save_rows)
 
@@ -177,7 +175,6 @@ operator(
     check=_check_reduced,
     outputs=_reduced,
     reference=reference_shard.cross_entropy_shard_reduced,
-    launchers="launch_shard",
 )
 autograd("cross_entropy_shard_reduced", _reduced_backward, _save_reduced)
 
@@ -186,6 +183,5 @@ operator(
     check=_check_backward,
     outputs=gradient,
     reference=reference_shard.cross_entropy_shard_backward,
-    launchers="launch_shard",
 )
 autograd("cross_entropy_shard_backward", _second_backward, save_nothing)

@@ -53,7 +53,6 @@ operator(
     check=checks.soft_forward,
     outputs=rows,
     reference=reference_soft.soft_cross_entropy_forward,
-    launchers="launch_soft",
 )
 autograd("soft_cross_entropy_forward", _backward, _setup_context)
 
@@ -62,6 +61,5 @@ operator(
     check=checks.soft_backward,
     outputs=gradient,
     reference=reference_soft.soft_cross_entropy_backward,
-    launchers="launch_soft",
 )
 autograd("soft_cross_entropy_backward", _second_backward, save_all)
