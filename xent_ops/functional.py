@@ -148,14 +148,13 @@ def cross_entropy(
 
 def _of_probabilities(logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions) -> Tensor:
     checks.lse_square_scale(loss.lse_square_scale)
-    ignore_index, *rest = loss.rows
-    if ignore_index >= 0:
-        raise ValueError(f"ignore_index={ignore_index} is not supported for class probabilities; leave it below 0")
+    if loss.rows.ignore_index >= 0:
+        raise ValueError(f"ignore_index={loss.rows.ignore_index} is not supported for class probabilities; leave it below 0")
     if transforms.functorch_is_active() or transforms.forward_mode():
         checks.soft_forward(logits, target, weight, options=loss.rows)
         row_loss, lse = reference_soft.soft_cross_entropy_forward(logits, target, weight, options=loss.rows)
     else:
-        options = dict(zip(Options._fields[1:], rest, strict=True))
+        options = loss.rows._replace(ignore_index=-100).keywords()  # which the operator does not have
         row_loss, lse = torch.ops.xent.soft_cross_entropy_forward(logits, target, weight, **options)
     if loss.lse_square_scale != 0.0:
         row_loss = row_loss + loss.lse_square_scale * lse.square()
@@ -189,7 +188,7 @@ def cross_entropy_outputs(
     checks.weight_without_grad(weight)
     logits = _classes_last(input, dim)
     checks.suggest_dim(input.shape, target.shape, dim)
-    row_loss, lse, argmax = torch.ops.xent.cross_entropy_forward_argmax(logits, target, weight, **loss.rows._asdict())
+    row_loss, lse, argmax = torch.ops.xent.cross_entropy_forward_argmax(logits, target, weight, **loss.rows.keywords())
     divisor, _ = cross_entropy_divisor(logits, target, weight, options=loss.rows)
     total, z_loss = reduce_rows(row_loss, lse, target, divisor, loss)
     counted = target.to(torch.int64) != ignore_index

@@ -34,7 +34,7 @@ class VocabParallelFunction(torch.autograd.Function):
         divisor = None
         if loss.reduction == "none":
             row_loss, lse, _, coefficient = below_autograd(
-                _ops.cross_entropy_shard_join.default, *arguments, **loss.rows._asdict()
+                _ops.cross_entropy_shard_join.default, *arguments, **loss.rows.keywords()
             )
             value = reductions.reduce_rows(row_loss, lse, target, None, loss).value
         else:
@@ -56,7 +56,7 @@ class VocabParallelFunction(torch.autograd.Function):
                 *arguments, options=ctx.loss.rows, lse_square_scale=square
             )
         else:
-            options = {**ctx.loss.rows._asdict(), "lse_square_scale": square}
+            options = ctx.loss.backward_keywords()
             operator = _ops.cross_entropy_shard_backward.default
             # create_graph: the operator's formula says why there is no second derivative.
             call = operator if torch.is_grad_enabled() else lambda *a, **k: below_autograd(operator, *a, **k)

@@ -51,7 +51,7 @@ def all_gather_shard_stats(
     As nodes that tracers see, and passes move. Below autograd, which has nothing to do here: the gradient flows
     through the logits of the operator that joins.
     """
-    keywords = options._asdict()
+    keywords = options.keywords()
     stats = below_autograd(
         torch.ops.xent.cross_entropy_shard.default, logits.detach(), target, *shard_range, weight, **keywords
     )

@@ -13,20 +13,38 @@ class Options(NamedTuple):
     softcap: float | None = None
     logit_scale: float = 1.0
 
+    def keywords(self) -> dict[str, Any]:
+        """As operators take them. Those at their defaults are left out: each takes the dispatcher 0.4 us."""
+        return {
+            name: value
+            for name, value, default in zip(Options._fields, self, DEFAULTS, strict=True)
+            if value is not default and value != default
+        }
+
+
+DEFAULTS = Options()
+
 
 class LossOptions(NamedTuple):
     """The options of a whole loss: those of its rows, the z-loss, the reduction."""
 
-    rows: Options
+    rows: Options = DEFAULTS
     lse_square_scale: float = 0.0
     reduction: str = "mean"
 
     def keywords(self) -> dict[str, Any]:
         """As the composite and the reduced operators take them."""
-        return {**self.rows._asdict(), "lse_square_scale": self.lse_square_scale, "reduction": self.reduction}
+        given = self.backward_keywords()
+        if self.reduction != "mean":
+            given["reduction"] = self.reduction
+        return given
 
-
-DEFAULTS = Options()
+    def backward_keywords(self) -> dict[str, Any]:
+        """As the backward of a reduced loss takes them."""
+        given = self.rows.keywords()
+        if self.lse_square_scale != 0.0:
+            given["lse_square_scale"] = self.lse_square_scale
+        return given
 
 
 def as_record(given: dict[str, Any]) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class CrossEntropyFunction(torch.autograd.Function):
                 _ops.cross_entropy_reduced.default, logits, target, weight, **loss.keywords()
             )
             return value, lse, divisor
-        options = loss.rows._asdict()
+        options = loss.rows.keywords()
         row_loss, lse = below_autograd(_ops.cross_entropy_forward.default, logits, target, weight, **options)
         return reductions.reduce_rows(row_loss, lse, target, None, loss).value, lse
 
@@ -151,7 +151,7 @@ class GradientFunction(torch.autograd.Function):
         if transforms.forward_mode():  # the upstream gradient has a tangent, which operators would drop
             square = loss.lse_square_scale
             return reference.cross_entropy_backward(*arguments, options=loss.rows, lse_square_scale=square)
-        options = {**loss.rows._asdict(), "lse_square_scale": loss.lse_square_scale}
+        options = loss.backward_keywords()
         if in_place and not torch.compiler.is_compiling():
             below_autograd(_ops.cross_entropy_backward_.default, *arguments, **options)
             return logits.detach()
@@ -184,7 +184,7 @@ class GradInForwardFunction(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions, in_place: bool
     ) -> Tensor:
-        options, ignore_index = loss.rows._asdict(), loss.rows.ignore_index
+        options, ignore_index = loss.rows.keywords(), loss.rows.ignore_index
         # One over what each row's loss, and its z-loss, is divided by.
         divisor, inverse = below_autograd(
             _ops.cross_entropy_divisor.default, logits, target, weight, ignore_index=ignore_index

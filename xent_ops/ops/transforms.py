@@ -22,8 +22,8 @@ def forward_mode() -> bool:
     """Is a tangent to be carried along, in eager? No operator of torch.library does."""
     if torch.compiler.is_compiling():
         return False
-    if forward_ad._current_level >= 0:
-        return True
+    if forward_ad._current_level >= 0 or not functorch_is_active():
+        return forward_ad._current_level >= 0
     stack = torch._C._functorch.get_interpreter_stack() or []
     return any(level.key() == torch._C._functorch.TransformType.Jvp for level in stack)
 
