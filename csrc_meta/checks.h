@@ -39,7 +39,7 @@ void writable(const char* name, const Tensor& tensor);
 
 void reduction(const std::string& value);
 
-void lse_square_scale(double value);
+void lse_square_scale(double value, const Tensor& logits);
 
 // The values of int64 targets: std::out_of_range for one outside [0, num_classes) that is not ignore_index.
 void target_values(const Tensor& target, int64_t num_classes, int64_t ignore_index);

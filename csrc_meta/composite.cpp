@@ -46,7 +46,7 @@ void cross_entropy(Stack& stack) {
   options.logit_scale = stack.number();
   const std::string reduction = stack.next<std::string>();
   checks::reduction(reduction);
-  checks::lse_square_scale(lse_square_scale);
+  checks::lse_square_scale(lse_square_scale, logits);
 
   std::array<StableIValue, 7> values{
       torch::stable::detail::from(logits),          torch::stable::detail::from(target),

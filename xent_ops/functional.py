@@ -90,7 +90,8 @@ def cross_entropy(
         label_smoothing: e, from 0 to 1 (Szegedy et al., 2016).
         lse_square_scale: of the z-loss (PaLM), which keeps lse near 0. Added for counted rows alone.
         softcap: cap of the logits (Gemma 2), above 0; None for none.
-        logit_scale: factor of the logits, applied before the softcap (an inverse temperature).
+        logit_scale: factor of the logits, applied before the softcap (an inverse temperature). Options are constants:
+            a tensor that requires grad is refused. For a learned temperature multiply the logits by it.
         dim: the class dimension. 1 as in torch; -1 for language-model logits (B, S, V) with targets (B, S).
         inplace_backward: in eager, write the gradient over the input's storage: no second buffer of its size. The
             input must not be a leaf, nor a view of one. A later backward that needs the input raises; who merely
@@ -110,12 +111,16 @@ def cross_entropy(
         float32 (float64 for float64 input): (), or with "none" the shape of class indices.
 
     Raises:
-        ValueError, TypeError, RuntimeError: for shapes, dtypes, devices and options that are not as above.
+        ValueError, TypeError, RuntimeError: for types, shapes, dtypes, devices and options that are not as above, and
+            for a softcap, logit_scale or lse_square_scale beyond float32, unless the logits are float64.
         IndexError: on the CPU, for a class index out of range that is not ignore_index. On a GPU, where a check would
             synchronise, that row's loss and gradient are NaN; ``check_targets`` checks there too.
 
     Sources: torch.nn.functional.cross_entropy; z-loss as in Liger-Kernel and flash-attention.
     """
+    ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, dim = checks.arguments(
+        input, target, weight, ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, reduction, dim
+    )
     soft_options: dict[str, Any] = {"label_smoothing": label_smoothing, "softcap": softcap, "logit_scale": logit_scale}
     options = {"ignore_index": ignore_index, **soft_options}
     if (
@@ -146,7 +151,6 @@ def cross_entropy(
         )
     if is_dtensor(target):
         raise TypeError("target is a DTensor but the logits are not; both must be, or neither")
-    checks.reduction(reduction)
     logits = _classes_last(input, dim)
     if target.dim() == input.dim() and input.dim() > 0:
         if target.dtype in checks.INDICES:
@@ -164,7 +168,6 @@ def cross_entropy(
     checks.suggest_dim(input.shape, target.shape, dim)
     if not torch.compiler.is_compiling():
         if transforms.active():
-            checks.lse_square_scale(lse_square_scale)
             checks.weight_without_grad(weight)
             loss, lse = transforms.forward_rows(logits, target, weight, **options)
             counts = count_rows(
@@ -174,7 +177,6 @@ def cross_entropy(
         one_node = inplace_backward or grad_in_forward
         one_node = one_node or eager.undisturbed(logits, target, weight, lse_square_scale=lse_square_scale, **options)
         if one_node and logits.requires_grad and torch.is_grad_enabled():
-            checks.lse_square_scale(lse_square_scale)
             checks.weight_without_grad(weight)
             return eager.cross_entropy(
                 logits,
@@ -196,7 +198,6 @@ def _soft(
     lse_square_scale: float,
     options: dict[str, Any],
 ) -> Tensor:
-    checks.lse_square_scale(lse_square_scale)
     if ignore_index >= 0:
         raise ValueError(f"ignore_index={ignore_index} is not supported for class probabilities; leave it below 0")
     if transforms.active():
@@ -230,9 +231,10 @@ def cross_entropy_outputs(
     the first index of the largest ``logit_scale * input``; predictions and accuracy are not differentiable.
     """
     transforms.refuse("xent_ops.cross_entropy_outputs")
+    ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, dim = checks.arguments(
+        input, target, weight, ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, reduction, dim
+    )
     _refuse_dtensors("xent_ops.cross_entropy_outputs", input, target)
-    checks.reduction(reduction)
-    checks.lse_square_scale(lse_square_scale)
     checks.weight_without_grad(weight)
     logits = _classes_last(input, dim)
     checks.suggest_dim(input.shape, target.shape, dim)
@@ -272,8 +274,8 @@ def token_log_probs(
 ) -> TokenLogProbs:
     """log p(target), the entropy of the softmax and the lse of every row, in one pass and differentiable.
 
-    What policy-gradient losses ask for: ``log_probs = x_t - lse`` (0 in ignored rows) and
-    ``entropy = -sum_j p_j log p_j`` in nats, where classes masked with -inf add nothing.
+    What policy-gradient losses ask for: ``log_probs = x_t - lse`` and ``entropy = -sum_j p_j log p_j`` in nats, where
+    classes masked with -inf add nothing. In ignored rows both are 0, and so are their gradients.
 
     Args:
         input: logits as for ``cross_entropy``, but with the classes last by default.
@@ -285,8 +287,12 @@ def token_log_probs(
         Errors are those of ``cross_entropy``.
     """
     transforms.refuse("xent_ops.token_log_probs")
+    ignore_index, _, _, softcap, logit_scale, dim = checks.arguments(
+        input, target, None, ignore_index, 0.0, 0.0, softcap, logit_scale, dim=dim
+    )
     _refuse_dtensors("xent_ops.token_log_probs", input, target)
     loss, lse, entropy = torch.ops.xent.cross_entropy_forward_entropy(
         _classes_last(input, dim), target, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale
     )
-    return TokenLogProbs(-loss, entropy, lse)
+    counted = target.to(torch.int64) != ignore_index
+    return TokenLogProbs(-loss, torch.where(counted, entropy, 0.0), lse)

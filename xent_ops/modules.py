@@ -31,7 +31,9 @@ class CrossEntropyLoss(nn.Module):
         grad_in_forward: bool = False,
     ) -> None:
         super().__init__()
-        checks.reduction(reduction)
+        ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale = checks.options(
+            ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, reduction
+        )
         self.register_buffer("weight", weight)
         self.ignore_index = ignore_index
         self.reduction = reduction
@@ -39,7 +41,7 @@ class CrossEntropyLoss(nn.Module):
         self.lse_square_scale = lse_square_scale
         self.softcap = softcap
         self.logit_scale = logit_scale
-        self.dim = dim
+        self.dim = checks.integer("dim", dim)
         self.inplace_backward = inplace_backward
         self.grad_in_forward = grad_in_forward
 

@@ -44,8 +44,6 @@ def cross_entropy(
         if value:
             raise ValueError(f"{name}=True is not supported for DTensor logits")
     transforms.refuse("xent_ops.cross_entropy of DTensors")
-    checks.reduction(reduction)
-    checks.lse_square_scale(lse_square_scale)
     classes_dim = checks.class_dimension("input", input, dim)
     mesh = input.device_mesh
     vocabulary = _vocabulary_dimension(input, classes_dim)

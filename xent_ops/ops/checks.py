@@ -1,6 +1,9 @@
 """What no kernel can take, refused before any kernel runs, eager and while tracing.
 
-Only ``check_targets`` reads a tensor's values: that synchronises a GPU. Sizes may be symbolic, so they are
+A public function calls ``arguments`` first: types of tensors and options. The operators check what depends on the
+tensors: shapes, dtypes, devices and the ranges of options.
+
+Only ``check_targets`` reads the values of a tensor on a GPU, which synchronises it. Sizes may be symbolic, so they are
 compared through ``torch._check_value``, which guards them and keeps the text.
 """
 
@@ -13,11 +16,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDICES = (torch.int64, torch.int32, torch.uint8)
 DIVISORS = (*FLOATS, torch.int64)
 REDUCTIONS = ("none", "mean", "sum")
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -101,13 +106,104 @@ def _options(
         same_device("weight", weight, logits)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be between 0.0 and 1.0, got {label_smoothing}")
-    if softcap is not None and not (softcap >= 2.0**-126 and math.isfinite(softcap)):
-        raise ValueError(
-            f"softcap must be a finite number above 0, or None for no cap, got {softcap} (the least is 2**-126, the "
-            "smallest normal float32)"
-        )
+    if softcap is not None:
+        if not (softcap >= 2.0**-126 and math.isfinite(softcap)):
+            raise ValueError(
+                f"softcap must be a finite number above 0, or None for no cap, got {softcap} (the least is 2**-126, "
+                "the smallest normal float32)"
+            )
+        _fits("softcap", softcap, logits.dtype)
     if not math.isfinite(scale):
         raise ValueError(f"logit_scale must be finite, got {scale}")
+    _fits("logit_scale", scale, logits.dtype)
+
+
+def _fits(name: str, value: float, logits_dtype: torch.dtype) -> None:
+    """Beyond float32 a kernel would compute with infinity, and return NaN."""
+    if not -FLOAT32_MAX <= value <= FLOAT32_MAX and logits_dtype != torch.float64:
+        raise ValueError(
+            f"{name} must be at most {FLOAT32_MAX} in magnitude for logits of dtype {logits_dtype}, which are computed "
+            f"in float32, got {value}"
+        )
+
+
+def arguments(
+    input: Any,
+    target: Any,
+    weight: Any,
+    ignore_index: Any,
+    label_smoothing: Any,
+    lse_square_scale: Any,
+    softcap: Any,
+    logit_scale: Any,
+    reduction: Any = "none",
+    dim: Any = -1,
+    input_name: str = "input",
+) -> tuple[int, float, float, float | None, float, int]:
+    """Refuse arguments of wrong types; (ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, dim) in
+    the types that kernels take.
+
+    The first line of every public function. It reads no tensor on a GPU.
+    """
+    if not (
+        isinstance(input, Tensor)
+        and isinstance(target, Tensor)
+        and input.layout == torch.strided
+        and target.layout == torch.strided
+        and (weight is None or (isinstance(weight, Tensor) and weight.layout == torch.strided))
+    ):
+        _refuse_tensors(((input_name, input), ("target", target), ("weight", weight)))
+    if type(dim) is not int:
+        dim = integer("dim", dim)
+    return *options(ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, reduction, input.dtype), dim
+
+
+def options(
+    ignore_index: Any,
+    label_smoothing: Any,
+    lse_square_scale: Any,
+    softcap: Any,
+    logit_scale: Any,
+    reduction: Any = "none",
+    dtype: torch.dtype = torch.float64,
+) -> tuple[int, float, float, float | None, float]:
+    """The same of the options alone; ``dtype`` is that of the logits, where they are known."""
+    if not (
+        type(label_smoothing) is float
+        and type(lse_square_scale) is float
+        and type(logit_scale) is float
+        and (softcap is None or type(softcap) is float)
+        and is_int64(ignore_index)
+    ):
+        ignore_index = integer("ignore_index", ignore_index)
+        label_smoothing = number("label_smoothing", label_smoothing)
+        lse_square_scale = number("lse_square_scale", lse_square_scale)
+        softcap = None if softcap is None else number("softcap", softcap)
+        logit_scale = number("logit_scale", logit_scale)
+    if reduction not in REDUCTIONS:
+        raise ValueError(
+            f"{reduction!r} is not a valid value for reduction; valid are {', '.join(map(repr, REDUCTIONS))}"
+        )
+    # No math.isfinite: this is traced, and under dynamic=True Dynamo takes a float for a symbol, which it refuses.
+    if not -FLOAT32_MAX <= lse_square_scale <= FLOAT32_MAX:
+        if not -math.inf < lse_square_scale < math.inf:
+            raise ValueError(f"lse_square_scale must be finite, got {lse_square_scale}")
+        _fits("lse_square_scale", lse_square_scale, dtype)
+    return ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale
+
+
+def _refuse_tensors(values: Iterable[tuple[str, Any]]) -> None:
+    for name, value in values:
+        if value is None and name == "weight":
+            continue
+        if not isinstance(value, Tensor):
+            found = "None" if value is None else f"{type(value).__module__}.{type(value).__qualname__}"
+            hint = "" if value is None else f"; torch.as_tensor({name}) makes one"
+            raise TypeError(f"{name} must be a torch.Tensor, got {found.removeprefix('builtins.')}{hint}")
+        if value.layout != torch.strided:
+            raise TypeError(
+                f"{name} has layout {value.layout}; expected torch.strided, a dense tensor: pass {name}.to_dense()"
+            )
 
 
 def is_int64(value: Any) -> bool:
@@ -115,9 +211,17 @@ def is_int64(value: Any) -> bool:
 
 
 def integer(name: str, value: Any) -> int:
-    """A plain int of anything that is an integer; symbols stay what they are."""
-    if is_int64(value) or isinstance(value, torch.SymInt) or torch.compiler.is_compiling():
+    """A plain int of anything that is an integer, as torch has it: True is none. Symbols stay what they are."""
+    if is_int64(value) or isinstance(value, torch.SymInt):
         return value
+    if isinstance(value, Tensor):
+        kind = value.dtype
+        if kind.is_floating_point or kind.is_complex or kind == torch.bool or value.numel() != 1:
+            raise TypeError(f"{name} must be an integer, got a tensor of shape {tuple(value.shape)} and dtype {kind}")
+        _readable(name, value, "an integer")
+    elif isinstance(value, (bool, float)):  # operator.index takes the one, and Dynamo may not know the other's value
+        found = type(value).__name__ if torch.compiler.is_compiling() else repr(value)
+        raise TypeError(f"{name} must be an integer, got {found}")
     try:
         plain = operator.index(value)
     except TypeError:
@@ -127,23 +231,64 @@ def integer(name: str, value: Any) -> int:
     return plain
 
 
+_LEARNED = ". For a learned scale, multiply the logits by it instead"
+_LEARNED_TOO = {
+    "softcap": "; for a learned cap, compute softcap * torch.tanh(logits / softcap) in torch",
+    "lse_square_scale": "; for a learned z-loss, take lse of xent_ops.cross_entropy_outputs",
+    "label_smoothing": "; for learned targets, pass class probabilities",
+}
+
+
 def number(name: str, value: Any) -> float:
-    """A plain float of anything that is a number; of a tensor on a GPU, this synchronises."""
+    """A plain float of anything that is a number. Symbols stay what they are, and integers while tracing."""
+    if type(value) is float:
+        return value
+    if isinstance(value, (torch.SymFloat, torch.SymInt)):
+        symbol: Any = value
+        return symbol
+    if isinstance(value, Tensor):
+        instead = _LEARNED + _LEARNED_TOO.get(name, "")
+        # Before its value is read: as a number it would lose its gradient, or its tangent, without a word.
+        if value.requires_grad or _transformed(value):
+            raise RuntimeError(
+                f"{name} is a tensor that requires grad or that torch.func transforms, but the loss has no derivative "
+                f"for its options{instead}"
+            )
+        if value.numel() != 1 or value.dtype.is_complex:
+            raise TypeError(
+                f"{name} must be a number, got a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+            )
+        _readable(name, value, "a number", instead)
+    elif type(value) is int:
+        if is_int64(value) and torch.compiler.is_compiling():
+            return value  # may be a symbol; the operator's schema makes a float of it
+    elif not (hasattr(value, "__float__") or hasattr(value, "__index__")):  # float() would read a string
+        raise TypeError(f"{name} must be a number, got {value!r}")
     try:
-        return value if type(value) is float else float(value)
+        return float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be a number, got {value!r}") from None
+    except OverflowError:
+        raise ValueError(f"{name} must be at most {FLOAT32_MAX}, got an integer beyond float64") from None
 
 
-def reduction(value: str) -> None:
-    if value not in REDUCTIONS:
-        raise ValueError(f"{value!r} is not a valid value for reduction; valid are {', '.join(map(repr, REDUCTIONS))}")
+def _transformed(tensor: Tensor) -> bool:
+    """Is this a tensor of torch.func, or one with a tangent? Dynamo has no tensors with hidden levels."""
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
-def lse_square_scale(value: float) -> None:
-    # No math.isfinite: this is traced, and under dynamic=True Dynamo takes a float for a symbol, which it refuses.
-    if not -math.inf < value < math.inf:
-        raise ValueError(f"lse_square_scale must be finite, got {value}")
+def _readable(name: str, tensor: Tensor, what: str, instead: str = "") -> None:
+    if torch.compiler.is_compiling():
+        raise TypeError(f"{name} must be {what}, got a tensor, whose value a compiled graph cannot read{instead}")
+    if tensor.device.type != "cpu":
+        raise TypeError(
+            f"{name} must be {what}, got a tensor on {tensor.device}: to read it, the host would wait for the device. "
+            f"Pass {name}.item() where that may be{instead}"
+        )
 
 
 def weight_without_grad(weight: Tensor | None) -> None:
@@ -293,7 +438,12 @@ def without_grad(name: str, tensor: Tensor) -> None:
 
 
 def writable(name: str, tensor: Tensor) -> None:
-    """Refuse elements that share memory."""
+    """Refuse elements that share memory, and what torch itself does not write to."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{name} was made in inference mode, and outside it no tensor of inference mode is written to: call the "
+            f"operator below torch.inference_mode(), or pass {name}.clone()"
+        )
     if may_overlap(tensor.shape, tensor.stride()):
         raise RuntimeError(
             f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} share memory between their "

@@ -89,8 +89,9 @@ def cross_entropy(
     logit_scale: float = 1.0,
     reduction: str = "mean",
 ) -> Tensor:
-    checks.reduction(reduction)
-    checks.lse_square_scale(lse_square_scale)
+    checks.arguments(
+        logits, target, weight, ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, reduction
+    )
     checks.weight_without_grad(weight)
     if transforms.forward_mode():  # in which operators drop the tangents
         transforms.refuse("torch.ops.xent.cross_entropy")

@@ -130,8 +130,11 @@ def facts_of_call(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, 
     """
     return (
         torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
         *[
-            (arg.shape, arg.stride(), arg.dtype, arg.device, arg.requires_grad) if isinstance(arg, Tensor) else arg
+            (arg.shape, arg.stride(), arg.dtype, arg.device, arg.requires_grad, arg.is_inference())
+            if isinstance(arg, Tensor)
+            else arg
             for arg in (*args, *options.values())
         ],
         *options,
