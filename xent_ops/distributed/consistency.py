@@ -1,4 +1,4 @@
-"""``check=True``: what no rank can see alone, compared between all ranks before the loss is computed."""
+"""``check=True``: the arguments of all ranks, checked and compared before the loss is computed."""
 
 from __future__ import annotations
 
@@ -8,34 +8,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ops import checks
-from .groups import Group, place, process_group
+from ..ops import checks, transforms
+from .groups import Group, Place, place, process_group
 from .parts import first_class
 
+NAME = "xent_ops.distributed.vocab_parallel_cross_entropy"
 
-def check(
-    logits: Tensor,
-    target: Tensor,
-    group: Group,
-    *,
-    num_classes: int,
-    class_start: int | None,
-    weight: Tensor | None,
-    ignore_index: int,
-    **options: Any,
-) -> None:
-    """Raise the same error on every rank of the group if its arguments do not fit together."""
+
+def check(logits: Tensor, target: Tensor, group: Group, **arguments: Any) -> None:
+    """Raise the same error on every rank of the group if an argument of one is wrong, or they do not fit together.
+
+    Arguments are those of ``vocab_parallel_cross_entropy``, as the user passed them.
+    """
     if torch.compiler.is_compiling():
         raise RuntimeError("check=True compares values between ranks, which a compiled graph cannot: use it in eager")
     here = place(group)
-    report: dict[str, Any] = {}
     try:
-        report = _report(logits, target, here, num_classes, class_start, weight, ignore_index, options)
+        report = _report(logits, target, here, **arguments)
     except Exception as error:  # another rank must hear of it, or it waits for this one
         report = {"error": f"{type(error).__name__}: {error}"}
     reports: list[dict[str, Any]] = [{} for _ in range(here.world)]
-    dist.all_gather_object(reports, report, group=process_group(group))
-    problem = _compare(reports, num_classes)
+    with torch._C._DisableFuncTorch():  # a rank below a transform, which is an error of its own, reports that too
+        dist.all_gather_object(reports, report, group=process_group(group))
+    problem = _compare(reports)
     if problem is not None:
         raise ValueError(f"vocab_parallel_cross_entropy: {problem}")
 
@@ -43,18 +38,37 @@ def check(
 def _report(
     logits: Tensor,
     target: Tensor,
-    here: Any,
-    num_classes: int,
-    class_start: int | None,
+    here: Place,
+    *,
+    num_classes: Any,
+    class_start: Any,
     weight: Tensor | None,
-    ignore_index: int,
-    options: dict[str, Any],
+    ignore_index: Any,
+    reduction: str,
+    label_smoothing: Any,
+    lse_square_scale: Any,
+    softcap: Any,
+    logit_scale: Any,
 ) -> dict[str, Any]:
+    """What this rank passed. All that it can refuse by itself is an error in here, and not later."""
+    transforms.refuse(NAME)
+    ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, _ = checks.arguments(
+        logits,
+        target,
+        weight,
+        ignore_index,
+        label_smoothing,
+        lse_square_scale,
+        softcap,
+        logit_scale,
+        reduction,
+        input_name="logits_shard",
+    )
+    num_classes, class_start = shard_range(logits, num_classes, class_start)
     start = first_class(logits.shape[-1], class_start, num_classes, here)
-    forward = {k: v for k, v in options.items() if k in ("label_smoothing", "softcap", "logit_scale")}
-    checks.shard(logits, target, start, num_classes, weight, **forward)
-    checks.reduction(options["reduction"])
-    checks.lse_square_scale(options["lse_square_scale"])
+    operator_options = {"label_smoothing": label_smoothing, "softcap": softcap, "logit_scale": logit_scale}
+    checks.shard(logits, target, start, num_classes, weight, **operator_options)
+    checks.weight_without_grad(weight)
     checks.check_targets(target, num_classes, ignore_index)
     return {
         "target shape": tuple(target.shape),
@@ -62,13 +76,25 @@ def _report(
         "num_classes": num_classes,
         "class weights": weight is not None,
         "ignore_index": ignore_index,
-        **options,
+        "reduction": reduction,
+        "lse_square_scale": lse_square_scale,
+        **operator_options,
         "target": target.to(torch.int64).cpu(),
         "shard": (start, min(logits.shape[-1], num_classes - start)),
     }
 
 
-def _compare(reports: list[dict[str, Any]], num_classes: int) -> str | None:
+def shard_range(logits: Tensor, num_classes: Any, class_start: Any) -> tuple[int, int | None]:
+    """(num_classes, class_start) as integers, for logits that have columns of their own."""
+    if type(logits) is not Tensor and hasattr(logits, "device_mesh"):
+        raise TypeError("logits_shard is a DTensor: pass logits_shard.to_local(), or call xent_ops.cross_entropy")
+    if logits.dim() < 1:
+        raise ValueError("logits_shard has no dimension; expected (..., columns of this rank)")
+    start = None if class_start is None else checks.integer("class_start", class_start)
+    return checks.integer("num_classes", num_classes), start
+
+
+def _compare(reports: list[dict[str, Any]]) -> str | None:
     errors = [f"rank {rank}: {report['error']}" for rank, report in enumerate(reports) if "error" in report]
     if errors:
         return "; ".join(errors)
@@ -96,4 +122,5 @@ def _compare(reports: list[dict[str, Any]], num_classes: int) -> str | None:
             what = "a gap" if start > end else "an overlap"
             return f"{what} between shards: rank {rank} starts at class {start}, the one before ends at {end}"
         end += size
+    num_classes = first["num_classes"]
     return None if end == num_classes else f"the shards end at class {end}, not at num_classes={num_classes}"

@@ -24,13 +24,13 @@ def first_class(width: int, class_start: int | None, num_classes: int, here: Pla
     """The first class of this rank's shard of ``width`` columns; an error for what this rank alone can see is wrong."""
     if num_classes < 1:
         raise ValueError(f"num_classes must be at least 1, got {num_classes}")
+    if class_start is not None:
+        return class_start  # the operator checks it
     if here.world > 1 and width >= num_classes > 1:
         raise ValueError(
             f"the shard has {width} columns, which is the whole vocabulary of num_classes={num_classes}: each of the "
-            f"{here.world} ranks must pass its own columns only"
+            f"{here.world} ranks must pass its own columns only. Where one rank holds all of them, pass class_start"
         )
-    if class_start is not None:
-        return class_start  # the operator checks it
     start, size = chunk(num_classes, here.rank, here.world)
     # The last shard that is not empty may be padded to the others' size.
     if width != size and (size == 0 or width != -(-num_classes // here.world)):

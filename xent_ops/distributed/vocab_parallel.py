@@ -90,8 +90,9 @@ def vocab_parallel_cross_entropy(
         class_start: the first class of this rank. By default the split is that of torch.chunk and of DTensor's Shard:
             ceil(num_classes / ranks) classes each, as long as there are any.
         weight: (columns of this rank,), this rank's slice of the class weights; on every rank or on none.
-        check: compare row counts, options, targets and shards between all ranks before anything is computed, and raise
-            on every rank where they do not fit. Reads the target and synchronises; not in compiled graphs.
+        check: before anything is computed, exchange row counts, options, targets and shards between all ranks. Every
+            rank raises ValueError if an argument of any rank is wrong, or if they do not fit together. Reads the target
+            and synchronises; not in compiled graphs.
         ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale: as in
             ``xent_ops.cross_entropy``; smoothing spreads over all ``num_classes``.
 
@@ -108,6 +109,34 @@ def vocab_parallel_cross_entropy(
     different targets or options: the numbers are then wrong. Different row counts are an error, or a hang, of the
     communication library.
     """
+    if check:
+        consistency.check(
+            logits_shard,
+            target,
+            group,
+            num_classes=num_classes,
+            class_start=class_start,
+            weight=weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            lse_square_scale=lse_square_scale,
+            softcap=softcap,
+            logit_scale=logit_scale,
+        )
+    ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, _ = checks.arguments(
+        logits_shard,
+        target,
+        weight,
+        ignore_index,
+        label_smoothing,
+        lse_square_scale,
+        softcap,
+        logit_scale,
+        reduction,
+        input_name="logits_shard",
+    )
+    num_classes, class_start = consistency.shard_range(logits_shard, num_classes, class_start)
     options: dict[str, Any] = {
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
@@ -120,23 +149,7 @@ def vocab_parallel_cross_entropy(
         prepared = ready(logits_shard, target, settings, here, class_start, num_classes)
         if prepared is not None:
             return apply_prepared(logits_shard, target, prepared)
-    transforms.refuse("xent_ops.distributed.vocab_parallel_cross_entropy")
-    num_classes = checks.integer("num_classes", num_classes)
-    class_start = None if class_start is None else checks.integer("class_start", class_start)
-    if check:
-        consistency.check(
-            logits_shard,
-            target,
-            group,
-            num_classes=num_classes,
-            class_start=class_start,
-            weight=weight,
-            reduction=reduction,
-            lse_square_scale=lse_square_scale,
-            **options,
-        )
-    checks.reduction(reduction)
-    checks.lse_square_scale(lse_square_scale)
+    transforms.refuse(consistency.NAME)
     if (
         not torch.compiler.is_compiling()
         and torch.is_grad_enabled()
