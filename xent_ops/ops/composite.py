@@ -90,7 +90,16 @@ def cross_entropy(
     reduction: str = "mean",
 ) -> Tensor:
     checks.arguments(
-        logits, target, weight, ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, reduction
+        logits,
+        target,
+        weight,
+        ignore_index,
+        label_smoothing,
+        lse_square_scale,
+        softcap,
+        logit_scale,
+        reduction,
+        input_name="logits",
     )
     checks.weight_without_grad(weight)
     if transforms.forward_mode():  # in which operators drop the tangents
