@@ -4,7 +4,9 @@
     xent_ops/libxent_ops.so   the operators, for processes without Python
 
 Through torch's stable ABI one build serves torch 2.11 and newer, through Python's limited API every Python.
-XENT_OPS_BUILD_CPP=0 leaves both out; plain torch then serves the CPU. All else about the package is in pyproject.toml.
+Without torch, as in the empty environment that `pip install .` builds in, both are left out with a warning; plain torch
+then serves the CPU. XENT_OPS_BUILD_CPP=0 leaves them out without one, XENT_OPS_BUILD_CPP=1 makes the missing torch an
+error. All else about the package is in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -16,18 +18,22 @@ import re
 import runpy
 import shutil
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 EXTENSION = runpy.run_path(str(ROOT / "xent_ops" / "_extension.py"))
 OLDEST_TORCH = (2, 11)
 OLDEST_PYTHON = (3, 10)
 
+NO_TORCH = "there is no torch in the environment that builds, and pip builds in an empty one unless told otherwise"
+INSTALL = "install torch and setuptools first, then run: pip install --no-build-isolation --no-deps ."
 WITHOUT = "Or set XENT_OPS_BUILD_CPP=0 to build without C++: plain torch then serves CPU tensors."
 
 FLAGS = [
@@ -46,18 +52,20 @@ def refuse(problem: str) -> NoReturn:
     sys.exit(f"\nxent_ops cannot build its C++ part: {problem}\n{WITHOUT}\n")
 
 
-def torch_root() -> Path:
+def find_torch() -> Path | None:
     """Where torch is installed; it is not imported, which would take seconds."""
     spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
-        refuse(
-            "there is no torch in the environment that builds. pip builds in an empty one unless told otherwise:\n"
-            "pip install --no-build-isolation --no-deps . (with torch and setuptools installed before)"
-        )
+    return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
+
+
+def torch_root() -> Path:
+    root = find_torch()
+    if root is None:
+        refuse(f"{NO_TORCH}: {INSTALL}")
     version = importlib.metadata.version("torch")
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST_TORCH:
         refuse(f"torch {version} is too old; it needs {'.'.join(map(str, OLDEST_TORCH))} or newer.")
-    return Path(next(iter(spec.submodule_search_locations)))
+    return root
 
 
 def write_schemas(folder: Path) -> None:
@@ -119,9 +127,24 @@ class BuildExtension(build_ext):
         return super().get_ext_filename(name) if name.endswith("_C") else name.replace(".", os.sep) + ".so"
 
 
+class BuildWithoutCpp(build_py):
+    """Says what the wheel lacks. Here, because a build runs this command once and this file several times."""
+
+    def run(self) -> None:
+        super().run()
+        warnings.warn(
+            "xent_ops is built without its C++ part, which is the CPU kernels (slower plain torch serves CPU tensors) "
+            f"and libxent_ops.so: {NO_TORCH}. To have them, {INSTALL}",
+            stacklevel=1,
+        )
+
+
 def options() -> dict[str, Any]:
-    if os.environ.get("XENT_OPS_BUILD_CPP", "1") == "0":
+    wanted = os.environ.get("XENT_OPS_BUILD_CPP", "")
+    if wanted == "0":
         return {}
+    if wanted != "1" and find_torch() is None:
+        return {"cmdclass": {"build_py": BuildWithoutCpp}}
     shared = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc_meta").rglob("*.cpp"))
     ends = {"xent_ops._C": "csrc_meta/python.cpp", "xent_ops.libxent_ops": "csrc_meta/library.cpp"}
     shared = [source for source in shared if source not in ends.values()]

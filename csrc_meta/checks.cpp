@@ -4,6 +4,7 @@
 #include <charconv>
 #include <cmath>
 #include <initializer_list>
+#include <limits>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -162,6 +163,14 @@ void check_logits(const Tensor& logits, bool may_be_empty = false) {
           " have 0 classes; expected at least 1");
 }
 
+// Beyond float32 a kernel would compute with infinity.
+void fits(const char* name, double value, const Tensor& logits) {
+  constexpr double most = std::numeric_limits<float>::max();
+  const ScalarType dtype = logits.scalar_type();
+  require(std::abs(value) <= most || dtype == ScalarType::Double, name, " must be at most ", most,
+          " in magnitude for logits of dtype torch.", name_of(dtype), ", which are computed in float32, got ", value);
+}
+
 void check_options(const MaybeTensor& weight, const Tensor& logits, const Options& options) {
   if (weight) {
     check_dtype("weight", *weight, FLOATS);
@@ -173,7 +182,9 @@ void check_options(const MaybeTensor& weight, const Tensor& logits, const Option
   require(!options.softcap || (*options.softcap >= 0x1p-126 && std::isfinite(*options.softcap)),
           "softcap must be a finite number above 0, or None for no cap, got ", options.softcap.value_or(0.0),
           " (the least is 2**-126, the smallest normal float32)");
+  fits("softcap", options.softcap.value_or(0.0), logits);
   require(std::isfinite(options.logit_scale), "logit_scale must be finite, got ", options.logit_scale);
+  fits("logit_scale", options.logit_scale, logits);
 }
 
 void check_index_target(const Tensor& logits, const Tensor& target) {
@@ -262,6 +273,12 @@ void scale_grad(const Tensor& grad, const Tensor& factor) {
 }
 
 void writable(const char* name, const Tensor& tensor) {
+  const auto of_inference = [](const Tensor& one) { return aten::call<bool>("aten::is_inference", "", one); };
+  // A tensor made here tells whether inference mode is on: the stable ABI does not.
+  require<std::runtime_error>(
+      !of_inference(tensor) || of_inference(aten::scalar(0.0, tensor.scalar_type())), name,
+      " was made in inference mode, and outside it no tensor of inference mode is written to: call the operator below "
+      "torch.inference_mode(), or pass ", name, ".clone()");
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
   if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) {
@@ -293,8 +310,9 @@ void reduction_to_one(const std::string& value) {
   require(value == "mean" || value == "sum", "'", value, "' is not a valid value for reduction; valid are 'mean', 'sum'");
 }
 
-void lse_square_scale(double value) {
+void lse_square_scale(double value, const Tensor& logits) {
   require(std::isfinite(value), "lse_square_scale must be finite, got ", value);
+  fits("lse_square_scale", value, logits);
 }
 
 void target_values(const Tensor& target, int64_t num_classes, int64_t ignore_index) {

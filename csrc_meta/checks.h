@@ -42,7 +42,7 @@ void reduction(const std::string& value);
 // Of the operators whose result is one number.
 void reduction_to_one(const std::string& value);
 
-void lse_square_scale(double value);
+void lse_square_scale(double value, const Tensor& logits);
 
 // The values of int64 targets: std::out_of_range for one outside [0, num_classes) that is not ignore_index.
 void target_values(const Tensor& target, int64_t num_classes, int64_t ignore_index);

@@ -29,7 +29,7 @@ void cross_entropy(Stack& stack) {
   const double logit_scale = stack.number();
   const std::string reduction = stack.next<std::string>();
   checks::reduction(reduction);
-  checks::lse_square_scale(lse_square_scale);
+  checks::lse_square_scale(lse_square_scale, logits);
 
   if (reduction != "none") {
     const auto results = aten::call_all<3>("xent::cross_entropy_reduced", "", logits, target, weight, ignore_index,

@@ -148,7 +148,7 @@ void cross_entropy_forward_entropy(Stack& stack) {
 
 void cross_entropy_reduced(Stack& stack) {
   const Forward in(stack);
-  const Reduction reduction(stack);
+  const Reduction reduction(stack, in.logits);
   const Tensor value = numbers(in.logits, {}), divisor = numbers(in.logits, {2}), lse = in.row_values();
   if (!stack.meta) {
     const Tensor loss = in.row_values();

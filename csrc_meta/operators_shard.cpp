@@ -127,7 +127,7 @@ void cross_entropy_shard_join(Stack& stack) {
 
 void cross_entropy_shard_reduced(Stack& stack) {
   const Join in(stack);
-  const Reduction reduction(stack);
+  const Reduction reduction(stack, in.logits);
   const Tensor value = numbers(in.logits, {}), divisor = numbers(in.logits, {2});
   const Tensor lse = in.row_values(), coefficient = in.row_values();
   if (!stack.meta) {

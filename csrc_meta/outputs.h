@@ -24,9 +24,9 @@ inline Tensor numbers(const Tensor& logits, std::initializer_list<int64_t> shape
 // The last arguments of an operator that reduces the losses of its rows to one number.
 class Reduction {
  public:
-  explicit Reduction(Stack& stack) : lse_square_scale_(stack.number()) {
+  Reduction(Stack& stack, const Tensor& logits) : lse_square_scale_(stack.number()) {
     const std::string reduction = stack.next<std::string>();
-    checks::lse_square_scale(lse_square_scale_);
+    checks::lse_square_scale(lse_square_scale_, logits);
     checks::reduction_to_one(reduction);
     mean_ = reduction == "mean";
   }

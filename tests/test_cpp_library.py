@@ -247,6 +247,8 @@ def bad_calls():
     yield forward, (x, t), {"softcap": 1e-46}
     yield forward, (x, t), {"softcap": 1.1754943508222873e-38}
     yield forward, (x, t), {"softcap": float("inf")}
+    yield forward, (x, t), {"softcap": 3.41e38}
+    yield forward, (x.bfloat16(), t), {"logit_scale": -1e39}
     yield forward, (x, t), {"logit_scale": float("nan")}
     yield forward, (x, t), {"logit_scale": -float("nan")}
     yield backward, (rows[:2], None, x, t, rows), {}
@@ -276,7 +278,14 @@ def bad_calls():
     yield "cross_entropy_with_grad_", (shared, t, rows[0]), {}
     yield "scale_grad_", (shared, rows[0]), {}
     yield "cross_entropy_shard_backward_", (rows, None, shared, t, rows, 0, 9), {}
+    with torch.inference_mode():
+        of_inference = torch.randn(4, 9)
+    yield "cross_entropy_backward_", (rows, None, of_inference, t, rows), {}
+    yield "cross_entropy_with_grad_", (of_inference, t, rows[0]), {}
+    yield "scale_grad_", (of_inference, rows), {}
+    yield "cross_entropy_shard_backward_", (rows, None, of_inference, t, rows, 0, 9), {}
     yield "soft_cross_entropy_forward", (x, t), {}
+    yield "soft_cross_entropy_forward", (x, x[:, :3]), {"softcap": 1e39}
     yield "soft_cross_entropy_forward", (x, x[:, :3]), {}
     yield "soft_cross_entropy_backward", (rows, None, x, x, rows[:0]), {}
     yield "cross_entropy_shard", (x, t, 4, 0), {}

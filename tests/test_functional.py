@@ -132,6 +132,50 @@ def test_outputs(device, reduction):
     torch.testing.assert_close(mine, wanted)
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize("ignored, dtype", [(-100, torch.int64), (7, torch.uint8), (250, torch.uint8)], ids=str)
+@pytest.mark.parametrize("padding", [0.5, float("inf"), float("nan")])
+def test_token_log_probs_of_ignored_rows(device, ignored, dtype, padding):
+    """Log-probability, entropy and their gradients are 0, whatever the row holds."""
+    x = torch.randn(2, 3, 40, device=device)
+    x[0, 1] = x[1, 2] = padding
+    x.requires_grad_()
+    target = torch.tensor([[1, ignored, 39], [0, 5, ignored]], device=device).to(dtype)
+    counted = (target.to(torch.int64) != ignored).unsqueeze(-1)
+    log_probs, entropy, _ = xent_ops.token_log_probs(x, target, ignore_index=ignored)
+    wanted = torch.where(counted, x, 0.0).log_softmax(-1)
+    index = torch.where(counted.squeeze(-1), target.to(torch.int64), 0)
+    for value, rows in (
+        (log_probs, wanted.gather(-1, index.unsqueeze(-1))),
+        (entropy, -(wanted.exp() * wanted).sum(-1, keepdim=True)),
+    ):
+        rows = torch.where(counted, rows, 0.0).squeeze(-1)
+        torch.testing.assert_close(value, rows)
+        assert value[0, 1] == value[1, 2] == 0
+        upstream = torch.rand(2, 3, device=device)
+        (grad,) = torch.autograd.grad(value, x, upstream, retain_graph=True)
+        assert grad[0, 1].count_nonzero() == grad[1, 2].count_nonzero() == 0
+        (other,) = torch.autograd.grad(rows, x, upstream, retain_graph=True)
+        torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.usefixtures("both_paths")
+@pytest.mark.parametrize("shape", [(9,), (4, 9), (2, 9, 3)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "softcap": 3.0}], ids=["plain", "options"])
+def test_batched_gradients_of_class_probabilities(device, shape, options):
+    x = torch.randn(shape, device=device, dtype=torch.float64, requires_grad=True)
+    dim = 0 if len(shape) == 1 else 1
+    target = torch.randn(shape, device=device, dtype=torch.float64).softmax(dim).requires_grad_()
+    weight = torch.rand(9, device=device, dtype=torch.float64, requires_grad=True)
+    leaves = (x, target, weight)
+    losses = xent_ops.cross_entropy(x, target, weight, reduction="none", **options)
+    upstream = torch.randn(5, *losses.shape, device=device, dtype=torch.float64)
+    batched = torch.autograd.grad(losses, leaves, upstream, is_grads_batched=True, retain_graph=True)
+    one_by_one = [torch.autograd.grad(losses, leaves, one, retain_graph=True) for one in upstream]
+    for mine, wanted in zip(batched, zip(*one_by_one, strict=True), strict=True):
+        torch.testing.assert_close(mine, torch.stack(wanted))
+
+
 def test_module_is_the_function(device):
     weight = torch.rand(10)
     ours = xent_ops.CrossEntropyLoss(weight, ignore_index=3, reduction="sum", label_smoothing=0.1, softcap=4.0).to(

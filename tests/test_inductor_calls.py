@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from torch._inductor.utils import run_and_get_code
+from graphs import AotEagerAndRecordGraphs, run_and_get_code
 
 import xent_ops
 
@@ -42,6 +42,46 @@ def test_operators_are_called_once(device, step, expected, cpu_as_cuda):
     torch.testing.assert_close(grad, wanted)
     called = re.findall(r"torch\.ops\.xent\.(\w+)\.default\(", "\n".join(code))
     assert sorted(called) == sorted(f"cross_entropy_{name}" for name in expected)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_graphs_hold_options_as_the_schema_declares_them(grad, dynamic):
+    """The dispatcher has made floats of integers before Inductor gets a graph, so that no lowering has to."""
+    x = torch.randn(6, 40, requires_grad=grad)
+    target = torch.arange(6)
+    options = {"label_smoothing": 1, "logit_scale": 2}
+    steps = [
+        lambda x, cap: ops.cross_entropy_forward(x, target, softcap=cap, **options)[0].sum(),
+        lambda x, cap: ops.cross_entropy(x, target, softcap=cap, **options),
+        lambda x, cap: xent_ops.cross_entropy(x, target, softcap=cap, **options),
+    ]
+    for step in steps:
+        recorded = AotEagerAndRecordGraphs()
+        loss = torch.compile(step, backend=recorded, fullgraph=True, dynamic=dynamic)(x, 5)
+        if grad:
+            loss.backward()
+        graphs = [*recorded.fw_graphs, *recorded.bw_graphs]
+        _check_options(graphs, 2 if grad else 1)
+        torch.compiler.reset()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs_hold_options_as_the_schema_declares_them(strict):
+    class Loss(torch.nn.Module):
+        def forward(self, x, target):
+            return ops.cross_entropy_forward(x, target, label_smoothing=1, softcap=5, logit_scale=2)
+
+    program = torch.export.export(Loss(), (torch.randn(6, 40), torch.arange(6)), strict=strict)
+    _check_options([program.graph_module, program.run_decompositions().graph_module], 2)
+
+
+def _check_options(graphs, number):
+    calls = [node for graph in graphs for node in graph.graph.nodes if str(node.target).startswith("xent.")]
+    assert len(calls) == number
+    for call in calls:
+        types = {name: type(value) for name, value in call.kwargs.items()}
+        assert types == {"label_smoothing": float, "softcap": float, "logit_scale": float}, call.format_node()
 
 
 @pytest.mark.slow

@@ -14,8 +14,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["chunk", "uneven", "empty", "padded"])
 def test_values(pool, device, world, kind, dtype):
-    if world == 2 and kind == "empty":
-        pytest.skip("the other rank would hold the whole vocabulary")
     pool(world, device).run(cases.values, kind, dtype)
 
 
@@ -38,6 +36,9 @@ def test_values_on_the_ordinary_path(pool, device, dtype):
         cases.bad_input,
         cases.shards_that_do_not_tile,
         cases.check_across_ranks,
+        cases.check_raises_on_every_rank,
+        cases.check_of_numbers_of_other_types,
+        cases.one_rank_holds_every_class,
     ],
     ids=lambda case: case.__name__,
 )

@@ -60,7 +60,7 @@ def library_path() -> str:
     """
     if not LIBRARY.exists():
         raise FileNotFoundError(
-            f"there is no {LIBRARY}: this xent_ops was built without C++. Build it where there is a compiler, "
+            f"there is no {LIBRARY}: this xent_ops was built without C++. Build it with torch and a compiler, "
             "without XENT_OPS_BUILD_CPP=0: pip install --no-build-isolation --no-deps <its sources>"
         )
     return str(LIBRARY)

@@ -14,7 +14,7 @@ from .kernels import reference_soft
 from .kernels.options import LossOptions, Options
 from .kernels.reductions import cross_entropy_divisor, reduce_rows
 from .kernels.rows import dense_classes
-from .ops import checks, function, transforms
+from .ops import arguments, checks, function, transforms
 
 
 class CrossEntropyOutputs(NamedTuple):
@@ -91,7 +91,8 @@ def cross_entropy(
         label_smoothing: e, from 0 to 1 (Szegedy et al., 2016).
         lse_square_scale: of the z-loss (PaLM), which keeps lse near 0. Added for counted rows alone.
         softcap: cap of the logits (Gemma 2), above 0; None for none.
-        logit_scale: factor of the logits, applied before the softcap (an inverse temperature).
+        logit_scale: factor of the logits, applied before the softcap (an inverse temperature). Options are constants:
+            a tensor that requires grad is refused. For a learned temperature multiply the logits by it.
         dim: the class dimension. 1 as in torch; -1 for language-model logits (B, S, V) with targets (B, S).
         inplace_backward: in eager, write the gradient over the input's storage: no second buffer of its size. The
             input must not be a leaf, nor a view of one. A later backward that needs the input raises; who merely
@@ -111,13 +112,17 @@ def cross_entropy(
         float32 (float64 for float64 input): (), or with "none" the shape of class indices.
 
     Raises:
-        ValueError, TypeError, RuntimeError: for shapes, dtypes, devices and options that are not as above.
+        ValueError, TypeError, RuntimeError: for types, shapes, dtypes, devices and options that are not as above, and
+            for a softcap, logit_scale or lse_square_scale beyond float32, unless the logits are float64.
         IndexError: on the CPU, for a class index out of range that is not ignore_index. On a GPU, where a check would
             synchronise, that row's loss and gradient are NaN; ``check_targets`` checks there too.
 
     Sources: torch.nn.functional.cross_entropy; z-loss as in Liger-Kernel and flash-attention.
     """
+    arguments.tensors(input, target, weight)
+    dim = arguments.integer("dim", dim)
     loss = LossOptions(Options(ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction)
+    loss = arguments.options(loss, input.dtype)
     if is_dtensor(input):
         from .distributed import tensor  # only where somebody has imported DTensor: that takes a while
 
@@ -127,7 +132,6 @@ def cross_entropy(
         return tensor.cross_entropy(input, target, weight, loss, dim)
     if is_dtensor(target):
         raise TypeError("target is a DTensor but the logits are not; both must be, or neither")
-    checks.reduction(reduction)
     logits = _classes_last(input, dim)
     if target.dim() == input.dim() and input.dim() > 0:
         if target.dtype in checks.INDICES:
@@ -147,9 +151,10 @@ def cross_entropy(
 
 
 def _of_probabilities(logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions) -> Tensor:
-    checks.lse_square_scale(loss.lse_square_scale)
     if loss.rows.ignore_index >= 0:
-        raise ValueError(f"ignore_index={loss.rows.ignore_index} is not supported for class probabilities; leave it below 0")
+        raise ValueError(
+            f"ignore_index={loss.rows.ignore_index} is not supported for class probabilities; leave it below 0"
+        )
     if transforms.functorch_is_active() or transforms.forward_mode():
         checks.soft_forward(logits, target, weight, options=loss.rows)
         row_loss, lse = reference_soft.soft_cross_entropy_forward(logits, target, weight, options=loss.rows)
@@ -183,15 +188,17 @@ def cross_entropy_outputs(
     """
     transforms.refuse("xent_ops.cross_entropy_outputs")
     _refuse_dtensors("xent_ops.cross_entropy_outputs", input, target)
+    arguments.tensors(input, target, weight)
+    dim = arguments.integer("dim", dim)
     loss = LossOptions(Options(ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction)
-    checks.loss_options(loss)
+    loss = arguments.options(loss, input.dtype)
     checks.weight_without_grad(weight)
     logits = _classes_last(input, dim)
     checks.suggest_dim(input.shape, target.shape, dim)
     row_loss, lse, argmax = torch.ops.xent.cross_entropy_forward_argmax(logits, target, weight, **loss.rows.keywords())
     divisor, _ = cross_entropy_divisor(logits, target, weight, options=loss.rows)
     total, z_loss = reduce_rows(row_loss, lse, target, divisor, loss)
-    counted = target.to(torch.int64) != ignore_index
+    counted = target.to(torch.int64) != loss.rows.ignore_index
     hits = counted & (argmax == target)
     return CrossEntropyOutputs(
         total,
@@ -213,8 +220,8 @@ def token_log_probs(
 ) -> TokenLogProbs:
     """log p(target), the entropy of the softmax and the lse of every row, in one pass and differentiable.
 
-    What policy-gradient losses ask for: ``log_probs = x_t - lse`` (0 in ignored rows) and
-    ``entropy = -sum_j p_j log p_j`` in nats, where classes masked with -inf add nothing.
+    What policy-gradient losses ask for: ``log_probs = x_t - lse`` and ``entropy = -sum_j p_j log p_j`` in nats, where
+    classes masked with -inf add nothing. In ignored rows both are 0, and so are their gradients.
 
     Args:
         input: logits as for ``cross_entropy``, but with the classes last by default.
@@ -227,7 +234,11 @@ def token_log_probs(
     """
     transforms.refuse("xent_ops.token_log_probs")
     _refuse_dtensors("xent_ops.token_log_probs", input, target)
+    arguments.tensors(input, target)
+    dim = arguments.integer("dim", dim)
+    rows = arguments.options(LossOptions(Options(ignore_index, 0.0, softcap, logit_scale)), input.dtype).rows
     loss, lse, entropy = torch.ops.xent.cross_entropy_forward_entropy(
-        _classes_last(input, dim), target, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale
+        _classes_last(input, dim), target, **rows.keywords()
     )
-    return TokenLogProbs(-loss, entropy, lse)
+    counted = target.to(torch.int64) != rows.ignore_index
+    return TokenLogProbs(-loss, torch.where(counted, entropy, 0.0), lse)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from . import functional
-from .ops import checks
+from .kernels.options import LossOptions, Options
+from .ops import arguments
 
 
 class CrossEntropyLoss(nn.Module):
@@ -31,15 +32,11 @@ class CrossEntropyLoss(nn.Module):
         grad_in_forward: bool = False,
     ) -> None:
         super().__init__()
-        checks.reduction(reduction)
+        loss = LossOptions(Options(ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction)
+        rows, self.lse_square_scale, self.reduction = arguments.options(loss)
+        self.ignore_index, self.label_smoothing, self.softcap, self.logit_scale = rows
         self.register_buffer("weight", weight)
-        self.ignore_index = ignore_index
-        self.reduction = reduction
-        self.label_smoothing = label_smoothing
-        self.lse_square_scale = lse_square_scale
-        self.softcap = softcap
-        self.logit_scale = logit_scale
-        self.dim = dim
+        self.dim = arguments.integer("dim", dim)
         self.inplace_backward = inplace_backward
         self.grad_in_forward = grad_in_forward
 

@@ -1,4 +1,4 @@
-"""``check=True``: what no rank can see alone, compared between all ranks before the loss is computed."""
+"""``check=True``: the arguments of all ranks, checked and compared before the loss is computed."""
 
 from __future__ import annotations
 
@@ -9,33 +9,37 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.options import LossOptions
-from ..ops import checks
+from ..ops import arguments, checks, transforms
 from .groups import Group, Ranks, process_group, ranks_of
-from .parts import first_class
+from .parts import shard_range_of
+
+NAME = "xent_ops.distributed.vocab_parallel_cross_entropy"
 
 
 def check(
     logits: Tensor,
     target: Tensor,
-    group: Group,
-    *,
-    num_classes: int,
-    class_start: int | None,
     weight: Tensor | None,
+    group: Group,
+    num_classes: Any,
+    class_start: Any,
     loss: LossOptions,
 ) -> None:
-    """Raise the same error on every rank of the group if its arguments do not fit together."""
+    """Raise the same error on every rank of the group if an argument of one is wrong, or they do not fit together.
+
+    Arguments are those of ``vocab_parallel_cross_entropy``, as the user passed them.
+    """
     if torch.compiler.is_compiling():
         raise RuntimeError("check=True compares values between ranks, which a compiled graph cannot: use it in eager")
     ranks = ranks_of(group)
-    report: dict[str, Any] = {}
     try:
-        report = _report(logits, target, ranks, num_classes, class_start, weight, loss)
+        report = _report(logits, target, weight, ranks, num_classes, class_start, loss)
     except Exception as error:  # another rank must hear of it, or it waits for this one
         report = {"error": f"{type(error).__name__}: {error}"}
     reports: list[dict[str, Any]] = [{} for _ in range(ranks.world)]
-    dist.all_gather_object(reports, report, group=process_group(group))
-    problem = _compare(reports, num_classes)
+    with torch._C._DisableFuncTorch():  # a rank below a transform, which is an error of its own, reports that too
+        dist.all_gather_object(reports, report, group=process_group(group))
+    problem = _compare(reports)
     if problem is not None:
         raise ValueError(f"vocab_parallel_cross_entropy: {problem}")
 
@@ -43,28 +47,34 @@ def check(
 def _report(
     logits: Tensor,
     target: Tensor,
-    ranks: Ranks,
-    num_classes: int,
-    class_start: int | None,
     weight: Tensor | None,
+    ranks: Ranks,
+    num_classes: Any,
+    class_start: Any,
     loss: LossOptions,
 ) -> dict[str, Any]:
-    start = first_class(logits.shape[-1], class_start, num_classes, ranks)
+    """What this rank passed. All that it can refuse by itself is an error in here, and not later."""
+    transforms.refuse(NAME)
+    arguments.tensors(logits, target, weight, "logits_shard")
+    loss = arguments.options(loss, logits.dtype)
+    start, num_classes = shard_range_of(logits, num_classes, class_start, ranks)
     checks.shard(logits, target, start, num_classes, weight, options=loss.rows)
-    checks.loss_options(loss)
+    checks.weight_without_grad(weight)
     checks.check_targets(target, num_classes, loss.rows.ignore_index)
     return {
         "target shape": tuple(target.shape),
         "accumulation in": "float64" if logits.dtype == torch.float64 else "float32",
         "num_classes": num_classes,
         "class weights": weight is not None,
-        **loss.keywords(),
+        **loss.rows._asdict(),
+        "lse_square_scale": loss.lse_square_scale,
+        "reduction": loss.reduction,
         "target": target.to(torch.int64).cpu(),
         "shard": (start, min(logits.shape[-1], num_classes - start)),
     }
 
 
-def _compare(reports: list[dict[str, Any]], num_classes: int) -> str | None:
+def _compare(reports: list[dict[str, Any]]) -> str | None:
     errors = [f"rank {rank}: {report['error']}" for rank, report in enumerate(reports) if "error" in report]
     if errors:
         return "; ".join(errors)
@@ -92,4 +102,5 @@ def _compare(reports: list[dict[str, Any]], num_classes: int) -> str | None:
             what = "a gap" if start > end else "an overlap"
             return f"{what} between shards: rank {rank} starts at class {start}, the one before ends at {end}"
         end += size
+    num_classes = first["num_classes"]
     return None if end == num_classes else f"the shards end at class {end}, not at num_classes={num_classes}"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..kernels.options import Options
+from ..ops import arguments
 from ..ops.library import below_autograd
 from .groups import Ranks
 
@@ -18,16 +21,16 @@ def chunk(num_classes: int, rank: int, world: int) -> tuple[int, int]:
 
 
 def first_class(width: int, class_start: int | None, num_classes: int, ranks: Ranks) -> int:
-    """The first class of this rank's shard of ``width`` columns; an error for what this rank alone can see is wrong."""
+    """The first class of this rank's shard of ``width`` columns."""
     if num_classes < 1:
         raise ValueError(f"num_classes must be at least 1, got {num_classes}")
+    if class_start is not None:
+        return class_start  # the operator checks it
     if ranks.world > 1 and width >= num_classes > 1:
         raise ValueError(
             f"the shard has {width} columns, which is the whole vocabulary of num_classes={num_classes}: each of the "
-            f"{ranks.world} ranks must pass its own columns only"
+            f"{ranks.world} ranks must pass its own columns only. Where one rank holds all of them, pass class_start"
         )
-    if class_start is not None:
-        return class_start  # the operator checks it
     start, size = chunk(num_classes, ranks.rank, ranks.world)
     # The last shard that is not empty may be padded to the others' size.
     if width != size and (size == 0 or width != -(-num_classes // ranks.world)):
@@ -36,6 +39,17 @@ def first_class(width: int, class_start: int | None, num_classes: int, ranks: Ra
             f"ranks DTensor's chunk rule gives it {size} (from class {start}). Pass class_start for any other split"
         )
     return start
+
+
+def shard_range_of(logits: Tensor, num_classes: Any, class_start: Any, ranks: Ranks) -> tuple[int, int]:
+    """(class_start, num_classes) of this rank's columns; an error for what this rank alone can see is wrong."""
+    if type(logits) is not Tensor and hasattr(logits, "device_mesh"):
+        raise TypeError("logits_shard is a DTensor: pass logits_shard.to_local(), or call xent_ops.cross_entropy")
+    if logits.dim() < 1:
+        raise ValueError("logits_shard has no dimension; expected (..., columns of this rank)")
+    start = None if class_start is None else arguments.integer("class_start", class_start)
+    num_classes = arguments.integer("num_classes", num_classes)
+    return first_class(logits.shape[-1], start, num_classes, ranks), num_classes
 
 
 def all_gather_shard_stats(

@@ -32,7 +32,6 @@ def cross_entropy(
     """Arguments are those of ``xent_ops.cross_entropy``; the target may be a DTensor or a plain tensor."""
     assert isinstance(input, DTensor)
     transforms.refuse("xent_ops.cross_entropy of DTensors")
-    checks.loss_options(loss)
     classes_dim = checks.class_dimension("input", input, dim)
     mesh = input.device_mesh
     vocabulary = _vocabulary_dimension(input, classes_dim)

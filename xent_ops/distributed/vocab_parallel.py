@@ -23,10 +23,10 @@ from torch import Tensor
 
 from ..kernels.options import LossOptions, Options
 from ..kernels.reductions import reduce_rows
-from ..ops import checks, transforms
+from ..ops import arguments, checks, transforms
 from . import consistency, function
 from .groups import Group, Ranks, ranks_of
-from .parts import all_gather_shard_stats, first_class
+from .parts import all_gather_shard_stats, shard_range_of
 
 
 class Rows(NamedTuple):
@@ -86,8 +86,9 @@ def vocab_parallel_cross_entropy(
         class_start: the first class of this rank. By default the split is that of torch.chunk and of DTensor's Shard:
             ceil(num_classes / ranks) classes each, as long as there are any.
         weight: (columns of this rank,), this rank's slice of the class weights; on every rank or on none.
-        check: compare row counts, options, targets and shards between all ranks before anything is computed, and raise
-            on every rank where they do not fit. Reads the target and synchronises; not in compiled graphs.
+        check: before anything is computed, exchange row counts, options, targets and shards between all ranks. Every
+            rank raises ValueError if an argument of any rank is wrong, or if they do not fit together. Reads the target
+            and synchronises; not in compiled graphs.
         ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale: as in
             ``xent_ops.cross_entropy``; smoothing spreads over all ``num_classes``.
 
@@ -105,17 +106,14 @@ def vocab_parallel_cross_entropy(
     communication library.
     """
     loss = LossOptions(Options(ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction)
-    transforms.refuse("xent_ops.distributed.vocab_parallel_cross_entropy")
-    num_classes = checks.integer("num_classes", num_classes)
-    class_start = None if class_start is None else checks.integer("class_start", class_start)
     if check:
-        consistency.check(
-            logits_shard, target, group, num_classes=num_classes, class_start=class_start, weight=weight, loss=loss
-        )
-    checks.loss_options(loss)
+        consistency.check(logits_shard, target, weight, group, num_classes, class_start, loss)
+    transforms.refuse(consistency.NAME)
+    arguments.tensors(logits_shard, target, weight, "logits_shard")
+    loss = arguments.options(loss, logits_shard.dtype)
     checks.weight_without_grad(weight)
     ranks = ranks_of(group)
-    shard_range = first_class(logits_shard.shape[-1], class_start, num_classes, ranks), num_classes
+    shard_range = shard_range_of(logits_shard, num_classes, class_start, ranks)
     if logits_shard.requires_grad and torch.is_grad_enabled() and not transforms.is_traced():
         return function.apply(logits_shard, target, weight, ranks, shard_range, loss)
     if reduction == "none":

@@ -27,25 +27,21 @@ def lowering(op: Any) -> Callable[..., Any]:
     opaque = fallback_handler(op, add_to_fallback_set=False)
 
     def lower(*args: Any, **options: Any) -> Any:
-        return opaque(*args, **_as_declared(op, options))
+        return opaque(*args, **_packed(op, options))
 
     return lower
 
 
-def _as_declared(op: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """``options`` in the types of the schema, as the dispatcher would convert them; for a package every one of them.
+def _packed(op: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """``options`` as the graph has them; for a package every one of the schema's.
+
+    Their types are the schema's already: AOTAutograd recorded them behind the dispatcher, which converts them.
 
     An option at its default is not in the graph. AOTInductor of torch 2.13 then leaves it out of what it packs about
     the call, yet passes its integers, and the program ends with "Mismatch between ints consumed and num_ints".
     """
     from torch._inductor.virtualized import V
 
-    declared = {arg.name: arg for arg in op._schema.arguments if arg.kwarg_only}
-    if V.graph.aot_mode:
-        options = {name: arg.default_value for name, arg in declared.items()} | options
-    numbers = {name: float(value) for name, value in options.items() if _is_float(declared[name], value)}
-    return options | numbers
-
-
-def _is_float(declared: Any, value: Any) -> bool:
-    return isinstance(value, int) and "float" in str(declared.type)
+    if not V.graph.aot_mode:
+        return options
+    return {arg.name: arg.default_value for arg in op._schema.arguments if arg.kwarg_only} | options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -76,9 +77,13 @@ def cross_entropy_reduced(
     options: Options = DEFAULTS,
     lse_square_scale: float = 0.0,
     reduction: str = "mean",
+    forward: Callable[..., tuple[Tensor, Tensor]] = cross_entropy_forward,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(value, divisor, lse): (), (2,), (...). The divisor does not depend on the reduction; a sum is not divided."""
-    row_loss, lse = cross_entropy_forward(logits, target, weight, options=options)
+    """(value, divisor, lse): (), (2,), (...). The divisor does not depend on the reduction; a sum is not divided.
+
+    ``forward`` makes the losses of the rows.
+    """
+    row_loss, lse = forward(logits, target, weight, options=options)
     divisor, _ = cross_entropy_divisor(logits, target, weight, options=options)
     loss = LossOptions(options, lse_square_scale, reduction)
     return reduce_rows(row_loss, lse, target, divisor, loss).value, divisor, lse

@@ -75,5 +75,6 @@ def soft_target_gradients(
     if weight is None:
         return grad_target.to(target.dtype), None
     q = weighted_probabilities(target, None, options.label_smoothing, x.dtype)
-    grad_weight = (grad_q * q).flatten(0, -2).sum(0) if logits.dim() > 1 else grad_q * q
+    # Not flatten(0, -2), for which autograd's vmap (is_grads_batched) has no rule.
+    grad_weight = (grad_q * q).sum(tuple(range(logits.dim() - 1))) if logits.dim() > 1 else grad_q * q
     return (grad_target * weight.to(x.dtype)).to(target.dtype), grad_weight.to(weight.dtype)

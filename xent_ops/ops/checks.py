@@ -1,25 +1,25 @@
 """What no kernel can take, refused before any kernel runs, eager and while tracing.
 
-Only ``check_targets`` reads a tensor's values: that synchronises a GPU. Sizes may be symbolic, so they are
+Only ``check_targets`` reads the values of a tensor on a GPU, which synchronises it. Sizes may be symbolic, so they are
 compared through ``torch._check_value``, which guards them and keeps the text.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ..kernels.options import DEFAULTS, LossOptions, Options
+from ..kernels.options import DEFAULTS, Options
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDICES = (torch.int64, torch.int32, torch.uint8)
 DIVISORS = (*FLOATS, torch.int64)
 REDUCTIONS = ("none", "mean", "sum")
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -102,38 +102,25 @@ def _options(weight: Tensor | None, logits: Tensor, options: Options) -> None:
     _ignore_index, label_smoothing, softcap, logit_scale = options
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be between 0.0 and 1.0, got {label_smoothing}")
-    if softcap is not None and not (softcap >= 2.0**-126 and math.isfinite(softcap)):
-        raise ValueError(
-            f"softcap must be a finite number above 0, or None for no cap, got {softcap} (the least is 2**-126, the "
-            "smallest normal float32)"
-        )
+    if softcap is not None:
+        if not (softcap >= 2.0**-126 and math.isfinite(softcap)):
+            raise ValueError(
+                f"softcap must be a finite number above 0, or None for no cap, got {softcap} (the least is 2**-126, "
+                "the smallest normal float32)"
+            )
+        _fits("softcap", softcap, logits.dtype)
     if not math.isfinite(logit_scale):
         raise ValueError(f"logit_scale must be finite, got {logit_scale}")
+    _fits("logit_scale", logit_scale, logits.dtype)
 
 
-def is_int64(value: Any) -> bool:
-    return type(value) is int and -(2**63) <= value < 2**63
-
-
-def integer(name: str, value: Any) -> int:
-    """A plain int of anything that is an integer; symbols stay what they are."""
-    if is_int64(value) or isinstance(value, torch.SymInt) or torch.compiler.is_compiling():
-        return value
-    try:
-        plain = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
-    if not is_int64(plain):
-        raise ValueError(f"{name} must fit into 64 bits, got {plain}")
-    return plain
-
-
-def number(name: str, value: Any) -> float:
-    """A plain float of anything that is a number; of a tensor on a GPU, this synchronises."""
-    try:
-        return value if type(value) is float else float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number, got {value!r}") from None
+def _fits(name: str, value: float, logits_dtype: torch.dtype) -> None:
+    """Beyond float32 a kernel would compute with infinity, and return NaN."""
+    if not -FLOAT32_MAX <= value <= FLOAT32_MAX and logits_dtype != torch.float64:
+        raise ValueError(
+            f"{name} must be at most {FLOAT32_MAX} in magnitude for logits of dtype {logits_dtype}, which are computed "
+            f"in float32, got {value}"
+        )
 
 
 def reduction(value: str, valid: tuple[str, ...] = REDUCTIONS) -> None:
@@ -141,16 +128,12 @@ def reduction(value: str, valid: tuple[str, ...] = REDUCTIONS) -> None:
         raise ValueError(f"{value!r} is not a valid value for reduction; valid are {', '.join(map(repr, valid))}")
 
 
-def lse_square_scale(value: float) -> None:
+def lse_square_scale(value: float, logits_dtype: torch.dtype) -> None:
     # No math.isfinite: this is traced, and under dynamic=True Dynamo takes a float for a symbol, which it refuses.
-    if not -math.inf < value < math.inf:
-        raise ValueError(f"lse_square_scale must be finite, got {value}")
-
-
-def loss_options(loss: LossOptions) -> None:
-    """Those that the row operators do not see."""
-    lse_square_scale(loss.lse_square_scale)
-    reduction(loss.reduction)
+    if not -FLOAT32_MAX <= value <= FLOAT32_MAX:
+        if not -math.inf < value < math.inf:
+            raise ValueError(f"lse_square_scale must be finite, got {value}")
+        _fits("lse_square_scale", value, logits_dtype)
 
 
 def weight_without_grad(weight: Tensor | None) -> None:
@@ -243,16 +226,22 @@ def shard_values(
     check_targets(target, num_classes, options.ignore_index)
 
 
-def reduced_options(z_loss_scale: float, value: str) -> None:
-    lse_square_scale(z_loss_scale)
+def reduced_options(logits: Tensor, z_loss_scale: float, value: str) -> None:
+    lse_square_scale(z_loss_scale, logits.dtype)
     reduction(value, ("mean", "sum"))
 
 
 def index_reduced(
-    *args: Any, options: Options = DEFAULTS, lse_square_scale: float = 0.0, reduction: str = "mean"
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    options: Options = DEFAULTS,
+    lse_square_scale: float = 0.0,
+    reduction: str = "mean",
 ) -> None:
-    reduced_options(lse_square_scale, reduction)
-    index_forward(*args, options=options)
+    index_forward(logits, target, weight, options=options)
+    reduced_options(logits, lse_square_scale, reduction)
 
 
 def divisor(tensor: Tensor | None, logits: Tensor) -> None:
@@ -301,12 +290,17 @@ def scale_grad(grad: Tensor, factor: Tensor) -> None:
     scalar_or_rows_of("grad", grad, factor=factor)
 
 
-def without_grad(name: str, tensor: Tensor) -> None:
+def may_be_written(name: str, tensor: Tensor) -> None:
     """For a tensor that an operator overwrites with something that has no derivative."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
             f"{name} must not require grad, for an operator that has no derivative writes over it: call the operator "
             "below torch.no_grad(), or use xent_ops.cross_entropy(..., inplace_backward=True)"
+        )
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{name} was made in inference mode, and outside it no tensor of inference mode is written to: call the "
+            f"operator below torch.inference_mode(), or pass {name}.clone()"
         )
 
 

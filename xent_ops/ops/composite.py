@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kernels.options import LossOptions, Options
 from ..kernels.reductions import reduce_rows
-from . import checks, transforms
+from . import arguments, checks, transforms
 from .library import LIBRARY, define
 
 
@@ -25,14 +25,14 @@ def cross_entropy(
     reduction: str = "mean",
     **options: Any,
 ) -> Tensor:
-    loss = LossOptions(Options(**options), lse_square_scale, reduction)
-    checks.loss_options(loss)
+    arguments.tensors(logits, target, weight, "logits")
+    loss = arguments.options(LossOptions(Options(**options), lse_square_scale, reduction), logits.dtype)
     checks.weight_without_grad(weight)
     if transforms.forward_mode():  # in which operators drop the tangents
         transforms.refuse("torch.ops.xent.cross_entropy")
     if reduction != "none":
         return torch.ops.xent.cross_entropy_reduced(logits, target, weight, **loss.keywords())[0]
-    row_loss, lse = torch.ops.xent.cross_entropy_forward(logits, target, weight, **options)
+    row_loss, lse = torch.ops.xent.cross_entropy_forward(logits, target, weight, **loss.rows.keywords())
     return reduce_rows(row_loss, lse, target, None, loss).value
 
 

@@ -45,7 +45,6 @@ def cross_entropy(
     wants_gradient = functorch or (logits.requires_grad and torch.is_grad_enabled())
     if traced or not wants_gradient:
         return _ops.cross_entropy(logits, target, weight, **loss.keywords())
-    checks.loss_options(loss)
     checks.weight_without_grad(weight)
     in_place = inplace_backward and not functorch
     if in_place:
@@ -59,7 +58,6 @@ def cross_entropy(
 
 
 def _in_plain_torch(logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions) -> Tensor:
-    checks.loss_options(loss)
     checks.weight_without_grad(weight)
     checks.index_forward(logits, target, weight, options=loss.rows)
     row_loss, lse = reference.cross_entropy_forward(logits, target, weight, options=loss.rows)

@@ -12,7 +12,7 @@ Signature = tuple[Any, ...]
 
 
 def call_signature(args: tuple[Any, ...], options: dict[str, Any]) -> Signature:
-    """All that checks and launches depend on: everything but the numbers in the tensors and where these lie."""
+    """All that launches depend on: everything but the numbers in the tensors and where these lie."""
     return (
         *[
             (arg.shape, arg.stride(), arg.dtype, arg.device) if isinstance(arg, Tensor) else arg

@@ -84,7 +84,7 @@ class Operator:
         if self.overwrites is None:
             self.check_arguments(*args, **keywords)
             return
-        checks.without_grad(self.overwrites, args[self.position])
+        checks.may_be_written(self.overwrites, args[self.position])
         self.check_arguments(*args, **keywords)
         checks.writable(self.overwrites, args[self.position])
 
@@ -112,8 +112,8 @@ class Operator:
         return self.reference(*args, **keywords)
 
     def on_cuda(self, *args: Any, **given: Any) -> Any:
-        if self.overwrites is not None:
-            checks.without_grad(self.overwrites, args[self.position])  # the signature does not hold it
+        if self.overwrites is not None:  # what the signature does not hold
+            checks.may_be_written(self.overwrites, args[self.position])
         signature = call_signature(args, given)
         launch = self.launches.get(signature)
         if launch is None:

@@ -44,9 +44,11 @@ def _check_join(
         raise TypeError(f"gathered has dtype {gathered.dtype}; expected {reference.accumulator(logits)}")
 
 
-def _check_reduced(*args: Any, lse_square_scale: float = 0.0, reduction: str = "mean", **options: Any) -> None:
-    checks.reduced_options(lse_square_scale, reduction)
-    _check_join(*args, **options)
+def _check_reduced(
+    logits: Tensor, *args: Any, lse_square_scale: float = 0.0, reduction: str = "mean", **options: Any
+) -> None:
+    _check_join(logits, *args, **options)
+    checks.reduced_options(logits, lse_square_scale, reduction)
 
 
 def _check_backward(

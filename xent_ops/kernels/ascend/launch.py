@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from triton import JITFunction
 
+from .. import reductions
 from ..options import DEFAULTS, Options
-from ..reductions import divisor_of, reduce_rows, target_weights
 from ..reference import row_grads
 from ..rows import class_weight, dense, per_row, rows
 from ..triton.configs import softcap as softcap_kind
@@ -115,29 +115,9 @@ def cross_entropy_forward_entropy(
     return loss, lse, entropy
 
 
-def cross_entropy_reduced(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    *,
-    options: Options = DEFAULTS,
-    lse_square_scale: float = 0.0,
-    reduction: str = "mean",
-) -> tuple[Tensor, Tensor, Tensor]:
+def cross_entropy_reduced(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The rows by the kernel, their sums by plain torch."""
-    loss, lse = cross_entropy_forward(logits, target, weight, options=options)
-    ignore_index = options.ignore_index
-    weights = target_weights(target, weight, logits.shape[-1], ignore_index, loss.dtype)
-    value, _, divisor = reduce_rows(
-        loss,
-        lse,
-        target,
-        weights,
-        ignore_index=ignore_index,
-        lse_square_scale=lse_square_scale,
-        reduction=reduction,
-    )
-    return value, divisor_of(weights, target, ignore_index) if divisor is None else divisor, lse
+    return reductions.cross_entropy_reduced(*args, **options, forward=cross_entropy_forward)
 
 
 def _backward(
@@ -217,7 +197,7 @@ def _backward(
 
 
 def cross_entropy_backward(
-    grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Tensor | None, **options: Any
+    grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
 ) -> Tensor:
     gradient = logits.new_empty(logits.shape)
     _backward(gradient, grad_loss, grad_lse, logits, *rest, **options)
@@ -225,7 +205,7 @@ def cross_entropy_backward(
 
 
 def cross_entropy_backward_(
-    grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Tensor | None, **options: Any
+    grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
 ) -> None:
     if rows(logits).tensor is logits:
         _backward(logits, grad_loss, grad_lse, logits, *rest, **options)

@@ -1,0 +1,152 @@
+"""Types of the arguments of public functions: tensors that are tensors, options that are numbers.
+
+The operators check what depends on the tensors: shapes, dtypes, devices, ranges of options (checks.py). Nothing here
+reads a tensor on a GPU.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..kernels.options import LossOptions, Options
+from . import checks
+
+
+def tensors(input: Any, target: Any, weight: Any = None, input_name: str = "input") -> None:
+    """Refuse what is no dense tensor. The first line of every public function."""
+    if not (
+        isinstance(input, Tensor)
+        and isinstance(target, Tensor)
+        and input.layout == torch.strided
+        and target.layout == torch.strided
+        and (weight is None or (isinstance(weight, Tensor) and weight.layout == torch.strided))
+    ):
+        _refuse_tensors(((input_name, input), ("target", target), ("weight", weight)))
+
+
+def options(loss: LossOptions, dtype: torch.dtype = torch.float64) -> LossOptions:
+    """The same options in the types that kernels take; ``dtype`` is that of the logits, where they are known."""
+    (ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction = loss
+    if not (
+        type(label_smoothing) is float
+        and type(lse_square_scale) is float
+        and type(logit_scale) is float
+        and (softcap is None or type(softcap) is float)
+        and is_int64(ignore_index)
+    ):
+        rows = Options(
+            integer("ignore_index", ignore_index),
+            number("label_smoothing", label_smoothing),
+            None if softcap is None else number("softcap", softcap),
+            number("logit_scale", logit_scale),
+        )
+        lse_square_scale = number("lse_square_scale", lse_square_scale)
+        loss = LossOptions(rows, lse_square_scale, reduction)
+    checks.reduction(reduction)
+    checks.lse_square_scale(lse_square_scale, dtype)
+    return loss
+
+
+def _refuse_tensors(values: Iterable[tuple[str, Any]]) -> None:
+    for name, value in values:
+        if value is None and name == "weight":
+            continue
+        if not isinstance(value, Tensor):
+            found = "None" if value is None else f"{type(value).__module__}.{type(value).__qualname__}"
+            hint = "" if value is None else f"; torch.as_tensor({name}) makes one"
+            raise TypeError(f"{name} must be a torch.Tensor, got {found.removeprefix('builtins.')}{hint}")
+        if value.layout != torch.strided:
+            raise TypeError(
+                f"{name} has layout {value.layout}; expected torch.strided, a dense tensor: pass {name}.to_dense()"
+            )
+
+
+def is_int64(value: Any) -> bool:
+    return type(value) is int and -(2**63) <= value < 2**63
+
+
+def integer(name: str, value: Any) -> int:
+    """A plain int of anything that is an integer, as torch has it: True is none. Symbols stay what they are."""
+    if is_int64(value) or isinstance(value, torch.SymInt):
+        return value
+    if isinstance(value, Tensor):
+        kind = value.dtype
+        if kind.is_floating_point or kind.is_complex or kind == torch.bool or value.numel() != 1:
+            raise TypeError(f"{name} must be an integer, got a tensor of shape {tuple(value.shape)} and dtype {kind}")
+        _readable(name, value, "an integer")
+    elif isinstance(value, (bool, float)):  # operator.index takes the one, and Dynamo may not know the other's value
+        found = type(value).__name__ if torch.compiler.is_compiling() else repr(value)
+        raise TypeError(f"{name} must be an integer, got {found}")
+    try:
+        plain = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+    if not is_int64(plain):
+        raise ValueError(f"{name} must fit into 64 bits, got {plain}")
+    return plain
+
+
+_LEARNED = ". For a learned scale, multiply the logits by it instead"
+_LEARNED_TOO = {
+    "softcap": "; for a learned cap, compute softcap * torch.tanh(logits / softcap) in torch",
+    "lse_square_scale": "; for a learned z-loss, take lse of xent_ops.cross_entropy_outputs",
+    "label_smoothing": "; for learned targets, pass class probabilities",
+}
+
+
+def number(name: str, value: Any) -> float:
+    """A plain float of anything that is a number. Symbols stay what they are, and integers while tracing."""
+    if type(value) is float:
+        return value
+    if isinstance(value, (torch.SymFloat, torch.SymInt)):
+        symbol: Any = value
+        return symbol
+    if isinstance(value, Tensor):
+        instead = _LEARNED + _LEARNED_TOO.get(name, "")
+        # Before its value is read: as a number it would lose its gradient, or its tangent, without a word.
+        if value.requires_grad or _transformed(value):
+            raise RuntimeError(
+                f"{name} is a tensor that requires grad or that torch.func transforms, but the loss has no derivative "
+                f"for its options{instead}"
+            )
+        if value.numel() != 1 or value.dtype.is_complex:
+            raise TypeError(
+                f"{name} must be a number, got a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+            )
+        _readable(name, value, "a number", instead)
+    elif type(value) is int:
+        if is_int64(value) and torch.compiler.is_compiling():
+            return value  # may be a symbol; the operator's schema makes a float of it
+    elif not (hasattr(value, "__float__") or hasattr(value, "__index__")):  # float() would read a string
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a number, got {value!r}") from None
+    except OverflowError:
+        raise ValueError(f"{name} must be at most {checks.FLOAT32_MAX}, got an integer beyond float64") from None
+
+
+def _transformed(tensor: Tensor) -> bool:
+    """Is this a tensor of torch.func, or one with a tangent? Dynamo has no tensors with hidden levels."""
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _readable(name: str, tensor: Tensor, what: str, instead: str = "") -> None:
+    if torch.compiler.is_compiling():
+        raise TypeError(f"{name} must be {what}, got a tensor, whose value a compiled graph cannot read{instead}")
+    if tensor.device.type != "cpu":
+        raise TypeError(
+            f"{name} must be {what}, got a tensor on {tensor.device}: to read it, the host would wait for the device. "
+            f"Pass {name}.item() where that may be{instead}"
+        )
