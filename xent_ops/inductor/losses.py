@@ -112,7 +112,7 @@ def _refuse_log_softmax(node: fx.Node, links: list[fx.Node], given: Tensor) -> N
                 probe = _call(link, probe)
         kept = [stride if size != 1 else 0 for size, stride in zip(probe.shape, probe.stride(), strict=True)]
         found = probe.shape == given.shape and (kept == wanted or given.shape[classes] == 1)
-    except RuntimeError:  # the probe cannot be viewed so
+    except (RuntimeError, ValueError):  # the probe cannot be viewed so
         found = False
     if not found or given.shape[classes] != made.shape[dim]:
         raise LeftAlone(f"the dimension of {node.name} is not the one of its classes")

@@ -251,13 +251,16 @@ def _refuse_unsafe_in_place(links: list[_Link], source: fx.Node, mine: set[fx.No
     written = next((link for link in links if link.in_place), None)
     if written is None or not any(share_memory(value_of(x.node), value_of(source)) for x in links if x.in_place):
         return
-    allowed = {source, *mine}
+    allowed, base = {source, *mine}, source
+    while (parent := viewed_by(base)) is not None and len(parent.users) == 1:
+        allowed.add(parent)
+        base = parent
     for node in source.graph.nodes:
         seen = share_memory(value_of(node), value_of(source)) and node not in allowed
         if seen or (node not in mine and source in node.all_input_nodes):
             raise LeftAlone(f"{written.node.name} writes in place to what {node.name} reads or is a view of")
-    if source.op not in ("call_function", "call_method") or isinstance(source.target, torch._ops.HigherOrderOperator):
-        raise LeftAlone(f"{written.node.name} writes in place to {source.name}, an input")
+    if base.op not in ("call_function", "call_method") or isinstance(base.target, torch._ops.HigherOrderOperator):
+        raise LeftAlone(f"{written.node.name} writes in place to {base.name}, an input")
 
 
 def _options(links: list[_Link]) -> tuple[float | None, float]:
