@@ -68,7 +68,7 @@ WRITERS = {
     "relu_": lambda x: F.relu_(x),
     "inplace=": lambda x: F.hardtanh(x, -0.1, 0.1, inplace=True),
     "dropout": lambda x: F.dropout(x, 1.0, True, True),
-    "max_pool": lambda x: F.threshold(x, 0.1, 0.0, True),
+    "threshold": lambda x: F.threshold(x, 0.1, 0.0, True),
     "out=": lambda x: torch.neg(x.clone(), out=x),
     "two outs": lambda x: torch.max(x.clone(), 0, out=(x[0], torch.zeros(V, dtype=torch.int64))),
     "setitem": _set_item,
