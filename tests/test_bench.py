@@ -115,6 +115,36 @@ def test_compiled_variants(tmp_path):
     assert {name: results[34, 64, name]["status"] for name in names} == dict.fromkeys(names, "ok")
 
 
+def test_tails(tmp_path, capsys):
+    """Steps with softcap and scale before the loss; the pass says what it left alone."""
+    figures = tmp_path / "tails.json"
+    only = "Gemma 2,shift: pass"
+    assert bench("--tails", "--shapes", "34x64", "--step", "8", "--only", only, "--json", str(figures)) == 0
+    content, results = of_results(figures)
+    assert content["settings"]["tails"] and content["settings"]["dtype"] == "bfloat16"
+    names = ["Gemma 2: F compiled", "Gemma 2: pass", "Gemma 2: own call", "shift: pass"]
+    assert [name for *_, name in results] == names
+    for result in results.values():
+        assert result["status"] == "ok" and 0 < result["head_error"] <= result["tolerance"], result
+    assert "left alone: add stands before it" in results[34, 64, "shift: pass"]["note"]
+    assert "left alone" not in results[34, 64, "Gemma 2: pass"]["note"]
+    assert "x Gemma 2: F compiled" in results[34, 64, "Gemma 2: pass"]["note"]
+    assert "head error" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        bench("--tails", "--dynamic")
+    assert "leave out --plot and --dynamic" in capsys.readouterr().err
+
+
+def test_every_tail_says_what_its_options_say():
+    from xent_ops.bench import tails
+
+    logits, target = 20 * torch.randn(12, 32, dtype=torch.float64), torch.randint(32, (12,))
+    target[3] = check.IGNORE_INDEX
+    for tail in tails.TAILS:
+        want, own = tail.loss(logits, target), tails._own(tail)(logits, target, None)
+        torch.testing.assert_close(own, want, check_dtype=False, rtol=1e-5, atol=1e-6)
+
+
 def test_plain_text_without_rich(monkeypatch, capsys):
     monkeypatch.setattr(report, "have", lambda module: module != "rich")
     assert bench("--shapes", "34x64", "--only", "F eager") == 0

@@ -159,7 +159,7 @@ def test_token_log_probs_of_ignored_rows(device, ignored, dtype, padding):
         torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.usefixtures("both_paths")
+@pytest.mark.usefixtures("eager_and_dispatched")
 @pytest.mark.parametrize("shape", [(9,), (4, 9), (2, 9, 3)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "softcap": 3.0}], ids=["plain", "options"])
 def test_batched_gradients_of_class_probabilities(device, shape, options):

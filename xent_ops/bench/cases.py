@@ -19,6 +19,7 @@ from torch import Tensor
 
 import xent_ops
 
+from .. import inductor
 from .check import IGNORE_INDEX, Options
 from .problems import Outputs
 
@@ -40,6 +41,7 @@ class Variant:
     gives_grad: bool = False  # no autograd: returns loss and gradient
     products_only: bool = False  # a step without a loss
     mode: str | None = None  # of torch.compile
+    replaced: bool = False  # compiled with the pass that replaces F.cross_entropy
     opaque: bool = False  # compiled without our lowerings of the backward operators
     against: str = ""  # the variant whose time this one's is a ratio of
 
@@ -48,6 +50,8 @@ class Variant:
             return function
         if self.opaque:
             return torch.compile(function, fullgraph=True, backend=_opaque_inductor)
+        if self.replaced:
+            return torch.compile(function, fullgraph=True, options=inductor.options())
         return torch.compile(function, fullgraph=True, mode=self.mode)
 
     def build(self) -> Loss:

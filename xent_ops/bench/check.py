@@ -25,7 +25,9 @@ class Options:
     weighted: bool = False
     label_smoothing: float = 0.0
     softcap: float | None = None
+    logit_scale: float = 1.0
     lse_square_scale: float = 0.0
+    slack: float = 1.0  # times the tolerance, for a loss that rounds its logits several times
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Verdict:
     loss_error: float  # relative
     grad_error: float  # the worst row's, relative; inf or nan where something is not finite or not zero
     tolerance: float
+    head_error: float | None = None  # of a step: that of the gradient of W, relative, in the 2-norm
 
     @property
     def ok(self) -> bool:
@@ -78,7 +81,8 @@ class Reference:
         """(what these rows add to the loss, the gradient of their logits); logits are those of the chunk."""
         options = self.options
         z = logits.detach().double().requires_grad_()
-        x = z if options.softcap is None else options.softcap * torch.tanh(z / options.softcap)
+        x = options.logit_scale * z
+        x = x if options.softcap is None else options.softcap * torch.tanh(x / options.softcap)
         target, counted = self.target[part], self.counted[part]
         losses = F.cross_entropy(
             x,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .. import inductor
 from . import timing
 from .cases import Variant
 from .problems import Problem, Shape
@@ -36,6 +37,7 @@ class Result:
     extra_logits: float | None = None  # beyond the inputs and the gradients
     loss_error: float | None = None
     grad_error: float | None = None
+    head_error: float | None = None  # of a step: the gradient of W
     tolerance: float | None = None
     overwrites_input: bool = False
     note: str = ""
@@ -83,10 +85,12 @@ def _measure(problem: Problem, variant: Variant, copy: float, settings: Settings
     eager = problem.bind(variant)
     if not _right(problem, variant, eager, result):
         return
+    if variant.replaced and (left := inductor.last_report().left_alone):
+        result.note = f"left alone: {left[0].why}"
     run: timing.Run = eager
     result.overwrites_input = problem.overwritten()
     if result.overwrites_input and not variant.in_place:
-        result.note = "overwrites the logits"
+        result.note = "; ".join(filter(None, (result.note, "overwrites the logits")))
     if settings.memory:
         problem.restore()
         memory = timing.peak_memory(eager, problem.inputs(), problem.device)
@@ -119,6 +123,7 @@ def _right(problem: Problem, variant: Variant, run: timing.Run, result: Result) 
     problem.restore()
     verdict = problem.check(run(), variant)
     result.loss_error, result.grad_error, result.tolerance = verdict.loss_error, verdict.grad_error, verdict.tolerance
+    result.head_error = verdict.head_error
     if not verdict.ok:
         result.status, result.note = "wrong", str(verdict)
     return verdict.ok

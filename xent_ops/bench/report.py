@@ -72,17 +72,19 @@ def _number(value: float | None, digits: int) -> str:
 def _table(results: Sequence[Result], memory: bool) -> tuple[list[str], list[list[str]]]:
     wall = any(result.wall_ms is not None for result in results)
     head = ["variant", "ms", "copies"] + ["wall ms"] * wall + ["peak", "extra"] * memory
-    head += ["grad error", "status"]
+    of_head = any(result.head_error is not None for result in results)
+    head += ["grad error", *["head error"] * of_head, "status"]
     rows = []
     for result in results:
         row = [result.variant, _number(result.ms, 4), _number(result.copies, 2)]
         row += [_number(result.wall_ms, 4)] * wall
         row += [_number(result.peak_logits, 2), _number(result.extra_logits, 2)] * memory
-        error = "-" if result.grad_error is None else f"{result.grad_error:.1e}"
+        errors = [result.grad_error] + [result.head_error] * of_head
+        row += ["-" if error is None else f"{error:.1e}" for error in errors]
         status = result.status.upper()
         if result.status == "ok":
             status = "ok, in a graph" if result.mode == "graph" else "ok"
-        row += [error, f"{status}: {result.note}" if result.note else status]
+        row.append(f"{status}: {result.note}" if result.note else status)
         rows.append(row)
     return head, rows
 

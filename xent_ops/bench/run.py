@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..ops.devices import interpreter_is_set
-from . import cases, plot, report, timing
+from . import cases, plot, report, tails, timing
 from .measure import Result, Settings, copy_times, measure
 from .problems import LossProblem, Problem, Shape, StepProblem
 
@@ -55,6 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--step", type=_positive, metavar="HIDDEN", help="time hidden @ W.T -> loss -> backward, of this hidden size"
     )
+    parser.add_argument(
+        "--tails", action="store_true", help="time steps with softcap, scale and upcast before the loss, in bfloat16"
+    )
     parser.add_argument("--only", metavar="WORDS,...", help="only variants whose names contain one of these")
     parser.add_argument("--budget", type=_positive, default=100, metavar="MS", help="time per figure (default: 100 ms)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write results and environment; after each shape")
@@ -65,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _redraw(source: Path, arguments: argparse.Namespace) -> None:
     if arguments.plot is None:
         raise ValueError("--redraw FILE draws what is in FILE: add --plot FILE.png")
-    measuring = ("device", "shapes", "dtype", "graph", "dynamic", "memory", "step", "only", "json")
+    measuring = ("device", "shapes", "dtype", "graph", "dynamic", "memory", "step", "tails", "only", "json")
     given = [f"--{name}" for name in measuring if getattr(arguments, name) not in (None, False)]
     if given:
         raise ValueError(f"--redraw measures nothing: leave out {', '.join(given)}")
@@ -107,6 +110,8 @@ def _variants(arguments: argparse.Namespace, dtype: torch.dtype, device: torch.d
     known = cases.losses(dtype, device, arguments.dynamic)
     if arguments.step:
         known = cases.steps(arguments.dynamic)
+    if arguments.tails:
+        known = tails.variants()
     if arguments.only is None:
         return known
     words = [word for word in map(str.strip, arguments.only.split(",")) if word]
@@ -150,7 +155,14 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.graph and device.type != "cuda":
             raise ValueError(f"--graph: CUDA graphs need a CUDA device, this is {device}; leave it out")
         on_cpu = device.type == "cpu"
-        dtype = DTYPES[arguments.dtype or ("float32" if on_cpu else "bfloat16")]
+        if arguments.tails and (arguments.plot or arguments.dynamic):
+            raise ValueError("--tails is a table of static shapes: leave out --plot and --dynamic")
+        if arguments.tails:
+            place = "cpu" if on_cpu else "cuda"
+            arguments.step = arguments.step or tails.HIDDEN[place]
+            arguments.shapes = arguments.shapes or shapes(tails.SHAPES[place])
+            arguments.memory = arguments.memory or device.type == "cuda"
+        dtype = DTYPES[arguments.dtype or ("float32" if on_cpu and not arguments.tails else "bfloat16")]
         variants = _variants(arguments, dtype, device)
     except (ValueError, RuntimeError) as error:
         arguments.parser.error(str(error))
@@ -168,7 +180,12 @@ def main(arguments: argparse.Namespace) -> int:
     report.show_environment(environment)
     content: dict[str, Any] = {
         "environment": environment,
-        "settings": {"dtype": str(dtype).removeprefix("torch."), "step": arguments.step, **vars(settings)},
+        "settings": {
+            "dtype": str(dtype).removeprefix("torch."),
+            "step": arguments.step,
+            "tails": arguments.tails,
+            **vars(settings),
+        },
         "copies": [],
         "results": [],
     }

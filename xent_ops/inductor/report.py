@@ -9,16 +9,22 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Call:
-    """One call of F.cross_entropy in a compiled graph."""
+    """One call of F.cross_entropy or F.nll_loss in a compiled graph, or what stands for one."""
 
     where: str  # "file.py:12 in forward", of the innermost frame outside torch
     what: str  # "bfloat16 (128, 50257), reduction='mean'"
     replaced: bool
     upcast_removed: bool = False  # the float32 copy of the logits is gone
-    why: str = ""  # why it was not replaced, or why its upcast stayed
+    softcap: float | None = None  # the options that took the place of what stood before it
+    logit_scale: float = 1.0
+    why: str = ""  # why it was not replaced
 
     def __str__(self) -> str:
         outcome = "replaced" if self.replaced else "left alone"
+        if self.softcap is not None:
+            outcome += f", softcap={self.softcap!r}"
+        if self.logit_scale != 1.0:
+            outcome += f", logit_scale={self.logit_scale!r}"
         if self.upcast_removed:
             outcome += ", float32 upcast removed"
         return f"{self.where}: {self.what}: {outcome}{f' ({self.why})' if self.why else ''}"

@@ -27,8 +27,8 @@ def _check_backward(
     *,
     options: Options = DEFAULTS,
 ) -> None:
-    checks.index_backward(grad_loss, grad_lse, logits, target, lse, weight, options=options)
-    checks.rows_of(logits, grad_entropy=grad_entropy, entropy=entropy)
+    checks.index_forward(logits, target, weight, options=options)
+    checks.rows_of(logits, grad_loss=grad_loss, grad_lse=grad_lse, lse=lse, grad_entropy=grad_entropy, entropy=entropy)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
@@ -45,7 +45,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None, grad_
         return None, None, None
     logits, target, lse, entropy, weight = ctx.saved_tensors
     if grad_loss is None:
-        grad_loss = lse.new_zeros(())
+        grad_loss = lse.new_zeros(()).expand(lse.shape)
     grad = torch.ops.xent.cross_entropy_backward_entropy(
         grad_loss, grad_lse, grad_entropy, logits, target, lse, entropy, weight, **ctx.options
     )

@@ -1,0 +1,48 @@
+"""New nodes in a graph of Dynamo's, each with the fake tensor that it stands for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from .nodes import value_of
+
+
+class Emitter:
+    """Makes nodes in front of the loss."""
+
+    def __init__(self, loss: fx.Node) -> None:
+        self.loss = loss
+        self.made: list[fx.Node] = []
+        self.fake_mode = value_of(loss).fake_mode
+        self.meta: dict[str, Any] = {
+            key: loss.meta[key]
+            for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "mutation_region_id")
+            if key in loss.meta
+        }
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        values = fx.node.map_arg((args, kwargs), value_of)
+        # Fake mode for the constants inside our composite operator. Hooks of our own, for only those set last are
+        # called: the user's would get fake tensors.
+        with self.fake_mode, torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
+            if isinstance(target, str):
+                value = getattr(values[0][0], target)(*values[0][1:], **values[1])
+            else:
+                value = target(*values[0], **values[1])
+        with self.loss.graph.inserting_before(self.loss):
+            make = self.loss.graph.call_method if isinstance(target, str) else self.loss.graph.call_function
+            node = make(target, args, kwargs)
+        node.meta = {**self.meta, "example_value": value}
+        self.made.append(node)
+        return node
+
+    def undo(self) -> None:
+        for node in reversed(self.made):
+            node.graph.erase_node(node)
+
+
+def _unchanged(tensor: Any) -> Any:
+    return tensor

@@ -1,0 +1,25 @@
+"""Under which autocast and inference modes each node of Dynamo's graph runs.
+
+Gradient mode is not among them: what it changes shows in ``requires_grad`` of the fake tensors.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+_ENTER = {"_enter_autocast", "_enter_inference_mode"}
+_EXIT = {"_exit_autocast", "_exit_inference_mode"}
+
+
+def modes(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """The open contexts at each node: two nodes with the same ones run in the same modes."""
+    found: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    contexts: tuple[fx.Node, ...] = ()
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if name in _ENTER:
+            contexts = (*contexts, node)
+        elif name in _EXIT:
+            contexts = tuple(one for one in contexts if one is not node.args[0])
+        found[node] = contexts
+    return found

@@ -1,0 +1,105 @@
+"""What a node of Dynamo's graph is: its value, its name, its schemas.
+
+The graph holds torch functions, methods and Python operators, neither functional nor normalised. What they are is asked
+here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+_OWNERS = (torch, Tensor, operator, F, torch._C._nn)
+
+# What Python's operators are called in aten.
+_ARITHMETIC = {
+    "truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "and_": "bitwise_and", "or_": "bitwise_or",
+    "xor": "bitwise_xor", "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift", "pos": "positive",
+    "inv": "bitwise_not", "invert": "bitwise_not",
+}  # fmt: skip
+_INPLACE_ARITHMETIC = {
+    "iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift", "isub", "itruediv",
+    "ixor",
+}  # fmt: skip
+PYTHON_WRITERS = {"setitem", "__setitem__", "delitem", *_INPLACE_ARITHMETIC}
+
+# Pointwise, but aten makes them of several operators, or marks them otherwise.
+_ALSO_POINTWISE = {
+    "alpha_dropout", "copy_", "dropout", "feature_alpha_dropout", "masked_fill_", "setitem", "__setitem__",
+}  # fmt: skip
+
+
+def value_of(node: Any) -> Any:
+    """The fake tensor that a node makes; what is no node is itself."""
+    if not isinstance(node, fx.Node):
+        return node
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def name_of(node: fx.Node) -> str | None:
+    """``x.view(...)`` and ``torch.reshape(x, ...)`` alike; None for what is neither method, torch nor operator."""
+    if node.op == "call_method":
+        return str(node.target)
+    if node.op != "call_function":
+        return None
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        target = target.overloadpacket
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        namespace, _, name = target._qualified_op_name.partition("::")
+        return name if namespace == "aten" else None
+    name = getattr(target, "__name__", "")
+    return name if any(getattr(owner, name, None) is target for owner in _OWNERS) else None
+
+
+def storage_of(value: Any) -> int | None:
+    """What tells storages apart; None for what is no tensor, and for the wrappers of transforms, which hide theirs."""
+    try:
+        return int(value.untyped_storage()._cdata) if isinstance(value, Tensor) else None
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def share_memory(a: Any, b: Any) -> bool:
+    """Are both tensors that are known to have one storage?"""
+    storage = storage_of(a)
+    return storage is not None and storage == storage_of(b)
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Does Inductor compute this element by element, in the kernel that reads the result? By aten's own tag."""
+    name = name_of(node)
+    if name is None:
+        return False
+    if name in _INPLACE_ARITHMETIC:
+        name = name.removeprefix("i")
+    name = _ARITHMETIC.get(name, name)
+    if name in _ALSO_POINTWISE:
+        return True
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
+    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in overloads)
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Does this node give its first argument another dtype (or the same), and nothing else?"""
+    return name_of(node) in _CASTS and bool(node.args) and isinstance(value_of(node.args[0]), Tensor)
+
+
+_CASTS = {"bfloat16", "double", "float", "half", "to", "type", "type_as"}
+
+
+def viewed_by(node: fx.Node) -> fx.Node | None:
+    """The node whose memory ``node`` is a view of, if it is one."""
+    made = value_of(node)
+    if node.op not in ("call_function", "call_method"):
+        return None
+    return next((one for one in node.all_input_nodes if share_memory(value_of(one), made)), None)
+
+
+def position(graph: fx.Graph) -> dict[fx.Node, int]:
+    return {node: index for index, node in enumerate(graph.nodes)}
