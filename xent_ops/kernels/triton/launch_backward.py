@@ -14,6 +14,7 @@ from . import configs
 from .backward import backward_kernel
 from .cached import Launch
 from .common import Run, Strides, class_weights, edges, into_empty, launcher, new_gradient, over_logits
+from .flags import flags_of
 from .launch_reduce import prepare_sum
 
 
@@ -52,6 +53,13 @@ def prepare_backward(
     border = edges(classes, itemsize, strides, out_strides)
     config = configs.backward(classes, itemsize, configs.load(softcap, weighted, label_smoothing))
     blocks = -(-classes // (config.block * config.tiles))
+    flags = flags_of(options, weighted, itemsize)._replace(
+        entropy=grad_entropy is not None,
+        grad_lse=grad_lse is not None,
+        lse_square=lse_square_scale != 0.0,
+        divisor=divisor is not None,
+        shard=shard is not None,
+    )
     launch = Launch(
         backward_kernel,
         view.number * blocks,
@@ -68,16 +76,9 @@ def prepare_backward(
         softcap or 0.0,
         logit_scale,
         lse_square_scale,
-        HAS_DIVISOR=divisor is not None,
-        HAS_GRAD_LSE=grad_lse is not None,
-        HAS_LSE_SQUARE=lse_square_scale != 0.0,
-        HAS_ENTROPY=grad_entropy is not None,
-        HAS_WEIGHT=weighted,
-        HAS_SMOOTHING=smoothing,
-        SOFTCAP=configs.softcap(softcap, itemsize),
+        FLAGS=flags,
         EDGES=border,
         SAME_ROWS=strides == out_strides,
-        SHARD=shard is not None,
         COMPARE=blocks < 8,
         BLOCK=config.block,
         TILES=config.tiles,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from ..rows import Rows, dense_like, rows, rows_like
 from . import configs
 from .cached import Launch
 from .common import Run, class_weights, edges, launcher, new_rows, processors
+from .flags import flags_of
 from .forward import forward_kernel
 from .short import short_kernel
 from .split_row import join_kernel, partial_kernel
@@ -29,32 +29,28 @@ def _prepare_kernels(
     extra, smoothing = with_argmax or with_entropy, label_smoothing > 0.0
     load = configs.load(softcap, weighted, label_smoothing)
     numbers = (ignore_index, label_smoothing, softcap or 0.0, logit_scale)
-    flags: dict[str, Any] = {
-        "HAS_WEIGHT": weighted,
-        "HAS_SMOOTHING": smoothing,
-        "SOFTCAP": configs.softcap(softcap, itemsize),
-        "HAS_ARGMAX": with_argmax,
-        "HAS_ENTROPY": with_entropy,
-    }
+    flags = flags_of(options, weighted, itemsize)._replace(argmax=with_argmax, entropy=with_entropy)
     vector = configs.vector(itemsize)
     border = edges(classes, itemsize, strides)
     short = configs.short(classes, itemsize, extra, load, smoothing)
     if short is not None and not border and logit_scale > 0.0:
         tiling = {"ROWS": short.rows, "BLOCK": short.block, "VECTOR": vector, "num_warps": short.num_warps}
         programs = -(-number // short.rows)
-        kernel = Launch(short_kernel, programs, number, classes, *strides, *numbers, **flags, **tiling, num_stages=1)
+        kernel = Launch(
+            short_kernel, programs, number, classes, *strides, *numbers, FLAGS=flags, **tiling, num_stages=1
+        )
         return lambda inputs, outputs: kernel(*inputs, *outputs)
     config = configs.forward(classes, itemsize, extra, load)
     config, parts, part_classes = configs.parts(number, classes, config, processors(logits.device))
     tiling = {"EDGES": border, "BLOCK": config.block, "VECTOR": vector}
     tiling |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if parts == 1:
-        kernel = Launch(forward_kernel, number, classes, *strides, *numbers, **flags, **tiling)
+        kernel = Launch(forward_kernel, number, classes, *strides, *numbers, FLAGS=flags, **tiling)
         return lambda inputs, outputs: kernel(*inputs, *outputs)
     parts_numbers = (classes, part_classes, parts, *strides, *numbers[2:])
-    kernel = Launch(partial_kernel, number * parts, *parts_numbers, **flags, **tiling)
+    kernel = Launch(partial_kernel, number * parts, *parts_numbers, FLAGS=flags, **tiling)
     tiling = {"PARTS": next_power_of_2(parts), "num_warps": 1, "num_stages": 1}
-    join = Launch(join_kernel, number, classes, parts, *strides, *numbers, **flags, **tiling)
+    join = Launch(join_kernel, number, classes, parts, *strides, *numbers, FLAGS=flags, **tiling)
 
     def launch_parts(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
         lse = outputs[1]

@@ -14,6 +14,7 @@ from ..rows import Rows, dense_like, dense_rows, per_row_like, rows, rows_like
 from . import configs
 from .cached import Launch
 from .common import Run, Strides, class_weights, edges, launcher, new_gradient, new_rows, processors
+from .flags import flags_of
 from .launch_backward import prepare_backward
 from .launch_forward import prepare_forward
 from .one_pass import one_pass_kernel, scale_kernel
@@ -95,18 +96,23 @@ def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
     as_targets, new_row = dense_like(call.target), new_rows(logits)
     border = edges(classes, itemsize, strides, out_strides)
     numbers = (classes, *strides, *out_strides, scale_stride, square_stride, ignore_index)
-    flags: dict[str, Any] = {
-        "HAS_LSE_SQUARE": call.grad_lse_square is not None,
-        "EDGES": border,
-        "VECTOR": configs.vector(itemsize),
-    }
+    with_square = call.grad_lse_square is not None
+    tiling: dict[str, Any] = {"EDGES": border, "VECTOR": configs.vector(itemsize)}
     words = 0  # what programs exchange
     if shared is not None:
         from .one_pass_shared import one_pass_shared_kernel
 
-        flags |= {"PARTS": shared.parts, "TILE": shared.tile, "TILES": shared.tiles, "WARPS": shared.num_warps}
+        tiling |= {"PARTS": shared.parts, "TILE": shared.tile, "TILES": shared.tiles, "WARPS": shared.num_warps}
         programs = number * shared.parts
-        launch = Launch(one_pass_shared_kernel, programs, *numbers, logit_scale, **flags, num_warps=shared.num_warps)
+        launch = Launch(
+            one_pass_shared_kernel,
+            programs,
+            *numbers,
+            logit_scale,
+            HAS_LSE_SQUARE=with_square,
+            num_warps=shared.num_warps,
+            **tiling,
+        )
         if shared.parts > 1:
             words = 1 + programs
     else:
@@ -118,14 +124,12 @@ def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
             label_smoothing,
             softcap or 0.0,
             logit_scale,
-            HAS_WEIGHT=weighted,
-            HAS_SMOOTHING=label_smoothing > 0.0,
-            SOFTCAP=configs.softcap(softcap, itemsize),
+            FLAGS=flags_of(call.options, weighted, itemsize)._replace(lse_square=with_square),
             SAME_ROWS=strides == out_strides,
             BLOCK=config.block,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            **flags,
+            **tiling,
         )
 
     def kernel(

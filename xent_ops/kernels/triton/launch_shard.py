@@ -16,6 +16,7 @@ from ..rows import dense_like, rows, rows_like
 from . import configs
 from .cached import Launch
 from .common import Run, class_weights, edges, launcher
+from .flags import Flags, flags_of
 from .launch_reduce import prepare_reduce
 from .shard import join_shards_kernel, shard_kernel
 
@@ -49,9 +50,7 @@ def cross_entropy_shard(
         label_smoothing,
         softcap or 0.0,
         logit_scale,
-        HAS_WEIGHT=weighted,
-        HAS_SMOOTHING=label_smoothing > 0.0,
-        SOFTCAP=configs.softcap(softcap, itemsize),
+        FLAGS=flags_of(options, weighted, itemsize),
         EDGES=border,
         BLOCK=config.block,
         VECTOR=configs.vector(itemsize),
@@ -88,8 +87,7 @@ def _prepare_join(
         num_classes,
         options.ignore_index,
         options.label_smoothing,
-        HAS_WEIGHT=weighted,
-        HAS_SMOOTHING=options.label_smoothing > 0.0,
+        FLAGS=Flags(weighted, options.label_smoothing > 0.0),
         RANKS=next_power_of_2(world),
         BLOCK=JOIN_BLOCK,
         num_warps=4,

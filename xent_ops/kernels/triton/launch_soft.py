@@ -12,14 +12,15 @@ from ..rows import class_weight, dense_like, per_row_like, rows, rows_like
 from . import configs
 from .cached import Launch
 from .common import Run, launcher, new_gradient, new_rows
+from .flags import flags_of
 from .soft import soft_backward_kernel, soft_forward_kernel
 
 
-def _constants(logits: Tensor, weighted: bool, softcap: float | None) -> dict[str, Any]:
+def _constants(logits: Tensor, options: Options, weighted: bool, grad_lse: bool) -> dict[str, Any]:
     config = configs.soft(logits.shape[-1], logits.element_size())
+    flags = flags_of(options, weighted, logits.element_size())
     return {
-        "HAS_WEIGHT": weighted,
-        "SOFTCAP": configs.softcap(softcap, logits.element_size()),
+        "FLAGS": flags._replace(smoothing=False, grad_lse=grad_lse),  # probabilities are smoothed by any factor
         "BLOCK": config.block,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
@@ -40,7 +41,7 @@ def soft_cross_entropy_forward(
         options.label_smoothing,
         options.softcap or 0.0,
         options.logit_scale,
-        **_constants(logits, weight is not None, options.softcap),
+        **_constants(logits, options, weight is not None, False),
     )
     number, new_row = view.number, new_rows(logits)
     as_rows, as_targets = rows_like(logits, view), rows_like(target, target_view)
@@ -79,8 +80,7 @@ def soft_cross_entropy_backward(
         options.label_smoothing,
         options.softcap or 0.0,
         options.logit_scale,
-        HAS_GRAD_LSE=grad_lse is not None,
-        **_constants(logits, weight is not None, options.softcap),
+        **_constants(logits, options, weight is not None, grad_lse is not None),
     )
     number, gradient = view.number, new_gradient(logits)
     as_rows, as_targets = rows_like(logits, view), rows_like(target, target_view)
