@@ -217,7 +217,7 @@ def _backward(
 
 
 def cross_entropy_backward(
-    grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Tensor | None, **options: Any
+    grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
 ) -> Tensor:
     gradient = logits.new_empty(logits.shape)
     _backward(gradient, grad_loss, grad_lse, logits, *rest, **options)
@@ -225,7 +225,7 @@ def cross_entropy_backward(
 
 
 def cross_entropy_backward_(
-    grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Tensor | None, **options: Any
+    grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
 ) -> None:
     if rows(logits).tensor is logits:
         _backward(logits, grad_loss, grad_lse, logits, *rest, **options)
