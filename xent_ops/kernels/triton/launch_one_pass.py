@@ -60,8 +60,7 @@ class _Call(NamedTuple):
     options: Options
 
 
-# ``kernel(gradient, logits, target, grad_scale, grad_lse_square, weight)`` -> (loss, lse), of logits with
-# that layout.
+# ``kernel(gradient, logits, target, grad_scale, grad_lse_square, weight)`` -> (loss, lse), of logits with that layout.
 Kernel = Callable[..., tuple[Tensor, Tensor]]
 
 
