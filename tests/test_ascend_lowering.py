@@ -22,8 +22,9 @@ import triton.language as tl
 from ascend_lowering import Kernel, live_bytes, lower, missing_tools, specialise, vector_integer_compares
 
 from xent_ops import testing
-from xent_ops.kernels import reference
+from xent_ops.kernels import reductions, reference
 from xent_ops.kernels.ascend import configs, launch
+from xent_ops.kernels.options import Options
 
 MISSING = missing_tools()
 on_x86 = pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}: apt-get install mlir-19-tools clang-19")
@@ -55,7 +56,7 @@ def everything(dtype, classes):
     for with_weight, smoothing, softcap in itertools.product(
         (None, torch.ones(classes)), (0.0, 0.1), (None, 30.0, 100.0)
     ):
-        options = {"label_smoothing": smoothing, "softcap": softcap}
+        options = {"options": Options(label_smoothing=smoothing, softcap=softcap)}
         launch.cross_entropy_forward(logits, target, with_weight, **options)
         launch.cross_entropy_forward_argmax(logits, target, with_weight, **options)
         launch.cross_entropy_forward_entropy(logits, target, with_weight, **options)
@@ -70,12 +71,10 @@ def test_lowers_with_no_integer_compare_and_fits_the_unified_buffer(launches, mo
     """Also with other integers in the launch: 1 and more than 32 bits are other signatures."""
     monkeypatch.delenv(configs.UB_VARIABLE, raising=False)
     everything(dtype, 32000)
-    full = {"weight": torch.ones(1), **FULL}
-    launch.cross_entropy_forward(torch.zeros(1, 1, dtype=dtype), torch.zeros(1, dtype=torch.int32), **full)
-    launch.cross_entropy_backward(
-        torch.zeros(1), None, torch.zeros(1, 1, dtype=dtype), torch.zeros(1, dtype=torch.uint8), torch.zeros(1),
-        ignore_index=2**40, **full,
-    )  # fmt: skip
+    one, weight = torch.zeros(1, 1, dtype=dtype), torch.ones(1)
+    launch.cross_entropy_forward(one, torch.zeros(1, dtype=torch.int32), weight, options=Options(**FULL))
+    rest = (one, torch.zeros(1, dtype=torch.uint8), torch.zeros(1), weight)
+    launch.cross_entropy_backward(torch.zeros(1), None, *rest, options=Options(2**40, **FULL))
     assert {found.kernel.__name__ for found in launches} == set(KERNELS)
     seen = set()
     for found in launches:
@@ -123,8 +122,9 @@ OPTIONS = {
 @pytest.mark.parametrize("classes", [1000, 4096, 4097, 32000])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_numbers_on_x86(x86, dtype, classes, options):
-    options = dict(OPTIONS[options])
-    weight = torch.linspace(0.5, 1.5, classes) if options.pop("weight", None) else None
+    named = dict(OPTIONS[options])
+    weight = torch.linspace(0.5, 1.5, classes) if named.pop("weight", None) else None
+    options = {"options": Options(**named)}
     logits = testing.realistic_logits(8, classes, dtype=dtype)
     logits[3] += 1e4  # large logits lose digits unless the loss is relative to their maximum
     target = torch.tensor([0, 1, classes - 1, classes // 2, -100, 7, 5, 3])
@@ -134,13 +134,22 @@ def test_numbers_on_x86(x86, dtype, classes, options):
     loss, lse, argmax = launch.cross_entropy_forward_argmax(logits, target, weight, **options)
     for upstream in (None, grad_lse):
         b = 0.0 if upstream is None else upstream
-        expected = testing.oracle(logits, target, weight, grad_loss=grad_loss, grad_lse=b, **options)
+        expected = testing.oracle(logits, target, weight, grad_loss=grad_loss, grad_lse=b, **named)
         grad = launch.cross_entropy_backward(grad_loss, upstream, logits, target, lse, weight, **options)
         testing.assert_grad(grad, expected)
-    half, number = grad_loss.half(), torch.tensor(100000)  # which float16 does not hold
+    half, divisor = grad_loss.half(), torch.tensor([100000.0, 7.0])  # which float16 does not hold
     rest = (None, logits, target, lse, weight)
     wanted = launch.cross_entropy_backward(half.float() / 100000, *rest, **options)
-    assert torch.equal(launch.cross_entropy_backward(half, *rest, number, **options), wanted)
+    assert torch.equal(launch.cross_entropy_backward(half, *rest, divisor, **options), wanted)
+    reduced = launch.cross_entropy_reduced(logits, target, weight, lse_square_scale=1e-4, **options)
+    rest = (logits, target, reduced[2], weight, reduced[1])
+    grads = [
+        module.cross_entropy_backward(half[0], None, *rest, lse_square_scale=1e-4, **options)
+        for module in (launch, reference)
+    ]
+    wanted = reductions.cross_entropy_reduced(logits, target, weight, lse_square_scale=1e-4, **options)
+    torch.testing.assert_close(reduced, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*grads, rtol=1e-2, atol=1e-6)
     testing.assert_loss(loss, expected)
     testing.assert_lse(lse, expected)
     assert torch.equal(argmax, reference.cross_entropy_forward_argmax(logits, target, weight, **options)[2])

@@ -1,6 +1,7 @@
 """Launches that reuse what Triton compiled: the key must part what Triton parts, and the arguments must arrive."""
 
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def tensors(rows, classes, dtype, target_dtype, offset, padding, weighted):
         "cross_entropy_divisor": (logits, target, weight),
         "cross_entropy_backward": (row, None, logits, target, row, weight),
         "cross_entropy_backward_": (row[:1].expand(rows), row, logits, target, row, weight, torch.ones(2)),
-        "cross_entropy_with_grad": (logits, target, row[0], None, weight),
+        "cross_entropy_with_grad": (logits, target, torch.ones(()), None, weight),
         "scale_grad_": (logits, row),
     }
 
@@ -43,6 +44,16 @@ def prepare(arguments, **options):
     """The second stages, by name."""
     given = {name: {} if name == "scale_grad_" else {"options": Options(**options)} for name in arguments}
     return {name: getattr(launch, name)(*args, **given[name]) for name, args in arguments.items()}
+
+
+@pytest.mark.parametrize("rows", [300, 1, 0])
+def test_the_first_stage_holds_no_tensor(rows):
+    """The operators keep what it returns."""
+    arguments = tensors(rows, 512, torch.bfloat16, torch.int64, 0, 0, True)
+    held = [weakref.ref(arg) for args in arguments.values() for arg in args if isinstance(arg, torch.Tensor)]
+    runs = prepare(arguments, label_smoothing=0.1)
+    del arguments
+    assert runs and not [ref() for ref in held if ref() is not None]
 
 
 def test_equal_keys_are_equal_to_triton(monkeypatch):

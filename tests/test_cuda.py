@@ -258,10 +258,11 @@ def test_an_upstream_gradient_of_one_is_found_on_the_device():
 
 
 def test_kernels_are_compiled_once_for_all_option_values():
-    from xent_ops.kernels.triton import launch
+    from xent_ops.kernels.triton.backward import backward_kernel
+    from xent_ops.kernels.triton.forward import forward_kernel
 
     def compiled():
-        caches = (launch.forward_kernel.device_caches, launch.backward_kernel.device_caches)
+        caches = (forward_kernel.device_caches, backward_kernel.device_caches)
         return sum(len(cache[0]) for device_caches in caches for cache in device_caches.values())
 
     x, target = batch(0)

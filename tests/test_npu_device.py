@@ -50,11 +50,12 @@ def test_many_rows():
 def test_every_kernel_fits_the_unified_buffer(dtype):
     """bishengir refuses a kernel that does not: every set of features, at the largest blocks."""
     from xent_ops.kernels.ascend import launch
+    from xent_ops.kernels.options import Options
 
     logits, target = on_npu(32000, dtype, rows=5)
     row, ones = torch.zeros(5, device="npu"), torch.ones(32000, device="npu")
     for weight, smoothing, softcap in itertools.product((None, ones), (0.0, 0.1), (None, 30.0, 100.0)):
-        options = {"label_smoothing": smoothing, "softcap": softcap}
+        options = {"options": Options(label_smoothing=smoothing, softcap=softcap)}
         launch.cross_entropy_forward(logits, target, weight, **options)
         launch.cross_entropy_forward_argmax(logits, target, weight, **options)
         launch.cross_entropy_forward_entropy(logits, target, weight, **options)

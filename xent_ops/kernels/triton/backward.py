@@ -12,32 +12,31 @@ def coefficients(
     target,
     valid,  # whether the target is a class
     target_weight,
-    sum_weights,  # not read without HAS_WEIGHT
+    sum_weights,  # not read without class weights
     n_classes,
     ignore_index,
     label_smoothing,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
+    FLAGS: tl.constexpr,
 ):
     """a as it counts, and A (less what comes through the lse), B, C of reference.row_coefficients."""
     a = tl.where(valid, a, float("nan"))
     a = tl.where(target == ignore_index, 0.0, a)
     b = a
-    if HAS_SMOOTHING:
+    if FLAGS.smoothing:
         b *= 1.0 - label_smoothing
-    if HAS_WEIGHT:
+    if FLAGS.weight:
         b *= tl.where(target == ignore_index, 0.0, target_weight)  # that of an ignored class may be infinite
     total = b
     c = a * (label_smoothing / n_classes)
-    if HAS_SMOOTHING:
-        total += c * (sum_weights if HAS_WEIGHT else tl.cast(n_classes, a.dtype))
+    if FLAGS.smoothing:
+        total += c * (sum_weights if FLAGS.weight else tl.cast(n_classes, a.dtype))
     return a, total, b, c
 
 
 @triton.jit
-def slope_unit(logit_scale, SOFTCAP: tl.constexpr):
+def slope_unit(logit_scale, FLAGS: tl.constexpr):
     """What every element's derivative has as a factor: tanh' is 4 r (1 - r), of the r of numerics.tanh_rest."""
-    return 4.0 * logit_scale if SOFTCAP == 2 else logit_scale
+    return 4.0 * logit_scale if FLAGS.softcap == 2 else logit_scale
 
 
 @triton.jit
@@ -51,35 +50,32 @@ def gradient(
     grad_entropy,
     logit_scale,
     softcap,
-    HAS_ENTROPY: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    FLAGS: tl.constexpr,
     TILE: tl.constexpr,  # as in numerics.tanh_rest
 ):
     """(A softmax_j - C w_j, derivative of the activation): the gradient of a column, but for B at the target.
 
     A, B and C have been multiplied by slope_unit, and the derivative is relative to that.
     """
-    if SOFTCAP == 2:
+    if FLAGS.softcap == 2:
         rest = tanh_rest(z, logit_scale, softcap, TILE)
         log_p = bounded(rest, softcap, lse)
         p = tl.exp2(log_p)
         log_p *= LN2
         slope = rest - rest * rest
     else:
-        x = activate(z, logit_scale, softcap, SOFTCAP)
+        x = activate(z, logit_scale, softcap, FLAGS.softcap)
         log_p = x - lse
         p = tl.exp2(log_p * LOG2E)
         slope = 1.0
-        if SOFTCAP:
+        if FLAGS.softcap:
             share = x * (1.0 / softcap)  # not x * x / softcap^2, which a small cap makes zero
             slope -= share * share
     grad = total * p
-    if HAS_ENTROPY:
+    if FLAGS.entropy:
         grad -= tl.where(p == 0.0, 0.0, grad_entropy * p * (log_p + entropy))
-    if HAS_SMOOTHING:
-        if HAS_WEIGHT:
+    if FLAGS.smoothing:
+        if FLAGS.weight:
             grad -= c * weight
         else:
             grad -= c
@@ -103,20 +99,16 @@ def write(
     logit_scale,
     softcap,
     target,  # its column; -1 for none, or where the caller writes it afterwards
-    HAS_ENTROPY: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    FLAGS: tl.constexpr,
     COMPARE: tl.constexpr,  # whether there may be a target
 ):
     """The gradient of one tile."""
     z = tl.load(pointers, mask=read, other=0.0).to(lse.dtype)
     weight = 0.0
-    if HAS_SMOOTHING and HAS_WEIGHT:
+    if FLAGS.smoothing and FLAGS.weight:
         weight = tl.load(weight_pointers, mask=inside, other=0.0)
     grad, slope = gradient(
-        z, lse, total, c, weight, entropy, grad_entropy, logit_scale, softcap, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING,
-        SOFTCAP, True,
+        z, lse, total, c, weight, entropy, grad_entropy, logit_scale, softcap, FLAGS, True,
     )  # fmt: skip
     if COMPARE:
         grad -= tl.where(columns == target, b, 0.0)
@@ -146,7 +138,7 @@ def backward_kernel(
     lse_ptr,  # (N,)
     entropy_ptr,  # (N,)
     weight_ptr,  # (V,) in the accumulator's dtype
-    weight_sum_ptr,  # (1,); SHARD: (N,), the coefficients of reference_shard.py
+    weight_sum_ptr,  # (1,); shard: (N,), the coefficients of reference_shard.py
     grad_ptr,  # (outer, inner, V): may be the logits themselves
     n_cols,
     n_blocks,
@@ -159,23 +151,16 @@ def backward_kernel(
     grad_loss_stride,
     grad_lse_stride,
     grad_entropy_stride,
-    class_start: "i64",  # SHARD: the class of the first column
-    n_classes: "i64",  # SHARD: of all shards together
+    class_start: "i64",  # shard: the class of the first column
+    n_classes: "i64",  # shard: of all shards together
     ignore_index: "i64",
     label_smoothing: "fp64",
     softcap: "fp64",
     logit_scale: "fp64",
     lse_square_scale: "fp64",
-    HAS_DIVISOR: tl.constexpr,
-    HAS_GRAD_LSE: tl.constexpr,
-    HAS_LSE_SQUARE: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    FLAGS: tl.constexpr,
     EDGES: tl.constexpr,  # as in numerics.aligned_body
     SAME_ROWS: tl.constexpr,  # logits and gradient have the same strides
-    SHARD: tl.constexpr,  # the columns are some of the classes; targets count from the first class of all
     COMPARE: tl.constexpr,  # columns are compared with the target; else its element is written apart
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,  # of BLOCK columns, that a program visits
@@ -194,55 +179,54 @@ def backward_kernel(
 
     target = tl.load(target_ptr + row).to(tl.int64)
     total_classes = n_cols
-    if SHARD:
+    if FLAGS.shard:
         total_classes = tl.cast(n_classes, tl.int64)
     valid = (target >= 0) & (target < total_classes)
     lse = tl.load(lse_ptr + row)
     a = tl.load(grad_loss_ptr + tl.cast(row, tl.int64) * grad_loss_stride).to(ACC)
     grad_square = a
-    if HAS_DIVISOR:
-        if HAS_LSE_SQUARE:
+    if FLAGS.divisor:
+        if FLAGS.lse_square:
             grad_square /= tl.load(divisor_ptr + 1).to(ACC)
         a /= tl.load(divisor_ptr).to(ACC)
     column = target
     owned = valid
-    if SHARD:
+    if FLAGS.shard:
         column = target - class_start
         owned = (column >= 0) & (column < n_cols)
     target_weight = tl.cast(0.0, ACC)
     sum_weights = tl.cast(0.0, ACC)
-    if HAS_WEIGHT:
+    if FLAGS.weight:
         target_weight = tl.load(weight_ptr + column, mask=owned, other=0.0)
-        if HAS_SMOOTHING:
+        if FLAGS.smoothing:
             sum_weights = tl.load(weight_sum_ptr)
     a, total, b, c = coefficients(
-        a, target, valid, target_weight, sum_weights, total_classes, ignore_index, label_smoothing, HAS_WEIGHT,
-        HAS_SMOOTHING,
+        a, target, valid, target_weight, sum_weights, total_classes, ignore_index, label_smoothing, FLAGS,
     )  # fmt: skip
-    if SHARD:
-        total = a * tl.load(weight_sum_ptr + row) if HAS_WEIGHT else a
+    if FLAGS.shard:
+        total = a * tl.load(weight_sum_ptr + row) if FLAGS.weight else a
     grad_lse = tl.cast(0.0, ACC)
-    if HAS_GRAD_LSE:
+    if FLAGS.grad_lse:
         grad_lse = tl.load(grad_lse_ptr + tl.cast(row, tl.int64) * grad_lse_stride).to(ACC)
-    if HAS_LSE_SQUARE:
+    if FLAGS.lse_square:
         grad_square *= 2.0 * tl.cast(lse_square_scale, ACC)
         # Chosen last: without a counted row the divisor is 0.
         grad_lse += tl.where(target == ignore_index, 0.0, lse * grad_square)
-    if HAS_GRAD_LSE or HAS_LSE_SQUARE:
+    if FLAGS.grad_lse or FLAGS.lse_square:
         total += grad_lse
     # A row that passes nothing back is not read: exact zeros, whatever its logits hold. Weights do not decide it, for
     # which the logits would have to wait.
     live = a != 0.0
-    if HAS_GRAD_LSE or HAS_LSE_SQUARE:
+    if FLAGS.grad_lse or FLAGS.lse_square:
         live |= grad_lse != 0.0
     grad_entropy = 0.0
     entropy = 0.0
-    if HAS_ENTROPY:
+    if FLAGS.entropy:
         grad_entropy = tl.load(grad_entropy_ptr + tl.cast(row, tl.int64) * grad_entropy_stride).to(ACC)
         entropy = tl.load(entropy_ptr + row)
         live |= grad_entropy != 0.0
         entropy = tl.where(live, entropy, 0.0)
-    unit = slope_unit(logit_scale, SOFTCAP)
+    unit = slope_unit(logit_scale, FLAGS)
     total *= unit
     b *= unit
     c *= unit
@@ -271,7 +255,7 @@ def backward_kernel(
         write(
             logits_ptr + boundary + columns, grad_ptr + out_boundary + columns, head + columns, columns < body,
             columns < tl.where(live, body, 0), body_weight_ptr + columns, lse, total, b, c, entropy, grad_entropy,
-            logit_scale, softcap, compared, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, COMPARE,
+            logit_scale, softcap, compared, FLAGS, COMPARE,
         )  # fmt: skip
     if EDGES:  # noqa: SIM102 (known when compiling, the next when running)
         if start == 0:
@@ -279,13 +263,12 @@ def backward_kernel(
             write(
                 logits_ptr + offset + edges, grad_ptr + out_offset + edges, edges, exist,
                 exist & (edges < tl.where(live, n_cols, 0)), weight_ptr + edges, lse, total, b, c, entropy,
-                grad_entropy, logit_scale, softcap, compared, HAS_ENTROPY, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, COMPARE,
+                grad_entropy, logit_scale, softcap, compared, FLAGS, COMPARE,
             )  # fmt: skip
     if not COMPARE:  # noqa: SIM102
         if has_target:
             tl.debug_barrier()
             grad, slope = gradient(
-                at_target, lse, total, c, target_weight, entropy, grad_entropy, logit_scale, softcap, HAS_ENTROPY,
-                HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, False,
+                at_target, lse, total, c, target_weight, entropy, grad_entropy, logit_scale, softcap, FLAGS, False,
             )  # fmt: skip
             tl.store(grad_ptr + out_offset + column, ((grad - b) * slope).to(grad_ptr.dtype.element_ty))

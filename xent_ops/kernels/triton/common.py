@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..reference import accumulator
-from ..rows import class_weight, dense_rows, rows
+from ..rows import class_weight, dense_rows, rows, rows_like
 from . import configs
 
 Strides = tuple[int, int, int]  # the last three of Rows
@@ -66,6 +66,22 @@ def new_gradient(logits: Tensor) -> Callable[[], Tensor]:
     return functools.partial(torch.empty, tuple(logits.shape), dtype=logits.dtype, device=logits.device)
 
 
+class RowLayout(NamedTuple):
+    """Where the rows of a tensor (..., V) and of all like it lie, see ``rows``."""
+
+    number: int
+    strides: Strides
+    as_rows: Callable[[Tensor], Tensor]  # a copy, where no two strides describe the rows
+    copied: bool
+
+
+def row_layout(tensor: Tensor) -> RowLayout:
+    # Of a meta tensor: the first stage makes no copy.
+    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    view = rows(like)
+    return RowLayout(view.number, view[2:], rows_like(like, view), view.tensor is not like)
+
+
 def edges(classes: int, itemsize: int, *layouts: Strides) -> int:
     """0 where every row starts and ends on a 16-byte boundary, counted from the first; else see configs.edges."""
     vector = configs.vector(itemsize)
@@ -112,15 +128,15 @@ def over_logits(
     prepare: Callable[..., Run], grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
 ) -> Run:
     """The twin: the gradient is written over the logits."""
-    view = rows(logits)
-    if view.tensor is not logits:  # rows that no two strides describe
+    layout = row_layout(logits)
+    if layout.copied:
         operator = into_empty(prepare, grad_loss, grad_lse, logits, *rest, **options)
 
         def copy_back(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any) -> None:
             logits.copy_(operator(grad_loss, grad_lse, logits, *rest))
 
         return copy_back
-    write = prepare(view[2:], grad_loss, grad_lse, logits, *rest, **options)
+    write = prepare(layout.strides, grad_loss, grad_lse, logits, *rest, **options)
 
     def backward(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any) -> None:
         write(logits, grad_loss, grad_lse, logits, *rest)

@@ -19,14 +19,15 @@ from .numerics import (
     weights_from,
     without_infinity,
 )
+from .row_outputs import finish, shift_of, target_logit
 
-NO_COLUMN = tl.constexpr(2147483647)
+NO_COLUMN = tl.constexpr(2147483647)  # more than any column
 
 
 @triton.jit
-def _start(LANES: tl.constexpr, VECTOR: tl.constexpr, SOFTCAP: tl.constexpr, ACC: tl.constexpr):
+def _start(LANES: tl.constexpr, VECTOR: tl.constexpr, FLAGS: tl.constexpr, ACC: tl.constexpr):
     """The running state of LANES independent online softmaxes, each over vectors of VECTOR elements."""
-    maximum = tl.full([LANES], 0.0 if SOFTCAP == 2 else float("-inf"), ACC)
+    maximum = tl.full([LANES], 0.0 if FLAGS.softcap == 2 else float("-inf"), ACC)
     zero = tl.zeros([LANES], ACC)
     best = tl.full([LANES, VECTOR], float("-inf"), ACC)
     best_column = tl.full([LANES, VECTOR], NO_COLUMN, tl.int32)
@@ -59,11 +60,7 @@ def _visit(
     softcap,
     shift,  # x of the target where finite: what the smoothing sum is taken relative to
     MASKED: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_ARGMAX: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
+    FLAGS: tl.constexpr,
     VECTOR: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
@@ -74,13 +71,13 @@ def _visit(
     else:
         z = tl.load(pointers, eviction_policy=EVICTION)
     z = z.to(total.dtype)
-    if SOFTCAP == 2:
+    if FLAGS.softcap == 2:
         x = bounded(tanh_rest(z, logit_scale, softcap, True), softcap, 0.0)
     else:
-        x = activate(z, logit_scale, softcap, SOFTCAP)
-    if HAS_SMOOTHING:
+        x = activate(z, logit_scale, softcap, FLAGS.softcap)
+    if FLAGS.smoothing:
         relative = x - shift
-        if HAS_WEIGHT:
+        if FLAGS.weight:
             if MASKED:
                 w = tl.load(weight_pointers, mask=inside, other=0.0)
             else:
@@ -92,17 +89,19 @@ def _visit(
         smooth += _fold(relative, VECTOR)
     if MASKED:
         x = tl.where(inside, x, float("-inf"))  # after softcap, which would make -softcap of -inf
-    if HAS_ARGMAX:
+    if FLAGS.argmax:
         z *= logit_scale
         if MASKED:
             z = tl.where(inside, z, float("-inf"))
         better = z > best
         best = tl.where(better, z, best)
         best_column = tl.where(better, columns, best_column)
-    if SOFTCAP == 2:  # x is in units of ln 2 until _join, and sums are relative to 0, the maximum that _start made
+    if (
+        FLAGS.softcap == 2
+    ):  # x is in units of ln 2 until _join, and sums are relative to 0, the maximum that _start made
         new_maximum = maximum
         e = tl.exp2(x)
-        if HAS_ENTROPY:
+        if FLAGS.entropy:
             moment += tl.sum(tl.where(e == 0.0, 0.0, e * x), axis=1)
         total += tl.sum(e, axis=1)
     else:
@@ -114,7 +113,7 @@ def _visit(
         decay = tl.exp2(moved * LOG2E)
         distance = x - pivot[:, None]
         e = tl.exp2(distance * LOG2E)
-        if HAS_ENTROPY:
+        if FLAGS.entropy:
             moment = decay * tl.where(total == 0.0, 0.0, moment + moved * total)
             moment += tl.sum(tl.where(e == 0.0, 0.0, e * distance), axis=1)
         total = total * decay + tl.sum(e, axis=1)
@@ -125,27 +124,24 @@ def _visit(
 def _join(
     state,
     pivot,
-    HAS_SMOOTHING: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    FLAGS: tl.constexpr,
 ):
     """Sums over the lanes of a state, relative to pivot: total, moment, smoothing sum, sum of weights."""
     maximum, total, moment, smooth, weights, _best, _best_column = state
-    if SOFTCAP == 2:
+    if FLAGS.softcap == 2:
         moment *= LN2
         smooth *= LN2
     moved = maximum - pivot
     decay = tl.exp2(moved * LOG2E)
     zero = tl.cast(0.0, total.dtype)
     row_moment = zero
-    if HAS_ENTROPY:
+    if FLAGS.entropy:
         row_moment = tl.sum(tl.where(total == 0.0, 0.0, (moment + moved * total) * decay), axis=0)
     row_smooth = zero
     row_weights = zero
-    if HAS_SMOOTHING:
+    if FLAGS.smoothing:
         row_smooth = tl.sum(smooth, axis=0)
-        if HAS_WEIGHT:
+        if FLAGS.weight:
             row_weights = tl.sum(weights, axis=0)
     return tl.sum(total * decay, axis=0), row_moment, row_smooth, row_weights
 
@@ -168,11 +164,7 @@ def scan(
     logit_scale,
     softcap,
     shift,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_ARGMAX: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
+    FLAGS: tl.constexpr,
     EDGES: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -189,19 +181,19 @@ def scan(
     body_column = first_column + head
     body_weight_ptr = weights_from(weight_ptr, body_column, n_classes, EDGES)
     lane = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    state = _start(LANES, VECTOR, SOFTCAP, ACC)
+    state = _start(LANES, VECTOR, FLAGS, ACC)
     n_full = body // BLOCK * BLOCK
     for start in tl.range(0, n_full, BLOCK):
         columns = start + lane
         state = _visit(
             state, body_ptr + columns, body_column + columns, columns < body, body_weight_ptr + columns, logit_scale,
-            softcap, shift, False, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, VECTOR, EVICTION,
+            softcap, shift, False, FLAGS, VECTOR, EVICTION,
         )  # fmt: skip
     if n_full < body:
         columns = n_full + lane
         state = _visit(
             state, body_ptr + columns, body_column + columns, columns < body, body_weight_ptr + columns, logit_scale,
-            softcap, shift, True, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, VECTOR, EVICTION,
+            softcap, shift, True, FLAGS, VECTOR, EVICTION,
         )  # fmt: skip
     maximum = tl.max(state[0], axis=0)
     if EDGES:
@@ -209,27 +201,24 @@ def scan(
         columns = tl.reshape(columns, [2 * EDGES // VECTOR, VECTOR])
         inside = tl.reshape(inside, [2 * EDGES // VECTOR, VECTOR])
         edges = _visit(
-            _start(2 * EDGES // VECTOR, VECTOR, SOFTCAP, ACC), logits_ptr + offset + columns, first_column + columns,
-            inside, weight_ptr + first_column + columns, logit_scale, softcap, shift, True, HAS_WEIGHT, HAS_SMOOTHING,
-            SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, VECTOR, EVICTION,
+            _start(2 * EDGES // VECTOR, VECTOR, FLAGS, ACC), logits_ptr + offset + columns, first_column + columns,
+            inside, weight_ptr + first_column + columns, logit_scale, softcap, shift, True, FLAGS, VECTOR, EVICTION,
         )  # fmt: skip
         maximum = tl.maximum(maximum, tl.max(edges[0], axis=0))
     pivot = without_infinity(maximum)
-    total, moment, smooth, weights = _join(state, pivot, HAS_SMOOTHING, HAS_WEIGHT, HAS_ENTROPY, SOFTCAP)
+    total, moment, smooth, weights = _join(state, pivot, FLAGS)
     top = tl.cast(float("-inf"), ACC)
     first = tl.cast(0, tl.int32)
-    if HAS_ARGMAX:
+    if FLAGS.argmax:
         top = tl.max(tl.max(state[5], axis=1), axis=0)
         first = _first_of(state, top)
     if EDGES:
-        edge_total, edge_moment, edge_smooth, edge_weights = _join(
-            edges, pivot, HAS_SMOOTHING, HAS_WEIGHT, HAS_ENTROPY, SOFTCAP
-        )
+        edge_total, edge_moment, edge_smooth, edge_weights = _join(edges, pivot, FLAGS)
         total += edge_total
         moment += edge_moment
         smooth += edge_smooth
         weights += edge_weights
-        if HAS_ARGMAX:
+        if FLAGS.argmax:
             edge_top = tl.max(tl.max(edges[5], axis=1), axis=0)
             both = tl.maximum(top, edge_top)
             first = tl.minimum(
@@ -237,78 +226,6 @@ def scan(
             )
             top = both
     return maximum, total, moment, smooth, weights, top, first
-
-
-@triton.jit
-def target_logit(row_ptr, target, valid, logit_scale, softcap, SOFTCAP: tl.constexpr):
-    """x of the target; nothing is read where the target is out of range."""
-    z = tl.load(row_ptr + target, mask=valid, other=0.0).to(logit_scale.dtype)
-    return activate(z, logit_scale, softcap, SOFTCAP)
-
-
-@triton.jit
-def shift_of(x_target, SOFTCAP: tl.constexpr):
-    """What the smoothing sum is taken relative to: the target's x, where that is a number, and may be a large one."""
-    if SOFTCAP == 2:
-        shift = tl.zeros_like(x_target)
-    else:
-        shift = tl.where(tl.abs(x_target) < float("inf"), x_target, 0.0)
-    return shift
-
-
-@triton.jit
-def finish(
-    row,
-    exists,  # whether there is such a row
-    n_cols,
-    target,
-    valid,
-    x_target,
-    shift,
-    maximum,
-    total,
-    moment,
-    smooth,
-    weights,
-    first,  # no column of the row where no logit is greater than -inf
-    weight_ptr,
-    loss_ptr,
-    lse_ptr,
-    argmax_ptr,
-    entropy_ptr,
-    ignore_index,
-    label_smoothing,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_ARGMAX: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
-):
-    """The outputs of a row, or of a vector of rows, from their sums."""
-    pivot = without_infinity(maximum)
-    log_total = tl.log2(total) * LN2
-    # Relative to the maximum until the end: lse - x_target would lose digits when both are large.
-    loss = pivot - x_target + log_total
-    if SOFTCAP == 2:  # relative to 0, not to the largest x: what has been rounded may leave it just below
-        loss = tl.maximum(loss, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    if HAS_WEIGHT:
-        loss *= tl.load(weight_ptr + target, mask=valid, other=0.0)
-    if HAS_SMOOTHING:
-        if not HAS_WEIGHT:
-            weights = tl.cast(n_cols, loss.dtype)
-        smooth_loss = weights * (pivot - shift + log_total) - smooth
-        loss = (1.0 - label_smoothing) * loss + label_smoothing / n_cols * smooth_loss
-    loss = tl.where(valid, loss, float("nan"))
-    loss = tl.where(target == ignore_index, 0.0, loss)
-    tl.store(loss_ptr + row, loss, mask=exists)
-    tl.store(lse_ptr + row, pivot + log_total, mask=exists)
-    if HAS_ENTROPY:
-        entropy = log_total - moment / total
-        if SOFTCAP == 2:  # as above
-            entropy = tl.maximum(entropy, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(entropy_ptr + row, entropy, mask=exists)
-    if HAS_ARGMAX:
-        tl.store(argmax_ptr + row, tl.where(first < n_cols, first, 0).to(tl.int64), mask=exists)
 
 
 @triton.jit(
@@ -331,11 +248,7 @@ def forward_kernel(
     label_smoothing: "fp64",
     softcap: "fp64",
     logit_scale: "fp64",
-    HAS_WEIGHT: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_ARGMAX: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
+    FLAGS: tl.constexpr,
     EDGES: tl.constexpr,  # as in numerics.aligned_body
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,  # elements in 16 bytes
@@ -351,17 +264,16 @@ def forward_kernel(
     target = tl.load(target_ptr + row).to(tl.int64)
     valid = (target >= 0) & (target < n_cols)
     shift = tl.cast(0.0, ACC)
-    if HAS_SMOOTHING:
-        shift = shift_of(target_logit(row_ptr, target, valid, logit_scale, softcap, SOFTCAP), SOFTCAP)
+    if FLAGS.smoothing:
+        shift = shift_of(target_logit(row_ptr, target, valid, logit_scale, softcap, FLAGS), FLAGS)
     maximum, total, moment, smooth, weights, _top, first = scan(
-        logits_ptr, offset, 0, n_cols, n_cols, weight_ptr, logit_scale, softcap, shift, HAS_WEIGHT, HAS_SMOOTHING,
-        SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EDGES, BLOCK, VECTOR, ACC, "",
+        logits_ptr, offset, 0, n_cols, n_cols, weight_ptr, logit_scale, softcap, shift, FLAGS, EDGES, BLOCK, VECTOR,
+        ACC, "",
     )  # fmt: skip
     # Loaded last: before the loop it would hold up the row's own loads until the target has arrived. To pick it out of
     # the tile by comparing columns was slower (131072 x 1024: 0.84 copies, 0.66 so).
-    x_target = target_logit(row_ptr, target, valid, logit_scale, softcap, SOFTCAP)
+    x_target = target_logit(row_ptr, target, valid, logit_scale, softcap, FLAGS)
     finish(
         row, True, n_cols, target, valid, x_target, shift, maximum, total, moment, smooth, weights, first,
-        weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing, HAS_WEIGHT,
-        HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
+        weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing, FLAGS,
     )  # fmt: skip

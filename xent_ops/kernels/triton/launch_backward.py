@@ -9,11 +9,12 @@ from torch import Tensor
 from .. import reference_shard
 from ..options import DEFAULTS, Options
 from ..reference import accumulator
-from ..rows import class_weight, dense_like, dense_rows, per_row_like, rows, rows_like
+from ..rows import class_weight, dense_like, dense_rows, per_row_like
 from . import configs
 from .backward import backward_kernel
 from .cached import Launch
-from .common import Run, Strides, class_weights, edges, into_empty, launcher, new_gradient, over_logits
+from .common import Run, Strides, class_weights, edges, into_empty, launcher, new_gradient, over_logits, row_layout
+from .flags import flags_of
 from .launch_reduce import prepare_sum
 
 
@@ -35,16 +36,16 @@ def prepare_backward(
     coefficient: Tensor | None = None,  # of a shard, see reference_shard.py
 ) -> Run:
     """``write(gradient, grad_loss, ..., divisor, grad_entropy, entropy, coefficient)``."""
-    view = rows(logits)
+    number, strides, as_rows, _ = row_layout(logits)
     if logits.numel() == 0:
         return lambda *_tensors: None
-    strides, classes, itemsize, dtype = view[2:], logits.shape[-1], logits.element_size(), accumulator(logits)
+    classes, itemsize, dtype = logits.shape[-1], logits.element_size(), accumulator(logits)
     ignore_index, label_smoothing, softcap, logit_scale = options
     weighted, smoothing = weight is not None, label_smoothing > 0.0
     as_grad_loss, grad_loss_stride = per_row_like(grad_loss)
     as_grad_lse, grad_lse_stride = per_row_like(grad_lse)
     as_grad_entropy, grad_entropy_stride = per_row_like(grad_entropy)
-    as_rows, as_targets, as_lse = rows_like(logits, view), dense_like(target), dense_like(lse, dtype)
+    as_targets, as_lse = dense_like(target), dense_like(lse, dtype)
     as_divisor = dense_like(lse if divisor is None else divisor)
     as_entropy = dense_like(lse if entropy is None else entropy, dtype)
     as_coefficient = dense_like(lse if coefficient is None else coefficient, dtype)
@@ -52,9 +53,16 @@ def prepare_backward(
     border = edges(classes, itemsize, strides, out_strides)
     config = configs.backward(classes, itemsize, configs.load(softcap, weighted, label_smoothing))
     blocks = -(-classes // (config.block * config.tiles))
+    flags = flags_of(options, weighted, itemsize)._replace(
+        entropy=grad_entropy is not None,
+        grad_lse=grad_lse is not None,
+        lse_square=lse_square_scale != 0.0,
+        divisor=divisor is not None,
+        shard=shard is not None,
+    )
     launch = Launch(
         backward_kernel,
-        view.number * blocks,
+        number * blocks,
         classes,
         blocks,
         *strides,
@@ -68,16 +76,9 @@ def prepare_backward(
         softcap or 0.0,
         logit_scale,
         lse_square_scale,
-        HAS_DIVISOR=divisor is not None,
-        HAS_GRAD_LSE=grad_lse is not None,
-        HAS_LSE_SQUARE=lse_square_scale != 0.0,
-        HAS_ENTROPY=grad_entropy is not None,
-        HAS_WEIGHT=weighted,
-        HAS_SMOOTHING=smoothing,
-        SOFTCAP=configs.softcap(softcap, itemsize),
+        FLAGS=flags,
         EDGES=border,
         SAME_ROWS=strides == out_strides,
-        SHARD=shard is not None,
         COMPARE=blocks < 8,
         BLOCK=config.block,
         TILES=config.tiles,

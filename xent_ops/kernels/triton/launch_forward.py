@@ -3,58 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from triton import next_power_of_2
 
 from ..options import DEFAULTS, Options
-from ..rows import Rows, dense_like, rows, rows_like
+from ..rows import dense_like
 from . import configs
 from .cached import Launch
-from .common import Run, class_weights, edges, launcher, new_rows, processors
+from .common import RowLayout, Run, class_weights, edges, launcher, new_rows, processors, row_layout
+from .flags import flags_of
 from .forward import forward_kernel
 from .short import short_kernel
 from .split_row import join_kernel, partial_kernel
 
 
 def _prepare_kernels(
-    view: Rows, options: Options, weighted: bool, with_argmax: bool, with_entropy: bool
+    logits: Tensor, layout: RowLayout, options: Options, weighted: bool, with_argmax: bool, with_entropy: bool
 ) -> Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], None]:
     """``launch((logits, target, weights), (loss, lse, argmax, entropy))`` by the kernels that suit these rows."""
-    logits, number, strides = view.tensor, view.number, view[2:]
+    number, strides = layout.number, layout.strides
     classes, itemsize = logits.shape[-1], logits.element_size()
     ignore_index, label_smoothing, softcap, logit_scale = options
     extra, smoothing = with_argmax or with_entropy, label_smoothing > 0.0
     load = configs.load(softcap, weighted, label_smoothing)
     numbers = (ignore_index, label_smoothing, softcap or 0.0, logit_scale)
-    flags: dict[str, Any] = {
-        "HAS_WEIGHT": weighted,
-        "HAS_SMOOTHING": smoothing,
-        "SOFTCAP": configs.softcap(softcap, itemsize),
-        "HAS_ARGMAX": with_argmax,
-        "HAS_ENTROPY": with_entropy,
-    }
+    flags = flags_of(options, weighted, itemsize)._replace(argmax=with_argmax, entropy=with_entropy)
     vector = configs.vector(itemsize)
     border = edges(classes, itemsize, strides)
     short = configs.short(classes, itemsize, extra, load, smoothing)
     if short is not None and not border and logit_scale > 0.0:
         tiling = {"ROWS": short.rows, "BLOCK": short.block, "VECTOR": vector, "num_warps": short.num_warps}
         programs = -(-number // short.rows)
-        kernel = Launch(short_kernel, programs, number, classes, *strides, *numbers, **flags, **tiling, num_stages=1)
+        kernel = Launch(
+            short_kernel, programs, number, classes, *strides, *numbers, FLAGS=flags, **tiling, num_stages=1
+        )
         return lambda inputs, outputs: kernel(*inputs, *outputs)
     config = configs.forward(classes, itemsize, extra, load)
     config, parts, part_classes = configs.parts(number, classes, config, processors(logits.device))
     tiling = {"EDGES": border, "BLOCK": config.block, "VECTOR": vector}
     tiling |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if parts == 1:
-        kernel = Launch(forward_kernel, number, classes, *strides, *numbers, **flags, **tiling)
+        kernel = Launch(forward_kernel, number, classes, *strides, *numbers, FLAGS=flags, **tiling)
         return lambda inputs, outputs: kernel(*inputs, *outputs)
     parts_numbers = (classes, part_classes, parts, *strides, *numbers[2:])
-    kernel = Launch(partial_kernel, number * parts, *parts_numbers, **flags, **tiling)
+    kernel = Launch(partial_kernel, number * parts, *parts_numbers, FLAGS=flags, **tiling)
     tiling = {"PARTS": next_power_of_2(parts), "num_warps": 1, "num_stages": 1}
-    join = Launch(join_kernel, number, classes, parts, *strides, *numbers, **flags, **tiling)
+    join = Launch(join_kernel, number, classes, parts, *strides, *numbers, FLAGS=flags, **tiling)
 
     def launch_parts(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
         lse = outputs[1]
@@ -76,13 +72,13 @@ def prepare_forward(
     with_entropy: bool = False,
 ) -> Callable[..., tuple[Tensor, ...]]:
     """``forward(logits, target, weight)`` -> (loss, lse), and argmax or entropy."""
-    view, weighted = rows(logits), weight is not None
+    layout, weighted = row_layout(logits), weight is not None
     launch = None
-    if view.number > 0:
-        launch = _prepare_kernels(view, options, weighted, with_argmax, with_entropy)
+    if layout.number > 0:
+        launch = _prepare_kernels(logits, layout, options, weighted, with_argmax, with_entropy)
     # Where weights are multiplied by what is read beside them; else only the target's is read.
-    shifted = options.label_smoothing > 0.0 and edges(logits.shape[-1], logits.element_size(), view[2:]) != 0
-    as_rows, as_targets = rows_like(logits, view), dense_like(target)
+    shifted = options.label_smoothing > 0.0 and edges(logits.shape[-1], logits.element_size(), layout.strides) != 0
+    as_rows, as_targets = layout.as_rows, dense_like(target)
     new_row, new_argmax = new_rows(logits), new_rows(logits, torch.int64)
 
     def forward(logits: Tensor, target: Tensor, weight: Tensor | None = None) -> tuple[Tensor, ...]:

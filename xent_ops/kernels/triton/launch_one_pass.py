@@ -10,10 +10,22 @@ from torch import Tensor
 
 from ..options import DEFAULTS, Options
 from ..reference import accumulator, grad_lse_of_square
-from ..rows import Rows, dense_like, dense_rows, per_row_like, rows, rows_like
+from ..rows import dense_like, dense_rows, per_row_like
 from . import configs
 from .cached import Launch
-from .common import Run, Strides, class_weights, edges, launcher, new_gradient, new_rows, processors
+from .common import (
+    RowLayout,
+    Run,
+    Strides,
+    class_weights,
+    edges,
+    launcher,
+    new_gradient,
+    new_rows,
+    processors,
+    row_layout,
+)
+from .flags import flags_of
 from .launch_backward import prepare_backward
 from .launch_forward import prepare_forward
 from .one_pass import one_pass_kernel, scale_kernel
@@ -38,7 +50,8 @@ def _shared_memory(device: torch.device) -> tuple[int, int]:
 class _Call(NamedTuple):
     """What the first stage looks at."""
 
-    view: Rows  # of the logits
+    logits: Tensor
+    layout: RowLayout  # of the logits
     out_strides: Strides  # of the rows that the gradient is written to
     target: Tensor
     grad_scale: Tensor
@@ -47,13 +60,12 @@ class _Call(NamedTuple):
     options: Options
 
 
-# ``kernel(gradient, logits, target, grad_scale, grad_lse_square, weight)`` -> (loss, lse), of logits as _Call.view has
-# them.
+# ``kernel(gradient, logits, target, grad_scale, grad_lse_square, weight)`` -> (loss, lse), of logits with that layout.
 Kernel = Callable[..., tuple[Tensor, Tensor]]
 
 
 def _prepare_with_grad(call: _Call) -> Kernel:
-    logits, number = call.view.tensor, call.view.number
+    logits, number = call.logits, call.layout.number
     if number == 0:
         new_row = new_rows(logits)
         return lambda *_tensors: (new_row(), new_row())
@@ -73,12 +85,12 @@ def _prepare_with_grad(call: _Call) -> Kernel:
 
 def _prepare_shared(call: _Call) -> Kernel | None:
     """By the kernel that keeps a row in shared memory; None where it cannot."""
-    logits, options = call.view.tensor, call.options
+    logits, strides, options = call.logits, call.layout.strides, call.options
     classes, itemsize = logits.shape[-1], logits.element_size()
     plain = call.weight is None and options.label_smoothing == 0.0 and options.softcap is None
-    same_rows = call.view[2:] == call.out_strides
+    same_rows = strides == call.out_strides
     # Copies to shared memory take whole 16-byte vectors.
-    vectors = same_rows or not edges(classes, itemsize, call.view[2:], call.out_strides)
+    vectors = same_rows or not edges(classes, itemsize, strides, call.out_strides)
     if not (plain and options.logit_scale >= 1e-30 and itemsize < 8 and vectors):
         return None
     config = configs.one_pass_shared(classes, itemsize, *_shared_memory(logits.device))
@@ -87,7 +99,7 @@ def _prepare_shared(call: _Call) -> Kernel | None:
 
 def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
     """By one kernel: that of one_pass_shared.py or that of one_pass.py."""
-    logits, number, strides, out_strides = call.view.tensor, call.view.number, call.view[2:], call.out_strides
+    logits, (number, strides, _, _), out_strides = call.logits, call.layout, call.out_strides
     classes, itemsize, weighted = logits.shape[-1], logits.element_size(), call.weight is not None
     ignore_index, label_smoothing, softcap, logit_scale = call.options
     as_scale, scale_stride = per_row_like(call.grad_scale)
@@ -95,18 +107,23 @@ def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
     as_targets, new_row = dense_like(call.target), new_rows(logits)
     border = edges(classes, itemsize, strides, out_strides)
     numbers = (classes, *strides, *out_strides, scale_stride, square_stride, ignore_index)
-    flags: dict[str, Any] = {
-        "HAS_LSE_SQUARE": call.grad_lse_square is not None,
-        "EDGES": border,
-        "VECTOR": configs.vector(itemsize),
-    }
+    with_square = call.grad_lse_square is not None
+    tiling: dict[str, Any] = {"EDGES": border, "VECTOR": configs.vector(itemsize)}
     words = 0  # what programs exchange
     if shared is not None:
         from .one_pass_shared import one_pass_shared_kernel
 
-        flags |= {"PARTS": shared.parts, "TILE": shared.tile, "TILES": shared.tiles, "WARPS": shared.num_warps}
+        tiling |= {"PARTS": shared.parts, "TILE": shared.tile, "TILES": shared.tiles, "WARPS": shared.num_warps}
         programs = number * shared.parts
-        launch = Launch(one_pass_shared_kernel, programs, *numbers, logit_scale, **flags, num_warps=shared.num_warps)
+        launch = Launch(
+            one_pass_shared_kernel,
+            programs,
+            *numbers,
+            logit_scale,
+            HAS_LSE_SQUARE=with_square,
+            num_warps=shared.num_warps,
+            **tiling,
+        )
         if shared.parts > 1:
             words = 1 + programs
     else:
@@ -118,14 +135,12 @@ def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
             label_smoothing,
             softcap or 0.0,
             logit_scale,
-            HAS_WEIGHT=weighted,
-            HAS_SMOOTHING=label_smoothing > 0.0,
-            SOFTCAP=configs.softcap(softcap, itemsize),
+            FLAGS=flags_of(call.options, weighted, itemsize)._replace(lse_square=with_square),
             SAME_ROWS=strides == out_strides,
             BLOCK=config.block,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            **flags,
+            **tiling,
         )
 
     def kernel(
@@ -150,7 +165,7 @@ def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
 
 def _prepare_two_visits(call: _Call) -> Kernel:
     """Forward and backward, each over many programs; few rows are still in the L2 cache at the second visit."""
-    logits, target, weight, options = call.view.tensor, call.target, call.weight, call.options
+    logits, target, weight, options = call.logits, call.target, call.weight, call.options
     row = torch.empty(tuple(logits.shape[:-1]), dtype=accumulator(logits), device="meta")  # like the lse
     forward = prepare_forward(logits, target, weight, options)
     grad_lse = None if call.grad_lse_square is None else row
@@ -184,10 +199,9 @@ def cross_entropy_with_grad(
     *,
     options: Options = DEFAULTS,
 ) -> Run:
-    view = rows(logits)
-    tensors = (target, grad_scale, grad_lse_square, weight)
-    kernel = _prepare_with_grad(_Call(view, dense_rows(logits.shape), *tensors, options))
-    as_rows, new_grad = rows_like(logits, view), new_gradient(logits)
+    layout, tensors = row_layout(logits), (target, grad_scale, grad_lse_square, weight)
+    kernel = _prepare_with_grad(_Call(logits, layout, dense_rows(logits.shape), *tensors, options))
+    as_rows, new_grad = layout.as_rows, new_gradient(logits)
 
     def run(
         logits: Tensor,
@@ -213,9 +227,9 @@ def cross_entropy_with_grad_(
     options: Options = DEFAULTS,
 ) -> Run:
     # Rows that no two strides describe are copied: the gradient is written over the copy, and then back.
-    view = rows(logits)
-    kernel = _prepare_with_grad(_Call(view, view[2:], target, grad_scale, grad_lse_square, weight, options))
-    as_rows = rows_like(logits, view)
+    layout, tensors = row_layout(logits), (target, grad_scale, grad_lse_square, weight)
+    kernel = _prepare_with_grad(_Call(logits, layout, layout.strides, *tensors, options))
+    as_rows = layout.as_rows
 
     def run(
         logits: Tensor,
@@ -234,21 +248,21 @@ def cross_entropy_with_grad_(
 
 @launcher
 def scale_grad_(grad: Tensor, factor: Tensor) -> Run:
-    view = rows(grad)
-    if view.number == 0:
+    number, strides, as_rows, _ = row_layout(grad)
+    if number == 0:
         return lambda _grad, _factor: None
     classes = grad.shape[-1]
     config = configs.backward(classes, grad.element_size())
     blocks = -(-classes // config.block)
-    tiles = view.number * blocks
-    as_rows, (as_factor, stride) = rows_like(grad, view), per_row_like(factor)
+    tiles = number * blocks
+    as_factor, stride = per_row_like(factor)
     launch = Launch(
         scale_kernel,
         min(tiles, 8 * processors(grad.device)),
         tiles,
         classes,
         blocks,
-        *view[2:],
+        *strides,
         stride,
         PER_ROW=stride != 0,
         BLOCK=config.block,

@@ -14,6 +14,7 @@ from ..rows import dense_like
 from . import configs
 from .cached import Launch
 from .common import Run, launcher
+from .flags import SumFlags
 from .launch_forward import prepare_forward
 from .reduce import join_sums_kernel, reduce_kernel
 
@@ -40,7 +41,7 @@ def _prepare_sums(
     new_value = functools.partial(torch.empty, value_shape, dtype=dtype, device=device)
     new_divisor = functools.partial(torch.empty, (2,), dtype=dtype, device=device)
     programs, config = configs.reduce(number, dtype.itemsize)
-    flags = {"HAS_LOSS": losses, "HAS_LSE_SQUARE": lse_square_scale != 0.0, "MEAN": mean}
+    flags = SumFlags(losses, lse_square_scale != 0.0, mean, targets, weighted, row_weights, programs > 1)
     reduce = Launch(
         reduce_kernel,
         programs,
@@ -48,14 +49,10 @@ def _prepare_sums(
         classes,
         ignore_index,
         lse_square_scale,
-        HAS_TARGET=targets,
-        HAS_WEIGHT=weighted,
-        ROW_WEIGHTS=row_weights,
-        PARTIAL=programs > 1,
+        FLAGS=flags,
         BLOCK=config.block,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **flags,
     )
     if programs == 1:
 
@@ -66,7 +63,7 @@ def _prepare_sums(
 
         return sums
     block, options = configs.REDUCE_MOST_PROGRAMS, {"num_warps": 4, "num_stages": 1}
-    join = Launch(join_sums_kernel, 1, programs, lse_square_scale, BLOCK=block, **flags, **options)
+    join = Launch(join_sums_kernel, 1, programs, lse_square_scale, FLAGS=flags, BLOCK=block, **options)
     new_parts = functools.partial(torch.empty, (4, programs), dtype=dtype, device=device)
 
     def sums_of_parts(loss: Tensor, lse: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

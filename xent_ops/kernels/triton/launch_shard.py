@@ -12,10 +12,11 @@ from triton import cdiv, next_power_of_2
 from .. import reference_shard
 from ..options import DEFAULTS, Options
 from ..reference import accumulator
-from ..rows import dense_like, rows, rows_like
+from ..rows import dense_like
 from . import configs
 from .cached import Launch
-from .common import Run, class_weights, edges, launcher
+from .common import Run, class_weights, edges, launcher, row_layout
+from .flags import Flags, flags_of
 from .launch_reduce import prepare_reduce
 from .shard import join_shards_kernel, shard_kernel
 
@@ -33,8 +34,8 @@ def cross_entropy_shard(
     options: Options = DEFAULTS,
 ) -> Run:
     columns = reference_shard.columns_of(logits, class_start, num_classes)
-    view, itemsize, weighted = rows(logits), logits.element_size(), weight is not None
-    number, strides = view.number, view[2:]
+    number, strides, as_rows, _ = row_layout(logits)
+    itemsize, weighted = logits.element_size(), weight is not None
     _, label_smoothing, softcap, logit_scale = options
     border = edges(columns, itemsize, strides)
     load = configs.load(softcap, weighted, label_smoothing)
@@ -49,9 +50,7 @@ def cross_entropy_shard(
         label_smoothing,
         softcap or 0.0,
         logit_scale,
-        HAS_WEIGHT=weighted,
-        HAS_SMOOTHING=label_smoothing > 0.0,
-        SOFTCAP=configs.softcap(softcap, itemsize),
+        FLAGS=flags_of(options, weighted, itemsize),
         EDGES=border,
         BLOCK=config.block,
         VECTOR=configs.vector(itemsize),
@@ -60,7 +59,7 @@ def cross_entropy_shard(
     )
     shape = (1, reference_shard.width(number, weighted))
     new_part = functools.partial(torch.empty, shape, dtype=accumulator(logits), device=logits.device)
-    as_rows, as_targets = rows_like(logits, view), dense_like(target)
+    as_targets = dense_like(target)
 
     def run(
         logits: Tensor, target: Tensor, _class_start: int, _num_classes: int, weight: Tensor | None = None
@@ -88,8 +87,7 @@ def _prepare_join(
         num_classes,
         options.ignore_index,
         options.label_smoothing,
-        HAS_WEIGHT=weighted,
-        HAS_SMOOTHING=options.label_smoothing > 0.0,
+        FLAGS=Flags(weighted, options.label_smoothing > 0.0),
         RANKS=next_power_of_2(world),
         BLOCK=JOIN_BLOCK,
         num_warps=4,

@@ -8,18 +8,19 @@ from torch import Tensor
 
 from ..options import DEFAULTS, Options
 from ..reference import accumulator
-from ..rows import class_weight, dense_like, per_row_like, rows, rows_like
+from ..rows import class_weight, dense_like, per_row_like
 from . import configs
 from .cached import Launch
-from .common import Run, launcher, new_gradient, new_rows
+from .common import Run, launcher, new_gradient, new_rows, row_layout
+from .flags import flags_of
 from .soft import soft_backward_kernel, soft_forward_kernel
 
 
-def _constants(logits: Tensor, weighted: bool, softcap: float | None) -> dict[str, Any]:
+def _constants(logits: Tensor, options: Options, weighted: bool, grad_lse: bool) -> dict[str, Any]:
     config = configs.soft(logits.shape[-1], logits.element_size())
+    flags = flags_of(options, weighted, logits.element_size())
     return {
-        "HAS_WEIGHT": weighted,
-        "SOFTCAP": configs.softcap(softcap, logits.element_size()),
+        "FLAGS": flags._replace(smoothing=False, grad_lse=grad_lse),  # probabilities are smoothed by any factor
         "BLOCK": config.block,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
@@ -30,20 +31,19 @@ def _constants(logits: Tensor, weighted: bool, softcap: float | None) -> dict[st
 def soft_cross_entropy_forward(
     logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
 ) -> Run:
-    view, target_view = rows(logits), rows(target)
+    (number, strides, as_rows, _), (_, target_strides, as_targets, _) = row_layout(logits), row_layout(target)
     launch = Launch(
         soft_forward_kernel,
-        view.number,
+        number,
         logits.shape[-1],
-        *view[2:],
-        *target_view[2:],
+        *strides,
+        *target_strides,
         options.label_smoothing,
         options.softcap or 0.0,
         options.logit_scale,
-        **_constants(logits, weight is not None, options.softcap),
+        **_constants(logits, options, weight is not None, False),
     )
-    number, new_row = view.number, new_rows(logits)
-    as_rows, as_targets = rows_like(logits, view), rows_like(target, target_view)
+    new_row = new_rows(logits)
 
     def run(logits: Tensor, target: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
         loss, lse = new_row(), new_row()
@@ -65,25 +65,23 @@ def soft_cross_entropy_backward(
     *,
     options: Options = DEFAULTS,
 ) -> Run:
-    view, target_view = rows(logits), rows(target)
+    (number, strides, as_rows, _), (_, target_strides, as_targets, _) = row_layout(logits), row_layout(target)
     as_grad_loss, grad_loss_stride = per_row_like(grad_loss)
     as_grad_lse, grad_lse_stride = per_row_like(grad_lse)
     launch = Launch(
         soft_backward_kernel,
-        view.number,
+        number,
         logits.shape[-1],
-        *view[2:],
-        *target_view[2:],
+        *strides,
+        *target_strides,
         grad_loss_stride,
         grad_lse_stride,
         options.label_smoothing,
         options.softcap or 0.0,
         options.logit_scale,
-        HAS_GRAD_LSE=grad_lse is not None,
-        **_constants(logits, weight is not None, options.softcap),
+        **_constants(logits, options, weight is not None, grad_lse is not None),
     )
-    number, gradient = view.number, new_gradient(logits)
-    as_rows, as_targets = rows_like(logits, view), rows_like(target, target_view)
+    gradient = new_gradient(logits)
     as_lse = dense_like(lse, accumulator(logits))  # in whose dtype the kernel computes
 
     def run(

@@ -4,8 +4,9 @@ import triton
 import triton.language as tl
 
 from .backward import coefficients, gradient, slope_unit, write
-from .forward import finish, scan, shift_of, target_logit
+from .forward import scan
 from .numerics import LN2, aligned_body, edge_columns, row_offset, weights_from, without_infinity
+from .row_outputs import finish, shift_of, target_logit
 
 
 @triton.jit(
@@ -34,10 +35,7 @@ def one_pass_kernel(
     label_smoothing: "fp64",
     softcap: "fp64",
     logit_scale: "fp64",
-    HAS_LSE_SQUARE: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    FLAGS: tl.constexpr,
     EDGES: tl.constexpr,  # as in numerics.aligned_body
     SAME_ROWS: tl.constexpr,  # logits and gradient have the same strides
     BLOCK: tl.constexpr,
@@ -58,33 +56,32 @@ def one_pass_kernel(
     target = tl.load(target_ptr + row).to(tl.int64)
     valid = (target >= 0) & (target < n_cols)
     shift = tl.cast(0.0, ACC)
-    if HAS_SMOOTHING:
-        shift = shift_of(target_logit(row_ptr, target, valid, logit_scale, softcap, SOFTCAP), SOFTCAP)
+    if FLAGS.smoothing:
+        shift = shift_of(target_logit(row_ptr, target, valid, logit_scale, softcap, FLAGS), FLAGS)
     maximum, total, moment, smooth, weights, _top, first = scan(
-        logits_ptr, offset, 0, n_cols, n_cols, weight_ptr, logit_scale, softcap, shift, HAS_WEIGHT, HAS_SMOOTHING,
-        SOFTCAP, False, False, EDGES, BLOCK, VECTOR, ACC, "evict_last",
+        logits_ptr, offset, 0, n_cols, n_cols, weight_ptr, logit_scale, softcap, shift, FLAGS, EDGES, BLOCK, VECTOR,
+        ACC, "evict_last",
     )  # fmt: skip
-    x_target = target_logit(row_ptr, target, valid, logit_scale, softcap, SOFTCAP)
+    x_target = target_logit(row_ptr, target, valid, logit_scale, softcap, FLAGS)
     finish(
         row, True, n_cols, target, valid, x_target, shift, maximum, total, moment, smooth, weights, first,
-        weight_ptr, loss_ptr, lse_ptr, lse_ptr, lse_ptr, ignore_index, label_smoothing, HAS_WEIGHT, HAS_SMOOTHING,
-        SOFTCAP, False, False,
+        weight_ptr, loss_ptr, lse_ptr, lse_ptr, lse_ptr, ignore_index, label_smoothing, FLAGS,
     )  # fmt: skip
     lse = without_infinity(maximum) + tl.log2(total) * LN2
 
     a = tl.load(grad_scale_ptr + tl.cast(row, tl.int64) * grad_scale_stride).to(ACC)
     target_weight = tl.cast(0.0, ACC)
-    if HAS_WEIGHT:
+    if FLAGS.weight:
         target_weight = tl.load(weight_ptr + target, mask=valid, other=0.0)
     a, coefficient, b, c = coefficients(
-        a, target, valid, target_weight, weights, n_cols, ignore_index, label_smoothing, HAS_WEIGHT, HAS_SMOOTHING
+        a, target, valid, target_weight, weights, n_cols, ignore_index, label_smoothing, FLAGS
     )
-    if HAS_LSE_SQUARE:
+    if FLAGS.lse_square:
         square = tl.load(grad_lse_square_ptr + tl.cast(row, tl.int64) * grad_lse_square_stride).to(ACC)
         coefficient += tl.where(target == ignore_index, 0.0, 2.0 * square * lse)
     # A row that passes nothing back gets exact zeros, whatever its logits hold.
     live = (coefficient != 0.0) | (a != 0.0)
-    unit = slope_unit(logit_scale, SOFTCAP)
+    unit = slope_unit(logit_scale, FLAGS)
     coefficient *= unit
     b *= unit
     c *= unit
@@ -103,19 +100,18 @@ def one_pass_kernel(
         write(
             logits_ptr + boundary + columns, grad_ptr + out_boundary + columns, head + columns, columns < body,
             columns < tl.where(live, body, 0), body_weight_ptr + columns, lse, coefficient, b, c, zero, zero,
-            logit_scale, softcap, -1, False, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, False,
+            logit_scale, softcap, -1, FLAGS, False,
         )  # fmt: skip
     if EDGES:
         edges, exist = edge_columns(head, body, n_cols, EDGES)
         write(
             logits_ptr + offset + edges, grad_ptr + out_offset + edges, edges, exist,
             exist & (edges < tl.where(live, n_cols, 0)), weight_ptr + edges, lse, coefficient, b, c, zero, zero,
-            logit_scale, softcap, -1, False, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, False,
+            logit_scale, softcap, -1, FLAGS, False,
         )  # fmt: skip
     tl.debug_barrier()  # the target's own element is written again, as in backward.py
     grad, slope = gradient(
-        at_target, lse, coefficient, c, target_weight, zero, zero, logit_scale, softcap, False, HAS_WEIGHT,
-        HAS_SMOOTHING, SOFTCAP, False,
+        at_target, lse, coefficient, c, target_weight, zero, zero, logit_scale, softcap, FLAGS, False,
     )  # fmt: skip
     tl.store(grad_ptr + out_offset + target, ((grad - b) * slope).to(grad_ptr.dtype.element_ty), mask=valid & live)
 

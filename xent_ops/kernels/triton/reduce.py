@@ -16,17 +16,15 @@ def _store(
     value_ptr,
     divisor_ptr,
     lse_square_scale,
-    HAS_LOSS: tl.constexpr,
-    HAS_LSE_SQUARE: tl.constexpr,
-    MEAN: tl.constexpr,
+    FLAGS: tl.constexpr,
 ):
-    if HAS_LOSS:
+    if FLAGS.losses:
         value = loss
-        if MEAN:
+        if FLAGS.mean:
             value /= weight
-        if HAS_LSE_SQUARE:
+        if FLAGS.lse_square:
             z_loss = lse_square_scale * square
-            if MEAN:
+            if FLAGS.mean:
                 z_loss /= count
             value += z_loss
         tl.store(value_ptr, value)
@@ -39,23 +37,17 @@ def _store(
 
 @triton.jit(do_not_specialize=["n_rows", "n_classes", "ignore_index", "lse_square_scale"])
 def reduce_kernel(
-    loss_ptr,  # (N,); not read without HAS_LOSS
-    lse_ptr,  # (N,); not read without HAS_LSE_SQUARE
-    target_ptr,  # (N,), any integer dtype; not read without HAS_TARGET
-    weight_ptr,  # (V,), ROW_WEIGHTS: (N,), in the accumulator's dtype; not read without HAS_WEIGHT
-    value_ptr,  # (); without HAS_LOSS (2,): 1 / divisor. PARTIAL: (4, programs), the sums of each
-    divisor_ptr,  # (2,): the sum of weights, and the number of counted rows. PARTIAL: not written
+    loss_ptr,  # (N,); not read without losses
+    lse_ptr,  # (N,); not read without lse_square
+    target_ptr,  # (N,), any integer dtype; not read without targets
+    weight_ptr,  # (V,), with row_weights (N,), in the accumulator's dtype; not read without weights
+    value_ptr,  # (); without losses (2,), 1 / divisor. partial: (4, programs), the sums of each
+    divisor_ptr,  # (2,): the sum of weights, and the number of counted rows. partial: not written
     n_rows: "i64",
     n_classes: "i64",
     ignore_index: "i64",
     lse_square_scale: "fp64",
-    HAS_LOSS: tl.constexpr,
-    HAS_LSE_SQUARE: tl.constexpr,
-    HAS_TARGET: tl.constexpr,  # without it no row is counted: a plain sum of losses
-    HAS_WEIGHT: tl.constexpr,
-    ROW_WEIGHTS: tl.constexpr,  # what each row counts instead of the weights of classes
-    MEAN: tl.constexpr,  # or the sum
-    PARTIAL: tl.constexpr,  # one of several programs, whose sums join_sums_kernel adds
+    FLAGS: tl.constexpr,  # flags.SumFlags
     BLOCK: tl.constexpr,
 ):
     """loss / weight + lse_square_scale * square / count, or without the divisions; NaN for a mean of no row."""
@@ -69,26 +61,26 @@ def reduce_kernel(
     for start in tl.range(program * BLOCK, n_rows, programs * BLOCK):
         rows = start + tl.arange(0, BLOCK)
         inside = rows < n_rows
-        if HAS_LOSS:
+        if FLAGS.losses:
             losses += tl.load(loss_ptr + rows, mask=inside, other=0.0)
-        if HAS_TARGET:
+        if FLAGS.targets:
             target = tl.load(target_ptr + rows, mask=inside, other=0).to(tl.int64)
             counted = inside & (target != ignore_index)
             counts += tl.where(counted, 1.0, 0.0).to(ACC)
-            if HAS_LSE_SQUARE:
+            if FLAGS.lse_square:
                 # An ignored row is masked before the square: padding may hold anything.
                 lse = tl.load(lse_ptr + rows, mask=counted, other=0.0)
                 squares += lse * lse
-            if HAS_WEIGHT and not ROW_WEIGHTS:
+            if FLAGS.weights and not FLAGS.row_weights:
                 valid = counted & (target >= 0) & (target < n_classes)
                 weights += tl.load(weight_ptr + target, mask=valid, other=0.0)
-        if HAS_WEIGHT and ROW_WEIGHTS:
+        if FLAGS.weights and FLAGS.row_weights:
             weights += tl.load(weight_ptr + rows, mask=inside, other=0.0)
     loss = tl.sum(losses, axis=0)
     square = tl.sum(squares, axis=0)
     count = tl.sum(counts, axis=0)
-    weight = tl.sum(weights, axis=0) if HAS_WEIGHT else count
-    if PARTIAL:
+    weight = tl.sum(weights, axis=0) if FLAGS.weights else count
+    if FLAGS.partial:
         sums_ptr = value_ptr + program
         tl.store(sums_ptr, loss)
         tl.store(sums_ptr + programs, square)
@@ -96,7 +88,7 @@ def reduce_kernel(
         tl.store(sums_ptr + 3 * programs, count)
     else:
         scale = tl.cast(lse_square_scale, ACC)
-        _store(loss, square, weight, count, value_ptr, divisor_ptr, scale, HAS_LOSS, HAS_LSE_SQUARE, MEAN)
+        _store(loss, square, weight, count, value_ptr, divisor_ptr, scale, FLAGS)
 
 
 @triton.jit(do_not_specialize=["n_parts", "lse_square_scale"])
@@ -106,9 +98,7 @@ def join_sums_kernel(
     divisor_ptr,
     n_parts: "i32",
     lse_square_scale: "fp64",
-    HAS_LOSS: tl.constexpr,
-    HAS_LSE_SQUARE: tl.constexpr,
-    MEAN: tl.constexpr,
+    FLAGS: tl.constexpr,
     BLOCK: tl.constexpr,  # n_parts or more
 ):
     """One program."""
@@ -119,4 +109,4 @@ def join_sums_kernel(
     weight = tl.sum(tl.load(sums_ptr + 2 * n_parts + part, mask=exists, other=0.0), axis=0)
     count = tl.sum(tl.load(sums_ptr + 3 * n_parts + part, mask=exists, other=0.0), axis=0)
     scale = tl.cast(lse_square_scale, divisor_ptr.dtype.element_ty)
-    _store(loss, square, weight, count, value_ptr, divisor_ptr, scale, HAS_LOSS, HAS_LSE_SQUARE, MEAN)
+    _store(loss, square, weight, count, value_ptr, divisor_ptr, scale, FLAGS)

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 
 from .. import reference_shard
-from .forward import scan, shift_of, target_logit
+from .forward import scan
 from .numerics import LN2, LOG2E, row_offset, without_infinity
+from .row_outputs import shift_of, target_logit
 
 HEADER, DIGIT = tl.constexpr(reference_shard.HEADER), tl.constexpr(reference_shard.DIGIT)
 
@@ -31,9 +32,7 @@ def shard_kernel(
     label_smoothing: "fp64",
     softcap: "fp64",
     logit_scale: "fp64",
-    HAS_WEIGHT: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    FLAGS: tl.constexpr,
     EDGES: tl.constexpr,  # as in numerics.aligned_body
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,  # elements in 16 bytes
@@ -53,36 +52,36 @@ def shard_kernel(
     owned = (target >= 0) & (target < n_cols)
     column = tl.where(owned, target, 0)
     shift = tl.cast(0.0, ACC)
-    if HAS_SMOOTHING:
+    if FLAGS.smoothing:
         # Any logit of the row keeps the smoothing sum small where all of them are large: the first, without the target.
-        first = target_logit(row_ptr, column, column < n_cols, logit_scale, softcap, SOFTCAP)
-        shift = shift_of(first, SOFTCAP)
+        first = target_logit(row_ptr, column, column < n_cols, logit_scale, softcap, FLAGS)
+        shift = shift_of(first, FLAGS)
     maximum, total, _moment, smooth, weights, _top, _first = scan(
         logits_ptr, offset, 0, n_cols, n_cols, weight_ptr, logit_scale, softcap, shift,
-        HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, False, False, EDGES, BLOCK, VECTOR, ACC, "",
+        FLAGS, EDGES, BLOCK, VECTOR, ACC, "",
     )  # fmt: skip
     pivot = without_infinity(maximum)
-    part = pivot - target_logit(row_ptr, column, owned, logit_scale, softcap, SOFTCAP)
-    if HAS_WEIGHT:
+    part = pivot - target_logit(row_ptr, column, owned, logit_scale, softcap, FLAGS)
+    if FLAGS.weight:
         weight = tl.load(weight_ptr + column, mask=owned, other=0.0)
         part *= weight
         tl.store(out_ptr + 3 * n_rows + row, weight)
     part = tl.where(owned, part, 0.0)
-    if HAS_SMOOTHING:
-        sum_weights = weights if HAS_WEIGHT else tl.cast(n_cols, ACC)
+    if FLAGS.smoothing:
+        sum_weights = weights if FLAGS.weight else tl.cast(n_cols, ACC)
         part = (1.0 - label_smoothing) * part
         part += label_smoothing / tl.cast(n_classes, ACC) * (sum_weights * (pivot - shift) - smooth)
     tl.store(out_ptr + row, maximum)
     tl.store(out_ptr + n_rows + row, total)
     tl.store(out_ptr + 2 * n_rows + row, part)
     if row == 0:
-        header = out_ptr + (4 if HAS_WEIGHT else 3) * n_rows
+        header = out_ptr + (4 if FLAGS.weight else 3) * n_rows
         size = tl.cast(n_cols, tl.int64)
         tl.store(header, (class_start // DIGIT).to(ACC))
         tl.store(header + 1, (class_start % DIGIT).to(ACC))
         tl.store(header + 2, (size // DIGIT).to(ACC))
         tl.store(header + 3, (size % DIGIT).to(ACC))
-        if HAS_WEIGHT and HAS_SMOOTHING:
+        if FLAGS.weight and FLAGS.smoothing:
             tl.store(header + 4, weights)
         else:
             tl.store(header + 4, size.to(ACC))
@@ -108,8 +107,7 @@ def join_shards_kernel(
     n_classes: "i64",
     ignore_index: "i64",
     label_smoothing: "fp64",
-    HAS_WEIGHT: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
+    FLAGS: tl.constexpr,
     RANKS: tl.constexpr,  # world, rounded up to a power of two
     BLOCK: tl.constexpr,
 ):
@@ -120,7 +118,7 @@ def join_shards_kernel(
     n_classes = tl.cast(n_classes, tl.int64)
     rows = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < n_rows
-    header = (4 if HAS_WEIGHT else 3) * n_rows
+    header = (4 if FLAGS.weight else 3) * n_rows
     stride = header + HEADER
     target = tl.load(target_ptr + rows, mask=inside, other=0).to(tl.int64)
 
@@ -155,10 +153,10 @@ def join_shards_kernel(
         total += tl.load(part_ptr + n_rows + rows, mask=inside, other=0.0) * tl.exp2((maximum - pivot) * LOG2E)
         owned = (target >= start) & (target < start + size)
         weight = tl.where(owned, 1.0, 0.0).to(ACC)
-        if HAS_WEIGHT:
+        if FLAGS.weight:
             weight = tl.load(part_ptr + 3 * n_rows + rows, mask=inside, other=0.0)
         share = weight
-        if HAS_SMOOTHING:
+        if FLAGS.smoothing:
             share = (1.0 - label_smoothing) * weight
             share += label_smoothing / tl.cast(n_classes, ACC) * tl.load(part_ptr + header + 4)
         loss += tl.load(part_ptr + 2 * n_rows + rows, mask=inside, other=0.0)
@@ -169,7 +167,7 @@ def join_shards_kernel(
 
     log_total = tl.log2(total) * LN2
     loss += coefficient * log_total
-    if not (HAS_WEIGHT or HAS_SMOOTHING):  # as in forward.finish, for parts that are relative to 0
+    if not (FLAGS.weight or FLAGS.smoothing):  # as in row_outputs.finish, for parts that are relative to 0
         loss = tl.maximum(loss, 0.0, propagate_nan=tl.PropagateNan.ALL)
     valid = (target >= 0) & (target < n_classes)
     loss = tl.where(valid & (faults == 0), loss, float("nan"))

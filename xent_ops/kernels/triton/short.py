@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 
-from .forward import NO_COLUMN, finish, shift_of, target_logit
+from .forward import NO_COLUMN
 from .numerics import LN2, LOG2E, activate, bounded, row_offset, tanh_rest, without_infinity
+from .row_outputs import finish, shift_of, target_logit
 
 
 @triton.jit(
@@ -28,11 +29,7 @@ def short_kernel(
     label_smoothing: "fp64",
     softcap: "fp64",
     logit_scale: "fp64",
-    HAS_WEIGHT: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_ARGMAX: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
+    FLAGS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # V or more
     VECTOR: tl.constexpr,  # elements in 16 bytes, on whose boundaries all rows start and end
@@ -50,44 +47,44 @@ def short_kernel(
     inside = columns < n_cols // VECTOR * VECTOR
     read = exists[:, None] & inside
     # Without a softcap, x / logit_scale stands for x: a multiplication and a choice less for each element.
-    if SOFTCAP:
+    if FLAGS.softcap:
         z = tl.load(row_ptr[:, None] + columns, mask=read, other=0.0)
     else:
         z = tl.load(row_ptr[:, None] + columns, mask=read, other=float("-inf"))
     target = tl.load(target_ptr + row, mask=exists, other=0).to(tl.int64)
     valid = (target >= 0) & (target < n_cols) & exists
-    x_target = target_logit(row_ptr, target, valid, logit_scale, softcap, SOFTCAP)
-    shift = shift_of(x_target, SOFTCAP)
+    x_target = target_logit(row_ptr, target, valid, logit_scale, softcap, FLAGS)
+    shift = shift_of(x_target, FLAGS)
 
     z = z.to(ACC)
-    if SOFTCAP == 2:
+    if FLAGS.softcap == 2:
         unit = tl.cast(LN2, ACC)
         x = bounded(tanh_rest(z, logit_scale, softcap, True), softcap, 0.0)
-    elif SOFTCAP == 1:
+    elif FLAGS.softcap == 1:
         unit = tl.cast(1.0, ACC)
-        x = activate(z, logit_scale, softcap, SOFTCAP)
+        x = activate(z, logit_scale, softcap, FLAGS.softcap)
     else:
         unit = logit_scale
         x = z
     zero = tl.zeros([ROWS], ACC)
     moment, smooth, weights, top = zero, zero, zero, zero
     first = tl.zeros([ROWS], tl.int32)
-    if HAS_SMOOTHING:
+    if FLAGS.smoothing:
         relative = x * unit - shift[:, None]
-        if HAS_WEIGHT:
+        if FLAGS.weight:
             w = tl.load(weight_ptr + columns, mask=inside, other=0.0)
             relative *= w
             weights += tl.sum(w, axis=1)
-        if not (HAS_WEIGHT and SOFTCAP):  # 0 times something finite is 0 already
+        if not (FLAGS.weight and FLAGS.softcap):  # 0 times something finite is 0 already
             relative = tl.where(inside, relative, 0.0)
         smooth = tl.sum(relative, axis=1)
-    if HAS_ARGMAX:
+    if FLAGS.argmax:
         z = tl.where(inside, z * logit_scale, float("-inf"))
         top = tl.max(z, axis=1)
         first = tl.min(tl.where(z == top[:, None], columns, NO_COLUMN), axis=1)
-    if SOFTCAP:
+    if FLAGS.softcap:
         x = tl.where(inside, x, float("-inf"))
-    if SOFTCAP == 2:
+    if FLAGS.softcap == 2:
         maximum = zero
         distance = x
         e = tl.exp2(x)
@@ -95,10 +92,9 @@ def short_kernel(
         maximum = tl.max(x, axis=1)
         distance = x - without_infinity(maximum)[:, None]
         e = tl.exp2(distance * (LOG2E * unit))
-    if HAS_ENTROPY:
+    if FLAGS.entropy:
         moment = unit * tl.sum(tl.where(e == 0.0, 0.0, e * distance), axis=1)
     finish(
         row, exists, n_cols, target, valid, x_target, shift, maximum * unit, tl.sum(e, axis=1), moment, smooth, weights,
-        first, weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing, HAS_WEIGHT,
-        HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
+        first, weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing, FLAGS,
     )  # fmt: skip

@@ -8,12 +8,12 @@ from .numerics import LN2, LOG2E, activate, row_offset, without_infinity
 
 @triton.jit
 def _probabilities(
-    target_ptr, weight_ptr, columns, inside, label_smoothing, n_cols, ACC: tl.constexpr, HAS_WEIGHT: tl.constexpr
+    target_ptr, weight_ptr, columns, inside, label_smoothing, n_cols, ACC: tl.constexpr, FLAGS: tl.constexpr
 ):
     """w_j q_j, 0 beyond the row."""
     q = tl.load(target_ptr + columns, mask=inside, other=0.0).to(ACC)
     q = q * (1.0 - label_smoothing) + label_smoothing / n_cols
-    if HAS_WEIGHT:
+    if FLAGS.weight:
         q *= tl.load(weight_ptr + columns, mask=inside, other=0.0)
     return tl.where(inside, q, 0.0)
 
@@ -38,8 +38,7 @@ def soft_forward_kernel(
     label_smoothing: "fp64",
     softcap: "fp64",
     logit_scale: "fp64",
-    HAS_WEIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    FLAGS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program a row."""
@@ -59,8 +58,8 @@ def soft_forward_kernel(
         columns = start + tl.arange(0, BLOCK)
         inside = columns < n_cols
         z = tl.load(row_ptr + columns, mask=inside, other=0.0).to(ACC)
-        x = activate(z, logit_scale, softcap, SOFTCAP)
-        q = _probabilities(target_row_ptr, weight_ptr, columns, inside, label_smoothing, n_cols, ACC, HAS_WEIGHT)
+        x = activate(z, logit_scale, softcap, FLAGS.softcap)
+        q = _probabilities(target_row_ptr, weight_ptr, columns, inside, label_smoothing, n_cols, ACC, FLAGS)
         new_maximum = tl.maximum(maximum, tl.max(tl.where(inside, x, float("-inf")), axis=0))
         pivot = without_infinity(new_maximum)
         moment += (without_infinity(maximum) - pivot) * mass
@@ -99,9 +98,7 @@ def soft_backward_kernel(
     label_smoothing: "fp64",
     softcap: "fp64",
     logit_scale: "fp64",
-    HAS_GRAD_LSE: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    FLAGS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program a row: the mass of the target first, then the gradient (the second read comes from L2)."""
@@ -119,9 +116,9 @@ def soft_backward_kernel(
     for start in tl.range(0, n_read, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         read = columns < n_read
-        mass += _probabilities(target_row_ptr, weight_ptr, columns, read, label_smoothing, n_cols, ACC, HAS_WEIGHT)
+        mass += _probabilities(target_row_ptr, weight_ptr, columns, read, label_smoothing, n_cols, ACC, FLAGS)
     total = a * tl.sum(mass, axis=0)
-    if HAS_GRAD_LSE:
+    if FLAGS.grad_lse:
         total += tl.load(grad_lse_ptr + row * grad_lse_stride).to(ACC)
     live = (total != 0.0) | (a != 0.0)
     lse = tl.load(lse_ptr + row)
@@ -129,11 +126,11 @@ def soft_backward_kernel(
         columns = start + tl.arange(0, BLOCK)
         inside = columns < n_cols
         z = tl.load(row_ptr + columns, mask=columns < tl.where(live, n_cols, 0), other=0.0).to(ACC)
-        x = activate(z, logit_scale, softcap, SOFTCAP)
+        x = activate(z, logit_scale, softcap, FLAGS.softcap)
         read = columns < n_read
-        q = _probabilities(target_row_ptr, weight_ptr, columns, read, label_smoothing, n_cols, ACC, HAS_WEIGHT)
+        q = _probabilities(target_row_ptr, weight_ptr, columns, read, label_smoothing, n_cols, ACC, FLAGS)
         grad = total * tl.exp2((x - lse) * LOG2E) - a * q
-        if SOFTCAP:
+        if FLAGS.softcap:
             ratio = x * (1.0 / softcap)
             grad *= 1.0 - ratio * ratio
         grad = tl.where(live, grad * logit_scale, 0.0)

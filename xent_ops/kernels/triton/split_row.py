@@ -6,8 +6,9 @@ In a fixed order: the same bits in every run.
 import triton
 import triton.language as tl
 
-from .forward import NO_COLUMN, finish, scan, shift_of, target_logit
+from .forward import NO_COLUMN, scan
 from .numerics import LOG2E, row_offset, without_infinity
+from .row_outputs import finish, shift_of, target_logit
 
 
 @triton.jit(do_not_specialize=["n_parts", "softcap", "logit_scale"], do_not_specialize_on_alignment=["n_inner"])
@@ -25,11 +26,7 @@ def partial_kernel(
     stride_inner,
     softcap: "fp64",
     logit_scale: "fp64",
-    HAS_WEIGHT: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_ARGMAX: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
+    FLAGS: tl.constexpr,
     EDGES: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -42,25 +39,25 @@ def partial_kernel(
     softcap = tl.cast(softcap, ACC)
     logit_scale = tl.cast(logit_scale, ACC)
     shift = tl.cast(0.0, ACC)
-    if HAS_SMOOTHING:
+    if FLAGS.smoothing:
         target = tl.load(target_ptr + row).to(tl.int64)
         valid = (target >= 0) & (target < n_cols)
-        shift = shift_of(target_logit(logits_ptr + offset, target, valid, logit_scale, softcap, SOFTCAP), SOFTCAP)
+        shift = shift_of(target_logit(logits_ptr + offset, target, valid, logit_scale, softcap, FLAGS), FLAGS)
     begin = part * part_cols
     maximum, total, moment, smooth, weights, top, first = scan(
         logits_ptr, offset + begin, begin, tl.minimum(part_cols, n_cols - begin), n_cols, weight_ptr, logit_scale,
-        softcap, shift, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, EDGES, BLOCK, VECTOR, ACC, "",
+        softcap, shift, FLAGS, EDGES, BLOCK, VECTOR, ACC, "",
     )  # fmt: skip
     out_ptr = sums_ptr + tl.cast(row, tl.int64) * 6 * n_parts + part
     tl.store(out_ptr, maximum)
     tl.store(out_ptr + n_parts, total)
-    if HAS_ENTROPY:
+    if FLAGS.entropy:
         tl.store(out_ptr + 2 * n_parts, moment)
-    if HAS_SMOOTHING:
+    if FLAGS.smoothing:
         tl.store(out_ptr + 3 * n_parts, smooth)
-        if HAS_WEIGHT:
+        if FLAGS.weight:
             tl.store(out_ptr + 4 * n_parts, weights)
-    if HAS_ARGMAX:
+    if FLAGS.argmax:
         tl.store(out_ptr + 5 * n_parts, top)
         tl.store(first_ptr + tl.cast(row, tl.int64) * n_parts + part, first)
 
@@ -88,11 +85,7 @@ def join_kernel(
     label_smoothing: "fp64",
     softcap: "fp64",
     logit_scale: "fp64",
-    HAS_WEIGHT: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_ARGMAX: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
+    FLAGS: tl.constexpr,
     PARTS: tl.constexpr,  # n_parts or more, a power of two
 ):
     """One program a row: its parts put together, in a tree whose shape depends on their number alone."""
@@ -109,7 +102,7 @@ def join_kernel(
     totals = tl.load(part_ptr + n_parts, mask=exists, other=0.0)
     target = tl.load(target_ptr + row).to(tl.int64)
     valid = (target >= 0) & (target < n_cols)
-    x_target = target_logit(logits_ptr + offset, target, valid, logit_scale, softcap, SOFTCAP)
+    x_target = target_logit(logits_ptr + offset, target, valid, logit_scale, softcap, FLAGS)
     maximum = tl.max(maxima, axis=0)
     moved = maxima - without_infinity(maximum)
     decay = tl.exp2(moved * LOG2E)
@@ -119,20 +112,20 @@ def join_kernel(
     weights = tl.cast(0.0, ACC)
     top = tl.cast(float("-inf"), ACC)
     first = tl.cast(0, tl.int32)
-    if HAS_ENTROPY:
+    if FLAGS.entropy:
         moments = tl.load(part_ptr + 2 * n_parts, mask=exists, other=0.0)
         moment = tl.sum(tl.where(totals == 0.0, 0.0, (moments + moved * totals) * decay), axis=0)
-    if HAS_SMOOTHING:
+    if FLAGS.smoothing:
         smooth = tl.sum(tl.load(part_ptr + 3 * n_parts, mask=exists, other=0.0), axis=0)
-        if HAS_WEIGHT:
+        if FLAGS.weight:
             weights = tl.sum(tl.load(part_ptr + 4 * n_parts, mask=exists, other=0.0), axis=0)
-    if HAS_ARGMAX:
+    if FLAGS.argmax:
         tops = tl.load(part_ptr + 5 * n_parts, mask=exists, other=float("-inf"))
         firsts = tl.load(first_ptr + tl.cast(row, tl.int64) * n_parts + part, mask=exists, other=NO_COLUMN)
         top = tl.max(tops, axis=0)
         first = tl.min(tl.where(tops == top, firsts, NO_COLUMN), axis=0)
     finish(
-        row, True, n_cols, target, valid, x_target, shift_of(x_target, SOFTCAP), maximum, total, moment, smooth,
+        row, True, n_cols, target, valid, x_target, shift_of(x_target, FLAGS), maximum, total, moment, smooth,
         weights, first, weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing,
-        HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY,
+        FLAGS,
     )  # fmt: skip

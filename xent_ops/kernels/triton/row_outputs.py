@@ -1,0 +1,74 @@
+"""From the sums of a row to its outputs: what all forward kernels end with."""
+
+import triton
+import triton.language as tl
+
+from .numerics import LN2, activate, without_infinity
+
+
+@triton.jit
+def target_logit(row_ptr, target, valid, logit_scale, softcap, FLAGS: tl.constexpr):
+    """x of the target; nothing is read where the target is out of range."""
+    z = tl.load(row_ptr + target, mask=valid, other=0.0).to(logit_scale.dtype)
+    return activate(z, logit_scale, softcap, FLAGS.softcap)
+
+
+@triton.jit
+def shift_of(x_target, FLAGS: tl.constexpr):
+    """What the smoothing sum is taken relative to: the target's x, where that is a number, and may be a large one."""
+    if FLAGS.softcap == 2:
+        shift = tl.zeros_like(x_target)
+    else:
+        shift = tl.where(tl.abs(x_target) < float("inf"), x_target, 0.0)
+    return shift
+
+
+@triton.jit
+def finish(
+    row,
+    exists,  # whether there is such a row
+    n_cols,
+    target,
+    valid,
+    x_target,
+    shift,
+    maximum,
+    total,
+    moment,
+    smooth,
+    weights,
+    first,  # no column of the row where no logit is greater than -inf
+    weight_ptr,
+    loss_ptr,
+    lse_ptr,
+    argmax_ptr,
+    entropy_ptr,
+    ignore_index,
+    label_smoothing,
+    FLAGS: tl.constexpr,
+):
+    """The outputs of a row, or of a vector of rows, from their sums."""
+    pivot = without_infinity(maximum)
+    log_total = tl.log2(total) * LN2
+    # Relative to the maximum until the end: lse - x_target would lose digits when both are large.
+    loss = pivot - x_target + log_total
+    if FLAGS.softcap == 2:  # relative to 0, not to the largest x: what has been rounded may leave it just below
+        loss = tl.maximum(loss, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    if FLAGS.weight:
+        loss *= tl.load(weight_ptr + target, mask=valid, other=0.0)
+    if FLAGS.smoothing:
+        if not FLAGS.weight:
+            weights = tl.cast(n_cols, loss.dtype)
+        smooth_loss = weights * (pivot - shift + log_total) - smooth
+        loss = (1.0 - label_smoothing) * loss + label_smoothing / n_cols * smooth_loss
+    loss = tl.where(valid, loss, float("nan"))
+    loss = tl.where(target == ignore_index, 0.0, loss)
+    tl.store(loss_ptr + row, loss, mask=exists)
+    tl.store(lse_ptr + row, pivot + log_total, mask=exists)
+    if FLAGS.entropy:
+        entropy = log_total - moment / total
+        if FLAGS.softcap == 2:  # as above
+            entropy = tl.maximum(entropy, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(entropy_ptr + row, entropy, mask=exists)
+    if FLAGS.argmax:
+        tl.store(argmax_ptr + row, tl.where(first < n_cols, first, 0).to(tl.int64), mask=exists)
