@@ -147,7 +147,7 @@ def test_strided_classes_are_copied_once(device, rows):
         number = 0
 
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            self.number += function is torch.ops.aten.clone.default
+            self.number += function is torch.ops.aten.clone.default and args[0].device.type != "meta"
             return function(*args, **(kwargs or {}))
 
     x, target = torch.randn(rows, 100, device=device)[:, ::2], torch.zeros(rows, dtype=torch.int64, device=device)

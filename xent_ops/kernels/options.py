@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+
 
 class Options(NamedTuple):
     """What changes the loss of a row. Schemas and Triton signatures spell the fields out, in this order."""
@@ -15,6 +17,8 @@ class Options(NamedTuple):
 
     def keywords(self) -> dict[str, Any]:
         """As operators take them. Those at their defaults are left out: each takes the dispatcher 0.4 us."""
+        if torch.compiler.is_compiling():  # to ask would specialise a symbolic option
+            return self._asdict()
         return {
             name: value
             for name, value, default in zip(Options._fields, self, DEFAULTS, strict=True)
@@ -42,7 +46,7 @@ class LossOptions(NamedTuple):
     def backward_keywords(self) -> dict[str, Any]:
         """As the backward of a reduced loss takes them."""
         given = self.rows.keywords()
-        if self.lse_square_scale != 0.0:
+        if torch.compiler.is_compiling() or self.lse_square_scale != 0.0:
             given["lse_square_scale"] = self.lse_square_scale
         return given
 
