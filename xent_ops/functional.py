@@ -159,8 +159,7 @@ def _of_probabilities(logits: Tensor, target: Tensor, weight: Tensor | None, los
         checks.soft_forward(logits, target, weight, options=loss.rows)
         row_loss, lse = reference_soft.soft_cross_entropy_forward(logits, target, weight, options=loss.rows)
     else:
-        options = loss.rows._replace(ignore_index=-100).keywords()  # which the operator does not have
-        row_loss, lse = torch.ops.xent.soft_cross_entropy_forward(logits, target, weight, **options)
+        row_loss, lse = torch.ops.xent.soft_cross_entropy_forward(logits, target, weight, **loss.rows.soft_keywords())
     if loss.lse_square_scale != 0.0:
         row_loss = row_loss + loss.lse_square_scale * lse.square()
     if loss.reduction == "none":

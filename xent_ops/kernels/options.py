@@ -25,6 +25,12 @@ class Options(NamedTuple):
             if value is not default and value != default
         }
 
+    def soft_keywords(self) -> dict[str, Any]:
+        """As the operators for class probabilities take them, which know no ignore_index."""
+        given = self.keywords()
+        given.pop("ignore_index", None)
+        return given
+
 
 DEFAULTS = Options()
 
