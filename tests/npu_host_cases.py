@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import xent_ops
 from xent_ops import testing
-from xent_ops.ops import library
+from xent_ops.ops import devices
 
 with pytest.warns(UserWarning, match="TRITON_INTERPRET is set"):
-    launch = library._ascend_launchers()
+    launch = devices.ascend_launchers()
 from xent_ops.kernels.ascend import configs
 from xent_ops.kernels.options import Options
 
