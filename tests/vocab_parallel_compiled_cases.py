@@ -79,7 +79,7 @@ def graph(device):
         "xent.cross_entropy_shard.default",
         "_c10d_functional.all_gather_into_tensor.default",
         "_c10d_functional.wait_tensor.default",
-        "xent.cross_entropy_shard_join.default",
+        "xent.cross_entropy_shard_reduced.default",
     ]
     assert calls(backend.bw_graphs) == ["xent.cross_entropy_shard_backward.default"]
 
@@ -102,10 +102,10 @@ def lowered_for_inductor(device):
 
     _, codes = run_and_get_code(run)
     code = "\n".join(codes)
-    assert "all_gather_into_tensor" in code and "['cross_entropy_shard'](" in code
-    assert "['cross_entropy_shard_backward'](" not in code  # the gradient takes the logits' place
+    assert "all_gather_into_tensor" in code
+    assert "xent.cross_entropy_shard.default(" in code and "xent.cross_entropy_shard_reduced.default(" in code
+    assert "xent.cross_entropy_shard_backward.default(" not in code  # the gradient takes the logits' place
     assert ("xent.cross_entropy_shard_backward_.default(" in code) == reuse.writes_over(device)
-    assert ("['cross_entropy_shard_join'](" in code) == reuse.writes_over(device)
 
 
 def bad_input_while_tracing(device):

@@ -21,12 +21,11 @@ from . import calls, reuse
 
 _ops = torch.ops.xent
 
-# Each backward operator is pointwise in plain torch, and so is the join of a split vocabulary.
+# Each backward operator is pointwise in plain torch.
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     _ops.cross_entropy_backward.default: reference.cross_entropy_backward,
     _ops.cross_entropy_backward_entropy.default: reference.cross_entropy_backward_entropy,
     _ops.soft_cross_entropy_backward.default: reference_soft.soft_cross_entropy_backward,
-    _ops.cross_entropy_shard_join.default: reference_shard.cross_entropy_shard_join,
     _ops.cross_entropy_shard_backward.default: reference_shard.cross_entropy_shard_backward,
 }
 
