@@ -19,7 +19,7 @@ _setup_privateuseone_for_python_backend("npu")
 
 FAKE = FakeTensorMode()
 PINNED = torch.__version__.startswith("2.13")  # the version whose graphs are pinned
-FORWARD, BACKWARD = "xent.cross_entropy_forward.default", "xent.cross_entropy_backward.default"
+FORWARD, BACKWARD = "xent.cross_entropy_reduced.default", "xent.cross_entropy_backward.default"
 # Reads of values, and copies between devices, which are conversions of dtype where the device stays.
 SYNCHRONISES = {
     "item",

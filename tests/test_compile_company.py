@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import xent_ops
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")  # torch's own recording backend
-FORWARD, BACKWARD = "xent.cross_entropy_forward.default", "xent.cross_entropy_backward.default"
+FORWARD, BACKWARD = "xent.cross_entropy_reduced.default", "xent.cross_entropy_backward.default"
 
 
 class Log(TorchDispatchMode):
@@ -34,19 +34,19 @@ def test_a_dispatch_mode_sees_the_operators(device):
 
 
 def _save_the_loss(context, op, *args, **kwargs):
-    ours = op == torch.ops.xent.cross_entropy_forward.default
+    ours = op == torch.ops.xent.cross_entropy_reduced.default
     return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.MUST_RECOMPUTE
 
 
 def _recompute_the_loss(context, op, *args, **kwargs):
-    ours = op == torch.ops.xent.cross_entropy_forward.default
+    ours = op == torch.ops.xent.cross_entropy_reduced.default
     return CheckpointPolicy.MUST_RECOMPUTE if ours else CheckpointPolicy.MUST_SAVE
 
 
 POLICIES = {
     # what torch.utils.checkpoint is told, how often the forward then runs
     "whole": (None, 2),
-    "a list with the operator": ([torch.ops.xent.cross_entropy_forward.default], 1),
+    "a list with the operator": ([torch.ops.xent.cross_entropy_reduced.default], 1),
     "a policy that saves it": (_save_the_loss, 1),
     "a policy that recomputes it": (_recompute_the_loss, 2),
 }
