@@ -118,7 +118,7 @@ def check(name, arguments, options, logits, plain=reference):
     return actual
 
 
-# The same problems every run; for others: XENT_OPS_EXAMPLES=5000 pytest tests/test_cpp_kernels.py
+# The same problems every run; for others: XENT_OPS_EXAMPLES=5000 pytest tests/cpp/test_kernels.py
 EXAMPLES = int(os.environ.get("XENT_OPS_EXAMPLES", 0))
 many = settings(
     max_examples=EXAMPLES or 60,

@@ -12,7 +12,7 @@ import torch
 
 from xent_ops import _extension
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "aoti_eval"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "aoti_eval"
 
 pytestmark = [
     pytest.mark.slow,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import INTERPRETED
 from flat_options import FlatOptions
+from helpers.interpreter import INTERPRETED
 from test_values import DTYPES, OPTIONS
 from torch.utils._python_dispatch import TorchDispatchMode
 

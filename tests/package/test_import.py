@@ -1,7 +1,7 @@
 """What `import xent_ops` needs and costs, each in a fresh process."""
 
 import pytest
-from processes import run_python
+from helpers.processes import run_python
 
 import xent_ops
 

@@ -1,7 +1,7 @@
 """Ascend NPUs without one: dispatch, tracing, and the kernels' numbers in Triton's interpreter.
 
 A device takes PrivateUse1 for its whole process, so the cases run in processes of their own. None of this is an NPU:
-tests/test_npu_device.py is for those.
+test_npu_device.py is for those.
 """
 
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.utils.backend_registration
-from test_compile import run_python
+from helpers.processes import run_python
 
 HERE = Path(__file__).parent
 PATH = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])  # for ninja of this environment
@@ -29,7 +29,7 @@ def run_cases(name, **environment):
         "CUDA_VISIBLE_DEVICES": "",
         **environment,
     }
-    done = subprocess.run(command, env=env, cwd=HERE.parent, capture_output=True, text=True)
+    done = subprocess.run(command, env=env, cwd=HERE.parents[1], capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
     assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout
 

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import INTERPRETED
 from flat_options import FlatOptions
+from helpers.interpreter import INTERPRETED
 
 import xent_ops
 from xent_ops.kernels import reference, reference_soft

@@ -10,9 +10,9 @@ import sys
 
 import pytest
 import torch
-from cpp_problems import FLOATS, as_record, assert_same, check, lse_of, many, problems, rows_like
 from hypothesis import given
 from hypothesis import strategies as st
+from problems import FLOATS, as_record, assert_same, check, lse_of, many, problems, rows_like
 
 from xent_ops.kernels import cpu, reductions, reference, reference_shard, reference_soft
 

@@ -7,7 +7,7 @@ import torch
 
 from xent_ops.ops.schemas import SCHEMAS
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_recipes_run():

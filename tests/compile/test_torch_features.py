@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from faces import gradients, inputs
-from graphs import AotEagerAndRecordGraphs, operator_names
+from helpers.graphs import AotEagerAndRecordGraphs, operator_names
+from helpers.public_api import gradients, inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 

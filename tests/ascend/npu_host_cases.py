@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from graphs import AotEagerAndRecordGraphs, graph_text, operator_names
+from helpers.graphs import AotEagerAndRecordGraphs, graph_text, operator_names
 from npu_cases import OPTIONS, check_values, inputs, names, why_no_device
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -238,7 +238,7 @@ def test_an_emulation_is_never_taken_for_a_device(monkeypatch):
 
 def test_documentation():
     """The first block of docs/npu.md runs; the others need what this device has not."""
-    text = (Path(__file__).parent.parent / "docs" / "npu.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "npu.md").read_text()
     first, *others = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     for block in others:
         compile(block, "npu.md", "exec")

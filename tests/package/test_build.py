@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import setuptools
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

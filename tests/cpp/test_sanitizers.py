@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SANITIZERS = ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"]
 FLAGS = ["-std=c++20", "-O1", "-g", "-pthread", *SANITIZERS]
 COMPILER = os.environ.get("CXX", "g++")

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from graphs import AotEagerAndRecordGraphs, graph_text, operator_names
+from helpers.graphs import AotEagerAndRecordGraphs, graph_text, operator_names
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend

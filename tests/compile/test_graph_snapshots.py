@@ -3,8 +3,8 @@
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from faces import inputs
-from graphs import AotEagerAndRecordGraphs, graph_text
+from helpers.graphs import AotEagerAndRecordGraphs, graph_text
+from helpers.public_api import inputs
 
 import xent_ops
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from graphs import inductor_code, run_and_get_code
+from helpers.graphs import inductor_code, run_and_get_code
 
 import xent_ops
 from xent_ops.inductor import decomposition, reuse

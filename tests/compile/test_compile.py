@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from faces import DTYPES, FACES, bind, cases_of, gradients, inputs, options_of
-from graphs import AotEagerAndRecordGraphs, CompileCounterWithBackend, operator_names
-from processes import run_python
+from helpers.graphs import AotEagerAndRecordGraphs, CompileCounterWithBackend, operator_names
+from helpers.processes import run_python
+from helpers.public_api import DTYPES, FACES, bind, cases_of, gradients, inputs, options_of
 
 import xent_ops
 

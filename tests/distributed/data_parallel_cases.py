@@ -97,7 +97,7 @@ def _step(wrap, loss, h, target):
 
 def _recipe():
     """``global_mean`` as docs/recipes.md has it."""
-    text = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
     (block,) = [b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "def global_mean" in b]
     namespace = {"xent_ops": xent_ops}
     exec(block.rpartition("\n\n\n")[0], namespace)  # without the example's own check

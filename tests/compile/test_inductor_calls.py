@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from graphs import AotEagerAndRecordGraphs, run_and_get_code
+from helpers.graphs import AotEagerAndRecordGraphs, run_and_get_code
 
 import xent_ops
 

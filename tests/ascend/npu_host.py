@@ -1,6 +1,6 @@
 """A device "npu" on host memory, for tests: tensors, copies and views of its own, every other operator on the CPU.
 
-Importing this builds tests/host_backend.cpp and takes PrivateUse1 for the whole process. It is an emulation of the
+Importing this builds tests/ascend/host_backend.cpp and takes PrivateUse1 for the whole process. It is an emulation of the
 dispatcher's side of an NPU: no test may take it for one.
 """
 

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from conftest import INTERPRETED
+from helpers.interpreter import INTERPRETED
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import run_and_get_code
+from helpers.graphs import run_and_get_code
 
 import xent_ops
 from xent_ops import cross_entropy as ce
