@@ -1,10 +1,11 @@
-"""The loss over a split vocabulary in real processes. The cases, run on every rank, are vocab_parallel_cases.py's."""
+"""The loss over a split vocabulary in real processes. Every rank runs the cases of the *_cases.py files beside this."""
 
 import dtensor_cases as dtensor
 import pytest
 import torch
 import vocab_parallel_cases as cases
 import vocab_parallel_compiled_cases as compiled
+import vocab_parallel_error_cases as errors
 
 WORLDS = [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -18,8 +19,8 @@ def test_values(pool, device, world, kind, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values_on_the_ordinary_path(pool, device, dtype):
-    pool(2, device).run(cases.values_on_the_ordinary_path, "uneven", dtype)
+def test_values_through_the_dispatcher(pool, device, dtype):
+    pool(2, device).run(cases.values_through_the_dispatcher, "uneven", dtype)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -33,11 +34,11 @@ def test_values_on_the_ordinary_path(pool, device, dtype):
         cases.fewer_classes_than_ranks,
         cases.collectives,
         cases.groups,
-        cases.bad_input,
-        cases.shards_that_do_not_tile,
-        cases.check_across_ranks,
-        cases.check_raises_on_every_rank,
-        cases.check_of_numbers_of_other_types,
+        errors.bad_input,
+        errors.shards_that_do_not_tile,
+        errors.check_across_ranks,
+        errors.check_raises_on_every_rank,
+        errors.check_of_numbers_of_other_types,
         cases.one_rank_holds_every_class,
     ],
     ids=lambda case: case.__name__,

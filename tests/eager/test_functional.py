@@ -1,4 +1,4 @@
-"""The Python face against torch: every sample that PyTorch ships for F.cross_entropy, outputs, modules, recipes."""
+"""The public functions against torch: every sample that PyTorch ships for F.cross_entropy, shapes, types, modules."""
 
 import itertools
 
@@ -109,56 +109,6 @@ def test_z_loss_counts_rows_not_weights(device):
     )
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_outputs(device, reduction):
-    torch.manual_seed(0)
-    x = torch.randn(2, 50, 300, device=device, dtype=torch.float64, requires_grad=True)
-    target = x.detach().argmax(-1)
-    target[:, ::3] = torch.randint(0, 300, target[:, ::3].shape, device=device)
-    target[0, 7:12] = -100
-    out = xent_ops.cross_entropy_outputs(
-        x, target, reduction=reduction, lse_square_scale=0.25, label_smoothing=0.125, dim=-1
-    )
-    loss = xent_ops.cross_entropy(x, target, reduction=reduction, label_smoothing=0.125, dim=-1)
-    counted = target != -100
-    torch.testing.assert_close(out.loss, loss + out.z_loss)
-    torch.testing.assert_close(out.lse, torch.logsumexp(x, -1))
-    assert out.predictions.dtype == torch.int64
-    assert torch.equal(out.predictions, torch.where(counted, x.argmax(-1), -1))
-    torch.testing.assert_close(out.accuracy.double(), (x.argmax(-1) == target)[counted].double().mean())
-    assert xent_ops.cross_entropy_outputs(x, target, dim=-1).z_loss == 0
-    wanted = torch.autograd.grad(loss.sum() + torch.logsumexp(x, -1).sum(), x)[0]
-    mine = torch.autograd.grad((out.loss - out.z_loss).sum() + out.lse.sum(), x)[0]
-    torch.testing.assert_close(mine, wanted)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("ignored, dtype", [(-100, torch.int64), (7, torch.uint8), (250, torch.uint8)], ids=str)
-@pytest.mark.parametrize("padding", [0.5, float("inf"), float("nan")])
-def test_token_log_probs_of_ignored_rows(device, ignored, dtype, padding):
-    """Log-probability, entropy and their gradients are 0, whatever the row holds."""
-    x = torch.randn(2, 3, 40, device=device)
-    x[0, 1] = x[1, 2] = padding
-    x.requires_grad_()
-    target = torch.tensor([[1, ignored, 39], [0, 5, ignored]], device=device).to(dtype)
-    counted = (target.to(torch.int64) != ignored).unsqueeze(-1)
-    log_probs, entropy, _ = xent_ops.token_log_probs(x, target, ignore_index=ignored)
-    wanted = torch.where(counted, x, 0.0).log_softmax(-1)
-    index = torch.where(counted.squeeze(-1), target.to(torch.int64), 0)
-    for value, rows in (
-        (log_probs, wanted.gather(-1, index.unsqueeze(-1))),
-        (entropy, -(wanted.exp() * wanted).sum(-1, keepdim=True)),
-    ):
-        rows = torch.where(counted, rows, 0.0).squeeze(-1)
-        torch.testing.assert_close(value, rows)
-        assert value[0, 1] == value[1, 2] == 0
-        upstream = torch.rand(2, 3, device=device)
-        (grad,) = torch.autograd.grad(value, x, upstream, retain_graph=True)
-        assert grad[0, 1].count_nonzero() == grad[1, 2].count_nonzero() == 0
-        (other,) = torch.autograd.grad(rows, x, upstream, retain_graph=True)
-        torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.usefixtures("eager_and_dispatched")
 @pytest.mark.parametrize("shape", [(9,), (4, 9), (2, 9, 3)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "softcap": 3.0}], ids=["plain", "options"])
@@ -193,124 +143,6 @@ def test_module_is_the_function(device):
         ),
     )
     assert repr(ours) == "CrossEntropyLoss(ignore_index=3, reduction='sum', label_smoothing=0.1, softcap=4.0)"
-
-
-@pytest.mark.parametrize("shape", [(4, 30), (2, 3, 30)], ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_inplace_backward(device, shape, reduction):
-    """The gradient lies in the logits' storage, and equals the functional one."""
-    h = torch.randn(shape, device=device, requires_grad=True)
-    target = torch.randint(0, 30, shape[:-1], device=device)
-    target.flatten()[1] = -100
-    options = {"reduction": reduction, "label_smoothing": 0.1, "lse_square_scale": 0.1, "softcap": 5.0, "dim": -1}
-    wanted = torch.autograd.grad(xent_ops.cross_entropy(h * 2, target, **options).sum(), h)[0]
-    logits = h * 2
-    version, seen = logits._version, []
-    logits.register_hook(lambda g: seen.append(g.data_ptr()))
-    xent_ops.cross_entropy(logits, target, inplace_backward=True, **options).sum().backward()
-    torch.testing.assert_close(h.grad, wanted)
-    assert seen == [logits.data_ptr()] and logits._version > version
-
-
-def test_inplace_backward_refuses_what_it_would_corrupt(device):
-    target = torch.randint(0, 30, (4,), device=device)
-    h = torch.randn(4, 30, device=device, requires_grad=True)
-
-    def loss(logits):
-        return xent_ops.cross_entropy(logits, target, inplace_backward=True)
-
-    with pytest.raises(RuntimeError, match="would overwrite a leaf tensor"):
-        loss(h)
-    twice = loss(h * 2)
-    twice.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        twice.backward()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss(h.exp()).backward()  # exp saved its output, which are the logits
-    with pytest.raises(RuntimeError, match=r"inplace_backward=True leaves nothing to differentiate a second time"):
-        torch.autograd.grad(loss(h * 2), h, create_graph=True)
-    with pytest.raises(RuntimeError, match="share memory between their rows"):
-        loss((h[:1] * 2).expand(4, 30))
-    with pytest.raises(ValueError, match="takes class indices"):
-        xent_ops.cross_entropy(h * 2, h.detach().softmax(-1), inplace_backward=True)
-    with torch.no_grad():
-        kept = h.detach().clone()
-        xent_ops.cross_entropy(kept, target, inplace_backward=True)
-        assert torch.equal(kept, h)
-
-
-IN_PLACE = {"in place": {"inplace_backward": True}}
-IN_PLACE["one pass in place"] = IN_PLACE["in place"] | {"grad_in_forward": True}
-
-
-@pytest.mark.parametrize("options", IN_PLACE.values(), ids=IN_PLACE)
-@pytest.mark.parametrize(
-    "shape, view",
-    [((2, 2, 30), lambda x: x.flatten(0, 1)), ((4, 30), lambda x: x[:, :]), ((4, 30, 1), lambda x: x)],
-    ids=["flat", "all", "classes in the middle"],
-)
-def test_views_of_a_leaf_are_not_overwritten(device, shape, view, options):
-    parameter = torch.nn.Parameter(torch.randn(shape, device=device))
-    kept = parameter.detach().clone()
-    logits = view(parameter)
-    target = torch.zeros(logits.shape[:1] + logits.shape[2:], dtype=torch.int64, device=device)
-    with pytest.raises(RuntimeError, match="or a view of it, with its own gradient"):
-        xent_ops.cross_entropy(logits, target, **options)
-    assert torch.equal(parameter, kept)
-
-
-@pytest.mark.parametrize("options", IN_PLACE.values(), ids=IN_PLACE)
-def test_leaves_that_are_views_are_not_overwritten(device, options):
-    logits = torch.randn(6, 30, device=device)[:4].requires_grad_()
-    with pytest.raises(RuntimeError, match="would overwrite a leaf tensor"):
-        xent_ops.cross_entropy(logits, torch.zeros(4, dtype=torch.int64, device=device), **options)
-
-
-@pytest.mark.parametrize("options", IN_PLACE.values(), ids=IN_PLACE)
-@pytest.mark.parametrize("producer", [torch.exp, torch.tanh, lambda x: x * 1.0], ids=["exp", "tanh", "product"])
-def test_in_place_below_saved_tensor_hooks(device, producer, options):
-    """Where autograd does not look at versions, nothing that it may still need is overwritten."""
-    h = torch.randn(4, 30, device=device, requires_grad=True)
-    target = torch.tensor([1, 2, -100, 29], device=device)
-
-    def loss(h):
-        return xent_ops.cross_entropy(producer(h), target, **options)
-
-    (wanted,) = torch.autograd.grad(torch.nn.functional.cross_entropy(producer(h), target), h)
-    checkpointed = torch.utils.checkpoint.checkpoint(loss, h, use_reentrant=False)
-    torch.testing.assert_close(torch.autograd.grad(checkpointed, h)[0], wanted)
-    for hooks in (
-        torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
-        torch.autograd.graph.save_on_cpu(),
-    ):
-        with hooks:
-            hooked = loss(h)
-        torch.testing.assert_close(torch.autograd.grad(hooked, h, retain_graph=True)[0], wanted)
-        if "grad_in_forward" not in options:  # which gives its gradient once
-            torch.testing.assert_close(torch.autograd.grad(hooked, h)[0], wanted)
-
-
-@pytest.mark.parametrize(
-    "slicing", [lambda x: x[:, :-1], lambda x: x[..., 3:], lambda x: x.transpose(0, 1)], ids=range(3)
-)
-def test_inplace_backward_of_views(device, slicing):
-    h = torch.randn(3, 4, 30, device=device, requires_grad=True)
-    target = torch.randint(0, 27, slicing(h).shape[:-1], device=device)
-    wanted = torch.autograd.grad(xent_ops.cross_entropy(slicing(h * 2), target, dim=-1), h)[0]
-    mine = torch.autograd.grad(xent_ops.cross_entropy(slicing(h * 2), target, dim=-1, inplace_backward=True), h)[0]
-    torch.testing.assert_close(mine, wanted)
-
-
-def test_inplace_backward_means_the_functional_path_under_compile(device):
-    h = torch.randn(4, 30, device=device, requires_grad=True)
-    target = torch.randint(0, 30, (4,), device=device)
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def step(h):
-        return xent_ops.cross_entropy(h * 2, target, inplace_backward=True)
-
-    step(h).backward()
-    torch.testing.assert_close(h.grad, torch.autograd.grad(xent_ops.cross_entropy(h * 2, target), h)[0])
 
 
 @pytest.mark.usefixtures("eager_and_dispatched")
@@ -384,21 +216,6 @@ def test_signature_is_that_of_torch():
     assert set(module) == set(ours) - {"input", "target"}
     for a, b in itertools.product([module], [ours]):
         assert all(a[name].default == b[name].default for name in a)
-
-
-def test_transposed_logits_are_not_copied(device):
-    """(B, S, V) as the idiom hands it over, transposed to (B, V, S): the gradient can lie where the logits were."""
-    leaf = torch.randn(2, 6, 9, device=device, requires_grad=True)
-    target = torch.randint(0, 9, (2, 5), device=device)
-    wanted = F.cross_entropy(leaf[:, :-1].transpose(1, 2), target)
-    (wanted_grad,) = torch.autograd.grad(wanted, leaf)
-    logits, places = (leaf * 1)[:, :-1], []
-    logits.register_hook(lambda grad: places.append(grad.data_ptr()))
-    loss = xent_ops.cross_entropy(logits.transpose(1, 2), target, inplace_backward=True)
-    torch.testing.assert_close(loss, wanted)
-    loss.backward()
-    torch.testing.assert_close(leaf.grad, wanted_grad)
-    assert places == [logits.data_ptr()]
 
 
 def test_the_error_names_dim_where_the_classes_come_last(device):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from against_oracle import DTYPES, OPTIONS
 from flat_options import FlatOptions
 from helpers.interpreter import INTERPRETED
-from test_values import DTYPES, OPTIONS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from xent_ops.kernels import reference

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from against_oracle import OPTIONS
 from flat_options import FlatOptions
 from helpers.interpreter import INTERPRETED
-from test_values import OPTIONS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from xent_ops.kernels import reference_shard
