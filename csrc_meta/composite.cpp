@@ -22,27 +22,26 @@ void cross_entropy(Stack& stack) {
   const Tensor logits = stack.tensor();
   const Tensor target = stack.tensor();
   const MaybeTensor weight = stack.maybe_tensor();
-  const int64_t ignore_index = stack.integer();
-  const double label_smoothing = stack.number();
+  const Options options = stack.options();
   const double lse_square_scale = stack.number();
-  const auto softcap = stack.next<std::optional<double>>();
-  const double logit_scale = stack.number();
   const std::string reduction = stack.next<std::string>();
   checks::reduction(reduction);
   checks::lse_square_scale(lse_square_scale, logits);
 
   if (reduction != "none") {
-    const auto results = aten::call_all<3>("xent::cross_entropy_reduced", "", logits, target, weight, ignore_index,
-                                           label_smoothing, softcap, logit_scale, lse_square_scale, reduction);
+    const auto results = aten::call_all<3>("xent::cross_entropy_reduced", "", logits, target, weight,
+                                           options.ignore_index, options.label_smoothing, options.softcap,
+                                           options.logit_scale, lse_square_scale, reduction);
     return stack.returns({results[0]});
   }
-  const auto rows = aten::call_all<2>("xent::cross_entropy_forward", "", logits, target, weight, ignore_index,
-                                      label_smoothing, softcap, logit_scale);
+  const auto rows = aten::call_all<2>("xent::cross_entropy_forward", "", logits, target, weight,
+                                      options.ignore_index, options.label_smoothing, options.softcap,
+                                      options.logit_scale);
   if (lse_square_scale == 0.0) {
     return stack.returns({rows[0]});
   }
   // A sum: aten::add takes a Scalar, which the stable ABI does not have.
-  const Tensor z_loss = z_losses(rows[1], target, ignore_index, lse_square_scale);
+  const Tensor z_loss = z_losses(rows[1], target, options.ignore_index, lse_square_scale);
   stack.returns({torch::stable::subtract(rows[0], z_loss, -1.0)});
 }
 

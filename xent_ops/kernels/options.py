@@ -27,6 +27,10 @@ class Options(NamedTuple):
             if value != default
         }
 
+    def numbers(self) -> tuple[int, float, float, float]:
+        """As kernels take them: no softcap is 0."""
+        return self.ignore_index, self.label_smoothing, self.softcap or 0.0, self.logit_scale
+
     def soft_keywords(self) -> dict[str, Any]:
         """As the operators for class probabilities take them, which know no ignore_index."""
         given = self.keywords()

@@ -9,8 +9,8 @@ the ``*``: torch registers no autograd formula for keyword-only ones.
 a ``_`` at the end of its name, writes the last output of the operator over that argument, and returns the others.
 """
 
-OPTIONS = "SymInt ignore_index=-100, float label_smoothing=0.0, float? softcap=None, float logit_scale=1.0"
 SOFT_OPTIONS = "float label_smoothing=0.0, float? softcap=None, float logit_scale=1.0"
+OPTIONS = f"SymInt ignore_index=-100, {SOFT_OPTIONS}"
 LSE_SQUARE = "float lse_square_scale=0.0"
 REDUCTION = "str reduction='mean'"
 
@@ -20,9 +20,7 @@ COMPOSITES = ("cross_entropy",)
 DECLARED: dict[str, tuple[str, "str | None"]] = {
     # What users call. Composite: a graph shows the operators below.
     "cross_entropy": (
-        "(Tensor logits, Tensor target, Tensor? weight=None, *, SymInt ignore_index=-100, "
-        "float label_smoothing=0.0, float lse_square_scale=0.0, float? softcap=None, "
-        f"float logit_scale=1.0, {REDUCTION}) -> Tensor",
+        f"(Tensor logits, Tensor target, Tensor? weight=None, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}) -> Tensor",
         None,
     ),
     # Class indices as targets: one visit of the logits each way. A reduced loss is one number, with what it was

@@ -86,10 +86,7 @@ def _forward(
             chunk,
             classes,
             *view[2:],
-            options.ignore_index,
-            options.label_smoothing,
-            options.softcap or 0.0,
-            options.logit_scale,
+            *options.numbers(),
             **flags,
             BLOCK=configs.block(classes, configs.forward_bytes(itemsize, **flags)),
         )
@@ -139,9 +136,8 @@ def _backward(
     view, out = rows(logits), rows(gradient)
     if view.number == 0:
         return
-    ignore_index, label_smoothing, softcap, logit_scale = options
     grad_loss, grad_lse = row_grads(
-        grad_loss, grad_lse, target, lse, divisor, ignore_index, lse_square_scale, torch.float32
+        grad_loss, grad_lse, target, lse, divisor, options.ignore_index, lse_square_scale, torch.float32
     )
     lse = dense(lse)
     grad_loss, grad_loss_stride = per_row(grad_loss, lse)
@@ -151,8 +147,8 @@ def _backward(
         "HAS_GRAD_LSE": grad_lse is not None,
         "HAS_ENTROPY": grad_entropy is not None,
         "HAS_WEIGHT": weight is not None,
-        "HAS_SMOOTHING": label_smoothing > 0.0,
-        "SOFTCAP": softcap_kind(softcap, itemsize),
+        "HAS_SMOOTHING": options.label_smoothing > 0.0,
+        "SOFTCAP": softcap_kind(options.softcap, itemsize),
     }
     with _on(logits):
         if not any(flags.values()):
@@ -164,8 +160,8 @@ def _backward(
                 out.tensor,
                 *layout,
                 grad_loss_stride,
-                ignore_index,
-                logit_scale,
+                options.ignore_index,
+                options.logit_scale,
                 BLOCK=configs.block(classes, configs.light_backward_bytes(itemsize)),
             )
             return
@@ -181,16 +177,13 @@ def _backward(
             lse,
             lse if entropy is None else dense(entropy),
             weights,
-            weights.sum() if weight is not None and label_smoothing > 0.0 else weights,
+            weights.sum() if weight is not None and options.label_smoothing > 0.0 else weights,
             out.tensor,
             *layout,
             grad_loss_stride,
             grad_lse_stride,
             grad_entropy_stride,
-            ignore_index,
-            label_smoothing,
-            softcap or 0.0,
-            logit_scale,
+            *options.numbers(),
             **flags,
             BLOCK=configs.block(classes, configs.backward_bytes(itemsize, **flags)),
         )

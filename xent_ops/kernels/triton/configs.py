@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from triton import next_power_of_2
 
+from ..options import Options
+
 
 class Config(NamedTuple):
     block: int  # elements of a row that one program handles at a time
@@ -14,9 +16,9 @@ class Config(NamedTuple):
     num_stages: int
 
 
-def load(softcap: float | None, weighted: bool, label_smoothing: float) -> int:
+def load(options: Options, weighted: bool) -> int:
     """What an element costs beyond its exponential: 1 for a softcap, 2 for class weights together with smoothing."""
-    return (softcap is not None) + 2 * (weighted and label_smoothing > 0.0)
+    return (options.softcap is not None) + 2 * (weighted and options.label_smoothing > 0.0)
 
 
 def forward(classes: int, itemsize: int, extra: bool = False, load: int = 0) -> Config:

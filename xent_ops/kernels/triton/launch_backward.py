@@ -40,8 +40,7 @@ def prepare_backward(
     if logits.numel() == 0:
         return lambda *_tensors: None
     classes, itemsize, dtype = logits.shape[-1], logits.element_size(), accumulator(logits)
-    ignore_index, label_smoothing, softcap, logit_scale = options
-    weighted, smoothing = weight is not None, label_smoothing > 0.0
+    weighted, smoothing = weight is not None, options.label_smoothing > 0.0
     as_grad_loss, grad_loss_stride = per_row_like(grad_loss)
     as_grad_lse, grad_lse_stride = per_row_like(grad_lse)
     as_grad_entropy, grad_entropy_stride = per_row_like(grad_entropy)
@@ -51,7 +50,7 @@ def prepare_backward(
     as_coefficient = dense_like(lse if coefficient is None else coefficient, dtype)
     sum_of = prepare_sum(classes, dtype, logits.device) if weighted and smoothing and shard is None else None
     border = edges(classes, itemsize, strides, out_strides)
-    config = configs.backward(classes, itemsize, configs.load(softcap, weighted, label_smoothing))
+    config = configs.backward(classes, itemsize, configs.load(options, weighted))
     blocks = -(-classes // (config.block * config.tiles))
     flags = flags_of(options, weighted, itemsize)._replace(
         entropy=grad_entropy is not None,
@@ -71,10 +70,7 @@ def prepare_backward(
         grad_lse_stride,
         grad_entropy_stride,
         *(shard or (0, 0)),
-        ignore_index,
-        label_smoothing,
-        softcap or 0.0,
-        logit_scale,
+        *options.numbers(),
         lse_square_scale,
         FLAGS=flags,
         EDGES=border,

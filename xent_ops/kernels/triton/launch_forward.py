@@ -25,15 +25,14 @@ def _prepare_kernels(
     """``launch((logits, target, weights), (loss, lse, argmax, entropy))`` by the kernels that suit these rows."""
     number, strides = layout.number, layout.strides
     classes, itemsize = logits.shape[-1], logits.element_size()
-    ignore_index, label_smoothing, softcap, logit_scale = options
-    extra, smoothing = with_argmax or with_entropy, label_smoothing > 0.0
-    load = configs.load(softcap, weighted, label_smoothing)
-    numbers = (ignore_index, label_smoothing, softcap or 0.0, logit_scale)
+    extra, smoothing = with_argmax or with_entropy, options.label_smoothing > 0.0
+    load = configs.load(options, weighted)
+    numbers = options.numbers()
     flags = flags_of(options, weighted, itemsize)._replace(argmax=with_argmax, entropy=with_entropy)
     vector = configs.vector(itemsize)
     border = edges(classes, itemsize, strides)
     short = configs.short(classes, itemsize, extra, load, smoothing)
-    if short is not None and not border and logit_scale > 0.0:
+    if short is not None and not border and options.logit_scale > 0.0:
         tiling = {"ROWS": short.rows, "BLOCK": short.block, "VECTOR": vector, "num_warps": short.num_warps}
         programs = -(-number // short.rows)
         kernel = Launch(

@@ -101,12 +101,12 @@ def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
     """By one kernel: that of one_pass_shared.py or that of one_pass.py."""
     logits, (number, strides, _, _), out_strides = call.logits, call.layout, call.out_strides
     classes, itemsize, weighted = logits.shape[-1], logits.element_size(), call.weight is not None
-    ignore_index, label_smoothing, softcap, logit_scale = call.options
+    options = call.options
     as_scale, scale_stride = per_row_like(call.grad_scale)
     as_square, square_stride = per_row_like(call.grad_lse_square)
     as_targets, new_row = dense_like(call.target), new_rows(logits)
     border = edges(classes, itemsize, strides, out_strides)
-    numbers = (classes, *strides, *out_strides, scale_stride, square_stride, ignore_index)
+    numbers = (classes, *strides, *out_strides, scale_stride, square_stride, options.ignore_index)
     with_square = call.grad_lse_square is not None
     tiling: dict[str, Any] = {"EDGES": border, "VECTOR": configs.vector(itemsize)}
     words = 0  # what programs exchange
@@ -119,7 +119,7 @@ def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
             one_pass_shared_kernel,
             programs,
             *numbers,
-            logit_scale,
+            options.logit_scale,
             HAS_LSE_SQUARE=with_square,
             num_warps=shared.num_warps,
             **tiling,
@@ -132,10 +132,8 @@ def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
             one_pass_kernel,
             number,
             *numbers,
-            label_smoothing,
-            softcap or 0.0,
-            logit_scale,
-            FLAGS=flags_of(call.options, weighted, itemsize)._replace(lse_square=with_square),
+            *options.numbers()[1:],
+            FLAGS=flags_of(options, weighted, itemsize)._replace(lse_square=with_square),
             SAME_ROWS=strides == out_strides,
             BLOCK=config.block,
             num_warps=config.num_warps,
@@ -155,7 +153,7 @@ def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
         if words:
             extra = torch.zeros(words, dtype=torch.int64, device=lse.device)
         else:
-            extra = class_weights(weight, lse, label_smoothing > 0.0 and border != 0)
+            extra = class_weights(weight, lse, options.label_smoothing > 0.0 and border != 0)
         square = lse if grad_lse_square is None else as_square(grad_lse_square)
         launch(logits, as_targets(target), as_scale(grad_scale), square, extra, loss, lse, gradient)
         return loss, lse

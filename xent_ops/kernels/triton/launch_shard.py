@@ -36,9 +36,8 @@ def cross_entropy_shard(
     columns = reference_shard.columns_of(logits, class_start, num_classes)
     number, strides, as_rows, _ = row_layout(logits)
     itemsize, weighted = logits.element_size(), weight is not None
-    _, label_smoothing, softcap, logit_scale = options
     border = edges(columns, itemsize, strides)
-    load = configs.load(softcap, weighted, label_smoothing)
+    load = configs.load(options, weighted)
     config = configs.forward(columns, itemsize, load > 0, load)
     launch = Launch(
         shard_kernel,
@@ -47,9 +46,7 @@ def cross_entropy_shard(
         class_start,
         num_classes,
         *strides,
-        label_smoothing,
-        softcap or 0.0,
-        logit_scale,
+        *options.numbers()[1:],
         FLAGS=flags_of(options, weighted, itemsize),
         EDGES=border,
         BLOCK=config.block,
@@ -67,7 +64,7 @@ def cross_entropy_shard(
         out = new_part()
         if number > 0:  # without rows nobody looks at the header
             weight = None if weight is None else weight[:columns]
-            weights = class_weights(weight, out, label_smoothing > 0.0 and border != 0)
+            weights = class_weights(weight, out, options.label_smoothing > 0.0 and border != 0)
             launch(as_rows(logits), as_targets(target), weights, out)
         return out
 

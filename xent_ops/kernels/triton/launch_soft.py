@@ -38,9 +38,7 @@ def soft_cross_entropy_forward(
         logits.shape[-1],
         *strides,
         *target_strides,
-        options.label_smoothing,
-        options.softcap or 0.0,
-        options.logit_scale,
+        *options.numbers()[1:],
         **_constants(logits, options, weight is not None, False),
     )
     new_row = new_rows(logits)
@@ -76,9 +74,7 @@ def soft_cross_entropy_backward(
         *target_strides,
         grad_loss_stride,
         grad_lse_stride,
-        options.label_smoothing,
-        options.softcap or 0.0,
-        options.logit_scale,
+        *options.numbers()[1:],
         **_constants(logits, options, weight is not None, grad_lse is not None),
     )
     gradient = new_gradient(logits)
