@@ -70,7 +70,8 @@ def between(
 def after(loss: fx.Node, saved: list[Tensor]) -> fx.Node | None:
     """A node after the loss that writes to a tensor that our backward reads.
 
-    The backward of F.cross_entropy reads other tensors. So autograd may accept the model, and refuse it with our operator.
+    The backward of F.cross_entropy reads other tensors. So autograd may accept the model, and refuse it with our
+    operator.
     """
     for node in reversed(loss.graph.nodes):
         if node is loss:
