@@ -15,11 +15,10 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 import pytest
 import torch
+from helpers.interpreter import INTERPRETED
 
 import xent_ops
 from xent_ops.ops import library, transforms
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if INTERPRETED:
     warnings.filterwarnings("ignore", message="TRITON_INTERPRET is set")
@@ -75,24 +74,3 @@ def cpu_as_cuda(monkeypatch):
 def _fresh_compiler():
     yield
     torch.compiler.reset()
-
-
-@pytest.fixture(scope="session")
-def pool():
-    """Processes of a process group, by (world, device), started when first asked for: ``pool(2, device).run(case)``."""
-    from workers import Workers
-
-    started = {}
-
-    def get(world, device):
-        if device == "cpu" and world > 4:
-            pytest.skip(f"{world} processes are for {world} GPUs: no case takes another way from 4 on")
-        if (world, device) in started and started[world, device].broken:
-            started.pop((world, device)).close()
-        if (world, device) not in started:
-            started[world, device] = Workers(world, device)
-        return started[world, device]
-
-    yield get
-    for workers in started.values():
-        workers.close()

@@ -36,7 +36,7 @@ class TokenLogProbs(NamedTuple):
 
 
 def _classes_last(tensor: Tensor, dim: int, name: str = "input") -> Tensor:
-    dim = checks.class_dimension(name, tensor, dim)
+    dim = arguments.class_dimension(name, tensor, dim)
     return dense_classes(tensor if dim == tensor.dim() - 1 else tensor.movedim(dim, -1))
 
 
@@ -144,7 +144,7 @@ def cross_entropy(
             if value:
                 raise ValueError(f"{name}=True takes class indices, not class probabilities")
         return _of_probabilities(logits, _classes_last(target, dim, "target"), weight, loss)
-    checks.suggest_dim(input.shape, target.shape, dim)
+    arguments.suggest_dim(input.shape, target.shape, dim)
     return function.cross_entropy(
         logits, target, weight, loss, inplace_backward=inplace_backward, grad_in_forward=grad_in_forward
     )
@@ -193,7 +193,7 @@ def cross_entropy_outputs(
     loss = arguments.options(loss, input.dtype)
     checks.weight_without_grad(weight)
     logits = _classes_last(input, dim)
-    checks.suggest_dim(input.shape, target.shape, dim)
+    arguments.suggest_dim(input.shape, target.shape, dim)
     row_loss, lse, argmax = torch.ops.xent.cross_entropy_forward_argmax(logits, target, weight, **loss.rows.keywords())
     divisor, _ = cross_entropy_divisor(logits, target, weight, options=loss.rows)
     total, z_loss = reduce_rows(row_loss, lse, target, divisor, loss)

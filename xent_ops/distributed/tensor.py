@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ..kernels.options import LossOptions
 from ..kernels.reductions import reduce_rows, z_losses
 from ..kernels.rows import dense_classes
-from ..ops import checks, transforms
+from ..ops import arguments, checks, transforms
 from . import vocab_parallel
 from .groups import Ranks, ranks_of
 from .parts import chunk, first_class
@@ -32,7 +32,7 @@ def cross_entropy(
     """Arguments are those of ``xent_ops.cross_entropy``; the target may be a DTensor or a plain tensor."""
     assert isinstance(input, DTensor)
     transforms.refuse("xent_ops.cross_entropy of DTensors")
-    classes_dim = checks.class_dimension("input", input, dim)
+    classes_dim = arguments.class_dimension("input", input, dim)
     mesh = input.device_mesh
     vocabulary = _vocabulary_dimension(input, classes_dim)
     rows = _row_placements(input.placements, classes_dim)
@@ -41,7 +41,7 @@ def cross_entropy(
     local = dense_classes(input.to_local().movedim(classes_dim, -1))
     shape = torch.Size([*input.shape[:classes_dim], *input.shape[classes_dim + 1 :]])
     if isinstance(target, DTensor) or target.shape != local.shape[:-1]:  # else it holds this rank's rows
-        checks.suggest_dim(input.shape, target.shape, dim)
+        arguments.suggest_dim(input.shape, target.shape, dim)
     local_target = _local_target(target, shape, local.shape[:-1], mesh, rows)
     ranks = Ranks("", 0, 1) if vocabulary is None else ranks_of(mesh.get_group(vocabulary))
     local_weight = _local_weight(weight, num_classes, local.shape[-1], mesh, vocabulary, ranks)

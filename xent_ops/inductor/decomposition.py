@@ -26,7 +26,6 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     _ops.cross_entropy_backward.default: reference.cross_entropy_backward,
     _ops.cross_entropy_backward_entropy.default: reference.cross_entropy_backward_entropy,
     _ops.soft_cross_entropy_backward.default: reference_soft.soft_cross_entropy_backward,
-    _ops.cross_entropy_shard_join.default: reference_shard.cross_entropy_shard_join,
     _ops.cross_entropy_shard_backward.default: reference_shard.cross_entropy_shard_backward,
 }
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._functorch.compile_utils import fx_graph_cse
 
-from ..ops import checks
+from ..ops import overwriting
 
 MARK = "last_reader"
 
@@ -131,7 +131,7 @@ def _rows_overlap(logits: fx.Node) -> bool:
     """With the traced sizes. For other sizes the kernel checks."""
     value = logits.meta["val"]
     sizes, strides = ([_traced(size) for size in numbers] for numbers in (value.shape, value.stride()))
-    return None in (*sizes, *strides) or checks.may_overlap(sizes, strides)
+    return None in (*sizes, *strides) or overwriting.may_overlap(sizes, strides)
 
 
 def _traced(size: Any) -> Any:

@@ -19,10 +19,12 @@ class Options(NamedTuple):
         """As operators take them. Those at their defaults are left out: each takes the dispatcher 0.4 us."""
         if torch.compiler.is_compiling():  # to ask would specialise a symbolic option
             return self._asdict()
+        if self == DEFAULTS:
+            return {}
         return {
             name: value
             for name, value, default in zip(Options._fields, self, DEFAULTS, strict=True)
-            if value is not default and value != default
+            if value != default
         }
 
     def soft_keywords(self) -> dict[str, Any]:

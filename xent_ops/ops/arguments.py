@@ -1,4 +1,4 @@
-"""Types of the arguments of public functions: tensors that are tensors, options that are numbers.
+"""Arguments of public functions: tensors that are tensors, options that are numbers, the dimension of the classes.
 
 The operators check what depends on the tensors: shapes, dtypes, devices, ranges of options (checks.py). Nothing here
 reads a tensor on a GPU.
@@ -51,6 +51,32 @@ def options(loss: LossOptions, dtype: torch.dtype = torch.float64) -> LossOption
     checks.reduction(reduction)
     checks.lse_square_scale(lse_square_scale, dtype)
     return loss
+
+
+def class_dimension(name: str, tensor: Tensor, dim: int) -> int:
+    """``dim`` as a number from 0 on."""
+    if tensor.dim() == 0:
+        raise ValueError(f"{name} has no dimension; expected (C,), (N, C) or (N, C, d1, ...)")
+    if tensor.dim() == 1 and dim == 1:
+        return 0  # unbatched
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(
+            f"dim={dim} is not a dimension of {name} with shape {tuple(tensor.shape)}; "
+            f"valid are {-tensor.dim()} to {tensor.dim() - 1}"
+        )
+    return dim % tensor.dim()
+
+
+def suggest_dim(input: torch.Size, target: torch.Size, dim: int) -> None:
+    """The slip of those who come from language models: (B, S, V) and (B, S), with torch's default dim=1."""
+    if len(input) < 3 or torch.compiler.is_compiling() or target != input[:-1]:
+        return
+    rows = torch.Size(size for i, size in enumerate(input) if i != dim % len(input))
+    if target != rows:
+        raise ValueError(
+            f"target has shape {tuple(target)}; expected {tuple(rows)}, one class index for each row of the logits, "
+            f"with the classes in dim={dim}. Logits {tuple(input)} with the classes last want dim=-1"
+        )
 
 
 def _refuse_tensors(values: Iterable[tuple[str, Any]]) -> None:

@@ -7,7 +7,7 @@ compared through ``torch._check_value``, which guards them and keeps the text.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -66,32 +66,6 @@ def _logits(logits: Tensor, may_be_empty: bool = False) -> None:
     torch._check_value(
         classes > 0, lambda: f"logits of shape {tuple(logits.shape)} have 0 classes; expected at least 1"
     )
-
-
-def class_dimension(name: str, tensor: Tensor, dim: int) -> int:
-    """``dim`` as a number from 0 on."""
-    if tensor.dim() == 0:
-        raise ValueError(f"{name} has no dimension; expected (C,), (N, C) or (N, C, d1, ...)")
-    if tensor.dim() == 1 and dim == 1:
-        return 0  # unbatched
-    if not -tensor.dim() <= dim < tensor.dim():
-        raise ValueError(
-            f"dim={dim} is not a dimension of {name} with shape {tuple(tensor.shape)}; "
-            f"valid are {-tensor.dim()} to {tensor.dim() - 1}"
-        )
-    return dim % tensor.dim()
-
-
-def suggest_dim(input: torch.Size, target: torch.Size, dim: int) -> None:
-    """The slip of those who come from language models: (B, S, V) and (B, S), with torch's default dim=1."""
-    if len(input) < 3 or torch.compiler.is_compiling() or target != input[:-1]:
-        return
-    rows = torch.Size(size for i, size in enumerate(input) if i != dim % len(input))
-    if target != rows:
-        raise ValueError(
-            f"target has shape {tuple(target)}; expected {tuple(rows)}, one class index for each row of the logits, "
-            f"with the classes in dim={dim}. Logits {tuple(input)} with the classes last want dim=-1"
-        )
 
 
 def _options(weight: Tensor | None, logits: Tensor, options: Options) -> None:
@@ -288,42 +262,6 @@ def scale_grad(grad: Tensor, factor: Tensor) -> None:
         raise ValueError("grad has no dimension; expected shape (..., V)")
     _dtype("grad", grad, FLOATS)
     scalar_or_rows_of("grad", grad, factor=factor)
-
-
-def may_be_written(name: str, tensor: Tensor) -> None:
-    """For a tensor that an operator overwrites with something that has no derivative."""
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{name} must not require grad, for an operator that has no derivative writes over it: call the operator "
-            "below torch.no_grad(), or use xent_ops.cross_entropy(..., inplace_backward=True)"
-        )
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            f"{name} was made in inference mode, and outside it no tensor of inference mode is written to: call the "
-            f"operator below torch.inference_mode(), or pass {name}.clone()"
-        )
-
-
-def writable(name: str, tensor: Tensor) -> None:
-    """Refuse elements that share memory."""
-    if may_overlap(tensor.shape, tensor.stride()):
-        raise RuntimeError(
-            f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} share memory between their "
-            "rows, so that no gradient can be written over them: pass a copy"
-        )
-
-
-def may_overlap(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Do elements share memory, or are the strides so odd that it takes more to tell?"""
-    if 0 in sizes:
-        return False
-    behind = 0  # the last element of the dimensions with smaller strides
-    for stride, size in sorted(zip(strides, sizes, strict=True)):
-        if size > 1:
-            if stride <= behind:
-                return True
-            behind += (size - 1) * stride
-    return False
 
 
 def soft_forward(

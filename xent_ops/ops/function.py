@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..kernels import reductions, reference
 from ..kernels.options import LossOptions
-from . import checks, transforms
+from . import checks, overwriting, transforms
 from .library import below_autograd
 from .second_order import differentiate
 
@@ -49,7 +49,7 @@ def cross_entropy(
     in_place = inplace_backward and not functorch
     if in_place:
         _refuse_a_leaf(logits)
-        checks.writable("logits", logits)
+        overwriting.writable("logits", logits)
         in_place = _saved_tensors_hooks(True) is None and not logits.is_neg()
     if grad_in_forward and not functorch:
         return GradInForwardFunction.apply(logits, target, weight, loss, in_place)

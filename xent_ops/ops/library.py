@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..kernels import cpu
 from ..kernels.options import Options, as_record
-from . import checks, devices
+from . import devices, overwriting
 from .launch_cache import LaunchCache, call_signature
 from .schemas import DECLARED, SCHEMAS
 
@@ -84,9 +84,9 @@ class Operator:
         if self.overwrites is None:
             self.check_arguments(*args, **keywords)
             return
-        checks.may_be_written(self.overwrites, args[self.position])
+        overwriting.may_be_written(self.overwrites, args[self.position])
         self.check_arguments(*args, **keywords)
-        checks.writable(self.overwrites, args[self.position])
+        overwriting.writable(self.overwrites, args[self.position])
 
     def fake(self, *args: Any, **given: Any) -> Any:
         """Outputs without values, for tracing; serves the meta device too."""
@@ -113,7 +113,7 @@ class Operator:
 
     def on_cuda(self, *args: Any, **given: Any) -> Any:
         if self.overwrites is not None:  # what the signature does not hold
-            checks.may_be_written(self.overwrites, args[self.position])
+            overwriting.may_be_written(self.overwrites, args[self.position])
         signature = call_signature(args, given)
         launch = self.launches.get(signature)
         if launch is None:

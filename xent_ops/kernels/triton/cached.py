@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 # Before 3.3 a compiled kernel took its arguments without the constants; beyond 3.7 nobody has looked at what Triton
-# specialises on (tests/test_cached_launch.py does, for the version that is installed).
+# specialises on (tests/operators/test_launches.py does, for the version that is installed).
 _KNOWN = (3, 3) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 7)
 
 _data_ptr = Tensor.data_ptr

@@ -1,0 +1,260 @@
+"""The Ascend kernels by dispatch, in Triton's interpreter: run by test_npu.py in a process of its own.
+
+The device is host memory (npu_host.py). The unified buffer is made small, so that short rows have several tiles.
+"""
+
+import os
+import re
+import sys
+import types
+from pathlib import Path
+
+os.environ["XENT_OPS_ASCEND_UB_BYTES"] = str(24 * 1024)
+
+import npu_host  # noqa: F401
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from helpers.graphs import AotEagerAndRecordGraphs, graph_text, operator_names
+from npu_cases import OPTIONS, check_values, inputs, names, why_no_device
+from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import xent_ops
+from xent_ops import testing
+from xent_ops.ops import devices
+
+with pytest.warns(UserWarning, match="TRITON_INTERPRET is set"):
+    launch = devices.ascend_launchers()
+from xent_ops.kernels.ascend import configs
+from xent_ops.kernels.options import Options
+
+ops = torch.ops.xent
+PINNED = torch.__version__.startswith("2.13")  # the version whose graphs are pinned
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The names of the kernels that run."""
+    found = []
+
+    class Spy:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            assert 0 < grid[0] <= configs.MAX_PROGRAMS and len(grid) == 1
+            found.append(self.kernel.fn.__name__)
+            return self.kernel[grid]
+
+    for name in [name for name in vars(launch) if name.endswith("_kernel")]:
+        monkeypatch.setattr(launch, name, Spy(getattr(launch, name)))
+    return found
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=names)
+@pytest.mark.parametrize("classes, dtype", [(1003, torch.float32), (9, torch.bfloat16), (500, torch.bfloat16)], ids=str)
+def test_values_and_gradients(launches, classes, dtype, options):
+    check_values(classes, dtype, options)
+    first = "backward_kernel" if options else "light_backward_kernel"
+    assert launches == ["forward_kernel", first, "forward_kernel", "backward_kernel"]
+
+
+def test_the_loss_that_users_call(launches):
+    logits, target = inputs(300, torch.float32)
+    for options in ({}, {"reduction": "none"}, {"reduction": "sum", "lse_square_scale": 1e-3}):
+        results = []
+        for device in ("npu", "cpu"):
+            x = logits.clone().to(device).requires_grad_()
+            loss = xent_ops.cross_entropy(x, target.to(device), **options)
+            loss.sum().backward()
+            results.append((loss.detach().cpu(), x.grad.cpu()))
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        xent_ops.cross_entropy(logits.to("npu"), target.to("npu")).cpu(), F.cross_entropy(logits, target)
+    )
+    assert set(launches) == {"forward_kernel", "light_backward_kernel", "backward_kernel"}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
+def test_bad_and_ignored_targets(dtype):
+    """No IndexError, which would have to read the values: NaN. Rows that pass nothing back are not read."""
+    logits, _ = inputs(200, torch.float32, rows=4)
+    logits[0] = float("nan")
+    target = torch.tensor([7, 1, 250, 0], dtype=torch.int64).to(dtype).to("npu")
+    x = logits.to("npu").requires_grad_()
+    loss = xent_ops.cross_entropy(x, target, ignore_index=7, reduction="none")
+    loss.sum().backward()
+    assert loss[0].cpu() == 0 and loss[2].isnan().cpu() and loss[[1, 3]].isfinite().all().cpu()
+    assert (x.grad[0] == 0).all().cpu() and x.grad[2].isnan().all().cpu() and x.grad[3].isfinite().all().cpu()
+
+
+def test_rows_of_any_stride():
+    whole = testing.realistic_logits(3, 6, 150, dtype=torch.bfloat16).to("npu")
+    target = torch.arange(15, device="npu").view(3, 5)
+    for logits in (whole[:, :-1], whole[:, :-1, ::2], whole.transpose(0, 1)[:5].transpose(0, 1), whole[:, :5, 1:]):
+        x = logits.detach().requires_grad_()
+        loss = xent_ops.cross_entropy(x, target, reduction="none", dim=-1)
+        (grad,) = torch.autograd.grad(loss.sum(), x)
+        expected = testing.oracle(logits.cpu(), target.cpu())
+        testing.assert_loss(loss, expected)
+        testing.assert_grad(grad, expected)
+    assert xent_ops.cross_entropy(whole[:0], target.new_empty(0, 6), reduction="none", dim=-1).shape == (0, 6)
+
+
+def test_in_place_backward():
+    hidden = testing.realistic_logits(5, 600, dtype=torch.float32).to("npu").requires_grad_()
+    logits = hidden * 1.0
+    target = torch.arange(5, device="npu")
+    version = logits._version
+    xent_ops.cross_entropy(logits, target, inplace_backward=True).backward()
+    assert logits._version > version
+    expected = testing.oracle(hidden.cpu(), target.cpu(), grad_loss=0.2)
+    testing.assert_grad(hidden.grad, expected)
+    testing.assert_grad(logits, expected)
+
+
+def test_float64_and_the_operators_without_kernels_of_their_own(launches):
+    """Plain torch; the same numbers as on the CPU."""
+    x, target = inputs(40, torch.float64)
+    soft, row = torch.softmax(x.flip(0), -1).float(), torch.linspace(0, 1, 7)
+    x32, weight = x.float(), torch.linspace(1, 2, 40)
+    calls = [
+        (ops.cross_entropy_forward, (x, target)),
+        (ops.cross_entropy_backward, (row, row, x, target, row.double())),
+        (ops.soft_cross_entropy_forward, (x32, soft, weight)),
+        (ops.soft_cross_entropy_backward, (row, row, x32, soft, row, weight)),
+        (ops.cross_entropy_with_grad, (x32, target, row, None, weight)),
+        (ops.cross_entropy_shard, (x32, target, 0, 80, weight)),
+        (ops.cross_entropy_shard_backward, (row, row, x32, target, row, 0, 80, weight, row)),
+    ]
+    for operator, arguments in calls:
+        moved = [a.to("npu") if isinstance(a, torch.Tensor) else a for a in arguments]
+        actual, expected = operator(*moved), operator(*arguments)
+        torch.testing.assert_close(torch.utils._pytree.tree_map(lambda t: t.cpu(), actual), expected)
+    assert launches == []
+
+
+TESTS = ("test_schema", "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
+
+
+def test_opcheck():
+    """test_autograd_registration knows CPU, CUDA and XPU alone; the graphs of the fake device show the formulas."""
+    classes = 40
+    logits, target = inputs(classes, torch.float16)
+    x, target, row = logits.to("npu"), target.to("npu"), torch.rand(7).to("npu")
+    weight = torch.rand(classes).to("npu")
+    options = {"label_smoothing": 0.1, "softcap": 20.0}
+    for name in ("cross_entropy_forward", "cross_entropy_forward_argmax", "cross_entropy_forward_entropy"):
+        opcheck(getattr(ops, name).default, (x.clone().requires_grad_(), target, weight), options, test_utils=TESTS)
+    opcheck(ops.cross_entropy_backward.default, (row, None, x, target, row), test_utils=TESTS)
+    opcheck(ops.cross_entropy_backward.default, (row, row, x, target, row, weight), options, test_utils=TESTS)
+    opcheck(ops.cross_entropy_backward_.default, (row, None, x, target, row), test_utils=TESTS)
+    opcheck(ops.cross_entropy_backward_entropy.default, (row, row, row, x, target, row, row), test_utils=TESTS)
+
+
+@torch._dynamo.config.patch(error_on_recompile=True)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(launches, dynamic):
+    torch.compiler.reset()
+    backend = AotEagerAndRecordGraphs()
+    compiled = torch.compile(xent_ops.cross_entropy, backend=backend, fullgraph=True, dynamic=dynamic)
+    for rows in (7, 7, 9) if dynamic else (7, 7):  # other targets, other rows
+        logits, target = inputs(300, torch.float32, rows=rows)
+        target = target.roll(rows)
+        x = logits.to("npu").requires_grad_()
+        loss = compiled(x, target.to("npu"), label_smoothing=0.1)
+        loss.backward()
+        y = logits.requires_grad_()
+        wanted = F.cross_entropy(y, target, label_smoothing=0.1)
+        wanted.backward()
+        torch.testing.assert_close(loss.cpu(), wanted)
+        torch.testing.assert_close(x.grad.cpu(), y.grad)
+    assert operator_names(backend.fw_graphs[-1]).count("xent.cross_entropy_reduced.default") == 1
+    assert set(launches) == {"forward_kernel", "backward_kernel"}
+    if PINNED and not dynamic:
+        assert_expected_inline(
+            graph_text(backend.bw_graphs[0]),
+            """\
+class GraphModule(torch.nn.Module):
+    def forward(self, primals_1: "f32[7, 300]", primals_2: "i64[7]", getitem_1: "f32[2]", detach_1: "f32[7]", tangents_1: "f32[]"):
+        cross_entropy_backward: "f32[7, 300]" = torch.ops.xent.cross_entropy_backward.default(tangents_1, None, primals_1, primals_2, detach_1, None, getitem_1, label_smoothing = 0.1);  
+        return (cross_entropy_backward, None)
+""",
+        )
+
+
+def test_a_launch_reads_and_synchronises_nothing(monkeypatch):
+    """What graph capture asks of an operator: memory from torch.empty, views, launches. The class weights' sum is one
+    more kernel; a copy is made only of rows that have no two strides."""
+
+    class Record(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.called = set()
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.called.add(str(function.overloadpacket))
+            return function(*args, **(kwargs or {}))
+
+    class NotRun:
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: None
+
+    for name in [name for name in vars(launch) if name.endswith("_kernel")]:
+        monkeypatch.setattr(launch, name, NotRun())
+    logits, target = inputs(300, torch.bfloat16)
+    x, target, row, weight = (t.to("npu") for t in (logits, target, torch.rand(7), torch.rand(300)))
+    scalar = torch.rand(()).to("npu").expand(7)
+    with Record() as record:
+        for w, options in ((None, Options()), (weight, Options(label_smoothing=0.1, softcap=20.0))):
+            launch.cross_entropy_forward(x, target, w, options=options)
+            launch.cross_entropy_forward_argmax(x, target, w, options=options)
+            launch.cross_entropy_forward_entropy(x, target, w, options=options)
+            launch.cross_entropy_backward(scalar, row, x, target, row, w, options=options)
+            launch.cross_entropy_backward_(row, None, x, target, row, w, options=options)
+            launch.cross_entropy_backward_entropy(row, None, row, x, target, row, row, w, options=options)
+    expected = {"aten.new_empty", "aten.empty_like", "aten.expand", "aten.view", "aten.sum"}
+    assert record.called <= expected, record.called
+
+
+def test_an_emulation_is_never_taken_for_a_device(monkeypatch):
+    """Neither this one nor one that calls itself torch_npu."""
+    assert torch.npu.is_available() and why_no_device() == "torch_npu is not installed"
+    impostor = types.ModuleType("torch_npu")
+    impostor.npu = torch.npu
+    monkeypatch.setitem(sys.modules, "torch_npu", impostor)
+    assert why_no_device() == "this torch_npu is not the real one"
+    impostor._C = types.ModuleType("torch_npu._C")
+    impostor._C.__file__ = "torch_npu/_C.so"
+    torch.npu.get_device_name = lambda device: "host"
+    assert why_no_device() == "host is no Ascend NPU"
+    torch.npu.get_device_name = lambda device: "Ascend910B3"
+    assert why_no_device() == "Triton would not compile for the NPU"
+
+
+def test_documentation():
+    """The first block of docs/npu.md runs; the others need what this device has not."""
+    text = (Path(__file__).parents[2] / "docs" / "npu.md").read_text()
+    first, *others = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    for block in others:
+        compile(block, "npu.md", "exec")
+    namespace = {}
+    exec(first, namespace)
+    assert namespace["logits"].grad.device.type == "npu"
+
+
+def test_configs(monkeypatch):
+    assert configs.ub_bytes() == 24 * 1024
+    assert [configs.programs(*case) for case in [(1, 40), (40, 40), (41, 40), (100_000, 40), (3, 40)]] == [
+        (1, 1), (40, 1), (21, 2), (40, 2500), (3, 1),
+    ]  # fmt: skip
+    assert configs.programs(10**6, 10**6)[0] <= 65535
+    for bad in ("0", "big", "-1", "1e6"):
+        monkeypatch.setenv(configs.UB_VARIABLE, bad)
+        with pytest.raises(ValueError, match=f"{configs.UB_VARIABLE}='{bad}' is not a number of bytes"):
+            configs.ub_bytes()
+    monkeypatch.delenv(configs.UB_VARIABLE)
+    assert configs.ub_bytes() == configs.UB_BYTES
+    assert configs.block(100_000, configs.light_backward_bytes(2)) == 4096 and configs.block(5, 40) == 8

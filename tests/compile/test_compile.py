@@ -1,0 +1,218 @@
+"""Under torch.compile and torch.export: one graph, no recompile, the numbers of eager."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.graphs import AotEagerAndRecordGraphs, CompileCounterWithBackend, operator_names
+from helpers.processes import run_python
+from helpers.public_api import DTYPES, FACES, bind, cases_of, gradients, inputs, options_of
+
+import xent_ops
+
+pytestmark = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")  # torch's own recording backend
+FORWARD, BACKWARD = "xent.cross_entropy_reduced.default", "xent.cross_entropy_backward.default"
+
+
+def all_of(calls):
+    """One function of the same logits for several calls; each has an intermediate of its own, as inplace_backward
+    wants it. Factors near one: a softmax made from the lse is rounded by 2^-24 |lse|, one made in one pass is not."""
+    return lambda x, *rest: [value for n, call in enumerate(calls, 1) for value in call(x * (1 + n / 16), *rest)]
+
+
+def assert_close(mine, eager, dtype):
+    """Eager sums in another order, and rounds again with grad_in_forward; gradients of several calls add up."""
+    rtol = 1e-13 if dtype == torch.float64 else max(2 * torch.finfo(dtype).eps, 1e-5)
+    torch.testing.assert_close(mine, eager, rtol=rtol, atol=rtol / 10)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("face", FACES)
+def test_every_option_reduction_and_dtype(device, face, dtype):
+    """One graph each way, which reads no value on the host."""
+    tensors = inputs(face, dtype=dtype, device=device)
+    function = all_of([bind(face, case, tensors[2]) for case in cases_of(face, each=dtype == torch.float32)])
+    backend = AotEagerAndRecordGraphs()
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    assert_close(gradients(compiled, *tensors), gradients(function, *tensors), dtype)
+    (forward,), (backward,) = map(operator_names, backend.fw_graphs), map(operator_names, backend.bw_graphs)
+    assert not any("aten.item" in name or "_local_scalar_dense" in name for name in forward + backward)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
+def test_every_dtype_of_targets(device, dtype):
+    faces = [face for face in FACES if face != "class probabilities"]
+    x, target, weight = inputs(faces[0], device=device)
+    function = all_of([bind(face, {}, weight) for face in faces])
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    target = torch.where(target < 0, 3, target).to(dtype)
+    assert_close(gradients(compiled, x, target, weight), gradients(function, x, target, weight), x.dtype)
+
+
+@pytest.mark.parametrize(
+    "dtype", [*DTYPES[:2], *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[2:])], ids=str
+)
+def test_through_inductor(device, dtype):
+    """Every face with all its options in one graph, through Inductor's lowerings of the backward operators."""
+    tensors = [tensor for face in FACES for tensor in inputs(face, dtype=dtype, device=device)]
+    calls = [bind(face, options_of(face), tensors[3 * n + 2]) for n, face in enumerate(FACES)]
+
+    def function(*tensors):
+        x, target, weight = tensors[::3], tensors[1::3], tensors[2::3]
+        return [value for n, call in enumerate(calls) for value in call(x[n] * 2, target[n], weight[n])]
+
+    compiled = torch.compile(function, fullgraph=True)
+    assert_close(gradients(compiled, *tensors), gradients(function, *tensors), dtype)
+
+
+@pytest.mark.parametrize("face", [face for face in FACES if face != "CrossEntropyLoss"])  # ignore_index is its own
+def test_no_recompile(device, face):
+    """For another number of rows, pattern of ignored rows, targets, and from its first change on ignore_index."""
+    soft = face == "class probabilities"
+
+    def function(x, target, ignore_index):
+        keywords = {} if soft else {"ignore_index": ignore_index}
+        result = FACES[face](x * 2, target, **keywords)
+        return list(result) if isinstance(result, tuple) else [result]
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    sizes = [(8, -100), (16, -7), (5, -3), (64, -100), (31, -50), (7, -7)]
+    for number, (rows, ignore_index) in enumerate(sizes):
+        x, target, _ = inputs(face, rows, device=device, seed=number)
+        if not soft:
+            target = target.where(target != -100, ignore_index)
+            target[:: number + 1] = ignore_index
+        with torch._dynamo.config.patch(error_on_recompile=number > 1):
+            mine = compiled(x, target, ignore_index)
+            grad = torch.autograd.grad(mine[0].sum(), x)
+        eager = function(x, target, ignore_index)
+        torch.testing.assert_close(mine, eager, equal_nan=True)
+        torch.testing.assert_close(grad, torch.autograd.grad(eager[0].sum(), x))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_dynamic(device, backend):
+    """dynamic=True: one graph for every number of rows and of classes; Inductor's kernels index with both."""
+    faces = ["cross_entropy", "class probabilities"] if backend == "inductor" else list(FACES)
+    keywords = [{} if face == "CrossEntropyLoss" else options_of(face) for face in faces]  # no weight of one size
+    calls = [bind(face, options, None) for face, options in zip(faces, keywords, strict=True)]
+
+    def function(*tensors):
+        return [value for n, call in enumerate(calls) for value in call(tensors[3 * n] * 2, *tensors[3 * n + 1 :][:2])]
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
+    for number, (rows, classes) in enumerate([(10, 40), (20, 50), (34, 61)]):
+        tensors = [t for face in faces for t in inputs(face, rows, classes=classes, device=device, seed=number)]
+        with torch._dynamo.config.patch(error_on_recompile=number > 0):
+            mine = gradients(compiled, *tensors)
+        assert_close(mine, gradients(function, *tensors), torch.float32)
+
+
+def test_a_float_specialises_as_for_torch():
+    """Another label_smoothing recompiles exactly as often as with F.cross_entropy."""
+
+    def count(function):
+        torch.compiler.reset()
+        backend = CompileCounterWithBackend("eager")
+        step = torch.compile(lambda x, t, e: function(x, t, label_smoothing=e), backend=backend, fullgraph=True)
+        x, target, _ = inputs("cross_entropy")
+        for smoothing in (0.1, 0.2, 0.3, 0.4):
+            step(x, target, smoothing)
+        return backend.frame_count
+
+    assert count(xent_ops.cross_entropy) == count(F.cross_entropy)
+
+
+def test_other_backends_keep_one_opaque_node_each_way(device):
+    backend = AotEagerAndRecordGraphs()
+    x, target, _ = inputs("cross_entropy", device=device)
+    torch.compile(lambda x: xent_ops.cross_entropy(x * 2, target), backend=backend, fullgraph=True)(x).backward()
+    (forward,), (backward,) = map(operator_names, backend.fw_graphs), map(operator_names, backend.bw_graphs)
+    assert [name for name in forward if name.startswith("xent.")] == [FORWARD]
+    assert [name for name in backward if name.startswith("xent.")] == [BACKWARD]
+
+
+@pytest.mark.parametrize("vectors", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["scalar", "vectors"])
+def test_lowering_holds_when_something_was_compiled_before_the_import(vectors):
+    """Inductor caches its table of decompositions at the first compile of a process. (With the CPU's vector
+    instructions too, as users run it: Inductor tries them for 10 s.)"""
+    program = """
+        import sys, torch
+        torch.compile(torch.mm)(torch.ones(3, 3), torch.ones(3, 3))
+        assert "xent_ops" not in sys.modules
+        import xent_ops
+        from torch._inductor.utils import run_and_get_code
+        h, w = (torch.randn(n, 4, requires_grad=True) for n in (8, 1000))
+        target = torch.randint(0, 1000, (8,))
+        def function(h):
+            return xent_ops.cross_entropy(h @ w.T, target, label_smoothing=0.1, softcap=5.0, lse_square_scale=0.1)
+        step = torch.compile(function, fullgraph=True)
+        _, code = run_and_get_code(lambda: step(h).backward())
+        code = "".join(code)
+        assert "xent.cross_entropy_reduced.default(" in code and "xent.cross_entropy_backward.default(" not in code
+        if torch.__version__ >= "2.13":  # Inductor of 2.11 gives the fused gradient a buffer of its own on the CPU
+            assert "mm; del mm  # reuse" in code or "xent.cross_entropy_backward_.default(" in code
+        mine, h.grad = h.grad, None
+        function(h).backward()
+        torch.testing.assert_close(mine, h.grad)
+    """
+    run_python(program, TORCHINDUCTOR_VEC_ISA_OK="" if vectors else "0")
+
+
+class Losses(torch.nn.Module):
+    """Faces with their options over a layer; of the rows that ``keep`` selects, if given."""
+
+    def __init__(self, faces):
+        super().__init__()
+        self.head = torch.nn.Linear(4, 33)
+        keywords = [{name: value for name, value in options_of(face).items() if name != "dim"} for face in faces]
+        self.calls = [bind(face, case, inputs(face)[2]) for face, case in zip(faces, keywords, strict=True)]
+
+    def forward(self, h, weight, target, keep=None):
+        if keep is not None:
+            rows = keep.nonzero()[:, 0]
+            h, target = h[rows], target[rows]
+        return [value for call in self.calls for value in call(self.head(h), target, weight)]
+
+
+def test_export_stays_dynamic_and_keeps_one_node(tmp_path):
+    """Exported with a symbolic N, saved, loaded and run in a fresh process that imports xent_ops."""
+    model, rows = Losses(["cross_entropy"]), torch.export.Dim("rows", min=2)
+    _, target, weight = inputs("cross_entropy", 21)
+    h = torch.randn(21, 4)
+    program = torch.export.export(
+        model, (h[:8], weight, target[:8]), dynamic_shapes={"h": {0: rows}, "weight": None, "target": {0: rows}}
+    )
+    assert operator_names(program.graph_module).count("xent.cross_entropy.default") == 1
+    decomposed = program.run_decompositions()
+    assert operator_names(decomposed.graph_module).count(FORWARD) == 1
+    wanted = model(h, weight, target)
+    for exported in (program, decomposed):
+        torch.testing.assert_close(exported.module()(h, weight, target), wanted)
+    torch.export.save(program, tmp_path / "loss.pt2")
+    torch.save((h, weight, target, wanted), tmp_path / "wanted.pt")
+    run_python(f"""
+        import torch, xent_ops
+        *inputs, wanted = torch.load(r"{tmp_path / "wanted.pt"}")
+        loaded = torch.export.load(r"{tmp_path / "loss.pt2"}").module()
+        torch.testing.assert_close(loaded(*inputs), wanted)
+    """)
+
+
+INDEX_FACES = [face for face in FACES if face != "class probabilities"]
+
+
+@pytest.mark.parametrize("faces", [INDEX_FACES, ["class probabilities"]], ids=["indices", "probabilities"])
+def test_unbacked_sizes(faces):
+    """A number of rows that is only known when the graph runs: exported, and compiled with its backward."""
+    model = Losses(faces)
+    _, target, weight = inputs(faces[0])
+    h = torch.randn(8, 4, requires_grad=True)
+    keep = torch.tensor([1, 0, 1, 1, 0, 0, 1, 1]).bool()
+    program = torch.export.export(model, (h, weight, target, keep), strict=False).module()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        for kept in (keep, ~keep):
+            wanted = gradients(lambda *tensors: model(*tensors, kept), h, weight, target)  # noqa: B023
+            torch.testing.assert_close(program(h, weight, target, kept), wanted[0])
+            mine = gradients(lambda *tensors: compiled(*tensors, kept), h, weight, target)  # noqa: B023
+            torch.testing.assert_close(mine, wanted)

@@ -1,0 +1,105 @@
+"""The graphs that AOTAutograd hands to a backend, pinned: what of the loss is an operator and what plain torch."""
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from helpers.graphs import AotEagerAndRecordGraphs, graph_text
+from helpers.public_api import inputs
+
+import xent_ops
+
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+pytestmark = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")  # torch's own recording backend
+PINNED = pytest.mark.skipif(TORCH != (2, 13), reason="graphs are pinned to what torch 2.13 traces")
+
+
+def graphs_of(function):
+    backend = AotEagerAndRecordGraphs()
+    x, target, _ = inputs("cross_entropy")
+    torch.compile(function, backend=backend, fullgraph=True)(x, target).backward()
+    return graph_text(backend.fw_graphs[0]), graph_text(backend.bw_graphs[0])
+
+
+@PINNED
+def test_graphs_of_the_plain_loss():
+    forward, backward = graphs_of(lambda x, t: xent_ops.cross_entropy(x, t))
+    assert_expected_inline(
+        forward,
+        """\
+class GraphModule(torch.nn.Module):
+    def forward(self, primals_1: "f32[8, 33]", primals_2: "i64[8]"):
+        cross_entropy_reduced = torch.ops.xent.cross_entropy_reduced.default(primals_1, primals_2)
+        getitem: "f32[]" = cross_entropy_reduced[0]
+        getitem_1: "f32[2]" = cross_entropy_reduced[1]
+        getitem_2: "f32[8]" = cross_entropy_reduced[2]
+        detach: "f32[8]" = torch.ops.aten.detach.default(getitem_2)
+        detach_1: "f32[8]" = torch.ops.aten.detach.default(detach)
+        return (getitem, primals_1, primals_2, getitem_1, detach_1)
+""",
+    )
+    assert_expected_inline(
+        backward,
+        """\
+class GraphModule(torch.nn.Module):
+    def forward(self, primals_1: "f32[8, 33]", primals_2: "i64[8]", getitem_1: "f32[2]", detach_1: "f32[8]", tangents_1: "f32[]"):
+        cross_entropy_backward: "f32[8, 33]" = torch.ops.xent.cross_entropy_backward.default(tangents_1, None, primals_1, primals_2, detach_1, None, getitem_1);  
+        return (cross_entropy_backward, None)
+""",
+    )
+
+
+@PINNED
+def test_graphs_with_weight_and_smoothing():
+    weight = torch.rand(33)
+    forward, backward = graphs_of(lambda x, t: xent_ops.cross_entropy(x, t, weight, label_smoothing=0.1))
+    assert_expected_inline(
+        forward,
+        """\
+class GraphModule(torch.nn.Module):
+    def forward(self, primals_1: "f32[8, 33]", primals_2: "i64[8]", primals_3: "f32[33]"):
+        cross_entropy_reduced = torch.ops.xent.cross_entropy_reduced.default(primals_1, primals_2, primals_3, label_smoothing = 0.1)
+        getitem: "f32[]" = cross_entropy_reduced[0]
+        getitem_1: "f32[2]" = cross_entropy_reduced[1]
+        getitem_2: "f32[8]" = cross_entropy_reduced[2]
+        detach: "f32[8]" = torch.ops.aten.detach.default(getitem_2)
+        detach_1: "f32[8]" = torch.ops.aten.detach.default(detach)
+        return (getitem, primals_1, primals_2, primals_3, getitem_1, detach_1)
+""",
+    )
+    assert_expected_inline(
+        backward,
+        """\
+class GraphModule(torch.nn.Module):
+    def forward(self, primals_1: "f32[8, 33]", primals_2: "i64[8]", primals_3: "f32[33]", getitem_1: "f32[2]", detach_1: "f32[8]", tangents_1: "f32[]"):
+        cross_entropy_backward: "f32[8, 33]" = torch.ops.xent.cross_entropy_backward.default(tangents_1, None, primals_1, primals_2, detach_1, primals_3, getitem_1, label_smoothing = 0.1);  
+        return (cross_entropy_backward, None, None)
+""",
+    )
+
+
+@PINNED
+def test_graphs_with_z_loss():
+    forward, backward = graphs_of(lambda x, t: xent_ops.cross_entropy(x, t, lse_square_scale=0.5))
+    assert_expected_inline(
+        forward,
+        """\
+class GraphModule(torch.nn.Module):
+    def forward(self, primals_1: "f32[8, 33]", primals_2: "i64[8]"):
+        cross_entropy_reduced = torch.ops.xent.cross_entropy_reduced.default(primals_1, primals_2, lse_square_scale = 0.5)
+        getitem: "f32[]" = cross_entropy_reduced[0]
+        getitem_1: "f32[2]" = cross_entropy_reduced[1]
+        getitem_2: "f32[8]" = cross_entropy_reduced[2]
+        detach: "f32[8]" = torch.ops.aten.detach.default(getitem_2)
+        detach_1: "f32[8]" = torch.ops.aten.detach.default(detach)
+        return (getitem, primals_1, primals_2, getitem_1, detach_1)
+""",
+    )
+    assert_expected_inline(
+        backward,
+        """\
+class GraphModule(torch.nn.Module):
+    def forward(self, primals_1: "f32[8, 33]", primals_2: "i64[8]", getitem_1: "f32[2]", detach_1: "f32[8]", tangents_1: "f32[]"):
+        cross_entropy_backward: "f32[8, 33]" = torch.ops.xent.cross_entropy_backward.default(tangents_1, None, primals_1, primals_2, detach_1, None, getitem_1, lse_square_scale = 0.5);  
+        return (cross_entropy_backward, None)
+""",
+    )

@@ -1,0 +1,89 @@
+"""The loss over a split vocabulary in real processes. Every rank runs the cases of the *_cases.py files beside this."""
+
+import dtensor_cases as dtensor
+import pytest
+import torch
+import vocab_parallel_cases as cases
+import vocab_parallel_compiled_cases as compiled
+import vocab_parallel_error_cases as errors
+
+WORLDS = [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["chunk", "uneven", "empty", "padded"])
+def test_values(pool, device, world, kind, dtype):
+    pool(world, device).run(cases.values, kind, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_through_the_dispatcher(pool, device, dtype):
+    pool(2, device).run(cases.values_through_the_dispatcher, "uneven", dtype)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        cases.one_node,
+        cases.integers_of_other_types,
+        cases.rows_match_the_oracle_closely,
+        cases.edge_rows,
+        cases.fewer_classes_than_ranks,
+        cases.collectives,
+        cases.groups,
+        errors.bad_input,
+        errors.shards_that_do_not_tile,
+        errors.check_across_ranks,
+        errors.check_raises_on_every_rank,
+        errors.check_of_numbers_of_other_types,
+        cases.one_rank_holds_every_class,
+    ],
+    ids=lambda case: case.__name__,
+)
+def test_behaviour(pool, device, world, case):
+    pool(world, device).run(case)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled(pool, device, world, backend):
+    if backend == "inductor" and world == 3:
+        pytest.skip("seconds of compilation, and what 2, 4 and 8 show")
+    pool(world, device).run(compiled.equal_to_eager, backend)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [compiled.graph, compiled.lowered_for_inductor, compiled.bad_input_while_tracing],
+    ids=lambda case: case.__name__,
+)
+def test_tracing(pool, device, case):
+    pool(2, device).run(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    "case", [compiled.cuda_graph_of_a_step, compiled.cuda_graphs_of_inductor], ids=lambda case: case.__name__
+)
+def test_cuda_graphs(pool, world, case):
+    pool(world, "cuda").run(case)
+
+
+@pytest.mark.parametrize("world", [world for world in WORLDS if world != 3])
+@pytest.mark.parametrize(
+    "case",
+    [
+        dtensor.placements_of_logits,
+        dtensor.rows_of_this_rank,
+        dtensor.what_is_communicated,
+        dtensor.colwise_parallel,
+        dtensor.refused,
+    ],
+    ids=lambda case: case.__name__,
+)
+def test_dtensor(pool, device, world, case):
+    pool(world, device).run(case)

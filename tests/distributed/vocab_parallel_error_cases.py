@@ -1,0 +1,215 @@
+"""What the loss over a split vocabulary refuses, and what check=True compares; run on every rank by test_vocab_parallel.py."""
+
+import contextlib
+import re
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from vocab_parallel_cases import Collectives, V, same_bits_everywhere, split
+
+from xent_ops.distributed import vocab_parallel_cross_entropy
+
+
+def bad_input(device):
+    """What a rank can see alone is an error before it communicates: no rank waits."""
+    x, target = torch.randn(4, V, device=device), torch.tensor([1, 2, 3, 4], device=device)
+    _, size, _ = split("chunk", V)
+    bad = [
+        (x, {}, ValueError, f"the shard has {V} columns, which is the whole vocabulary of num_classes={V}"),
+        (x[:, : size - 1], {}, ValueError, f"has {size - 1} columns; .* DTensor's chunk rule gives it {size} "),
+        (
+            x[:, :size],
+            {"class_start": V},
+            ValueError,
+            f"class_start={V} with {size} columns lies beyond num_classes={V}",
+        ),
+        (x[:, :size], {"class_start": -1}, ValueError, "class_start=-1"),
+        (x[:, :size], {"num_classes": 0}, ValueError, "num_classes must be at least 1"),
+        (x[:, :size], {"num_classes": float(V)}, TypeError, f"num_classes must be an integer, got {V}.0"),
+        (x[:, :size], {"class_start": 0.5}, TypeError, "class_start must be an integer, got 0.5"),
+        (x[:, :size], {"num_classes": 2**63, "class_start": 0}, ValueError, "num_classes must fit into 64 bits"),
+        (x[:3, :size], {}, ValueError, r"target has shape \(4,\)"),
+        (x[:, :size], {"reduction": "avg"}, ValueError, "'avg' is not a valid value for reduction"),
+        (x[:, :size], {"weight": x[0]}, ValueError, r"weight has shape \(203,\)"),
+        (x[:, :size], {"weight": x[0, :size].clone().requires_grad_()}, RuntimeError, "weight requires grad"),
+        (x[:, :size], {"lse_square_scale": float("inf")}, ValueError, "lse_square_scale must be finite"),
+        (x[:, :size], {"lse_square_scale": 1e39}, ValueError, "lse_square_scale must be at most"),
+        (x[:, :size], {"logit_scale": 1e39}, ValueError, "logit_scale must be at most"),
+        (x[:, :size], {"ignore_index": -100.0}, TypeError, "ignore_index must be an integer, got -100.0"),
+        (x[:, :size], {"num_classes": True}, TypeError, "num_classes must be an integer, got True"),
+        (
+            x[:, :size],
+            {"softcap": torch.ones((), requires_grad=True)},
+            RuntimeError,
+            "softcap is a tensor that requires",
+        ),
+        (x[:, :size].tolist(), {}, TypeError, "logits_shard must be a torch.Tensor, got list"),
+        (x[:, :size].long(), {}, TypeError, "logits has dtype torch.int64"),
+    ]
+    with Collectives() as mode:
+        for logits, keywords, error, text in bad:
+            with pytest.raises(error, match=text):
+                vocab_parallel_cross_entropy(logits, target, **{"num_classes": V, **keywords})
+        wrong = target.clone()
+        wrong[2] = V
+        if device == "cpu":
+            with pytest.raises(IndexError, match=f"target {V} is out of bounds: valid are 0 to {V - 1}"):
+                vocab_parallel_cross_entropy(x[:, :size], wrong, num_classes=V)
+    assert mode.seen == []
+    if device == "cuda":
+        loss = vocab_parallel_cross_entropy(x[:, :size], wrong, num_classes=V, reduction="none")
+        assert loss.isnan().tolist() == [False, False, True, False]
+
+
+def shards_that_do_not_tile(device):
+    """NaN everywhere; the same with check=True is an error everywhere."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    target = torch.tensor([1, 2, 3, 4], device=device)
+    size = V // world
+
+    def loss(start, width, **keywords):
+        x = torch.randn(4, width, device=device, requires_grad=True)
+        value = vocab_parallel_cross_entropy(x, target, num_classes=V, class_start=start, **keywords)
+        (grad,) = torch.autograd.grad(value, x)
+        return value, grad
+
+    cases = [
+        ("an overlap", 0, size),
+        ("an overlap", 0, V),
+        ("the shards end at|a gap", rank * size, size - 1),
+        ("an overlap|a gap", rank * (size - 1), size),
+        ("a gap", rank * size + 1, size - (rank == world - 1)),
+    ]
+    for text, start, width in cases:
+        value, grad = loss(start, width)
+        assert value.isnan() and grad.isnan().all()
+        with pytest.raises(ValueError, match=text):
+            loss(start, width, check=True)
+
+
+def check_across_ranks(device):
+    rank = dist.get_rank()
+    target = torch.tensor([1, 2, 3, -100], device=device)
+    start, size, _ = split("chunk", V)
+    x = torch.randn(4, size, device=device, requires_grad=True)
+
+    def call(logits=x, labels=target, **keywords):
+        return vocab_parallel_cross_entropy(logits, labels, **{"num_classes": V, "check": True, **keywords})
+
+    torch.testing.assert_close(call(), call(check=False), rtol=0, atol=0)
+    call(class_start=start)
+    other = target.clone()
+    other[1] = 50
+    wrong = target.clone()
+    wrong[3] = V
+    last = dist.get_world_size() - 1
+    odd = rank == last  # the rank that differs
+    bad = [
+        (
+            {"labels": other if odd else target},
+            f"targets differ between ranks: row 1 is 2 on rank 0 but 50 on rank {last}",
+        ),
+        (
+            {"logits": x[:3], "labels": target[:3]} if odd else {},
+            r"target shape is \(4,\) on rank 0 but \(3,\) on rank",
+        ),
+        ({"label_smoothing": 0.1 if odd else 0.2}, "label_smoothing is 0.2 on rank 0 but 0.1"),
+        ({"reduction": "sum" if odd else "mean"}, "reduction is mean on rank 0 but sum"),
+        ({"ignore_index": -1 if odd else -100}, f"rank {last}: IndexError: target -100 is out of bounds"),
+        ({"weight": torch.ones(size, device=device) if odd else None}, "class weights is False on rank 0 but True"),
+        ({"num_classes": V + 1 if odd else V, "class_start": start}, f"num_classes is {V} on rank 0 but {V + 1}"),
+        ({"labels": wrong if odd else target}, f"rank {last}: IndexError: target {V} is out of bounds"),
+        ({"logits": x[:, 1:] if odd else x}, f"rank {last}: ValueError: the shard of rank {last} has"),
+        ({"logits": x.double() if odd else x}, "accumulation in is float32 on rank 0 but float64"),
+    ]
+    for keywords, text in bad:
+        with pytest.raises(ValueError, match=text):
+            call(**keywords)
+
+
+def check_raises_on_every_rank(device):
+    """What one rank refuses by itself, all of them raise: none waits for it."""
+    last = dist.get_world_size() - 1
+    odd = dist.get_rank() == last  # the rank that is wrong
+    start, size, _ = split("chunk", V)
+    x = torch.randn(4, size, device=device)
+    target = torch.tensor([1, 2, 3, -100], device=device)
+    weight = torch.ones(size, device=device)
+
+    def call(logits=x, labels=target, **keywords):
+        return vocab_parallel_cross_entropy(logits, labels, **{"num_classes": V, "check": True, **keywords})
+
+    def as_dtensor(tensor):
+        from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
+        return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+
+    def tracked(tensor):
+        return tensor.clone().requires_grad_() if odd else tensor
+
+    # (keywords of a right call, those that are wrong on one rank, what every rank says)
+    bad = [
+        ({}, {"num_classes": float(V)}, f"TypeError: num_classes must be an integer, got {V}.0"),
+        ({}, {"num_classes": None}, "TypeError: num_classes must be an integer, got None"),
+        ({}, {"num_classes": 0}, "ValueError: num_classes must be at least 1"),
+        ({"class_start": start}, {"class_start": 0.5}, "TypeError: class_start must be an integer, got 0.5"),
+        ({"class_start": start}, {"class_start": -1}, "ValueError: class_start=-1"),
+        ({}, {"class_start": V}, f"ValueError: class_start={V}"),
+        ({"weight": weight}, {"weight": tracked(weight)}, "RuntimeError: weight requires grad"),
+        ({"weight": weight}, {"weight": weight[1:]}, "ValueError: weight has shape"),
+        ({"weight": weight}, {"weight": weight.tolist()}, "TypeError: weight must be a torch.Tensor, got list"),
+        ({}, {"ignore_index": -100.0}, "TypeError: ignore_index must be an integer, got -100.0"),
+        ({}, {"ignore_index": True}, "TypeError: ignore_index must be an integer, got True"),
+        ({}, {"softcap": 0.0}, "ValueError: softcap must be a finite number above 0"),
+        ({}, {"softcap": "30"}, "TypeError: softcap must be a number, got '30'"),
+        ({}, {"logit_scale": tracked(torch.ones(()))}, "RuntimeError: logit_scale is a tensor that requires grad"),
+        ({}, {"logit_scale": 1e39}, "ValueError: logit_scale must be at most"),
+        ({}, {"label_smoothing": 2.0}, "ValueError: label_smoothing must be between"),
+        ({}, {"lse_square_scale": 1e39}, "ValueError: lse_square_scale must be at most"),
+        ({}, {"reduction": "avg"}, "ValueError: 'avg' is not a valid value for reduction"),
+        ({}, {"labels": target.float()}, "TypeError: target has dtype torch.float32"),
+        ({}, {"labels": None}, "TypeError: target must be a torch.Tensor, got None"),
+        ({}, {"logits": x.tolist()}, "TypeError: logits_shard must be a torch.Tensor, got list"),
+        ({}, {"logits": x[0, 0]}, "ValueError: logits_shard has no dimension"),
+        ({}, {"logits": x.to_sparse()}, "TypeError: logits_shard has layout torch.sparse_coo"),
+        ({}, {"logits": as_dtensor(x)}, "TypeError: logits_shard is a DTensor: pass logits_shard.to_local()"),
+        ({}, {"logits": x[:, :-1]}, "ValueError: the shard of rank"),
+        ({}, {"logits": x.long()}, "TypeError: logits has dtype torch.int64"),
+    ]
+    for right, wrong, text in bad:
+        with pytest.raises(ValueError, match=f"^vocab_parallel_cross_entropy: rank {last}: {re.escape(text)}"):
+            call(**{**right, **(wrong if odd else {})})
+
+    text = f"rank {last}: NotImplementedError: .*vocab_parallel_cross_entropy below a functorch transform"
+    for transform in (torch.func.grad, torch.vmap, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))):
+        function = transform(call) if odd else call
+        with pytest.raises(ValueError, match=text):
+            function(x)
+    with (
+        torch.autograd.forward_ad.dual_level() if odd else contextlib.nullcontext(),
+        pytest.raises(ValueError, match=text),
+    ):
+        call()
+    # The group is as it was.
+    value = call(ignore_index=np.int64(-100), label_smoothing=1, softcap=torch.tensor(30.0))
+    torch.testing.assert_close(value, call(check=False, label_smoothing=1.0, softcap=30.0))
+
+
+def check_of_numbers_of_other_types(device):
+    """Options that are equal are no difference between ranks."""
+    odd = dist.get_rank() == 0
+    _, size, _ = split("chunk", V)
+    x, target = torch.randn(4, size, device=device), torch.tensor([1, 2, 3, -100], device=device)
+    value = vocab_parallel_cross_entropy(
+        x,
+        target,
+        num_classes=np.int64(V) if odd else V,
+        ignore_index=torch.tensor(-100) if odd else -100,
+        softcap=30 if odd else 30.0,
+        logit_scale=torch.tensor(0.5) if odd else 0.5,
+        check=True,
+    )
+    same_bits_everywhere(value)

@@ -1,0 +1,137 @@
+"""grad_in_forward: loss and gradient in one visit of the logits."""
+
+import pytest
+import torch
+from dispatch_log import Log
+
+import xent_ops
+
+OPTIONS = {
+    "plain": {},
+    "z-loss": {"lse_square_scale": 0.1},
+    "all": {"label_smoothing": 0.1, "lse_square_scale": 0.1, "softcap": 5.0, "logit_scale": 0.5},
+}
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["", "in_place"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weight"])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_grad_in_forward(device, h, target, reduction, name, weighted, in_place):
+    """Loss and gradient of the ordinary path, for upstream gradients of one and others, which differ between rows."""
+    options = {"reduction": reduction, "weight": torch.rand(30, device=device) if weighted else None, **OPTIONS[name]}
+    wanted = xent_ops.cross_entropy(h * 2, target, **options)
+    for factor in (1.0, torch.randn(wanted.shape, device=device), 0.0):
+        (wanted_grad,) = torch.autograd.grad((wanted * factor).sum(), h, retain_graph=True)
+        logits = h * 2
+        version, seen = logits._version, []
+        logits.register_hook(lambda g, seen=seen: seen.append(g.data_ptr()))
+        loss = xent_ops.cross_entropy(logits, target, grad_in_forward=True, inplace_backward=in_place, **options)
+        torch.testing.assert_close(loss, wanted)
+        (grad,) = torch.autograd.grad((loss * factor).sum(), h)
+        torch.testing.assert_close(grad, wanted_grad)
+        assert (seen == [logits.data_ptr()]) == in_place == (logits._version > version)
+
+
+def test_grad_in_forward_below_a_class_dimension_in_the_middle(device):
+    h = torch.randn(2, 10, 5, device=device, requires_grad=True)
+    target = torch.randint(0, 10, (2, 5), device=device)
+    (wanted,) = torch.autograd.grad(xent_ops.cross_entropy(h, target), h)
+    for in_place in (False, True):
+        loss = xent_ops.cross_entropy(h, target, grad_in_forward=True, inplace_backward=in_place)
+        torch.testing.assert_close(torch.autograd.grad(loss, h)[0], wanted)
+
+
+def test_grad_in_forward_in_place_of_views(device):
+    """Of what a layer returned: rows of one batch flattened, shifted, or a part of the classes."""
+    h, w = torch.randn(2, 4, 8, device=device, requires_grad=True), torch.randn(8, 30, device=device)
+    for view in (lambda x: x.view(-1, 30), lambda x: x[:, :-1], lambda x: x[..., 3:], lambda x: x.transpose(0, 1)):
+        target = torch.randint(0, 27, view(h @ w).shape[:-1], device=device)
+        (wanted,) = torch.autograd.grad(xent_ops.cross_entropy(view(h @ w), target, dim=-1), h)
+        h.grad = None
+        xent_ops.cross_entropy(view(h @ w), target, dim=-1, grad_in_forward=True, inplace_backward=True).backward()
+        torch.testing.assert_close(h.grad, wanted)
+
+
+def test_grad_in_forward_visits_the_logits_once_and_saves_the_gradient_alone(h, target):
+    saved = []
+    with Log() as log, torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        loss = xent_ops.cross_entropy(h, target, grad_in_forward=True)
+        assert log.ours() == ["xent.cross_entropy_divisor.default", "xent.cross_entropy_with_grad.default"]
+        log.names.clear()
+        loss.backward()
+    assert log.ours() == ["xent.scale_grad_.default"]
+    (gradient,) = saved
+    assert gradient.shape == h.shape and h.grad.data_ptr() == gradient.data_ptr(), "handed out, not copied"
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["", "in_place"])
+def test_grad_in_forward_gives_its_gradient_once(h, target, in_place):
+    options = {"grad_in_forward": True, "inplace_backward": in_place}
+    loss = xent_ops.cross_entropy(h * 2, target, **options)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second backward through a loss with grad_in_forward=True"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="leaves nothing to differentiate a second time"):
+        torch.autograd.grad(xent_ops.cross_entropy(h * 2, target, **options), h, create_graph=True)
+
+
+def test_grad_in_forward_refuses_what_it_would_corrupt(h, target):
+    def loss(logits, **options):
+        return xent_ops.cross_entropy(logits, target, grad_in_forward=True, inplace_backward=True, **options)
+
+    with pytest.raises(RuntimeError, match="would overwrite a leaf tensor"):
+        loss(h)
+    with pytest.raises(RuntimeError, match="share memory between their rows"):
+        loss((h[:1] * 2).expand(6, 30))
+    with pytest.raises(RuntimeError, match="share memory between their rows"):
+        loss((h * 2).view(-1).unfold(0, 30, 20)[:6])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss(h.exp()).backward()  # exp saved its output, which are the logits
+    logits = h * 2
+    written = loss(logits)
+    with torch.no_grad():
+        logits.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        written.backward()  # the gradient was there
+    with pytest.raises(ValueError, match="grad_in_forward=True takes class indices, not class probabilities"):
+        xent_ops.cross_entropy(h, h.detach().softmax(-1), grad_in_forward=True)
+
+
+def test_grad_in_forward_without_a_gradient_is_the_plain_forward(h, target):
+    kept = h.detach().clone()
+    wanted = xent_ops.cross_entropy(kept, target)
+    with Log() as log:
+        for logits, grad in ((kept, True), (h, False)):
+            with torch.set_grad_enabled(grad):
+                loss = xent_ops.cross_entropy(logits, target, grad_in_forward=True, inplace_backward=True)
+            assert torch.equal(loss, wanted) and not loss.requires_grad
+    assert log.ours() == ["xent.cross_entropy_reduced.default"] * 2
+    assert torch.equal(kept, h)
+
+
+def test_grad_in_forward_means_the_ordinary_path_under_compile_and_transforms(h, target):
+    options = {"grad_in_forward": True, "inplace_backward": True}
+    (wanted,) = torch.autograd.grad(xent_ops.cross_entropy(h * 2, target), h)
+
+    def step(h):
+        return xent_ops.cross_entropy(h * 2, target, **options)
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled(h), h)[0], wanted)
+    torch.testing.assert_close(torch.func.grad(step)(h.detach()), wanted)
+
+
+def test_one_pass_checks_weights_before_it_counts_rows(h, target):
+    for weight, message in (
+        (torch.ones(3), r"weight has shape \(3,\)"),
+        (torch.ones(h.shape[-1], 2), "weight has shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            xent_ops.cross_entropy(h * 2, target, weight.to(h), grad_in_forward=True)
+
+
+def test_grad_in_forward_without_rows(device):
+    empty = torch.randn(0, 10, device=device, requires_grad=True)
+    xent_ops.cross_entropy(empty, torch.zeros(0, device=device, dtype=torch.int64), grad_in_forward=True).backward()
+    assert empty.grad.shape == (0, 10)

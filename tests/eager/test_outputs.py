@@ -1,0 +1,56 @@
+"""What the other public functions return: cross_entropy_outputs and token_log_probs."""
+
+import pytest
+import torch
+
+import xent_ops
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_outputs(device, reduction):
+    torch.manual_seed(0)
+    x = torch.randn(2, 50, 300, device=device, dtype=torch.float64, requires_grad=True)
+    target = x.detach().argmax(-1)
+    target[:, ::3] = torch.randint(0, 300, target[:, ::3].shape, device=device)
+    target[0, 7:12] = -100
+    out = xent_ops.cross_entropy_outputs(
+        x, target, reduction=reduction, lse_square_scale=0.25, label_smoothing=0.125, dim=-1
+    )
+    loss = xent_ops.cross_entropy(x, target, reduction=reduction, label_smoothing=0.125, dim=-1)
+    counted = target != -100
+    torch.testing.assert_close(out.loss, loss + out.z_loss)
+    torch.testing.assert_close(out.lse, torch.logsumexp(x, -1))
+    assert out.predictions.dtype == torch.int64
+    assert torch.equal(out.predictions, torch.where(counted, x.argmax(-1), -1))
+    torch.testing.assert_close(out.accuracy.double(), (x.argmax(-1) == target)[counted].double().mean())
+    assert xent_ops.cross_entropy_outputs(x, target, dim=-1).z_loss == 0
+    wanted = torch.autograd.grad(loss.sum() + torch.logsumexp(x, -1).sum(), x)[0]
+    mine = torch.autograd.grad((out.loss - out.z_loss).sum() + out.lse.sum(), x)[0]
+    torch.testing.assert_close(mine, wanted)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("ignored, dtype", [(-100, torch.int64), (7, torch.uint8), (250, torch.uint8)], ids=str)
+@pytest.mark.parametrize("padding", [0.5, float("inf"), float("nan")])
+def test_token_log_probs_of_ignored_rows(device, ignored, dtype, padding):
+    """Log-probability, entropy and their gradients are 0, whatever the row holds."""
+    x = torch.randn(2, 3, 40, device=device)
+    x[0, 1] = x[1, 2] = padding
+    x.requires_grad_()
+    target = torch.tensor([[1, ignored, 39], [0, 5, ignored]], device=device).to(dtype)
+    counted = (target.to(torch.int64) != ignored).unsqueeze(-1)
+    log_probs, entropy, _ = xent_ops.token_log_probs(x, target, ignore_index=ignored)
+    wanted = torch.where(counted, x, 0.0).log_softmax(-1)
+    index = torch.where(counted.squeeze(-1), target.to(torch.int64), 0)
+    for value, rows in (
+        (log_probs, wanted.gather(-1, index.unsqueeze(-1))),
+        (entropy, -(wanted.exp() * wanted).sum(-1, keepdim=True)),
+    ):
+        rows = torch.where(counted, rows, 0.0).squeeze(-1)
+        torch.testing.assert_close(value, rows)
+        assert value[0, 1] == value[1, 2] == 0
+        upstream = torch.rand(2, 3, device=device)
+        (grad,) = torch.autograd.grad(value, x, upstream, retain_graph=True)
+        assert grad[0, 1].count_nonzero() == grad[1, 2].count_nonzero() == 0
+        (other,) = torch.autograd.grad(rows, x, upstream, retain_graph=True)
+        torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,328 @@
+"""Loss and gradient in one visit of the logits: values of the operators, and what they refuse."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from against_oracle import DTYPES, OPTIONS
+from flat_options import FlatOptions
+from helpers.interpreter import INTERPRETED
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from xent_ops.kernels import reference
+from xent_ops.testing import assert_grad, assert_loss, assert_lse, oracle, realistic_logits
+
+pytestmark = pytest.mark.interpreter
+
+ops = torch.ops.xent
+
+
+def one_pass_case(device, logits, target, grad_scale, grad_lse_square=None, weight=None, **options):
+    """The functional operator and its twin against the oracle; the twin leaves the gradient in the logits."""
+    logits, target, grad_scale = logits.to(device), target.to(device), grad_scale.to(device)
+    square = None if grad_lse_square is None else grad_lse_square.to(device)
+    weight = None if weight is None else weight.to(device)
+    before = logits.clone()
+    loss, lse, grad = ops.cross_entropy_with_grad(logits, target, grad_scale, square, weight, **options)
+    torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
+    grad_lse = 0.0
+    if square is not None:
+        counted = target.long() != options.get("ignore_index", -100)
+        grad_lse = torch.where(counted, 2 * square.double() * lse.double(), 0)
+    expected = oracle(logits, target, weight, grad_loss=grad_scale, grad_lse=grad_lse, **options)
+    assert loss.dtype == lse.dtype == (torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    assert grad.dtype == logits.dtype and grad.is_contiguous()
+    assert_loss(loss, expected)
+    assert_lse(lse, expected)
+    assert_grad(grad, expected)
+    version = logits._version
+    loss_, lse_ = ops.cross_entropy_with_grad_(logits, target, grad_scale, square, weight, **options)
+    assert logits._version > version
+    # Not bit for bit: rows of other strides may take another kernel.
+    assert_loss(loss_, expected)
+    assert_lse(lse_, expected)
+    assert_grad(logits, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocabulary", [1, 2, 127, 128, 1000, 4097, 9001])
+def test_vocabularies(device, dtype, vocabulary):
+    target = torch.randint(0, vocabulary, (5,), generator=torch.Generator().manual_seed(1))
+    target[2] = -100
+    one_pass_case(device, realistic_logits(5, vocabulary, dtype=dtype), target, torch.tensor(0.25))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_options(device, dtype, name):
+    """Every option alone and all together, with and without class weights and z-loss, and a ragged last tile."""
+    target = torch.tensor([0, 1002, -1, 7])
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.rand(1003, generator=generator)
+    squares = torch.rand(4, 2, generator=generator)[:, 0]
+    cases = [
+        (torch.tensor(0.125), squares, None),
+        (squares.flip(0), None, weight),
+        (squares.flip(0), torch.tensor(0.01), weight),
+    ]
+    for scale, z, w in cases:
+        logits = realistic_logits(4, 1003, dtype=dtype)
+        one_pass_case(device, logits, target, scale, z, w, ignore_index=-1, **OPTIONS[name])
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[:, :-1],
+        lambda x: x[::2],
+        lambda x: x[..., 3:],
+        lambda x: x.transpose(0, 1),
+        lambda x: x[1, 2],
+        lambda x: x.unsqueeze(1)[:, :, ::2],
+        lambda x: x[:, :, :9].transpose(0, 2),
+        lambda x: x[..., ::2],
+        lambda x: x.reshape(2, 2, 5, 101)[:, :, 1:].transpose(0, 2),
+    ],
+    ids=range(9),
+)
+def test_views_are_read_and_written_where_they_lie(device, view):
+    logits = view(realistic_logits(4, 5, 101, dtype=torch.float32))
+    target = torch.randint(0, logits.shape[-1], logits.shape[:-1], generator=torch.Generator().manual_seed(1))
+    storage = realistic_logits(4, 5, 101, dtype=torch.float32).to(device)
+    one_pass_case(device, logits, target, torch.rand(target.shape))
+    ops.cross_entropy_with_grad_(view(storage), target.to(device), torch.ones((), device=device))
+    outside = torch.ones(4, 5, 101, dtype=torch.bool)
+    view(outside)[...] = False
+    untouched = realistic_logits(4, 5, 101, dtype=torch.float32)
+    assert torch.equal(storage.cpu()[outside], untouched[outside])
+
+
+@pytest.mark.parametrize("std", [1.0, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_realistic_scales(device, dtype, std):
+    logits = realistic_logits(8, 2000, dtype=dtype, std=std, outliers=True, padding=37)
+    target = torch.randint(0, 1963, (8,), generator=torch.Generator().manual_seed(1))
+    one_pass_case(device, logits, target, torch.tensor(1 / 8), torch.tensor(1e-4), softcap=32.0)
+    one_pass_case(device, logits, target, torch.tensor(1 / 8))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_rows_of_padding_may_hold_anything(device, in_place):
+    x = torch.randn(4, 100, device=device)
+    x[1], x[2] = float("nan"), float("inf")
+    target, scale = torch.tensor([3, -100, 5, 4], device=device), torch.tensor([1.0, 1.0, 0.0, 1.0], device=device)
+    square = torch.tensor([0.1, 0.1, 0.0, 0.1], device=device)
+    grad = x if in_place else None
+    if in_place:
+        ops.cross_entropy_with_grad_(x, target, scale, square)
+    else:
+        grad = ops.cross_entropy_with_grad(x, target, scale, square)[2]
+    # An ignored row passes nothing back; 0 * inf of the third row's lse is torch's own arithmetic.
+    assert grad[[0, 1, 3]].isfinite().all() and grad[1].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("rows", [1, 4])  # the interpreter's way through forward and backward, and the kernel
+@pytest.mark.parametrize("plain", [False, True], ids=["operator", "plain torch"])
+def test_weight_of_an_ignored_class_may_be_infinite(device, plain, rows):
+    x = realistic_logits(rows, 100, dtype=torch.float32).to(device).requires_grad_()
+    target = torch.tensor([0, 3, 99, 4], device=device)[:rows]
+    weight = torch.rand(100, generator=torch.Generator().manual_seed(2)).to(device)
+    weight[0] = float("inf")
+    theirs = F.cross_entropy(x, target, weight, ignore_index=0, reduction="none")
+    (wanted,) = torch.autograd.grad(theirs.sum(), x)
+    one = torch.ones((), device=device)
+    kernel = (FlatOptions(reference) if plain else ops).cross_entropy_with_grad
+    loss, _, grad = kernel(x.detach(), target, one, None, weight, ignore_index=0)
+    torch.testing.assert_close(loss, theirs.detach())
+    torch.testing.assert_close(grad, wanted)
+    assert grad[0].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("rows", [1, 4])  # as above
+def test_strided_classes_are_copied_once(device, rows):
+    if device == "cpu" and not INTERPRETED:
+        pytest.skip("needs a GPU or TRITON_INTERPRET=1: only the Triton launchers copy rows")
+    from xent_ops.kernels.triton import launch_one_pass
+
+    class Copies(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.number += function is torch.ops.aten.clone.default and args[0].device.type != "meta"
+            return function(*args, **(kwargs or {}))
+
+    x, target = torch.randn(rows, 100, device=device)[:, ::2], torch.zeros(rows, dtype=torch.int64, device=device)
+    args = (x, target, torch.ones((), device=device))
+    with Copies() as copies:
+        launch_one_pass.cross_entropy_with_grad(*args)(*args)
+    assert copies.number == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "dtype, classes",
+    [
+        (torch.bfloat16, 128256),
+        (torch.bfloat16, 128257),  # rows start anywhere
+        (torch.bfloat16, 65528),
+        (torch.float16, 262144),
+        (torch.float32, 128256),
+        (torch.float32, 70001),
+    ],
+    ids=str,
+)
+def test_rows_that_programs_share(dtype, classes):
+    """On a GPU, rows too long to leave room beside them in shared memory; below, what is odd about one part of a row."""
+    rows = torch.cuda.get_device_properties(0).multi_processor_count + 20
+    logits = realistic_logits(rows, classes, dtype=dtype, std=3.0).cuda()
+    target = torch.randint(0, classes, (rows,), generator=torch.Generator().manual_seed(1)).cuda()
+    target[:8] = torch.tensor([0, 1, classes - 1, classes - 2, 16383, 16384, 32767, 32768])
+    logits[8, : classes // 2] = float("-inf")
+    target[8] = classes - 7
+    logits[9, 1000:] = float("-inf")
+    target[9] = 999
+    logits[10, classes // 3 : -classes // 3] = float("-inf")
+    target[10] = classes - 5
+    logits[11] += 1e4
+    logits[12, classes // 2] = 200.0
+    logits[13] = float("-inf")
+    logits[13, 40000] = 0.0
+    target[13] = 40000
+    target[14::9] = -100
+    scale, square = torch.tensor(1 / rows).cuda(), torch.full((rows,), 1e-4).cuda()
+    x = logits.clone()
+    first = ops.cross_entropy_with_grad(x, target, scale, square)
+    assert torch.equal(x, logits)
+    over = logits.clone()
+    some = slice(20)  # for the oracle takes its time
+    upstream = torch.where(target != -100, 2 * square * first[1], 0)[some]
+    expected = oracle(logits[some], target[some], grad_loss=scale, grad_lse=upstream)
+    for loss, lse, grad in (first, (*ops.cross_entropy_with_grad_(over, target, scale, square), over)):
+        assert_loss(loss[some], expected)
+        assert_lse(lse[some], expected)
+        assert_grad(grad[some], expected)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ops.cross_entropy_with_grad(x, target, scale, square)
+    for _ in range(3):
+        graph.replay()
+        for mine, wanted in zip(captured, first, strict=True):
+            assert torch.equal(mine, wanted), "another run, other bits"
+
+    x[14], x[15, 0], x[16, -1] = float("nan"), float("nan"), float("inf")
+    target[15], target[16], target[17] = 5, 6, classes
+    loss, _, grad = ops.cross_entropy_with_grad(x, target, scale)
+    assert loss[14] == 0 and grad[14].count_nonzero() == 0
+    for row in (15, 16, 17):
+        assert loss[row].isnan() and grad[row].isnan().all(), row
+
+
+def test_target_out_of_range(device, raises_out_of_range):
+    x, scale = realistic_logits(3, 50, dtype=torch.float32).to(device), torch.ones((), device=device)
+    for bad in (50, -1, 10**10):
+        target = torch.tensor([4, bad, 5], device=device)
+        if raises_out_of_range:
+            with pytest.raises(IndexError, match=rf"target {bad} is out of bounds: valid are 0 to 49"):
+                ops.cross_entropy_with_grad(x, target, scale)
+            with pytest.raises(IndexError, match=rf"target {bad} is out of bounds: valid are 0 to 49"):
+                ops.cross_entropy_with_grad_(x, target, scale)
+            continue
+        loss, _, grad = ops.cross_entropy_with_grad(x, target, scale)
+        assert loss.isnan().tolist() == [False, True, False]
+        assert grad.isnan().all(-1).tolist() == grad.isnan().any(-1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(7, 300), (2, 5, 4099), (1,), (0, 10), (3, 5003)], ids=str)
+def test_scale_grad(device, dtype, shape):
+    """A gradient times a scalar, or one factor a row, each rounded once; exactly one leaves every bit."""
+    grad = realistic_logits(*shape, dtype=dtype).to(device)
+    rows = shape[:-1]
+    per_row = torch.rand(rows, generator=torch.Generator().manual_seed(3))
+    per_row.view(-1)[::2] = 1.0
+    for factor in (torch.tensor(1.0), torch.tensor(0.3), torch.tensor(3.0).expand(rows), per_row):
+        scaled = grad.clone()
+        ops.scale_grad_(scaled, factor.to(device))
+        wanted = (grad.double() * factor.to(device).double().unsqueeze(-1)).to(dtype)
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(scaled, wanted, rtol=2 * eps, atol=torch.finfo(dtype).tiny)
+        assert torch.equal(scaled[factor.to(device).expand(rows) == 1], grad[factor.to(device).expand(rows) == 1])
+
+
+def test_scale_grad_by_zero_is_zero(device):
+    """As a row that passes nothing back, whatever it holds."""
+    grad = torch.full((3, 40), float("nan"), device=device)
+    grad[1] = 1.0
+    ops.scale_grad_(grad, torch.tensor([0.0, 2.0, 0.0], device=device))
+    assert grad.sum(-1).tolist() == [0.0, 80.0, 0.0]
+    ops.scale_grad_(grad.fill_(float("inf")), torch.zeros((), device=device))
+    assert grad.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("view", [lambda x: x[:, 1:], lambda x: x.transpose(0, 2), lambda x: x[..., ::3]], ids=range(3))
+def test_scale_grad_of_views(device, view):
+    storage = torch.ones(4, 6, 30, device=device)
+    version = storage._version
+    ops.scale_grad_(view(storage), torch.full((), 2.0, device=device))
+    assert storage._version > version
+    wanted = torch.ones(4, 6, 30)
+    view(wanted)[...] = 2.0
+    assert torch.equal(storage.cpu(), wanted)
+
+
+def test_bad_arguments_name_themselves(device):
+    x, target = torch.randn(4, 10, device=device), torch.arange(4, device=device)
+    one = torch.ones((), device=device)
+    bad = [
+        (lambda f: f(x, target, one.expand(3)), ValueError, r"grad_scale has shape \(3,\); expected \(4,\), one value for"),
+        (lambda f: f(x, target, one.long()), TypeError, "grad_scale has dtype torch.int64; expected one of"),
+        (lambda f: f(x, target, one, one.expand(4, 1)), ValueError, r"grad_lse_square has shape \(4, 1\)"),
+        (lambda f: f(x, target, one.to("meta")), RuntimeError, "grad_scale is on meta but logits are on"),
+        (lambda f: f(x, target, one, None, x[0, :9]), ValueError, r"weight has shape \(9,\)"),
+        (lambda f: f(x, target, one, softcap=-1.0), ValueError, "softcap must be a finite number above 0"),
+    ]  # fmt: skip
+    for call, error, text in bad:
+        for function in (ops.cross_entropy_with_grad, ops.cross_entropy_with_grad_):
+            with pytest.raises(error, match=text):
+                call(function)
+    for args, error, text in [
+        ((x, one.expand(3)), ValueError, r"factor has shape \(3,\); expected \(4,\), one value for each row of the grad"),
+        ((x.long(), one), TypeError, "grad has dtype torch.int64"),
+        ((x[0, 0], one), ValueError, "grad has no dimension"),
+        ((x, one.to("meta")), RuntimeError, "factor is on meta but grad is on"),
+    ]:  # fmt: skip
+        with pytest.raises(error, match=text):
+            ops.scale_grad_(*args)
+
+
+def test_no_derivative(device):
+    """It would be a second one: a backward through the operators says so, and the twin refuses beforehand."""
+    x, target = torch.randn(4, 10, device=device, requires_grad=True), torch.arange(4, device=device)
+    one = torch.ones((), device=device)
+    with pytest.raises(RuntimeError, match="cross_entropy_with_grad has no derivative"):
+        ops.cross_entropy_with_grad(x, target, one)[0].sum().backward()
+    row = torch.ones(4, device=device)
+    for call in (
+        lambda logits: ops.cross_entropy_with_grad_(logits, target, one),
+        lambda logits: ops.scale_grad_(logits, one),
+        lambda logits: ops.cross_entropy_backward_(row, None, logits, target, row),
+        lambda logits: ops.cross_entropy_shard_backward_(row, None, logits, target, row, 0, 10),
+    ):
+        with pytest.raises(RuntimeError, match="must not require grad, for an operator that has no derivative writes"):
+            call(x * 1)
+    with torch.no_grad():
+        ops.cross_entropy_with_grad_(x, target, one)
+
+
+def test_nothing_is_written_over_rows_that_share_memory(device):
+    logits, row = torch.zeros(100, device=device).unfold(0, 30, 20), torch.zeros(4, device=device)
+    target = row.long()
+    for call in (
+        lambda: torch.ops.xent.cross_entropy_with_grad_(logits, target, row),
+        lambda: torch.ops.xent.scale_grad_(logits, row),
+        lambda: torch.ops.xent.cross_entropy_backward_(row, None, logits, target, row),
+        lambda: torch.ops.xent.cross_entropy_shard_backward_(row, None, logits, target, row, 0, 30),
+    ):
+        with pytest.raises(RuntimeError, match="share memory between their rows"):
+            call()
+    torch.ops.xent.scale_grad_(logits[::2], row[::2])
