@@ -128,7 +128,7 @@ def _reads_last(node: fx.Node, position: int, memory: dict[fx.Node, list[fx.Node
 
 
 def _rows_overlap(logits: fx.Node) -> bool:
-    """With the traced sizes. For other sizes the kernel checks."""
+    """With the traced sizes. For others the kernel checks."""
     value = logits.meta["val"]
     sizes, strides = ([_traced(size) for size in numbers] for numbers in (value.shape, value.stride()))
     return None in (*sizes, *strides) or overwriting.may_overlap(sizes, strides)
