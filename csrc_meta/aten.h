@@ -1,4 +1,4 @@
-// The part of torch that the operators use, through its stable ABI alone: one build serves torch 2.11 and newer.
+// The torch functions that the operators use. They use the stable ABI only, so one build serves torch 2.11 and newer.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -25,7 +25,7 @@ using MaybeTensor = std::optional<Tensor>;
 
 namespace aten {
 
-// Throws what torch threw, as far as it tells.
+// Rethrows torch's error, with its text if there is one.
 inline void succeed(AOTITorchError status, const char* what) {
   if (status != TORCH_SUCCESS) {
     const char* cause = torch_exception_get_what_without_backtrace ? torch_exception_get_what_without_backtrace() : nullptr;
@@ -41,7 +41,7 @@ std::vector<Tensor> call_all(const char* name, const char* overload, const Args&
   succeed(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION), name);
   std::vector<Tensor> tensors;
   for (size_t i = 0; i < results; ++i) {
-    tensors.push_back(torch::stable::detail::to<Tensor>(stack[i]));  // takes it over: one that is left would leak
+    tensors.push_back(torch::stable::detail::to<Tensor>(stack[i]));  // takes ownership: any result left would leak
   }
   return tensors;
 }

@@ -12,7 +12,7 @@ struct Dimension {
   int64_t stride;
 };
 
-// The leading dimensions but for the last `kept`, joined where one stride walks through both.
+// All dimensions except the last `kept`. Two are merged if one stride describes both.
 std::vector<Dimension> joined(const Tensor& tensor, int64_t kept) {
   std::vector<Dimension> result;
   const auto sizes = tensor.sizes();
@@ -92,7 +92,7 @@ Write::Write(const Tensor& tensor) : tensor_(tensor), memory_(tensor) {
 
 void Write::finish() const {
   Tensor written = tensor_;
-  torch::stable::copy_(written, memory_);  // of a tensor onto itself: autograd learns that it was written, no more
+  torch::stable::copy_(written, memory_);  // onto itself if not copied: tells autograd that it was written
 }
 
 PerRow::PerRow(const MaybeTensor& tensor, ScalarType dtype) {

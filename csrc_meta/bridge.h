@@ -1,4 +1,4 @@
-// Between tensors and the kernels of cpu/: rows where they lie where the kernels can take them so, one copy elsewhere.
+// Converts tensors for the kernels of cpu/. Rows are used in place if the kernels can take them, else copied once.
 #pragma once
 
 #include "stack.h"
@@ -18,7 +18,7 @@ struct Layout {
   int64_t stride = 0;
 };
 
-// Nothing where the classes are not dense, or the rows have more than two strides.
+// Empty if the classes are not dense, or the rows have more than two strides.
 std::optional<Layout> layout(const Tensor& tensor);
 
 // Rows of a tensor, and the tensor that keeps their memory.
@@ -59,10 +59,10 @@ inline const void* data(const MaybeTensor& tensor) {
   return tensor ? tensor->const_data_ptr() : nullptr;
 }
 
-// Arguments as the kernels take them. Keeps the memory of what had to be converted.
+// Arguments in the form that the kernels take. Keeps the memory of converted ones.
 class Problem : public cpu::Problem {
  public:
-  // Without target: class probabilities, or none. Without values: the kernel does not read the logits.
+  // No target: class probabilities, or a kernel that reads no target. No values: the kernel does not read the logits.
   Problem(const Tensor& logits, const MaybeTensor& target, const MaybeTensor& weight, const Options& options,
           bool with_values = true);
 
@@ -88,7 +88,7 @@ class Upstream : public cpu::Upstream {
   MaybeTensor divisor_;
 };
 
-// torch's intra-op threads: torch.set_num_threads, at::set_num_threads and OMP_NUM_THREADS count.
+// torch's intra-op threads, as set by torch.set_num_threads, at::set_num_threads or OMP_NUM_THREADS.
 cpu::Threads threads();
 
 }  // namespace xent::bridge

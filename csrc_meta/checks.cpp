@@ -82,8 +82,7 @@ void check_dtype(const char* name, const Tensor& tensor, const std::initializer_
   require(false, name, " has dtype torch.", name_of(dtype), "; expected one of ", names);
 }
 
-// Sizes of a tensor; nothing for a meta tensor, whose sizes may be symbolic: to read one specialises the graph that is
-// being traced.
+// Sizes of a tensor; empty for a meta tensor. Its sizes may be symbolic, and reading one specialises the traced graph.
 std::optional<std::vector<int64_t>> sizes_of(const Tensor& tensor) {
   int32_t type = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
@@ -274,7 +273,7 @@ void scale_grad(const Tensor& grad, const Tensor& factor) {
 
 void writable(const char* name, const Tensor& tensor) {
   const auto of_inference = [](const Tensor& one) { return aten::call<bool>("aten::is_inference", "", one); };
-  // A tensor made here tells whether inference mode is on: the stable ABI does not.
+  // The stable ABI does not tell whether inference mode is on, but a new tensor does.
   require<std::runtime_error>(
       !of_inference(tensor) || of_inference(aten::scalar(0.0, tensor.scalar_type())), name,
       " was made in inference mode, and outside it no tensor of inference mode is written to: call the operator below "

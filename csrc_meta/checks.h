@@ -1,5 +1,5 @@
-// What no kernel can take, refused before any kernel runs: the checks of xent_ops/ops/checks.py with its words, for
-// processes where no Python ran them first. A ValueError or a TypeError there is std::invalid_argument here.
+// The checks of xent_ops/ops/checks.py in the same words, for processes without Python. A ValueError or TypeError there
+// is a std::invalid_argument here.
 #pragma once
 
 #include "stack.h"
@@ -18,7 +18,7 @@ void soft_forward(const Tensor& logits, const Tensor& target, const MaybeTensor&
 void shard(const Tensor& logits, const Tensor& target, const cpu::Shard& place, const MaybeTensor& weight,
            const Options& options);
 
-// part: what one rank hands over, 1-d.
+// part: the result of one rank, 1-d.
 void shard_gathered(const Tensor& gathered, const Tensor& part);
 
 void shard_coefficient(const MaybeTensor& weight, const MaybeTensor& coefficient);
@@ -34,12 +34,12 @@ void scalar_or_row_values(const char* owner, const Tensor& matrix, const char* n
 
 void scale_grad(const Tensor& grad, const Tensor& factor);
 
-// Not for meta tensors: reads the strides.
+// Reads the strides, so not for meta tensors.
 void writable(const char* name, const Tensor& tensor);
 
 void reduction(const std::string& value);
 
-// Of the operators whose result is one number.
+// For operators with a reduced result.
 void reduction_to_one(const std::string& value);
 
 void lse_square_scale(double value, const Tensor& logits);

@@ -1,5 +1,5 @@
-// xent::cross_entropy: one operator for a reduced loss, or the row operator and the z-loss of each row; as
-// xent_ops/ops/composite.py. Composed of operators for any device, symbolic sizes and tracers.
+// xent::cross_entropy, as in xent_ops/ops/composite.py: the operator of a reduced loss, or the row operator and the
+// z-loss of each row. It calls operators only, so it serves any device, symbolic sizes and tracers.
 #include "checks.h"
 #include "operators.h"
 
@@ -40,7 +40,7 @@ void cross_entropy(Stack& stack) {
   if (lse_square_scale == 0.0) {
     return stack.returns({rows[0]});
   }
-  // A sum: aten::add takes a Scalar, which the stable ABI does not have.
+  // A sum, because aten::add takes a Scalar, which the stable ABI does not have.
   const Tensor z_loss = z_losses(rows[1], target, options.ignore_index, lse_square_scale);
   stack.returns({torch::stable::subtract(rows[0], z_loss, -1.0)});
 }

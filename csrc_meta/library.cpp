@@ -31,7 +31,7 @@ class Registration {
   bool ok_;
 };
 
-// This library's path: the dispatcher names it where somebody else claims the namespace later.
+// This library's path. The dispatcher names it in the error of a later registration of the namespace.
 const char* own_path() {
   Dl_info info{};
   return dladdr(reinterpret_cast<void*>(&own_path), &info) && info.dli_fname ? info.dli_fname : "libxent_ops.so";
@@ -41,8 +41,8 @@ const char* own_path() {
 [[gnu::used]] const char sources[] = XENT_OPS_SOURCES;
 
 void register_operators(const char* path) {
-  // Asking for the namespace is how to learn whether it is taken: by the Python package, or by a copy of this library.
-  // Either has registered the same operators, so there is nothing to do. (STABLE_TORCH_LIBRARY would go on and crash.)
+  // Claiming the namespace fails if it is taken, by the Python package or by a copy of this library. Both have
+  // registered the same operators, so there is nothing to do. (STABLE_TORCH_LIBRARY would continue and crash.)
   Registration schemas(nullptr, path);
   if (!schemas.ok()) {
     return;
@@ -61,8 +61,8 @@ void register_operators(const char* path) {
 #undef XENT_REGISTER
 }
 
-// An exception here would end the process; half of the operators, which is what an operator of the same name from
-// elsewhere leaves, says so at the first call.
+// An exception here would end the process. If an operator of the same name comes from elsewhere, half of the operators
+// are missing, and the first call of one raises.
 [[maybe_unused]] const bool loaded = [] {
   const char* path = own_path();
   try {

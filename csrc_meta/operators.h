@@ -9,7 +9,7 @@ namespace xent::operators {
 #define XENT_DECLARE(name, schema) void name(Stack& stack);
 // Kernels for the CPU and for meta tensors. The linker names one that is missing.
 XENT_OPERATORS(XENT_DECLARE)
-// Made of the others, for any device.
+// Composites: they call other operators, on any device.
 XENT_COMPOSITES(XENT_DECLARE)
 #undef XENT_DECLARE
 

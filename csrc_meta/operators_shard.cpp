@@ -6,7 +6,7 @@
 namespace xent::operators {
 namespace {
 
-// The shard's place comes between the target and the weight.
+// class_start and num_classes come between the target and the weight.
 struct Place {
   explicit Place(Stack& stack) : shard(stack.shard()), weight(stack.maybe_tensor()) {}
 
@@ -14,7 +14,7 @@ struct Place {
   MaybeTensor weight;
 };
 
-// What a rank hands over: 3 numbers for each row, 4 with class weights, and a header of 5.
+// The length of one rank's result: 3 numbers for each row, 4 with class weights, and a header of 5.
 Tensor shard_part(const Tensor& logits, const Tensor& target, const MaybeTensor& weight) {
   std::vector<Tensor> parts(weight ? 4 : 3, aten::flatten(per_row(logits, target)));
   parts.push_back(numbers(logits, {5}));

@@ -1,4 +1,4 @@
-// What operators allocate, and how an operator and its in-place twin are made of one description.
+// Allocation of results, and templates that make an operator and its in-place twin from one description.
 #pragma once
 
 #include "bridge.h"
@@ -9,7 +9,7 @@
 
 namespace xent::operators {
 
-// Results are allocated by operators of torch on tensors that are there: no size is read, since one may be symbolic.
+// Results are allocated by torch operators on existing tensors. No size is read, since it may be symbolic.
 
 // One number for each row of the logits; `like` has that shape.
 inline Tensor per_row(const Tensor& logits, const Tensor& like) {
@@ -21,7 +21,7 @@ inline Tensor numbers(const Tensor& logits, std::initializer_list<int64_t> shape
   return torch::stable::new_empty(logits, {shape.begin(), shape.size()}, bridge::accumulator(logits));
 }
 
-// The last arguments of an operator that reduces the losses of its rows to one number.
+// The last arguments of an operator that reduces the losses of its rows.
 class Reduction {
  public:
   Reduction(Stack& stack, const Tensor& logits) : lse_square_scale_(stack.number()) {
@@ -31,7 +31,7 @@ class Reduction {
     mean_ = reduction == "mean";
   }
 
-  // target_weight: of each row, null where it follows from the problem's weight.
+  // target_weight: one value a row, or null to take it from the problem's weight.
   void write(const bridge::Problem& problem, const Tensor& loss, const Tensor& lse, const void* target_weight,
              const Tensor& divisor, const Tensor& value) const {
     cpu::divisor(problem, target_weight, divisor.mutable_data_ptr(), nullptr);

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/tensor_parallel_lm.py                 # tensor parallel over 2 ranks
     torchrun --nproc-per-node 4 examples/tensor_parallel_lm.py --tensor 2      # and FSDP2 over 2 pairs of them
 
-On CPUs (gloo) or, where there are as many, GPUs (NCCL). At the end rank 0 trains the same model alone on the same
-batches and compares: the losses must be equal up to float32 rounding.
+It runs on GPUs (NCCL) if there is one for each rank, else on CPUs (gloo). At the end rank 0 trains the same model alone
+on the same batches: the losses must be equal up to float32 rounding.
 """
 
 import argparse
@@ -67,7 +67,7 @@ class GPT(nn.Module):
 
 PLAN = {
     "tokens": RowwiseParallel(input_layouts=Replicate()),
-    # The logits stay split over the vocabulary, as a DTensor: that is all that the loss needs to know.
+    # The logits stay split over the vocabulary, as a DTensor. The loss needs no other argument for that.
     "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
 }
 BLOCK_PLAN = {
@@ -125,7 +125,7 @@ def train(model: GPT, batches: Tensor, lr: float, data: DeviceMesh | None = None
 
 
 def text_of(steps: int, batch: int, length: int, seed: int) -> Tensor:
-    """Something that can be learnt: every token is a fixed function of the one before, but for 1 in 10."""
+    """Data that can be learnt: 9 of 10 tokens are a fixed function of the one before."""
     generator = torch.Generator().manual_seed(seed)
     following = torch.randperm(VOCABULARY, generator=generator)
     tokens = [torch.randint(0, VOCABULARY, (steps, batch), generator=generator) % 97]

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 import xent_ops
 
 VOCABULARY = 8192
-CHARACTERS = 10_000_000  # more text than this is not read: the tokenizer's training would outlast the model's
-CHUNK = 10  # steps between two looks at the clock and the loss: each look waits for the device
+CHARACTERS = 10_000_000  # read no more text: the tokenizer's training would take longer than the model's
+CHUNK = 10  # steps between two readings of the clock and the loss, which wait for the device
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 LOSSES: dict[str, Loss] = {
@@ -43,7 +43,7 @@ SIZES = {
 def read_text(source: Path | None) -> list[str]:
     """The text of a file, of every UTF-8 file in a folder, or of the standard library."""
     if source is None:
-        # Not its tests and data tables, which some systems leave out, nor what was installed beside it.
+        # Without tests and data tables, which some systems leave out, and without installed packages.
         skip = {"test", "tests", "encodings", "idlelib", "lib2to3", "pydoc_data"}
         skip |= {"site-packages", "dist-packages"}
         root = Path(sysconfig.get_path("stdlib"))
@@ -111,14 +111,14 @@ def loss_of(model: GPT, loss_function: Loss, ids: Tensor, targets: Tensor) -> Te
 
 
 def graph_breaks(loss_function: Loss, device: str) -> int:
-    """Dynamo's count, on a model of one layer and without fullgraph=True, which makes of a break an error."""
+    """Dynamo's count of breaks in a model of one layer, without fullgraph=True, which would raise."""
     model = GPT(length=16, width=32, layers=1).to(device)
     ids = torch.zeros(2, 16, dtype=torch.long, device=device)
     return torch._dynamo.explain(loss_of)(model, loss_function, ids, ids).graph_break_count
 
 
 class Run:
-    """One model in training, and what is known of it."""
+    """One model in training, with its measurements."""
 
     def __init__(self, loss_function: Loss, tokens: Tensor, windows: Tensor, args: argparse.Namespace) -> None:
         self.loss_function, self.tokens, self.windows = loss_function, tokens, windows
@@ -154,7 +154,7 @@ class Run:
 
 
 def draw(runs: dict[str, Run], path: Path) -> None:
-    figure = Figure(figsize=(8, 4.5), layout="constrained")  # no pyplot, so no screen is looked for
+    figure = Figure(figsize=(8, 4.5), layout="constrained")  # without pyplot, which looks for a screen
     axes = figure.subplots()
     for (name, run), style in zip(runs.items(), ("-", "--"), strict=True):
         axes.plot(range(1, len(run.losses) + 1), run.losses, style, label=name)
@@ -232,7 +232,7 @@ def main() -> int:
             progress.update(bar, description=f"compiling with {name}")
             runs[name] = Run(function, tokens, windows, args)
             progress.advance(bar)
-        # Turn and turn about: what else the machine does then slows down both alike.
+        # In turns, so that other load on the machine slows down both equally.
         with torch._dynamo.config.patch(error_on_recompile=True):
             for _ in range(CHUNK, args.steps, CHUNK):
                 for run in runs.values():

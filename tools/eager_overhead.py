@@ -1,9 +1,9 @@
-"""What eager forward + backward of a loss costs the host: python tools/eager_overhead.py
+"""Host time of eager forward + backward of a loss: python tools/eager_overhead.py
 
-Our Triton launchers run on CPU tensors and a device that launches nothing (no_device.py), so that all of the host's
-work is there but the driver's; F.cross_entropy runs on a tensor of (2, 4), where its own kernels take next to nothing.
-The process group of the vocabulary-parallel loss communicates nothing. Microseconds a forward and backward, each the
-best of 200 batches, taken in turns.
+Our Triton launchers run on CPU tensors and a device that launches nothing (no_device.py), so the host does everything
+except the driver's work. F.cross_entropy runs on a tensor of (2, 4), where its own kernels take almost no time. The
+process group of the vocabulary-parallel loss communicates nothing. Prints microseconds of a forward and backward, each
+the best of 200 batches, taken in turns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BATCHES, CALLS, CLASSES = 200, 10, 64
 
 
 class Bare(torch.autograd.Function):
-    """The least that a loss in Python can cost."""
+    """A lower bound for a loss in Python."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""A CUDA device for Triton that launches nothing: all else is Triton's own, binding, keys and compilation.
+"""A CUDA device for Triton that launches nothing. Binding, keys and compilation are Triton's own.
 
-For what a launch costs the host, and for tests of what is launched, on a machine without a GPU.
+It serves to measure the host time of a launch, and to test launches, on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Driver:
     )
 
     def get_current_device(self) -> int:
-        return 99  # no GPU's: what is compiled here cannot run
+        return 99  # no real GPU, since kernels compiled here cannot run
 
     def get_current_stream(self, device: int) -> int:
         return 0

@@ -1,6 +1,6 @@
-"""Says what this machine lacks before anything is installed: all of it at once, with the commands to run.
+"""Lists everything that this machine lacks, before anything is installed, with the commands to run.
 
-It must run on any Python, if only to say that it is too old: no f-strings and no annotations here.
+It must run on any Python, to say that it is too old. So it has no f-strings and no annotations.
 """
 
 from __future__ import print_function
@@ -14,7 +14,7 @@ import tempfile
 
 OLDEST = (3, 10)
 
-# What torch.compile builds for the CPU, in small: a C++20 shared library with OpenMP and Python's headers.
+# A small example of what torch.compile builds for the CPU: a C++20 shared library with OpenMP and Python's headers.
 PROBE = """
 #include <Python.h>
 #include <omp.h>
@@ -22,13 +22,13 @@ PROBE = """
 int probe(std::span<int> values) { return omp_get_max_threads() + (int)values.size() + PY_MAJOR_VERSION; }
 """
 
-# what is missing -> the package that has it; {python} is the interpreter's name, python3 or python3.12 say
+# missing part -> package; {python} is the interpreter's name, for example python3.12
 DEBIAN = {"venv": "{python}-venv", "headers": "{python}-dev", "compiler": "g++"}
 FEDORA = {"venv": "{python}", "headers": "{python}-devel", "compiler": "gcc-c++"}
 
 
 def error_of(command):
-    """What a command that failed printed; None where it succeeded."""
+    """The output of a command that failed; None if it succeeded."""
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     except OSError as error:
@@ -38,7 +38,7 @@ def error_of(command):
 
 
 def build_error(compiler, include):
-    """Why the compiler cannot build the probe; None where it can."""
+    """The compiler's error for the probe; None if it builds."""
     folder = tempfile.mkdtemp()
     try:
         source = os.path.join(folder, "probe.cpp")
@@ -51,11 +51,11 @@ def build_error(compiler, include):
 
 
 def missing():
-    """(key into the names of packages, in words) for each thing that is missing."""
+    """(key into the names of packages, description) for each missing part."""
     if sys.version_info < OLDEST:
         text = "Python 3.10 or newer: %s is %d.%d; install one, then add PYTHON=python3.12, say, to make"
         yield None, text % ((sys.executable,) + sys.version_info[:2])
-        return  # what else this interpreter lacks is of no interest
+        return  # other checks of this interpreter are pointless
     try:
         import ensurepip  # noqa: F401
         import venv  # noqa: F401
@@ -68,7 +68,7 @@ def missing():
         yield "headers", "Python's C headers: there is no %s/Python.h" % include
 
     mac = sys.platform == "darwin"
-    compiler = os.environ.get("CXX", "clang++" if mac else "g++")  # the one that torch.compile takes
+    compiler = os.environ.get("CXX", "clang++" if mac else "g++")  # as torch.compile chooses it
     error = error_of([compiler, "--version"])
     if error is not None:
         yield "compiler", "a C++ compiler: %s; CXX=clang++, say, takes another" % error

@@ -1,7 +1,7 @@
 """Makes the environment of `make test-ascend`: setup_ascend.py FOLDER, run by the interpreter of the main environment.
 
-It holds triton-ascend and takes everything else, torch among it, from the main environment, behind itself on sys.path.
-Where triton-ascend cannot be installed it says so and exits with 75, which the Makefile takes for "skipped".
+It holds triton-ascend and takes everything else, including torch, from the main environment, which comes later on
+sys.path. If triton-ascend cannot be installed, it says so and exits with 75, which the Makefile treats as "skipped".
 """
 
 import hashlib

@@ -1,12 +1,12 @@
 """Makes the private environment that the Makefile's targets run in: setup_env.py FOLDER.
 
-It does nothing where the environment is finished and its requirements are the same; otherwise it starts again
-from nothing: pip keeps what it downloaded. The C++ extension alone is built again where only its sources changed.
+It does nothing if the environment is finished and its requirements are the same. Otherwise it starts again from
+nothing; pip keeps its downloads. If only the sources of the C++ extension changed, it builds the extension again.
 Three variables, each remembered until another value is given:
 
-PYTHON           the interpreter to build on; where it has torch, that torch is used and none is installed
+PYTHON           the interpreter to build on; if it has torch, that torch is used and none is installed
 TORCH            a requirement for torch other than the one in requirements-dev.txt
-TORCH_INDEX_URL  a package index to take torch from: PyTorch's install page names one for each build
+TORCH_INDEX_URL  a package index for torch: PyTorch's install page names one for each build
 
 and one for this call: XENT_OPS_BUILD_CPP=0 leaves the C++ extension as it is.
 """
@@ -56,7 +56,7 @@ def main() -> None:
     print(f"Setting up {venv} with {base}", flush=True)
     venv.mkdir(parents=True, exist_ok=True)
     (venv / OURS).touch()
-    for path in venv.iterdir():  # all but OURS: if this too is interrupted, the rest is still known as ours
+    for path in venv.iterdir():  # all except OURS: if this is interrupted, the folder is still known as ours
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         elif path.name != OURS:
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def digest(venv: Path) -> str:
-    """Of all that decides what an environment holds; its path too, since a moved one does not work."""
+    """A hash of everything that an environment depends on; its path too, since a moved one does not work."""
     texts = [file.read_bytes() for file in (REQUIREMENTS, ROOT / "pyproject.toml", Path(__file__))]
     return hashlib.sha256(b"\0".join([*texts, bytes(ROOT), bytes(venv)])).hexdigest()
 
@@ -80,7 +80,7 @@ def install(venv: Path, base: str, torch: str, index: str) -> None:
     site = "" if torch or index else site_with_torch(base)
     if site:
         print(f"Using the torch in {site}", flush=True)
-        # Behind the environment's own packages on sys.path: the pins below win over what else is there.
+        # After the environment's own packages on sys.path, so that the pins below take precedence.
         packages = next(venv.glob("lib/python*/site-packages"))
         (packages / "torch-of-base.pth").write_text(f"{site}\n")
     else:
@@ -100,13 +100,13 @@ def extension_is_current() -> bool:
 
 
 def install_project(venv: Path) -> None:
-    """Also builds the C++ extension. Without dependencies, and with the setuptools and the torch of the environment:
-    nothing can bring a second torch."""
+    """Also builds the C++ extension. Without dependencies, and with the environment's setuptools and torch, so that no
+    second torch is installed."""
     run(*pip_of(venv), "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
 
 
 def site_with_torch(base: str) -> str:
-    """The folder where the interpreter has a torch that is new enough; empty where it has none."""
+    """The folder of the interpreter's torch; empty if it has none that is new enough."""
     found = answer(base, "import torch; print(torch.__version__, torch.__path__[0], sep='\\n')")
     if not found:
         return ""
@@ -119,8 +119,8 @@ def site_with_torch(base: str) -> str:
 
 def install_torch(pip: tuple[str, ...], requirement: str, index: str) -> None:
     if index:
-        run(*pip, "--no-deps", "--index-url", index, requirement)  # from there or not at all
-        run(*pip, "--extra-index-url", index, requirement)  # what it needs, from wherever it is
+        run(*pip, "--no-deps", "--index-url", index, requirement)  # torch from this index only
+        run(*pip, "--extra-index-url", index, requirement)  # its dependencies from any index
         return
     has_gpu = shutil.which("nvidia-smi") or os.path.exists("/dev/nvidiactl")
     if sys.platform == "linux" and not has_gpu and re.fullmatch(r"torch==[\d.]+", requirement):
@@ -128,13 +128,13 @@ def install_torch(pip: tuple[str, ...], requirement: str, index: str) -> None:
         if attempt.returncode == 0:
             return
         if "No matching distribution" not in attempt.stderr:
-            sys.exit(attempt.stderr)  # the network, the disk: no reason to take another build
+            sys.exit(attempt.stderr)  # for example the network: another build would not help
         print(HINT.format(requirement=f"{requirement}+cpu"), flush=True)
     run(*pip, requirement)
 
 
 def answer(python: str, code: str) -> str:
-    """What the code prints in that interpreter; empty where it fails."""
+    """The output of the code in that interpreter; empty if it fails."""
     return subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip()
 
 

@@ -33,7 +33,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # torch.distributed and DTensor take most of a second to import: they wait until somebody asks.
+    # torch.distributed and DTensor take most of a second to import, so they are imported on first use.
     if name == "distributed":
         return importlib.import_module(".distributed", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -95,18 +95,17 @@ def cross_entropy(
             a tensor that requires grad is refused. For a learned temperature multiply the logits by it.
         dim: the class dimension. 1 as in torch; -1 for language-model logits (B, S, V) with targets (B, S).
         inplace_backward: in eager, write the gradient over the input's storage: no second buffer of its size. The
-            input must not be a leaf, nor a view of one. A later backward that needs the input raises; who merely
-            reads it after the backward finds the gradient. Inside saved-tensor hooks (a non-reentrant checkpoint,
-            ``save_on_cpu``) autograd could not give that error, and the gradient gets memory of its own. Compiled
-            graphs already reuse that buffer, so there it means nothing; nor does it below torch.func's transforms.
-            Class indices only.
-        grad_in_forward: in eager, make the gradient in forward, in the same pass over the input: one read and one
+            input must not be a leaf, nor a view of one. After the backward the input holds the gradient, and a later
+            backward that needs the input raises. Inside saved-tensor hooks (a non-reentrant checkpoint,
+            ``save_on_cpu``) autograd could not raise, so the gradient gets memory of its own. Compiled graphs, which
+            reuse that buffer anyway, and torch.func's transforms ignore it. Class indices only.
+        grad_in_forward: in eager, compute the gradient in forward, in the same pass over the input: one read and one
             write of its size in all, instead of two and one. The backward multiplies it by the upstream gradient,
-            which costs nothing where that is one, and hands it out, once: a second backward raises, and so does a
-            second derivative. The gradient is rounded to the input's dtype before it is multiplied: with float16 and
-            a loss scaler, small gradients underflow that would not otherwise. With ``inplace_backward`` the gradient
-            takes the input's storage in forward already, so nobody may read the input after this call. Compiled
-            graphs and torch.func's transforms take the ordinary path. Class indices only.
+            which costs nothing where that is one, and returns it once: a second backward raises, and so does a second
+            derivative. The gradient is rounded to the input's dtype before it is multiplied: with float16 and a loss
+            scaler, small gradients underflow that would not otherwise. With ``inplace_backward`` the gradient is
+            written over the input in forward already, so the input must not be read after this call. Compiled graphs
+            and torch.func's transforms ignore it. Class indices only.
 
     Returns:
         float32 (float64 for float64 input): (), or with "none" the shape of class indices.
@@ -124,7 +123,7 @@ def cross_entropy(
     loss = LossOptions(Options(ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction)
     loss = arguments.options(loss, input.dtype)
     if is_dtensor(input):
-        from .distributed import tensor  # only where somebody has imported DTensor: that takes a while
+        from .distributed import tensor  # imported for DTensors only: it takes a while
 
         for name, value in (("inplace_backward", inplace_backward), ("grad_in_forward", grad_in_forward)):
             if value:

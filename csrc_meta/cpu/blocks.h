@@ -1,4 +1,4 @@
-// What is compiled once for each instruction set: loops over a block of a row, small enough for the first cache level.
+// Compiled once for each instruction set: loops over a block of a row, small enough for the first cache level.
 // Everything around them (rows, threads, joins) is ordinary C++. A is the accumulator: float or double.
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace xent::cpu {
 
-// 4096: 16 KiB of float32. A row is a left fold over its blocks, whoever visits them: this number is part of the bits.
+// 4096: 16 KiB of float32. A row is a left fold over its blocks, in any number of threads: this size affects the bits.
 constexpr std::int64_t kBlock = 4096;
 
 // grad_j = (total p_j - grad_entropy p_j (log p_j + entropy) - constant - factor subtracted_j) scale dx_j/dz_j,
@@ -44,11 +44,11 @@ struct Blocks {
   void (*scale)(DType, void* x, std::int64_t n, A factor);
 };
 
-// Of the best instruction set of this processor: see `instruction_set`.
+// The loops for the best instruction set of this processor: see `instruction_set`.
 template <class A>
 const Blocks<A>& blocks();
 
-// One file each.
+// Each is one file.
 namespace generic {
 extern const Blocks<float> float_blocks;
 extern const Blocks<double> double_blocks;

@@ -1,6 +1,6 @@
 // The loops of blocks.h. Included by each blocks_*.cpp inside its namespace, after simd.h.
 
-// body(j, n) for whole vectors, n a constant, then for what is left of the block.
+// Calls body(j, n) for whole vectors, with n a constant, then for the rest of the block.
 template <class A, class Body>
 inline void for_vectors(std::int64_t count, Body body) {
   std::int64_t j = 0;
@@ -16,8 +16,8 @@ inline double add_lanes(V v) {
   return sum;
 }
 
-// Adds up what lanes(begin, end) gives for each part of a block: what a lane loses to rounding grows with its number
-// of additions. 1024, a block in vectors of 16 bytes, can cost an lse twice the budget of testing.assert_lse.
+// Adds up lanes(begin, end) of the parts of a block, because the rounding error of a lane grows with its number of
+// additions. 1024 of them, a block in vectors of 16 bytes, can cost an lse twice the budget of testing.assert_lse.
 template <class A, class Lanes>
 inline double add_parts(std::int64_t n, Lanes lanes) {
   constexpr std::int64_t part = 256 * kLanes<A>;
@@ -35,7 +35,7 @@ template <class T, class A>
 A load_as(const T* from, std::int64_t n, A scale, A* x) {
   typedef Vector<A> V;
   const A infinity = A(__builtin_inf());
-  V maxima[4];  // one alone would wait for itself
+  V maxima[4];  // a single one would be a chain of dependent instructions
   for (V& maximum : maxima) maximum = splat(-infinity);
   const std::int64_t whole = n - n % (4 * kLanes<A>);
   for (std::int64_t j = 0; j < whole; j += 4 * kLanes<A>) {
@@ -150,7 +150,7 @@ void scale_as(T* x, std::int64_t n, A factor) {
   for_vectors<A>(n, [=](std::int64_t j, int left) ALWAYS_INLINE { store(x + j, load(x + j, left) * factor, left); });
 }
 
-// Calls body with a pointer to what the logits are stored as.
+// Calls body with a pointer to the type that the logits are stored as.
 template <class Body>
 inline auto as_stored(DType dtype, const void* elements, Body body) {
   if (dtype == DType::bfloat16) return body(static_cast<const Bfloat16*>(elements));

@@ -36,21 +36,21 @@ struct PerRow {
 };
 
 // How to run a loop on several threads. `loop(begin, end, grain, body)` calls body on disjoint ranges that cover
-// [begin, end), at least `grain` long where it can, in any order and returns after the last; as at::parallel_for does.
+// [begin, end), at least `grain` long if possible, in any order, and returns after the last, as at::parallel_for does.
 struct Threads {
   using Body = std::function<void(std::int64_t, std::int64_t)>;
-  std::int64_t number = 1;  // how many `loop` uses: decides how work is cut, never what comes out
+  std::int64_t number = 1;  // threads of `loop`; decides how the work is cut, never the result
   std::function<void(std::int64_t begin, std::int64_t end, std::int64_t grain, const Body& body)> loop;
 };
 
-// What every operator is given.
+// The arguments of every operator.
 struct Problem {
   DType dtype = DType::float32;  // of the logits, and of their gradient
   std::int64_t rows = 0;         // N
-  std::int64_t classes = 0;      // V; of a shard: its columns, those of padding beyond the last class too
+  std::int64_t classes = 0;      // V; for a shard its columns, with those of padding
   Rows logits;
   const std::int64_t* target = nullptr;  // (N,), dense; null for class probabilities
-  // (V,), dense, in the accumulator's dtype (of no classes: any pointer). Not given: every class counts 1.
+  // (V,), dense, in the accumulator's dtype (any pointer if there are no classes). Not given: every class counts 1.
   std::optional<const void*> weight;
   std::int64_t ignore_index = -100;
   double label_smoothing = 0.0;
@@ -58,12 +58,12 @@ struct Problem {
   double logit_scale = 1.0;
 };
 
-// Upstream gradients. A row for which all that is passed back is zero is not read: its gradient is zeros.
+// Upstream gradients. A row whose upstream gradients are all zero is not read, and its gradient is zeros.
 struct Upstream {
   PerRow loss;     // required
   PerRow lse;      // optional
   PerRow entropy;  // optional; needs the entropies of the forward pass
-  // Of a reduced loss: what `divisor` wrote, (2,) in the accumulator's dtype, or null; and the factor of its z-loss.
+  // For a reduced loss: the divisor, (2,) in the accumulator's dtype, or null; and the factor of its z-loss.
   const void* divisor = nullptr;
   double lse_square_scale = 0.0;
 };
@@ -74,10 +74,10 @@ struct Shard {
   std::int64_t num_classes = 0;  // of all ranks together
 };
 
-// In what follows outputs and saved values of one number a row are (N,), dense, in the accumulator's dtype.
+// Below, outputs and saved values with one number a row are (N,), dense, in the accumulator's dtype.
 // A gradient may be written over the logits it is taken from (same data, same strides).
 
-// argmax and entropy are optional (null). argmax: the first index on ties, of a NaN where there is one.
+// argmax and entropy are optional (null). argmax: the first index on ties, or the first NaN.
 void forward(const Problem&, void* loss, void* lse, std::int64_t* argmax, void* entropy, const Threads&);
 
 // entropy may be null unless upstream.entropy is given.
@@ -87,7 +87,7 @@ void backward(
 // probabilities: (N, V) of any dtype and strides.
 void soft_forward(const Problem&, DType, Rows probabilities, void* loss, void* lse, const Threads&);
 
-// Of upstream, only loss and lse are used.
+// Uses only loss and lse of upstream.
 void soft_backward(
     const Problem&,
     DType,
@@ -97,12 +97,12 @@ void soft_backward(
     MutableRows grad_logits,
     const Threads&);
 
-// (2,): the sum of the counted targets' class weights (or of `target_weight`, (N,), where it is given), and the number of
-// counted rows. inverse, 1 / divisor, is optional (null). The logits are not read.
+// (2,): the sum of the counted targets' class weights (or of `target_weight`, (N,), where it is given), and the number
+// of counted rows. inverse, 1 / divisor, is optional (null). The logits are not read.
 void divisor(const Problem&, const void* target_weight, void* divisor, void* inverse);
 
-// One number: the sum of the losses, which are 0 in ignored rows, and of lse_square_scale * lse^2 over the counted rows;
-// the mean divides them by divisor[0] and divisor[1]. Of the problem: dtype, rows, target, ignore_index.
+// One number: the sum of the losses, which are 0 in ignored rows, and of lse_square_scale * lse^2 over the counted
+// rows; the mean divides them by divisor[0] and divisor[1]. Uses dtype, rows, target and ignore_index of the problem.
 void reduce(
     const Problem&,
     const void* loss,
@@ -124,7 +124,7 @@ void with_grad(
     const Threads&);
 
 // Each row of grad times its factor, in place. A factor of 0 gives zeros whatever the row holds, as in a row that
-// passes nothing back; one of 1 is not applied. Of the problem: dtype, rows, classes.
+// passes nothing back. A factor of 1 is not applied. Uses dtype, rows and classes of the problem.
 void scale_grad(const Problem&, MutableRows grad, PerRow factor, const Threads&);
 
 // How many numbers `shard_forward` writes.
@@ -155,8 +155,8 @@ void shard_backward(
     MutableRows grad_logits,
     const Threads&);
 
-// "avx512", "avx2" or "default": which instructions the kernels use on this processor. As torch does, they obey
-// ATEN_CPU_CAPABILITY=default|avx2|avx512, read at the first call, as far as the processor can.
+// "avx512", "avx2" or "default": the instructions that the kernels use on this processor. Like torch, they obey
+// ATEN_CPU_CAPABILITY=default|avx2|avx512, read at the first call, if the processor supports it.
 const char* instruction_set();
 
 }  // namespace xent::cpu

@@ -1,4 +1,4 @@
-// Page faults of a large gradient: 4 KiB at a time they cost more than its arithmetic.
+// Huge pages for a large gradient, because page faults of 4 KiB cost more than its arithmetic.
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -10,7 +10,7 @@ namespace xent::cpu {
 
 void prefer_huge_pages([[maybe_unused]] const Problem& problem, [[maybe_unused]] const MutableRows& grad) {
 #if defined(MADV_HUGEPAGE)
-  // From this size on glibc maps an allocation of its own, which ends with the tensor, and so does the advice.
+  // From this size on glibc maps each allocation separately, so the advice ends with the tensor.
   constexpr std::int64_t kMapped = std::int64_t(32) << 20;
   constexpr std::uintptr_t kHugePage = std::uintptr_t(2) << 20;
   const std::int64_t bytes = problem.rows * problem.classes * size_of(problem.dtype);

@@ -1,4 +1,4 @@
-// Rows out of blocks, threads over rows: what the operators share. Not part of the interface.
+// Shared by the operators: rows from blocks, threads over rows. Not part of the interface.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ void dispatch(const Problem& problem, Body body) {
 
 struct Nothing {};
 
-// What is known of a block, of several, of a row. Sums are relative to the pivot: the maximum, or 0 where that is -inf.
+// The sums of a block, of several, or of a row. They are relative to the pivot: the maximum, or 0 if that is -inf.
 struct Sums {
   double maximum = -kInfinity;   // of x
   double total = 0;              // sum_j exp(x_j - pivot)
@@ -34,8 +34,8 @@ struct Sums {
   double pivot() const { return maximum == -kInfinity ? 0 : maximum; }
 };
 
-// `sums` of the columns before those of `next` become the sums of both. Always from left to right: the same bits
-// whichever thread scanned which block.
+// Adds `next` to `sums`, which are of the columns before. Always from left to right, so the bits do not depend on which
+// thread scanned which block.
 inline void fold(Sums& sums, Sums next) {
   const double maximum = std::max(sums.maximum, next.maximum);
   for (Sums* part : {&sums, &next}) {
@@ -106,8 +106,8 @@ RowGrads row_grads(const Upstream& upstream, std::int64_t row, bool counted, dou
   return {grad_loss, grad_lse};
 }
 
-// To be called before a fresh gradient is written: forward and backward of 1024 x 32000 float32, every page of the
-// gradient new, took 53 ms of processor time with it and 81 without (2 cores, AVX-512, 2026-11).
+// Call it before a new gradient is written: forward and backward of 1024 x 32000 float32, every page of the gradient
+// new, took 53 ms of processor time with it and 81 without (2 cores, AVX-512, 2026-11).
 void prefer_huge_pages(const Problem& problem, const MutableRows& grad);
 
 // Runs body(i) for every i of [0, number), where one costs about `cost` elements.
@@ -119,9 +119,9 @@ void for_each(const Threads& threads, std::int64_t number, std::int64_t cost, Bo
   });
 }
 
-// Visits every row: `scan(row, column, n)` gives the Sums of each of its blocks, `join(row, sums)` what its second
-// visit needs, `emit(row, joined, column, n)` is called for each block again. Enough rows: a thread takes a row as a
-// whole, whose second visit finds it in the cache. Few rows: threads share them.
+// Visits every row: `scan(row, column, n)` returns the Sums of each block, `join(row, sums)` the coefficients for the
+// second visit, and `emit(row, joined, column, n)` is called for each block again. With enough rows a thread takes a
+// whole row, which the second visit finds in the cache. Threads share few rows.
 template <class Joined, class Scan, class Join, class Emit>
 void visit(
     std::int64_t rows,

@@ -60,7 +60,7 @@ struct Probabilities {
   }
 };
 
-// Where x_j == wanted first, n where it is not. Sixty-four at a time: a loop that compilers vectorise.
+// The first j with x_j == wanted, or n. Sixty-four at a time, in a loop that compilers vectorise.
 template <class A, class Wanted>
 std::int64_t find(const A* x, std::int64_t n, Wanted wanted) {
   std::int64_t j = 0;
@@ -73,7 +73,7 @@ std::int64_t find(const A* x, std::int64_t n, Wanted wanted) {
   return j;
 }
 
-// What of a row's Sums is wanted.
+// The parts of a row's Sums to compute.
 template <class A>
 struct Scan {
   const Problem& problem;
@@ -142,7 +142,8 @@ struct Target {
   }
 };
 
-// What the second visit of a row needs: grad_x_j = A softmax_j - B [j == t] - C q_j, as in reference.row_coefficients.
+// The coefficients for the second visit of a row: grad_x_j = A softmax_j - B [j == t] - C q_j, as in
+// reference.row_coefficients.
 template <class A>
 struct Coefficients {
   Gradient<A> gradient = {};
@@ -167,8 +168,8 @@ Coefficients<A> coefficients(
   return result;
 }
 
-// The gradient of a block; q: of its classes, null for ones. It may overwrite its logits, so that of the target is made
-// first and put in its place last.
+// The gradient of a block. q: of its classes, null for ones. The gradient may overwrite the logits, so the target's
+// element is computed first and stored last.
 template <class A>
 void emit(
     const Problem& problem,

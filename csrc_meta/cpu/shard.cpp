@@ -54,7 +54,7 @@ void forward_as(const Problem& problem, const Shard& shard, A* out, const Thread
   header[4] = A(sum_weights);
 }
 
-// What a rank said of itself. An integer is two digits; one that is none (garbage) becomes -1, which tiles nothing.
+// The header of a rank. An integer is two digits. Garbage becomes -1, which fails the check of the tiling.
 struct Header {
   std::int64_t start, size;
   double sum_weights;
@@ -66,7 +66,7 @@ std::int64_t integer(const A* digits) {
   return value >= 0 && value < 0x1p62 ? std::int64_t(value) : -1;
 }
 
-// Do the shards tile [0, num_classes)? Each starts where no other does, at 0 or where another one ends.
+// Do the shards tile [0, num_classes)? Each must start at 0 or at the end of another one, and no two at the same class.
 bool tiles(const std::vector<Header>& headers, std::int64_t num_classes) {
   double together = 0;  // cannot overflow
   for (const Header& header : headers) {

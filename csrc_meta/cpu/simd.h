@@ -56,7 +56,7 @@ inline void write(T* to, V v, int n) {
   }
 }
 
-// Where GCC 12 makes several instructions of what is one (of a narrowing: twenty), x86 is asked by name. The portable
+// Intrinsics of x86 where GCC 12 emits several instructions for one (twenty for a narrowing). The portable
 // half conversions are those of M. Dukhan's FP16 library: exponents moved by integer arithmetic, subnormals rounded by
 // adding a number of the right exponent.
 #if VECTOR_BYTES == 64
@@ -111,7 +111,7 @@ inline V smaller(V a, V b) {
 }
 #endif
 
-// What logits may be stored as. `load` gives accumulators, `store` rounds to nearest, ties to even.
+// The types that logits may be stored as. `load` gives accumulators, `store` rounds to nearest, ties to even.
 struct Bfloat16 {
   std::uint16_t bits;
 };

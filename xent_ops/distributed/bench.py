@@ -2,9 +2,9 @@
 
     python -m torch.distributed.run --nproc-per-node 2 -m xent_ops.distributed.bench --rows 8192 --classes 128256
 
-Prints, of rank 0: milliseconds (medians; the slowest rank sets the pace of all), the limit 1.70 copies + 1.5
-all-gathers, kernel launches of one eager step, and the peak memory beyond the logits in units of the shard. Where the
-host sets the pace, two more figures say what of it: an eager step without autograd's own thread, and one with all
+Rank 0 prints its median times in milliseconds (the slowest rank sets the pace of all), the limit 1.70 copies + 1.5
+all-gathers, the kernel launches of one eager step, and the peak memory beyond the logits in units of the shard. Two
+more figures show what part of a step is the host's: an eager step without autograd's own thread, and one with all
 threads of a rank on one core.
 """
 
@@ -24,13 +24,13 @@ from torch import Tensor
 from .parts import chunk
 from .vocab_parallel import vocab_parallel_cross_entropy
 
-# Back to back in a sample, as a training loop makes them: the host runs ahead of the device if it can. On a CPU there
-# is no device to run ahead of, and a call takes seconds.
+# Calls in a sample, back to back as in a training loop, so that the host runs ahead of the device if it can. On a CPU
+# there is no device to run ahead of, and a call takes seconds.
 CALLS = {"cuda": 50, "cpu": 1}
 
 
 def milliseconds(run: Callable[[], object], device: str, repeat: int) -> float:
-    """Of one call: the median of ``repeat`` samples of CALLS calls, begun together by all ranks."""
+    """The time of one call: the median of ``repeat`` samples of CALLS calls, begun together by all ranks."""
     calls = CALLS[device]
     for _ in range(calls):
         run()
@@ -56,7 +56,7 @@ def milliseconds(run: Callable[[], object], device: str, repeat: int) -> float:
 
 @contextlib.contextmanager
 def one_core() -> Iterator[None]:
-    """All threads of this rank on a core of its own, so that none has to be woken up on another one."""
+    """Run all threads of this rank on one core, so that no thread has to wake up on another one."""
     cores = sorted(os.sched_getaffinity(0))
     mine = cores[int(os.environ["LOCAL_RANK"]) * len(cores) // int(os.environ["LOCAL_WORLD_SIZE"])]
     before = {thread: os.sched_getaffinity(thread) for thread in map(int, os.listdir("/proc/self/task"))}
@@ -71,7 +71,7 @@ def one_core() -> Iterator[None]:
 
 
 def graph_of(run: Callable[[], object]) -> Callable[[], object]:
-    """``run`` as a CUDA graph, its collective with it."""
+    """``run`` as a CUDA graph, with its collective."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -126,7 +126,7 @@ def main() -> None:
     out.clear()
     report = {"copy of the shard": copy, "all-gather of 12 bytes a row": gather}
     report["eager"] = milliseconds(lambda: step(loss_of), device, args.repeat)
-    with torch.autograd.set_multithreading_enabled(False):  # no handing over to autograd's thread, and back
+    with torch.autograd.set_multithreading_enabled(False):  # the backward runs in this thread
         report["eager, one thread"] = milliseconds(lambda: step(loss_of), device, args.repeat)
     if hasattr(os, "sched_setaffinity"):
         with one_core():

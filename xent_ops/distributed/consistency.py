@@ -34,10 +34,10 @@ def check(
     ranks = ranks_of(group)
     try:
         report = _report(logits, target, weight, ranks, num_classes, class_start, loss)
-    except Exception as error:  # another rank must hear of it, or it waits for this one
+    except Exception as error:  # the other ranks must get a report, or they wait for this one
         report = {"error": f"{type(error).__name__}: {error}"}
     reports: list[dict[str, Any]] = [{} for _ in range(ranks.world)]
-    with torch._C._DisableFuncTorch():  # a rank below a transform, which is an error of its own, reports that too
+    with torch._C._DisableFuncTorch():  # a rank below a transform must report that error too
         dist.all_gather_object(reports, report, group=process_group(group))
     problem = _compare(reports)
     if problem is not None:
@@ -53,7 +53,7 @@ def _report(
     class_start: Any,
     loss: LossOptions,
 ) -> dict[str, Any]:
-    """What this rank passed. All that it can refuse by itself is an error in here, and not later."""
+    """The arguments of this rank. Raises every error that this rank can detect by itself."""
     transforms.refuse(NAME)
     arguments.tensors(logits, target, weight, "logits_shard")
     loss = arguments.options(loss, logits.dtype)

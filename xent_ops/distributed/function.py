@@ -1,4 +1,4 @@
-"""A loss over a split vocabulary as one node of autograd: what eager training goes through, as in ops/function.py."""
+"""A loss over a split vocabulary as one autograd node, for eager training. The pattern is that of ops/function.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A group as users hold it: ProcessGroup, one-dimensional DeviceMesh, group name, None for all ranks.
+"""The kinds of group that users pass: ProcessGroup, one-dimensional DeviceMesh, group name, None for all ranks.
 
-Everything here is a constant to torch.compile.
+To torch.compile everything here is a constant.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Group = ProcessGroup | DeviceMesh | str | None
 class Ranks(NamedTuple):
     """This rank in a group."""
 
-    name: str  # what functional collectives know the group by
+    name: str  # the group's name, which functional collectives take
     rank: int
     world: int
 
@@ -40,7 +40,7 @@ def process_group(group: Group) -> ProcessGroup:
 
 @torch.compiler.assume_constant_result
 def _rank_and_world(name: str) -> tuple[int, int]:
-    """Of a group's name, which Dynamo does not look up."""
+    """Rank and size of a named group. Dynamo does not trace the lookup."""
     group = process_group(name)
     return dist.get_rank(group), dist.get_world_size(group)
 
@@ -49,10 +49,10 @@ def ranks_of(group: Group) -> Ranks:
     resolved: Any = group if isinstance(group, str) else process_group(group)
     if isinstance(resolved, str):
         rank, world = _rank_and_world(resolved)
-    elif isinstance(resolved, ProcessGroup):  # torch.distributed's functions would take the host 30 us for the same
+    elif isinstance(resolved, ProcessGroup):  # the functions of torch.distributed take the host 30 us for the same
         rank, world = resolved.rank(), resolved.size()
     else:
         rank, world = dist.get_rank(resolved), dist.get_world_size(resolved)
-    if rank < 0:  # then what stands for the group has no name
+    if rank < 0:  # a group without this rank has no name either
         raise ValueError("this rank is not a member of the group")
     return Ranks(resolved if isinstance(resolved, str) else resolved.group_name, rank, world)

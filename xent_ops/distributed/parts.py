@@ -1,4 +1,4 @@
-"""What each rank holds of the vocabulary, and what all ranks hand over of their columns."""
+"""The shard of the vocabulary that each rank holds, and the all-gather of the shards' statistics."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def first_class(width: int, class_start: int | None, num_classes: int, ranks: Ra
 
 
 def shard_range_of(logits: Tensor, num_classes: Any, class_start: Any, ranks: Ranks) -> tuple[int, int]:
-    """(class_start, num_classes) of this rank's columns; an error for what this rank alone can see is wrong."""
+    """(class_start, num_classes) of this rank's columns. Raises what this rank can detect without the others."""
     if type(logits) is not Tensor and hasattr(logits, "device_mesh"):
         raise TypeError("logits_shard is a DTensor: pass logits_shard.to_local(), or call xent_ops.cross_entropy")
     if logits.dim() < 1:
@@ -60,10 +60,10 @@ def all_gather_shard_stats(
     shard_range: tuple[int, int],
     options: Options,
 ) -> Tensor:
-    """(ranks, numbers), what ``xent::cross_entropy_shard`` returned on each rank: the one collective of a loss.
+    """(ranks, numbers), the results of ``xent::cross_entropy_shard`` on all ranks: the one collective of a loss.
 
-    As nodes that tracers see, and passes move. Below autograd, which has nothing to do here: the gradient flows
-    through the logits of the operator that joins.
+    Functional collectives are nodes that tracers see and passes move. They are called below autograd, because the
+    gradient flows through the logits of the operator that joins.
     """
     keywords = options.keywords()
     stats = below_autograd(

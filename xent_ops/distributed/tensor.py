@@ -1,8 +1,8 @@
-"""``xent_ops.cross_entropy`` of DTensor logits: each rank computes on what it holds.
+"""``xent_ops.cross_entropy`` of DTensor logits: each rank computes on its local tensor.
 
-Rows sharded: the loss of each row where the row is, with no communication; "mean" and "sum" add a handful of numbers
-over the ranks that hold different rows. Classes sharded: vocab_parallel.py, over that dimension of the mesh; the
-logits are never gathered. Both at once on a mesh of several dimensions.
+If rows are sharded, each rank computes the losses of its rows without communication; "mean" and "sum" then add up to
+four numbers over the ranks that hold different rows. If classes are sharded, vocab_parallel.py serves that dimension of
+the mesh; the logits are never gathered. A mesh of several dimensions may have both.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def cross_entropy(
 
     local = dense_classes(input.to_local().movedim(classes_dim, -1))
     shape = torch.Size([*input.shape[:classes_dim], *input.shape[classes_dim + 1 :]])
-    if isinstance(target, DTensor) or target.shape != local.shape[:-1]:  # else it is of this rank's rows
+    if isinstance(target, DTensor) or target.shape != local.shape[:-1]:  # else it holds this rank's rows
         arguments.suggest_dim(input.shape, target.shape, dim)
     local_target = _local_target(target, shape, local.shape[:-1], mesh, rows)
     ranks = Ranks("", 0, 1) if vocabulary is None else ranks_of(mesh.get_group(vocabulary))
@@ -61,7 +61,7 @@ def cross_entropy(
 
 
 def _sums_of_rows(rows: vocab_parallel.Rows, target: Tensor, loss: LossOptions) -> list[Tensor]:
-    """What adds up over rows: loss, and the z-loss where there is one, each for "mean" with what divides it."""
+    """The sums over this rank's rows: loss, z-loss if there is one, and for "mean" the divisor of each."""
     terms = [rows.loss]
     if loss.reduction == "mean":
         terms.append(rows.weight)
@@ -73,7 +73,7 @@ def _sums_of_rows(rows: vocab_parallel.Rows, target: Tensor, loss: LossOptions) 
 
 
 def _combine(sums: list[Tensor], reduction: str) -> Tensor:
-    """The loss of what ``_sums_of_rows`` returned."""
+    """The loss from the sums of ``_sums_of_rows``."""
     if reduction != "mean":
         return sums[0] if len(sums) == 1 else sums[0] + sums[1]
     loss = sums[0] / sums[1]
@@ -81,10 +81,10 @@ def _combine(sums: list[Tensor], reduction: str) -> Tensor:
 
 
 def _vocabulary_dimension(input: DTensor, classes_dim: int) -> int | None:
-    """The dimension of the mesh that the classes are split over, if any."""
+    """The mesh dimension that splits the classes, if any."""
     found = []
     for mesh_dim, placement in enumerate(input.placements):
-        # isinstance alone: Dynamo of torch 2.11 does not answer type(placement) is Shard
+        # isinstance, because Dynamo of torch 2.11 cannot trace `type(placement) is Shard`.
         strided = isinstance(placement, _StridedShard)
         if strided or not isinstance(placement, (Replicate, Shard)):
             raise ValueError(
@@ -99,7 +99,7 @@ def _vocabulary_dimension(input: DTensor, classes_dim: int) -> int | None:
 
 
 def _row_placements(placements: tuple[Placement, ...], classes_dim: int) -> list[Placement]:
-    """Where the rows of the logits, and so the targets and the losses, lie."""
+    """The placements of the rows of the logits, and so of the targets and losses."""
     result: list[Placement] = []
     for placement in placements:
         if not isinstance(placement, Shard) or placement.dim == classes_dim:
@@ -112,25 +112,25 @@ def _row_placements(placements: tuple[Placement, ...], classes_dim: int) -> list
 def _local_target(
     target: Tensor, shape: torch.Size, local_shape: torch.Size, mesh: DeviceMesh, rows: list[Placement]
 ) -> Tensor:
-    """The targets of this rank's rows. A plain tensor holds either those or, the same on every rank, all."""
+    """The targets of this rank's rows. A plain tensor holds these, or all targets on every rank."""
     if target.dtype.is_floating_point:
         raise TypeError("DTensor logits take class indices as the target, not class probabilities")
     if isinstance(target, DTensor):
         if target.device_mesh != mesh:
             raise ValueError(f"target lies on {target.device_mesh} but logits on {mesh}; both must be on one mesh")
-        # On every rank, before any communicates.
+        # Raises on every rank, before any rank communicates.
         checks.same_shape("target", target.shape, shape, "one class index for each row of the logits")
         return target.redistribute(mesh, rows).to_local()
     if target.shape == local_shape or target.shape != shape:
-        return target  # what fits neither is the operator's error
+        return target  # if it fits neither, the operator raises
     replicated = DTensor.from_local(target, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return replicated.redistribute(mesh, rows).to_local()  # cuts its part out, which is no communication
+    return replicated.redistribute(mesh, rows).to_local()  # a slice of it: no communication
 
 
 def _local_weight(
     weight: Tensor | None, num_classes: int, width: int, mesh: DeviceMesh, vocabulary: int | None, ranks: Ranks
 ) -> Tensor | None:
-    """The weights of this rank's classes. A plain tensor holds, the same on every rank, all classes' weights."""
+    """The weights of this rank's classes. A plain tensor holds the weights of all classes on every rank."""
     if weight is None:
         return None
     if isinstance(weight, DTensor):

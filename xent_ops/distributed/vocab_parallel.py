@@ -1,14 +1,14 @@
 """Cross entropy where each rank holds some columns of the logits.
 
-One collective forward and none backward. Each rank makes 3 numbers a row (4 with class weights) of its columns by
-``xent::cross_entropy_shard``, one all-gather hands them to every rank, and ``xent::cross_entropy_shard_join`` makes
-loss and lse of them: from the same numbers in the same order, so the same bits on every rank. The gradient of a shard
-needs the lse of all ranks and nothing else of theirs: the join's autograd formula is one kernel over the shard. In a
-compiled graph the collective stands between the operators as ``_c10d_functional`` nodes, for Inductor to overlap and
-reorder; in eager training all of them are one node of autograd (function.py). Memory beyond the logits: the gradient
-of the shard, and a few numbers a row.
+There is one collective forward and none backward. ``xent::cross_entropy_shard`` computes 3 numbers a row (4 with class
+weights) from a rank's columns, one all-gather hands them to every rank, and ``xent::cross_entropy_shard_reduced`` or
+``xent::cross_entropy_shard_join`` computes the loss from them: the same numbers in the same order, so the same bits on
+every rank. The gradient of a shard needs the lse of the whole vocabulary and nothing else from other ranks. In a
+compiled graph the collective is a ``_c10d_functional`` node between the operators, which Inductor may overlap and
+reorder. In eager training all of them are one autograd node (function.py). Memory beyond the logits: the gradient of
+the shard, and a few numbers a row.
 
-The loss is the same on every rank, so every rank calls ``backward()`` with the same upstream gradient, and gets the
+The loss is the same on every rank. Every rank calls ``backward()`` with the same upstream gradient, and gets the
 gradient of its own columns.
 
 Sources: Megatron-LM's vocab_parallel_cross_entropy; the losses' linearity in (lse, x_t), kernels/reference_shard.py.
@@ -101,8 +101,8 @@ def vocab_parallel_cross_entropy(
         IndexError: on the CPU, for a target outside [0, num_classes) that is not ignore_index; on a GPU that row's
             loss and gradient are NaN.
 
-    Shards that do not tile the vocabulary give NaN on every rank. Without ``check=True`` nobody notices when ranks pass
-    different targets or options: the numbers are then wrong. Different row counts are an error, or a hang, of the
+    Shards that do not tile the vocabulary give NaN on every rank. Different targets or options on different ranks give
+    wrong numbers without an error, unless ``check=True``. Different row counts give an error, or a hang, of the
     communication library.
     """
     loss = LossOptions(Options(ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction)

@@ -1,10 +1,10 @@
-"""What is for Inductor alone; the functions here put our loss in the place of ``F.cross_entropy`` unasked.
+"""Support for Inductor, and a pass that replaces ``F.cross_entropy`` in compiled models.
 
-``torch.compile(model, options=xent_ops.inductor.options())`` replaces it in one compiled model, ``enable()`` in all
-that this thread compiles from then on, ``with replace_cross_entropy():`` in those compiled inside the block.
-``last_report()`` says what was replaced, what was not, and why. docs/compile.md shows it.
+``torch.compile(model, options=xent_ops.inductor.options())`` replaces it in one compiled model, ``enable()`` in
+everything that this thread compiles from then on, ``with replace_cross_entropy():`` in what is compiled inside the
+block. ``last_report()`` says what was replaced, what was not, and why. docs/compile.md shows it.
 
-Importing this costs nothing: ``torch._inductor``, which takes over a second, is imported by the functions.
+This module imports quickly: only its functions import ``torch._inductor``, which takes over a second.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ cache_tag.install()
 
 
 def _before_tracing() -> None:
-    """The cache tag at every trace: it is not there in another thread, or after the user has set one. The lowerings at
-    the first: Inductor must know them before it compiles, and importing its tables costs over a second."""
+    """Install the cache tag, and at the first trace the lowerings.
+
+    The tag at every trace, because another thread has none, and the user may have set another. The lowerings as late as
+    possible, because importing Inductor's tables takes over a second; Inductor needs them before it compiles.
+    """
     cache_tag.install()
     from . import decomposition
 
@@ -38,8 +41,8 @@ def options(base: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Options for ``torch.compile`` that replace ``F.cross_entropy`` in what is compiled with them.
 
     Args:
-        base: further options, kept as they are; a ``pre_grad_custom_pass`` among them, or else the one that is set
-            in ``torch._inductor.config`` now, runs before ours.
+        base: further options, which are kept. A ``pre_grad_custom_pass`` among them runs before ours; without one, the
+            pass that is set in ``torch._inductor.config`` now does.
 
     Clears the report.
     """
@@ -52,8 +55,8 @@ def options(base: Mapping[str, Any] | None = None) -> dict[str, Any]:
 def enable() -> None:
     """Replace ``F.cross_entropy`` in everything that Inductor compiles from now on in this thread. Idempotent.
 
-    What is compiled already stays as it is (``torch.compiler.reset()`` forgets it). Passes that are set already run
-    before ours. Clears the report.
+    Code that is compiled already does not change (``torch.compiler.reset()`` discards it). Passes that are set already
+    run before ours. Clears the report.
     """
     from torch._inductor import config
 
@@ -65,7 +68,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Undo ``enable()``; other passes stay, also those that were set after it. The report stays too."""
+    """Undo ``enable()``. Other passes stay, even those that were set after it, and so does the report."""
     from torch._inductor import config
 
     from . import graph_pass

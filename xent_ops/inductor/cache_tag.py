@@ -1,9 +1,9 @@
-"""Compiled artifacts of another version or another source of xent_ops are never used.
+"""A tag in the keys of torch's compile caches, so that artifacts of another version of xent_ops are never used.
 
 torch keeps compiled graphs on disk. The key of a graph with a backward (AOTAutograd's cache) is made from the graph
-that Dynamo saw: it names our operators, but holds neither their autograd formulas nor their decompositions. After a
-change of either, the old backward was served (tried on torch 2.11 and 2.13). So every key gets a tag made of our
-version and sources: an upgrade starts with cold caches, once.
+that Dynamo saw. It names our operators, but holds neither their autograd formulas nor their decompositions. After a
+change of either, torch served the old backward (tried on torch 2.11 and 2.13). So every key gets a tag made of our
+version and sources. The price: an upgrade starts with cold caches, once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def tag() -> str:
     """``xent_ops-<version>-<hash of the package's .py files>``; characters that are safe in a file name.
 
     The hash is of relative names and contents, so that two machines with the same release share their artifacts. It
-    takes 2 ms. In an installation without sources (zipped, or .pyc alone) only the version counts.
+    takes 2 ms. An installation without sources (zipped, or .pyc alone) is told apart by its version only.
     """
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
@@ -35,8 +35,8 @@ def tag() -> str:
 def install() -> None:
     """Append the tag to what the user set in ``torch.compiler.config.cache_key_tag``. Idempotent.
 
-    Called on import, and again whenever one of our operators is traced: torch's configuration belongs to a thread
-    (a new thread starts from the defaults), and the user may have assigned a tag of their own in the meantime.
+    Called on import, and again whenever one of our operators is traced, because torch's configuration belongs to a
+    thread (a new thread starts from the defaults), and the user may have assigned another tag in the meantime.
     """
     from torch.compiler import config
 

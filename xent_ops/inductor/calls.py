@@ -1,4 +1,4 @@
-"""How Inductor's code calls our operators: one opaque call each, with options as the schema declares them."""
+"""Lowerings by which Inductor's code calls our operators: one opaque call each, options as in the schema."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..ops.schemas import COMPOSITES, SCHEMAS
 
 
 def install() -> None:
-    """A lowering for every operator that has none."""
+    """Register a lowering for every operator that has none."""
     from torch._inductor.lowering import lowerings, register_lowering
 
     for name in SCHEMAS.keys() - set(COMPOSITES):
@@ -21,7 +21,7 @@ def install() -> None:
 
 
 def lowering(op: Any) -> Callable[..., Any]:
-    """Of ``op`` as it is."""
+    """A lowering that calls ``op``."""
     from torch._inductor.lowering import fallback_handler
 
     opaque = fallback_handler(op, add_to_fallback_set=False)
@@ -33,12 +33,10 @@ def lowering(op: Any) -> Callable[..., Any]:
 
 
 def _packed(op: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """``options`` as the graph has them; for a package every one of the schema's.
+    """``options`` as in the graph; for an AOTInductor package with the defaults spelled out.
 
-    Their types are the schema's already: AOTAutograd recorded them behind the dispatcher, which converts them.
-
-    An option at its default is not in the graph. AOTInductor of torch 2.13 then leaves it out of what it packs about
-    the call, yet passes its integers, and the program ends with "Mismatch between ints consumed and num_ints".
+    An option at its default is not in the graph. AOTInductor of torch 2.13 then omits it from the description of the
+    call, but passes its integers, and the program ends with "Mismatch between ints consumed and num_ints".
     """
     from torch._inductor.virtualized import V
 

@@ -1,8 +1,8 @@
-"""What Inductor makes of the backward operators, so that a compiled step needs one buffer of logits and not two.
+"""Decompositions of the backward operators for Inductor, so that a compiled step needs one buffer of logits, not two.
 
-On CUDA, on NPUs, and on a CPU with the C++ extension, our kernels are called as they are, and write the gradient over
-logits that die with it (reuse.py). Elsewhere Inductor gets pointwise aten, which it fuses into one kernel that does so.
-Other backends (aot_eager, NPU graphs) keep the opaque node.
+On CUDA, on NPUs, and on a CPU with the C++ extension, there is no decomposition: our kernel writes the gradient over
+the logits (reuse.py). Elsewhere Inductor gets pointwise aten, which it fuses into one kernel that writes over the
+logits. Other backends (aot_eager, NPU graphs) keep the opaque node.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from . import calls, reuse
 
 _ops = torch.ops.xent
 
-# Each backward operator is pointwise in plain torch.
+# These are pointwise in plain torch.
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     _ops.cross_entropy_backward.default: reference.cross_entropy_backward,
     _ops.cross_entropy_backward_entropy.default: reference.cross_entropy_backward_entropy,
@@ -33,8 +33,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 def _unless_reused(function: Callable[..., Any]) -> Callable[..., Any]:
     def decomposition(*args: Any, **kwargs: Any) -> Any:
         devices = {arg.device.type for arg in args if isinstance(arg, Tensor)}
-        # Pointwise aten on an H200: 1.28 copies for the gradient, for which our kernel then took 1.06; and Inductor of
-        # torch 2.11 did not reuse the logits.
+        # Pointwise aten was slower on an H200, and did not reuse the logits: docs/lab/2026-11-inductor.md.
         return NotImplemented if any(map(reuse.writes_over, devices)) else function(*args, **as_record(kwargs))
 
     return decomposition
@@ -42,7 +41,7 @@ def _unless_reused(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def install() -> None:
-    """Before the first trace. Clears the table that Inductor fills at the first compile of a process: it lacks ours."""
+    """Register everything. Clears a table that Inductor filled at an earlier compile, which lacks our entries."""
     from torch._inductor import decomposition
 
     for op, function in DECOMPOSITIONS.items():
@@ -54,8 +53,10 @@ def install() -> None:
 
 @contextlib.contextmanager
 def opaque_backward() -> Iterator[None]:
-    """What Inductor compiles inside calls the backward operators as they are, each gradient in a buffer of its own:
-    what the lowerings are measured against. Caches are off, for their keys do not hold decompositions."""
+    """Compile without decompositions, each gradient in a buffer of its own: a baseline for the lowerings.
+
+    Compile caches are off inside, because their keys do not hold decompositions.
+    """
     from torch._functorch import config
     from torch._inductor import decomposition
 

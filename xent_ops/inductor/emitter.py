@@ -1,4 +1,4 @@
-"""New nodes in a graph of Dynamo's, each with the fake tensor that it stands for."""
+"""Adds nodes to a Dynamo graph, each with its fake tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .nodes import value_of
 
 
 class Emitter:
-    """Makes nodes in front of the loss."""
+    """Adds nodes in front of the loss."""
 
     def __init__(self, loss: fx.Node) -> None:
         self.loss = loss
@@ -25,8 +25,8 @@ class Emitter:
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         values = fx.node.map_arg((args, kwargs), value_of)
-        # Fake mode for the constants inside our composite operator. Hooks of our own, for only those set last are
-        # called: the user's would get fake tensors.
+        # Our composite operator makes constants, which need the fake mode. Of nested hooks torch calls the innermost:
+        # these keep the user's hooks from seeing fake tensors.
         with self.fake_mode, torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
             if isinstance(target, str):
                 value = getattr(values[0][0], target)(*values[0][1:], **values[1])

@@ -1,4 +1,4 @@
-"""The pass as Inductor wants it: an object with a ``uuid()``, which runs the passes that were set before it."""
+"""The pass in the form that Inductor expects: an object with a ``uuid()``. It runs earlier passes first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ReplaceCrossEntropy(CustomGraphPass):
     def __init__(self, previous: Any = None) -> None:
         self.previous = previous
         self.timing_before = getattr(config, "pre_grad_pass_timing", None)  # what disable() puts back
-        # Inductor picks its decompositions before it runs the pass; operators that only the pass brings come too late.
+        # Inductor picks its decompositions before it runs the pass, which may bring the first of our operators.
         decomposition.install()
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -30,9 +30,9 @@ class ReplaceCrossEntropy(CustomGraphPass):
         report.record(rewrite.replace_cross_entropy(graph))
 
     def uuid(self) -> Any:
-        """What the key of torch's compile caches gets: our sources' hash, then the others' identifiers.
+        """Our part of the keys of torch's compile caches: the hash of our sources, and the other passes' identifiers.
 
-        None, which switches these caches off, where a chained pass has none: torch does so for that pass alone too.
+        None, which switches these caches off, if a chained pass has no identifier, as torch does for such a pass alone.
         """
         others = []
         for other in _passes(self.previous):
@@ -50,12 +50,12 @@ def _passes(value: Any) -> tuple[Any, ...]:
 
 
 def settings(base: Mapping[str, Any]) -> dict[str, Any]:
-    """``base`` and what makes Inductor run ours, behind the pass in ``base`` or else the one that is set now."""
+    """``base``, and the settings by which Inductor runs our pass after the one in ``base``, or the one set now."""
     current = base.get("pre_grad_custom_pass", config.pre_grad_custom_pass)
     merged = {**base, "pre_grad_custom_pass": with_ours(current)}
     if hasattr(config, "pre_grad_pass_timing"):
-        # Since torch 2.13 passes with a uuid() run only on graphs that are in no cache, and the report would miss the
-        # others. "early" is what torch did before: run the pass, then look up the graph that it made.
+        # torch 2.13 runs passes with a uuid() only on graphs that are in no cache, and the report would miss the
+        # others. "early" runs the pass first and looks up the graph that it made, as older versions do.
         merged.setdefault("pre_grad_pass_timing", "early")
     return merged
 
@@ -65,12 +65,12 @@ def ours_in(current: Any) -> ReplaceCrossEntropy | None:
 
 
 def with_ours(current: Any) -> Any:
-    """The value for ``pre_grad_custom_pass`` that runs ``current`` and then ours, ``current`` if ours is in it."""
+    """The value for ``pre_grad_custom_pass`` that runs ``current``, then ours: ``current`` if it contains ours."""
     return ReplaceCrossEntropy(current) if ours_in(current) is None else current
 
 
 def without_ours(current: Any) -> Any:
-    """What ``with_ours`` was given; a list of passes that somebody put ours into keeps the others."""
+    """The argument of ``with_ours`` that gave ``current``. From a list of passes ours is removed."""
     if isinstance(current, ReplaceCrossEntropy):
         return current.previous
     if isinstance(current, (list, tuple)):

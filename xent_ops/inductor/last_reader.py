@@ -1,9 +1,9 @@
-"""Which backward operators are the last readers of their logits' memory: what reuse.py may write the gradient over.
+"""Finds the backward operators that are the last readers of their logits' memory. reuse.py lowers these in place.
 
-That is asked where forward and backward are one graph still, the joint one. Of a backward graph's inputs nobody can
-tell any more: two slices of one product may be saved apart, AOTAutograd calls both donated, and the fake tensors of
-views that it has made again do not share a storage. The answer becomes a part of the node's name, for the partitioner
-keeps names, and so do the keys of Inductor's caches.
+This is decided in the joint graph, where forward and backward are still one graph. The inputs of a backward graph do
+not tell: two slices of one product may be saved separately, AOTAutograd calls both donated, and the fake tensors of
+recomputed views do not share a storage. The answer becomes part of the node's name, because the partitioner and the
+keys of Inductor's caches keep names.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MARK = "last_reader"
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-# Their schemas promise new memory. The first is a view all the same, Inductor removes the next where they change
-# nothing, and makes what the last ones join in the memory of the whole.
+# Their schemas promise new memory, but it may be shared. The first is a view. Inductor removes the next three where
+# they change nothing. It computes the inputs of the last two inside the memory of the result.
 _MAY_BE_VIEWS = {
     aten._unsafe_view.default,
     aten.clone.default,
@@ -33,13 +33,13 @@ _MAY_BE_VIEWS = {
     aten.constant_pad_nd.default,
 }
 
-SIZES = {aten.sym_size.int, aten.sym_stride.int}  # asked of a tensor, whose memory they leave alone
+SIZES = {aten.sym_size.int, aten.sym_stride.int}  # they do not read the tensor's memory
 _NO_READERS = {operator.getitem, aten._unsafe_view.default, *SIZES}
 
-# Nobody waits for the values of what is asked for its size alone.
+# They use the size of their argument and not its values.
 _LIKE = {aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, *SIZES}
 
-# Of AOTAutograd, on nodes that it traced in the backward, or that write what a Function's backward has written.
+# AOTAutograd's tags of nodes that it traced in the backward, or that write what a Function's backward has written.
 _BACKWARD_TAGS = ("is_backward", "must_be_in_backward")
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
@@ -50,7 +50,7 @@ def is_marked(node: fx.Node) -> bool:
 
 
 def install(positions: dict[Any, int]) -> None:
-    """Mark these operators, whose logits are the argument at the position, in every joint graph of Inductor."""
+    """Mark last readers in every joint graph of Inductor. ``positions``: operator -> position of its logits."""
     from torch._inductor.fx_passes import joint_graph
 
     if not any(isinstance(patterns, _Pass) for patterns in joint_graph.pass_patterns):
@@ -58,7 +58,7 @@ def install(positions: dict[Any, int]) -> None:
 
 
 class _Pass:
-    """Last of the joint graph's passes, and in place of a PatternMatcherPass: the others have then replaced nodes."""
+    """The last pass over the joint graph, in the form of a PatternMatcherPass: others have replaced nodes before."""
 
     def __init__(self, positions: dict[Any, int]) -> None:
         self.positions = positions
@@ -66,7 +66,7 @@ class _Pass:
     def apply(self, graph: fx.Graph) -> int:
         if not self._candidates(graph):
             return 0
-        # Also as the partitioner is about to see it: with equal computations made one, which then share their memory.
+        # Also in the graph that the partitioner will see: it merges equal computations, which then share their memory.
         names = self._last_readers(graph) & self._last_readers(fx_graph_cse(graph))
         marked = [node for node in self._candidates(graph) if node.name in names]
         for node in marked:
@@ -86,10 +86,10 @@ class _Pass:
 
 
 def _backward(graph: fx.Graph) -> set[fx.Node]:
-    """What is computed in the backward, but for what is computed there again.
+    """The nodes of the backward, without recomputed ones.
 
-    A gradient may be made of saved tensors alone: a Function's backward may ignore its upstream gradient, or write what
-    was saved to a buffer. So it is not only what comes of the upstream gradients (tangents).
+    Not only the nodes that depend on upstream gradients (tangents): a Function's backward may ignore its upstream
+    gradient, or write saved values to a buffer.
     """
     starts = [node for node in graph.nodes if node.meta.get("partitioner_tag") in _BACKWARD_TAGS]
     starts += [node for node in graph.find_nodes(op="placeholder") if "tangents" in node.name]
@@ -97,7 +97,7 @@ def _backward(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _gradients(output: fx.Node) -> set[fx.Node]:
-    """Those that a joint graph returns, by AOTAutograd's descriptions; without these all that it returns."""
+    """The gradients that a joint graph returns, by AOTAutograd's descriptions; without descriptions all its outputs."""
     returned = torch.utils._pytree.arg_tree_leaves(*output.args)
     descriptions = output.meta.get("desc") or []
     if len(descriptions) == len(returned):
@@ -107,10 +107,10 @@ def _gradients(output: fx.Node) -> set[fx.Node]:
 
 
 def _reads_last(node: fx.Node, position: int, memory: dict[fx.Node, list[fx.Node]], backward: set[fx.Node]) -> bool:
-    """All that comes of others' reading the memory of the logits must be what ``node`` waits for, or in the forward.
+    """Is every result of another read of the logits' memory either needed by ``node`` or in the forward?
 
-    All that comes of it, not the reading alone: the partitioner may read again in the backward what the forward has
-    read, and Inductor inlines a pointwise operator into each of its users.
+    Every result, not the reading node alone: the partitioner may recompute a read in the backward, and Inductor inlines
+    a pointwise operator into each of its users.
     """
     logits = node.args[position]
     if not isinstance(logits, fx.Node) or _rows_overlap(logits):
@@ -128,7 +128,7 @@ def _reads_last(node: fx.Node, position: int, memory: dict[fx.Node, list[fx.Node
 
 
 def _rows_overlap(logits: fx.Node) -> bool:
-    """As traced; with other sizes the kernel still refuses."""
+    """With the traced sizes. For others the kernel checks."""
     value = logits.meta["val"]
     sizes, strides = ([_traced(size) for size in numbers] for numbers in (value.shape, value.stride()))
     return None in (*sizes, *strides) or overwriting.may_overlap(sizes, strides)
@@ -139,7 +139,7 @@ def _traced(size: Any) -> Any:
 
 
 def _memory_of(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node all that may share memory with it, itself among them."""
+    """For each node the nodes that may share memory with it, including itself."""
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         group = [node]
@@ -158,7 +158,7 @@ def _shared(node: fx.Node) -> list[fx.Node]:
         return []
     sources = [source for source in node.all_input_nodes if not isinstance(source.meta.get("val"), _NUMBERS)]
     if node.target is operator.getitem or not isinstance(node.target, torch._ops.OpOverload):
-        return sources  # a higher-order operator may return anything that it was given
+        return sources  # a higher-order operator may return any of its arguments
     if node.target in _MAY_BE_VIEWS:
         return [source for source in sources if _dtype(source) == _dtype(node)]
     returns_new_memory = all(result.alias_info is None for result in node.target._schema.returns)
@@ -166,7 +166,7 @@ def _shared(node: fx.Node) -> list[fx.Node]:
 
 
 def _reads_nothing(node: fx.Node) -> bool:
-    """Is it a view, or a question about the size?"""
+    """Is it a view, or a query of the size?"""
     if node.op != "call_function":
         return False
     if node.target in _NO_READERS:

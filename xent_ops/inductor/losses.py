@@ -1,6 +1,6 @@
-"""The losses in a graph: F.cross_entropy, and F.nll_loss of a log-softmax, which is the same.
+"""Finds the losses in a graph: F.cross_entropy, and F.nll_loss of a log-softmax, which is the same.
 
-And what computes the same without either, for the report.
+For the report, it also finds code that computes the same without these functions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Loss:
         return self.node.target is F.nll_loss
 
     def tail(self) -> Tail:
-        """What stands before it. Raises LeftAlone."""
+        """The nodes before the loss that the operator takes up. Raises LeftAlone."""
         if not self.is_nll:
             return find(self.node, self.given["input"], self.node)
         log_softmax, links = _log_softmax(self.node, self.given["input"])
@@ -54,7 +54,7 @@ class Loss:
 
 
 def losses(graph: fx.Graph) -> Iterator[Loss | fx.Node]:
-    """In order; a module that Dynamo did not inline as its node."""
+    """The losses in order. A loss module that Dynamo did not inline is returned as its node."""
     depth = 0
     for node in list(graph.nodes):
         name = getattr(node.target, "__name__", "")
@@ -92,12 +92,12 @@ def _log_softmax(loss: fx.Node, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 
 
 def _refuse_log_softmax(node: fx.Node, links: list[fx.Node], given: Tensor) -> None:
-    """Unless its dimension is the one of the classes, through the views behind it."""
+    """Raise LeftAlone unless the log-softmax is over the classes, as seen through the views behind it."""
     made: Tensor = value_of(node)
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     if type(dim) is not int:
         raise LeftAlone(f"{node.name} names no dimension")
-    # One step of memory along this dimension and none along the others: the views show where it goes.
+    # A probe with stride 1 in this dimension and 0 in the others: the views show where the dimension goes.
     strides = [0] * made.dim()
     strides[dim] = 1
     classes = 0 if given.dim() == 1 else 1
@@ -112,7 +112,7 @@ def _refuse_log_softmax(node: fx.Node, links: list[fx.Node], given: Tensor) -> N
                 probe = _call(link, probe)
         kept = [stride if size != 1 else 0 for size, stride in zip(probe.shape, probe.stride(), strict=True)]
         found = probe.shape == given.shape and (kept == wanted or given.shape[classes] == 1)
-    except (RuntimeError, ValueError):  # the probe cannot be viewed so
+    except (RuntimeError, ValueError):  # a view that the probe does not allow
         found = False
     if not found or given.shape[classes] != made.shape[dim]:
         raise LeftAlone(f"the dimension of {node.name} is not the one of its classes")
@@ -125,7 +125,7 @@ def _call(node: fx.Node, tensor: Any) -> Any:
 
 
 def lookalikes(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
-    """(node, what it is) for log-probabilities of targets that language models write out by hand."""
+    """(node, description) of log-probabilities of targets that a model gathers by itself."""
     for node in graph.nodes:
         name = name_of(node)
         if name in ("gather", "take_along_dim", "getitem") and _is_gather(node):
@@ -153,7 +153,7 @@ def _is_gather(node: fx.Node) -> bool:
 
 
 def _behind(node: Any) -> Any:
-    """What is seen through views and casts."""
+    """The node behind views and casts."""
     while isinstance(node, fx.Node):
         through = viewed_by(node) or (node.args[0] if is_cast(node) else None)
         if through is None:

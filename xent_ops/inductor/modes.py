@@ -1,6 +1,6 @@
-"""Under which autocast and inference modes each node of Dynamo's graph runs.
+"""The autocast and inference modes of each node of a Dynamo graph.
 
-Gradient mode is not among them: what it changes shows in ``requires_grad`` of the fake tensors.
+Gradient mode is left out: it shows in ``requires_grad`` of the fake tensors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _EXIT = {"_exit_autocast", "_exit_inference_mode"}
 
 
 def modes(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
-    """The open contexts at each node: two nodes with the same ones run in the same modes."""
+    """The open contexts of each node. Nodes with the same contexts run in the same modes."""
     found: dict[fx.Node, tuple[fx.Node, ...]] = {}
     contexts: tuple[fx.Node, ...] = ()
     for node in graph.nodes:

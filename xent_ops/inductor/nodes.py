@@ -1,7 +1,6 @@
-"""What a node of Dynamo's graph is: its value, its name, its schemas.
+"""Queries about a node of a Dynamo graph: its value, its name, its memory.
 
-The graph holds torch functions, methods and Python operators, neither functional nor normalised. What they are is asked
-here and nowhere else.
+The graph holds torch functions, methods and Python operators, neither functional nor normalised.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor, fx
 
 _OWNERS = (torch, Tensor, operator, F, torch._C._nn)
 
-# What Python's operators are called in aten.
+# The names of Python's operators in aten.
 _ARITHMETIC = {
     "truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "and_": "bitwise_and", "or_": "bitwise_or",
     "xor": "bitwise_xor", "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift", "pos": "positive",
@@ -27,21 +26,24 @@ _INPLACE_ARITHMETIC = {
 }  # fmt: skip
 PYTHON_WRITERS = {"setitem", "__setitem__", "delitem", *_INPLACE_ARITHMETIC}
 
-# Pointwise, but aten makes them of several operators, or marks them otherwise.
+# Pointwise, but without aten's tag: made of several operators, or tagged otherwise.
 _ALSO_POINTWISE = {
     "alpha_dropout", "copy_", "dropout", "feature_alpha_dropout", "masked_fill_", "setitem", "__setitem__",
 }  # fmt: skip
 
 
 def value_of(node: Any) -> Any:
-    """The fake tensor that a node makes; what is no node is itself."""
+    """The fake tensor of a node. Anything else is returned unchanged."""
     if not isinstance(node, fx.Node):
         return node
     return node.meta.get("example_value", node.meta.get("val"))
 
 
 def name_of(node: fx.Node) -> str | None:
-    """``x.view(...)`` and ``torch.reshape(x, ...)`` alike; None for what is neither method, torch nor operator."""
+    """The same name for ``x.reshape(...)`` and ``torch.reshape(x, ...)``.
+
+    None for a node that is no method, torch function or Python operator.
+    """
     if node.op == "call_method":
         return str(node.target)
     if node.op != "call_function":
@@ -57,7 +59,7 @@ def name_of(node: fx.Node) -> str | None:
 
 
 def storage_of(value: Any) -> int | None:
-    """What tells storages apart; None for what is no tensor, and for the wrappers of transforms, which hide theirs."""
+    """An identifier of the storage. None for values that are no tensor, and for transforms' wrappers, which hide it."""
     try:
         return int(value.untyped_storage()._cdata) if isinstance(value, Tensor) else None
     except (NotImplementedError, RuntimeError):
@@ -65,13 +67,13 @@ def storage_of(value: Any) -> int | None:
 
 
 def share_memory(a: Any, b: Any) -> bool:
-    """Are both tensors that are known to have one storage?"""
+    """Are both tensors known to have the same storage?"""
     storage = storage_of(a)
     return storage is not None and storage == storage_of(b)
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Does Inductor compute this element by element, in the kernel that reads the result? By aten's own tag."""
+    """Does Inductor fuse this, element by element, into the kernel that reads the result? Decided by aten's tag."""
     name = name_of(node)
     if name is None:
         return False

@@ -1,4 +1,4 @@
-"""What the pass did: ``last_report()``."""
+"""The report of the pass: ``last_report()``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Call:
-    """One call of F.cross_entropy or F.nll_loss in a compiled graph, or what stands for one."""
+    """One call of F.cross_entropy or F.nll_loss in a compiled graph, or code that computes the same."""
 
     where: str  # "file.py:12 in forward", of the innermost frame outside torch
     what: str  # "bfloat16 (128, 50257), reduction='mean'"
     replaced: bool
     upcast_removed: bool = False  # the float32 copy of the logits is gone
-    softcap: float | None = None  # the options that took the place of what stood before it
+    softcap: float | None = None  # the options that replaced the nodes before the loss
     logit_scale: float = 1.0
     why: str = ""  # why it was not replaced
 
@@ -32,7 +32,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Report:
-    """What happened since the last ``options()``, ``enable()`` or ``replace_cross_entropy()``, over all threads."""
+    """All graphs since the last ``options()``, ``enable()`` or ``replace_cross_entropy()``, of all threads."""
 
     graphs: int  # that the pass saw
     calls: tuple[Call, ...]
@@ -51,16 +51,16 @@ class Report:
         return "\n".join(lines)
 
 
-# (which compilation, which attempt at it, the calls in one graph). One compilation may have several graphs: a
-# checkpointed part is a graph inside a graph.
+# (compilation, attempt, calls in one graph). One compilation may have several graphs: a checkpointed part is a graph
+# inside a graph.
 _graphs: list[tuple[Any, Any, tuple[Call, ...]]] = []
 
 
 def record(calls: Iterable[Call]) -> None:
     compilation, attempt = _current_compilation()
     if compilation is not None:
-        # torch may throw a finished graph away and trace again, for example once it knows that a float must be a
-        # constant (dynamic=True with label_smoothing): then only the last attempt runs, and counts.
+        # torch may discard a finished graph and trace again, for example because a float must be a constant
+        # (dynamic=True with label_smoothing). Only the last attempt runs, so only that one counts.
         _graphs[:] = [graph for graph in _graphs if graph[0] is not compilation or graph[1] == attempt]
     _graphs.append((compilation, attempt, tuple(calls)))
 

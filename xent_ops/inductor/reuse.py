@@ -1,9 +1,9 @@
-"""Inductor's lowering of operators that have a twin which writes over the logits: the twin, where the logits die.
+"""Lowers an operator to its in-place twin where it is the last reader of the logits.
 
-Inductor's own pass (reinplace_inplaceable_ops) refuses to write into an input of a graph, and in a backward graph
-the saved logits are one. AOTAutograd marks the saved tensors that neither inputs nor outputs share as donated; when the
-operator is the last reader of donated logits (last_reader.py), or the only one of a product's, the gradient may take
-their place.
+Inductor's own pass (reinplace_inplaceable_ops) refuses to write into an input of a graph, and the saved logits are an
+input of the backward graph. AOTAutograd marks saved tensors as donated if no input or output shares their memory. The
+gradient may be written over donated logits if the operator is their last reader (last_reader.py), and over the result
+of a matrix product of the same graph if the operator is its only reader.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..ops.library import OPERATORS
 from ..ops.schemas import DECLARED
 from . import calls, last_reader
 
-# Devices whose kernel can write over its input. The formula in aten compares integer vectors, which the vector cores of
-# an NPU do element by element (traced only, never run there).
+# Devices whose kernel can write over its input. NPUs are among them because the formula in aten compares integer
+# vectors, which their vector cores do element by element (traced only, never run there).
 DEVICES = {"cuda", "npu", "cpu"}
 
 # Functional operator -> (its in-place twin, which argument of both it overwrites).
@@ -33,12 +33,12 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)  # whose res
 
 
 def writes_over(device: str) -> bool:
-    """Is our kernel for this device the better one? On the CPU not plain torch's, which Inductor fuses instead."""
+    """Does a kernel of ours serve this device? On a CPU without C++ Inductor fuses plain torch instead."""
     return device in DEVICES and (device != "cpu" or cpu.problem() is None)
 
 
 def _dies_here(node: torch.fx.Node, position: int) -> bool:
-    """Is ``node`` the last and only reader of the memory of its logits, the argument at ``position``?"""
+    """Is ``node`` the last reader of its logits, the argument at ``position``, and their only one in this graph?"""
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 

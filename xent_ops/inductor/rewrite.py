@@ -1,6 +1,6 @@
-"""Cross entropy in a graph of Dynamo's, replaced by ``torch.ops.xent`` and the views around it.
+"""Replaces cross entropy in a Dynamo graph by ``torch.ops.xent`` operators and views.
 
-The new nodes are operators and methods of torch, no functions of ours: torch caches compiled graphs of those alone.
+The new nodes are operators and methods of torch, not our functions, because torch caches graphs of those only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LEGACY = ("size_average", "reduce")
 
 
 def replace_cross_entropy(graph: fx.Graph) -> list[Call]:
-    """Replace what can be, in place, and say what became of each call."""
+    """Replace what can be replaced, in place, and return a record of each call."""
     written_out = [Call(_where(node), what, False, why=LOG_PROBS) for node, what in lookalikes(graph)]
     calls = []
     for loss in losses(graph):
@@ -46,7 +46,7 @@ def replace_cross_entropy(graph: fx.Graph) -> list[Call]:
 
 
 def _refuse(loss: Loss) -> None:
-    """Raise LeftAlone for what our operators do not take, or take otherwise than F.cross_entropy."""
+    """Raise LeftAlone for arguments that our operators do not take, or interpret differently than F.cross_entropy."""
     given = loss.given
     for name in _LEGACY:
         if given.get(name) is not None:
@@ -86,12 +86,12 @@ def _is_soft(logits: Tensor, target: Tensor) -> bool:
 
 
 def _replace(loss: Loss) -> Tail:
-    """What stood before it and is gone. Raises LeftAlone, and then nothing has changed."""
+    """Replace one loss and return the nodes that it took up. Raises LeftAlone, and then nothing has changed."""
     tail = loss.tail()
     emit = Emitter(loss.node)
     try:
         result = _emit_loss(emit, _with_views(emit, tail), loss, tail)
-    except Exception as error:  # a view that the source cannot do, a scale that the operator refuses
+    except Exception as error:  # a view that the source does not allow, a scale that the operator refuses
         emit.undo()
         raise LeftAlone(_first_line(error)) from error
     _substitute(loss.node, result)
@@ -108,12 +108,12 @@ def _substitute(loss: fx.Node, result: fx.Node) -> None:
 
 
 def _with_views(emit: Emitter, tail: Tail) -> fx.Node:
-    """The views of the tail again, of the logits before it."""
+    """The views of the tail, applied to the logits before it."""
     node = tail.source
     for view in tail.views:
         target = view.target
         if target == "view":
-            # The upcast of a slice was dense, the slice is not: where it cannot be viewed, reshape copies it.
+            # The upcast of a slice is dense, the slice is not. Where it cannot be viewed, reshape copies it.
             target = "reshape"
         node = emit(target, node, *view.args[1:], **view.kwargs)
     return node
@@ -137,8 +137,8 @@ def _emit_loss(emit: Emitter, logits: fx.Node, call: Loss, tail: Tail) -> fx.Nod
     logits = _classes_last(emit, logits)
     soft = _is_soft(value_of(logits), value_of(given["target"]))
     target = _classes_last(emit, given["target"]) if soft else given["target"]
-    # torch saves class indices and weights itself, and refuses what writes to them. Of class probabilities it may
-    # save a copy.
+    # F.cross_entropy saves class indices and weights too, so torch itself refuses a write to them. Of class
+    # probabilities it may save a copy.
     saved = [value_of(tensor) for tensor in (logits, *((target,) if soft else ()))]
     writer = writers.after(emit.loss, saved) if value_of(emit.loss).requires_grad else None
     if writer is not None:
@@ -164,7 +164,7 @@ def _emit_loss(emit: Emitter, logits: fx.Node, call: Loss, tail: Tail) -> fx.Nod
     wanted = value_of(emit.loss)
     if value_of(loss).shape != wanted.shape:
         raise LeftAlone(f"ours would have shape {tuple(value_of(loss).shape)}, not {tuple(wanted.shape)}")
-    # F.cross_entropy returns the logits' dtype, float32 under autocast; ours float32.
+    # F.cross_entropy returns the logits' dtype, under autocast float32. Our operator returns float32.
     return loss if value_of(loss).dtype == wanted.dtype else emit("to", loss, wanted.dtype)
 
 

@@ -1,10 +1,10 @@
-"""What stands between the product that makes the logits and the loss: views, an upcast, a scale, a softcap.
+"""The tail: the nodes between the matrix product and the loss, such as views, an upcast, a scale, a softcap.
 
-Inductor fuses these into its own cross entropy. Our operator is opaque to Inductor: what it reads is written to memory
-first. So either the operator takes all of them up, by its options, or the call stays with Inductor as it is.
+Inductor fuses these into its own cross entropy. Our operator is opaque to Inductor, which writes the operator's input
+to memory first. So either the operator takes up the whole tail, by its options, or the call stays with Inductor.
 
 The operator computes ``softcap * tanh(logit_scale * logits / softcap)`` in float32, and rounds nothing in between. So
-does Inductor's fused code, also where the model computes in bfloat16.
+does Inductor's fused code, even where the model computes in bfloat16.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .nodes import is_cast, is_pointwise, name_of, position, share_memory, value
 
 _HALF = (torch.bfloat16, torch.float16)
 _FLOATS = (*_HALF, torch.float32, torch.float64)
-# They only choose or rearrange elements, each at most once: nothing is summed in their backward, which therefore
-# rounds as much in bfloat16 as in float32. expand and index tensors are not among them.
+# They select or rearrange elements, each at most once. So their backward sums nothing, and loses nothing in bfloat16.
+# expand and index tensors are not among them.
 _VIEWS = {
     "contiguous", "flatten", "movedim", "narrow", "permute", "reshape", "select", "squeeze", "swapaxes", "swapdims",
     "t", "transpose", "unflatten", "unsqueeze", "view",
@@ -48,7 +48,7 @@ class _Link:
     node: fx.Node
     source: fx.Node  # the tensor that it reads
     kind: str  # "view", "same" (a cast that changes nothing), "upcast", or a value of _STEPS
-    number: float = 1.0  # what it multiplies or divides by
+    number: float = 1.0  # the factor or divisor
     shared_with: fx.Node | None = None  # a reader of the node outside the tail
 
     @property
@@ -64,7 +64,7 @@ class _Link:
 class Tail:
     source: fx.Node  # the logits that the operator reads
     views: list[fx.Node]  # from there to the loss, in order
-    nodes: list[fx.Node]  # what is dead once the operator reads the source, the last one first
+    nodes: list[fx.Node]  # the nodes that are dead once the operator reads the source, the last one first
     upcast: bool
     softcap: float | None
     logit_scale: float
@@ -75,7 +75,7 @@ def find(loss: fx.Node, logits: fx.Node, reader: fx.Node) -> Tail:
     links, source = _walk(logits, reader)
     _refuse_fused(source)
     taken = len(links)
-    while taken and not links[taken - 1].computes:  # views of the source may stay, whoever else reads them
+    while taken and not links[taken - 1].computes:  # views of the source may stay, even with other readers
         taken -= 1
     rest, links = links[taken:], links[:taken]
     written = rest[0].node if rest else source
@@ -104,11 +104,11 @@ def find(loss: fx.Node, logits: fx.Node, reader: fx.Node) -> Tail:
 
 
 def _walk(node: fx.Node, reader: fx.Node) -> tuple[list[_Link], fx.Node]:
-    """(the links from the loss back, the first node that is none)."""
+    """(the links from the loss backwards, the first node that is no link)."""
     order = position(node.graph)
     links: list[_Link] = []
     while True:
-        # ``x.div_(c)`` as a statement: its readers read x.
+        # ``x.div_(c)`` as a statement: later nodes read x, not its result.
         before = [user for user in node.users if not user.users and order[user] < order[reader]]
         statements = [link for user in before if (link := _link(user)) and link.in_place and link.source is node]
         statements.sort(key=lambda link: order[link.node], reverse=True)
@@ -124,7 +124,7 @@ def _walk(node: fx.Node, reader: fx.Node) -> tuple[list[_Link], fx.Node]:
 
 
 def _link(node: fx.Node) -> _Link | None:
-    """What ``node`` does to a tensor, None where that is nothing that the operator could do as well."""
+    """``node`` as a link, or None if the operator has no option for it."""
     name, made = name_of(node), value_of(node)
     if name is None or not isinstance(made, Tensor):
         return None
@@ -175,7 +175,7 @@ def _number(operand: Any) -> float | None:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Does it choose or rearrange elements of its first argument?"""
+    """Does it select or rearrange elements of its first argument?"""
     name, made, source = name_of(node), value_of(node), value_of(node.args[0]) if node.args else None
     if not isinstance(made, Tensor) or not isinstance(source, Tensor) or made.dtype != source.dtype:
         return False  # view(dtype) reads the bits as something else
@@ -187,7 +187,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def _is_basic(part: Any) -> bool:
-    """Part of an index that makes a view, not a gather."""
+    """Does this part of an index make a view, not a gather?"""
     if isinstance(part, slice):
         return all(_is_basic(bound) for bound in (part.start, part.stop, part.step))
     part = value_of(part)
@@ -199,7 +199,7 @@ def _asks_for_sizes(user: fx.Node) -> bool:
 
 
 def _refuse_fused(source: fx.Node) -> None:
-    """The walk ended at what the operator cannot do: is that something that Inductor would have fused?"""
+    """Raise LeftAlone if the walk ended at a node that Inductor would have fused."""
     node: fx.Node | None = source
     while node is not None:
         if _is_fused(node):
@@ -217,7 +217,7 @@ def _is_fused(node: fx.Node) -> bool:
 
 
 def _fused_writer(written: fx.Node, loss: fx.Node, mine: set[fx.Node]) -> fx.Node | None:
-    """A pointwise operator that writes to the logits in place, before the loss and not as a link of the tail."""
+    """A pointwise operator outside the tail that writes to the logits in place before the loss."""
     order, memory = position(loss.graph), value_of(written)
     for node in loss.graph.nodes:
         if node is loss:
@@ -247,7 +247,7 @@ def _times(reader: fx.Node, node: fx.Node) -> int:
 
 
 def _refuse_unsafe_in_place(links: list[_Link], source: fx.Node, mine: set[fx.Node]) -> None:
-    """An in-place link goes only where nothing else can see what it writes."""
+    """Raise LeftAlone if another node can see what an in-place link writes."""
     written = next((link for link in links if link.in_place), None)
     if written is None or not any(share_memory(value_of(x.node), value_of(source)) for x in links if x.in_place):
         return
@@ -273,7 +273,7 @@ def _options(links: list[_Link]) -> tuple[float | None, float]:
     if not caps:
         return None, before
     scale = after * before
-    # c * (x * (1 / c)) is one rounding off
+    # c * (x * (1 / c)) differs from x by one rounding
     scale = 1.0 if abs(scale - 1.0) < 1e-14 else scale
     if after < 0.0:  # tanh is odd
         return -after, scale
@@ -283,7 +283,7 @@ def _options(links: list[_Link]) -> tuple[float | None, float]:
 
 
 def _product(links: list[_Link]) -> float:
-    """Of the numbers in the order in which the model applies them."""
+    """The product of the factors, in the order in which the model applies them."""
     product = 1.0
     for link in reversed(links):
         if link.kind == "mul":

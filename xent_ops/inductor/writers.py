@@ -1,7 +1,7 @@
-"""Which nodes may write to memory that the loss or its backward reads. A writer that is missed means wrong numbers.
+"""Finds the nodes that may write to memory that the loss or its backward reads. A missed writer means wrong numbers.
 
-Decided by the schema of the operator where there is one, and else by suspicion: a callable that is not known to be pure
-writes to every tensor that it is given.
+An operator with a schema writes what the schema says. Any other callable that is not known to be pure is assumed to
+write to every tensor among its arguments.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from .nodes import PYTHON_WRITERS, share_memory, storage_of, value_of
 
-# Methods and functions in C++ that have no schema, and write nothing.
+# Methods and functions in C++ that have no schema and write nothing.
 _PURE = {
     "as_subclass", "asarray", "bfloat16", "bool", "byte", "cdouble", "cfloat", "char", "cpu", "cuda", "dim",
     "dim_order", "double", "element_size", "float", "half", "int", "ipu", "is_shared", "long", "mtia", "ndimension",
@@ -39,7 +39,8 @@ _PURE_BUILTINS = {
     "round",
     "sum",
 }
-# of functions; out= is asked for apart. Those of functorch wrap a tensor: what writes to the wrapper is found.
+# Modules of pure functions; out= is checked separately. Functorch's functions wrap a tensor, and a write to the wrapper
+# is found.
 _PURE_MODULES = {"_operator", "math", "torch", "torch.functional"}
 _FUNCTORCH = ("torch._functorch.", "torch._C._functorch")
 _NN_FUNCTIONS = {id(function) for function in vars(F).values() if callable(function)}
@@ -48,10 +49,11 @@ _NN_FUNCTIONS = {id(function) for function in vars(F).values() if callable(funct
 def between(
     first: fx.Node, last: fx.Node, memory: Tensor, inputs: list[Tensor], harmless: set[fx.Node]
 ) -> fx.Node | None:
-    """A node behind ``first`` and before ``last`` that may write to ``memory``, and is not one of ``harmless``.
+    """A node between ``first`` and ``last`` that may write to ``memory`` and is not in ``harmless``.
 
-    Two inputs of the graph may be views of one tensor without their fake tensors knowing it, so that each counts as a
-    view of every other of its dtype (torch refuses such views of two dtypes). Memory made in the graph is known.
+    Two inputs of the graph may be views of one tensor, which their fake tensors do not show. So an input counts as a
+    view of every other input of its dtype (torch refuses such views of two dtypes). Aliases made in the graph are
+    known.
     """
     is_input = any(share_memory(memory, one) for one in inputs)
     node = first.next
@@ -66,8 +68,11 @@ def between(
 
 
 def after(loss: fx.Node, saved: list[Tensor]) -> fx.Node | None:
-    """A node that writes, after the loss, to what our backward reads. That of F.cross_entropy reads other tensors, so
-    autograd would refuse to compile what it compiles."""
+    """A node after the loss that writes to a tensor that our backward reads.
+
+    The backward of F.cross_entropy reads other tensors. So autograd may accept the model, and refuse it with our
+    operator.
+    """
     for node in reversed(loss.graph.nodes):
         if node is loss:
             return None
@@ -78,7 +83,7 @@ def after(loss: fx.Node, saved: list[Tensor]) -> fx.Node | None:
 
 
 def inputs_of(graph: fx.Graph) -> list[Tensor]:
-    """What comes from outside, or may alias it unknown to the fake tensors: the results of opaque calls."""
+    """Tensors that may alias in a way that fake tensors do not show: inputs, and the results of opaque calls."""
     found: list[Tensor] = []
     for node in graph.nodes:
         opaque = node.op in ("placeholder", "get_attr", "call_module")
@@ -101,7 +106,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 def _written(node: fx.Node) -> list[fx.Node]:
     target: Any = node.target
     if node.op == "call_module" or isinstance(target, torch._ops.HigherOrderOperator):
-        return node.all_input_nodes  # not worth a look inside
+        return node.all_input_nodes  # their bodies are not examined
     if isinstance(target, torch._ops.OpOverload):
         return _by_schemas(node, [target._schema])
     if isinstance(target, torch._ops.OpOverloadPacket):
@@ -131,12 +136,12 @@ def _schemas(name: str) -> tuple[Any, ...]:
 
 
 def _by_schemas(node: fx.Node, schemas: Iterable[Any]) -> list[fx.Node]:
-    """What any overload of these writes to."""
+    """The arguments that any of these overloads writes to."""
     found: list[fx.Node] = []
     for schema in schemas:
         for index, argument in enumerate(schema.arguments):
             annotated = argument.alias_info is not None and argument.alias_info.is_write
-            # The statistics of batch_norm are written, and its schema does not say so.
+            # batch_norm writes its statistics, which its schema does not say.
             if not annotated and not argument.name.startswith("running_"):
                 continue
             if not argument.kwarg_only:
@@ -147,7 +152,7 @@ def _by_schemas(node: fx.Node, schemas: Iterable[Any]) -> list[fx.Node]:
 
 
 def _by_signature(node: fx.Node) -> list[fx.Node]:
-    """What a function of torch.nn.functional writes to. Three parameters tell: inplace, max_norm, running_*."""
+    """The arguments that a function of torch.nn.functional writes to, as inplace, max_norm and running_* tell."""
     target: Any = node.target
     try:
         given = inspect.signature(target).bind(*node.args, **node.kwargs).arguments

@@ -1,4 +1,4 @@
-"""Tensors as the launchers hand them to kernels: rows of any stride, and one value a row. Needs torch alone."""
+"""Tensors in the forms that kernels take: rows of any stride, and one value a row. Needs torch alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 class Rows(NamedTuple):
     """A tensor (..., V) as rows of V elements; row i starts at (i // inner) * outer_stride + (i % inner) * stride.
 
-    Where one stride describes them, ``inner`` is 1: Triton compiles a kernel for that, without divisions.
+    If one stride describes them, ``inner`` is 1, for which Triton compiles a kernel without divisions.
     """
 
     tensor: Tensor
@@ -25,12 +25,12 @@ class Rows(NamedTuple):
 
 
 def dense_classes(tensor: Tensor) -> Tensor:
-    """Copied, once for both kernels, where the last dimension is not dense; that of a transposed (B, S, V) is."""
+    """A copy if the last dimension is not dense, one for forward and backward. A transposed (B, S, V) is dense."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
 def rows(tensor: Tensor) -> Rows:
-    """Merge the batch dimensions into at most two; a tensor that needs more, or has strided classes, is copied."""
+    """Merge the batch dimensions into at most two. A tensor that needs more, or has strided classes, is copied."""
     place = _place(tensor.shape, tensor.stride())
     if place is None:
         tensor = tensor.contiguous()
@@ -42,7 +42,7 @@ def rows(tensor: Tensor) -> Rows:
 @functools.lru_cache(1024)
 def _place(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int, int] | None:
     number = math.prod(shape[:-1])
-    if number == 0 or shape[-1] == 0:  # nothing there, and contiguous() would leave any strides as they are
+    if number == 0 or shape[-1] == 0:  # empty: contiguous() would not change the strides
         return number, 1, 0, 0
     if strides[-1] != 1 and shape[-1] > 1:
         return None
@@ -59,22 +59,23 @@ def _place(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, 
     if len(groups) == 2:
         (inner, stride), (_, outer_stride) = groups
         return number, inner, outer_stride, stride
-    return number, 1, groups[0][1] if groups else shape[-1], 0  # one row: Triton's kernel for many will do
+    return number, 1, groups[0][1] if groups else shape[-1], 0  # a single row uses the kernel for many
 
 
 def dense_rows(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Where the rows of a dense tensor lie: the last three of ``Rows``."""
+    """The last three fields of ``Rows`` for a dense tensor."""
     return 1, shape[-1], 0
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """One value a row, contiguous; a copy of N numbers where it is not."""
+    """One value a row, contiguous and flat; a copy of N numbers where needed."""
     if tensor.dim() == 1 and tensor.is_contiguous():
         return tensor
     return tensor.reshape(-1).contiguous()
 
 
-# What comes of one tensor, and of all that are laid out like it, and how: decided once for all of them.
+# The following look at one tensor and return a function that converts any tensor of the same shape, strides and dtype.
+# So a launcher decides once, in its first stage.
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
@@ -82,7 +83,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 def rows_like(tensor: Tensor, view: Rows) -> Callable[[Tensor], Tensor]:
-    """The tensor of ``rows``, of which this is one's view."""
+    """``rows(tensor).tensor`` for tensors like this one, whose rows are ``view``."""
     return _as_it_is if view.tensor is tensor else _rows_tensor
 
 
@@ -91,14 +92,14 @@ def _rows_tensor(tensor: Tensor) -> Tensor:
 
 
 def dense_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Callable[[Tensor], Tensor]:
-    """That of ``dense`` in memory, of any shape; converted, where a dtype is given."""
+    """A contiguous tensor with the same values in the same order, in ``dtype`` if that is given."""
     if dtype is None or tensor.dtype == dtype:
         return _as_it_is if tensor.is_contiguous() else dense
     return lambda tensor: dense(tensor.to(dtype))
 
 
 def per_row_like(tensor: Tensor | None) -> tuple[Callable[[Tensor], Tensor], int]:
-    """For a tensor of one value a row, and its stride: 0 for an expanded scalar, as the gradient of a sum is."""
+    """(conversion, stride) for one value a row. The stride of an expanded scalar, such as a sum's gradient, is 0."""
     if tensor is None or not any(tensor.stride()):
         return _as_it_is, 0
     if tensor.is_contiguous():
@@ -107,16 +108,16 @@ def per_row_like(tensor: Tensor | None) -> tuple[Callable[[Tensor], Tensor], int
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """A view where one stride describes it."""
+    """Flat: a view if one stride describes it, else a copy."""
     return tensor.reshape(-1)
 
 
 def per_row(tensor: Tensor | None, absent: Tensor) -> tuple[Tensor, int]:
-    """A tensor of one value a row as kernels take it, and its stride."""
+    """(tensor of one value a row as kernels take it, its stride); ``absent`` stands for None."""
     way, stride = per_row_like(tensor)
     return absent if tensor is None else way(tensor), stride
 
 
 def class_weight(weight: Tensor | None, absent: Tensor) -> Tensor:
-    """The class weights in the dtype of ``absent``, which stands for them where there are none."""
+    """The class weights in the dtype of ``absent``, which stands for None."""
     return absent if weight is None else weight.to(absent.dtype).contiguous()

@@ -200,14 +200,14 @@ def vmap(name: str, rule: Callable[..., Any]) -> None:
 
 
 def save_nothing(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    """The ``setup_context`` of a formula that does nothing but say why there is none."""
+    """The ``setup_context`` of a formula that only raises."""
 
 
 def below_autograd(overload: Any, *args: Any, **options: Any) -> Any:
     """Call an operator inside an autograd.Function, which has recorded what there is to record.
 
-    The dispatcher then leaves out the operator's own formula; modes, subclasses and kernels that somebody registers
-    over ours still see the call.
+    The dispatcher then skips the operator's own formula. Modes, subclasses and kernels that users register over ours
+    still see the call.
     """
     if torch.compiler.is_compiling():  # compiled autograd traces the backward
         return overload(*args, **options)

@@ -1,4 +1,4 @@
-"""What is around a call: a tracer, transforms of torch.func, a level of forward-mode AD."""
+"""The context of a call: a tracer, transforms of torch.func, a level of forward-mode AD."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ functorch_is_active = torch._C._are_functorch_transforms_active  # Dynamo answer
 
 
 def is_traced() -> bool:
-    """Does somebody record what this call does, Dynamo or torch.jit.trace? Modes and subclasses need no question."""
+    """Is Dynamo or torch.jit.trace recording this call? Modes and subclasses see the operators anyway."""
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
@@ -19,7 +19,7 @@ def active() -> bool:
 
 
 def forward_mode() -> bool:
-    """Is a tangent to be carried along, in eager? No operator of torch.library does."""
+    """Does this eager call have to propagate tangents? Operators of torch.library cannot."""
     if torch.compiler.is_compiling():
         return False
     if forward_ad._current_level >= 0 or not functorch_is_active():
@@ -29,7 +29,7 @@ def forward_mode() -> bool:
 
 
 def refuse(name: str) -> None:
-    """Raise for a function that has no rule for transforms: below one, autograd would drop its outputs' derivatives."""
+    """Raise inside a transform. For functions without a rule, whose derivatives would be dropped silently."""
     if active():
         raise NotImplementedError(
             f"{name} below a functorch transform (torch.func) or forward-mode AD is not supported; "

@@ -1,1 +1,1 @@
-"""Triton kernels for CUDA and ROCm. Kernel files hold kernels only; launch*.py and prepared.py call them."""
+"""Triton kernels for CUDA and ROCm. Kernel files hold kernels only; launch*.py call them."""

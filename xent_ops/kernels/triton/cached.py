@@ -1,4 +1,4 @@
-"""A launch that is prepared once: later calls hand over their pointers, and next to nothing else.
+"""A launch that is prepared once: later calls pass little more than pointers.
 
 ``kernel[grid](...)`` binds and specialises 20 to 30 arguments in Python: 13 to 16 us, where to launch the compiled
 kernel takes 2 (one core of a Xeon, triton 3.7, 2026-11-21). Triton compiles a kernel anew for another dtype, for a
@@ -17,8 +17,8 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
-# Before 3.3 a compiled kernel took its arguments without the constants; beyond 3.7 nobody has looked at what Triton
-# specialises on (tests/operators/test_launches.py does, for the version that is installed).
+# Before 3.3 a compiled kernel took its arguments without the constants. Beyond 3.7 the rule of specialisation is
+# untested (a test compares it with that of the installed version).
 _KNOWN = (3, 3) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 7)
 
 _data_ptr = Tensor.data_ptr
@@ -28,7 +28,7 @@ _HOOKS_ARE_CHAINS = hasattr(getattr(_RUNTIME, "launch_enter_hook", None), "calls
 
 
 def _hooked() -> bool:
-    """Does a profiler want to hear of launches? Where that cannot be told it does."""
+    """Has a profiler set hooks for launches? True if that cannot be told."""
     if not _HOOKS_ARE_CHAINS:
         return True
     return bool(_RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls)

@@ -1,6 +1,6 @@
-"""Which block for which row: one table, no autotuning at run time (it breaks capture and costs the first step).
+"""The blocks for each kind of row, in one table. No autotuning: it breaks capture and costs the first step.
 
-H200, triton 3.6, bf16, 2026-11: times in copies of the logits (the limit is 0.5 forward, 1.0 backward).
+Measured on an H200, triton 3.6, bf16, 2026-11: times in copies of the logits (the limit is 0.5 forward, 1.0 backward).
 """
 
 from typing import NamedTuple
@@ -17,16 +17,16 @@ class Config(NamedTuple):
 
 
 def load(options: Options, weighted: bool) -> int:
-    """What an element costs beyond its exponential: 1 for a softcap, 2 for class weights together with smoothing."""
+    """The cost of an element beyond its exponential: 1 for a softcap, 2 for class weights together with smoothing."""
     return (options.softcap is not None) + 2 * (weighted and options.label_smoothing > 0.0)
 
 
 def forward(classes: int, itemsize: int, extra: bool = False, load: int = 0) -> Config:
-    """A program walks over a row; 16 elements a thread: with 32 what has ``extra`` outputs may spill.
+    """A program walks over a row, with 16 elements a thread. With 32, kernels with ``extra`` outputs may spill.
 
-    With a ``load`` and more than 8192 columns 8 elements: 32000 with all options on 0.79 (0.80 with 16).
+    With a ``load`` and more than 8192 columns 8 elements a thread: 32000 with all options on 0.79 (0.80 with 16).
 
-    One warp needs no barrier for its reductions, which is what short rows spend their time on.
+    Short rows spend their time on the barriers of reductions, and one warp needs no barrier.
     """
     if itemsize == 8:
         return Config(min(max(next_power_of_2(classes), 128), 512), 4, 3)
@@ -52,12 +52,12 @@ class Short(NamedTuple):
 
 
 def short(classes: int, itemsize: int, extra: bool = False, load: int = 0, smoothing: bool = False) -> Short | None:
-    """Rows that one tile holds in registers; None for longer ones. 131072 x 1024: 0.57, by the loop 0.67.
+    """A tile that holds whole rows in registers, or None for longer rows. 131072 x 1024: 0.57, by the loop 0.67.
 
     64 elements a thread; with weights and smoothing 32 (131072 x 1024 0.80, with 64 0.90; softcap too 0.93, 1.68);
-    16 where each takes more than 2 bytes or ``extra`` outputs want registers too. With more than an exponential to an
-    element the loop is faster from 2048 columns on (32768 x 4096, smoothing 0.63, by one tile 0.71; all options 0.80,
-    0.92; 65536 x 2048, softcap 0.74, 0.76; smoothing alone 0.65 both ways).
+    16 if an element has more than 2 bytes or ``extra`` outputs need registers too. With options the loop is faster from
+    2048 columns on (32768 x 4096, smoothing 0.63, by one tile 0.71; all options 0.80, 0.92; 65536 x 2048, softcap 0.74,
+    0.76; smoothing alone 0.65 both ways).
     """
     longest = 2048 if itemsize == 2 and load else 4096 if itemsize == 2 and smoothing else 8192  # bytes
     if classes * itemsize > longest:
@@ -69,11 +69,11 @@ def short(classes: int, itemsize: int, extra: bool = False, load: int = 0, smoot
 
 
 def parts(rows: int, classes: int, config: Config, processors: int) -> tuple[Config, int, int]:
-    """How many programs share a row in the forward, the columns that each takes, and the config that goes with it.
+    """(config, programs that share a row in the forward, columns of each).
 
-    One program a row, unless the rows alone would leave the processors with few loads in flight. In a CUDA graph:
-    512 x 32000 takes 16.0 us with one program of 8 warps a row, 18.3 with two of 4 warps, whose join is a launch more;
-    64 x 128256 13.4 with 16 programs a row or 21, 14.0 with 32, 14.4 with 11; 256 x 128256 29.6 with 6, 30.8 with 4.
+    One program a row, unless that leaves the processors with few loads in flight. In a CUDA graph: 512 x 32000 takes
+    16.0 us with one program of 8 warps a row, 18.3 with two of 4 warps, which need a second launch to join them; 64 x
+    128256 13.4 with 16 programs a row or 21, 14.0 with 32, 14.4 with 11; 256 x 128256 29.6 with 6, 30.8 with 4.
     """
     if classes <= 2 * config.block or rows >= 8 * processors:
         return config, 1, classes
@@ -93,9 +93,9 @@ class Backward(NamedTuple):
 def backward(classes: int, itemsize: int, load: int = 0) -> Backward:
     """Four 16-byte loads a thread: 32 elements of 16 bits, 16 of float32 (131072 x 1024 0.98, with one load 1.13).
 
-    With two few rows are slower (64 x 128256, both passes, 25.0 us for 24.1; 512 x 32000 36.1 for 35.5) and many the
-    same to 1 %, with one all are slower. With a ``load`` what a program does first is spread over two tiles (in
-    brackets: one). Softcap: 32768 x 4096 1.04 (1.11), 8192 x 32000 1.04, but 1.02 by one tile of 4 warps. Weights with
+    With two loads, few rows are slower (64 x 128256, both passes, 25.0 us for 24.1; 512 x 32000 36.1 for 35.5) and many
+    the same to 1 %; with one load all are slower. With a ``load``, two tiles share a program's prologue (in brackets:
+    one tile). Softcap: 32768 x 4096 1.04 (1.11), 8192 x 32000 1.04, but 1.02 by one tile of 4 warps. Weights with
     smoothing: 1.05 (1.09), 1.05 (1.11). All options on: 1.12 (1.34), 1.12 by 2 warps (1.23), 131072 x 1024 1.22 (1.28).
     """
     row = max(next_power_of_2(classes), 128)
@@ -115,7 +115,7 @@ def backward(classes: int, itemsize: int, load: int = 0) -> Backward:
 
 
 def one_pass(classes: int, itemsize: int) -> Config:
-    """A program walks over a row twice. Many warps a row, so that the rows in flight fit the L2 cache."""
+    """A program walks over a row twice. It has many warps, so that the rows in flight fit the L2 cache."""
     if itemsize == 8:
         return Config(min(max(next_power_of_2(classes), 128), 256), 4, 3)
     return forward(classes, itemsize) if classes <= 8192 else Config(4096, 8, 3)
@@ -129,9 +129,9 @@ class Shared(NamedTuple):
 
 
 def one_pass_shared(classes: int, itemsize: int, capacity: int, most_parts: int) -> Shared | None:
-    """A row, or a part of one, in shared memory, of which a program may use ``capacity`` bytes; None for no such way.
+    """A row, or a part of one, in ``capacity`` bytes of shared memory for each program. None if it does not fit.
 
-    What counts is that two programs or more fit on a processor: the one reads while the other computes. In copies
+    At least two programs should fit on a processor, so that one reads while the other computes. In copies
     (limit 1.0; in brackets one_pass): 131072 x 1024 1.07 (1.11), 32768 x 4096 1.03 (1.13), 8192 x 32000 1.05 (1.31; in
     two parts 1.11), 8192 x 50257 1.05 (1.50; in two parts 1.15), 4096 x 128256 1.07 (1.53; in 4 parts 1.11), 2100 x
     262144 1.09 (1.57; in 8 parts 1.13); float32, 4096 x 128256: 8 parts of 4 warps 1.05, of 8 warps 1.08.
@@ -161,10 +161,10 @@ REDUCE_MOST_PROGRAMS = 256
 
 
 def reduce(rows: int, itemsize: int) -> tuple[int, Config]:
-    """Programs that share the sums over the rows, and their config; from two on another adds up their parts.
+    """(programs that share the sums over rows, their config). From two programs on, a second kernel adds their parts.
 
-    8192 rows: by one program 8.4 us, by several 8.0, but a launch more for the host; 131072: 50.5 and 8.9. Multiples of
-    32, so that each sum of all programs starts on a 16-byte boundary.
+    8192 rows: by one program 8.4 us, by several 8.0 and a second launch; 131072: 50.5 and 8.9. A multiple of 32, so
+    that the parts of each sum start on a 16-byte boundary.
     """
     if rows <= 8192:
         return 1, Config(4096 if itemsize == 4 else 1024, 16, 1)
@@ -172,7 +172,7 @@ def reduce(rows: int, itemsize: int) -> tuple[int, Config]:
 
 
 def edges(classes: int, itemsize: int) -> int:
-    """The boundary, in elements, on which the body of a row starts that starts anywhere: 128 bytes or 32.
+    """For rows that start anywhere, the boundary, in elements, on which their body starts: 128 bytes or 32.
 
     Forward and backward: 8192 x 50257 0.588 ms (0.591 with 32), 131072 x 1003 0.234 (0.223).
     """
@@ -185,10 +185,10 @@ def vector(itemsize: int) -> int:
 
 
 def softcap(cap: float | None, itemsize: int) -> int:
-    """0: none; 1: with a tanh that is right to the last bits; 2: with one that is right to 6e-7 of the cap.
+    """0: no softcap; 1: a tanh that is right to the last bits; 2: one that is right to 6e-7 of the cap.
 
-    The latter takes half the instructions, and a bound on x that spares the maximum. 16-bit logits are themselves known
-    to 4e-3, so for the caps in use (30, 50) the difference is nothing; beyond 64 sums of e^x might overflow.
+    The latter takes half the instructions, and its bound on x makes the maximum unnecessary. 16-bit logits are known to
+    4e-3 only, so the error does not matter for the caps in use (30, 50). Beyond 64, sums of e^x might overflow.
     """
     if cap is None:
         return 0
