@@ -1,4 +1,4 @@
-"""The operators in the company of the rest of torch: checkpointing, dispatch modes, autocast, accumulation."""
+"""The operators together with other features of torch: checkpointing, dispatch modes, autocast, accumulation."""
 
 from functools import partial
 
