@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from dispatch_log import Log
+from helpers.dispatch_log import Log
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dispatch_log import Log
+from helpers.dispatch_log import Log
 
 import xent_ops
 
