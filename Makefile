@@ -6,13 +6,18 @@ PY = $(VENV)/bin/python
 
 # Tests never take a compiled step from an earlier run: caches on disk do not see every change of an operator.
 # Triton reads TRITON_INTERPRET when it is imported, so the kernels' interpreter has a process of its own.
-PYTEST = TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $(PY) -m pytest -q tests
+PYTEST = TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $(PY) -m pytest -q
 COMPILED = env -u TRITON_INTERPRET $(PYTEST)
 INTERPRETED = env TRITON_INTERPRET=1 $(PYTEST)
 
 export PYTHON TORCH TORCH_INDEX_URL XENT_OPS_BUILD_CPP
 
-.PHONY: help env demo test test-full test-ascend lint format clean
+# What `make test-quick` runs. It leaves out whatever compiles, starts processes or needs a GPU: 90 s on 2 cores.
+QUICK = tests/operators tests/eager tests/compile/test_graph_snapshots.py --ignore=tests/operators/test_offline_compile.py \
+	--ignore=tests/operators/test_one_pass_shared.py -k "not opcheck"
+QUICK_INTERPRETED = tests/eager/test_launch_cache.py tests/operators/test_values.py -k "launch_cache or combination or divisor or target"
+
+.PHONY: help env demo test test-quick test-full test-ascend lint format clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -28,11 +33,15 @@ demo: env  ## train a small GPT with xent_ops and with F.cross_entropy; ARGS="--
 	$(PY) examples/train_lm.py $(ARGS)
 
 test: env  ## the tests that this machine can run
-	$(COMPILED) -m "not slow"
-	$(INTERPRETED) -m "interpreter and not slow"
+	$(COMPILED) tests -m "not slow"
+	$(INTERPRETED) tests -m "interpreter and not slow"
+
+test-quick: env  ## the inner loop, under two minutes: values on the CPU and in the interpreter, eager, graph snapshots
+	$(COMPILED) $(QUICK) -m "not slow and not gpu"
+	$(INTERPRETED) $(QUICK_INTERPRETED) -m "interpreter and not slow"
 
 test-full: env  ## the slower tests that `make test` leaves out: many processes, C++ builds, sanitizers
-	$(COMPILED) -m slow
+	$(COMPILED) tests -m slow
 
 test-ascend: env  ## the Ascend kernels through triton-ascend's passes, in an environment of their own, without a device
 	@# 75: the environment cannot be had here, and the script has said why.

@@ -57,6 +57,10 @@ def inputs(rows=8, classes=33, dtype=torch.bfloat16):
         return x, torch.empty(rows, dtype=torch.int64, device="npu"), torch.empty(classes, device="npu")
 
 
+def forward_of(options):
+    return "xent.cross_entropy_forward.default" if options.get("reduction") == "none" else FORWARD
+
+
 def check(names, *wanted):
     for operator in wanted:
         assert names.count(operator) == 1, names

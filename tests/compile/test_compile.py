@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from helpers.graphs import AotEagerAndRecordGraphs, CompileCounterWithBackend, operator_names
 from helpers.processes import run_python
-from helpers.public_api import DTYPES, FACES, bind, cases_of, gradients, inputs, options_of
+from helpers.public_api import DTYPES, FUNCTIONS, bind, cases_of, gradients, inputs, options_of
 
 import xent_ops
 
@@ -26,11 +26,11 @@ def assert_close(mine, eager, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("face", FACES)
-def test_every_option_reduction_and_dtype(device, face, dtype):
+@pytest.mark.parametrize("entry", FUNCTIONS)
+def test_every_option_reduction_and_dtype(device, entry, dtype):
     """One graph each way, which reads no value on the host."""
-    tensors = inputs(face, dtype=dtype, device=device)
-    function = all_of([bind(face, case, tensors[2]) for case in cases_of(face, each=dtype == torch.float32)])
+    tensors = inputs(entry, dtype=dtype, device=device)
+    function = all_of([bind(entry, case, tensors[2]) for case in cases_of(entry, each=dtype == torch.float32)])
     backend = AotEagerAndRecordGraphs()
     compiled = torch.compile(function, fullgraph=True, backend=backend)
     assert_close(gradients(compiled, *tensors), gradients(function, *tensors), dtype)
@@ -40,9 +40,9 @@ def test_every_option_reduction_and_dtype(device, face, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
 def test_every_dtype_of_targets(device, dtype):
-    faces = [face for face in FACES if face != "class probabilities"]
-    x, target, weight = inputs(faces[0], device=device)
-    function = all_of([bind(face, {}, weight) for face in faces])
+    entries = [entry for entry in FUNCTIONS if entry != "class probabilities"]
+    x, target, weight = inputs(entries[0], device=device)
+    function = all_of([bind(entry, {}, weight) for entry in entries])
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     target = torch.where(target < 0, 3, target).to(dtype)
     assert_close(gradients(compiled, x, target, weight), gradients(function, x, target, weight), x.dtype)
@@ -52,9 +52,9 @@ def test_every_dtype_of_targets(device, dtype):
     "dtype", [*DTYPES[:2], *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[2:])], ids=str
 )
 def test_through_inductor(device, dtype):
-    """Every face with all its options in one graph, through Inductor's lowerings of the backward operators."""
-    tensors = [tensor for face in FACES for tensor in inputs(face, dtype=dtype, device=device)]
-    calls = [bind(face, options_of(face), tensors[3 * n + 2]) for n, face in enumerate(FACES)]
+    """Every entry point with all its options in one graph, through Inductor's lowerings of the backward operators."""
+    tensors = [tensor for entry in FUNCTIONS for tensor in inputs(entry, dtype=dtype, device=device)]
+    calls = [bind(entry, options_of(entry), tensors[3 * n + 2]) for n, entry in enumerate(FUNCTIONS)]
 
     def function(*tensors):
         x, target, weight = tensors[::3], tensors[1::3], tensors[2::3]
@@ -64,20 +64,22 @@ def test_through_inductor(device, dtype):
     assert_close(gradients(compiled, *tensors), gradients(function, *tensors), dtype)
 
 
-@pytest.mark.parametrize("face", [face for face in FACES if face != "CrossEntropyLoss"])  # ignore_index is its own
-def test_no_recompile(device, face):
+@pytest.mark.parametrize(
+    "entry", [entry for entry in FUNCTIONS if entry != "CrossEntropyLoss"]
+)  # ignore_index is its own
+def test_no_recompile(device, entry):
     """For another number of rows, pattern of ignored rows, targets, and from its first change on ignore_index."""
-    soft = face == "class probabilities"
+    soft = entry == "class probabilities"
 
     def function(x, target, ignore_index):
         keywords = {} if soft else {"ignore_index": ignore_index}
-        result = FACES[face](x * 2, target, **keywords)
+        result = FUNCTIONS[entry](x * 2, target, **keywords)
         return list(result) if isinstance(result, tuple) else [result]
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     sizes = [(8, -100), (16, -7), (5, -3), (64, -100), (31, -50), (7, -7)]
     for number, (rows, ignore_index) in enumerate(sizes):
-        x, target, _ = inputs(face, rows, device=device, seed=number)
+        x, target, _ = inputs(entry, rows, device=device, seed=number)
         if not soft:
             target = target.where(target != -100, ignore_index)
             target[:: number + 1] = ignore_index
@@ -92,16 +94,16 @@ def test_no_recompile(device, face):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_dynamic(device, backend):
     """dynamic=True: one graph for every number of rows and of classes; Inductor's kernels index with both."""
-    faces = ["cross_entropy", "class probabilities"] if backend == "inductor" else list(FACES)
-    keywords = [{} if face == "CrossEntropyLoss" else options_of(face) for face in faces]  # no weight of one size
-    calls = [bind(face, options, None) for face, options in zip(faces, keywords, strict=True)]
+    entries = ["cross_entropy", "class probabilities"] if backend == "inductor" else list(FUNCTIONS)
+    keywords = [{} if entry == "CrossEntropyLoss" else options_of(entry) for entry in entries]  # no weight of one size
+    calls = [bind(entry, options, None) for entry, options in zip(entries, keywords, strict=True)]
 
     def function(*tensors):
         return [value for n, call in enumerate(calls) for value in call(tensors[3 * n] * 2, *tensors[3 * n + 1 :][:2])]
 
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
     for number, (rows, classes) in enumerate([(10, 40), (20, 50), (34, 61)]):
-        tensors = [t for face in faces for t in inputs(face, rows, classes=classes, device=device, seed=number)]
+        tensors = [t for entry in entries for t in inputs(entry, rows, classes=classes, device=device, seed=number)]
         with torch._dynamo.config.patch(error_on_recompile=number > 0):
             mine = gradients(compiled, *tensors)
         assert_close(mine, gradients(function, *tensors), torch.float32)
@@ -159,13 +161,13 @@ def test_lowering_holds_when_something_was_compiled_before_the_import(vectors):
 
 
 class Losses(torch.nn.Module):
-    """Faces with their options over a layer; of the rows that ``keep`` selects, if given."""
+    """Entry points with their options over a layer, on the rows that ``keep`` selects, if given."""
 
-    def __init__(self, faces):
+    def __init__(self, entries):
         super().__init__()
         self.head = torch.nn.Linear(4, 33)
-        keywords = [{name: value for name, value in options_of(face).items() if name != "dim"} for face in faces]
-        self.calls = [bind(face, case, inputs(face)[2]) for face, case in zip(faces, keywords, strict=True)]
+        keywords = [{name: value for name, value in options_of(entry).items() if name != "dim"} for entry in entries]
+        self.calls = [bind(entry, case, inputs(entry)[2]) for entry, case in zip(entries, keywords, strict=True)]
 
     def forward(self, h, weight, target, keep=None):
         if keep is not None:
@@ -198,14 +200,14 @@ def test_export_stays_dynamic_and_keeps_one_node(tmp_path):
     """)
 
 
-INDEX_FACES = [face for face in FACES if face != "class probabilities"]
+INDEX_FUNCTIONS = [entry for entry in FUNCTIONS if entry != "class probabilities"]
 
 
-@pytest.mark.parametrize("faces", [INDEX_FACES, ["class probabilities"]], ids=["indices", "probabilities"])
-def test_unbacked_sizes(faces):
+@pytest.mark.parametrize("entries", [INDEX_FUNCTIONS, ["class probabilities"]], ids=["indices", "probabilities"])
+def test_unbacked_sizes(entries):
     """A number of rows that is only known when the graph runs: exported, and compiled with its backward."""
-    model = Losses(faces)
-    _, target, weight = inputs(faces[0])
+    model = Losses(entries)
+    _, target, weight = inputs(entries[0])
     h = torch.randn(8, 4, requires_grad=True)
     keep = torch.tensor([1, 0, 1, 1, 0, 0, 1, 1]).bool()
     program = torch.export.export(model, (h, weight, target, keep), strict=False).module()

@@ -170,7 +170,7 @@ print(ours.uuid())
 
 
 def test_importing_does_not_import_inductor():
-    """Over a second, and not needed by who never compiles."""
+    """That import takes over a second, which a program that never compiles need not pay."""
     code = """
 import sys, torch
 before = set(sys.modules)

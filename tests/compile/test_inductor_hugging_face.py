@@ -1,4 +1,4 @@
-"""An unmodified Hugging Face causal language model, compiled, with our loss in the place of its own."""
+"""An unmodified Hugging Face causal language model, compiled, with our loss in place of its own."""
 
 import pytest
 import torch

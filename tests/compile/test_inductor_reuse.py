@@ -22,7 +22,7 @@ def sequences(x, t, cut):
     return ce(x.view(2, 12, -1)[:, :-cut], t.view(2, 12)[:, cut:], dim=-1)
 
 
-# The loss of 24 rows of logits, and whether nobody but the loss reads their memory.
+# The loss of 24 rows of logits, and whether only the loss reads their memory.
 ALONE = {
     "plain": lambda x, t: ce(x, t),
     "next token": lambda x, t: sequences(x, t, 1),

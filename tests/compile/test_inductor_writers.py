@@ -179,7 +179,7 @@ def test_readers_are_no_writers(reader, where):
     assert len(report.replaced) == 1, str(report)
 
 
-def test_writers_of_other_memory_are_in_nobodys_way():
+def test_writers_of_other_memory_do_not_matter():
     def function(h, w, t):
         x = h @ w
         y = x.float()

@@ -80,7 +80,7 @@ def test_the_mean_divides_in_the_backward_kernel(device, cpu_as_cuda):
 def test_a_divisor_that_is_written_to_after_the_division(device, cpu_as_cuda):
     """The operator comes later, and the kernel must not divide by what is there by then.
 
-    An operator that nobody sees into: Inductor keeps a copy of what its own kernels overwrite.
+    An operator that is opaque to Inductor: it keeps a copy of what its own kernels overwrite.
     """
 
     @torch.library.custom_op("xent_test::hundredfold_", mutates_args=("out",))
@@ -153,7 +153,7 @@ def test_an_opaque_backward_needs_two(device):
 
 
 def test_one_pass_overwrites_a_product(cpu_as_cuda):
-    """A direct call in a graph is one node; the gradient takes the logits' place where nobody else reads them."""
+    """A direct call in a graph is one node; the gradient takes the logits' place where nothing else reads them."""
     h, w, target = torch.randn(8, 16), torch.randn(16, 33), torch.arange(8)
 
     def with_grad(logits, target):

@@ -1,36 +1,19 @@
-"""The operators in the company of the rest of torch: checkpointing, dispatch modes, autocast, accumulation."""
+"""The operators together with other features of torch: checkpointing, autocast, accumulation."""
 
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.dispatch_log import Log
 from helpers.graphs import AotEagerAndRecordGraphs, operator_names
 from helpers.public_api import gradients, inputs
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import xent_ops
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")  # torch's own recording backend
 FORWARD, BACKWARD = "xent.cross_entropy_reduced.default", "xent.cross_entropy_backward.default"
-
-
-class Log(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_dispatch_mode_sees_the_operators(device):
-    x, target, _ = inputs("cross_entropy", device=device)
-    with Log() as log:
-        xent_ops.cross_entropy(x, target).backward()
-    assert log.names.count(FORWARD) == 1 and log.names.count(BACKWARD) == 1
 
 
 def _save_the_loss(context, op, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""libxent_ops.so beside and without the Python package: who registers what, in which order, and nothing crashes.
+"""libxent_ops.so beside and without the Python package: which of the two registers what, in both orders, without a crash.
 
 Each case is a process of its own: what the dispatcher holds can be registered once.
 """

@@ -15,7 +15,7 @@ COMPILER = os.environ.get("CXX", "g++")
 
 @pytest.mark.slow
 def test_no_wild_read_no_undefined_behaviour_same_bits(tmp_path):
-    """Of every kernel, for every instruction set that this processor has, however many threads share the work."""
+    """Every kernel, for every instruction set of this processor, with different numbers of threads."""
     if shutil.which(COMPILER) is None:
         pytest.skip(f"there is no C++ compiler {COMPILER}")
     empty = tmp_path / "empty.cpp"

@@ -106,7 +106,7 @@ def _recipe():
 
 def equal_to_one_process(device, way, backend):
     """The mean over ranks of loss and gradients is that of one process on the whole batch: with the local mean where
-    every rank counts as many targets, with the recipe's wherever. And no more graphs or breaks than F.cross_entropy."""
+    every rank counts as many targets, with the recipe's otherwise. And no more graphs or breaks than F.cross_entropy."""
     wrap, fullgraph = WAYS[way]
     rank, world = dist.get_rank(), dist.get_world_size()
     for loss, ignored in [(xent_ops.cross_entropy, [3] * world), (_recipe(), [1, ROWS, 7][:world])]:

@@ -58,9 +58,9 @@ def equal_to_eager(device, backend):
                 loss.sum().backward()
                 results.append((loss.detach(), x.grad))
             torch.testing.assert_close(results[0], results[1], rtol=2e-5, atol=1e-7)
-            everyones = [torch.empty_like(results[1][0]) for _ in range(dist.get_world_size())]
-            dist.all_gather(everyones, results[1][0].contiguous())
-            assert all(torch.equal(loss, everyones[0]) for loss in everyones)
+            losses_of_ranks = [torch.empty_like(results[1][0]) for _ in range(dist.get_world_size())]
+            dist.all_gather(losses_of_ranks, results[1][0].contiguous())
+            assert all(torch.equal(loss, losses_of_ranks[0]) for loss in losses_of_ranks)
 
 
 def graph(device):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from dispatch_log import Log
+from helpers.dispatch_log import Log
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -98,8 +98,8 @@ def test_a_profiler_sees_the_operators(h, target, options):
 
 
 @pytest.mark.parametrize("options", [{}, {"grad_in_forward": True}], ids=["", "grad_in_forward"])
-def test_options_of_other_types_are_the_dispatchers(h, target, options):
-    """It converts what it can and refuses the rest, which a kernel called without it would not."""
+def test_the_dispatcher_converts_options_of_other_types(h, target, options):
+    """It refuses what it cannot convert; a kernel called without it would not."""
     wanted = xent_ops.cross_entropy(h, target, label_smoothing=0.25, softcap=5.0)
     found = xent_ops.cross_entropy(h, target, label_smoothing=np.float64(0.25), softcap=5, **options)
     torch.testing.assert_close(found, wanted)
@@ -153,7 +153,7 @@ def test_hooks_run_once_where_the_gradient_gets_a_graph(h, target, leaf):
     torch.testing.assert_close(found, wanted)
 
 
-def test_a_default_device_watches_nothing(h, target):
+def test_a_default_device_changes_nothing(h, target):
     torch.set_default_device("meta")  # where what names no device would turn up
     try:
         loss = xent_ops.cross_entropy(h, target, lse_square_scale=0.1)
@@ -166,7 +166,7 @@ def test_a_default_device_watches_nothing(h, target):
 
 
 @pytest.mark.parametrize("options", [{"inplace_backward": True}, {"grad_in_forward": True}], ids=str)
-def test_one_gradient_is_no_batch_of_them(h, target, options):
+def test_a_batch_of_upstream_gradients_is_refused(h, target, options):
     loss = xent_ops.cross_entropy(h * 1, target, **options)
     with pytest.raises(NotImplementedError, match="below vmap"):
         torch.autograd.grad(loss, h, torch.ones(3, device=h.device, dtype=h.dtype), is_grads_batched=True)

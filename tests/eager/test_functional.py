@@ -247,7 +247,7 @@ class Arguments(TorchDispatchMode):
 
 
 def test_classes_that_are_not_dense_are_copied_once(device):
-    """Before the operators, each of which would copy them."""
+    """The copy is made before the operators, each of which would make its own."""
     leaf = torch.randn(9, 4, device=device, requires_grad=True)
     target = torch.tensor([1, 8, -100, 0], device=device)
     with Arguments() as arguments:

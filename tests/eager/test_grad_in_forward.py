@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dispatch_log import Log
+from helpers.dispatch_log import Log
 
 import xent_ops
 
@@ -43,7 +43,7 @@ def test_grad_in_forward_below_a_class_dimension_in_the_middle(device):
 
 
 def test_grad_in_forward_in_place_of_views(device):
-    """Of what a layer returned: rows of one batch flattened, shifted, or a part of the classes."""
+    """Views of what a layer returned: a batch flattened, rows shifted, a part of the classes."""
     h, w = torch.randn(2, 4, 8, device=device, requires_grad=True), torch.randn(8, 30, device=device)
     for view in (lambda x: x.view(-1, 30), lambda x: x[:, :-1], lambda x: x[..., 3:], lambda x: x.transpose(0, 1)):
         target = torch.randint(0, 27, view(h @ w).shape[:-1], device=device)
@@ -110,7 +110,7 @@ def test_grad_in_forward_without_a_gradient_is_the_plain_forward(h, target):
     assert torch.equal(kept, h)
 
 
-def test_grad_in_forward_means_the_ordinary_path_under_compile_and_transforms(h, target):
+def test_grad_in_forward_is_ignored_under_compile_and_transforms(h, target):
     options = {"grad_in_forward": True, "inplace_backward": True}
     (wanted,) = torch.autograd.grad(xent_ops.cross_entropy(h * 2, target), h)
 

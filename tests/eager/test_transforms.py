@@ -1,4 +1,4 @@
-"""functorch transforms and forward-mode AD from the Python face, against F.cross_entropy under the same transform."""
+"""functorch transforms and forward-mode AD of the public functions, against F.cross_entropy under the same transform."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every public face of the loss and every option of it, for the tests of compilation and of capture."""
+"""Every public entry point of the loss (an ``entry`` is its name) with all of its options, for the tests of compilation."""
 
 import inspect
 import itertools
@@ -10,7 +10,7 @@ import xent_ops
 V = 33
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
-FACES = {
+FUNCTIONS = {
     "cross_entropy": xent_ops.cross_entropy,
     "class probabilities": xent_ops.cross_entropy,  # another operator
     "cross_entropy_outputs": xent_ops.cross_entropy_outputs,
@@ -31,39 +31,39 @@ VALUES = {
 }
 
 
-def parameters(face):
-    if isinstance(FACES[face], torch._ops.OpOverload):
-        return [argument.name for argument in FACES[face]._schema.arguments]
-    return list(inspect.signature(FACES[face]).parameters)
+def parameters(entry):
+    if isinstance(FUNCTIONS[entry], torch._ops.OpOverload):
+        return [argument.name for argument in FUNCTIONS[entry]._schema.arguments]
+    return list(inspect.signature(FUNCTIONS[entry]).parameters)
 
 
-def options_of(face):
-    """Each option of a face with a value that is not its default; a KeyError for an option that VALUES lacks."""
-    found = {name: VALUES[name] for name in parameters(face) if name not in ("input", "logits", "target", "reduction")}
-    if face == "class probabilities":
+def options_of(entry):
+    """Each option of an entry with a value that is not its default; a KeyError for an option that VALUES lacks."""
+    found = {name: VALUES[name] for name in parameters(entry) if name not in ("input", "logits", "target", "reduction")}
+    if entry == "class probabilities":
         for name in ("ignore_index", "inplace_backward", "grad_in_forward"):  # for class indices
             del found[name]
-    if face == "token_log_probs":
+    if entry == "token_log_probs":
         found["dim"] = 1  # -1 is its default
     return found
 
 
-def cases_of(face, each=True):
+def cases_of(entry, each=True):
     """Keywords: none and all options with every reduction; with ``each``, every option alone with some reduction."""
-    reductions = ["mean", "sum", "none"] if "reduction" in parameters(face) else [None]
-    options = options_of(face)
+    reductions = ["mean", "sum", "none"] if "reduction" in parameters(entry) else [None]
+    options = options_of(entry)
     together = [({}, r) for r in reductions] + [(options, r) for r in reductions]
     alone = [({name: value}, r) for (name, value), r in zip(options.items(), itertools.cycle(reductions), strict=False)]
     cases = together + alone if each else [together[0], together[-1]]
     return [case if reduction is None else {**case, "reduction": reduction} for case, reduction in cases]
 
 
-def inputs(face, rows=8, dtype=torch.float32, device="cpu", seed=0, classes=V):
+def inputs(entry, rows=8, dtype=torch.float32, device="cpu", seed=0, classes=V):
     """(logits, target, weight). Of class indices, those of rows 1, 5, 9, ... are ignored."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, classes, generator=generator).to(device, dtype).requires_grad_()
     weight = torch.rand(classes, generator=torch.Generator().manual_seed(9)).to(device)
-    if face == "class probabilities":
+    if entry == "class probabilities":
         target = torch.randn(rows, classes, generator=generator).softmax(-1).to(device, dtype)
         return x, target.requires_grad_(), weight.requires_grad_()
     target = torch.randint(0, classes, (rows,), generator=generator).to(device)
@@ -71,12 +71,12 @@ def inputs(face, rows=8, dtype=torch.float32, device="cpu", seed=0, classes=V):
     return x, target, weight
 
 
-def bind(face, case, weight):
-    """The face with the keywords of a case as (logits, target, weight) -> its floating-point results, a tuple."""
+def bind(entry, case, weight):
+    """The entry point with the keywords of a case as (logits, target, weight) -> its floating-point results, a tuple."""
     options = dict(case)
     weighted, dim, ignored = options.pop("weight", False), options.get("dim"), options.get("ignore_index")
-    call = FACES[face]
-    module = call(weight if weighted else None, **options) if face == "CrossEntropyLoss" else None
+    call = FUNCTIONS[entry]
+    module = call(weight if weighted else None, **options) if entry == "CrossEntropyLoss" else None
 
     def function(x, target, weight):
         if ignored is not None:

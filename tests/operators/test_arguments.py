@@ -1,4 +1,4 @@
-"""Types and ranges of the arguments of every public function: what is refused, by what words, and what is converted."""
+"""Types and ranges of the arguments of every public function: what is refused, with which message, and what is converted."""
 
 import math
 
@@ -355,8 +355,8 @@ def test_operators_in_place_refuse_tensors_of_inference_mode(device):
             assert not torch.equal(x, kept)
 
 
-def test_every_plain_call_takes_the_short_way(monkeypatch):
-    """Arguments of the usual types are looked at, not converted: that is most of an eager call's time."""
+def test_arguments_of_the_usual_types_are_not_converted(monkeypatch):
+    """Conversion would be most of an eager call's time."""
 
     def fail(*args):
         raise AssertionError(args)

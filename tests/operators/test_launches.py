@@ -1,4 +1,4 @@
-"""Launches that reuse what Triton compiled: the key must part what Triton parts, and the arguments must arrive."""
+"""Launches reuse compiled kernels: two calls share one only where Triton would, and it gets the arguments of the call."""
 
 import itertools
 import weakref
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def tensors(rows, classes, dtype, target_dtype, offset, padding, weighted):
-    """Arguments of launchers, by name, of logits that start ``offset`` elements behind a 16-byte boundary."""
+    """Arguments of launchers, by name, for logits that start ``offset`` elements behind a 16-byte boundary."""
     storage = torch.zeros(rows * (classes + padding) + offset + 16, dtype=dtype)
     logits = storage[offset:].as_strided((rows, classes), (classes + padding, 1), storage_offset=offset)
     target = torch.zeros(rows, dtype=target_dtype)
@@ -40,30 +40,30 @@ def tensors(rows, classes, dtype, target_dtype, offset, padding, weighted):
     }
 
 
-def prepare(arguments, **options):
-    """The second stages, by name."""
+def second_stages(arguments, **options):
+    """What the launchers return, by name: functions of the tensors."""
     given = {name: {} if name == "scale_grad_" else {"options": Options(**options)} for name in arguments}
     return {name: getattr(launch, name)(*args, **given[name]) for name, args in arguments.items()}
 
 
 @pytest.mark.parametrize("rows", [300, 1, 0])
 def test_the_first_stage_holds_no_tensor(rows):
-    """The operators keep what it returns."""
+    """The operators keep its result in their cache, which must not keep tensors alive."""
     arguments = tensors(rows, 512, torch.bfloat16, torch.int64, 0, 0, True)
     held = [weakref.ref(arg) for args in arguments.values() for arg in args if isinstance(arg, torch.Tensor)]
-    runs = prepare(arguments, label_smoothing=0.1)
+    runs = second_stages(arguments, label_smoothing=0.1)
     del arguments
     assert runs and not [ref() for ref in held if ref() is not None]
 
 
 def test_equal_keys_are_equal_to_triton(monkeypatch):
-    """Of one Launch: whatever differs between two signatures makes another."""
+    """Calls of one Launch whose alignment is the same have the same specialisation in Triton."""
     calls = []
     monkeypatch.setattr(cached.Launch, "__call__", lambda self, *tensors: calls.append((self, tensors)))
     for rows, classes in itertools.product([1, 2, 16, 300], [1, 16, 1000, 4096, 50257]):
         for dtype, offset, padding in [(torch.bfloat16, 0, 0), (torch.bfloat16, 1, 0), (torch.float32, 4, 8)]:
             kind = (rows, classes, dtype, torch.int64 if rows > 1 else torch.uint8)
-            runs = prepare(
+            runs = second_stages(
                 tensors(*kind, offset, padding, offset == 4), ignore_index=classes, logit_scale=1.0 + classes
             )
             for again in (offset, offset, offset + 1):
@@ -89,7 +89,7 @@ def no_device(monkeypatch):
 
 @pytest.mark.parametrize("hooked", [False, True], ids=["", "profiled"])
 def test_launches_are_those_that_triton_makes(monkeypatch, no_device, hooked):
-    """On a 16-byte boundary, off it and back; and Triton is asked once for each kind."""
+    """On a 16-byte boundary, off it and back; Triton itself launches once for each alignment."""
     original, by_triton, asked, launches = cached.Launch.__call__, cached.Launch.by_triton, [], []
 
     def counted(self, *tensors):
@@ -109,7 +109,7 @@ def test_launches_are_those_that_triton_makes(monkeypatch, no_device, hooked):
     monkeypatch.setattr(cached.Launch, "by_triton", counted)
     for rows in (300, 7):
         kind = (rows, 512, torch.bfloat16, torch.int64)
-        runs = prepare(tensors(*kind, 0, 0, False), label_smoothing=0.1)
+        runs = second_stages(tensors(*kind, 0, 0, False), label_smoothing=0.1)
         for offset in (0, 0, 1, 8, 0, 1):
             for name, args in tensors(*kind, offset, 0, False).items():
                 runs[name](*args)
@@ -130,7 +130,7 @@ def test_a_hook_before_a_kernel_is_not_skipped(monkeypatch, no_device):
     assert seen == [1]
 
 
-def test_profilers_hear_of_launches(monkeypatch, no_device):
+def test_launch_hooks_are_noticed(monkeypatch, no_device):
     """Triton's own launch hooks, which proton sets."""
     if not cached._HOOKS_ARE_CHAINS:
         pytest.skip("this triton hands every launch to its hooks")

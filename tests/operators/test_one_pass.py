@@ -250,7 +250,7 @@ def test_scale_grad(device, dtype, shape):
 
 
 def test_scale_grad_by_zero_is_zero(device):
-    """As a row that passes nothing back, whatever it holds."""
+    """Such a row has a zero gradient, whatever it holds."""
     grad = torch.full((3, 40), float("nan"), device=device)
     grad[1] = 1.0
     ops.scale_grad_(grad, torch.tensor([0.0, 2.0, 0.0], device=device))

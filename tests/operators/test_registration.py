@@ -1,4 +1,4 @@
-"""Registration: schemas, fakes, autograd, errors. Values are test_values.py's."""
+"""Registration: schemas, fakes, autograd, errors. test_values.py tests the values."""
 
 import itertools
 
@@ -217,7 +217,7 @@ def test_bad_arguments_name_themselves(case, traced):
             getattr(ops, name)(*args, **kwargs)
 
 
-def test_bad_arguments_of_the_python_face():
+def test_bad_arguments_of_the_public_functions():
     x = torch.randn(LOGITS)
     bad = [
         (lambda: xent_ops.cross_entropy(x, TARGET, reduction="avg"), ValueError, "'avg' is not a valid value for reduction; valid are 'none', 'mean', 'sum'"),
@@ -280,10 +280,10 @@ def test_a_device_without_a_kernel_is_named(requires_grad):
 @pytest.mark.gpu
 @pytest.mark.parametrize("threads", [True, False])
 def test_logits_on_another_device_than_the_current(threads):
-    """Autograd's own thread makes their device the current one; without it nobody does."""
+    """Autograd's own thread makes their device the current one. Without that thread the launch must do so."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    for _ in range(3):  # the second time by what the first one prepared
+    for _ in range(3):  # later calls take the cached launches
         x = torch.randn(4, 1000, device="cuda:1", requires_grad=True)
         with torch.cuda.device(0), torch.autograd.set_multithreading_enabled(threads):
             xent_ops.cross_entropy(x, TARGET.to("cuda:1")).backward()
@@ -310,7 +310,7 @@ def test_more_than_two_to_the_31_elements(shape):
 
 
 def test_combinations_of_upstream_gradients(device):
-    """An output that nobody uses costs and changes nothing."""
+    """An output without an upstream gradient changes nothing."""
     x = torch.randn(4, 10, device=device, dtype=torch.float64, requires_grad=True)
     target = TARGET.to(device)
     full = {}

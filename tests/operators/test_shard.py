@@ -148,7 +148,7 @@ def test_infinite_logits_follow_torch(device):
 @pytest.mark.parametrize("bad", [50, -1, 10**10, 2**32 + 3])
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weight"])
 def test_target_out_of_range(device, raises_out_of_range, bad, weighted):
-    """Beyond the vocabulary, not beyond the shard. 2^32 + 3 is column 3 to who cuts it to 32 bits."""
+    """Out of range means outside the vocabulary, not the shard. 2^32 + 3 would be column 3 if it were cut to 32 bits."""
     logits = realistic_logits(3, 50, dtype=torch.float32).to(device)
     target = torch.tensor([4, bad, 40], device=device)
     weight = torch.rand(50, device=device) if weighted else None

@@ -159,10 +159,10 @@ def test_divisor(device, dtype, square):
 @pytest.mark.parametrize("rows", [0, 1, 5, 9001])
 def test_reduced(device, rows, reduction, weighted):
     """Value and divisor of the reduced operator are those of its rows, added up in float64; likewise the divisor alone."""
-    logits = torch.randn(rows, 7, device=device) * 3
-    target = torch.randint(0, 7, (rows,), device=device)
+    logits = torch.randn(rows, 8, device=device) * 3
+    target = torch.randint(0, 8, (rows,), device=device)
     target[1::3] = -100
-    weight = torch.rand(7, device=device) if weighted else None
+    weight = torch.rand(8, device=device) if weighted else None
     options = {"label_smoothing": 0.1, "softcap": 5.0}
     value, divisor, lse = torch.ops.xent.cross_entropy_reduced(
         logits, target, weight, lse_square_scale=0.25, reduction=reduction, **options
