@@ -30,9 +30,12 @@ def cross_entropy(
     checks.weight_without_grad(weight)
     if transforms.forward_mode():  # in which operators drop the tangents
         transforms.refuse("torch.ops.xent.cross_entropy")
+    # The options as they came: to ask which are at their defaults would specialise a symbolic one.
     if reduction != "none":
-        return torch.ops.xent.cross_entropy_reduced(logits, target, weight, **loss.keywords())[0]
-    row_loss, lse = torch.ops.xent.cross_entropy_forward(logits, target, weight, **loss.rows.keywords())
+        return torch.ops.xent.cross_entropy_reduced(
+            logits, target, weight, lse_square_scale=lse_square_scale, reduction=reduction, **options
+        )[0]
+    row_loss, lse = torch.ops.xent.cross_entropy_forward(logits, target, weight, **options)
     return reduce_rows(row_loss, lse, target, None, loss).value
 
 
