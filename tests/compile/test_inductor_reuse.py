@@ -3,14 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.graphs import run_and_get_code
+from helpers.graphs import calls_of, run_and_get_code
 
 import xent_ops
 from xent_ops import cross_entropy as ce
 
 pytestmark = pytest.mark.usefixtures("cpu_as_cuda")
 
-IN_PLACE = "xent.cross_entropy_backward_.default("
+IN_PLACE = "cross_entropy_backward_"
 
 
 def huber(x):
@@ -89,7 +89,7 @@ def test_gradients_are_those_of_eager(device, name, dynamic):
         return [x.grad for x in leaves]
 
     grads, code = run_and_get_code(run, torch.compile(outputs, fullgraph=True, dynamic=dynamic))
-    assert (IN_PLACE in "".join(code)) == (name in ALONE)
+    assert calls_of(IN_PLACE, "".join(code)) == (name in ALONE)
     for grad, wanted in zip(grads, run(outputs), strict=True):
         torch.testing.assert_close(
             grad, wanted, rtol=1e-4, atol=2e-2 * wanted.abs().max().item()
@@ -155,4 +155,4 @@ def test_without_the_mark_nothing_is_written_over(device):
     w, t = torch.randn(1000, 16, device=device), torch.randint(0, 1000, (24,), device=device)
     step = torch.compile(lambda h: ce(h @ w.T, t), options={"pattern_matcher": False})
     _, code = run_and_get_code(lambda: step(h).backward())
-    assert IN_PLACE not in "".join(code) and "xent.cross_entropy_backward.default(" in "".join(code)
+    assert not calls_of(IN_PLACE, "".join(code)) and calls_of("cross_entropy_backward", "".join(code))

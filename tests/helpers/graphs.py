@@ -9,11 +9,17 @@ from torch._inductor.utils import run_and_get_code
 __all__ = [
     "AotEagerAndRecordGraphs",
     "CompileCounterWithBackend",
+    "calls_of",
     "graph_text",
     "inductor_code",
     "operator_names",
     "run_and_get_code",
 ]
+
+
+def calls_of(name: str, code: str) -> int:
+    """How often Inductor's code calls an operator of ours: by its name, or on CUDA its kernel."""
+    return code.count(f"xent.{name}.default(") + code.count(f"OPERATORS['{name}'].on_cuda(")
 
 
 def graph_text(graph_module: torch.fx.GraphModule) -> str:

@@ -27,9 +27,25 @@ def lowering(op: Any) -> Callable[..., Any]:
     opaque = fallback_handler(op, add_to_fallback_set=False)
 
     def lower(*args: Any, **options: Any) -> Any:
-        return opaque(*args, **_packed(op, options))
+        outputs = opaque(*args, **_packed(op, options))
+        _name_the_cuda_kernel(op)
+        return outputs
 
     return lower
+
+
+def _name_the_cuda_kernel(op: Any) -> None:
+    """Have Inductor's Python code call our CUDA kernel instead of the dispatcher, which has nothing to do there.
+
+    A compiled step of 64 x 4096 outside a CUDA graph takes the host .26 to .33 ms with this line and .43 without
+    (H200, torch 2.11, 2026-11-22). Generated code has no imports of ours, so the name holds one.
+    """
+    from torch._inductor.virtualized import V
+
+    call: Any = next(made for made in reversed(V.graph.operations) if getattr(made, "op_overload", None) is op)
+    if call.get_device().type == "cuda" and not (V.graph.cpp_wrapper or V.graph.aot_mode):
+        name = op._schema.name.removeprefix("xent::")
+        call.set_python_kernel_name(f"__import__('xent_ops').ops.library.OPERATORS[{name!r}].on_cuda")
 
 
 def _packed(op: Any, options: dict[str, Any]) -> dict[str, Any]:
