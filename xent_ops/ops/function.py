@@ -183,12 +183,12 @@ class GradInForwardFunction(torch.autograd.Function):
         ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions, in_place: bool
     ) -> Tensor:
         options, ignore_index = loss.rows.keywords(), loss.rows.ignore_index
-        # One over what each row's loss, and its z-loss, is divided by.
-        divisor, inverse = below_autograd(
-            _ops.cross_entropy_divisor.default, logits, target, weight, ignore_index=ignore_index
-        )
-        if loss.reduction != "mean":
-            inverse = torch.ones_like(inverse)
+        if loss.reduction == "mean":  # inverse: one over what each row's loss, and its z-loss, is divided by
+            divisor, inverse = below_autograd(
+                _ops.cross_entropy_divisor.default, logits, target, weight, ignore_index=ignore_index
+            )
+        else:
+            divisor, inverse = None, torch.ones(2, dtype=reference.accumulator(logits), device=logits.device)
         square = None if loss.lse_square_scale == 0.0 else loss.lse_square_scale * inverse[1]
         arguments = (logits, target, inverse[0], square, weight)
         if in_place:

@@ -64,9 +64,9 @@ class Operator:
         self.check_arguments, self.check_values = check, check_values
         self.outputs, self.reference = outputs, reference
         self.ascend, self.overwrites = ascend, overwrites
-        names = [argument.name for argument in self.overload._schema.arguments]
-        self.position = names.index(overwrites) if overwrites is not None else -1
-        self.has_options = not set(names).isdisjoint(Options._fields)
+        self.arguments = [argument.name for argument in self.overload._schema.arguments]
+        self.position = self.arguments.index(overwrites) if overwrites is not None else -1
+        self.has_options = not set(self.arguments).isdisjoint(Options._fields)
         self.launches = LaunchCache()
         torch.library.register_fake(f"xent::{name}", self.fake, lib=LIBRARY)
         LIBRARY.impl(name, self.on_cpu, "CPU")
@@ -161,11 +161,10 @@ def operator(
     written_over = DECLARED[name][1]
     if written_over is not None:
         twin = f"{name}_"
-        position = [argument.name for argument in OPERATORS[name].overload._schema.arguments].index(written_over)
         OPERATORS[twin] = Operator(
             twin,
             outputs=lambda *args: outputs(*args)[:-1],
-            reference=_in_place(reference, position),
+            reference=_in_place(reference, OPERATORS[name].arguments.index(written_over)),
             overwrites=written_over,
             **shared,
         )
