@@ -14,12 +14,14 @@ from .functional import (
     cross_entropy_outputs,
     token_log_probs,
 )
-from .modules import CrossEntropyLoss
+from .linear import linear_cross_entropy, linear_cross_entropy_outputs, linear_token_log_probs
+from .modules import CrossEntropyLoss, LinearCrossEntropyLoss
 from .ops.checks import check_targets
 
 __all__ = [
     "CrossEntropyLoss",
     "CrossEntropyOutputs",
+    "LinearCrossEntropyLoss",
     "TokenLogProbs",
     "__version__",
     "check_targets",
@@ -28,6 +30,9 @@ __all__ = [
     "distributed",
     "inductor",
     "library_path",
+    "linear_cross_entropy",
+    "linear_cross_entropy_outputs",
+    "linear_token_log_probs",
     "token_log_probs",
 ]
 

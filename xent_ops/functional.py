@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .kernels import reference_soft
 from .kernels.options import LossOptions, Options
-from .kernels.reductions import cross_entropy_divisor, reduce_rows
+from .kernels.reductions import Reduced, cross_entropy_divisor, reduce_rows
 from .kernels.rows import dense_classes
 from .ops import arguments, checks, function, transforms
 
@@ -44,7 +44,7 @@ def is_dtensor(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
-def _refuse_dtensors(name: str, *tensors: Tensor) -> None:
+def refuse_dtensors(name: str, *tensors: Tensor) -> None:
     if any(map(is_dtensor, tensors)):
         raise NotImplementedError(
             f"{name} of DTensors is not supported (xent_ops.cross_entropy is): pass to_local() or full_tensor()"
@@ -185,7 +185,7 @@ def cross_entropy_outputs(
     the first index of the largest ``logit_scale * input``; predictions and accuracy are not differentiable.
     """
     transforms.refuse("xent_ops.cross_entropy_outputs")
-    _refuse_dtensors("xent_ops.cross_entropy_outputs", input, target)
+    refuse_dtensors("xent_ops.cross_entropy_outputs", input, target)
     arguments.tensors(input, target, weight)
     dim = arguments.integer("dim", dim)
     loss = LossOptions(Options(ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction)
@@ -195,8 +195,14 @@ def cross_entropy_outputs(
     arguments.suggest_dim(input.shape, target.shape, dim)
     row_loss, lse, argmax = torch.ops.xent.cross_entropy_forward_argmax(logits, target, weight, **loss.rows.keywords())
     divisor, _ = cross_entropy_divisor(logits, target, weight, options=loss.rows)
-    total, z_loss = reduce_rows(row_loss, lse, target, divisor, loss)
-    counted = target.to(torch.int64) != loss.rows.ignore_index
+    return outputs_of_rows(reduce_rows(row_loss, lse, target, divisor, loss), lse, argmax, target, loss.rows)
+
+
+def outputs_of_rows(
+    reduced: Reduced, lse: Tensor, argmax: Tensor, target: Tensor, options: Options
+) -> CrossEntropyOutputs:
+    total, z_loss = reduced
+    counted = target.to(torch.int64) != options.ignore_index
     hits = counted & (argmax == target)
     return CrossEntropyOutputs(
         total,
@@ -231,12 +237,16 @@ def token_log_probs(
         Errors are those of ``cross_entropy``.
     """
     transforms.refuse("xent_ops.token_log_probs")
-    _refuse_dtensors("xent_ops.token_log_probs", input, target)
+    refuse_dtensors("xent_ops.token_log_probs", input, target)
     arguments.tensors(input, target)
     dim = arguments.integer("dim", dim)
     rows = arguments.options(LossOptions(Options(ignore_index, 0.0, softcap, logit_scale)), input.dtype).rows
     loss, lse, entropy = torch.ops.xent.cross_entropy_forward_entropy(
         _classes_last(input, dim), target, **rows.keywords()
     )
-    counted = target.to(torch.int64) != rows.ignore_index
+    return log_probs_of_rows(loss, lse, entropy, target, rows)
+
+
+def log_probs_of_rows(loss: Tensor, lse: Tensor, entropy: Tensor, target: Tensor, options: Options) -> TokenLogProbs:
+    counted = target.to(torch.int64) != options.ignore_index
     return TokenLogProbs(-loss, torch.where(counted, entropy, 0.0), lse)

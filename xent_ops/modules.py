@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor, nn
 
-from . import functional
+from . import functional, linear
 from .kernels.options import LossOptions, Options
 from .ops import arguments
 
@@ -57,17 +60,114 @@ class CrossEntropyLoss(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        defaults = {
-            "ignore_index": -100,
-            "reduction": "mean",
-            "label_smoothing": 0.0,
-            "lse_square_scale": 0.0,
-            "softcap": None,
-            "logit_scale": 1.0,
-            "dim": 1,
-            "inplace_backward": False,
-            "grad_in_forward": False,
-        }
-        return ", ".join(
-            f"{name}={getattr(self, name)!r}" for name, value in defaults.items() if getattr(self, name) != value
+        return _not_defaults(self, {**_DEFAULTS, "dim": 1, "inplace_backward": False, "grad_in_forward": False})
+
+
+_DEFAULTS = {
+    "ignore_index": -100,
+    "reduction": "mean",
+    "label_smoothing": 0.0,
+    "lse_square_scale": 0.0,
+    "softcap": None,
+    "logit_scale": 1.0,
+}
+
+
+def _not_defaults(module: nn.Module, defaults: dict[str, object]) -> str:
+    return ", ".join(
+        f"{name}={getattr(module, name)!r}" for name, value in defaults.items() if getattr(module, name) != value
+    )
+
+
+class LinearCrossEntropyLoss(nn.Module):
+    """The head of a model and its loss as one module: ``xent_ops.linear_cross_entropy`` with a weight of its own.
+
+    The state_dict is that of ``nn.Linear(in_features, num_classes, bias)``: ``weight`` (V, H) and ``bias`` (V,).
+
+    Args:
+        in_features: H. num_classes: V.
+        bias: does the head have one?
+        tied_weight: a Parameter (V, H) to use as the head's weight, an embedding's for example. The sizes may then be
+            left out.
+        class_weight: (V,), a rescaling of each class. Moves with the module, and is not in its state_dict.
+        device, dtype: of the parameters, as in nn.Linear.
+        others: as for ``xent_ops.linear_cross_entropy``.
+
+    ``forward(input, target, divisor=None)`` takes input (..., H) and class indices (...). It runs the module's hooks,
+    so FSDP2 gathers the weight once for forward and backward.
+    """
+
+    class_weight: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int | None = None,
+        num_classes: int | None = None,
+        bias: bool = False,
+        *,
+        tied_weight: nn.Parameter | None = None,
+        class_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        lse_square_scale: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        accumulate_dtype: torch.dtype | None = None,
+        chunk_rows: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        loss = LossOptions(Options(ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction)
+        rows, self.lse_square_scale, self.reduction = arguments.options(loss)
+        self.ignore_index, self.label_smoothing, self.softcap, self.logit_scale = rows
+        self.accumulate_dtype, self.chunk_rows = accumulate_dtype, chunk_rows
+        if tied_weight is None:
+            if in_features is None or num_classes is None:
+                raise TypeError("LinearCrossEntropyLoss needs in_features and num_classes, or a tied_weight")
+            self.weight = nn.Parameter(torch.empty((num_classes, in_features), device=device, dtype=dtype))
+        else:
+            if not isinstance(tied_weight, nn.Parameter) or tied_weight.dim() != 2:
+                raise TypeError("tied_weight must be a torch.nn.Parameter of shape (V, H)")
+            sizes = tuple(tied_weight.shape)
+            if (num_classes or sizes[0], in_features or sizes[1]) != sizes:
+                raise ValueError(f"tied_weight has shape {sizes}; expected {(num_classes, in_features)}")
+            self.weight = tied_weight
+        self.num_classes, self.in_features = self.weight.shape
+        self.register_parameter("bias", None)
+        if bias:
+            self.bias = nn.Parameter(self.weight.new_empty(self.num_classes))
+        self.register_buffer("class_weight", class_weight, persistent=False)
+        self.reset_parameters(tied=tied_weight is not None)
+
+    def reset_parameters(self, tied: bool = False) -> None:
+        """As nn.Linear; a tied weight stays what it is."""
+        if not tied:
+            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, input: Tensor, target: Tensor, divisor: Tensor | float | None = None) -> Tensor:
+        return linear.linear_cross_entropy(
+            input,
+            self.weight,
+            target,
+            linear_bias=self.bias,
+            weight=self.class_weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            lse_square_scale=self.lse_square_scale,
+            softcap=self.softcap,
+            logit_scale=self.logit_scale,
+            divisor=divisor,
+            accumulate_dtype=self.accumulate_dtype,
+            chunk_rows=self.chunk_rows,
         )
+
+    def extra_repr(self) -> str:
+        sizes = f"in_features={self.in_features}, num_classes={self.num_classes}, bias={self.bias is not None}"
+        others = _not_defaults(self, {**_DEFAULTS, "accumulate_dtype": None, "chunk_rows": None})
+        return f"{sizes}, {others}" if others else sizes

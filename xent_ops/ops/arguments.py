@@ -79,6 +79,27 @@ def suggest_dim(input: torch.Size, target: torch.Size, dim: int) -> None:
         )
 
 
+def linear(
+    input: Any, linear_weight: Any, target: Any, linear_bias: Any, weight: Any = None, divisor: Any = None
+) -> None:
+    """``tensors`` for the head and the loss as one."""
+    values = (("input", input), ("linear_weight", linear_weight), ("target", target))
+    optional = (("linear_bias", linear_bias), ("weight", weight), ("divisor", divisor))
+    _refuse_tensors((*values, *(pair for pair in optional if pair[1] is not None)))
+
+
+def divisor(value: Any, input: Tensor, reduction: str) -> Tensor | None:
+    """What a sum is divided by, as a tensor () beside the input."""
+    if value is None:
+        return None
+    if reduction != "sum":
+        raise ValueError(f'divisor is what a sum is divided by: expected reduction="sum", got {reduction!r}')
+    if isinstance(value, Tensor):
+        return value
+    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    return torch.full((), number("divisor", value), dtype=dtype, device=input.device)
+
+
 def _refuse_tensors(values: Iterable[tuple[str, Any]]) -> None:
     for name, value in values:
         if value is None and name == "weight":

@@ -51,7 +51,7 @@ def same_device(name: str, tensor: Tensor, other: Tensor, owner: str = "logits a
         raise RuntimeError(f"{name} is on {tensor.device} but {owner} on {other.device}; both must be on one device")
 
 
-def _dtype(name: str, tensor: Tensor, valid: tuple[torch.dtype, ...]) -> None:
+def dtype(name: str, tensor: Tensor, valid: tuple[torch.dtype, ...]) -> None:
     if tensor.dtype not in valid:
         raise TypeError(f"{name} has dtype {tensor.dtype}; expected one of {_names(valid)}")
 
@@ -59,7 +59,7 @@ def _dtype(name: str, tensor: Tensor, valid: tuple[torch.dtype, ...]) -> None:
 def _logits(logits: Tensor, may_be_empty: bool = False) -> None:
     if logits.dim() < 1:
         raise ValueError("logits have no dimension; expected shape (..., V) with the classes last")
-    _dtype("logits", logits, FLOATS)
+    dtype("logits", logits, FLOATS)
     classes = logits.shape[-1]
     if may_be_empty or (type(classes) is int and classes > 0):
         return
@@ -68,9 +68,9 @@ def _logits(logits: Tensor, may_be_empty: bool = False) -> None:
     )
 
 
-def _options(weight: Tensor | None, logits: Tensor, options: Options) -> None:
+def row_options(weight: Tensor | None, logits: Tensor, options: Options) -> None:
     if weight is not None:
-        _dtype("weight", weight, FLOATS)
+        dtype("weight", weight, FLOATS)
         same_shape("weight", weight.shape, logits.shape[-1:], "one weight a class")
         same_device("weight", weight, logits)
     _ignore_index, label_smoothing, softcap, logit_scale = options
@@ -133,7 +133,7 @@ def check_targets(target: Tensor, num_classes: int, ignore_index: int = -100) ->
         num_classes: V, the number of classes.
         ignore_index: the target that marks a row as not counted.
     """
-    _dtype("target", target, INDICES)
+    dtype("target", target, INDICES)
     indices = target.to(torch.int64)  # uint8 compared with -100 would wrap around
     bad = ((indices < 0) | (indices >= num_classes)) & (indices != ignore_index)
     if bool(bad.any()):
@@ -151,10 +151,10 @@ def index_forward(
     options: Options = DEFAULTS,
 ) -> None:
     _logits(logits)
-    _dtype("target", target, INDICES)
+    dtype("target", target, INDICES)
     same_shape("target", target.shape, logits.shape[:-1], "one class index for each row of the logits")
     same_device("target", target, logits)
-    _options(weight, logits, options)
+    row_options(weight, logits, options)
 
 
 def shard(
@@ -168,10 +168,10 @@ def shard(
 ) -> None:
     """A rank's shard of the vocabulary; it may hold no class, and columns of padding beyond the last class."""
     _logits(logits, may_be_empty=True)
-    _dtype("target", target, INDICES)
+    dtype("target", target, INDICES)
     same_shape("target", target.shape, logits.shape[:-1], "one class index for each row of the logits")
     same_device("target", target, logits)
-    _options(weight, logits, options)
+    row_options(weight, logits, options)
     columns = logits.shape[-1]
     if (
         _static((class_start, num_classes, columns))
@@ -220,7 +220,7 @@ def index_reduced(
 
 def divisor(tensor: Tensor | None, logits: Tensor) -> None:
     if tensor is not None:
-        _dtype("divisor", tensor, DIVISORS)
+        dtype("divisor", tensor, DIVISORS)
         meaning = "the sum of the weights and the number of counted rows"
         same_shape("divisor", tensor.shape, torch.Size((2,)), meaning)
         same_device("divisor", tensor, logits)
@@ -260,7 +260,7 @@ def index_with_grad(
 def scale_grad(grad: Tensor, factor: Tensor) -> None:
     if grad.dim() < 1:
         raise ValueError("grad has no dimension; expected shape (..., V)")
-    _dtype("grad", grad, FLOATS)
+    dtype("grad", grad, FLOATS)
     scalar_or_rows_of("grad", grad, factor=factor)
 
 
@@ -272,10 +272,10 @@ def soft_forward(
     options: Options = DEFAULTS,
 ) -> None:
     _logits(logits)
-    _dtype("target of class probabilities", target, FLOATS)
+    dtype("target of class probabilities", target, FLOATS)
     same_shape("target", target.shape, logits.shape, "one probability for each logit")
     same_device("target", target, logits)
-    _options(weight, logits, options)
+    row_options(weight, logits, options)
 
 
 def soft_backward(
@@ -292,13 +292,13 @@ def soft_backward(
     rows_of(logits, grad_loss=grad_loss, grad_lse=grad_lse, lse=lse)
 
 
-def rows_of(logits: Tensor, **tensors: Tensor | None) -> None:
-    """Each tensor holds one floating-point value a row of the logits."""
+def rows_of(logits: Tensor, owner: str = "logits", **tensors: Tensor | None) -> None:
+    """Each tensor holds one floating-point value a row of the logits, or of another owner."""
     for name, tensor in tensors.items():
         if tensor is not None:
-            _dtype(name, tensor, FLOATS)
-            same_shape(name, tensor.shape, logits.shape[:-1], "one value for each row of the logits")
-            same_device(name, tensor, logits)
+            dtype(name, tensor, FLOATS)
+            same_shape(name, tensor.shape, logits.shape[:-1], f"one value for each row of the {owner}")
+            same_device(name, tensor, logits, _are(owner))
 
 
 def scalar_or_rows_of(owner: str, matrix: Tensor, **tensors: Tensor | None) -> None:
@@ -306,7 +306,11 @@ def scalar_or_rows_of(owner: str, matrix: Tensor, **tensors: Tensor | None) -> N
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        _dtype(name, tensor, FLOATS)
+        dtype(name, tensor, FLOATS)
         if tensor.dim() > 0:
             same_shape(name, tensor.shape, matrix.shape[:-1], f"one value for each row of the {owner}, or ()")
-        same_device(name, tensor, matrix, "logits are" if owner == "logits" else f"{owner} is")
+        same_device(name, tensor, matrix, _are(owner))
+
+
+def _are(owner: str) -> str:
+    return "logits are" if owner == "logits" else f"{owner} is"

@@ -58,6 +58,7 @@ class Operator:
         reference: Callable[..., Any],
         check_values: Callable[..., None] | None,
         ascend: bool,
+        composed: bool,
         overwrites: str | None,
     ) -> None:
         self.name, self.overload = name, define(name)
@@ -69,6 +70,8 @@ class Operator:
         self.has_options = not set(self.arguments).isdisjoint(Options._fields)
         self.launches = LaunchCache()
         torch.library.register_fake(f"xent::{name}", self.fake, lib=LIBRARY)
+        if composed:
+            self.on_cpu = self.on_cuda = self.on_npu = self.on_reference  # type: ignore[method-assign]
         LIBRARY.impl(name, self.on_cpu, "CPU")
         LIBRARY.impl(name, self.on_cuda, "CUDA")
         # By key, not by the name "npu": that works without torch_npu, before it is imported and after.
@@ -143,6 +146,7 @@ def operator(
     reference: Callable[..., Any],
     check_values: Callable[..., None] | None = None,
     ascend: bool = False,
+    composed: bool = False,
     overwrites: str | None = None,
 ) -> Any:
     """Define and register ``xent::name``, and its in-place twin where schemas.py has one; return the overload.
@@ -154,9 +158,15 @@ def operator(
             ROCm what ``name`` in kernels/triton/launch.py prepares.
         check_values: like ``check``, for the CPU without C++, where reading values does not synchronise.
         ascend: kernels/ascend/launch.py has a function ``name``; else NPUs run the reference.
+        composed: of other operators: ``reference`` is the kernel of every device.
         overwrites: the argument that the operator itself writes to.
     """
-    shared: dict[str, Any] = {"check": check, "check_values": check_values, "ascend": ascend}
+    shared: dict[str, Any] = {
+        "check": check,
+        "check_values": check_values,
+        "ascend": ascend,
+        "composed": composed,
+    }
     OPERATORS[name] = Operator(name, outputs=outputs, reference=reference, overwrites=overwrites, **shared)
     written_over = DECLARED[name][1]
     if written_over is not None:

@@ -18,13 +18,15 @@ def save_all(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, A
 
 
 def differentiate(
-    function: Callable[..., Tensor],
+    function: Callable[..., Any],
     arguments: Sequence[Tensor | None],
     needs_grad: Sequence[bool],
     options: dict[str, Any],
-    grad: Tensor,
+    grad: Any,
 ) -> tuple[Tensor | None, ...]:
     """The vector-Jacobian product of ``function`` for the arguments that need it, None for the others.
+
+    ``grad`` is one upstream gradient, or a tuple where the function returns several tensors.
 
     torch.func.vjp rather than torch.autograd.grad, so that it also works below functorch transforms and the
     result can be differentiated again.

@@ -1,0 +1,61 @@
+"""Linear cross entropy in plain torch, with all logits at once: what its second derivatives are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import reference
+from .options import DEFAULTS, Options
+
+
+def linear_cross_entropy_backward(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    divisor: Tensor | None = None,
+    output_mask: Sequence[bool] = (True, True, True),
+    *,
+    options: Options = DEFAULTS,
+    **others: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of input, linear_weight and linear_bias; (0,) where the mask does not want one.
+
+    ``others`` are those of ``reference.cross_entropy_backward``.
+    """
+    logits = F.linear(input, linear_weight, linear_bias)
+    rows = (grad_loss, grad_lse, logits, target, lse, weight, divisor)
+    grad = reference.cross_entropy_backward(*rows, options=options, **others)
+    rows_first = grad.reshape(-1, grad.shape[-1])
+    return (
+        grad @ linear_weight if output_mask[0] else input.new_empty(0),
+        rows_first.t() @ input.reshape(-1, input.shape[-1]) if output_mask[1] else input.new_empty(0),
+        rows_first.sum(0) if output_mask[2] else input.new_empty(0),
+    )
+
+
+def linear_cross_entropy_backward_entropy(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    grad_entropy: Tensor | None,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    head = (input, linear_weight, target, lse, linear_bias, weight)
+    return linear_cross_entropy_backward(
+        grad_loss, grad_lse, *head, grad_entropy=grad_entropy, entropy=entropy, **options
+    )

@@ -1,0 +1,182 @@
+"""The head and the loss as one, as users call it, which never holds more than a chunk of the logits."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .functional import (
+    CrossEntropyOutputs,
+    TokenLogProbs,
+    cross_entropy,
+    log_probs_of_rows,
+    outputs_of_rows,
+    refuse_dtensors,
+)
+from .kernels.options import LossOptions, Options
+from .ops import arguments, checks, transforms
+from .ops.linear import composite
+
+_ops = torch.ops.xent
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    divisor: Tensor | float | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+) -> Tensor:
+    """``cross_entropy(F.linear(input, linear_weight, linear_bias), target)`` without the logits as a whole.
+
+    The logits are made a chunk of rows at a time. Where gradients of a mean or a sum are wanted, the forward makes
+    them too, in three products, and the backward multiplies them by the upstream gradient, in place. A second backward
+    (retain_graph), reduction="none", and a call inside an eager checkpoint make the logits again: four products.
+
+    Args:
+        input: (..., H), what the head gets; float32, bfloat16, float16 or float64.
+        linear_weight: (V, H), the weight of the head as in nn.Linear, of the input's dtype. Below torch.autocast both
+            are cast, as for nn.Linear.
+        target: (...), class indices, int64, int32 or uint8; or class probabilities (..., V), floating point, for which
+            all logits are made.
+        linear_bias: (V,), of the input's dtype.
+        weight, ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale: as for
+            ``cross_entropy``.
+        divisor: for reduction="sum", a number that the sum is divided by, as a tensor () or a float: with the number
+            of counted targets of all micro-batches, gradients add up to those of one mean over all of them.
+        accumulate_dtype: in which the chunks' parts of linear_weight's gradient are added up. None: the input's dtype,
+            and float32 for float16. torch.float32 is more exact for bfloat16, and takes V x H float32 for a while.
+        chunk_rows: rows of a chunk. Fewer need less memory, chunk_rows x V logits, and more time. None: the default.
+
+    Returns:
+        float32 (float64 for float64 input): (), or with "none" the target's shape. Gradients have their inputs' dtype
+        and are the same bits in every run.
+
+    Below torch.func transforms and forward-mode AD, and for second derivatives, all logits are made.
+
+    Raises:
+        As ``cross_entropy``.
+
+    Sources: torch.nn.functional.linear_cross_entropy for the names, Liger-Kernel for gradients made in forward.
+    """
+    refuse_dtensors("xent_ops.linear_cross_entropy", input, linear_weight, target)
+    arguments.linear(input, linear_weight, target, linear_bias, weight)
+    loss = LossOptions(Options(ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction)
+    loss = arguments.options(loss, input.dtype)
+    divisor = arguments.divisor(divisor, input, reduction)
+    probabilities = target.is_floating_point()
+    if probabilities or transforms.functorch_is_active() or transforms.forward_mode():
+        logits = F.linear(input, linear_weight, linear_bias)
+        scale = loss.lse_square_scale
+        options = loss.rows._asdict() | {"lse_square_scale": scale, "reduction": reduction, "dim": -1}
+        value = cross_entropy(logits, target, weight, **options)
+        return value if divisor is None else value / divisor
+    return _ops.linear_cross_entropy(
+        input,
+        linear_weight,
+        target,
+        linear_bias,
+        weight,
+        divisor,
+        accumulate_dtype=accumulate_dtype,
+        chunk_rows=chunk_rows,
+        **loss.keywords(),
+    )
+
+
+def linear_cross_entropy_outputs(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+) -> CrossEntropyOutputs:
+    """``linear_cross_entropy`` with the z-loss apart, the lse, the predictions and the accuracy, from the same product.
+
+    Arguments and errors are those of ``linear_cross_entropy``; the target must be class indices. The loss, the z-loss
+    and the lse are differentiable, by way of rows: four products.
+    """
+    name = "xent_ops.linear_cross_entropy_outputs"
+    transforms.refuse(name)
+    refuse_dtensors(name, input, linear_weight, target)
+    arguments.linear(input, linear_weight, target, linear_bias, weight)
+    loss = LossOptions(Options(ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction)
+    loss = arguments.options(loss, input.dtype)
+    checks.weight_without_grad(weight)
+    input, linear_weight, linear_bias = composite.as_linear(input, linear_weight, linear_bias)
+    row_loss, lse, argmax = _ops.linear_cross_entropy_forward_argmax(
+        input,
+        linear_weight,
+        target,
+        linear_bias,
+        weight,
+        accumulate_dtype=accumulate_dtype,
+        chunk_rows=chunk_rows,
+        **loss.rows.keywords(),
+    )
+    total = composite.reduced(row_loss, lse, target, weight, None, linear_weight.shape[0], loss)
+    return outputs_of_rows(total, lse, argmax, target, loss.rows)
+
+
+def linear_token_log_probs(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+) -> TokenLogProbs:
+    """``token_log_probs`` of ``F.linear(input, linear_weight, linear_bias)`` without the logits as a whole.
+
+    Log-probability of the target, entropy and lse of every token from hidden states, differentiable: what GRPO, PPO
+    and DPO ask for. The backward makes the logits again, so any upstream gradients are right: four products in all.
+
+    Args:
+        input: (..., H); linear_weight: (V, H); linear_bias: (V,), as for ``linear_cross_entropy``.
+        target: (...), class indices.
+        ignore_index, softcap, logit_scale: as for ``token_log_probs``.
+        accumulate_dtype, chunk_rows: as for ``linear_cross_entropy``.
+
+    Returns:
+        ``TokenLogProbs(log_probs, entropy, lse)``, each float32 (float64 for float64 input) of the target's shape.
+    """
+    name = "xent_ops.linear_token_log_probs"
+    transforms.refuse(name)
+    refuse_dtensors(name, input, linear_weight, target)
+    arguments.linear(input, linear_weight, target, linear_bias)
+    rows = arguments.options(LossOptions(Options(ignore_index, 0.0, softcap, logit_scale)), input.dtype).rows
+    input, linear_weight, linear_bias = composite.as_linear(input, linear_weight, linear_bias)
+    loss, lse, entropy = _ops.linear_cross_entropy_forward_entropy(
+        input,
+        linear_weight,
+        target,
+        linear_bias,
+        accumulate_dtype=accumulate_dtype,
+        chunk_rows=chunk_rows,
+        **rows.keywords(),
+    )
+    return log_probs_of_rows(loss, lse, entropy, target, rows)

@@ -1,0 +1,149 @@
+"""What no chunk of a linear cross entropy can take: see checks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ...kernels.options import DEFAULTS, Options
+from .. import checks
+
+_WIDER = ((torch.float32, torch.bfloat16), (torch.float32, torch.float16))  # (accumulate_dtype, dtype of the input)
+
+
+def rows(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    *,
+    options: Options = DEFAULTS,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+) -> None:
+    checks.dtype("input", input, checks.FLOATS)
+    if input.dim() < 1:
+        raise ValueError("input has no dimension; expected shape (..., H), the features last")
+    if linear_weight.dim() != 2:
+        raise ValueError(f"linear_weight has shape {tuple(linear_weight.shape)}; expected (V, H), as nn.Linear has it")
+    _as_input("linear_weight", linear_weight, input)
+    expected = torch.Size((linear_weight.shape[0], input.shape[-1]))
+    checks.same_shape("linear_weight", linear_weight.shape, expected, "one row of the input's features for each class")
+    if linear_bias is not None:
+        _as_input("linear_bias", linear_bias, input)
+        checks.same_shape("linear_bias", linear_bias.shape, linear_weight.shape[:1], "one number a class")
+    checks.dtype("target", target, checks.INDICES)
+    checks.same_shape("target", target.shape, input.shape[:-1], "one class index for each row of the input")
+    checks.same_device("target", target, input, "input is")
+    torch._check_value(
+        linear_weight.shape[0] > 0,
+        lambda: f"linear_weight of shape {tuple(linear_weight.shape)} has 0 classes; expected at least 1",
+    )
+    checks.row_options(weight, linear_weight.t(), options)
+    if accumulate_dtype not in (None, input.dtype) and (accumulate_dtype, input.dtype) not in _WIDER:
+        raise TypeError(
+            f"accumulate_dtype must be None, the input's {input.dtype} or, for 16-bit inputs, torch.float32; got "
+            f"{accumulate_dtype}"
+        )
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows must be at least 1, or None for the default, got {chunk_rows}")
+
+
+def _as_input(name: str, tensor: Tensor, input: Tensor) -> None:
+    checks.same_device(name, tensor, input, "input is")
+    if tensor.dtype != input.dtype:
+        raise TypeError(
+            f"{name} has dtype {tensor.dtype} but input {input.dtype}; both must be the same, as for nn.Linear "
+            "(torch.autocast casts both)"
+        )
+
+
+def backward(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    divisor: Tensor | None = None,
+    output_mask: Sequence[bool] = (True, True, True),
+    *,
+    options: Options = DEFAULTS,
+    lse_square_scale: float = 0.0,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+) -> None:
+    chunks: dict[str, Any] = {"accumulate_dtype": accumulate_dtype, "chunk_rows": chunk_rows}
+    rows(input, linear_weight, target, linear_bias, weight, options=options, **chunks)
+    checks.rows_of(input, "input", grad_lse=grad_lse, lse=lse)
+    checks.scalar_or_rows_of("input", input, grad_loss=grad_loss)
+    checks.divisor(divisor, input)
+
+
+def backward_entropy(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    grad_entropy: Tensor | None,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    output_mask: Sequence[bool] = (True, True, True),
+    **options: Any,
+) -> None:
+    head = (input, linear_weight, target, lse, linear_bias, weight)
+    backward(grad_loss, grad_lse, *head, **options)
+    checks.rows_of(input, "input", grad_entropy=grad_entropy, entropy=entropy)
+
+
+def with_grad(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    divisor: Tensor | None = None,
+    output_mask: Sequence[bool] = (True, True, True),
+    accumulate_dtype: torch.dtype | None = None,
+    *,
+    options: Options = DEFAULTS,
+    lse_square_scale: float = 0.0,
+    reduction: str = "mean",
+    chunk_rows: int | None = None,
+) -> None:
+    chunks: dict[str, Any] = {"accumulate_dtype": accumulate_dtype, "chunk_rows": chunk_rows}
+    rows(input, linear_weight, target, linear_bias, weight, options=options, **chunks)
+    checks.reduced_options(input, lse_square_scale, reduction)
+    reduced_by(divisor, input, reduction)
+
+
+def reduced_by(divisor: Tensor | None, input: Tensor, reduction: str) -> None:
+    if divisor is None:
+        return
+    if reduction != "sum":
+        raise ValueError(f'divisor is what a sum is divided by: expected reduction="sum", got {reduction!r}')
+    checks.dtype("divisor", divisor, checks.DIVISORS)
+    checks.same_shape("divisor", divisor.shape, torch.Size(()), "one number")
+    checks.same_device("divisor", divisor, input, "input is")
+
+
+def divisor_needs_grad() -> NoReturn:
+    raise RuntimeError("divisor requires grad, and linear cross entropy has no derivative for it: detach it")
+
+
+def scale_grad(grad: Tensor, factor: Tensor, dtype: torch.dtype | None = None) -> None:
+    checks.dtype("grad", grad, checks.FLOATS)
+    checks.dtype("factor", factor, checks.FLOATS)
+    checks.same_shape("factor", factor.shape, torch.Size(()), "one number")
+    checks.same_device("factor", factor, grad, "grad is")
+    if dtype not in (None, *checks.FLOATS):
+        raise TypeError(f"dtype must be a floating-point dtype or None, got {dtype}")

@@ -1,0 +1,101 @@
+"""``torch.ops.xent.linear_cross_entropy``: the one pass where gradients of a reduced loss are wanted, else rows.
+
+Composite: the choice is made when the call is traced or runs, so an evaluated or exported graph holds one product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.options import LossOptions, Options
+from ...kernels.reductions import Reduced, reduce_rows
+from .. import arguments, transforms
+from ..checks import weight_without_grad
+from ..library import LIBRARY, define
+from . import checks, chunks
+
+_ops = torch.ops.xent
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # of (ignore_is_tracing)
+
+
+def as_linear(*tensors: Any) -> tuple[Any, ...]:
+    """The tensors as nn.Linear has them: below autocast in its dtype."""
+    device = next(tensor for tensor in tensors if tensor is not None).device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        tensor.to(dtype)
+        if tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+        else tensor
+        for tensor in tensors
+    )
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    divisor: Tensor | None = None,
+    *,
+    lse_square_scale: float = 0.0,
+    reduction: str = "mean",
+    accumulate_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+    **options: Any,
+) -> Tensor:
+    arguments.linear(input, linear_weight, target, linear_bias, weight, divisor)
+    loss = arguments.options(LossOptions(Options(**options), lse_square_scale, reduction), input.dtype)
+    weight_without_grad(weight)
+    checks.reduced_by(divisor, input, reduction)
+    if transforms.active():
+        transforms.refuse("torch.ops.xent.linear_cross_entropy")
+    input, linear_weight, linear_bias = as_linear(input, linear_weight, linear_bias)
+    head = (input, linear_weight, target, linear_bias, weight)
+    wanted = [
+        tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
+        for tensor in (input, linear_weight, linear_bias)
+    ]
+    # Inside saved-tensor hooks, of which an eager checkpoint is made, the forward runs twice: one product, not three.
+    twice = not transforms.is_traced() and _saved_tensors_hooks(True) is not None
+    if reduction != "none" and any(wanted) and not twice:
+        made = _ops.linear_cross_entropy_with_grad(
+            *head,
+            divisor,
+            wanted,
+            accumulate_dtype,
+            lse_square_scale=lse_square_scale,
+            reduction=reduction,
+            chunk_rows=chunk_rows,
+            **options,
+        )
+        return made[0]
+    row_loss, lse = _ops.linear_cross_entropy_forward(
+        *head, accumulate_dtype=accumulate_dtype, chunk_rows=chunk_rows, **options
+    )
+    return reduced(row_loss, lse, target, weight, divisor, linear_weight.shape[0], loss).value
+
+
+def reduced(
+    row_loss: Tensor,
+    lse: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    divisor: Tensor | None,
+    classes: int,
+    loss: LossOptions,
+) -> Reduced:
+    """The losses of rows to one number, or with "none" to themselves, each with the z-loss."""
+    if loss.reduction == "none":
+        return reduce_rows(row_loss, lse, target, None, loss)
+    divisors = chunks.divided_by(target, weight, divisor, classes, lse.dtype, loss)
+    return reduce_rows(row_loss, lse, target, divisors, loss._replace(reduction="mean"))
+
+
+define("linear_cross_entropy")
+LIBRARY.impl("linear_cross_entropy", linear_cross_entropy, "CompositeImplicitAutograd")
