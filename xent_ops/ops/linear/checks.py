@@ -138,12 +138,3 @@ def reduced_by(divisor: Tensor | None, input: Tensor, reduction: str) -> None:
 
 def divisor_needs_grad() -> NoReturn:
     raise RuntimeError("divisor requires grad, and linear cross entropy has no derivative for it: detach it")
-
-
-def scale_grad(grad: Tensor, factor: Tensor, dtype: torch.dtype | None = None) -> None:
-    checks.dtype("grad", grad, checks.FLOATS)
-    checks.dtype("factor", factor, checks.FLOATS)
-    checks.same_shape("factor", factor.shape, torch.Size(()), "one number")
-    checks.same_device("factor", factor, grad, "grad is")
-    if dtype not in (None, *checks.FLOATS):
-        raise TypeError(f"dtype must be a floating-point dtype or None, got {dtype}")
