@@ -48,7 +48,7 @@ def run(
     environment = report.environment(device, arguments.command_line, linear_cases.PEERS)
     report.show_environment(environment, linear_cases.PEERS)
     if not settings.memory:
-        print(f"peak memory is measured by CUDA's allocator alone: not on {device}", file=sys.stderr)
+        print(f"peak memory is not measured on {device}: neither CUDA's allocator nor Linux counts it", file=sys.stderr)
     name = str(dtype).removeprefix("torch.")
     own = {"dtype": name, "step": None, "linear": arguments.linear, "chunk_rows": arguments.chunk_rows}
     content: dict[str, Any] = {"environment": environment, "settings": own | vars(settings), "results": []}
@@ -85,6 +85,9 @@ def run(
 
 
 def _shape(title: str, problem: LinearProblem, variants: Sequence[LinearVariant], settings: Settings) -> list[Result]:
+    # Before the clock starts: it brings a GPU to the temperature and the clock rate at which all are measured, and if
+    # memory is short, no variant takes the blame.
+    problem.expected()
     done = []
     with report.progress(title, len(variants)) as step:
         for variant in variants:

@@ -178,8 +178,8 @@ def main(arguments: argparse.Namespace) -> int:
     if not report.have("rich"):
         print("rich is not installed: plain tables (pip install rich)", file=sys.stderr)
     if arguments.linear:
-        arguments.memory = device.type == "cuda"
-    if arguments.memory and device.type != "cuda":
+        arguments.memory = timing.measures_memory(device)
+    elif arguments.memory and device.type != "cuda":
         print(f"--memory is measured by CUDA's allocator alone: not on {device}", file=sys.stderr)
         arguments.memory = False
     settings = Settings(
