@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from . import functional
-from .kernels.options import LossOptions, Options
 from .ops import arguments
 
 
@@ -32,8 +31,9 @@ class CrossEntropyLoss(nn.Module):
         grad_in_forward: bool = False,
     ) -> None:
         super().__init__()
-        loss = LossOptions(Options(ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction)
-        rows, self.lse_square_scale, self.reduction = arguments.options(loss)
+        rows, self.lse_square_scale, self.reduction = arguments.loss_options(
+            ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction
+        )
         self.ignore_index, self.label_smoothing, self.softcap, self.logit_scale = rows
         self.register_buffer("weight", weight)
         self.dim = arguments.integer("dim", dim)
