@@ -10,6 +10,10 @@
 
 namespace xent::operators {
 
+// Of the sizes of chunks, as in sizes.py.
+constexpr int64_t BYTES = int64_t{256} << 20;
+constexpr int64_t MULTIPLE = 128;
+
 using Mask = std::vector<bool>;  // which gradients are wanted: of input, linear_weight and linear_bias
 
 // For the life of one: calls of torch record nothing for autograd, which stands above the operators.
@@ -95,7 +99,7 @@ struct Chunk {
 
 inline int64_t divided_up(int64_t number, int64_t by) { return (number + by - 1) / by; }
 
-// sizes.py. wider: the gradient of the weight is added up in more bytes than it has in the end.
+// wider: the gradient of the weight is added up in more bytes than it has in the end.
 inline int64_t rows_of_chunk(const Tensor& input, int64_t classes, bool wider, std::optional<int64_t> chunk_rows) {
   const int64_t number = std::max<int64_t>(input.size(0), 1), features = input.size(1);
   if (chunk_rows) {
@@ -103,7 +107,7 @@ inline int64_t rows_of_chunk(const Tensor& input, int64_t classes, bool wider, s
   }
   const int64_t bytes = static_cast<int64_t>(input.element_size()), least = 4096 / bytes;
   int64_t rows = least;
-  while (2 * rows * classes * bytes <= 256 << 20) {
+  while (2 * rows * classes * bytes <= BYTES) {
     rows *= 2;
   }
   if (wider && rows < features) {
@@ -113,7 +117,7 @@ inline int64_t rows_of_chunk(const Tensor& input, int64_t classes, bool wider, s
     return number;
   }
   const int64_t even = divided_up(number, divided_up(number, rows));
-  return std::min(rows, divided_up(even, 128) * 128);
+  return std::min(rows, divided_up(even, MULTIPLE) * MULTIPLE);
 }
 
 inline void multiply(const Tensor& out, const Tensor& left, const Tensor& right) {

@@ -53,16 +53,36 @@ std::pair<Tensor, MaybeTensor> row_grads(const Tensor& grad_loss, const MaybeTen
   return {a, grad_lse ? aten::add(square, aten::to(*grad_lse, dtype)) : square};
 }
 
-// What to divide upstream gradients, of which the first is that of the losses, by, (), so that none is above one.
-Tensor largest(const Tensor& counted, std::vector<Tensor> grads) {
-  const ScalarType dtype = grads[0].scalar_type();
+// What to divide by, (): the number, or 1 in place of zero, infinity and NaN.
+Tensor divisible(const Tensor& number) {
+  const ScalarType dtype = number.scalar_type();
+  const Tensor good = aten::call("aten::logical_and", "", number, aten::call("aten::isfinite", "", number));
+  return aten::where(good, number, aten::scalar(1.0, dtype));
+}
+
+// What to divide upstream gradients by, so that none is above one, with its class weights. grad_loss, target: (N,).
+Tensor largest(const Head& head, const Tensor& target, Tensor grad_loss, std::initializer_list<MaybeTensor> others) {
+  const ScalarType dtype = grad_loss.scalar_type();
   const Tensor zero = aten::scalar(0.0, dtype);
-  grads[0] = aten::where(counted, grads[0], zero);
-  grads.push_back(aten::unsqueeze(zero, 0));
-  const Tensor most = aten::call("aten::max", "", aten::call("aten::abs", "", aten::cat(grads)));
-  const Tensor good = aten::call("aten::logical_and", "", aten::call("aten::gt", "Tensor", most, zero),
-                                 aten::call("aten::isfinite", "", most));
-  return aten::where(good, most, aten::scalar(1.0, dtype));
+  if (head.weight) {
+    const Tensor weight = aten::to(*head.weight, dtype);
+    const Tensor index = aten::call("aten::clamp", "Tensor", aten::to(target, ScalarType::Long),
+                                    MaybeTensor(aten::scalar(0)), MaybeTensor(aten::scalar(weight.size(0) - 1)));
+    Tensor masses = aten::call("aten::index_select", "", weight, int64_t{0}, index);
+    if (head.options.label_smoothing > 0.0) {
+      masses = aten::add(aten::call("aten::abs", "", masses),
+                         aten::call("aten::mean", "", aten::call("aten::abs", "", weight), std::optional(dtype)));
+    }
+    grad_loss = aten::mul(grad_loss, masses);
+  }
+  std::vector<Tensor> all{aten::unsqueeze(zero, 0),
+                          aten::where(is_counted(target, head.options.ignore_index), grad_loss, zero)};
+  for (const MaybeTensor& other : others) {
+    if (other) {
+      all.push_back(*other);
+    }
+  }
+  return divisible(aten::call("aten::max", "", aten::call("aten::abs", "", aten::cat(all))));
 }
 
 void backward(Stack& stack, bool with_entropy) {
@@ -103,9 +123,7 @@ void backward(Stack& stack, bool with_entropy) {
   }
   MaybeTensor factor;
   if (head.dtype() == ScalarType::Half) {
-    std::vector<Tensor> grads;
-    std::for_each_n(all.begin(), 3, [&](const MaybeTensor& grad) { grad ? grads.push_back(*grad) : void(); });
-    factor = largest(is_counted(*all[3], of.ignore_index), grads);
+    factor = largest(head, *all[3], *all[0], {all[1], all[2]});
     std::for_each_n(all.begin(), 3, [&](MaybeTensor& grad) { grad = grad ? aten::div(*grad, *factor) : grad; });
   }
   const Tensor input = as_rows(head.input);
@@ -177,7 +195,8 @@ void linear_cross_entropy_with_grad(Stack& stack) {
       divided_by(head.linear_weight, head.target, head.weight, divisor, ignore_index, dtype, reduction);
   Tensor inverse = aten::call("aten::reciprocal", "", divisors);
   if (head.dtype() == ScalarType::Half) {
-    inverse = aten::mul(inverse, aten::select(divisors, 0, 0));
+    // What float16 gradients are divided by after the products.
+    inverse = aten::mul(inverse, divisible(aten::select(divisors, 0, 1)));
   }
   const Tensor scale = aten::select(inverse, 0, 0);
   MaybeTensor square;

@@ -127,10 +127,15 @@ def forward(operator: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
     return by_chunks
 
 
-def _largest(target: Tensor, ignore_index: int, grad_loss: Any, *grads: Tensor | None) -> Tensor:
-    """What to divide upstream gradients by, (), so that none is above one."""
-    counted = target.to(torch.int64) != ignore_index
-    rows = [torch.where(counted, grad_loss, 0.0), *(grad for grad in grads if grad is not None)]
+def _largest(
+    target: Tensor, weight: Tensor | None, classes: int, options: Options, grad_loss: Any, *grads: Tensor | None
+) -> Tensor:
+    """What to divide upstream gradients by, (), so that none is above one, with its class weights."""
+    masses = reductions.target_weights(target, weight, classes, options.ignore_index, grad_loss.dtype)
+    if weight is not None and options.label_smoothing > 0.0:
+        masses = masses.abs() + weight.to(masses.dtype).abs().mean()
+    counted = target.to(torch.int64) != options.ignore_index
+    rows = [torch.where(counted, grad_loss, 0.0) * masses, *(grad for grad in grads if grad is not None)]
     largest = torch.cat([grad_loss.new_zeros(1), *rows]).abs().max()
     return torch.where((largest > 0.0) & largest.isfinite(), largest, 1.0)
 
@@ -163,7 +168,7 @@ def linear_cross_entropy_backward(
         None if value is None else value.reshape(-1) for value in (*upstream, grad_entropy, target, lse, entropy)
     ]
     if input.dtype == torch.float16:
-        factor = _largest(target.reshape(-1), options.ignore_index, *rows_of[:3])
+        factor = _largest(target.reshape(-1), weight, linear_weight.shape[0], options, *rows_of[:3])
         rows_of[:3] = [None if value is None else value / factor for value in rows_of[:3]]
     flat, keywords = _as_rows(input), options.keywords()
     products = _Products(flat, linear_weight, output_mask, accumulate_dtype)
@@ -220,6 +225,15 @@ def divided_by(
     return divisor.to(dtype).expand(2).contiguous()
 
 
+def later(divided_by: Tensor) -> Tensor:
+    """(): what float16 gradients are divided by after the products: the number of counted rows, or the divisor.
+
+    Not the sum of their class weights, which may be far from one. Zero and infinity are divided by at once.
+    """
+    number = divided_by[1]
+    return torch.where((number != 0.0) & number.isfinite(), number, 1.0)
+
+
 def linear_cross_entropy_with_grad(
     input: Tensor,
     linear_weight: Tensor,
@@ -237,13 +251,13 @@ def linear_cross_entropy_with_grad(
 ) -> tuple[Tensor, ...]:
     """(value, divided_by, lse, gradients). The gradients of the weight and the bias are as they were added up.
 
-    They are those of value; for float16 those of value * divided_by[0].
+    They are those of value; for float16 those of value * later(divided_by).
     """
     loss = LossOptions(options, lse_square_scale, reduction)
     divisors = divided_by(target, weight, divisor, linear_weight.shape[0], reference.accumulator(input), loss)
     inverse = divisors.reciprocal()
     if input.dtype == torch.float16:
-        inverse = inverse * divisors[0]
+        inverse = inverse * later(divisors)
     scale, square = inverse[0], None
     if lse_square_scale != 0.0:
         square = lse_square_scale * inverse[1]

@@ -151,7 +151,7 @@ def _one_pass_backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[T
         return _of_inputs(ctx.mask, gradients, 4)
     factor = grad_value
     if input.dtype == torch.float16:
-        factor = torch.where(divided_by[0] == 0.0, 0.0, grad_value / divided_by[0])
+        factor = grad_value / chunks.later(divided_by)
     for i, gradient in enumerate(gradients):
         if ctx.mask[i] and type(gradient) is Tensor:
             _ops.scale_grad_(gradient, factor)
