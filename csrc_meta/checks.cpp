@@ -294,8 +294,10 @@ void linear(const Tensor& input, const Tensor& linear_weight, const Tensor& targ
   const auto head = sizes_of(linear_weight), sizes = sizes_of(input);
   require(linear_weight.dim() == 2, "linear_weight has shape ", shape(head), "; expected (V, H), as nn.Linear has it");
   as_input("linear_weight", linear_weight);
-  require(sizes ? head->back() == sizes->back()
-                : aten::call<bool>("aten::is_same_size", "", part_of(linear_weight, 1, 2), part_of(input, last, last + 1)),
+  const auto same_features = [&] {
+    return aten::call<bool>("aten::is_same_size", "", part_of(linear_weight, 1, 2), part_of(input, last, last + 1));
+  };
+  require(sizes ? head->back() == sizes->back() : same_features(),
           "linear_weight has shape ", shape(head), "; expected ",
           shape(sizes ? std::optional(std::vector{head->front(), sizes->back()}) : std::nullopt),
           ", one row of the input's features for each class");
@@ -327,7 +329,8 @@ void output_mask(const std::vector<bool>& mask) {
 
 void sum_divisor(const MaybeTensor& tensor, const Tensor& input, const std::string& reduction) {
   if (tensor) {
-    require(reduction == "sum", "divisor is what a sum is divided by: expected reduction=\"sum\", got '", reduction, "'");
+    require(reduction == "sum", "divisor is what a sum is divided by: expected reduction=\"sum\", got '", reduction,
+            "'");
     check_dtype("divisor", *tensor, DIVISORS);
     require(tensor->dim() == 0, "divisor has shape ", shape(sizes_of(*tensor)), "; expected (), one number");
     same_device("divisor", *tensor, input, "input is");

@@ -1,5 +1,5 @@
-// From losses of rows to a reduced loss, as in xent_ops/kernels/reductions.py, by operators alone: for any device, symbolic
-// sizes and tracers.
+// From losses of rows to a reduced loss, as in xent_ops/kernels/reductions.py, by operators alone: for any device,
+// symbolic sizes and tracers.
 #pragma once
 
 #include "aten.h"
@@ -49,7 +49,8 @@ inline Tensor reduced(const Tensor& loss, const Tensor& lse, const Tensor& targe
   const ScalarType dtype = lse.scalar_type();
   // Masked before the square: a row of padding may hold anything.
   const Tensor kept = aten::where(is_counted(target, ignore_index), lse, aten::scalar(0.0, dtype));
-  return aten::add(value, reduce(aten::mul(aten::call("aten::square", "", kept), aten::scalar(lse_square_scale, dtype)), 1));
+  const Tensor z_losses = aten::mul(aten::call("aten::square", "", kept), aten::scalar(lse_square_scale, dtype));
+  return aten::add(value, reduce(z_losses, 1));
 }
 
 }  // namespace xent::operators

@@ -97,7 +97,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> Non
 
 def scaled(grad: Tensor, factor: Tensor) -> Tensor:
     """grad times factor, ()."""
-    grad = grad.clone()
+    grad = grad.clone(memory_format=torch.contiguous_format)
     _ops.scale_grad_(grad, factor)
     return grad
 
