@@ -208,8 +208,8 @@ def vmap(name: str, rule: Callable[..., Any]) -> None:
     torch.library.register_vmap(f"xent::{name}", rule, lib=LIBRARY)
 
 
-def save_nothing(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    """The ``setup_context`` of a formula that only raises."""
+def save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Any = None) -> None:
+    """The ``setup_context`` of a formula that only raises. Operators without keywords get no keyword_only_inputs."""
 
 
 def below_autograd(overload: Any, *args: Any, **options: Any) -> Any:

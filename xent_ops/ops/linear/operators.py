@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...kernels import reference, reference_linear
 from ...kernels.options import as_record
+from .. import transforms
 from ..checks import scale_grad, weight_needs_grad
 from ..library import Outputs, autograd, operator, save_nothing
 from ..second_order import differentiate
@@ -118,7 +119,8 @@ def _entropy_backward(
 
 
 def _save_one_pass(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    input, linear_weight, target, linear_bias, weight, _, ctx.mask, ctx.accumulate_dtype = inputs
+    input, linear_weight, target, linear_bias, weight, _, made, ctx.accumulate_dtype = inputs
+    ctx.mask = [bool(wanted and needed) for wanted, needed in zip(made, _mask(ctx), strict=True)]
     if _needs_grad(ctx, 4):
         weight_needs_grad()
     if _needs_grad(ctx, 5):
@@ -152,12 +154,15 @@ def _one_pass_backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[T
     factor = grad_value
     if input.dtype == torch.float16:
         factor = grad_value / chunks.later(divided_by)
+    in_place = not transforms.is_batch(grad_value)
     for i, gradient in enumerate(gradients):
-        if ctx.mask[i] and type(gradient) is Tensor:
+        if not ctx.mask[i]:
+            continue
+        if in_place and type(gradient) is Tensor:
             _ops.scale_grad_(gradient, factor)
-        elif ctx.mask[i]:  # traced: a graph has no use for the write
-            gradients[i] = _ops.linear_scale_grad(gradient, factor)
-        gradients[i] = gradients[i].to(input.dtype)
+        else:  # traced: a graph has no use for the write; or a batch of upstream gradients
+            gradient = _ops.linear_scale_grad(gradient, factor)
+        gradients[i] = gradient.to(input.dtype)
     return _of_inputs(ctx.mask, gradients, 4)
 
 
