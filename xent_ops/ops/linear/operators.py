@@ -137,7 +137,11 @@ def _one_pass_backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[T
     if grad_value is None:
         return (None,) * 8
     input, linear_weight, target, lse, linear_bias, weight, divided_by = ctx.saved_tensors
-    gradients, ctx.gradients = ctx.gradients, None
+    gradients = ctx.gradients
+    # Compiled autograd traces this, and replays no change of ctx: there the gradients stay as they are.
+    traced = torch.compiler.is_compiling()
+    if not traced:
+        ctx.gradients = None
     differentiable = torch.is_grad_enabled()  # create_graph=True
     if gradients is None or differentiable:
         if differentiable:  # made again, since it depends on the logits
@@ -152,14 +156,14 @@ def _one_pass_backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[T
     factor = grad_value
     if input.dtype == torch.float16:
         factor = torch.where(divided_by[0] == 0.0, 0.0, grad_value / divided_by[0])
-    for i, gradient in enumerate(gradients):
-        if not ctx.mask[i]:
-            continue
-        if type(gradient) is Tensor and gradient.dtype == input.dtype:
+    scaled = []
+    for gradient, wanted in zip(gradients, ctx.mask, strict=True):
+        if wanted and not traced and type(gradient) is Tensor and gradient.dtype == input.dtype:
             _ops.scale_grad_(gradient, factor)
-        else:  # traced: a graph has no use for the write
-            gradients[i] = _ops.linear_scale_grad(gradient, factor, input.dtype)
-    return _of_inputs(ctx.mask, gradients, 4)
+        elif wanted:
+            gradient = _ops.linear_scale_grad(gradient, factor, input.dtype)
+        scaled.append(gradient)
+    return _of_inputs(ctx.mask, scaled, 4)
 
 
 def _save_backward(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
