@@ -157,10 +157,12 @@ def _shared(node: fx.Node) -> list[fx.Node]:
     if node.op != "call_function":
         return []
     sources = [source for source in node.all_input_nodes if not isinstance(source.meta.get("val"), _NUMBERS)]
-    if node.target is operator.getitem and getattr(node.args[0].target, "namespace", "") == "xent":
+    if node.target is operator.getitem:
+        made: Any = node.args[0]
         # The results of our operators share no memory with each other; one may be taken out several times.
-        return [user for user in node.args[0].users if user.args == node.args]
-    if node.target is operator.getitem or not isinstance(node.target, torch._ops.OpOverload):
+        ours = getattr(made.target, "namespace", "") == "xent"
+        return [user for user in made.users if user.args == node.args] if ours else sources
+    if not isinstance(node.target, torch._ops.OpOverload):
         return sources  # a higher-order operator may return any of its arguments
     if node.target in _MAY_BE_VIEWS:
         return [source for source in sources if _dtype(source) == _dtype(node)]
