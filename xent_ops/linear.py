@@ -14,7 +14,6 @@ from .functional import (
     outputs_of_rows,
     refuse_dtensors,
 )
-from .kernels.options import LossOptions, Options
 from .ops import arguments, checks, transforms
 from .ops.linear import checks as linear_checks
 from .ops.linear import composite
@@ -73,8 +72,9 @@ def linear_cross_entropy(
     """
     refuse_dtensors("xent_ops.linear_cross_entropy", input, linear_weight, target)
     arguments.linear(input, linear_weight, target, linear_bias, weight)
-    loss = LossOptions(Options(ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction)
-    loss = arguments.options(loss, input.dtype)
+    loss = arguments.loss_options(
+        ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction, input.dtype
+    )
     divisor = arguments.divisor(divisor, input, reduction)
     accumulate_dtype, chunk_rows = arguments.chunks(accumulate_dtype, chunk_rows)
     probabilities = target.is_floating_point()
@@ -125,8 +125,9 @@ def linear_cross_entropy_outputs(
     transforms.refuse(name)
     refuse_dtensors(name, input, linear_weight, target)
     arguments.linear(input, linear_weight, target, linear_bias, weight)
-    loss = LossOptions(Options(ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction)
-    loss = arguments.options(loss, input.dtype)
+    loss = arguments.loss_options(
+        ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction, input.dtype
+    )
     accumulate_dtype, chunk_rows = arguments.chunks(accumulate_dtype, chunk_rows)
     checks.weight_without_grad(weight)
     input, linear_weight, linear_bias = composite.as_linear(input, linear_weight, linear_bias)
@@ -174,7 +175,7 @@ def linear_token_log_probs(
     transforms.refuse(name)
     refuse_dtensors(name, input, linear_weight, target)
     arguments.linear(input, linear_weight, target, linear_bias)
-    rows = arguments.options(LossOptions(Options(ignore_index, 0.0, softcap, logit_scale)), input.dtype).rows
+    rows = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, dtype=input.dtype).rows
     accumulate_dtype, chunk_rows = arguments.chunks(accumulate_dtype, chunk_rows)
     input, linear_weight, linear_bias = composite.as_linear(input, linear_weight, linear_bias)
     loss, lse, entropy = _ops.linear_cross_entropy_forward_entropy(

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...kernels import reference, reference_linear
 from ...kernels.options import as_record
 from .. import transforms
-from ..checks import weight_needs_grad
+from ..checks import scale_grad, weight_needs_grad
 from ..library import Outputs, autograd, operator, save_nothing
 from ..second_order import differentiate
 from . import checks, chunks
@@ -158,10 +158,11 @@ def _one_pass_backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[T
     for i, gradient in enumerate(gradients):
         if not ctx.mask[i]:
             continue
-        if in_place and type(gradient) is Tensor and gradient.dtype == input.dtype:
+        if in_place and type(gradient) is Tensor:
             _ops.scale_grad_(gradient, factor)
         else:  # traced: a graph has no use for the write; or a batch of upstream gradients
-            gradients[i] = _ops.linear_scale_grad(gradient, factor, input.dtype)
+            gradient = _ops.linear_scale_grad(gradient, factor)
+        gradients[i] = gradient.to(input.dtype)
     return _of_inputs(ctx.mask, gradients, 4)
 
 
@@ -257,8 +258,8 @@ autograd("linear_cross_entropy_with_grad", _one_pass_backward, _save_one_pass)
 
 operator(
     "linear_scale_grad",
-    check=checks.scale_grad,
-    outputs=lambda grad, factor, dtype=None: ((grad.shape, dtype or grad.dtype),),
+    check=scale_grad,
+    outputs=lambda grad, factor: ((grad.shape, grad.dtype),),
     reference=chunks.scaled,
     composed=True,
 )
