@@ -99,6 +99,27 @@ inline Tensor cat(const std::vector<Tensor>& tensors) {
   return call("aten::cat", "", tensors, int64_t{0});
 }
 
+inline Tensor narrow(Tensor tensor, int64_t dim, int64_t start, int64_t length) {
+  return torch::stable::narrow(tensor, dim, start, length);
+}
+
+inline Tensor mul(const Tensor& one, const Tensor& other) {
+  return call("aten::mul", "Tensor", one, other);
+}
+
+inline Tensor div(const Tensor& one, const Tensor& other) {
+  return call("aten::div", "Tensor", one, other);
+}
+
+// By subtraction, because aten::add takes a Scalar.
+inline Tensor add(const Tensor& one, const Tensor& other) {
+  return torch::stable::subtract(one, other, -1.0);
+}
+
+inline Tensor where(const Tensor& condition, const Tensor& one, const Tensor& other) {
+  return call("aten::where", "self", condition, one, other);
+}
+
 // A 0-d tensor on the CPU, which combines with tensors of any device. Its dtype counts among 0-d tensors.
 inline Tensor scalar(double value, ScalarType dtype) {
   return torch::stable::full({}, value, dtype);

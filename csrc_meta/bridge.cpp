@@ -113,7 +113,8 @@ Tensor dense(const Tensor& tensor, ScalarType dtype) {
 }
 
 Problem::Problem(const Tensor& logits, const MaybeTensor& target, const MaybeTensor& weight, const Options& options,
-                 bool with_values) {
+                 bool with_values)
+    : cpu::Problem{options} {
   dtype = bridge::dtype(logits);
   rows = 1;
   for (int64_t i = 0; i + 1 < logits.dim(); ++i) {
@@ -132,10 +133,6 @@ Problem::Problem(const Tensor& logits, const MaybeTensor& target, const MaybeTen
     weight_ = dense(*weight, accumulator(logits));
     this->weight = weight_->const_data_ptr();
   }
-  ignore_index = options.ignore_index;
-  label_smoothing = options.label_smoothing;
-  softcap = options.softcap.value_or(0.0);
-  logit_scale = options.logit_scale;
 }
 
 void Problem::check_targets(int64_t num_classes) const { checks::target_values(*target_, num_classes, ignore_index); }

@@ -105,6 +105,14 @@ std::string shape(const std::optional<std::vector<int64_t>>& sizes) {
   return result + (sizes->size() == 1 ? ",)" : ")");
 }
 
+// A meta tensor of dimensions [first, last) of one. It is a sum, which computes nothing.
+Tensor part_of(const Tensor& tensor, int64_t first, int64_t last) {
+  auto others = aten::dims(0, first);
+  const auto behind = aten::dims(last, tensor.dim());
+  others.insert(others.end(), behind.begin(), behind.end());
+  return others.empty() ? tensor : aten::sum(tensor, others);
+}
+
 // Does `tensor` have dimensions [first, last) of the logits, and no others?
 template <class... Meaning>
 void same_shape(const char* name, const Tensor& tensor, const Tensor& logits, int64_t first, int64_t last,
@@ -116,17 +124,17 @@ void same_shape(const char* name, const Tensor& tensor, const Tensor& logits, in
     expected = std::vector<int64_t>(expected->begin() + first, expected->begin() + last);
     same = found == expected;
   } else if (same) {
-    // torch compares symbolic sizes and guards what it found. The sum is of meta tensors: it computes nothing.
-    auto others = aten::dims(0, first);
-    const auto behind = aten::dims(last, logits.dim());
-    others.insert(others.end(), behind.begin(), behind.end());
-    const Tensor part = others.empty() ? logits : aten::sum(logits, others);
-    same = aten::call<bool>("aten::is_same_size", "", tensor, part);
+    // torch compares symbolic sizes and guards what it found.
+    same = aten::call<bool>("aten::is_same_size", "", tensor, part_of(logits, first, last));
     expected.reset();
   }
   if (!same) {  // makes strings, which takes longer than the comparison
     require(false, name, " has shape ", shape(found), "; expected ", shape(expected), ", ", meaning...);
   }
+}
+
+const char* are(const std::string& owner) {
+  return owner == "logits" ? "logits are" : owner == "grad" ? "grad is" : "input is";
 }
 
 std::string device_of(const Tensor& tensor) {
@@ -237,11 +245,11 @@ void shard_coefficient(const MaybeTensor& weight, const MaybeTensor& coefficient
   require(!weight || coefficient, "a class weight needs the coefficient that cross_entropy_shard_join returned");
 }
 
-void row_values(const char* name, const MaybeTensor& tensor, const Tensor& logits) {
+void row_values(const char* name, const MaybeTensor& tensor, const Tensor& matrix, const char* owner) {
   if (tensor) {
     check_dtype(name, *tensor, FLOATS);
-    same_shape(name, *tensor, logits, 0, logits.dim() - 1, "one value for each row of the logits");
-    same_device(name, *tensor, logits);
+    same_shape(name, *tensor, matrix, 0, matrix.dim() - 1, "one value for each row of the ", owner);
+    same_device(name, *tensor, matrix, are(owner));
   }
 }
 
@@ -261,7 +269,7 @@ void scalar_or_row_values(const char* owner, const Tensor& matrix, const char* n
     if (tensor->dim() > 0) {
       same_shape(name, *tensor, matrix, 0, matrix.dim() - 1, "one value for each row of the ", owner, ", or ()");
     }
-    same_device(name, *tensor, matrix, owner == std::string("logits") ? "logits are" : "grad is");
+    same_device(name, *tensor, matrix, are(owner));
   }
 }
 
@@ -269,6 +277,64 @@ void scale_grad(const Tensor& grad, const Tensor& factor) {
   require(grad.dim() >= 1, "grad has no dimension; expected shape (..., V)");
   check_dtype("grad", grad, FLOATS);
   scalar_or_row_values("grad", grad, "factor", factor);
+}
+
+void linear(const Tensor& input, const Tensor& linear_weight, const Tensor& target, const MaybeTensor& linear_bias,
+            const MaybeTensor& weight, const Options& options, std::optional<ScalarType> accumulate_dtype,
+            std::optional<int64_t> chunk_rows) {
+  const auto as_input = [&](const char* name, const Tensor& tensor) {
+    same_device(name, tensor, input, "input is");
+    require(tensor.scalar_type() == input.scalar_type(), name, " has dtype torch.", name_of(tensor.scalar_type()),
+            " but input torch.", name_of(input.scalar_type()),
+            "; both must be the same, as for nn.Linear (torch.autocast casts both)");
+  };
+  check_dtype("input", input, FLOATS);
+  const int64_t last = input.dim() - 1;
+  require(last >= 0, "input has no dimension; expected shape (..., H), the features last");
+  const auto head = sizes_of(linear_weight), sizes = sizes_of(input);
+  require(linear_weight.dim() == 2, "linear_weight has shape ", shape(head), "; expected (V, H), as nn.Linear has it");
+  as_input("linear_weight", linear_weight);
+  const auto same_features = [&] {
+    return aten::call<bool>("aten::is_same_size", "", part_of(linear_weight, 1, 2), part_of(input, last, last + 1));
+  };
+  require(sizes ? head->back() == sizes->back() : same_features(),
+          "linear_weight has shape ", shape(head), "; expected ",
+          shape(sizes ? std::optional(std::vector{head->front(), sizes->back()}) : std::nullopt),
+          ", one row of the input's features for each class");
+  if (linear_bias) {
+    as_input("linear_bias", *linear_bias);
+    same_shape("linear_bias", *linear_bias, linear_weight, 0, 1, "one number a class");
+  }
+  check_dtype("target", target, INDICES);
+  same_shape("target", target, input, 0, last, "one class index for each row of the input");
+  same_device("target", target, input, "input is");
+  const Tensor logits = aten::call("aten::t", "", linear_weight);  // of its last dimension
+  if (!head) {
+    aten::amax(logits);  // raises where there is no class
+  }
+  require(!head || head->front() > 0, "linear_weight of shape ", shape(head), " has 0 classes; expected at least 1");
+  check_options(weight, logits, options);
+  const ScalarType dtype = input.scalar_type(), sums = accumulate_dtype.value_or(dtype);
+  const bool wider = sums == ScalarType::Float && (dtype == ScalarType::BFloat16 || dtype == ScalarType::Half);
+  require(sums == dtype || wider, "accumulate_dtype must be None, the input's torch.", name_of(dtype),
+          " or, for 16-bit inputs, torch.float32; got torch.", name_of(sums));
+  require(chunk_rows.value_or(1) >= 1, "chunk_rows must be at least 1, or None for the default, got ",
+          chunk_rows.value_or(1));
+}
+
+void output_mask(const std::vector<bool>& mask) {
+  require(mask.size() == 3, "output_mask has ", mask.size(),
+          " entries; expected 3, for input, linear_weight and linear_bias");
+}
+
+void sum_divisor(const MaybeTensor& tensor, const Tensor& input, const std::string& reduction) {
+  if (tensor) {
+    require(reduction == "sum", "divisor is what a sum is divided by: expected reduction=\"sum\", got '", reduction,
+            "'");
+    check_dtype("divisor", *tensor, DIVISORS);
+    require(tensor->dim() == 0, "divisor has shape ", shape(sizes_of(*tensor)), "; expected (), one number");
+    same_device("divisor", *tensor, input, "input is");
+  }
 }
 
 void writable(const char* name, const Tensor& tensor) {

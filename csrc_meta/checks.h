@@ -1,4 +1,4 @@
-// The checks of xent_ops/ops/checks.py in the same words, for processes without Python. A ValueError or TypeError there
+// The checks of xent_ops/ops in the same words, for processes without Python. A ValueError or TypeError there
 // is a std::invalid_argument here.
 #pragma once
 
@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace xent {
 
@@ -23,8 +24,8 @@ void shard_gathered(const Tensor& gathered, const Tensor& part);
 
 void shard_coefficient(const MaybeTensor& weight, const MaybeTensor& coefficient);
 
-// One floating-point value for each row of the logits.
-void row_values(const char* name, const MaybeTensor& tensor, const Tensor& logits);
+// One floating-point value for each row of the matrix.
+void row_values(const char* name, const MaybeTensor& tensor, const Tensor& matrix, const char* owner = "logits");
 
 // Two numbers, of any of the dtypes that a count may have.
 void divisor(const MaybeTensor& tensor, const Tensor& logits);
@@ -33,6 +34,16 @@ void divisor(const MaybeTensor& tensor, const Tensor& logits);
 void scalar_or_row_values(const char* owner, const Tensor& matrix, const char* name, const MaybeTensor& tensor);
 
 void scale_grad(const Tensor& grad, const Tensor& factor);
+
+// Of xent_ops/ops/linear/checks.py.
+void linear(const Tensor& input, const Tensor& linear_weight, const Tensor& target, const MaybeTensor& linear_bias,
+            const MaybeTensor& weight, const Options& options, std::optional<ScalarType> accumulate_dtype,
+            std::optional<int64_t> chunk_rows);
+
+void output_mask(const std::vector<bool>& mask);
+
+// What a sum is divided by.
+void sum_divisor(const MaybeTensor& tensor, const Tensor& input, const std::string& reduction);
 
 // Reads the strides, so not for meta tensors.
 void writable(const char* name, const Tensor& tensor);

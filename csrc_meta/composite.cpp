@@ -1,22 +1,11 @@
 // xent::cross_entropy, as in xent_ops/ops/composite.py: the operator of a reduced loss, or the row operator and the
-// z-loss of each row. It calls operators only, so it serves any device, symbolic sizes and tracers.
+// z-loss of each row. xent::linear_cross_entropy: rows and their reduction, for without formulas there are no gradients
+// to make in one pass. They call operators only, so they serve any device, symbolic sizes and tracers.
 #include "checks.h"
 #include "operators.h"
+#include "reductions.h"
 
 namespace xent::operators {
-namespace {
-
-// The z-loss of each row, 0 in ignored ones.
-Tensor z_losses(const Tensor& lse, const Tensor& target, int64_t ignore_index, double lse_square_scale) {
-  const ScalarType dtype = lse.scalar_type();
-  const Tensor counted = aten::call("aten::ne", "Tensor", aten::to(target, ScalarType::Long),
-                                    aten::scalar(ignore_index));
-  // Masked before the square: a row of padding may hold anything.
-  const Tensor kept = aten::call("aten::where", "self", counted, lse, aten::scalar(0.0, dtype));
-  return aten::call("aten::mul", "Tensor", aten::call("aten::square", "", kept), aten::scalar(lse_square_scale, dtype));
-}
-
-}  // namespace
 
 void cross_entropy(Stack& stack) {
   const Tensor logits = stack.tensor();
@@ -37,12 +26,34 @@ void cross_entropy(Stack& stack) {
   const auto rows = aten::call_all<2>("xent::cross_entropy_forward", "", logits, target, weight,
                                       options.ignore_index, options.label_smoothing, options.softcap,
                                       options.logit_scale);
-  if (lse_square_scale == 0.0) {
-    return stack.returns({rows[0]});
+  stack.returns({reduced(rows[0], rows[1], target, std::nullopt, options.ignore_index, lse_square_scale)});
+}
+
+void linear_cross_entropy(Stack& stack) {
+  const Tensor input = stack.tensor();
+  const Tensor linear_weight = stack.tensor();
+  const Tensor target = stack.tensor();
+  const MaybeTensor linear_bias = stack.maybe_tensor();
+  const MaybeTensor weight = stack.maybe_tensor();
+  const MaybeTensor divisor = stack.maybe_tensor();
+  const Options options = stack.options();
+  const double lse_square_scale = stack.number();
+  const std::string reduction = stack.next<std::string>();
+  const auto accumulate_dtype = stack.next<std::optional<ScalarType>>();
+  const auto chunk_rows = stack.next<std::optional<int64_t>>();
+  checks::reduction(reduction);
+  checks::lse_square_scale(lse_square_scale, input);
+  checks::sum_divisor(divisor, input, reduction);
+
+  const auto rows = aten::call_all<2>("xent::linear_cross_entropy_forward", "", input, linear_weight, target,
+                                      linear_bias, weight, options.ignore_index, options.label_smoothing,
+                                      options.softcap, options.logit_scale, accumulate_dtype, chunk_rows);
+  MaybeTensor divisors;
+  if (reduction != "none") {
+    divisors = divided_by(linear_weight, target, weight, divisor, options.ignore_index, rows[1].scalar_type(),
+                          reduction);
   }
-  // A sum, because aten::add takes a Scalar, which the stable ABI does not have.
-  const Tensor z_loss = z_losses(rows[1], target, options.ignore_index, lse_square_scale);
-  stack.returns({torch::stable::subtract(rows[0], z_loss, -1.0)});
+  stack.returns({reduced(rows[0], rows[1], target, divisors, options.ignore_index, lse_square_scale)});
 }
 
 }  // namespace xent::operators

@@ -12,13 +12,7 @@
 
 namespace xent {
 
-// The keyword options of the row operators. Class probabilities have no ignore_index.
-struct Options {
-  int64_t ignore_index = -100;
-  double label_smoothing = 0.0;
-  std::optional<double> softcap;
-  double logit_scale = 1.0;
-};
+using cpu::Options;
 
 class Stack {
  public:

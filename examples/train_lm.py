@@ -3,6 +3,7 @@ F.cross_entropy, from the same seed on the same batches, and reports losses, spe
 
     python examples/train_lm.py                        # on the source files of Python's standard library
     python examples/train_lm.py --data FILE_OR_FOLDER  # on your own text
+    python examples/train_lm.py --loss linear          # a third time, with xent_ops.linear_cross_entropy
 """
 
 import argparse
@@ -28,10 +29,24 @@ VOCABULARY = 8192
 CHARACTERS = 10_000_000  # read no more text: the tokenizer's training would take longer than the model's
 CHUNK = 10  # steps between two readings of the clock and the loss, which wait for the device
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-LOSSES: dict[str, Loss] = {
-    "xent_ops.cross_entropy": xent_ops.cross_entropy,
-    "F.cross_entropy": F.cross_entropy,
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden states, the weight of the head, targets
+
+
+def of_logits(function: Callable[[Tensor, Tensor], Tensor]) -> Loss:
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        logits = F.linear(hidden, weight)  # (batch, length, vocabulary)
+        return function(logits.view(-1, VOCABULARY), targets.reshape(-1))
+
+    return loss
+
+
+LOSSES = {
+    "xent_ops.cross_entropy": of_logits(xent_ops.cross_entropy),
+    "F.cross_entropy": of_logits(F.cross_entropy),
+}
+# The head and the loss as one, which never holds all logits.
+MORE_LOSSES: dict[str, tuple[str, Loss]] = {
+    "linear": ("xent_ops.linear_cross_entropy", xent_ops.linear_cross_entropy),
 }
 
 SIZES = {
@@ -99,15 +114,14 @@ class GPT(nn.Module):
         nn.init.normal_(self.tokens.weight, std=0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.norm(self.blocks(self.tokens(ids) + self.positions))
-        return F.linear(x, self.tokens.weight)  # (batch, length, vocabulary)
+        """The hidden states before the head, whose weight is that of the embedding."""
+        return self.norm(self.blocks(self.tokens(ids) + self.positions))
 
 
 def loss_of(model: GPT, loss_function: Loss, ids: Tensor, targets: Tensor) -> Tensor:
-    """The one compiled function: the model, its logits, the loss; backward is compiled from it."""
+    """The one compiled function: the model, its head, the loss; backward is compiled from it."""
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
-        logits = model(ids)
-        return loss_function(logits.view(-1, VOCABULARY), targets.reshape(-1))
+        return loss_function(model(ids), model.tokens.weight, targets)
 
 
 def graph_breaks(loss_function: Loss, device: str) -> int:
@@ -156,16 +170,18 @@ class Run:
 def draw(runs: dict[str, Run], path: Path) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")  # without pyplot, which looks for a screen
     axes = figure.subplots()
-    for (name, run), style in zip(runs.items(), ("-", "--"), strict=True):
+    for (name, run), style in zip(runs.items(), ("-", "--", ":"), strict=False):
         axes.plot(range(1, len(run.losses) + 1), run.losses, style, label=name)
-    axes.set(xlabel="step", ylabel="loss", title="The same GPT, the same seed, two losses")
+    axes.set(xlabel="step", ylabel="loss", title="The same GPT and seed, one loss in different ways")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
 
 
 def report(console: Console, runs: dict[str, Run], breaks: dict[str, int], args: argparse.Namespace) -> None:
-    table = Table("", *runs)
+    # Three full names are wider than a terminal of 80 columns.
+    names = runs if len(runs) < 3 else [name.replace(".", ".\n") for name in runs]
+    table = Table("", *names)
 
     def row(title: str, text: Callable[[Run], str]) -> None:
         table.add_row(title, *map(text, runs.values()))
@@ -184,6 +200,13 @@ def report(console: Console, runs: dict[str, Run], breaks: dict[str, int], args:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="a file or a folder of text; else Python's standard library")
+    parser.add_argument(
+        "--loss",
+        choices=MORE_LOSSES,
+        action="append",
+        default=[],
+        help="train once more, with the head and loss as one",
+    )
     parser.add_argument("--plot", type=Path, default=Path("train_lm.png"), help="where the loss curves go")
     parser.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
@@ -217,29 +240,30 @@ def main() -> int:
         (args.steps, args.batch, 1),
         generator=torch.Generator().manual_seed(args.seed),
     )
-    windows = (starts + torch.arange(args.length + 1)).to(args.device)  # the same batches for both
+    windows = (starts + torch.arange(args.length + 1)).to(args.device)  # the same batches for all
 
-    breaks = {name: graph_breaks(function, args.device) for name, function in LOSSES.items()}
+    losses = LOSSES | dict(MORE_LOSSES[name] for name in args.loss)
+    breaks = {name: graph_breaks(function, args.device) for name, function in losses.items()}
     if any(breaks.values()):
         console.print(f"graph breaks, of which there must be none: {breaks}")
         return 1
 
     columns = (SpinnerColumn(), *Progress.get_default_columns(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=args.steps // CHUNK * len(LOSSES))
+        bar = progress.add_task("", total=args.steps // CHUNK * len(losses))
         runs: dict[str, Run] = {}
-        for name, function in LOSSES.items():
+        for name, function in losses.items():
             progress.update(bar, description=f"compiling with {name}")
             runs[name] = Run(function, tokens, windows, args)
             progress.advance(bar)
-        # In turns, so that other load on the machine slows down both equally.
+        # In turns, so that other load on the machine slows down all equally.
         with torch._dynamo.config.patch(error_on_recompile=True):
             for _ in range(CHUNK, args.steps, CHUNK):
                 for run in runs.values():
                     run.train_chunk()
                     progress.advance(bar)
-                losses = ", ".join(f"{run.recent_loss:.3f}" for run in runs.values())
-                progress.update(bar, description=f"training, loss {losses}")
+                values = ", ".join(f"{run.recent_loss:.3f}" for run in runs.values())
+                progress.update(bar, description=f"training, loss {values}")
 
     report(console, runs, breaks, args)
     draw(runs, args.plot)

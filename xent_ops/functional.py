@@ -119,9 +119,9 @@ def cross_entropy(
     Sources: torch.nn.functional.cross_entropy; z-loss as in Liger-Kernel and flash-attention.
     """
     arguments.tensors(input, target, weight)
-    dim = arguments.integer("dim", dim)
-    loss = LossOptions(Options(ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction)
-    loss = arguments.options(loss, input.dtype)
+    loss = arguments.loss_options(
+        ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction, input.dtype
+    )
     if is_dtensor(input):
         from .distributed import tensor  # imported for DTensors only: it takes a while
 
@@ -143,7 +143,7 @@ def cross_entropy(
             if value:
                 raise ValueError(f"{name}=True takes class indices, not class probabilities")
         return _of_probabilities(logits, _classes_last(target, dim, "target"), weight, loss)
-    arguments.suggest_dim(input.shape, target.shape, dim)
+    arguments.suggest_dim(input, target, dim)
     return function.cross_entropy(
         logits, target, weight, loss, inplace_backward=inplace_backward, grad_in_forward=grad_in_forward
     )
@@ -187,12 +187,12 @@ def cross_entropy_outputs(
     transforms.refuse("xent_ops.cross_entropy_outputs")
     refuse_dtensors("xent_ops.cross_entropy_outputs", input, target)
     arguments.tensors(input, target, weight)
-    dim = arguments.integer("dim", dim)
-    loss = LossOptions(Options(ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction)
-    loss = arguments.options(loss, input.dtype)
+    loss = arguments.loss_options(
+        ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction, input.dtype
+    )
     checks.weight_without_grad(weight)
     logits = _classes_last(input, dim)
-    arguments.suggest_dim(input.shape, target.shape, dim)
+    arguments.suggest_dim(input, target, dim)
     row_loss, lse, argmax = torch.ops.xent.cross_entropy_forward_argmax(logits, target, weight, **loss.rows.keywords())
     divisor, _ = cross_entropy_divisor(logits, target, weight, options=loss.rows)
     return outputs_of_rows(reduce_rows(row_loss, lse, target, divisor, loss), lse, argmax, target, loss.rows)
@@ -239,8 +239,7 @@ def token_log_probs(
     transforms.refuse("xent_ops.token_log_probs")
     refuse_dtensors("xent_ops.token_log_probs", input, target)
     arguments.tensors(input, target)
-    dim = arguments.integer("dim", dim)
-    rows = arguments.options(LossOptions(Options(ignore_index, 0.0, softcap, logit_scale)), input.dtype).rows
+    rows = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, dtype=input.dtype).rows
     loss, lse, entropy = torch.ops.xent.cross_entropy_forward_entropy(
         _classes_last(input, dim), target, **rows.keywords()
     )

@@ -14,7 +14,6 @@ from .functional import (
     outputs_of_rows,
     refuse_dtensors,
 )
-from .kernels.options import LossOptions, Options
 from .ops import arguments, checks, transforms
 from .ops.linear import composite
 
@@ -72,8 +71,9 @@ def linear_cross_entropy(
     """
     refuse_dtensors("xent_ops.linear_cross_entropy", input, linear_weight, target)
     arguments.linear(input, linear_weight, target, linear_bias, weight)
-    loss = LossOptions(Options(ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction)
-    loss = arguments.options(loss, input.dtype)
+    loss = arguments.loss_options(
+        ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction, input.dtype
+    )
     divisor = arguments.divisor(divisor, input, reduction)
     probabilities = target.is_floating_point()
     if probabilities or transforms.functorch_is_active() or transforms.forward_mode():
@@ -120,8 +120,9 @@ def linear_cross_entropy_outputs(
     transforms.refuse(name)
     refuse_dtensors(name, input, linear_weight, target)
     arguments.linear(input, linear_weight, target, linear_bias, weight)
-    loss = LossOptions(Options(ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction)
-    loss = arguments.options(loss, input.dtype)
+    loss = arguments.loss_options(
+        ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction, input.dtype
+    )
     checks.weight_without_grad(weight)
     input, linear_weight, linear_bias = composite.as_linear(input, linear_weight, linear_bias)
     row_loss, lse, argmax = _ops.linear_cross_entropy_forward_argmax(
@@ -168,7 +169,7 @@ def linear_token_log_probs(
     transforms.refuse(name)
     refuse_dtensors(name, input, linear_weight, target)
     arguments.linear(input, linear_weight, target, linear_bias)
-    rows = arguments.options(LossOptions(Options(ignore_index, 0.0, softcap, logit_scale)), input.dtype).rows
+    rows = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, dtype=input.dtype).rows
     input, linear_weight, linear_bias = composite.as_linear(input, linear_weight, linear_bias)
     loss, lse, entropy = _ops.linear_cross_entropy_forward_entropy(
         input,

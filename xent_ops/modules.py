@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from . import functional, linear
-from .kernels.options import LossOptions, Options
 from .ops import arguments
 
 
@@ -35,8 +34,9 @@ class CrossEntropyLoss(nn.Module):
         grad_in_forward: bool = False,
     ) -> None:
         super().__init__()
-        loss = LossOptions(Options(ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction)
-        rows, self.lse_square_scale, self.reduction = arguments.options(loss)
+        rows, self.lse_square_scale, self.reduction = arguments.loss_options(
+            ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction
+        )
         self.ignore_index, self.label_smoothing, self.softcap, self.logit_scale = rows
         self.register_buffer("weight", weight)
         self.dim = arguments.integer("dim", dim)
@@ -119,8 +119,8 @@ class LinearCrossEntropyLoss(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        loss = LossOptions(Options(ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction)
-        rows, self.lse_square_scale, self.reduction = arguments.options(loss)
+        loss = arguments.loss_options(ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
+        rows, self.lse_square_scale, self.reduction = loss
         self.ignore_index, self.label_smoothing, self.softcap, self.logit_scale = rows
         self.accumulate_dtype, self.chunk_rows = accumulate_dtype, chunk_rows
         if tied_weight is None:

@@ -43,8 +43,16 @@ struct Threads {
   std::function<void(std::int64_t begin, std::int64_t end, std::int64_t grain, const Body& body)> loop;
 };
 
+// What changes the loss of a row. Class probabilities have no ignore_index.
+struct Options {
+  std::int64_t ignore_index = -100;
+  double label_smoothing = 0.0;
+  std::optional<double> softcap;
+  double logit_scale = 1.0;
+};
+
 // The arguments of every operator.
-struct Problem {
+struct Problem : Options {
   DType dtype = DType::float32;  // of the logits, and of their gradient
   std::int64_t rows = 0;         // N
   std::int64_t classes = 0;      // V; for a shard its columns, with those of padding
@@ -52,10 +60,6 @@ struct Problem {
   const std::int64_t* target = nullptr;  // (N,), dense; null for class probabilities
   // (V,), dense, in the accumulator's dtype (any pointer if there are no classes). Not given: every class counts 1.
   std::optional<const void*> weight;
-  std::int64_t ignore_index = -100;
-  double label_smoothing = 0.0;
-  double softcap = 0.0;  // 0: none
-  double logit_scale = 1.0;
 };
 
 // Upstream gradients. A row whose upstream gradients are all zero is not read, and its gradient is zeros.

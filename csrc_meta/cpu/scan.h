@@ -84,7 +84,7 @@ struct Scan {
 
   Sums operator()(std::int64_t row, std::int64_t column, std::int64_t n) const {
     const Blocks<A>& functions = blocks<A>();
-    const A softcap = A(problem.softcap);
+    const A softcap = A(problem.softcap.value_or(0.0));
     alignas(64) A x[kBlock];
     const char* from = at(problem.logits, problem.dtype, row, column);
     Sums sums;
@@ -124,7 +124,7 @@ template <class A>
 double activated(const Problem& problem, std::int64_t row, std::int64_t column) {
   alignas(64) A x[64 / sizeof(A)];
   blocks<A>().load(problem.dtype, at(problem.logits, problem.dtype, row, column), 1, A(problem.logit_scale), x);
-  if (problem.softcap != 0) blocks<A>().cap(x, 1, A(problem.softcap));
+  if (problem.softcap) blocks<A>().cap(x, 1, A(*problem.softcap));
   return x[0];
 }
 
@@ -158,7 +158,7 @@ Coefficients<A> coefficients(
   Coefficients<A> result;
   Gradient<A>& g = result.gradient;
   g.scale = A(problem.logit_scale);
-  g.softcap = A(problem.softcap);
+  g.softcap = A(problem.softcap.value_or(0.0));
   g.lse = A(lse);
   g.total = A(softmax);
   g.factor = A(by_class);

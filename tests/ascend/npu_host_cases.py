@@ -125,7 +125,6 @@ def test_float64_and_the_operators_without_kernels_of_their_own(launches):
         (ops.cross_entropy_backward, (row, row, x, target, row.double())),
         (ops.soft_cross_entropy_forward, (x32, soft, weight)),
         (ops.soft_cross_entropy_backward, (row, row, x32, soft, row, weight)),
-        (ops.cross_entropy_with_grad, (x32, target, row, None, weight)),
         (ops.cross_entropy_shard, (x32, target, 0, 80, weight)),
         (ops.cross_entropy_shard_backward, (row, row, x32, target, row, 0, 80, weight, row)),
     ]
@@ -134,6 +133,33 @@ def test_float64_and_the_operators_without_kernels_of_their_own(launches):
         actual, expected = operator(*moved), operator(*arguments)
         torch.testing.assert_close(torch.utils._pytree.tree_map(lambda t: t.cpu(), actual), expected)
     assert launches == []
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "lse_square_scale": 0.1}], ids=str)
+def test_one_pass(launches, options):
+    """Two kernels, forward and backward, with the gradient in place."""
+    logits, target = inputs(300, torch.bfloat16)
+    x, y = logits.to("npu").requires_grad_(), logits.float().requires_grad_()
+    xent_ops.cross_entropy(x, target.to("npu"), grad_in_forward=True, **options).backward()
+    xent_ops.cross_entropy(y, target, **options).backward()
+    torch.testing.assert_close(x.grad.cpu().float(), y.grad, atol=1e-4, rtol=1e-2)
+    assert launches == ["forward_kernel", "backward_kernel" if options else "light_backward_kernel"]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_head_and_the_loss(launches, reduction):
+    _, target = inputs(300, torch.float32)
+    head = torch.randn(300, 8, generator=torch.Generator().manual_seed(1))
+    hidden = torch.randn(7, 8, generator=torch.Generator().manual_seed(2))
+    for device in ("npu", "cpu"):
+        x, w = hidden.to(device).requires_grad_(), head.to(device).requires_grad_()
+        loss = xent_ops.linear_cross_entropy(x, w, target.to(device), reduction=reduction, chunk_rows=4)
+        gradients = torch.autograd.grad(loss.sum(), (x, w))
+        made = [tensor.detach().cpu() for tensor in (loss, *gradients)]
+        if device == "npu":
+            on_npu = made
+    torch.testing.assert_close(on_npu, made)
+    assert launches.count("forward_kernel") == 2 and launches.count("light_backward_kernel") == 2  # two chunks
 
 
 TESTS = ("test_schema", "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")

@@ -134,7 +134,7 @@ struct Everything {
     problem.target = target.data();
     if (below(2)) problem.weight = weight.data();
     problem.label_smoothing = one_of({0.0, 0.1, 1.0});
-    problem.softcap = one_of({0.0, 5.0});
+    if (one_of({0.0, 1.0}) > 0) problem.softcap = 5.0;
     problem.logit_scale = one_of({1.0, -0.5, 0.0});
     shard.num_classes = shard.class_start + one_of<int64_t>({0, 1, classes, classes + 9});
     gathered = elements(accumulator, ranks * shard_width(problem), below(2) != 0);

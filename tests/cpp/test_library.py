@@ -303,7 +303,53 @@ def bad_calls():
     yield "cross_entropy_shard_backward", (rows, None, x, t, rows, 0, 9, None, None, rows), {}
 
 
-@pytest.mark.parametrize("name, arguments, options", list(bad_calls()))
+def bad_linear_calls():
+    x, head, t, bias, rows = torch.randn(4, 6), torch.randn(9, 6), torch.arange(4), torch.ones(9), torch.ones(4)
+    forward, with_grad = "linear_cross_entropy_forward", "linear_cross_entropy_with_grad"
+    backward, entropy = "linear_cross_entropy_backward", "linear_cross_entropy_backward_entropy"
+    yield forward, (x.long(), head, t), {}
+    yield forward, (x[0, 0], head, t), {}
+    yield forward, (x, head[0], t), {}
+    yield forward, (x, head.bfloat16(), t), {}
+    yield forward, (x, head.t(), t), {}
+    yield forward, (x, head[:0], t), {}
+    yield forward, (x, head, t, bias.double()), {}
+    yield forward, (x, head, t, bias[:6]), {}
+    yield forward, (x, head, t.float()), {}
+    yield forward, (x, head, t[:3]), {}
+    yield forward, (x, head, t, None, bias[:6]), {}
+    yield forward, (x, head, t, None, t), {}
+    yield forward, (x, head, t), {"softcap": 1e39}
+    yield forward, (x, head, t), {"accumulate_dtype": torch.float64}
+    yield forward, (x.half(), head.half(), t), {"accumulate_dtype": torch.bfloat16}
+    yield forward, (x.double(), head.double(), t), {"accumulate_dtype": torch.float32}
+    yield forward, (x, head, t), {"chunk_rows": 0}
+    yield forward, (x, head, t), {"chunk_rows": -7}
+    yield forward, (x, head, t + 6), {}
+    yield "linear_cross_entropy_forward_argmax", (x, head, t - 7), {"chunk_rows": 3}
+    yield "linear_cross_entropy_forward_entropy", (x, head, t[:3]), {}
+    yield backward, (rows[:2], None, x, head, t, rows), {}
+    yield backward, (rows, rows[:1], x, head, t, rows), {}
+    yield backward, (rows, None, x, head, t, rows.long()), {}
+    yield backward, (rows, None, x, head, t, rows, None, None, rows), {}
+    yield backward, (rows, None, x, head, t, rows, None, None, None, [True]), {}
+    yield entropy, (rows[:2], None, None, x, head, t, rows, rows), {}
+    yield entropy, (rows, None, rows[1:], x, head, t, rows, rows), {}
+    yield entropy, (rows, None, None, x, head, t, rows, rows, None, None, [True] * 4), {}
+    yield with_grad, (x, head, t[:3]), {}
+    yield with_grad, (x, head, t + 6), {}
+    yield with_grad, (x, head, t), {"reduction": "none"}
+    yield with_grad, (x, head, t), {"lse_square_scale": float("nan")}
+    yield with_grad, (x, head, t), {"accumulate_dtype": torch.int64}
+    yield with_grad, (x, head, t, None, None, rows[0]), {}
+    for divisor in (rows, t[0].int()):
+        yield with_grad, (x, head, t, None, None, divisor), {"reduction": "sum"}
+    yield with_grad, (x, head, t, None, None, None, [False] * 2), {}
+    yield "linear_scale_grad", (x[0, 0], rows[0]), {}
+    yield "linear_scale_grad", (x, rows[1:]), {}
+
+
+@pytest.mark.parametrize("name, arguments, options", [*bad_calls(), *bad_linear_calls()])
 def test_the_same_errors(name, arguments, options):
     """C++ refuses what Python refuses, in the same words; C++ has no TypeError."""
     with pytest.raises((ValueError, TypeError, IndexError, RuntimeError)) as python:

@@ -1,4 +1,4 @@
-"""Launches reuse compiled kernels: two calls share one only where Triton would, and it gets the arguments of the call."""
+"""Launches reuse compiled kernels: calls of one signature share one, as in Triton, and it gets the call's arguments."""
 
 import itertools
 import weakref
@@ -16,6 +16,7 @@ from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
 from xent_ops.kernels.options import Options  # noqa: E402
 from xent_ops.kernels.triton import cached, launch, launch_backward  # noqa: E402
+from xent_ops.ops.launch_cache import call_signature  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     INTERPRETED or not cached._KNOWN, reason="this triton, or its interpreter, launches every kernel itself"
@@ -36,14 +37,20 @@ def tensors(rows, classes, dtype, target_dtype, offset, padding, weighted):
         "cross_entropy_backward": (row, None, logits, target, row, weight),
         "cross_entropy_backward_": (row[:1].expand(rows), row, logits, target, row, weight, torch.ones(2)),
         "cross_entropy_with_grad": (logits, target, torch.ones(()), None, weight),
+        "cross_entropy_shard": (logits, target, 0, classes, weight),
+        "soft_cross_entropy_forward": (logits, logits, weight),
         "scale_grad_": (logits, row),
     }
 
 
-def second_stages(arguments, **options):
-    """What the launchers return, by name: functions of the tensors."""
-    given = {name: {} if name == "scale_grad_" else {"options": Options(**options)} for name in arguments}
-    return {name: getattr(launch, name)(*args, **given[name]) for name, args in arguments.items()}
+def second_stages(arguments, runs=None, **options):
+    """What the launchers return: functions of the tensors, by name and signature. Those in ``runs`` are not made."""
+    runs = {} if runs is None else runs
+    for name, args in arguments.items():
+        given = {} if name == "scale_grad_" else {"options": Options(**options)}
+        if (key := (name, call_signature(args, {}))) not in runs:
+            runs[key] = getattr(launch, name)(*args, **given)
+    return runs
 
 
 @pytest.mark.parametrize("rows", [300, 1, 0])
@@ -56,28 +63,27 @@ def test_the_first_stage_holds_no_tensor(rows):
     assert runs and not [ref() for ref in held if ref() is not None]
 
 
-def test_equal_keys_are_equal_to_triton(monkeypatch):
-    """Calls of one Launch whose alignment is the same have the same specialisation in Triton."""
+def test_equal_signatures_are_equal_to_triton(monkeypatch):
+    """All calls of one Launch have the same specialisation in Triton."""
     calls = []
     monkeypatch.setattr(cached.Launch, "__call__", lambda self, *tensors: calls.append((self, tensors)))
     for rows, classes in itertools.product([1, 2, 16, 300], [1, 16, 1000, 4096, 50257]):
         for dtype, offset, padding in [(torch.bfloat16, 0, 0), (torch.bfloat16, 1, 0), (torch.float32, 4, 8)]:
             kind = (rows, classes, dtype, torch.int64 if rows > 1 else torch.uint8)
-            runs = second_stages(
-                tensors(*kind, offset, padding, offset == 4), ignore_index=classes, logit_scale=1.0 + classes
-            )
+            runs = {}
             for again in (offset, offset, offset + 1):
-                for name, args in tensors(*kind, again, padding, offset == 4).items():
-                    runs[name](*args)
+                given = tensors(*kind, again, padding, offset == 4)
+                second_stages(given, runs, ignore_index=classes, logit_scale=1.0 + classes)
+                for name, args in given.items():
+                    runs[name, call_signature(args, {})](*args)
     backend = make_backend(TARGET)
     seen = {}
     for launch_, args in calls:
         kernel = launch_.kernel
         binder = create_function_from_signature(kernel.signature, kernel.params, backend)
         _, specialization, options = binder(*args, *launch_.numbers, **launch_.constants)
-        key = (id(launch_), launch_.alignment(tuple(tensor.data_ptr() for tensor in args)))
-        assert seen.setdefault(key, (specialization, options)) == (specialization, options), kernel
-    assert len(calls) > len(seen) > 100, "some calls share a key"
+        assert seen.setdefault(id(launch_), (specialization, options)) == (specialization, options), kernel
+    assert len(calls) > len(seen) > 100, "some calls share a launch"
 
 
 @pytest.fixture
@@ -87,9 +93,8 @@ def no_device(monkeypatch):
     return LAUNCHED
 
 
-@pytest.mark.parametrize("hooked", [False, True], ids=["", "profiled"])
-def test_launches_are_those_that_triton_makes(monkeypatch, no_device, hooked):
-    """On a 16-byte boundary, off it and back; Triton itself launches once for each alignment."""
+def test_launches_are_those_that_triton_makes(monkeypatch, no_device):
+    """On a 16-byte boundary, off it and back; Triton itself launches once for each signature."""
     original, by_triton, asked, launches = cached.Launch.__call__, cached.Launch.by_triton, [], []
 
     def counted(self, *tensors):
@@ -104,16 +109,17 @@ def test_launches_are_those_that_triton_makes(monkeypatch, no_device, hooked):
         assert [tensor.data_ptr() for tensor in tensors] == no_device[-1][2][: len(tensors)]
         launches.append(self)
 
-    monkeypatch.setattr(cached, "_hooked", lambda: hooked)
     monkeypatch.setattr(cached.Launch, "__call__", three_times)
     monkeypatch.setattr(cached.Launch, "by_triton", counted)
     for rows in (300, 7):
         kind = (rows, 512, torch.bfloat16, torch.int64)
-        runs = second_stages(tensors(*kind, 0, 0, False), label_smoothing=0.1)
+        runs = {}
         for offset in (0, 0, 1, 8, 0, 1):
-            for name, args in tensors(*kind, offset, 0, False).items():
-                runs[name](*args)
-    assert 0 < len(asked) <= 2 * len({id(one) for one in launches}) < len(launches)
+            given = tensors(*kind, offset, 0, False)
+            second_stages(given, runs, label_smoothing=0.1)
+            for name, args in given.items():
+                runs[name, call_signature(args, {})](*args)
+    assert 0 < len(asked) == len({id(one) for one in launches}) < len(launches)
 
 
 def test_a_hook_before_a_kernel_is_not_skipped(monkeypatch, no_device):
@@ -130,13 +136,20 @@ def test_a_hook_before_a_kernel_is_not_skipped(monkeypatch, no_device):
     assert seen == [1]
 
 
-def test_launch_hooks_are_noticed(monkeypatch, no_device):
-    """Triton's own launch hooks, which proton sets."""
-    if not cached._HOOKS_ARE_CHAINS:
-        pytest.skip("this triton hands every launch to its hooks")
-    assert not cached._hooked()
-    triton.knobs.runtime.launch_enter_hook.add(hook := (lambda metadata: None))
-    try:
-        assert cached._hooked()
-    finally:
-        triton.knobs.runtime.launch_enter_hook.remove(hook)
+def test_a_profiler_sees_every_launch(monkeypatch, no_device):
+    """By Triton's own launch hooks, which proton sets."""
+    asked, by_triton = [], cached.Launch.by_triton
+    monkeypatch.setattr(cached.Launch, "by_triton", lambda self, *args: asked.append(1) or by_triton(self, *args))
+    grad, factor = torch.zeros(4, 512), torch.zeros(4)
+    run = launch.scale_grad_(grad, factor)
+    run(grad, factor)
+    for hooks in (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook):
+        asked.clear()
+        run(grad, factor)
+        assert not asked
+        hooks.add(hook := (lambda metadata: None))
+        try:
+            run(grad, factor)
+        finally:
+            hooks.remove(hook)
+        assert asked

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,8 @@ from .check import IGNORE_INDEX, Options
 from .problems import Outputs
 
 Loss = Callable[[Tensor, Tensor, Tensor], Any]
+
+V = TypeVar("V", bound="Variant")
 
 PLAIN = Options()
 ALL_OPTIONS = Options(weighted=True, label_smoothing=0.1, softcap=30.0, lse_square_scale=1e-4)
@@ -252,3 +255,23 @@ def steps(dynamic: bool) -> list[Variant]:
             replace(upcast, name="F compiled dynamic", dynamic=True),
         ]
     return found + [variant for variant in _peers() if variant.compiled]
+
+
+def choose(known: Sequence[V], only: str | None, peers: Sequence[Peer]) -> list[V]:
+    """Those with one of the words of ``only`` in their names; says which peers are missing."""
+    if only is None:
+        return list(known)
+    words = [word for word in map(str.strip, only.split(",")) if word]
+    if not words:
+        raise ValueError("--only: name at least one variant, or leave it out")
+    for word in words:
+        if not any(word in variant.name for variant in known):
+            missing = [peer.name for peer in peers if word in peer.name and not peer.installed()]
+            if not missing:
+                names = ", ".join(variant.name for variant in known)
+                raise ValueError(f"--only {word}: no variant has this in its name; here are {names}")
+            print(f"--only {word}: {', '.join(missing)} is not installed, and left out", file=sys.stderr)
+    chosen = [variant for variant in known if any(word in variant.name for word in words)]
+    if not chosen:
+        raise ValueError(f"--only {only}: none of these is installed")
+    return chosen

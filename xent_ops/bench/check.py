@@ -36,14 +36,19 @@ class Verdict:
     grad_error: float  # the worst row's, relative; inf or nan where something is not finite or not zero
     tolerance: float
     head_error: float | None = None  # of a step: that of the gradient of W, relative, in the 2-norm
+    hidden_error: float | None = None  # that of the gradient of the hidden states as a whole
+    loss_tolerance: float | None = None  # where it is not that of the gradient
 
     @property
     def ok(self) -> bool:
-        return max(self.loss_error, self.grad_error) <= self.tolerance  # False for nan: see ``worst``
+        # False for nan: see ``worst``.
+        limit = self.tolerance if self.loss_tolerance is None else self.loss_tolerance
+        return self.loss_error <= limit and self.grad_error <= self.tolerance
 
     def __str__(self) -> str:
+        of_loss = "" if self.loss_tolerance is None else f" (tolerance {self.loss_tolerance:.1e})"
         return (
-            f"relative error of the loss {self.loss_error:.1e}, of the worst row of the gradient "
+            f"relative error of the loss {self.loss_error:.1e}{of_loss}, of the worst row of the gradient "
             f"{self.grad_error:.1e}; tolerance {self.tolerance:.1e}"
         )
 

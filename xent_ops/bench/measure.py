@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from .. import inductor
 from . import timing
 from .cases import Variant
-from .problems import Problem, Shape
+from .problems import HeadShape, Problem, Shape
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Settings:
 
 @dataclass
 class Result:
-    shape: Shape
+    shape: Shape | HeadShape
     variant: str
     kind: str
     status: str = "error"  # "ok", "wrong" or "error"
@@ -35,9 +36,11 @@ class Result:
     wall_ms: float | None = None  # by calls on a GPU: a call in a row of calls, launches included
     peak_logits: float | None = None  # peak memory beyond the inputs, in sizes of the logits
     extra_logits: float | None = None  # beyond the inputs and the gradients
+    peak_mib: float | None = None  # as peak_logits, in MiB
     loss_error: float | None = None
     grad_error: float | None = None
     head_error: float | None = None  # of a step: the gradient of W
+    hidden_error: float | None = None  # of linear cross entropy: the gradient of the hidden states
     tolerance: float | None = None
     overwrites_input: bool = False
     note: str = ""
@@ -66,8 +69,9 @@ def _clock(run: timing.Action, before: timing.Action, problem: Problem, settings
     return clock(run, before, settings.budget_ms, problem.device)
 
 
-def measure(problem: Problem, variant: Variant, copy: float, settings: Settings) -> Result:
-    result = Result(problem.shape, variant.name, variant.kind)
+def measure(problem: Problem, variant: Variant, copy: float | None, settings: Settings) -> Result:
+    """``copy``: milliseconds of the unit; None where there is none."""
+    result = Result(problem.reported_shape, variant.name, variant.kind)
     torch.compiler.reset()  # a second shape would compile for any shape, and be another contestant
     try:
         problem.use_targets(0)
@@ -81,7 +85,7 @@ def measure(problem: Problem, variant: Variant, copy: float, settings: Settings)
     return result
 
 
-def _measure(problem: Problem, variant: Variant, copy: float, settings: Settings, result: Result) -> None:
+def _measure(problem: Problem, variant: Variant, copy: float | None, settings: Settings, result: Result) -> None:
     eager = problem.bind(variant)
     if not _right(problem, variant, eager, result):
         return
@@ -96,6 +100,7 @@ def _measure(problem: Problem, variant: Variant, copy: float, settings: Settings
         memory = timing.peak_memory(eager, problem.inputs(), problem.device)
         result.peak_logits = memory.beyond_inputs / problem.unit
         result.extra_logits = memory.beyond_gradients / problem.unit
+        result.peak_mib = memory.beyond_inputs / 2**20
     if settings.graph:
         problem.restore()
         try:
@@ -112,18 +117,27 @@ def _measure(problem: Problem, variant: Variant, copy: float, settings: Settings
         problem.use_targets(0)
     before = problem.restore if result.overwrites_input else lambda: None
     times = _clock(run, before, problem, settings)
-    result.ms, result.copies = times.ms, times.ms / copy
+    result.ms, result.copies = times.ms, None if copy is None else times.ms / copy
     result.note = "; ".join(filter(None, (times.doubt, result.note)))
     if problem.device.type != "cpu" and result.mode == "calls":
         result.wall_ms = timing.back_to_back(run, settings.budget_ms, problem.device)
     result.status = "ok"
 
 
+def set_ratios(variants: Sequence[Variant], results: Sequence[Result]) -> None:
+    """Of each result to that of the variant that it is measured against, where both have a time."""
+    times = {result.variant: result.ms for result in results}
+    for variant, result in zip(variants, results, strict=True):
+        other = times.get(variant.against)
+        if result.ms and other:
+            result.ratio = result.ms / other
+
+
 def _right(problem: Problem, variant: Variant, run: timing.Run, result: Result) -> bool:
     problem.restore()
     verdict = problem.check(run(), variant)
     result.loss_error, result.grad_error, result.tolerance = verdict.loss_error, verdict.grad_error, verdict.tolerance
-    result.head_error = verdict.head_error
+    result.head_error, result.hidden_error = verdict.head_error, verdict.hidden_error
     if not verdict.ok:
         result.status, result.note = "wrong", str(verdict)
     return verdict.ok

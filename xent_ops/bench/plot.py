@@ -6,15 +6,49 @@ Times above; below, where it was measured, the peak memory as bars.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .measure import Result
-from .problems import Shape
+from .problems import HeadShape, Shape
 
 MISSING = "--plot needs matplotlib, which is not installed: pip install matplotlib"
 FORMATS = (".png", ".pdf", ".svg")
-TRAFFIC_LIMIT = 1.5  # copies: two reads by the forward and backward, and one write
+
+_AnyShape = Shape | HeadShape
+_Values = Mapping[tuple[str, _AnyShape], float]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Which fields of a result are drawn, and what they are."""
+
+    times: str
+    times_label: str
+    memory: str
+    memory_label: str
+    limit: tuple[float, str] | None = None  # a line across the times
+    memory_format: str = "%.2f"
+
+
+def of_loss(step: int | None) -> Figures:
+    what = "forward + backward" if step is None else f"step of hidden size {step}"
+    # 1.5 copies: two reads by the forward and backward, and one write.
+    limit = (1.5, "2 reads + 1 write") if step is None else None
+    return Figures(
+        "copies", f"{what}, in copies of the logits", "peak_logits", "peak memory beyond the inputs, in logits", limit
+    )
+
+
+OF_LINEAR = Figures(
+    "ratio",
+    "forward + backward, in times of the three products",
+    "peak_mib",
+    "peak memory beyond the inputs, MiB",
+    (1.0, "the products alone"),
+    "%.0f",
+)
 
 _COLOURS = {
     "ours": ("#d62728", "#ff7f0e", "#8c1d1d", "#e377c2", "#b8860b", "#c71585", "#ffb07c", "#5c3317"),
@@ -47,7 +81,7 @@ def _styles(variants: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
 
 
 def _lines(
-    axes: Any, shapes: Sequence[Shape], styles: Mapping[str, dict[str, Any]], values: Mapping[tuple[str, Shape], float]
+    axes: Any, shapes: Sequence[_AnyShape], styles: Mapping[str, dict[str, Any]], values: _Values, label: str
 ) -> None:
     for name, style in styles.items():
         points = [(shape.classes, values[name, shape]) for shape in shapes if (name, shape) in values]
@@ -56,11 +90,11 @@ def _lines(
     axes.set_xscale("log", base=2)
     axes.set_xticks([shape.classes for shape in shapes], [str(shape) for shape in shapes], rotation=30, ha="right")
     axes.minorticks_off()
-    axes.set_xlabel("rows x classes, by the number of classes")
+    axes.set_xlabel(f"{_axis(shapes)}, by the number of classes")
 
 
 def _bars(
-    axes: Any, shapes: Sequence[Shape], styles: Mapping[str, dict[str, Any]], values: Mapping[tuple[str, Shape], float]
+    axes: Any, shapes: Sequence[_AnyShape], styles: Mapping[str, dict[str, Any]], values: _Values, label: str
 ) -> None:
     width = 0.8 / max(len(styles), 1)
     for index, (name, style) in enumerate(styles.items()):
@@ -68,14 +102,18 @@ def _bars(
         heights = [values[name, shape] for shape in shapes if (name, shape) in values]
         if heights:
             bars = axes.bar(places, heights, width * 0.9, label=name, color=style["color"])
-            axes.bar_label(bars, fmt="%.2f", rotation=90, fontsize=7 if len(shapes) < 4 else 5, padding=2)
+            axes.bar_label(bars, fmt=label, rotation=90, fontsize=7 if len(shapes) < 4 else 5, padding=2)
     middle = (len(styles) - 1) * width / 2
     axes.set_xticks([place + middle for place in range(len(shapes))], [str(shape) for shape in shapes])
-    axes.set_xlabel("rows x classes")
+    axes.set_xlabel(_axis(shapes))
     axes.margins(y=0.15)
 
 
-def draw(path: Path, results: Sequence[Result], title: str, step: int | None) -> None:
+def _axis(shapes: Sequence[_AnyShape]) -> str:
+    return " x ".join(shapes[0]._fields)
+
+
+def draw(path: Path, results: Sequence[Result], title: str, figures: Figures) -> None:
     import matplotlib
 
     matplotlib.use("Agg")  # no display needed
@@ -84,13 +122,12 @@ def draw(path: Path, results: Sequence[Result], title: str, step: int | None) ->
     variants = list(dict.fromkeys((result.variant, result.kind) for result in results))
     shapes = list(dict.fromkeys(result.shape for result in results))
     styles = _styles(variants)
-    copies: dict[tuple[str, Shape], float] = {}
-    peaks: dict[tuple[str, Shape], float] = {}
-    for result in results:
-        if result.copies is not None:
-            copies[result.variant, result.shape] = result.copies
-        if result.peak_logits is not None:
-            peaks[result.variant, result.shape] = result.peak_logits
+
+    def values(name: str) -> _Values:
+        found = {(result.variant, result.shape): getattr(result, name) for result in results}
+        return {key: value for key, value in found.items() if value is not None}
+
+    copies, peaks = values(figures.times), values(figures.memory)
     sweep = len({shape.classes for shape in shapes}) == len(shapes) >= 3
     width = 9.0 if sweep else max(7.0, 2.0 + 0.22 * len(variants) * len(shapes))
     panels = 2 if peaks else 1
@@ -101,18 +138,17 @@ def draw(path: Path, results: Sequence[Result], title: str, step: int | None) ->
     if sweep:
         shapes.sort(key=lambda shape: shape.classes)
     show = _lines if sweep else _bars
-    show(times, shapes, styles, copies)
+    show(times, shapes, styles, copies, "%.2f")
     if sweep:
         times.set_yscale("log", base=2)
         times.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    if step is None:
-        times.axhline(TRAFFIC_LIMIT, color="black", linewidth=0.9, linestyle=":", label="2 reads + 1 write")
-        times.set_ylabel("forward + backward, in copies of the logits")
-    else:
-        times.set_ylabel(f"step of hidden size {step}, in copies of the logits")
+    if figures.limit is not None:
+        height, text = figures.limit
+        times.axhline(height, color="black", linewidth=0.9, linestyle=":", label=text)
+    times.set_ylabel(figures.times_label)
     for axes in memory:  # as bars: most are 1 or 0, and lines would hide one another
-        _bars(axes, shapes, styles, peaks)
-        axes.set_ylabel("peak memory beyond the inputs, in logits")
+        _bars(axes, shapes, styles, peaks, figures.memory_format)
+        axes.set_ylabel(figures.memory_label)
     times.set_title(title, fontsize=10)
     for axes in (times, *memory):
         axes.grid(axis="y", alpha=0.3)

@@ -26,6 +26,17 @@ class Shape(NamedTuple):
         return f"{self.rows}x{self.classes}"
 
 
+class HeadShape(NamedTuple):
+    """Of a head and its loss as one."""
+
+    rows: int
+    classes: int
+    hidden: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.classes}x{self.hidden}"
+
+
 class Outputs(NamedTuple):
     loss: Tensor  # ()
     grads: tuple[Tensor, ...]
@@ -56,6 +67,10 @@ class Problem:
     def random(self, *size: int, std: float) -> Tensor:
         values = torch.randn(size, generator=self.generator, device=self.device, dtype=self.dtype)
         return values.mul_(std)
+
+    @property
+    def reported_shape(self) -> Shape | HeadShape:
+        return self.shape
 
     def use_targets(self, which: int) -> None:
         self.target.copy_(self.targets[which])

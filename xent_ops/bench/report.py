@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from .. import _environment
-from .cases import PEERS
+from .cases import PEERS, Peer
 from .measure import Result
 
+Table = tuple[list[str], list[list[str]]]  # names of columns, lines
 Step = Callable[[str], None]  # tells the bar what is being measured now; called once a variant
 
 WIDTH = 132  # of a table that goes to a file or a pipe
@@ -65,46 +66,53 @@ def progress(title: str, total: int) -> Iterator[Step]:
         print("\r" + " " * 100, end="\r", file=sys.stderr, flush=True)
 
 
-def _number(value: float | None, digits: int) -> str:
+def number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _table(results: Sequence[Result], memory: bool) -> tuple[list[str], list[list[str]]]:
+def error_text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"
+
+
+def status(result: Result) -> str:
+    text = result.status.upper()
+    if result.status == "ok":
+        text = "ok, in a graph" if result.mode == "graph" else "ok"
+    return f"{text}: {result.note}" if result.note else text
+
+
+def table(results: Sequence[Result], memory: bool) -> Table:
     wall = any(result.wall_ms is not None for result in results)
     head = ["variant", "ms", "copies"] + ["wall ms"] * wall + ["peak", "extra"] * memory
     of_head = any(result.head_error is not None for result in results)
     head += ["grad error", *["head error"] * of_head, "status"]
     rows = []
     for result in results:
-        row = [result.variant, _number(result.ms, 4), _number(result.copies, 2)]
-        row += [_number(result.wall_ms, 4)] * wall
-        row += [_number(result.peak_logits, 2), _number(result.extra_logits, 2)] * memory
+        row = [result.variant, number(result.ms, 4), number(result.copies, 2)]
+        row += [number(result.wall_ms, 4)] * wall
+        row += [number(result.peak_logits, 2), number(result.extra_logits, 2)] * memory
         errors = [result.grad_error] + [result.head_error] * of_head
-        row += ["-" if error is None else f"{error:.1e}" for error in errors]
-        status = result.status.upper()
-        if result.status == "ok":
-            status = "ok, in a graph" if result.mode == "graph" else "ok"
-        row.append(f"{status}: {result.note}" if result.note else status)
-        rows.append(row)
+        row += [error_text(error) for error in errors]
+        rows.append([*row, status(result)])
     return head, rows
 
 
-def show(title: str, results: Sequence[Result], memory: bool) -> None:
-    """With rich in colour; without, the same columns in plain text."""
-    head, rows = _table(results, memory)
+def show(title: str, results: Sequence[Result], columns: Table) -> None:
+    """One line a result. With rich in colour; without, the same columns in plain text."""
+    head, rows = columns
     if have("rich"):
         from rich.console import Console
-        from rich.table import Table
+        from rich.table import Table as RichTable
 
-        table = Table(title=title, title_justify="left")
+        shown = RichTable(title=title, title_justify="left")
         for column, name in enumerate(head):
             text = column in (0, len(head) - 1)
-            table.add_column(name, justify="left" if text else "right", no_wrap=not text, overflow="fold")
+            shown.add_column(name, justify="left" if text else "right", no_wrap=not text, overflow="fold")
         styles = {"ok": {"ours": "bold"}, "wrong": {}, "error": {}}
         for result, row in zip(results, rows, strict=True):
             style = styles[result.status].get(result.kind, "" if result.status == "ok" else "red")
-            table.add_row(*row, style=style)
-        Console(width=None if sys.stdout.isatty() else WIDTH, markup=False, highlight=False).print(table)
+            shown.add_row(*row, style=style)
+        Console(width=None if sys.stdout.isatty() else WIDTH, markup=False, highlight=False).print(shown)
         return
     widths = [max(len(line[column]) for line in [head, *rows]) for column in range(len(head) - 1)]
     print(title)
@@ -117,7 +125,7 @@ def show(title: str, results: Sequence[Result], memory: bool) -> None:
     print(flush=True)
 
 
-def environment(device: torch.device, command_line: Sequence[str]) -> dict[str, Any]:
+def environment(device: torch.device, command_line: Sequence[str], peers: Sequence[Peer] = PEERS) -> dict[str, Any]:
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(command_line),
@@ -125,7 +133,7 @@ def environment(device: torch.device, command_line: Sequence[str]) -> dict[str, 
         "device": str(device),
         "cpu": _environment.cpu_name(),
         "threads": torch.get_num_threads(),
-        "peers": {peer.name: _environment.distribution_version(*peer.distributions) for peer in PEERS},
+        "peers": {peer.name: _environment.distribution_version(*peer.distributions) for peer in peers},
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -136,12 +144,12 @@ def environment(device: torch.device, command_line: Sequence[str]) -> dict[str, 
     return found
 
 
-def show_environment(found: dict[str, Any]) -> None:
+def show_environment(found: dict[str, Any], peers: Sequence[Peer] = PEERS) -> None:
     where = found.get("gpu") or f"{found['cpu']}, {found['threads']} threads"
     names = ("torch", "triton", "driver")
     print(f"{where}; " + ", ".join(f"{name} {found[name] or 'not found'}" for name in names), end="")
     present = [f"{name} {version or '(version unknown)'}" for name, version in found["peers"].items() if version]
-    absent = [peer.name for peer in PEERS if not peer.installed()]
+    absent = [peer.name for peer in peers if not peer.installed()]
     print(f"; peers: {', '.join(present) or 'none'}; not installed: {', '.join(absent) or 'none'}", flush=True)
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from ..ops.devices import interpreter_is_set
-from . import cases, plot, report, tails, timing
-from .measure import Result, Settings, copy_times, measure
-from .problems import LossProblem, Problem, Shape, StepProblem
+from . import cases, linear, plot, report, tails, timing
+from .measure import Result, Settings, copy_times, measure, set_ratios
+from .problems import HeadShape, LossProblem, Problem, Shape, StepProblem
 
 HELP = "time this package's loss beside torch's and its peers' on your device; each is checked against float64 first"
 
@@ -43,6 +43,10 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _list(text: str) -> list[int]:
+    return [_positive(part.strip()) for part in text.split(",")]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu (default: cuda where there is a GPU)")
     parser.add_argument("--shapes", type=shapes, metavar="NxV,...", help="rows x classes, as 8192x32000,4096x128256")
@@ -58,6 +62,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tails", action="store_true", help="time steps with softcap, scale and upcast before the loss, in bfloat16"
     )
+    parser.add_argument(
+        "--linear",
+        type=_list,
+        metavar="HIDDEN,...",
+        help="time linear cross entropy: head and loss as one, of these sizes",
+    )
+    parser.add_argument(
+        "--chunk-rows",
+        type=_list,
+        metavar="ROWS,...",
+        help="with --linear: a line of ours for each number of rows a chunk",
+    )
     parser.add_argument("--only", metavar="WORDS,...", help="only variants whose names contain one of these")
     parser.add_argument("--budget", type=_positive, default=100, metavar="MS", help="time per figure (default: 100 ms)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write results and environment; after each shape")
@@ -68,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _redraw(source: Path, arguments: argparse.Namespace) -> None:
     if arguments.plot is None:
         raise ValueError("--redraw FILE draws what is in FILE: add --plot FILE.png")
-    measuring = ("device", "shapes", "dtype", "graph", "dynamic", "memory", "step", "tails", "only", "json")
+    measuring = ("device", "shapes", "dtype", "graph", "dynamic", "memory", "step", "tails", "linear", "only", "json")
     given = [f"--{name}" for name in measuring if getattr(arguments, name) not in (None, False)]
     if given:
         raise ValueError(f"--redraw measures nothing: leave out {', '.join(given)}")
@@ -79,13 +95,16 @@ def _redraw(source: Path, arguments: argparse.Namespace) -> None:
     try:
         content = json.loads(written)
         results = [
-            Result(**entry | {"shape": Shape(*entry["shape"])}) for entry in content["results"] if "variant" in entry
+            Result(**entry | {"shape": (Shape if len(entry["shape"]) == 2 else HeadShape)(*entry["shape"])})
+            for entry in content["results"]
+            if "variant" in entry
         ]
         environment, settings = content["environment"], content["settings"]
         title = plot.title(environment, settings["dtype"])
+        figures = plot.OF_LINEAR if settings.get("linear") else plot.of_loss(settings["step"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--redraw {source}: not what --json writes ({timing.reason(error)})") from error
-    plot.draw(arguments.plot, results, title, settings["step"])
+    plot.draw(arguments.plot, results, title, figures)
 
 
 def _device(text: str | None) -> torch.device:
@@ -112,22 +131,7 @@ def _variants(arguments: argparse.Namespace, dtype: torch.dtype, device: torch.d
         known = cases.steps(arguments.dynamic)
     if arguments.tails:
         known = tails.variants()
-    if arguments.only is None:
-        return known
-    words = [word for word in map(str.strip, arguments.only.split(",")) if word]
-    if not words:
-        raise ValueError("--only: name at least one variant, or leave it out")
-    for word in words:
-        if not any(word in variant.name for variant in known):
-            missing = [peer.name for peer in cases.PEERS if word in peer.name and not peer.installed()]
-            if not missing:
-                names = ", ".join(variant.name for variant in known)
-                raise ValueError(f"--only {word}: no variant has this in its name; here are {names}")
-            print(f"--only {word}: {', '.join(missing)} is not installed, and left out", file=sys.stderr)
-    chosen = [variant for variant in known if any(word in variant.name for word in words)]
-    if not chosen:
-        raise ValueError(f"--only {arguments.only}: none of these is installed")
-    return chosen
+    return cases.choose(known, arguments.only, cases.PEERS)
 
 
 def _check_output(path: Path) -> None:
@@ -155,6 +159,10 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.graph and device.type != "cuda":
             raise ValueError(f"--graph: CUDA graphs need a CUDA device, this is {device}; leave it out")
         on_cpu = device.type == "cpu"
+        if arguments.linear:
+            linear.check(arguments)
+        elif arguments.chunk_rows:
+            raise ValueError("--chunk-rows is for --linear HIDDEN, which makes logits by chunks of rows")
         if arguments.tails and (arguments.plot or arguments.dynamic):
             raise ValueError("--tails is a table of static shapes: leave out --plot and --dynamic")
         if arguments.tails:
@@ -163,12 +171,15 @@ def main(arguments: argparse.Namespace) -> int:
             arguments.shapes = arguments.shapes or shapes(tails.SHAPES[place])
             arguments.memory = arguments.memory or device.type == "cuda"
         dtype = DTYPES[arguments.dtype or ("float32" if on_cpu and not arguments.tails else "bfloat16")]
-        variants = _variants(arguments, dtype, device)
+        heads = linear.chosen(arguments, dtype) if arguments.linear else None
+        variants = [] if heads else _variants(arguments, dtype, device)
     except (ValueError, RuntimeError) as error:
         arguments.parser.error(str(error))
     if not report.have("rich"):
         print("rich is not installed: plain tables (pip install rich)", file=sys.stderr)
-    if arguments.memory and device.type != "cuda":
+    if arguments.linear:
+        arguments.memory = timing.measures_memory(device)
+    elif arguments.memory and device.type != "cuda":
         print(f"--memory is measured by CUDA's allocator alone: not on {device}", file=sys.stderr)
         arguments.memory = False
     settings = Settings(
@@ -176,6 +187,8 @@ def main(arguments: argparse.Namespace) -> int:
         memory=arguments.memory,
         budget_ms=arguments.budget,
     )
+    if heads:
+        return linear.run(arguments, heads, settings, dtype, device)
     environment = report.environment(device, arguments.command_line)
     report.show_environment(environment)
     content: dict[str, Any] = {
@@ -213,7 +226,7 @@ def main(arguments: argparse.Namespace) -> int:
         what = "loss" if arguments.step is None else f"step of hidden size {arguments.step}"
         title = f"{shape} {content['settings']['dtype']}, {what}; 1 copy = {copy.ms:.4f} ms ({rate:.3g} GB/s)"
         title = "; ".join(filter(None, (title, copy.doubt)))
-        report.show(title, done, settings.memory)
+        report.show(title, done, report.table(done, settings.memory))
         results += done
         content["copies"].append({"shape": list(shape), "ms": copy.ms, "gb_per_s": rate})
         content["results"] += [result.as_json() for result in done]
@@ -221,7 +234,9 @@ def main(arguments: argparse.Namespace) -> int:
         del problem
         timing.collect(device)
     if arguments.plot and results:
-        plot.draw(arguments.plot, results, plot.title(environment, content["settings"]["dtype"]), arguments.step)
+        plot.draw(
+            arguments.plot, results, plot.title(environment, content["settings"]["dtype"]), plot.of_loss(arguments.step)
+        )
     ours_failed = any(result.kind == "ours" and result.status != "ok" for result in results)
     return int(failed or ours_failed)
 
@@ -234,10 +249,8 @@ def _shape(
         for variant in variants:
             step(variant.name)
             done.append(measure(problem, variant, copy, settings))
-    times = {result.variant: result.ms for result in done}
+    set_ratios(variants, done)
     for variant, result in zip(variants, done, strict=True):
-        other = times.get(variant.against)
-        if result.ms and other:
-            result.ratio = result.ms / other
+        if result.ratio is not None:
             result.note = "; ".join(filter(None, (result.note, f"{result.ratio:.3f} x {variant.against}")))
     return done

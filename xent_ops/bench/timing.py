@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -182,14 +185,34 @@ class Memory:
     beyond_gradients: int  # less those of the gradients, where they have memory of their own
 
 
+_CLEAR_REFS = "/proc/self/clear_refs"
+
+
+def measures_memory(device: torch.device) -> bool:
+    return device.type == "cuda" or (device.type == "cpu" and os.access(_CLEAR_REFS, os.W_OK))
+
+
+def _resident(what: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{what}:"))
+
+
 def peak_memory(run: Run, inputs: tuple[torch.Tensor, ...], device: torch.device) -> Memory:
-    """Of a call that has run before."""
+    """Of a call that has run before: what CUDA's allocator gave, or on the CPU what the process held of memory."""
     collect(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    base = torch.cuda.memory_allocated(device)
-    outputs = run()
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - base
+    if device.type == "cpu":
+        with contextlib.suppress(AttributeError):  # not glibc
+            ctypes.CDLL(None).malloc_trim(0)  # else a tensor that lies in freed memory would count as nothing
+        Path(_CLEAR_REFS).write_text("5")  # the peak begins anew
+        base = _resident("VmRSS")
+        outputs = run()
+        peak = _resident("VmHWM") - base
+    else:
+        torch.cuda.reset_peak_memory_stats(device)
+        base = torch.cuda.memory_allocated(device)
+        outputs = run()
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device) - base
     owned = {tensor.untyped_storage().data_ptr() for tensor in inputs}
     storages = [grad.untyped_storage() for grad in outputs.grads]
     gradients = sum(storage.nbytes() for storage in storages if storage.data_ptr() not in owned)

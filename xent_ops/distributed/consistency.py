@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..kernels.options import LossOptions
 from ..ops import arguments, checks, transforms
 from .groups import Group, Ranks, process_group, ranks_of
 from .parts import shard_range_of
@@ -23,7 +22,7 @@ def check(
     group: Group,
     num_classes: Any,
     class_start: Any,
-    loss: LossOptions,
+    options: tuple[Any, Any, Any, Any, Any, str],  # as arguments.loss_options takes them
 ) -> None:
     """Raise the same error on every rank of the group if an argument of one is wrong, or they do not fit together.
 
@@ -33,7 +32,7 @@ def check(
         raise RuntimeError("check=True compares values between ranks, which a compiled graph cannot: use it in eager")
     ranks = ranks_of(group)
     try:
-        report = _report(logits, target, weight, ranks, num_classes, class_start, loss)
+        report = _report(logits, target, weight, ranks, num_classes, class_start, options)
     except Exception as error:  # the other ranks must get a report, or they wait for this one
         report = {"error": f"{type(error).__name__}: {error}"}
     reports: list[dict[str, Any]] = [{} for _ in range(ranks.world)]
@@ -51,12 +50,12 @@ def _report(
     ranks: Ranks,
     num_classes: Any,
     class_start: Any,
-    loss: LossOptions,
+    options: tuple[Any, Any, Any, Any, Any, str],  # as arguments.loss_options takes them
 ) -> dict[str, Any]:
     """The arguments of this rank. Raises every error that this rank can detect by itself."""
     transforms.refuse(NAME)
     arguments.tensors(logits, target, weight, "logits_shard")
-    loss = arguments.options(loss, logits.dtype)
+    loss = arguments.loss_options(*options, logits.dtype)
     start, num_classes = shard_range_of(logits, num_classes, class_start, ranks)
     checks.shard(logits, target, start, num_classes, weight, options=loss.rows)
     checks.weight_without_grad(weight)

@@ -41,7 +41,7 @@ def cross_entropy(
     local = dense_classes(input.to_local().movedim(classes_dim, -1))
     shape = torch.Size([*input.shape[:classes_dim], *input.shape[classes_dim + 1 :]])
     if isinstance(target, DTensor) or target.shape != local.shape[:-1]:  # else it holds this rank's rows
-        arguments.suggest_dim(input.shape, target.shape, dim)
+        arguments.suggest_dim(input, target, dim)
     local_target = _local_target(target, shape, local.shape[:-1], mesh, rows)
     ranks = Ranks("", 0, 1) if vocabulary is None else ranks_of(mesh.get_group(vocabulary))
     local_weight = _local_weight(weight, num_classes, local.shape[-1], mesh, vocabulary, ranks)

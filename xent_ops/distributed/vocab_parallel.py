@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.options import LossOptions, Options
+from ..kernels.options import Options
 from ..kernels.reductions import reduce_rows
 from ..ops import arguments, checks, transforms
 from . import consistency, function
@@ -105,12 +105,12 @@ def vocab_parallel_cross_entropy(
     wrong numbers without an error, unless ``check=True``. Different row counts give an error, or a hang, of the
     communication library.
     """
-    loss = LossOptions(Options(ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction)
+    options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
     if check:
-        consistency.check(logits_shard, target, weight, group, num_classes, class_start, loss)
+        consistency.check(logits_shard, target, weight, group, num_classes, class_start, options)
     transforms.refuse(consistency.NAME)
     arguments.tensors(logits_shard, target, weight, "logits_shard")
-    loss = arguments.options(loss, logits_shard.dtype)
+    loss = arguments.loss_options(*options, logits_shard.dtype)
     checks.weight_without_grad(weight)
     ranks = ranks_of(group)
     shard_range = shard_range_of(logits_shard, num_classes, class_start, ranks)

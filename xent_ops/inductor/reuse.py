@@ -96,9 +96,9 @@ def _install_scale() -> None:
     opaque, in_place = calls.lowering(_SCALE), calls.lowering(torch.ops.xent.scale_grad_.default)
 
     @register_lowering(_SCALE, type_promotion_kind=None)
-    def lower(grad: Any, factor: Any, dtype: torch.dtype | None = None) -> Any:
-        if dtype not in (None, grad.get_dtype()) or not _dies_here(V.graph.current_node, 0):
-            return opaque(grad, factor, dtype)
+    def lower(grad: Any, factor: Any) -> Any:
+        if not _dies_here(V.graph.current_node, 0):
+            return opaque(grad, factor)
         grad.realize()
         in_place(grad, factor)
         return grad

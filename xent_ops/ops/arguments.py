@@ -30,52 +30,53 @@ def tensors(input: Any, target: Any, weight: Any = None, input_name: str = "inpu
         _refuse_tensors(((input_name, input), ("target", target), ("weight", weight)))
 
 
-def options(loss: LossOptions, dtype: torch.dtype = torch.float64) -> LossOptions:
-    """The same options in the types that kernels take; ``dtype`` is that of the logits, where they are known."""
-    (ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction = loss
+def loss_options(
+    ignore_index: Any,
+    label_smoothing: Any,
+    softcap: Any,
+    logit_scale: Any,
+    lse_square_scale: Any = 0.0,
+    reduction: str = "mean",
+    dtype: torch.dtype = torch.float64,
+) -> LossOptions:
+    """The options of a call in the types that kernels take; ``dtype`` is that of the logits, where they are known."""
     if not (
-        type(label_smoothing) is float
-        and type(lse_square_scale) is float
-        and type(logit_scale) is float
+        type(label_smoothing) is type(logit_scale) is type(lse_square_scale) is float
         and (softcap is None or type(softcap) is float)
         and is_int64(ignore_index)
     ):
-        rows = Options(
-            integer("ignore_index", ignore_index),
-            number("label_smoothing", label_smoothing),
-            None if softcap is None else number("softcap", softcap),
-            number("logit_scale", logit_scale),
-        )
+        ignore_index = integer("ignore_index", ignore_index)
+        label_smoothing, logit_scale = number("label_smoothing", label_smoothing), number("logit_scale", logit_scale)
+        softcap = None if softcap is None else number("softcap", softcap)
         lse_square_scale = number("lse_square_scale", lse_square_scale)
-        loss = LossOptions(rows, lse_square_scale, reduction)
     checks.reduction(reduction)
     checks.lse_square_scale(lse_square_scale, dtype)
-    return loss
+    return LossOptions(Options(ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction)
 
 
-def class_dimension(name: str, tensor: Tensor, dim: int) -> int:
+def class_dimension(name: str, tensor: Tensor, dim: Any) -> int:
     """``dim`` as a number from 0 on."""
-    if tensor.dim() == 0:
+    dim, dims = dim if type(dim) is int else integer("dim", dim), tensor.dim()
+    if dims == 0:
         raise ValueError(f"{name} has no dimension; expected (C,), (N, C) or (N, C, d1, ...)")
-    if tensor.dim() == 1 and dim == 1:
+    if dims == 1 and dim == 1:
         return 0  # unbatched
-    if not -tensor.dim() <= dim < tensor.dim():
+    if not -dims <= dim < dims:
         raise ValueError(
-            f"dim={dim} is not a dimension of {name} with shape {tuple(tensor.shape)}; "
-            f"valid are {-tensor.dim()} to {tensor.dim() - 1}"
+            f"dim={dim} is not a dimension of {name} with shape {tuple(tensor.shape)}; valid are {-dims} to {dims - 1}"
         )
-    return dim % tensor.dim()
+    return dim % dims
 
 
-def suggest_dim(input: torch.Size, target: torch.Size, dim: int) -> None:
+def suggest_dim(input: Tensor, target: Tensor, dim: int) -> None:
     """The slip of those who come from language models: (B, S, V) and (B, S), with torch's default dim=1."""
-    if len(input) < 3 or torch.compiler.is_compiling() or target != input[:-1]:
+    if input.dim() < 3 or torch.compiler.is_compiling() or target.shape != input.shape[:-1]:
         return
-    rows = torch.Size(size for i, size in enumerate(input) if i != dim % len(input))
-    if target != rows:
+    rows = torch.Size(size for i, size in enumerate(input.shape) if i != dim % input.dim())
+    if target.shape != rows:
         raise ValueError(
-            f"target has shape {tuple(target)}; expected {tuple(rows)}, one class index for each row of the logits, "
-            f"with the classes in dim={dim}. Logits {tuple(input)} with the classes last want dim=-1"
+            f"target has shape {tuple(target.shape)}; expected {tuple(rows)}, one class index for each row of the "
+            f"logits, with the classes in dim={dim}. Logits {tuple(input.shape)} with the classes last want dim=-1"
         )
 
 

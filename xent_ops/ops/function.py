@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import reductions, reference
-from ..kernels.options import LossOptions
+from ..kernels.options import LossOptions, as_record
 from . import checks, overwriting, transforms
 from .library import below_autograd
 from .second_order import differentiate
@@ -53,8 +53,9 @@ def cross_entropy(
         in_place = _saved_tensors_hooks(True) is None and not logits.is_neg()
     if grad_in_forward and not functorch:
         return GradInForwardFunction.apply(logits, target, weight, loss, in_place)
-    apply = CrossEntropyFunction.apply if functorch else _apply
-    return apply(logits, target, weight, loss, in_place)[0]
+    if functorch:
+        return TransformedFunction.apply(logits, target, weight, loss, in_place)[0]
+    return _apply(logits, target, weight, loss, in_place)
 
 
 def _in_plain_torch(logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions) -> Tensor:
@@ -88,45 +89,67 @@ def _refuse_derivatives(option: str, grad: Tensor) -> None:
         )
 
 
+def _forward(
+    logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(value, divisor of a mean, lse). ``options``: those of the backward."""
+    reduced = _ops.cross_entropy_reduced.default
+    if loss.reduction == "mean":
+        return below_autograd(reduced, logits, target, weight, **options)
+    if loss.reduction == "sum":
+        value, _, lse = below_autograd(reduced, logits, target, weight, reduction="sum", **options)
+        return value, None, lse
+    rows = loss.rows.keywords()
+    row_loss, lse = below_autograd(_ops.cross_entropy_forward.default, logits, target, weight, **rows)
+    return reductions.reduce_rows(row_loss, lse, target, None, loss).value, None, lse
+
+
 class CrossEntropyFunction(torch.autograd.Function):
-    """(value, lse, divisor where there is a reduction); the first is the loss, the others are saved for backward."""
+    """In eager. Its only output is the loss: to return what the backward needs as well takes the host 2 us."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions, in_place: bool
+    ) -> Tensor:
+        options = loss.backward_keywords()
+        value, divisor, lse = _forward(logits, target, weight, loss, options)
+        ctx.save_for_backward(logits, target, lse, weight, divisor)
+        ctx.options, ctx.in_place = options, in_place
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.in_place:
+            _refuse_derivatives("inplace_backward", grad)
+        # As a node of its own only where its derivative is wanted: that takes the host 30 us.
+        gradient: Any = GradientFunction.apply if torch.is_grad_enabled() else GradientFunction.forward
+        return gradient(grad, *ctx.saved_tensors, ctx.options, ctx.in_place), None, None, None, None
+
+
+# Function.apply binds the signature of forward at every call, which takes the host 20 us.
+_apply: Callable[..., Tensor] = super(torch.autograd.Function, CrossEntropyFunction).apply
+
+
+class TransformedFunction(torch.autograd.Function):
+    """Below torch.func's transforms, which want all that is saved among the outputs."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
         logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions, in_place: bool
-    ) -> tuple[Tensor, ...]:
-        if loss.reduction != "none":
-            value, divisor, lse = below_autograd(
-                _ops.cross_entropy_reduced.default, logits, target, weight, **loss.keywords()
-            )
-            return value, lse, divisor
-        options = loss.rows.keywords()
-        row_loss, lse = below_autograd(_ops.cross_entropy_forward.default, logits, target, weight, **options)
-        return reductions.reduce_rows(row_loss, lse, target, None, loss).value, lse
+    ) -> tuple[Tensor | None, ...]:
+        return _forward(logits, target, weight, loss, loss.backward_keywords())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        logits, target, weight, ctx.loss, ctx.in_place = inputs
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)
-        divisor = output[2] if ctx.loss.reduction == "mean" else None
-        ctx.save_for_backward(logits, target, output[1], weight, divisor)
+        logits, target, weight, loss, ctx.in_place = inputs
+        _, divisor, lse = output
+        ctx.options = loss.backward_keywords()
+        ctx.mark_non_differentiable(*[made for made in (divisor, lse) if made is not None])
+        ctx.save_for_backward(logits, target, lse, weight, divisor)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return (None,) * 5
-        if ctx.in_place:
-            _refuse_derivatives("inplace_backward", grad)
-        # As a node of its own only where its derivative is wanted: that takes the host 30 us.
-        gradient: Any = GradientFunction.apply if torch.is_grad_enabled() else GradientFunction.forward
-        return gradient(grad, *ctx.saved_tensors, ctx.loss, ctx.in_place), None, None, None, None
-
-
-# Function.apply binds the signature of forward at every call, which takes the host 20 us.
-_apply: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, CrossEntropyFunction).apply
+    backward = CrossEntropyFunction.backward
 
 
 class GradientFunction(torch.autograd.Function):
@@ -142,14 +165,12 @@ class GradientFunction(torch.autograd.Function):
         lse: Tensor,
         weight: Tensor | None,
         divisor: Tensor | None,
-        loss: LossOptions,
+        options: dict[str, Any],
         in_place: bool,
     ) -> Tensor:
         arguments = (grad, None, logits, target, lse, weight, divisor)
         if transforms.forward_mode():  # the upstream gradient has a tangent, which operators would drop
-            square = loss.lse_square_scale
-            return reference.cross_entropy_backward(*arguments, options=loss.rows, lse_square_scale=square)
-        options = loss.backward_keywords()
+            return reference.cross_entropy_backward(*arguments, **as_record(options))
         if in_place and not torch.compiler.is_compiling():
             below_autograd(_ops.cross_entropy_backward_.default, *arguments, **options)
             return logits.detach()
@@ -157,19 +178,17 @@ class GradientFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.loss, _ = inputs
+        *tensors, ctx.options, _ = inputs
         ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, grad_grad: Tensor) -> tuple[Tensor | None, ...]:
-        loss = ctx.loss
+        options = as_record(ctx.options)
 
         def gradient(grad: Tensor, logits: Tensor, target: Tensor, _: Tensor, *rest: Tensor | None) -> Tensor:
             """With the lse made again, which depends on the logits."""
-            lse = reference.cross_entropy_forward(logits, target, rest[0], options=loss.rows)[1]
-            return reference.cross_entropy_backward(
-                grad, None, logits, target, lse, *rest, options=loss.rows, lse_square_scale=loss.lse_square_scale
-            )
+            lse = reference.cross_entropy_forward(logits, target, rest[0], options=options["options"])[1]
+            return reference.cross_entropy_backward(grad, None, logits, target, lse, *rest, **options)
 
         needs = [i < 2 and needed for i, needed in enumerate(ctx.needs_input_grad[:6])]
         return *differentiate(gradient, ctx.saved_tensors, needs, {}, grad_grad), None, None

@@ -12,13 +12,15 @@ Signature = tuple[Any, ...]
 
 
 def call_signature(args: tuple[Any, ...], options: dict[str, Any]) -> Signature:
-    """All that launches depend on: everything but the numbers in the tensors and where these lie."""
+    """All that launches depend on: everything but the numbers in the tensors and where beyond 16 bytes these lie."""
     return (
         *[
-            (arg.shape, arg.stride(), arg.dtype, arg.device) if isinstance(arg, Tensor) else arg
-            for arg in (*args, *options.values())
+            (arg.shape, arg.stride(), arg.dtype, arg.device, arg.data_ptr() % 16)
+            if arg is not None and isinstance(arg, Tensor)
+            else arg
+            for arg in args
         ],
-        *options,
+        *options.items(),
     )
 
 

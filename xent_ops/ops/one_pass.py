@@ -28,6 +28,7 @@ operator(
     outputs=lambda logits, *_: (*rows(logits), (logits.shape, logits.dtype)),
     reference=reference.cross_entropy_with_grad,
     check_values=checks.index_values,
+    ascend=True,
 )
 autograd("cross_entropy_with_grad", _no_derivative, save_nothing)
 

@@ -147,7 +147,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         f"-> (Tensor value, Tensor divided_by, Tensor lse, {LINEAR_GRADS})",
         None,
     ),
-    "linear_scale_grad": ("(Tensor grad, Tensor factor, ScalarType? dtype=None) -> Tensor", None),
+    "linear_scale_grad": ("(Tensor grad, Tensor factor) -> Tensor", None),
 }
 
 

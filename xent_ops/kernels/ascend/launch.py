@@ -8,6 +8,7 @@ graph.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from triton import JITFunction
 
 from .. import reductions
 from ..options import DEFAULTS, Options
-from ..reference import row_grads
+from ..reference import grad_lse_of_square, row_grads
 from ..rows import class_weight, dense, per_row, rows
 from ..triton.configs import softcap as softcap_kind
 from . import configs
@@ -222,3 +223,24 @@ def cross_entropy_backward_entropy(
     gradient, tensors = logits.new_empty(logits.shape), (logits, target, lse, weight)
     _backward(gradient, grad_loss, grad_lse, *tensors, options=options, grad_entropy=grad_entropy, entropy=entropy)
     return gradient
+
+
+def cross_entropy_with_grad(
+    logits: Tensor,
+    target: Tensor,
+    grad_scale: Tensor,
+    grad_lse_square: Tensor | None = None,
+    weight: Tensor | None = None,
+    *,
+    options: Options = DEFAULTS,
+    backward: Callable[..., Tensor | None] = cross_entropy_backward,
+) -> tuple[Tensor, ...]:
+    """By two kernels: a row does not fit into a vector core's memory, so the logits are read twice anyway."""
+    loss, lse = cross_entropy_forward(logits, target, weight, options=options)
+    grad_lse = grad_lse_of_square(grad_lse_square, lse, target, options.ignore_index)
+    gradient = backward(grad_scale, grad_lse, logits, target, lse, weight, options=options)
+    return (loss, lse) if gradient is None else (loss, lse, gradient)
+
+
+def cross_entropy_with_grad_(*args: Any, **options: Any) -> tuple[Tensor, ...]:
+    return cross_entropy_with_grad(*args, **options, backward=cross_entropy_backward_)

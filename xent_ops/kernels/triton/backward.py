@@ -117,15 +117,7 @@ def write(
 
 
 @triton.jit(
-    do_not_specialize=[
-        "class_start",
-        "n_classes",
-        "ignore_index",
-        "label_smoothing",
-        "softcap",
-        "logit_scale",
-        "lse_square_scale",
-    ],
+    do_not_specialize=["class_start", "n_classes", "ignore_index"],
     do_not_specialize_on_alignment=["n_inner", "n_out_inner", "n_blocks"],
 )
 def backward_kernel(

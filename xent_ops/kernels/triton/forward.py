@@ -229,7 +229,7 @@ def scan(
 
 
 @triton.jit(
-    do_not_specialize=["ignore_index", "label_smoothing", "softcap", "logit_scale"],
+    do_not_specialize=["ignore_index"],
     do_not_specialize_on_alignment=["n_inner"],
 )
 def forward_kernel(

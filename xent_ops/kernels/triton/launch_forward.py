@@ -9,10 +9,11 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from ..options import DEFAULTS, Options
+from ..reference import accumulator
 from ..rows import dense_like
 from . import configs
 from .cached import Launch
-from .common import RowLayout, Run, class_weights, edges, launcher, new_rows, processors, row_layout
+from .common import RowLayout, Run, class_weights, edges, launcher, new_rows, new_tensor, processors, row_layout
 from .flags import flags_of
 from .forward import forward_kernel
 from .short import short_kernel
@@ -21,8 +22,8 @@ from .split_row import join_kernel, partial_kernel
 
 def _prepare_kernels(
     logits: Tensor, layout: RowLayout, options: Options, weighted: bool, with_argmax: bool, with_entropy: bool
-) -> Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], None]:
-    """``launch((logits, target, weights), (loss, lse, argmax, entropy))`` by the kernels that suit these rows."""
+) -> Callable[..., None]:
+    """``launch(logits, target, weights, loss, lse, argmax, entropy)`` by the kernels that suit these rows."""
     number, strides = layout.number, layout.strides
     classes, itemsize = logits.shape[-1], logits.element_size()
     extra, smoothing = with_argmax or with_entropy, options.label_smoothing > 0.0
@@ -35,29 +36,26 @@ def _prepare_kernels(
     if short is not None and not border and options.logit_scale > 0.0:
         tiling = {"ROWS": short.rows, "BLOCK": short.block, "VECTOR": vector, "num_warps": short.num_warps}
         programs = -(-number // short.rows)
-        kernel = Launch(
-            short_kernel, programs, number, classes, *strides, *numbers, FLAGS=flags, **tiling, num_stages=1
-        )
-        return lambda inputs, outputs: kernel(*inputs, *outputs)
+        return Launch(short_kernel, programs, number, classes, *strides, *numbers, FLAGS=flags, **tiling, num_stages=1)
     config = configs.forward(classes, itemsize, extra, load)
     config, parts, part_classes = configs.parts(number, classes, config, processors(logits.device))
     tiling = {"EDGES": border, "BLOCK": config.block, "VECTOR": vector}
     tiling |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if parts == 1:
-        kernel = Launch(forward_kernel, number, classes, *strides, *numbers, FLAGS=flags, **tiling)
-        return lambda inputs, outputs: kernel(*inputs, *outputs)
+        return Launch(forward_kernel, number, classes, *strides, *numbers, FLAGS=flags, **tiling)
     parts_numbers = (classes, part_classes, parts, *strides, *numbers[2:])
     kernel = Launch(partial_kernel, number * parts, *parts_numbers, FLAGS=flags, **tiling)
     tiling = {"PARTS": next_power_of_2(parts), "num_warps": 1, "num_stages": 1}
     join = Launch(join_kernel, number, classes, parts, *strides, *numbers, FLAGS=flags, **tiling)
+    new_sums = new_tensor((number, 6, parts), accumulator(logits), logits.device)
+    new_first = new_tensor((number, parts), torch.int32, logits.device)
 
-    def launch_parts(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
-        lse = outputs[1]
-        sums = first = torch.empty((number, 6, parts), dtype=lse.dtype, device=lse.device)
+    def launch_parts(*tensors: Tensor) -> None:
+        sums = first = new_sums()
         if with_argmax:
-            first = torch.empty((number, parts), dtype=torch.int32, device=lse.device)
-        kernel(*inputs, sums, first)
-        join(*inputs, sums, first, *outputs)
+            first = new_first()
+        kernel(*tensors[:3], sums, first)
+        join(*tensors[:3], sums, first, *tensors[3:])
 
     return launch_parts
 
@@ -85,8 +83,8 @@ def prepare_forward(
         argmax = new_argmax() if with_argmax else lse
         entropy = new_row() if with_entropy else lse
         if launch is not None:
-            inputs = (as_rows(logits), as_targets(target), class_weights(weight, lse, shifted))
-            launch(inputs, (loss, lse, argmax, entropy))
+            weights = class_weights(weight, lse, shifted)
+            launch(as_rows(logits), as_targets(target), weights, loss, lse, argmax, entropy)
         if with_argmax:
             return loss, lse, argmax
         return (loss, lse, entropy) if with_entropy else (loss, lse)

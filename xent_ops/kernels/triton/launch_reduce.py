@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -13,7 +12,7 @@ from ..reference import accumulator
 from ..rows import dense_like
 from . import configs
 from .cached import Launch
-from .common import Run, launcher
+from .common import Run, launcher, new_tensor
 from .flags import SumFlags
 from .launch_forward import prepare_forward
 from .reduce import join_sums_kernel, reduce_kernel
@@ -38,8 +37,7 @@ def _prepare_sums(
     Where a tensor is not read any other may stand for it.
     """
     value_shape = () if losses else (2,)
-    new_value = functools.partial(torch.empty, value_shape, dtype=dtype, device=device)
-    new_divisor = functools.partial(torch.empty, (2,), dtype=dtype, device=device)
+    new_value, new_divisor = new_tensor(value_shape, dtype, device), new_tensor((2,), dtype, device)
     programs, config = configs.reduce(number, dtype.itemsize)
     flags = SumFlags(losses, lse_square_scale != 0.0, mean, targets, weighted, row_weights, programs > 1)
     reduce = Launch(
@@ -64,7 +62,7 @@ def _prepare_sums(
         return sums
     block, options = configs.REDUCE_MOST_PROGRAMS, {"num_warps": 4, "num_stages": 1}
     join = Launch(join_sums_kernel, 1, programs, lse_square_scale, FLAGS=flags, BLOCK=block, **options)
-    new_parts = functools.partial(torch.empty, (4, programs), dtype=dtype, device=device)
+    new_parts = new_tensor((4, programs), dtype, device)
 
     def sums_of_parts(loss: Tensor, lse: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         value, divisor, parts = new_value(), new_divisor(), new_parts()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 from triton import cdiv, next_power_of_2
 
@@ -15,7 +13,7 @@ from ..reference import accumulator
 from ..rows import dense_like
 from . import configs
 from .cached import Launch
-from .common import Run, class_weights, edges, launcher, row_layout
+from .common import Run, class_weights, edges, launcher, new_tensor, row_layout
 from .flags import Flags, flags_of
 from .launch_reduce import prepare_reduce
 from .shard import join_shards_kernel, shard_kernel
@@ -55,7 +53,7 @@ def cross_entropy_shard(
         num_stages=config.num_stages,
     )
     shape = (1, reference_shard.width(number, weighted))
-    new_part = functools.partial(torch.empty, shape, dtype=accumulator(logits), device=logits.device)
+    new_part = new_tensor(shape, accumulator(logits), logits.device)
     as_targets = dense_like(target)
 
     def run(
@@ -90,7 +88,7 @@ def _prepare_join(
         num_warps=4,
         num_stages=1,
     )
-    new_row = functools.partial(torch.empty, tuple(target.shape), dtype=gathered.dtype, device=gathered.device)
+    new_row = new_tensor(target.shape, gathered.dtype, gathered.device)
     as_targets, as_gathered = dense_like(target), dense_like(gathered)
 
     def join(target: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ from .row_outputs import finish, shift_of, target_logit
 
 
 @triton.jit(
-    do_not_specialize=["ignore_index", "label_smoothing", "softcap", "logit_scale"],
+    do_not_specialize=["ignore_index"],
     do_not_specialize_on_alignment=["n_inner", "n_out_inner"],
 )
 def one_pass_kernel(

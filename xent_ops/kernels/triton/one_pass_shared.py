@@ -68,7 +68,7 @@ def _row_offset(row, n_inner, stride_outer, stride_inner):
     return outer.to(gl.int64) * stride_outer + (row - outer * n_inner).to(gl.int64) * stride_inner
 
 
-@gluon.jit(do_not_specialize=["ignore_index", "logit_scale"], do_not_specialize_on_alignment=["n_inner", "n_out_inner"])
+@gluon.jit(do_not_specialize=["ignore_index"], do_not_specialize_on_alignment=["n_inner", "n_out_inner"])
 def one_pass_shared_kernel(
     logits_ptr,  # (outer, inner, V), rows of any stride
     target_ptr,  # (N,), contiguous, any integer dtype

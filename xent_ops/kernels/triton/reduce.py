@@ -35,7 +35,7 @@ def _store(
     tl.store(divisor_ptr + 1, count)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_classes", "ignore_index", "lse_square_scale"])
+@triton.jit(do_not_specialize=["n_rows", "n_classes", "ignore_index"])
 def reduce_kernel(
     loss_ptr,  # (N,); not read without losses
     lse_ptr,  # (N,); not read without lse_square
@@ -91,7 +91,7 @@ def reduce_kernel(
         _store(loss, square, weight, count, value_ptr, divisor_ptr, scale, FLAGS)
 
 
-@triton.jit(do_not_specialize=["n_parts", "lse_square_scale"])
+@triton.jit(do_not_specialize=["n_parts"])
 def join_sums_kernel(
     sums_ptr,  # (4, n_parts), as the programs of reduce_kernel left them
     value_ptr,  # as in reduce_kernel

@@ -15,7 +15,7 @@ HEADER, DIGIT = tl.constexpr(reference_shard.HEADER), tl.constexpr(reference_sha
 
 
 @triton.jit(
-    do_not_specialize=["class_start", "n_classes", "label_smoothing", "softcap", "logit_scale"],
+    do_not_specialize=["class_start", "n_classes"],
     do_not_specialize_on_alignment=["n_inner"],
 )
 def shard_kernel(
@@ -94,7 +94,7 @@ def _integer(pointer, mask):
     return high * DIGIT + tl.load(pointer + 1, mask=mask, other=0.0).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_classes", "ignore_index", "label_smoothing"])
+@triton.jit(do_not_specialize=["n_rows", "n_classes", "ignore_index"])
 def join_shards_kernel(
     gathered_ptr,  # (world, numbers * N + HEADER), contiguous: what shard_kernel wrote, of every rank
     target_ptr,  # (N,)

@@ -9,7 +9,7 @@ from .row_outputs import finish, shift_of, target_logit
 
 
 @triton.jit(
-    do_not_specialize=["n_rows", "ignore_index", "label_smoothing", "softcap", "logit_scale"],
+    do_not_specialize=["n_rows", "ignore_index"],
     do_not_specialize_on_alignment=["n_inner"],
 )
 def short_kernel(

@@ -19,7 +19,6 @@ def _probabilities(
 
 
 @triton.jit(
-    do_not_specialize=["label_smoothing", "softcap", "logit_scale"],
     do_not_specialize_on_alignment=["n_inner", "n_target_inner"],
 )
 def soft_forward_kernel(
@@ -75,7 +74,6 @@ def soft_forward_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["label_smoothing", "softcap", "logit_scale"],
     do_not_specialize_on_alignment=["n_inner", "n_target_inner"],
 )
 def soft_backward_kernel(

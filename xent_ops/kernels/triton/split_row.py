@@ -11,7 +11,7 @@ from .numerics import LOG2E, row_offset, without_infinity
 from .row_outputs import finish, shift_of, target_logit
 
 
-@triton.jit(do_not_specialize=["n_parts", "softcap", "logit_scale"], do_not_specialize_on_alignment=["n_inner"])
+@triton.jit(do_not_specialize=["n_parts"], do_not_specialize_on_alignment=["n_inner"])
 def partial_kernel(
     logits_ptr,  # (outer, inner, V), rows of any stride
     target_ptr,  # (N,), contiguous, any integer dtype
@@ -63,7 +63,7 @@ def partial_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["n_parts", "ignore_index", "label_smoothing", "softcap", "logit_scale"],
+    do_not_specialize=["n_parts", "ignore_index"],
     do_not_specialize_on_alignment=["n_inner"],
 )
 def join_kernel(

@@ -62,6 +62,11 @@ def _as_input(name: str, tensor: Tensor, input: Tensor) -> None:
         )
 
 
+def _output_mask(mask: Sequence[bool]) -> None:
+    if len(mask) != 3:
+        raise ValueError(f"output_mask has {len(mask)} entries; expected 3, for input, linear_weight and linear_bias")
+
+
 def backward(
     grad_loss: Tensor,
     grad_lse: Tensor | None,
@@ -81,6 +86,7 @@ def backward(
 ) -> None:
     chunks: dict[str, Any] = {"accumulate_dtype": accumulate_dtype, "chunk_rows": chunk_rows}
     rows(input, linear_weight, target, linear_bias, weight, options=options, **chunks)
+    _output_mask(output_mask)
     checks.rows_of(input, "input", grad_lse=grad_lse, lse=lse)
     checks.scalar_or_rows_of("input", input, grad_loss=grad_loss)
     checks.divisor(divisor, input)
@@ -100,7 +106,7 @@ def backward_entropy(
     output_mask: Sequence[bool] = (True, True, True),
     **options: Any,
 ) -> None:
-    head = (input, linear_weight, target, lse, linear_bias, weight)
+    head = (input, linear_weight, target, lse, linear_bias, weight, None, output_mask)
     backward(grad_loss, grad_lse, *head, **options)
     checks.rows_of(input, "input", grad_entropy=grad_entropy, entropy=entropy)
 
@@ -122,6 +128,7 @@ def with_grad(
 ) -> None:
     chunks: dict[str, Any] = {"accumulate_dtype": accumulate_dtype, "chunk_rows": chunk_rows}
     rows(input, linear_weight, target, linear_bias, weight, options=options, **chunks)
+    _output_mask(output_mask)
     checks.reduced_options(input, lse_square_scale, reduction)
     reduced_by(divisor, input, reduction)
 
@@ -138,12 +145,3 @@ def reduced_by(divisor: Tensor | None, input: Tensor, reduction: str) -> None:
 
 def divisor_needs_grad() -> NoReturn:
     raise RuntimeError("divisor requires grad, and linear cross entropy has no derivative for it: detach it")
-
-
-def scale_grad(grad: Tensor, factor: Tensor, dtype: torch.dtype | None = None) -> None:
-    checks.dtype("grad", grad, checks.FLOATS)
-    checks.dtype("factor", factor, checks.FLOATS)
-    checks.same_shape("factor", factor.shape, torch.Size(()), "one number")
-    checks.same_device("factor", factor, grad, "grad is")
-    if dtype not in (None, *checks.FLOATS):
-        raise TypeError(f"dtype must be a floating-point dtype or None, got {dtype}")

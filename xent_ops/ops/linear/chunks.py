@@ -39,11 +39,10 @@ def _as_rows(input: Tensor) -> Tensor:
 
 
 def _chunks(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, chunk_rows: int | None
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, size: int
 ) -> Iterator[tuple[slice, Tensor]]:
     """(which rows of input (N, H), their logits, which may be overwritten). Without rows one empty chunk."""
     number, classes = input.shape[0], linear_weight.shape[0]
-    size = rows_of_chunk(input, chunk_rows)
     # Rows start at multiples of 16 bytes, as cuBLAS wants them for its fast products.
     step = 16 // input.element_size()
     memory = input.new_empty((size, -(-classes // step) * step))[:, :classes]
@@ -69,6 +68,7 @@ class _Products:
         self.weight = input.new_empty(shape if output_mask[1] else 0, dtype=sums)
         self.bias = input.new_zeros(shape[:1] if output_mask[2] else 0, dtype=reference.accumulator(input))
         self.mask = output_mask
+        self.wider = output_mask[1] and sums != input.dtype
 
     def add(self, rows: slice, gradient: Tensor) -> None:
         if self.mask[0]:
@@ -95,10 +95,11 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> Non
         _add_product(total, left.to(total.dtype), right.to(total.dtype), first)
 
 
-def scaled(grad: Tensor, factor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """grad times factor, (), rounded once, to ``dtype`` or its own."""
-    # A factor of one dimension: torch would round a scalar to the gradient's dtype first.
-    return torch.mul(grad, factor.reshape(1), out=grad.new_empty(grad.shape, dtype=dtype or grad.dtype))
+def scaled(grad: Tensor, factor: Tensor) -> Tensor:
+    """grad times factor, ()."""
+    grad = grad.clone(memory_format=torch.contiguous_format)
+    _ops.scale_grad_(grad, factor)
+    return grad
 
 
 def forward(operator: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
@@ -116,19 +117,25 @@ def forward(operator: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
         chunk_rows: int | None = None,
     ) -> tuple[Tensor, ...]:
         flat, indices, keywords = _as_rows(input), target.reshape(-1), options.keywords()
+        size = rows_of_chunk(flat, linear_weight, False, chunk_rows)
         made = [
             operator(logits, indices[rows], weight, **keywords)
-            for rows, logits in _chunks(flat, linear_weight, linear_bias, chunk_rows)
+            for rows, logits in _chunks(flat, linear_weight, linear_bias, size)
         ]
         return tuple(torch.cat(chunks).view(target.shape) for chunks in zip(*made, strict=True))
 
     return by_chunks
 
 
-def _largest(target: Tensor, ignore_index: int, grad_loss: Any, *grads: Tensor | None) -> Tensor:
-    """What to divide upstream gradients by, (), so that none is above one."""
-    counted = target.to(torch.int64) != ignore_index
-    rows = [torch.where(counted, grad_loss, 0.0), *(grad for grad in grads if grad is not None)]
+def _largest(
+    target: Tensor, weight: Tensor | None, classes: int, options: Options, grad_loss: Any, *grads: Tensor | None
+) -> Tensor:
+    """What to divide upstream gradients by, (), so that none is above one, with its class weights."""
+    masses = reductions.target_weights(target, weight, classes, options.ignore_index, grad_loss.dtype)
+    if weight is not None and options.label_smoothing > 0.0:
+        masses = masses.abs() + weight.to(masses.dtype).abs().mean()
+    counted = target.to(torch.int64) != options.ignore_index
+    rows = [torch.where(counted, grad_loss, 0.0) * masses, *(grad for grad in grads if grad is not None)]
     largest = torch.cat([grad_loss.new_zeros(1), *rows]).abs().max()
     return torch.where((largest > 0.0) & largest.isfinite(), largest, 1.0)
 
@@ -161,22 +168,22 @@ def linear_cross_entropy_backward(
         None if value is None else value.reshape(-1) for value in (*upstream, grad_entropy, target, lse, entropy)
     ]
     if input.dtype == torch.float16:
-        factor = _largest(target.reshape(-1), options.ignore_index, *rows_of[:3])
+        factor = _largest(target.reshape(-1), weight, linear_weight.shape[0], options, *rows_of[:3])
         rows_of[:3] = [None if value is None else value / factor for value in rows_of[:3]]
     flat, keywords = _as_rows(input), options.keywords()
     products = _Products(flat, linear_weight, output_mask, accumulate_dtype)
-    for rows, logits in _chunks(flat, linear_weight, linear_bias, chunk_rows):
+    size = rows_of_chunk(flat, linear_weight, products.wider, chunk_rows)
+    for rows, logits in _chunks(flat, linear_weight, linear_bias, size):
         a, b, c, indices, z, h = [None if value is None else value[rows] for value in rows_of]
         if h is None:
             _ops.cross_entropy_backward_(a, b, logits, indices, z, weight, **keywords)
             products.add(rows, logits)
         else:
             products.add(rows, _ops.cross_entropy_backward_entropy(a, b, c, logits, indices, z, h, weight, **keywords))
-    gradients = (products.grad_input(input), products.weight, products.bias)
-    grad_input, grad_weight, grad_bias = (
-        gradient.to(input.dtype) if factor is None else scaled(gradient, factor, input.dtype) for gradient in gradients
-    )
-    return grad_input, grad_weight, grad_bias
+    if factor is not None:
+        for gradient in (products.input, products.weight, products.bias):
+            _ops.scale_grad_(gradient, factor)
+    return products.grad_input(input), products.weight.to(input.dtype), products.bias.to(input.dtype)
 
 
 def linear_cross_entropy_backward_entropy(
@@ -218,6 +225,15 @@ def divided_by(
     return divisor.to(dtype).expand(2).contiguous()
 
 
+def later(divided_by: Tensor) -> Tensor:
+    """(): what float16 gradients are divided by after the products: the number of counted rows, or the divisor.
+
+    Not the sum of their class weights, which may be far from one. Zero and infinity are divided by at once.
+    """
+    number = divided_by[1]
+    return torch.where((number != 0.0) & number.isfinite(), number, 1.0)
+
+
 def linear_cross_entropy_with_grad(
     input: Tensor,
     linear_weight: Tensor,
@@ -235,19 +251,20 @@ def linear_cross_entropy_with_grad(
 ) -> tuple[Tensor, ...]:
     """(value, divided_by, lse, gradients). The gradients of the weight and the bias are as they were added up.
 
-    They are those of value; for float16 those of value * divided_by[0].
+    They are those of value; for float16 those of value * later(divided_by).
     """
     loss = LossOptions(options, lse_square_scale, reduction)
     divisors = divided_by(target, weight, divisor, linear_weight.shape[0], reference.accumulator(input), loss)
     inverse = divisors.reciprocal()
     if input.dtype == torch.float16:
-        inverse = inverse * divisors[0]
+        inverse = inverse * later(divisors)
     scale, square = inverse[0], None
     if lse_square_scale != 0.0:
         square = lse_square_scale * inverse[1]
     flat, indices, keywords = _as_rows(input), target.reshape(-1), options.keywords()
     products, made = _Products(flat, linear_weight, output_mask, accumulate_dtype), []
-    for rows, logits in _chunks(flat, linear_weight, linear_bias, chunk_rows):
+    size = rows_of_chunk(flat, linear_weight, products.wider, chunk_rows)
+    for rows, logits in _chunks(flat, linear_weight, linear_bias, size):
         made.append(_ops.cross_entropy_with_grad_(logits, indices[rows], scale, square, weight, **keywords))
         products.add(rows, logits)
     row_loss, lse = (torch.cat(chunks).view(target.shape) for chunks in zip(*made, strict=True))

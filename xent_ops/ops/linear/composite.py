@@ -50,7 +50,7 @@ def linear_cross_entropy(
     **options: Any,
 ) -> Tensor:
     arguments.linear(input, linear_weight, target, linear_bias, weight, divisor)
-    loss = arguments.options(LossOptions(Options(**options), lse_square_scale, reduction), input.dtype)
+    loss = arguments.loss_options(*Options(**options), lse_square_scale, reduction, input.dtype)
     weight_without_grad(weight)
     checks.reduced_by(divisor, input, reduction)
     if transforms.active():

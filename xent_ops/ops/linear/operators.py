@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...kernels import reference, reference_linear
 from ...kernels.options import as_record
-from ..checks import weight_needs_grad
+from ..checks import scale_grad, weight_needs_grad
 from ..library import Outputs, autograd, operator, save_nothing
 from ..second_order import differentiate
 from . import checks, chunks
@@ -155,14 +155,14 @@ def _one_pass_backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[T
         return _of_inputs(ctx.mask, gradients, 4)
     factor = grad_value
     if input.dtype == torch.float16:
-        factor = torch.where(divided_by[0] == 0.0, 0.0, grad_value / divided_by[0])
+        factor = grad_value / chunks.later(divided_by)
     scaled = []
     for gradient, wanted in zip(gradients, ctx.mask, strict=True):
-        if wanted and not traced and type(gradient) is Tensor and gradient.dtype == input.dtype:
+        if wanted and not traced and type(gradient) is Tensor:
             _ops.scale_grad_(gradient, factor)
         elif wanted:
-            gradient = _ops.linear_scale_grad(gradient, factor, input.dtype)
-        scaled.append(gradient)
+            gradient = _ops.linear_scale_grad(gradient, factor)
+        scaled.append(gradient.to(input.dtype))
     return _of_inputs(ctx.mask, scaled, 4)
 
 
@@ -258,8 +258,8 @@ autograd("linear_cross_entropy_with_grad", _one_pass_backward, _save_one_pass)
 
 operator(
     "linear_scale_grad",
-    check=checks.scale_grad,
-    outputs=lambda grad, factor, dtype=None: ((grad.shape, dtype or grad.dtype),),
+    check=scale_grad,
+    outputs=lambda grad, factor: ((grad.shape, grad.dtype),),
     reference=chunks.scaled,
     composed=True,
 )

@@ -1,20 +1,48 @@
-"""How many rows a chunk has: memory for its logits against products of fewer rows."""
+"""How many rows a chunk has: the memory of its logits against products of few rows.
+
+Measured on an H200 with torch 2.11, bfloat16, 8192 rows (16384 at V = 32000), forward and backward in CUDA graphs, in
+multiples of the three products alone (2026-11-23; one machine, other runs differ by .03):
+
+    H x V            1024   2048   4096   8192 rows
+    1024 x 32000     1.33   1.24   1.17   1.14
+    2048 x 32000     1.24   1.12   1.10   1.08
+    4096 x 32000     1.18   1.05   1.05   1.03
+    8192 x 32000     1.20   1.03   1.02   1.03
+    1024 x 128256    1.23   1.19   1.15
+    2048 x 128256    1.12   1.07   1.06
+    3072 x 128256    1.11   1.06   1.04
+    4096 x 128256    1.14   1.06   1.03
+    6144 x 128256    1.10   1.02   1.02
+    8192 x 128256    1.12    .94    .93
+    2304 x 256000    1.24   1.06   1.02
+
+Above 2048 rows little is to be had. The product for the weight's gradient reads and writes all of it in each chunk, the
+row kernel takes what a copy of the logits takes (.03 at H = 4096, .12 at 1024). Sizes in between are worse where they
+leave the last wave of tiles of the input's gradient half empty: docs/lab/2026-11-linear.md.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-# Rows of a chunk by kind of device.
-ROWS = {"cuda": 2048}
-ROWS_ELSEWHERE = 1024
+_BYTES = 256 * 2**20  # of a chunk's logits; small vocabularies get more rows than the least
 _MULTIPLE = 128
 
 
-def rows_of_chunk(input: Tensor, chunk_rows: int | None) -> int:
-    """For input (N, H). Chunks of one size, as far as N allows: a short last one costs almost as much as a full one."""
-    number = max(input.shape[0], 1)
-    largest = ROWS.get(input.device.type, ROWS_ELSEWHERE) if chunk_rows is None else chunk_rows
-    if number <= largest or chunk_rows is not None:
-        return min(number, largest)
-    even = -(-number // -(-number // largest))
-    return min(largest, -(-even // _MULTIPLE) * _MULTIPLE)
+def rows_of_chunk(input: Tensor, linear_weight: Tensor, wider: bool, chunk_rows: int | None) -> int:
+    """For input (N, H). ``wider``: the gradient of the weight is added up in more bytes than it has in the end."""
+    number, features = max(input.shape[0], 1), input.shape[1]
+    if chunk_rows is not None:
+        return min(number, chunk_rows)
+    itemsize = input.element_size()
+    # Products of wider numbers take longer, so fewer rows will do.
+    rows = least = 4096 // itemsize
+    while 2 * rows * linear_weight.shape[0] * itemsize <= _BYTES:
+        rows *= 2
+    if wider and rows < features:
+        # At the end the sum and its copy are there at once. Until then a chunk of H rows takes the copy's place.
+        rows = min(features // least * least, 2 * rows)
+    if number <= rows:
+        return number
+    even = -(-number // -(-number // rows))  # a short last chunk costs almost as much as a full one
+    return min(rows, -(-even // _MULTIPLE) * _MULTIPLE)

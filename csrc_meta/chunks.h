@@ -1,0 +1,187 @@
+// The head and the loss as one by chunks of rows: xent_ops/ops/linear/chunks.py, whose reasons hold here.
+#pragma once
+
+#include "outputs.h"
+#include "reductions.h"
+
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+
+#include <algorithm>
+
+namespace xent::operators {
+
+// Of the sizes of chunks, as in sizes.py.
+constexpr int64_t BYTES = int64_t{256} << 20;
+constexpr int64_t MULTIPLE = 128;
+
+using Mask = std::vector<bool>;  // which gradients are wanted: of input, linear_weight and linear_bias
+
+// For the life of one: calls of torch record nothing for autograd, which stands above the operators.
+class NoGrad {
+ public:
+  NoGrad() : enabled_(aoti_torch_grad_mode_is_enabled()) { aoti_torch_grad_mode_set_enabled(false); }
+  ~NoGrad() { aoti_torch_grad_mode_set_enabled(enabled_); }
+  NoGrad(const NoGrad&) = delete;
+
+ private:
+  bool enabled_;
+};
+
+struct Head {
+  Tensor input;
+  Tensor linear_weight;
+  Tensor target;
+  MaybeTensor linear_bias;
+  MaybeTensor weight;
+  Options options;
+  std::optional<ScalarType> accumulate_dtype;
+  std::optional<int64_t> chunk_rows;
+
+  void read_chunking(Stack& stack) {
+    accumulate_dtype = stack.next<std::optional<ScalarType>>();
+    chunk_rows = stack.next<std::optional<int64_t>>();
+  }
+
+  void check() const {
+    checks::linear(input, linear_weight, target, linear_bias, weight, options, accumulate_dtype, chunk_rows);
+  }
+
+  ScalarType dtype() const { return input.scalar_type(); }
+
+  // In which the chunks' parts of linear_weight's gradient are added up.
+  ScalarType sums() const {
+    return accumulate_dtype.value_or(dtype() == ScalarType::Half ? ScalarType::Float : dtype());
+  }
+
+  Tensor row_values() const { return per_row(input, target); }
+
+  // Calls a row operator, whose options come last.
+  template <size_t results, class... Args>
+  std::vector<Tensor> rows(const char* name, const Args&... args) const {
+    return aten::call_all<results>(name, "", args..., options.ignore_index, options.label_smoothing, options.softcap,
+                                   options.logit_scale);
+  }
+};
+
+// Room for the gradients, (0,) for those that are not wanted; that of the bias holds zeros.
+inline std::vector<Tensor> gradients(const Head& head, const Mask& mask, ScalarType weight_dtype,
+                                     ScalarType bias_dtype) {
+  const auto none = [&](ScalarType dtype) {
+    const std::vector<int64_t> shape{0};
+    return torch::stable::new_empty(head.input, shape, dtype);
+  };
+  return {mask[0] ? aten::empty_like(head.input, head.dtype()) : none(head.dtype()),
+          mask[1] ? aten::empty_like(head.linear_weight, weight_dtype) : none(weight_dtype),
+          mask[2] ? zero_per_class(head.linear_weight, bias_dtype) : none(bias_dtype)};
+}
+
+inline Tensor as_rows(const Tensor& tensor) {
+  int64_t rows = 1;
+  for (int64_t i = 0; i + 1 < tensor.dim(); ++i) {
+    rows *= tensor.size(i);
+  }
+  const std::vector<int64_t> shape{rows, tensor.size(tensor.dim() - 1)};
+  return torch::stable::reshape(tensor, shape);
+}
+
+struct Chunk {
+  int64_t first;
+  int64_t rows;
+
+  Tensor of(const Tensor& tensor) const { return aten::narrow(tensor, 0, first, rows); }
+
+  // Copies one number a row to where it belongs.
+  void put(const Tensor& all, const Tensor& made) const {
+    Tensor place = of(aten::flatten(all));
+    torch::stable::copy_(place, made);
+  }
+};
+
+inline int64_t divided_up(int64_t number, int64_t by) { return (number + by - 1) / by; }
+
+// wider: the gradient of the weight is added up in more bytes than it has in the end.
+inline int64_t rows_of_chunk(const Tensor& input, int64_t classes, bool wider, std::optional<int64_t> chunk_rows) {
+  const int64_t number = std::max<int64_t>(input.size(0), 1), features = input.size(1);
+  if (chunk_rows) {
+    return std::min(number, *chunk_rows);
+  }
+  const int64_t bytes = static_cast<int64_t>(input.element_size()), least = 4096 / bytes;
+  int64_t rows = least;
+  while (2 * rows * classes * bytes <= BYTES) {
+    rows *= 2;
+  }
+  if (wider && rows < features) {
+    rows = std::min(features / least * least, 2 * rows);
+  }
+  if (number <= rows) {
+    return number;
+  }
+  const int64_t even = divided_up(number, divided_up(number, rows));
+  return std::min(rows, divided_up(even, MULTIPLE) * MULTIPLE);
+}
+
+inline void multiply(const Tensor& out, const Tensor& left, const Tensor& right) {
+  aten::call("aten::mm", "out", left, right, out);
+}
+
+// Without the dispatcher, whose aten::addmm takes Scalars: the stable ABI has none.
+inline void multiply_and_add(const Tensor& out, const Tensor& added, const Tensor& left, const Tensor& right) {
+  aten::succeed(aoti_torch_cpu_addmm_out(out.get(), added.get(), left.get(), right.get(), 1.0, 1.0), "aten::addmm");
+}
+
+// Calls body(chunk, its logits, which may be overwritten) for each chunk; without rows for one that is empty.
+template <class Body>
+void for_each_chunk(const Head& head, const Tensor& input, bool wider, const Body& body) {
+  const int64_t number = input.size(0), classes = head.linear_weight.size(0);
+  const int64_t size = rows_of_chunk(input, classes, wider, head.chunk_rows);
+  const int64_t step = 16 / static_cast<int64_t>(input.element_size());
+  const std::vector<int64_t> shape{size, divided_up(classes, step) * step};
+  const Tensor memory = aten::narrow(torch::stable::new_empty(input, shape), 1, 0, classes);
+  const Tensor columns = aten::call("aten::t", "", head.linear_weight);
+  for (int64_t first = 0; first < std::max<int64_t>(number, 1); first += size) {
+    const Chunk chunk{first, std::min(size, number - first)};
+    const Tensor logits = aten::narrow(memory, 0, 0, chunk.rows);
+    if (head.linear_bias) {
+      multiply_and_add(logits, *head.linear_bias, chunk.of(input), columns);
+    } else {
+      multiply(logits, chunk.of(input), columns);
+    }
+    body(chunk, logits);
+  }
+}
+
+// Turns the gradients of chunks of logits into those of input, linear_weight and linear_bias.
+class Products {
+ public:
+  Products(const Head& head, const Tensor& input, const Mask& mask)
+      : made(gradients(head, mask, head.sums(), bridge::accumulator(input))),
+        wider(mask[1] && head.sums() != head.dtype()),
+        head_(head.linear_weight),
+        input_(input),
+        mask_(mask) {}
+
+  void add(const Chunk& chunk, const Tensor& gradient) {
+    if (mask_[0]) {
+      multiply(chunk.of(as_rows(made[0])), gradient, head_);
+    }
+    if (mask_[1]) {
+      const ScalarType sums = made[1].scalar_type();
+      const Tensor left = aten::to(aten::call("aten::t", "", gradient), sums);
+      const Tensor right = aten::to(chunk.of(input_), sums);
+      chunk.first == 0 ? multiply(made[1], left, right) : multiply_and_add(made[1], made[1], left, right);
+    }
+    if (mask_[2]) {
+      made[2] = aten::add(made[2], aten::sum(gradient, {{0}}, made[2].scalar_type()));
+    }
+  }
+
+  std::vector<Tensor> made;
+  const bool wider;
+
+ private:
+  Tensor head_;
+  Tensor input_;
+  Mask mask_;
+};
+
+}  // namespace xent::operators

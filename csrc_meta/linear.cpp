@@ -1,0 +1,236 @@
+// The head and the loss as one: operators by chunks of rows, for the CPU and for meta tensors.
+#include "chunks.h"
+#include "operators.h"
+
+#include <array>
+#include <utility>
+
+namespace xent::operators {
+namespace {
+
+// The values of a forward row operator by chunks; the dtype of a third result, if there is one.
+template <size_t results>
+void forward(Stack& stack, const char* name, ScalarType third = ScalarType::Float) {
+  Head head{stack.tensor(), stack.tensor(), stack.tensor(), stack.maybe_tensor(), stack.maybe_tensor(),
+            stack.options()};
+  head.read_chunking(stack);
+  head.check();
+  std::vector<Tensor> outputs{head.row_values(), head.row_values()};
+  if (results == 3) {
+    outputs.push_back(third == ScalarType::Long ? aten::empty_like(head.target, third) : head.row_values());
+  }
+  if (!stack.meta) {
+    const NoGrad below;
+    const Tensor target = aten::flatten(bridge::dense(head.target, ScalarType::Long));
+    for_each_chunk(head, as_rows(head.input), false, [&](const Chunk& chunk, const Tensor& logits) {
+      const Tensor indices = chunk.of(target);
+      checks::target_values(indices, head.linear_weight.size(0), head.options.ignore_index);
+      const auto made = head.rows<results>(name, logits, indices, head.weight);
+      for (size_t i = 0; i < results; ++i) {
+        chunk.put(outputs[i], made[i]);
+      }
+    });
+  }
+  stack.returns(outputs);
+}
+
+// The gradients of each row's loss and lse, from those of a reduced loss: row_grads of xent_ops/kernels/reference.py.
+std::pair<Tensor, MaybeTensor> row_grads(const Tensor& grad_loss, const MaybeTensor& grad_lse, const Tensor& target,
+                                         const Tensor& lse, const MaybeTensor& divisor, int64_t ignore_index,
+                                         double lse_square_scale) {
+  const ScalarType dtype = lse.scalar_type();
+  Tensor a = aten::to(grad_loss, dtype), per_row = a;
+  if (divisor) {
+    per_row = aten::div(a, aten::to(aten::select(*divisor, 0, 1), dtype));
+    a = aten::div(a, aten::to(aten::select(*divisor, 0, 0), dtype));
+  }
+  a = aten::call("aten::expand_as", "", a, lse);
+  if (lse_square_scale == 0.0) {
+    return {a, grad_lse};
+  }
+  const Tensor both = aten::mul(lse, aten::mul(aten::scalar(2 * lse_square_scale, dtype), per_row));
+  const Tensor square = aten::where(is_counted(target, ignore_index), both, aten::scalar(0.0, dtype));
+  return {a, grad_lse ? aten::add(square, aten::to(*grad_lse, dtype)) : square};
+}
+
+// What to divide by, (): the number, or 1 in place of zero, infinity and NaN.
+Tensor divisible(const Tensor& number) {
+  const ScalarType dtype = number.scalar_type();
+  const Tensor good = aten::call("aten::logical_and", "", number, aten::call("aten::isfinite", "", number));
+  return aten::where(good, number, aten::scalar(1.0, dtype));
+}
+
+// What to divide upstream gradients by, so that none is above one, with its class weights. grad_loss, target: (N,).
+Tensor largest(const Head& head, const Tensor& target, Tensor grad_loss, std::initializer_list<MaybeTensor> others) {
+  const ScalarType dtype = grad_loss.scalar_type();
+  const Tensor zero = aten::scalar(0.0, dtype);
+  if (head.weight) {
+    const Tensor weight = aten::to(*head.weight, dtype);
+    const Tensor index = aten::call("aten::clamp", "Tensor", aten::to(target, ScalarType::Long),
+                                    MaybeTensor(aten::scalar(0)), MaybeTensor(aten::scalar(weight.size(0) - 1)));
+    Tensor masses = aten::call("aten::index_select", "", weight, int64_t{0}, index);
+    if (head.options.label_smoothing > 0.0) {
+      masses = aten::add(aten::call("aten::abs", "", masses),
+                         aten::call("aten::mean", "", aten::call("aten::abs", "", weight), std::optional(dtype)));
+    }
+    grad_loss = aten::mul(grad_loss, masses);
+  }
+  std::vector<Tensor> all{aten::unsqueeze(zero, 0),
+                          aten::where(is_counted(target, head.options.ignore_index), grad_loss, zero)};
+  for (const MaybeTensor& other : others) {
+    if (other) {
+      all.push_back(*other);
+    }
+  }
+  return divisible(aten::call("aten::max", "", aten::call("aten::abs", "", aten::cat(all))));
+}
+
+void backward(Stack& stack, bool with_entropy) {
+  Head head;
+  const Tensor grad_loss = stack.tensor();
+  const MaybeTensor grad_lse = stack.maybe_tensor();
+  const MaybeTensor grad_entropy = with_entropy ? stack.maybe_tensor() : std::nullopt;
+  head.input = stack.tensor();
+  head.linear_weight = stack.tensor();
+  head.target = stack.tensor();
+  const Tensor lse = stack.tensor();
+  const MaybeTensor entropy = with_entropy ? MaybeTensor(stack.tensor()) : std::nullopt;
+  head.linear_bias = stack.maybe_tensor();
+  head.weight = stack.maybe_tensor();
+  const MaybeTensor divisor = with_entropy ? std::nullopt : stack.maybe_tensor();
+  const Mask mask = stack.next<Mask>();
+  head.options = stack.options();
+  const double lse_square_scale = with_entropy ? 0.0 : stack.number();
+  head.read_chunking(stack);
+  head.check();
+  checks::output_mask(mask);
+  checks::row_values("grad_lse", grad_lse, head.input, "input");
+  checks::row_values("lse", lse, head.input, "input");
+  checks::scalar_or_row_values("input", head.input, "grad_loss", grad_loss);
+  checks::divisor(divisor, head.input);
+  checks::row_values("grad_entropy", grad_entropy, head.input, "input");
+  checks::row_values("entropy", entropy, head.input, "input");
+  if (stack.meta) {
+    return stack.returns(gradients(head, mask, head.dtype(), head.dtype()));
+  }
+
+  const NoGrad below;
+  const Options& of = head.options;
+  const auto upstream = row_grads(grad_loss, grad_lse, head.target, lse, divisor, of.ignore_index, lse_square_scale);
+  std::array<MaybeTensor, 6> all{upstream.first, upstream.second, grad_entropy, head.target, lse, entropy};
+  for (MaybeTensor& one : all) {
+    one = one ? MaybeTensor(aten::flatten(*one)) : one;
+  }
+  MaybeTensor factor;
+  if (head.dtype() == ScalarType::Half) {
+    factor = largest(head, *all[3], *all[0], {all[1], all[2]});
+    std::for_each_n(all.begin(), 3, [&](MaybeTensor& grad) { grad = grad ? aten::div(*grad, *factor) : grad; });
+  }
+  const Tensor input = as_rows(head.input);
+  Products products(head, input, mask);
+  for_each_chunk(head, input, products.wider, [&](const Chunk& chunk, const Tensor& logits) {
+    auto [a, b, c, target, z, h] = all;
+    for (MaybeTensor* one : {&a, &b, &c, &target, &z, &h}) {
+      *one = *one ? MaybeTensor(chunk.of(**one)) : *one;
+    }
+    if (h) {
+      const auto made = head.rows<1>("xent::cross_entropy_backward_entropy", *a, b, c, logits, *target, *z, *h,
+                                     head.weight);
+      products.add(chunk, made[0]);
+    } else {
+      aten::call_all<0>("xent::cross_entropy_backward_", "", *a, b, logits, *target, *z, head.weight, MaybeTensor(),
+                        of.ignore_index, of.label_smoothing, of.softcap, of.logit_scale, 0.0);
+      products.add(chunk, logits);
+    }
+  });
+  for (Tensor& gradient : products.made) {
+    if (factor) {
+      aten::call_all<0>("xent::scale_grad_", "", gradient, *factor);
+    }
+    gradient = aten::to(gradient, head.dtype());
+  }
+  stack.returns(products.made);
+}
+
+}  // namespace
+
+void linear_cross_entropy_forward(Stack& stack) { forward<2>(stack, "xent::cross_entropy_forward"); }
+
+void linear_cross_entropy_forward_argmax(Stack& stack) {
+  forward<3>(stack, "xent::cross_entropy_forward_argmax", ScalarType::Long);
+}
+
+void linear_cross_entropy_forward_entropy(Stack& stack) {
+  forward<3>(stack, "xent::cross_entropy_forward_entropy");
+}
+
+void linear_cross_entropy_backward(Stack& stack) { backward(stack, false); }
+
+void linear_cross_entropy_backward_entropy(Stack& stack) { backward(stack, true); }
+
+void linear_cross_entropy_with_grad(Stack& stack) {
+  Head head{stack.tensor(), stack.tensor(), stack.tensor(), stack.maybe_tensor(), stack.maybe_tensor()};
+  const MaybeTensor divisor = stack.maybe_tensor();
+  const Mask mask = stack.next<Mask>();
+  head.accumulate_dtype = stack.next<std::optional<ScalarType>>();
+  head.options = stack.options();
+  const double lse_square_scale = stack.number();
+  const std::string reduction = stack.next<std::string>();
+  head.chunk_rows = stack.next<std::optional<int64_t>>();
+  head.check();
+  checks::output_mask(mask);
+  checks::lse_square_scale(lse_square_scale, head.input);
+  checks::reduction_to_one(reduction);
+  checks::sum_divisor(divisor, head.input, reduction);
+  const Tensor lse = head.row_values();
+  const ScalarType dtype = lse.scalar_type();
+  if (stack.meta) {
+    const auto made = gradients(head, mask, head.sums(), dtype);
+    return stack.returns({numbers(head.input, {}), numbers(head.input, {2}), lse, made[0], made[1], made[2]});
+  }
+
+  const NoGrad below;
+  const int64_t ignore_index = head.options.ignore_index;
+  const Tensor divisors =
+      divided_by(head.linear_weight, head.target, head.weight, divisor, ignore_index, dtype, reduction);
+  Tensor inverse = aten::call("aten::reciprocal", "", divisors);
+  if (head.dtype() == ScalarType::Half) {
+    // What float16 gradients are divided by after the products.
+    inverse = aten::mul(inverse, divisible(aten::select(divisors, 0, 1)));
+  }
+  const Tensor scale = aten::select(inverse, 0, 0);
+  MaybeTensor square;
+  if (lse_square_scale != 0.0) {
+    square = aten::mul(aten::scalar(lse_square_scale, dtype), aten::select(inverse, 0, 1));
+  }
+  const Tensor input = as_rows(head.input), loss = head.row_values();
+  const Tensor target = aten::flatten(bridge::dense(head.target, ScalarType::Long));
+  Products products(head, input, mask);
+  for_each_chunk(head, input, products.wider, [&](const Chunk& chunk, const Tensor& logits) {
+    const Tensor indices = chunk.of(target);
+    checks::target_values(indices, head.linear_weight.size(0), ignore_index);
+    const auto made =
+        head.rows<2>("xent::cross_entropy_with_grad_", logits, indices, scale, square, head.weight);
+    chunk.put(loss, made[0]);
+    chunk.put(lse, made[1]);
+    products.add(chunk, logits);
+  });
+  const Tensor value = reduced(loss, lse, head.target, divisors, ignore_index, lse_square_scale);
+  stack.returns({value, divisors, lse, products.made[0], products.made[1], products.made[2]});
+}
+
+void linear_scale_grad(Stack& stack) {
+  const Tensor grad = stack.tensor();
+  const Tensor factor = stack.tensor();
+  checks::scale_grad(grad, factor);
+  const Tensor scaled = aten::empty_like(grad, grad.scalar_type());
+  if (!stack.meta) {
+    const NoGrad below;
+    Tensor written = scaled;
+    torch::stable::copy_(written, grad);
+    aten::call_all<0>("xent::scale_grad_", "", scaled, factor);
+  }
+  stack.returns({scaled});
+}
+
+}  // namespace xent::operators

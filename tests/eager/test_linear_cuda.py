@@ -1,0 +1,438 @@
+"""Linear cross entropy on a GPU: capture and replay, no synchronisation, memory, sizes, a loss scaler."""
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import xent_ops
+from xent_ops.testing import assert_linear, linear_oracle
+
+pytestmark = pytest.mark.gpu
+
+CAP = {"softcap": 20.0, "logit_scale": 0.5}
+OPTIONS = {"label_smoothing": 0.1, "lse_square_scale": 1e-3, **CAP}
+WIDE = {"accumulate_dtype": torch.float32, "chunk_rows": 24}
+
+
+@pytest.fixture(autouse=True)
+def collected():
+    """A CUDA graph of an earlier test that the garbage collector frees during a capture would invalidate it."""
+    gc.collect()
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _floats(results):
+    return sum(value.sum() for value in results if value.is_floating_point())
+
+
+def _loss(**options):
+    return lambda h, w, b, target, weight: xent_ops.linear_cross_entropy(h, w, target, **options)
+
+
+def _full(**options):
+    return lambda h, w, b, target, weight: xent_ops.linear_cross_entropy(
+        h, w, target, linear_bias=b, weight=weight, **OPTIONS, **options
+    )
+
+
+# Each a scalar function of hidden states, the head, class indices and class weights.
+LOSSES = {
+    "plain": _loss(),
+    "chunks": _loss(chunk_rows=24),
+    "full": _full(),
+    "full, float32 sums": _full(**WIDE),
+    "sum over a tensor": lambda h, w, b, target, weight: xent_ops.linear_cross_entropy(
+        h, w, target, reduction="sum", divisor=(target != -100).sum()
+    ),
+    "sum over a number": _full(reduction="sum", divisor=51.5),
+    "none": lambda *args: _full(reduction="none", **WIDE)(*args).sum(),
+    "outputs": lambda h, w, b, target, weight: _floats(
+        xent_ops.linear_cross_entropy_outputs(h, w, target, linear_bias=b, weight=weight, **OPTIONS)
+    ),
+    "log_probs": lambda h, w, b, target, weight: _floats(
+        xent_ops.linear_token_log_probs(h, w, target, linear_bias=b, **CAP, **WIDE)
+    ),
+}
+
+
+def batch(seed, rows=64, classes=1003, features=40, dtype=torch.bfloat16):
+    """(h, w, b, target, weight)."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).cuda().to(dtype)
+
+    target = torch.randint(0, classes, (rows,), generator=generator).cuda()
+    target[seed % 7 :: 5] = -100
+    weight = torch.rand(classes, generator=torch.Generator().manual_seed(9)).cuda()
+    return normal(rows, features), normal(classes, features), normal(classes), target, weight
+
+
+def leaves(h, w, b, *others):
+    return h.detach().requires_grad_(), w.detach().requires_grad_(), b.detach().requires_grad_(), *others
+
+
+def value_and_grads(function, *args):
+    args = leaves(*args)
+    loss = function(*args)
+    grads = torch.autograd.grad(loss, args[:3], allow_unused=True)
+    return [loss.detach().clone(), *(grad.clone() for grad in grads if grad is not None)]
+
+
+def assert_close(mine, wanted):
+    """The same kernels, or other products, which round some elements otherwise."""
+    assert len(mine) == len(wanted)
+    torch.testing.assert_close(mine[0], wanted[0], rtol=2e-4, atol=0)
+    for grad, other in zip(mine[1:], wanted[1:], strict=True):
+        assert grad.dtype == other.dtype
+        error = (grad.double() - other.double()).norm() / other.double().norm()
+        assert error < 0.01, error
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_nothing_synchronises(name, compiled):
+    function = LOSSES[name]
+    if compiled:
+        function = torch.compile(function, fullgraph=True)
+    args = batch(0)
+    value_and_grads(function, *args)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = value_and_grads(function, *args)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(tensor.isfinite().all() for tensor in found)
+
+
+def test_other_ways_of_a_call_do_not_synchronise():
+    """A second backward, a second derivative, no gradient, a frozen head, autocast with float16."""
+
+    def everything():
+        h, w, b, target, weight = leaves(*batch(1))
+        loss = xent_ops.linear_cross_entropy(h, w, target, linear_bias=b, weight=weight, divisor=3.0, reduction="sum")
+        loss.backward(retain_graph=True)
+        loss.backward(torch.full_like(loss, 2.0))
+        loss = xent_ops.linear_cross_entropy(h, w, target)
+        (grad,) = torch.autograd.grad(loss, h, create_graph=True)
+        grad.square().sum().backward()
+        with torch.no_grad():
+            xent_ops.linear_cross_entropy(h, w, target)
+        xent_ops.linear_cross_entropy(h, w.detach(), target).backward()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = xent_ops.linear_cross_entropy(h, w.float(), target)
+        loss.backward()
+
+    everything()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        everything()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_capture_and_replay_on_other_data(name, compiled):
+    """The captured inputs may be uninitialised: out-of-range targets in them must not read outside the buffer."""
+    function = LOSSES[name]
+    if compiled:
+        function = torch.compile(function, fullgraph=True)
+    args = leaves(*batch(0))
+    target = args[3]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            torch.autograd.grad(function(*args), args[:3], allow_unused=True)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        target.random_(-(2**62), 2**62)
+    with torch.cuda.graph(graph):
+        loss = function(*args)
+        grads = torch.autograd.grad(loss, args[:3], allow_unused=True)
+    graph.replay()
+    assert loss.isnan()
+    for seed in (1, 2, 3):
+        other = batch(seed)
+        with torch.no_grad():
+            for mine, value in zip(args, other, strict=True):
+                mine.copy_(value)
+        graph.replay()
+        found = [loss, *(grad for grad in grads if grad is not None)]
+        assert_close(found, value_and_grads(LOSSES[name], *other))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_reduce_overhead(name):
+    function = torch.compile(LOSSES[name], mode="reduce-overhead", fullgraph=True)
+    for seed in range(6):
+        torch.compiler.cudagraph_mark_step_begin()
+        args = batch(seed)
+        found = value_and_grads(function, *args)
+        assert_close(found, value_and_grads(LOSSES[name], *args))
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name.startswith("full")])
+def test_make_graphed_callables(name):
+    """All gradients are wanted there, so with a bias."""
+    function = LOSSES[name]
+    graphed = torch.cuda.make_graphed_callables(function, leaves(*batch(0)))
+    for seed in (1, 2):
+        args = batch(seed)
+        assert_close(value_and_grads(graphed, *args), value_and_grads(function, *args))
+
+
+# Memory, in bytes
+
+
+def measured(function):
+    """(what the function returns, its peak beyond what was allocated before, what it left allocated)."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = function()
+    torch.cuda.synchronize()
+    return result, torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+
+
+ROWS, CLASSES, FEATURES = 8192, 32000, 1024
+SMALL = 2 * 2**20  # losses, lse, targets, and what the allocator rounds up
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 512])
+def test_memory_of_a_step(chunk_rows):
+    """The gradients and one chunk of logits; the backward allocates nothing, and AccumulateGrad takes what it gets."""
+    from xent_ops.ops.linear.sizes import rows_of_chunk
+
+    h, w, _, target, _ = batch(0, ROWS, CLASSES, FEATURES)
+    h.requires_grad_(), w.requires_grad_()
+    gradients = 2 * (h.numel() + w.numel())
+    chunk = 2 * CLASSES * rows_of_chunk(h, w, False, chunk_rows)
+
+    def forward():
+        return xent_ops.linear_cross_entropy(h, w, target, chunk_rows=chunk_rows)
+
+    for _ in range(2):
+        forward().backward()
+        h.grad = w.grad = None
+    loss, peak, left = measured(forward)
+    assert peak <= gradients + chunk + SMALL, (peak, gradients, chunk)
+    assert left <= gradients + SMALL, (left, gradients)
+    _, peak, left = measured(loss.backward)
+    assert peak <= SMALL and left <= SMALL, (peak, left)
+    loss = forward()
+    _, peak, _ = measured(lambda: loss.backward(torch.full_like(loss, 3.0)))
+    assert peak <= SMALL, "another upstream gradient is applied in place"
+
+    with torch.no_grad():
+        _, peak, left = measured(forward)
+    assert peak <= chunk + SMALL and left <= SMALL, (peak, chunk, left)
+
+
+def test_memory_of_rows():
+    """reduction="none": a chunk of logits forward; backward again, and the gradients."""
+    h, w, _, target, _ = batch(0, ROWS, CLASSES, FEATURES)
+    h.requires_grad_(), w.requires_grad_()
+    gradients, chunk = 2 * (h.numel() + w.numel()), 2 * CLASSES * 1024
+
+    def forward():
+        return xent_ops.linear_cross_entropy(h, w, target, reduction="none", chunk_rows=1024)
+
+    forward().sum().backward()
+    h.grad = w.grad = None
+    losses, peak, left = measured(forward)
+    assert peak <= chunk + SMALL and left <= SMALL, (peak, chunk, left)
+    _, peak, _ = measured(lambda: losses.backward(torch.rand_like(losses)))
+    assert peak <= gradients + chunk + SMALL, (peak, gradients, chunk)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_memory_of_float32_sums(dtype):
+    """Twice the head's gradient while they are added up, and it once more in the backward."""
+    h, w, _, target, _ = batch(0, ROWS, CLASSES, FEATURES, dtype)
+    h.requires_grad_(), w.requires_grad_()
+    chunk = 2 * CLASSES * 1024
+
+    def forward():
+        return xent_ops.linear_cross_entropy(h, w, target, accumulate_dtype=torch.float32, chunk_rows=1024)
+
+    forward().backward()
+    h.grad = w.grad = None
+    loss, peak, _ = measured(forward)
+    assert peak <= 2 * h.numel() + 4 * w.numel() + chunk + SMALL, peak
+    _, peak, _ = measured(loss.backward)
+    assert peak <= 2 * h.numel() + 2 * w.numel() + SMALL, peak
+
+
+def test_memory_of_a_frozen_head():
+    h, w, _, target, _ = batch(0, ROWS, CLASSES, FEATURES)
+    h.requires_grad_()
+
+    def step():
+        xent_ops.linear_cross_entropy(h, w, target, chunk_rows=1024).backward()
+
+    step()
+    h.grad = None
+    _, peak, _ = measured(step)
+    assert peak <= 2 * h.numel() + 2 * CLASSES * 1024 + SMALL, peak
+
+
+# Values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "full"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("sums", [None, torch.float32], ids=["", "float32 sums"])
+def test_values_against_float64(dtype, options, reduction, sums):
+    if sums is not None and dtype == torch.float64:
+        pytest.skip("float64 is added up in float64")
+    h, w, b, target, weight = batch(2, 700, 1003, 96, dtype)
+    w = w * 0.1
+    options = {**options, "reduction": reduction, "chunk_rows": 256, "accumulate_dtype": sums}
+    args = leaves(h, w, b)
+    loss = xent_ops.linear_cross_entropy(
+        args[0], args[1], target, linear_bias=args[2], weight=weight if "softcap" in options else None, **options
+    )
+    upstream = torch.randn(loss.shape, device="cuda")
+    grads = torch.autograd.grad(loss, args, upstream.to(loss))
+    assert all(grad.dtype == dtype for grad in grads)
+    weight = weight if "softcap" in options else None
+    assert_linear(loss, grads, linear_oracle(h, w, target, b, weight, upstream=upstream, **options))
+
+
+def by_float64(h, w, target, rows=2048):
+    """(row losses, gradients of their mean for h and w), on the GPU, a few rows at a time."""
+    losses, grad_h, grad_w = [], [], torch.zeros(w.shape, device="cuda", dtype=torch.float64)
+    wide = w.double()
+    for x, t in zip(h.split(rows), target.split(rows), strict=True):
+        log_p = (x.double() @ wide.t()).log_softmax(-1)
+        losses.append(F.nll_loss(log_p, t, reduction="none"))
+        g = log_p.exp_()
+        g[torch.arange(len(t), device="cuda"), t] -= 1
+        g /= len(h)
+        grad_h.append(g @ wide)
+        grad_w += g.t() @ x.double()
+        del log_p, g
+    return torch.cat(losses), torch.cat(grad_h), grad_w
+
+
+def relative(found, wanted):
+    return ((found.double() - wanted).norm() / wanted.norm()).item()
+
+
+def test_float16_with_a_loss_scaler():
+    """One over 32768 rows, times a probability of one in 128256, is zero in float16."""
+    torch.manual_seed(0)
+    rows, features, classes = 32768, 512, 128256
+    h = torch.randn(rows, features, device="cuda")
+    w = torch.randn(classes, features, device="cuda") * 0.05
+    target = torch.randint(0, classes, (rows,), device="cuda")
+    losses, grad_h, grad_w = by_float64(h.half(), w.half(), target)
+
+    # As autocast has it, with torch's scaler.
+    h.requires_grad_(), w.requires_grad_()
+    optimizer, scaler = torch.optim.SGD([h, w], lr=1.0), torch.amp.GradScaler("cuda", init_scale=2.0**16)
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = xent_ops.linear_cross_entropy(h, w, target)
+    assert abs(loss.item() / losses.mean().item() - 1) < 1e-4
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    assert relative(h.grad, grad_h) < 5e-3 and relative(w.grad, grad_w) < 5e-3
+    # Of classes that are no row's target, whose gradients are the smallest.
+    rare = torch.ones(classes, dtype=torch.bool, device="cuda")
+    rare[target] = False
+    assert relative(w.grad[rare], grad_w[rare]) < 2e-2
+    assert (w.grad[rare] == 0).float().mean() < 0.05
+
+    # All in float16, also by rows, whose gradients are made with the scale.
+    for reduction in ("mean", "none"):
+        half, head = h.detach().half().requires_grad_(), w.detach().half().requires_grad_()
+        loss = xent_ops.linear_cross_entropy(half, head, target, reduction=reduction)
+        (loss.mean() * 2.0**16).backward()
+        assert relative(half.grad.float() / 2.0**16, grad_h) < 5e-3
+        assert relative(head.grad.float() / 2.0**16, grad_w) < 5e-3
+        assert relative(head.grad[rare].float() / 2.0**16, grad_w[rare]) < 2e-2
+        del loss, half, head
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 70000], ids=["in all", "in one chunk"])
+def test_more_than_two_to_the_31_logits(chunk_rows):
+    torch.manual_seed(0)
+    rows, features, classes = 70000, 64, 32768
+    h = torch.randn(rows, features, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(classes, features, device="cuda", dtype=torch.bfloat16) * 0.2
+    target = torch.randint(0, classes, (rows,), device="cuda")
+    losses, grad_h, grad_w = by_float64(h, w, target)
+    h.requires_grad_(), w.requires_grad_()
+    wide = {"chunk_rows": chunk_rows, "accumulate_dtype": torch.float32}
+    loss = xent_ops.linear_cross_entropy(h, w, target, **wide)
+    loss.backward()
+    assert abs(loss.item() / losses.mean().item() - 1) < 1e-3
+    assert relative(h.grad, grad_h) < 1e-2 and relative(w.grad, grad_w) < 1e-2
+    last = slice(rows - 100, rows)  # behind the 2^31st
+    assert relative(h.grad[last], grad_h[last]) < 1e-2
+    h.grad = w.grad = None
+    rowwise = xent_ops.linear_cross_entropy(h, w, target, reduction="none", **wide)
+    torch.testing.assert_close(rowwise.double(), losses, rtol=0, atol=0.05)
+    rowwise.mean().backward()
+    assert relative(h.grad, grad_h) < 1e-2 and relative(h.grad[last], grad_h[last]) < 1e-2
+    assert relative(w.grad, grad_w) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_every_run_gives_the_same_bits(dtype, reduction):
+    h, w, b, target, weight = batch(3, 5000, 32000, 256, dtype)
+
+    def run(h, w, b, target, weight):
+        loss = xent_ops.linear_cross_entropy(
+            h, w * 0.1, target, linear_bias=b, weight=weight, reduction=reduction, **OPTIONS
+        )
+        return loss.mean()
+
+    first = value_and_grads(run, h, w, b, target, weight)
+    for _ in range(4):
+        noise = torch.randn(
+            2000, 2000, device="cuda"
+        )  # what memory held before, and what runs beside, is nothing to it
+        (noise @ noise).sum()
+        del noise
+        for mine, wanted in zip(value_and_grads(run, h, w, b, target, weight), first, strict=True):
+            assert torch.equal(mine, wanted)
+
+
+def test_a_target_out_of_range_is_nan_in_its_row():
+    h, w, _, target, _ = batch(4)
+    for bad in (1003, -1, 2**40):
+        target[3] = bad
+        args = leaves(h, w, w[:, 0])
+        loss = xent_ops.linear_cross_entropy(args[0], args[1], target, reduction="none", chunk_rows=2)
+        (grad,) = torch.autograd.grad(loss.sum(), args[0])
+        others = torch.arange(64, device="cuda") != 3
+        assert loss[3].isnan() and grad[3].isnan().all()
+        assert loss[others].isfinite().all() and grad[others].isfinite().all()
+        assert xent_ops.linear_cross_entropy(args[0], args[1], target).isnan()
+
+
+def test_on_another_device_than_the_current():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    h, w, b, target, weight = (tensor.to("cuda:1") for tensor in batch(0))
+    args = leaves(h, w, b)
+    with torch.cuda.device(0):
+        for sums in (None, torch.float32):
+            loss = xent_ops.linear_cross_entropy(
+                args[0], args[1], target, linear_bias=args[2], weight=weight, accumulate_dtype=sums, chunk_rows=24
+            )
+            grads = torch.autograd.grad(loss, args)
+            expected = linear_oracle(h, w, target, b, weight, accumulate_dtype=sums, chunk_rows=24)
+            assert_linear(loss, grads, expected)

@@ -1,0 +1,128 @@
+"""``--linear``: the head and the loss as one, beside the three products that no way to compute them can do without."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import cases, linear_cases, plot, report, timing
+from .linear_cases import FORWARD_UNIT, UNIT, LinearVariant
+from .linear_problem import LinearProblem
+from .measure import Result, Settings, measure, set_ratios
+from .problems import HeadShape, Shape
+
+DEFAULT_SHAPES = {"cuda": [Shape(8192, 128256)], "cpu": [Shape(256, 4096)]}
+AGAIN = f"{UNIT} again"
+UNITS = (UNIT, FORWARD_UNIT, AGAIN)
+
+
+def check(arguments: argparse.Namespace) -> None:
+    others = [f"--{name}" for name in ("step", "tails", "dynamic") if getattr(arguments, name)]
+    if others:
+        raise ValueError(f"--linear is a table of its own: leave out {', '.join(others)}")
+
+
+def chosen(arguments: argparse.Namespace, dtype: torch.dtype) -> list[LinearVariant]:
+    """With the products first, and at the end again: a GPU that slows down as it warms up is seen there."""
+    known, missing = linear_cases.variants(dtype, arguments.chunk_rows or [None])
+    variants = cases.choose(known, arguments.only, linear_cases.PEERS)
+    if arguments.only is None:
+        for line in missing:
+            print(f"left out: {line}", file=sys.stderr)
+    units = [name for name in (UNIT, FORWARD_UNIT) if any(variant.against == name for variant in variants)]
+    again = linear_cases.unit(UNIT, AGAIN, against=UNIT)
+    return [*(linear_cases.unit(name) for name in units), *variants, *[again] * (UNIT in units)]
+
+
+def run(
+    arguments: argparse.Namespace,
+    variants: Sequence[LinearVariant],
+    settings: Settings,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    environment = report.environment(device, arguments.command_line, linear_cases.PEERS)
+    report.show_environment(environment, linear_cases.PEERS)
+    if not settings.memory:
+        print(f"peak memory is not measured on {device}: neither CUDA's allocator nor Linux counts it", file=sys.stderr)
+    name = str(dtype).removeprefix("torch.")
+    own = {"dtype": name, "step": None, "linear": arguments.linear, "chunk_rows": arguments.chunk_rows}
+    content: dict[str, Any] = {"environment": environment, "settings": own | vars(settings), "results": []}
+    given = arguments.shapes or DEFAULT_SHAPES["cpu" if device.type == "cpu" else "cuda"]
+    todo = [HeadShape(shape.rows, shape.classes, hidden) for hidden in arguments.linear for shape in given]
+    results: list[Result] = []
+    failed = False
+    for number, shape in enumerate(todo, 1):
+        try:
+            done = _shape(f"{number}/{len(todo)} {shape}", LinearProblem(shape, dtype, device), variants, settings)
+        except RuntimeError as error:  # out of memory, or a device that an earlier variant broke
+            note = timing.reason(error)
+            print(f"{shape}: not measured, {note}", file=sys.stderr)
+            content["results"].append({"shape": list(shape), "status": "error", "note": note})
+            failed = True
+        else:
+            unit = f"; 1 = {done[0].ms:.4f} ms" if done[0].variant == UNIT and done[0].ms else ""
+            report.show(
+                f"{shape} {name}, forward + backward of head and loss{unit}", done, _table(done, settings.memory)
+            )
+            results += done
+            content["results"] += [result.as_json() for result in done]
+        if arguments.json:  # after each shape: a run that is stopped leaves what it has
+            report.write_json(arguments.json, content)
+        timing.collect(device)
+    if len(arguments.chunk_rows or []) > 1:
+        _show_chunks(results, variants, arguments.chunk_rows, settings.memory)
+    if arguments.plot and results:
+        # Not what is measured against one product.
+        names = {variant.name for variant in variants if not variant.forward_alone} - {FORWARD_UNIT, AGAIN}
+        drawn = [result for result in results if result.variant in names]
+        plot.draw(arguments.plot, drawn, plot.title(environment, name), plot.OF_LINEAR)
+    return int(failed or any(result.kind == "ours" and result.status != "ok" for result in results))
+
+
+def _shape(title: str, problem: LinearProblem, variants: Sequence[LinearVariant], settings: Settings) -> list[Result]:
+    # Before the clock starts: it brings a GPU to the temperature and the clock rate at which all are measured, and if
+    # memory is short, no variant takes the blame.
+    problem.expected()
+    done = []
+    with report.progress(title, len(variants)) as step:
+        for variant in variants:
+            step(variant.name)
+            done.append(measure(problem, variant, None, settings))
+    set_ratios(variants, done)
+    return done
+
+
+def _table(results: Sequence[Result], memory: bool) -> report.Table:
+    head = ["variant", "ms", "ratio"] + ["peak MiB"] * memory + ["loss error", "dH error", "dW error", "status"]
+    rows = []
+    for result in results:
+        row = [result.variant, report.number(result.ms, 4), report.number(result.ratio, 3)]
+        row += [report.number(result.peak_mib, 0)] * memory
+        errors = [None if result.variant in UNITS else result.loss_error, result.hidden_error, result.head_error]
+        row += [report.error_text(error) for error in errors]
+        rows.append([*row, report.status(result)])
+    return head, rows
+
+
+def _show_chunks(
+    results: Sequence[Result], variants: Sequence[LinearVariant], chunk_rows: Sequence[int], memory: bool
+) -> None:
+    """A table for each way of ours: a line a shape, a column a number of rows of a chunk."""
+    found = {(result.variant, result.shape): result for result in results}
+    shapes = list(dict.fromkeys(result.shape for result in results))
+    names = dict.fromkeys(variant.chunked for variant in variants if variant.chunked)
+    for name in names:
+        print(f"\n{name}: times of {'the products, and peak MiB' if memory else 'the products'}, by rows of a chunk\n")
+        print("| | " + " | ".join(map(str, chunk_rows)) + " |\n| --- |" + " ---: |" * len(chunk_rows))
+        for shape in shapes:
+            cells = []
+            for rows in chunk_rows:
+                result = found[linear_cases.by_chunks(name, rows), shape]
+                text = result.status if result.ratio is None else f"{result.ratio:.3f}"
+                cells.append(f"{text}, {result.peak_mib:.0f}" if result.peak_mib is not None else text)
+            print(f"| {shape} | " + " | ".join(cells) + " |", flush=True)

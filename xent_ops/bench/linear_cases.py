@@ -1,0 +1,177 @@
+"""The contestants for the head and the loss as one: a loss here is a function of (hidden, matrix, target)."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import xent_ops
+
+from .cases import Loss, Peer, Variant
+from .problems import Outputs
+
+UNIT = "three products"
+FORWARD_UNIT = "one product"
+AUTO_CHUNKS = (4, 8)  # 8 is what auto_chunker takes by itself; fewer are faster and need more memory
+
+Products = Callable[[Tensor, Tensor], Outputs]
+
+
+@dataclass(frozen=True)
+class LinearVariant(Variant):
+    """``load`` returns a function of (hidden, matrix, target)."""
+
+    against: str = UNIT
+    products: Products | None = None  # a unit: these, and no loss
+    forward_alone: bool = False  # below no_grad
+    inductor: dict[str, Any] = field(default_factory=dict)  # options of torch.compile
+    auto_chunked: bool = False  # Inductor has to chunk it, or it is another contestant
+    chunked: str = ""  # ours with a chunk size of its own: the name without the number
+
+    def build(self) -> Loss:
+        if not self.compiled:
+            return self.load()
+        return torch.compile(self.load(), fullgraph=True, options=self.inductor or None)
+
+
+def _three_products(hidden: Tensor, matrix: Tensor) -> Outputs:
+    """Those of a step, the logits standing in for their gradient, which has their shape and dtype."""
+    logits = torch.mm(hidden, matrix.t())
+    return Outputs(hidden.new_zeros(()), (torch.mm(logits, matrix), torch.mm(logits.t(), hidden)))
+
+
+def _one_product(hidden: Tensor, matrix: Tensor) -> Outputs:
+    torch.mm(hidden, matrix.t())
+    return Outputs(hidden.new_zeros(()), ())
+
+
+def _no_loss() -> Loss:
+    raise NotImplementedError("the products have no loss")
+
+
+def unit(of: str, name: str | None = None, against: str = "") -> LinearVariant:
+    products = {UNIT: _three_products, FORWARD_UNIT: _one_product}[of]
+    return LinearVariant(name or of, "torch", _no_loss, against=against, products=products)
+
+
+def by_chunks(name: str, rows: int | None) -> str:
+    return name if rows is None else f"{name} {rows}"
+
+
+def _ours(hidden: Tensor, matrix: Tensor, target: Tensor, **options: Any) -> Tensor:
+    return xent_ops.linear_cross_entropy(hidden, matrix, target, **options)
+
+
+def _unfused_ours(hidden: Tensor, matrix: Tensor, target: Tensor) -> Tensor:
+    return xent_ops.cross_entropy(F.linear(hidden, matrix), target)
+
+
+def _unfused_torch(hidden: Tensor, matrix: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, matrix).float(), target)
+
+
+def _torch_chunked() -> Loss:
+    options = torch.nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined, unused-ignore]
+    return lambda hidden, matrix, target: F.linear_cross_entropy(  # type: ignore[attr-defined, unused-ignore]
+        hidden, matrix, target, options=options
+    )
+
+
+def _liger() -> Loss:
+    module = importlib.import_module("liger_kernel.transformers.functional")
+    return lambda hidden, matrix, target: module.liger_fused_linear_cross_entropy(hidden, matrix, target)
+
+
+def _cut_cross_entropy() -> Loss:
+    loss = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+    return lambda hidden, matrix, target: loss(hidden, matrix, target)
+
+
+def _quack(**options: Any) -> Loss:
+    loss = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    return lambda hidden, matrix, target: loss(hidden, matrix, target, **options)
+
+
+PEERS = (
+    Peer(("liger-kernel", "liger-kernel-nightly"), "liger_kernel", _liger),
+    Peer(("cut-cross-entropy",), "cut_cross_entropy", _cut_cross_entropy),
+    # It tunes its products in the first call, for minutes.
+    Peer(("quack-kernels",), "quack", _quack),
+)
+
+
+def _own(dtype: torch.dtype, chunk_rows: Sequence[int | None]) -> list[LinearVariant]:
+    ways: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("xent eager", {}, {}),
+        ("xent compiled", {}, {"compiled": True}),
+        ("xent float32 dW", {"accumulate_dtype": torch.float32}, {}),
+        ("xent forward", {}, {"forward_alone": True, "against": FORWARD_UNIT}),
+    ]
+    if dtype != torch.bfloat16:  # the others add up in float32 or wider by themselves
+        ways = [way for way in ways if not way[1]]
+    found = []
+    for name, keywords, how in ways:
+        for rows in chunk_rows:
+            load = functools.partial(functools.partial, _ours, chunk_rows=rows, **keywords)
+            chunked = "" if rows is None else name
+            found.append(LinearVariant(by_chunks(name, rows), "ours", load, chunked=chunked, **how))
+    return found
+
+
+def _from_torch() -> tuple[list[LinearVariant], list[str]]:
+    """(what this torch has, a line for each that it has not)."""
+    found, missing = [], []
+    if hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        found.append(LinearVariant("F.linear_cross_entropy", "torch", _torch_chunked))
+    else:
+        missing.append(f"F.linear_cross_entropy: torch has it from 2.13 on, this is {torch.__version__}")
+    import torch._inductor.config as inductor
+
+    if hasattr(inductor, "auto_chunker"):
+        # Without the thresholds it leaves heads alone whose logits are less than 8 times as large as their inputs.
+        options: dict[str, Any] = {f"auto_chunker.{name}_threshold": 0 for name in ("output_size", "amplify_ratio")}
+        # A step from a cache on disk does not tell whether it was chunked.
+        options |= {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+        for number in AUTO_CHUNKS:
+            chunked = options | {"auto_chunker.enable": True, "auto_chunker.num_chunk": number}
+            found.append(
+                LinearVariant(
+                    f"auto_chunker {number}",
+                    "torch",
+                    lambda: _unfused_torch,
+                    compiled=True,
+                    inductor=chunked,
+                    auto_chunked=True,
+                )
+            )
+    else:
+        missing.append(f"auto_chunker: not in the Inductor of torch {torch.__version__}")
+    return found, missing
+
+
+def variants(dtype: torch.dtype, chunk_rows: Sequence[int | None]) -> tuple[list[LinearVariant], list[str]]:
+    """(the contestants without the units, what is left out and why)."""
+    unfused = LinearVariant("unfused xent compiled", "ours", lambda: _unfused_ours, compiled=True)
+    found = [
+        *_own(dtype, chunk_rows),
+        unfused,
+        replace(unfused, name="unfused F compiled", kind="torch", load=lambda: _unfused_torch),
+    ]
+    of_torch, missing = _from_torch()
+    found += of_torch
+    for peer in PEERS:
+        if not peer.installed():
+            missing.append(f"{peer.name}: not installed")
+            continue
+        found.append(LinearVariant(peer.name, "peer", peer.load))
+        if peer.module == "quack":
+            load = functools.partial(_quack, tuned=False)
+            found.append(LinearVariant(f"{peer.name} untuned", "peer", load))
+    return found, missing

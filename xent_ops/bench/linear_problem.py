@@ -1,0 +1,148 @@
+"""Inputs of a head and its loss as one, and the check: loss and both gradients against float64, by chunks of rows."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import check
+from .cases import Variant
+from .linear_cases import LinearVariant
+from .problems import HeadShape, Outputs, Run, Shape, StepProblem
+
+# Logits that are in float64 at a time, about five copies of them: 512 MiB each on a GPU, where a chunk of few rows
+# would read and write all of the weight's gradient for little; 32 MiB elsewhere.
+CHUNK = {"cuda": 1 << 26}
+CHUNK_ELSEWHERE = check.CHUNK
+
+
+class _Expected(NamedTuple):
+    loss: Tensor  # ()
+    hidden: Tensor  # (rows, H)
+    matrix: Tensor  # (classes, H)
+
+
+class LinearProblem(StepProblem):
+    """As a step, but a variant takes hidden states and weight itself, and the logits are nowhere rounded.
+
+    The float64 outcome of both targets is kept, since all variants are compared with it: 2 x V x H x 8 bytes.
+    """
+
+    def __init__(self, shape: HeadShape, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(Shape(shape.rows, shape.classes), dtype, device, shape.hidden)
+        self.head = shape
+        self.which = 0
+        self._expected: dict[int, _Expected] = {}
+
+    @property
+    def reported_shape(self) -> HeadShape:
+        return self.head
+
+    def use_targets(self, which: int) -> None:
+        super().use_targets(which)
+        self.which = which
+
+    def bind(self, variant: Variant) -> Run:
+        assert isinstance(variant, LinearVariant)
+        hidden = self.hidden.detach().requires_grad_()
+        matrix = self.matrix.detach().requires_grad_()
+        target, products = self.target.detach(), variant.products
+        if products is not None:
+            return lambda: products(hidden.detach(), matrix.detach())
+        loss_of = variant.build()
+
+        def forward() -> Outputs:
+            with torch.no_grad():
+                return Outputs(loss_of(hidden, matrix, target), ())
+
+        def run() -> Outputs:
+            loss = loss_of(hidden, matrix, target)
+            return Outputs(loss.detach(), torch.autograd.grad(loss, (hidden, matrix)))
+
+        if variant.auto_chunked:
+            return _chunked_by_inductor(run)
+        return forward if variant.forward_alone else run
+
+    def check(self, outputs: Outputs, variant: Variant) -> check.Verdict:
+        """Gradients in the 2-norm. A row of hidden's may be off by the tolerance of a common row's size.
+
+        The rounding errors of rows are independent, so that of their mean has a smaller tolerance, and four roundings
+        to the dtype that the loss is returned in.
+        """
+        assert isinstance(variant, LinearVariant)
+        rounding = torch.finfo(self.dtype).eps
+        limit = max(check.tolerance(self.dtype), 1e-4)  # float32: the products' own rounding, seen through exp
+        of_loss = max(rounding / math.sqrt(self.head.rows), 3e-5) + 4 * torch.finfo(outputs.loss.dtype).eps
+        if variant.products is not None:  # torch's own, which have no loss
+            return check.Verdict(0.0, 0.0, limit)
+        expected = self.expected()
+        difference = (outputs.loss.detach().double() - expected.loss).abs()
+        loss_error = check.worst([difference / expected.loss.abs()])
+        if outputs.loss.shape != ():
+            loss_error = math.inf
+        if variant.forward_alone:
+            return check.Verdict(loss_error, 0.0, limit, loss_tolerance=of_loss)
+        grad_hidden, grad_matrix = outputs.grads
+        if grad_hidden.shape != self.hidden.shape or grad_matrix.shape != self.matrix.shape:
+            return check.Verdict(loss_error, math.inf, limit, loss_tolerance=of_loss)
+        of_rows = self._row_errors(grad_hidden, expected.hidden)
+        hidden_error = check.worst([_relative_error(grad_hidden, expected.hidden)])
+        head_error = check.worst([_relative_error(grad_matrix, expected.matrix)])
+        worst = max(check.worst([of_rows]), hidden_error, head_error)
+        return check.Verdict(loss_error, worst, limit, head_error, hidden_error, of_loss)
+
+    def _row_errors(self, grad: Tensor, expected: Tensor) -> Tensor:
+        """(rows,): an ignored row must be zeros."""
+        size, counted = expected.norm(dim=1), self.target != check.IGNORE_INDEX
+        common = size.square().sum().div(counted.sum()).sqrt()
+        errors = (grad.double() - expected).norm(dim=1) / size.clamp(min=common)
+        zero = (grad == 0).all(dim=1)
+        return torch.where(counted, errors, torch.where(zero, 0.0, math.inf))
+
+    def expected(self) -> _Expected:
+        if self.which not in self._expected:
+            self._expected[self.which] = self._reference()
+        return self._expected[self.which]
+
+    def _reference(self) -> _Expected:
+        reference = check.Reference(self.target, self.weight, check.Options())
+        matrix = self.matrix.detach().double()
+        grad_matrix = torch.zeros_like(matrix)
+        grad_hidden = torch.empty(self.hidden.shape, dtype=torch.float64, device=self.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        step = max(1, CHUNK.get(self.device.type, CHUNK_ELSEWHERE) // self.head.classes)
+        for start in range(0, self.head.rows, step):
+            part = slice(start, min(start + step, self.head.rows))
+            hidden = self.hidden.detach()[part].double()
+            share, grad = reference.rows(part, hidden @ matrix.T)
+            total += share
+            torch.mm(grad, matrix, out=grad_hidden[part])
+            grad_matrix.addmm_(grad.T, hidden)
+        return _Expected(total, grad_hidden, grad_matrix)
+
+
+def _relative_error(actual: Tensor, expected: Tensor) -> Tensor:
+    """In the 2-norm, without a second float64 tensor of this size."""
+    squares = torch.zeros((), dtype=torch.float64, device=actual.device)
+    step = max(1, check.CHUNK // expected.shape[1])
+    for part, wanted in zip(actual.split(step), expected.split(step), strict=True):
+        squares += (part.double() - wanted).square().sum()
+    return squares.sqrt() / expected.norm()
+
+
+def _chunked_by_inductor(run: Run) -> Run:
+    """Raises where Inductor compiled the step without chunks."""
+    from torch._inductor import metrics
+
+    before = metrics.num_auto_chunking
+
+    def checked() -> Outputs:
+        outputs = run()
+        if metrics.num_auto_chunking == before:
+            raise RuntimeError("Inductor's auto_chunker left the graph as it is")
+        return outputs
+
+    return checked
