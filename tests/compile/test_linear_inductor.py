@@ -1,5 +1,6 @@
 """The head and the loss as one in Inductor's code: the one pass runs once, and its gradients are scaled in place."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -86,6 +87,22 @@ def test_inductor_takes_the_marked_graphs(device, setting):
     with config.patch(**dict([setting] if setting else [])):
         code, _ = code_of(function, *inputs(device=device))
     assert counts(code, ONE_PASS) == (1,)
+
+
+@pytest.mark.skipif(not hasattr(torch.autograd.graph, "region_activation_memory_budget"), reason="torch 2.13 has it")
+def test_the_budget_of_a_region_stands():
+    """It is above any that the marks need, so there are none: docs/compile.md says that the one pass may run twice."""
+
+    def function(*tensors):
+        with (
+            torch.autograd.graph.region_activation_memory_budget(0.3)
+            if torch.compiler.is_compiling()
+            else nullcontext()
+        ):
+            return after_pointwise(*tensors)
+
+    code, _ = code_of(function, *inputs())
+    assert counts(code, ONE_PASS) == (2,)
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
