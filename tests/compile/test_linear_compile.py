@@ -221,8 +221,8 @@ class GraphModule(torch.nn.Module):
         """\
 class GraphModule(torch.nn.Module):
     def forward(self, getitem_3: "f32[48, 16]", getitem_4: "f32[40, 16]", tangents_1: "f32[]"):
-        linear_scale_grad: "f32[48, 16]" = torch.ops.xent.linear_scale_grad.default(getitem_3, tangents_1, torch.float32)
-        linear_scale_grad_1: "f32[40, 16]" = torch.ops.xent.linear_scale_grad.default(getitem_4, tangents_1, torch.float32);  
+        linear_scale_grad: "f32[48, 16]" = torch.ops.xent.linear_scale_grad.default(getitem_3, tangents_1)
+        linear_scale_grad_1: "f32[40, 16]" = torch.ops.xent.linear_scale_grad.default(getitem_4, tangents_1);  
         return (linear_scale_grad, linear_scale_grad_1, None)
 """,
     )

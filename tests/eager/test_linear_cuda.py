@@ -113,8 +113,9 @@ def test_nothing_synchronises(name, compiled):
 def test_other_ways_of_a_call_do_not_synchronise():
     """A second backward, a second derivative, no gradient, a frozen head, autocast with float16."""
 
+    h, w, b, target, weight = leaves(*batch(1))
+
     def everything():
-        h, w, b, target, weight = leaves(*batch(1))
         loss = xent_ops.linear_cross_entropy(h, w, target, linear_bias=b, weight=weight, divisor=3.0, reduction="sum")
         loss.backward(retain_graph=True)
         loss.backward(torch.full_like(loss, 2.0))
