@@ -1,5 +1,6 @@
 // xent_ops._C: the CPU kernels for the Python package, as operators of the namespace `xent_cpu`. Python owns the namespace
-// `xent` with its checks, fakes and autograd formulas; its CPU kernels call these (xent_ops/kernels/cpu.py).
+// `xent` with its checks, fakes and autograd formulas; its CPU kernels call these (xent_ops/kernels/cpu.py). Only tests call
+// those of linear cross entropy: one chunk loop in Python serves all devices.
 #include "operators.h"
 
 #include <Python.h>

@@ -2,9 +2,9 @@
 
     python examples/aoti_eval/export.py OUT [--text FILE]
 
-writes OUT/score.pt2 (summed loss of a batch of windows), OUT/step.pt2 (loss and gradients of a training step) and
-OUT/parameters.pt (what the step starts from), and prints the perplexity of the text and the losses of some steps of SGD
-as Python computes them. The C++ program must print the same.
+writes OUT/score.pt2 (summed loss of a batch of windows, made without all of its logits), OUT/step.pt2 (loss and
+gradients of a training step) and OUT/parameters.pt (what the step starts from), and prints the perplexity of the text
+and the losses of some steps of SGD as Python computes them. The C++ program must print the same.
 """
 
 import argparse
@@ -37,15 +37,18 @@ class ByteModel(nn.Module):
         self.layers = nn.ModuleList(nn.Conv1d(width, width, kernel_size=2, dilation=2**i) for i in range(4))
         self.head = nn.Linear(width, 256)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def hidden(self, ids: Tensor) -> Tensor:
         x = self.bytes((ids.unsqueeze(-1) == torch.arange(256)).float()).transpose(1, 2)  # (batch, width, length)
         for layer in self.layers:
             x = x + F.gelu(layer(F.pad(x, (layer.dilation[0], 0))))
-        return self.head(x.transpose(1, 2))  # (batch, length, 256)
+        return x.transpose(1, 2)  # (batch, length, width)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.hidden(ids))  # (batch, length, 256)
 
 
-def loss_of(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
-    return xent_ops.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction=reduction)
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return xent_ops.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
 
 class Score(nn.Module):
@@ -54,7 +57,10 @@ class Score(nn.Module):
         self.model = model
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        return loss_of(self.model(ids), targets, "sum")
+        head, hidden = self.model.head, self.model.hidden(ids)
+        return xent_ops.linear_cross_entropy(
+            hidden, head.weight, targets, linear_bias=head.bias, ignore_index=IGNORED, reduction="sum"
+        )
 
 
 def windows(text: bytes) -> tuple[Tensor, Tensor]:
@@ -71,7 +77,7 @@ def train_step(model: ByteModel, parameters: Sequence[Tensor], ids: Tensor, targ
     leaves = [parameter.detach().requires_grad_() for parameter in parameters]
     names = [name for name, _ in model.named_parameters()]
     logits = torch.func.functional_call(model, dict(zip(names, leaves, strict=True)), ids)
-    loss = loss_of(logits, targets, "mean")
+    loss = loss_of(logits, targets)
     return loss.detach(), *torch.autograd.grad(loss, leaves)
 
 
@@ -85,7 +91,7 @@ def train(model: ByteModel, ids: Tensor, targets: Tensor, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(steps):
         batch = torch.randint(len(ids), (BATCH,))
-        loss_of(model(ids[batch]), targets[batch], "mean").backward()
+        loss_of(model(ids[batch]), targets[batch]).backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -73,7 +73,7 @@ def test_training_step(program, packed):
 def test_without_the_library(program, packed):
     done = run(program, "none", "score", packed[0] / "score.pt2", EXAMPLE / "export.py")
     assert done.returncode == 1
-    assert "Could not find schema for xent::cross_entropy_reduced" in done.stderr
+    assert "Could not find schema for xent::linear_cross_entropy_forward" in done.stderr
     assert "python -m xent_ops library-path" in done.stderr
 
 

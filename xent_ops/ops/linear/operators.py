@@ -139,7 +139,11 @@ def _one_pass_backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[T
     if grad_value is None:
         return (None,) * 8
     input, linear_weight, target, lse, linear_bias, weight, divided_by = ctx.saved_tensors
-    gradients, ctx.gradients = ctx.gradients, None
+    gradients = ctx.gradients
+    # Compiled autograd traces this, and replays no change of ctx: there the gradients stay as they are.
+    traced = torch.compiler.is_compiling()
+    if not traced:
+        ctx.gradients = None
     differentiable = torch.is_grad_enabled()  # create_graph=True
     if gradients is None or differentiable:
         if differentiable:  # made again, since it depends on the logits
@@ -154,16 +158,15 @@ def _one_pass_backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[T
     factor = grad_value
     if input.dtype == torch.float16:
         factor = grad_value / chunks.later(divided_by)
-    in_place = not transforms.is_batch(grad_value)
-    for i, gradient in enumerate(gradients):
-        if not ctx.mask[i]:
-            continue
-        if in_place and type(gradient) is Tensor:
+    in_place = not traced and not transforms.is_batch(grad_value)
+    scaled = []
+    for gradient, wanted in zip(gradients, ctx.mask, strict=True):
+        if wanted and in_place and type(gradient) is Tensor:
             _ops.scale_grad_(gradient, factor)
-        else:  # traced: a graph has no use for the write; or a batch of upstream gradients
+        elif wanted:
             gradient = _ops.linear_scale_grad(gradient, factor)
-        gradients[i] = gradient.to(input.dtype)
-    return _of_inputs(ctx.mask, gradients, 4)
+        scaled.append(gradient.to(input.dtype))
+    return _of_inputs(ctx.mask, scaled, 4)
 
 
 def _save_backward(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
