@@ -238,8 +238,12 @@ def test_operators_check_their_rows():
         ops.linear_cross_entropy_backward(rows, None, x, head, target, rows, None, None, rows[0])
     with pytest.raises(ValueError, match=r"grad_entropy has shape \(2,\)"):
         ops.linear_cross_entropy_backward_entropy(rows, None, rows[:2], x, head, target, rows, rows)
-    with pytest.raises(ValueError, match=r"factor has shape \(5,\)"):
-        ops.linear_scale_grad(x, rows[1:])
+    with pytest.raises(
+        ValueError, match=r"factor has shape \(3,\); expected \(6,\), one value for each row of the grad"
+    ):
+        ops.linear_scale_grad(x, rows[:3])
+    with pytest.raises(ValueError, match=r"output_mask has 2 entries|expected.*3"):
+        ops.linear_cross_entropy_with_grad(x, head, target, None, None, None, [True, True])
     with pytest.raises(RuntimeError, match=r"xent::linear_scale_grad has no derivative"):
         ops.linear_scale_grad(x, rows[0]).sum().backward()
     for name in ("linear_cross_entropy_forward", "linear_cross_entropy_with_grad"):

@@ -142,7 +142,8 @@ def linear_samples(device, dtype, requires_grad, rows):
             if args[0].numel():
                 positional = (*divided, None, mask, kwargs.get("accumulate_dtype"))
                 yield ops.linear_cross_entropy_with_grad.default, positional, one_pass
-    yield ops.linear_scale_grad.default, (head.detach(), rows()), {}
+    for factor in (rows(), rows(37)):
+        yield ops.linear_scale_grad.default, (head.detach(), factor), {}
 
 
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["", "grad"])
