@@ -38,6 +38,7 @@ class Verdict:
     head_error: float | None = None  # of a step: that of the gradient of W, relative, in the 2-norm
     hidden_error: float | None = None  # that of the gradient of the hidden states as a whole
     loss_tolerance: float | None = None  # where it is not that of the gradient
+    loss: float | None = None  # itself, where a run reports it
 
     @property
     def ok(self) -> bool:
@@ -48,7 +49,7 @@ class Verdict:
     def __str__(self) -> str:
         of_loss = "" if self.loss_tolerance is None else f" (tolerance {self.loss_tolerance:.1e})"
         return (
-            f"relative error of the loss {self.loss_error:.1e}{of_loss}, of the worst row of the gradient "
+            f"relative error of the loss {self.loss_error:.1e}{of_loss}, of the gradient where it is worst "
             f"{self.grad_error:.1e}; tolerance {self.tolerance:.1e}"
         )
 

@@ -63,7 +63,7 @@ class LinearProblem(StepProblem):
             return Outputs(loss.detach(), torch.autograd.grad(loss, (hidden, matrix)))
 
         if variant.auto_chunked:
-            return _chunked_by_inductor(run)
+            return chunked_by_inductor(run)
         return forward if variant.forward_alone else run
 
     def check(self, outputs: Outputs, variant: Variant) -> check.Verdict:
@@ -89,8 +89,8 @@ class LinearProblem(StepProblem):
         if grad_hidden.shape != self.hidden.shape or grad_matrix.shape != self.matrix.shape:
             return check.Verdict(loss_error, math.inf, limit, loss_tolerance=of_loss)
         of_rows = self._row_errors(grad_hidden, expected.hidden)
-        hidden_error = check.worst([_relative_error(grad_hidden, expected.hidden)])
-        head_error = check.worst([_relative_error(grad_matrix, expected.matrix)])
+        hidden_error = check.worst([relative_error(grad_hidden, expected.hidden)])
+        head_error = check.worst([relative_error(grad_matrix, expected.matrix)])
         worst = max(check.worst([of_rows]), hidden_error, head_error)
         return check.Verdict(loss_error, worst, limit, head_error, hidden_error, of_loss)
 
@@ -124,7 +124,7 @@ class LinearProblem(StepProblem):
         return _Expected(total, grad_hidden, grad_matrix)
 
 
-def _relative_error(actual: Tensor, expected: Tensor) -> Tensor:
+def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
     """In the 2-norm, without a second float64 tensor of this size."""
     squares = torch.zeros((), dtype=torch.float64, device=actual.device)
     step = max(1, check.CHUNK // expected.shape[1])
@@ -133,7 +133,7 @@ def _relative_error(actual: Tensor, expected: Tensor) -> Tensor:
     return squares.sqrt() / expected.norm()
 
 
-def _chunked_by_inductor(run: Run) -> Run:
+def chunked_by_inductor(run: Run) -> Run:
     """Raises where Inductor compiled the step without chunks."""
     from torch._inductor import metrics
 

@@ -13,6 +13,7 @@ import torch
 from .. import inductor
 from . import timing
 from .cases import Variant
+from .llama import ModelShape
 from .problems import HeadShape, Problem, Shape
 
 
@@ -21,11 +22,12 @@ class Settings:
     graph: bool
     memory: bool
     budget_ms: float
+    wall: bool = True  # where a GPU is timed by calls: also a call in a row of calls, 55 of them and more
 
 
 @dataclass
 class Result:
-    shape: Shape | HeadShape
+    shape: Shape | HeadShape | ModelShape
     variant: str
     kind: str
     status: str = "error"  # "ok", "wrong" or "error"
@@ -37,6 +39,9 @@ class Result:
     peak_logits: float | None = None  # peak memory beyond the inputs, in sizes of the logits
     extra_logits: float | None = None  # beyond the inputs and the gradients
     peak_mib: float | None = None  # as peak_logits, in MiB
+    extra_mib: float | None = None  # as extra_logits, in MiB
+    tokens_per_s: float | None = None  # of a whole training step
+    loss: float | None = None  # of a whole training step
     loss_error: float | None = None
     grad_error: float | None = None
     head_error: float | None = None  # of a step: the gradient of W
@@ -101,6 +106,7 @@ def _measure(problem: Problem, variant: Variant, copy: float | None, settings: S
         result.peak_logits = memory.beyond_inputs / problem.unit
         result.extra_logits = memory.beyond_gradients / problem.unit
         result.peak_mib = memory.beyond_inputs / 2**20
+        result.extra_mib = memory.beyond_gradients / 2**20
     if settings.graph:
         problem.restore()
         try:
@@ -119,7 +125,7 @@ def _measure(problem: Problem, variant: Variant, copy: float | None, settings: S
     times = _clock(run, before, problem, settings)
     result.ms, result.copies = times.ms, None if copy is None else times.ms / copy
     result.note = "; ".join(filter(None, (times.doubt, result.note)))
-    if problem.device.type != "cpu" and result.mode == "calls":
+    if settings.wall and problem.device.type != "cpu" and result.mode == "calls":
         result.wall_ms = timing.back_to_back(run, settings.budget_ms, problem.device)
     result.status = "ok"
 
@@ -138,6 +144,7 @@ def _right(problem: Problem, variant: Variant, run: timing.Run, result: Result) 
     verdict = problem.check(run(), variant)
     result.loss_error, result.grad_error, result.tolerance = verdict.loss_error, verdict.grad_error, verdict.tolerance
     result.head_error, result.hidden_error = verdict.head_error, verdict.hidden_error
+    result.loss = verdict.loss
     if not verdict.ok:
         result.status, result.note = "wrong", str(verdict)
     return verdict.ok

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .llama import ModelShape
 from .measure import Result
 from .problems import HeadShape, Shape
 
 MISSING = "--plot needs matplotlib, which is not installed: pip install matplotlib"
 FORMATS = (".png", ".pdf", ".svg")
 
-_AnyShape = Shape | HeadShape
+_AnyShape = Shape | HeadShape | ModelShape
 _Values = Mapping[tuple[str, _AnyShape], float]
 
 
@@ -30,6 +31,7 @@ class Figures:
     memory_label: str
     limit: tuple[float, str] | None = None  # a line across the times
     memory_format: str = "%.2f"
+    times_format: str = "%.2f"
 
 
 def of_loss(step: int | None) -> Figures:
@@ -138,7 +140,7 @@ def draw(path: Path, results: Sequence[Result], title: str, figures: Figures) ->
     if sweep:
         shapes.sort(key=lambda shape: shape.classes)
     show = _lines if sweep else _bars
-    show(times, shapes, styles, copies, "%.2f")
+    show(times, shapes, styles, copies, figures.times_format)
     if sweep:
         times.set_yscale("log", base=2)
         times.yaxis.set_major_formatter(lambda value, _: f"{value:g}")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import check
+from .llama import ModelShape
 
 if TYPE_CHECKING:
     from .cases import Variant
@@ -69,7 +70,7 @@ class Problem:
         return values.mul_(std)
 
     @property
-    def reported_shape(self) -> Shape | HeadShape:
+    def reported_shape(self) -> Shape | HeadShape | ModelShape:
         return self.shape
 
     def use_targets(self, which: int) -> None:

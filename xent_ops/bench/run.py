@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ..ops.devices import interpreter_is_set
-from . import cases, linear, plot, report, tails, timing
+from . import cases, linear, model, plot, report, tails, timing
+from .llama import ModelShape
 from .measure import Result, Settings, copy_times, measure, set_ratios
 from .problems import HeadShape, LossProblem, Problem, Shape, StepProblem
 
@@ -74,6 +75,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ROWS,...",
         help="with --linear: a line of ours for each number of rows a chunk",
     )
+    parser.add_argument(
+        "--model",
+        type=model.sizes,
+        nargs="?",
+        const="",
+        metavar="KEY=N,...",
+        help=f"time whole training steps of a Llama-like decoder; keys: {', '.join(model.KEYS)}",
+    )
     parser.add_argument("--only", metavar="WORDS,...", help="only variants whose names contain one of these")
     parser.add_argument("--budget", type=_positive, default=100, metavar="MS", help="time per figure (default: 100 ms)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write results and environment; after each shape")
@@ -84,8 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _redraw(source: Path, arguments: argparse.Namespace) -> None:
     if arguments.plot is None:
         raise ValueError("--redraw FILE draws what is in FILE: add --plot FILE.png")
-    measuring = ("device", "shapes", "dtype", "graph", "dynamic", "memory", "step", "tails", "linear", "only", "json")
-    given = [f"--{name}" for name in measuring if getattr(arguments, name) not in (None, False)]
+    measuring = ("device", "shapes", "dtype", "graph", "dynamic", "memory", "step", "tails", "linear", "model", "only")
+    given = [f"--{name}" for name in (*measuring, "json") if getattr(arguments, name) not in (None, False)]
     if given:
         raise ValueError(f"--redraw measures nothing: leave out {', '.join(given)}")
     try:
@@ -94,14 +103,16 @@ def _redraw(source: Path, arguments: argparse.Namespace) -> None:
         raise ValueError(f"--redraw {source}: {error.strerror}") from error
     try:
         content = json.loads(written)
+        kinds: dict[int, Any] = {len(kind._fields): kind for kind in (Shape, HeadShape, ModelShape)}
         results = [
-            Result(**entry | {"shape": (Shape if len(entry["shape"]) == 2 else HeadShape)(*entry["shape"])})
+            Result(**entry | {"shape": kinds[len(entry["shape"])](*entry["shape"])})
             for entry in content["results"]
             if "variant" in entry
         ]
         environment, settings = content["environment"], content["settings"]
         title = plot.title(environment, settings["dtype"])
         figures = plot.OF_LINEAR if settings.get("linear") else plot.of_loss(settings["step"])
+        figures = model.figures(results) if settings.get("model") else figures
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--redraw {source}: not what --json writes ({timing.reason(error)})") from error
     plot.draw(arguments.plot, results, title, figures)
@@ -172,11 +183,15 @@ def main(arguments: argparse.Namespace) -> int:
             arguments.memory = arguments.memory or device.type == "cuda"
         dtype = DTYPES[arguments.dtype or ("float32" if on_cpu and not arguments.tails else "bfloat16")]
         heads = linear.chosen(arguments, dtype) if arguments.linear else None
-        variants = [] if heads else _variants(arguments, dtype, device)
+        step = model.check(arguments, device) if arguments.model is not None else None
+        whole = model.chosen(arguments.only) if step else []
+        variants = [] if heads or step else _variants(arguments, dtype, device)
     except (ValueError, RuntimeError) as error:
         arguments.parser.error(str(error))
     if not report.have("rich"):
         print("rich is not installed: plain tables (pip install rich)", file=sys.stderr)
+    if step:
+        return model.run(arguments, step, whole, dtype, device)
     if arguments.linear:
         arguments.memory = timing.measures_memory(device)
     elif arguments.memory and device.type != "cuda":

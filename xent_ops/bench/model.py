@@ -1,0 +1,162 @@
+"""``--model``: what the loss is worth in a whole training step, compiled, of a Llama-like decoder."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from . import cases, model_cases, plot, report, timing
+from .llama import Sizes
+from .measure import Result, Settings, measure
+from .model_cases import BODY, ModelVariant
+from .model_problem import ModelProblem
+
+KEYS = ("batch", "tokens", *Sizes._fields)
+
+
+class _Step(NamedTuple):
+    sizes: Sizes
+    batch: int
+    tokens: int  # of a sequence
+
+    def as_json(self) -> dict[str, int]:
+        return {"batch": self.batch, "tokens": self.tokens, **self.sizes._asdict()}
+
+
+DEFAULTS = {
+    "cuda": _Step(Sizes(), 4, 4096),
+    "cpu": _Step(Sizes(layers=2, hidden=64, heads=4, kv_heads=2, feed_forward=128, classes=512), 2, 32),
+}
+
+
+def sizes(text: str) -> dict[str, int]:
+    """What is given; the defaults of the rest depend on the device."""
+    found = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        match = re.fullmatch(r"(\w+)=0*([1-9]\d*)", part)
+        if match is None or match[1] not in KEYS:
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is not a size; expected KEY=NUMBER with a whole number above 0, separated by commas, such "
+                f"as layers=4,batch=16; keys are {', '.join(KEYS)}"
+            )
+        found[match[1]] = int(match[2])
+    return found
+
+
+def check(arguments: argparse.Namespace, device: torch.device) -> _Step:
+    names = ("shapes", "step", "tails", "linear", "dynamic", "graph")
+    others = [f"--{name}" for name in names if getattr(arguments, name)]
+    if others:
+        raise ValueError(f"--model is a table of its own, timed by calls: leave out {', '.join(others)}")
+    if arguments.dtype in ("float16", "float64"):
+        raise ValueError(f"--dtype {arguments.dtype}: --model trains in bfloat16 or float32")
+    default = DEFAULTS["cpu" if device.type == "cpu" else "cuda"]
+    found: dict[str, int] = {**default.as_json(), **arguments.model}
+    step = _Step(Sizes(*(found[name] for name in Sizes._fields)), found["batch"], found["tokens"])
+    step.sizes.check()
+    return step
+
+
+def chosen(only: str | None) -> list[ModelVariant]:
+    known, missing = model_cases.variants()
+    if only is None:
+        for line in missing:
+            print(f"left out: {line}", file=sys.stderr)
+    return cases.choose(known, only, model_cases.PEERS)
+
+
+def run(
+    arguments: argparse.Namespace,
+    step: _Step,
+    variants: Sequence[ModelVariant],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    environment = report.environment(device, arguments.command_line, model_cases.PEERS)
+    report.show_environment(environment, model_cases.PEERS)
+    settings = Settings(graph=False, memory=timing.measures_memory(device), budget_ms=arguments.budget, wall=False)
+    if not settings.memory:
+        print(f"peak memory is not measured on {device}: neither CUDA's allocator nor Linux counts it", file=sys.stderr)
+    name = str(dtype).removeprefix("torch.")
+    own = {"dtype": name, "step": None, "model": step.as_json()}
+    content: dict[str, Any] = {
+        "environment": environment,
+        "settings": own | dataclasses.asdict(settings),
+        "results": [],
+    }
+    results: list[Result] = []
+    failed = False
+
+    def write() -> None:
+        if arguments.json:
+            report.write_json(arguments.json, content)
+
+    try:
+        problem = ModelProblem(step.sizes, step.batch, step.tokens, dtype, device)
+        content["parameters"] = sum(parameter.numel() for parameter in problem.parameters)
+        for result in _measured(f"{problem.reported} {name}", problem, variants, settings):
+            results.append(result)
+            content["results"].append(result.as_json())
+            write()  # after each variant, which compiles first: a run that is stopped leaves what it has
+    except RuntimeError as error:  # out of memory, or a device that an earlier variant broke
+        note = timing.reason(error)
+        print(f"not measured, {note}", file=sys.stderr)
+        content["results"].append({"status": "error", "note": note})
+        failed = True
+        write()
+    if results:
+        title = (
+            f"whole step of {step.batch} x {step.tokens} tokens, {name}; {step.sizes.layers} layers of "
+            f"{step.sizes.hidden}, {step.sizes.classes} classes, {content['parameters']:,} parameters"
+        )
+        report.show(title, results, _table(results, settings.memory))
+    if arguments.plot and results:
+        plot.draw(arguments.plot, results, plot.title(environment, name), figures(results))
+    return int(failed or any(result.kind == "ours" and result.status != "ok" for result in results))
+
+
+def _measured(
+    title: str, problem: ModelProblem, variants: Sequence[ModelVariant], settings: Settings
+) -> Iterator[Result]:
+    with report.progress(title, 1 + len(variants)) as tell:
+        tell("the eager step that all are compared with")
+        problem.expected()
+        for variant in variants:
+            tell(f"{variant.name}: compiles, is checked and timed")
+            result = measure(problem, variant, None, settings)
+            if result.ms:
+                result.tokens_per_s = 1e3 * problem.shape.rows / result.ms
+            yield result
+
+
+def _table(results: Sequence[Result], memory: bool) -> report.Table:
+    head = ["variant", "ms", "tokens/s"] + ["peak MiB"] * memory + ["loss", "grad error", "head error", "status"]
+    rows = []
+    for result in results:
+        row = [result.variant, report.number(result.ms, 2), report.number(result.tokens_per_s, 0)]
+        row += [report.number(result.extra_mib, 0)] * memory
+        checked = result.variant != BODY
+        row += [report.number(result.loss, 4)]
+        row += [report.error_text(error if checked else None) for error in (result.grad_error, result.head_error)]
+        rows.append([*row, report.status(result)])
+    return head, rows
+
+
+def figures(results: Sequence[Result]) -> plot.Figures:
+    """Whole steps, and a line at the body's: what is above it is the head's and the loss's."""
+    body = next((result.ms for result in results if result.variant == BODY), None)
+    return plot.Figures(
+        "ms",
+        "whole step, ms",
+        "extra_mib",
+        "peak memory beyond parameters and gradients, MiB",
+        None if body is None else (body, f"the {BODY}"),
+        "%.0f",
+        "%.1f",
+    )
