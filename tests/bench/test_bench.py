@@ -99,6 +99,21 @@ def test_peers_that_are_missing_are_left_out(monkeypatch, capsys):
     assert "none of these is installed" in capsys.readouterr().err
 
 
+def test_a_fraction_of_the_rows_is_ignored(tmp_path, capsys):
+    for fraction, number in ((0.0, 0), (0.5, 17), (0.9, 31), (0.999, 33)):  # never the first row
+        problem = LossProblem(Shape(34, 64), torch.float32, CPU, ignored=fraction)
+        assert [int((target == check.IGNORE_INDEX).sum()) for target in problem.targets] == [number] * 2
+        assert all(target[0] != check.IGNORE_INDEX for target in problem.targets)
+    figures = tmp_path / "bench.json"
+    for name, *more in (("xent eager",), ("xent in-place", "--step", "16"), ("xent eager", "--linear", "16")):
+        arguments = ("--shapes", "34x64", "--only", name, "--ignored", "0.9", "--json", str(figures))
+        assert bench(*arguments, *more) == 0
+        assert json.loads(figures.read_text())["settings"]["ignored"] == 0.9
+    with pytest.raises(SystemExit):
+        bench("--ignored", "1")
+    assert "'1' is not a fraction of the rows" in capsys.readouterr().err
+
+
 def test_samples_that_differ_are_doubted():
     assert timing.Times.of([1.0, 1.1, 1.0, 1.2, 1.1]).doubt == ""
     times = timing.Times.of([1.0, 3.0, 1.0, 3.0, 2.0])

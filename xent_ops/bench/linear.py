@@ -51,6 +51,7 @@ def run(
         print(f"peak memory is not measured on {device}: neither CUDA's allocator nor Linux counts it", file=sys.stderr)
     name = str(dtype).removeprefix("torch.")
     own = {"dtype": name, "step": None, "linear": arguments.linear, "chunk_rows": arguments.chunk_rows}
+    own["ignored"] = arguments.ignored
     content: dict[str, Any] = {"environment": environment, "settings": own | vars(settings), "results": []}
     given = arguments.shapes or DEFAULT_SHAPES["cpu" if device.type == "cpu" else "cuda"]
     todo = [HeadShape(shape.rows, shape.classes, hidden) for hidden in arguments.linear for shape in given]
@@ -58,7 +59,8 @@ def run(
     failed = False
     for number, shape in enumerate(todo, 1):
         try:
-            done = _shape(f"{number}/{len(todo)} {shape}", LinearProblem(shape, dtype, device), variants, settings)
+            problem = LinearProblem(shape, dtype, device, ignored=arguments.ignored)
+            done = _shape(f"{number}/{len(todo)} {shape}", problem, variants, settings)
         except RuntimeError as error:  # out of memory, or a device that an earlier variant broke
             note = timing.reason(error)
             print(f"{shape}: not measured, {note}", file=sys.stderr)

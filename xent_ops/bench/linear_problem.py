@@ -31,8 +31,10 @@ class LinearProblem(StepProblem):
     The float64 outcome of both targets is kept, since all variants are compared with it: 2 x V x H x 8 bytes.
     """
 
-    def __init__(self, shape: HeadShape, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(Shape(shape.rows, shape.classes), dtype, device, shape.hidden)
+    def __init__(
+        self, shape: HeadShape, dtype: torch.dtype, device: torch.device, *, ignored: float | None = None
+    ) -> None:
+        super().__init__(Shape(shape.rows, shape.classes), dtype, device, shape.hidden, ignored=ignored)
         self.head = shape
         self.which = 0
         self._expected: dict[int, _Expected] = {}

@@ -47,10 +47,13 @@ Run = Callable[[], Outputs]
 
 
 class Problem:
-    """Base: targets with every 17th row ignored, class weights, and the logits' size in bytes, which is the unit."""
+    """Base: targets, class weights, and the logits' size in bytes, which is the unit.
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self.device = shape, dtype, device
+    ``ignored``: the fraction of rows, here and there, that are ignored; None for every 17th.
+    """
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, *, ignored: float | None = None) -> None:
+        self.shape, self.dtype, self.device, self.ignored = shape, dtype, device, ignored
         # A generator of our own: a CUDA graph whose capture failed leaves the default one unusable.
         self.generator = torch.Generator(device).manual_seed(0)
         self.unit = shape.rows * shape.classes * dtype.itemsize
@@ -62,7 +65,11 @@ class Problem:
         shape = self.shape
         target = torch.randint(shape.classes, (shape.rows,), generator=self.generator, device=self.device)
         # Not the first row: a single row that is ignored has a mean of nothing, NaN.
-        target[16::17] = check.IGNORE_INDEX
+        if self.ignored is None:
+            target[16::17] = check.IGNORE_INDEX
+        else:
+            order = torch.randperm(shape.rows - 1, generator=self.generator, device=self.device) + 1
+            target[order[: round(self.ignored * shape.rows)]] = check.IGNORE_INDEX
         return target
 
     def random(self, *size: int, std: float) -> Tensor:
@@ -113,8 +120,8 @@ class _Produced(torch.autograd.Function):
 class LossProblem(Problem):
     """Forward and backward of the loss alone, from logits."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(shape, dtype, device)
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, *, ignored: float | None = None) -> None:
+        super().__init__(shape, dtype, device, ignored=ignored)
         self.source = self.random(*shape, std=3.0)
         self.logits = self.source.clone()
 
@@ -153,8 +160,10 @@ class LossProblem(Problem):
 class StepProblem(Problem):
     """hidden @ W.T -> loss -> gradients of hidden and W: the end of a training step; logits are an intermediate."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, width: int) -> None:
-        super().__init__(shape, dtype, device)
+    def __init__(
+        self, shape: Shape, dtype: torch.dtype, device: torch.device, width: int, *, ignored: float | None = None
+    ) -> None:
+        super().__init__(shape, dtype, device, ignored=ignored)
         self.hidden = self.random(shape.rows, width, std=1.0).requires_grad_()
         self.matrix = self.random(shape.classes, width, std=3.0 / math.sqrt(width)).requires_grad_()
 

@@ -44,6 +44,16 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction of the rows; expected 0 or more and less than 1")
+    return value
+
+
 def _list(text: str) -> list[int]:
     return [_positive(part.strip()) for part in text.split(",")]
 
@@ -83,6 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=N,...",
         help=f"time whole training steps of a Llama-like decoder; keys: {', '.join(model.KEYS)}",
     )
+    parser.add_argument(
+        "--ignored", type=_fraction, metavar="FRACTION", help="rows that are ignored, as 0.9 (default: every 17th)"
+    )
     parser.add_argument("--only", metavar="WORDS,...", help="only variants whose names contain one of these")
     parser.add_argument("--budget", type=_positive, default=100, metavar="MS", help="time per figure (default: 100 ms)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write results and environment; after each shape")
@@ -93,8 +106,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _redraw(source: Path, arguments: argparse.Namespace) -> None:
     if arguments.plot is None:
         raise ValueError("--redraw FILE draws what is in FILE: add --plot FILE.png")
-    measuring = ("device", "shapes", "dtype", "graph", "dynamic", "memory", "step", "tails", "linear", "model", "only")
-    given = [f"--{name}" for name in (*measuring, "json") if getattr(arguments, name) not in (None, False)]
+    measuring = ("device", "shapes", "dtype", "graph", "dynamic", "memory", "step", "tails", "linear", "model")
+    given = [
+        f"--{name}" for name in (*measuring, "ignored", "only", "json") if getattr(arguments, name) not in (None, False)
+    ]
     if given:
         raise ValueError(f"--redraw measures nothing: leave out {', '.join(given)}")
     try:
@@ -212,12 +227,15 @@ def main(arguments: argparse.Namespace) -> int:
             "dtype": str(dtype).removeprefix("torch."),
             "step": arguments.step,
             "tails": arguments.tails,
+            "ignored": arguments.ignored,
             **vars(settings),
         },
         "copies": [],
         "results": [],
     }
-    make: Any = LossProblem if arguments.step is None else functools.partial(StepProblem, width=arguments.step)
+    make: Any = functools.partial(LossProblem, ignored=arguments.ignored)
+    if arguments.step is not None:
+        make = functools.partial(StepProblem, width=arguments.step, ignored=arguments.ignored)
     todo = arguments.shapes or shapes(DEFAULT_SHAPES["cpu" if on_cpu else "cuda"])
     results: list[Result] = []
     failed = False

@@ -62,22 +62,21 @@ def _save_reduced(
         checks.weight_needs_grad()
     _value, divisor, lse = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(divisor)
+    ctx.mark_non_differentiable(divisor, lse)
     ctx.options = dict(keyword_only_inputs)
     mean = ctx.options.pop("reduction", "mean") == "mean"
     ctx.save_for_backward(logits, target, lse, weight, divisor if mean else None)
 
 
-def _reduced_backward(
-    ctx: Any, grad_value: Tensor | None, grad_divisor: None, grad_lse: Tensor | None
-) -> tuple[Tensor | None, None, None]:
-    if grad_value is None and grad_lse is None:
+def _reduced_backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[Tensor | None, None, None]:
+    if grad_value is None:
         return None, None, None
     logits, target, lse, weight, divisor = ctx.saved_tensors
-    if grad_value is None:
-        grad_value = lse.new_zeros(())
+    if torch.is_grad_enabled():  # The gradient is differentiated in its turn: with an lse that depends on the logits.
+        rows = {name: value for name, value in ctx.options.items() if name != "lse_square_scale"}
+        lse = torch.ops.xent.cross_entropy_forward(logits, target, weight, **rows)[1]
     rest = (logits, target, lse, weight, divisor)
-    return torch.ops.xent.cross_entropy_backward(grad_value, grad_lse, *rest, **ctx.options), None, None
+    return torch.ops.xent.cross_entropy_backward(grad_value, None, *rest, **ctx.options), None, None
 
 
 def _second_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

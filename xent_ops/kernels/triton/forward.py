@@ -263,15 +263,20 @@ def forward_kernel(
     logit_scale = tl.cast(logit_scale, ACC)
     target = tl.load(target_ptr + row).to(tl.int64)
     valid = (target >= 0) & (target < n_cols)
+    n_read = n_cols
+    if FLAGS.skip_ignored:
+        valid &= target != ignore_index
+        n_read = tl.where(target == ignore_index, 0, n_cols)
     shift = tl.cast(0.0, ACC)
     if FLAGS.smoothing:
         shift = shift_of(target_logit(row_ptr, target, valid, logit_scale, softcap, FLAGS), FLAGS)
     maximum, total, moment, smooth, weights, _top, first = scan(
-        logits_ptr, offset, 0, n_cols, n_cols, weight_ptr, logit_scale, softcap, shift, FLAGS, EDGES, BLOCK, VECTOR,
+        logits_ptr, offset, 0, n_read, n_cols, weight_ptr, logit_scale, softcap, shift, FLAGS, EDGES, BLOCK, VECTOR,
         ACC, "",
     )  # fmt: skip
-    # Loaded last: before the loop it would hold up the row's own loads until the target has arrived. To pick it out of
-    # the tile by comparing columns was slower (131072 x 1024: 0.84 copies, 0.66 so).
+    # Loaded last: before the loop it would hold up the row's own loads until the target has arrived (with skip_ignored
+    # they wait for it anyway). To pick it out of the tile by comparing columns was slower (131072 x 1024: 0.84 copies,
+    # 0.66 so).
     x_target = target_logit(row_ptr, target, valid, logit_scale, softcap, FLAGS)
     finish(
         row, True, n_cols, target, valid, x_target, shift, maximum, total, moment, smooth, weights, first,

@@ -14,25 +14,21 @@ from ..rows import dense_like
 from . import configs
 from .cached import Launch
 from .common import RowLayout, Run, class_weights, edges, launcher, new_rows, new_tensor, processors, row_layout
-from .flags import flags_of
+from .flags import Flags, flags_of
 from .forward import forward_kernel
 from .short import short_kernel
 from .split_row import join_kernel, partial_kernel
 
 
-def _prepare_kernels(
-    logits: Tensor, layout: RowLayout, options: Options, weighted: bool, with_argmax: bool, with_entropy: bool
-) -> Callable[..., None]:
+def _prepare_kernels(logits: Tensor, layout: RowLayout, options: Options, flags: Flags) -> Callable[..., None]:
     """``launch(logits, target, weights, loss, lse, argmax, entropy)`` by the kernels that suit these rows."""
     number, strides = layout.number, layout.strides
     classes, itemsize = logits.shape[-1], logits.element_size()
-    extra, smoothing = with_argmax or with_entropy, options.label_smoothing > 0.0
-    load = configs.load(options, weighted)
+    extra, load = flags.argmax or flags.entropy, configs.load(options, flags.weight)
     numbers = options.numbers()
-    flags = flags_of(options, weighted, itemsize)._replace(argmax=with_argmax, entropy=with_entropy)
     vector = configs.vector(itemsize)
     border = edges(classes, itemsize, strides)
-    short = configs.short(classes, itemsize, extra, load, smoothing)
+    short = configs.short(classes, itemsize, extra, load, flags.smoothing)
     if short is not None and not border and options.logit_scale > 0.0:
         tiling = {"ROWS": short.rows, "BLOCK": short.block, "VECTOR": vector, "num_warps": short.num_warps}
         programs = -(-number // short.rows)
@@ -43,7 +39,7 @@ def _prepare_kernels(
     tiling |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if parts == 1:
         return Launch(forward_kernel, number, classes, *strides, *numbers, FLAGS=flags, **tiling)
-    parts_numbers = (classes, part_classes, parts, *strides, *numbers[2:])
+    parts_numbers = (classes, part_classes, parts, *strides, numbers[0], *numbers[2:])
     kernel = Launch(partial_kernel, number * parts, *parts_numbers, FLAGS=flags, **tiling)
     tiling = {"PARTS": next_power_of_2(parts), "num_warps": 1, "num_stages": 1}
     join = Launch(join_kernel, number, classes, parts, *strides, *numbers, FLAGS=flags, **tiling)
@@ -52,7 +48,7 @@ def _prepare_kernels(
 
     def launch_parts(*tensors: Tensor) -> None:
         sums = first = new_sums()
-        if with_argmax:
+        if flags.argmax:
             first = new_first()
         kernel(*tensors[:3], sums, first)
         join(*tensors[:3], sums, first, *tensors[3:])
@@ -67,12 +63,17 @@ def prepare_forward(
     options: Options,
     with_argmax: bool = False,
     with_entropy: bool = False,
+    skip_ignored: bool = False,
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """``forward(logits, target, weight)`` -> (loss, lse), and argmax or entropy."""
-    layout, weighted = row_layout(logits), weight is not None
-    launch = None
+    """``forward(logits, target, weight)`` -> (loss, lse), and argmax or entropy.
+
+    ``skip_ignored``: the logits of ignored rows are not read, and their lse is 0.
+    """
+    layout, launch = row_layout(logits), None
     if layout.number > 0:
-        launch = _prepare_kernels(logits, layout, options, weighted, with_argmax, with_entropy)
+        flags = flags_of(options, weight is not None, logits.element_size())
+        flags = flags._replace(argmax=with_argmax, entropy=with_entropy, skip_ignored=skip_ignored)
+        launch = _prepare_kernels(logits, layout, options, flags)
     # Where weights are multiplied by what is read beside them; else only the target's is read.
     shifted = options.label_smoothing > 0.0 and edges(logits.shape[-1], logits.element_size(), layout.strides) != 0
     as_rows, as_targets = layout.as_rows, dense_like(target)

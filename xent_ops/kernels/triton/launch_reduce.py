@@ -118,7 +118,7 @@ def cross_entropy_reduced(
     lse_square_scale: float = 0.0,
     reduction: str = "mean",
 ) -> Run:
-    forward = prepare_forward(logits, target, weight, options)
+    forward = prepare_forward(logits, target, weight, options, skip_ignored=True)
     reduce = prepare_reduce(logits, target, options, lse_square_scale, reduction, weighted=weight is not None)
     as_weights = None if weight is None else dense_like(weight, accumulator(logits))
 

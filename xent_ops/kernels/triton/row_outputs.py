@@ -64,7 +64,10 @@ def finish(
     loss = tl.where(valid, loss, float("nan"))
     loss = tl.where(target == ignore_index, 0.0, loss)
     tl.store(loss_ptr + row, loss, mask=exists)
-    tl.store(lse_ptr + row, pivot + log_total, mask=exists)
+    lse = pivot + log_total
+    if FLAGS.skip_ignored:
+        lse = tl.where(target == ignore_index, 0.0, lse)
+    tl.store(lse_ptr + row, lse, mask=exists)
     if FLAGS.entropy:
         entropy = log_total - moment / total
         if FLAGS.softcap == 2:  # as above

@@ -45,14 +45,19 @@ def short_kernel(
     row_ptr = logits_ptr + row_offset(row, n_inner, stride_outer, stride_inner) // VECTOR * VECTOR
     columns = tl.arange(0, BLOCK)[None, :]
     inside = columns < n_cols // VECTOR * VECTOR
-    read = exists[:, None] & inside
+    counted = exists
+    if FLAGS.skip_ignored:
+        target = tl.load(target_ptr + row, mask=exists, other=0).to(tl.int64)
+        counted &= target != ignore_index
+    read = counted[:, None] & inside
     # Without a softcap, x / logit_scale stands for x: a multiplication and a choice less for each element.
     if FLAGS.softcap:
         z = tl.load(row_ptr[:, None] + columns, mask=read, other=0.0)
     else:
         z = tl.load(row_ptr[:, None] + columns, mask=read, other=float("-inf"))
-    target = tl.load(target_ptr + row, mask=exists, other=0).to(tl.int64)
-    valid = (target >= 0) & (target < n_cols) & exists
+    if not FLAGS.skip_ignored:
+        target = tl.load(target_ptr + row, mask=exists, other=0).to(tl.int64)
+    valid = (target >= 0) & (target < n_cols) & counted
     x_target = target_logit(row_ptr, target, valid, logit_scale, softcap, FLAGS)
     shift = shift_of(x_target, FLAGS)
 

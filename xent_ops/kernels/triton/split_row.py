@@ -11,7 +11,7 @@ from .numerics import LOG2E, row_offset, without_infinity
 from .row_outputs import finish, shift_of, target_logit
 
 
-@triton.jit(do_not_specialize=["n_parts"], do_not_specialize_on_alignment=["n_inner"])
+@triton.jit(do_not_specialize=["n_parts", "ignore_index"], do_not_specialize_on_alignment=["n_inner"])
 def partial_kernel(
     logits_ptr,  # (outer, inner, V), rows of any stride
     target_ptr,  # (N,), contiguous, any integer dtype
@@ -24,6 +24,7 @@ def partial_kernel(
     n_inner,
     stride_outer,
     stride_inner,
+    ignore_index: "i64",
     softcap: "fp64",
     logit_scale: "fp64",
     FLAGS: tl.constexpr,
@@ -38,15 +39,20 @@ def partial_kernel(
     offset = row_offset(row, n_inner, stride_outer, stride_inner)
     softcap = tl.cast(softcap, ACC)
     logit_scale = tl.cast(logit_scale, ACC)
+    begin = part * part_cols
+    n_read = tl.minimum(part_cols, n_cols - begin)
     shift = tl.cast(0.0, ACC)
-    if FLAGS.smoothing:
+    if FLAGS.smoothing or FLAGS.skip_ignored:
         target = tl.load(target_ptr + row).to(tl.int64)
         valid = (target >= 0) & (target < n_cols)
+    if FLAGS.skip_ignored:
+        valid &= target != ignore_index
+        n_read = tl.where(target == ignore_index, 0, n_read)
+    if FLAGS.smoothing:
         shift = shift_of(target_logit(logits_ptr + offset, target, valid, logit_scale, softcap, FLAGS), FLAGS)
-    begin = part * part_cols
     maximum, total, moment, smooth, weights, top, first = scan(
-        logits_ptr, offset + begin, begin, tl.minimum(part_cols, n_cols - begin), n_cols, weight_ptr, logit_scale,
-        softcap, shift, FLAGS, EDGES, BLOCK, VECTOR, ACC, "",
+        logits_ptr, offset + begin, begin, n_read, n_cols, weight_ptr, logit_scale, softcap, shift, FLAGS,
+        EDGES, BLOCK, VECTOR, ACC, "",
     )  # fmt: skip
     out_ptr = sums_ptr + tl.cast(row, tl.int64) * 6 * n_parts + part
     tl.store(out_ptr, maximum)
@@ -102,6 +108,8 @@ def join_kernel(
     totals = tl.load(part_ptr + n_parts, mask=exists, other=0.0)
     target = tl.load(target_ptr + row).to(tl.int64)
     valid = (target >= 0) & (target < n_cols)
+    if FLAGS.skip_ignored:
+        valid &= target != ignore_index
     x_target = target_logit(logits_ptr + offset, target, valid, logit_scale, softcap, FLAGS)
     maximum = tl.max(maxima, axis=0)
     moved = maxima - without_infinity(maximum)
