@@ -15,6 +15,7 @@ from .functional import (
     refuse_dtensors,
 )
 from .ops import arguments, checks, transforms
+from .ops.linear import checks as linear_checks
 from .ops.linear import composite
 
 _ops = torch.ops.xent
@@ -75,13 +76,17 @@ def linear_cross_entropy(
         ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction, input.dtype
     )
     divisor = arguments.divisor(divisor, input, reduction)
+    accumulate_dtype, chunk_rows = arguments.chunks(accumulate_dtype, chunk_rows)
     probabilities = target.is_floating_point()
     if probabilities or transforms.functorch_is_active() or transforms.forward_mode():
+        linear_checks.reduced_by(divisor, input, reduction)
+        input, linear_weight, linear_bias = composite.as_linear(input, linear_weight, linear_bias)
+        linear_checks.head(input, linear_weight, linear_bias, accumulate_dtype, chunk_rows)
         logits = F.linear(input, linear_weight, linear_bias)
         scale = loss.lse_square_scale
         options = loss.rows._asdict() | {"lse_square_scale": scale, "reduction": reduction, "dim": -1}
         value = cross_entropy(logits, target, weight, **options)
-        return value if divisor is None else value / divisor
+        return value if divisor is None else value / divisor.to(value.dtype)
     return _ops.linear_cross_entropy(
         input,
         linear_weight,
@@ -123,6 +128,7 @@ def linear_cross_entropy_outputs(
     loss = arguments.loss_options(
         ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction, input.dtype
     )
+    accumulate_dtype, chunk_rows = arguments.chunks(accumulate_dtype, chunk_rows)
     checks.weight_without_grad(weight)
     input, linear_weight, linear_bias = composite.as_linear(input, linear_weight, linear_bias)
     row_loss, lse, argmax = _ops.linear_cross_entropy_forward_argmax(
@@ -170,6 +176,7 @@ def linear_token_log_probs(
     refuse_dtensors(name, input, linear_weight, target)
     arguments.linear(input, linear_weight, target, linear_bias)
     rows = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, dtype=input.dtype).rows
+    accumulate_dtype, chunk_rows = arguments.chunks(accumulate_dtype, chunk_rows)
     input, linear_weight, linear_bias = composite.as_linear(input, linear_weight, linear_bias)
     loss, lse, entropy = _ops.linear_cross_entropy_forward_entropy(
         input,

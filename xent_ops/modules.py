@@ -122,7 +122,7 @@ class LinearCrossEntropyLoss(nn.Module):
         loss = arguments.loss_options(ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
         rows, self.lse_square_scale, self.reduction = loss
         self.ignore_index, self.label_smoothing, self.softcap, self.logit_scale = rows
-        self.accumulate_dtype, self.chunk_rows = accumulate_dtype, chunk_rows
+        self.accumulate_dtype, self.chunk_rows = arguments.chunks(accumulate_dtype, chunk_rows)
         if tied_weight is None:
             if in_features is None or num_classes is None:
                 raise TypeError("LinearCrossEntropyLoss needs in_features and num_classes, or a tied_weight")
@@ -139,11 +139,12 @@ class LinearCrossEntropyLoss(nn.Module):
         if bias:
             self.bias = nn.Parameter(self.weight.new_empty(self.num_classes))
         self.register_buffer("class_weight", class_weight, persistent=False)
-        self.reset_parameters(tied=tied_weight is not None)
+        self.tied = tied_weight is not None
+        self.reset_parameters()
 
-    def reset_parameters(self, tied: bool = False) -> None:
+    def reset_parameters(self) -> None:
         """As nn.Linear; a tied weight stays what it is."""
-        if not tied:
+        if not self.tied:
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.bias is not None:
             bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0

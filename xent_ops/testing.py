@@ -179,7 +179,8 @@ def linear_oracle(
         """Relative error of a product that adds up so many terms, to the sum of their magnitudes."""
         return _eps(accumulator) * (4 + 2 * math.sqrt(terms))
 
-    x, head, t = wide(input).reshape(-1, input.shape[-1]), wide(linear_weight), target.detach().long().cpu().reshape(-1)
+    t = target.detach().long().cpu().reshape(-1)
+    x, head = wide(input).reshape(len(t), input.shape[-1]), wide(linear_weight)
     bias = wide(linear_bias) if linear_bias is not None else head.new_zeros(head.shape[0])
     logits = x @ head.t() + bias
     magnitude = x.abs() @ head.abs().t() + bias.abs()
@@ -224,6 +225,7 @@ def linear_oracle(
     mass = wt.unsqueeze(-1) * (1 - smooth) * hot + (smooth / head.shape[0] * wide_weight if smooth else 0)
     mass = torch.where(counted.unsqueeze(-1), mass, 0)  # of the targets: loss = sum_j mass_j (lse - x_j)
     total = (a * mass.sum(-1) + b).abs()
+    mass = mass.abs()
     parts = total.unsqueeze(-1) * p + a.abs().unsqueeze(-1) * mass
     error_g = total.unsqueeze(-1) * error_p * slope + parts * bend * error_x
     error_g = error_g + (per_square.abs() * error_lse).unsqueeze(-1) * p * slope

@@ -39,10 +39,10 @@ class Head(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, loss):
+    def __init__(self, make_head):
         super().__init__()
         self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = Head(loss)
+        self.head = make_head()
 
     def forward(self, h, target):
         for block in self.blocks:
@@ -52,7 +52,7 @@ class Model(nn.Module):
 
 def _shard(model):
     # Without a mesh torch takes one of GPUs wherever the machine has any.
-    mesh = init_device_mesh(model.head.linear.weight.device.type, (dist.get_world_size(),))
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     for layer in (*model.blocks, model.head, model):
         fully_shard(layer, mesh=mesh)
     return model
@@ -72,6 +72,7 @@ WAYS = {
     "FSDP of compiled layers": (_compiled_layers_sharded, True),
     "compiled FSDP": (lambda model, **options: torch.compile(_shard(model), **options), False),
 }
+EAGER = {"DDP": DistributedDataParallel, "FSDP": _shard}
 
 
 def _batch(device, ignored):
@@ -84,10 +85,10 @@ def _batch(device, ignored):
     return h.to(device), target.to(device)
 
 
-def _step(wrap, loss, h, target):
+def _step(wrap, make_head, h, target):
     """Loss and gradients of the same model on every rank."""
     torch.manual_seed(0)
-    model = Model(loss).to(h.device)
+    model = Model(make_head).to(h.device)
     step = wrap(model)  # its hooks average the gradients: it must live on
     value = step(h, target)
     value.backward()
@@ -117,13 +118,31 @@ def equal_to_one_process(device, way, backend):
             counters.clear()
             counter = CompileCounterWithBackend(backend)
             compiled = partial(wrap, backend=counter, fullgraph=fullgraph)
-            value, grads = _step(compiled, function, h[rank], target[rank])
+            value, grads = _step(compiled, partial(Head, function), h[rank], target[rank])
             compiles[name] = counter.frame_count, sum(counters["graph_break"].values())
             if name == "xent":
-                dist.all_reduce(value)
-                wanted = _step(lambda model: model, F.cross_entropy, h.flatten(0, 1), target.flatten())
-                torch.testing.assert_close((value / world, grads), wanted, rtol=1e-5, atol=1e-6)
+                _assert_mean_is_of_one_process(value, grads, h, target)
                 traced = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
                 assert any("xent.cross_entropy" in target for target in traced), traced
         assert compiles["xent"] == compiles["torch"], compiles
         assert not fullgraph or compiles["xent"][1] == 0
+
+
+def _assert_mean_is_of_one_process(value, grads, h, target):
+    dist.all_reduce(value)
+    wanted = _step(lambda model: model, partial(Head, F.cross_entropy), h.flatten(0, 1), target.flatten())
+    torch.testing.assert_close((value / dist.get_world_size(), grads), wanted, rtol=1e-5, atol=1e-6)
+
+
+def linear_head(device, way, backend):
+    """The same with the head and the loss as one module, whose hooks FSDP2 uses; its weight is that of the linear."""
+    h, target = _batch(device, [3] * dist.get_world_size())
+    rank, counter = dist.get_rank(), CompileCounterWithBackend(backend)
+    wrap, fullgraph = (EAGER[way], False) if backend is None else WAYS[way]
+    if backend is not None:
+        wrap = partial(wrap, backend=counter, fullgraph=fullgraph)
+    for _ in range(2):  # the second backward of a process, too
+        value, grads = _step(wrap, partial(xent_ops.LinearCrossEntropyLoss, WIDTH, V), h[rank], target[rank])
+        _assert_mean_is_of_one_process(value, grads, h, target)
+    traced = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
+    assert any("xent.linear_cross_entropy" in target for target in traced) == (backend is not None), traced

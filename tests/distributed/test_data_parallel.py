@@ -10,3 +10,8 @@ CASES.append(pytest.param("DDP of compiled", "inductor", marks=pytest.mark.slow)
 @pytest.mark.parametrize("way, backend", CASES)
 def test_equal_to_one_process(pool, device, way, backend):
     pool(2, device).run(cases.equal_to_one_process, way, backend)
+
+
+@pytest.mark.parametrize("way, backend", [*((way, None) for way in cases.EAGER), *CASES])
+def test_the_head_and_the_loss_as_one(pool, device, way, backend):
+    pool(2, device).run(cases.linear_head, way, backend)

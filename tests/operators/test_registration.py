@@ -69,6 +69,7 @@ def samples(device, dtype, requires_grad):
         yield ops.soft_cross_entropy_backward.default, (rows(6), rows(6), x, q, rows(6), *rest), kwargs
         yield ops.soft_cross_entropy_backward.default, (rows(6), None, x, q, rows(6), *rest), kwargs
     yield from shard_samples(logits, target, weight, full, rows)
+    yield from linear_samples(device, dtype, requires_grad, rows)
 
 
 def shard_samples(logits, target, weight, full, rows):
@@ -96,6 +97,52 @@ def shard_samples(logits, target, weight, full, rows):
         yield ops.cross_entropy_shard_backward.default, (rows(), None, detached, target, rows(6), *divided), square
         overwritten = detached.clone(), target, rows(6)
         yield ops.cross_entropy_shard_backward_.default, (rows(6), None, *overwritten, *rest), kwargs
+
+
+def linear_samples(device, dtype, requires_grad, rows):
+    """Of the operators of the head and the loss as one."""
+
+    def leaf(*shape):
+        return (torch.randn(shape, device=device) / 4).to(dtype).requires_grad_(requires_grad)
+
+    x, head, bias = leaf(6, 8), leaf(37, 8), leaf(37)
+    target = torch.tensor([0, 36, 5, -100, 7, 8], device=device)
+    batched = torch.zeros(2, 3, dtype=torch.int64, device=device)
+    full = {"label_smoothing": 0.1, "softcap": 5.0, "logit_scale": 1.5}
+    wide = None if dtype == torch.float64 else torch.float32
+    cases = [
+        ((x, head, target), {"chunk_rows": 4}),
+        ((x, head, target, bias, torch.rand(37, device=device)), {"chunk_rows": 4, "accumulate_dtype": wide, **full}),
+        ((x.unflatten(0, (2, 3)), head, batched, bias), {"ignore_index": 5}),
+        ((x[0], head, target[0]), {"label_smoothing": 0.5}),
+        ((x[:0], head, target[:0]), {}),
+    ]
+    for args, kwargs in cases if dtype == torch.float32 else cases[:2]:
+        square = {**kwargs, "lse_square_scale": 0.1}
+        reduction = "mean" if "accumulate_dtype" in kwargs else "none"
+        yield ops.linear_cross_entropy.default, args, {**square, "reduction": reduction}
+        divided = (*args, None, None)[:5]
+        divisor = torch.tensor(3, device=device)
+        yield ops.linear_cross_entropy.default, (*divided, divisor), {**square, "reduction": "sum"}
+        yield ops.linear_cross_entropy_forward.default, args, kwargs
+        yield ops.linear_cross_entropy_forward_argmax.default, args, kwargs
+        yield ops.linear_cross_entropy_forward_entropy.default, args, kwargs
+        x_, head_, t, *rest = args
+        grad, grad_lse, lse, entropy = (rows(*t.shape) for _ in range(4))
+        saved = (x_, head_, t, lse, *(*rest, None, None)[:2])
+        two = rows(2).abs() + 1
+        yield ops.linear_cross_entropy_backward.default, (grad, grad_lse, *saved), kwargs
+        yield ops.linear_cross_entropy_backward.default, (rows(), None, *saved, two), square
+        with_entropy = (grad, None, grad_lse, *saved[:4], entropy, *saved[4:])
+        yield ops.linear_cross_entropy_backward_entropy.default, with_entropy, kwargs
+        one_pass = {name: value for name, value in square.items() if name != "accumulate_dtype"}
+        masks = [[True] * 3] if "accumulate_dtype" not in kwargs else [[True, False, False], [False, True, True]]
+        for mask in masks:
+            yield ops.linear_cross_entropy_backward.default, (grad, None, *saved, None, mask), kwargs
+            if args[0].numel():
+                positional = (*divided, None, mask, kwargs.get("accumulate_dtype"))
+                yield ops.linear_cross_entropy_with_grad.default, positional, one_pass
+    yield ops.linear_scale_grad.default, (head.detach(), rows()), {}
 
 
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["", "grad"])

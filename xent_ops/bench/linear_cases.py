@@ -136,7 +136,9 @@ def _from_torch() -> tuple[list[LinearVariant], list[str]]:
 
     if hasattr(inductor, "auto_chunker"):
         # Without the thresholds it leaves heads alone whose logits are less than 8 times as large as their inputs.
-        options = {f"auto_chunker.{name}_threshold": 0 for name in ("output_size", "amplify_ratio")}
+        options: dict[str, Any] = {f"auto_chunker.{name}_threshold": 0 for name in ("output_size", "amplify_ratio")}
+        # A step from a cache on disk does not tell whether it was chunked.
+        options |= {"fx_graph_cache": False, "fx_graph_remote_cache": False}
         for number in AUTO_CHUNKS:
             chunked = options | {"auto_chunker.enable": True, "auto_chunker.num_chunk": number}
             found.append(

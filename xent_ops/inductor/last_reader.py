@@ -93,7 +93,7 @@ def _backward(graph: fx.Graph) -> set[fx.Node]:
     """
     starts = [node for node in graph.nodes if node.meta.get("partitioner_tag") in _BACKWARD_TAGS]
     starts += [node for node in graph.find_nodes(op="placeholder") if "tangents" in node.name]
-    return {node for node in _reached(starts) if node.op != "output"} | _gradients(graph.output_node())
+    return {node for node in reached(starts) if node.op != "output"} | _gradients(graph.output_node())
 
 
 def _gradients(output: fx.Node) -> set[fx.Node]:
@@ -120,11 +120,11 @@ def _reads_last(node: fx.Node, position: int, memory: dict[fx.Node, list[fx.Node
         return False
     if [argument for argument in node.args if argument in aliases] != [logits]:
         return False
-    before = _reached([node], lambda step: () if step.target in _LIKE else step.all_input_nodes)
+    before = reached([node], lambda step: () if step.target in _LIKE else step.all_input_nodes)
     readers = {reader for alias in aliases for reader in alias.users if not _reads_nothing(reader)} - {node}
     if any(reader.op == "output" for reader in readers):
         return False
-    return (_reached(list(readers), lambda step: () if step is node else step.users) & backward) <= before
+    return (reached(list(readers), lambda step: () if step is node else step.users) & backward) <= before
 
 
 def _rows_overlap(logits: fx.Node) -> bool:
@@ -144,7 +144,7 @@ def _memory_of(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     for node in graph.nodes:
         group = [node]
         for source in _shared(node):
-            if groups[source] is not group:
+            if groups.get(source, group) is not group:
                 group = groups[source] + group
                 for member in group:
                     groups[member] = group
@@ -157,7 +157,12 @@ def _shared(node: fx.Node) -> list[fx.Node]:
     if node.op != "call_function":
         return []
     sources = [source for source in node.all_input_nodes if not isinstance(source.meta.get("val"), _NUMBERS)]
-    if node.target is operator.getitem or not isinstance(node.target, torch._ops.OpOverload):
+    if node.target is operator.getitem:
+        made: Any = node.args[0]
+        # The results of our operators share no memory with each other; one may be taken out several times.
+        ours = getattr(made.target, "namespace", "") == "xent"
+        return [user for user in made.users if user.args == node.args] if ours else sources
+    if not isinstance(node.target, torch._ops.OpOverload):
         return sources  # a higher-order operator may return any of its arguments
     if node.target in _MAY_BE_VIEWS:
         return [source for source in sources if _dtype(source) == _dtype(node)]
@@ -178,7 +183,7 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
     return getattr(node.meta.get("val"), "dtype", None)
 
 
-def _reached(
+def reached(
     start: list[fx.Node], steps: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.users
 ) -> set[fx.Node]:
     """All nodes that lead from these, or to these, and these themselves."""

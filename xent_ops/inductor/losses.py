@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from . import heads
 from .nodes import is_cast, name_of, value_of, viewed_by
 from .tail import LeftAlone, Tail, find, is_view
 
@@ -24,7 +25,7 @@ LOG_PROBS = "only F.cross_entropy and F.nll_loss of log_softmax are replaced; se
 
 @dataclass
 class Loss:
-    """A call of F.cross_entropy or F.nll_loss."""
+    """A call of F.cross_entropy, F.nll_loss or F.linear_cross_entropy."""
 
     node: fx.Node
     given: dict[str, Any]  # its arguments, by name
@@ -33,6 +34,10 @@ class Loss:
     @property
     def is_nll(self) -> bool:
         return self.node.target is F.nll_loss
+
+    @property
+    def is_chunked(self) -> bool:
+        return heads.chunked(self.node) is not None
 
     def tail(self) -> Tail:
         """The nodes before the loss that the operator takes up. Raises LeftAlone."""
@@ -64,6 +69,8 @@ def losses(graph: fx.Graph) -> Iterator[Loss | fx.Node]:
             depth -= 1
         elif node.op == "call_function" and node.target in _SIGNATURES:
             yield Loss(node, _SIGNATURES[node.target].bind(*node.args, **node.kwargs).arguments, depth > 0)
+        elif node.op == "call_function" and (given := heads.chunked(node)) is not None:
+            yield Loss(node, given, depth > 0)
         elif node.op == "call_module" and isinstance(_module(node), _MODULES):
             yield node
 

@@ -9,7 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Call:
-    """One call of F.cross_entropy or F.nll_loss in a compiled graph, or code that computes the same."""
+    """One call of F.cross_entropy, F.nll_loss or F.linear_cross_entropy in a compiled graph, or code that computes the
+    same."""
 
     where: str  # "file.py:12 in forward", of the innermost frame outside torch
     what: str  # "bfloat16 (128, 50257), reduction='mean'"
@@ -18,9 +19,12 @@ class Call:
     softcap: float | None = None  # the options that replaced the nodes before the loss
     logit_scale: float = 1.0
     why: str = ""  # why it was not replaced
+    head: bool = False  # the product is part of what replaced it: F.linear_cross_entropy
 
     def __str__(self) -> str:
         outcome = "replaced" if self.replaced else "left alone"
+        if self.head:
+            outcome += " with the head"
         if self.softcap is not None:
             outcome += f", softcap={self.softcap!r}"
         if self.logit_scale != 1.0:

@@ -15,7 +15,7 @@ import torch
 from ..kernels import cpu
 from ..ops.library import OPERATORS
 from ..ops.schemas import DECLARED
-from . import calls, last_reader
+from . import calls, last_reader, save
 
 # Devices whose kernel can write over its input. NPUs are among them because the formula in aten compares integer
 # vectors, which their vector cores do element by element (traced only, never run there).
@@ -26,6 +26,8 @@ INPLACE = {
     OPERATORS[twin.removesuffix("_")].overload: (OPERATORS[twin].overload, OPERATORS[twin].position)
     for twin in (f"{name}_" for name, (_, overwrites) in DECLARED.items() if overwrites is not None)
 }
+
+_SCALE = torch.ops.xent.linear_scale_grad.default
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
@@ -59,9 +61,11 @@ def _dies_here(node: torch.fx.Node, position: int) -> bool:
 
 
 def install() -> None:
-    last_reader.install({op: position for op, (_, position) in INPLACE.items()})
+    last_reader.install({op: position for op, (_, position) in INPLACE.items()} | {_SCALE: 0})
+    save.install(torch.ops.xent.linear_cross_entropy_with_grad.default)
     for op, (inplace, position) in INPLACE.items():
         _install(op, inplace, position)
+    _install_scale()
 
 
 def _install(op: Any, inplace: Any, position: int) -> None:
@@ -80,3 +84,21 @@ def _install(op: Any, inplace: Any, position: int) -> None:
         logits.realize()
         outputs = in_place(*args, **options)
         return logits if outputs is None else (*outputs, logits)
+
+
+def _install_scale() -> None:
+    """A gradient that the forward has made is scaled in place on every device, or there would be two of V x H."""
+    from torch._inductor.lowering import lowerings, register_lowering
+    from torch._inductor.virtualized import V
+
+    if _SCALE in lowerings:
+        return
+    opaque, in_place = calls.lowering(_SCALE), calls.lowering(torch.ops.xent.scale_grad_.default)
+
+    @register_lowering(_SCALE, type_promotion_kind=None)
+    def lower(grad: Any, factor: Any) -> Any:
+        if not _dies_here(V.graph.current_node, 0):
+            return opaque(grad, factor)
+        grad.realize()
+        in_place(grad, factor)
+        return grad

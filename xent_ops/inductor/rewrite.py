@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..ops import checks
-from . import writers
+from . import heads, writers
 from .emitter import Emitter
 from .losses import LOG_PROBS, Loss, lookalikes, losses
 from .nodes import value_of
@@ -22,6 +23,7 @@ from .report import Call
 from .tail import LeftAlone, Tail
 
 _KNOWN = {"input", "target", "weight", "ignore_index", "reduction", "label_smoothing"}
+_INSIDE = ("torch/nn/modules/loss.py", "torch/nn/functional.py")
 _LEGACY = ("size_average", "reduce")
 
 
@@ -37,6 +39,9 @@ def replace_cross_entropy(graph: fx.Graph) -> list[Call]:
         try:
             if loss.transformed:
                 raise LeftAlone("it is inside a torch.func transform")
+            if _replace_with_head(loss):
+                calls.append(Call(where, what, True, head=True))
+                continue
             _refuse(loss)
             tail = _replace(loss)
             calls.append(Call(where, what, True, tail.upcast, tail.softcap, tail.logit_scale))
@@ -81,6 +86,20 @@ def _refuse(loss: Loss) -> None:
         raise LeftAlone(f"xent_ops has no kernel for the device {logits.device.type}")
 
 
+def _replace_with_head(loss: Loss) -> bool:
+    """Replace F.linear_cross_entropy. Raises LeftAlone only where torch has an operator of its own for it."""
+    head = heads.of(loss.node, loss.given)
+    if head is None:
+        return False
+    try:
+        _put(loss, head.nodes, lambda emit: heads.emit(emit, head, loss.given))
+    except LeftAlone:
+        if loss.is_chunked:
+            raise
+        return False
+    return True
+
+
 def _is_soft(logits: Tensor, target: Tensor) -> bool:
     return target.dim() == logits.dim()
 
@@ -88,17 +107,30 @@ def _is_soft(logits: Tensor, target: Tensor) -> bool:
 def _replace(loss: Loss) -> Tail:
     """Replace one loss and return the nodes that it took up. Raises LeftAlone, and then nothing has changed."""
     tail = loss.tail()
+    _put(loss, tail.nodes, lambda emit: _emit_loss(emit, _with_views(emit, tail), loss, tail))
+    return tail
+
+
+def _put(loss: Loss, dead: list[fx.Node], make: Callable[[Emitter], fx.Node]) -> None:
+    """What ``make`` emits in the place of the loss, without the nodes before it that it took up."""
     emit = Emitter(loss.node)
     try:
-        result = _emit_loss(emit, _with_views(emit, tail), loss, tail)
+        result = _as_wanted(emit, make(emit))
     except Exception as error:  # a view that the source does not allow, a scale that the operator refuses
         emit.undo()
         raise LeftAlone(_first_line(error)) from error
     _substitute(loss.node, result)
-    for node in tail.nodes:
+    for node in dead:
         if not node.users:  # its size may be asked for
             node.graph.erase_node(node)
-    return tail
+
+
+def _as_wanted(emit: Emitter, loss: fx.Node) -> fx.Node:
+    """F.cross_entropy returns the logits' dtype, under autocast float32. Our operators return float32."""
+    wanted = value_of(emit.loss)
+    if value_of(loss).shape != wanted.shape:
+        raise LeftAlone(f"ours would have shape {tuple(value_of(loss).shape)}, not {tuple(wanted.shape)}")
+    return loss if value_of(loss).dtype == wanted.dtype else emit("to", loss, wanted.dtype)
 
 
 def _substitute(loss: fx.Node, result: fx.Node) -> None:
@@ -161,11 +193,7 @@ def _emit_loss(emit: Emitter, logits: fx.Node, call: Loss, tail: Tail) -> fx.Nod
         loss = emit(operator.getitem, rows, 0)
         if reduction != "none":
             loss = emit(reduction, loss)  # the methods sum and mean
-    wanted = value_of(emit.loss)
-    if value_of(loss).shape != wanted.shape:
-        raise LeftAlone(f"ours would have shape {tuple(value_of(loss).shape)}, not {tuple(wanted.shape)}")
-    # F.cross_entropy returns the logits' dtype, under autocast float32. Our operator returns float32.
-    return loss if value_of(loss).dtype == wanted.dtype else emit("to", loss, wanted.dtype)
+    return loss
 
 
 def _first_line(error: Exception) -> str:
@@ -184,13 +212,15 @@ def _describe(loss: Loss) -> str:
     what = type(logits).__name__
     if isinstance(logits, Tensor):
         what = f"{str(logits.dtype).removeprefix('torch.')} ({', '.join(map(str, logits.shape))})"
-    return ", ".join([f"nll_loss of {what}" if loss.is_nll else what, *options])
+    if loss.is_nll or loss.is_chunked:
+        what = f"{'nll_loss' if loss.is_nll else 'linear_cross_entropy'} of {what}"
+    return ", ".join([what, *options])
 
 
 def _where(node: fx.Node) -> str:
-    """The innermost frame outside torch: nn.CrossEntropyLoss is called from somewhere."""
+    """The innermost frame outside torch's losses: nn.CrossEntropyLoss is called from somewhere."""
     frames = re.findall(r'File "(.+)", line (\d+), in (\S+)', (node.stack_trace or "").replace("\\", "/"))
-    outside = [frame for frame in frames if not frame[0].endswith("torch/nn/modules/loss.py")]
+    outside = [frame for frame in frames if not frame[0].endswith(_INSIDE)]
     if not outside:
         return "unknown place"
     file, line, function = outside[-1]

@@ -101,6 +101,13 @@ def divisor(value: Any, input: Tensor, reduction: str) -> Tensor | None:
     return torch.full((), number("divisor", value), dtype=dtype, device=input.device)
 
 
+def chunks(accumulate_dtype: Any, chunk_rows: Any) -> tuple[torch.dtype | None, int | None]:
+    """What tells how the chunks of a linear cross entropy are made and added up."""
+    if not (accumulate_dtype is None or isinstance(accumulate_dtype, torch.dtype)):
+        raise TypeError(f"accumulate_dtype must be a torch.dtype or None, got {accumulate_dtype!r}")
+    return accumulate_dtype, None if chunk_rows is None else integer("chunk_rows", chunk_rows)
+
+
 def _refuse_tensors(values: Iterable[tuple[str, Any]]) -> None:
     for name, value in values:
         if value is None and name == "weight":

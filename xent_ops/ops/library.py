@@ -208,8 +208,8 @@ def vmap(name: str, rule: Callable[..., Any]) -> None:
     torch.library.register_vmap(f"xent::{name}", rule, lib=LIBRARY)
 
 
-def save_nothing(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    """The ``setup_context`` of a formula that only raises."""
+def save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any, **keywords: Any) -> None:
+    """The ``setup_context`` of a formula that only raises. torch passes keyword_only_inputs where there are such."""
 
 
 def below_autograd(overload: Any, *args: Any, **options: Any) -> Any:

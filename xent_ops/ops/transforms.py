@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 functorch_is_active = torch._C._are_functorch_transforms_active  # Dynamo answers it too
@@ -26,6 +27,13 @@ def forward_mode() -> bool:
         return forward_ad._current_level >= 0
     stack = torch._C._functorch.get_interpreter_stack() or []
     return any(level.key() == torch._C._functorch.TransformType.Jvp for level in stack)
+
+
+def is_batch(grad: Tensor) -> bool:
+    """Is this upstream gradient a batch of them: vmap over a backward, or is_grads_batched=True?"""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.is_legacy_batchedtensor(grad) or functorch_is_active()
 
 
 def refuse(name: str) -> None:

@@ -14,14 +14,10 @@ from .. import checks
 _WIDER = ((torch.float32, torch.bfloat16), (torch.float32, torch.float16))  # (accumulate_dtype, dtype of the input)
 
 
-def rows(
+def head(
     input: Tensor,
     linear_weight: Tensor,
-    target: Tensor,
     linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    *,
-    options: Options = DEFAULTS,
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
 ) -> None:
@@ -33,17 +29,13 @@ def rows(
     _as_input("linear_weight", linear_weight, input)
     expected = torch.Size((linear_weight.shape[0], input.shape[-1]))
     checks.same_shape("linear_weight", linear_weight.shape, expected, "one row of the input's features for each class")
-    if linear_bias is not None:
-        _as_input("linear_bias", linear_bias, input)
-        checks.same_shape("linear_bias", linear_bias.shape, linear_weight.shape[:1], "one number a class")
-    checks.dtype("target", target, checks.INDICES)
-    checks.same_shape("target", target.shape, input.shape[:-1], "one class index for each row of the input")
-    checks.same_device("target", target, input, "input is")
     torch._check_value(
         linear_weight.shape[0] > 0,
         lambda: f"linear_weight of shape {tuple(linear_weight.shape)} has 0 classes; expected at least 1",
     )
-    checks.row_options(weight, linear_weight.t(), options)
+    if linear_bias is not None:
+        _as_input("linear_bias", linear_bias, input)
+        checks.same_shape("linear_bias", linear_bias.shape, linear_weight.shape[:1], "one number a class")
     if accumulate_dtype not in (None, input.dtype) and (accumulate_dtype, input.dtype) not in _WIDER:
         raise TypeError(
             f"accumulate_dtype must be None, the input's {input.dtype} or, for 16-bit inputs, torch.float32; got "
@@ -51,6 +43,24 @@ def rows(
         )
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows must be at least 1, or None for the default, got {chunk_rows}")
+
+
+def rows(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    *,
+    options: Options = DEFAULTS,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+) -> None:
+    head(input, linear_weight, linear_bias, accumulate_dtype, chunk_rows)
+    checks.dtype("target", target, checks.INDICES)
+    checks.same_shape("target", target.shape, input.shape[:-1], "one class index for each row of the input")
+    checks.same_device("target", target, input, "input is")
+    checks.row_options(weight, linear_weight.t(), options)
 
 
 def _as_input(name: str, tensor: Tensor, input: Tensor) -> None:

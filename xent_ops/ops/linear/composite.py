@@ -24,7 +24,7 @@ _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # of
 def as_linear(*tensors: Any) -> tuple[Any, ...]:
     """The tensors as nn.Linear has them: below autocast in its dtype."""
     device = next(tensor for tensor in tensors if tensor is not None).device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):  # which knows no meta
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(

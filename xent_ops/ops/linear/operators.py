@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...kernels import reference, reference_linear
 from ...kernels.options import as_record
+from .. import transforms
 from ..checks import scale_grad, weight_needs_grad
 from ..library import Outputs, autograd, operator, save_nothing
 from ..second_order import differentiate
@@ -118,7 +119,8 @@ def _entropy_backward(
 
 
 def _save_one_pass(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    input, linear_weight, target, linear_bias, weight, _, ctx.mask, ctx.accumulate_dtype = inputs
+    input, linear_weight, target, linear_bias, weight, _, made, ctx.accumulate_dtype = inputs
+    ctx.mask = [bool(wanted and needed) for wanted, needed in zip(made, _mask(ctx), strict=True)]
     if _needs_grad(ctx, 4):
         weight_needs_grad()
     if _needs_grad(ctx, 5):
@@ -137,7 +139,11 @@ def _one_pass_backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[T
     if grad_value is None:
         return (None,) * 8
     input, linear_weight, target, lse, linear_bias, weight, divided_by = ctx.saved_tensors
-    gradients, ctx.gradients = ctx.gradients, None
+    gradients = ctx.gradients
+    # Compiled autograd traces this, and replays no change of ctx: there the gradients stay as they are.
+    traced = torch.compiler.is_compiling()
+    if not traced:
+        ctx.gradients = None
     differentiable = torch.is_grad_enabled()  # create_graph=True
     if gradients is None or differentiable:
         if differentiable:  # made again, since it depends on the logits
@@ -152,13 +158,15 @@ def _one_pass_backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[T
     factor = grad_value
     if input.dtype == torch.float16:
         factor = grad_value / chunks.later(divided_by)
-    for i, gradient in enumerate(gradients):
-        if ctx.mask[i] and type(gradient) is Tensor:
+    in_place = not traced and not transforms.is_batch(grad_value)
+    scaled = []
+    for gradient, wanted in zip(gradients, ctx.mask, strict=True):
+        if wanted and in_place and type(gradient) is Tensor:
             _ops.scale_grad_(gradient, factor)
-        elif ctx.mask[i]:  # traced: a graph has no use for the write
-            gradients[i] = _ops.linear_scale_grad(gradient, factor)
-        gradients[i] = gradients[i].to(input.dtype)
-    return _of_inputs(ctx.mask, gradients, 4)
+        elif wanted:
+            gradient = _ops.linear_scale_grad(gradient, factor)
+        scaled.append(gradient.to(input.dtype))
+    return _of_inputs(ctx.mask, scaled, 4)
 
 
 def _save_backward(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:

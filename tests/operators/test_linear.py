@@ -1,0 +1,283 @@
+"""Linear cross entropy against the float64 oracle: values and gradients of every option, format, shape and stride."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import xent_ops
+from xent_ops.testing import assert_linear, linear_oracle
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+OPTIONS = {
+    "plain": {},
+    "smoothing": {"label_smoothing": 0.125},
+    "z-loss": {"lse_square_scale": 0.125},
+    "softcap": {"softcap": 2.0, "logit_scale": 1.5},
+    "all": {"label_smoothing": 0.25, "softcap": 4.0, "logit_scale": -0.75, "lse_square_scale": -0.0625},
+}
+
+
+def problem(rows, features, classes, dtype, device="cpu", seed=0):
+    """(input, linear_weight, target, linear_bias, class weight); every fourth row is ignored."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    head = torch.randn(classes, features, generator=generator) / max(features, 1) ** 0.5
+    target = torch.randint(0, classes, (rows,), generator=generator)
+    target[3::4] = -100
+    weight = torch.rand(classes, generator=generator) + 0.1
+    return normal(rows, features), head.to(device, dtype), target.to(device), normal(classes), weight.to(device)
+
+
+def check(x, head, target, bias=None, weight=None, *, upstream=None, divisor=None, twice=False, **options):
+    """Loss and gradients, a second backward too, against the oracle. Returns them."""
+    tensors = [tensor.detach().requires_grad_() for tensor in (x, head, bias) if tensor is not None]
+    bias = None if bias is None else tensors[2]
+    loss = xent_ops.linear_cross_entropy(
+        *tensors[:2], target, linear_bias=bias, weight=weight, divisor=divisor, **options
+    )
+    accumulator = torch.float64 if x.dtype == torch.float64 else torch.float32
+    assert loss.dtype == accumulator
+    if upstream is None:
+        upstream = torch.randn(loss.shape, generator=torch.Generator().manual_seed(1)).to(loss)
+    expected = linear_oracle(
+        x, head, target, bias, weight, upstream=upstream, divisor=1.0 if divisor is None else divisor, **options
+    )
+    for _ in range(1 + twice):
+        grads = torch.autograd.grad(loss, tensors, upstream.to(loss), retain_graph=True)
+        for grad, tensor in zip(grads, tensors, strict=True):
+            assert grad.dtype == tensor.dtype and grad.shape == tensor.shape and grad.is_contiguous()
+        assert_linear(loss, grads, expected)
+    return loss.detach(), grads
+
+
+@pytest.mark.parametrize("sums", [None, torch.float32], ids=["", "float32 sums"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_and_gradients(device, dtype, name, reduction, sums):
+    """Seven chunks of a bit more than 40 rows, an odd number of classes; the first backward and a later one."""
+    if sums is not None and dtype == torch.float64:
+        pytest.skip("float64 is added up in float64")
+    x, head, target, bias, weight = problem(290, 33, 131, dtype, device)
+    options = {"reduction": reduction, "chunk_rows": 48, "accumulate_dtype": sums, **OPTIONS[name]}
+    check(x, head, target, bias, weight, twice=True, **options)
+    check(x, head, target, **options)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_kernel(device, dtype, reduction):
+    """Rows of a chunk that end at odd places, in each device's kernels."""
+    check(*problem(10, 8, 37, dtype, device), reduction=reduction, chunk_rows=4, **OPTIONS["all"])
+
+
+def test_the_budget_tells_one_rounding_from_one_a_chunk():
+    """bfloat16 sums of many chunks are out of the budget of float32 sums."""
+    x, head, target, _, _ = problem(2000, 16, 40, torch.bfloat16)
+    target[:] = 7  # so that one row of the gradient grows with every chunk
+    x = x.abs()
+    loss, grads = check(x, head, target, chunk_rows=8)
+    expected = linear_oracle(x, head, target, upstream=1.0, chunk_rows=8, accumulate_dtype=torch.float32)
+    head_ = head.clone().requires_grad_()
+    xent_ops.linear_cross_entropy(x, head_, target, chunk_rows=8).backward()
+    with pytest.raises(AssertionError, match=r"grad_linear_weight: .* out of budget"):
+        assert_linear(loss, (grads[0] * 0 + expected.grads[0], head_.grad), expected)
+    head_.grad = None
+    xent_ops.linear_cross_entropy(x, head_, target, chunk_rows=8, accumulate_dtype=torch.float32).backward()
+    assert_linear(loss, (None, head_.grad), expected)
+
+
+def test_the_budget_sees_a_wrong_gradient():
+    x, head, target, bias, weight = problem(60, 16, 40, torch.bfloat16)
+    expected = linear_oracle(x, head, target, bias, weight)
+    grads = [grad.clone() for grad in expected.grads]
+    assert_linear(expected.value, grads, expected)
+    for i, name in enumerate(("grad_input", "grad_linear_weight", "grad_linear_bias")):
+        wrong = list(grads)
+        wrong[i] = wrong[i] * 1.1
+        with pytest.raises(AssertionError, match=rf"{name}: .* out of budget"):
+            assert_linear(expected.value, wrong, expected)
+    with pytest.raises(AssertionError, match="value: "):
+        assert_linear(expected.value * 1.02, grads, expected)
+    assert (expected.grads[0][3] == 0).all() and (expected.grad_bounds[0][3] < 1e-30).all(), "an ignored row"
+
+
+# float16 and the number of rows
+
+
+@pytest.mark.parametrize("upstream", [1.0, 2.0**16])
+@pytest.mark.parametrize("way", ["mean", "divisor", "rows"])
+def test_float16_is_never_divided_by_the_number_of_rows(device, way, upstream):
+    """By 2^40, so that any gradient of a logit would be zero; the scaler's factor comes with the backward."""
+    x, head, target, bias, _ = problem(64, 16, 50, torch.float16, device)
+    count = 2.0**40
+    if way == "mean":
+        # A mean over rows of which each weighs 2^-40 of the largest: the same, without 2^40 rows.
+        weight = torch.full((50,), 2.0**-40, device=device)
+        check(x, head, target, bias, weight, upstream=torch.tensor(upstream))
+        return
+    tensors = [tensor.clone().requires_grad_() for tensor in (x, head, bias)]
+    if way == "divisor":
+        loss = xent_ops.linear_cross_entropy(
+            *tensors[:2], target, linear_bias=tensors[2], reduction="sum", divisor=count
+        )
+    else:
+        loss = xent_ops.linear_cross_entropy(*tensors[:2], target, linear_bias=tensors[2], reduction="none").sum()
+        loss = loss / count
+    # As a scaler would have it that knows no bounds, so that float16 holds the result.
+    grads = torch.autograd.grad(loss, tensors, torch.tensor(upstream * 2.0**30, device=device))
+    expected = linear_oracle(
+        x, head, target, bias, upstream=torch.tensor(upstream * 2.0**30), reduction="sum", divisor=count
+    )
+    assert all(
+        grad.count_nonzero() > 0.9 * wanted.count_nonzero() for grad, wanted in zip(grads, expected.grads, strict=True)
+    )
+    assert_linear(loss, grads, expected)
+
+
+@pytest.mark.parametrize("weight", [1e-9, 1e30])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_float16_with_class_weights_beyond_it(device, weight, reduction):
+    """They cancel in a mean, and may be made up for by the upstream gradient."""
+    x, head, target, bias, _ = problem(64, 16, 50, torch.float16, device)
+    weights = torch.full((50,), weight, device=device) * torch.arange(1, 51, device=device)
+    for smoothing in (0.0, 0.25):
+        upstream = torch.tensor(1.0) if reduction == "mean" else torch.rand(64, device=device) / weight
+        _, grads = check(
+            x, head, target, bias, weights, upstream=upstream, reduction=reduction, label_smoothing=smoothing
+        )
+        assert all(grad.isfinite().all() and grad.count_nonzero() > grad.numel() / 2 for grad in grads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_divisors_that_are_no_numbers_of_rows(device, dtype):
+    """As a division of the sum: nothing for infinity; for 0 what the class weights of a mean may be too."""
+    x, head, target, _, _ = problem(12, 5, 9, dtype, device)
+    x.requires_grad_(), head.requires_grad_()
+    for divisor in (float("inf"), -3.0, 0.0):
+        results = []
+        for unfused in (False, True):
+            if unfused:
+                loss = xent_ops.cross_entropy(F.linear(x, head), target, reduction="sum") / divisor
+            else:
+                loss = xent_ops.linear_cross_entropy(x, head, target, reduction="sum", divisor=divisor)
+            results.append((loss, *torch.autograd.grad(loss, (x, head))))
+        tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 8 * torch.finfo(dtype).eps}
+        for mine, wanted in zip(*results, strict=True):
+            if divisor == 0.0:
+                assert not mine.isfinite().any() or mine.dim() == 2
+                assert mine.isfinite().all(-1).sum() == wanted.isfinite().all(-1).sum()
+            else:
+                torch.testing.assert_close(mine, wanted, **tolerance)
+
+
+# Shapes and strides
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 5, 9), (1, 5, 9), (6, 5, 1), (6, 0, 9), (6, 1, 1), (0, 0, 1), (6, 7, 13), (129, 3, 2)], ids=str
+)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_odd_sizes(device, shape, reduction):
+    x, head, target, bias, weight = problem(*shape, torch.float64, device)
+    for options in ({}, OPTIONS["all"]):
+        check(x, head, target, bias, weight, reduction=reduction, chunk_rows=4, **options)
+    if shape[0] > 1:
+        check(x, head, torch.full_like(target, -100), bias, weight, reduction=reduction, **OPTIONS["z-loss"])
+
+
+def test_more_rows_than_65536(device):
+    x, head, target, bias, weight = problem(70001, 4, 5, torch.float32, device)
+    check(x, head, target, bias, weight)
+    check(x, head, target, bias, weight, chunk_rows=70001, reduction="none")
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 3, 5), (2, 0, 5), (2, 1, 3, 5)], ids=str)
+def test_leading_dimensions(device, shape):
+    x, head, target, bias, weight = problem(6, 5, 9, torch.float64, device)
+    x = torch.randn(shape, dtype=torch.float64, device=device).movedim(0, -2 if len(shape) > 1 else 0)
+    target = torch.randint(0, 9, x.shape[:-1], device=device)
+    for reduction in ("mean", "sum", "none"):
+        check(x, head, target, bias, weight, reduction=reduction, chunk_rows=2, **OPTIONS["all"])
+    out = xent_ops.linear_cross_entropy_outputs(x, head, target)
+    assert out.lse.shape == out.predictions.shape == target.shape
+    assert xent_ops.linear_token_log_probs(x, head, target).entropy.shape == target.shape
+
+
+def test_any_strides(device):
+    """Transposed, with gaps, expanded, overlapping; the gradients are contiguous."""
+    storage = torch.randn(240, dtype=torch.float64, device=device)
+    inputs = [
+        storage[:60].view(5, 12).t(),
+        storage.view(24, 10)[::2, ::2],
+        storage[:5].expand(12, 5),
+        storage[:12].unsqueeze(1).expand(12, 5),
+        storage.as_strided((12, 5), (3, 1)),
+    ]
+    heads = [
+        storage[:45].view(5, 9).t(),
+        storage[:90].view(9, 10)[:, ::2],
+        storage[7:12].expand(9, 5),
+        storage.as_strided((9, 5), (2, 1)),
+        storage[:45].view(9, 5).flip(0),
+    ]
+    target = torch.tensor([0, 8, 3, -100, 5, 5, 1, 2, 4, 6, 7, -100, 0, 0], device=device)
+    for (x, head), reduction in itertools.product(itertools.product(inputs, heads), ("mean", "none")):
+        check(x, head, target[:12], head[:, 0], head[:, 1].exp(), reduction=reduction, chunk_rows=5)
+    check(inputs[0], heads[0], target.repeat_interleave(2)[::2][:12], chunk_rows=5)
+
+
+def test_inputs_that_share_memory(device):
+    w = torch.randn(6, 6, dtype=torch.float64, device=device, requires_grad=True)
+    target = torch.tensor([0, 1, 2, -100, 4, 5], device=device)
+    for reduction in ("mean", "none"):
+        mine = xent_ops.linear_cross_entropy(w, w, target, linear_bias=w[0], reduction=reduction).sum()
+        wanted = F.cross_entropy(F.linear(w, w, w[0]), target, reduction=reduction).sum()
+        torch.testing.assert_close(mine, wanted)
+        torch.testing.assert_close(*(torch.autograd.grad(loss, w)[0] for loss in (mine, wanted)))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(st.data())
+def test_property_random_problems(data):
+    """All of it at random, in float64 tightly and in a narrower format within its budget."""
+    rows, features, classes = (data.draw(st.integers(low, high)) for low, high in ((1, 20), (1, 9), (1, 40)))
+    seed = data.draw(st.integers(0, 10**6))
+    options = {
+        "reduction": data.draw(st.sampled_from(["mean", "sum", "none"])),
+        "ignore_index": data.draw(st.sampled_from([-100, 0, -1, 255])),
+        "label_smoothing": data.draw(st.sampled_from([0.0, 0.125, 1.0])),
+        "softcap": data.draw(st.sampled_from([None, 0.25, 2.0, 1e4])),
+        "logit_scale": data.draw(st.sampled_from([1.0, -3.0, 0.5, 0.0])),
+        "lse_square_scale": data.draw(st.sampled_from([0.0, 0.125, -1.0])),
+        "chunk_rows": data.draw(st.sampled_from([None, 1, 3, 7, 100])),
+    }
+    biased, weighted, transposed, index = (data.draw(st.booleans()) for _ in range(4))
+    for dtype in (torch.float64, data.draw(st.sampled_from(DTYPES[:3]))):
+        x, head, target, bias, weight = problem(rows, features, classes, dtype, seed=seed)
+        target = torch.where(target == -100, options["ignore_index"], target)
+        if index:
+            target = target.to(torch.int32)
+        if transposed:
+            x, head = x.t().contiguous().t(), head.t().contiguous().t()
+        if dtype != torch.float64:
+            options["accumulate_dtype"] = data.draw(st.sampled_from([None, torch.float32]))
+        divisor = data.draw(st.sampled_from([None, 3.0, 1e4])) if options["reduction"] == "sum" else None
+        check(
+            x,
+            head,
+            target,
+            bias if biased else None,
+            weight if weighted else None,
+            divisor=divisor,
+            twice=True,
+            **options,
+        )

@@ -1,0 +1,262 @@
+"""What linear cross entropy refuses, and how it says so: on every way of a call, and as cross_entropy does."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import xent_ops
+
+ops = torch.ops.xent
+INF = float("inf")
+SIZES = {"in_features": 5, "num_classes": 9}
+
+
+def inputs(dtype=torch.float32, device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 5, generator=generator).to(device, dtype).requires_grad_()
+    head = torch.randn(9, 5, generator=generator).to(device, dtype).requires_grad_()
+    return x, head, torch.tensor([3, 8, -100, 0, 7, 7], device=device)
+
+
+def _probabilities(target, classes):
+    return torch.full((*target.shape, classes), 1 / max(classes, 1))
+
+
+# Ways of a call, each a function of (input, linear_weight, target, keywords).
+WAYS = {
+    "one pass": lambda x, w, t, **o: xent_ops.linear_cross_entropy(x, w, t, **o),
+    "rows": lambda x, w, t, **o: xent_ops.linear_cross_entropy(x.detach(), w.detach(), t, **o),
+    "transform": lambda x, w, t, **o: torch.func.vmap(lambda x: xent_ops.linear_cross_entropy(x, w.detach(), t, **o))(
+        x.detach().unsqueeze(0)
+    ),
+    "probabilities": lambda x, w, t, **o: xent_ops.linear_cross_entropy(x, w, _probabilities(t, len(w)), **o),
+    "outputs": lambda x, w, t, **o: xent_ops.linear_cross_entropy_outputs(x, w, t, **o),
+    "log_probs": lambda x, w, t, **o: xent_ops.linear_token_log_probs(x, w, t, **o),
+    "operator": lambda x, w, t, **o: ops.linear_cross_entropy(x, w, t, **o),
+}
+
+# What is wrong with the head: how it comes about, the error, its text.
+HEAD = {
+    "dtype": (lambda x, w: (x, w.double()), {}, TypeError, "linear_weight has dtype torch.float64 but input torch.float32; both must be the same, as for nn.Linear"),
+    "one dimension": (lambda x, w: (x, w[0]), {}, ValueError, r"linear_weight has shape \(5,\); expected \(V, H\)"),
+    "three dimensions": (lambda x, w: (x, w[None]), {}, ValueError, r"linear_weight has shape \(1, 9, 5\); expected \(V, H\)"),
+    "features": (lambda x, w: (x, w[:, :3]), {}, ValueError, r"linear_weight has shape \(9, 3\); expected \(9, 5\), one row of the input's features"),
+    "no classes": (lambda x, w: (x, w[:0]), {}, ValueError, r"linear_weight of shape \(0, 5\) has 0 classes; expected at least 1"),
+    "integers": (lambda x, w: (x.detach().int(), w.detach().int()), {}, TypeError, "input has dtype torch.int32; expected one of float32, bfloat16"),
+    "bias dtype": (lambda x, w: (x, w), {"linear_bias": torch.ones(9).double()}, TypeError, "linear_bias has dtype torch.float64 but input torch.float32"),
+    "bias shape": (lambda x, w: (x, w), {"linear_bias": torch.ones(5)}, ValueError, r"linear_bias has shape \(5,\); expected \(9,\), one number a class"),
+    "bias of no dimension": (lambda x, w: (x, w), {"linear_bias": torch.ones(())}, ValueError, r"linear_bias has shape \(\); expected \(9,\)"),
+    "device": (lambda x, w: (x, w.to("meta")), {}, RuntimeError, "linear_weight is on meta but input is on cpu"),
+    "chunk_rows": (lambda x, w: (x, w), {"chunk_rows": 0}, ValueError, "chunk_rows must be at least 1, or None for the default, got 0"),
+    "accumulate_dtype": (lambda x, w: (x, w), {"accumulate_dtype": torch.float64}, TypeError, "accumulate_dtype must be None, the input's torch.float32 or, for 16-bit inputs, torch.float32; got torch.float64"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HEAD)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_head(way, case):
+    change, keywords, error, text = HEAD[case]
+    x, head, target = inputs()
+    if way == "transform" and case == "device":
+        pytest.skip("vmap itself refuses it")
+    with pytest.raises(error, match=text):
+        WAYS[way](*change(x, head), target, **keywords)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "operator"])
+def test_types_of_arguments(way):
+    x, head, target = inputs()
+    call = WAYS[way]
+    for keywords, error, text in (
+        ({"chunk_rows": 2.5}, TypeError, "chunk_rows must be an integer, got 2.5"),
+        ({"chunk_rows": True}, TypeError, "chunk_rows must be an integer, got True"),
+        ({"chunk_rows": 2**63}, ValueError, "chunk_rows must fit into 64 bits"),
+        ({"accumulate_dtype": "float32"}, TypeError, "accumulate_dtype must be a torch.dtype or None, got 'float32'"),
+        ({"linear_bias": [1.0] * 9}, TypeError, "linear_bias must be a torch.Tensor, got list; torch.as_tensor"),
+    ):
+        with pytest.raises(error, match=f"^{text}"):
+            call(x, head, target, **keywords)
+    call(x, head, target, chunk_rows=np.int64(3))
+
+
+@pytest.mark.parametrize("name", ["input", "linear_weight", "target", "linear_bias", "weight", "divisor"])
+def test_what_is_no_dense_tensor(name):
+    x, head, target = inputs()
+    given = {"input": x.detach(), "linear_weight": head.detach(), "target": target}
+    given |= {"linear_bias": torch.ones(9), "weight": torch.ones(9), "divisor": torch.ones(1)}
+    given[name] = given[name].to_sparse()
+    with pytest.raises(TypeError, match=f"^{name} has layout torch.sparse_coo; expected torch.strided"):
+        if name == "divisor":
+            ops.linear_cross_entropy(*given.values(), reduction="sum")
+        else:
+            del given["divisor"]
+            xent_ops.linear_cross_entropy(**given)
+    if name in ("input", "linear_weight", "target"):
+        given[name] = None
+        with pytest.raises(TypeError, match=f"^{name} must be a torch.Tensor, got None"):
+            xent_ops.linear_cross_entropy(**given)
+
+
+@pytest.mark.parametrize("way", ["one pass", "rows", "transform", "probabilities"])
+def test_divisors(way):
+    x, head, target = inputs()
+    for divisor, error, text in (
+        (torch.ones(6), ValueError, r"divisor has shape \(6,\); expected \(\), one number"),
+        (torch.ones((), dtype=torch.int32), TypeError, "divisor has dtype torch.int32; expected one of float32"),
+        (torch.ones((), device="meta"), RuntimeError, "divisor is on meta but input is on cpu"),
+        ("3", TypeError, "divisor must be a number, got '3'"),
+        (1j, TypeError, "divisor must be a number, got 1j"),
+    ):
+        with pytest.raises(error, match=f"^{text}"):
+            WAYS[way](x, head, target, reduction="sum", divisor=divisor)
+    for reduction in ("mean", "none"):
+        with pytest.raises(ValueError, match=r'^divisor is what a sum is divided by: expected reduction="sum"'):
+            WAYS[way](x, head, target, reduction=reduction, divisor=3.0)
+    wanted = WAYS[way](x, head, target, reduction="sum") / 4
+    for four in (4, 4.0, np.float32(4), torch.tensor(4), torch.tensor(4.0, dtype=torch.float64)):
+        loss = WAYS[way](x, head, target, reduction="sum", divisor=four)
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(loss, wanted)
+
+
+def test_a_divisor_that_requires_grad():
+    """Refused where its derivative would be lost; where torch divides it has one."""
+    x, head, target = inputs()
+    divisor = torch.tensor(4.0, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"^divisor requires grad, .*: detach it"):
+        xent_ops.linear_cross_entropy(x, head, target, reduction="sum", divisor=divisor)
+    with torch.no_grad():
+        xent_ops.linear_cross_entropy(x, head, target, reduction="sum", divisor=divisor)
+    loss = xent_ops.linear_cross_entropy(x.detach(), head.detach(), target, reduction="sum", divisor=divisor)
+    torch.testing.assert_close(torch.autograd.grad(loss, divisor)[0], -loss.detach() / 4)
+
+
+# Texts that are those of cross_entropy.
+SHARED = {
+    "smoothing": {"label_smoothing": 1.5},
+    "softcap": {"softcap": 0.0},
+    "scale": {"logit_scale": INF},
+    "scale beyond float32": {"logit_scale": 1e39},
+    "z-loss": {"lse_square_scale": float("nan")},
+    "z-loss beyond float32": {"lse_square_scale": 1e39},
+    "reduction": {"reduction": "avg"},
+    "ignore_index": {"ignore_index": 3.5},
+    "a learned scale": {"logit_scale": torch.ones((), requires_grad=True)},
+    "a string": {"softcap": "3"},
+    "weight shape": {"weight": torch.ones(8)},
+    "weight dtype": {"weight": torch.ones(9, dtype=torch.int64)},
+    "weight with grad": {"weight": torch.ones(9, requires_grad=True)},
+    "weight device": {"weight": torch.ones(9, device="meta")},
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+@pytest.mark.parametrize("way", ["one pass", "rows", "none"])
+def test_errors_of_cross_entropy(way, case):
+    x, head, target = inputs()
+    options = dict(SHARED[case])
+    if way == "none" and "reduction" not in options:
+        options["reduction"] = "none"
+    if way == "rows":
+        x, head = x.detach(), head.detach()
+    texts = []
+    for call in (
+        lambda: xent_ops.linear_cross_entropy(x, head, target, **options),
+        lambda: xent_ops.cross_entropy(F.linear(x, head), target, **options),
+    ):
+        with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+            call()
+        texts.append((caught.type, str(caught.value)))
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_targets(reduction):
+    x, head, target = inputs()
+    for changed, error, text in (
+        (
+            target[:3],
+            ValueError,
+            r"target has shape \(3,\); expected \(6,\), one class index for each row of the input",
+        ),
+        (target.bool(), TypeError, "target has dtype torch.bool; expected one of int64, int32, uint8"),
+        (target.to("meta"), RuntimeError, "target is on meta but input is on cpu"),
+        (target.unsqueeze(1), ValueError, r"target has shape \(6, 1\); expected \(6,\)"),
+        (_probabilities(target, 9)[:3], ValueError, r"target has shape \(3, 9\); expected \(6, 9\), one probability"),
+    ):
+        with pytest.raises(error, match=f"^{text}"):
+            xent_ops.linear_cross_entropy(x, head, changed, reduction=reduction)
+    with pytest.raises(ValueError, match="ignore_index=3 is not supported for class probabilities"):
+        xent_ops.linear_cross_entropy(x, head, _probabilities(target, 9), ignore_index=3)
+
+
+@pytest.mark.parametrize("bad", [9, -1, 2**40, -(2**62)])
+def test_targets_out_of_range(device, raises_out_of_range, bad):
+    """An IndexError on the CPU, in whichever chunk; elsewhere NaN in the row (test_linear_cuda.py)."""
+    x, head, target = inputs(device=device)
+    for row, reduction in itertools.product((0, 5), ("mean", "sum", "none")):
+        wrong = target.clone()
+        wrong[row] = bad
+        if raises_out_of_range:
+            for way in (WAYS["one pass"], WAYS["rows"]):
+                with pytest.raises(
+                    IndexError, match=f"target {bad} is out of bounds: valid are 0 to 8 and ignore_index=-100"
+                ):
+                    way(x, head, wrong, reduction=reduction, chunk_rows=2)
+        else:
+            assert WAYS["one pass"](x, head, wrong, reduction=reduction).isnan().any()
+        # Not where that row is the ignored one.
+        right = torch.where(target == -100, bad, target)
+        mine = xent_ops.linear_cross_entropy(x, head, right, ignore_index=bad, reduction=reduction)
+        wanted = xent_ops.linear_cross_entropy(x, head, target, reduction=reduction)
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=0)
+
+
+def test_other_functions_take_class_indices():
+    x, head, target = inputs()
+    for function in (xent_ops.linear_cross_entropy_outputs, xent_ops.linear_token_log_probs):
+        with pytest.raises(TypeError, match=r"target has dtype torch\.float32; expected one of int64"):
+            function(x, head, _probabilities(target, 9))
+
+
+def test_operators_check_their_rows():
+    x, head, target = inputs()
+    rows = torch.ones(6)
+    for grad_loss, lse, text in (
+        (rows[:3], rows, r"grad_loss has shape \(3,\); expected \(6,\), one value for each row of the input, or \(\)"),
+        (rows, rows[:3], r"lse has shape \(3,\); expected \(6,\), one value for each row of the input"),
+        (target, rows, "grad_loss has dtype torch.int64"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=text):
+            ops.linear_cross_entropy_backward(grad_loss, None, x, head, target, lse)
+        with pytest.raises((TypeError, ValueError), match=text):
+            ops.linear_cross_entropy_backward_entropy(grad_loss, None, None, x, head, target, lse, rows)
+    with pytest.raises(ValueError, match=r"divisor has shape \(\); expected \(2,\)"):
+        ops.linear_cross_entropy_backward(rows, None, x, head, target, rows, None, None, rows[0])
+    with pytest.raises(ValueError, match=r"grad_entropy has shape \(2,\)"):
+        ops.linear_cross_entropy_backward_entropy(rows, None, rows[:2], x, head, target, rows, rows)
+    with pytest.raises(ValueError, match=r"factor has shape \(5,\)"):
+        ops.linear_scale_grad(x, rows[1:])
+    with pytest.raises(RuntimeError, match=r"xent::linear_scale_grad has no derivative"):
+        ops.linear_scale_grad(x, rows[0]).sum().backward()
+    for name in ("linear_cross_entropy_forward", "linear_cross_entropy_with_grad"):
+        with pytest.raises(RuntimeError, match="weight requires grad"):
+            getattr(ops, name)(x, head, target, None, torch.ones(9, requires_grad=True))
+
+
+def test_the_module():
+    for keywords, error, text in (
+        ({}, TypeError, "needs in_features and num_classes, or a tied_weight"),
+        ({"in_features": 5}, TypeError, "needs in_features and num_classes"),
+        ({"tied_weight": torch.ones(9, 5)}, TypeError, r"tied_weight must be a torch.nn.Parameter of shape \(V, H\)"),
+        ({"tied_weight": torch.nn.Parameter(torch.ones(9))}, TypeError, "tied_weight must be a torch.nn.Parameter"),
+        ({"tied_weight": torch.nn.Parameter(torch.ones(9, 5)), "num_classes": 8}, ValueError, r"tied_weight has shape \(9, 5\); expected"),
+        ({**SIZES, "reduction": "avg"}, ValueError, "'avg' is not a valid value for reduction"),
+        ({**SIZES, "chunk_rows": 2.5}, TypeError, "chunk_rows must be an integer, got 2.5"),
+        ({**SIZES, "accumulate_dtype": "float32"}, TypeError, "accumulate_dtype must be a torch.dtype or None"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=text):
+            xent_ops.LinearCrossEntropyLoss(**keywords)

@@ -1,0 +1,63 @@
+"""Has the partitioner save what the one pass of a linear cross entropy has made, whatever else it recomputes.
+
+The operator takes three products and makes the gradients in the forward. A checkpoint, a memory budget or aggressive
+recomputation would run it in the backward once more: six products, where rows take four. A formula of its flops does
+not prevent that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from .last_reader import reached
+
+_SMALLEST_BUDGET = 1e-6
+_REGION = "_region_activation_memory_budget"  # torch.autograd.graph.region_activation_memory_budget, of torch 2.13
+
+
+def install(op: Any) -> None:
+    """Mark the results of this operator in every joint graph of Inductor, before it is partitioned."""
+    from torch._inductor.fx_passes import joint_graph
+
+    if not any(isinstance(patterns, _Pass) for patterns in joint_graph.pass_patterns):
+        joint_graph.pass_patterns.append(_Pass(op))  # type: ignore[arg-type]
+
+
+class _Pass:
+    """In the form of a PatternMatcherPass."""
+
+    def __init__(self, op: Any) -> None:
+        self.op = op
+
+    def apply(self, graph: fx.Graph) -> int:
+        from torch.utils.checkpoint import CheckpointPolicy
+
+        calls = graph.find_nodes(op="call_function", target=self.op)
+        # The budget of a region is above the one that _heed_marks sets.
+        if not calls or any(_REGION in (node.meta.get("custom") or {}) for node in graph.nodes):
+            return 0
+        _heed_marks(calls)
+        for call in calls:
+            for node in (call, *call.users):  # these take the single results
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return 0
+
+
+def _heed_marks(calls: list[fx.Node]) -> None:
+    """Change a memory budget below which torch 2.13 would not do as it is told.
+
+    With a budget of 0 it looks at no marks. And where it finds nothing else that it could recompute, it saves the
+    marked node, a tuple, which Inductor refuses; there is nothing to gain by a budget in such a graph.
+    """
+    from torch._functorch import config
+    from torch._functorch.partitioners import get_default_op_list
+
+    budget = config.activation_memory_budget
+    if budget == 1.0:
+        return
+    before = reached(calls, lambda node: node.all_input_nodes)
+    others = any(map(get_default_op_list().is_compute_intensive, before))
+    # The partitioner takes the budget of any node for that of the graph.
+    calls[0].meta["memory_budget"] = max(budget, _SMALLEST_BUDGET) if others else 1.0
