@@ -200,7 +200,9 @@ def test_an_exported_graph_holds_one_product(grad, strict):
 def step(x, head, target, bias):
     """Losses and gradients by the one pass and by rows."""
     leaves = [value.detach().requires_grad_() for value in (x, head, bias)]
-    options = {"linear_bias": leaves[2], "accumulate_dtype": torch.float32, "chunk_rows": 2}
+    options = {"linear_bias": leaves[2], "chunk_rows": 2}
+    if torch.__version__ >= "2.13":  # packages of torch 2.11 hand over float64 for float32
+        options["accumulate_dtype"] = torch.float32
     loss = xent_ops.linear_cross_entropy(*leaves[:2], target, **options)
     rows = xent_ops.linear_token_log_probs(*leaves[:2], target, **options)
     total = 2 * loss + rows.log_probs.sum() + rows.entropy.sum()
