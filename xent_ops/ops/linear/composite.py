@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 
 from ...kernels.options import LossOptions, Options
 from ...kernels.reductions import Reduced, reduce_rows
@@ -62,7 +63,9 @@ def linear_cross_entropy(
         for tensor in (input, linear_weight, linear_bias)
     ]
     # Inside saved-tensor hooks, of which an eager checkpoint is made, the forward runs twice: one product, not three.
-    twice = not transforms.is_traced() and _saved_tensors_hooks(True) is not None
+    # (torch 2.11 makes a compiled selective checkpoint of hooks too, where only the context tells that it is traced.)
+    traced = transforms.is_traced() or TracingContext.try_get() is not None
+    twice = not traced and _saved_tensors_hooks(True) is not None
     if reduction != "none" and any(wanted) and not twice:
         made = _ops.linear_cross_entropy_with_grad(
             *head,
