@@ -153,14 +153,14 @@ Upstream::Upstream(const Tensor& logits, const Tensor& grad_loss, const MaybeTen
 cpu::Threads threads() {
   cpu::Threads result;
   uint32_t number = 1;
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&number));
+  aten::succeed(torch_get_num_threads(&number), "torch_get_num_threads");
   result.number = number;
   result.loop = [](int64_t begin, int64_t end, int64_t grain, const cpu::Threads::Body& body) {
     const auto run = [](int64_t first, int64_t last, void* context) {
       (*static_cast<const cpu::Threads::Body*>(context))(first, last);
     };
-    STABLE_TORCH_ERROR_CODE_CHECK(
-        torch_parallel_for(begin, end, grain, run, const_cast<cpu::Threads::Body*>(&body)));
+    aten::succeed(torch_parallel_for(begin, end, grain, run, const_cast<cpu::Threads::Body*>(&body)),
+                  "torch_parallel_for");
   };
   return result;
 }

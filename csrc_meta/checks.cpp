@@ -82,11 +82,15 @@ void check_dtype(const char* name, const Tensor& tensor, const std::initializer_
   require(false, name, " has dtype torch.", name_of(dtype), "; expected one of ", names);
 }
 
+int32_t device_type(const Tensor& tensor) {
+  int32_t type = 0;
+  aten::succeed(aoti_torch_get_device_type(tensor.get(), &type), "aoti_torch_get_device_type");
+  return type;
+}
+
 // Sizes of a tensor; empty for a meta tensor. Its sizes may be symbolic, and reading one specialises the traced graph.
 std::optional<std::vector<int64_t>> sizes_of(const Tensor& tensor) {
-  int32_t type = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
-  if (type == aoti_torch_device_type_meta()) {
+  if (device_type(tensor) == aoti_torch_device_type_meta()) {
     return std::nullopt;
   }
   const auto sizes = tensor.sizes();
@@ -138,8 +142,7 @@ const char* are(const std::string& owner) {
 }
 
 std::string device_of(const Tensor& tensor) {
-  int32_t type = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+  const int32_t type = device_type(tensor);
   const int32_t index = tensor.get_device_index();
   std::string name = "device type " + std::to_string(type);
   const std::initializer_list<std::pair<int32_t, const char*>> known{
@@ -301,25 +304,25 @@ void linear(const Tensor& input, const Tensor& linear_weight, const Tensor& targ
           "linear_weight has shape ", shape(head), "; expected ",
           shape(sizes ? std::optional(std::vector{head->front(), sizes->back()}) : std::nullopt),
           ", one row of the input's features for each class");
-  if (linear_bias) {
-    as_input("linear_bias", *linear_bias);
-    same_shape("linear_bias", *linear_bias, linear_weight, 0, 1, "one number a class");
-  }
-  check_dtype("target", target, INDICES);
-  same_shape("target", target, input, 0, last, "one class index for each row of the input");
-  same_device("target", target, input, "input is");
   const Tensor logits = aten::call("aten::t", "", linear_weight);  // of its last dimension
   if (!head) {
     aten::amax(logits);  // raises where there is no class
   }
   require(!head || head->front() > 0, "linear_weight of shape ", shape(head), " has 0 classes; expected at least 1");
-  check_options(weight, logits, options);
+  if (linear_bias) {
+    as_input("linear_bias", *linear_bias);
+    same_shape("linear_bias", *linear_bias, linear_weight, 0, 1, "one number a class");
+  }
   const ScalarType dtype = input.scalar_type(), sums = accumulate_dtype.value_or(dtype);
   const bool wider = sums == ScalarType::Float && (dtype == ScalarType::BFloat16 || dtype == ScalarType::Half);
   require(sums == dtype || wider, "accumulate_dtype must be None, the input's torch.", name_of(dtype),
           " or, for 16-bit inputs, torch.float32; got torch.", name_of(sums));
   require(chunk_rows.value_or(1) >= 1, "chunk_rows must be at least 1, or None for the default, got ",
           chunk_rows.value_or(1));
+  check_dtype("target", target, INDICES);
+  same_shape("target", target, input, 0, last, "one class index for each row of the input");
+  same_device("target", target, input, "input is");
+  check_options(weight, logits, options);
 }
 
 void output_mask(const std::vector<bool>& mask) {
