@@ -15,13 +15,15 @@ struct Forward {
 
   Tensor row_values() const { return per_row(logits, target); }
 
-  // argmax and entropy may be null.
-  bridge::Problem write(const Tensor& loss, const Tensor& lse, int64_t* argmax = nullptr,
-                        void* entropy = nullptr) const {
+  bridge::Problem problem() const {
     const bridge::Problem problem(logits, target, weight, options);
     problem.check_targets(problem.classes);
-    cpu::forward(problem, loss.mutable_data_ptr(), lse.mutable_data_ptr(), argmax, entropy, bridge::threads());
     return problem;
+  }
+
+  // argmax and entropy may be null.
+  void write(const Tensor& loss, const Tensor& lse, int64_t* argmax = nullptr, void* entropy = nullptr) const {
+    cpu::forward(problem(), loss.mutable_data_ptr(), lse.mutable_data_ptr(), argmax, entropy, bridge::threads());
   }
 
   Tensor logits;
@@ -152,7 +154,8 @@ void cross_entropy_reduced(Stack& stack) {
   const Tensor value = numbers(in.logits, {}), divisor = numbers(in.logits, {2}), lse = in.row_values();
   if (!stack.meta) {
     const Tensor loss = in.row_values();
-    const bridge::Problem problem = in.write(loss, lse);
+    const bridge::Problem problem = in.problem();
+    cpu::forward_counted(problem, loss.mutable_data_ptr(), lse.mutable_data_ptr(), bridge::threads());
     reduction.write(problem, loss, lse, nullptr, divisor, value);
   }
   stack.returns({value, divisor, lse});

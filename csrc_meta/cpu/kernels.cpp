@@ -70,6 +70,30 @@ void forward_as(
 }
 
 template <class A>
+void forward_counted_as(const Problem& problem, A* loss, A* lse, const Threads& threads) {
+  const ClassIndices<A> indices(problem, threads);
+  const Scan<A> scan{problem, false, false, indices.smoothing(), nullptr};
+  // Before the work is cut, so that threads get equal shares of what is left.
+  std::vector<std::int64_t> counted;
+  counted.reserve(problem.rows);
+  for (std::int64_t row = 0; row < problem.rows; ++row) {
+    loss[row] = lse[row] = 0;
+    if (indices.target(row).counted) counted.push_back(row);
+  }
+  const auto scan_counted = [&](std::int64_t i, std::int64_t column, std::int64_t n) {
+    return scan(counted[i], column, n);
+  };
+  const auto finish = [&](std::int64_t i, const Sums& sums) {
+    const std::int64_t row = counted[i];
+    loss[row] = A(indices.loss(row, sums));
+    lse[row] = A(sums.pivot() + std::log(sums.total));
+    return Nothing{};
+  };
+  const auto nothing = [](std::int64_t, Nothing, std::int64_t, std::int64_t) {};
+  visit<Nothing>(counted.size(), problem.classes, threads, true, false, scan_counted, finish, nothing);
+}
+
+template <class A>
 void backward_as(
     const Problem& problem,
     const Upstream& upstream,
@@ -143,6 +167,13 @@ void forward(
   dispatch(problem, [&](auto a) {
     using A = decltype(a);
     forward_as<A>(problem, static_cast<A*>(loss), static_cast<A*>(lse), argmax, static_cast<A*>(entropy), threads);
+  });
+}
+
+void forward_counted(const Problem& problem, void* loss, void* lse, const Threads& threads) {
+  dispatch(problem, [&](auto a) {
+    using A = decltype(a);
+    forward_counted_as<A>(problem, static_cast<A*>(loss), static_cast<A*>(lse), threads);
   });
 }
 

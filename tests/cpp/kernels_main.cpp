@@ -160,6 +160,7 @@ struct Everything {
     std::vector<int64_t> argmax(rows);
     forward(problem, values(rows), values(rows), argmax.data(), values(rows), threads);
     forward(problem, values(rows), values(rows), nullptr, nullptr, threads);
+    forward_counted(problem, values(rows), values(rows), threads);
     for (const int64_t column : argmax) {
       if (column < 0 || column >= classes) std::abort();
     }
