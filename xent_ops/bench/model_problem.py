@@ -144,4 +144,4 @@ class ModelProblem(Problem):
         early = self.early.grad
         assert early is not None
         self.restore()
-        return _Expected(total, grad_head, early)
+        return _Expected(total, grad_head, early.float())
