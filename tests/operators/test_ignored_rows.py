@@ -47,7 +47,6 @@ def loss_and_grad(function, logits, *arguments, **options):
 
 
 @pytest.mark.interpreter
-@pytest.mark.usefixtures("eager_and_dispatched")
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
