@@ -4,6 +4,8 @@
 
 #include "scan.h"
 
+#include <limits>
+
 namespace xent::cpu {
 namespace {
 
@@ -77,7 +79,8 @@ void forward_counted_as(const Problem& problem, A* loss, A* lse, const Threads& 
   std::vector<std::int64_t> counted;
   counted.reserve(problem.rows);
   for (std::int64_t row = 0; row < problem.rows; ++row) {
-    loss[row] = lse[row] = 0;
+    loss[row] = 0;
+    lse[row] = std::numeric_limits<A>::infinity();
     if (indices.target(row).counted) counted.push_back(row);
   }
   const auto scan_counted = [&](std::int64_t i, std::int64_t column, std::int64_t n) {

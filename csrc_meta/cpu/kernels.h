@@ -84,7 +84,7 @@ struct Shard {
 // argmax and entropy are optional (null). argmax: the first index on ties, or the first NaN.
 void forward(const Problem&, void* loss, void* lse, std::int64_t* argmax, void* entropy, const Threads&);
 
-// As forward, but the logits of ignored rows are not read, and their lse is 0.
+// As forward, but the logits of ignored rows are not read, and their lse is infinite.
 void forward_counted(const Problem&, void* loss, void* lse, const Threads&);
 
 // entropy may be null unless upstream.entropy is given.

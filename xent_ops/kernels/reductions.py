@@ -81,11 +81,11 @@ def cross_entropy_reduced(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(value, divisor, lse): (), (2,), (...). The divisor does not depend on the reduction; a sum is not divided.
 
-    The lse is for the backward: 0 in ignored rows, which other kernels do not read.
+    The lse is for the backward: infinite in ignored rows, which other kernels do not read. Their softmax is then zero.
     ``forward`` makes the losses of the rows.
     """
     row_loss, lse = forward(logits, target, weight, options=options)
     divisor, _ = cross_entropy_divisor(logits, target, weight, options=options)
     loss = LossOptions(options, lse_square_scale, reduction)
     value = reduce_rows(row_loss, lse, target, divisor, loss).value
-    return value, divisor, torch.where(target.to(torch.int64) != options.ignore_index, lse, 0.0)
+    return value, divisor, torch.where(target.to(torch.int64) != options.ignore_index, lse, float("inf"))

@@ -151,15 +151,15 @@ def _softmax_gradient(
     return grad
 
 
-def _finish(grad: Tensor, x: Tensor, row_grads: Tensor, logits: Tensor, options: Options) -> Tensor:
+def _finish(grad: Tensor, x: Tensor, lse: Tensor, row_grads: Tensor, logits: Tensor, options: Options) -> Tensor:
     """Through the activation and into the logits' dtype, contiguous whatever the logits' strides.
 
     A row that passes nothing back gets exact zeros even where its logits are not finite (0 * NaN is NaN): such
-    rows are padding that was never written. Of a reduced loss their lse is 0, and exp(x - lse) may overflow.
+    rows are padding that was never written.
     """
     grad = grad * _activation_derivative(x, options)
-    dead = (row_grads == 0).unsqueeze(-1) & ~grad.isfinite()
-    return torch.where(dead, 0.0, grad).to(logits.dtype).contiguous()
+    dead = (row_grads == 0) & ~lse.isfinite()
+    return torch.where(dead.unsqueeze(-1), 0.0, grad).to(logits.dtype).contiguous()
 
 
 def row_grads(
@@ -229,7 +229,7 @@ def cross_entropy_backward(
     passed = total.abs() + b.abs() + c.abs()
     if grad_entropy is not None:
         passed = passed + grad_entropy.to(x.dtype).abs()
-    return _finish(grad, x, passed, logits, options)
+    return _finish(grad, x, lse, passed, logits, options)
 
 
 def grad_lse_of_square(grad_lse_square: Tensor | None, lse: Tensor, target: Tensor, ignore_index: int) -> Tensor | None:

@@ -202,5 +202,5 @@ def cross_entropy_shard_backward(
     if options.label_smoothing > 0.0:
         c = (a * (options.label_smoothing / num_classes)).unsqueeze(-1)
         grad = grad - (c if weight is None else c * weight.to(x.dtype))
-    grad = _finish(grad, x, total.abs() + a.abs(), logits, options)
+    grad = _finish(grad, x, lse, total.abs() + a.abs(), logits, options)
     return grad if columns == logits.shape[-1] else torch.where(column < columns, grad, 0.0)

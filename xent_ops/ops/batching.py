@@ -62,7 +62,7 @@ def reduced(
         value = value / divisor[0]
         square = None if square is None else square / divisor[1]
     value = value if square is None else value + square
-    return (value, torch.stack(divisor, -1), torch.where(counted != 0, lse, 0.0)), (0, 0, 0)
+    return (value, torch.stack(divisor, -1), torch.where(counted != 0, lse, float("inf"))), (0, 0, 0)
 
 
 def _sum_of_samples(rows: Tensor) -> Tensor:

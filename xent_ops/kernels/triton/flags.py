@@ -22,7 +22,7 @@ class Flags(NamedTuple):
     grad_lse: bool = False
     lse_square: bool = False  # the gradient of a z-loss
     divisor: bool = False  # gradients of losses are divided
-    skip_ignored: bool = False  # forward: logits of ignored rows are not read, and their lse is 0
+    skip_ignored: bool = False  # forward: logits of ignored rows are not read, and their lse is infinite
     shard: bool = False  # the columns are some of the classes; targets count from the first class of all
 
 

@@ -67,7 +67,7 @@ def prepare_forward(
 ) -> Callable[..., tuple[Tensor, ...]]:
     """``forward(logits, target, weight)`` -> (loss, lse), and argmax or entropy.
 
-    ``skip_ignored``: the logits of ignored rows are not read, and their lse is 0.
+    ``skip_ignored``: the logits of ignored rows are not read, and their lse is infinite.
     """
     layout, launch = row_layout(logits), None
     if layout.number > 0:

@@ -66,7 +66,7 @@ def finish(
     tl.store(loss_ptr + row, loss, mask=exists)
     lse = pivot + log_total
     if FLAGS.skip_ignored:
-        lse = tl.where(target == ignore_index, 0.0, lse)
+        lse = tl.where(target == ignore_index, float("inf"), lse)
     tl.store(lse_ptr + row, lse, mask=exists)
     if FLAGS.entropy:
         entropy = log_total - moment / total
