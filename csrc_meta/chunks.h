@@ -10,8 +10,8 @@
 
 namespace xent::operators {
 
-// Of the sizes of chunks, as in sizes.py.
-constexpr int64_t BYTES = int64_t{256} << 20;
+// Of the sizes of chunks: those of the CPU in sizes.py.
+constexpr int64_t ROWS = 512;
 constexpr int64_t MULTIPLE = 128;
 
 using Mask = std::vector<bool>;  // which gradients are wanted: of input, linear_weight and linear_bias
@@ -99,22 +99,10 @@ struct Chunk {
 
 inline int64_t divided_up(int64_t number, int64_t by) { return (number + by - 1) / by; }
 
-// wider: the gradient of the weight is added up in more bytes than it has in the end.
-inline int64_t rows_of_chunk(const Tensor& input, int64_t classes, bool wider, std::optional<int64_t> chunk_rows) {
-  const int64_t number = std::max<int64_t>(input.size(0), 1), features = input.size(1);
-  if (chunk_rows) {
-    return std::min(number, *chunk_rows);
-  }
-  const int64_t bytes = static_cast<int64_t>(input.element_size()), least = 4096 / bytes;
-  int64_t rows = least;
-  while (2 * rows * classes * bytes <= BYTES) {
-    rows *= 2;
-  }
-  if (wider && rows < features) {
-    rows = std::min(features / least * least, 2 * rows);
-  }
-  if (number <= rows) {
-    return number;
+inline int64_t rows_of_chunk(const Tensor& input, std::optional<int64_t> chunk_rows) {
+  const int64_t number = std::max<int64_t>(input.size(0), 1), rows = chunk_rows.value_or(ROWS);
+  if (chunk_rows || number <= rows) {
+    return std::min(number, rows);
   }
   const int64_t even = divided_up(number, divided_up(number, rows));
   return std::min(rows, divided_up(even, MULTIPLE) * MULTIPLE);
@@ -131,9 +119,9 @@ inline void multiply_and_add(const Tensor& out, const Tensor& added, const Tenso
 
 // Calls body(chunk, its logits, which may be overwritten) for each chunk; without rows for one that is empty.
 template <class Body>
-void for_each_chunk(const Head& head, const Tensor& input, bool wider, const Body& body) {
+void for_each_chunk(const Head& head, const Tensor& input, const Body& body) {
   const int64_t number = input.size(0), classes = head.linear_weight.size(0);
-  const int64_t size = rows_of_chunk(input, classes, wider, head.chunk_rows);
+  const int64_t size = rows_of_chunk(input, head.chunk_rows);
   const int64_t step = 16 / static_cast<int64_t>(input.element_size());
   const std::vector<int64_t> shape{size, divided_up(classes, step) * step};
   const Tensor memory = aten::narrow(torch::stable::new_empty(input, shape), 1, 0, classes);
@@ -155,7 +143,6 @@ class Products {
  public:
   Products(const Head& head, const Tensor& input, const Mask& mask)
       : made(gradients(head, mask, head.sums(), bridge::accumulator(input))),
-        wider(mask[1] && head.sums() != head.dtype()),
         head_(head.linear_weight),
         input_(input),
         mask_(mask) {}
@@ -176,7 +163,6 @@ class Products {
   }
 
   std::vector<Tensor> made;
-  const bool wider;
 
  private:
   Tensor head_;

@@ -22,7 +22,7 @@ void forward(Stack& stack, const char* name, ScalarType third = ScalarType::Floa
   if (!stack.meta) {
     const NoGrad below;
     const Tensor target = aten::flatten(bridge::dense(head.target, ScalarType::Long));
-    for_each_chunk(head, as_rows(head.input), false, [&](const Chunk& chunk, const Tensor& logits) {
+    for_each_chunk(head, as_rows(head.input), [&](const Chunk& chunk, const Tensor& logits) {
       const Tensor indices = chunk.of(target);
       checks::target_values(indices, head.linear_weight.size(0), head.options.ignore_index);
       const auto made = head.rows<results>(name, logits, indices, head.weight);
@@ -128,7 +128,7 @@ void backward(Stack& stack, bool with_entropy) {
   }
   const Tensor input = as_rows(head.input);
   Products products(head, input, mask);
-  for_each_chunk(head, input, products.wider, [&](const Chunk& chunk, const Tensor& logits) {
+  for_each_chunk(head, input, [&](const Chunk& chunk, const Tensor& logits) {
     auto [a, b, c, target, z, h] = all;
     for (MaybeTensor* one : {&a, &b, &c, &target, &z, &h}) {
       *one = *one ? MaybeTensor(chunk.of(**one)) : *one;
@@ -206,7 +206,7 @@ void linear_cross_entropy_with_grad(Stack& stack) {
   const Tensor input = as_rows(head.input), loss = head.row_values();
   const Tensor target = aten::flatten(bridge::dense(head.target, ScalarType::Long));
   Products products(head, input, mask);
-  for_each_chunk(head, input, products.wider, [&](const Chunk& chunk, const Tensor& logits) {
+  for_each_chunk(head, input, [&](const Chunk& chunk, const Tensor& logits) {
     const Tensor indices = chunk.of(target);
     checks::target_values(indices, head.linear_weight.size(0), ignore_index);
     const auto made =

@@ -16,9 +16,12 @@ multiples of the three products alone (2026-11-23; one machine, other runs diffe
     8192 x 128256    1.12    .94    .93
     2304 x 256000    1.24   1.06   1.02
 
-Above 2048 rows little is to be had. The product for the weight's gradient reads and writes all of it in each chunk, the
-row kernel takes what a copy of the logits takes (.03 at H = 4096, .12 at 1024). Sizes in between are worse where they
-leave the last wave of tiles of the input's gradient half empty: docs/lab/2026-11-linear.md.
+On two cores of a CPU with AVX-512 (2048 rows, 256 x 32000): float32 .97, .94, .91 and 1.03 with 256, 512, 1024 and 2048
+rows, bfloat16 1.00, .96, 1.03 and 1.35.
+
+On a GPU little is to be had above 2048 rows. The product for the weight's gradient reads and writes all of it in each
+chunk, the row kernel takes what a copy of the logits takes (.03 at H = 4096, .12 at 1024). Sizes in between are worse
+where they leave the last wave of tiles of the input's gradient half empty: docs/lab/2026-11-linear.md.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from __future__ import annotations
 from torch import Tensor
 
 _BYTES = 256 * 2**20  # of a chunk's logits; small vocabularies get more rows than the least
+_ROWS_ON_CPU = 512
 _MULTIPLE = 128
 
 
@@ -34,14 +38,16 @@ def rows_of_chunk(input: Tensor, linear_weight: Tensor, wider: bool, chunk_rows:
     number, features = max(input.shape[0], 1), input.shape[1]
     if chunk_rows is not None:
         return min(number, chunk_rows)
-    itemsize = input.element_size()
-    # Products of wider numbers take longer, so fewer rows will do.
-    rows = least = 4096 // itemsize
-    while 2 * rows * linear_weight.shape[0] * itemsize <= _BYTES:
-        rows *= 2
-    if wider and rows < features:
-        # At the end the sum and its copy are there at once. Until then a chunk of H rows takes the copy's place.
-        rows = min(features // least * least, 2 * rows)
+    rows = _ROWS_ON_CPU
+    if input.device.type != "cpu":
+        itemsize = input.element_size()
+        # Products of wider numbers take longer, so fewer rows will do.
+        rows = least = 4096 // itemsize
+        while 2 * rows * linear_weight.shape[0] * itemsize <= _BYTES:
+            rows *= 2
+        if wider and rows < features:
+            # At the end the sum and its copy are there at once. Until then a chunk of H rows takes the copy's place.
+            rows = min(features // least * least, 2 * rows)
     if number <= rows:
         return number
     even = -(-number // -(-number // rows))  # a short last chunk costs almost as much as a full one
