@@ -26,8 +26,9 @@ INPLACE = {
     OPERATORS[twin.removesuffix("_")].overload: (OPERATORS[twin].overload, OPERATORS[twin].position)
     for twin in (f"{name}_" for name, (_, overwrites) in DECLARED.items() if overwrites is not None)
 }
-
+# A gradient that the forward has made, on every device: plain torch scales it in place too.
 _SCALE = torch.ops.xent.linear_scale_grad.default
+INPLACE[_SCALE] = (torch.ops.xent.scale_grad_.default, 0)
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
@@ -61,11 +62,10 @@ def _dies_here(node: torch.fx.Node, position: int) -> bool:
 
 
 def install() -> None:
-    last_reader.install({op: position for op, (_, position) in INPLACE.items()} | {_SCALE: 0})
+    last_reader.install({op: position for op, (_, position) in INPLACE.items()})
     save.install(torch.ops.xent.linear_cross_entropy_with_grad.default)
     for op, (inplace, position) in INPLACE.items():
         _install(op, inplace, position)
-    _install_scale()
 
 
 def _install(op: Any, inplace: Any, position: int) -> None:
@@ -78,27 +78,10 @@ def _install(op: Any, inplace: Any, position: int) -> None:
 
     @register_lowering(op, type_promotion_kind=None)
     def lower(*args: Any, **options: Any) -> Any:
-        logits = args[position]
-        if not (writes_over(logits.get_device().type) and _dies_here(V.graph.current_node, position)):
+        written = args[position]
+        served = op is _SCALE or writes_over(written.get_device().type)
+        if not (served and _dies_here(V.graph.current_node, position)):
             return opaque(*args, **options)
-        logits.realize()
+        written.realize()
         outputs = in_place(*args, **options)
-        return logits if outputs is None else (*outputs, logits)
-
-
-def _install_scale() -> None:
-    """A gradient that the forward has made is scaled in place on every device, or there would be two of V x H."""
-    from torch._inductor.lowering import lowerings, register_lowering
-    from torch._inductor.virtualized import V
-
-    if _SCALE in lowerings:
-        return
-    opaque, in_place = calls.lowering(_SCALE), calls.lowering(torch.ops.xent.scale_grad_.default)
-
-    @register_lowering(_SCALE, type_promotion_kind=None)
-    def lower(grad: Any, factor: Any) -> Any:
-        if not _dies_here(V.graph.current_node, 0):
-            return opaque(grad, factor)
-        grad.realize()
-        in_place(grad, factor)
-        return grad
+        return written if outputs is None else (*outputs, written)
