@@ -77,8 +77,7 @@ def _refuse_a_leaf(logits: Tensor) -> None:
 
 def _refuse_derivatives(option: str, grad: Tensor) -> None:
     """Not ``once_differentiable``: that is silent where the upstream gradient itself needs no gradient."""
-    batched = not torch.compiler.is_compiling() and torch._C._functorch.is_legacy_batchedtensor(grad)
-    if batched or transforms.active():
+    if transforms.is_batch(grad) or transforms.active():
         raise NotImplementedError(
             f"{option}=True has one gradient to give: its backward below vmap (is_grads_batched=True), another "
             "functorch transform or forward-mode AD is not supported"
