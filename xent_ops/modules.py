@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,26 +46,14 @@ class CrossEntropyLoss(nn.Module):
         self.grad_in_forward = grad_in_forward
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return functional.cross_entropy(
-            input,
-            target,
-            self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-            lse_square_scale=self.lse_square_scale,
-            softcap=self.softcap,
-            logit_scale=self.logit_scale,
-            dim=self.dim,
-            inplace_backward=self.inplace_backward,
-            grad_in_forward=self.grad_in_forward,
-        )
+        return functional.cross_entropy(input, target, self.weight, **_options_of(self, _OF_LOGITS))
 
     def extra_repr(self) -> str:
-        return _not_defaults(self, {**_DEFAULTS, "dim": 1, "inplace_backward": False, "grad_in_forward": False})
+        return _not_defaults(self, _OF_LOGITS)
 
 
-_DEFAULTS = {
+# The options that a module hands on, with their defaults.
+_OPTIONS = {
     "ignore_index": -100,
     "reduction": "mean",
     "label_smoothing": 0.0,
@@ -71,12 +61,17 @@ _DEFAULTS = {
     "softcap": None,
     "logit_scale": 1.0,
 }
+_OF_LOGITS = {**_OPTIONS, "dim": 1, "inplace_backward": False, "grad_in_forward": False}
+_OF_HEAD = {**_OPTIONS, "accumulate_dtype": None, "chunk_rows": None}
 
 
-def _not_defaults(module: nn.Module, defaults: dict[str, object]) -> str:
-    return ", ".join(
-        f"{name}={getattr(module, name)!r}" for name, value in defaults.items() if getattr(module, name) != value
-    )
+def _options_of(module: nn.Module, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in names}
+
+
+def _not_defaults(module: nn.Module, defaults: dict[str, Any]) -> str:
+    given = _options_of(module, defaults)
+    return ", ".join(f"{name}={value!r}" for name, value in given.items() if value != defaults[name])
 
 
 class LinearCrossEntropyLoss(nn.Module):
@@ -157,18 +152,11 @@ class LinearCrossEntropyLoss(nn.Module):
             target,
             linear_bias=self.bias,
             weight=self.class_weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-            lse_square_scale=self.lse_square_scale,
-            softcap=self.softcap,
-            logit_scale=self.logit_scale,
             divisor=divisor,
-            accumulate_dtype=self.accumulate_dtype,
-            chunk_rows=self.chunk_rows,
+            **_options_of(self, _OF_HEAD),
         )
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, num_classes={self.num_classes}, bias={self.bias is not None}"
-        others = _not_defaults(self, {**_DEFAULTS, "accumulate_dtype": None, "chunk_rows": None})
+        others = _not_defaults(self, _OF_HEAD)
         return f"{sizes}, {others}" if others else sizes
