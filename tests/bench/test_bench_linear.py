@@ -93,7 +93,7 @@ def test_compiled_and_of_torch(tmp_path):
 
 
 def test_wrong_variants_and_missing_peers_are_told(monkeypatch, tmp_path, capsys):
-    probes = [LinearVariant("mean over all", "peer", lambda: mean_over_all), probe(linear_cases._unfused_torch)]
+    probes = [LinearVariant("mean over all", "peer", lambda: mean_over_all), probe(linear_cases.unfused_torch)]
     monkeypatch.setattr(linear_cases, "variants", lambda *arguments: (probes, ["a-peer: not installed"]))
     assert bench("--shapes", "34x64", "--json", str(tmp_path / "x.json")) == 0
     _, results = of_results(tmp_path / "x.json")
@@ -121,7 +121,7 @@ def test_wrong_variants_and_missing_peers_are_told(monkeypatch, tmp_path, capsys
 )
 def test_the_check_sees(damage, dtype):
     problem = LinearProblem(HeadShape(34, 64, 16), dtype, CPU)
-    variant = probe(linear_cases._unfused_torch)
+    variant = probe(linear_cases.unfused_torch)
     outputs = problem.bind(variant)()
     assert problem.check(outputs, variant).ok
     outputs = Outputs(outputs.loss.clone(), tuple(grad.clone() for grad in outputs.grads))

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import xent_ops
 from xent_ops import inductor
 from xent_ops.__main__ import main
 from xent_ops.bench import cases, check, model, model_cases, model_problem, timing
@@ -80,7 +81,7 @@ def test_peers_are_called_after_a_compiled_body(monkeypatch, tmp_path, capsys):
     peers = [
         cases.Peer((name,), module, lambda loss=loss: loss)
         for name, module, loss in (
-            ("right", "torch", model_cases._torch),
+            ("right", "torch", model_cases.unfused_torch),
             ("wrong", "torch", mean_over_all),
             ("absent", "no_such_module", None),
         )
@@ -93,7 +94,7 @@ def test_peers_are_called_after_a_compiled_body(monkeypatch, tmp_path, capsys):
     assert results["wrong"]["ms"] is None and results["wrong"]["tokens_per_s"] is None
     out, err = capsys.readouterr()
     assert "WRONG" in out and "absent is not installed, and left out" in err
-    monkeypatch.setattr(model_cases, "_linear", mean_over_all)
+    monkeypatch.setattr(xent_ops, "linear_cross_entropy", mean_over_all)
     assert bench("--only", "xent linear") == 1
 
 
@@ -110,7 +111,7 @@ def test_peers_are_called_after_a_compiled_body(monkeypatch, tmp_path, capsys):
 )
 def test_the_check_sees(eager, damage, dtype):
     problem = ModelProblem(TINY, 2, 16, dtype, CPU)
-    variant = ModelVariant("probe", "ours", lambda: model_cases._linear, compiled=True)
+    variant = ModelVariant("probe", "ours", lambda: xent_ops.linear_cross_entropy, compiled=True)
     outputs = problem.bind(variant)()
     assert problem.check(outputs, variant).ok
     assert not problem.check(outputs._replace(grads=outputs.grads[:-1]), variant).ok  # one weight has none

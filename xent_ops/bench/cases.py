@@ -257,20 +257,25 @@ def steps(dynamic: bool) -> list[Variant]:
     return found + [variant for variant in _peers() if variant.compiled]
 
 
-def choose(known: Sequence[V], only: str | None, peers: Sequence[Peer]) -> list[V]:
-    """Those with one of the words of ``only`` in their names; says which peers are missing."""
+def choose(known: Sequence[V], only: str | None, peers: Sequence[Peer], missing: Sequence[str] = ()) -> list[V]:
+    """Those with one of the words of ``only`` in their names; says which peers are missing.
+
+    ``missing``: lines on what is left out, said where all are wanted.
+    """
     if only is None:
+        for line in missing:
+            print(f"left out: {line}", file=sys.stderr)
         return list(known)
     words = [word for word in map(str.strip, only.split(",")) if word]
     if not words:
         raise ValueError("--only: name at least one variant, or leave it out")
     for word in words:
         if not any(word in variant.name for variant in known):
-            missing = [peer.name for peer in peers if word in peer.name and not peer.installed()]
-            if not missing:
+            absent = [peer.name for peer in peers if word in peer.name and not peer.installed()]
+            if not absent:
                 names = ", ".join(variant.name for variant in known)
                 raise ValueError(f"--only {word}: no variant has this in its name; here are {names}")
-            print(f"--only {word}: {', '.join(missing)} is not installed, and left out", file=sys.stderr)
+            print(f"--only {word}: {', '.join(absent)} is not installed, and left out", file=sys.stderr)
     chosen = [variant for variant in known if any(word in variant.name for word in words)]
     if not chosen:
         raise ValueError(f"--only {only}: none of these is installed")

@@ -12,7 +12,7 @@ import torch
 from . import cases, linear_cases, plot, report, timing
 from .linear_cases import FORWARD_UNIT, UNIT, LinearVariant
 from .linear_problem import LinearProblem
-from .measure import Result, Settings, measure, set_ratios
+from .measure import Result, Settings, measure, ours_failed, set_ratios
 from .problems import HeadShape, Shape
 
 DEFAULT_SHAPES = {"cuda": [Shape(8192, 128256)], "cpu": [Shape(256, 4096)]}
@@ -29,10 +29,7 @@ def check(arguments: argparse.Namespace) -> None:
 def chosen(arguments: argparse.Namespace, dtype: torch.dtype) -> list[LinearVariant]:
     """With the products first, and at the end again: a GPU that slows down as it warms up is seen there."""
     known, missing = linear_cases.variants(dtype, arguments.chunk_rows or [None])
-    variants = cases.choose(known, arguments.only, linear_cases.PEERS)
-    if arguments.only is None:
-        for line in missing:
-            print(f"left out: {line}", file=sys.stderr)
+    variants = cases.choose(known, arguments.only, linear_cases.PEERS, missing)
     units = [name for name in (UNIT, FORWARD_UNIT) if any(variant.against == name for variant in variants)]
     again = linear_cases.unit(UNIT, AGAIN, against=UNIT)
     return [*(linear_cases.unit(name) for name in units), *variants, *[again] * (UNIT in units)]
@@ -47,8 +44,7 @@ def run(
 ) -> int:
     environment = report.environment(device, arguments.command_line, linear_cases.PEERS)
     report.show_environment(environment, linear_cases.PEERS)
-    if not settings.memory:
-        print(f"peak memory is not measured on {device}: neither CUDA's allocator nor Linux counts it", file=sys.stderr)
+    report.say_if_unmeasured(settings.memory, device)
     name = str(dtype).removeprefix("torch.")
     own = {"dtype": name, "step": None, "linear": arguments.linear, "chunk_rows": arguments.chunk_rows}
     own["ignored"] = arguments.ignored
@@ -83,7 +79,7 @@ def run(
         names = {variant.name for variant in variants if not variant.forward_alone} - {FORWARD_UNIT, AGAIN}
         drawn = [result for result in results if result.variant in names]
         plot.draw(arguments.plot, drawn, plot.title(environment, name), plot.OF_LINEAR)
-    return int(failed or any(result.kind == "ours" and result.status != "ok" for result in results))
+    return int(failed or ours_failed(results))
 
 
 def _shape(title: str, problem: LinearProblem, variants: Sequence[LinearVariant], settings: Settings) -> list[Result]:

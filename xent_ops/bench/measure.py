@@ -130,6 +130,11 @@ def _measure(problem: Problem, variant: Variant, copy: float | None, settings: S
     result.status = "ok"
 
 
+def ours_failed(results: Sequence[Result]) -> bool:
+    """Is one of this package wrong, or failed? Peers' failures are their own."""
+    return any(result.kind == "ours" and result.status != "ok" for result in results)
+
+
 def set_ratios(variants: Sequence[Variant], results: Sequence[Result]) -> None:
     """Of each result to that of the variant that it is measured against, where both have a time."""
     times = {result.variant: result.ms for result in results}

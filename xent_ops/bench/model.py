@@ -13,7 +13,7 @@ import torch
 
 from . import cases, model_cases, plot, report, timing
 from .llama import Sizes
-from .measure import Result, Settings, measure
+from .measure import Result, Settings, measure, ours_failed
 from .model_cases import BODY, ModelVariant
 from .model_problem import ModelProblem
 
@@ -65,10 +65,7 @@ def check(arguments: argparse.Namespace, device: torch.device) -> _Step:
 
 def chosen(only: str | None) -> list[ModelVariant]:
     known, missing = model_cases.variants()
-    if only is None:
-        for line in missing:
-            print(f"left out: {line}", file=sys.stderr)
-    return cases.choose(known, only, model_cases.PEERS)
+    return cases.choose(known, only, model_cases.PEERS, missing)
 
 
 def run(
@@ -81,8 +78,7 @@ def run(
     environment = report.environment(device, arguments.command_line, model_cases.PEERS)
     report.show_environment(environment, model_cases.PEERS)
     settings = Settings(graph=False, memory=timing.measures_memory(device), budget_ms=arguments.budget, wall=False)
-    if not settings.memory:
-        print(f"peak memory is not measured on {device}: neither CUDA's allocator nor Linux counts it", file=sys.stderr)
+    report.say_if_unmeasured(settings.memory, device)
     name = str(dtype).removeprefix("torch.")
     own = {"dtype": name, "step": None, "model": step.as_json()}
     content: dict[str, Any] = {
@@ -118,7 +114,7 @@ def run(
         report.show(title, results, _table(results, settings.memory))
     if arguments.plot and results:
         plot.draw(arguments.plot, results, plot.title(environment, name), figures(results))
-    return int(failed or any(result.kind == "ours" and result.status != "ok" for result in results))
+    return int(failed or ours_failed(results))
 
 
 def _measured(

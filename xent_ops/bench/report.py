@@ -66,6 +66,11 @@ def progress(title: str, total: int) -> Iterator[Step]:
         print("\r" + " " * 100, end="\r", file=sys.stderr, flush=True)
 
 
+def say_if_unmeasured(memory: bool, device: torch.device) -> None:
+    if not memory:
+        print(f"peak memory is not measured on {device}: neither CUDA's allocator nor Linux counts it", file=sys.stderr)
+
+
 def number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 

@@ -16,7 +16,7 @@ import torch
 from ..ops.devices import interpreter_is_set
 from . import cases, linear, model, plot, report, tails, timing
 from .llama import ModelShape
-from .measure import Result, Settings, copy_times, measure, set_ratios
+from .measure import Result, Settings, copy_times, measure, ours_failed, set_ratios
 from .problems import HeadShape, LossProblem, Problem, Shape, StepProblem
 
 HELP = "time this package's loss beside torch's and its peers' on your device; each is checked against float64 first"
@@ -270,8 +270,7 @@ def main(arguments: argparse.Namespace) -> int:
         plot.draw(
             arguments.plot, results, plot.title(environment, content["settings"]["dtype"]), plot.of_loss(arguments.step)
         )
-    ours_failed = any(result.kind == "ours" and result.status != "ok" for result in results)
-    return int(failed or ours_failed)
+    return int(failed or ours_failed(results))
 
 
 def _shape(
