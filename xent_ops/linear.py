@@ -75,12 +75,12 @@ def linear_cross_entropy(
     loss = arguments.loss_options(
         ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction, input.dtype
     )
-    divisor = arguments.divisor(divisor, input, reduction)
+    divisor = arguments.divisor(divisor, input)
+    linear_checks.reduced_by(divisor, input, reduction)
     accumulate_dtype, chunk_rows = arguments.chunks(accumulate_dtype, chunk_rows)
     probabilities = target.is_floating_point()
     if probabilities or transforms.functorch_is_active() or transforms.forward_mode():
-        linear_checks.reduced_by(divisor, input, reduction)
-        input, linear_weight, linear_bias = composite.as_linear(input, linear_weight, linear_bias)
+        input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
         linear_checks.head(input, linear_weight, linear_bias, accumulate_dtype, chunk_rows)
         logits = F.linear(input, linear_weight, linear_bias)
         scale = loss.lse_square_scale
@@ -130,7 +130,7 @@ def linear_cross_entropy_outputs(
     )
     accumulate_dtype, chunk_rows = arguments.chunks(accumulate_dtype, chunk_rows)
     checks.weight_without_grad(weight)
-    input, linear_weight, linear_bias = composite.as_linear(input, linear_weight, linear_bias)
+    input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
     row_loss, lse, argmax = _ops.linear_cross_entropy_forward_argmax(
         input,
         linear_weight,
@@ -177,7 +177,7 @@ def linear_token_log_probs(
     arguments.linear(input, linear_weight, target, linear_bias)
     rows = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, dtype=input.dtype).rows
     accumulate_dtype, chunk_rows = arguments.chunks(accumulate_dtype, chunk_rows)
-    input, linear_weight, linear_bias = composite.as_linear(input, linear_weight, linear_bias)
+    input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
     loss, lse, entropy = _ops.linear_cross_entropy_forward_entropy(
         input,
         linear_weight,

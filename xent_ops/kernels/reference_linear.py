@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -42,20 +42,24 @@ def linear_cross_entropy_backward(
     )
 
 
-def linear_cross_entropy_backward_entropy(
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
-    grad_entropy: Tensor | None,
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    head = (input, linear_weight, target, lse, linear_bias, weight)
-    return linear_cross_entropy_backward(
-        grad_loss, grad_lse, *head, grad_entropy=grad_entropy, entropy=entropy, **options
-    )
+def with_entropy(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``backward``, this one or another with its arguments, called as the operator that has an entropy too."""
+
+    def backward_entropy(
+        grad_loss: Tensor,
+        grad_lse: Tensor | None,
+        grad_entropy: Tensor | None,
+        input: Tensor,
+        linear_weight: Tensor,
+        target: Tensor,
+        lse: Tensor,
+        entropy: Tensor,
+        linear_bias: Tensor | None = None,
+        weight: Tensor | None = None,
+        output_mask: Sequence[bool] = (True, True, True),
+        **options: Any,
+    ) -> Any:
+        head = (input, linear_weight, target, lse, linear_bias, weight, None, output_mask)
+        return backward(grad_loss, grad_lse, *head, grad_entropy=grad_entropy, entropy=entropy, **options)
+
+    return backward_entropy

@@ -89,13 +89,9 @@ def linear(
     _refuse_tensors((*values, *(pair for pair in optional if pair[1] is not None)))
 
 
-def divisor(value: Any, input: Tensor, reduction: str) -> Tensor | None:
+def divisor(value: Any, input: Tensor) -> Tensor | None:
     """What a sum is divided by, as a tensor () beside the input."""
-    if value is None:
-        return None
-    if reduction != "sum":
-        raise ValueError(f'divisor is what a sum is divided by: expected reduction="sum", got {reduction!r}')
-    if isinstance(value, Tensor):
+    if value is None or isinstance(value, Tensor):
         return value
     dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
     return torch.full((), number("divisor", value), dtype=dtype, device=input.device)

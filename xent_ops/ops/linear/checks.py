@@ -96,6 +96,8 @@ def backward(
     lse_square_scale: float = 0.0,
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
+    grad_entropy: Tensor | None = None,
+    entropy: Tensor | None = None,
 ) -> None:
     chunks: dict[str, Any] = {"accumulate_dtype": accumulate_dtype, "chunk_rows": chunk_rows}
     rows(input, linear_weight, target, linear_bias, weight, options=options, **chunks)
@@ -103,24 +105,6 @@ def backward(
     checks.rows_of(input, "input", grad_lse=grad_lse, lse=lse)
     checks.scalar_or_rows_of("input", input, grad_loss=grad_loss)
     checks.divisor(divisor, input)
-
-
-def backward_entropy(
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
-    grad_entropy: Tensor | None,
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    output_mask: Sequence[bool] = (True, True, True),
-    **options: Any,
-) -> None:
-    head = (input, linear_weight, target, lse, linear_bias, weight, None, output_mask)
-    backward(grad_loss, grad_lse, *head, **options)
     checks.rows_of(input, "input", grad_entropy=grad_entropy, entropy=entropy)
 
 

@@ -39,10 +39,14 @@ def _as_rows(input: Tensor) -> Tensor:
 
 
 def _chunks(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, size: int
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, chunk_rows: int | None, wider: bool = False
 ) -> Iterator[tuple[slice, Tensor]]:
-    """(which rows of input (N, H), their logits, which may be overwritten). Without rows one empty chunk."""
+    """(which rows of input (N, H), their logits, which may be overwritten). Without rows one empty chunk.
+
+    ``wider``: as in sizes.py.
+    """
     number, classes = input.shape[0], linear_weight.shape[0]
+    size = rows_of_chunk(input, linear_weight, wider, chunk_rows)
     # Rows start at multiples of 16 bytes, as cuBLAS wants them for its fast products.
     step = 16 // input.element_size()
     memory = input.new_empty((size, -(-classes // step) * step))[:, :classes]
@@ -117,10 +121,9 @@ def forward(operator: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
         chunk_rows: int | None = None,
     ) -> tuple[Tensor, ...]:
         flat, indices, keywords = _as_rows(input), target.reshape(-1), options.keywords()
-        size = rows_of_chunk(flat, linear_weight, False, chunk_rows)
         made = [
             operator(logits, indices[rows], weight, **keywords)
-            for rows, logits in _chunks(flat, linear_weight, linear_bias, size)
+            for rows, logits in _chunks(flat, linear_weight, linear_bias, chunk_rows)
         ]
         return tuple(torch.cat(chunks).view(target.shape) for chunks in zip(*made, strict=True))
 
@@ -137,7 +140,12 @@ def _largest(
     counted = target.to(torch.int64) != options.ignore_index
     rows = [torch.where(counted, grad_loss, 0.0) * masses, *(grad for grad in grads if grad is not None)]
     largest = torch.cat([grad_loss.new_zeros(1), *rows]).abs().max()
-    return torch.where((largest > 0.0) & largest.isfinite(), largest, 1.0)
+    return _divisible(largest)
+
+
+def _divisible(number: Tensor) -> Tensor:
+    """The number, or one where nothing can be divided by it."""
+    return torch.where((number != 0.0) & number.isfinite(), number, 1.0)
 
 
 def linear_cross_entropy_backward(
@@ -172,8 +180,7 @@ def linear_cross_entropy_backward(
         rows_of[:3] = [None if value is None else value / factor for value in rows_of[:3]]
     flat, keywords = _as_rows(input), options.keywords()
     products = _Products(flat, linear_weight, output_mask, accumulate_dtype)
-    size = rows_of_chunk(flat, linear_weight, products.wider, chunk_rows)
-    for rows, logits in _chunks(flat, linear_weight, linear_bias, size):
+    for rows, logits in _chunks(flat, linear_weight, linear_bias, chunk_rows, products.wider):
         a, b, c, indices, z, h = [None if value is None else value[rows] for value in rows_of]
         if h is None:
             _ops.cross_entropy_backward_(a, b, logits, indices, z, weight, **keywords)
@@ -184,26 +191,6 @@ def linear_cross_entropy_backward(
         for gradient in (products.input, products.weight, products.bias):
             _ops.scale_grad_(gradient, factor)
     return products.grad_input(input), products.weight.to(input.dtype), products.bias.to(input.dtype)
-
-
-def linear_cross_entropy_backward_entropy(
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
-    grad_entropy: Tensor | None,
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    output_mask: Sequence[bool] = (True, True, True),
-    **options: Any,
-) -> Gradients:
-    head = (input, linear_weight, target, lse, linear_bias, weight, None, output_mask)
-    return linear_cross_entropy_backward(
-        grad_loss, grad_lse, *head, grad_entropy=grad_entropy, entropy=entropy, **options
-    )
 
 
 def divided_by(
@@ -225,13 +212,12 @@ def divided_by(
     return divisor.to(dtype).expand(2).contiguous()
 
 
-def later(divided_by: Tensor) -> Tensor:
+def divisor_after_products(divided_by: Tensor) -> Tensor:
     """(): what float16 gradients are divided by after the products: the number of counted rows, or the divisor.
 
     Not the sum of their class weights, which may be far from one. Zero and infinity are divided by at once.
     """
-    number = divided_by[1]
-    return torch.where((number != 0.0) & number.isfinite(), number, 1.0)
+    return _divisible(divided_by[1])
 
 
 def linear_cross_entropy_with_grad(
@@ -251,20 +237,19 @@ def linear_cross_entropy_with_grad(
 ) -> tuple[Tensor, ...]:
     """(value, divided_by, lse, gradients). The gradients of the weight and the bias are as they were added up.
 
-    They are those of value; for float16 those of value * later(divided_by).
+    They are those of value; for float16 those of value * divisor_after_products(divided_by).
     """
     loss = LossOptions(options, lse_square_scale, reduction)
     divisors = divided_by(target, weight, divisor, linear_weight.shape[0], reference.accumulator(input), loss)
     inverse = divisors.reciprocal()
     if input.dtype == torch.float16:
-        inverse = inverse * later(divisors)
+        inverse = inverse * divisor_after_products(divisors)
     scale, square = inverse[0], None
     if lse_square_scale != 0.0:
         square = lse_square_scale * inverse[1]
     flat, indices, keywords = _as_rows(input), target.reshape(-1), options.keywords()
     products, made = _Products(flat, linear_weight, output_mask, accumulate_dtype), []
-    size = rows_of_chunk(flat, linear_weight, products.wider, chunk_rows)
-    for rows, logits in _chunks(flat, linear_weight, linear_bias, size):
+    for rows, logits in _chunks(flat, linear_weight, linear_bias, chunk_rows, products.wider):
         made.append(_ops.cross_entropy_with_grad_(logits, indices[rows], scale, square, weight, **keywords))
         products.add(rows, logits)
     row_loss, lse = (torch.cat(chunks).view(target.shape) for chunks in zip(*made, strict=True))

@@ -22,8 +22,8 @@ _ops = torch.ops.xent
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # of (ignore_is_tracing)
 
 
-def as_linear(*tensors: Any) -> tuple[Any, ...]:
-    """The tensors as nn.Linear has them: below autocast in its dtype."""
+def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
+    """The tensors in autocast's dtype where it is on, as nn.Linear casts them."""
     device = next(tensor for tensor in tensors if tensor is not None).device.type
     if device == "meta" or not torch.is_autocast_enabled(device):  # which knows no meta
         return tensors
@@ -56,7 +56,7 @@ def linear_cross_entropy(
     checks.reduced_by(divisor, input, reduction)
     if transforms.active():
         transforms.refuse("torch.ops.xent.linear_cross_entropy")
-    input, linear_weight, linear_bias = as_linear(input, linear_weight, linear_bias)
+    input, linear_weight, linear_bias = cast_for_autocast(input, linear_weight, linear_bias)
     head = (input, linear_weight, target, linear_bias, weight)
     wanted = [
         tensor is not None and tensor.requires_grad and torch.is_grad_enabled()

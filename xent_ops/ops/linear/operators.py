@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...kernels import reference, reference_linear
 from ...kernels.options import as_record
+from ...kernels.reference_linear import with_entropy
 from .. import transforms
 from ..checks import scale_grad, weight_needs_grad
 from ..library import Outputs, autograd, operator, save_nothing
@@ -157,7 +158,7 @@ def _one_pass_backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[T
         return _of_inputs(ctx.mask, gradients, 4)
     factor = grad_value
     if input.dtype == torch.float16:
-        factor = grad_value / chunks.later(divided_by)
+        factor = grad_value / chunks.divisor_after_products(divided_by)
     in_place = not traced and not transforms.is_batch(grad_value)
     scaled = []
     for gradient, wanted in zip(gradients, ctx.mask, strict=True):
@@ -239,14 +240,14 @@ autograd(
 
 operator(
     "linear_cross_entropy_backward_entropy",
-    check=checks.backward_entropy,
+    check=with_entropy(checks.backward),
     outputs=_gradients(3),
-    reference=chunks.linear_cross_entropy_backward_entropy,
+    reference=with_entropy(chunks.linear_cross_entropy_backward),
     composed=True,
 )
 autograd(
     "linear_cross_entropy_backward_entropy",
-    _second_backward_of(reference_linear.linear_cross_entropy_backward_entropy),
+    _second_backward_of(with_entropy(reference_linear.linear_cross_entropy_backward)),
     _save_backward,
 )
 
