@@ -127,7 +127,7 @@ def test_compiled(device, cpp, monkeypatch):
 
     if not cpp:
         if device != "cpu":
-            pytest.skip("of the CPU")
+            pytest.skip("Inductor fuses plain torch on the CPU alone")
         monkeypatch.setattr(reuse, "writes_over", lambda device: False)
     anything, zeros, target = case(device, (18, 1003), "every other", torch.float32)
 
