@@ -4,9 +4,9 @@
     xent_ops/libxent_ops.so   the operators, for processes without Python
 
 Through torch's stable ABI one build serves torch 2.11 and newer, through Python's limited API every Python.
-Without torch, as in the empty environment that `pip install .` builds in, both are left out with a warning; plain torch
-then serves the CPU. XENT_OPS_BUILD_CPP=0 leaves them out without one, XENT_OPS_BUILD_CPP=1 makes the missing torch an
-error. All else about the package is in pyproject.toml.
+Where torch or a compiler is missing, both are left out with one warning, and the wheel is pure Python. `pip install .`
+builds so: its environment for the build is empty. XENT_OPS_BUILD_CPP=0 leaves them out without a warning,
+XENT_OPS_BUILD_CPP=1 makes whatever is missing an error. All else about the package is in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ import importlib.util
 import os
 import re
 import runpy
+import shlex
 import shutil
+import subprocess
 import sys
+import sysconfig
+import tempfile
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,15 +30,18 @@ from typing import Any, NoReturn
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
+from setuptools.errors import CompileError, LinkError
 
 ROOT = Path(__file__).resolve().parent
 EXTENSION = runpy.run_path(str(ROOT / "xent_ops" / "_extension.py"))
 OLDEST_TORCH = (2, 11)
 OLDEST_PYTHON = (3, 10)
 
-NO_TORCH = "there is no torch in the environment that builds, and pip builds in an empty one unless told otherwise"
-INSTALL = "install torch and setuptools first, then run: pip install --no-build-isolation --no-deps ."
-WITHOUT = "Or set XENT_OPS_BUILD_CPP=0 to build without C++: plain torch then serves CPU tensors."
+COST = (
+    "without the CPU kernels (plain torch then serves CPU tensors, more slowly; GPUs lose nothing) and without "
+    "libxent_ops.so, the operators for processes without Python"
+)
+INSTALL = "install torch and setuptools, then run: pip install --no-build-isolation --no-deps ."
 
 FLAGS = [
     "-std=c++20",
@@ -48,8 +55,16 @@ FLAGS = [
 ]
 
 
-def refuse(problem: str) -> NoReturn:
-    sys.exit(f"\nxent_ops cannot build its C++ part: {problem}\n{WITHOUT}\n")
+# All that the sources ask of a compiler and Python's headers, in less than a second.
+PROBE = """
+#include <Python.h>
+#include <span>
+int probe(std::span<int> values) { return static_cast<int>(values.size()) + PY_MAJOR_VERSION; }
+"""
+
+
+def refuse(why: str) -> NoReturn:
+    sys.exit(f"\nxent_ops cannot build its C++ part: {why}\nXENT_OPS_BUILD_CPP=0 builds {COST}.\n")
 
 
 def find_torch() -> Path | None:
@@ -58,14 +73,29 @@ def find_torch() -> Path | None:
     return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
 
 
-def torch_root() -> Path:
-    root = find_torch()
-    if root is None:
-        refuse(f"{NO_TORCH}: {INSTALL}")
+def missing() -> str | None:
+    """What the C++ part cannot be built without, and how to get it; None where nothing is missing."""
+    if os.name != "posix":
+        return "it is built on Linux and macOS alone."
+    if find_torch() is None:
+        empty = "there is no torch in the environment that builds, and pip builds in an empty one unless told otherwise"
+        return f"{empty}. To have it, {INSTALL}"
     version = importlib.metadata.version("torch")
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST_TORCH:
-        refuse(f"torch {version} is too old; it needs {'.'.join(map(str, OLDEST_TORCH))} or newer.")
-    return root
+        return f"torch {version} is too old; it needs {'.'.join(map(str, OLDEST_TORCH))} or newer."
+    compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++")  # as setuptools chooses
+    if shutil.which(compiler[0]) is None:
+        return f"there is no C++ compiler {compiler[0]}. Debian: apt-get install g++; CXX=clang++ takes another."
+    include = sysconfig.get_path("include")
+    if not Path(include, "Python.h").exists():
+        return f"Python's C headers are missing: there is no {include}/Python.h. Debian: apt-get install python3-dev."
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.cpp")
+        source.write_text(PROBE)
+        command = [*compiler, *FLAGS, "-shared", "-fPIC", f"-I{include}", str(source), "-o", f"{folder}/probe.so"]
+        done = subprocess.run(command, capture_output=True, text=True)
+    said = (done.stderr or done.stdout).strip()
+    return f"{compiler[0]} cannot build a C++20 library. It says:\n{said}" if done.returncode else None
 
 
 def write_schemas(folder: Path) -> None:
@@ -86,21 +116,22 @@ class BuildExtension(build_ext):
     """Compiles each source once, several at a time, and links it into both products."""
 
     def build_extensions(self) -> None:
-        if os.name != "posix":
-            refuse("this platform is not supported.")
-        torch = torch_root()
-        compiler = self.compiler.compiler_so_cxx[0]
-        if shutil.which(compiler) is None:
-            refuse(f"there is no C++ compiler {compiler}. Debian: apt-get install g++; CXX=clang++ takes another.")
+        if why := missing():
+            refuse(why)
+        torch = find_torch()
+        assert torch is not None
         generated = Path(self.build_temp) / "generated"
         write_schemas(generated)
         self.include_dirs = [str(ROOT / "csrc_meta"), str(generated), str(torch / "include"), *self.include_dirs]
         self.torch_libraries = str(torch / "lib")
         self.mark = EXTENSION["mark"](EXTENSION["sources_hash"]())
         sources = sorted({source for extension in self.extensions for source in extension.sources})
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            self.objects = dict(zip(sources, pool.map(self.compile, sources), strict=True))
-        super().build_extensions()
+        try:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                self.objects = dict(zip(sources, pool.map(self.compile, sources), strict=True))
+            super().build_extensions()
+        except (CompileError, LinkError):
+            refuse("what the compiler says is above.")
 
     def compile(self, source: str) -> str:
         (made,) = self.compiler.compile(
@@ -130,20 +161,21 @@ class BuildExtension(build_ext):
 class BuildWithoutCpp(build_py):
     """Says what the wheel lacks. Here, because a build runs this command once and this file several times."""
 
+    why: str | None
+
     def run(self) -> None:
         super().run()
-        warnings.warn(
-            "xent_ops is built without its C++ part, which is the CPU kernels (slower plain torch serves CPU tensors) "
-            f"and libxent_ops.so: {NO_TORCH}. To have them, {INSTALL}",
-            stacklevel=1,
-        )
+        warnings.warn(f"xent_ops is built {COST}. {self.why}", stacklevel=1)
 
 
 def options() -> dict[str, Any]:
     wanted = os.environ.get("XENT_OPS_BUILD_CPP", "")
+    if wanted not in ("", "0", "1"):
+        sys.exit(f"XENT_OPS_BUILD_CPP={wanted} is not known: 0 is without C++, 1 makes a missing part an error")
     if wanted == "0":
         return {}
-    if wanted != "1" and find_torch() is None:
+    if wanted != "1" and (why := missing()):
+        BuildWithoutCpp.why = f"The C++ part cannot be built: {why}"
         return {"cmdclass": {"build_py": BuildWithoutCpp}}
     shared = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc_meta").rglob("*.cpp"))
     ends = {"xent_ops._C": "csrc_meta/python.cpp", "xent_ops.libxent_ops": "csrc_meta/library.cpp"}

@@ -100,8 +100,9 @@ def extension_is_current() -> bool:
 
 
 def install_project(venv: Path) -> None:
-    """Also builds the C++ extension. Without dependencies, and with the environment's setuptools and torch, so that no
-    second torch is installed."""
+    """Also builds the C++ extension; without dependencies, and with the environment's setuptools and torch, so that no
+    second torch is installed. Whoever works on it is told by an error what the C++ part lacks."""
+    os.environ["XENT_OPS_BUILD_CPP"] = os.environ.get("XENT_OPS_BUILD_CPP") or "1"
     run(*pip_of(venv), "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
 
 

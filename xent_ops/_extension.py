@@ -56,11 +56,11 @@ def library_path() -> str:
     ``torch.ops.load_library`` takes it, and ``dlopen`` in a C++ program; docs/cpp.md shows both.
 
     Raises:
-        FileNotFoundError: the package was built without C++ (XENT_OPS_BUILD_CPP=0).
+        FileNotFoundError: the package was built without C++.
     """
     if not LIBRARY.exists():
         raise FileNotFoundError(
-            f"there is no {LIBRARY}: this xent_ops was built without C++. Build it with torch and a compiler, "
-            "without XENT_OPS_BUILD_CPP=0: pip install --no-build-isolation --no-deps <its sources>"
+            f"there is no {LIBRARY}: this xent_ops was built without C++. This builds it, or says what is missing: "
+            "XENT_OPS_BUILD_CPP=1 pip install --no-build-isolation --no-deps <its sources>"
         )
     return str(LIBRARY)
