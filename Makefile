@@ -17,7 +17,7 @@ QUICK = tests/operators tests/eager tests/compile/test_graph_snapshots.py --igno
 	--ignore=tests/operators/test_one_pass_shared.py -k "not opcheck"
 QUICK_INTERPRETED = tests/eager/test_launch_cache.py tests/operators/test_values.py -k "launch_cache or combination or divisor or target"
 
-.PHONY: help env demo test test-quick test-full test-ascend lint format clean
+.PHONY: help env demo test test-quick test-full test-ascend lint format release clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -57,6 +57,9 @@ lint: env  ## formatting, lint, types
 format: env  ## mend formatting and what lint can mend
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+release: env  ## sdist, pure and manylinux wheel in dist/, checked and each tried in a fresh environment; uploads nothing
+	$(PY) tools/release.py dist
 
 clean:  ## remove caches, build products and the private environment
 	rm -rf build dist *.egg-info xent_ops/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis train_lm.png

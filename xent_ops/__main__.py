@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from . import _doctor, _extension
+from ._version import __version__
 from .bench import run as bench
 
 
@@ -21,6 +22,7 @@ def _library_path(arguments: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m xent_ops", description="Tools of xent_ops.")
+    parser.add_argument("--version", action="version", version=f"xent_ops {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, module in (("bench", bench), ("doctor", _doctor)):
         command = commands.add_parser(name, help=module.HELP, description=module.HELP)

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
+import importlib.util
+import json
+import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import collect_env
 
 import xent_ops
 
-from . import _environment, _extension, testing
+from . import _compile_check, _environment, _extension, testing
 from .kernels import cpu
 from .ops.devices import interpreter_is_set
 
-HELP = "versions, which kernels serve which device and why, and a tiny loss on each device against float64"
+HELP = "versions, which kernels serve which device and why, and a tiny loss on each device, eager and compiled"
 
 DTYPES = (torch.float32, torch.bfloat16)
 
 
+ABSENT = {"cuda": "no, this torch is built without", "rocm": "no, this torch is built without"}
+
+
 @dataclass(frozen=True)
 class Service:
-    """Who computes on one kind of device other than the CPU, whether or not this machine has it."""
+    """Who computes on one kind of device, whether or not this machine has it."""
 
     label: str
     library: str
@@ -47,7 +56,7 @@ SERVICES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None so far; here for the dispatcher of commands."""
+    parser.add_argument("--json", action="store_true", help="for a bug report: the same and torch's own, as JSON")
 
 
 def devices() -> list[torch.device]:
@@ -93,23 +102,31 @@ def _triton_problem() -> str | None:
     return None
 
 
+def _npu_problem() -> str | None:
+    """What torch says at its own import, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps it from importing torch_npu."""
+    if importlib.util.find_spec("torch_npu") is None or hasattr(torch, "npu"):
+        return None
+    try:
+        importlib.import_module("torch_npu")
+    except Exception as error:
+        words = _compile_check.in_words(str(error)) or "it does not belong to this torch, or CANN is missing"
+        return f"torch_npu is installed and cannot be imported: {words} ({type(error).__name__}: {error})"
+    return None
+
+
 def _name(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device} {torch.cuda.get_device_name(device)}"
     return f"{device} {_environment.cpu_name()}" if device.type == "cpu" else str(device)
 
 
-def _print_versions() -> None:
-    absent = {"cuda": "no, this torch is built without", "rocm": "no, this torch is built without"}
-    for name, version in _environment.versions().items():
-        print(f"  {name:10} {version or absent.get(name, 'not found')}")
-
-
-def _cpu_service() -> str:
+def _cpu_service() -> Service:
     reason = cpu.problem()
     if reason is None:
-        return f"C++ (xent_ops._C, {cpu.instruction_set()} instructions): the extension is built and loads"
-    return f"plain torch (xent_ops.kernels.reference), the slower one: {reason}"
+        return Service(
+            "CPU", f"C++ (xent_ops._C, {cpu.instruction_set()} instructions)", "the extension is built and loads"
+        )
+    return Service("CPU", "plain torch (xent_ops.kernels.reference), the slower one", reason)
 
 
 def _library() -> tuple[str, str | None]:
@@ -123,50 +140,64 @@ def _library() -> tuple[str, str | None]:
     return str(_extension.LIBRARY), None
 
 
-def _print_services() -> None:
-    print("\nWhich kernels serve which device")
-    print(f"  {'CPU':14} {_cpu_service()}")
-    for service in SERVICES:
-        print(f"  {service.label:14} {service.library}: {service.why}")
+INTERPRETED = (
+    "\n" + "!" * 100 + "\n!! WARNING: TRITON_INTERPRET is set. Every Triton kernel of a process that starts like "
+    "this runs in an\n!! interpreter on the CPU: on a GPU machine A THOUSAND TIMES SLOWER, with no other sign of "
+    "it. Unset it,\n!! unless you are debugging a kernel.\n" + "!" * 100
+)
 
 
-def _interpreter(gpus: bool) -> str | None:
-    if not interpreter_is_set():
-        print("\nTRITON_INTERPRET is not set: Triton kernels are compiled.")
-        return None
-    print(
-        "\n" + "!" * 100 + "\n!! WARNING: TRITON_INTERPRET is set. Every Triton kernel of a process that starts like "
-        "this runs in an\n!! interpreter on the CPU: on a GPU machine A THOUSAND TIMES SLOWER, with no other sign of "
-        "it. Unset it,\n!! unless you are debugging a kernel.\n" + "!" * 100
-    )
-    return "TRITON_INTERPRET is set on a machine with a GPU" if gpus else None
+def _checks(found: list[torch.device], say: Callable[[str], None]) -> list[dict[str, str | None]]:
+    """Said one by one, since a compilation takes its time."""
+    done: list[dict[str, str | None]] = []
+    for device in found:
+        for dtype in (*DTYPES, None):
+            way = f"eager, {str(dtype).removeprefix('torch.')}" if dtype else "torch.compile"
+            problem = check(device, dtype) if dtype else _compile_check.check(device)
+            say(f"  {_name(device)}, {way}: {problem or 'ok'}")
+            done.append({"device": _name(device), "way": way, "problem": problem})
+    return done
 
 
 def main(arguments: argparse.Namespace) -> int:
     """0, or 1 where something is wrong; what it is is repeated at the end."""
+    say: Callable[[str], None] = (lambda text: None) if arguments.json else print
     found = devices()
     gpus = any(device.type == "cuda" for device in found)
-    problems = []
-    print("Versions")
-    _print_versions()
-    if gpus:
-        problems.append(_triton_problem())
-    elif torch.version.cuda or torch.version.hip:
-        print("  this torch is built for GPUs but sees none: no driver, or none is visible to this process")
-    _print_services()
+    versions, services, interpreted = _environment.versions(), [_cpu_service(), *SERVICES], interpreter_is_set()
     library, library_problem = _library()
-    print(f"\nOperators for processes without Python\n  {library}")
+
+    say("Versions")
+    for name, version in versions.items():
+        say(f"  {name:10} {version or ABSENT.get(name, 'not found')}")
+    if not gpus and (torch.version.cuda or torch.version.hip):
+        say("  this torch is built for GPUs but sees none: no driver, or none is visible to this process")
+    say("\nWhich kernels serve which device")
+    for service in services:
+        say(f"  {service.label:14} {service.library}: {service.why}")
+    say(f"\nOperators for processes without Python\n  {library}")
+    say(INTERPRETED if interpreted else "\nTRITON_INTERPRET is not set: Triton kernels are compiled.")
+    say("\nA loss and its gradient on each device, against float64")
+    checks = _checks(found, say)
+
+    problems = [_triton_problem() if gpus else None, _npu_problem()]
     problems += [cpu.problem() if _extension.MODULE.exists() else None, library_problem]
-    problems.append(_interpreter(gpus))
-    print("\nA loss and its gradient on each device, against float64")
-    for device in found:
-        for dtype in DTYPES:
-            problem = check(device, dtype)
-            what = f"{_name(device)}, {str(dtype).removeprefix('torch.')}"
-            print(f"  {what}: {problem or 'ok'}")
-            problems.append(problem and f"{what}: {problem}")
+    problems += ["TRITON_INTERPRET is set on a machine with a GPU"] if gpus and interpreted else []
+    problems += [each["problem"] and f"{each['device']}, {each['way']}: {each['problem']}" for each in checks]
     wrong = [problem for problem in problems if problem]
-    print("\nEverything is right." if not wrong else "\nSomething is wrong:")
+    say("\nEverything is right." if not wrong else "\nSomething is wrong:")
     for problem in wrong:
-        print(f"  {problem}")
+        say(f"  {problem}")
+    if arguments.json:
+        report = {
+            "versions": versions,
+            "kernels": [dataclasses.asdict(service) for service in services],
+            "library": library,
+            "triton_interpret": interpreted,
+            "checks": checks,
+            "problems": wrong,
+            "torch": collect_env.get_env_info()._asdict(),
+        }
+        json.dump(report, sys.stdout, indent=2)
+        print()
     return int(bool(wrong))

@@ -6,11 +6,9 @@ import contextlib
 import importlib.metadata
 import platform
 import re
-import shutil
-import subprocess
-from pathlib import Path
 
 import torch
+from torch.utils import collect_env
 
 from ._version import __version__
 
@@ -28,28 +26,9 @@ def triton_version() -> str | None:
     return distribution_version("triton", "pytorch-triton", "triton-rocm", "pytorch-triton-rocm", "triton-ascend")
 
 
-def driver_version() -> str | None:
-    """Of the NVIDIA or AMD kernel driver; None where it cannot be found out."""
-    if shutil.which("nvidia-smi"):
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-            lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
-            if lines:
-                return lines[0]
-    for path in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
-        with contextlib.suppress(OSError):
-            match = re.search(r"\d+\.\d+(\.\d+)*", Path(path).read_text())
-            if match:
-                return match.group()
-    return None
-
-
 def cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    found = re.search(r"Model name:\s*(.+)", collect_env.get_cpu_info(collect_env.run) or "")
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str | None]:
@@ -60,5 +39,5 @@ def versions() -> dict[str, str | None]:
         "triton": triton_version(),
         "cuda": torch.version.cuda,
         "rocm": torch.version.hip,
-        "driver": driver_version(),
+        "driver": collect_env.get_nvidia_driver_version(collect_env.run),
     }

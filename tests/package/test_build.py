@@ -92,7 +92,7 @@ def test_sources_that_do_not_compile_are_an_error(checkout):
         source.write("#error a mistake of ours\n")
     status, said, made = wheel(checkout)
     assert status != 0 and not made
-    assert "a mistake of ours" in said and "cannot build its C++ part: what the compiler" in said and "Traceback" not in said
+    assert "a mistake of ours" in said and "cannot build its C++ part: what the compiler says" in said
 
 
 # What pip calls, in a process that has setuptools and nothing else.

@@ -1,5 +1,6 @@
 """``python -m xent_ops doctor``: the exit status and what it says."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import xent_ops
-from xent_ops import _doctor, _extension
+from xent_ops import _compile_check, _doctor, _extension
 from xent_ops.__main__ import main
 from xent_ops.kernels import cpu
 from xent_ops.ops import library
@@ -17,9 +18,9 @@ from xent_ops.ops import library
 SLOW_IMPORT = 300
 
 
-def run(**environment):
-    inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "xent_ops", "doctor"]
+def run(*arguments, **environment):
+    inherited = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "CXX")}
+    command = [sys.executable, "-m", "xent_ops", *(arguments or ["doctor"])]
     return subprocess.run(
         command, env={**inherited, **environment}, capture_output=True, text=True, timeout=SLOW_IMPORT
     )
@@ -30,12 +31,99 @@ def test_healthy():
     assert done.returncode == 0, done.stdout + done.stderr
     assert torch.__version__ in done.stdout
     assert "TRITON_INTERPRET is not set" in done.stdout
-    assert "float32: ok" in done.stdout and "bfloat16: ok" in done.stdout
+    for way in ("eager, float32", "eager, bfloat16", "torch.compile"):
+        assert f"{way}: ok" in done.stdout
     if _extension.MODULE.exists():
         assert "C++ (xent_ops._C" in done.stdout and str(_extension.LIBRARY) in done.stdout
     for label in ("CPU", "CUDA / ROCm", "NPU"):
         assert label in done.stdout
     assert done.stdout.rstrip().endswith("Everything is right.")
+
+
+def test_version():
+    assert run("--version").stdout == f"xent_ops {xent_ops.__version__}\n"
+
+
+@pytest.fixture
+def no_python_headers(tmp_path):
+    """A compiler that finds every header but Python's."""
+    path = tmp_path / "c++"
+    path.write_text("""#!/bin/sh
+for word; do
+    case "$word" in --version) exec g++ "$@";; esac
+done
+echo "wrapper.cpp:1:10: fatal error: Python.h: No such file or directory" >&2
+exit 1
+""")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_python_headers_are_missing(monkeypatch, no_python_headers):
+    monkeypatch.setenv("CXX", no_python_headers)
+    problem = _compile_check.check(torch.device("cpu"))
+    assert problem.startswith("ERROR: Python's C headers are missing (Debian: apt-get install python3-dev"), problem
+
+
+def test_no_compiler_on_the_path(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    problem = _compile_check.check(torch.device("cpu"))
+    assert "torch.compile finds no C++ compiler: CXX is not set, and g++ is taken. Install one" in problem
+
+
+@pytest.mark.parametrize(
+    "said, words",
+    [
+        ("main.cpp:1:10: fatal error: omp.h: No such file or directory", "has no OpenMP"),
+        ("RuntimeError: Failed to find C compiler. Please specify via CC environment variable.", "or set CC"),
+        ("torch._inductor.exc.TritonMissing: Cannot find a working triton installation.", "the triton that belongs"),
+        ("ImportError: libascendcl.so: cannot open shared object file: No such file or directory", "set_env.sh"),
+        (
+            "a.cpp:7:1: error: expected ';'\n\ntorch._inductor.exc.CppCompileError: C++ compile error",
+            "It said: a.cpp:7:1",
+        ),
+        ("Traceback:\n  step()\nValueError: first\n\nAssertionError: Scalars differ", "ERROR: AssertionError: Scalars"),
+    ],
+)
+def test_what_compilers_say_in_words(said, words):
+    assert words in _compile_check._explain(said, 1)
+
+
+def test_a_compiler_that_crashes(monkeypatch):
+    monkeypatch.setattr(_compile_check.sys, "executable", "/bin/sh")
+    monkeypatch.setattr(_compile_check, "_MODULE", ["-c", "kill -SEGV $$"])
+    assert _compile_check.check(torch.device("cpu")) == "ERROR: the process died of signal 11"
+
+
+def test_a_missing_compiler_is_said_as_json():
+    """Eager needs none; what torch.compile lacks is told, though earlier processes have compiled and cached."""
+    done = run("doctor", "--json", CXX="/no/such/compiler")
+    assert done.returncode == 1
+    report = json.loads(done.stdout)  # and nothing else
+    assert report["versions"]["torch"] == report["torch"]["torch_version"] == torch.__version__
+    assert report["kernels"][0]["label"] == "CPU"
+    ways = [(each["way"], bool(each["problem"])) for each in report["checks"][:3]]
+    assert ways == [("eager, float32", False), ("eager, bfloat16", False), ("torch.compile", True)]
+    (problem,) = report["problems"]
+    assert "torch.compile finds no C++ compiler: CXX is /no/such/compiler. Install one (Debian: apt-get" in problem
+
+
+TORCH_NPU = 'raise ImportError("libhccl.so: cannot open shared object file: No such file or directory")'
+
+
+def test_cann_is_missing(tmp_path, monkeypatch, capsys, compiled_elsewhere):
+    """torch_npu is installed, and torch was told not to import it."""
+    (tmp_path / "torch_npu.py").write_text(TORCH_NPU)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["doctor"]) == 1
+    assert "torch_npu is installed and cannot be imported: CANN is not found: install it" in capsys.readouterr().out
+
+
+@pytest.fixture
+def compiled_elsewhere(monkeypatch):
+    """What is compiled is another test's matter."""
+    monkeypatch.setattr(_compile_check, "check", lambda device: None)
 
 
 def test_interpreter_is_warned_of_loudly():
@@ -60,14 +148,14 @@ def doubled_gradient():
         yield
 
 
-def test_wrong_kernel(doubled_gradient, capsys):
+def test_wrong_kernel(doubled_gradient, compiled_elsewhere, capsys):
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "float32: WRONG: grad" in out and "Something is wrong" in out
     assert "Everything is right" not in out
 
 
-def test_raising_kernel(monkeypatch, capsys):
+def test_raising_kernel(monkeypatch, compiled_elsewhere, capsys):
     def broken(*args, **kwargs):
         raise RuntimeError("the driver is too old")
 
@@ -76,7 +164,7 @@ def test_raising_kernel(monkeypatch, capsys):
     assert "ERROR: RuntimeError: the driver is too old" in capsys.readouterr().out
 
 
-def test_missing_triton_is_wrong_where_there_is_a_gpu(monkeypatch, capsys):
+def test_missing_triton_is_wrong_where_there_is_a_gpu(monkeypatch, compiled_elsewhere, capsys):
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.setattr(_doctor, "devices", lambda: [torch.device("cuda", 0)])
     monkeypatch.setattr(_doctor, "check", lambda device, dtype: None)
@@ -92,7 +180,7 @@ def forget_extension():
     cpu.problem.cache_clear()
 
 
-def test_stale_extension_is_wrong(forget_extension, monkeypatch, capsys):
+def test_stale_extension_is_wrong(forget_extension, compiled_elsewhere, monkeypatch, capsys):
     if cpu.problem() is not None:
         pytest.skip("built without C++ (XENT_OPS_BUILD_CPP=0)")
     cpu.problem.cache_clear()
@@ -103,7 +191,7 @@ def test_stale_extension_is_wrong(forget_extension, monkeypatch, capsys):
     assert "libxent_ops.so was built from other sources" in out
 
 
-def test_no_extension_is_said(forget_extension, monkeypatch, tmp_path, capsys):
+def test_no_extension_is_said(forget_extension, compiled_elsewhere, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(_extension, "MODULE", tmp_path / "_C.abi3.so")
     monkeypatch.setattr(_extension, "LIBRARY", tmp_path / "libxent_ops.so")
     assert main(["doctor"]) == 0
@@ -113,4 +201,5 @@ def test_no_extension_is_said(forget_extension, monkeypatch, tmp_path, capsys):
 @pytest.mark.gpu
 def test_gpu_is_checked(capsys):
     assert main(["doctor"]) == 0
-    assert "cuda:0" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "cuda:0" in out and out.count("torch.compile: ok") == len(_doctor.devices())
