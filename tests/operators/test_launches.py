@@ -18,9 +18,17 @@ from xent_ops.kernels.options import Options  # noqa: E402
 from xent_ops.kernels.triton import cached, launch, launch_backward  # noqa: E402
 from xent_ops.ops.launch_cache import call_signature  # noqa: E402
 
-pytestmark = pytest.mark.skipif(
-    INTERPRETED or not cached._KNOWN, reason="this triton, or its interpreter, launches every kernel itself"
-)
+WHY = f"Triton {triton.__version__} is not in cached.VERSIONS and launches every kernel itself"
+pytestmark = [
+    pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter launches every kernel itself"),
+    pytest.mark.xfail(not cached._KNOWN, reason=WHY, strict=False),
+]
+
+
+@pytest.fixture(autouse=True)
+def every_version(monkeypatch):
+    """Those that are not known, too: whether they could be is the question."""
+    monkeypatch.setattr(cached, "_KNOWN", True)
 
 
 def tensors(rows, classes, dtype, target_dtype, offset, padding, weighted):
@@ -93,6 +101,7 @@ def no_device(monkeypatch):
     return LAUNCHED
 
 
+@pytest.mark.xfail(not cached._KNOWN, reason=f"{WHY}: where this passes, add it", strict=True)
 def test_launches_are_those_that_triton_makes(monkeypatch, no_device):
     """On a 16-byte boundary, off it and back; Triton itself launches once for each signature."""
     original, by_triton, asked, launches = cached.Launch.__call__, cached.Launch.by_triton, [], []
