@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import cases, linear_cases, plot, report, timing
+from . import cases, compare, linear_cases, plot, report, timing
 from .linear_cases import FORWARD_UNIT, UNIT, LinearVariant
 from .linear_problem import LinearProblem
 from .measure import Result, Settings, measure, ours_failed, set_ratios
@@ -64,9 +64,8 @@ def run(
             failed = True
         else:
             unit = f"; 1 = {done[0].ms:.4f} ms" if done[0].variant == UNIT and done[0].ms else ""
-            report.show(
-                f"{shape} {name}, forward + backward of head and loss{unit}", done, _table(done, settings.memory)
-            )
+            title = f"{shape} {name}, forward + backward of head and loss{unit}"
+            report.show(title, done, _table(done, settings.memory), arguments.markdown)
             results += done
             content["results"] += [result.as_json() for result in done]
         if arguments.json:  # after each shape: a run that is stopped leaves what it has
@@ -74,6 +73,7 @@ def run(
         timing.collect(device)
     if len(arguments.chunk_rows or []) > 1:
         _show_chunks(results, variants, arguments.chunk_rows, settings.memory)
+    compare.show(arguments, content)
     if arguments.plot and results:
         # Not what is measured against one product.
         names = {variant.name for variant in variants if not variant.forward_alone} - {FORWARD_UNIT, AGAIN}
@@ -99,7 +99,7 @@ def _table(results: Sequence[Result], memory: bool) -> report.Table:
     head = ["variant", "ms", "ratio"] + ["peak MiB"] * memory + ["loss error", "dH error", "dW error", "status"]
     rows = []
     for result in results:
-        row = [result.variant, report.number(result.ms, 4), report.number(result.ratio, 3)]
+        row = [result.variant, report.figure(result, "ms", 4), report.figure(result, "ratio", 3)]
         row += [report.number(result.peak_mib, 0)] * memory
         errors = [None if result.variant in UNITS else result.loss_error, result.hidden_error, result.head_error]
         row += [report.error_text(error) for error in errors]
@@ -116,11 +116,12 @@ def _show_chunks(
     names = dict.fromkeys(variant.chunked for variant in variants if variant.chunked)
     for name in names:
         print(f"\n{name}: times of {'the products, and peak MiB' if memory else 'the products'}, by rows of a chunk\n")
-        print("| | " + " | ".join(map(str, chunk_rows)) + " |\n| --- |" + " ---: |" * len(chunk_rows))
+        lines = []
         for shape in shapes:
-            cells = []
+            cells = [str(shape)]
             for rows in chunk_rows:
                 result = found[linear_cases.by_chunks(name, rows), shape]
-                text = result.status if result.ratio is None else f"{result.ratio:.3f}"
+                text = result.status if result.ratio is None else report.figure(result, "ratio", 3)
                 cells.append(f"{text}, {result.peak_mib:.0f}" if result.peak_mib is not None else text)
-            print(f"| {shape} | " + " | ".join(cells) + " |", flush=True)
+            lines.append(cells)
+        print(report.as_markdown((["", *map(str, chunk_rows)], lines)), flush=True)

@@ -33,6 +33,8 @@ class Result:
     status: str = "error"  # "ok", "wrong" or "error"
     mode: str = "calls"  # how it was timed: "graph", or "calls" from the host
     ms: float | None = None
+    low_ms: float | None = None  # a quarter of the samples took less
+    high_ms: float | None = None  # a quarter took more
     copies: float | None = None
     ratio: float | None = None  # of ms to those of the variant that it is measured against
     wall_ms: float | None = None  # by calls on a GPU: a call in a row of calls, launches included
@@ -47,6 +49,7 @@ class Result:
     head_error: float | None = None  # of a step: the gradient of W
     hidden_error: float | None = None  # of linear cross entropy: the gradient of the hidden states
     tolerance: float | None = None
+    unsteady: list[str] = dataclasses.field(default_factory=list)  # figures (fields of this) that are to be doubted
     overwrites_input: bool = False
     note: str = ""
 
@@ -63,19 +66,19 @@ def copy_times(problem: Problem, settings: Settings) -> timing.Times:
     destination = torch.empty_like(source)
 
     def clock(run: timing.Action) -> timing.Times:
-        return _clock(timing.capture(run, problem.device) if settings.graph else run, lambda: None, problem, settings)
+        return _clock(timing.capture(run, problem.device) if settings.graph else run, None, problem, settings)
 
     ways = [lambda: destination.copy_(source), lambda: torch.neg(source, out=destination)]
     return min(map(clock, ways), key=lambda times: times.ms)
 
 
-def _clock(run: timing.Action, before: timing.Action, problem: Problem, settings: Settings) -> timing.Times:
+def _clock(run: timing.Action, before: timing.Action | None, problem: Problem, settings: Settings) -> timing.Times:
     clock = timing.by_events if problem.device.type == "cuda" else timing.by_wall
     return clock(run, before, settings.budget_ms, problem.device)
 
 
-def measure(problem: Problem, variant: Variant, copy: float | None, settings: Settings) -> Result:
-    """``copy``: milliseconds of the unit; None where there is none."""
+def measure(problem: Problem, variant: Variant, copy: timing.Times | None, settings: Settings) -> Result:
+    """``copy``: times of the unit; None where there is none."""
     result = Result(problem.reported_shape, variant.name, variant.kind)
     torch.compiler.reset()  # a second shape would compile for any shape, and be another contestant
     try:
@@ -90,7 +93,7 @@ def measure(problem: Problem, variant: Variant, copy: float | None, settings: Se
     return result
 
 
-def _measure(problem: Problem, variant: Variant, copy: float | None, settings: Settings, result: Result) -> None:
+def _measure(problem: Problem, variant: Variant, copy: timing.Times | None, settings: Settings, result: Result) -> None:
     eager = problem.bind(variant)
     if not _right(problem, variant, eager, result):
         return
@@ -121,12 +124,20 @@ def _measure(problem: Problem, variant: Variant, copy: float | None, settings: S
             result.note = f"replayed on other targets: {result.note}"
             return
         problem.use_targets(0)
-    before = problem.restore if result.overwrites_input else lambda: None
-    times = _clock(run, before, problem, settings)
-    result.ms, result.copies = times.ms, None if copy is None else times.ms / copy
+    times = _clock(run, problem.restore if result.overwrites_input else None, problem, settings)
+    result.ms, result.low_ms, result.high_ms = times
     result.note = "; ".join(filter(None, (times.doubt, result.note)))
+    if times.unsteady:
+        result.unsteady.append("ms")
+    if copy is not None:
+        result.copies = times.ms / copy.ms
+        if times.unsteady or copy.unsteady:
+            result.unsteady.append("copies")
     if settings.wall and problem.device.type != "cpu" and result.mode == "calls":
-        result.wall_ms = timing.back_to_back(run, settings.budget_ms, problem.device)
+        wall = timing.back_to_back(run, settings.budget_ms)
+        result.wall_ms = wall.ms
+        if wall.unsteady:
+            result.unsteady.append("wall_ms")
     result.status = "ok"
 
 
@@ -137,11 +148,13 @@ def ours_failed(results: Sequence[Result]) -> bool:
 
 def set_ratios(variants: Sequence[Variant], results: Sequence[Result]) -> None:
     """Of each result to that of the variant that it is measured against, where both have a time."""
-    times = {result.variant: result.ms for result in results}
+    found = {result.variant: result for result in results}
     for variant, result in zip(variants, results, strict=True):
-        other = times.get(variant.against)
-        if result.ms and other:
-            result.ratio = result.ms / other
+        other = found.get(variant.against)
+        if result.ms and other and other.ms:
+            result.ratio = result.ms / other.ms
+            if "ms" in result.unsteady + other.unsteady:
+                result.unsteady.append("ratio")
 
 
 def _right(problem: Problem, variant: Variant, run: timing.Run, result: Result) -> bool:

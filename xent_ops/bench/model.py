@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import cases, model_cases, plot, report, timing
+from . import cases, compare, model_cases, plot, report, timing
 from .llama import Sizes
 from .measure import Result, Settings, measure, ours_failed
 from .model_cases import BODY, ModelVariant
@@ -111,7 +111,8 @@ def run(
             f"whole step of {step.batch} x {step.tokens} tokens, {name}; {step.sizes.layers} layers of "
             f"{step.sizes.hidden}, {step.sizes.classes} classes, {content['parameters']:,} parameters"
         )
-        report.show(title, results, _table(results, settings.memory))
+        report.show(title, results, _table(results, settings.memory), arguments.markdown)
+    compare.show(arguments, content)
     if arguments.plot and results:
         plot.draw(arguments.plot, results, plot.title(environment, name), figures(results))
     return int(failed or ours_failed(results))
@@ -128,6 +129,7 @@ def _measured(
             result = measure(problem, variant, None, settings)
             if result.ms:
                 result.tokens_per_s = 1e3 * problem.shape.rows / result.ms
+                result.unsteady += ["tokens_per_s"] * ("ms" in result.unsteady)
             yield result
 
 
@@ -135,7 +137,7 @@ def _table(results: Sequence[Result], memory: bool) -> report.Table:
     head = ["variant", "ms", "tokens/s"] + ["peak MiB"] * memory + ["loss", "grad error", "head error", "status"]
     rows = []
     for result in results:
-        row = [result.variant, report.number(result.ms, 2), report.number(result.tokens_per_s, 0)]
+        row = [result.variant, report.figure(result, "ms", 2), report.figure(result, "tokens_per_s", 0)]
         row += [report.number(result.extra_mib, 0)] * memory
         checked = result.variant != BODY
         row += [report.number(result.loss, 4)]

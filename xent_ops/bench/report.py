@@ -30,40 +30,25 @@ def have(module: str) -> bool:
 
 @contextlib.contextmanager
 def progress(title: str, total: int) -> Iterator[Step]:
-    if have("rich") and sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        # stdout stays as it is: the table may go to a pipe.
-        console = Console(stderr=True)
-        with Progress(*columns, console=console, transient=True, redirect_stdout=False) as bar:
-            task = bar.add_task(title, total=total)
-            started = False
-
-            def advance(name: str) -> None:
-                nonlocal started
-                bar.update(task, advance=1 if started else 0, description=f"{title}  {name}")
-                started = True
-
-            yield advance
+    """By rich, on a terminal; elsewhere nothing is drawn."""
+    if not have("rich"):
+        yield lambda name: None
         return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    count = 0
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # stdout stays as it is: the table may go to a pipe.
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
+        task = bar.add_task(title, total=total)
+        started = 0
 
-    def line(name: str) -> None:
-        nonlocal count
-        count += 1
-        filled = 20 * count // total
-        text = f"{title} [{'#' * filled}{'.' * (20 - filled)}] {count}/{total} {name}"
-        # A log gets lines; a terminal one line that is written over.
-        print(f"\r{text:<100}" if sys.stderr.isatty() else text, end="", file=sys.stderr, flush=True)
-        if not sys.stderr.isatty():
-            print(file=sys.stderr, flush=True)
+        def advance(name: str) -> None:
+            nonlocal started
+            bar.update(task, completed=started, description=f"{title}  {name}")
+            started += 1
 
-    yield line
-    if sys.stderr.isatty():
-        print("\r" + " " * 100, end="\r", file=sys.stderr, flush=True)
+        yield advance
 
 
 def say_if_unmeasured(memory: bool, device: torch.device) -> None:
@@ -73,6 +58,11 @@ def say_if_unmeasured(memory: bool, device: torch.device) -> None:
 
 def number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def figure(result: Result, name: str, digits: int) -> str:
+    """A field of the result; ``~`` before one that is unsteady."""
+    return ("~" if name in result.unsteady else "") + number(getattr(result, name), digits)
 
 
 def error_text(value: float | None) -> str:
@@ -93,8 +83,8 @@ def table(results: Sequence[Result], memory: bool) -> Table:
     head += ["grad error", *["head error"] * of_head, "status"]
     rows = []
     for result in results:
-        row = [result.variant, number(result.ms, 4), number(result.copies, 2)]
-        row += [number(result.wall_ms, 4)] * wall
+        row = [result.variant, figure(result, "ms", 4), figure(result, "copies", 2)]
+        row += [figure(result, "wall_ms", 4)] * wall
         row += [number(result.peak_logits, 2), number(result.extra_logits, 2)] * memory
         errors = [result.grad_error] + [result.head_error] * of_head
         row += [error_text(error) for error in errors]
@@ -102,10 +92,12 @@ def table(results: Sequence[Result], memory: bool) -> Table:
     return head, rows
 
 
-def show(title: str, results: Sequence[Result], columns: Table) -> None:
-    """One line a result. With rich in colour; without, the same columns in plain text."""
+def show(title: str, results: Sequence[Result], columns: Table, markdown: bool) -> None:
+    """One line a result: by rich in colour; with ``markdown``, or without rich, as text that can be pasted."""
     head, rows = columns
-    if have("rich"):
+    if markdown or not have("rich"):
+        print(f"{title}\n\n{as_markdown(columns)}")
+    else:
         from rich.console import Console
         from rich.table import Table as RichTable
 
@@ -118,16 +110,23 @@ def show(title: str, results: Sequence[Result], columns: Table) -> None:
             style = styles[result.status].get(result.kind, "" if result.status == "ok" else "red")
             shown.add_row(*row, style=style)
         Console(width=None if sys.stdout.isatty() else WIDTH, markup=False, highlight=False).print(shown)
-        return
-    widths = [max(len(line[column]) for line in [head, *rows]) for column in range(len(head) - 1)]
-    print(title)
-    for line in [head, *rows]:
-        first, *numbers = [
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=False))
-        ]
-        print("  ".join([first, *numbers, line[-1]]))
+    if any(result.unsteady for result in results):
+        print("~ unsteady: half of the samples differ by more than half; measure it again on an idle device")
     print(flush=True)
+
+
+def as_markdown(columns: Table) -> str:
+    """The first and the last column are text, the others are numbers."""
+    head, rows = columns
+    cells = [[cell.replace("|", "\\|") for cell in line] for line in [head, *rows]]
+    widths = [max(3, *(len(line[column]) for line in cells)) for column in range(len(head) - 1)] + [0]
+    ends = (0, len(head) - 1)
+    lines = [
+        [cell.ljust(width) if column in ends else cell.rjust(width) for column, (cell, width) in enumerate(pairs)]
+        for pairs in (list(zip(line, widths, strict=True)) for line in cells)
+    ]
+    rule = ["---" if column in ends else "-" * (width - 1) + ":" for column, width in enumerate(widths)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], rule, *lines[1:]]) + "\n"
 
 
 def environment(device: torch.device, command_line: Sequence[str], peers: Sequence[Peer] = PEERS) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..ops.devices import interpreter_is_set
-from . import cases, linear, model, plot, report, tails, timing
+from . import cases, compare, linear, model, plot, report, tails, timing
 from .llama import ModelShape
 from .measure import Result, Settings, copy_times, measure, ours_failed, set_ratios
 from .problems import HeadShape, LossProblem, Problem, Shape, StepProblem
@@ -98,6 +98,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--only", metavar="WORDS,...", help="only variants whose names contain one of these")
     parser.add_argument("--budget", type=_positive, default=100, metavar="MS", help="time per figure (default: 100 ms)")
+    parser.add_argument("--markdown", action="store_true", help="tables that can be pasted into an issue or a document")
+    parser.add_argument(
+        "--compare", type=Path, metavar="FILE", help="a last table: beside what an earlier --json wrote, line by line"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write results and environment; after each shape")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the times, in copies, and the memory")
     parser.add_argument("--redraw", type=Path, metavar="FILE", help="--plot what an earlier --json wrote, and no more")
@@ -108,7 +112,9 @@ def _redraw(source: Path, arguments: argparse.Namespace) -> None:
         raise ValueError("--redraw FILE draws what is in FILE: add --plot FILE.png")
     measuring = ("device", "shapes", "dtype", "graph", "dynamic", "memory", "step", "tails", "linear", "model")
     given = [
-        f"--{name}" for name in (*measuring, "ignored", "only", "json") if getattr(arguments, name) not in (None, False)
+        f"--{name}"
+        for name in (*measuring, "ignored", "only", "json", "compare")
+        if getattr(arguments, name) not in (None, False)
     ]
     if given:
         raise ValueError(f"--redraw measures nothing: leave out {', '.join(given)}")
@@ -181,6 +187,7 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.redraw:
             _redraw(arguments.redraw, arguments)
             return 0
+        arguments.before = compare.load(arguments.compare) if arguments.compare else None
         device = _device(arguments.device)
         if arguments.graph and device.type != "cuda":
             raise ValueError(f"--graph: CUDA graphs need a CUDA device, this is {device}; leave it out")
@@ -204,7 +211,7 @@ def main(arguments: argparse.Namespace) -> int:
     except (ValueError, RuntimeError) as error:
         arguments.parser.error(str(error))
     if not report.have("rich"):
-        print("rich is not installed: plain tables (pip install rich)", file=sys.stderr)
+        print("rich is not installed: plain tables, and no progress (pip install rich)", file=sys.stderr)
     if step:
         return model.run(arguments, step, whole, dtype, device)
     if arguments.linear:
@@ -254,18 +261,19 @@ def main(arguments: argparse.Namespace) -> int:
             failed = True
             write()
             continue
-        done = _shape(f"{number}/{len(todo)} {shape}", problem, variants, copy.ms, settings)
+        done = _shape(f"{number}/{len(todo)} {shape}", problem, variants, copy, settings)
         rate = 2 * problem.unit / copy.ms / 1e6
         what = "loss" if arguments.step is None else f"step of hidden size {arguments.step}"
         title = f"{shape} {content['settings']['dtype']}, {what}; 1 copy = {copy.ms:.4f} ms ({rate:.3g} GB/s)"
         title = "; ".join(filter(None, (title, copy.doubt)))
-        report.show(title, done, report.table(done, settings.memory))
+        report.show(title, done, report.table(done, settings.memory), arguments.markdown)
         results += done
         content["copies"].append({"shape": list(shape), "ms": copy.ms, "gb_per_s": rate})
         content["results"] += [result.as_json() for result in done]
         write()
         del problem
         timing.collect(device)
+    compare.show(arguments, content)
     if arguments.plot and results:
         plot.draw(
             arguments.plot, results, plot.title(environment, content["settings"]["dtype"]), plot.of_loss(arguments.step)
@@ -274,7 +282,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _shape(
-    title: str, problem: Problem, variants: list[cases.Variant], copy: float, settings: Settings
+    title: str, problem: Problem, variants: list[cases.Variant], copy: timing.Times, settings: Settings
 ) -> list[Result]:
     done = []
     with report.progress(title, len(variants)) as step:
@@ -284,5 +292,6 @@ def _shape(
     set_ratios(variants, done)
     for variant, result in zip(variants, done, strict=True):
         if result.ratio is not None:
-            result.note = "; ".join(filter(None, (result.note, f"{result.ratio:.3f} x {variant.against}")))
+            ratio = f"{report.figure(result, 'ratio', 3)} x {variant.against}"
+            result.note = "; ".join(filter(None, (result.note, ratio)))
     return done

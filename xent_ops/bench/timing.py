@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import benchmark
 
 from .problems import Outputs, Run
 
@@ -35,8 +36,12 @@ class Times(NamedTuple):
         return Times(median, low, high)
 
     @property
+    def unsteady(self) -> bool:
+        return self.high > UNSTEADY * self.low
+
+    @property
     def doubt(self) -> str:
-        if self.high <= UNSTEADY * self.low:
+        if not self.unsteady:
             return ""
         return f"unsteady: half of the samples took {self.low:.4f} to {self.high:.4f} ms (is the device busy?)"
 
@@ -71,13 +76,14 @@ def _samples(estimate_ms: float, budget_ms: float) -> int:
     return max(MIN_SAMPLES, min(MAX_SAMPLES, int(budget_ms / max(estimate_ms, 1e-3))))
 
 
-def by_events(run: Action, before: Action, budget_ms: float, device: torch.device) -> Times:
+def by_events(run: Action, before: Action | None, budget_ms: float, device: torch.device) -> Times:
     """On the GPU's own clock, the L2 flushed and ``before`` called between the samples."""
     flush = torch.empty(L2_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
 
     def sample() -> tuple[torch.cuda.Event, torch.cuda.Event]:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before()
+        if before:
+            before()
         flush.zero_()
         start.record()
         run()
@@ -93,8 +99,10 @@ def by_events(run: Action, before: Action, budget_ms: float, device: torch.devic
     return measure(_samples(measure(5).ms, budget_ms))
 
 
-def by_wall(run: Action, before: Action, budget_ms: float, device: torch.device) -> Times:
-    """On the host's clock, a call at a time; nothing is flushed."""
+def by_wall(run: Action, before: Action | None, budget_ms: float, device: torch.device) -> Times:
+    """On the host's clock; nothing is flushed. With ``before``, for which torch's timer has no place, call by call."""
+    if before is None:
+        return _by_torch(run, budget_ms)
 
     def sample() -> float:
         before()
@@ -109,19 +117,25 @@ def by_wall(run: Action, before: Action, budget_ms: float, device: torch.device)
     return Times.of([sample() for _ in range(_samples(estimate, budget_ms))])
 
 
-def back_to_back(run: Action, budget_ms: float, device: torch.device) -> float:
+def _timer(run: Action) -> benchmark.Timer:
+    """It waits for the device before it reads the clock, and without num_threads it would take one thread."""
+    return benchmark.Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+
+
+def _by_torch(run: Action, budget_ms: float) -> Times:
+    timer = _timer(run)
+    least = max(budget_ms / 1e3, MIN_SAMPLES * timer.timeit(1).mean)
+    samples: list[float] = []  # each of a block of calls, as long as the clock needs
+    while len(samples) < MIN_SAMPLES:
+        samples += timer.blocked_autorange(min_run_time=least).times
+    return Times.of([1e3 * sample for sample in samples])
+
+
+def back_to_back(run: Action, budget_ms: float) -> Times:
     """Wall time a call in a row of calls: what an eager loop on the host pays, launches included."""
-
-    def loop(count: int) -> float:
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(count):
-            run()
-        synchronize(device)
-        return 1e3 * (time.perf_counter() - start) / count
-
-    count = _samples(loop(5), budget_ms / 5)
-    return statistics.median(loop(count) for _ in range(5))
+    timer = _timer(run)
+    count = _samples(1e3 * timer.timeit(5).mean, budget_ms / 5)
+    return Times.of([1e3 * timer.timeit(count).mean for _ in range(5)])
 
 
 @contextlib.contextmanager

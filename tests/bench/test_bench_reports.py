@@ -1,0 +1,156 @@
+"""What a run of the benchmark shows: unsteady figures, tables that can be pasted, the comparison with an earlier run."""
+
+import json
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from xent_ops.__main__ import main
+from xent_ops.bench import cases, measure, report, timing
+
+CPU = torch.device("cpu")
+TINY = ["bench", "--device", "cpu", "--budget", "1", "--shapes", "34x64"]
+STEADY, UNSTEADY = timing.Times(1.0, 0.9, 1.1), timing.Times(1.0, 0.5, 1.5)
+
+
+@pytest.fixture
+def clocks(monkeypatch):
+    """What the clock shows: two copies, then each variant. Every variant is F.cross_entropy."""
+
+    def set_times(names, times):
+        probes = [
+            cases.Variant(name, "ours", lambda: lambda x, target, weight: F.cross_entropy(x, target)) for name in names
+        ]
+        monkeypatch.setattr(cases, "losses", lambda *arguments: probes)
+        left = iter(times)
+        monkeypatch.setattr(measure, "_clock", lambda *arguments: next(left))
+
+    return set_times
+
+
+def cells(out):
+    """The lines of all tables in markdown, by their first cell."""
+    lines = [re.split(r" *\| *", line.strip("| \n")) for line in out.splitlines() if line.startswith("| ")]
+    return {first: rest for first, *rest in lines}
+
+
+def test_every_unsteady_figure_is_marked(clocks, capsys, tmp_path):
+    for copy, first, ms, copies in (
+        (STEADY, STEADY, "1.0000", "1.00"),
+        (UNSTEADY, STEADY, "1.0000", "~1.00"),  # the unit is
+        (STEADY, UNSTEADY, "~1.0000", "~1.00"),
+    ):
+        clocks(["first"], [copy, timing.Times(9.0, 9.0, 9.0), first])
+        assert main([*TINY, "--markdown", "--json", str(tmp_path / "x.json")]) == 0
+        out = capsys.readouterr().out
+        assert cells(out)["first"][:2] == [ms, copies]
+        assert ("~ unsteady: half of the samples" in out) == (copies != "1.00")
+        (result,) = json.loads((tmp_path / "x.json").read_text())["results"]
+        assert result["unsteady"] == ["ms"] * (ms != "1.0000") + ["copies"] * (copies != "1.00")
+        assert (result["ms"], result["low_ms"], result["high_ms"]) == first
+
+
+def test_a_ratio_of_an_unsteady_figure_is_unsteady():
+    names = ("first", "second")
+    variants = [cases.Variant(name, "ours", lambda: None, against="first") for name in names]
+    for unsteady, expected in (((), ()), (("first",), names), (("second",), ("second",))):
+        results = [measure.Result(None, name, "ours", ms=1.0, unsteady=["ms"] * (name in unsteady)) for name in names]
+        measure.set_ratios(variants, results)
+        assert tuple(result.variant for result in results if "ratio" in result.unsteady) == expected
+
+
+def test_a_table_can_be_pasted():
+    text = report.as_markdown((["variant", "ms", "status"], [["a|b", "~1.5", "ok"], ["a long name", "-", "ERROR: no"]]))
+    assert text == (
+        "| variant     |   ms | status |\n"
+        "| --- | ---: | --- |\n"
+        "| a\\|b        | ~1.5 | ok |\n"
+        "| a long name |    - | ERROR: no |\n"
+    )
+
+
+def run_twice(clocks, tmp_path, before, now, *options):
+    """The same variants, measured at other times."""
+    names = ["faster", "same", "slower"]
+    for times, more in ((before, ["--json"]), (now, [*options, "--compare"])):
+        clocks(names, [STEADY, STEADY, *times])
+        assert main([*TINY, *more, str(tmp_path / "before.json")]) == 0
+
+
+def test_a_run_is_compared_with_an_earlier_one(clocks, tmp_path, capsys):
+    before = [timing.Times(1.0, 0.9, 1.1)] * 3
+    now = [timing.Times(0.8, 0.7, 0.85), timing.Times(1.05, 1.0, 1.2), timing.Times(1.3, 1.2, 1.4)]
+    run_twice(clocks, tmp_path, before, now)
+    out = capsys.readouterr().out
+    found = cells(out[out.index("Beside ") :])
+    assert found["34x64 faster"] == ["1.0000", "0.8000", "0.800", "faster"]
+    assert found["34x64 same"] == ["1.0000", "1.0500", "1.050", "same"]
+    assert found["34x64 slower"] == ["1.0000", "1.3000", "1.300", "slower"]
+    assert "not measured alike" not in out
+
+
+def test_what_was_not_measured_alike_is_said(clocks, tmp_path, capsys):
+    run_twice(clocks, tmp_path, [STEADY] * 3, [UNSTEADY] * 3, "--ignored", "0.5")
+    out = capsys.readouterr().out
+    assert "not measured alike: ignored was None, is 0.5" in out
+    assert cells(out[out.index("Beside ") :])["34x64 same"][2:] == ["~1.000", "unsteady"]
+    content = json.loads((tmp_path / "before.json").read_text())
+    first, second, third = content["results"]
+    first["status"], second["low_ms"], third["variant"] = "wrong", None, "another"
+    content["environment"]["torch"] = "2.0"
+    (tmp_path / "before.json").write_text(json.dumps(content))
+    clocks(["faster", "same", "slower"], [STEADY] * 5)
+    assert main([*TINY, "--compare", str(tmp_path / "before.json")]) == 0
+    out = capsys.readouterr().out
+    found = cells(out[out.index("Beside ") :])
+    verdicts = {name: rest[-1] for name, rest in found.items()}
+    assert verdicts["34x64 faster"] == "was wrong, is ok"
+    assert verdicts["34x64 same"] == "its spread was not written then"
+    assert verdicts["34x64 slower"] == "new" and verdicts["34x64 another"] == "not measured now"
+    assert f"torch was 2.0, is {torch.__version__}" in out
+
+
+@pytest.mark.parametrize(
+    "written, message", [(None, "No such file"), ("[]", "not what --json writes"), ("{", "not what")]
+)
+def test_what_cannot_be_compared_is_refused_first(written, message, tmp_path, capsys):
+    if written is not None:
+        (tmp_path / "before.json").write_text(written)
+    with pytest.raises(SystemExit) as stopped:
+        main([*TINY, "--compare", str(tmp_path / "before.json")])
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "more", [["--linear", "16", "--only", "xent eager"], ["--step", "16", "--only", "xent in-place"]]
+)
+def test_other_tables_compare_too(more, tmp_path, capsys):
+    arguments = [*TINY, *more, "--markdown"]
+    assert main([*arguments, "--json", str(tmp_path / "before.json")]) == 0
+    assert main([*arguments, "--compare", str(tmp_path / "before.json")]) == 0
+    out = capsys.readouterr().out
+    found = cells(out[out.index("Beside ") :])
+    assert any("34x64" in name for name in found)
+    assert {rest[-1] for name, rest in found.items() if "34x64" in name} <= {"same", "faster", "slower", "unsteady"}
+
+
+def test_torchs_timer_takes_the_threads_that_are_set():
+    """Its default is one."""
+    seen = set()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        times = timing.by_wall(lambda: seen.add(torch.get_num_threads()), None, 1, CPU)
+        wall = timing.back_to_back(lambda: seen.add(torch.get_num_threads()), 1)
+    finally:
+        torch.set_num_threads(threads)
+    assert seen == {threads + 1}
+    assert 0 < times.low <= times.ms <= times.high < 1 and 0 < wall.ms < 1
+
+
+def test_inputs_are_restored_before_each_call():
+    calls = []
+    timing.by_wall(lambda: calls.append("run"), lambda: calls.append("restore"), 0.01, CPU)
+    assert calls == ["restore", "run"] * (len(calls) // 2) and len(calls) > 2 * timing.MIN_SAMPLES
