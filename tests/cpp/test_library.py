@@ -20,6 +20,9 @@ from xent_ops.ops.schemas import COMPOSITES, SCHEMAS
 
 pytestmark = pytest.mark.skipif(not _extension.LIBRARY.exists(), reason="built without C++ (XENT_OPS_BUILD_CPP=0)")
 
+# What Python makes of std::invalid_argument. torch 2.15 was tried, 2.14 was not.
+INVALID = (ValueError,) if torch.__version__ < "2.14" else (ValueError, RuntimeError)
+
 LOAD = f"import torch; torch.ops.load_library({str(_extension.LIBRARY)!r})\n"
 IMPORT = "import torch, xent_ops\n"
 STEP = """
@@ -40,6 +43,7 @@ def test_plain_process():
     run(
         LOAD
         + STEP
+        + f"INVALID = ({', '.join(kind.__name__ for kind in INVALID)},)"
         + textwrap.dedent("""
         import sys
         ops = torch.ops.xent
@@ -59,7 +63,7 @@ def test_plain_process():
             assert ops.cross_entropy_shard(empty, target.to(device), 10, 10).shape == (1, 14)
         try:
             ops.cross_entropy_shard(empty, target.to("meta"), 11, 10)
-        except ValueError as error:
+        except INVALID as error:
             assert "class_start=11 with ... columns lies beyond num_classes=10" in str(error), error
         else:
             raise AssertionError("no error")
@@ -354,7 +358,7 @@ def test_the_same_errors(name, arguments, options):
     """C++ refuses what Python refuses, in the same words; C++ has no TypeError."""
     with pytest.raises((ValueError, TypeError, IndexError, RuntimeError)) as python:
         getattr(torch.ops.xent, name)(*arguments, **options)
-    kind = {TypeError: ValueError}.get(python.type, python.type)
+    kind = INVALID if python.type in (TypeError, ValueError) else python.type
     with pytest.raises(kind) as library:
         cpu.kernel(name)(*arguments, **options)
     assert str(library.value) == str(python.value)
@@ -366,4 +370,4 @@ def test_library_path(capsys, monkeypatch, tmp_path):
     assert capsys.readouterr().out.strip() == xent_ops.library_path()
     monkeypatch.setattr(_extension, "LIBRARY", tmp_path / "libxent_ops.so")
     assert main(["library-path"]) == 1
-    assert "XENT_OPS_BUILD_CPP=0" in capsys.readouterr().err
+    assert "XENT_OPS_BUILD_CPP=1 pip install" in capsys.readouterr().err

@@ -114,7 +114,7 @@ class Language:
     def atomic_xchg(self, pointer, x, sem):
         self.store(pointer, x)
 
-    def async_copy_global_to_shared(self, slot, pointer, mask, eviction_policy):
+    def copy_to_shared(self, slot, pointer, mask, eviction_policy):
         self.copies.append(lambda: slot.tensor.copy_(self.load(pointer, mask)))
 
     def commit_group(self):
@@ -133,6 +133,7 @@ def run(kernel, grid, arguments, at_once=8, seed=0, seconds=30):
     def program(number):
         language = Language(number, stop)
         names = dict(kernel.fn.__globals__, gl=language, async_copy=language, barrier=lambda: None)
+        names["copy_to_shared"] = language.copy_to_shared
         for name, found in kernel.fn.__globals__.items():
             if isinstance(found, type(kernel)):
                 names[name] = types.FunctionType(found.fn.__code__, names)

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 
+copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # as of Triton 3.8
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name from Triton 3.7 on, and before
 
 
@@ -132,7 +133,7 @@ def one_pass_shared_kernel(
 
     kept = gl.allocate_shared_memory(logits_ptr.dtype.element_ty, [TILES, LANES, VECTOR], flat)
     for i in gl.static_range(TILES):
-        async_copy.async_copy_global_to_shared(
+        copy_to_shared(
             kept.index(i), row_ptr + (i * TILE + columns), mask=i * TILE + columns < mine, eviction_policy="evict_first"
         )
         async_copy.commit_group()
