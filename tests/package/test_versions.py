@@ -1,0 +1,51 @@
+"""docs/versions.md says which private parts of torch and Triton are used; CITATION.cff which version this is."""
+
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+
+import private_parts
+
+import xent_ops
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "versions.md").read_text().partition("## Private parts")[2]
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| `")]
+
+
+def test_the_page_lists_the_private_parts():
+    used = private_parts.of_folder(Path(xent_ops.__file__).parent, without={"bench"})
+    listed = [name for row in ROWS for name in re.findall(r"`([^`]+)`", row[0])]
+    missing = [name for name in used if not any(fnmatch(name, pattern) for pattern in listed)]
+    gone = [pattern for pattern in listed if not any(fnmatch(name, pattern) for name in used)]
+    assert not missing, f"add to docs/versions.md, with a test that notices a change: {sorted(missing)}"
+    assert not gone, f"remove from docs/versions.md what is not used any more: {gone}"
+
+
+def test_the_page_names_tests_that_are_there():
+    for names, _, tests in ROWS:
+        assert tests, names
+        for test in tests.split(", "):
+            file, _, function = test.partition("::")
+            assert f"def {function}(" in (ROOT / file).read_text(), f"{names}: there is no {test}"
+
+
+def test_private_parts_are_found(tmp_path):
+    """Below their full names, by whatever way they were imported."""
+    (tmp_path / "a.py").write_text(
+        "import torch, triton\nimport torch._dynamo as d\nfrom torch._inductor import config\n"
+        "from torch.autograd import forward_ad\nfrom triton import next_power_of_2\nfrom .b import _own\n"
+        "d.reset\nconfig.patch(x=1)\nforward_ad._level\ntorch.ops.x\ntorch.__version__\ntriton.knobs.runtime\n"
+        "getattr(torch._C, '_f', None)\n_own._x\n"
+    )
+    assert private_parts.of_folder(tmp_path, set()) == {
+        "torch._dynamo.reset",
+        "torch._inductor.config.patch",
+        "torch.autograd.forward_ad._level",
+        "triton.knobs.runtime",
+        "torch._C._f",
+    }
+
+
+def test_the_citation_is_of_this_version():
+    assert f"\nversion: {xent_ops.__version__}\n" in (ROOT / "CITATION.cff").read_text()
