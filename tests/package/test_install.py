@@ -4,11 +4,10 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
-import torch
+import release
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,13 +45,7 @@ def run(*command, **keywords):
 
 @pytest.fixture
 def python(tmp_path):
-    """Of a fresh environment."""
-    status, said = run(sys.executable, "-m", "venv", tmp_path / "venv")
-    assert status == 0, said
-    (site,) = tmp_path.glob("venv/lib/python*/site-packages")
-    folders = dict.fromkeys([str(Path(torch.__file__).parents[1]), sysconfig.get_path("purelib")])
-    (site / "torch.pth").write_text("\n".join(folders))
-    return tmp_path / "venv" / "bin" / "python"
+    return release.environment(tmp_path / "venv")
 
 
 @pytest.fixture(scope="module")
