@@ -52,7 +52,6 @@ def test_json_png_and_table(tmp_path, capsys):
     assert main(["bench", "--redraw", str(figures), "--plot", str(again)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
     out, err = capsys.readouterr()
-    assert "xent eager" in err  # the progress
     assert "34x64x16 bfloat16" in out and "dW error" in out
     assert "cut-cross-entropy" in out  # installed or not
     assert ("peak memory is not measured on cpu" in err) == (not timing.measures_memory(CPU))
@@ -71,9 +70,9 @@ def test_chunk_rows_and_hidden_sizes(tmp_path, capsys):
     names = ["three products", "xent eager 5", "xent eager 34", "three products again"]
     assert [result["variant"] for result in content["results"]] == 4 * names
     lines = capsys.readouterr().out.splitlines()
-    start = lines.index("| | 5 | 34 |")
+    (start,) = [number for number, line in enumerate(lines) if line.replace(" ", "") == "||5|34|"]
     assert lines[start - 2].startswith("xent eager: times of the products")
-    shapes = [line.split(" | ")[0] for line in lines[start + 2 : start + 6]]
+    shapes = [line.split(" |")[0].rstrip() for line in lines[start + 2 : start + 6]]
     assert shapes == ["| 34x64x16", "| 20x32x16", "| 34x64x8", "| 20x32x8"]
 
 

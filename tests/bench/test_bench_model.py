@@ -60,8 +60,7 @@ def test_json_png_and_table(eager, tmp_path, capsys):
     assert 0 <= linear["head_error"] <= linear["grad_error"] <= linear["tolerance"]
     assert main(["bench", "--redraw", str(figures), "--plot", str(again)]) == 0
     assert picture.read_bytes() == again.read_bytes() and picture.read_bytes().startswith(b"\x89PNG\r\n")
-    out, err = capsys.readouterr()
-    assert "the eager step that all are compared with" in err and "xent linear: compiles" in err
+    out = capsys.readouterr().out
     assert "whole step of 2 x 16 tokens, bfloat16; 2 layers of 32, 64 classes" in out and "tokens/s" in out
 
 

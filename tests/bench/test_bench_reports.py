@@ -71,6 +71,17 @@ def test_a_table_can_be_pasted():
     )
 
 
+def test_progress_is_drawn_on_a_terminal(monkeypatch, capsys):
+    pytest.importorskip("rich", reason="rich is not installed")
+    for forced, drawn in (("", False), ("1", True)):
+        monkeypatch.setenv("FORCE_COLOR", forced)
+        with report.progress("1/2 34x64", 2) as step:
+            step("first")
+            step("second")
+        out, err = capsys.readouterr()
+        assert ("second" in err and "1/2" in err) == drawn and not out
+
+
 def run_twice(clocks, tmp_path, before, now, *options):
     """The same variants, measured at other times."""
     names = ["faster", "same", "slower"]

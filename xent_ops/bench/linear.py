@@ -124,4 +124,4 @@ def _show_chunks(
                 text = result.status if result.ratio is None else report.figure(result, "ratio", 3)
                 cells.append(f"{text}, {result.peak_mib:.0f}" if result.peak_mib is not None else text)
             lines.append(cells)
-        print(report.as_markdown((["", *map(str, chunk_rows)], lines)), flush=True)
+        print(report.as_markdown((["", *map(str, chunk_rows)], lines), ends_with_text=False), flush=True)

@@ -115,17 +115,19 @@ def show(title: str, results: Sequence[Result], columns: Table, markdown: bool) 
     print(flush=True)
 
 
-def as_markdown(columns: Table) -> str:
-    """The first and the last column are text, the others are numbers."""
+def as_markdown(columns: Table, ends_with_text: bool = True) -> str:
+    """The first column is text, and the last one too or not; the others are numbers, to the right."""
     head, rows = columns
     cells = [[cell.replace("|", "\\|") for cell in line] for line in [head, *rows]]
-    widths = [max(3, *(len(line[column]) for line in cells)) for column in range(len(head) - 1)] + [0]
-    ends = (0, len(head) - 1)
+    text = {0, len(head) - 1} if ends_with_text else {0}
+    widths = [max(3, *(len(line[column]) for line in cells)) for column in range(len(head))]
+    if ends_with_text:
+        widths[-1] = 0
     lines = [
-        [cell.ljust(width) if column in ends else cell.rjust(width) for column, (cell, width) in enumerate(pairs)]
+        [cell.ljust(width) if column in text else cell.rjust(width) for column, (cell, width) in enumerate(pairs)]
         for pairs in (list(zip(line, widths, strict=True)) for line in cells)
     ]
-    rule = ["---" if column in ends else "-" * (width - 1) + ":" for column, width in enumerate(widths)]
+    rule = ["---" if column in text else "-" * (width - 1) + ":" for column, width in enumerate(widths)]
     return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], rule, *lines[1:]]) + "\n"
 
 
