@@ -64,7 +64,10 @@ def _tiles(rows: int, columns: int) -> int:
 
 
 def logits(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, count: Tensor, out: Tensor) -> None:
-    """out = input @ linear_weight.T + linear_bias, in the first ``count`` rows."""
+    """out = input @ linear_weight.T + linear_bias, in the first ``count`` rows.
+
+    TMA writes whole 16 bytes: a row of out is followed by room for them.
+    """
     classes, features = linear_weight.shape
     logits_kernel[(_programs(out, _tiles(*out.shape)),)](
         _descriptor(input, _TILE.ROWS, _TILE.INNER),
