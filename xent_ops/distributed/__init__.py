@@ -1,5 +1,6 @@
 """Cross entropy over a vocabulary that is split between ranks."""
 
+from .linear import vocab_parallel_linear_cross_entropy
 from .vocab_parallel import vocab_parallel_cross_entropy
 
-__all__ = ["vocab_parallel_cross_entropy"]
+__all__ = ["vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"]

@@ -1,0 +1,36 @@
+"""The head and the loss over ranks in real processes. Every rank runs the cases of linear_*cases.py beside this."""
+
+import linear_cases as cases
+import linear_error_cases as errors
+import pytest
+import torch
+
+WORLDS = [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+FEW = [2, pytest.param(3, marks=pytest.mark.slow)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["chunk", "uneven", "empty", "padded"])
+def test_values(pool, device, world, kind, dtype):
+    pool(world, device).run(cases.values, kind, dtype)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        cases.sequence_parallel,
+        cases.what_is_communicated,
+        cases.groups_of_one_and_some,
+        cases.edge_rows,
+        cases.backward_again,
+        cases.autocast,
+        errors.bad_input,
+        errors.check_across_ranks,
+    ],
+    ids=lambda case: case.__name__,
+)
+def test_behaviour(pool, device, world, case):
+    pool(world, device).run(case)
