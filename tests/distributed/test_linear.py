@@ -1,6 +1,7 @@
 """The head and the loss over ranks in real processes. Every rank runs the cases of linear_*cases.py beside this."""
 
 import linear_cases as cases
+import linear_compiled_cases as compiled
 import linear_error_cases as errors
 import pytest
 import torch
@@ -34,3 +35,23 @@ def test_values(pool, device, world, kind, dtype):
 )
 def test_behaviour(pool, device, world, case):
     pool(world, device).run(case)
+
+
+@pytest.mark.parametrize("world", FEW)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled(pool, device, world, backend):
+    pool(world, device).run(compiled.equal_to_eager, backend)
+
+
+@pytest.mark.parametrize("case", [compiled.graph, compiled.bad_input_while_tracing], ids=lambda case: case.__name__)
+def test_tracing(pool, device, case):
+    pool(2, device).run(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    "case", [compiled.cuda_graph_of_a_step, compiled.cuda_graphs_of_inductor], ids=lambda case: case.__name__
+)
+def test_cuda_graphs(pool, world, case):
+    pool(world, "cuda").run(case)

@@ -200,11 +200,10 @@ def _bound(
     input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
     linear_checks.head(input, linear_weight, linear_bias, accumulate_dtype, chunk_rows, may_be_empty=True)
     shard_range = shard_range_of_width(linear_weight.shape[0], num_classes, class_start, ranks)
-    split, rows = None, input
-    if sequence_parallel and ranks.world > 1:
-        split = _split_dimension(input, target, ranks.world)
-        rows = input.detach().new_empty(()).expand(*target.shape, input.shape[-1])  # for its shape
-    check_shard(rows, linear_weight, target, *shard_range, linear_bias, class_weight, options=loss.rows)
+    split = _split_dimension(input, target, ranks.world) if sequence_parallel and ranks.world > 1 else None
+    if not transforms.is_traced():  # else the operators check before anything runs
+        rows = input if split is None else input.new_empty(()).expand(*target.shape, input.shape[-1])  # its shape
+        check_shard(rows, linear_weight, target, *shard_range, linear_bias, class_weight, options=loss.rows)
     head = Head(linear_weight, linear_bias, class_weight, shard_range, accumulate_dtype, chunk_rows)
     return _Bound(input, head, loss, divisor, split)
 
