@@ -2,6 +2,7 @@
 
 import linear_cases as cases
 import linear_compiled_cases as compiled
+import linear_dtensor_cases as dtensor
 import linear_error_cases as errors
 import pytest
 import torch
@@ -55,3 +56,19 @@ def test_tracing(pool, device, case):
 )
 def test_cuda_graphs(pool, world, case):
     pool(world, "cuda").run(case)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        dtensor.placements,
+        dtensor.targets,
+        dtensor.what_is_communicated,
+        dtensor.parallel_styles,
+        dtensor.refused,
+    ],
+    ids=lambda case: case.__name__,
+)
+def test_dtensor(pool, device, world, case):
+    pool(world, device).run(case)

@@ -159,8 +159,8 @@ def _shard_alone(ctx: Any, grad: Tensor) -> NoReturn:
 def _second_backward(ctx: Any, grad: Tensor) -> NoReturn:
     # The lse depends on the logits of all ranks: this rank's part of a second derivative would be wrong without a word.
     raise RuntimeError(
-        "the vocabulary-parallel cross entropy has no second derivative (it would need a collective in backward); "
-        "gather the logits and call xent_ops.cross_entropy for one"
+        "the cross entropy of DTensors, or of a vocabulary split over ranks, has no second derivative (it would need a "
+        "collective in backward): for one call xent_ops.cross_entropy on all logits as a plain tensor (full_tensor())"
     )
 
 

@@ -278,8 +278,8 @@ def _shard_alone(ctx: Any, grad: Tensor) -> NoReturn:
 
 def _second_backward(ctx: Any, *grads: Tensor) -> NoReturn:
     raise RuntimeError(
-        "the vocabulary-parallel linear cross entropy has no second derivative (it would need further collectives in "
-        "backward); gather the head and call xent_ops.linear_cross_entropy for one"
+        "the linear cross entropy of DTensors, or of a head split over ranks, has no second derivative (it would need "
+        "further collectives in backward): for one call xent_ops.linear_cross_entropy on plain tensors (full_tensor())"
     )
 
 
