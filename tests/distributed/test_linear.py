@@ -4,6 +4,7 @@ import linear_cases as cases
 import linear_compiled_cases as compiled
 import linear_dtensor_cases as dtensor
 import linear_error_cases as errors
+import linear_log_prob_cases as log_probs
 import pytest
 import torch
 
@@ -36,6 +37,17 @@ def test_values(pool, device, world, kind, dtype):
 )
 def test_behaviour(pool, device, world, case):
     pool(world, device).run(case)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", ["chunk", "uneven", "empty", "padded"])
+def test_log_probs(pool, device, world, kind):
+    pool(world, device).run(log_probs.values, kind)
+
+
+@pytest.mark.parametrize("world", FEW)
+def test_behaviour_of_log_probs(pool, device, world):
+    pool(world, device).run(log_probs.behaviour)
 
 
 @pytest.mark.parametrize("world", FEW)

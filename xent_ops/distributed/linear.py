@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..functional import TokenLogProbs, log_probs_of_rows
 from ..kernels import reductions
 from ..kernels.options import LossOptions
 from ..ops import arguments, checks, transforms
@@ -56,8 +57,12 @@ def sharded_rows(
     loss: LossOptions,
     gathered_input: Tensor | None = None,  # (ranks, *input.shape) where the inputs of all ranks are wanted
     sum_grad_input: bool = True,
-) -> Rows:
-    """One value for each row of the target. Without ``sum_grad_input`` the gradient is this rank's part of the sum."""
+    entropy: bool = False,
+) -> tuple[Rows, Tensor]:
+    """Values for each row of the target, its entropy where it is wanted.
+
+    Without ``sum_grad_input`` the gradient is this rank's part of the sum.
+    """
     weight, bias, class_weight, shard_range, accumulate_dtype, chunk_rows = head
     options: dict[str, Any] = {"chunk_rows": chunk_rows, **loss.rows.keywords()}
     rows = input if gathered_input is None else gathered_input
@@ -69,9 +74,10 @@ def sharded_rows(
         *shard_range,
         None if bias is None else bias.detach(),
         class_weight,
+        entropy,
         **options,
     )
-    row_loss, lse, target_weight, _ = _ops.linear_cross_entropy_shard_join(
+    row_loss, lse, target_weight, _, entropies = _ops.linear_cross_entropy_shard_join(
         input,
         weight,
         target,
@@ -80,11 +86,12 @@ def sharded_rows(
         bias,
         class_weight,
         gathered_input,
+        entropy,
         accumulate_dtype=accumulate_dtype,
         group_name=ranks.name if sum_grad_input and ranks.world > 1 else "",
         **options,
     )
-    return Rows(row_loss, lse, target_weight)
+    return Rows(row_loss, lse, target_weight), entropies
 
 
 def vocab_parallel_linear_cross_entropy(
@@ -151,15 +158,64 @@ def vocab_parallel_linear_cross_entropy(
         consistency.check(_NAME, group, lambda ranks: _report(ranks, *call, *chunks))
     ranks = ranks_of(group)
     input, head, loss, divisor, split = _bound(ranks, *call, *chunks)
-    if split is None:
-        return reduced(sharded_rows(input, target, head, ranks, loss), target, loss, divisor)
-    gathered = all_gather(input.detach().unsqueeze(0).contiguous(), ranks)
-    target = target.unflatten(split, (ranks.world, -1)).movedim(split, 0).contiguous()  # in the order of the gathered
-    value = reduced(sharded_rows(input, target, head, ranks, loss, gathered), target, loss, divisor)
-    return value.movedim(0, split).flatten(split, split + 1) if reduction == "none" else value
+    gathered, target = _gathered(input, target, split, ranks)
+    rows, _ = sharded_rows(input, target, head, ranks, loss, gathered)
+    value = reduced(rows, target, loss, divisor)
+    return _as_target(value, split) if reduction == "none" else value
 
 
 _NAME = "vocab_parallel_linear_cross_entropy"
+
+
+def vocab_parallel_linear_token_log_probs(
+    input: Tensor,
+    weight_shard: Tensor,
+    target: Tensor,
+    group: Group = None,
+    *,
+    num_classes: int,
+    class_start: int | None = None,
+    bias_shard: Tensor | None = None,
+    sequence_parallel: bool = False,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+    check: bool = False,
+) -> TokenLogProbs:
+    """``xent_ops.linear_token_log_probs`` of a head whose rows (classes) are split between the ranks of a group.
+
+    Arguments, errors and communication are those of ``vocab_parallel_linear_cross_entropy``, with 4 numbers a row in
+    the all-gather. Every rank gets the same bits.
+
+    Returns:
+        ``TokenLogProbs(log_probs, entropy, lse)``, each float32 (float64 for float64 input) of the target's shape.
+    """
+    options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "none")
+    call = (input, weight_shard, target, bias_shard, None, num_classes, class_start, sequence_parallel, options)
+    chunks = (None, accumulate_dtype, chunk_rows)
+    if check:
+        consistency.check(_NAME, group, lambda ranks: _report(ranks, *call, *chunks))
+    ranks = ranks_of(group)
+    input, head, loss, _, split = _bound(ranks, *call, *chunks)
+    gathered, target = _gathered(input, target, split, ranks)
+    rows, entropy = sharded_rows(input, target, head, ranks, loss, gathered, entropy=True)
+    values = log_probs_of_rows(rows.loss, rows.lse, entropy, target, loss.rows)
+    return TokenLogProbs(*(_as_target(value, split) for value in values))
+
+
+def _gathered(input: Tensor, target: Tensor, split: int | None, ranks: Ranks) -> tuple[Tensor | None, Tensor]:
+    """(the inputs of all ranks, the target in their order), both (ranks, ...); where nothing is split, as they were."""
+    if split is None:
+        return None, target
+    gathered = all_gather(input.detach().unsqueeze(0).contiguous(), ranks)
+    return gathered, target.unflatten(split, (ranks.world, -1)).movedim(split, 0).contiguous()
+
+
+def _as_target(value: Tensor, split: int | None) -> Tensor:
+    """A value for each row, in the target's own order."""
+    return value if split is None else value.movedim(0, split).flatten(split, split + 1)
 
 
 class _Bound(NamedTuple):

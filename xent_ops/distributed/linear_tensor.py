@@ -62,7 +62,7 @@ def linear_cross_entropy(
     class_weight = tensor.local_weight_of(weight, num_classes, width, mesh, vocabulary, ranks)
     shard_range = first_class(width, None, num_classes, ranks), num_classes
     mine = linear.Head(w, b, class_weight, shard_range, accumulate_dtype, chunk_rows)
-    outputs = linear.sharded_rows(x, local_target, mine, ranks, loss, sum_grad_input=False)
+    outputs, _ = linear.sharded_rows(x, local_target, mine, ranks, loss, sum_grad_input=False)
     value = tensor.reduced(outputs, local_target, input.shape[:-1], mesh, rows, loss)
     if divisor is None:
         return value

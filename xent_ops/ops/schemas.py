@@ -159,20 +159,21 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     # join adds grad_input up over the ranks of the group.
     "linear_cross_entropy_shard": (
         "(Tensor input, Tensor linear_weight, Tensor target, SymInt class_start, SymInt num_classes, "
-        f"Tensor? linear_bias=None, Tensor? weight=None, *, {OPTIONS}, {CHUNK_ROWS}) -> Tensor",
+        f"Tensor? linear_bias=None, Tensor? weight=None, bool entropy=False, *, {OPTIONS}, {CHUNK_ROWS}) -> Tensor",
         None,
     ),
     "linear_cross_entropy_shard_join": (
         "(Tensor input, Tensor linear_weight, Tensor target, Tensor gathered, SymInt class_start, SymInt num_classes, "
-        f"Tensor? linear_bias=None, Tensor? weight=None, Tensor? gathered_input=None, *, {OPTIONS}, {ACCUMULATE}, "
-        f"{CHUNK_ROWS}, str group_name='') "
-        "-> (Tensor loss, Tensor lse, Tensor target_weight, Tensor coefficient)",
+        "Tensor? linear_bias=None, Tensor? weight=None, Tensor? gathered_input=None, bool entropy=False, *, "
+        f"{OPTIONS}, {ACCUMULATE}, {CHUNK_ROWS}, str group_name='') "
+        "-> (Tensor loss, Tensor lse, Tensor target_weight, Tensor coefficient, Tensor entropies)",
         None,
     ),
     "linear_cross_entropy_shard_backward": (
         "(Tensor grad_loss, Tensor? grad_lse, Tensor input, Tensor linear_weight, Tensor target, Tensor lse, "
         "SymInt class_start, SymInt num_classes, Tensor? linear_bias=None, Tensor? weight=None, "
-        f"Tensor? coefficient=None, {OUTPUT_MASK}, *, {OPTIONS}, {ACCUMULATE}, {CHUNK_ROWS}) -> ({LINEAR_GRADS})",
+        f"Tensor? coefficient=None, Tensor? grad_entropy=None, Tensor? entropy=None, {OUTPUT_MASK}, *, {OPTIONS}, "
+        f"{ACCUMULATE}, {CHUNK_ROWS}) -> ({LINEAR_GRADS})",
         None,
     ),
 }
