@@ -1,5 +1,6 @@
 """The head and the loss over ranks in real processes. Every rank runs the cases of linear_*cases.py beside this."""
 
+import bench_cases as bench
 import linear_cases as cases
 import linear_compiled_cases as compiled
 import linear_dtensor_cases as dtensor
@@ -58,6 +59,13 @@ def test_compiled(pool, device, world, backend):
 
 @pytest.mark.parametrize("case", [compiled.graph, compiled.bad_input_while_tracing], ids=lambda case: case.__name__)
 def test_tracing(pool, device, case):
+    pool(2, device).run(case)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(bench.report, marks=pytest.mark.slow), bench.wrong_is_seen], ids=lambda case: case.__name__
+)
+def test_bench(pool, device, case):
     pool(2, device).run(case)
 
 
