@@ -193,9 +193,8 @@ def main() -> int:
         reference.load_state_dict(alone)
         expected = train(reference, batches, args.lr, False)
         worst = max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
-        print(
-            f"{world} ranks on {device}: vocabulary over {tensor}, data over {world // tensor}, {args.loss}; {seconds:.1f} s"
-        )
+        over = f"vocabulary over {tensor}, data over {world // tensor}"
+        print(f"{world} ranks on {device}: {over}; {args.loss} loss; {seconds:.1f} s")
         for number in sorted({0, len(losses) // 2, len(losses) - 1}):
             print(f"step {number:3}: loss {losses[number]:.6f}, one process alone {expected[number]:.6f}")
         print(f"largest relative difference {worst:.1e}")
