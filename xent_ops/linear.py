@@ -38,6 +38,8 @@ def linear_cross_entropy(
     divisor: Tensor | float | None = None,
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
+    skip_ignored: bool = False,
+    max_counted: int | None = None,
 ) -> Tensor:
     """``cross_entropy(F.linear(input, linear_weight, linear_bias), target)`` without the logits as a whole.
 
@@ -78,15 +80,16 @@ def linear_cross_entropy(
     if any(map(is_dtensor, (input, linear_weight, target, linear_bias, weight))):
         from .distributed import linear_tensor  # imported for DTensors only: it takes a while
 
-        head = (linear_weight, linear_bias, weight, accumulate_dtype, chunk_rows)
+        chunks = (accumulate_dtype, chunk_rows, skip_ignored, max_counted)
+        head = (linear_weight, linear_bias, weight, *chunks)
         return linear_tensor.linear_cross_entropy(input, target, head, loss, divisor)
     divisor = arguments.divisor(divisor, input)
     linear_checks.reduced_by(divisor, input, reduction)
-    accumulate_dtype, chunk_rows = arguments.chunks(accumulate_dtype, chunk_rows)
+    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, max_counted)
     probabilities = target.is_floating_point()
     if probabilities or transforms.functorch_is_active() or transforms.forward_mode():
         input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
-        linear_checks.head(input, linear_weight, linear_bias, accumulate_dtype, chunk_rows)
+        linear_checks.head(input, linear_weight, linear_bias, accumulate_dtype, how)
         logits = F.linear(input, linear_weight, linear_bias)
         scale = loss.lse_square_scale
         options = loss.rows._asdict() | {"lse_square_scale": scale, "reduction": reduction, "dim": -1}
@@ -100,7 +103,7 @@ def linear_cross_entropy(
         weight,
         divisor,
         accumulate_dtype=accumulate_dtype,
-        chunk_rows=chunk_rows,
+        **how.keywords(),
         **loss.keywords(),
     )
 
@@ -120,6 +123,8 @@ def linear_cross_entropy_outputs(
     logit_scale: float = 1.0,
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
+    skip_ignored: bool = False,
+    max_counted: int | None = None,
 ) -> CrossEntropyOutputs:
     """``linear_cross_entropy`` with the z-loss apart, the lse, the predictions and the accuracy, from the same product.
 
@@ -133,7 +138,7 @@ def linear_cross_entropy_outputs(
     loss = arguments.loss_options(
         ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction, input.dtype
     )
-    accumulate_dtype, chunk_rows = arguments.chunks(accumulate_dtype, chunk_rows)
+    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, max_counted)
     checks.weight_without_grad(weight)
     input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
     row_loss, lse, argmax = _ops.linear_cross_entropy_forward_argmax(
@@ -143,7 +148,7 @@ def linear_cross_entropy_outputs(
         linear_bias,
         weight,
         accumulate_dtype=accumulate_dtype,
-        chunk_rows=chunk_rows,
+        **how.keywords(),
         **loss.rows.keywords(),
     )
     total = composite.reduced(row_loss, lse, target, weight, None, linear_weight.shape[0], loss)
@@ -161,6 +166,8 @@ def linear_token_log_probs(
     logit_scale: float = 1.0,
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
+    skip_ignored: bool = False,
+    max_counted: int | None = None,
 ) -> TokenLogProbs:
     """``token_log_probs`` of ``F.linear(input, linear_weight, linear_bias)`` without the logits as a whole.
 
@@ -181,7 +188,7 @@ def linear_token_log_probs(
     refuse_dtensors(name, input, linear_weight, target)
     arguments.linear(input, linear_weight, target, linear_bias)
     rows = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, dtype=input.dtype).rows
-    accumulate_dtype, chunk_rows = arguments.chunks(accumulate_dtype, chunk_rows)
+    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, max_counted)
     input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
     loss, lse, entropy = _ops.linear_cross_entropy_forward_entropy(
         input,
@@ -189,7 +196,7 @@ def linear_token_log_probs(
         target,
         linear_bias,
         accumulate_dtype=accumulate_dtype,
-        chunk_rows=chunk_rows,
+        **how.keywords(),
         **rows.keywords(),
     )
     return log_probs_of_rows(loss, lse, entropy, target, rows)

@@ -67,7 +67,8 @@ def one(device, kind, problem, group=None, sequence_dim=None, **options):
     wanted = (x, w) if b is None else (x, w, b)
     grads = torch.autograd.grad(loss, wanted, upstream.to(loss))
 
-    expected = linear_oracle(input, head, target, bias, weight, upstream=upstream, **options)
+    of_oracle = {name: value for name, value in options.items() if name not in ("skip_ignored", "max_counted")}
+    expected = linear_oracle(input, head, target, bias, weight, upstream=upstream, **of_oracle)
     expected = rounded_sum(expected, input, head, bias, world, input.dtype)
     start, size, _ = place
     mine = slice(start, start + size)
@@ -93,6 +94,9 @@ def values(device, kind, dtype):
             one(device, kind, (*problem, w, target), **options)
     others = (*problem, None, target.clamp(min=0).to(torch.int32))
     one(device, kind, others, ignore_index=0, reduction="sum", divisor=3.0, chunk_rows=3)
+    for skip in ({"skip_ignored": True}, {"max_counted": 9}):
+        for w in (None, weight):
+            one(device, kind, (*problem, w, target), chunk_rows=4, **skip, **OPTIONS["all"])
     if dtype == torch.bfloat16:
         one(device, kind, others, ignore_index=0, accumulate_dtype=torch.float32, chunk_rows=3)
 

@@ -41,6 +41,7 @@ def bad_input(device):
         ({"reduction": "avg"}, ValueError, "'avg' is not a valid value for reduction"),
         ({"divisor": 3.0}, ValueError, 'expected reduction="sum"'),
         ({"chunk_rows": 0}, ValueError, "chunk_rows must be at least 1"),
+        ({"max_counted": 0}, ValueError, "max_counted must be at least 1"),
         ({"accumulate_dtype": torch.bfloat16}, TypeError, "accumulate_dtype must be None"),
         ({"label_smoothing": 2.0}, ValueError, "label_smoothing must be between"),
         ({"softcap": 0.0}, ValueError, "softcap must be a finite number above 0"),
@@ -66,11 +67,15 @@ def bad_input(device):
     wrong = target.clone()
     wrong[2] = V
     if device == "cpu":
+        with pytest.raises(ValueError, match="5 rows are counted; expected at most max_counted=4"):
+            vocab_parallel_linear_cross_entropy(**{**call, "max_counted": 4})
         with pytest.raises(IndexError, match=f"target {V} is out of bounds: valid are 0 to {V - 1}"):
             vocab_parallel_linear_cross_entropy(**{**call, "target": wrong})
     else:
         loss = vocab_parallel_linear_cross_entropy(**{**call, "target": wrong, "reduction": "none"})
         assert loss.isnan().tolist() == [False, False, True, False, False, False]
+        loss = vocab_parallel_linear_cross_entropy(**{**call, "max_counted": 4})
+        assert loss.isnan() and torch.autograd.grad(loss, w)[0].isnan().any()
 
 
 def check_across_ranks(device):

@@ -22,7 +22,7 @@ def reference(input, head, bias, target, options):
     log_p = z - lse.unsqueeze(-1)
     chosen = log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     entropy = -(log_p.exp() * log_p.nan_to_num(neginf=0.0)).sum(-1)
-    outputs = torch.where(counted, chosen, 0.0), torch.where(counted, entropy, 0.0), lse
+    outputs = torch.where(counted, chosen, 0.0), torch.where(counted, entropy, 0.0), torch.where(counted, lse, 0.0)
     total = sum((factor * value).sum() for factor, value in zip(upstream(target), outputs, strict=True))
     return outputs, torch.autograd.grad(total, (x, w, b))
 
@@ -57,6 +57,8 @@ def one(device, kind, problem, sequence_dim=None, **options):
         sequence_parallel=sequence_dim is not None,
         **options,
     )
+    counted = (target != -100).to(device)
+    outputs = outputs._replace(lse=torch.where(counted, outputs.lse, 0.0))  # infinite where a row was skipped
     expected, grads = reference(input, head, bias, target, options)
     for value, wanted in zip(outputs, expected, strict=True):
         same_bits_everywhere(value)
@@ -78,6 +80,7 @@ def values(device, kind):
         problem = head_of(dtype)
         for options in ({}, {"softcap": 30.0, "logit_scale": 0.75, "chunk_rows": 4}):
             one(device, kind, problem, **options)
+    one(device, kind, head_of(torch.float32), skip_ignored=True, chunk_rows=4)
     rows = head_of(torch.float32, (3, 2 * dist.get_world_size()))
     one(device, kind, rows, sequence_dim=1, chunk_rows=5)
 

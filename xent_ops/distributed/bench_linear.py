@@ -226,7 +226,9 @@ def run(rows: int, classes: int, hidden: int, chunk_rows: int | None, repeat: in
     unit, limit = sum(units.values()), 1.42 * products + sum(collectives)
     itemsize = problem.head.element_size()
     gradients = (problem.input.numel() + problem.head.numel()) * itemsize / MIB
-    of_chunk = rows_of_chunk(problem.input, problem.head, False, chunk_rows) * problem.head.shape[0] * itemsize / MIB
+    of_chunk = (
+        rows_of_chunk(rows, problem.input, problem.head, False, chunk_rows) * problem.head.shape[0] * itemsize / MIB
+    )
     text = [
         f"{rows} x {hidden} x {classes} bfloat16 over {dist.get_world_size()} ranks on {device}",
         *(f"{name:36} {value:9.3f} ms" for name, value in units.items()),

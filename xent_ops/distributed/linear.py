@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..functional import TokenLogProbs, log_probs_of_rows
 from ..kernels import reductions
-from ..kernels.options import LossOptions
+from ..kernels.options import Chunking, LossOptions
 from ..ops import arguments, checks, transforms
 from ..ops.library import below_autograd
 from ..ops.linear import checks as linear_checks
@@ -46,7 +46,7 @@ class Head(NamedTuple):
     class_weight: Tensor | None  # likewise
     shard_range: tuple[int, int]  # class_start, num_classes
     accumulate_dtype: torch.dtype | None
-    chunk_rows: int | None
+    chunking: Chunking
 
 
 def sharded_rows(
@@ -63,8 +63,8 @@ def sharded_rows(
 
     Without ``sum_grad_input`` the gradient is this rank's part of the sum.
     """
-    weight, bias, class_weight, shard_range, accumulate_dtype, chunk_rows = head
-    options: dict[str, Any] = {"chunk_rows": chunk_rows, **loss.rows.keywords()}
+    weight, bias, class_weight, shard_range, accumulate_dtype, chunking = head
+    options = {**chunking.keywords(), **loss.rows.keywords()}
     rows = input if gathered_input is None else gathered_input
     stats = below_autograd(
         _ops.linear_cross_entropy_shard.default,
@@ -114,6 +114,8 @@ def vocab_parallel_linear_cross_entropy(
     divisor: Tensor | float | None = None,
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
+    skip_ignored: bool = False,
+    max_counted: int | None = None,
     check: bool = False,
 ) -> Tensor:
     """``xent_ops.linear_cross_entropy`` of a head whose rows (classes) are split between the ranks of a group.
@@ -136,7 +138,8 @@ def vocab_parallel_linear_cross_entropy(
             its gradient is reduce-scattered instead of all-reduced.
         weight: (classes of this rank,), this rank's slice of the class weights; on every rank or on none.
         divisor: for reduction="sum", as for ``xent_ops.linear_cross_entropy``; the same on every rank.
-        accumulate_dtype, chunk_rows: as for ``xent_ops.linear_cross_entropy``, of this rank's products.
+        accumulate_dtype, chunk_rows, skip_ignored, max_counted: as for ``xent_ops.linear_cross_entropy``, of this
+            rank's products.
         check: as for ``vocab_parallel_cross_entropy``; it does not compare the values of inputs and divisors.
         ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale: as in
             ``xent_ops.cross_entropy``; smoothing spreads over all ``num_classes``.
@@ -153,7 +156,7 @@ def vocab_parallel_linear_cross_entropy(
     """
     options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
     call = (input, weight_shard, target, bias_shard, weight, num_classes, class_start, sequence_parallel, options)
-    chunks = (divisor, accumulate_dtype, chunk_rows)
+    chunks = (divisor, accumulate_dtype, chunk_rows, skip_ignored, max_counted)
     if check:
         consistency.check(_NAME, group, lambda ranks: _report(ranks, *call, *chunks))
     ranks = ranks_of(group)
@@ -182,6 +185,8 @@ def vocab_parallel_linear_token_log_probs(
     logit_scale: float = 1.0,
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
+    skip_ignored: bool = False,
+    max_counted: int | None = None,
     check: bool = False,
 ) -> TokenLogProbs:
     """``xent_ops.linear_token_log_probs`` of a head whose rows (classes) are split between the ranks of a group.
@@ -194,7 +199,7 @@ def vocab_parallel_linear_token_log_probs(
     """
     options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "none")
     call = (input, weight_shard, target, bias_shard, None, num_classes, class_start, sequence_parallel, options)
-    chunks = (None, accumulate_dtype, chunk_rows)
+    chunks = (None, accumulate_dtype, chunk_rows, skip_ignored, max_counted)
     if check:
         consistency.check(_NAME, group, lambda ranks: _report(ranks, *call, *chunks))
     ranks = ranks_of(group)
@@ -241,7 +246,7 @@ def _bound(
     options: tuple[Any, Any, Any, Any, Any, str],  # as arguments.loss_options takes them
     divisor: Any,
     accumulate_dtype: Any,
-    chunk_rows: Any,
+    *chunking: Any,
 ) -> _Bound:
     """Raises every error that this rank can detect by itself, but for the values of targets."""
     transforms.refuse(f"xent_ops.distributed.{_NAME}")
@@ -251,16 +256,16 @@ def _bound(
     loss = arguments.loss_options(*options, input.dtype)
     divisor = arguments.divisor(divisor, input)
     linear_checks.reduced_by(divisor, input, loss.reduction)
-    accumulate_dtype, chunk_rows = arguments.chunks(accumulate_dtype, chunk_rows)
+    accumulate_dtype, how = arguments.chunks(accumulate_dtype, *chunking)
     checks.weight_without_grad(class_weight)
     input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
-    linear_checks.head(input, linear_weight, linear_bias, accumulate_dtype, chunk_rows, may_be_empty=True)
+    linear_checks.head(input, linear_weight, linear_bias, accumulate_dtype, how, may_be_empty=True)
     shard_range = shard_range_of_width(linear_weight.shape[0], num_classes, class_start, ranks)
     split = _split_dimension(input, target, ranks.world) if sequence_parallel and ranks.world > 1 else None
     if not transforms.is_traced():  # else the operators check before anything runs
         rows = input if split is None else input.new_empty(()).expand(*target.shape, input.shape[-1])  # its shape
         check_shard(rows, linear_weight, target, *shard_range, linear_bias, class_weight, options=loss.rows)
-    head = Head(linear_weight, linear_bias, class_weight, shard_range, accumulate_dtype, chunk_rows)
+    head = Head(linear_weight, linear_bias, class_weight, shard_range, accumulate_dtype, how)
     return _Bound(input, head, loss, divisor, split)
 
 

@@ -26,13 +26,13 @@ from .parts import first_class
 def linear_cross_entropy(
     input: Tensor,
     target: Tensor,
-    head: tuple[Tensor, Tensor | None, Tensor | None, Any, Any],
+    head: tuple[Any, ...],
     loss: LossOptions,
     divisor: Any,
 ) -> DTensor:
     """Arguments are those of ``xent_ops.linear_cross_entropy``, at least one of them a DTensor.
 
-    ``head``: linear_weight, linear_bias, class weight, accumulate_dtype, chunk_rows.
+    ``head``: linear_weight, linear_bias, class weight, and the arguments of ``arguments.chunks``.
     """
     linear_weight, linear_bias, weight, *chunks = head
     transforms.refuse("xent_ops.linear_cross_entropy of DTensors")
@@ -40,11 +40,11 @@ def linear_cross_entropy(
     assert isinstance(input, DTensor) and isinstance(linear_weight, DTensor)
     divisor = arguments.divisor(divisor, input)
     linear_checks.reduced_by(divisor, input.to_local(), loss.reduction)
-    accumulate_dtype, chunk_rows = arguments.chunks(*chunks)
+    accumulate_dtype, how = arguments.chunks(*chunks)
     checks.weight_without_grad(weight)
     vocabulary = _vocabulary_dimension(linear_weight)
     rows = _rows(input, vocabulary)
-    linear_checks.head(input, linear_weight, linear_bias, accumulate_dtype, chunk_rows)
+    linear_checks.head(input, linear_weight, linear_bias, accumulate_dtype, how)
 
     replicated: list[Placement] = [Replicate()] * mesh.ndim
     of_head: list[Placement] = [Partial() if isinstance(placement, Shard) else Replicate() for placement in rows]
@@ -61,7 +61,7 @@ def linear_cross_entropy(
     num_classes, width = linear_weight.shape[0], w.shape[0]
     class_weight = tensor.local_weight_of(weight, num_classes, width, mesh, vocabulary, ranks)
     shard_range = first_class(width, None, num_classes, ranks), num_classes
-    mine = linear.Head(w, b, class_weight, shard_range, accumulate_dtype, chunk_rows)
+    mine = linear.Head(w, b, class_weight, shard_range, accumulate_dtype, how)
     outputs, _ = linear.sharded_rows(x, local_target, mine, ranks, loss, sum_grad_input=False)
     value = tensor.reduced(outputs, local_target, input.shape[:-1], mesh, rows, loss)
     if divisor is None:

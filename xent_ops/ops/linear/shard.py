@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import reference
-from ...kernels.options import DEFAULTS, Options
+from ...kernels.options import DEFAULTS, Chunking, Options
 from .. import checks as row_checks
 from ..library import Outputs, autograd, operator, save_nothing
 from ..shard import check_coefficient, check_gathered
@@ -36,9 +36,9 @@ def check_shard(
     *,
     options: Options = DEFAULTS,
     accumulate_dtype: torch.dtype | None = None,
-    chunk_rows: int | None = None,
+    **chunking: Any,
 ) -> None:
-    checks.head(input, linear_weight, linear_bias, accumulate_dtype, chunk_rows, may_be_empty=True)
+    checks.head(input, linear_weight, linear_bias, accumulate_dtype, Chunking(**chunking), may_be_empty=True)
     row_checks.dtype("target", target, row_checks.INDICES)
     row_checks.same_shape("target", target.shape, input.shape[:-1], "one class index for each row of the input")
     row_checks.same_device("target", target, input, "input is")

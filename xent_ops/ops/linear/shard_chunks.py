@@ -17,12 +17,15 @@ import torch
 from torch import Tensor
 
 from ...kernels import reference, reference_shard
-from ...kernels.options import DEFAULTS, Options
+from ...kernels.options import DEFAULTS, Chunking, Options
 from .. import checks
-from .chunks import Gradients, _as_rows, _chunks, _divisible, _Products
+from .chunks import Gradients, _as_rows, _divisible, _rows
+from .packing import PackedRows, Rows
+from .products import Products
 
 _ops = torch.ops.xent
 _HEADER = reference_shard.HEADER
+_UNREAD = (float("-inf"), 0.0, 0.0, 0.0)  # the statistics of a row that is skipped
 _NOWHERE = -1  # the target of a row whose class is on another rank, or that is ignored
 
 
@@ -40,6 +43,10 @@ def _head_of_classes(
     return linear_weight[:columns], bias, class_weight
 
 
+def _rows_of(target: Tensor, flat: Tensor, head: Tensor, options: Options, how: Chunking) -> Rows:
+    return _rows(target, flat, head, options, how) if len(head) > 0 else Rows(target)
+
+
 def stats(
     input: Tensor,
     linear_weight: Tensor,
@@ -51,46 +58,38 @@ def stats(
     entropy: bool = False,
     *,
     options: Options = DEFAULTS,
-    chunk_rows: int | None = None,
+    **chunking: Any,
 ) -> Tensor:
-    flat, indices, keywords = _as_rows(input), target.reshape(-1), options.keywords()
-    head, bias, weight = _head_of_classes(linear_weight, linear_bias, weight, class_start, num_classes)
-    if entropy:
-        return _with_entropies(flat, head, indices, bias, class_start, num_classes, options, chunk_rows)
-    number, each = len(indices), reference_shard.width(1, weight is not None) - _HEADER
-    made = input.new_empty((1, each * number + _HEADER), dtype=reference.accumulator(input))
-    of_rows = made[0, : each * number].view(each, number)
-    for rows, logits in _chunks(flat, head, bias, chunk_rows):
-        part = _ops.cross_entropy_shard(logits, indices[rows], class_start, num_classes, weight, **keywords)[0]
-        if rows.stop - rows.start == number:
-            return part.unsqueeze(0)
-        of_rows[:, rows] = part[:-_HEADER].view(each, rows.stop - rows.start)
-        made[0, each * number :] = part[-_HEADER:]
-    return made
-
-
-def _with_entropies(
-    flat: Tensor,
-    head: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_start: int,
-    num_classes: int,
-    options: Options,
-    chunk_rows: int | None,
-) -> Tensor:
-    dtype = reference.accumulator(flat)
-    if flat.device.type == "cpu":  # elsewhere the join makes NaN of such a row
+    if input.device.type == "cpu":  # also where no row operator sees the targets; elsewhere the join makes NaN of them
         checks.check_targets(target, num_classes, options.ignore_index)
-    local, keywords = _local_target(target, class_start, len(head), options)
-    of_rows = flat.new_empty((4, len(target)), dtype=dtype)  # lse, total relative to it, loss where the target is here
-    of_rows[0], of_rows[1], of_rows[2:] = float("-inf"), 1.0, 0.0
-    if len(head) > 0:
-        for rows, logits in _chunks(flat, head, bias, chunk_rows):
-            made = _ops.cross_entropy_forward_entropy(logits, local[rows], **keywords)
-            of_rows[2, rows], of_rows[0, rows], of_rows[3, rows] = made
-    header = reference_shard.header(class_start, len(head), flat.new_full((), len(head), dtype=dtype))
-    return torch.cat([of_rows[:3].reshape(-1), header, of_rows[3]]).unsqueeze(0)
+    flat, how, dtype = _as_rows(input), Chunking(**chunking), reference.accumulator(input)
+    head, bias, weight = _head_of_classes(linear_weight, linear_bias, weight, class_start, num_classes)
+    rows = _rows_of(target, flat, head, options, how)
+    indices, shard, each = rows.indices(), (class_start, num_classes, weight), 3 if weight is None else 4
+    if entropy:
+        indices, keywords = _local_target(indices, class_start, len(head), options)
+        each = 4
+    else:
+        keywords = options.keywords()
+    # The largest logit, the total relative to it, the part of the loss; then w_t or the entropy.
+    made = flat.new_full((each, rows.number), 0.0, dtype=dtype)
+    made[0] = float("-inf")
+    products = Products(rows, flat, head, bias, how.chunk_rows)
+    for chunk, logits in products.chunks() if len(head) > 0 else ():
+        if entropy:
+            made[1, chunk] = 1.0
+            values = _ops.cross_entropy_forward_entropy(logits, indices[chunk], **keywords)
+            made[2, chunk], made[0, chunk], made[3, chunk] = values
+        else:
+            part = _ops.cross_entropy_shard(logits, indices[chunk], *shard, **keywords)[0, :-_HEADER]
+            made[:, chunk] = part.view(each, -1)
+    if isinstance(rows, PackedRows) and rows.count is not None:  # NaN where there is no room for all counted rows
+        made.masked_fill_(rows.count > rows.number, float("nan"))
+    given = [rows.give(values, otherwise) for values, otherwise in zip(made, _UNREAD, strict=False)]
+    sum_weights = made.new_full((), len(head)) if weight is None else weight.to(dtype).sum()
+    header = reference_shard.header(class_start, len(head), sum_weights)
+    numbers = [*given[:3], header, *given[3:]] if entropy else [*given, header]
+    return torch.cat(numbers).unsqueeze(0)
 
 
 def _local_target(target: Tensor, class_start: int, columns: int, options: Options) -> tuple[Tensor, dict[str, Any]]:
@@ -113,20 +112,27 @@ def join(
     entropy: bool = False,
     *,
     options: Options = DEFAULTS,
-    **_for_the_backward: Any,
+    accumulate_dtype: torch.dtype | None = None,  # for the backward
+    group_name: str = "",  # likewise
+    **chunking: Any,
 ) -> tuple[Tensor, ...]:
     # The join of rows reads no logits, only their shape.
     logits = input.new_empty(()).expand(*target.shape, linear_weight.shape[0])
     number = target.numel() if entropy else 0
     of_ranks = gathered[:, : gathered.shape[1] - number]
     shard = (of_ranks, class_start, num_classes, weight)
-    outputs = _ops.cross_entropy_shard_join(logits, target, *shard, **options.keywords())
-    if not entropy:
-        return *outputs, gathered.new_empty(0)
-    lse, of_rank = outputs[1].reshape(-1), gathered[:, :number]
-    share = (of_rank - lse).exp()
-    parts = torch.where(share == 0.0, 0.0, share * (gathered[:, gathered.shape[1] - number :] + lse - of_rank))
-    return *outputs, parts.sum(0).view(target.shape)
+    loss, lse, target_weight, coefficient = _ops.cross_entropy_shard_join(logits, target, *shard, **options.keywords())
+    entropies = gathered.new_empty(0)
+    if entropy:
+        of_rank, of_all = gathered[:, :number], lse.reshape(-1)
+        share = (of_rank - of_all).exp()
+        parts = share * (gathered[:, gathered.shape[1] - number :] + of_all - of_rank)
+        entropies = torch.where(share == 0.0, 0.0, parts).sum(0).view(target.shape)
+    if Chunking(**chunking).skips:
+        ignored = target == options.ignore_index
+        lse = lse.masked_fill(ignored, float("inf"))
+        entropies = entropies.masked_fill(ignored, 0.0) if entropy else entropies
+    return loss, lse, target_weight, coefficient, entropies
 
 
 def gradients(
@@ -147,26 +153,27 @@ def gradients(
     *,
     options: Options = DEFAULTS,
     accumulate_dtype: torch.dtype | None = None,
-    chunk_rows: int | None = None,
+    **chunking: Any,
 ) -> Gradients:
     """As linear_cross_entropy_backward of chunks.py; grad_input is this rank's part of it."""
-    grad_loss = grad_loss.to(lse.dtype).expand_as(target)
-    values = (grad_loss, grad_lse, grad_entropy, target, lse, coefficient, entropy)
-    rows_of = [None if value is None else value.reshape(-1) for value in values]
+    flat, keywords, how = _as_rows(input), options.keywords(), Chunking(**chunking)
+    head, bias, weight = _head_of_classes(linear_weight, linear_bias, weight, class_start, num_classes)
+    rows, shard = _rows_of(target, flat, head, options, how), (class_start, num_classes, weight)
+    indices = rows.indices()
+    values = (grad_loss.to(lse.dtype).expand_as(target), grad_lse, grad_entropy, lse, coefficient, entropy)
+    of_rows = [None if value is None else rows.take(value) for value in values]
     factor = None
     if input.dtype == torch.float16:
-        factor = _largest(*rows_of[:4], coefficient=rows_of[5], ignore_index=options.ignore_index)
-        rows_of[:3] = [None if value is None else value / factor for value in rows_of[:3]]
-    head, bias, weight = _head_of_classes(linear_weight, linear_bias, weight, class_start, num_classes)
-    flat, keywords, shard = _as_rows(input), options.keywords(), (class_start, num_classes, weight)
-    products = _Products(flat, head, output_mask, accumulate_dtype)
-    for rows, logits in _chunks(flat, head, bias, chunk_rows, products.wider):
-        a, b, c, indices, z, coefficients, h = [None if value is None else value[rows] for value in rows_of]
+        factor = _largest(indices, of_rows[4], options.ignore_index, *of_rows[:3])
+        of_rows[:3] = [None if value is None else value / factor for value in of_rows[:3]]
+    products = Products(rows, flat, head, bias, how.chunk_rows, output_mask, accumulate_dtype)
+    for chunk, logits in products.chunks():
+        a, b, c, z, coefficients, h = [None if value is None else value[chunk] for value in of_rows]
         if h is None:
-            _ops.cross_entropy_shard_backward_(a, b, logits, indices, z, *shard, coefficients, **keywords)
+            _ops.cross_entropy_shard_backward_(a, b, logits, indices[chunk], z, *shard, coefficients, **keywords)
         elif len(head) > 0:
-            logits = _entropy_gradient(a, b, c, logits, indices, z, h, class_start, num_classes, options)
-        products.add(rows, logits)
+            logits = _entropy_gradient(a, b, c, logits, indices[chunk], z, h, class_start, num_classes, options)
+        products.add(chunk, logits)
     if factor is not None:
         for gradient in (products.input, products.weight, products.bias):
             _ops.scale_grad_(gradient, factor)
@@ -177,7 +184,7 @@ def gradients(
             (products.weight.to(input.dtype), products.bias.to(input.dtype)), output_mask[1:], strict=True
         )
     )
-    return products.grad_input(input), grad_weight, grad_bias
+    return products.input.view(input.shape if output_mask[0] else 0), grad_weight, grad_bias
 
 
 def _entropy_gradient(
@@ -201,14 +208,11 @@ def _entropy_gradient(
     return _ops.cross_entropy_backward_entropy(grad_loss, grad_lse, grad_entropy, *rows, **keywords)
 
 
-def _largest(grad_loss: Any, *others: Any, coefficient: Tensor | None, ignore_index: int) -> Tensor:
-    """As of chunks.py. Where weights are not negative, the coefficient is at least what any column is multiplied by.
-
-    ``others``: the gradients of lse and entropy, then the target.
-    """
-    *grads, target = others
+def _largest(target: Tensor, coefficient: Tensor | None, ignore_index: int, grad_loss: Any, *grads: Any) -> Tensor:
+    """As of chunks.py. Where weights are not negative, the coefficient is at least what any column is multiplied by."""
     masses = torch.where(target.to(torch.int64) != ignore_index, grad_loss, 0.0)
     if coefficient is not None:
         masses = masses * coefficient
-    rows = [masses, *(grad for grad in grads if grad is not None)]
-    return _divisible(torch.cat([masses.new_zeros(1), *rows]).abs().max())
+    return _divisible(
+        torch.cat([masses.new_zeros(1), masses, *(grad for grad in grads if grad is not None)]).abs().max()
+    )
