@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,9 +11,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .common import processors
 from .product import grad_input_kernel, grad_weight_kernel, logits_kernel, scatter_kernel
 
-# A tile of the result, and how far a step goes along the inner dimension.
-_ROWS, _COLUMNS, _INNER = 128, 256, 64
-_TILE: dict[str, Any] = {"ROWS": _ROWS, "COLUMNS": _COLUMNS, "INNER": _INNER}
+
+class Tile(NamedTuple):
+    """ROWS x COLUMNS of a result, and INNER, the length of a step along the inner dimension."""
+
+    ROWS: int = 128
+    COLUMNS: int = 256
+    INNER: int = 64
+
+
+_TILE = Tile()
 _COMPILER: dict[str, Any] = {"num_warps": 8, "num_stages": 3}
 _GROUP = 8
 _SLICE = 8
@@ -53,23 +60,26 @@ def _programs(tensor: Tensor, tiles: int) -> int:
 
 
 def _tiles(rows: int, columns: int) -> int:
-    return -(-rows // _ROWS) * -(-columns // _COLUMNS)
+    return -(-rows // _TILE.ROWS) * -(-columns // _TILE.COLUMNS)
 
 
 def logits(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, count: Tensor, out: Tensor) -> None:
-    """out = input @ linear_weight.T + linear_bias, in the first ``count`` rows."""
+    """out = input @ linear_weight.T + linear_bias, in the first ``count`` rows.
+
+    TMA writes whole 16 bytes: a row of out is followed by room for them.
+    """
     classes, features = linear_weight.shape
     logits_kernel[(_programs(out, _tiles(*out.shape)),)](
-        _descriptor(input, _ROWS, _INNER),
-        _descriptor(linear_weight, _COLUMNS, _INNER),
-        _descriptor(out, _ROWS, _COLUMNS // 2),
+        _descriptor(input, _TILE.ROWS, _TILE.INNER),
+        _descriptor(linear_weight, _TILE.COLUMNS, _TILE.INNER),
+        _descriptor(out, _TILE.ROWS, _TILE.COLUMNS // 2),
         count if linear_bias is None else linear_bias,
         count,
         classes,
         features,
         BIAS=linear_bias is not None,
         GROUP=_GROUP,
-        **_TILE,
+        **_TILE._asdict(),
         **_COMPILER,
     )
 
@@ -78,15 +88,15 @@ def grad_weight(gradient: Tensor, input: Tensor, count: Tensor, out: Tensor, add
     """out = gradient.T @ input, or += with ``add``, of the first ``count`` rows. Those after them hold zeros."""
     gradient, quarters = _of_16_bytes(gradient), out.dtype == torch.float32
     grad_weight_kernel[(_programs(out, _tiles(*out.shape)),)](
-        _descriptor(gradient, _INNER, _ROWS),
-        _descriptor(input, _INNER, _COLUMNS),
-        _descriptor(out, _ROWS, _COLUMNS // 4 if quarters else _COLUMNS // 2),
+        _descriptor(gradient, _TILE.INNER, _TILE.ROWS),
+        _descriptor(input, _TILE.INNER, _TILE.COLUMNS),
+        _descriptor(out, _TILE.ROWS, _TILE.COLUMNS // 4 if quarters else _TILE.COLUMNS // 2),
         count,
         *out.shape,
         ADD=add,
         QUARTERS=quarters,
         GROUP=_GROUP,
-        **_TILE,
+        **_TILE._asdict(),
         **_COMPILER,
     )
 
@@ -96,22 +106,22 @@ def grad_input(gradient: Tensor, linear_weight: Tensor, count: Tensor, order: Te
     (classes, features), gradient = linear_weight.shape, _of_16_bytes(gradient)
     programs = processors(out.device)
     packed = out.new_empty((gradient.shape[0], features))
-    parts = out.new_empty((2 * programs * _ROWS, _COLUMNS), dtype=torch.float32)
+    parts = out.new_empty((2 * programs * _TILE.ROWS, _TILE.COLUMNS), dtype=torch.float32)
     for rest in (False, True):
         grad_input_kernel[(programs,)](
-            _descriptor(gradient, _ROWS, _INNER),
-            _descriptor(linear_weight, _INNER, _COLUMNS),
-            _descriptor(packed, _ROWS, _COLUMNS // 2),
-            _descriptor(parts, _ROWS, _COLUMNS // 2),
+            _descriptor(gradient, _TILE.ROWS, _TILE.INNER),
+            _descriptor(linear_weight, _TILE.INNER, _TILE.COLUMNS),
+            _descriptor(packed, _TILE.ROWS, _TILE.COLUMNS // 2),
+            _descriptor(parts, _TILE.ROWS, _TILE.COLUMNS // 2),
             count,
             classes,
             features,
             GROUP=_GROUP,
             REST=rest,
-            **_TILE,
+            **_TILE._asdict(),
             **_COMPILER,
         )
-    scatter_kernel[(_tiles(gradient.shape[0], features), _ROWS // _SLICE)](
+    scatter_kernel[(_tiles(gradient.shape[0], features), _TILE.ROWS // _SLICE)](
         packed,
         parts,
         order,
@@ -122,5 +132,5 @@ def grad_input(gradient: Tensor, linear_weight: Tensor, count: Tensor, order: Te
         programs,
         GROUP=_GROUP,
         SLICE=_SLICE,
-        **_TILE,
+        **_TILE._asdict(),
     )
