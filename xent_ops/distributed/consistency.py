@@ -11,19 +11,18 @@ from torch import Tensor
 
 from ..kernels.options import LossOptions
 from ..ops import checks
-from .groups import Group, Ranks, process_group, ranks_of
+from .groups import Group, Ranks, process_group
 
 
-def check(name: str, group: Group, report: Callable[[Ranks], dict[str, Any]]) -> None:
+def check(name: str, group: Group, ranks: Ranks, report: Callable[[], dict[str, Any]]) -> None:
     """Raise the same error on every rank of the group if an argument of one is wrong, or they do not fit together.
 
     ``report`` returns the arguments of this rank, and raises every error that this rank can detect by itself.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("check=True compares values between ranks, which a compiled graph cannot: use it in eager")
-    ranks = ranks_of(group)
     try:
-        found = report(ranks)
+        found = report()
     except Exception as error:  # the other ranks must get a report, or they wait for this one
         found = {"error": f"{type(error).__name__}: {error}"}
     reports: list[dict[str, Any]] = [{} for _ in range(ranks.world)]

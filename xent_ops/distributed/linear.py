@@ -157,17 +157,14 @@ def vocab_parallel_linear_cross_entropy(
     options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
     call = (input, weight_shard, target, bias_shard, weight, num_classes, class_start, sequence_parallel, options)
     chunks = (divisor, accumulate_dtype, chunk_rows, skip_ignored, max_counted)
+    name, ranks = "vocab_parallel_linear_cross_entropy", ranks_of(group)
     if check:
-        consistency.check(_NAME, group, lambda ranks: _report(ranks, *call, *chunks))
-    ranks = ranks_of(group)
-    input, head, loss, divisor, split = _bound(ranks, *call, *chunks)
+        consistency.check(name, group, ranks, lambda: _report(name, ranks, *call, *chunks))
+    input, head, loss, divisor, split = _bound(name, ranks, *call, *chunks)
     gathered, target = _gathered(input, target, split, ranks)
     rows, _ = sharded_rows(input, target, head, ranks, loss, gathered)
     value = reduced(rows, target, loss, divisor)
     return _as_target(value, split) if reduction == "none" else value
-
-
-_NAME = "vocab_parallel_linear_cross_entropy"
 
 
 def vocab_parallel_linear_token_log_probs(
@@ -200,10 +197,10 @@ def vocab_parallel_linear_token_log_probs(
     options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "none")
     call = (input, weight_shard, target, bias_shard, None, num_classes, class_start, sequence_parallel, options)
     chunks = (None, accumulate_dtype, chunk_rows, skip_ignored, max_counted)
+    name, ranks = "vocab_parallel_linear_token_log_probs", ranks_of(group)
     if check:
-        consistency.check(_NAME, group, lambda ranks: _report(ranks, *call, *chunks))
-    ranks = ranks_of(group)
-    input, head, loss, _, split = _bound(ranks, *call, *chunks)
+        consistency.check(name, group, ranks, lambda: _report(name, ranks, *call, *chunks))
+    input, head, loss, _, split = _bound(name, ranks, *call, *chunks)
     gathered, target = _gathered(input, target, split, ranks)
     rows, entropy = sharded_rows(input, target, head, ranks, loss, gathered, entropy=True)
     values = log_probs_of_rows(rows.loss, rows.lse, entropy, target, loss.rows)
@@ -234,6 +231,7 @@ class _Bound(NamedTuple):
 
 
 def _bound(
+    name: str,
     ranks: Ranks,
     input: Any,
     linear_weight: Any,
@@ -249,10 +247,10 @@ def _bound(
     *chunking: Any,
 ) -> _Bound:
     """Raises every error that this rank can detect by itself, but for the values of targets."""
-    transforms.refuse(f"xent_ops.distributed.{_NAME}")
+    transforms.refuse(f"xent_ops.distributed.{name}")
     arguments.linear(input, linear_weight, target, linear_bias, class_weight)
-    for name, tensor in (("input", input), ("weight_shard", linear_weight), ("target", target)):
-        refuse_dtensor(name, tensor, "xent_ops.linear_cross_entropy")
+    for argument, tensor in (("input", input), ("weight_shard", linear_weight), ("target", target)):
+        refuse_dtensor(argument, tensor, "xent_ops.linear_cross_entropy")
     loss = arguments.loss_options(*options, input.dtype)
     divisor = arguments.divisor(divisor, input)
     linear_checks.reduced_by(divisor, input, loss.reduction)
@@ -269,9 +267,9 @@ def _bound(
     return _Bound(input, head, loss, divisor, split)
 
 
-def _report(ranks: Ranks, *call: Any) -> dict[str, Any]:
+def _report(name: str, ranks: Ranks, *call: Any) -> dict[str, Any]:
     target = call[2]
-    _, head, loss, divisor, _ = _bound(ranks, *call)
+    _, head, loss, divisor, _ = _bound(name, ranks, *call)
     weighted = head.class_weight is not None
     report = consistency.report(head.weight.dtype, len(head.weight), target, weighted, head.shard_range, loss)
     return report | {

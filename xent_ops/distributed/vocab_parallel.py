@@ -61,17 +61,17 @@ def _bound(
     num_classes: Any,
     class_start: Any,
     options: tuple[Any, Any, Any, Any, Any, str],  # as arguments.loss_options takes them
-) -> tuple[LossOptions, Ranks, tuple[int, int]]:
-    """(options, ranks, (class_start, num_classes)) of a call."""
+) -> tuple[LossOptions, tuple[int, int]]:
+    """(options, (class_start, num_classes)) of a call."""
     transforms.refuse("xent_ops.distributed.vocab_parallel_cross_entropy")
     arguments.tensors(logits, target, weight, "logits_shard")
     loss = arguments.loss_options(*options, logits.dtype)
     checks.weight_without_grad(weight)
-    return loss, ranks, shard_range_of(logits, num_classes, class_start, ranks)
+    return loss, shard_range_of(logits, num_classes, class_start, ranks)
 
 
 def _report(ranks: Ranks, logits: Tensor, target: Tensor, weight: Tensor | None, *others: Any) -> dict[str, Any]:
-    loss, _, shard_range = _bound(ranks, logits, target, weight, *others)
+    loss, shard_range = _bound(ranks, logits, target, weight, *others)
     checks.shard(logits, target, *shard_range, weight, options=loss.rows)
     return consistency.report(logits.dtype, logits.shape[-1], target, weight is not None, shard_range, loss)
 
@@ -129,10 +129,11 @@ def vocab_parallel_cross_entropy(
     communication library.
     """
     options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
-    shard = (logits_shard, target, weight, num_classes, class_start, options)
+    ranks = ranks_of(group)
+    shard = (ranks, logits_shard, target, weight, num_classes, class_start, options)
     if check:
-        consistency.check("vocab_parallel_cross_entropy", group, lambda ranks: _report(ranks, *shard))
-    loss, ranks, shard_range = _bound(ranks_of(group), *shard)
+        consistency.check("vocab_parallel_cross_entropy", group, ranks, lambda: _report(*shard))
+    loss, shard_range = _bound(*shard)
     if logits_shard.requires_grad and torch.is_grad_enabled() and not transforms.is_traced():
         return function.apply(logits_shard, target, weight, ranks, shard_range, loss)
     if reduction == "none":

@@ -167,6 +167,7 @@ def gradients(
         factor = _largest(indices, of_rows[4], options.ignore_index, *of_rows[:3])
         of_rows[:3] = [None if value is None else value / factor for value in of_rows[:3]]
     products = Products(rows, flat, head, bias, how.chunk_rows, output_mask, accumulate_dtype)
+    grad_weight, grad_bias = _with_padding(products, len(linear_weight))
     for chunk, logits in products.chunks():
         a, b, c, z, coefficients, h = [None if value is None else value[chunk] for value in of_rows]
         if h is None:
@@ -175,16 +176,25 @@ def gradients(
             logits = _entropy_gradient(a, b, c, logits, indices[chunk], z, h, class_start, num_classes, options)
         products.add(chunk, logits)
     if factor is not None:
-        for gradient in (products.input, products.weight, products.bias):
+        for gradient in (products.input, grad_weight, grad_bias):
             _ops.scale_grad_(gradient, factor)
-    padding = len(linear_weight) - len(head)
-    grad_weight, grad_bias = (
-        torch.cat([gradient, gradient.new_zeros(padding, *gradient.shape[1:])]) if padding and wanted else gradient
-        for gradient, wanted in zip(
-            (products.weight.to(input.dtype), products.bias.to(input.dtype)), output_mask[1:], strict=True
-        )
-    )
-    return products.input.view(input.shape if output_mask[0] else 0), grad_weight, grad_bias
+    grad_input = products.input.view(input.shape if output_mask[0] else 0)
+    return grad_input, grad_weight.to(input.dtype), grad_bias.to(input.dtype)
+
+
+def _with_padding(products: Products, classes: int) -> tuple[Tensor, Tensor]:
+    """Memory for the gradients of all rows of the head: ``products`` makes the first ones, padding gets zeros."""
+    columns = len(products.head)
+    for name, wanted in (("weight", products.mask[1]), ("bias", products.mask[2])):
+        if wanted and columns < classes:
+            first = getattr(products, name)
+            shape, none = (classes, *first.shape[1:]), first.new_empty(0)
+            setattr(products, name, none)
+            del first  # its memory serves the whole; a copy at the end would take the weight's once more
+            setattr(products, name, none.new_zeros(shape))
+    whole = products.weight, products.bias
+    products.weight, products.bias = products.weight[:columns], products.bias[:columns]
+    return whole
 
 
 def _entropy_gradient(
