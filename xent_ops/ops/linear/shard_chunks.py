@@ -156,8 +156,8 @@ def gradients(
     head, bias, weight = _head_of_classes(linear_weight, linear_bias, weight, class_start, num_classes)
     if len(head) == 0:
         shapes = (input.shape, linear_weight.shape, linear_weight.shape[:1])
-        x, w, b = (input.new_zeros(shape if made else 0) for shape, made in zip(shapes, output_mask, strict=True))
-        return x, w, b
+        zeros = [input.new_zeros(shape if made else 0) for shape, made in zip(shapes, output_mask, strict=True)]
+        return zeros[0], zeros[1], zeros[2]
     rows, shard = _rows(target, flat, head, options, how), (class_start, num_classes, weight)
     indices = rows.indices()
     values = (grad_loss.to(lse.dtype).expand_as(target), grad_lse, grad_entropy, lse, coefficient, entropy)
