@@ -43,10 +43,6 @@ def _head_of_classes(
     return linear_weight[:columns], bias, class_weight
 
 
-def _rows_of(target: Tensor, flat: Tensor, head: Tensor, options: Options, how: Chunking) -> Rows:
-    return _rows(target, flat, head, options, how) if len(head) > 0 else Rows(target)
-
-
 def stats(
     input: Tensor,
     linear_weight: Tensor,
@@ -64,7 +60,7 @@ def stats(
         checks.check_targets(target, num_classes, options.ignore_index)
     flat, how, dtype = _as_rows(input), Chunking(**chunking), reference.accumulator(input)
     head, bias, weight = _head_of_classes(linear_weight, linear_bias, weight, class_start, num_classes)
-    rows = _rows_of(target, flat, head, options, how)
+    rows = _rows(target, flat, head, options, how) if len(head) > 0 else Rows(target)
     indices, shard, each = rows.indices(), (class_start, num_classes, weight), 3 if weight is None else 4
     if entropy:
         indices, keywords = _local_target(indices, class_start, len(head), options)
@@ -158,7 +154,11 @@ def gradients(
     """As linear_cross_entropy_backward of chunks.py; grad_input is this rank's part of it."""
     flat, keywords, how = _as_rows(input), options.keywords(), Chunking(**chunking)
     head, bias, weight = _head_of_classes(linear_weight, linear_bias, weight, class_start, num_classes)
-    rows, shard = _rows_of(target, flat, head, options, how), (class_start, num_classes, weight)
+    if len(head) == 0:
+        shapes = (input.shape, linear_weight.shape, linear_weight.shape[:1])
+        zeros = [input.new_zeros(shape if made else 0) for shape, made in zip(shapes, output_mask, strict=True)]
+        return zeros[0], zeros[1], zeros[2]
+    rows, shard = _rows(target, flat, head, options, how), (class_start, num_classes, weight)
     indices = rows.indices()
     values = (grad_loss.to(lse.dtype).expand_as(target), grad_lse, grad_entropy, lse, coefficient, entropy)
     of_rows = [None if value is None else rows.take(value) for value in values]
@@ -172,7 +172,7 @@ def gradients(
         a, b, c, z, coefficients, h = [None if value is None else value[chunk] for value in of_rows]
         if h is None:
             _ops.cross_entropy_shard_backward_(a, b, logits, indices[chunk], z, *shard, coefficients, **keywords)
-        elif len(head) > 0:
+        else:
             logits = _entropy_gradient(a, b, c, logits, indices[chunk], z, h, class_start, num_classes, options)
         products.add(chunk, logits)
     if factor is not None:
