@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from . import writers
 from .emitter import Emitter
+from .links import LeftAlone
 from .modes import modes
 from .nodes import name_of, value_of
-from .tail import LeftAlone
 
 _CHUNKED = "torch_nn::_linear_cross_entropy_batch_chunked"  # value and gradients
 _CHUNKED_ROWS = "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction"

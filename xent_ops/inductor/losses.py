@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from . import heads
+from .links import LeftAlone, is_view
 from .nodes import is_cast, name_of, value_of, viewed_by
-from .tail import LeftAlone, Tail, find, is_view
+from .tail import Tail, find
 
 _SIGNATURES = {F.cross_entropy: inspect.signature(F.cross_entropy), F.nll_loss: inspect.signature(F.nll_loss)}
 _MODULES = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)

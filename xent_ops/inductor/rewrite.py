@@ -17,10 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..ops import checks
 from . import heads, writers
 from .emitter import Emitter
+from .links import LeftAlone
 from .losses import LOG_PROBS, Loss, lookalikes, losses
 from .nodes import value_of
 from .report import Call
-from .tail import LeftAlone, Tail
+from .tail import Tail
 
 _KNOWN = {"input", "target", "weight", "ignore_index", "reduction", "label_smoothing"}
 _INSIDE = ("torch/nn/modules/loss.py", "torch/nn/functional.py")
