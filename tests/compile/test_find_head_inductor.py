@@ -149,7 +149,9 @@ def test_dynamic_rows_by_inductor():
 def test_the_graph():
     backend = Rewriting(linear=True)
     torch.compile(shifted, backend=backend, fullgraph=True)(*inputs())
-    assert_expected_inline(graph_text(backend.graph.owning_module), """\
+    assert_expected_inline(
+        graph_text(backend.graph.owning_module),
+        """\
 class GraphModule(torch.nn.Module):
     def forward(self, L_x_: "f32[2, 5, 16]", L_w_: "f32[37, 16]", L_b_: "f32[37]", L_t_: "i64[2, 5]"):
         l_x_ = L_x_
@@ -162,7 +164,8 @@ class GraphModule(torch.nn.Module):
         reshape_2: "f32[8, 16]" = getitem_2.reshape((-1, 16))
         linear_cross_entropy_default: "f32[]" = torch.ops.xent.linear_cross_entropy.default(reshape_2, l_w_, reshape_1, l_b_, None, ignore_index = -100, label_smoothing = 0.0, reduction = 'mean', logit_scale = 0.5);  
         return (linear_cross_entropy_default,)
-""")
+""",
+    )
 
 
 CHUNKED = {
