@@ -183,6 +183,24 @@ def test_written_after_the_loss():
     assert call.replaced and "zero_ may write to the head or its input after the loss" in call.head_left
 
 
+def test_gradients_for_the_loss_alone():
+    """The mode in which a function is called is that of its first nodes."""
+
+    def function(x, w, t):
+        y = x @ w.T
+        with torch.enable_grad():
+            return ce(y, t)
+
+    x, w, _, t = inputs()
+    for enabled in (True, False):
+        torch.compiler.reset()
+        with torch.set_grad_enabled(enabled):
+            loss = torch.compile(function, backend=Rewriting(linear=True), fullgraph=True)(x, w, t)
+        (call,) = inductor.last_report().calls
+        assert call.head == loss.requires_grad == enabled
+        assert enabled or "y runs in another gradient mode" in call.head_left
+
+
 def test_no_head_at_all():
     """A batched product, a convolution, logits that are an input: nothing to say of a head."""
     x, w, _, t = inputs()
