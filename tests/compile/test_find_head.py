@@ -97,7 +97,7 @@ def test_every_loss(loss):
         assert {name: node.kwargs[name] for name in ("softcap", "logit_scale", "lse_square_scale")} == {
             "softcap": 5.0, "logit_scale": 0.5, "lse_square_scale": 0.01
         }  # fmt: skip
-        assert call.what.startswith("xent_ops of float32")
+        assert call.what.startswith("xent of float32") and "test_find_head.py" in call.where
 
 
 LINKS = {

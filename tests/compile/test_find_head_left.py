@@ -162,7 +162,24 @@ def test_left_alone_with_the_reason(case):
 def test_two_caps():
     report = assert_left(_two_caps, *inputs(), why="a softcap stands before it, and it has another", replaced=0, left=1)
     (call,) = report.calls
-    assert call.why == "it is ours already" and call.what.startswith("xent_ops of")
+    assert call.why == "it is ours already" and call.what.startswith("xent of")
+
+
+def test_storage_that_is_freed():
+    """As sharded parameters are, between the head and the loss. The schema of that operator names no writer."""
+
+    def function(x, w, t):
+        y = x @ w.T
+        w.untyped_storage().resize_(0)
+        return ce(y, t)
+
+    x, w, _, t = inputs()
+    with torch.no_grad():
+        want = ce(x @ w.T, t)
+        made = torch.compile(function, backend=Rewriting(linear=True), fullgraph=True)(x, w.detach().clone(), t)
+    torch.testing.assert_close(made, want)
+    (call,) = inductor.last_report().calls
+    assert call.head_left.startswith("resize_storage_bytes_ may write to the")
 
 
 def test_returned_logits():
@@ -235,6 +252,17 @@ def test_auto_takes_what_pays(rows, classes, large):
     with torch.no_grad():
         rows_of(x, w, t)
     assert inductor.last_report().calls[-1].head == large, "without gradients it is one product"
+
+
+def test_float16_needs_a_gradient_in_float32():
+    x, w = torch.randn(8200, 4).half(), torch.randn(4097, 4).half()
+    t = torch.randint(0, 4097, (8200,))
+    compiled = torch.compile(lambda x, w, t: F.cross_entropy(x @ w.T, t), backend=Rewriting(), fullgraph=True)
+    compiled(x, w, t)
+    torch._dynamo.reset()
+    compiled(x[:8192], w, t[:8192])
+    first, second = inductor.last_report().calls
+    assert first.head and not second.head and "too small: logits of 64 MiB, and 64.1 MiB pay" in second.head_left
 
 
 def test_switched_off():

@@ -98,14 +98,20 @@ def _refuse_not_worthwhile(loss: Loss, product: Product, linear: bool | str) -> 
     logits: Tensor = value_of(product.node)
     size = math.prod(map(_hint, logits.shape)) * logits.element_size()
     least = WORTHWHILE.get(logits.device.type, WORTHWHILE_ON_GPUS)
+    if logits.dtype == torch.float16:  # the weight's gradient is added up in float32
+        least += 4 * math.prod(map(_hint, value_of(product.weight).shape))
     if size < least:
-        raise LeftAlone(f"too small: logits of {size / 2**20:.3g} MiB, and {least >> 20} MiB pay; linear=True takes it")
+        raise LeftAlone(f"too small: logits of {_mib(size)} MiB, and {_mib(least)} MiB pay; linear=True takes it")
     if loss.given.get("reduction", "mean") == "none" and value_of(loss.node).requires_grad:
         raise LeftAlone('reduction="none" would take a fourth product; linear=True takes it')
 
 
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.3g}"
+
+
 def _with_own(loss: Loss, softcap: float | None, scale: float) -> tuple[float | None, float]:
-    """The options of the links, and after them those of a loss of ours."""
+    """(softcap, logit_scale): those of the links, and after them those of a loss of ours."""
     cap, factor = loss.given.get("softcap"), loss.given.get("logit_scale", 1.0)
     if isinstance(cap, fx.Node) or isinstance(factor, fx.Node):
         raise LeftAlone("its softcap or logit_scale is computed in the graph")

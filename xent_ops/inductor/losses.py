@@ -47,7 +47,7 @@ class Loss:
         return self.node.target in _OWN
 
     def start(self) -> Start:
-        """Where the nodes before the loss begin. Raises LeftAlone."""
+        """Raises LeftAlone."""
         if not self.is_nll:
             return Start(self.given["input"], self.node, [])
         log_softmax, links = _log_softmax(self.node, self.given["input"])
@@ -73,6 +73,8 @@ class Loss:
 
 @dataclass
 class Start:
+    """Where the nodes before a loss begin."""
+
     logits: fx.Node
     reader: fx.Node  # the loss, or the log-softmax
     behind: list[fx.Node]  # the log-softmax and the views and casts from there to the loss, in order

@@ -77,12 +77,14 @@ def _of_two(node: fx.Node) -> Product | None:
 
 def _of_einsum(node: fx.Node) -> Product | None:
     """``bsh,vh->bsv``: the features are the last letter of one operand, and the classes that of the result."""
+    if len(node.args) < 2 or node.kwargs:
+        return None
     equation, *given = node.args
     operands: list[Any] = given
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = list(operands[0])
     found = re.fullmatch(r"([^,>]+),([^,>]+)->([^,>]+)", str(equation).replace(" ", ""))
-    if node.kwargs or found is None or len(operands) != 2:
+    if found is None or len(operands) != 2:
         return None
     left, right, result = (re.findall(r"\.\.\.|\w", part) for part in found.groups())
     for letters, of_weight, input, weight in ((left, right, *operands), (right, left, *reversed(operands))):

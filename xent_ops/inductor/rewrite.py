@@ -212,6 +212,7 @@ def _describe(loss: Loss) -> str:
     what = type(logits).__name__
     if isinstance(logits, Tensor):
         what = f"{str(logits.dtype).removeprefix('torch.')} ({', '.join(map(str, logits.shape))})"
-    if name := "nll_loss" * loss.is_nll or "linear_cross_entropy" * loss.is_chunked or "xent_ops" * loss.is_own:
-        what = f"{name} of {what}"
+    for name, is_it in {"nll_loss": loss.is_nll, "linear_cross_entropy": loss.is_chunked, "xent": loss.is_own}.items():
+        if is_it:
+            what = f"{name} of {what}"
     return ", ".join([what, *options])
