@@ -114,6 +114,7 @@ LINKS = {
     "narrow, select": lambda y, t: F.cross_entropy(y.narrow(1, 1, 3).select(1, 2), t[:, 0].clamp(min=0)),
     "last token": lambda y, t: F.cross_entropy(y[:, -1], t[:, 0]),
     "transposed": lambda y, t: F.cross_entropy(y.transpose(1, 2), t),
+    "mT": lambda y, t: F.cross_entropy(y.mT, t),
     "transposed, shifted": lambda y, t: F.cross_entropy(y[:, :-1].permute(0, 2, 1), t[:, 1:]),
     "batch second": lambda y, t: F.cross_entropy(y.transpose(0, 1).reshape(-1, V), t.t().flatten()),
     "movedim": lambda y, t: F.cross_entropy(y.movedim(-1, 1).contiguous(), t),

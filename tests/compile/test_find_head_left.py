@@ -108,6 +108,10 @@ def _classes_split(x, w, b, t):
     return F.cross_entropy(y.view(-1, V), t.flatten().repeat_interleave(3))
 
 
+def _weight_first(x, w, b, t):
+    return ce((w @ x.view(-1, H).T).T.contiguous(), t)
+
+
 def _probabilities(x, w, b, t):
     return F.cross_entropy(F.linear(x, w, b).view(-1, V), torch.ones(B * S, V) / V)
 
@@ -130,6 +134,7 @@ LEFT = {
     "bias written": (_bias_written, "add_ may write to the bias of the head before the loss"),
     "fewer classes": (_fewer_classes, "selects classes"),
     "other classes": (_other_classes, "the classes of the loss are not those of the product"),
+    "weight first": (_weight_first, "the classes of the loss are not those of the product"),
     "classes split": (_classes_split, "does not keep the classes in one dimension"),
     "probabilities": (_probabilities, "its target is class probabilities"),
     "masked": (lambda x, w, b, t: ce(F.linear(x, w).masked_fill(t[..., None] == 0, 1.0), t), "masked_fill stands between"),
@@ -140,6 +145,16 @@ LEFT = {
 }  # fmt: skip
 
 
+OTHERS = {
+    "bmm": lambda x, w, b, t: ce(torch.bmm(x, w.T.expand(B, H, V)), t),
+    "matmul of batches": lambda x, w, b, t: ce(x @ w.T.expand(B, H, V), t),
+    "addmm of a matrix": lambda x, w, b, t: ce(torch.addmm(b[None], x.view(-1, H), w.T), t),
+    "addmm, beta": lambda x, w, b, t: ce(torch.addmm(b, x.view(-1, H), w.T, beta=0.5), t),
+    "einsum that sums rows": lambda x, w, b, t: ce(torch.einsum("bsh,vh->bv", x, w), t[:, 0]),
+    "einsum of a diagonal": lambda x, w, b, t: ce(torch.einsum("hh,vh->hv", x[0, :, :S], w[:, :S]), t[0]),
+    "einsum, classes in between": lambda x, w, b, t: F.cross_entropy(torch.einsum("bsh,vh->bvs", x, w), t),
+}
+LEFT |= {case: (function, "is no product of hidden states") for case, function in OTHERS.items()}
 # The loss stays with Inductor too: something stands before it.
 STAYING = ("upcast in no_grad", "masked", "shifted by a number", "two biases", "a bias a row", "another dtype")
 
@@ -219,10 +234,9 @@ def test_gradients_for_the_loss_alone():
 
 
 def test_no_head_at_all():
-    """A batched product, a convolution, logits that are an input: nothing to say of a head."""
+    """A convolution, a product and a sum, logits that are an input: nothing to say of a head."""
     x, w, _, t = inputs()
     for function in (
-        lambda x, w, t: ce(torch.bmm(x, w.T.expand(B, H, V)), t),
         lambda x, w, t: ce(F.conv1d(x.transpose(1, 2), w[:, :, None]).transpose(1, 2).contiguous(), t),
         lambda x, w, t: ce((x[..., None] * w.T).sum(-2), t),
         lambda x, w, t: xent_ops.cross_entropy(x.view(-1, H), t.flatten() % H) + w.sum(),

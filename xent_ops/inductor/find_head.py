@@ -61,7 +61,7 @@ def find(loss: Loss, linear: bool | str) -> Found | None:
     links, source = walk(start.logits, start.reader)
     product = products.of(source)
     if product is None:
-        _refuse_hidden(source, loss)
+        _refuse_other_products(source, loss)
         return None
     _refuse_not_worthwhile(loss, product, linear)
     found = Found(product, links, start, *_with_own(loss, *options_of(links)))
@@ -72,8 +72,10 @@ def find(loss: Loss, linear: bool | str) -> Found | None:
     return found
 
 
-def _refuse_hidden(source: fx.Node, loss: Loss) -> None:
-    """Raise LeftAlone, for the report, if one node that is no link stands between a head and the loss."""
+def _refuse_other_products(source: fx.Node, loss: Loss) -> None:
+    """Raise LeftAlone, for the report, where a head is of another form, or a node that is no link stands behind it."""
+    if name_of(source) in products.NAMES:
+        raise LeftAlone(f"{source.name} is no product of hidden states (..., H) and a weight (V, H) or (H, V)")
     for before in source.all_input_nodes:
         while (link := link_of(before)) is not None:
             before = link.source

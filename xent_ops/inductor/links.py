@@ -20,8 +20,8 @@ _FLOATS = (*_HALF, torch.float32, torch.float64)
 # They select or rearrange elements, each at most once. So their backward sums nothing, and loses nothing in bfloat16.
 # expand and index tensors are not among them.
 _VIEWS = {
-    "contiguous", "flatten", "movedim", "narrow", "permute", "reshape", "select", "squeeze", "swapaxes", "swapdims",
-    "t", "transpose", "unflatten", "unsqueeze", "view",
+    "T", "contiguous", "flatten", "mT", "movedim", "narrow", "permute", "reshape", "select", "squeeze", "swapaxes",
+    "swapdims", "t", "transpose", "unflatten", "unsqueeze", "view",
 }  # fmt: skip
 STEPS = {
     **dict.fromkeys(("mul", "multiply", "mul_", "multiply_", "imul"), "mul"),

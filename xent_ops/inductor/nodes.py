@@ -47,13 +47,15 @@ def value_of(node: Any) -> Any:
 def name_of(node: fx.Node) -> str | None:
     """The same name for ``x.reshape(...)`` and ``torch.reshape(x, ...)``.
 
-    None for a node that is no method, torch function or Python operator.
+    None for a node that is no method, torch function or Python operator, nor the property ``T`` or ``mT``.
     """
     if node.op == "call_method":
         return str(node.target)
     if node.op != "call_function":
         return None
     target = node.target
+    if target is getattr and node.args[1] in ("T", "mT"):
+        return str(node.args[1])
     if isinstance(target, torch._ops.OpOverload):
         target = target.overloadpacket
     if isinstance(target, torch._ops.OpOverloadPacket):

@@ -20,6 +20,7 @@ _ARGUMENTS = {
     "mm": ("input", "mat2"),
     "addmm": ("input", "mat1", "mat2", "beta", "alpha"),
 }
+NAMES = {*_ARGUMENTS, "einsum", "bmm", "baddbmm", "addbmm"}  # of products of matrices, of heads or not
 
 
 @dataclass
