@@ -10,6 +10,7 @@ from .functional import (
     CrossEntropyOutputs,
     TokenLogProbs,
     cross_entropy,
+    is_dtensor,
     log_probs_of_rows,
     outputs_of_rows,
     refuse_dtensors,
@@ -78,11 +79,16 @@ def linear_cross_entropy(
 
     Sources: torch.nn.functional.linear_cross_entropy for the names, Liger-Kernel for gradients made in forward.
     """
-    refuse_dtensors("xent_ops.linear_cross_entropy", input, linear_weight, target)
     arguments.linear(input, linear_weight, target, linear_bias, weight)
     loss = arguments.loss_options(
         ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction, input.dtype
     )
+    if any(map(is_dtensor, (input, linear_weight, target, linear_bias, weight))):
+        from .distributed import linear_tensor  # imported for DTensors only: it takes a while
+
+        chunks = (accumulate_dtype, chunk_rows, skip_ignored, max_counted)
+        head = (linear_weight, linear_bias, weight, *chunks)
+        return linear_tensor.linear_cross_entropy(input, target, head, loss, divisor)
     divisor = arguments.divisor(divisor, input)
     linear_checks.reduced_by(divisor, input, reduction)
     accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, max_counted)

@@ -26,6 +26,13 @@ LINEAR_GRADS = "Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear
 # Made of the others for every device: no kernels of their own.
 COMPOSITES = ("cross_entropy", "linear_cross_entropy")
 
+# Not in libxent_ops.so: a process without Python has no collectives to put between them.
+PYTHON_ONLY = (
+    "linear_cross_entropy_shard",
+    "linear_cross_entropy_shard_join",
+    "linear_cross_entropy_shard_backward",
+)
+
 DECLARED: dict[str, tuple[str, "str | None"]] = {
     # What users call. Composite: a graph shows the operators below.
     "cross_entropy": (
@@ -148,6 +155,27 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         None,
     ),
     "linear_scale_grad": ("(Tensor grad, Tensor factor) -> Tensor", None),
+    # One rank's rows of the head. The caller's all-gather stands between the first two, as above; the formula of the
+    # join adds grad_input up over the ranks of the group.
+    "linear_cross_entropy_shard": (
+        "(Tensor input, Tensor linear_weight, Tensor target, SymInt class_start, SymInt num_classes, "
+        f"Tensor? linear_bias=None, Tensor? weight=None, bool entropy=False, *, {OPTIONS}, {CHUNKING}) -> Tensor",
+        None,
+    ),
+    "linear_cross_entropy_shard_join": (
+        "(Tensor input, Tensor linear_weight, Tensor target, Tensor gathered, SymInt class_start, SymInt num_classes, "
+        "Tensor? linear_bias=None, Tensor? weight=None, Tensor? gathered_input=None, bool entropy=False, *, "
+        f"{OPTIONS}, {ACCUMULATE}, {CHUNKING}, str group_name='') "
+        "-> (Tensor loss, Tensor lse, Tensor target_weight, Tensor coefficient, Tensor entropies)",
+        None,
+    ),
+    "linear_cross_entropy_shard_backward": (
+        "(Tensor grad_loss, Tensor? grad_lse, Tensor input, Tensor linear_weight, Tensor target, Tensor lse, "
+        "SymInt class_start, SymInt num_classes, Tensor? linear_bias=None, Tensor? weight=None, "
+        f"Tensor? coefficient=None, Tensor? grad_entropy=None, Tensor? entropy=None, {OUTPUT_MASK}, *, {OPTIONS}, "
+        f"{ACCUMULATE}, {CHUNKING}) -> ({LINEAR_GRADS})",
+        None,
+    ),
 }
 
 

@@ -20,6 +20,7 @@ def head(
     linear_bias: Tensor | None = None,
     accumulate_dtype: torch.dtype | None = None,
     chunking: Chunking = DEFAULT_CHUNKING,
+    may_be_empty: bool = False,
 ) -> None:
     checks.dtype("input", input, checks.FLOATS)
     if input.dim() < 1:
@@ -31,7 +32,7 @@ def head(
     checks.same_shape("linear_weight", linear_weight.shape, expected, "one row of the input's features for each class")
     classes = linear_weight.shape[0]
     # Dynamo runs this before the logits of a transform are made, and that of torch 2.11 refuses _check_value there.
-    if not (type(classes) is int and classes > 0):
+    if not (may_be_empty or (type(classes) is int and classes > 0)):
         torch._check_value(
             classes > 0,
             lambda: f"linear_weight of shape {tuple(linear_weight.shape)} has 0 classes; expected at least 1",
@@ -77,7 +78,7 @@ def _as_input(name: str, tensor: Tensor, input: Tensor) -> None:
         )
 
 
-def _output_mask(mask: Sequence[bool]) -> None:
+def gradient_mask(mask: Sequence[bool]) -> None:
     if len(mask) != 3:
         raise ValueError(f"output_mask has {len(mask)} entries; expected 3, for input, linear_weight and linear_bias")
 
@@ -103,7 +104,7 @@ def backward(
 ) -> None:
     head = (input, linear_weight, target, linear_bias, weight)
     rows(*head, options=options, accumulate_dtype=accumulate_dtype, **chunking)
-    _output_mask(output_mask)
+    gradient_mask(output_mask)
     checks.rows_of(input, "input", grad_lse=grad_lse, lse=lse)
     checks.scalar_or_rows_of("input", input, grad_loss=grad_loss)
     checks.divisor(divisor, input)
@@ -127,7 +128,7 @@ def with_grad(
 ) -> None:
     head = (input, linear_weight, target, linear_bias, weight)
     rows(*head, options=options, accumulate_dtype=accumulate_dtype, **chunking)
-    _output_mask(output_mask)
+    gradient_mask(output_mask)
     checks.reduced_options(input, lse_square_scale, reduction)
     reduced_by(divisor, input, reduction)
 

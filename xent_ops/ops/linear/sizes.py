@@ -46,7 +46,7 @@ def rows_of_chunk(number: int, input: Tensor, linear_weight: Tensor, wider: bool
         itemsize = input.element_size()
         # Products of wider numbers take longer, so fewer rows will do.
         rows = least = 4096 // itemsize
-        while 2 * rows * linear_weight.shape[0] * itemsize <= _BYTES:
+        while rows < number and 2 * rows * linear_weight.shape[0] * itemsize <= _BYTES:
             rows *= 2
         if wider and rows < features:
             # At the end the sum and its copy are there at once. Until then a chunk of H rows takes the copy's place.
