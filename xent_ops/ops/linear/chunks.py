@@ -30,11 +30,11 @@ _ops = torch.ops.xent
 Gradients = tuple[Tensor, Tensor, Tensor]  # of input, linear_weight, linear_bias
 
 
-def _as_rows(input: Tensor) -> Tensor:
+def as_rows(input: Tensor) -> Tensor:
     return input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
 
 
-def _rows(target: Tensor, flat: Tensor, linear_weight: Tensor, options: Options, how: Chunking) -> Rows:
+def rows_to_compute(target: Tensor, flat: Tensor, linear_weight: Tensor, options: Options, how: Chunking) -> Rows:
     counting = how.skip_ignored and counting_kernels(flat, linear_weight) is not None
     return rows_of(target, options.ignore_index, how, counting)
 
@@ -63,8 +63,8 @@ def forward(operator: Callable[..., Any], *unread: float) -> Callable[..., tuple
         accumulate_dtype: torch.dtype | None = None,  # for the backward
         **chunking: Any,
     ) -> tuple[Tensor, ...]:
-        flat, keywords, how = _as_rows(input), options.keywords(), Chunking(**chunking)
-        rows = _rows(target, flat, linear_weight, options, how)
+        flat, keywords, how = as_rows(input), options.keywords(), Chunking(**chunking)
+        rows = rows_to_compute(target, flat, linear_weight, options, how)
         products, indices = Products(rows, flat, linear_weight, linear_bias, how.chunk_rows), rows.indices()
         made = [operator(logits, indices[chunk], weight, **keywords) for chunk, logits in products.chunks()]
         values = [rows.give(torch.cat(chunks), 0).view(target.shape) for chunks in zip(*made, strict=True)]
@@ -86,10 +86,10 @@ def _largest(
     counted = target.to(torch.int64) != options.ignore_index
     rows = [torch.where(counted, grad_loss, 0.0) * masses, *(grad for grad in grads if grad is not None)]
     largest = torch.cat([grad_loss.new_zeros(1), *rows]).abs().max()
-    return _divisible(largest)
+    return divisible(largest)
 
 
-def _divisible(number: Tensor) -> Tensor:
+def divisible(number: Tensor) -> Tensor:
     """The number, or one where nothing can be divided by it."""
     return torch.where((number != 0.0) & number.isfinite(), number, 1.0)
 
@@ -137,8 +137,8 @@ def linear_cross_entropy_backward(
         grad_loss, grad_lse, target, lse, divisor, options.ignore_index, lse_square_scale, lse.dtype
     )
     factor = None
-    flat, keywords, how = _as_rows(input), options.keywords(), Chunking(**chunking)
-    rows = _rows(target, flat, linear_weight, options, how)
+    flat, keywords, how = as_rows(input), options.keywords(), Chunking(**chunking)
+    rows = rows_to_compute(target, flat, linear_weight, options, how)
     indices = rows.indices()
     a, b, c, z, h = (None if value is None else rows.take(value) for value in (*upstream, grad_entropy, lse, entropy))
     if input.dtype == torch.float16:
@@ -182,7 +182,7 @@ def divisor_after_products(divided_by: Tensor) -> Tensor:
 
     Not the sum of their class weights, which may be far from one. Zero and infinity are divided by at once.
     """
-    return _divisible(divided_by[1])
+    return divisible(divided_by[1])
 
 
 def linear_cross_entropy_with_grad(
@@ -212,8 +212,8 @@ def linear_cross_entropy_with_grad(
     scale, square = inverse[0], None
     if lse_square_scale != 0.0:
         square = lse_square_scale * inverse[1]
-    flat, keywords, how, made = _as_rows(input), options.keywords(), Chunking(**chunking), []
-    rows = _rows(target, flat, linear_weight, options, how)
+    flat, keywords, how, made = as_rows(input), options.keywords(), Chunking(**chunking), []
+    rows = rows_to_compute(target, flat, linear_weight, options, how)
     products, indices = (
         Products(rows, flat, linear_weight, linear_bias, how.chunk_rows, output_mask, accumulate_dtype),
         rows.indices(),

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...kernels import reference, reference_shard
 from ...kernels.options import DEFAULTS, Chunking, Options
 from .. import checks
-from .chunks import Gradients, _as_rows, _divisible, _rows
+from .chunks import Gradients, as_rows, divisible, rows_to_compute
 from .packing import PackedRows, Rows
 from .products import Products
 
@@ -58,9 +58,9 @@ def stats(
 ) -> Tensor:
     if input.device.type == "cpu":  # also where no row operator sees the targets; elsewhere the join makes NaN of them
         checks.check_targets(target, num_classes, options.ignore_index)
-    flat, how, dtype = _as_rows(input), Chunking(**chunking), reference.accumulator(input)
+    flat, how, dtype = as_rows(input), Chunking(**chunking), reference.accumulator(input)
     head, bias, weight = _head_of_classes(linear_weight, linear_bias, weight, class_start, num_classes)
-    rows = _rows(target, flat, head, options, how) if len(head) > 0 else Rows(target)
+    rows = rows_to_compute(target, flat, head, options, how) if len(head) > 0 else Rows(target)
     indices, shard, each = rows.indices(), (class_start, num_classes, weight), 3 if weight is None else 4
     if entropy:
         indices, keywords = _local_target(indices, class_start, len(head), options)
@@ -152,13 +152,13 @@ def gradients(
     **chunking: Any,
 ) -> Gradients:
     """As linear_cross_entropy_backward of chunks.py; grad_input is this rank's part of it."""
-    flat, keywords, how = _as_rows(input), options.keywords(), Chunking(**chunking)
+    flat, keywords, how = as_rows(input), options.keywords(), Chunking(**chunking)
     head, bias, weight = _head_of_classes(linear_weight, linear_bias, weight, class_start, num_classes)
     if len(head) == 0:
         shapes = (input.shape, linear_weight.shape, linear_weight.shape[:1])
         zeros = [input.new_zeros(shape if made else 0) for shape, made in zip(shapes, output_mask, strict=True)]
         return zeros[0], zeros[1], zeros[2]
-    rows, shard = _rows(target, flat, head, options, how), (class_start, num_classes, weight)
+    rows, shard = rows_to_compute(target, flat, head, options, how), (class_start, num_classes, weight)
     indices = rows.indices()
     values = (grad_loss.to(lse.dtype).expand_as(target), grad_lse, grad_entropy, lse, coefficient, entropy)
     of_rows = [None if value is None else rows.take(value) for value in values]
@@ -223,6 +223,6 @@ def _largest(target: Tensor, coefficient: Tensor | None, ignore_index: int, grad
     masses = torch.where(target.to(torch.int64) != ignore_index, grad_loss, 0.0)
     if coefficient is not None:
         masses = masses * coefficient
-    return _divisible(
+    return divisible(
         torch.cat([masses.new_zeros(1), masses, *(grad for grad in grads if grad is not None)]).abs().max()
     )
