@@ -64,13 +64,14 @@ def test_json_png_and_table(eager, tmp_path, capsys):
     assert "whole step of 2 x 16 tokens, bfloat16; 2 layers of 32, 64 classes" in out and "tokens/s" in out
 
 
-def test_the_pass_in_a_compiled_step(tmp_path):
+@pytest.mark.parametrize("name", ["xent pass", "xent found head"])
+def test_the_pass_in_a_compiled_step(tmp_path, name):
     """Of one layer, by Inductor itself."""
     sizes = "layers=1,hidden=16,heads=2,kv_heads=1,feed_forward=16,classes=64,tokens=16"
-    assert bench("--only", "xent pass", "--json", str(tmp_path / "x.json"), sizes=sizes) == 0
+    assert bench("--only", name, "--json", str(tmp_path / "x.json"), sizes=sizes) == 0
     _, results = of_results(tmp_path / "x.json")
-    assert results["xent pass"]["status"] == "ok" and "left alone" not in results["xent pass"]["note"]
-    assert len(inductor.last_report().replaced) == 1
+    assert results[name]["status"] == "ok" and "left alone" not in results[name]["note"]
+    assert [call.head for call in inductor.last_report().replaced] == [name == "xent found head"]
 
 
 def test_peers_are_called_after_a_compiled_body(monkeypatch, tmp_path, capsys):

@@ -15,10 +15,10 @@ V = 37
 class Rewriting:
     """A backend for torch.compile: our pass alone, then eager. Keeps the last graph."""
 
-    def __init__(self, previous=None):
+    def __init__(self, previous=None, linear="auto"):
         from xent_ops.inductor.graph_pass import ReplaceCrossEntropy
 
-        self.run = ReplaceCrossEntropy(previous)
+        self.run = ReplaceCrossEntropy(previous, linear)
         inductor.report.clear()
 
     def __call__(self, gm, example_inputs):
@@ -39,9 +39,9 @@ def gradients(function, inputs):
     return loss.detach(), [x.grad for x in leaves if x.requires_grad]
 
 
-def assert_same(function, *inputs, replaced=1, left=0, stays=F.cross_entropy, **tolerances):
+def assert_same(function, *inputs, replaced=1, left=0, stays=F.cross_entropy, linear="auto", **tolerances):
     """The rewritten function against the function itself, with its gradients; returns (backend, report)."""
-    backend = Rewriting()
+    backend = Rewriting(linear=linear)
     want, want_grads = gradients(function, inputs)
     got, got_grads = gradients(torch.compile(function, backend=backend, fullgraph=True), inputs)
     report = inductor.last_report()

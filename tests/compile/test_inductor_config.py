@@ -132,8 +132,8 @@ def test_disable_takes_ours_out_of_a_list():
     from xent_ops.inductor.graph_pass import with_ours, without_ours
 
     first, last = _with_uuid("first"), _with_uuid("last")
-    ours = with_ours([first])
-    assert with_ours([ours, last]) == [ours, last]
+    ours = with_ours([first], "auto")
+    assert with_ours([ours, last], "auto") == [ours, last]
     assert without_ours([ours, last]) == [first, last]
     assert without_ours(ours) == [first]
 

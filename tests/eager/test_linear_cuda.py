@@ -47,6 +47,10 @@ LOSSES = {
         h, w, target, reduction="sum", divisor=(target != -100).sum()
     ),
     "sum over a number": _full(reduction="sum", divisor=51.5),
+    "skipping": _full(skip_ignored=True, chunk_rows=24),
+    "skipping, float32 sums": _full(skip_ignored=True, **WIDE),
+    "skipping rows": lambda *args: _full(reduction="none", skip_ignored=True, **WIDE)(*args).sum(),
+    "at most 60 rows": _full(max_counted=60, chunk_rows=24),
     "none": lambda *args: _full(reduction="none", **WIDE)(*args).sum(),
     "outputs": lambda h, w, b, target, weight: _floats(
         xent_ops.linear_cross_entropy_outputs(h, w, target, linear_bias=b, weight=weight, **OPTIONS)
@@ -65,7 +69,7 @@ def batch(seed, rows=64, classes=1003, features=40, dtype=torch.bfloat16):
         return torch.randn(shape, generator=generator).cuda().to(dtype)
 
     target = torch.randint(0, classes, (rows,), generator=generator).cuda()
-    target[seed % 7 :: 5] = -100
+    target[seed % 7 :: 2 + seed % 4] = -100  # now more, now fewer
     weight = torch.rand(classes, generator=torch.Generator().manual_seed(9)).cuda()
     return normal(rows, features), normal(classes, features), normal(classes), target, weight
 
@@ -214,7 +218,7 @@ def test_memory_of_a_step(chunk_rows):
     h, w, _, target, _ = batch(0, ROWS, CLASSES, FEATURES)
     h.requires_grad_(), w.requires_grad_()
     gradients = 2 * (h.numel() + w.numel())
-    chunk = 2 * CLASSES * rows_of_chunk(h, w, False, chunk_rows)
+    chunk = 2 * CLASSES * rows_of_chunk(ROWS, h, w, False, chunk_rows)
 
     def forward():
         return xent_ops.linear_cross_entropy(h, w, target, chunk_rows=chunk_rows)
@@ -234,6 +238,27 @@ def test_memory_of_a_step(chunk_rows):
     with torch.no_grad():
         _, peak, left = measured(forward)
     assert peak <= chunk + SMALL and left <= SMALL, (peak, chunk, left)
+
+
+def test_memory_of_skipping():
+    """Beside the chunk of logits one of hidden states, one of their gradients, and shares of tiles."""
+    from xent_ops.ops.linear.sizes import rows_of_chunk
+
+    h, w, _, target, _ = batch(0, ROWS, CLASSES, FEATURES)
+    h.requires_grad_(), w.requires_grad_()
+    rows = rows_of_chunk(ROWS, h, w, False, None)
+    shares = 2 * torch.cuda.get_device_properties(0).multi_processor_count * 128 * 256 * 4
+
+    def forward():
+        return xent_ops.linear_cross_entropy(h, w, target, skip_ignored=True)
+
+    for _ in range(2):
+        forward().backward()
+        h.grad = w.grad = None
+    _, peak, left = measured(forward)
+    gradients = 2 * (h.numel() + w.numel())
+    assert peak <= gradients + 2 * CLASSES * rows + 2 * FEATURES * rows + shares + SMALL
+    assert left <= gradients + SMALL
 
 
 def test_memory_of_rows():

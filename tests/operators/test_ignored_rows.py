@@ -158,6 +158,7 @@ def test_no_ignored_row_is_read():
                 override.impl(name, operator.on_cuda, "CPU", allow_override=True)
         elif cpu.problem() is not None:
             raise SystemExit(0)  # plain torch reads them
+        ops, one = torch.ops.xent, torch.ones(())
         libc, page = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE
         for rows, pages, options in (
             (40, 1, {}), (40, 3, {"label_smoothing": 0.125}), (2, 9, {}), (2, 9, {"label_smoothing": 0.125, "softcap": 30.0})
@@ -175,11 +176,15 @@ def test_no_ignored_row_is_read():
                         start = ctypes.c_void_p(address + (row + 1) * pages * page)
                         assert libc.mprotect(start, ctypes.c_size_t(pages * page), flags) == 0, ctypes.get_errno()
 
-                arguments = dict(ignore_index=0, reduction="mean", **options)
-                wanted = torch.ops.xent.cross_entropy_reduced(logits, target, **arguments)
+                def compute():
+                    loss, lse, grad = ops.cross_entropy_with_grad(logits, target, one, ignore_index=0, **options)
+                    return *ops.cross_entropy_reduced(logits, target, ignore_index=0, **options), lse, loss, grad
+
+                wanted = compute()
                 protect(0)
-                got = torch.ops.xent.cross_entropy_reduced(logits, target, **arguments)
+                got = compute()
                 protect(mmap.PROT_READ | mmap.PROT_WRITE)
-                assert all(map(torch.equal, got, wanted)) and got[2][ignored].isinf().all()
+                assert all(map(torch.equal, got, wanted))
+                assert got[2][ignored].isinf().all() and got[3][ignored].isinf().all() and not got[-1][ignored].any()
     """
     run_python(program)

@@ -149,3 +149,35 @@ def test_the_tag_is_of_version_and_sources(tmp_path, monkeypatch):
         with (folder / "xent_ops" / file).open("a") as source:
             source.write("# changed\n")
         assert tag_of(folder) != same, file
+
+
+HEADS = """
+import json, sys, torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
+from xent_ops import inductor
+config.cpp_cache_precompile_headers = False
+config.cpp.vec_isa_ok = False
+
+x, weight, target = torch.arange(12.0).view(3, 4) / 8, torch.ones(5, 4).tril(), torch.tensor([0, 1, 2])
+seen = []
+for linear in (False, True, True):
+    torch.compiler.reset()
+    counters.clear()
+    base = {"pre_grad_pass_timing": "TIMING"} if hasattr(config, "pre_grad_pass_timing") else {}
+    loss = torch.compile(lambda x, w, t: F.cross_entropy(x @ w.T, t), options=inductor.options(base, linear=linear))
+    value, code = run_and_get_code(loss, x, weight, target)
+    one = "linear_cross_entropy" in "".join(code)
+    seen.append([round(value.item(), 5), one, counters["aot_autograd"]["autograd_cache_hit"]])
+print(json.dumps(seen))
+"""
+
+
+@pytest.mark.parametrize("timing", ["early", "late"])
+def test_the_choice_about_heads_is_in_the_keys(tmp_path, timing):
+    """Whether Inductor looks a graph up before the pass runs ("late") or behind it."""
+    without, with_head, again = run_step(PACKAGE.parent, tmp_path, HEADS.replace("TIMING", timing))
+    assert without[1:] == [False, 0] and with_head[1:] == [True, 0]
+    assert again[2] == 1 and without[0] == with_head[0] == again[0]

@@ -45,6 +45,7 @@ class Variant:
     products_only: bool = False  # a step without a loss
     mode: str | None = None  # of torch.compile
     replaced: bool = False  # compiled with the pass that replaces F.cross_entropy
+    head: bool = False  # and the head with it
     opaque: bool = False  # compiled without our lowerings of the backward operators
     against: str = ""  # the variant whose time this one's is a ratio of
 
@@ -54,7 +55,7 @@ class Variant:
         if self.opaque:
             return torch.compile(function, fullgraph=True, backend=_opaque_inductor)
         if self.replaced:
-            return torch.compile(function, fullgraph=True, options=inductor.options())
+            return torch.compile(function, fullgraph=True, options=inductor.options(linear=self.head))
         return torch.compile(function, fullgraph=True, mode=self.mode)
 
     def build(self) -> Loss:

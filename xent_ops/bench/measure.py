@@ -93,12 +93,19 @@ def measure(problem: Problem, variant: Variant, copy: timing.Times | None, setti
     return result
 
 
+def _left(call: inductor.Call, variant: Variant) -> str:
+    """What the pass was to replace and did not."""
+    if not call.replaced:
+        return f"left alone: {call.why}"
+    return f"head left alone: {call.head_left or 'not found'}" if variant.head and not call.head else ""
+
+
 def _measure(problem: Problem, variant: Variant, copy: timing.Times | None, settings: Settings, result: Result) -> None:
     eager = problem.bind(variant)
     if not _right(problem, variant, eager, result):
         return
-    if variant.replaced and (left := inductor.last_report().left_alone):
-        result.note = f"left alone: {left[0].why}"
+    if variant.replaced:
+        result.note = "; ".join(filter(None, (_left(call, variant) for call in inductor.last_report().calls)))
     run: timing.Run = eager
     result.overwrites_input = problem.overwritten()
     if result.overwrites_input and not variant.in_place:

@@ -37,6 +37,7 @@ def variants() -> tuple[list[ModelVariant], list[str]]:
         ModelVariant(BODY, "torch", lambda: _no_head, compiled=True, body_alone=True),
         ModelVariant("F compiled", "torch", lambda: unfused_torch, compiled=True),
         ModelVariant("xent pass", "ours", lambda: unfused_torch, compiled=True, replaced=True),
+        ModelVariant("xent found head", "ours", lambda: unfused_torch, compiled=True, replaced=True, head=True),
         ModelVariant("xent compiled", "ours", lambda: unfused_ours, compiled=True),
         ModelVariant("xent linear", "ours", lambda: xent_ops.linear_cross_entropy, compiled=True),
     ]

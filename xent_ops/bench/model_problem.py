@@ -88,7 +88,7 @@ class ModelProblem(Problem):
 
         if not variant.compiled:
             return step
-        options = inductor.options() if variant.replaced else variant.inductor
+        options = inductor.options(linear=variant.head) if variant.replaced else variant.inductor
         return torch.compile(step, fullgraph=True, options=options or None)
 
     def check(self, outputs: Outputs, variant: Variant) -> check.Verdict:

@@ -1,4 +1,4 @@
-"""Support for Inductor, and a pass that replaces ``F.cross_entropy`` in compiled models.
+"""Support for Inductor, and a pass that replaces ``F.cross_entropy`` in compiled models, with or without the head.
 
 ``torch.compile(model, options=xent_ops.inductor.options())`` replaces it in one compiled model, ``enable()`` in
 everything that this thread compiles from then on, ``with replace_cross_entropy():`` in what is compiled inside the
@@ -37,33 +37,36 @@ def _before_tracing() -> None:
 BEFORE_TRACING.append(_before_tracing)
 
 
-def options(base: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def options(base: Mapping[str, Any] | None = None, *, linear: bool | str = "auto") -> dict[str, Any]:
     """Options for ``torch.compile`` that replace ``F.cross_entropy`` in what is compiled with them.
 
     Args:
         base: further options, which are kept. A ``pre_grad_custom_pass`` among them runs before ours; without one, the
             pass that is set in ``torch._inductor.config`` now does.
+        linear: whether the head before the loss becomes one operator with it, ``xent::linear_cross_entropy``, which
+            never holds all logits. ``"auto"``: where they are large and nothing else reads them. True: small ones too,
+            and with ``reduction="none"``, which takes a fourth product. False: only ``F.linear_cross_entropy`` does.
 
-    Clears the report.
+    Clears the report. Raises ValueError for another ``linear``.
     """
     from . import graph_pass, report
 
     report.clear()
-    return graph_pass.settings(base or {})
+    return graph_pass.settings(base or {}, linear)
 
 
-def enable() -> None:
+def enable(*, linear: bool | str = "auto") -> None:
     """Replace ``F.cross_entropy`` in everything that Inductor compiles from now on in this thread. Idempotent.
 
     Code that is compiled already does not change (``torch.compiler.reset()`` discards it). Passes that are set already
-    run before ours. Clears the report.
+    run before ours. Clears the report. ``linear``: as in ``options``.
     """
     from torch._inductor import config
 
     from . import graph_pass, report
 
     report.clear()
-    for name, value in graph_pass.settings({}).items():
+    for name, value in graph_pass.settings({}, linear).items():
         setattr(config, name, value)
 
 
@@ -80,7 +83,7 @@ def disable() -> None:
 
 
 @contextlib.contextmanager
-def replace_cross_entropy() -> Iterator[None]:
+def replace_cross_entropy(*, linear: bool | str = "auto") -> Iterator[None]:
     """``enable()`` for the compilations inside the block: a function compiles at its first call, not where it is
     decorated. Clears the report on entry."""
     from torch._inductor import config
@@ -88,5 +91,5 @@ def replace_cross_entropy() -> Iterator[None]:
     from . import graph_pass, report
 
     report.clear()
-    with config.patch(**graph_pass.settings({})):
+    with config.patch(**graph_pass.settings({}, linear)):
         yield

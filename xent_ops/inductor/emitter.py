@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
+from . import modes
 from .nodes import value_of
 
 
@@ -17,17 +20,28 @@ class Emitter:
         self.loss = loss
         self.made: list[fx.Node] = []
         self.fake_mode = value_of(loss).fake_mode
+        self.autocasts = modes.autocasts(loss)
         self.meta: dict[str, Any] = {
             key: loss.meta[key]
             for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "mutation_region_id")
             if key in loss.meta
         }
 
+    @contextlib.contextmanager
+    def modes(self) -> Iterator[None]:
+        """Fake tensors, and the autocast that the loss runs in."""
+        with contextlib.ExitStack() as stack:
+            # Our composite operator makes constants, which need the fake mode. Of nested hooks torch calls the
+            # innermost: these keep the user's hooks from seeing fake tensors.
+            stack.enter_context(self.fake_mode)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged))
+            for arguments in self.autocasts:
+                stack.enter_context(torch.autocast(*arguments))
+            yield
+
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         values = fx.node.map_arg((args, kwargs), value_of)
-        # Our composite operator makes constants, which need the fake mode. Of nested hooks torch calls the innermost:
-        # these keep the user's hooks from seeing fake tensors.
-        with self.fake_mode, torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
+        with self.modes():
             if isinstance(target, str):
                 value = getattr(values[0][0], target)(*values[0][1:], **values[1])
             else:

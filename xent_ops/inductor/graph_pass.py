@@ -15,11 +15,16 @@ from . import cache_tag, decomposition, report, rewrite
 class ReplaceCrossEntropy(CustomGraphPass):
     """Runs ``previous``, a value of ``torch._inductor.config.pre_grad_custom_pass``, then replaces F.cross_entropy.
 
+    With the head before it as ``linear`` says: xent_ops.inductor.options.
+
     One object rather than a list of passes: torch 2.11 takes no list.
     """
 
-    def __init__(self, previous: Any = None) -> None:
+    def __init__(self, previous: Any = None, linear: bool | str = "auto") -> None:
+        if not (isinstance(linear, bool) or linear == "auto"):
+            raise ValueError(f'linear must be "auto", True or False, got {linear!r}')
         self.previous = previous
+        self.linear = linear
         self.timing_before = getattr(config, "pre_grad_pass_timing", None)  # what disable() puts back
         # Inductor picks its decompositions before it runs the pass, which may bring the first of our operators.
         decomposition.install()
@@ -27,10 +32,10 @@ class ReplaceCrossEntropy(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         for other in _passes(self.previous):
             other(graph)
-        report.record(rewrite.replace_cross_entropy(graph))
+        report.record(rewrite.replace_cross_entropy(graph, self.linear))
 
     def uuid(self) -> Any:
-        """Our part of the keys of torch's compile caches: the hash of our sources, and the other passes' identifiers.
+        """Our part of the keys of torch's compile caches: our sources' hash, our option, the other passes' identifiers.
 
         None, which switches these caches off, if a chained pass has no identifier, as torch does for such a pass alone.
         """
@@ -40,7 +45,7 @@ class ReplaceCrossEntropy(CustomGraphPass):
             if not identifier:
                 return None
             others.append(identifier)
-        return ("replace_cross_entropy", cache_tag.tag(), *others)
+        return ("replace_cross_entropy", cache_tag.tag(), f"linear={self.linear}", *others)
 
 
 def _passes(value: Any) -> tuple[Any, ...]:
@@ -49,10 +54,10 @@ def _passes(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
-def settings(base: Mapping[str, Any]) -> dict[str, Any]:
+def settings(base: Mapping[str, Any], linear: bool | str) -> dict[str, Any]:
     """``base``, and the settings by which Inductor runs our pass after the one in ``base``, or the one set now."""
     current = base.get("pre_grad_custom_pass", config.pre_grad_custom_pass)
-    merged = {**base, "pre_grad_custom_pass": with_ours(current)}
+    merged = {**base, "pre_grad_custom_pass": with_ours(current, linear)}
     if hasattr(config, "pre_grad_pass_timing"):
         # torch 2.13 runs passes with a uuid() only on graphs that are in no cache, and the report would miss the
         # others. "early" runs the pass first and looks up the graph that it made, as older versions do.
@@ -64,9 +69,16 @@ def ours_in(current: Any) -> ReplaceCrossEntropy | None:
     return next((one for one in _passes(current) if isinstance(one, ReplaceCrossEntropy)), None)
 
 
-def with_ours(current: Any) -> Any:
+def with_ours(current: Any, linear: bool | str) -> Any:
     """The value for ``pre_grad_custom_pass`` that runs ``current``, then ours: ``current`` if it contains ours."""
-    return ReplaceCrossEntropy(current) if ours_in(current) is None else current
+    ours = ours_in(current)
+    if ours is None:
+        return ReplaceCrossEntropy(current, linear)
+    if ours.linear == linear:
+        return current
+    other = ReplaceCrossEntropy(ours.previous, linear)
+    other.timing_before = ours.timing_before
+    return other if current is ours else type(current)(other if one is ours else one for one in current)
 
 
 def without_ours(current: Any) -> Any:

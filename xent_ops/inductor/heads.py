@@ -1,8 +1,8 @@
-"""F.linear_cross_entropy of torch 2.13 in a Dynamo graph: the head and the loss become one operator of ours.
+"""The head and the loss as one operator of ours: F.linear_cross_entropy of torch 2.13, and what find_head.py finds.
 
-With options= it is an operator of torch_nn, without them F.linear and F.cross_entropy, which the stack traces tell from
-other products before a loss. That operator of torch makes its gradients in the forward too. Of its options ours has
-accumulate_dtype; the rows of a chunk are ours to choose.
+With options= F.linear_cross_entropy is an operator of torch_nn in a Dynamo graph, which makes its gradients in the
+forward too. Of its options ours has accumulate_dtype; the rows of a chunk are ours to choose. Without options= it is
+F.linear and F.cross_entropy, which the stack traces tell from other products before a loss.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..ops.linear.composite import cast_for_autocast
 from . import writers
 from .emitter import Emitter
-from .modes import modes
-from .nodes import name_of, value_of
-from .tail import LeftAlone
+from .links import LeftAlone
+from .nodes import value_of
 
 _CHUNKED = "torch_nn::_linear_cross_entropy_batch_chunked"  # value and gradients
 _CHUNKED_ROWS = "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction"
@@ -32,7 +31,8 @@ class Head:
     input: fx.Node
     linear_weight: fx.Node
     linear_bias: fx.Node | None
-    accumulate_dtype: torch.dtype | None
+    dtype: torch.dtype  # of the logits
+    options: dict[str, Any]  # of our operator, beside those that F.cross_entropy has
     nodes: list[fx.Node]  # those that are dead once ours stands there, the last one first
 
 
@@ -47,33 +47,21 @@ def chunked(node: fx.Node) -> dict[str, Any] | None:
     return given if call is not node else {**given, "reduction": "none"}
 
 
+def of_chunked(node: fx.Node, given: dict[str, Any]) -> Head:
+    input, dtype = given["input"], None if given["acc_policy"] == "compact" else given["acc_dtype"]
+    nodes: list[Any] = [] if given["reduction"] == "none" else [node.args[0]]
+    # torch's operator ignores autocast: its logits have the input's dtype.
+    own = {"accumulate_dtype": dtype}
+    return Head(input, given["linear_weight"], given["linear_bias"], value_of(input).dtype, own, nodes)
+
+
 def _schema_name(node: Any) -> str:
     target = node.target if isinstance(node, fx.Node) else None
     return target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
 
 
-def of(node: fx.Node, given: dict[str, Any]) -> Head | None:
-    """The head before a loss, where both come from F.linear_cross_entropy and the target is of class indices."""
-    if (arguments := chunked(node)) is not None:
-        dtype = None if arguments["acc_policy"] == "compact" else arguments["acc_dtype"]
-        call: list[Any] = [] if arguments["reduction"] == "none" else [node.args[0]]
-        return Head(arguments["input"], arguments["linear_weight"], arguments["linear_bias"], dtype, call)
-    logits: Any = given["input"]
-    linear: Any = logits.args[0] if name_of(logits) == "reshape" else logits
-    if linear.target is not F.linear or not all(map(_is_plain, (node, logits, linear))):
-        return None
-    shape = value_of(linear).shape
-    # The classes of a K-dimensional loss stand among the others; of probabilities there is no operator by chunks.
-    if value_of(logits).shape != shape or value_of(given["target"]).shape != shape[:-1]:
-        return None
-    nodes = list(dict.fromkeys((logits, linear)))
-    if any(len(one.users) > 1 for one in nodes):
-        return None
-    input, weight, bias = (*linear.args, None)[:3]
-    return Head(input, weight, bias, None, nodes)
-
-
-def _is_plain(node: fx.Node) -> bool:
+def is_asked_for(node: fx.Node) -> bool:
+    """Was this node made by F.linear_cross_entropy?"""
     frame = (node.stack_trace or "").replace("\\", "/").rpartition('File "')[2]
     return all(part in frame for part in _PLAIN)
 
@@ -88,8 +76,10 @@ def emit(emit: Emitter, head: Head, given: dict[str, Any]) -> fx.Node:
     key = torch._C._dispatch_key_for_device(value.device.type)
     if not torch._C._dispatch_has_kernel_for_dispatch_key("xent::linear_cross_entropy_forward", key):
         raise LeftAlone(f"xent_ops has no kernel for the device {value.device.type}")
-    if chunked(emit.loss) is not None and value.dtype == torch.float32 and _autocast(emit.loss, value.device.type):
-        raise LeftAlone("torch computes it in float32 under autocast, ours would not")
+    with emit.modes():
+        (cast,) = cast_for_autocast(value)
+    if cast.dtype != head.dtype:
+        raise LeftAlone(f"torch computes it in {_name(head.dtype)} under autocast, ours would in {_name(cast.dtype)}")
     if value_of(emit.loss).requires_grad:
         saved = [value_of(head.input), value_of(head.linear_weight)]
         if (writer := writers.after(emit.loss, saved)) is not None:
@@ -100,12 +90,9 @@ def emit(emit: Emitter, head: Head, given: dict[str, Any]) -> fx.Node:
         ignore_index=given.get("ignore_index", -100),
         label_smoothing=given.get("label_smoothing", 0.0),
         reduction=given.get("reduction", "mean"),
-        accumulate_dtype=head.accumulate_dtype,
+        **head.options,
     )
 
 
-def _autocast(node: fx.Node, device: str) -> bool:
-    for context in reversed(modes(node.graph)[node]):
-        if context.target is torch.amp.autocast_mode._enter_autocast and context.args[0] == device:
-            return bool(context.args[2])
-    return torch.is_autocast_enabled(device)
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Finds the losses in a graph: F.cross_entropy, and F.nll_loss of a log-softmax, which is the same.
+"""Finds the losses in a graph: F.cross_entropy, F.nll_loss of a log-softmax, which is the same, and our own.
 
 For the report, it also finds code that computes the same without these functions.
 """
@@ -15,17 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from . import heads
+from .links import LeftAlone, is_view
 from .nodes import is_cast, name_of, value_of, viewed_by
-from .tail import LeftAlone, Tail, find, is_view
+from .tail import Tail, find
 
 _SIGNATURES = {F.cross_entropy: inspect.signature(F.cross_entropy), F.nll_loss: inspect.signature(F.nll_loss)}
+_OWN = (torch.ops.xent.cross_entropy, torch.ops.xent.cross_entropy.default)
 _MODULES = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)
 LOG_PROBS = "only F.cross_entropy and F.nll_loss of log_softmax are replaced; see xent_ops.token_log_probs"
 
 
 @dataclass
 class Loss:
-    """A call of F.cross_entropy, F.nll_loss or F.linear_cross_entropy."""
+    """A call of F.cross_entropy, F.nll_loss, F.linear_cross_entropy or xent_ops.cross_entropy."""
 
     node: fx.Node
     given: dict[str, Any]  # its arguments, by name
@@ -39,10 +41,15 @@ class Loss:
     def is_chunked(self) -> bool:
         return heads.chunked(self.node) is not None
 
-    def tail(self) -> Tail:
-        """The nodes before the loss that the operator takes up. Raises LeftAlone."""
+    @property
+    def is_own(self) -> bool:
+        """Is it xent_ops.cross_entropy, which the pass has nothing to do for but to take up its head?"""
+        return self.node.target in _OWN
+
+    def start(self) -> Start:
+        """Raises LeftAlone."""
         if not self.is_nll:
-            return find(self.node, self.given["input"], self.node)
+            return Start(self.given["input"], self.node, [])
         log_softmax, links = _log_softmax(self.node, self.given["input"])
         _refuse_log_softmax(log_softmax, links, value_of(self.given["input"]))
         source: Any = log_softmax.args[0] if log_softmax.args else log_softmax.kwargs["input"]
@@ -51,11 +58,31 @@ class Loss:
             raise LeftAlone(f"{log_softmax.name} makes {made.dtype} of {before.dtype}")
         if made.requires_grad != before.requires_grad:
             raise LeftAlone(f"{log_softmax.name} was made without gradients")
-        tail = find(self.node, source, log_softmax)
-        tail.views += [link for link in links if not is_cast(link)]
-        tail.nodes = [*reversed(links), log_softmax, *tail.nodes]
-        tail.upcast |= made.dtype != before.dtype or any(value_of(link).dtype != made.dtype for link in links)
+        upcast = made.dtype != before.dtype or any(value_of(link).dtype != made.dtype for link in links)
+        return Start(source, log_softmax, [log_softmax, *links], upcast)
+
+    def tail(self) -> Tail:
+        """The nodes before the loss that the operator takes up. Raises LeftAlone."""
+        start = self.start()
+        tail = find(self.node, start.logits, start.reader)
+        tail.views += start.views
+        tail.nodes = [*reversed(start.behind), *tail.nodes]
+        tail.upcast |= start.upcast
         return tail
+
+
+@dataclass
+class Start:
+    """Where the nodes before a loss begin."""
+
+    logits: fx.Node
+    reader: fx.Node  # the loss, or the log-softmax
+    behind: list[fx.Node]  # the log-softmax and the views and casts from there to the loss, in order
+    upcast: bool = False
+
+    @property
+    def views(self) -> list[fx.Node]:
+        return [link for link in self.behind[1:] if not is_cast(link)]
 
 
 def losses(graph: fx.Graph) -> Iterator[Loss | fx.Node]:
@@ -69,6 +96,9 @@ def losses(graph: fx.Graph) -> Iterator[Loss | fx.Node]:
             depth -= 1
         elif node.op == "call_function" and node.target in _SIGNATURES:
             yield Loss(node, _SIGNATURES[node.target].bind(*node.args, **node.kwargs).arguments, depth > 0)
+        elif node.op == "call_function" and node.target in _OWN:
+            names = ("input", *(argument.name for argument in _OWN[1]._schema.arguments[1:]))
+            yield Loss(node, dict(zip(names, node.args, strict=False)) | node.kwargs, depth > 0)
         elif node.op == "call_function" and (given := heads.chunked(node)) is not None:
             yield Loss(node, given, depth > 0)
         elif node.op == "call_module" and isinstance(_module(node), _MODULES):

@@ -1,10 +1,13 @@
-"""The autocast and inference modes of each node of a Dynamo graph.
+"""The autocast and inference modes of each node of a Dynamo graph, and apart from them the gradient mode.
 
-Gradient mode is left out: it shows in ``requires_grad`` of the fake tensors.
+Where a node computes on what requires grad, its gradient mode shows in ``requires_grad`` of its fake tensor too.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import fx
 
 _ENTER = {"_enter_autocast", "_enter_inference_mode"}
@@ -23,3 +26,20 @@ def modes(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
             contexts = tuple(one for one in contexts if one is not node.args[0])
         found[node] = contexts
     return found
+
+
+def gradient_modes(graph: fx.Graph) -> dict[fx.Node, bool]:
+    """Are gradients recorded at each node? A graph starts in the mode in which its pass runs."""
+    found: dict[fx.Node, bool] = {}
+    enabled = torch.is_grad_enabled()
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            enabled = bool(node.args[0])
+        found[node] = enabled
+    return found
+
+
+def autocasts(node: fx.Node) -> list[tuple[Any, ...]]:
+    """The arguments of torch.autocast, of the open contexts of a node."""
+    contexts = modes(node.graph)[node]
+    return [one.args for one in contexts if one.target is torch.amp.autocast_mode._enter_autocast]

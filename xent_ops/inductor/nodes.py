@@ -6,12 +6,17 @@ The graph holds torch functions, methods and Python operators, neither functiona
 from __future__ import annotations
 
 import operator
+import re
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+_LOSSES = (
+    "torch/nn/modules/loss.py", "torch/nn/functional.py", "xent_ops/functional.py", "xent_ops/modules.py",
+    "xent_ops/ops/function.py",
+)  # fmt: skip
 _OWNERS = (torch, Tensor, operator, F, torch._C._nn)
 
 # The names of Python's operators in aten.
@@ -42,13 +47,15 @@ def value_of(node: Any) -> Any:
 def name_of(node: fx.Node) -> str | None:
     """The same name for ``x.reshape(...)`` and ``torch.reshape(x, ...)``.
 
-    None for a node that is no method, torch function or Python operator.
+    None for a node that is no method, torch function or Python operator, nor the property ``T`` or ``mT``.
     """
     if node.op == "call_method":
         return str(node.target)
     if node.op != "call_function":
         return None
     target = node.target
+    if target is getattr and node.args[1] in ("T", "mT"):
+        return str(node.args[1])
     if isinstance(target, torch._ops.OpOverload):
         target = target.overloadpacket
     if isinstance(target, torch._ops.OpOverloadPacket):
@@ -105,3 +112,13 @@ def viewed_by(node: fx.Node) -> fx.Node | None:
 
 def position(graph: fx.Graph) -> dict[fx.Node, int]:
     return {node: index for index, node in enumerate(graph.nodes)}
+
+
+def where(node: fx.Node) -> str:
+    """The innermost frame outside the losses of torch and ours: nn.CrossEntropyLoss is called from somewhere."""
+    frames = re.findall(r'File "(.+)", line (\d+), in (\S+)', (node.stack_trace or "").replace("\\", "/"))
+    outside = [frame for frame in frames if not frame[0].endswith(_LOSSES)]
+    if not outside:
+        return "unknown place"
+    file, line, function = outside[-1]
+    return f"{file}:{line} in {function}"

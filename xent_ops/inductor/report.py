@@ -10,7 +10,7 @@ from typing import Any
 @dataclass(frozen=True)
 class Call:
     """One call of F.cross_entropy, F.nll_loss or F.linear_cross_entropy in a compiled graph, or code that computes the
-    same."""
+    same; and xent_ops.cross_entropy behind a head."""
 
     where: str  # "file.py:12 in forward", of the innermost frame outside torch
     what: str  # "bfloat16 (128, 50257), reduction='mean'"
@@ -19,7 +19,8 @@ class Call:
     softcap: float | None = None  # the options that replaced the nodes before the loss
     logit_scale: float = 1.0
     why: str = ""  # why it was not replaced
-    head: bool = False  # the product is part of what replaced it: F.linear_cross_entropy
+    head: bool = False  # the product before it is part of what replaced it
+    head_left: str = ""  # why the product before it was not taken up
 
     def __str__(self) -> str:
         outcome = "replaced" if self.replaced else "left alone"
@@ -31,7 +32,11 @@ class Call:
             outcome += f", logit_scale={self.logit_scale!r}"
         if self.upcast_removed:
             outcome += ", float32 upcast removed"
-        return f"{self.where}: {self.what}: {outcome}{f' ({self.why})' if self.why else ''}"
+        if self.why:
+            outcome += f" ({self.why})"
+        if self.head_left:
+            outcome += f", head left alone ({self.head_left})"
+        return f"{self.where}: {self.what}: {outcome}"
 
 
 @dataclass(frozen=True)

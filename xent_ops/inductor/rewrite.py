@@ -5,8 +5,8 @@ The new nodes are operators and methods of torch, not our functions, because tor
 
 from __future__ import annotations
 
+import dataclasses
 import operator
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,39 +15,60 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..ops import checks
-from . import heads, writers
+from . import find_head, heads, writers
 from .emitter import Emitter
+from .links import LeftAlone
 from .losses import LOG_PROBS, Loss, lookalikes, losses
-from .nodes import value_of
+from .nodes import value_of, where
 from .report import Call
-from .tail import LeftAlone, Tail
+from .tail import Tail
 
 _KNOWN = {"input", "target", "weight", "ignore_index", "reduction", "label_smoothing"}
-_INSIDE = ("torch/nn/modules/loss.py", "torch/nn/functional.py")
+_OWN = {"softcap", "logit_scale", "lse_square_scale"}
 _LEGACY = ("size_average", "reduce")
 
 
-def replace_cross_entropy(graph: fx.Graph) -> list[Call]:
-    """Replace what can be replaced, in place, and return a record of each call."""
-    written_out = [Call(_where(node), what, False, why=LOG_PROBS) for node, what in lookalikes(graph)]
+def replace_cross_entropy(graph: fx.Graph, linear: bool | str) -> list[Call]:
+    """Replace what can be replaced, in place, and return a record of each call. ``linear``: heads as well?"""
+    written_out = [Call(where(node), what, False, why=LOG_PROBS) for node, what in lookalikes(graph)]
     calls = []
     for loss in losses(graph):
         if isinstance(loss, fx.Node):
-            calls.append(Call(_where(loss), "a loss of torch.nn", False, why="Dynamo did not inline this module"))
-            continue
-        where, what = _where(loss.node), _describe(loss)
-        try:
-            if loss.transformed:
-                raise LeftAlone("it is inside a torch.func transform")
-            if _replace_with_head(loss):
-                calls.append(Call(where, what, True, head=True))
-                continue
-            _refuse(loss)
-            tail = _replace(loss)
-            calls.append(Call(where, what, True, tail.upcast, tail.softcap, tail.logit_scale))
-        except LeftAlone as reason:
-            calls.append(Call(where, what, False, why=str(reason)))
+            calls.append(Call(where(loss), "a loss of torch.nn", False, why="Dynamo did not inline this module"))
+        elif (call := _replace(loss, linear, Call(where(loss.node), _describe(loss), False))) is not None:
+            calls.append(call)
     return calls + written_out
+
+
+def _replace(loss: Loss, linear: bool | str, call: Call) -> Call | None:
+    """Replace one loss, with its head or without, and return the record. None: one of ours without a head."""
+    try:
+        if loss.transformed:
+            raise LeftAlone("it is inside a torch.func transform")
+        if loss.is_chunked:
+            chunked = heads.of_chunked(loss.node, loss.given)
+            _put(loss, chunked.nodes, lambda emit: heads.emit(emit, chunked, loss.given))
+            return dataclasses.replace(call, replaced=True, head=True)
+        _refuse(loss)
+    except LeftAlone as reason:
+        return None if loss.is_own else dataclasses.replace(call, why=str(reason))
+    try:
+        found = find_head.find(loss, linear) if linear is not False or heads.is_asked_for(loss.node) else None
+        if found is not None:
+            _put(loss, found.nodes, lambda emit: heads.emit(emit, find_head.emitted(emit, found, loss), loss.given))
+            taken = (True, found.upcast, found.softcap, found.logit_scale)
+            return Call(call.where, call.what, *taken, head=True)
+    except LeftAlone as reason:
+        call = dataclasses.replace(call, head_left=str(reason))
+    if loss.is_own:
+        return dataclasses.replace(call, why="it is ours already") if call.head_left else None
+    try:
+        tail = loss.tail()
+        _put(loss, tail.nodes, lambda emit: _emit_loss(emit, _with_views(emit, tail), loss, tail))
+    except LeftAlone as reason:
+        return dataclasses.replace(call, why=str(reason))
+    taken = (True, tail.upcast, tail.softcap, tail.logit_scale)
+    return Call(call.where, call.what, *taken, head_left=call.head_left)
 
 
 def _refuse(loss: Loss) -> None:
@@ -57,7 +78,7 @@ def _refuse(loss: Loss) -> None:
         if given.get(name) is not None:
             raise LeftAlone(f"the deprecated argument {name} is given; use reduction")
     for name in given:
-        if name not in _KNOWN and name not in _LEGACY:
+        if name not in _KNOWN | _OWN and name not in _LEGACY:
             raise LeftAlone(f"the argument {name} is unknown to xent_ops")
     for name in ("input", "target", "weight"):
         tensor = value_of(given.get(name))
@@ -86,29 +107,8 @@ def _refuse(loss: Loss) -> None:
         raise LeftAlone(f"xent_ops has no kernel for the device {logits.device.type}")
 
 
-def _replace_with_head(loss: Loss) -> bool:
-    """Replace F.linear_cross_entropy. Raises LeftAlone only where torch has an operator of its own for it."""
-    head = heads.of(loss.node, loss.given)
-    if head is None:
-        return False
-    try:
-        _put(loss, head.nodes, lambda emit: heads.emit(emit, head, loss.given))
-    except LeftAlone:
-        if loss.is_chunked:
-            raise
-        return False
-    return True
-
-
 def _is_soft(logits: Tensor, target: Tensor) -> bool:
     return target.dim() == logits.dim()
-
-
-def _replace(loss: Loss) -> Tail:
-    """Replace one loss and return the nodes that it took up. Raises LeftAlone, and then nothing has changed."""
-    tail = loss.tail()
-    _put(loss, tail.nodes, lambda emit: _emit_loss(emit, _with_views(emit, tail), loss, tail))
-    return tail
 
 
 def _put(loss: Loss, dead: list[fx.Node], make: Callable[[Emitter], fx.Node]) -> None:
@@ -212,16 +212,7 @@ def _describe(loss: Loss) -> str:
     what = type(logits).__name__
     if isinstance(logits, Tensor):
         what = f"{str(logits.dtype).removeprefix('torch.')} ({', '.join(map(str, logits.shape))})"
-    if loss.is_nll or loss.is_chunked:
-        what = f"{'nll_loss' if loss.is_nll else 'linear_cross_entropy'} of {what}"
+    for name, is_it in {"nll_loss": loss.is_nll, "linear_cross_entropy": loss.is_chunked, "xent": loss.is_own}.items():
+        if is_it:
+            what = f"{name} of {what}"
     return ", ".join([what, *options])
-
-
-def _where(node: fx.Node) -> str:
-    """The innermost frame outside torch's losses: nn.CrossEntropyLoss is called from somewhere."""
-    frames = re.findall(r'File "(.+)", line (\d+), in (\S+)', (node.stack_trace or "").replace("\\", "/"))
-    outside = [frame for frame in frames if not frame[0].endswith(_INSIDE)]
-    if not outside:
-        return "unknown place"
-    file, line, function = outside[-1]
-    return f"{file}:{line} in {function}"

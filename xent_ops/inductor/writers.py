@@ -107,6 +107,8 @@ def _written(node: fx.Node) -> list[fx.Node]:
     target: Any = node.target
     if node.op == "call_module" or isinstance(target, torch._ops.HigherOrderOperator):
         return node.all_input_nodes  # their bodies are not examined
+    if str(target).startswith("inductor.resize_storage_bytes_"):  # tensor.untyped_storage().resize_(), as by FSDP
+        return _nodes(node.args[:1])  # its schema does not say so
     if isinstance(target, torch._ops.OpOverload):
         return _by_schemas(node, [target._schema])
     if isinstance(target, torch._ops.OpOverloadPacket):

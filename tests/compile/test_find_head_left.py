@@ -1,0 +1,289 @@
+"""Heads that the pass leaves alone, each with its reason in the report. The loss behind them is replaced as before."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from finding_heads import B, H, S, V, assert_left, assert_taken, ce, heads_of, inputs
+from rewriting import Rewriting
+
+import xent_ops
+from xent_ops import inductor
+
+
+def _returned(x, w, b, t):
+    y = F.linear(x, w, b)
+    return ce(y, t), y
+
+
+def _read(x, w, b, t):
+    y = F.linear(x, w, b)
+    hits = (y.detach().argmax(-1) == t).sum()
+    return ce(y, t) + 0 * hits
+
+
+def _two_losses(x, w, b, t):
+    y = F.linear(x, w, b).view(-1, V)
+    return F.cross_entropy(y, t.flatten()) + F.cross_entropy(y, t.flatten(), label_smoothing=0.1)
+
+
+def _target_as_well(x, w, b, t):
+    with torch.no_grad():
+        y = F.linear(x, w, b)[0, 0]
+        return F.cross_entropy(y, t[0, 0], weight=y)
+
+
+def _other_autocast(x, w, b, t):
+    with torch.autocast("cpu", torch.bfloat16):
+        y = F.linear(x, w, b)
+    return ce(y.float(), t)
+
+
+def _autocast_off(x, w, b, t):
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", enabled=False):
+            y = F.linear(x, w, b)
+        return ce(y, t)
+
+
+def _head_without_gradients(x, w, b, t):
+    with torch.no_grad():
+        y = F.linear(x, w, b)
+    return ce(y, t) + b.sum()
+
+
+def _loss_without_gradients(x, w, b, t):
+    y = F.linear(x, w, b)
+    with torch.no_grad():
+        loss = ce(y, t)
+    return loss + b.sum()
+
+
+def _upcast_without_gradients(x, w, b, t):
+    y = F.linear(x.bfloat16(), w.bfloat16())
+    with torch.no_grad():
+        z = y.float()
+    return ce(z, t) + b.sum()
+
+
+def _input_written(x, w, b, t):
+    hidden = x * 2
+    y = F.linear(hidden.detach(), w.detach(), b)  # which saves nothing
+    hidden.mul_(3)
+    return ce(y, t) + hidden.sum()
+
+
+def _weight_written(x, w, b, t):
+    v = w.detach().clone()
+    with torch.no_grad():
+        y = x @ v.T
+        v.zero_()
+        loss = ce(y, t)
+    return loss + b.sum()
+
+
+def _bias_written(x, w, b, t):
+    c = b.detach().clone()
+    y = F.linear(x, w, c)
+    c.add_(1)
+    return ce(y, t)
+
+
+def _written_afterwards(x, w, b, t):
+    hidden = x.detach() * 2
+    loss = ce(F.linear(hidden, w, b), t)
+    hidden.zero_()
+    return loss + hidden.sum()
+
+
+def _fewer_classes(x, w, b, t):
+    return F.cross_entropy(F.linear(x, w, b)[..., :-1].reshape(-1, V - 1), t.flatten().clamp(max=3))
+
+
+def _other_classes(x, w, b, t):
+    return F.cross_entropy(F.linear(x, w, b), t[:, :1].expand(B, V).clamp(min=0, max=S - 1))
+
+
+def _classes_split(x, w, b, t):
+    y = F.linear(x, torch.cat([w, w, w]))
+    return F.cross_entropy(y.view(-1, V), t.flatten().repeat_interleave(3))
+
+
+def _weight_first(x, w, b, t):
+    return ce((w @ x.view(-1, H).T).T.contiguous(), t)
+
+
+def _probabilities(x, w, b, t):
+    return F.cross_entropy(F.linear(x, w, b).view(-1, V), torch.ones(B * S, V) / V)
+
+
+def _two_caps(x, w, b, t):
+    return xent_ops.cross_entropy(torch.tanh(F.linear(x, w, b)), t, dim=-1, softcap=3.0)
+
+
+LEFT = {
+    "read": (_read, "its logits are read by detach too"),
+    "two losses": (_two_losses, "its logits are read by"),
+    "weight of the loss": (_target_as_well, "its logits are its target or weight as well"),
+    "another autocast": (_other_autocast, "runs under another autocast or inference mode than the loss"),
+    "autocast off": (_autocast_off, "runs under another autocast or inference mode than the loss"),
+    "head in no_grad": (_head_without_gradients, "runs in another gradient mode than the loss"),
+    "loss in no_grad": (_loss_without_gradients, "runs in another gradient mode than the loss"),
+    "upcast in no_grad": (_upcast_without_gradients, "runs in another gradient mode than the loss"),
+    "input written": (_input_written, "mul_ may write to the input of the head before the loss"),
+    "weight written": (_weight_written, "zero_ may write to the weight of the head before the loss"),
+    "bias written": (_bias_written, "add_ may write to the bias of the head before the loss"),
+    "fewer classes": (_fewer_classes, "selects classes"),
+    "other classes": (_other_classes, "the classes of the loss are not those of the product"),
+    "weight first": (_weight_first, "the classes of the loss are not those of the product"),
+    "classes split": (_classes_split, "does not keep the classes in one dimension"),
+    "probabilities": (_probabilities, "its target is class probabilities"),
+    "masked": (lambda x, w, b, t: ce(F.linear(x, w).masked_fill(t[..., None] == 0, 1.0), t), "masked_fill stands between"),
+    "shifted by a number": (lambda x, w, b, t: ce(x @ w.T + 1.0, t), "add stands between the head and the loss"),
+    "two biases": (lambda x, w, b, t: ce(F.linear(x, w, b) + b, t), "add stands between the head and the loss"),
+    "a bias a row": (lambda x, w, b, t: ce(x @ w.T + x[..., :1], t), "add stands between the head and the loss"),
+    "another dtype": (lambda x, w, b, t: ce(x @ w.T + b.double(), t), "add stands between the head and the loss"),
+}  # fmt: skip
+
+
+OTHERS = {
+    "bmm": lambda x, w, b, t: ce(torch.bmm(x, w.T.expand(B, H, V)), t),
+    "matmul of batches": lambda x, w, b, t: ce(x @ w.T.expand(B, H, V), t),
+    "addmm of a matrix": lambda x, w, b, t: ce(torch.addmm(b[None], x.view(-1, H), w.T), t),
+    "addmm, beta": lambda x, w, b, t: ce(torch.addmm(b, x.view(-1, H), w.T, beta=0.5), t),
+    "einsum that sums rows": lambda x, w, b, t: ce(torch.einsum("bsh,vh->bv", x, w), t[:, 0]),
+    "einsum of a diagonal": lambda x, w, b, t: ce(torch.einsum("hh,vh->hv", x[0, :, :S], w[:, :S]), t[0]),
+    "einsum, classes in between": lambda x, w, b, t: F.cross_entropy(torch.einsum("bsh,vh->bvs", x, w), t),
+}
+LEFT |= {case: (function, "is no product of hidden states") for case, function in OTHERS.items()}
+# The loss stays with Inductor too: something stands before it.
+STAYING = ("upcast in no_grad", "masked", "shifted by a number", "two biases", "a bias a row", "another dtype")
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_left_alone_with_the_reason(case):
+    function, why = LEFT[case]
+    counts = {"two losses": {"replaced": 2}}.get(case, {"replaced": 0, "left": 1} if case in STAYING else {})
+
+    def anchored(x, w, b, t):  # every input has a gradient
+        return function(x, w, b, t) + 0 * (x.sum() + w.sum() + b.sum())
+
+    report = assert_left(anchored, *inputs(), why=why, **counts)
+    assert "head left alone" in str(report)
+    if case == "read":
+        line = _read.__code__.co_firstlineno + 2
+        assert f"test_find_head_left.py:{line} in _read" in report.calls[0].head_left
+
+
+def test_two_caps():
+    report = assert_left(_two_caps, *inputs(), why="a softcap stands before it, and it has another", replaced=0, left=1)
+    (call,) = report.calls
+    assert call.why == "it is ours already" and call.what.startswith("xent of")
+
+
+def test_storage_that_is_freed():
+    """As sharded parameters are, between the head and the loss. The schema of that operator names no writer."""
+
+    def function(x, w, t):
+        y = x @ w.T
+        w.untyped_storage().resize_(0)
+        return ce(y, t)
+
+    x, w, _, t = inputs()
+    with torch.no_grad():
+        want = ce(x @ w.T, t)
+        made = torch.compile(function, backend=Rewriting(linear=True), fullgraph=True)(x, w.detach().clone(), t)
+    torch.testing.assert_close(made, want)
+    (call,) = inductor.last_report().calls
+    assert call.head_left.startswith("resize_storage_bytes_ may write to the")
+
+
+def test_returned_logits():
+    x, w, b, t = inputs()
+    backend = Rewriting(linear=True)
+    loss, y = torch.compile(_returned, backend=backend, fullgraph=True)(x, w, b, t)
+    torch.testing.assert_close((loss, y), _returned(x, w, b, t))
+    (call,) = inductor.last_report().calls
+    assert call.replaced and not call.head and "its logits are returned" in call.head_left
+
+
+def test_written_after_the_loss():
+    """Autograd refuses that without the pass too, for F.linear saves its input: nothing but the report to look at."""
+    backend = Rewriting(linear=True)
+    compiled = torch.compile(_written_afterwards, backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(*inputs()), _written_afterwards(*inputs()))
+    (call,) = inductor.last_report().calls
+    assert call.replaced and "zero_ may write to the head or its input after the loss" in call.head_left
+
+
+def test_gradients_for_the_loss_alone():
+    """The mode in which a function is called is that of its first nodes."""
+
+    def function(x, w, t):
+        y = x @ w.T
+        with torch.enable_grad():
+            return ce(y, t)
+
+    x, w, _, t = inputs()
+    for enabled in (True, False):
+        torch.compiler.reset()
+        with torch.set_grad_enabled(enabled):
+            loss = torch.compile(function, backend=Rewriting(linear=True), fullgraph=True)(x, w, t)
+        (call,) = inductor.last_report().calls
+        assert call.head == loss.requires_grad == enabled
+        assert enabled or "y runs in another gradient mode" in call.head_left
+
+
+def test_no_head_at_all():
+    """A convolution, a product and a sum, logits that are an input: nothing to say of a head."""
+    x, w, _, t = inputs()
+    for function in (
+        lambda x, w, t: ce(F.conv1d(x.transpose(1, 2), w[:, :, None]).transpose(1, 2).contiguous(), t),
+        lambda x, w, t: ce((x[..., None] * w.T).sum(-2), t),
+        lambda x, w, t: xent_ops.cross_entropy(x.view(-1, H), t.flatten() % H) + w.sum(),
+    ):
+        backend = Rewriting(linear=True)
+        compiled = torch.compile(function, backend=backend, fullgraph=True)
+        torch.testing.assert_close(compiled(x, w, t), function(x, w, t))
+        assert not heads_of(backend.graph) and not any(call.head_left for call in inductor.last_report().calls)
+
+
+SIZES = [(128, 1024, False), (4096, 4096, True)]  # 512 KiB and 64 MiB of float32
+
+
+@pytest.mark.parametrize("rows, classes, large", SIZES)
+def test_auto_takes_what_pays(rows, classes, large):
+    x, w = torch.randn(rows, 4), torch.randn(classes, 4).requires_grad_()
+    t = torch.randint(0, classes, (rows,))
+    backend = Rewriting()
+    compiled = torch.compile(lambda x, w, t: F.cross_entropy(x @ w.T, t), backend=backend, fullgraph=True)
+    compiled(x, w, t)
+    (call,) = inductor.last_report().calls
+    assert call.replaced and call.head == large == bool(heads_of(backend.graph))
+    assert large or call.head_left == "too small: logits of 0.5 MiB, and 64 MiB pay; linear=True takes it"
+    rows_of = torch.compile(lambda x, w, t: F.cross_entropy(x @ w.T, t, reduction="none"), backend=backend)
+    rows_of(x, w, t)
+    assert not inductor.last_report().calls[-1].head, "four products for three"
+    with torch.no_grad():
+        rows_of(x, w, t)
+    assert inductor.last_report().calls[-1].head == large, "without gradients it is one product"
+
+
+def test_float16_needs_a_gradient_in_float32():
+    x, w = torch.randn(8200, 4).half(), torch.randn(4097, 4).half()
+    t = torch.randint(0, 4097, (8200,))
+    compiled = torch.compile(lambda x, w, t: F.cross_entropy(x @ w.T, t), backend=Rewriting(), fullgraph=True)
+    compiled(x, w, t)
+    torch._dynamo.reset()
+    compiled(x[:8192], w, t[:8192])
+    first, second = inductor.last_report().calls
+    assert first.head and not second.head and "too small: logits of 64 MiB, and 64.1 MiB pay" in second.head_left
+
+
+def test_switched_off():
+    x, w, b, t = inputs()
+    report = assert_left(lambda x, w, b, t: ce(F.linear(x, w, b), t), x, w, b, t, why="", linear=False)
+    assert report.calls[0].head_left == "" and "head left" not in str(report)
+    if hasattr(F, "linear_cross_entropy"):  # which asks for it by its name
+        assert_taken(
+            lambda x, w, t: F.linear_cross_entropy(x.view(-1, H), w, t.flatten()), x, w, t, linear=False
+        )  # fmt: skip

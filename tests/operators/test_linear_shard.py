@@ -1,0 +1,142 @@
+"""The operators of a head that is split over ranks, all ranks in one process: the gather is a cat, the sum a sum."""
+
+import pytest
+import torch
+from helpers.interpreter import INTERPRETED
+
+from xent_ops.testing import assert_linear, linear_oracle
+
+ops = torch.ops.xent
+V, H = 37, 8
+SPLITS = {
+    "even": [(0, 19), (19, 18)],
+    "empty": [(0, 0), (0, 30), (30, 7)],
+    "padded": [(0, 25), (25, 25)],
+}
+FULL = {"label_smoothing": 0.25, "softcap": 30.0, "logit_scale": 0.75}
+
+
+def problem(device, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    target = torch.randint(0, V, (2, 5), generator=generator)
+    target[0, :3] = torch.tensor([-100, V - 1, 0])
+    tensors = (normal(2, 5, H), normal(V, H) / 2, normal(V), torch.rand(V, generator=generator), target)
+    return [tensor.to(device) for tensor in tensors]
+
+
+def shards_of(split, *tensors):
+    """For each rank its rows of these tensors, with padding of 7s behind the last."""
+    for start, size in SPLITS[split]:
+        rows = [None if tensor is None else tensor[start : start + size] for tensor in tensors]
+        more = [None if row is None else row.new_full((size - len(row), *row.shape[1:]), 7.0) for row in rows]
+        yield start, [None if row is None else torch.cat([row, pad]) for row, pad in zip(rows, more, strict=True)]
+
+
+def over_ranks(split, input, head, bias, weight, target, upstream, entropy=False, **options):
+    """(what the join returns on the first rank, grad_input, grad_head, grad_bias) for upstream gradients of rows."""
+    shards = [(start, *rows) for start, rows in shards_of(split, head, bias, weight)]
+    stats = [
+        ops.linear_cross_entropy_shard(input, h, target, start, V, b, w, entropy, **options)
+        for start, h, b, w in shards
+    ]
+    gathered, results = torch.cat(stats), []
+    for start, h, b, w in shards:
+        x, h, b = (tensor.clone().requires_grad_() for tensor in (input, h, b))
+        outputs = ops.linear_cross_entropy_shard_join(x, h, target, gathered, start, V, b, w, None, entropy, **options)
+        values = (outputs[0], outputs[1], outputs[4])[: len(upstream)]
+        counted = target != -100
+        total = sum((torch.where(counted, v, 0.0) * u).sum() for v, u in zip(values, upstream, strict=True))
+        results.append((outputs, torch.autograd.grad(total, (x, h, b))))
+    for outputs, _ in results:
+        assert all(torch.equal(mine, first) for mine, first in zip(outputs, results[0][0], strict=True))
+    sizes = [max(min(size, V - start), 0) for start, size in SPLITS[split]]
+    grads = [grads for _, grads in results]
+    for of_rank, size in zip(grads, sizes, strict=True):
+        assert of_rank[1][size:].count_nonzero() == of_rank[2][size:].count_nonzero() == 0
+    whole = [torch.cat([grad[i][:size] for grad, size in zip(grads, sizes, strict=True)]) for i in (1, 2)]
+    return results[0][0], sum(grad[0] for grad in grads), *whole
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    "how", [{}, {"chunk_rows": 4}, {"chunk_rows": 4, "skip_ignored": True}, {"max_counted": 9}], ids=str
+)
+@pytest.mark.parametrize("options", [{}, FULL], ids=["plain", "full"])
+@pytest.mark.parametrize("split", SPLITS)
+def test_loss_and_gradients(device, split, options, how):
+    if INTERPRETED and "max_counted" in how:
+        pytest.skip("the CPU packs the rows on the host with skip_ignored too: the same way again")
+    *tensors, weight, target = problem(device)
+    upstream = torch.rand(2, 5, generator=torch.Generator().manual_seed(2)).to(device)
+    for w in (None, weight):
+        outputs, *grads = over_ranks(split, *tensors, w, target, [upstream], **options, **how)
+        expected = linear_oracle(*tensors[:2], target, tensors[2], w, upstream=upstream, reduction="none", **options)
+        bounds = expected.grad_bounds
+        # The gradient of the input is a sum of rounded parts, which may be larger than it.
+        size = expected.grads[0].abs().max() * torch.finfo(torch.float32).eps * 8 * len(SPLITS[split])
+        assert_linear(outputs[0], grads, expected._replace(grad_bounds=(bounds[0] + size, *bounds[1:])))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("skip", [False, True], ids=["", "skip"])
+@pytest.mark.parametrize("split", SPLITS)
+def test_entropies(device, split, skip):
+    input, head, bias, _, target = problem(device)
+    upstream = [torch.rand(2, 5, generator=torch.Generator().manual_seed(seed)).to(device) for seed in (2, 3, 4)]
+    outputs, *grads = over_ranks(
+        split, input, head, bias, None, target, upstream, entropy=True, chunk_rows=4, skip_ignored=skip
+    )
+    x, h, b = (tensor.double().requires_grad_() for tensor in (input, head, bias))
+    log_p, counted = (x @ h.t() + b).log_softmax(-1), target != -100
+    lse = (x @ h.t() + b).logsumexp(-1)
+    loss = -log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    values = [torch.where(counted, value, 0.0) for value in (loss, lse, entropy)]
+    total = sum((value * u).sum() for value, u in zip(values, upstream, strict=True))
+    found = [torch.where(counted, value, 0.0).double() for value in (outputs[0], outputs[1], outputs[4])]
+    torch.testing.assert_close(found, values, rtol=1e-5, atol=1e-5)
+    wanted = torch.autograd.grad(total, (x, h, b))
+    torch.testing.assert_close([grad.double() for grad in grads], list(wanted), rtol=1e-4, atol=1e-5)
+
+
+def test_more_counted_rows_than_there_is_room_for(device):
+    input, head, bias, _, target = problem(device)
+    upstream = [torch.ones(2, 5, device=device)]
+    arguments = ("even", input, head, bias, None, target, upstream)
+    if device == "cpu":
+        with pytest.raises(ValueError, match="9 rows are counted; expected at most max_counted=8"):
+            over_ranks(*arguments, max_counted=8)
+    else:
+        outputs, *grads = over_ranks(*arguments, max_counted=8)
+        assert outputs[0][target != -100].isnan().all() and all(grad.isnan().any() for grad in grads)
+
+
+def test_errors(device):
+    input, head, _, weight, target = problem(device)
+    bad = [
+        ((input, head, target, 0, V, None, weight, True), {}, "entropies go with the plain loss"),
+        ((input, head, target, 0, V, None, None, True), {"label_smoothing": 0.1}, "entropies go with the plain loss"),
+        ((input, head, target, 5, V - 40), {}, "num_classes must be at least 1"),
+        ((input, head, target, V, V), {}, "lies beyond num_classes"),
+        ((input, head, target[:1], 0, V), {}, "target has shape"),
+    ]
+    for args, options, text in bad:
+        with pytest.raises(ValueError, match=text):
+            ops.linear_cross_entropy_shard(*args, **options)
+    gathered = ops.linear_cross_entropy_shard(input, head, target, 0, V)
+    with pytest.raises(ValueError, match="gathered has shape"):
+        ops.linear_cross_entropy_shard_join(input, head, target, gathered[:, 1:], 0, V)
+    with pytest.raises(TypeError, match="gathered has dtype"):
+        ops.linear_cross_entropy_shard_join(input, head, target, gathered.double(), 0, V)
+    with pytest.raises(ValueError, match="needs the group_name"):
+        rows, targets = input.unsqueeze(0), target.unsqueeze(0)
+        ops.linear_cross_entropy_shard_join(input, head, targets, gathered, 0, V, None, None, rows)
+    with pytest.raises(ValueError, match="needs the coefficient"):
+        ones = torch.ones(2, 5, device=device)
+        ops.linear_cross_entropy_shard_backward(ones, None, input, head, target, ones, 0, V, None, weight)
+    with pytest.raises(RuntimeError, match="has no derivative"):
+        ops.linear_cross_entropy_shard(input.requires_grad_(), head, target, 0, V).sum().backward()

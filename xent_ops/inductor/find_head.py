@@ -1,0 +1,232 @@
+"""Finds the head before a loss: a product, then views, casts, a scale or a softcap, and nobody else who reads them.
+
+    input (..., H) -> product (..., V) -> links -> loss      becomes      views of input -> linear_cross_entropy
+
+What the links do to rows is done to the hidden states instead. The operator has options for the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from . import products, writers
+from .emitter import Emitter
+from .heads import Head, is_asked_for
+from .links import LeftAlone, Link, asks_for_sizes, link_of, options_of, walk
+from .losses import Loss, Start
+from .modes import gradient_modes, modes
+from .nodes import name_of, value_of, where
+from .products import Product
+
+# linear="auto" takes up logits of this many bytes and more. On a GPU a chunk of the operator holds 256 MiB of logits or
+# more, on a CPU 512 rows (ops/linear/sizes.py). So below twice that next to nothing is saved, while products of fewer
+# rows take longer. Provisional: chosen by the sizes of chunks, not by a measurement of whole steps.
+WORTHWHILE = {"cpu": 64 * 2**20}
+WORTHWHILE_ON_GPUS = 512 * 2**20
+
+
+@dataclass
+class Found:
+    """A head that the operator can take up, with all between it and the loss."""
+
+    product: Product
+    links: list[Link]  # from the loss backwards
+    start: Start
+    softcap: float | None
+    logit_scale: float
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """Dead once the operator stands there. The last one first."""
+        return [*reversed(self.start.behind), *(link.node for link in self.links), *self.product.nodes]
+
+    @property
+    def upcast(self) -> bool:
+        return self.start.upcast or any(link.kind == "upcast" for link in self.links)
+
+    @property
+    def views(self) -> list[fx.Node]:
+        """From the product to the loss, in order."""
+        return [link.node for link in reversed(self.links) if link.kind == "view"] + self.start.views
+
+
+def find(loss: Loss, linear: bool | str) -> Found | None:
+    """The head before ``loss``; None where there is none. Raises LeftAlone where it cannot be taken up."""
+    start = loss.start()
+    links, source = walk(start.logits, start.reader)
+    product = products.of(source)
+    if product is None:
+        _refuse_other_products(source, loss)
+        return None
+    _refuse_not_worthwhile(loss, product, linear)
+    found = Found(product, links, start, *_with_own(loss, *options_of(links)))
+    _refuse_probabilities(loss)
+    _refuse_readers(loss, found)
+    _refuse_modes(loss, found)
+    _refuse_writers(loss, found)
+    return found
+
+
+def _refuse_other_products(source: fx.Node, loss: Loss) -> None:
+    """Raise LeftAlone, for the report, where a head is of another form, or a node that is no link stands behind it."""
+    if name_of(source) in products.NAMES:
+        raise LeftAlone(f"{source.name} is no product of hidden states (..., H) and a weight (V, H) or (H, V)")
+    for before in source.all_input_nodes:
+        while (link := link_of(before)) is not None:
+            before = link.source
+        product = products.of(before)
+        if product is not None and _hint(value_of(product.node).shape[-1]) == _classes(loss):
+            raise LeftAlone(f"{source.name} stands between the head and the loss")
+
+
+def _classes(loss: Loss) -> int:
+    shape = value_of(loss.given["input"]).shape
+    return _hint(shape[_class_dim(loss)])
+
+
+def _class_dim(loss: Loss) -> int:
+    dims: int = value_of(loss.given["input"]).dim()
+    return dims - 1 if loss.is_own or dims == 1 else 1
+
+
+def _refuse_not_worthwhile(loss: Loss, product: Product, linear: bool | str) -> None:
+    if linear is True or is_asked_for(product.node):
+        return
+    logits: Tensor = value_of(product.node)
+    size = math.prod(map(_hint, logits.shape)) * logits.element_size()
+    least = WORTHWHILE.get(logits.device.type, WORTHWHILE_ON_GPUS)
+    if logits.dtype == torch.float16:  # the weight's gradient is added up in float32
+        least += 4 * math.prod(map(_hint, value_of(product.weight).shape))
+    if size < least:
+        raise LeftAlone(f"too small: logits of {_mib(size)} MiB, and {_mib(least)} MiB pay; linear=True takes it")
+    if loss.given.get("reduction", "mean") == "none" and value_of(loss.node).requires_grad:
+        raise LeftAlone('reduction="none" would take a fourth product; linear=True takes it')
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.3g}"
+
+
+def _with_own(loss: Loss, softcap: float | None, scale: float) -> tuple[float | None, float]:
+    """(softcap, logit_scale): those of the links, and after them those of a loss of ours."""
+    cap, factor = loss.given.get("softcap"), loss.given.get("logit_scale", 1.0)
+    if isinstance(cap, fx.Node) or isinstance(factor, fx.Node):
+        raise LeftAlone("its softcap or logit_scale is computed in the graph")
+    if cap is not None and softcap is not None:
+        raise LeftAlone("a softcap stands before it, and it has another; the operator has one")
+    if softcap is not None:
+        softcap *= abs(factor)  # s * (c * tanh(x)) = (s * c) * tanh(x), and tanh is odd
+    return cap if softcap is None else softcap, scale * factor
+
+
+def _refuse_probabilities(loss: Loss) -> None:
+    if value_of(loss.given["target"]).dim() == value_of(loss.given["input"]).dim():
+        raise LeftAlone("its target is class probabilities, for which all logits are made")
+
+
+def _refuse_readers(loss: Loss, found: Found) -> None:
+    """Raise LeftAlone if anything but the loss reads the logits."""
+    made = found.nodes
+    mine = {loss.node, *made}
+    for node in made:
+        for user in node.users:
+            if user.op == "output":
+                raise LeftAlone(f"its logits are returned ({node.name})")
+            if user not in mine and not asks_for_sizes(user):
+                raise LeftAlone(f"its logits are read by {user.name} too, {where(user)}")
+    others = [one for name, one in loss.given.items() if name != "input"]
+    if any(one in mine for one in others if isinstance(one, fx.Node)):
+        raise LeftAlone("its logits are its target or weight as well")
+
+
+def _refuse_modes(loss: Loss, found: Found) -> None:
+    mode_of, gradients = modes(loss.node.graph), gradient_modes(loss.node.graph)
+    for node in found.nodes:
+        if mode_of[node] != mode_of[loss.node]:
+            raise LeftAlone(f"{node.name} runs under another autocast or inference mode than the loss")
+        if gradients[node] != gradients[loss.node]:
+            raise LeftAlone(f"{node.name} runs in another gradient mode than the loss")
+
+
+def _refuse_writers(loss: Loss, found: Found) -> None:
+    """Raise LeftAlone if something writes between the product and the loss to what the operator will read there."""
+    product = found.product
+    inputs = writers.inputs_of(loss.node.graph)
+    for name, node in (("input", product.input), ("weight", product.weight), ("bias", product.bias)):
+        if node is None:
+            continue
+        writer = writers.between(product.node, loss.node, value_of(node), inputs, set(found.nodes))
+        if writer is not None:
+            raise LeftAlone(f"{writer.name} may write to the {name} of the head before the loss")
+
+
+def emitted(emit: Emitter, found: Found, loss: Loss) -> Head:
+    """What our operator gets, in nodes before the loss. Raises LeftAlone."""
+    product = found.product
+    weight = emit("t", product.weight) if product.transposed else product.weight
+    options = {name: loss.given[name] for name in ("lse_square_scale",) if name in loss.given}
+    if found.softcap is not None:
+        options["softcap"] = found.softcap
+    if found.logit_scale != 1.0:
+        options["logit_scale"] = found.logit_scale
+    return Head(_hidden(emit, found, loss), weight, product.bias, value_of(product.node).dtype, options, found.nodes)
+
+
+def _hidden(emit: Emitter, found: Found, loss: Loss) -> fx.Node:
+    """The hidden states of the rows that the loss reads, (*target.shape, H): the views of the logits, done to these."""
+    hidden = found.product.input
+    features = value_of(hidden).shape[-1]
+    if not isinstance(features, int):
+        features = emit("size", hidden, -1)
+    dim = value_of(found.product.node).dim() - 1
+    for view in found.views:
+        if name_of(view) == "contiguous":
+            continue
+        dim = _followed(view, dim)
+        wanted = [_hint(size) for size in value_of(view).shape]
+        wanted[dim] = _hint(value_of(features))
+        target, args = view.target, list(view.args[1:])
+        if name_of(view) in ("view", "reshape"):
+            target = "reshape"  # hidden states may lie otherwise than logits
+            shape = list(args[0]) if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
+            shape[dim] = features
+            args = [tuple(shape)]
+        hidden = emit(target, hidden, *args, **view.kwargs)
+        if [_hint(size) for size in value_of(hidden).shape] != wanted:
+            raise LeftAlone(f"{view.name} selects classes")
+    if dim != _class_dim(loss):
+        raise LeftAlone("the classes of the loss are not those of the product")
+    return hidden if dim == value_of(hidden).dim() - 1 else emit("movedim", hidden, dim, -1)
+
+
+def _followed(view: fx.Node, dim: int) -> int:
+    """Where a view of the logits puts the dimension of the classes, in real numbers: no guard on a symbolic size."""
+    before: Tensor = value_of(view.args[0])
+    sizes, classes = [_hint(size) for size in before.shape], _hint(before.shape[dim])
+    # A probe with stride 1 in this dimension and 0 in the others.
+    strides = [0] * len(sizes)
+    strides[dim] = 1
+    probe = torch.empty_strided(sizes, strides, device="meta")
+    args, kwargs = fx.node.map_arg((view.args[1:], view.kwargs), lambda node: _hint(value_of(node)))
+    target: Any = "reshape" if view.target == "view" else view.target
+    made = getattr(probe, target)(*args, **kwargs) if isinstance(target, str) else target(probe, *args, **kwargs)
+    found = [index for index, stride in enumerate(made.stride()) if stride != 0 and made.shape[index] != 1]
+    if len(found) != 1:
+        raise LeftAlone(f"{view.name} does not keep the classes in one dimension")
+    if made.shape[found[0]] != classes:
+        raise LeftAlone(f"{view.name} selects classes")
+    return found[0]
+
+
+def _hint(size: Any) -> Any:
+    """A symbolic size as the number that it has now."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    if size.node.hint is None:
+        raise LeftAlone(f"the size {size} is not known")
+    return int(size.node.hint)

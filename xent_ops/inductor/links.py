@@ -1,0 +1,182 @@
+"""Links: nodes between the product and the loss that change nothing, or that the operator has an option for.
+
+The operator computes ``softcap * tanh(logit_scale * logits / softcap)`` in float32, and rounds nothing in between. So
+does Inductor's fused code, even where the model computes in bfloat16.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .nodes import is_cast, name_of, position, share_memory, value_of
+
+_HALF = (torch.bfloat16, torch.float16)
+_FLOATS = (*_HALF, torch.float32, torch.float64)
+# They select or rearrange elements, each at most once. So their backward sums nothing, and loses nothing in bfloat16.
+# expand and index tensors are not among them.
+_VIEWS = {
+    "T", "contiguous", "flatten", "mT", "movedim", "narrow", "permute", "reshape", "select", "squeeze", "swapaxes",
+    "swapdims", "t", "transpose", "unflatten", "unsqueeze", "view",
+}  # fmt: skip
+STEPS = {
+    **dict.fromkeys(("mul", "multiply", "mul_", "multiply_", "imul"), "mul"),
+    **dict.fromkeys(("div", "divide", "true_divide", "truediv", "div_", "divide_", "true_divide_", "itruediv"), "div"),
+    **dict.fromkeys(("neg", "negative", "neg_", "negative_"), "neg"),
+    **dict.fromkeys(("tanh", "tanh_"), "tanh"),
+}
+_SIZES = {"dim", "element_size", "is_contiguous", "numel", "size", "storage_offset", "stride", "sym_size", "sym_stride"}
+
+
+class LeftAlone(Exception):
+    """Why a call is not replaced."""
+
+
+@dataclass
+class Link:
+    """One node of the tail."""
+
+    node: fx.Node
+    source: fx.Node  # the tensor that it reads
+    kind: str  # "view", "same" (a cast that changes nothing), "upcast", or a value of STEPS
+    number: float = 1.0  # the factor or divisor
+    shared_with: fx.Node | None = None  # a reader of the node outside the tail
+
+    @property
+    def computes(self) -> bool:
+        return self.kind not in ("view", "same")
+
+    @property
+    def in_place(self) -> bool:
+        return self.computes and share_memory(value_of(self.node), value_of(self.source))
+
+
+def walk(node: fx.Node, reader: fx.Node) -> tuple[list[Link], fx.Node]:
+    """(the links from the loss backwards, the first node that is no link)."""
+    order = position(node.graph)
+    links: list[Link] = []
+    while True:
+        # ``x.div_(c)`` as a statement: later nodes read x, not its result.
+        before = [user for user in node.users if not user.users and order[user] < order[reader]]
+        statements = [link for user in before if (link := link_of(user)) and link.in_place and link.source is node]
+        statements.sort(key=lambda link: order[link.node], reverse=True)
+        links += statements
+        link = link_of(node)
+        if link is None:
+            return links, node
+        mine = {reader, *(statement.node for statement in statements)}
+        others = [user for user in node.users if user not in mine and not asks_for_sizes(user)]
+        link.shared_with = others[0] if others else None
+        links.append(link)
+        reader, node = node, link.source
+
+
+def link_of(node: fx.Node) -> Link | None:
+    """``node`` as a link, or None if the operator has no option for it."""
+    name, made = name_of(node), value_of(node)
+    if name is None or not isinstance(made, Tensor):
+        return None
+    if name in STEPS:
+        return _step(node, STEPS[name])
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or not isinstance(value_of(source), Tensor):
+        return None
+    before = value_of(source)
+    if is_cast(node):
+        if before.device != made.device:
+            return None
+        if before.dtype == made.dtype:
+            return Link(node, source, "same")
+        return Link(node, source, "upcast") if before.dtype in _HALF and made.dtype == torch.float32 else None
+    return Link(node, source, "view") if is_view(node) else None
+
+
+def _step(node: fx.Node, kind: str) -> Link | None:
+    """``x * 2``, ``2 * x``, ``torch.div(x, other=2)``; None where the other operand is not a Python number."""
+    operands = [*node.args, *(node.kwargs[name] for name in ("input", "other") if name in node.kwargs)]
+    if len(operands) != len(node.args) + len(node.kwargs):
+        return None  # out=, rounding_mode=
+    number = -1.0
+    if kind in ("mul", "div") and len(operands) == 2:
+        if kind == "mul" and isinstance(operands[1], fx.Node):
+            operands.reverse()
+        found = _number(operands.pop())
+        if found is None or (kind == "div" and found == 0.0):
+            return None
+        number = found
+    if len(operands) != 1 or not isinstance(operands[0], fx.Node):
+        return None
+    before, made = value_of(operands[0]), value_of(node)
+    if not isinstance(before, Tensor) or before.dtype not in _FLOATS or before.dtype != made.dtype:
+        return None
+    return Link(node, operands[0], "mul" if kind == "neg" else kind, number)
+
+
+def _number(operand: Any) -> float | None:
+    if type(operand) not in (int, float):
+        return None
+    try:
+        number = float(operand)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def is_view(node: fx.Node) -> bool:
+    """Does it select or rearrange elements of its first argument?"""
+    name, made, source = name_of(node), value_of(node), value_of(node.args[0]) if node.args else None
+    if not isinstance(made, Tensor) or not isinstance(source, Tensor) or made.dtype != source.dtype:
+        return False  # view(dtype) reads the bits as something else
+    if name == "getitem":
+        index = node.args[1]
+        return all(_is_basic(part) for part in (index if isinstance(index, tuple) else (index,)))
+    others = [n for n in node.all_input_nodes if n is not node.args[0]]
+    return name in _VIEWS and not any(isinstance(value_of(n), Tensor) for n in others)
+
+
+def _is_basic(part: Any) -> bool:
+    """Does this part of an index make a view, not a gather?"""
+    if isinstance(part, slice):
+        return all(_is_basic(bound) for bound in (part.start, part.stop, part.step))
+    part = value_of(part)
+    return part is None or part is Ellipsis or (isinstance(part, (int, torch.SymInt)) and not isinstance(part, bool))
+
+
+def asks_for_sizes(user: fx.Node) -> bool:
+    return name_of(user) in _SIZES or (user.target is getattr and user.args[1] in ("shape", "dtype", "device"))
+
+
+def options_of(links: list[Link]) -> tuple[float | None, float]:
+    """(softcap, logit_scale): of ``a * tanh(b * x)``, a cap of a and a scale of a * b."""
+    caps = [index for index, link in enumerate(links) if link.kind == "tanh"]
+    if len(caps) > 1:
+        raise LeftAlone(f"{links[caps[1]].node.name} is a second softcap; the operator has one")
+    after = _product(links[: caps[0]] if caps else [])
+    before = _product(links[caps[0] :] if caps else links)
+    if not caps:
+        return None, before
+    scale = after * before
+    # c * (x * (1 / c)) differs from x by one rounding
+    scale = 1.0 if abs(scale - 1.0) < 1e-14 else scale
+    if after < 0.0:  # tanh is odd
+        return -after, scale
+    if after == 0.0:
+        raise LeftAlone("its logits are multiplied by 0")
+    return after, scale
+
+
+def _product(links: list[Link]) -> float:
+    """The product of the factors, in the order in which the model applies them."""
+    product = 1.0
+    for link in reversed(links):
+        if link.kind == "mul":
+            product *= link.number
+        elif link.kind == "div":
+            product /= link.number
+    if not math.isfinite(product):
+        raise LeftAlone("the product of its scales is not finite")
+    return product

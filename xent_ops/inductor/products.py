@@ -1,0 +1,125 @@
+"""Recognises the head: a product of hidden states (..., H) with a weight of H features by V classes.
+
+F.linear, matmul, mm, addmm and einsum, and the addition of a bias behind them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, fx
+
+from .nodes import name_of, value_of, viewed_by
+
+_ADDITIONS = {"add", "add_", "iadd"}
+_ARGUMENTS = {
+    "linear": ("input", "weight", "bias"),
+    "matmul": ("input", "other"),
+    "mm": ("input", "mat2"),
+    "addmm": ("input", "mat1", "mat2", "beta", "alpha"),
+}
+NAMES = {*_ARGUMENTS, "einsum", "bmm", "baddbmm", "addbmm"}  # of products of matrices, of heads or not
+
+
+@dataclass
+class Product:
+    """Logits (..., V), the classes last."""
+
+    node: fx.Node  # reads the input and the weight
+    input: fx.Node  # (..., H)
+    weight: fx.Node
+    transposed: bool  # the weight is (H, V), not (V, H)
+    bias: fx.Node | None = None  # (V,)
+    addition: fx.Node | None = None  # adds the bias, where the product does not
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """The last one first."""
+        return [self.node] if self.addition is None else [self.addition, self.node]
+
+
+def of(node: fx.Node) -> Product | None:
+    """The head that makes ``node``, or None."""
+    if name_of(node) in _ADDITIONS:
+        return _with_bias(node)
+    product = _of_einsum(node) if name_of(node) == "einsum" else _of_two(node)
+    if product is None:
+        return None
+    made, input, weight = (value_of(one) for one in (node, product.input, product.weight))
+    if not all(isinstance(one, Tensor) for one in (made, input, weight)):
+        return None
+    if weight.dim() != 2 or input.dim() < 1 or made.dim() != input.dim():
+        return None
+    return _seen_through(product)
+
+
+def _of_two(node: fx.Node) -> Product | None:
+    name = name_of(node) or ""
+    names = _ARGUMENTS.get(name)
+    if names is None or len(node.args) > len(names) or not node.kwargs.keys() <= {*names}:
+        return None
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
+    operands = [given.pop(one, None) for one in names if one not in ("beta", "alpha")]
+    if name == "linear":
+        input, weight, bias = operands
+    elif name == "addmm":
+        bias, input, weight = operands
+        vector = isinstance(value_of(bias), Tensor) and value_of(bias).dim() == 1
+        if not vector or value_of(bias).shape != value_of(node).shape[-1:] or any(one != 1 for one in given.values()):
+            return None
+    else:
+        (input, weight), bias = operands, None
+    if not (isinstance(input, fx.Node) and isinstance(weight, fx.Node)):
+        return None
+    return Product(node, input, weight, name != "linear", bias)
+
+
+def _of_einsum(node: fx.Node) -> Product | None:
+    """``bsh,vh->bsv``: the features are the last letter of one operand, and the classes that of the result."""
+    if len(node.args) < 2 or node.kwargs:
+        return None
+    equation, *given = node.args
+    operands: list[Any] = given
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = list(operands[0])
+    found = re.fullmatch(r"([^,>]+),([^,>]+)->([^,>]+)", str(equation).replace(" ", ""))
+    if found is None or len(operands) != 2:
+        return None
+    left, right, result = (re.findall(r"\.\.\.|\w", part) for part in found.groups())
+    for letters, of_weight, input, weight in ((left, right, *operands), (right, left, *reversed(operands))):
+        rows, features, classes = letters[:-1], letters[-1], result[-1]
+        once = len({*letters, classes}) == len(letters) + 1
+        if once and result == [*rows, classes] and of_weight in ([classes, features], [features, classes]):
+            return Product(node, input, weight, of_weight == [features, classes])
+    return None
+
+
+def _with_bias(node: fx.Node) -> Product | None:
+    """A product that nobody else reads, plus a vector of one number a class."""
+    if len(node.args) != 2 or node.kwargs:
+        return None
+    in_place = name_of(node) != "add"  # then it writes to the first operand
+    for logits, bias in (node.args,) if in_place else (node.args, node.args[::-1]):
+        if not (isinstance(logits, fx.Node) and isinstance(bias, fx.Node)):
+            return None
+        product = None if name_of(logits) in _ADDITIONS else of(logits)
+        before, vector, made = value_of(logits), value_of(bias), value_of(node)
+        if product is None or product.bias is not None or len(logits.users) > 1 or not isinstance(vector, Tensor):
+            continue
+        if vector.shape == before.shape[-1:] and vector.dtype == before.dtype == made.dtype:
+            return replace(product, bias=bias, addition=node)
+    return None
+
+
+def _seen_through(product: Product) -> Product:
+    """The weight itself where the product reads its transpose."""
+    parent = viewed_by(product.weight)
+    if not product.transposed or parent is None:
+        return product
+    view, whole = value_of(product.weight), value_of(parent)
+    same = whole.dim() == 2 and view.shape == whole.t().shape and view.stride() == whole.t().stride()
+    if not same or view.storage_offset() != whole.storage_offset():
+        return product
+    return replace(product, weight=parent, transposed=False)
