@@ -3,6 +3,7 @@
 VENV ?= .venv
 BASE = $(or $(PYTHON),python3)
 PY = $(VENV)/bin/python
+DOCS = $(VENV)-docs
 
 # Tests never take a compiled step from an earlier run: caches on disk do not see every change of an operator.
 # Triton reads TRITON_INTERPRET when it is imported, so the kernels' interpreter has a process of its own.
@@ -17,7 +18,7 @@ QUICK = tests/operators tests/eager tests/compile/test_graph_snapshots.py --igno
 	--ignore=tests/operators/test_one_pass_shared.py -k "not opcheck"
 QUICK_INTERPRETED = tests/eager/test_launch_cache.py tests/operators/test_values.py -k "launch_cache or combination or divisor or target"
 
-.PHONY: help env demo test test-quick test-full test-ascend lint format clean
+.PHONY: help env demo test test-quick test-full test-ascend lint format docs docs-env clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -58,7 +59,20 @@ format: env  ## mend formatting and what lint can mend
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+docs: docs-env  ## the documentation site, into site/; a broken link or reference is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+docs-env: $(DOCS)/finished  ## mkdocs and its plugins, in an environment of their own
+
+$(DOCS)/finished: requirements-docs.txt
+	@if [ -e $(DOCS) ] && [ ! -e $(DOCS)/made-by-make ]; then \
+		echo "$(DOCS) was not made by make and is left alone. Add VENV=<another folder> to make." >&2; exit 1; fi
+	rm -rf $(DOCS) && mkdir -p $(DOCS) && touch $(DOCS)/made-by-make
+	$(BASE) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements-docs.txt
+	@touch $@
+
 clean:  ## remove caches, build products and the private environment
-	rm -rf build dist *.egg-info xent_ops/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis train_lm.png
+	rm -rf build dist site *.egg-info xent_ops/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis train_lm.png
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
-	for venv in $(VENV) $(VENV)-ascend; do if [ -e $$venv/made-by-make ]; then rm -rf $$venv; fi; done
+	for venv in $(VENV) $(VENV)-ascend $(DOCS); do if [ -e $$venv/made-by-make ]; then rm -rf $$venv; fi; done

@@ -69,7 +69,7 @@ def cross_entropy(
     """Cross entropy between logits and class indices or class probabilities: ``F.cross_entropy`` and more.
 
     With x = softcap * tanh(logit_scale * input / softcap) (x = logit_scale * input without a softcap), e the label
-    smoothing, w the class weights and t the target of a row::
+    smoothing, w the class weights and t the target of a row:
 
         lse  = logsumexp_j x_j
         loss = w_t (1-e) (lse - x_t) + (e/C) sum_j w_j (lse - x_j) + lse_square_scale * lse^2

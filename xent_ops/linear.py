@@ -65,8 +65,7 @@ def linear_cross_entropy(
 
     Below torch.func transforms and forward-mode AD, and for second derivatives, all logits are made.
 
-    Raises:
-        As ``cross_entropy``.
+    Errors are those of ``cross_entropy``.
 
     Sources: torch.nn.functional.linear_cross_entropy for the names, Liger-Kernel for gradients made in forward.
     """

@@ -1,0 +1,142 @@
+"""The documentation is run: Python blocks, commands, schemas, pictures."""
+
+import contextlib
+import html
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import docs_plots
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import xent_ops
+from xent_ops import __main__, _doctor, _extension
+from xent_ops.bench import run as bench
+from xent_ops.ops.schemas import SCHEMAS
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+
+BLOCK = re.compile(r"^(?:<!-- skip: ([^\n]*) -->\n)?```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+WITH_BLOCKS = [page for page in PAGES if "```python" in page.read_text()]
+
+
+class CausalLM(torch.nn.Module):
+    """Stands in for a model of transformers: labels are a keyword, the loss is F.cross_entropy of float32 logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(64, 16), torch.nn.Linear(16, 64)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.embedding(input_ids)).float()
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def names_of(page):
+    """What a page uses without defining it."""
+    if page == "compile.md":
+        tokens = torch.randint(64, (2, 9))
+        return {"model": CausalLM().to(torch.bfloat16), "input_ids": tokens, "labels": tokens}
+    return {}
+
+
+@contextlib.contextmanager
+def one_rank(page):
+    """The groups of a page that needs ranks have one; a group that a page makes itself is gone after it."""
+    if page == "distributed.md":
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def code_of(block):
+    """Without the prompts and outputs of a session."""
+    lines = block.splitlines()
+    return "\n".join(line[4:] for line in lines if line.startswith(">>> ")) if block.startswith(">>> ") else block
+
+
+# The block of cpp.md is about a process that never imports xent_ops: it has a test of its own.
+@pytest.mark.parametrize("page", [page for page in WITH_BLOCKS if page.name != "cpp.md"], ids=lambda page: page.name)
+def test_blocks_run(page):
+    namespace, skipped = names_of(page.name), []
+    with one_rank(page.name):
+        for number, (reason, block) in enumerate(BLOCK.findall(page.read_text()), 1):
+            if reason:
+                skipped.append(f"block {number}: {reason}")
+            else:
+                exec(compile(code_of(block), f"{page.name} block {number}", "exec"), namespace)
+    xent_ops.inductor.disable()
+    if skipped:
+        pytest.skip("; ".join(skipped))
+
+
+def test_every_block_is_found():
+    """As many as a plain search finds: a fence that the pattern misses would never run."""
+    for page in WITH_BLOCKS:
+        assert len(BLOCK.findall(page.read_text())) == page.read_text().count("```python\n"), page
+
+
+def test_the_library_is_loaded_without_python_s_package():
+    """The block of cpp.md."""
+    if not _extension.LIBRARY.exists():
+        pytest.skip("libxent_ops.so is not built")
+    (block,) = (block for _, block in BLOCK.findall((DOCS / "cpp.md").read_text()))
+    code = f"path = {str(_extension.LIBRARY)!r}\n{block}\nimport sys\nassert 'xent_ops' not in sys.modules and loss > 0"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=DOCS, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def commands(page):
+    """The lines in code, fenced or indented, that run ``python -m xent_ops``."""
+    text = page.read_text().replace("\\\n", " ")
+    return re.findall(r"^ {0,4}(?:taskset \S+ \S+ )?python -m xent_ops ([^#\n]*)", text, re.MULTILINE)
+
+
+COMMANDS = sorted({command.strip() for page in PAGES for command in commands(page)})
+
+
+def test_commands_parse(monkeypatch):
+    assert len(COMMANDS) > 20
+    parsed = []
+    for module, name in ((bench, "main"), (_doctor, "main"), (__main__, "_library_path")):
+        monkeypatch.setattr(module, name, lambda arguments: parsed.append(arguments) or 0)
+    for command in COMMANDS:
+        assert __main__.main(shlex.split(command)) == 0, command
+    assert len(parsed) == len(COMMANDS)
+
+
+def test_the_contract_lists_every_schema():
+    text = (DOCS / "ops.md").read_text()
+    listed = re.search(r"## Schemas\n\n```\n(.*?)```", text, re.DOTALL).group(1).splitlines()
+    assert sorted(listed) == sorted(name + schema for name, schema in SCHEMAS.items())
+    for name in SCHEMAS:
+        assert f"| `{name}` |" in text
+
+
+@pytest.mark.parametrize("theme", docs_plots.THEMES)
+@pytest.mark.parametrize("name", ["overview", "vocabulary"])
+def test_pictures_show_the_tables(name, theme):
+    """If this fails: python tools/docs_plots.py."""
+    numbers = docs_plots.figures(docs_plots.BENCHMARKS.read_text())[name]
+    drawn = (docs_plots.IMAGES / f"{name}-{theme}.svg").read_text()
+    shown = re.search(r"<dc:description>(.*?)</dc:description>", drawn, re.DOTALL).group(1)
+    assert html.unescape(shown) == docs_plots.description(numbers)
+
+
+def test_pictures_have_their_numbers():
+    """A table that is laid out anew must not leave a picture without numbers."""
+    drawn = docs_plots.figures(docs_plots.BENCHMARKS.read_text())
+    for panel in drawn["overview"].values():
+        assert all(isinstance(value, float) for pair in panel.values() for value in pair), panel
+    for label, values in drawn["vocabulary"]["copies"].items():
+        assert len(values) - values.count(None) >= 5, label
