@@ -140,3 +140,12 @@ def test_pictures_have_their_numbers():
         assert all(isinstance(value, float) for pair in panel.values() for value in pair), panel
     for label, values in drawn["vocabulary"]["copies"].items():
         assert len(values) - values.count(None) >= 5, label
+
+
+def test_the_readme_s_figures_are_measured():
+    """Those of a whole step, which no picture holds, stand in a table too."""
+    readme = (ROOT / "README.md").read_text()
+    (step,) = re.findall(r"A whole training step.*?\n\n", readme, re.DOTALL)
+    figures = re.findall(r"\b\d{3}\.\d\b|\b\d{5}\b", step)
+    cells = set(re.findall(r"(?<=\| )[\d.]+(?= \|)", docs_plots.BENCHMARKS.read_text()))
+    assert len(figures) == 4 and set(figures) <= cells
