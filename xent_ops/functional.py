@@ -228,9 +228,10 @@ def token_log_probs(
     classes masked with -inf add nothing. In ignored rows both are 0, and so are their gradients.
 
     Args:
-        input: logits as for ``cross_entropy``, but with the classes last by default.
+        input: logits as for ``cross_entropy``.
         target: class indices, the input's shape without ``dim``.
         ignore_index, softcap, logit_scale: as for ``cross_entropy``; logit_scale is one over the temperature.
+        dim: the class dimension, by default the last one.
 
     Returns:
         ``TokenLogProbs(log_probs, entropy, lse)``, each float32 (float64 for float64 input) of the target's shape.

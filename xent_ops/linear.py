@@ -162,7 +162,7 @@ def linear_token_log_probs(
     and DPO ask for. The backward makes the logits again, so any upstream gradients are right: four products in all.
 
     Args:
-        input: (..., H); linear_weight: (V, H); linear_bias: (V,), as for ``linear_cross_entropy``.
+        input, linear_weight, linear_bias: (..., H), (V, H) and (V,), as for ``linear_cross_entropy``.
         target: (...), class indices.
         ignore_index, softcap, logit_scale: as for ``token_log_probs``.
         accumulate_dtype, chunk_rows: as for ``linear_cross_entropy``.

@@ -2,6 +2,8 @@
 
 import contextlib
 import html
+import inspect
+import operator
 import re
 import shlex
 import subprocess
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import xent_ops
+import xent_ops.testing
 from xent_ops import __main__, _doctor, _extension
 from xent_ops.bench import run as bench
 from xent_ops.ops.schemas import SCHEMAS
@@ -121,6 +123,30 @@ def test_the_contract_lists_every_schema():
     assert sorted(listed) == sorted(name + schema for name, schema in SCHEMAS.items())
     for name in SCHEMAS:
         assert f"| `{name}` |" in text
+
+
+REFERENCE = re.findall(r"^::: (xent_ops\.[\w.]+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+
+
+def test_the_reference_has_everything_public():
+    public = {f"xent_ops.{name}" for name in xent_ops.__all__ if not name.startswith("__")}
+    named = set(REFERENCE) | {name.rpartition(".")[0] for name in REFERENCE}  # xent_ops.distributed by its function
+    assert public <= named
+
+
+@pytest.mark.parametrize("dotted", REFERENCE)
+def test_docstrings_name_the_parameters(dotted):
+    """All of them, and no others. ("others:" stands for the rest.)"""
+    described = operator.attrgetter(dotted.partition(".")[2])(xent_ops)
+    arguments = re.search(r"^Args:\n((?:    .*\n|\n)*)", inspect.getdoc(described) + "\n", re.MULTILINE)
+    if arguments is None:
+        return
+    named = {
+        name for names in re.findall(r"^    (\w[\w, ]*):", arguments[1], re.MULTILINE) for name in names.split(", ")
+    }
+    known = set(inspect.signature(described).parameters)
+    assert named - {"others"} <= known
+    assert named == known or "others" in named
 
 
 @pytest.mark.parametrize("theme", docs_plots.THEMES)
