@@ -18,17 +18,31 @@ from .ops import arguments, checks, function, transforms
 
 
 class CrossEntropyOutputs(NamedTuple):
-    """What ``cross_entropy_outputs`` returns. Shapes are for targets (N, d1, ...)."""
+    """What ``cross_entropy_outputs`` returns. Shapes are for targets (N, d1, ...).
 
-    loss: Tensor  # () or, for reduction="none", the target's shape; includes z_loss
-    z_loss: Tensor  # likewise; 0 where lse_square_scale is 0
-    lse: Tensor  # the target's shape, differentiable
-    predictions: Tensor  # the target's shape, int64; -1 in ignored rows
-    accuracy: Tensor  # (), the share of counted rows whose prediction is the target; NaN without one
+    Attributes:
+        loss: () or, for reduction="none", the target's shape; includes z_loss.
+        z_loss: likewise; 0 where lse_square_scale is 0.
+        lse: the target's shape, differentiable.
+        predictions: the target's shape, int64; -1 in ignored rows.
+        accuracy: (), the share of counted rows whose prediction is the target; NaN without one.
+    """
+
+    loss: Tensor
+    z_loss: Tensor
+    lse: Tensor
+    predictions: Tensor
+    accuracy: Tensor
 
 
 class TokenLogProbs(NamedTuple):
-    """What ``token_log_probs`` returns, each of the target's shape and differentiable."""
+    """What ``token_log_probs`` returns, each of the target's shape and differentiable.
+
+    Attributes:
+        log_probs: of the target; 0 in ignored rows.
+        entropy: of the softmax, in nats; 0 in ignored rows.
+        lse: the logsumexp of the row.
+    """
 
     log_probs: Tensor
     entropy: Tensor
