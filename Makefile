@@ -18,7 +18,7 @@ QUICK = tests/operators tests/eager tests/compile/test_graph_snapshots.py --igno
 	--ignore=tests/operators/test_one_pass_shared.py -k "not opcheck"
 QUICK_INTERPRETED = tests/eager/test_launch_cache.py tests/operators/test_values.py -k "launch_cache or combination or divisor or target"
 
-.PHONY: help env demo test test-quick test-full test-ascend lint format docs docs-env clean
+.PHONY: help env demo test test-quick test-full test-ascend lint format clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -50,15 +50,7 @@ test-ascend: env  ## the Ascend kernels through triton-ascend's passes, in an en
 		env -u TRITON_INTERPRET TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $$PY -m pytest -q tests/ascend/test_ascend_lowering.py \
 		|| test $$? = 75
 
-lint: env  ## formatting, lint, types
-	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
-	$(PY) -m mypy xent_ops
-
-format: env  ## mend formatting and what lint can mend
-	$(PY) -m ruff check --fix .
-	$(PY) -m ruff format .
-
+.PHONY: docs docs-env
 docs: docs-env  ## the documentation site, into site/; a broken link or reference is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
@@ -71,6 +63,15 @@ $(DOCS)/finished: requirements-docs.txt
 	$(BASE) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements-docs.txt
 	@touch $@
+
+lint: env  ## formatting, lint, types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy xent_ops
+
+format: env  ## mend formatting and what lint can mend
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
 
 clean:  ## remove caches, build products and the private environment
 	rm -rf build dist site *.egg-info xent_ops/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis train_lm.png
