@@ -26,5 +26,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         markdown = markdown.replace(f"](../{name}", f"]({name}")
     # The sources are not part of the site: the link's text stays.
     markdown = SOURCE.sub(r"\1", markdown)
+    # A reader of the site sees pages, not files.
+    markdown = re.sub(r"\[(?:docs/)?([\w/-]+)\.md\]\(", r"[\1](", markdown)
     # The theme has a switch of its own, which <picture> does not see.
     return PICTURE.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)", markdown)
