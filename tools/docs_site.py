@@ -7,10 +7,10 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")  # of the repository's root; the first is the home page
+PAGES = sorted(path.name for path in ROOT.glob("*.md"))  # of the repository's root; README.md is the home page
 
 PICTURE = re.compile(r'<picture>.*?srcset="([^"]+)".*?<img alt="([^"]*)" src="([^"]+)".*?</picture>', re.DOTALL)
-SOURCE = re.compile(r"\[([^]]+)\]\((?:\.\./)*(?:examples|xent_ops|tests|tools|csrc_meta|LICENSE)[^)]*\)")
+SOURCE = re.compile(r"\[([^]]+)\]\((?:\.\./)*(?:examples|xent_ops|tests|tools|csrc_meta|LICENSE|CITATION)[^)]*\)")
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
