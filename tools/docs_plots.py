@@ -36,13 +36,18 @@ def copies(cell: str) -> float | None:
     return float(match[1]) if match else None
 
 
+def row(rows: Rows, name: str) -> list[str]:
+    """Of that name; else the one that adds a version or a remark to it."""
+    return rows[name] if name in rows else next(cells for key, cells in rows.items() if key.startswith(f"{name} "))
+
+
 # What the table calls it, what the picture does, the first ones ours.
 LOSSES = {
     "xent one pass in-place": "xent_ops, one pass, in place",
     "xent eager": "xent_ops",
     "quack-kernels": "quack",
     "F compiled": "F.cross_entropy, compiled",
-    "liger-kernel (launched by the host)": "Liger-Kernel",
+    "liger-kernel": "Liger-Kernel",
     "F eager": "F.cross_entropy",
     "F eager float32": "F.cross_entropy(logits.float())",
 }
@@ -50,8 +55,8 @@ HEADS = {
     "ours": "xent_ops",
     "all logits, F.cross_entropy, compiled": "F.linear + F.cross_entropy, compiled",
     "Inductor's auto_chunker, 4 chunks": "Inductor's auto_chunker",
-    "Liger-Kernel 0.8.5 (synchronises)": "Liger-Kernel",
-    "cut-cross-entropy 25.1.1 (synchronises)": "cut-cross-entropy",
+    "Liger-Kernel": "Liger-Kernel",
+    "cut-cross-entropy": "cut-cross-entropy",
 }
 SHAPE = "8192 x 32000"
 
@@ -71,15 +76,12 @@ def figures(text: str) -> dict[str, Any]:
     column = shapes.index(SHAPE)
     return {
         "overview": {
-            "loss": {
-                label: [number(times[name][column]), peaks[name.removesuffix(" (launched by the host)")]]
-                for name, label in LOSSES.items()
-            },
-            "head": {label: [number(cell) for cell in heads[name][:2]] for name, label in HEADS.items()},
+            "loss": {label: [number(row(times, name)[column]), peaks[name]] for name, label in LOSSES.items()},
+            "head": {label: [number(cell) for cell in row(heads, name)[:2]] for name, label in HEADS.items()},
         },
         "vocabulary": {
             "shapes": shapes,
-            "copies": {label: [copies(cell) for cell in times[name]] for name, label in LOSSES.items()},
+            "copies": {label: [copies(cell) for cell in row(times, name)] for name, label in LOSSES.items()},
         },
     }
 
@@ -106,8 +108,8 @@ def overview(plt: Any, theme: dict[str, Any], numbers: dict[str, Any]) -> Any:
         ("Head and loss as one: time, 1 = its three products", "peak memory beyond the inputs, in MiB"),
     )
     formats = (("{:.2f}", "{:.0f}"), ("{:.3f}", "{:.0f}"))
-    for row, panel, title, form in zip(grid, numbers.values(), titles, formats, strict=True):
-        for column, axes in enumerate(row):
+    for pair_of_axes, panel, title, form in zip(grid, numbers.values(), titles, formats, strict=True):
+        for column, axes in enumerate(pair_of_axes):
             values = [pair[column] for pair in panel.values()]
             colours = [theme["ours" if label.startswith("xent_ops") else "other"] for label in panel]
             bars = axes.barh(list(panel), values, 0.68, color=colours)
@@ -117,8 +119,8 @@ def overview(plt: Any, theme: dict[str, Any], numbers: dict[str, Any]) -> Any:
             axes.set_xticks([])
             axes.tick_params(length=0)
             axes.spines[["top", "right", "bottom"]].set_visible(False)
-        row[0].invert_yaxis()
-        for label in row[0].get_yticklabels():
+        pair_of_axes[0].invert_yaxis()
+        for label in pair_of_axes[0].get_yticklabels():
             label.set_fontweight("bold" if label.get_text().startswith("xent_ops") else "normal")
     return figure
 

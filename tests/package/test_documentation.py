@@ -62,7 +62,7 @@ def one_rank(page):
 
 
 def code_of(block):
-    """Without the prompts and outputs of a session."""
+    """Without prompts and what they print."""
     lines = block.splitlines()
     return "\n".join(line[4:] for line in lines if line.startswith(">>> ")) if block.startswith(">>> ") else block
 
