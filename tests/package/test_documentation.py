@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import docs_plots
 import pytest
@@ -29,16 +30,22 @@ BLOCK = re.compile(r"^(?:<!-- skip: ([^\n]*) -->\n)?```python\n(.*?)^```", re.DO
 WITH_BLOCKS = [page for page in PAGES if "```python" in page.read_text()]
 
 
+class Output(NamedTuple):
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
 class CausalLM(torch.nn.Module):
-    """Stands in for a model of transformers: labels are a keyword, the loss is F.cross_entropy of float32 logits."""
+    """Stands in for a model of transformers: its arguments, its output, F.cross_entropy of float32 logits."""
 
     def __init__(self):
         super().__init__()
         self.embedding, self.head = torch.nn.Embedding(64, 16), torch.nn.Linear(16, 64)
 
     def forward(self, input_ids, labels):
-        logits = self.head(self.embedding(input_ids)).float()
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        logits = self.head(self.embedding(input_ids))
+        loss = F.cross_entropy(logits.float()[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return Output(loss, logits)
 
 
 def names_of(page):
