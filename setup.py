@@ -73,6 +73,8 @@ def write_schemas(folder: Path) -> None:
     module = runpy.run_path(str(EXTENSION["SCHEMAS"]))
     lists: dict[str, list[str]] = {"XENT_OPERATORS": [], "XENT_COMPOSITES": []}
     for name, schema in module["SCHEMAS"].items():
+        if name in module["PYTHON_ONLY"]:
+            continue
         where = "XENT_COMPOSITES" if name in module["COMPOSITES"] else "XENT_OPERATORS"
         lists[where].append(f'  X({name}, "{name}{schema}")')
     lines = ["// Made by setup.py from xent_ops/ops/schemas.py.", "#pragma once"]

@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/tensor_parallel_lm.py                 # tensor parallel over 2 ranks
     torchrun --nproc-per-node 4 examples/tensor_parallel_lm.py --tensor 2      # and FSDP2 over 2 pairs of them
+    torchrun --nproc-per-node 2 examples/tensor_parallel_lm.py --loss linear   # no rank ever has its own logits either
 
 It runs on GPUs (NCCL) if there is one for each rank, else on CPUs (gloo). At the end rank 0 trains the same model alone
 on the same batches: the losses must be equal up to float32 rounding.
@@ -59,10 +60,16 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, target: Tensor | None = None) -> Tensor:
+        """(batch, length, vocabulary); with a target the loss, of the head and the loss as one."""
         positions = torch.arange(ids.shape[1], device=ids.device)
-        x = self.tokens(ids) + self.positions(positions)
-        return self.head(self.norm(self.blocks(x)))  # (batch, length, vocabulary)
+        hidden = self.norm(self.blocks(self.tokens(ids) + self.positions(positions)))
+        if target is None:
+            return self.head(hidden)
+        weight = self.head.weight
+        if isinstance(weight, DTensor):  # split; every rank of its mesh has all hidden states
+            hidden = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
+        return xent_ops.linear_cross_entropy(hidden, weight, target)
 
 
 PLAN = {
@@ -92,6 +99,10 @@ def loss_of(model: nn.Module, text: Tensor) -> Tensor:
     return loss_of_logits(model(text[:, :-1]), text[:, 1:])
 
 
+def linear_loss_of(model: nn.Module, text: Tensor) -> Tensor:
+    return model(text[:, :-1], text[:, 1:])
+
+
 def loss_of_logits(logits: Tensor, target: Tensor) -> Tensor:
     return xent_ops.cross_entropy(logits, target, dim=-1)
 
@@ -103,10 +114,13 @@ def loss_in_parts(model: nn.Module, text: Tensor) -> Tensor:
     return compiled_loss_of_logits(model(text[:, :-1]), text[:, 1:])
 
 
-def train(model: GPT, batches: Tensor, lr: float, data: DeviceMesh | None = None) -> list[float]:
+def train(model: GPT, batches: Tensor, lr: float, linear: bool, data: DeviceMesh | None = None) -> list[float]:
     """One loss a step, the mean over all of the batch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, foreach=False)  # plain and split parameters side by side
-    step = torch.compile(loss_of, fullgraph=True) if data is None else loss_in_parts
+    if data is None:
+        step = torch.compile(linear_loss_of if linear else loss_of, fullgraph=True)
+    else:
+        step = linear_loss_of if linear else loss_in_parts
     losses = []
     for batch in batches:
         if data is not None:
@@ -142,6 +156,9 @@ def main() -> int:
     for name, default in {"steps": 20, "batch": 8, "length": 64, "width": 128, "layers": 2, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument(
+        "--loss", choices=("logits", "linear"), default="logits", help="linear: the head and the loss as one"
+    )
     args = parser.parse_args()
     if "WORLD_SIZE" not in os.environ:
         parser.error("start this with torchrun, see --help")
@@ -166,16 +183,18 @@ def main() -> int:
     split(model, mesh)
     sharded = world > tensor
     begin = time.perf_counter()
-    losses = train(model, batches, args.lr, data=mesh["data"] if sharded else None)
+    linear = args.loss == "linear"
+    losses = train(model, batches, args.lr, linear, data=mesh["data"] if sharded else None)
     seconds = time.perf_counter() - begin
 
     status = 0
     if dist.get_rank() == 0:
         reference = GPT(args.length, args.width, args.layers).to(device)
         reference.load_state_dict(alone)
-        expected = train(reference, batches, args.lr)
+        expected = train(reference, batches, args.lr, False)
         worst = max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
-        print(f"{world} ranks on {device}: vocabulary over {tensor}, data over {world // tensor}; {seconds:.1f} s")
+        over = f"vocabulary over {tensor}, data over {world // tensor}"
+        print(f"{world} ranks on {device}: {over}; {args.loss} loss; {seconds:.1f} s")
         for number in sorted({0, len(losses) // 2, len(losses) - 1}):
             print(f"step {number:3}: loss {losses[number]:.6f}, one process alone {expected[number]:.6f}")
         print(f"largest relative difference {worst:.1e}")

@@ -54,7 +54,7 @@ def _classes_last(tensor: Tensor, dim: int, name: str = "input") -> Tensor:
     return dense_classes(tensor if dim == tensor.dim() - 1 else tensor.movedim(dim, -1))
 
 
-def is_dtensor(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Tensor | None) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
@@ -145,6 +145,11 @@ def cross_entropy(
         return tensor.cross_entropy(input, target, weight, loss, dim)
     if is_dtensor(target):
         raise TypeError("target is a DTensor but the logits are not; both must be, or neither")
+    if is_dtensor(weight):
+        raise TypeError(
+            "weight is a DTensor but the logits are not: pass DTensor logits, or the weights of all classes as a plain "
+            "tensor, weight.full_tensor()"
+        )
     logits = _classes_last(input, dim)
     if target.dim() == input.dim() and input.dim() > 0:
         if target.dtype in checks.INDICES:

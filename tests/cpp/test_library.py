@@ -16,7 +16,7 @@ import xent_ops
 from xent_ops import _extension
 from xent_ops.__main__ import main
 from xent_ops.kernels import cpu
-from xent_ops.ops.schemas import COMPOSITES, SCHEMAS
+from xent_ops.ops.schemas import COMPOSITES, PYTHON_ONLY, SCHEMAS
 
 pytestmark = pytest.mark.skipif(not _extension.LIBRARY.exists(), reason="built without C++ (XENT_OPS_BUILD_CPP=0)")
 
@@ -154,14 +154,14 @@ print(json.dumps({name: str(getattr(torch.ops.xent, name[6:]).default._schema) f
 
 def test_the_same_schemas():
     python, library = (json.loads(run(start + DUMP)) for start in (IMPORT, LOAD))
-    assert python == library
     assert python.keys() == {f"xent::{name}" for name in SCHEMAS}
+    assert library == {name: schema for name, schema in python.items() if name[6:] not in PYTHON_ONLY}
 
 
 def test_every_operator_has_its_kernels():
     out = run(
         LOAD + "has = torch._C._dispatch_has_kernel_for_dispatch_key\n"
-        f"names = {list(SCHEMAS)}\n"
+        f"names = {[name for name in SCHEMAS if name not in PYTHON_ONLY]}\n"
         "keys = ('CPU', 'Meta', 'CompositeImplicitAutograd')\n"
         "for name in names: print(name, *(key for key in keys if has('xent::' + name, key)))\n"
     )

@@ -44,10 +44,10 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList([Block(), Block()])
         self.head = make_head()
 
-    def forward(self, h, target):
+    def forward(self, h, target, **options):
         for block in self.blocks:
             h = block(h)
-        return self.head(h, target)
+        return self.head(h, target, **options)
 
 
 def _shard(model):

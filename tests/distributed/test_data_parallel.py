@@ -1,6 +1,7 @@
 """DDP and FSDP2 with a compiled model in two real processes. The case, run on every rank, is data_parallel_cases.py's."""
 
 import data_parallel_cases as cases
+import fsdp_linear_cases as fsdp
 import pytest
 
 CASES = [(way, "aot_eager") for way in cases.WAYS]
@@ -15,3 +16,12 @@ def test_equal_to_one_process(pool, device, way, backend):
 @pytest.mark.parametrize("way, backend", [*((way, None) for way in cases.EAGER), *CASES])
 def test_the_head_and_the_loss_as_one(pool, device, way, backend):
     pool(2, device).run(cases.linear_head, way, backend)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [fsdp.collectives, fsdp.accumulation_without_sync, fsdp.mixed_precision, fsdp.tied_embedding],
+    ids=lambda case: case.__name__,
+)
+def test_fsdp_of_the_head_and_the_loss(pool, device, case):
+    pool(2, device).run(case)

@@ -112,6 +112,7 @@ def linear_samples(device, dtype, requires_grad, rows):
     wide = None if dtype == torch.float64 else torch.float32
     cases = [
         ((x, head, target), {"chunk_rows": 4}),
+        ((x, head, target), {"chunk_rows": 4, "skip_ignored": True}),
         ((x, head, target, bias, torch.rand(37, device=device)), {"chunk_rows": 4, "accumulate_dtype": wide, **full}),
         ((x.unflatten(0, (2, 3)), head, batched, bias), {"ignore_index": 5}),
         ((x[0], head, target[0]), {"label_smoothing": 0.5}),
@@ -142,6 +143,27 @@ def linear_samples(device, dtype, requires_grad, rows):
             if args[0].numel():
                 positional = (*divided, None, mask, kwargs.get("accumulate_dtype"))
                 yield ops.linear_cross_entropy_with_grad.default, positional, one_pass
+    for place, w, kwargs in [
+        ((0, 37), None, {"chunk_rows": 4}),
+        ((0, 37), torch.rand(37, device=device), {"chunk_rows": 4, **full}),
+        ((0, 30), None, full),  # with padding
+    ]:
+        shard, given = (x, head, target.clamp(max=29)), (*place, bias, w)
+        detached = (*(tensor.detach() for tensor in shard), *place, bias.detach(), w)
+        gathered = ops.linear_cross_entropy_shard(*detached, **kwargs)
+        yield ops.linear_cross_entropy_shard.default, detached, kwargs
+        yield ops.linear_cross_entropy_shard_join.default, (*shard, gathered, *given), kwargs
+        coefficient = None if w is None else rows(6)
+        for mask in ([True] * 3, [True, False, False], [False, True, True]):
+            saved = (*detached[:3], rows(6), *detached[3:], coefficient, None, None, mask)
+            yield ops.linear_cross_entropy_shard_backward.default, (rows(6), rows(6), *saved), kwargs
+    plain = {"chunk_rows": 4, "softcap": 5.0}
+    detached = (*(tensor.detach() for tensor in (x, head, target)), 0, 37, bias.detach(), None)
+    gathered = ops.linear_cross_entropy_shard(*detached, True, **plain)
+    yield ops.linear_cross_entropy_shard.default, (*detached, True), plain
+    yield ops.linear_cross_entropy_shard_join.default, (x, head, target, gathered, 0, 37, bias, None, None, True), plain
+    saved = (*detached[:3], rows(6), *detached[3:], None, rows(6), rows(6))
+    yield ops.linear_cross_entropy_shard_backward.default, (rows(6), None, *saved), plain
     for factor in (rows(), rows(37)):
         yield ops.linear_scale_grad.default, (head.detach(), factor), {}
 

@@ -1,6 +1,7 @@
 """Speed and memory of the vocabulary-parallel loss, beside a copy of the shard and an all-gather of 12 bytes a row.
 
     python -m torch.distributed.run --nproc-per-node 2 -m xent_ops.distributed.bench --rows 8192 --classes 128256
+    ... --linear 4096                                         # with its head, hidden states of so many features
 
 Rank 0 prints its median times in milliseconds (the slowest rank sets the pace of all), the limit 1.70 copies + 1.5
 all-gathers, the kernel launches of one eager step, and the peak memory beyond the logits in units of the shard. Two
@@ -13,45 +14,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import statistics
-import time
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import bench_linear
 from .parts import chunk
+from .timing import graph_of, milliseconds
 from .vocab_parallel import vocab_parallel_cross_entropy
-
-# Calls in a sample, back to back as in a training loop, so that the host runs ahead of the device if it can. On a CPU
-# there is no device to run ahead of, and a call takes seconds.
-CALLS = {"cuda": 50, "cpu": 1}
-
-
-def milliseconds(run: Callable[[], object], device: str, repeat: int) -> float:
-    """The time of one call: the median of ``repeat`` samples of CALLS calls, begun together by all ranks."""
-    calls = CALLS[device]
-    for _ in range(calls):
-        run()
-    times = []
-    for _ in range(repeat):
-        dist.barrier()
-        if device == "cuda":
-            torch.cuda.synchronize()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(calls):
-                run()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end) / calls)
-        else:
-            start = time.perf_counter()
-            for _ in range(calls):
-                run()
-            times.append(1e3 * (time.perf_counter() - start) / calls)
-    return statistics.median(times)
 
 
 @contextlib.contextmanager
@@ -70,21 +42,6 @@ def one_core() -> Iterator[None]:
                 os.sched_setaffinity(thread, where)
 
 
-def graph_of(run: Callable[[], object]) -> Callable[[], object]:
-    """``run`` as a CUDA graph, with its collective."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        run()
-    return graph.replay
-
-
 def launches(run: Callable[[], object]) -> list[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
@@ -96,12 +53,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--classes", type=int, default=128256)
+    parser.add_argument("--linear", type=int, metavar="HIDDEN", help="measure the head and the loss as one")
+    parser.add_argument("--chunk-rows", type=int, help="of --linear; by default as many as the library takes")
     parser.add_argument("--repeat", type=int, default=20)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    if args.linear is not None:
+        text = bench_linear.run(args.rows, args.classes, args.linear, args.chunk_rows, args.repeat, device)
+        if dist.get_rank() == 0:
+            print(*text, sep="\n")
+        dist.destroy_process_group()
+        return
     world = dist.get_world_size()
     _, columns = chunk(args.classes, dist.get_rank(), world)
     torch.manual_seed(0)

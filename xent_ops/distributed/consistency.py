@@ -2,74 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ops import arguments, checks, transforms
+from ..kernels.options import LossOptions
+from ..ops import checks
 from .groups import Group, Ranks, process_group, ranks_of
-from .parts import shard_range_of
-
-NAME = "xent_ops.distributed.vocab_parallel_cross_entropy"
 
 
-def check(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    group: Group,
-    num_classes: Any,
-    class_start: Any,
-    options: tuple[Any, Any, Any, Any, Any, str],  # as arguments.loss_options takes them
-) -> None:
+def check(name: str, group: Group, report: Callable[[Ranks], dict[str, Any]]) -> None:
     """Raise the same error on every rank of the group if an argument of one is wrong, or they do not fit together.
 
-    Arguments are those of ``vocab_parallel_cross_entropy``, as the user passed them.
+    ``report`` returns the arguments of this rank, and raises every error that this rank can detect by itself.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("check=True compares values between ranks, which a compiled graph cannot: use it in eager")
     ranks = ranks_of(group)
     try:
-        report = _report(logits, target, weight, ranks, num_classes, class_start, options)
+        found = report(ranks)
     except Exception as error:  # the other ranks must get a report, or they wait for this one
-        report = {"error": f"{type(error).__name__}: {error}"}
+        found = {"error": f"{type(error).__name__}: {error}"}
     reports: list[dict[str, Any]] = [{} for _ in range(ranks.world)]
     with torch._C._DisableFuncTorch():  # a rank below a transform must report that error too
-        dist.all_gather_object(reports, report, group=process_group(group))
+        dist.all_gather_object(reports, found, group=process_group(group))
     problem = _compare(reports)
     if problem is not None:
-        raise ValueError(f"vocab_parallel_cross_entropy: {problem}")
+        raise ValueError(f"{name}: {problem}")
 
 
-def _report(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ranks: Ranks,
-    num_classes: Any,
-    class_start: Any,
-    options: tuple[Any, Any, Any, Any, Any, str],  # as arguments.loss_options takes them
+def report(
+    dtype: torch.dtype, columns: int, target: Tensor, weighted: bool, shard_range: tuple[int, int], loss: LossOptions
 ) -> dict[str, Any]:
-    """The arguments of this rank. Raises every error that this rank can detect by itself."""
-    transforms.refuse(NAME)
-    arguments.tensors(logits, target, weight, "logits_shard")
-    loss = arguments.loss_options(*options, logits.dtype)
-    start, num_classes = shard_range_of(logits, num_classes, class_start, ranks)
-    checks.shard(logits, target, start, num_classes, weight, options=loss.rows)
-    checks.weight_without_grad(weight)
+    """What all ranks must agree on, and the classes of this one. Reads the target."""
+    start, num_classes = shard_range
     checks.check_targets(target, num_classes, loss.rows.ignore_index)
     return {
         "target shape": tuple(target.shape),
-        "accumulation in": "float64" if logits.dtype == torch.float64 else "float32",
+        "accumulation in": "float64" if dtype == torch.float64 else "float32",
         "num_classes": num_classes,
-        "class weights": weight is not None,
+        "class weights": weighted,
         **loss.rows._asdict(),
         "lse_square_scale": loss.lse_square_scale,
         "reduction": loss.reduction,
         "target": target.to(torch.int64).cpu(),
-        "shard": (start, min(logits.shape[-1], num_classes - start)),
+        "shard": (start, min(columns, num_classes - start)),
     }
 
 

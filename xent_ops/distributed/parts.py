@@ -43,13 +43,21 @@ def first_class(width: int, class_start: int | None, num_classes: int, ranks: Ra
 
 def shard_range_of(logits: Tensor, num_classes: Any, class_start: Any, ranks: Ranks) -> tuple[int, int]:
     """(class_start, num_classes) of this rank's columns. Raises what this rank can detect without the others."""
-    if type(logits) is not Tensor and hasattr(logits, "device_mesh"):
-        raise TypeError("logits_shard is a DTensor: pass logits_shard.to_local(), or call xent_ops.cross_entropy")
+    refuse_dtensor("logits_shard", logits, "xent_ops.cross_entropy")
     if logits.dim() < 1:
         raise ValueError("logits_shard has no dimension; expected (..., columns of this rank)")
+    return shard_range_of_width(logits.shape[-1], num_classes, class_start, ranks)
+
+
+def shard_range_of_width(width: int, num_classes: Any, class_start: Any, ranks: Ranks) -> tuple[int, int]:
     start = None if class_start is None else arguments.integer("class_start", class_start)
     num_classes = arguments.integer("num_classes", num_classes)
-    return first_class(logits.shape[-1], start, num_classes, ranks), num_classes
+    return first_class(width, start, num_classes, ranks), num_classes
+
+
+def refuse_dtensor(name: str, tensor: Tensor, instead: str) -> None:
+    if type(tensor) is not Tensor and hasattr(tensor, "device_mesh"):
+        raise TypeError(f"{name} is a DTensor: pass {name}.to_local(), or call {instead}")
 
 
 def all_gather_shard_stats(
@@ -62,15 +70,22 @@ def all_gather_shard_stats(
 ) -> Tensor:
     """(ranks, numbers), the results of ``xent::cross_entropy_shard`` on all ranks: the one collective of a loss.
 
-    Functional collectives are nodes that tracers see and passes move. They are called below autograd, because the
-    gradient flows through the logits of the operator that joins.
+    It is called below autograd, because the gradient flows through the logits of the operator that joins.
     """
     keywords = options.keywords()
     stats = below_autograd(
         torch.ops.xent.cross_entropy_shard.default, logits.detach(), target, *shard_range, weight, **keywords
     )
+    return all_gather(stats, ranks)
+
+
+def all_gather(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """(ranks * n, ...) of each rank's (n, ...), without a gradient.
+
+    Functional collectives are nodes that tracers see and passes move.
+    """
     if ranks.world == 1:
-        return stats
+        return tensor
     collectives = torch.ops._c10d_functional
-    gathered = below_autograd(collectives.all_gather_into_tensor.default, stats, ranks.world, ranks.name)
+    gathered = below_autograd(collectives.all_gather_into_tensor.default, tensor, ranks.world, ranks.name)
     return below_autograd(collectives.wait_tensor.default, gathered)

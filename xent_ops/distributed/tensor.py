@@ -42,16 +42,28 @@ def cross_entropy(
     shape = torch.Size([*input.shape[:classes_dim], *input.shape[classes_dim + 1 :]])
     if isinstance(target, DTensor) or target.shape != local.shape[:-1]:  # else it holds this rank's rows
         arguments.suggest_dim(input, target, dim)
-    local_target = _local_target(target, shape, local.shape[:-1], mesh, rows)
+    local_target = local_target_of(target, shape, local.shape[:-1], mesh, rows)
     ranks = Ranks("", 0, 1) if vocabulary is None else ranks_of(mesh.get_group(vocabulary))
-    local_weight = _local_weight(weight, num_classes, local.shape[-1], mesh, vocabulary, ranks)
+    local_weight = local_weight_of(weight, num_classes, local.shape[-1], mesh, vocabulary, ranks)
     shard_range = first_class(local.shape[-1], None, num_classes, ranks), num_classes
     outputs = vocab_parallel.sharded_rows(local, local_target, local_weight, ranks, shard_range, loss.rows)
+    return reduced(outputs, local_target, shape, mesh, rows, loss)
+
+
+def reduced(
+    outputs: vocab_parallel.Rows,
+    target: Tensor,
+    shape: torch.Size,
+    mesh: DeviceMesh,
+    rows: list[Placement],
+    loss: LossOptions,
+) -> DTensor:
+    """The loss from this rank's rows and their target, which are placed as ``rows`` of a tensor of this shape."""
     if loss.reduction == "none":
-        value = reduce_rows(outputs.loss, outputs.lse, local_target, None, loss).value
+        value = reduce_rows(outputs.loss, outputs.lse, target, None, loss).value
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(value.contiguous(), mesh, rows, run_check=False, shape=shape, stride=stride)
-    sums = torch.stack(_sums_of_rows(outputs, local_target, loss))
+    sums = torch.stack(_sums_of_rows(outputs, target, loss))
     partial = [Partial() if isinstance(placement, Shard) else Replicate() for placement in rows]
     replicated = [Replicate()] * mesh.ndim
     if partial != replicated:
@@ -109,7 +121,7 @@ def _row_placements(placements: tuple[Placement, ...], classes_dim: int) -> list
     return result
 
 
-def _local_target(
+def local_target_of(
     target: Tensor, shape: torch.Size, local_shape: torch.Size, mesh: DeviceMesh, rows: list[Placement]
 ) -> Tensor:
     """The targets of this rank's rows. A plain tensor holds these, or all targets on every rank."""
@@ -127,7 +139,7 @@ def _local_target(
     return replicated.redistribute(mesh, rows).to_local()  # a slice of it: no communication
 
 
-def _local_weight(
+def local_weight_of(
     weight: Tensor | None, num_classes: int, width: int, mesh: DeviceMesh, vocabulary: int | None, ranks: Ranks
 ) -> Tensor | None:
     """The weights of this rank's classes. A plain tensor holds the weights of all classes on every rank."""

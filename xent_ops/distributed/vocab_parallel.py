@@ -16,12 +16,12 @@ Sources: Megatron-LM's vocab_parallel_cross_entropy; the losses' linearity in (l
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels.options import Options
+from ..kernels.options import LossOptions, Options
 from ..kernels.reductions import reduce_rows
 from ..ops import arguments, checks, transforms
 from . import consistency, function
@@ -51,6 +51,29 @@ def sharded_rows(
         logits, target, gathered, *shard_range, weight, **options.keywords()
     )
     return Rows(loss, lse, target_weight)
+
+
+def _bound(
+    ranks: Ranks,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    num_classes: Any,
+    class_start: Any,
+    options: tuple[Any, Any, Any, Any, Any, str],  # as arguments.loss_options takes them
+) -> tuple[LossOptions, Ranks, tuple[int, int]]:
+    """(options, ranks, (class_start, num_classes)) of a call."""
+    transforms.refuse("xent_ops.distributed.vocab_parallel_cross_entropy")
+    arguments.tensors(logits, target, weight, "logits_shard")
+    loss = arguments.loss_options(*options, logits.dtype)
+    checks.weight_without_grad(weight)
+    return loss, ranks, shard_range_of(logits, num_classes, class_start, ranks)
+
+
+def _report(ranks: Ranks, logits: Tensor, target: Tensor, weight: Tensor | None, *others: Any) -> dict[str, Any]:
+    loss, _, shard_range = _bound(ranks, logits, target, weight, *others)
+    checks.shard(logits, target, *shard_range, weight, options=loss.rows)
+    return consistency.report(logits.dtype, logits.shape[-1], target, weight is not None, shard_range, loss)
 
 
 def vocab_parallel_cross_entropy(
@@ -106,14 +129,10 @@ def vocab_parallel_cross_entropy(
     communication library.
     """
     options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
+    shard = (logits_shard, target, weight, num_classes, class_start, options)
     if check:
-        consistency.check(logits_shard, target, weight, group, num_classes, class_start, options)
-    transforms.refuse(consistency.NAME)
-    arguments.tensors(logits_shard, target, weight, "logits_shard")
-    loss = arguments.loss_options(*options, logits_shard.dtype)
-    checks.weight_without_grad(weight)
-    ranks = ranks_of(group)
-    shard_range = shard_range_of(logits_shard, num_classes, class_start, ranks)
+        consistency.check("vocab_parallel_cross_entropy", group, lambda ranks: _report(ranks, *shard))
+    loss, ranks, shard_range = _bound(ranks_of(group), *shard)
     if logits_shard.requires_grad and torch.is_grad_enabled() and not transforms.is_traced():
         return function.apply(logits_shard, target, weight, ranks, shard_range, loss)
     if reduction == "none":

@@ -80,9 +80,14 @@ def cross_entropy_shard(
     rows.append(part)
     if weight is not None:
         rows.append(target_weight)
+    return torch.cat([*(row.reshape(-1) for row in rows), header(class_start, columns, sum_weights)]).unsqueeze(0)
+
+
+def header(class_start: int, columns: int, sum_weights: Tensor) -> Tensor:
+    """(HEADER,): where a shard lies, and the sum of its weights, ()."""
     integers = [class_start // DIGIT, class_start % DIGIT, columns // DIGIT, columns % DIGIT]
-    header = [x.new_full((1,), integer) for integer in integers]  # filled on the device: no copy that a capture refuses
-    return torch.cat([*(row.reshape(-1) for row in rows), *header, sum_weights.reshape(1)]).unsqueeze(0)
+    # Filled on the device: no copy that a capture refuses.
+    return torch.cat([*(sum_weights.new_full((1,), integer) for integer in integers), sum_weights.reshape(1)])
 
 
 def _tiles(starts: Tensor, sizes: Tensor, num_classes: int) -> Tensor:

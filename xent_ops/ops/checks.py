@@ -172,7 +172,10 @@ def shard(
     same_shape("target", target.shape, logits.shape[:-1], "one class index for each row of the logits")
     same_device("target", target, logits)
     row_options(weight, logits, options)
-    columns = logits.shape[-1]
+    shard_range(logits.shape[-1], class_start, num_classes)
+
+
+def shard_range(columns: int, class_start: int, num_classes: int) -> None:
     if (
         _static((class_start, num_classes, columns))
         and class_start >= 0

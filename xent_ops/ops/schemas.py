@@ -20,11 +20,18 @@ LINEAR = "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias
 DIVISOR = "Tensor? divisor=None"
 OUTPUT_MASK = "bool[3] output_mask=[True, True, True]"
 ACCUMULATE = "ScalarType? accumulate_dtype=None"
-CHUNK_ROWS = "SymInt? chunk_rows=None"
+CHUNKING = "SymInt? chunk_rows=None, bool skip_ignored=False, SymInt? max_counted=None"
 LINEAR_GRADS = "Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias"
 
 # Made of the others for every device: no kernels of their own.
 COMPOSITES = ("cross_entropy", "linear_cross_entropy")
+
+# Not in libxent_ops.so: a process without Python has no collectives to put between them.
+PYTHON_ONLY = (
+    "linear_cross_entropy_shard",
+    "linear_cross_entropy_shard_join",
+    "linear_cross_entropy_shard_backward",
+)
 
 DECLARED: dict[str, tuple[str, "str | None"]] = {
     # What users call. Composite: a graph shows the operators below.
@@ -113,41 +120,62 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     ),
     # The head and the loss as one. Composite: with gradients wanted, the one pass; else rows.
     "linear_cross_entropy": (
-        f"({LINEAR}, {DIVISOR}, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}, {ACCUMULATE}, {CHUNK_ROWS}) -> Tensor",
+        f"({LINEAR}, {DIVISOR}, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}, {ACCUMULATE}, {CHUNKING}) -> Tensor",
         None,
     ),
     # Rows: one product forward, three backward.
     "linear_cross_entropy_forward": (
-        f"({LINEAR}, *, {OPTIONS}, {ACCUMULATE}, {CHUNK_ROWS}) -> (Tensor loss, Tensor lse)",
+        f"({LINEAR}, *, {OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> (Tensor loss, Tensor lse)",
         None,
     ),
     "linear_cross_entropy_forward_argmax": (
-        f"({LINEAR}, *, {OPTIONS}, {ACCUMULATE}, {CHUNK_ROWS}) -> (Tensor loss, Tensor lse, Tensor argmax)",
+        f"({LINEAR}, *, {OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> (Tensor loss, Tensor lse, Tensor argmax)",
         None,
     ),
     "linear_cross_entropy_forward_entropy": (
-        f"({LINEAR}, *, {OPTIONS}, {ACCUMULATE}, {CHUNK_ROWS}) -> (Tensor loss, Tensor lse, Tensor entropy)",
+        f"({LINEAR}, *, {OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> (Tensor loss, Tensor lse, Tensor entropy)",
         None,
     ),
     "linear_cross_entropy_backward": (
         "(Tensor grad_loss, Tensor? grad_lse, Tensor input, Tensor linear_weight, Tensor target, Tensor lse, "
         f"Tensor? linear_bias=None, Tensor? weight=None, {DIVISOR}, {OUTPUT_MASK}, *, {OPTIONS}, {LSE_SQUARE}, "
-        f"{ACCUMULATE}, {CHUNK_ROWS}) -> ({LINEAR_GRADS})",
+        f"{ACCUMULATE}, {CHUNKING}) -> ({LINEAR_GRADS})",
         None,
     ),
     "linear_cross_entropy_backward_entropy": (
         "(Tensor grad_loss, Tensor? grad_lse, Tensor? grad_entropy, Tensor input, Tensor linear_weight, "
         "Tensor target, Tensor lse, Tensor entropy, Tensor? linear_bias=None, Tensor? weight=None, "
-        f"{OUTPUT_MASK}, *, {OPTIONS}, {ACCUMULATE}, {CHUNK_ROWS}) -> ({LINEAR_GRADS})",
+        f"{OUTPUT_MASK}, *, {OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> ({LINEAR_GRADS})",
         None,
     ),
     # One pass: a reduced loss and its gradients, three products in all; and what applies the upstream gradient.
     "linear_cross_entropy_with_grad": (
-        f"({LINEAR}, {DIVISOR}, {OUTPUT_MASK}, {ACCUMULATE}, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}, {CHUNK_ROWS}) "
+        f"({LINEAR}, {DIVISOR}, {OUTPUT_MASK}, {ACCUMULATE}, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}, {CHUNKING}) "
         f"-> (Tensor value, Tensor divided_by, Tensor lse, {LINEAR_GRADS})",
         None,
     ),
     "linear_scale_grad": ("(Tensor grad, Tensor factor) -> Tensor", None),
+    # One rank's rows of the head. The caller's all-gather stands between the first two, as above; the formula of the
+    # join adds grad_input up over the ranks of the group.
+    "linear_cross_entropy_shard": (
+        "(Tensor input, Tensor linear_weight, Tensor target, SymInt class_start, SymInt num_classes, "
+        f"Tensor? linear_bias=None, Tensor? weight=None, bool entropy=False, *, {OPTIONS}, {CHUNKING}) -> Tensor",
+        None,
+    ),
+    "linear_cross_entropy_shard_join": (
+        "(Tensor input, Tensor linear_weight, Tensor target, Tensor gathered, SymInt class_start, SymInt num_classes, "
+        "Tensor? linear_bias=None, Tensor? weight=None, Tensor? gathered_input=None, bool entropy=False, *, "
+        f"{OPTIONS}, {ACCUMULATE}, {CHUNKING}, str group_name='') "
+        "-> (Tensor loss, Tensor lse, Tensor target_weight, Tensor coefficient, Tensor entropies)",
+        None,
+    ),
+    "linear_cross_entropy_shard_backward": (
+        "(Tensor grad_loss, Tensor? grad_lse, Tensor input, Tensor linear_weight, Tensor target, Tensor lse, "
+        "SymInt class_start, SymInt num_classes, Tensor? linear_bias=None, Tensor? weight=None, "
+        f"Tensor? coefficient=None, Tensor? grad_entropy=None, Tensor? entropy=None, {OUTPUT_MASK}, *, {OPTIONS}, "
+        f"{ACCUMULATE}, {CHUNKING}) -> ({LINEAR_GRADS})",
+        None,
+    ),
 }
 
 

@@ -30,6 +30,11 @@ def _check_join(
     **options: Any,
 ) -> None:
     checks.shard(logits, target, class_start, num_classes, weight, **options)
+    check_gathered(gathered, logits, target, weight)
+
+
+def check_gathered(gathered: Tensor, like: Tensor, target: Tensor, weight: Tensor | None) -> None:
+    """The statistics of all ranks, for logits or an input that are like this tensor."""
     width = reference_shard.width(target.numel(), weight is not None)
     if type(width) is not int or gathered.dim() != 2 or gathered.shape[1] != width:
         torch._check_value(
@@ -39,9 +44,9 @@ def _check_join(
                 "cross_entropy_shard for each rank"
             ),
         )
-    checks.same_device("gathered", gathered, logits)
-    if gathered.dtype != reference.accumulator(logits):
-        raise TypeError(f"gathered has dtype {gathered.dtype}; expected {reference.accumulator(logits)}")
+    checks.same_device("gathered", gathered, like)
+    if gathered.dtype != reference.accumulator(like):
+        raise TypeError(f"gathered has dtype {gathered.dtype}; expected {reference.accumulator(like)}")
 
 
 def _check_reduced(
@@ -67,11 +72,15 @@ def _check_backward(
     **options: Any,
 ) -> None:
     checks.shard(logits, target, class_start, num_classes, weight, **options)
-    if weight is not None and coefficient is None:
-        raise ValueError("a class weight needs the coefficient that cross_entropy_shard_join returned")
+    check_coefficient(weight, coefficient)
     checks.rows_of(logits, grad_lse=grad_lse, lse=lse, coefficient=coefficient)
     checks.scalar_or_rows_of("logits", logits, grad_loss=grad_loss)
     checks.divisor(divisor, logits)
+
+
+def check_coefficient(weight: Tensor | None, coefficient: Tensor | None) -> None:
+    if weight is not None and coefficient is None:
+        raise ValueError("a class weight needs the coefficient that cross_entropy_shard_join returned")
 
 
 def _parts(logits: Tensor, target: Tensor, class_start: int, num_classes: int, weight: Tensor | None = None) -> Outputs:
@@ -150,8 +159,8 @@ def _shard_alone(ctx: Any, grad: Tensor) -> NoReturn:
 def _second_backward(ctx: Any, grad: Tensor) -> NoReturn:
     # The lse depends on the logits of all ranks: this rank's part of a second derivative would be wrong without a word.
     raise RuntimeError(
-        "the vocabulary-parallel cross entropy has no second derivative (it would need a collective in backward); "
-        "gather the logits and call xent_ops.cross_entropy for one"
+        "the cross entropy of DTensors, or of a vocabulary split over ranks, has no second derivative (it would need a "
+        "collective in backward): for one call xent_ops.cross_entropy on all logits as a plain tensor (full_tensor())"
     )
 
 

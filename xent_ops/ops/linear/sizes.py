@@ -33,9 +33,12 @@ _ROWS_ON_CPU = 512
 _MULTIPLE = 128
 
 
-def rows_of_chunk(input: Tensor, linear_weight: Tensor, wider: bool, chunk_rows: int | None) -> int:
-    """For input (N, H). ``wider``: the gradient of the weight is added up in more bytes than it has in the end."""
-    number, features = max(input.shape[0], 1), input.shape[1]
+def rows_of_chunk(number: int, input: Tensor, linear_weight: Tensor, wider: bool, chunk_rows: int | None) -> int:
+    """For that number of rows of input (N, H).
+
+    ``wider``: the gradient of the weight is added up in more bytes than it has in the end.
+    """
+    number, features = max(number, 1), input.shape[1]
     if chunk_rows is not None:
         return min(number, chunk_rows)
     rows = _ROWS_ON_CPU
@@ -43,7 +46,7 @@ def rows_of_chunk(input: Tensor, linear_weight: Tensor, wider: bool, chunk_rows:
         itemsize = input.element_size()
         # Products of wider numbers take longer, so fewer rows will do.
         rows = least = 4096 // itemsize
-        while 2 * rows * linear_weight.shape[0] * itemsize <= _BYTES:
+        while rows < number and 2 * rows * linear_weight.shape[0] * itemsize <= _BYTES:
             rows *= 2
         if wider and rows < features:
             # At the end the sum and its copy are there at once. Until then a chunk of H rows takes the copy's place.

@@ -1,0 +1,214 @@
+"""The head and the loss over ranks that hold some rows of the head; run on every rank by test_linear.py.
+
+Expected values and budgets come from one process' float64 products.
+"""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from vocab_parallel_cases import OPTIONS, Collectives, V, same_bits_everywhere, shard_of, split
+
+from xent_ops.distributed import vocab_parallel_linear_cross_entropy
+from xent_ops.testing import assert_linear, linear_oracle
+
+H = 8
+
+
+def head_of(dtype, rows=(2, 5), bias=True):
+    """(input, linear_weight, linear_bias, class weight, target), the same on every rank."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    target = torch.randint(0, V, rows, generator=generator)
+    target.view(-1)[:3] = torch.tensor([-100, V - 1, 0])
+    weight = torch.rand(V, generator=generator)
+    return normal(*rows, H), normal(V, H) / 2, normal(V) if bias else None, weight, target
+
+
+def rounded_sum(expected, input, head, bias, world, dtype):
+    """Budgets for a gradient of the input that is a sum over ranks, each part of it rounded."""
+    logits = input.double() @ head.double().t() + (0 if bias is None else bias.double())
+    magnitude = (logits.softmax(-1) + 1) @ head.double().abs()  # of all parts, for an upstream gradient of one
+    scale = expected.grads[0].abs().amax() / magnitude.amax().clamp(min=1e-30) + 1
+    more = world * torch.finfo(dtype).eps * magnitude * scale
+    of_input, *others = expected.grad_bounds
+    return expected._replace(grad_bounds=(of_input + more.view_as(of_input), *others))
+
+
+def one(device, kind, problem, group=None, sequence_dim=None, **options):
+    """Loss, bits and gradients of one call on this rank."""
+    input, head, bias, weight, target = problem
+    world, place = dist.get_world_size(group), split(kind, V, group)
+    if sequence_dim is not None:
+        mine = input.chunk(world, sequence_dim)[dist.get_rank(group)].clone()
+    else:
+        mine = input.clone()
+    x, w = (tensor.to(device).requires_grad_() for tensor in (mine, shard_of(head.t(), place).t().contiguous()))
+    b = None if bias is None else shard_of(bias, place).to(device).requires_grad_()
+    loss = vocab_parallel_linear_cross_entropy(
+        x,
+        w,
+        target.to(device),
+        group,
+        num_classes=V,
+        class_start=None if kind == "chunk" else place[0],
+        bias_shard=b,
+        weight=None if weight is None else shard_of(weight, place).to(device),
+        sequence_parallel=sequence_dim is not None,
+        **options,
+    )
+    upstream = torch.rand(target.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    upstream = upstream if options.get("reduction") == "none" else torch.tensor(0.75, dtype=torch.float64)
+    same_bits_everywhere(loss, group)
+    wanted = (x, w) if b is None else (x, w, b)
+    grads = torch.autograd.grad(loss, wanted, upstream.to(loss))
+
+    of_oracle = {name: value for name, value in options.items() if name not in ("skip_ignored", "max_counted")}
+    expected = linear_oracle(input, head, target, bias, weight, upstream=upstream, **of_oracle)
+    expected = rounded_sum(expected, input, head, bias, world, input.dtype)
+    start, size, _ = place
+    mine = slice(start, start + size)
+    of_input, of_bounds = expected.grads[0], expected.grad_bounds[0]
+    if sequence_dim is not None:
+        of_input, of_bounds = (v.chunk(world, sequence_dim)[dist.get_rank(group)] for v in (of_input, of_bounds))
+    expected = expected._replace(
+        grads=(of_input, *(grad[mine] for grad in expected.grads[1:])),
+        grad_bounds=(of_bounds, *(bound[mine] for bound in expected.grad_bounds[1:])),
+    )
+    for grad, tensor in zip(grads, wanted, strict=True):
+        assert grad.dtype == tensor.dtype and grad.shape == tensor.shape and grad.is_contiguous()
+    for grad in grads[1:]:
+        assert grad[size:].count_nonzero() == 0, "padding got a gradient"
+    assert_linear(loss, (grads[0], *(grad[:size] for grad in grads[1:])), expected)
+
+
+def values(device, kind, dtype):
+    for bias, chunk_rows in ((True, 4), (False, None)):
+        *problem, weight, target = head_of(dtype, bias=bias)
+        for reduction, name, w in itertools.product(("none", "sum", "mean"), OPTIONS, (None, weight)):
+            options = {"reduction": reduction, "chunk_rows": chunk_rows, **OPTIONS[name]}
+            one(device, kind, (*problem, w, target), **options)
+    others = (*problem, None, target.clamp(min=0).to(torch.int32))
+    one(device, kind, others, ignore_index=0, reduction="sum", divisor=3.0, chunk_rows=3)
+    for skip in ({"skip_ignored": True}, {"max_counted": 9}):
+        for w in (None, weight):
+            one(device, kind, (*problem, w, target), chunk_rows=4, **skip, **OPTIONS["all"])
+    if dtype == torch.bfloat16:
+        one(device, kind, others, ignore_index=0, accumulate_dtype=torch.float32, chunk_rows=3)
+
+
+def sequence_parallel(device):
+    world = dist.get_world_size()
+    for dtype, (rows, dim) in itertools.product(
+        (torch.float32, torch.bfloat16), (((2 * world, 3), 0), ((3, 2 * world), 1), ((2, 3 * world, 2), 1))
+    ):
+        problem = head_of(dtype, rows)
+        for reduction, kind in itertools.product(("none", "sum", "mean"), ("chunk", "uneven")):
+            one(device, kind, problem, sequence_dim=dim, reduction=reduction, chunk_rows=5, **OPTIONS["all"])
+
+
+def leaves(device, *problem):
+    """This rank's (input, rows of the head, bias), which require grad, and the target."""
+    input, head, bias, _, target = problem
+    place = split("chunk", V)
+    shards = (input, shard_of(head.t(), place).t().contiguous(), shard_of(bias, place))
+    return *(tensor.clone().to(device).requires_grad_() for tensor in shards), target.to(device)
+
+
+def what_is_communicated(device):
+    """3 or 4 numbers a row forward, the input's gradient backward where it is wanted; with a sequence, the input too."""
+    world, rows = dist.get_world_size(), 6 * dist.get_world_size()
+    x, head, bias, target = leaves(device, *head_of(torch.float32, (rows,)))
+    part = x.detach().chunk(world)[dist.get_rank()].clone().requires_grad_()
+    stats = ("all_gather_into_tensor.default", 3 * rows + 5)
+    inputs = ("all_gather_into_tensor.default", 6 * H)
+    cases = [
+        ((x, head, bias), {}, [stats], [("all_reduce.default", rows * H)]),
+        ((x, head.detach(), None), {}, [stats], [("all_reduce.default", rows * H)]),
+        ((x.detach(), head, None), {}, [stats], []),
+        ((part, head, None), {"sequence_parallel": True}, [inputs, stats], [("reduce_scatter_tensor.default", rows * H)]),
+        ((part.detach(), head, None), {"sequence_parallel": True}, [inputs, stats], []),
+        ((x, head, None), {"weight": torch.rand(len(head), device=device)}, [(stats[0], 4 * rows + 5)], [("all_reduce.default", rows * H)]),
+    ]  # fmt: skip
+    for (input, weight, b), options, forward, backward in cases:
+        with Collectives() as mode:
+            loss = vocab_parallel_linear_cross_entropy(input, weight, target, num_classes=V, bias_shard=b, **options)
+        assert mode.seen == forward
+        with Collectives() as mode:
+            loss.backward()
+        assert mode.seen == backward
+    with Collectives() as mode, torch.no_grad():
+        assert not vocab_parallel_linear_cross_entropy(x, head, target, num_classes=V).requires_grad
+    assert mode.seen == [stats]
+
+
+def groups_of_one_and_some(device):
+    world = dist.get_world_size()
+    problem = head_of(torch.float32)
+    alone = [dist.new_group([rank]) for rank in range(world)][dist.get_rank()]
+    for dim in (None, 0):
+        with Collectives() as mode:
+            input, head, bias, _, target = (tensor.to(device) for tensor in problem)
+            input.requires_grad_()
+            loss = vocab_parallel_linear_cross_entropy(
+                input, head, target, alone, num_classes=V, bias_shard=bias, sequence_parallel=dim is not None
+            )
+            loss.backward()
+        assert mode.seen == []
+    one(device, "chunk", problem, group=alone)
+    some = [world - 1, 0]  # not in the order of their global numbers
+    part = dist.new_group(some)
+    if dist.get_rank() in some:
+        one(device, "chunk", problem, group=part)
+    dist.barrier()
+
+
+def edge_rows(device):
+    """All rows ignored, no rows; a shard of -inf; shards that do not tile."""
+    input, head, bias, _, target = head_of(torch.float32)
+    x, w, b, t = leaves(device, input, head, bias, None, torch.full_like(target, -100))
+    for rows in (slice(None), slice(0)):
+        for reduction, options in itertools.product(("mean", "sum"), ({}, {"lse_square_scale": 0.1, "chunk_rows": 3})):
+            loss = vocab_parallel_linear_cross_entropy(
+                x[rows], w, t[rows], num_classes=V, bias_shard=b, reduction=reduction, **options
+            )
+            assert loss.isnan() if reduction == "mean" else loss == 0
+            for grad in torch.autograd.grad(loss, (x, w, b)):
+                assert grad.count_nonzero() == 0
+
+    masked = bias.clone()
+    masked[: -(-V // dist.get_world_size())] = float("-inf")
+    one(device, "chunk", (input, head, masked, None, torch.full_like(target, V - 1)), reduction="mean", chunk_rows=4)
+
+    start = split("chunk", V)[0]
+    for first in (0, min(start + 1, V - len(w))):
+        loss = vocab_parallel_linear_cross_entropy(x, w, target.to(device), num_classes=V, class_start=first)
+        assert loss.isnan() and all(grad.isnan().any() for grad in torch.autograd.grad(loss, (x, w)))
+
+
+def backward_again(device):
+    """retain_graph gives the same bits; a second derivative is refused."""
+    x, w, b, target = leaves(device, *head_of(torch.float32))
+    loss = vocab_parallel_linear_cross_entropy(x, w, target, num_classes=V, bias_shard=b, chunk_rows=4)
+    first = torch.autograd.grad(loss, (x, w, b), retain_graph=True)
+    again = torch.autograd.grad(loss, (x, w, b), create_graph=True)
+    for one_grad, other in zip(first, again, strict=True):
+        assert torch.equal(one_grad, other)
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        torch.autograd.grad(again[1].sum(), w)
+
+
+def autocast(device):
+    x, w, b, target = leaves(device, *head_of(torch.float32))
+    with torch.autocast(device, torch.bfloat16):
+        loss = vocab_parallel_linear_cross_entropy(x, w, target, num_classes=V, bias_shard=b)
+    wanted = vocab_parallel_linear_cross_entropy(
+        x.bfloat16(), w.bfloat16(), target, num_classes=V, bias_shard=b.bfloat16()
+    )
+    assert torch.equal(loss, wanted) and loss.dtype == torch.float32
+    grads = torch.autograd.grad(loss, (x, w, b))
+    assert all(grad.dtype == torch.float32 for grad in grads)

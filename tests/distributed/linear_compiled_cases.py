@@ -1,0 +1,153 @@
+"""torch.compile of the head and the loss over ranks; run on every rank by test_linear.py."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from linear_cases import H, head_of, leaves
+from torch._dynamo.testing import AotEagerAndRecordGraphs
+from vocab_parallel_cases import V, same_bits_everywhere, split
+
+from xent_ops.distributed import vocab_parallel_linear_cross_entropy
+
+
+def step_of(group, **options):
+    def step(h, head, target, bias=None, weight=None):
+        hidden = h * 2  # an intermediate, as a layer's output is
+        return vocab_parallel_linear_cross_entropy(
+            hidden, head, target, group, num_classes=V, bias_shard=bias, weight=weight, **options
+        )
+
+    return step
+
+
+def equal_to_eager(device, backend):
+    """fullgraph forward and backward, N dynamic: one graph for all N, and what eager gives."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    full = {"label_smoothing": 0.125, "lse_square_scale": 1e-3, "softcap": 20.0, "chunk_rows": 4}
+    name = dist.group.WORLD.group_name
+    cases = [(full, name, True), ({"sequence_parallel": True}, None, False)]
+    if backend != "inductor":
+        cases += [({}, None, False), ({"reduction": "none"}, None, True)]
+    for options, group, weighted in cases:
+        torch.compiler.reset()
+        step = step_of(group, **options)
+        compiled = torch.compile(step, fullgraph=True, backend=backend, dynamic=True)
+        for number, rows in enumerate((6, 11, 24)):
+            x, head, bias, target = leaves(device, *head_of(torch.float32, (world * rows, 2)))
+            if "sequence_parallel" in options:
+                x = x.detach().chunk(world)[rank].clone().requires_grad_()
+            weight = torch.rand(len(head), device=device) if weighted else None
+            results = []
+            for function in (step, compiled):
+                with torch._dynamo.config.patch(error_on_recompile=function is compiled and number > 0):
+                    loss = function(x, head, target, bias, weight)
+                grads = torch.autograd.grad(loss.sum(), (x, head, bias))
+                results.append((loss.detach(), *grads))
+            torch.testing.assert_close(*results, rtol=2e-5, atol=1e-6)
+            same_bits_everywhere(results[1][0])
+
+
+def graphs_of(step, *args):
+    backend = AotEagerAndRecordGraphs()
+    torch.compile(step, fullgraph=True, backend=backend)(*args).backward()
+
+    def calls(graphs):
+        (module,) = graphs
+        names = [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
+        return [name.removesuffix(".default") for name in names if name.startswith(("xent.", "_c10d"))]
+
+    return calls(backend.fw_graphs), calls(backend.bw_graphs)
+
+
+def graph(device):
+    """Every collective stands between operators, in the forward and in the backward graph."""
+    world = dist.get_world_size()
+    x, head, _, target = leaves(device, *head_of(torch.float32, (6 * world,)))
+    gather = ["_c10d_functional.all_gather_into_tensor", "_c10d_functional.wait_tensor"]
+    shard, join = "xent.linear_cross_entropy_shard", "xent.linear_cross_entropy_shard_join"
+    forward, backward = graphs_of(step_of(None), x, head, target)
+    assert forward == [shard, *gather, join]
+    assert backward == [f"{shard}_backward", "_c10d_functional.all_reduce", "_c10d_functional.wait_tensor"]
+
+    part = x.detach()[:6].clone().requires_grad_()
+    forward, backward = graphs_of(step_of(None, sequence_parallel=True), part, head, target)
+    assert forward == [*gather, shard, *gather, join]
+    assert backward == [f"{shard}_backward", "_c10d_functional.reduce_scatter_tensor", "_c10d_functional.wait_tensor"]
+
+    forward, backward = graphs_of(step_of(None), x.detach(), head, target)
+    assert forward == [shard, *gather, join] and backward == [f"{shard}_backward"]
+
+
+def bad_input_while_tracing(device):
+    x, head, _, target = leaves(device, *head_of(torch.float32, (6,)))
+    compiled = torch.compile(
+        lambda x, w, t, **k: vocab_parallel_linear_cross_entropy(x, w, t, num_classes=V, **k),
+        backend="eager",
+        fullgraph=True,
+    )
+    with pytest.raises(Exception, match="DTensor's chunk rule"):
+        compiled(x, head[1:], target)
+    with pytest.raises(Exception, match="check=True compares values between ranks"):
+        compiled(x, head, target, check=True)
+
+
+def captured(step, args, wanted):
+    """Loss and gradients of a captured step, and the graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            torch.autograd.grad(step(*args), wanted)
+    torch.cuda.current_stream().wait_stream(stream)
+    recorded = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(recorded):
+        loss = step(*args)
+        grads = torch.autograd.grad(loss, wanted)
+    return recorded, loss, grads
+
+
+def cuda_graph_of_a_step(device):
+    """Captured once with NCCL, eager and compiled, replayed with other inputs and targets."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for options in ({}, {"sequence_parallel": True}):
+        eager = step_of(None, label_smoothing=0.125, chunk_rows=4, **options)
+        x, head, _, target = leaves(device, *head_of(torch.bfloat16, (6 * world,)))
+        if options:
+            x = x.detach().chunk(world)[rank].clone().requires_grad_()
+        for function in (eager, torch.compile(eager, fullgraph=True)):
+            recorded, loss, grads = captured(function, (x, head, target), (x, head))
+            for seed in (1, 2):
+                generator = torch.Generator().manual_seed(seed)
+                other = torch.randn(6 * world, H, generator=generator).to(x)
+                with torch.no_grad():
+                    x.copy_(other.chunk(world)[rank] if options else other)
+                target.copy_(torch.randint(0, V, target.shape, generator=generator))
+                recorded.replay()
+                expected = function(x, head, target)
+                torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=0)
+                for grad, wanted in zip(grads, torch.autograd.grad(expected, (x, head)), strict=True):
+                    torch.testing.assert_close(grad, wanted, rtol=0, atol=0)
+
+
+def cuda_graphs_of_inductor(device):
+    """``mode="reduce-overhead"``: recorded and replayed by Inductor, the collectives with the rest."""
+    start, size, _ = split("chunk", V)
+    head = torch.randn(V, H, generator=torch.Generator().manual_seed(1))[start : start + size].to(device)
+    head.requires_grad_()
+
+    def step(h, target):
+        return vocab_parallel_linear_cross_entropy(h * 2, head, target, num_classes=V)
+
+    compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
+    for seed in range(4):
+        torch.manual_seed(seed)  # the same on every rank
+        target, h = torch.randint(0, V, (16,), device=device), torch.randn(16, H).to(device).requires_grad_()
+        results = []
+        for function in (step, compiled):
+            torch.compiler.cudagraph_mark_step_begin()
+            head.grad = h.grad = None
+            loss = function(h, target)
+            loss.backward()
+            results.append((loss.detach().clone(), head.grad.clone(), h.grad.clone()))
+        torch.testing.assert_close(*results, rtol=2e-5, atol=1e-6)
+    assert not torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]

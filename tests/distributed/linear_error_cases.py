@@ -1,0 +1,110 @@
+"""What the head and the loss over ranks refuse; run on every rank by test_linear.py."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from linear_cases import H, head_of, leaves
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+from vocab_parallel_cases import Collectives, V
+
+from xent_ops.distributed import vocab_parallel_linear_cross_entropy
+
+
+def bad_input(device):
+    """What a rank can see alone is an error before it communicates: no rank waits."""
+    x, w, b, target = leaves(device, *head_of(torch.float32, (6,)))
+    size, world = len(w), dist.get_world_size()
+    mesh = init_device_mesh(device, (world,))
+    whole = torch.randn(V, H, device=device)
+    bad = [
+        (
+            {"weight_shard": whole, "bias_shard": None},
+            ValueError,
+            f"the shard has {V} columns, which is the whole vocabulary",
+        ),
+        ({"weight_shard": w[1:], "bias_shard": b[1:]}, ValueError, "DTensor's chunk rule gives it"),
+        ({"class_start": V}, ValueError, f"class_start={V} with {size} columns lies beyond num_classes={V}"),
+        ({"class_start": -1}, ValueError, "class_start=-1"),
+        ({"class_start": 0.5}, TypeError, "class_start must be an integer, got 0.5"),
+        ({"num_classes": 0}, ValueError, "num_classes must be at least 1"),
+        ({"num_classes": float(V)}, TypeError, f"num_classes must be an integer, got {V}.0"),
+        ({"target": target[:3]}, ValueError, r"target has shape \(3,\); expected \(6,\)"),
+        ({"target": target.float()}, TypeError, "target has dtype torch.float32"),
+        ({"target": None}, TypeError, "target must be a torch.Tensor, got None"),
+        ({"input": x[:, 1:]}, ValueError, rf"linear_weight has shape \({size}, {H}\); expected \({size}, {H - 1}\)"),
+        ({"input": x.double()}, TypeError, "linear_weight has dtype torch.float32 but input torch.float64"),
+        ({"input": x.long()}, TypeError, "input has dtype torch.int64"),
+        ({"weight_shard": w[0]}, ValueError, r"linear_weight has shape \(8,\); expected \(V, H\)"),
+        ({"bias_shard": b[1:]}, ValueError, "linear_bias has shape"),
+        ({"weight": torch.ones(V, device=device)}, ValueError, rf"weight has shape \({V},\); expected \({size},\)"),
+        ({"weight": torch.ones(size, device=device, requires_grad=True)}, RuntimeError, "weight requires grad"),
+        ({"reduction": "avg"}, ValueError, "'avg' is not a valid value for reduction"),
+        ({"divisor": 3.0}, ValueError, 'expected reduction="sum"'),
+        ({"chunk_rows": 0}, ValueError, "chunk_rows must be at least 1"),
+        ({"max_counted": 0}, ValueError, "max_counted must be at least 1"),
+        ({"accumulate_dtype": torch.bfloat16}, TypeError, "accumulate_dtype must be None"),
+        ({"label_smoothing": 2.0}, ValueError, "label_smoothing must be between"),
+        ({"softcap": 0.0}, ValueError, "softcap must be a finite number above 0"),
+        ({"lse_square_scale": 1e39}, ValueError, "lse_square_scale must be at most"),
+        ({"input": DTensor.from_local(x, mesh, [Replicate()], run_check=False)}, TypeError, "input is a DTensor"),
+        ({"weight_shard": DTensor.from_local(w, mesh, [Replicate()], run_check=False)}, TypeError, "weight_shard is a"),
+        ({"sequence_parallel": True}, ValueError, f"one dimension of the target must be {world} times as long"),
+        (
+            {"sequence_parallel": True, "input": x[: 6 // world], "bias_shard": b[1:]},
+            ValueError,
+            "linear_bias has shape" if 6 % world == 0 else "must be",
+        ),
+    ]
+    call = {"input": x, "weight_shard": w, "target": target, "num_classes": V, "bias_shard": b}
+    with Collectives() as mode:
+        for keywords, error, text in bad:
+            with pytest.raises(error, match=text):
+                vocab_parallel_linear_cross_entropy(**{**call, **keywords})
+        for function in (torch.func.grad, torch.vmap):
+            with pytest.raises(NotImplementedError, match="vocab_parallel_linear_cross_entropy below a functorch"):
+                function(lambda x: vocab_parallel_linear_cross_entropy(**{**call, "input": x}))(x)
+    assert mode.seen == []
+    wrong = target.clone()
+    wrong[2] = V
+    if device == "cpu":
+        with pytest.raises(ValueError, match="5 rows are counted; expected at most max_counted=4"):
+            vocab_parallel_linear_cross_entropy(**{**call, "max_counted": 4})
+        with pytest.raises(IndexError, match=f"target {V} is out of bounds: valid are 0 to {V - 1}"):
+            vocab_parallel_linear_cross_entropy(**{**call, "target": wrong})
+    else:
+        loss = vocab_parallel_linear_cross_entropy(**{**call, "target": wrong, "reduction": "none"})
+        assert loss.isnan().tolist() == [False, False, True, False, False, False]
+        loss = vocab_parallel_linear_cross_entropy(**{**call, "max_counted": 4})
+        assert loss.isnan() and torch.autograd.grad(loss, w)[0].isnan().any()
+
+
+def check_across_ranks(device):
+    """What one rank refuses by itself, and what differs between ranks, all of them raise."""
+    last = dist.get_world_size() - 1
+    odd = dist.get_rank() == last  # the rank that differs
+    x, w, b, target = leaves(device, *head_of(torch.float32, (6,)))
+    call = {"input": x, "weight_shard": w, "target": target, "num_classes": V, "bias_shard": b, "check": True}
+    other = target.clone()
+    other[4] = (other[4] + 1) % V
+    # (what the odd rank passes, what every rank says)
+    bad = [
+        ({"weight_shard": w[1:]}, f"rank {last}: ValueError: linear_bias has shape"),
+        ({"weight_shard": w.tolist()}, f"rank {last}: TypeError: linear_weight must be a torch.Tensor, got list"),
+        ({"input": x[:, 1:]}, f"rank {last}: ValueError: linear_weight has shape"),
+        ({"num_classes": 0}, f"rank {last}: ValueError: num_classes must be at least 1"),
+        ({"target": other}, "targets differ between ranks: row 4 is"),
+        ({"target": other.clamp(max=V).fill_(V)}, f"rank {last}: IndexError: target {V} is out of bounds"),
+        ({"input": x[:3], "target": target[:3]}, r"target shape is \(6,\) on rank 0 but \(3,\) on rank"),
+        ({"label_smoothing": 0.1}, "label_smoothing is 0.0 on rank 0 but 0.1"),
+        ({"reduction": "sum"}, "reduction is mean on rank 0 but sum"),
+        ({"bias_shard": None}, "bias is True on rank 0 but False"),
+        ({"input": x.detach()}, "input that requires grad is True on rank 0 but False"),
+        ({"weight": torch.ones(len(w), device=device)}, "class weights is False on rank 0 but True"),
+        ({"input": x.bfloat16(), "weight_shard": w.bfloat16(), "bias_shard": b.bfloat16()}, "input's dtype is"),
+        ({"class_start": V - len(w) - 1}, "an overlap|a gap"),
+    ]
+    for keywords, text in bad:
+        with pytest.raises(ValueError, match=f"^vocab_parallel_linear_cross_entropy: .*{text}"):
+            vocab_parallel_linear_cross_entropy(**{**call, **(keywords if odd else {})})
+    value = vocab_parallel_linear_cross_entropy(**call)  # the group is as it was
+    assert torch.equal(value, vocab_parallel_linear_cross_entropy(**{**call, "check": False}))

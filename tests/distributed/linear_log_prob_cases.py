@@ -1,0 +1,131 @@
+"""Log-probabilities and entropies of a head over ranks; run on every rank by test_linear.py."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from linear_cases import H, head_of, leaves
+from vocab_parallel_cases import Collectives, V, same_bits_everywhere, shard_of, split
+
+import xent_ops
+from xent_ops.distributed import vocab_parallel_linear_token_log_probs
+
+TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
+
+
+def reference(input, head, bias, target, options):
+    """(outputs, gradients of their weighted sum) of one process in float64, from all logits."""
+    x, w, b = (tensor.double().requires_grad_() for tensor in (input, head, bias))
+    logits = x @ w.t() + b
+    scale, cap = options.get("logit_scale", 1.0), options.get("softcap")
+    z = logits * scale if cap is None else cap * torch.tanh(logits * scale / cap)
+    counted, lse = target != -100, z.logsumexp(-1)
+    log_p = z - lse.unsqueeze(-1)
+    chosen = log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    entropy = -(log_p.exp() * log_p.nan_to_num(neginf=0.0)).sum(-1)
+    outputs = torch.where(counted, chosen, 0.0), torch.where(counted, entropy, 0.0), torch.where(counted, lse, 0.0)
+    total = sum((factor * value).sum() for factor, value in zip(upstream(target), outputs, strict=True))
+    return outputs, torch.autograd.grad(total, (x, w, b))
+
+
+def upstream(target):
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(target.shape, generator=generator, dtype=torch.float64) for _ in range(3)]
+
+
+def close(actual, expected, dtype):
+    """Within the tolerance of the largest value."""
+    assert actual.shape == expected.shape
+    if expected.numel() == 0:
+        return
+    error = (actual.detach().double().cpu() - expected).abs().max()
+    assert error <= TOLERANCES[dtype] * expected.abs().max().clamp(min=1.0), f"{error} of {expected.abs().max()}"
+
+
+def one(device, kind, problem, sequence_dim=None, **options):
+    input, head, bias, _, target = problem
+    world, rank, place = dist.get_world_size(), dist.get_rank(), split(kind, V)
+    mine = input if sequence_dim is None else input.chunk(world, sequence_dim)[rank]
+    shards = (mine, shard_of(head.t(), place).t().contiguous(), shard_of(bias, place))
+    x, w, b = (tensor.clone().to(device).requires_grad_() for tensor in shards)
+    outputs = vocab_parallel_linear_token_log_probs(
+        x,
+        w,
+        target.to(device),
+        num_classes=V,
+        class_start=None if kind == "chunk" else place[0],
+        bias_shard=b,
+        sequence_parallel=sequence_dim is not None,
+        **options,
+    )
+    counted = (target != -100).to(device)
+    outputs = outputs._replace(lse=torch.where(counted, outputs.lse, 0.0))  # infinite where a row was skipped
+    expected, grads = reference(input, head, bias, target, options)
+    for value, wanted in zip(outputs, expected, strict=True):
+        same_bits_everywhere(value)
+        assert value.dtype == (torch.float64 if input.dtype == torch.float64 else torch.float32)
+        close(value, wanted, input.dtype)
+    total = sum((factor.to(value) * value).sum() for factor, value in zip(upstream(target), outputs, strict=True))
+    of_input, *others = grads
+    of_input = of_input if sequence_dim is None else of_input.chunk(world, sequence_dim)[rank]
+    start, size, _ = place
+    made = torch.autograd.grad(total, (x, w, b))
+    close(made[0], of_input, input.dtype)
+    for grad, wanted in zip(made[1:], others, strict=True):
+        close(grad[:size], wanted[start : start + size], input.dtype)
+        assert grad[size:].count_nonzero() == 0
+
+
+def values(device, kind):
+    for dtype in TOLERANCES:
+        problem = head_of(dtype)
+        for options in ({}, {"softcap": 30.0, "logit_scale": 0.75, "chunk_rows": 4}):
+            one(device, kind, problem, **options)
+    one(device, kind, head_of(torch.float32), skip_ignored=True, chunk_rows=4)
+    rows = head_of(torch.float32, (3, 2 * dist.get_world_size()))
+    one(device, kind, rows, sequence_dim=1, chunk_rows=5)
+
+
+def behaviour(device):
+    """One gather of 4 numbers a row, one all-reduce; compiled as in eager; shards that do not tile; masked columns."""
+    x, w, b, target = leaves(device, *head_of(torch.float32, (6,)))
+
+    def total(x, w, b):
+        outputs = vocab_parallel_linear_token_log_probs(x, w, target, num_classes=V, bias_shard=b)
+        return (outputs.log_probs + outputs.entropy.square() + outputs.lse).sum()
+
+    with Collectives() as mode:
+        loss = total(x, w, b)
+    assert mode.seen == [("all_gather_into_tensor.default", 4 * 6 + 5)]
+    with Collectives() as mode:
+        grads = torch.autograd.grad(loss, (x, w, b))
+    assert mode.seen == [("all_reduce.default", 6 * H)]
+    compiled = torch.compile(total, fullgraph=True, backend="aot_eager")(x, w, b)
+    torch.testing.assert_close(compiled, loss)
+    torch.testing.assert_close(torch.autograd.grad(compiled, (x, w, b)), grads)
+
+    wrong = vocab_parallel_linear_token_log_probs(x, w, target, num_classes=V, class_start=0)
+    assert wrong.lse.isnan().all() and wrong.entropy[target != -100].isnan().all()
+    with pytest.raises(ValueError, match="an overlap"):
+        vocab_parallel_linear_token_log_probs(x, w, target, num_classes=V, class_start=0, check=True)
+    with pytest.raises(ValueError, match=r"target has shape \(3,\)"):
+        vocab_parallel_linear_token_log_probs(x, w, target[:3], num_classes=V)
+    bad = target.clone()
+    bad[2] = V
+    if device == "cpu":
+        with pytest.raises(IndexError, match=f"target {V} is out of bounds"):
+            vocab_parallel_linear_token_log_probs(x, w, bad, num_classes=V)
+    else:
+        assert vocab_parallel_linear_token_log_probs(x, w, bad, num_classes=V).log_probs[2].isnan()
+
+    # A whole shard of -inf hands over an lse of -inf.
+    input, head, bias, _, _ = head_of(torch.float32, (6,))
+    bias[: -(-V // dist.get_world_size())] = float("-inf")
+    start, size, _ = split("chunk", V)
+    last = torch.full_like(target, V - 1)
+    found = vocab_parallel_linear_token_log_probs(
+        x, w, last, num_classes=V, bias_shard=bias[start : start + size].to(device)
+    )
+    wanted = xent_ops.linear_token_log_probs(input, head, last.cpu(), linear_bias=bias)
+    torch.testing.assert_close(tuple(value.cpu() for value in found), tuple(wanted), check_device=False)
+    (grad,) = torch.autograd.grad(found.entropy.sum(), x)
+    assert grad.isfinite().all()

@@ -1,0 +1,94 @@
+"""The head and the loss over ranks in real processes. Every rank runs the cases of linear_*cases.py beside this."""
+
+import bench_cases as bench
+import linear_cases as cases
+import linear_compiled_cases as compiled
+import linear_dtensor_cases as dtensor
+import linear_error_cases as errors
+import linear_log_prob_cases as log_probs
+import pytest
+import torch
+
+WORLDS = [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+FEW = [2, pytest.param(3, marks=pytest.mark.slow)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["chunk", "uneven", "empty", "padded"])
+def test_values(pool, device, world, kind, dtype):
+    pool(world, device).run(cases.values, kind, dtype)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        cases.sequence_parallel,
+        cases.what_is_communicated,
+        cases.groups_of_one_and_some,
+        cases.edge_rows,
+        cases.backward_again,
+        cases.autocast,
+        errors.bad_input,
+        errors.check_across_ranks,
+    ],
+    ids=lambda case: case.__name__,
+)
+def test_behaviour(pool, device, world, case):
+    pool(world, device).run(case)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", ["chunk", "uneven", "empty", "padded"])
+def test_log_probs(pool, device, world, kind):
+    pool(world, device).run(log_probs.values, kind)
+
+
+@pytest.mark.parametrize("world", FEW)
+def test_behaviour_of_log_probs(pool, device, world):
+    pool(world, device).run(log_probs.behaviour)
+
+
+@pytest.mark.parametrize("world", FEW)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled(pool, device, world, backend):
+    pool(world, device).run(compiled.equal_to_eager, backend)
+
+
+@pytest.mark.parametrize("case", [compiled.graph, compiled.bad_input_while_tracing], ids=lambda case: case.__name__)
+def test_tracing(pool, device, case):
+    pool(2, device).run(case)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(bench.report, marks=pytest.mark.slow), bench.wrong_is_seen], ids=lambda case: case.__name__
+)
+def test_bench(pool, device, case):
+    pool(2, device).run(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    "case", [compiled.cuda_graph_of_a_step, compiled.cuda_graphs_of_inductor], ids=lambda case: case.__name__
+)
+def test_cuda_graphs(pool, world, case):
+    pool(world, "cuda").run(case)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        dtensor.placements,
+        dtensor.targets,
+        dtensor.what_is_communicated,
+        dtensor.parallel_styles,
+        dtensor.refused,
+    ],
+    ids=lambda case: case.__name__,
+)
+def test_dtensor(pool, device, world, case):
+    pool(world, device).run(case)

@@ -1,0 +1,308 @@
+"""Linear cross entropy where each rank holds some rows of the head.
+
+How the data flows, N rows of input of width H in chunks of rows:
+
+    forward     a chunk's logits of this rank's classes, their statistics      xent::linear_cross_entropy_shard
+                one all-gather of 3 numbers a row (4 with class weights)
+                the loss and lse of every row                                  xent::linear_cross_entropy_shard_join
+    backward    a chunk's logits again, their gradient over them, both         xent::linear_cross_entropy_shard_backward
+                products of it
+                the sum of grad_input over the ranks: one all-reduce
+
+With ``sequence_parallel`` the input is all-gathered before the first step, and the last is a reduce-scatter. Every
+collective is a ``_c10d_functional`` node between operators. The gathers run below autograd: the formula of the join
+(ops/linear/shard.py) returns the gradient of the rank's own input, summed over the ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..functional import TokenLogProbs, log_probs_of_rows
+from ..kernels import reductions
+from ..kernels.options import Chunking, LossOptions
+from ..ops import arguments, checks, transforms
+from ..ops.library import below_autograd
+from ..ops.linear import checks as linear_checks
+from ..ops.linear import composite
+from ..ops.linear.chunks import divided_by
+from ..ops.linear.shard import check_shard
+from . import consistency
+from .groups import Group, Ranks, ranks_of
+from .parts import all_gather, refuse_dtensor, shard_range_of_width
+from .vocab_parallel import Rows
+
+_ops = torch.ops.xent
+
+
+class Head(NamedTuple):
+    """This rank's rows of the head, and how its chunks are made."""
+
+    weight: Tensor  # (classes of this rank, H)
+    bias: Tensor | None  # (classes of this rank,)
+    class_weight: Tensor | None  # likewise
+    shard_range: tuple[int, int]  # class_start, num_classes
+    accumulate_dtype: torch.dtype | None
+    chunking: Chunking
+
+
+def sharded_rows(
+    input: Tensor,  # (..., H) of this rank
+    target: Tensor,  # of all rows
+    head: Head,
+    ranks: Ranks,
+    loss: LossOptions,
+    gathered_input: Tensor | None = None,  # (ranks, *input.shape) where the inputs of all ranks are wanted
+    sum_grad_input: bool = True,
+    entropy: bool = False,
+) -> tuple[Rows, Tensor]:
+    """Values for each row of the target, its entropy where it is wanted.
+
+    Without ``sum_grad_input`` the gradient is this rank's part of the sum.
+    """
+    weight, bias, class_weight, shard_range, accumulate_dtype, chunking = head
+    options = {**chunking.keywords(), **loss.rows.keywords()}
+    rows = input if gathered_input is None else gathered_input
+    stats = below_autograd(
+        _ops.linear_cross_entropy_shard.default,
+        rows.detach(),
+        weight.detach(),
+        target,
+        *shard_range,
+        None if bias is None else bias.detach(),
+        class_weight,
+        entropy,
+        **options,
+    )
+    row_loss, lse, target_weight, _, entropies = _ops.linear_cross_entropy_shard_join(
+        input,
+        weight,
+        target,
+        all_gather(stats, ranks),
+        *shard_range,
+        bias,
+        class_weight,
+        gathered_input,
+        entropy,
+        accumulate_dtype=accumulate_dtype,
+        group_name=ranks.name if sum_grad_input and ranks.world > 1 else "",
+        **options,
+    )
+    return Rows(row_loss, lse, target_weight), entropies
+
+
+def vocab_parallel_linear_cross_entropy(
+    input: Tensor,
+    weight_shard: Tensor,
+    target: Tensor,
+    group: Group = None,
+    *,
+    num_classes: int,
+    class_start: int | None = None,
+    bias_shard: Tensor | None = None,
+    sequence_parallel: bool = False,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    divisor: Tensor | float | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+    skip_ignored: bool = False,
+    max_counted: int | None = None,
+    check: bool = False,
+) -> Tensor:
+    """``xent_ops.linear_cross_entropy`` of a head whose rows (classes) are split between the ranks of a group.
+
+    Every rank gets the loss, bit for bit the same, and in backward the gradient of its own rows of the head and the
+    whole gradient of its input. No rank ever has more than a chunk of its own logits. One all-gather of 3 numbers a row
+    (4 with class weights) forward, one all-reduce of the input's gradient backward; four products of this rank's
+    classes. No second derivative, no torch.func, no forward-mode AD.
+
+    Args:
+        input: (..., H), the same on every rank, and requiring grad on every rank or on none; with
+            ``sequence_parallel`` this rank's part of it.
+        weight_shard: (classes of this rank, H), the rows of the head from ``class_start`` on, of the input's dtype.
+            Shards may differ in size and may be empty. Rows beyond ``num_classes`` are padding, with a gradient of 0.
+        target: (...), class indices of the whole vocabulary, the same on every rank.
+        group, num_classes, class_start: as for ``vocab_parallel_cross_entropy``.
+        bias_shard: (classes of this rank,), of the input's dtype; on every rank or on none.
+        sequence_parallel: the input is split evenly over the ranks along one dimension of the target, in the ranks'
+            order: (S / ranks, B, H) or (B, S / ranks, H). It is gathered in forward and kept for the backward, where
+            its gradient is reduce-scattered instead of all-reduced.
+        weight: (classes of this rank,), this rank's slice of the class weights; on every rank or on none.
+        divisor: for reduction="sum", as for ``xent_ops.linear_cross_entropy``; the same on every rank.
+        accumulate_dtype, chunk_rows, skip_ignored, max_counted: as for ``xent_ops.linear_cross_entropy``, of this
+            rank's products.
+        check: as for ``vocab_parallel_cross_entropy``; it does not compare the values of inputs and divisors.
+        ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale: as in
+            ``xent_ops.cross_entropy``; smoothing spreads over all ``num_classes``.
+
+    Returns:
+        float32 (float64 for float64 input): (), or the target's shape with reduction="none".
+
+    Raises:
+        As ``vocab_parallel_cross_entropy``, and for what ``xent_ops.linear_cross_entropy`` refuses. Below
+        torch.autocast input, weight_shard and bias_shard are cast as for nn.Linear.
+
+    Shards that do not tile the vocabulary give NaN on every rank, and what differs between ranks wrong numbers, as for
+    ``vocab_parallel_cross_entropy``.
+    """
+    options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
+    call = (input, weight_shard, target, bias_shard, weight, num_classes, class_start, sequence_parallel, options)
+    chunks = (divisor, accumulate_dtype, chunk_rows, skip_ignored, max_counted)
+    if check:
+        consistency.check(_NAME, group, lambda ranks: _report(ranks, *call, *chunks))
+    ranks = ranks_of(group)
+    input, head, loss, divisor, split = _bound(ranks, *call, *chunks)
+    gathered, target = _gathered(input, target, split, ranks)
+    rows, _ = sharded_rows(input, target, head, ranks, loss, gathered)
+    value = reduced(rows, target, loss, divisor)
+    return _as_target(value, split) if reduction == "none" else value
+
+
+_NAME = "vocab_parallel_linear_cross_entropy"
+
+
+def vocab_parallel_linear_token_log_probs(
+    input: Tensor,
+    weight_shard: Tensor,
+    target: Tensor,
+    group: Group = None,
+    *,
+    num_classes: int,
+    class_start: int | None = None,
+    bias_shard: Tensor | None = None,
+    sequence_parallel: bool = False,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+    skip_ignored: bool = False,
+    max_counted: int | None = None,
+    check: bool = False,
+) -> TokenLogProbs:
+    """``xent_ops.linear_token_log_probs`` of a head whose rows (classes) are split between the ranks of a group.
+
+    Arguments, errors and communication are those of ``vocab_parallel_linear_cross_entropy``, with 4 numbers a row in
+    the all-gather. Every rank gets the same bits.
+
+    Returns:
+        ``TokenLogProbs(log_probs, entropy, lse)``, each float32 (float64 for float64 input) of the target's shape.
+    """
+    options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "none")
+    call = (input, weight_shard, target, bias_shard, None, num_classes, class_start, sequence_parallel, options)
+    chunks = (None, accumulate_dtype, chunk_rows, skip_ignored, max_counted)
+    if check:
+        consistency.check(_NAME, group, lambda ranks: _report(ranks, *call, *chunks))
+    ranks = ranks_of(group)
+    input, head, loss, _, split = _bound(ranks, *call, *chunks)
+    gathered, target = _gathered(input, target, split, ranks)
+    rows, entropy = sharded_rows(input, target, head, ranks, loss, gathered, entropy=True)
+    values = log_probs_of_rows(rows.loss, rows.lse, entropy, target, loss.rows)
+    return TokenLogProbs(*(_as_target(value, split) for value in values))
+
+
+def _gathered(input: Tensor, target: Tensor, split: int | None, ranks: Ranks) -> tuple[Tensor | None, Tensor]:
+    """(the inputs of all ranks, the target in their order), both (ranks, ...); where nothing is split, as they were."""
+    if split is None:
+        return None, target
+    gathered = all_gather(input.detach().unsqueeze(0).contiguous(), ranks)
+    return gathered, target.unflatten(split, (ranks.world, -1)).movedim(split, 0).contiguous()
+
+
+def _as_target(value: Tensor, split: int | None) -> Tensor:
+    """A value for each row, in the target's own order."""
+    return value if split is None else value.movedim(0, split).flatten(split, split + 1)
+
+
+class _Bound(NamedTuple):
+    """A call as the operators take it."""
+
+    input: Tensor
+    head: Head
+    loss: LossOptions
+    divisor: Tensor | None
+    split: int | None  # the dimension of the target along which the input is split
+
+
+def _bound(
+    ranks: Ranks,
+    input: Any,
+    linear_weight: Any,
+    target: Any,
+    linear_bias: Any,
+    class_weight: Any,
+    num_classes: Any,
+    class_start: Any,
+    sequence_parallel: bool,
+    options: tuple[Any, Any, Any, Any, Any, str],  # as arguments.loss_options takes them
+    divisor: Any,
+    accumulate_dtype: Any,
+    *chunking: Any,
+) -> _Bound:
+    """Raises every error that this rank can detect by itself, but for the values of targets."""
+    transforms.refuse(f"xent_ops.distributed.{_NAME}")
+    arguments.linear(input, linear_weight, target, linear_bias, class_weight)
+    for name, tensor in (("input", input), ("weight_shard", linear_weight), ("target", target)):
+        refuse_dtensor(name, tensor, "xent_ops.linear_cross_entropy")
+    loss = arguments.loss_options(*options, input.dtype)
+    divisor = arguments.divisor(divisor, input)
+    linear_checks.reduced_by(divisor, input, loss.reduction)
+    accumulate_dtype, how = arguments.chunks(accumulate_dtype, *chunking)
+    checks.weight_without_grad(class_weight)
+    input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
+    linear_checks.head(input, linear_weight, linear_bias, accumulate_dtype, how, may_be_empty=True)
+    shard_range = shard_range_of_width(linear_weight.shape[0], num_classes, class_start, ranks)
+    split = _split_dimension(input, target, ranks.world) if sequence_parallel and ranks.world > 1 else None
+    if not transforms.is_traced():  # else the operators check before anything runs
+        rows = input if split is None else input.new_empty(()).expand(*target.shape, input.shape[-1])  # its shape
+        check_shard(rows, linear_weight, target, *shard_range, linear_bias, class_weight, options=loss.rows)
+    head = Head(linear_weight, linear_bias, class_weight, shard_range, accumulate_dtype, how)
+    return _Bound(input, head, loss, divisor, split)
+
+
+def _report(ranks: Ranks, *call: Any) -> dict[str, Any]:
+    target = call[2]
+    _, head, loss, divisor, _ = _bound(ranks, *call)
+    weighted = head.class_weight is not None
+    report = consistency.report(head.weight.dtype, len(head.weight), target, weighted, head.shard_range, loss)
+    return report | {
+        "sequence_parallel": bool(call[7]),
+        "input's dtype": head.weight.dtype,
+        "input that requires grad": call[0].requires_grad,
+        "bias": head.bias is not None,
+        "divisor": divisor is not None,
+    }
+
+
+def _split_dimension(input: Tensor, target: Tensor, world: int) -> int:
+    """The dimension of the target of which each rank's input has its share."""
+    shape = input.shape[:-1]
+    if len(shape) == target.dim():
+        for dim in range(target.dim()):
+            whole = (*shape[:dim], world * shape[dim], *shape[dim + 1 :])
+            if all(size == wanted for size, wanted in zip(target.shape, whole, strict=True)):
+                return dim
+    raise ValueError(
+        f"target has shape {tuple(target.shape)} and this rank's input {tuple(input.shape)}; with "
+        f"sequence_parallel=True one dimension of the target must be {world} times as long as that of the input, and "
+        "the others equal"
+    )
+
+
+def reduced(rows: Rows, target: Tensor, loss: LossOptions, divisor: Tensor | None) -> Tensor:
+    if loss.reduction == "none":
+        return reductions.reduce_rows(rows.loss, rows.lse, target, None, loss).value
+    if loss.reduction == "mean":
+        divisors = reductions.divisor_of(rows.weight, target, loss.rows.ignore_index)
+    else:
+        divisors = divided_by(target, None, divisor, 1, rows.lse.dtype, loss)
+    return reductions.reduce_rows(rows.loss, rows.lse, target, divisors, loss._replace(reduction="mean")).value

@@ -1,0 +1,126 @@
+"""``xent_ops.linear_cross_entropy`` of DTensors: each rank computes on its local tensors.
+
+A dimension of the mesh may split the classes of the head, Shard(0), which linear.py serves, or the rows of the input.
+Where it does both, as SequenceParallel and ColwiseParallel leave them, the input is gathered first. The gradients are
+placed as the tensors are: DTensor's own redistribution sums them where they are parts of a sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from ..kernels.options import LossOptions
+from ..ops import arguments, checks, transforms
+from ..ops.linear import checks as linear_checks
+from ..ops.linear import composite
+from . import linear, tensor
+from .groups import Ranks, ranks_of
+from .parts import first_class
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    head: tuple[Any, ...],
+    loss: LossOptions,
+    divisor: Any,
+) -> DTensor:
+    """Arguments are those of ``xent_ops.linear_cross_entropy``, at least one of them a DTensor.
+
+    ``head``: linear_weight, linear_bias, class weight, and the arguments of ``arguments.chunks``.
+    """
+    linear_weight, linear_bias, weight, *chunks = head
+    transforms.refuse("xent_ops.linear_cross_entropy of DTensors")
+    mesh = _mesh_of(input, linear_weight, linear_bias)
+    assert isinstance(input, DTensor) and isinstance(linear_weight, DTensor)
+    divisor = arguments.divisor(divisor, input)
+    linear_checks.reduced_by(divisor, input.to_local(), loss.reduction)
+    accumulate_dtype, how = arguments.chunks(*chunks)
+    checks.weight_without_grad(weight)
+    vocabulary = _vocabulary_dimension(linear_weight)
+    rows = _rows(input, vocabulary)
+    linear_checks.head(input, linear_weight, linear_bias, accumulate_dtype, how)
+
+    replicated: list[Placement] = [Replicate()] * mesh.ndim
+    of_head: list[Placement] = [Partial() if isinstance(placement, Shard) else Replicate() for placement in rows]
+    placements, of_input = list(replicated), list(rows)
+    if vocabulary is not None:
+        placements[vocabulary], of_head[vocabulary], of_input[vocabulary] = Shard(0), Shard(0), Partial()
+    x, w, b = composite.cast_for_autocast(
+        _local(input, mesh, rows, of_input),
+        _local(linear_weight, mesh, placements, of_head),
+        None if linear_bias is None else _local(linear_bias, mesh, placements, of_head),
+    )
+    local_target = tensor.local_target_of(target, input.shape[:-1], x.shape[:-1], mesh, rows)
+    ranks = Ranks("", 0, 1) if vocabulary is None else ranks_of(mesh.get_group(vocabulary))
+    num_classes, width = linear_weight.shape[0], w.shape[0]
+    class_weight = tensor.local_weight_of(weight, num_classes, width, mesh, vocabulary, ranks)
+    shard_range = first_class(width, None, num_classes, ranks), num_classes
+    mine = linear.Head(w, b, class_weight, shard_range, accumulate_dtype, how)
+    outputs, _ = linear.sharded_rows(x, local_target, mine, ranks, loss, sum_grad_input=False)
+    value = tensor.reduced(outputs, local_target, input.shape[:-1], mesh, rows, loss)
+    if divisor is None:
+        return value
+    divide = DTensor.from_local(divisor.to(value.dtype), mesh, replicated, run_check=False)
+    divided: Any = value / divide
+    return divided
+
+
+def _mesh_of(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> DeviceMesh:
+    for name, value in (("input", input), ("linear_weight", linear_weight), ("linear_bias", linear_bias)):
+        if value is not None and not isinstance(value, DTensor):
+            raise TypeError(
+                f"{name} is a plain tensor but another argument a DTensor: input, linear_weight and linear_bias must "
+                f"all be DTensors, or none of them. DTensor.from_local({name}, mesh, placements) makes one: with "
+                "[Replicate()] where every rank holds the same"
+            )
+    assert isinstance(input, DTensor) and isinstance(linear_weight, DTensor)
+    for name, value in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
+        if isinstance(value, DTensor) and value.device_mesh != input.device_mesh:
+            raise ValueError(
+                f"{name} lies on {value.device_mesh} but input on {input.device_mesh}; both must be on one mesh"
+            )
+    return input.device_mesh
+
+
+def _vocabulary_dimension(linear_weight: DTensor) -> int | None:
+    """The mesh dimension that splits the classes, if any."""
+    found = []
+    for mesh_dim, placement in enumerate(linear_weight.placements):
+        if isinstance(placement, Replicate):
+            continue
+        if isinstance(placement, _StridedShard) or not isinstance(placement, Shard) or placement.dim % 2 != 0:
+            raise ValueError(
+                f"linear_weight is placed as {linear_weight.placements}; valid are Replicate() and Shard(0), which "
+                "splits the classes: redistribute() it first"
+            )
+        found.append(mesh_dim)
+    if len(found) > 1:
+        raise ValueError(f"the classes are split over dimensions {found} of the mesh; at most one is supported")
+    return found[0] if found else None
+
+
+def _rows(input: DTensor, vocabulary: int | None) -> list[Placement]:
+    """The placements of the rows that this rank computes: those of the input, gathered where the classes are split."""
+    features = input.dim() - 1
+    rows: list[Placement] = []
+    for mesh_dim, placement in enumerate(input.placements):
+        plain = isinstance(placement, (Replicate, Shard)) and not isinstance(placement, _StridedShard)
+        if not plain or (isinstance(placement, Shard) and placement.dim % input.dim() == features):
+            raise ValueError(
+                f"input is placed as {input.placements}; valid are Replicate() and Shard(dimension), for one of "
+                f"the dimensions 0 to {features - 1}, which split the rows: redistribute() it first"
+            )
+        rows.append(Replicate() if mesh_dim == vocabulary else placement)
+    return rows
+
+
+def _local(value: Tensor, mesh: DeviceMesh, placements: list[Placement], of_gradient: list[Placement]) -> Tensor:
+    """The local tensor of a DTensor in these placements. Its gradient comes back placed as the DTensor is."""
+    assert isinstance(value, DTensor)
+    return value.redistribute(mesh, placements).to_local(grad_placements=of_gradient)

@@ -1,0 +1,54 @@
+"""Times of what all ranks run together, and CUDA graphs of it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+# Calls in a sample, back to back as in a training loop, so that the host runs ahead of the device if it can. On a CPU
+# there is no device to run ahead of, and a call takes seconds.
+CALLS = {"cuda": 50, "cpu": 1}
+
+
+def milliseconds(run: Callable[[], object], device: str, repeat: int, calls: int | None = None) -> float:
+    """The time of one call: the median of ``repeat`` samples of ``calls`` calls, begun together by all ranks."""
+    calls = calls or CALLS[device]
+    for _ in range(calls):
+        run()
+    times = []
+    for _ in range(repeat):
+        dist.barrier()
+        if device == "cuda":
+            torch.cuda.synchronize()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(calls):
+                run()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end) / calls)
+        else:
+            start = time.perf_counter()
+            for _ in range(calls):
+                run()
+            times.append(1e3 * (time.perf_counter() - start) / calls)
+    return statistics.median(times)
+
+
+def graph_of(run: Callable[[], object]) -> Callable[[], object]:
+    """``run`` as a CUDA graph, with its collective."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return graph.replay

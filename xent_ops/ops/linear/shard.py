@@ -1,0 +1,222 @@
+"""Operators of one rank's rows of the head: its statistics, the join of all ranks', its gradients.
+
+No operator communicates. The caller's all-gather (distributed/linear.py) stands between ``linear_cross_entropy_shard``,
+which is called on detached tensors, and ``linear_cross_entropy_shard_join``, which carries the gradient. The join's
+formula makes the logits again, since they are gone. There grad_input is this rank's part of a sum over ranks, which the
+formula asks of torch's functional collectives: a node of the backward graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ...kernels import reference
+from ...kernels.options import DEFAULTS, Chunking, Options
+from .. import checks as row_checks
+from ..library import Outputs, autograd, operator, save_nothing
+from ..shard import check_coefficient, check_gathered
+from . import checks, shard_chunks
+
+_ops = torch.ops.xent
+
+
+def check_shard(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    class_start: int,
+    num_classes: int,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    entropy: bool = False,
+    *,
+    options: Options = DEFAULTS,
+    accumulate_dtype: torch.dtype | None = None,
+    **chunking: Any,
+) -> None:
+    checks.head(input, linear_weight, linear_bias, accumulate_dtype, Chunking(**chunking), may_be_empty=True)
+    row_checks.dtype("target", target, row_checks.INDICES)
+    row_checks.same_shape("target", target.shape, input.shape[:-1], "one class index for each row of the input")
+    row_checks.same_device("target", target, input, "input is")
+    row_checks.row_options(weight, linear_weight.t(), options)
+    row_checks.shard_range(linear_weight.shape[0], class_start, num_classes)
+    if entropy and (weight is not None or options.label_smoothing != 0.0):
+        raise ValueError("entropies go with the plain loss: without class weights and label_smoothing")
+
+
+def _check_join(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    gathered: Tensor,
+    class_start: int,
+    num_classes: int,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    gathered_input: Tensor | None = None,
+    entropy: bool = False,
+    *,
+    group_name: str = "",
+    **options: Any,
+) -> None:
+    rows = input if gathered_input is None else gathered_input
+    check_shard(rows, linear_weight, target, class_start, num_classes, linear_bias, weight, entropy, **options)
+    check_gathered(gathered[:, : gathered.shape[-1] - target.numel()] if entropy else gathered, input, target, weight)
+    if gathered_input is None:
+        return
+    expected = torch.Size((gathered_input.shape[0], *input.shape))
+    row_checks.same_shape("gathered_input", gathered_input.shape, expected, "the inputs of all ranks")
+    if not group_name:
+        raise ValueError("gathered_input needs the group_name of the ranks that it was gathered from")
+
+
+def _check_backward(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    class_start: int,
+    num_classes: int,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    coefficient: Tensor | None = None,
+    grad_entropy: Tensor | None = None,
+    entropy: Tensor | None = None,
+    output_mask: Sequence[bool] = (True, True, True),
+    **options: Any,
+) -> None:
+    shard = (class_start, num_classes, linear_bias, weight)
+    check_shard(input, linear_weight, target, *shard, entropy is not None, **options)
+    checks.gradient_mask(output_mask)
+    check_coefficient(weight, coefficient)
+    row_checks.rows_of(input, "input", grad_lse=grad_lse, lse=lse, coefficient=coefficient)
+    row_checks.rows_of(input, "input", grad_entropy=grad_entropy, entropy=entropy)
+    row_checks.scalar_or_rows_of("input", input, grad_loss=grad_loss)
+
+
+def _stats(
+    input: Tensor,
+    _linear_weight: Tensor,
+    target: Tensor,
+    _class_start: int,
+    _num_classes: int,
+    _linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    entropy: bool = False,
+) -> Outputs:
+    return (((1, shard_chunks.width(target.numel(), weight is not None, entropy)), reference.accumulator(input)),)
+
+
+def _joined(input: Tensor, _linear_weight: Tensor, target: Tensor, *rest: Any) -> Outputs:
+    dtype, entropy = reference.accumulator(input), len(rest) > 6 and rest[6]
+    return *((target.shape, dtype),) * 4, (target.shape if entropy else (0,), dtype)
+
+
+def _gradient_shapes(*args: Any) -> Outputs:
+    input, linear_weight = args[2:4]
+    mask = args[13] if len(args) > 13 else (True, True, True)
+    shapes = (input.shape, linear_weight.shape, linear_weight.shape[:1])
+    return tuple((shape if wanted else (0,), input.dtype) for shape, wanted in zip(shapes, mask, strict=True))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, ...]) -> None:
+    # torch leaves out arguments at the end that are at their defaults.
+    input, linear_weight, target, _, *ctx.shard_range, linear_bias, weight, gathered_input, entropy = (
+        *inputs,
+        *(None,) * 4,
+    )[:10]
+    needs_grad = (*ctx.needs_input_grad, *(False,) * 4)
+    if needs_grad[7]:
+        row_checks.weight_needs_grad()
+    ctx.mask = [needs_grad[position] for position in (0, 1, 6)]
+    _loss, lse, target_weight, coefficient, entropies = output
+    ctx.mark_non_differentiable(target_weight, coefficient, *(() if entropy else (entropies,)))
+    ctx.set_materialize_grads(False)
+    rows = input if gathered_input is None else gathered_input
+    of_rows = (None if weight is None else coefficient, entropies if entropy else None)
+    ctx.save_for_backward(rows, linear_weight, target, lse, linear_bias, weight, *of_rows)
+    ctx.scattered = gathered_input is not None
+    ctx.options = dict(keyword_only_inputs)
+    ctx.group_name = ctx.options.pop("group_name", "")
+
+
+def _backward(
+    ctx: Any,
+    grad_loss: Tensor | None,
+    grad_lse: Tensor | None,
+    _weight: None,
+    _coefficient: None,
+    grad_entropy: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    if grad_loss is None and grad_lse is None and grad_entropy is None:
+        return (None,) * 10
+    rows, linear_weight, target, lse, linear_bias, weight, coefficient, entropy = ctx.saved_tensors
+    if grad_loss is None:
+        grad_loss = lse.new_zeros(())
+    head = (rows, linear_weight, target, lse, *ctx.shard_range, linear_bias, weight)
+    of_rows = (coefficient, grad_entropy, entropy)
+    gradients = _ops.linear_cross_entropy_shard_backward(grad_loss, grad_lse, *head, *of_rows, ctx.mask, **ctx.options)
+    total, grad_weight, grad_bias = (
+        gradient if wanted else None for gradient, wanted in zip(gradients, ctx.mask, strict=True)
+    )
+    if total is not None and ctx.group_name:
+        total = _sum_over_ranks(total, ctx.group_name, ctx.scattered)
+    return total, grad_weight, *(None,) * 4, grad_bias, *(None,) * 3
+
+
+def _sum_over_ranks(gradient: Tensor, group_name: str, scattered: bool) -> Tensor:
+    """Of (...) the sum; of (ranks, ...), where ``scattered``, this rank's part of it."""
+    collectives = torch.ops._c10d_functional
+    if scattered:
+        total = collectives.reduce_scatter_tensor(gradient, "sum", gradient.shape[0], group_name)
+        return collectives.wait_tensor(total)[0]
+    return collectives.wait_tensor(collectives.all_reduce(gradient, "sum", group_name))
+
+
+def _shard_alone(ctx: Any, grad: Tensor) -> NoReturn:
+    raise RuntimeError(
+        "xent::linear_cross_entropy_shard has no derivative: the gradient flows through the input and the weight of "
+        "linear_cross_entropy_shard_join. Call it on detached tensors, or use "
+        "xent_ops.distributed.vocab_parallel_linear_cross_entropy"
+    )
+
+
+def _second_backward(ctx: Any, *grads: Tensor) -> NoReturn:
+    raise RuntimeError(
+        "the linear cross entropy of DTensors, or of a head split over ranks, has no second derivative (it would need "
+        "further collectives in backward): for one call xent_ops.linear_cross_entropy on plain tensors (full_tensor())"
+    )
+
+
+operator(
+    "linear_cross_entropy_shard",
+    check=check_shard,
+    outputs=_stats,
+    reference=shard_chunks.stats,
+    composed=True,
+)
+autograd("linear_cross_entropy_shard", _shard_alone, save_nothing)
+
+operator(
+    "linear_cross_entropy_shard_join",
+    check=_check_join,
+    outputs=_joined,
+    reference=shard_chunks.join,
+    composed=True,
+)
+autograd("linear_cross_entropy_shard_join", _backward, _save)
+
+operator(
+    "linear_cross_entropy_shard_backward",
+    check=_check_backward,
+    outputs=_gradient_shapes,
+    reference=shard_chunks.gradients,
+    composed=True,
+)
+autograd("linear_cross_entropy_shard_backward", _second_backward, save_nothing)
