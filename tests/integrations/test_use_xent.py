@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -282,3 +284,13 @@ def test_the_report():
     report = use_xent(tiny.make("Gemma2"), in_eval=True)
     assert (report.classes, report.features, report.adapters, report.softcap) == (64, 16, [], 3.0)
     assert "in training and evaluation" in str(report) and "softcap 3" in str(report)
+
+
+def test_the_blocks_of_the_documentation_run():
+    text = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 2
+    ids, labels = tiny.batch()
+    namespace = {"model": tiny.make(), "ids": ids, "labels": labels, "torch": torch}
+    for block in blocks:
+        exec(block, namespace)

@@ -24,6 +24,14 @@ def test_something_else():
         use_xent(torch.compile(tiny.make(), backend="eager"))
 
 
+@pytest.mark.parametrize(
+    "options, error", [({"label_smoothing": 2.0}, "label_smoothing"), ({"chunk_rows": 1.5}, "chunk_rows")]
+)
+def test_options(options, error):
+    with pytest.raises((TypeError, ValueError), match=error):
+        use_xent(tiny.make(), **options)
+
+
 def test_twice():
     model = tiny.make()
     use_xent(model)
@@ -157,18 +165,6 @@ def test_training_without_labels(way):
     with pytest.raises(RuntimeError, match="label_smoothing_factor"):
         call(input_ids=ids)
     assert model.eval()(input_ids=ids).logits.shape == (2, 9, 64)
-
-
-def test_a_trainer_that_smooths_labels(tmp_path):
-    pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
-    model = tiny.make()
-    use_xent(model)
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path), max_steps=1, label_smoothing_factor=0.1, use_cpu=True, report_to=[]
-    )
-    data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 8
-    with pytest.raises(RuntimeError, match="give label_smoothing to use_xent instead"):
-        transformers.Trainer(model, arguments, train_dataset=data).train()
 
 
 def test_data_parallel():

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..functional import is_dtensor
 from ..ops.checks import FLOATS
 
 
@@ -74,8 +73,8 @@ def _check_linear(head: Any) -> None:
             "weight may be elsewhere"
         )
     weight = head.weight
-    if weight.dtype not in FLOATS or not (type(weight) in (Tensor, nn.Parameter) or is_dtensor(weight)):
+    if type(weight) not in (Tensor, nn.Parameter) or weight.dtype not in FLOATS:
         raise TypeError(
             f"the head's weight is a {type(weight).__name__} of {weight.dtype}; expected a plain tensor of one of "
-            f"{', '.join(map(str, FLOATS))}: quantised heads cannot be taken"
+            f"{', '.join(map(str, FLOATS))}: heads that are quantised, or split over ranks, cannot be taken"
         )

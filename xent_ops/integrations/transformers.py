@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..linear import linear_cross_entropy, linear_cross_entropy_outputs
+from ..ops import arguments, checks
 from . import heads, tails
 
 
@@ -80,6 +81,7 @@ def use_xent(
         TypeError: not such a model; a head that is not nn.Linear, a quantised one, DoRA on it.
         ValueError: a model with a loss of its own, one that calls its head more than once, one that reads its logits
             beside the loss, or changes them otherwise than by a softcap or a scale.
+        TypeError, ValueError: options that ``linear_cross_entropy`` refuses.
         RuntimeError: use_xent is on already. Later, from the model's call: one in training without labels, by a
             Trainer with ``label_smoothing_factor`` or ``compute_loss_func`` for example, and one through DataParallel.
     """
@@ -95,6 +97,9 @@ def use_xent(
     if head is None:
         raise ValueError(f"{type(base).__name__} has no head: get_output_embeddings() is None")
     tail = tails.find(base, head)
+    loss = arguments.loss_options(-100, label_smoothing, *tail, lse_square_scale)
+    checks.row_options(None, head.weight, loss.rows)
+    accumulate_dtype, chunk_rows = arguments.chunks(accumulate_dtype, chunk_rows)
     options: dict[str, Any] = {"label_smoothing": label_smoothing, "lse_square_scale": lse_square_scale}
     options |= {"accumulate_dtype": accumulate_dtype, "chunk_rows": chunk_rows, **tail._asdict()}
     vars(base)["_xent"] = _Hooks(base, head, options, in_eval)
