@@ -12,3 +12,7 @@ def test_equal_to_one_process(pool, device, way):
 
 def test_mixed_precision(pool, device):
     pool(2, device).run(cases.mixed_precision)
+
+
+def test_tensor_parallel_heads_are_refused(pool, device):
+    pool(2, device).run(cases.tensor_parallel)

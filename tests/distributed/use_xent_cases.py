@@ -7,6 +7,8 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from xent_ops.integrations.transformers import use_xent
@@ -101,3 +103,17 @@ def mixed_precision(device):
     torch.testing.assert_close(got, want, rtol=1e-2, atol=0.0)
     for grad, reference in zip(grads, want_grads, strict=True):
         assert grad.dtype == torch.float32 and (grad - reference).norm() <= 2e-2 * reference.norm()
+
+
+def tensor_parallel(device):
+    """A head that is split over ranks is refused: its weight here is a part."""
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    model = parallelize_module(
+        _model(device, tied=False), mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())}
+    )
+    try:
+        use_xent(model)
+    except (TypeError, ValueError) as error:
+        assert "split over ranks" in str(error), error
+    else:
+        raise AssertionError("not refused")

@@ -17,8 +17,18 @@ tiny = pytest.importorskip("tiny", reason="transformers is not installed")
 from xent_ops.integrations.transformers import remove_xent, use_xent  # noqa: E402
 
 
-@pytest.mark.parametrize("way", ["eager", "compiled"])
-@pytest.mark.parametrize("name", tiny.MODELS)
+def _models_by_way():
+    for name in tiny.MODELS:
+        yield pytest.param(name, "eager", id=f"{name}-eager")
+        marks = () if name in QUICKLY_COMPILED else pytest.mark.slow
+        yield pytest.param(name, "compiled", id=f"{name}-compiled", marks=marks)
+
+
+# One of each kind of tail, head and block. Tracing takes 1 to 10 s a model.
+QUICKLY_COMPILED = ("Llama", "Gemma2", "Granite", "Cohere", "Mixtral", "GPT-2", "Phi", "Qwen2")
+
+
+@pytest.mark.parametrize("name, way", _models_by_way())
 def test_losses_and_gradients(name, way):
     model = tiny.make(name)
     ids, labels = tiny.batch()
