@@ -7,6 +7,8 @@
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
 #include <algorithm>
+#include <stdexcept>
+#include <string>
 
 namespace xent::operators {
 
@@ -36,15 +38,21 @@ struct Head {
   Options options;
   std::optional<ScalarType> accumulate_dtype;
   std::optional<int64_t> chunk_rows;
+  bool skip_ignored = false;
+  std::optional<int64_t> max_counted;
 
   void read_chunking(Stack& stack) {
-    accumulate_dtype = stack.next<std::optional<ScalarType>>();
     chunk_rows = stack.next<std::optional<int64_t>>();
+    skip_ignored = stack.next<bool>();
+    max_counted = stack.next<std::optional<int64_t>>();
   }
 
   void check() const {
-    checks::linear(input, linear_weight, target, linear_bias, weight, options, accumulate_dtype, chunk_rows);
+    checks::linear(input, linear_weight, target, linear_bias, weight, options, accumulate_dtype, chunk_rows,
+                   max_counted);
   }
+
+  bool skips() const { return skip_ignored || max_counted; }
 
   ScalarType dtype() const { return input.scalar_type(); }
 
@@ -64,13 +72,13 @@ struct Head {
 };
 
 // Room for the gradients, (0,) for those that are not wanted; that of the bias holds zeros.
-inline std::vector<Tensor> gradients(const Head& head, const Mask& mask, ScalarType weight_dtype,
+inline std::vector<Tensor> gradients(const Head& head, const Tensor& input, const Mask& mask, ScalarType weight_dtype,
                                      ScalarType bias_dtype) {
   const auto none = [&](ScalarType dtype) {
     const std::vector<int64_t> shape{0};
     return torch::stable::new_empty(head.input, shape, dtype);
   };
-  return {mask[0] ? aten::empty_like(head.input, head.dtype()) : none(head.dtype()),
+  return {mask[0] ? aten::empty_like(input, head.dtype()) : none(head.dtype()),
           mask[1] ? aten::empty_like(head.linear_weight, weight_dtype) : none(weight_dtype),
           mask[2] ? zero_per_class(head.linear_weight, bias_dtype) : none(bias_dtype)};
 }
@@ -92,9 +100,58 @@ struct Chunk {
 
   // Copies one number a row to where it belongs.
   void put(const Tensor& all, const Tensor& made) const {
-    Tensor place = of(aten::flatten(all));
+    Tensor place = of(all);
     torch::stable::copy_(place, made);
   }
+};
+
+// Which rows are computed: all, or the counted ones alone. As in xent_ops/ops/linear/packing.py.
+class Rows {
+ public:
+  explicit Rows(const Head& head) : like_(head.target), target(bridge::dense(head.target, ScalarType::Long)) {
+    target = aten::flatten(target);
+    if (head.skips()) {
+      const Tensor counted = is_counted(target, head.options.ignore_index);
+      order_ = aten::flatten(aten::call("aten::nonzero", "", counted));
+      const int64_t number = order_->size(0);
+      if (head.max_counted.value_or(number) < number) {
+        throw std::invalid_argument(std::to_string(number) + " rows are counted; expected at most max_counted=" +
+                                    std::to_string(*head.max_counted));
+      }
+      target = take(target);
+    }
+  }
+
+  // Rows (N, ...) to (M, ...).
+  Tensor take(const Tensor& rows) const {
+    return order_ ? aten::call("aten::index_select", "", rows, int64_t{0}, *order_) : rows;
+  }
+
+  MaybeTensor take_values(const MaybeTensor& values) const {
+    return values ? MaybeTensor(take(aten::flatten(*values))) : values;
+  }
+
+  Tensor new_values(ScalarType dtype) const { return aten::empty_like(target, dtype); }
+
+  // (M, ...) to rows of the shape of `like`, with this number in those that were not computed.
+  Tensor give(const Tensor& rows, const Tensor& like, double otherwise) const {
+    if (!order_) {
+      return aten::call("aten::view_as", "", rows, like);
+    }
+    const Tensor all = torch::stable::fill_(aten::empty_like(like, rows.scalar_type()), otherwise);
+    const Tensor flat = rows.dim() == 1 ? aten::flatten(all) : as_rows(all);
+    aten::call("aten::index_copy_", "", flat, int64_t{0}, *order_, rows);
+    return all;
+  }
+
+  Tensor give_values(const Tensor& values, double otherwise) const { return give(values, like_, otherwise); }
+
+ private:
+  Tensor like_;
+  MaybeTensor order_;
+
+ public:
+  Tensor target;  // (M,)
 };
 
 inline int64_t divided_up(int64_t number, int64_t by) { return (number + by - 1) / by; }
@@ -142,14 +199,14 @@ void for_each_chunk(const Head& head, const Tensor& input, const Body& body) {
 class Products {
  public:
   Products(const Head& head, const Tensor& input, const Mask& mask)
-      : made(gradients(head, mask, head.sums(), bridge::accumulator(input))),
+      : made(gradients(head, input, mask, head.sums(), bridge::accumulator(input))),
         head_(head.linear_weight),
         input_(input),
         mask_(mask) {}
 
   void add(const Chunk& chunk, const Tensor& gradient) {
     if (mask_[0]) {
-      multiply(chunk.of(as_rows(made[0])), gradient, head_);
+      multiply(chunk.of(made[0]), gradient, head_);
     }
     if (mask_[1]) {
       const ScalarType sums = made[1].scalar_type();

@@ -41,13 +41,16 @@ void linear_cross_entropy(Stack& stack) {
   const std::string reduction = stack.next<std::string>();
   const auto accumulate_dtype = stack.next<std::optional<ScalarType>>();
   const auto chunk_rows = stack.next<std::optional<int64_t>>();
+  const bool skip_ignored = stack.next<bool>();
+  const auto max_counted = stack.next<std::optional<int64_t>>();
   checks::reduction(reduction);
   checks::lse_square_scale(lse_square_scale, input);
   checks::sum_divisor(divisor, input, reduction);
 
   const auto rows = aten::call_all<2>("xent::linear_cross_entropy_forward", "", input, linear_weight, target,
                                       linear_bias, weight, options.ignore_index, options.label_smoothing,
-                                      options.softcap, options.logit_scale, accumulate_dtype, chunk_rows);
+                                      options.softcap, options.logit_scale, accumulate_dtype, chunk_rows,
+                                      skip_ignored, max_counted);
   MaybeTensor divisors;
   if (reduction != "none") {
     divisors = divided_by(linear_weight, target, weight, divisor, options.ignore_index, rows[1].scalar_type(),

@@ -3,16 +3,20 @@
 #include "operators.h"
 
 #include <array>
+#include <limits>
 #include <utility>
 
 namespace xent::operators {
 namespace {
 
-// The values of a forward row operator by chunks; the dtype of a third result, if there is one.
+constexpr double INFINITE = std::numeric_limits<double>::infinity();
+
+// The values of a forward row operator by chunks; of a third result, if there is one, the dtype and what it is in rows
+// that are skipped.
 template <size_t results>
-void forward(Stack& stack, const char* name, ScalarType third = ScalarType::Float) {
+void forward(Stack& stack, const char* name, ScalarType third = ScalarType::Float, double unread = 0.0) {
   Head head{stack.tensor(), stack.tensor(), stack.tensor(), stack.maybe_tensor(), stack.maybe_tensor(),
-            stack.options()};
+            stack.options(), stack.next<std::optional<ScalarType>>()};
   head.read_chunking(stack);
   head.check();
   std::vector<Tensor> outputs{head.row_values(), head.row_values()};
@@ -21,15 +25,23 @@ void forward(Stack& stack, const char* name, ScalarType third = ScalarType::Floa
   }
   if (!stack.meta) {
     const NoGrad below;
-    const Tensor target = aten::flatten(bridge::dense(head.target, ScalarType::Long));
-    for_each_chunk(head, as_rows(head.input), [&](const Chunk& chunk, const Tensor& logits) {
-      const Tensor indices = chunk.of(target);
+    const Rows rows(head);
+    std::vector<Tensor> values;
+    for (const Tensor& output : outputs) {
+      values.push_back(rows.new_values(output.scalar_type()));
+    }
+    for_each_chunk(head, rows.take(as_rows(head.input)), [&](const Chunk& chunk, const Tensor& logits) {
+      const Tensor indices = chunk.of(rows.target);
       checks::target_values(indices, head.linear_weight.size(0), head.options.ignore_index);
       const auto made = head.rows<results>(name, logits, indices, head.weight);
       for (size_t i = 0; i < results; ++i) {
-        chunk.put(outputs[i], made[i]);
+        chunk.put(values[i], made[i]);
       }
     });
+    const std::array<double, 3> others{0.0, INFINITE, unread};
+    for (size_t i = 0; i < results; ++i) {
+      outputs[i] = rows.give_values(values[i], others[i]);
+    }
   }
   stack.returns(outputs);
 }
@@ -101,6 +113,7 @@ void backward(Stack& stack, bool with_entropy) {
   const Mask mask = stack.next<Mask>();
   head.options = stack.options();
   const double lse_square_scale = with_entropy ? 0.0 : stack.number();
+  head.accumulate_dtype = stack.next<std::optional<ScalarType>>();
   head.read_chunking(stack);
   head.check();
   checks::output_mask(mask);
@@ -111,22 +124,24 @@ void backward(Stack& stack, bool with_entropy) {
   checks::row_values("grad_entropy", grad_entropy, head.input, "input");
   checks::row_values("entropy", entropy, head.input, "input");
   if (stack.meta) {
-    return stack.returns(gradients(head, mask, head.dtype(), head.dtype()));
+    return stack.returns(gradients(head, head.input, mask, head.dtype(), head.dtype()));
   }
 
   const NoGrad below;
   const Options& of = head.options;
   const auto upstream = row_grads(grad_loss, grad_lse, head.target, lse, divisor, of.ignore_index, lse_square_scale);
-  std::array<MaybeTensor, 6> all{upstream.first, upstream.second, grad_entropy, head.target, lse, entropy};
+  const Rows rows(head);
+  std::array<MaybeTensor, 6> all{upstream.first, upstream.second, grad_entropy, std::nullopt, lse, entropy};
   for (MaybeTensor& one : all) {
-    one = one ? MaybeTensor(aten::flatten(*one)) : one;
+    one = rows.take_values(one);
   }
+  all[3] = rows.target;
   MaybeTensor factor;
   if (head.dtype() == ScalarType::Half) {
     factor = largest(head, *all[3], *all[0], {all[1], all[2]});
     std::for_each_n(all.begin(), 3, [&](MaybeTensor& grad) { grad = grad ? aten::div(*grad, *factor) : grad; });
   }
-  const Tensor input = as_rows(head.input);
+  const Tensor input = rows.take(as_rows(head.input));
   Products products(head, input, mask);
   for_each_chunk(head, input, [&](const Chunk& chunk, const Tensor& logits) {
     auto [a, b, c, target, z, h] = all;
@@ -143,6 +158,7 @@ void backward(Stack& stack, bool with_entropy) {
       products.add(chunk, logits);
     }
   });
+  products.made[0] = mask[0] ? rows.give(products.made[0], head.input, 0.0) : products.made[0];
   for (Tensor& gradient : products.made) {
     if (factor) {
       aten::call_all<0>("xent::scale_grad_", "", gradient, *factor);
@@ -157,7 +173,7 @@ void backward(Stack& stack, bool with_entropy) {
 void linear_cross_entropy_forward(Stack& stack) { forward<2>(stack, "xent::cross_entropy_forward"); }
 
 void linear_cross_entropy_forward_argmax(Stack& stack) {
-  forward<3>(stack, "xent::cross_entropy_forward_argmax", ScalarType::Long);
+  forward<3>(stack, "xent::cross_entropy_forward_argmax", ScalarType::Long, -1.0);
 }
 
 void linear_cross_entropy_forward_entropy(Stack& stack) {
@@ -176,16 +192,16 @@ void linear_cross_entropy_with_grad(Stack& stack) {
   head.options = stack.options();
   const double lse_square_scale = stack.number();
   const std::string reduction = stack.next<std::string>();
-  head.chunk_rows = stack.next<std::optional<int64_t>>();
+  head.read_chunking(stack);
   head.check();
   checks::output_mask(mask);
   checks::lse_square_scale(lse_square_scale, head.input);
   checks::reduction_to_one(reduction);
   checks::sum_divisor(divisor, head.input, reduction);
-  const Tensor lse = head.row_values();
-  const ScalarType dtype = lse.scalar_type();
+  const ScalarType dtype = bridge::accumulator(head.input);
   if (stack.meta) {
-    const auto made = gradients(head, mask, head.sums(), dtype);
+    const auto made = gradients(head, head.input, mask, head.sums(), dtype);
+    const Tensor lse = head.row_values();
     return stack.returns({numbers(head.input, {}), numbers(head.input, {2}), lse, made[0], made[1], made[2]});
   }
 
@@ -203,18 +219,21 @@ void linear_cross_entropy_with_grad(Stack& stack) {
   if (lse_square_scale != 0.0) {
     square = aten::mul(aten::scalar(lse_square_scale, dtype), aten::select(inverse, 0, 1));
   }
-  const Tensor input = as_rows(head.input), loss = head.row_values();
-  const Tensor target = aten::flatten(bridge::dense(head.target, ScalarType::Long));
+  const Rows rows(head);
+  const Tensor input = rows.take(as_rows(head.input));
+  const Tensor losses = rows.new_values(dtype), lses = rows.new_values(dtype);
   Products products(head, input, mask);
   for_each_chunk(head, input, [&](const Chunk& chunk, const Tensor& logits) {
-    const Tensor indices = chunk.of(target);
+    const Tensor indices = chunk.of(rows.target);
     checks::target_values(indices, head.linear_weight.size(0), ignore_index);
     const auto made =
         head.rows<2>("xent::cross_entropy_with_grad_", logits, indices, scale, square, head.weight);
-    chunk.put(loss, made[0]);
-    chunk.put(lse, made[1]);
+    chunk.put(losses, made[0]);
+    chunk.put(lses, made[1]);
     products.add(chunk, logits);
   });
+  const Tensor loss = rows.give_values(losses, 0.0), lse = rows.give_values(lses, INFINITE);
+  products.made[0] = mask[0] ? rows.give(products.made[0], head.input, 0.0) : products.made[0];
   const Tensor value = reduced(loss, lse, head.target, divisors, ignore_index, lse_square_scale);
   stack.returns({value, divisors, lse, products.made[0], products.made[1], products.made[2]});
 }

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import functional, linear
+from .kernels.options import Chunking
 from .ops import arguments
 
 
@@ -62,7 +63,7 @@ _OPTIONS = {
     "logit_scale": 1.0,
 }
 _OF_LOGITS = {**_OPTIONS, "dim": 1, "inplace_backward": False, "grad_in_forward": False}
-_OF_HEAD = {**_OPTIONS, "accumulate_dtype": None, "chunk_rows": None}
+_OF_HEAD = {**_OPTIONS, "accumulate_dtype": None, **Chunking()._asdict()}
 
 
 def _options_of(module: nn.Module, names: Iterable[str]) -> dict[str, Any]:
@@ -110,6 +111,8 @@ class LinearCrossEntropyLoss(nn.Module):
         logit_scale: float = 1.0,
         accumulate_dtype: torch.dtype | None = None,
         chunk_rows: int | None = None,
+        skip_ignored: bool = False,
+        max_counted: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -117,7 +120,8 @@ class LinearCrossEntropyLoss(nn.Module):
         loss = arguments.loss_options(ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
         rows, self.lse_square_scale, self.reduction = loss
         self.ignore_index, self.label_smoothing, self.softcap, self.logit_scale = rows
-        self.accumulate_dtype, self.chunk_rows = arguments.chunks(accumulate_dtype, chunk_rows)
+        self.accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, max_counted)
+        self.chunk_rows, self.skip_ignored, self.max_counted = how
         if tied_weight is None:
             if in_features is None or num_classes is None:
                 raise TypeError("LinearCrossEntropyLoss needs in_features and num_classes, or a tied_weight")

@@ -135,17 +135,21 @@ void with_grad_as(
   prefer_huge_pages(problem, grad);
   const ClassIndices<A> indices(problem, threads);
   const Scan<A> scan{problem, false, false, indices.smoothing(), nullptr};
+  const auto scan_counted = [&](std::int64_t row, std::int64_t column, std::int64_t n) {
+    return indices.target(row).counted ? scan(row, column, n) : Sums();
+  };
   const auto join = [&](std::int64_t row, const Sums& sums) {
+    const bool counted = indices.target(row).counted;
     loss[row] = A(indices.loss(row, sums));
-    lse[row] = A(sums.pivot() + std::log(sums.total));
-    const bool squared = grad_lse_square.data != nullptr && indices.target(row).counted;
+    lse[row] = counted ? A(sums.pivot() + std::log(sums.total)) : std::numeric_limits<A>::infinity();
+    const bool squared = grad_lse_square.data != nullptr && counted;
     const double grad_lse = squared ? 2 * value<A>(grad_lse_square, row) * double(lse[row]) : 0;  // 0 * inf is NaN
     return indices.row_coefficients(row, lse[row], value<A>(grad_scale, row), A(grad_lse));
   };
   const auto write = [&](std::int64_t row, const Coefficients<A>& joined, std::int64_t column, std::int64_t n) {
     emit(problem, grad, row, joined, column, n, weights_from<A>(problem, column));
   };
-  visit<Coefficients<A>>(problem.rows, problem.classes, threads, true, true, scan, join, write);
+  visit<Coefficients<A>>(problem.rows, problem.classes, threads, true, true, scan_counted, join, write);
 }
 
 template <class A>

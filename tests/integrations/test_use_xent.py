@@ -165,6 +165,16 @@ def test_z_loss():
 
 
 @pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_chunks_and_skipped_rows(way):
+    model = tiny.make("Gemma2")
+    ids, labels = tiny.batch()
+    want = tiny.step(model, model, ids, labels)
+    use_xent(model, chunk_rows=5, skip_ignored=True, accumulate_dtype=torch.float32)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if way == "compiled" else model
+    tiny.assert_same(tiny.step(model, call, ids, labels), want)
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
 @pytest.mark.parametrize("options", [{}, {"num_items_in_batch": torch.tensor(20)}], ids=["mean", "sum"])
 def test_evaluation(options, way):
     """Untouched without in_eval; with it, predictions and accuracy in the place of logits."""

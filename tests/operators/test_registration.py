@@ -112,6 +112,7 @@ def linear_samples(device, dtype, requires_grad, rows):
     wide = None if dtype == torch.float64 else torch.float32
     cases = [
         ((x, head, target), {"chunk_rows": 4}),
+        ((x, head, target), {"chunk_rows": 4, "skip_ignored": True}),
         ((x, head, target, bias, torch.rand(37, device=device)), {"chunk_rows": 4, "accumulate_dtype": wide, **full}),
         ((x.unflatten(0, (2, 3)), head, batched, bias), {"ignore_index": 5}),
         ((x[0], head, target[0]), {"label_smoothing": 0.5}),

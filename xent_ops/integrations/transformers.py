@@ -55,6 +55,7 @@ def use_xent(
     lse_square_scale: float = 0.0,
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
+    skip_ignored: bool = False,
 ) -> Report:
     """Make ``model`` compute its loss by ``xent_ops.linear_cross_entropy`` in training, eager and compiled.
 
@@ -72,7 +73,8 @@ def use_xent(
             at each position (-1 where the label is ignored), and ``accuracy`` (), in the place of logits.
         label_smoothing: as for ``cross_entropy``, and as Trainer's ``label_smoothing_factor``, which needs the logits.
         lse_square_scale: of the z-loss, as for ``cross_entropy``.
-        accumulate_dtype, chunk_rows: as for ``linear_cross_entropy``.
+        accumulate_dtype, chunk_rows, skip_ignored: as for ``linear_cross_entropy``. With skip_ignored the prompts of
+            fine-tuning take no time in the head.
 
     Returns:
         a ``Report`` of what was replaced.
@@ -99,9 +101,9 @@ def use_xent(
     tail = tails.find(base, head)
     loss = arguments.loss_options(-100, label_smoothing, *tail, lse_square_scale)
     checks.row_options(None, head.weight, loss.rows)
-    accumulate_dtype, chunk_rows = arguments.chunks(accumulate_dtype, chunk_rows)
+    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, None)
     options: dict[str, Any] = {"label_smoothing": label_smoothing, "lse_square_scale": lse_square_scale}
-    options |= {"accumulate_dtype": accumulate_dtype, "chunk_rows": chunk_rows, **tail._asdict()}
+    options |= {"accumulate_dtype": accumulate_dtype, **how._asdict(), **tail._asdict()}
     vars(base)["_xent"] = _Hooks(base, head, options, in_eval)
     weight = head.weight
     return Report(

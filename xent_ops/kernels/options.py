@@ -63,6 +63,25 @@ class LossOptions(NamedTuple):
         return given
 
 
+class Chunking(NamedTuple):
+    """Which rows a linear cross entropy computes, and how many at a time."""
+
+    chunk_rows: int | None = None
+    skip_ignored: bool = False
+    max_counted: int | None = None
+
+    @property
+    def skips(self) -> bool:
+        return self.skip_ignored or self.max_counted is not None
+
+    def keywords(self) -> dict[str, Any]:
+        """As operators take them."""
+        return self._asdict()
+
+
+DEFAULT_CHUNKING = Chunking()
+
+
 def as_record(given: dict[str, Any]) -> dict[str, Any]:
     """The keywords of an operator's call with the options among them as one record, ``options``.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .options import DEFAULTS, LossOptions, Options
-from .reference import accumulator, cross_entropy_forward, gather_target, weights_at
+from .reference import accumulator, cross_entropy_forward, gather_target, infinite_where_ignored, weights_at
 
 
 def target_weights(
@@ -88,4 +88,4 @@ def cross_entropy_reduced(
     divisor, _ = cross_entropy_divisor(logits, target, weight, options=options)
     loss = LossOptions(options, lse_square_scale, reduction)
     value = reduce_rows(row_loss, lse, target, divisor, loss).value
-    return value, divisor, torch.where(target.to(torch.int64) != options.ignore_index, lse, float("inf"))
+    return value, divisor, infinite_where_ignored(lse, target, options.ignore_index)

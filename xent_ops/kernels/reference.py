@@ -232,6 +232,11 @@ def cross_entropy_backward(
     return _finish(grad, x, lse, passed, logits, options)
 
 
+def infinite_where_ignored(lse: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """What stands for the lse of a row that was not read: its softmax is then zero."""
+    return torch.where(target.to(torch.int64) != ignore_index, lse, float("inf"))
+
+
 def grad_lse_of_square(grad_lse_square: Tensor | None, lse: Tensor, target: Tensor, ignore_index: int) -> Tensor | None:
     """The gradient of grad_lse_square * lse^2, summed over counted rows."""
     if grad_lse_square is None:
@@ -249,8 +254,12 @@ def cross_entropy_with_grad(
     *,
     options: Options = DEFAULTS,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, lse, gradient of grad_scale * loss + grad_lse_square * lse^2 summed over counted rows)."""
+    """(loss, lse, gradient of grad_scale * loss + grad_lse_square * lse^2 summed over counted rows).
+
+    The lse is infinite in ignored rows, as that of ``cross_entropy_reduced``.
+    """
     loss, lse = cross_entropy_forward(logits, target, weight, options=options)
+    lse = infinite_where_ignored(lse, target, options.ignore_index)
     grad_lse = grad_lse_of_square(grad_lse_square, lse, target, options.ignore_index)
     return loss, lse, cross_entropy_backward(grad_scale, grad_lse, logits, target, lse, weight, options=options)
 

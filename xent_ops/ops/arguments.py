@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..kernels.options import LossOptions, Options
+from ..kernels.options import Chunking, LossOptions, Options
 from . import checks
 
 
@@ -97,11 +97,18 @@ def divisor(value: Any, input: Tensor) -> Tensor | None:
     return torch.full((), number("divisor", value), dtype=dtype, device=input.device)
 
 
-def chunks(accumulate_dtype: Any, chunk_rows: Any) -> tuple[torch.dtype | None, int | None]:
+def chunks(
+    accumulate_dtype: Any, chunk_rows: Any, skip_ignored: Any, max_counted: Any
+) -> tuple[torch.dtype | None, Chunking]:
     """What tells how the chunks of a linear cross entropy are made and added up."""
     if not (accumulate_dtype is None or isinstance(accumulate_dtype, torch.dtype)):
         raise TypeError(f"accumulate_dtype must be a torch.dtype or None, got {accumulate_dtype!r}")
-    return accumulate_dtype, None if chunk_rows is None else integer("chunk_rows", chunk_rows)
+    if not isinstance(skip_ignored, bool):
+        raise TypeError(f"skip_ignored must be True or False, got {skip_ignored!r}")
+    if max_counted is not None:
+        max_counted = integer("max_counted", max_counted)
+    chunk_rows = None if chunk_rows is None else integer("chunk_rows", chunk_rows)
+    return accumulate_dtype, Chunking(chunk_rows, skip_ignored, max_counted)
 
 
 def _refuse_tensors(values: Iterable[tuple[str, Any]]) -> None:

@@ -20,7 +20,7 @@ LINEAR = "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias
 DIVISOR = "Tensor? divisor=None"
 OUTPUT_MASK = "bool[3] output_mask=[True, True, True]"
 ACCUMULATE = "ScalarType? accumulate_dtype=None"
-CHUNK_ROWS = "SymInt? chunk_rows=None"
+CHUNKING = "SymInt? chunk_rows=None, bool skip_ignored=False, SymInt? max_counted=None"
 LINEAR_GRADS = "Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias"
 
 # Made of the others for every device: no kernels of their own.
@@ -113,37 +113,37 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     ),
     # The head and the loss as one. Composite: with gradients wanted, the one pass; else rows.
     "linear_cross_entropy": (
-        f"({LINEAR}, {DIVISOR}, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}, {ACCUMULATE}, {CHUNK_ROWS}) -> Tensor",
+        f"({LINEAR}, {DIVISOR}, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}, {ACCUMULATE}, {CHUNKING}) -> Tensor",
         None,
     ),
     # Rows: one product forward, three backward.
     "linear_cross_entropy_forward": (
-        f"({LINEAR}, *, {OPTIONS}, {ACCUMULATE}, {CHUNK_ROWS}) -> (Tensor loss, Tensor lse)",
+        f"({LINEAR}, *, {OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> (Tensor loss, Tensor lse)",
         None,
     ),
     "linear_cross_entropy_forward_argmax": (
-        f"({LINEAR}, *, {OPTIONS}, {ACCUMULATE}, {CHUNK_ROWS}) -> (Tensor loss, Tensor lse, Tensor argmax)",
+        f"({LINEAR}, *, {OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> (Tensor loss, Tensor lse, Tensor argmax)",
         None,
     ),
     "linear_cross_entropy_forward_entropy": (
-        f"({LINEAR}, *, {OPTIONS}, {ACCUMULATE}, {CHUNK_ROWS}) -> (Tensor loss, Tensor lse, Tensor entropy)",
+        f"({LINEAR}, *, {OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> (Tensor loss, Tensor lse, Tensor entropy)",
         None,
     ),
     "linear_cross_entropy_backward": (
         "(Tensor grad_loss, Tensor? grad_lse, Tensor input, Tensor linear_weight, Tensor target, Tensor lse, "
         f"Tensor? linear_bias=None, Tensor? weight=None, {DIVISOR}, {OUTPUT_MASK}, *, {OPTIONS}, {LSE_SQUARE}, "
-        f"{ACCUMULATE}, {CHUNK_ROWS}) -> ({LINEAR_GRADS})",
+        f"{ACCUMULATE}, {CHUNKING}) -> ({LINEAR_GRADS})",
         None,
     ),
     "linear_cross_entropy_backward_entropy": (
         "(Tensor grad_loss, Tensor? grad_lse, Tensor? grad_entropy, Tensor input, Tensor linear_weight, "
         "Tensor target, Tensor lse, Tensor entropy, Tensor? linear_bias=None, Tensor? weight=None, "
-        f"{OUTPUT_MASK}, *, {OPTIONS}, {ACCUMULATE}, {CHUNK_ROWS}) -> ({LINEAR_GRADS})",
+        f"{OUTPUT_MASK}, *, {OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> ({LINEAR_GRADS})",
         None,
     ),
     # One pass: a reduced loss and its gradients, three products in all; and what applies the upstream gradient.
     "linear_cross_entropy_with_grad": (
-        f"({LINEAR}, {DIVISOR}, {OUTPUT_MASK}, {ACCUMULATE}, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}, {CHUNK_ROWS}) "
+        f"({LINEAR}, {DIVISOR}, {OUTPUT_MASK}, {ACCUMULATE}, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}, {CHUNKING}) "
         f"-> (Tensor value, Tensor divided_by, Tensor lse, {LINEAR_GRADS})",
         None,
     ),

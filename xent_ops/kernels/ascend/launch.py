@@ -17,7 +17,7 @@ from triton import JITFunction
 
 from .. import reductions
 from ..options import DEFAULTS, Options
-from ..reference import grad_lse_of_square, row_grads
+from ..reference import grad_lse_of_square, infinite_where_ignored, row_grads
 from ..rows import class_weight, dense, per_row, rows
 from ..triton.configs import softcap as softcap_kind
 from . import configs
@@ -237,6 +237,7 @@ def cross_entropy_with_grad(
 ) -> tuple[Tensor, ...]:
     """By two kernels: a row does not fit into a vector core's memory, so the logits are read twice anyway."""
     loss, lse = cross_entropy_forward(logits, target, weight, options=options)
+    lse = infinite_where_ignored(lse, target, options.ignore_index)
     grad_lse = grad_lse_of_square(grad_lse_square, lse, target, options.ignore_index)
     gradient = backward(grad_scale, grad_lse, logits, target, lse, weight, options=options)
     return (loss, lse) if gradient is None else (loss, lse, gradient)

@@ -133,7 +133,7 @@ def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
             number,
             *numbers,
             *options.numbers()[1:],
-            FLAGS=flags_of(options, weighted, itemsize)._replace(lse_square=with_square),
+            FLAGS=flags_of(options, weighted, itemsize)._replace(lse_square=with_square, skip_ignored=True),
             SAME_ROWS=strides == out_strides,
             BLOCK=config.block,
             num_warps=config.num_warps,
@@ -165,7 +165,7 @@ def _prepare_two_visits(call: _Call) -> Kernel:
     """Forward and backward, each over many programs; few rows are still in the L2 cache at the second visit."""
     logits, target, weight, options = call.logits, call.target, call.weight, call.options
     row = torch.empty(tuple(logits.shape[:-1]), dtype=accumulator(logits), device="meta")  # like the lse
-    forward = prepare_forward(logits, target, weight, options)
+    forward = prepare_forward(logits, target, weight, options, skip_ignored=True)
     grad_lse = None if call.grad_lse_square is None else row
     backward = prepare_backward(
         call.out_strides, call.grad_scale, grad_lse, logits, target, row, weight, options=options

@@ -54,13 +54,14 @@ def one_pass_kernel(
     softcap = tl.cast(softcap, ACC)
     logit_scale = tl.cast(logit_scale, ACC)
     target = tl.load(target_ptr + row).to(tl.int64)
-    valid = (target >= 0) & (target < n_cols)
+    ignored = target == ignore_index
+    valid = (target >= 0) & (target < n_cols) & ~ignored
     shift = tl.cast(0.0, ACC)
     if FLAGS.smoothing:
         shift = shift_of(target_logit(row_ptr, target, valid, logit_scale, softcap, FLAGS), FLAGS)
     maximum, total, moment, smooth, weights, _top, first = scan(
-        logits_ptr, offset, 0, n_cols, n_cols, weight_ptr, logit_scale, softcap, shift, FLAGS, EDGES, BLOCK, VECTOR,
-        ACC, "evict_last",
+        logits_ptr, offset, 0, tl.where(ignored, 0, n_cols), n_cols, weight_ptr, logit_scale, softcap, shift, FLAGS,
+        EDGES, BLOCK, VECTOR, ACC, "evict_last",
     )  # fmt: skip
     x_target = target_logit(row_ptr, target, valid, logit_scale, softcap, FLAGS)
     finish(
@@ -78,7 +79,7 @@ def one_pass_kernel(
     )
     if FLAGS.lse_square:
         square = tl.load(grad_lse_square_ptr + tl.cast(row, tl.int64) * grad_lse_square_stride).to(ACC)
-        coefficient += tl.where(target == ignore_index, 0.0, 2.0 * square * lse)
+        coefficient += tl.where(ignored, 0.0, 2.0 * square * lse)
     # A row that passes nothing back gets exact zeros, whatever its logits hold.
     live = (coefficient != 0.0) | (a != 0.0)
     unit = slope_unit(logit_scale, FLAGS)

@@ -130,16 +130,19 @@ def one_pass_shared_kernel(
     row_ptr = logits_ptr + boundary + part * SPAN
     out_row_ptr = grad_ptr + out_boundary + part * SPAN
 
+    target = gl.load(target_ptr + row).to(gl.int64)
+    ignored = target == ignore_index
+    valid = (target >= 0) & (target < n_cols)
+    # Of an ignored row nothing is read: sums of what shared memory held before come to nothing below.
+    read = gl.where(ignored, 0, mine)
     kept = gl.allocate_shared_memory(logits_ptr.dtype.element_ty, [TILES, LANES, VECTOR], flat)
     for i in gl.static_range(TILES):
         async_copy.async_copy_global_to_shared(
-            kept.index(i), row_ptr + (i * TILE + columns), mask=i * TILE + columns < mine, eviction_policy="evict_first"
+            kept.index(i), row_ptr + (i * TILE + columns), mask=i * TILE + columns < read, eviction_policy="evict_first"
         )
         async_copy.commit_group()
     scale = gl.cast(logit_scale, gl.float32)
     k = scale * LOG2E
-    target = gl.load(target_ptr + row).to(gl.int64)
-    valid = (target >= 0) & (target < n_cols)
     # One part reads the target's logit and writes what follows from it: others' columns may be overwritten already.
     place = target - head
     owner = gl.where(valid & (place >= 0) & (place < body), place // SPAN, 0) == part
@@ -171,8 +174,7 @@ def one_pass_shared_kernel(
     # Relative to the pivot until the end: lse - x_target would lose digits when both are large.
     loss = (log2_sum - gl.fma(z_target, k, -row_pivot)) * LN2
     loss = gl.where(valid, loss, float("nan"))
-    ignored = target == ignore_index
-    lse = (row_pivot + log2_sum) * LN2
+    lse = gl.where(ignored, float("inf"), (row_pivot + log2_sum) * LN2)
     gl.store(loss_ptr + row, gl.where(ignored, 0.0, loss), mask=owner)
     gl.store(lse_ptr + row, lse, mask=owner)
 

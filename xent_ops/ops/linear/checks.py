@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ...kernels.options import DEFAULTS, Options
+from ...kernels.options import DEFAULT_CHUNKING, DEFAULTS, Chunking, Options
 from .. import checks
 
 _WIDER = ((torch.float32, torch.bfloat16), (torch.float32, torch.float16))  # (accumulate_dtype, dtype of the input)
@@ -19,7 +19,7 @@ def head(
     linear_weight: Tensor,
     linear_bias: Tensor | None = None,
     accumulate_dtype: torch.dtype | None = None,
-    chunk_rows: int | None = None,
+    chunking: Chunking = DEFAULT_CHUNKING,
 ) -> None:
     checks.dtype("input", input, checks.FLOATS)
     if input.dim() < 1:
@@ -44,8 +44,10 @@ def head(
             f"accumulate_dtype must be None, the input's {input.dtype} or, for 16-bit inputs, torch.float32; got "
             f"{accumulate_dtype}"
         )
-    if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(f"chunk_rows must be at least 1, or None for the default, got {chunk_rows}")
+    if chunking.chunk_rows is not None and chunking.chunk_rows < 1:
+        raise ValueError(f"chunk_rows must be at least 1, or None for the default, got {chunking.chunk_rows}")
+    if chunking.max_counted is not None and chunking.max_counted < 1:
+        raise ValueError(f"max_counted must be at least 1, or None for any number, got {chunking.max_counted}")
 
 
 def rows(
@@ -57,9 +59,9 @@ def rows(
     *,
     options: Options = DEFAULTS,
     accumulate_dtype: torch.dtype | None = None,
-    chunk_rows: int | None = None,
+    **chunking: Any,
 ) -> None:
-    head(input, linear_weight, linear_bias, accumulate_dtype, chunk_rows)
+    head(input, linear_weight, linear_bias, accumulate_dtype, Chunking(**chunking))
     checks.dtype("target", target, checks.INDICES)
     checks.same_shape("target", target.shape, input.shape[:-1], "one class index for each row of the input")
     checks.same_device("target", target, input, "input is")
@@ -95,12 +97,12 @@ def backward(
     options: Options = DEFAULTS,
     lse_square_scale: float = 0.0,
     accumulate_dtype: torch.dtype | None = None,
-    chunk_rows: int | None = None,
     grad_entropy: Tensor | None = None,
     entropy: Tensor | None = None,
+    **chunking: Any,
 ) -> None:
-    chunks: dict[str, Any] = {"accumulate_dtype": accumulate_dtype, "chunk_rows": chunk_rows}
-    rows(input, linear_weight, target, linear_bias, weight, options=options, **chunks)
+    head = (input, linear_weight, target, linear_bias, weight)
+    rows(*head, options=options, accumulate_dtype=accumulate_dtype, **chunking)
     _output_mask(output_mask)
     checks.rows_of(input, "input", grad_lse=grad_lse, lse=lse)
     checks.scalar_or_rows_of("input", input, grad_loss=grad_loss)
@@ -121,10 +123,10 @@ def with_grad(
     options: Options = DEFAULTS,
     lse_square_scale: float = 0.0,
     reduction: str = "mean",
-    chunk_rows: int | None = None,
+    **chunking: Any,
 ) -> None:
-    chunks: dict[str, Any] = {"accumulate_dtype": accumulate_dtype, "chunk_rows": chunk_rows}
-    rows(input, linear_weight, target, linear_bias, weight, options=options, **chunks)
+    head = (input, linear_weight, target, linear_bias, weight)
+    rows(*head, options=options, accumulate_dtype=accumulate_dtype, **chunking)
     _output_mask(output_mask)
     checks.reduced_options(input, lse_square_scale, reduction)
     reduced_by(divisor, input, reduction)

@@ -14,89 +14,29 @@ factor is applied to the products, whose sum over chunks is float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...kernels import reductions, reference
-from ...kernels.options import DEFAULTS, LossOptions, Options
-from .sizes import rows_of_chunk
+from ...kernels.options import DEFAULTS, Chunking, LossOptions, Options
+from .packing import Rows, rows_of
+from .products import Products, counting_kernels
 
 _ops = torch.ops.xent
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # of input, linear_weight, linear_bias
 
 
-def accumulator_of_weight(dtype: torch.dtype, accumulate_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which the chunks' parts of grad_linear_weight are added up."""
-    return accumulate_dtype or (torch.float32 if dtype == torch.float16 else dtype)
-
-
 def _as_rows(input: Tensor) -> Tensor:
     return input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
 
 
-def _chunks(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, chunk_rows: int | None, wider: bool = False
-) -> Iterator[tuple[slice, Tensor]]:
-    """(which rows of input (N, H), their logits, which may be overwritten). Without rows one empty chunk.
-
-    ``wider``: as in sizes.py.
-    """
-    number, classes = input.shape[0], linear_weight.shape[0]
-    size = rows_of_chunk(input, linear_weight, wider, chunk_rows)
-    # Rows start at multiples of 16 bytes, as cuBLAS wants them for its fast products.
-    step = 16 // input.element_size()
-    memory = input.new_empty((size, -(-classes // step) * step))[:, :classes]
-    for start in range(0, max(number, 1), size):
-        rows = slice(start, min(start + size, number))
-        logits = memory[: rows.stop - start]
-        if linear_bias is None:
-            torch.mm(input[rows], linear_weight.t(), out=logits)
-        else:
-            torch.addmm(linear_bias, input[rows], linear_weight.t(), out=logits)
-        yield rows, logits
-
-
-class _Products:
-    """Turns the gradients of chunks of logits into those of input, linear_weight and linear_bias."""
-
-    def __init__(
-        self, input: Tensor, linear_weight: Tensor, output_mask: Sequence[bool], accumulate_dtype: torch.dtype | None
-    ) -> None:
-        self.rows, self.head = input, linear_weight
-        shape, sums = linear_weight.shape, accumulator_of_weight(input.dtype, accumulate_dtype)
-        self.input = input.new_empty(input.shape if output_mask[0] else 0)
-        self.weight = input.new_empty(shape if output_mask[1] else 0, dtype=sums)
-        self.bias = input.new_zeros(shape[:1] if output_mask[2] else 0, dtype=reference.accumulator(input))
-        self.mask = output_mask
-        self.wider = output_mask[1] and sums != input.dtype
-
-    def add(self, rows: slice, gradient: Tensor) -> None:
-        if self.mask[0]:
-            torch.mm(gradient, self.head, out=self.input[rows])
-        if self.mask[1]:
-            _add_product(self.weight, gradient.t(), self.rows[rows], rows.start == 0)
-        if self.mask[2]:
-            self.bias += gradient.sum(0, dtype=self.bias.dtype)
-
-    def grad_input(self, input: Tensor) -> Tensor:
-        return self.input.view(input.shape) if self.mask[0] else self.input
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """total += left @ right, which ``first`` starts from zero."""
-    if total.dtype == left.dtype:
-        torch.mm(left, right, out=total) if first else torch.addmm(total, left, right, out=total)
-    elif total.device.type == "cuda":
-        if first:
-            torch.mm(left, right, out_dtype=total.dtype, out=total)
-        else:
-            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        _add_product(total, left.to(total.dtype), right.to(total.dtype), first)
+def _rows(target: Tensor, flat: Tensor, linear_weight: Tensor, options: Options, how: Chunking) -> Rows:
+    counting = how.skip_ignored and counting_kernels(flat, linear_weight) is not None
+    return rows_of(target, options.ignore_index, how, counting)
 
 
 def scaled(grad: Tensor, factor: Tensor) -> Tensor:
@@ -106,8 +46,11 @@ def scaled(grad: Tensor, factor: Tensor) -> Tensor:
     return grad
 
 
-def forward(operator: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
-    """The forward of ``operator``, one of those that take logits, by chunks."""
+def forward(operator: Callable[..., Any], *unread: float) -> Callable[..., tuple[Tensor, ...]]:
+    """The forward of ``operator``, one of those that take logits, by chunks.
+
+    ``unread``: what its outputs are in ignored rows that were skipped.
+    """
 
     def by_chunks(
         input: Tensor,
@@ -118,14 +61,17 @@ def forward(operator: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
         *,
         options: Options = DEFAULTS,
         accumulate_dtype: torch.dtype | None = None,  # for the backward
-        chunk_rows: int | None = None,
+        **chunking: Any,
     ) -> tuple[Tensor, ...]:
-        flat, indices, keywords = _as_rows(input), target.reshape(-1), options.keywords()
-        made = [
-            operator(logits, indices[rows], weight, **keywords)
-            for rows, logits in _chunks(flat, linear_weight, linear_bias, chunk_rows)
-        ]
-        return tuple(torch.cat(chunks).view(target.shape) for chunks in zip(*made, strict=True))
+        flat, keywords, how = _as_rows(input), options.keywords(), Chunking(**chunking)
+        rows = _rows(target, flat, linear_weight, options, how)
+        products, indices = Products(rows, flat, linear_weight, linear_bias, how.chunk_rows), rows.indices()
+        made = [operator(logits, indices[chunk], weight, **keywords) for chunk, logits in products.chunks()]
+        values = [rows.give(torch.cat(chunks), 0).view(target.shape) for chunks in zip(*made, strict=True)]
+        if how.skips:
+            ignored = target == options.ignore_index
+            values = [value.masked_fill(ignored, stands_for) for value, stands_for in zip(values, unread, strict=True)]
+        return tuple(values)
 
     return by_chunks
 
@@ -148,6 +94,25 @@ def _divisible(number: Tensor) -> Tensor:
     return torch.where((number != 0.0) & number.isfinite(), number, 1.0)
 
 
+def _gradient(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    grad_loss: Tensor | None,
+    grad_lse: Tensor | None,
+    grad_entropy: Tensor | None,
+    lse: Tensor | None,
+    entropy: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """Written over the logits, where there is no entropy."""
+    if entropy is None:
+        _ops.cross_entropy_backward_(grad_loss, grad_lse, logits, target, lse, weight, **options)
+        return logits
+    rows = (logits, target, lse, entropy, weight)
+    return _ops.cross_entropy_backward_entropy(grad_loss, grad_lse, grad_entropy, *rows, **options)
+
+
 def linear_cross_entropy_backward(
     grad_loss: Tensor,
     grad_lse: Tensor | None,
@@ -163,34 +128,34 @@ def linear_cross_entropy_backward(
     options: Options = DEFAULTS,
     lse_square_scale: float = 0.0,
     accumulate_dtype: torch.dtype | None = None,
-    chunk_rows: int | None = None,
     grad_entropy: Tensor | None = None,
     entropy: Tensor | None = None,
+    **chunking: Any,
 ) -> Gradients:
     """Makes the logits again. Gradients in the inputs' dtype; (0,) where the mask does not want one."""
     upstream = reference.row_grads(
         grad_loss, grad_lse, target, lse, divisor, options.ignore_index, lse_square_scale, lse.dtype
     )
     factor = None
-    rows_of = [
-        None if value is None else value.reshape(-1) for value in (*upstream, grad_entropy, target, lse, entropy)
-    ]
+    flat, keywords, how = _as_rows(input), options.keywords(), Chunking(**chunking)
+    rows = _rows(target, flat, linear_weight, options, how)
+    indices = rows.indices()
+    a, b, c, z, h = (None if value is None else rows.take(value) for value in (*upstream, grad_entropy, lse, entropy))
     if input.dtype == torch.float16:
-        factor = _largest(target.reshape(-1), weight, linear_weight.shape[0], options, *rows_of[:3])
-        rows_of[:3] = [None if value is None else value / factor for value in rows_of[:3]]
-    flat, keywords = _as_rows(input), options.keywords()
-    products = _Products(flat, linear_weight, output_mask, accumulate_dtype)
-    for rows, logits in _chunks(flat, linear_weight, linear_bias, chunk_rows, products.wider):
-        a, b, c, indices, z, h = [None if value is None else value[rows] for value in rows_of]
-        if h is None:
-            _ops.cross_entropy_backward_(a, b, logits, indices, z, weight, **keywords)
-            products.add(rows, logits)
-        else:
-            products.add(rows, _ops.cross_entropy_backward_entropy(a, b, c, logits, indices, z, h, weight, **keywords))
+        factor = _largest(indices, weight, linear_weight.shape[0], options, a, b, c)
+        a, b, c = (None if value is None else value / factor for value in (a, b, c))
+    products = Products(rows, flat, linear_weight, linear_bias, how.chunk_rows, output_mask, accumulate_dtype)
+    for chunk, logits in products.chunks():
+        given = [None if value is None else value[chunk] for value in (a, b, c, z, h)]
+        products.add(chunk, _gradient(logits, indices[chunk], weight, *given, **keywords))
     if factor is not None:
         for gradient in (products.input, products.weight, products.bias):
             _ops.scale_grad_(gradient, factor)
-    return products.grad_input(input), products.weight.to(input.dtype), products.bias.to(input.dtype)
+    return (
+        products.input.view(input.shape if output_mask[0] else 0),
+        products.weight.to(input.dtype),
+        products.bias.to(input.dtype),
+    )
 
 
 def divided_by(
@@ -233,7 +198,7 @@ def linear_cross_entropy_with_grad(
     options: Options = DEFAULTS,
     lse_square_scale: float = 0.0,
     reduction: str = "mean",
-    chunk_rows: int | None = None,
+    **chunking: Any,
 ) -> tuple[Tensor, ...]:
     """(value, divided_by, lse, gradients). The gradients of the weight and the bias are as they were added up.
 
@@ -247,11 +212,23 @@ def linear_cross_entropy_with_grad(
     scale, square = inverse[0], None
     if lse_square_scale != 0.0:
         square = lse_square_scale * inverse[1]
-    flat, indices, keywords = _as_rows(input), target.reshape(-1), options.keywords()
-    products, made = _Products(flat, linear_weight, output_mask, accumulate_dtype), []
-    for rows, logits in _chunks(flat, linear_weight, linear_bias, chunk_rows, products.wider):
-        made.append(_ops.cross_entropy_with_grad_(logits, indices[rows], scale, square, weight, **keywords))
-        products.add(rows, logits)
-    row_loss, lse = (torch.cat(chunks).view(target.shape) for chunks in zip(*made, strict=True))
+    flat, keywords, how, made = _as_rows(input), options.keywords(), Chunking(**chunking), []
+    rows = _rows(target, flat, linear_weight, options, how)
+    products, indices = (
+        Products(rows, flat, linear_weight, linear_bias, how.chunk_rows, output_mask, accumulate_dtype),
+        rows.indices(),
+    )
+    for chunk, logits in products.chunks():
+        made.append(_ops.cross_entropy_with_grad_(logits, indices[chunk], scale, square, weight, **keywords))
+        products.add(chunk, logits)
+    losses, lses = (torch.cat(chunks) for chunks in zip(*made, strict=True))
+    row_loss, lse = rows.give(losses, 0.0).view(target.shape), rows.give(lses, float("inf")).view(target.shape)
     value = reductions.reduce_rows(row_loss, lse, target, divisors, loss._replace(reduction="mean")).value
-    return value, divisors, lse, products.grad_input(input), products.weight, products.bias
+    return (
+        value,
+        divisors,
+        lse,
+        products.input.view(input.shape if output_mask[0] else 0),
+        products.weight,
+        products.bias,
+    )

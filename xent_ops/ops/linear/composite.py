@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext
 
-from ...kernels.options import LossOptions, Options
+from ...kernels.options import Chunking, LossOptions, Options
 from ...kernels.reductions import Reduced, reduce_rows
 from .. import arguments, transforms
 from ..checks import weight_without_grad
@@ -48,6 +48,8 @@ def linear_cross_entropy(
     reduction: str = "mean",
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
+    skip_ignored: bool = False,
+    max_counted: int | None = None,
     **options: Any,
 ) -> Tensor:
     arguments.linear(input, linear_weight, target, linear_bias, weight, divisor)
@@ -58,6 +60,7 @@ def linear_cross_entropy(
         transforms.refuse("torch.ops.xent.linear_cross_entropy")
     input, linear_weight, linear_bias = cast_for_autocast(input, linear_weight, linear_bias)
     head = (input, linear_weight, target, linear_bias, weight)
+    how = Chunking(chunk_rows, skip_ignored, max_counted).keywords()
     wanted = [
         tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
         for tensor in (input, linear_weight, linear_bias)
@@ -74,13 +77,11 @@ def linear_cross_entropy(
             accumulate_dtype,
             lse_square_scale=lse_square_scale,
             reduction=reduction,
-            chunk_rows=chunk_rows,
+            **how,
             **options,
         )
         return made[0]
-    row_loss, lse = _ops.linear_cross_entropy_forward(
-        *head, accumulate_dtype=accumulate_dtype, chunk_rows=chunk_rows, **options
-    )
+    row_loss, lse = _ops.linear_cross_entropy_forward(*head, accumulate_dtype=accumulate_dtype, **how, **options)
     return reduced(row_loss, lse, target, weight, divisor, linear_weight.shape[0], loss).value
 
 

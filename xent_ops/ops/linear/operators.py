@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -10,13 +11,14 @@ import torch
 from torch import Tensor
 
 from ...kernels import reference, reference_linear
-from ...kernels.options import as_record
+from ...kernels.options import Chunking, as_record
 from ...kernels.reference_linear import with_entropy
 from .. import transforms
 from ..checks import scale_grad, weight_needs_grad
 from ..library import Outputs, autograd, operator, save_nothing
 from ..second_order import differentiate
 from . import checks, chunks
+from .products import accumulator_of_weight
 
 _ops = torch.ops.xent
 
@@ -55,7 +57,7 @@ def _with_grad_outputs(
         ((2,), dtype),
         (input.shape[:-1], dtype),
         grad_input,
-        (grad_weight[0], chunks.accumulator_of_weight(input.dtype, accumulate_dtype)),
+        (grad_weight[0], accumulator_of_weight(input.dtype, accumulate_dtype)),
         (grad_bias[0], dtype),
     )
 
@@ -174,9 +176,8 @@ def _save_backward(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[
     *tensors, ctx.mask = inputs
     ctx.save_for_backward(*tensors)
     # How the chunks are made and added up is nothing to a derivative in plain torch.
-    ctx.options = as_record(
-        {name: value for name, value in keyword_only_inputs.items() if name not in ("accumulate_dtype", "chunk_rows")}
-    )
+    left_out = ("accumulate_dtype", *Chunking._fields)
+    ctx.options = as_record({name: value for name, value in keyword_only_inputs.items() if name not in left_out})
 
 
 def _second_backward_of(function: Callable[..., Any]) -> Callable[..., tuple[Tensor | None, ...]]:
@@ -202,7 +203,7 @@ operator(
     "linear_cross_entropy_forward",
     check=checks.rows,
     outputs=_rows,
-    reference=chunks.forward(_ops.cross_entropy_forward),
+    reference=chunks.forward(_ops.cross_entropy_forward, 0.0, math.inf),
     composed=True,
 )
 autograd("linear_cross_entropy_forward", _rows_backward, _save_rows)
@@ -211,7 +212,7 @@ operator(
     "linear_cross_entropy_forward_argmax",
     check=checks.rows,
     outputs=lambda input, *_: (*_rows(input), (input.shape[:-1], torch.int64)),
-    reference=chunks.forward(_ops.cross_entropy_forward_argmax),
+    reference=chunks.forward(_ops.cross_entropy_forward_argmax, 0.0, math.inf, -1),
     composed=True,
 )
 autograd("linear_cross_entropy_forward_argmax", _rows_backward, _save_rows_and_argmax)
@@ -220,7 +221,7 @@ operator(
     "linear_cross_entropy_forward_entropy",
     check=checks.rows,
     outputs=lambda input, *_: (*_rows(input), *_rows(input)[:1]),
-    reference=chunks.forward(_ops.cross_entropy_forward_entropy),
+    reference=chunks.forward(_ops.cross_entropy_forward_entropy, 0.0, math.inf, 0.0),
     composed=True,
 )
 autograd("linear_cross_entropy_forward_entropy", _entropy_backward, _save_rows)

@@ -33,9 +33,12 @@ _ROWS_ON_CPU = 512
 _MULTIPLE = 128
 
 
-def rows_of_chunk(input: Tensor, linear_weight: Tensor, wider: bool, chunk_rows: int | None) -> int:
-    """For input (N, H). ``wider``: the gradient of the weight is added up in more bytes than it has in the end."""
-    number, features = max(input.shape[0], 1), input.shape[1]
+def rows_of_chunk(number: int, input: Tensor, linear_weight: Tensor, wider: bool, chunk_rows: int | None) -> int:
+    """For that number of rows of input (N, H).
+
+    ``wider``: the gradient of the weight is added up in more bytes than it has in the end.
+    """
+    number, features = max(number, 1), input.shape[1]
     if chunk_rows is not None:
         return min(number, chunk_rows)
     rows = _ROWS_ON_CPU

@@ -1,0 +1,168 @@
+"""A linear cross entropy that skips ignored rows gives the same numbers, for any pattern of them."""
+
+import math
+
+import pytest
+import torch
+
+import xent_ops
+from xent_ops.ops.linear import packing
+
+ROWS, FEATURES, CLASSES = 300, 40, 1003
+PATTERNS = {
+    "none": lambda rows: [],
+    "all": lambda rows: range(rows),
+    "all but one": lambda rows: [row for row in range(rows) if row != rows // 2],
+    "every other": lambda rows: range(0, rows, 2),
+    "the first": lambda rows: range(rows // 2),
+    "the last": lambda rows: range(rows // 3, rows),
+}
+OPTIONS = {
+    "plain": {},
+    "all": {"label_smoothing": 0.125, "lse_square_scale": 0.01, "softcap": 20.0, "logit_scale": 0.75},
+    "float32": {"accumulate_dtype": torch.float32},
+    "divisor": {"reduction": "sum", "divisor": 7.0},
+}
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+TOLERANCES = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 2e-6}  # of a gradient, relative to its norm
+
+
+def problem(device, dtype, pattern, classes=CLASSES):
+    """(input, linear_weight, linear_bias, target): bfloat16 rounds gradients of small logits alike."""
+    x, head, bias = torch.randn(ROWS, FEATURES), torch.randn(classes, FEATURES) / 4, torch.randn(classes)
+    target = torch.randint(1, classes, (ROWS,))
+    target[list(PATTERNS[pattern](ROWS))] = -100
+    return *(tensor.to(device, dtype) for tensor in (x, head, bias)), target.to(device)
+
+
+def run(x, head, bias, target, upstream=None, loss=xent_ops.linear_cross_entropy, **options):
+    """The loss and the gradients."""
+    inputs = [tensor.clone().requires_grad_() for tensor in (x, head, bias)]
+    loss = loss(inputs[0], inputs[1], target, linear_bias=inputs[2], **options)
+    return loss.detach(), *torch.autograd.grad(loss, inputs, torch.ones_like(loss) if upstream is None else upstream)
+
+
+def assert_same(made, wanted, dtype):
+    for got, expected in zip(made, wanted, strict=True):
+        assert got.dtype == expected.dtype and torch.equal(got.isnan(), expected.isnan())
+        got, expected = got.double().nan_to_num(), expected.double().nan_to_num()
+        assert (got - expected).norm() <= TOLERANCES[dtype] * expected.norm()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_reduced(device, dtype, pattern, name):
+    *head, target = problem(device, dtype, pattern)
+    options = {"chunk_rows": 128, **OPTIONS[name]}
+    made = run(*head, target, skip_ignored=True, **options)
+    assert_same(made, run(*head, target, **options), dtype)
+    again = run(*head, target, skip_ignored=True, **options)
+    assert all(torch.equal(*pair) for pair in zip(*[[x.nan_to_num() for x in y] for y in (made, again)], strict=True))
+    assert not made[1][target == -100].any() or pattern == "all"  # a mean of nothing is NaN
+    bounded = run(*head, target, max_counted=ROWS, **options)
+    assert_same(bounded, made, dtype)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows(device, dtype, pattern):
+    *head, target = problem(device, dtype, pattern)
+    upstream = torch.randn(ROWS, device=device)
+    options = {"chunk_rows": 100, "reduction": "none", "lse_square_scale": 0.01}
+    made = run(*head, target, upstream, skip_ignored=True, **options)
+    assert_same(made, run(*head, target, upstream, **options), dtype)
+    assert not made[0][target == -100].any() and not made[1][target == -100].any()
+
+
+@pytest.mark.parametrize("bound", [None, ROWS])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_belongs_to_an_ignored_row(device, dtype, bound):
+    """An lse that makes its softmax zero, no entropy, no prediction. Nothing flows back from any of them."""
+    x, head, _, target = problem(device, dtype, "every other")
+    ignored, skips = target == -100, {"skip_ignored": bound is None, "max_counted": bound}
+    plain, skipped = (
+        xent_ops.linear_cross_entropy_outputs(x, head, target, lse_square_scale=0.1, **how) for how in ({}, skips)
+    )
+    assert (skipped.lse[ignored] == math.inf).all() and (skipped.predictions[ignored] == -1).all()
+    close = {"rtol": 0.01, "atol": 0.01}
+    torch.testing.assert_close(skipped.lse[~ignored], plain.lse[~ignored], **close)
+    torch.testing.assert_close([*skipped[:2]], [*plain[:2]], **close)
+    assert (skipped.accuracy - plain.accuracy).abs() <= 0.01
+    assert (skipped.predictions == plain.predictions)[~ignored].float().mean() > 0.98  # bfloat16 rounds to ties
+
+    def log_probs(**how):
+        inputs = [tensor.clone().requires_grad_() for tensor in (x, head)]
+        made = xent_ops.linear_token_log_probs(*inputs, target, **how)
+        total = made.log_probs.sum() + made.entropy[~ignored].sum() + 0.1 * made.lse[~ignored].sum()
+        return made, torch.autograd.grad(total, inputs)
+
+    (plain, plain_grads), (skipped, grads) = log_probs(), log_probs(**skips)
+    assert not skipped.log_probs[ignored].any() and not skipped.entropy[ignored].any()
+    torch.testing.assert_close([x[~ignored] for x in skipped], [x[~ignored] for x in plain], **close)
+    assert_same(grads, plain_grads, torch.bfloat16 if dtype == torch.float16 else dtype)
+    assert not grads[0][ignored].any()
+    inputs = [tensor.clone().requires_grad_() for tensor in (x, head)]
+    made = xent_ops.linear_token_log_probs(*inputs, target, **skips)
+    for grad in torch.autograd.grad(made.entropy[ignored].sum() + made.lse[ignored].sum(), inputs):
+        assert not grad.any()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_more_rows_than_max_counted(device, reduction):
+    *head, target = problem(device, torch.float32, "every other")
+    number = int((target != -100).sum())
+    options = {"reduction": reduction, "chunk_rows": 64}
+    assert_same(run(*head, target, max_counted=number, **options), run(*head, target, **options), torch.float32)
+    if device == "cpu":
+        text = f"{number} rows are counted; expected at most max_counted={number - 1}"
+        with pytest.raises(ValueError, match=text):
+            run(*head, target, max_counted=number - 1, **options)
+    else:
+        loss, _, grad_weight, grad_bias = run(*head, target, max_counted=number - 1, **options)
+        assert loss.isnan().sum() >= (1 if reduction != "none" else number - 1)
+        assert grad_weight.isnan().all() and grad_bias.isnan().all()
+
+
+def test_no_rows(device):
+    x, head = torch.randn(2, 0, 8, device=device, requires_grad=True), torch.randn(5, 8, device=device)
+    target = torch.empty(2, 0, dtype=torch.int64, device=device)
+    for options in ({"skip_ignored": True}, {"max_counted": 3}):
+        loss = xent_ops.linear_cross_entropy(x, head, target, reduction="sum", **options)
+        assert loss == 0 and torch.autograd.grad(loss, x)[0].shape == x.shape
+
+
+def test_second_derivatives(device):
+    x, head, _, target = problem(device, torch.float32, "every other", classes=11)
+
+    def second(**options):
+        inputs = [tensor.clone().requires_grad_() for tensor in (x, head)]
+        loss = xent_ops.linear_cross_entropy(*inputs, target, lse_square_scale=0.1, **options)
+        grads = torch.autograd.grad(loss, inputs, create_graph=True)
+        return torch.autograd.grad(sum(grad.square().sum() for grad in grads), inputs)
+
+    torch.testing.assert_close(second(skip_ignored=True), second(), rtol=1e-4, atol=1e-6)
+
+
+def test_compiled_for_any_number_of_rows(device):
+    x, head, bias, target = problem(device, torch.float32, "every other")
+
+    step = torch.compile(xent_ops.linear_cross_entropy, fullgraph=True, dynamic=True)
+
+    for rows, pattern in ((ROWS, "every other"), (200, "all but one"), (170, "none")):
+        target = target.clone().fill_(3)
+        target[list(PATTERNS[pattern](rows))] = -100
+        case = x[:rows].clone(), head, bias, target[:rows].clone()
+        with torch._dynamo.config.patch(error_on_recompile=rows != ROWS):
+            assert_same(run(*case, loss=step, skip_ignored=True), run(*case), torch.float32)
+
+
+def test_the_order_of_the_device(monkeypatch):
+    """What other devices than a CPU compute of ``max_counted`` rows, on one."""
+    *head, target = problem("cpu", torch.float32, "every other")
+    wanted = run(*head, target, chunk_rows=64)
+    monkeypatch.setattr(packing, "_on_the_host", packing._on_the_device)
+    for bound in (int((target != -100).sum()), 200, ROWS, 1000):
+        assert_same(run(*head, target, chunk_rows=64, max_counted=bound), wanted, torch.float32)
+    with pytest.raises(IndexError, match="-1"):  # on a GPU NaN
+        run(*head, target, chunk_rows=64, max_counted=100)

@@ -1,0 +1,110 @@
+"""The three products of a linear cross entropy, a chunk of rows at a time: by torch, or by kernels that count rows."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels import reference
+from .. import devices
+from .packing import PackedRows, Rows
+from .sizes import rows_of_chunk
+
+_NONE = (False, False, False)
+
+
+def accumulator_of_weight(dtype: torch.dtype, accumulate_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which the chunks' parts of grad_linear_weight are added up."""
+    return accumulate_dtype or (torch.float32 if dtype == torch.float16 else dtype)
+
+
+def counting_kernels(input: Tensor, linear_weight: Tensor) -> Any:
+    """Products that read the number of rows on the device, for input (N, H); None where there are none."""
+    if input.device.type != "cuda":
+        return None
+    devices.triton_launchers()
+    kernels = importlib.import_module("xent_ops.kernels.triton.launch_product")
+    return kernels if kernels.serves(input, linear_weight) is None else None
+
+
+class Products:
+    """Makes logits of chunks, and turns their gradients into those of input (N, H), linear_weight and linear_bias."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        input: Tensor,
+        linear_weight: Tensor,
+        linear_bias: Tensor | None,
+        chunk_rows: int | None,
+        output_mask: Sequence[bool] = (False, False, False),
+        accumulate_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.rows, self.all_input, self.head, self.head_bias = rows, input, linear_weight, linear_bias
+        self.mask, sums = output_mask, accumulator_of_weight(input.dtype, accumulate_dtype)
+        new = input.new_zeros if isinstance(rows, PackedRows) else input.new_empty
+        self.input = new(input.shape if output_mask[0] else 0)
+        self.weight = input.new_empty(linear_weight.shape if output_mask[1] else 0, dtype=sums)
+        self.bias = input.new_zeros(
+            linear_weight.shape[:1] if output_mask[2] else 0, dtype=reference.accumulator(input)
+        )
+        wider = output_mask[1] and sums != input.dtype
+        self.size = rows_of_chunk(rows.number, input, linear_weight, wider, chunk_rows)
+        self.kernels = None
+        if isinstance(rows, PackedRows) and rows.count is not None:
+            self.kernels = counting_kernels(input, linear_weight)
+            firsts = torch.arange(0, rows.number, self.size, device=input.device)
+            self.counts = (rows.count - firsts).clamp_(0, self.size).to(torch.int32)  # of each chunk
+
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """(which of the rows, their logits, which may be overwritten). Without rows one empty chunk."""
+        number, classes = self.rows.number, self.head.shape[0]
+        # Rows start at multiples of 16 bytes, as cuBLAS wants them for its fast products.
+        step = 16 // self.all_input.element_size()
+        memory = self.all_input.new_empty((self.size, -(-classes // step) * step))[:, :classes]
+        for start in range(0, max(number, 1), self.size):
+            chunk = slice(start, min(start + self.size, number))
+            logits, self.part = memory[: chunk.stop - start], self.rows.of(self.all_input, chunk)
+            if self.kernels is not None:
+                self.count = self.counts[start // self.size]
+                self.kernels.logits(self.part, self.head, self.head_bias, self.count, logits)
+            elif self.head_bias is None:
+                torch.mm(self.part, self.head.t(), out=logits)
+            else:
+                torch.addmm(self.head_bias, self.part, self.head.t(), out=logits)
+            yield chunk, logits
+
+    def add(self, chunk: slice, gradient: Tensor) -> None:
+        """The gradient of the logits that ``chunks`` has yielded last."""
+        if self.mask[1]:
+            if self.kernels is not None:
+                self.kernels.grad_weight(gradient, self.part, self.count, self.weight, add=chunk.start > 0)
+            else:
+                _add_product(self.weight, gradient.t(), self.part, chunk.start == 0)
+        del self.part  # its memory serves the next product
+        if self.mask[0]:
+            if not isinstance(self.rows, PackedRows):
+                torch.mm(gradient, self.head, out=self.input[chunk])
+            elif self.kernels is None:
+                self.input.index_copy_(0, self.rows.order[chunk], torch.mm(gradient, self.head))
+            else:
+                self.kernels.grad_input(gradient, self.head, self.count, self.rows.order[chunk], self.input)
+        if self.mask[2]:
+            self.bias += gradient.sum(0, dtype=self.bias.dtype)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+    """total += left @ right, which ``first`` starts from zero."""
+    if total.dtype == left.dtype:
+        torch.mm(left, right, out=total) if first else torch.addmm(total, left, right, out=total)
+    elif total.device.type == "cuda":
+        if first:
+            torch.mm(left, right, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        _add_product(total, left.to(total.dtype), right.to(total.dtype), first)
