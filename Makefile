@@ -3,6 +3,7 @@
 VENV ?= .venv
 BASE = $(or $(PYTHON),python3)
 PY = $(VENV)/bin/python
+DOCS = $(VENV)-docs
 
 # Tests never take a compiled step from an earlier run: caches on disk do not see every change of an operator.
 # Triton reads TRITON_INTERPRET when it is imported, so the kernels' interpreter has a process of its own.
@@ -49,6 +50,20 @@ test-ascend: env  ## the Ascend kernels through triton-ascend's passes, in an en
 		env -u TRITON_INTERPRET TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $$PY -m pytest -q tests/ascend/test_ascend_lowering.py \
 		|| test $$? = 75
 
+.PHONY: docs docs-env
+docs: docs-env  ## the documentation site, into site/; a broken link or reference is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+docs-env: $(DOCS)/finished  ## mkdocs and its plugins, in an environment of their own
+
+$(DOCS)/finished: requirements-docs.txt
+	@if [ -e $(DOCS) ] && [ ! -e $(DOCS)/made-by-make ]; then \
+		echo "$(DOCS) was not made by make and is left alone. Add VENV=<another folder> to make." >&2; exit 1; fi
+	rm -rf $(DOCS) && mkdir -p $(DOCS) && touch $(DOCS)/made-by-make
+	$(BASE) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements-docs.txt
+	@touch $@
+
 lint: env  ## formatting, lint, types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -62,6 +77,6 @@ release: env  ## sdist, pure and manylinux wheel in dist/, checked and each trie
 	$(PY) tools/release.py dist
 
 clean:  ## remove caches, build products and the private environment
-	rm -rf build dist *.egg-info xent_ops/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis train_lm.png
+	rm -rf build dist site *.egg-info xent_ops/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis train_lm.png
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
-	for venv in $(VENV) $(VENV)-ascend; do if [ -e $$venv/made-by-make ]; then rm -rf $$venv; fi; done
+	for venv in $(VENV) $(VENV)-ascend $(DOCS); do if [ -e $$venv/made-by-make ]; then rm -rf $$venv; fi; done

@@ -18,17 +18,31 @@ from .ops import arguments, checks, function, transforms
 
 
 class CrossEntropyOutputs(NamedTuple):
-    """What ``cross_entropy_outputs`` returns. Shapes are for targets (N, d1, ...)."""
+    """What ``cross_entropy_outputs`` returns. Shapes are for targets (N, d1, ...).
 
-    loss: Tensor  # () or, for reduction="none", the target's shape; includes z_loss
-    z_loss: Tensor  # likewise; 0 where lse_square_scale is 0
-    lse: Tensor  # the target's shape, differentiable
-    predictions: Tensor  # the target's shape, int64; -1 in ignored rows
-    accuracy: Tensor  # (), the share of counted rows whose prediction is the target; NaN without one
+    Attributes:
+        loss: () or, for reduction="none", the target's shape; includes z_loss.
+        z_loss: likewise; 0 where lse_square_scale is 0.
+        lse: the target's shape, differentiable.
+        predictions: the target's shape, int64; -1 in ignored rows.
+        accuracy: (), the share of counted rows whose prediction is the target; NaN without one.
+    """
+
+    loss: Tensor
+    z_loss: Tensor
+    lse: Tensor
+    predictions: Tensor
+    accuracy: Tensor
 
 
 class TokenLogProbs(NamedTuple):
-    """What ``token_log_probs`` returns, each of the target's shape and differentiable."""
+    """What ``token_log_probs`` returns, each of the target's shape and differentiable.
+
+    Attributes:
+        log_probs: of the target; 0 in ignored rows.
+        entropy: of the softmax, in nats; 0 in ignored rows.
+        lse: the logsumexp of the row.
+    """
 
     log_probs: Tensor
     entropy: Tensor
@@ -69,7 +83,7 @@ def cross_entropy(
     """Cross entropy between logits and class indices or class probabilities: ``F.cross_entropy`` and more.
 
     With x = softcap * tanh(logit_scale * input / softcap) (x = logit_scale * input without a softcap), e the label
-    smoothing, w the class weights and t the target of a row::
+    smoothing, w the class weights and t the target of a row:
 
         lse  = logsumexp_j x_j
         loss = w_t (1-e) (lse - x_t) + (e/C) sum_j w_j (lse - x_j) + lse_square_scale * lse^2
@@ -233,9 +247,10 @@ def token_log_probs(
     classes masked with -inf add nothing. In ignored rows both are 0, and so are their gradients.
 
     Args:
-        input: logits as for ``cross_entropy``, but with the classes last by default.
+        input: logits as for ``cross_entropy``.
         target: class indices, the input's shape without ``dim``.
         ignore_index, softcap, logit_scale: as for ``cross_entropy``; logit_scale is one over the temperature.
+        dim: the class dimension, by default the last one.
 
     Returns:
         ``TokenLogProbs(log_probs, entropy, lse)``, each float32 (float64 for float64 input) of the target's shape.

@@ -74,8 +74,7 @@ def linear_cross_entropy(
 
     Below torch.func transforms and forward-mode AD, and for second derivatives, all logits are made.
 
-    Raises:
-        As ``cross_entropy``.
+    Errors are those of ``cross_entropy``.
 
     Sources: torch.nn.functional.linear_cross_entropy for the names, Liger-Kernel for gradients made in forward.
     """
@@ -182,7 +181,7 @@ def linear_token_log_probs(
     and DPO ask for. The backward makes the logits again, so any upstream gradients are right: four products in all.
 
     Args:
-        input: (..., H); linear_weight: (V, H); linear_bias: (V,), as for ``linear_cross_entropy``.
+        input, linear_weight, linear_bias: (..., H), (V, H) and (V,), as for ``linear_cross_entropy``.
         target: (...), class indices.
         ignore_index, softcap, logit_scale: as for ``token_log_probs``.
         accumulate_dtype, chunk_rows, skip_ignored, max_counted: as for ``linear_cross_entropy``. Of an ignored row that

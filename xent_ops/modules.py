@@ -81,7 +81,8 @@ class LinearCrossEntropyLoss(nn.Module):
     The state_dict is that of ``nn.Linear(in_features, num_classes, bias)``: ``weight`` (V, H) and ``bias`` (V,).
 
     Args:
-        in_features: H. num_classes: V.
+        in_features: H.
+        num_classes: V.
         bias: does the head have one?
         tied_weight: a Parameter (V, H) to use as the head's weight, an embedding's for example. The sizes may then be
             left out.

@@ -147,9 +147,8 @@ def vocab_parallel_linear_cross_entropy(
     Returns:
         float32 (float64 for float64 input): (), or the target's shape with reduction="none".
 
-    Raises:
-        As ``vocab_parallel_cross_entropy``, and for what ``xent_ops.linear_cross_entropy`` refuses. Below
-        torch.autocast input, weight_shard and bias_shard are cast as for nn.Linear.
+    Errors are those of ``vocab_parallel_cross_entropy`` and of ``xent_ops.linear_cross_entropy``. Below torch.autocast
+    input, weight_shard and bias_shard are cast as for nn.Linear.
 
     Shards that do not tile the vocabulary give NaN on every rank, and what differs between ranks wrong numbers, as for
     ``vocab_parallel_cross_entropy``.

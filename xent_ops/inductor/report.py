@@ -41,7 +41,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Report:
-    """All graphs since the last ``options()``, ``enable()`` or ``replace_cross_entropy()``, of all threads."""
+    """All graphs since the last ``options()``, ``enable()`` or ``replace_cross_entropy()``, of all threads.
+
+    ``replaced`` and ``left_alone`` are the calls of each kind.
+    """
 
     graphs: int  # that the pass saw
     calls: tuple[Call, ...]

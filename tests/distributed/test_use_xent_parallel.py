@@ -1,0 +1,18 @@
+"""use_xent below DDP and FSDP2 in two real processes. The case, run on every rank, is use_xent_cases.py's."""
+
+import pytest
+
+cases = pytest.importorskip("use_xent_cases", reason="transformers is not installed")
+
+
+@pytest.mark.parametrize("way", cases.WAYS)
+def test_equal_to_one_process(pool, device, way):
+    pool(2, device).run(cases.equal_to_one_process, way)
+
+
+def test_mixed_precision(pool, device):
+    pool(2, device).run(cases.mixed_precision)
+
+
+def test_tensor_parallel_heads_are_refused(pool, device):
+    pool(2, device).run(cases.tensor_parallel)

@@ -1,0 +1,119 @@
+"""use_xent below DDP and FSDP2; run on every rank by test_use_xent_parallel.py."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from xent_ops.integrations.transformers import use_xent
+
+V = 66
+
+
+def _model(device, tied):
+    config = transformers.LlamaConfig(
+        vocab_size=V, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).to(device).train()
+
+
+def _shard(model, groups, **options):
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    if groups == "head":
+        fully_shard(model.lm_head, mesh=mesh, **options)
+    elif groups == "norm and head":
+        fully_shard([model.model.norm, model.lm_head], mesh=mesh, reshard_after_forward=False, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+WAYS = {
+    "DDP": lambda model: (use_xent(model), DistributedDataParallel(model))[1],
+    "FSDP, the head with the root": lambda model: (use_xent(model), _shard(model, None))[1],
+    "FSDP, a head of its own": lambda model: (use_xent(model), _shard(model, "head"))[1],
+    "FSDP before use_xent": lambda model: (_shard(model, "head"), use_xent(model))[0],
+    "FSDP, norm and head": lambda model: (use_xent(model), _shard(model, "norm and head"))[1],
+    "FSDP of a compiled model": lambda model: (
+        use_xent(model),
+        [layer.compile(backend="aot_eager") for layer in (*model.model.layers, model.lm_head)],
+        _shard(model, "head"),
+    )[2],
+}
+
+
+def _batch(device):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, V, (dist.get_world_size(), 2, 9), generator=generator)
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.3, -100)
+    return ids.to(device), labels.to(device)
+
+
+def _gradients(model):
+    return [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+
+
+def equal_to_one_process(device, way):
+    """Two steps: the gradients are those of one process on the whole batch, untouched."""
+    ids, labels = _batch(device)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    total = (labels[..., 1:] != -100).sum()
+    tied = "root" in way or way == "DDP"
+    untouched = _model(device, tied)
+    model = WAYS[way](_model(device, tied))
+    assert isinstance(model, FSDPModule) == way.startswith("FSDP")
+    for _ in range(2):
+        for each in (untouched, model):
+            each.zero_grad()
+        want = untouched(input_ids=ids.flatten(0, 1), labels=labels.flatten(0, 1)).loss
+        want.backward()
+        output = model(input_ids=ids[rank], labels=labels[rank], num_items_in_batch=total)
+        assert output.logits is None
+        (output.loss * world).backward()  # DDP and FSDP average over ranks
+        loss = output.loss.detach().clone()
+        dist.all_reduce(loss)
+        torch.testing.assert_close(
+            (loss, _gradients(model)), (want.detach(), _gradients(untouched)), rtol=1e-5, atol=1e-6
+        )
+
+
+def mixed_precision(device):
+    """FSDP's bfloat16 parameters: with and without use_xent, the head's gradient is reduced in float32."""
+    ids, labels = _batch(device)
+    rank = dist.get_rank()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    results = []
+    for lean in (False, True):
+        model = copy.deepcopy(_model(device, tied=False))
+        if lean:
+            use_xent(model)
+        model = _shard(model, "head", mp_policy=policy)
+        loss = model(input_ids=ids[rank], labels=labels[rank]).loss
+        loss.backward()
+        results.append((loss.detach(), _gradients(model)))
+    (want, want_grads), (got, grads) = results
+    torch.testing.assert_close(got, want, rtol=1e-2, atol=0.0)
+    for grad, reference in zip(grads, want_grads, strict=True):
+        assert grad.dtype == torch.float32 and (grad - reference).norm() <= 2e-2 * reference.norm()
+
+
+def tensor_parallel(device):
+    """A head that is split over ranks is refused: its weight here is a part."""
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    model = parallelize_module(
+        _model(device, tied=False), mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())}
+    )
+    try:
+        use_xent(model)
+    except (TypeError, ValueError) as error:
+        assert "split over ranks" in str(error), error
+    else:
+        raise AssertionError("not refused")

@@ -1,0 +1,234 @@
+"""What use_xent does not take: each with the reason, before a wrong number or a silent loss of the gain."""
+
+import pytest
+import torch
+from torch import nn
+
+tiny = pytest.importorskip("tiny", reason="transformers is not installed")
+import transformers  # noqa: E402
+
+from xent_ops.integrations import heads, tails  # noqa: E402
+from xent_ops.integrations.transformers import use_xent  # noqa: E402
+
+
+def patched(model, forward):
+    """The model with a class of its own, whose forward is this one."""
+    model.__class__ = type("Changed", (type(model),), {"forward": forward})
+    return model
+
+
+def test_something_else():
+    with pytest.raises(TypeError, match=r"expected a model of transformers.*got torch.nn.modules.linear.Linear"):
+        use_xent(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="OptimizedModule"):
+        use_xent(torch.compile(tiny.make(), backend="eager"))
+
+
+@pytest.mark.parametrize(
+    "options, error", [({"label_smoothing": 2.0}, "label_smoothing"), ({"chunk_rows": 1.5}, "chunk_rows")]
+)
+def test_options(options, error):
+    with pytest.raises((TypeError, ValueError), match=error):
+        use_xent(tiny.make(), **options)
+
+
+def test_twice():
+    model = tiny.make()
+    use_xent(model)
+    with pytest.raises(RuntimeError, match="use_xent is on already"):
+        use_xent(model)
+
+
+def test_a_loss_of_its_own():
+    model = tiny.make()
+    model.loss_function = lambda **kwargs: None
+    with pytest.raises(ValueError, match="has a loss of its own"):
+        use_xent(model)
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    with pytest.raises(ValueError, match=r"BertForMaskedLM .*its own"):
+        use_xent(transformers.BertForMaskedLM(config))
+
+
+def test_a_model_without_a_head():
+    config = transformers.LlamaConfig(**tiny.SIZES, **tiny.TOKENS)
+    with pytest.raises(ValueError, match="LlamaModel has"):
+        use_xent(transformers.LlamaModel(config))
+
+
+def test_a_model_that_computes_its_loss_itself():
+    """Bart's decoder calls nn.CrossEntropyLoss."""
+    config = transformers.BartConfig(
+        vocab_size=64, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=32
+    )
+    with pytest.raises(ValueError, match="BartForCausalLM computes its loss by itself"):
+        use_xent(transformers.BartForCausalLM(config))
+
+
+def test_logits_that_are_read_beside_the_loss():
+    """Bamba adds a z-loss of its own to the loss."""
+    sizes = tiny.SIZES | {"mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 8, "attn_layer_indices": [0]}
+    config = transformers.BambaConfig(**sizes, **tiny.TOKENS, z_loss_coefficient=1e-3)
+    with pytest.raises(ValueError, match="BambaForCausalLM reads its logits beside the loss"):
+        use_xent(transformers.BambaForCausalLM(config))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda logits: logits + 1e-3,
+        lambda logits: logits * 1.01,
+        lambda logits: 30.0 * torch.tanh(logits / 30.0),  # not in the configuration
+        lambda logits: logits.clamp(-150, 150),
+        lambda logits: torch.where(torch.arange(logits.shape[-1]) == 7, float("-inf"), logits),
+    ],
+    ids=["shifted", "scaled", "softcapped", "clamped", "masked"],
+)
+def test_a_tail_that_the_configuration_does_not_speak_of(change):
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        output = self.model(input_ids=input_ids)
+        logits = change(self.lm_head(output.last_hidden_state))
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    with pytest.raises(ValueError, match="neither a softcap nor a scale of its configuration"):
+        use_xent(patched(tiny.make(), forward))
+
+
+@pytest.mark.parametrize(
+    "change, error",
+    [
+        (lambda self, x, labels: (self.lm_head(x) + self.lm_head(x), labels), "calls its head 2 times"),
+        (lambda self, x, labels: (x @ self.lm_head.weight.T, labels), "calls its head 0 times"),
+        (lambda self, x, labels: (self.lm_head(x), labels + 1), "changes its labels"),
+        (lambda self, x, labels: (self.lm_head(x)[:, 1:], labels), r"logits of shape \(1, 3, 64\)"),
+        (lambda self, x, labels: (self.lm_head(x)[..., :60], labels), r"logits of shape \(1, 4, 60\)"),
+    ],
+    ids=["head twice", "head not called", "labels changed", "rows sliced", "classes sliced"],
+)
+def test_a_forward_that_does_something_else(change, error):
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        logits, labels = change(self, self.model(input_ids=input_ids).last_hidden_state, labels)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    with pytest.raises(ValueError, match=error):
+        use_xent(patched(tiny.make(), forward))
+
+
+def test_a_refusal_leaves_the_model_as_it_was():
+    sizes = tiny.SIZES | {"mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 8, "attn_layer_indices": [0]}
+    model = transformers.BambaForCausalLM(transformers.BambaConfig(**sizes, **tiny.TOKENS, z_loss_coefficient=1e-3))
+    before = list(vars(model))
+    with pytest.raises(ValueError, match="reads its logits"):
+        use_xent(model.train())
+    assert list(vars(model)) == before and model.training
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+class Int8Linear(nn.Linear):
+    """As quantised heads are: a subclass with a forward of its own."""
+
+    def forward(self, input):
+        return super().forward(input)
+
+
+def test_quantised_heads():
+    model = tiny.make()
+    model.lm_head = Int8Linear(16, 64, bias=False)
+    with pytest.raises(TypeError, match=r"the head is a .*Int8Linear; expected torch.nn.Linear"):
+        use_xent(model)
+    head = nn.Linear(16, 64, bias=False)
+    head.weight = nn.Parameter(head.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(TypeError, match=r"the head's weight is a Parameter of torch.float8_e4m3fn; expected"):
+        heads.product(head, torch.ones(3, 16))
+    head.weight = nn.Parameter(torch.ones(64, 16).as_subclass(type("Quantised", (torch.Tensor,), {})))
+    with pytest.raises(TypeError, match="the head's weight is a Quantised"):
+        heads.product(head, torch.ones(3, 16))
+
+
+def test_a_head_whose_forward_is_replaced():
+    model = tiny.make()
+    model.lm_head.forward = model.lm_head.forward
+    with pytest.raises(TypeError, match="the forward of the head is replaced"):
+        use_xent(model)
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_training_without_labels(way):
+    """Trainer's label_smoothing_factor and compute_loss_func take the labels away and read the logits."""
+    model = tiny.make()
+    ids, _ = tiny.batch()
+    use_xent(model)
+    call = torch.compile(model, backend="eager") if way == "compiled" else model
+    with pytest.raises(RuntimeError, match="label_smoothing_factor"):
+        call(input_ids=ids)
+    assert model.eval()(input_ids=ids).logits.shape == (2, 9, 64)
+
+
+def test_data_parallel():
+    model = tiny.make()
+    ids, labels = tiny.batch()
+    use_xent(model)
+    replica = model._replicate_for_data_parallel()
+    with pytest.raises(RuntimeError, match="use DDP"):
+        replica(input_ids=ids, labels=labels)
+
+
+def test_a_head_that_came_later():
+    model = tiny.make()
+    use_xent(model)
+    model.resize_token_embeddings(80)
+    ids, labels = tiny.batch()
+    with pytest.raises(RuntimeError, match="the head is not the one that use_xent has seen"):
+        model(input_ids=ids, labels=labels)
+
+
+def test_a_forward_that_came_later():
+    """TRL's trainers replace the model's forward by one with a head of its own."""
+    model = tiny.make()
+    use_xent(model)
+    model.forward = lambda input_ids, labels: transformers.modeling_outputs.CausalLMOutputWithPast(loss=labels.sum())
+    ids, labels = tiny.batch()
+    with pytest.raises(RuntimeError, match="did not call its head"):
+        model(input_ids=ids, labels=labels)
+
+
+def test_a_forward_without_hooks():
+    model = tiny.make()
+    use_xent(model)
+    ids, labels = tiny.batch()
+    with pytest.raises(RuntimeError, match="called without its hooks"):
+        model.forward(input_ids=ids, labels=labels)
+
+
+def test_arguments_that_the_model_keeps_to_itself():
+    def forward(self, input_ids=None, labels=None, num_items_in_batch=None):
+        output = self.model(input_ids=input_ids)
+        logits = self.lm_head(output.last_hidden_state)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    model = patched(tiny.make(), forward)
+    use_xent(model)
+    ids, labels = tiny.batch()
+    assert model(input_ids=ids, labels=labels).logits is None
+    with pytest.raises(RuntimeError, match="gave its loss other arguments"):
+        model(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(9))
+
+
+def test_after_an_error_the_next_call_is_right():
+    model = tiny.make()
+    ids, labels = tiny.batch()
+    want = tiny.step(model, model, ids, labels)
+    use_xent(model)
+    with pytest.raises(IndexError):
+        model(input_ids=ids, labels=labels.clamp(min=0) + 64)
+    tiny.assert_same(tiny.step(model, model, ids, labels), want)
+
+
+def test_candidates_of_a_tail():
+    config = transformers.Gemma2Config(final_logit_softcapping=30.0)
+    config.logits_scaling = 8.0
+    assert set(tails.candidates(config)) == {(cap, scale) for cap in (None, 30.0) for scale in (1.0, 8.0, 1 / 8.0)}

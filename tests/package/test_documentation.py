@@ -1,0 +1,230 @@
+"""The documentation is run: Python blocks, commands, schemas, pictures."""
+
+import contextlib
+import html
+import importlib.util
+import inspect
+import operator
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import docs_plots
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import xent_ops.testing
+from xent_ops import __main__, _doctor, _extension
+from xent_ops.bench import run as bench
+from xent_ops.ops.schemas import SCHEMAS
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+
+BLOCK = re.compile(r"^(?:<!-- skip: ([^\n]*) -->\n)?```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+WITH_BLOCKS = [page for page in PAGES if "```python" in page.read_text()]
+
+
+class Output(NamedTuple):
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+class CausalLM(torch.nn.Module):
+    """Stands in for a model of transformers: its arguments, its output, F.cross_entropy of float32 logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(64, 16), torch.nn.Linear(16, 64)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.embedding(input_ids))
+        loss = F.cross_entropy(logits.float()[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return Output(loss, logits)
+
+
+def names_of(page):
+    """What a page uses without defining it."""
+    if page == "compile.md":
+        tokens = torch.randint(64, (2, 9))
+        return {"model": CausalLM().to(torch.bfloat16), "input_ids": tokens, "labels": tokens}
+    return {}
+
+
+@contextlib.contextmanager
+def one_rank(page):
+    """The groups of a page that needs ranks have one; a group that a page makes itself is gone after it."""
+    if page == "distributed.md":
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def code_of(block):
+    """Without prompts and what they print."""
+    lines = block.splitlines()
+    return "\n".join(line[4:] for line in lines if line.startswith(">>> ")) if block.startswith(">>> ") else block
+
+
+# The block of cpp.md is about a process that never imports xent_ops, those of integrations.md are about models of
+# transformers (tests/integrations): they have tests of their own.
+ELSEWHERE = ("cpp.md", "integrations.md")
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in WITH_BLOCKS if page.name not in ELSEWHERE], ids=lambda page: page.name
+)
+def test_blocks_run(page):
+    namespace, skipped = names_of(page.name), []
+    with one_rank(page.name):
+        for number, (reason, block) in enumerate(BLOCK.findall(page.read_text()), 1):
+            if reason:
+                skipped.append(f"block {number}: {reason}")
+            else:
+                exec(compile(code_of(block), f"{page.name} block {number}", "exec"), namespace)
+    xent_ops.inductor.disable()
+    if skipped:
+        pytest.skip("; ".join(skipped))
+
+
+def test_every_block_is_found():
+    """As many as a plain search finds: a fence that the pattern misses would never run."""
+    for page in WITH_BLOCKS:
+        assert len(BLOCK.findall(page.read_text())) == page.read_text().count("```python\n"), page
+
+
+def test_the_library_is_loaded_without_python_s_package():
+    """The block of cpp.md."""
+    if not _extension.LIBRARY.exists():
+        pytest.skip("libxent_ops.so is not built")
+    (block,) = (block for _, block in BLOCK.findall((DOCS / "cpp.md").read_text()))
+    code = f"path = {str(_extension.LIBRARY)!r}\n{block}\nimport sys\nassert 'xent_ops' not in sys.modules and loss > 0"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=DOCS, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def commands(page):
+    """The lines in code, fenced or indented, that run ``python -m xent_ops``."""
+    text = page.read_text().replace("\\\n", " ")
+    return re.findall(r"^ {0,4}(?:taskset \S+ \S+ )?python -m xent_ops ([^#\n]*)", text, re.MULTILINE)
+
+
+COMMANDS = sorted({command.strip() for page in PAGES for command in commands(page)})
+
+
+def test_commands_parse(monkeypatch):
+    assert len(COMMANDS) > 20
+    parsed = []
+    for module, name in ((bench, "main"), (_doctor, "main"), (__main__, "_library_path")):
+        monkeypatch.setattr(module, name, lambda arguments: parsed.append(arguments) or 0)
+    for command in COMMANDS:
+        assert __main__.main(shlex.split(command)) == 0, command
+    assert len(parsed) == len(COMMANDS)
+
+
+def test_targets_of_make_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {
+        name for page in PAGES for name in re.findall(r"(?:^    |`)make ([a-z-]+)", page.read_text(), re.MULTILINE)
+    }
+    assert len(named) > 5 and named <= targets
+
+
+# A page of what holds today names files that are there; lab notes and the changelog may name what is gone.
+OURS = "csrc_meta|docs|examples|tests|tools|xent_ops|bench|distributed|inductor|kernels|ops"
+PATHS = re.compile(rf"(?<![\w./])(?:{OURS})/[\w/]*\w[\w-]*\.(?:py|cpp|h|inl|md)\b")
+FOLDERS = (ROOT, ROOT / "xent_ops")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "lab"], ids=lambda page: page.name)
+def test_files_that_are_named_exist(page):
+    for path in PATHS.findall(page.read_text()):
+        assert any((folder / path).exists() for folder in FOLDERS), path
+
+
+def test_the_contract_lists_every_schema():
+    text = (DOCS / "ops.md").read_text()
+    listed = re.search(r"## Schemas\n\n```\n(.*?)```", text, re.DOTALL).group(1).splitlines()
+    assert sorted(listed) == sorted(name + schema for name, schema in SCHEMAS.items())
+    for name in SCHEMAS:
+        assert f"| `{name}` |" in text
+
+
+REFERENCE = re.findall(r"^::: xent_ops\.([\w.]+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+
+
+def described():
+    """(name, object) of all that the reference shows: of a module its __all__, or what it defines without underscore."""
+    for dotted in REFERENCE:
+        if dotted == "integrations.transformers":
+            if importlib.util.find_spec("transformers") is None:
+                continue
+            found = importlib.import_module(f"xent_ops.{dotted}")  # not imported with the package
+        else:
+            found = operator.attrgetter(dotted)(xent_ops)
+        if not inspect.ismodule(found):
+            yield dotted, found
+            continue
+        own = [name for name, value in vars(found).items() if getattr(value, "__module__", "") == found.__name__]
+        for name in getattr(found, "__all__", own):
+            if not name.startswith("_"):
+                yield f"{dotted}.{name}", getattr(found, name)
+
+
+DESCRIBED = dict(described())
+
+
+def test_the_reference_has_everything_public():
+    assert {name for name in xent_ops.__all__ if not name.startswith("__")} <= set(REFERENCE)
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_docstrings_name_the_parameters(name):
+    """All of them, and no others. ("others:" stands for the rest.)"""
+    text = inspect.getdoc(DESCRIBED[name])
+    assert text
+    arguments = re.search(r"^Args:\n((?:    .*\n|\n)*)", text + "\n", re.MULTILINE)
+    if arguments is not None:
+        named = {
+            name for names in re.findall(r"^    (\w[\w, ]*):", arguments[1], re.MULTILINE) for name in names.split(", ")
+        }
+        known = set(inspect.signature(DESCRIBED[name]).parameters)
+        assert named - {"others"} <= known
+        assert named == known or "others" in named
+
+
+@pytest.mark.parametrize("theme", docs_plots.THEMES)
+@pytest.mark.parametrize("name", ["overview", "vocabulary"])
+def test_pictures_show_the_tables(name, theme):
+    """If this fails: python tools/docs_plots.py."""
+    numbers = docs_plots.figures(docs_plots.BENCHMARKS.read_text())[name]
+    drawn = (docs_plots.IMAGES / f"{name}-{theme}.svg").read_text()
+    shown = re.search(r"<dc:description>(.*?)</dc:description>", drawn, re.DOTALL).group(1)
+    assert html.unescape(shown) == docs_plots.description(numbers)
+
+
+def test_pictures_have_their_numbers():
+    """A table that is laid out anew must not leave a picture without numbers."""
+    drawn = docs_plots.figures(docs_plots.BENCHMARKS.read_text())
+    for panel in drawn["overview"].values():
+        assert all(isinstance(value, float) for pair in panel.values() for value in pair), panel
+    for label, values in drawn["vocabulary"]["copies"].items():
+        assert len(values) - values.count(None) >= 5, label
+
+
+def test_the_readme_s_figures_are_measured():
+    """Those of a whole step, which no picture holds, stand in a table too."""
+    readme = (ROOT / "README.md").read_text()
+    (step,) = re.findall(r"A whole training step.*?\n\n", readme, re.DOTALL)
+    figures = re.findall(r"\b\d{3}\.\d\b|\b\d{5}\b", step)
+    cells = set(re.findall(r"(?<=\| )[\d.]+(?= \|)", docs_plots.BENCHMARKS.read_text()))
+    assert len(figures) == 4 and set(figures) <= cells

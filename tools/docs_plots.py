@@ -1,0 +1,180 @@
+"""Draws the pictures of the README and the site from the tables of docs/benchmarks.md, for light and dark pages.
+
+    python tools/docs_plots.py
+
+Each file carries the numbers that it shows in its description, and a test compares them with the tables.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "docs" / "benchmarks.md"
+IMAGES = ROOT / "docs" / "images"
+
+Rows = dict[str, list[str]]  # the first cell of a row -> its other cells
+
+
+def tables(text: str) -> list[tuple[list[str], Rows]]:
+    """(header without its first cell, rows) of every table."""
+    found = []
+    for lines in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        head, _, *body = ([cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines.splitlines())
+        found.append((head[1:], {row[0]: row[1:] for row in body}))
+    return found
+
+
+def number(cell: str) -> float | None:
+    match = re.match(r"[\d.]+", cell)
+    return float(match[0]) if match else None
+
+
+def copies(cell: str) -> float | None:
+    match = re.search(r"\(([\d.]+)\)", cell)
+    return float(match[1]) if match else None
+
+
+def row(rows: Rows, name: str) -> list[str]:
+    """Of that name; else the one that adds a version or a remark to it."""
+    return rows[name] if name in rows else next(cells for key, cells in rows.items() if key.startswith(f"{name} "))
+
+
+# What the table calls it, what the picture does, the first ones ours.
+LOSSES = {
+    "xent one pass in-place": "xent_ops, one pass, in place",
+    "xent eager": "xent_ops",
+    "quack-kernels": "quack",
+    "F compiled": "F.cross_entropy, compiled",
+    "liger-kernel": "Liger-Kernel",
+    "F eager": "F.cross_entropy",
+    "F eager float32": "F.cross_entropy(logits.float())",
+}
+HEADS = {
+    "ours": "xent_ops",
+    "all logits, F.cross_entropy, compiled": "F.linear + F.cross_entropy, compiled",
+    "Inductor's auto_chunker, 4 chunks": "Inductor's auto_chunker",
+    "Liger-Kernel": "Liger-Kernel",
+    "cut-cross-entropy": "cut-cross-entropy",
+}
+SHAPE = "8192 x 32000"
+
+
+def figures(text: str) -> dict[str, Any]:
+    """The numbers of each picture."""
+    found = tables(text)
+    shapes, times = next(table for table in found if SHAPE in table[0] and "8192 x 50257" in table[0])
+    peaks = {
+        name: number(cells[0])
+        for header, rows in found
+        if header == ["peak"]
+        for names, cells in rows.items()
+        for name in names.split(", ")
+    }
+    heads = next(rows for header, rows in found if header[:2] == ["ratio", "peak MiB"])
+    column = shapes.index(SHAPE)
+    return {
+        "overview": {
+            "loss": {label: [number(row(times, name)[column]), peaks[name]] for name, label in LOSSES.items()},
+            "head": {label: [number(cell) for cell in row(heads, name)[:2]] for name, label in HEADS.items()},
+        },
+        "vocabulary": {
+            "shapes": shapes,
+            "copies": {label: [copies(cell) for cell in row(times, name)] for name, label in LOSSES.items()},
+        },
+    }
+
+
+# Text, lines, and one colour for each loss; ours are blue. Okabe and Ito's colours, lighter for the dark page.
+THEMES = {
+    "light": {
+        "text": "#1f2328", "faint": "#d0d7de", "ours": "#0072b2", "other": "#9aa3ad",
+        "lines": ["#0072b2", "#3fa0db", "#009e73", "#d55e00", "#b8609a", "#6e7781", "#a8b0b8"],
+    },
+    "dark": {
+        "text": "#e6edf3", "faint": "#3d444d", "ours": "#56b4e9", "other": "#767e87",
+        "lines": ["#56b4e9", "#9dd4f5", "#2fc79b", "#f0883e", "#dd94c3", "#aab3bd", "#767e87"],
+    },
+}  # fmt: skip
+
+
+def overview(plt: Any, theme: dict[str, Any], numbers: dict[str, Any]) -> Any:
+    figure, grid = plt.subplots(
+        2, 2, figsize=(9.2, 5.0), layout="constrained", height_ratios=[len(LOSSES), len(HEADS)], sharey="row"
+    )
+    titles = (
+        ("The loss: time in ms", "peak memory beyond the inputs, in logits"),
+        ("Head and loss as one: time, 1 = its three products", "peak memory beyond the inputs, in MiB"),
+    )
+    formats = (("{:.2f}", "{:.0f}"), ("{:.3f}", "{:.0f}"))
+    for pair_of_axes, panel, title, form in zip(grid, numbers.values(), titles, formats, strict=True):
+        for column, axes in enumerate(pair_of_axes):
+            values = [pair[column] for pair in panel.values()]
+            colours = [theme["ours" if label.startswith("xent_ops") else "other"] for label in panel]
+            bars = axes.barh(list(panel), values, 0.68, color=colours)
+            axes.bar_label(bars, [form[column].format(value) for value in values], padding=4, fontsize=8.5)
+            axes.set_xlim(0, max(values) * 1.15)  # with room for the last label
+            axes.set_title(title[column], fontsize=9.5, loc="left")
+            axes.set_xticks([])
+            axes.tick_params(length=0)
+            axes.spines[["top", "right", "bottom"]].set_visible(False)
+        pair_of_axes[0].invert_yaxis()
+        for label in pair_of_axes[0].get_yticklabels():
+            label.set_fontweight("bold" if label.get_text().startswith("xent_ops") else "normal")
+    return figure
+
+
+def vocabulary(plt: Any, theme: dict[str, Any], numbers: dict[str, Any]) -> Any:
+    figure, axes = plt.subplots(figsize=(9.2, 4.6), layout="constrained")
+    classes = [int(shape.split(" x ")[1]) for shape in numbers["shapes"]]
+    order = sorted(range(len(classes)), key=classes.__getitem__)
+    for (label, values), colour in zip(numbers["copies"].items(), theme["lines"], strict=True):
+        points = [(classes[index], values[index]) for index in order if values[index] is not None]
+        ours = label.startswith("xent_ops")
+        axes.plot(*zip(*points, strict=True), color=colour, marker="o" if ours else "s", markersize=5 if ours else 4,
+                  linewidth=2.4 if ours else 1.4, label=label)  # fmt: skip
+    axes.axhline(1.5, color=theme["text"], linewidth=0.8, linestyle=":", label="two reads and one write")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks([classes[i] for i in order], [numbers["shapes"][i] for i in order], rotation=25, ha="right")
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_ylabel("forward + backward, in copies of the logits")
+    axes.grid(axis="y", color=theme["faint"], linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right center", fontsize=8.5, frameon=False)
+    return figure
+
+
+def description(numbers: dict[str, Any]) -> str:
+    return json.dumps(numbers, separators=(",", ":"))
+
+
+def main() -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display needed
+    from matplotlib import pyplot as plt
+
+    IMAGES.mkdir(exist_ok=True)
+    drawn = figures(BENCHMARKS.read_text(encoding="utf-8"))
+    for theme, colours in THEMES.items():
+        keys = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
+        settings = {key: colours["text"] for key in keys} | {
+            "svg.fonttype": "none",  # text, in the reader's font
+            "svg.hashsalt": "xent_ops",  # the same file from the same numbers
+            "font.family": "sans-serif",
+            "font.size": 9,
+        }
+        with plt.rc_context(settings):
+            for name, draw in (("overview", overview), ("vocabulary", vocabulary)):
+                figure = draw(plt, colours, drawn[name])
+                metadata = {"Date": None, "Description": description(drawn[name])}
+                figure.savefig(IMAGES / f"{name}-{theme}.svg", transparent=True, metadata=metadata)
+                plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

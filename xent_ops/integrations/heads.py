@@ -1,0 +1,80 @@
+"""What a language model's head multiplies by: the weight of an nn.Linear, with the LoRA adapters of peft on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.checks import FLOATS
+
+
+def product(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(input, weight, bias) whose product is ``head(hidden)``; raises where the head is none that can be taken.
+
+    Called inside the head's forward, where FSDP has gathered the weight and the caller's autocast is on.
+    """
+    if _of_peft(head, "ModulesToSaveWrapper"):
+        return product(_active_copy(head), hidden)
+    if not _of_peft(head, "lora.layer.Linear"):
+        _check_linear(head)
+        return hidden, head.weight, head.bias
+    base = head.get_base_layer()
+    _check_linear(base)
+    inputs, weights, bias = [hidden], [base.weight], base.bias
+    for name in _active_adapters(head):
+        if name in head.lora_variant:
+            variant = type(head.lora_variant[name]).__name__
+            raise TypeError(f"the head's adapter {name!r} is a {variant}; expected plain LoRA on the head, or none")
+        down, up = head.lora_A[name], head.lora_B[name]
+        dropped = head.lora_dropout[name](hidden.to(down.weight.dtype))
+        scaling = head.scaling[name]
+        inputs.append((down(dropped) * scaling).to(hidden.dtype))
+        weights.append(up.weight.to(base.weight.dtype))
+        if up.bias is not None:
+            bias = bias + (up.bias * scaling).to(bias.dtype)
+    if len(inputs) == 1:
+        return hidden, base.weight, bias
+    # W + s B A, as columns beside W: a sum in bfloat16 would round the delta to W's last bit, and lose a small one.
+    return torch.cat(inputs, -1), torch.cat(weights, 1), bias
+
+
+def adapters(head: Any) -> list[str]:
+    """The names of the LoRA adapters that count now."""
+    return _active_adapters(head) if _of_peft(head, "lora.layer.Linear") else []
+
+
+def _active_adapters(head: Any) -> list[str]:
+    if head.disable_adapters or head.merged:
+        return []
+    return [name for name in head.active_adapters if name in head.lora_A]
+
+
+def _active_copy(head: Any) -> Any:
+    """The copy of a head that peft trains as a whole (modules_to_save), or the head itself."""
+    if head.disable_adapters or not head.active_adapters:
+        return head.original_module
+    return head.modules_to_save[head.active_adapters[0]]
+
+
+def _of_peft(head: Any, name: str) -> bool:
+    kind = type(head)  # by name, since peft need not be installed
+    return kind.__module__.startswith("peft.") and f"{kind.__module__}.{kind.__qualname__}".endswith(f".{name}")
+
+
+def _check_linear(head: Any) -> None:
+    kind = f"{type(head).__module__}.{type(head).__qualname__}"
+    if getattr(type(head), "forward", None) is not nn.Linear.forward:  # FSDP2's subclass of nn.Linear keeps it
+        raise TypeError(f"the head is a {kind}; expected torch.nn.Linear, plain or with peft's LoRA on it")
+    if "forward" in vars(head):
+        raise TypeError(
+            "the forward of the head is replaced (accelerate does so where a model is dispatched over devices): its "
+            "weight may be elsewhere"
+        )
+    weight = head.weight
+    if type(weight) not in (Tensor, nn.Parameter) or weight.dtype not in FLOATS:
+        raise TypeError(
+            f"the head's weight is a {type(weight).__name__} of {weight.dtype}; expected a plain tensor of one of "
+            f"{', '.join(map(str, FLOATS))}: heads that are quantised, or split over ranks, cannot be taken"
+        )

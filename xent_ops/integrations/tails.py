@@ -1,0 +1,117 @@
+"""What a model of transformers does to its logits between the head and the loss, seen by running it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import heads
+
+
+class Tail(NamedTuple):
+    """``softcap * tanh(logit_scale * logits / softcap)``, or ``logit_scale * logits``."""
+
+    softcap: float | None
+    logit_scale: float
+
+
+# Where configurations of transformers 5.23 say what their model does: cap, factor, divisor.
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+_DIVISORS = ("logits_scaling",)
+
+
+def candidates(config: Any) -> list[Tail]:
+    """The tails that the configuration may speak of; whether one is right is for ``find`` to see."""
+    config = config.get_text_config()
+
+    def values(names: tuple[str, ...]) -> list[float]:
+        found = (getattr(config, name, None) for name in names)
+        return [float(value) for value in found if isinstance(value, (int, float)) and value]
+
+    scales = [1.0, *values(_FACTORS), *(1 / value for value in values(_DIVISORS))]
+    return [Tail(cap, scale) for cap in (None, *values(_SOFTCAPS)) for scale in dict.fromkeys(scales)]
+
+
+def find(model: Any, head: nn.Module) -> Tail:
+    """The tail of a model and its head.
+
+    Two forwards of four tokens in evaluation mode. In the first a ramp takes the place of the head's output; in the
+    second nothing does, since no logits are there in training either: a model that reads them beside its loss shows.
+    """
+    name = type(model).__name__
+    ramped, loss = _run(model, head, ramp=True)
+    _, without_logits = _run(model, head, ramp=False)
+    if not torch.equal(loss, without_logits):
+        raise ValueError(
+            f"{name} reads its logits beside the loss (its loss is {loss:g}, and {without_logits:g} "
+            "without them), so they cannot be left out"
+        )
+    ramp = _ramp(ramped)
+    for tail in candidates(model.config):
+        cap, scale = tail
+        expected = ramp * scale if cap is None else cap * torch.tanh(ramp * (scale / cap))
+        rtol = max(1e-5, 4 * torch.finfo(ramped.dtype).eps)
+        if torch.allclose(ramped.float(), expected.expand(ramped.shape), rtol=rtol, atol=10 * rtol):
+            return tail
+    raise ValueError(
+        f"{name} changes its logits before the loss in a way that is neither a softcap nor a scale of its "
+        f"configuration ({', '.join(dict.fromkeys(_SOFTCAPS + _FACTORS))}): from {ramp[0]:g} ... {ramp[-1]:g} it makes "
+        f"{ramped[0, 0, 0]:g} ... {ramped[0, 0, -1]:g}"
+    )
+
+
+def _ramp(logits: Tensor) -> Tensor:
+    """(V,), far beyond any softcap: the logits of a model that nobody trained are too small to show one."""
+    return torch.linspace(-200.0, 200.0, logits.shape[-1], device=logits.device)
+
+
+def _run(model: Any, head: nn.Module, *, ramp: bool) -> tuple[Tensor, Tensor]:
+    """(the logits that loss_function is given, the loss that the model returns), where loss_function returns 0."""
+    name = type(model).__name__
+    ids = torch.arange(4, device=model.get_input_embeddings().weight.device)[None]
+    heads_seen: list[Tensor] = []
+    losses_seen: list[tuple[Any, ...]] = []
+
+    def head_hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        classes = heads.product(module, args[0])[1].shape[0]
+        if output.dim() != 3 or output.shape[-1] != classes:
+            raise ValueError(f"the head's output has shape {tuple(output.shape)}; expected (1, 4, {classes})")
+        heads_seen.append(output)
+        return _ramp(output).expand(output.shape) if ramp else output[:, :0]
+
+    def loss_function(logits: Tensor, labels: Tensor, vocab_size: int, shift_labels: Any = None, **_: Any) -> Tensor:
+        losses_seen.append((logits, labels, vocab_size, shift_labels))
+        return torch.zeros((), device=logits.device)
+
+    accepted = inspect.signature(model.forward).parameters
+    options = {key: value for key, value in (("use_cache", False), ("return_dict", True)) if key in accepted}
+    training = {module: module.training for module in model.modules()}
+    handle = head.register_forward_hook(head_hook, prepend=True)
+    model.loss_function = loss_function
+    model.eval()
+    try:
+        with torch.no_grad():
+            output = model(input_ids=ids, labels=ids.clone(), **options)
+    finally:
+        handle.remove()
+        del model._loss_function
+        for module, mode in training.items():
+            module.training = mode
+    if len(heads_seen) != 1:
+        raise ValueError(f"{name} calls its head {len(heads_seen)} times; expected once")
+    if len(losses_seen) != 1:
+        raise ValueError(f"{name} computes its loss by itself: it calls loss_function {len(losses_seen)} times")
+    logits, labels, vocab_size, shift_labels = losses_seen[0]
+    classes = heads_seen[0].shape[-1]
+    if labels is None or shift_labels is not None or not torch.equal(labels, ids):
+        raise ValueError(f"{name} changes its labels before the loss")
+    if tuple(logits.shape) != (1, 4 if ramp else 0, classes) or vocab_size != classes:
+        raise ValueError(
+            f"{name} gives its loss logits of shape {tuple(logits.shape)} for a vocabulary of {vocab_size}; expected "
+            f"those of the head, {classes} a token"
+        )
+    return logits, output.loss

@@ -1,0 +1,269 @@
+"""``use_xent(model)``: a causal language model of transformers computes its training loss without its logits.
+
+The model's own forward runs. Hooks on the head keep what it is given and hand zero rows on; the loss is computed inside
+the head's call, where FSDP has gathered the weight, and ``model.loss_function`` returns it. So whatever else the model
+adds to its loss, Mixtral's auxiliary loss for example, stays.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from ..linear import linear_cross_entropy, linear_cross_entropy_outputs
+from ..ops import arguments, checks
+from . import heads, tails
+
+
+class Report(NamedTuple):
+    """What ``use_xent`` replaced, and what it did not; ``str`` of it is one line each."""
+
+    model: str
+    head: str
+    classes: int
+    features: int
+    tied: bool
+    adapters: list[str]
+    softcap: float | None
+    logit_scale: float
+    in_eval: bool
+
+    def __str__(self) -> str:
+        of_head = [f"{self.features} features", f"{self.classes} classes"]
+        of_head += ["tied to the embedding"] if self.tied else []
+        of_head += [f"adapters {', '.join(self.adapters)}"] if self.adapters else []
+        where = "in training and evaluation" if self.in_eval else "in training"
+        lines = [
+            f"{self.model}: {self.head} ({', '.join(of_head)}) and its loss are xent_ops.linear_cross_entropy {where}",
+            f"  softcap {self.softcap}, logit_scale {self.logit_scale:g}",
+            "  not replaced: calls without labels" + ("" if self.in_eval else ", evaluation"),
+        ]
+        return "\n".join(lines)
+
+
+def use_xent(
+    model: nn.Module,
+    *,
+    in_eval: bool = False,
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+    skip_ignored: bool = False,
+) -> Report:
+    """Make ``model`` compute its loss by ``xent_ops.linear_cross_entropy`` in training, eager and compiled.
+
+    A call with labels in training mode returns its loss and no logits: ``output.logits`` is None, and zero rows where
+    the model returns a tuple. The loss and its gradients are those of the untouched model, with its
+    ``num_items_in_batch``, ``ignore_index`` and ``shift_labels``, its softcap and logit scale, a tied head, and LoRA
+    adapters of peft on the head. ``remove_xent(model)`` undoes it.
+
+    Call it with the weights in place, before torch.compile and DDP, and after peft has put adapters on the head. The
+    model is run twice on four tokens to see what it does to its logits.
+
+    Args:
+        model: a causal language model of transformers, or a PeftModel around one. Changed in place.
+        in_eval: also in evaluation mode. The output then has ``predictions`` (B, S), int64, the most likely next token
+            at each position (-1 where the label is ignored), and ``accuracy`` (), in the place of logits.
+        label_smoothing: as for ``cross_entropy``, and as Trainer's ``label_smoothing_factor``, which needs the logits.
+        lse_square_scale: of the z-loss, as for ``cross_entropy``.
+        accumulate_dtype, chunk_rows, skip_ignored: as for ``linear_cross_entropy``. With skip_ignored the prompts of
+            fine-tuning take no time in the head.
+
+    Returns:
+        a ``Report`` of what was replaced.
+
+    Raises:
+        TypeError: not such a model; a head that is not nn.Linear, a quantised one, DoRA on it.
+        ValueError: a model with a loss of its own, one that calls its head more than once, one that reads its logits
+            beside the loss, or changes them otherwise than by a softcap or a scale.
+        TypeError, ValueError: options that ``linear_cross_entropy`` refuses.
+        RuntimeError: use_xent is on already. Later, from the model's call: one in training without labels, by a
+            Trainer with ``label_smoothing_factor`` or ``compute_loss_func`` for example, and one through DataParallel.
+    """
+    base = _base(model)
+    if "_xent" in vars(base):
+        raise RuntimeError("use_xent is on already: call remove_xent(model) first")
+    if base.loss_function is not ForCausalLMLoss:
+        raise ValueError(
+            f"{type(base).__name__} has a loss of its own, {base.loss_function}; expected that of causal language "
+            "models, transformers.loss.loss_utils.ForCausalLMLoss"
+        )
+    head = base.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"{type(base).__name__} has no head: get_output_embeddings() is None")
+    tail = tails.find(base, head)
+    loss = arguments.loss_options(-100, label_smoothing, *tail, lse_square_scale)
+    checks.row_options(None, head.weight, loss.rows)
+    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, None)
+    options: dict[str, Any] = {"label_smoothing": label_smoothing, "lse_square_scale": lse_square_scale}
+    options |= {"accumulate_dtype": accumulate_dtype, **how._asdict(), **tail._asdict()}
+    vars(base)["_xent"] = _Hooks(base, head, options, in_eval)
+    weight = head.weight
+    return Report(
+        model=type(base).__name__,
+        head=next(name for name, module in base.named_modules() if module is head),
+        classes=weight.shape[0],
+        features=weight.shape[1],
+        tied=weight is base.get_input_embeddings().weight,
+        adapters=heads.adapters(head),
+        softcap=tail.softcap,
+        logit_scale=tail.logit_scale,
+        in_eval=in_eval,
+    )
+
+
+def remove_xent(model: nn.Module) -> None:
+    """Undo ``use_xent(model)``. Raises RuntimeError where it is not on."""
+    hooks = vars(_base(model)).pop("_xent", None)
+    if hooks is None:
+        raise RuntimeError("use_xent is not on for this model")
+    hooks.remove()
+
+
+def _base(model: Any) -> Any:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(base, PreTrainedModel):
+        raise TypeError(
+            f"expected a model of transformers, or a PeftModel around one, before it is compiled or wrapped; got "
+            f"{type(model).__module__}.{type(model).__qualname__}"
+        )
+    return base
+
+
+class _Call(NamedTuple):
+    """What the model was called with."""
+
+    labels: Tensor
+    shift_labels: Tensor | None
+    num_items_in_batch: Tensor | int | None
+    ignore_index: int
+
+
+class _Hooks:
+    """The hooks of one model, as methods: a deep copy of the model has copies of them that know the copy alone."""
+
+    def __init__(self, model: Any, head: Any, options: dict[str, Any], in_eval: bool) -> None:
+        self.model, self.head, self.options, self.in_eval = model, head, options, in_eval
+        self.labels_position = list(inspect.signature(model.forward).parameters).index("labels")
+        self._forget()
+        self.handles = [
+            model.register_forward_pre_hook(self.before_model, with_kwargs=True),
+            head.register_forward_pre_hook(self.before_head),
+            # First of all: FSDP's own hook, which frees the weight, comes after it.
+            head.register_forward_hook(self.after_head, prepend=True),
+            model.register_forward_hook(self.after_model),
+        ]
+        model.loss_function = self.loss_function
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        del self.model._loss_function
+
+    def _forget(self) -> None:
+        self.call: _Call | None = None
+        self.hidden: Tensor | None = None
+        self.loss: Tensor | None = None
+        self.predicted: dict[str, Tensor] = {}
+
+    def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._forget()  # of a call that raised
+        labels = args[self.labels_position] if len(args) > self.labels_position else kwargs.get("labels")
+        if not (model.training or self.in_eval):
+            return
+        if labels is None:
+            if model.training and torch.is_grad_enabled():
+                raise RuntimeError(
+                    "use_xent is on and the model is called in training without labels, so that nothing is gained: "
+                    "whoever calls it wants the logits. Trainer does so with label_smoothing_factor (give "
+                    "label_smoothing to use_xent instead) and with compute_loss_func. Give labels, or call "
+                    "remove_xent(model)"
+                )
+            return
+        if getattr(model, "_is_replica", False):
+            raise RuntimeError("use_xent does not work with torch.nn.DataParallel, whose threads share hooks: use DDP")
+        if self.model.get_output_embeddings() is not self.head:
+            raise RuntimeError(
+                "the head is not the one that use_xent has seen: call it after peft and resize_token_embeddings"
+            )
+        ignore_index = kwargs.get("ignore_index", -100)
+        self.call = _Call(labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"), ignore_index)
+
+    def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self.call is None:
+            return None
+        if self.hidden is not None:
+            raise RuntimeError("the model called its head twice; use_xent takes models that call it once")
+        self.hidden = args[0]
+        return (args[0][..., :0, :], *args[1:])
+
+    def after_head(self, head: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        call, hidden = self.call, self.hidden
+        if call is None or hidden is None:
+            return
+        target = call.shift_labels
+        if target is None:
+            target = F.pad(call.labels, (0, 1), value=call.ignore_index)[..., 1:]
+        target = target.to(hidden.device)
+        input, weight, bias = heads.product(head, hidden)
+        divisor = call.num_items_in_batch
+        if isinstance(divisor, Tensor):
+            divisor = divisor.to(hidden.device)
+        options = {"linear_bias": bias, "ignore_index": call.ignore_index, **self.options}
+        options["reduction"] = "mean" if divisor is None else "sum"
+        if self.model.training:
+            self.loss = linear_cross_entropy(input, weight, target, divisor=divisor, **options)
+            return
+        outputs = linear_cross_entropy_outputs(input, weight, target, **options)
+        self.loss = outputs.loss if divisor is None else outputs.loss / divisor
+        self.predicted = {"predictions": outputs.predictions, "accuracy": outputs.accuracy}
+
+    def loss_function(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        given = (num_items_in_batch is None, ignore_index, shift_labels is None)
+        if self.call is None:
+            if self.model.training and torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"the forward of {type(self.model).__name__} was called without its hooks, which use_xent needs: "
+                    "call the model itself (old versions of peft call forward)"
+                )
+            return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
+        seen = (self.call.num_items_in_batch is None, self.call.ignore_index, self.call.shift_labels is None)
+        if self.loss is None or given != seen:
+            raise RuntimeError(
+                f"{type(self.model).__name__} gave its loss other arguments than it was given itself: use_xent takes "
+                "num_items_in_batch, ignore_index and shift_labels of the model's call"
+            )
+        return self.loss
+
+    def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        call, loss, predicted = self.call, self.loss, self.predicted
+        self._forget()
+        if call is None:
+            return None
+        if loss is None:
+            raise RuntimeError(
+                "the model did not call its head: its forward is not that of transformers (TRL's trainers replace it)"
+            )
+        if isinstance(output, tuple):
+            return None
+        kept = {name: value for name, value in output.items() if name != "logits"}
+        without_logits = type(output)(**kept)
+        for name, value in predicted.items():
+            without_logits[name] = value
+        return without_logits
