@@ -21,6 +21,7 @@ import xent_ops
 from . import _compile_check, _environment, _extension, testing
 from .kernels import cpu
 from .ops.devices import interpreter_is_set
+from .ops.linear import products
 
 HELP = "versions, which kernels serve which device and why, and a tiny loss on each device, eager and compiled"
 
@@ -140,6 +141,17 @@ def _library() -> tuple[str, str | None]:
     return str(_extension.LIBRARY), None
 
 
+def _skipping(device: torch.device) -> str:
+    """What skip_ignored=True does for bfloat16 on this device."""
+    if device.type == "cpu":
+        return "ignored rows are skipped"
+    try:
+        reason = products.why_not_counting(*torch.empty(2, 1, 16, dtype=torch.bfloat16, device=device))
+    except Exception as error:  # without Triton, or with a broken driver, which the checks below find too
+        return f"not known: {error}"
+    return f"all rows are computed: {reason}" if reason else "ignored rows are skipped"
+
+
 INTERPRETED = (
     "\n" + "!" * 100 + "\n!! WARNING: TRITON_INTERPRET is set. Every Triton kernel of a process that starts like "
     "this runs in an\n!! interpreter on the CPU: on a GPU machine A THOUSAND TIMES SLOWER, with no other sign of "
@@ -176,6 +188,10 @@ def main(arguments: argparse.Namespace) -> int:
     for service in services:
         say(f"  {service.label:14} {service.library}: {service.why}")
     say(f"\nOperators for processes without Python\n  {library}")
+    skipping = {_name(device): _skipping(device) for device in found}
+    say("\nlinear_cross_entropy(..., skip_ignored=True)")
+    for name, what in skipping.items():
+        say(f"  {name}: {what}")
     say(INTERPRETED if interpreted else "\nTRITON_INTERPRET is not set: Triton kernels are compiled.")
     say("\nA loss and its gradient on each device, against float64")
     checks = _checks(found, say)
@@ -192,6 +208,7 @@ def main(arguments: argparse.Namespace) -> int:
         report = {
             "versions": versions,
             "kernels": [dataclasses.asdict(service) for service in services],
+            "skip_ignored": skipping,
             "library": library,
             "triton_interpret": interpreted,
             "checks": checks,

@@ -120,7 +120,7 @@ def test_shares_of_tiles(device):
 
 def test_what_it_serves():
     def reason(x, head):
-        return launch_product.serves(x, head)
+        return launch_product.why_not(x, head)
 
     x, head = torch.ones(4, 16, dtype=torch.bfloat16), torch.ones(9, 16, dtype=torch.bfloat16)
     assert reason(x, head) is None

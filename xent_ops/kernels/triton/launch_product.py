@@ -26,7 +26,7 @@ _GROUP = 8
 _SLICE = 8
 
 
-def serves(input: Tensor, linear_weight: Tensor) -> str | None:
+def why_not(input: Tensor, linear_weight: Tensor) -> str | None:
     """Why the kernels cannot take these; None if they can. Sees shapes, dtypes and the device alone."""
     if input.dtype not in (torch.bfloat16, torch.float16):
         return f"products of {input.dtype} are not offered, only of torch.bfloat16 and torch.float16"

@@ -22,13 +22,21 @@ def accumulator_of_weight(dtype: torch.dtype, accumulate_dtype: torch.dtype | No
     return accumulate_dtype or (torch.float32 if dtype == torch.float16 else dtype)
 
 
-def counting_kernels(input: Tensor, linear_weight: Tensor) -> Any:
-    """Products that read the number of rows on the device, for input (N, H); None where there are none."""
+def why_not_counting(input: Tensor, linear_weight: Tensor) -> str | None:
+    """Why no products read the number of rows on the device, for input (N, H); None where there are such."""
     if input.device.type != "cuda":
-        return None
-    devices.triton_launchers()
-    kernels = importlib.import_module("xent_ops.kernels.triton.launch_product")
-    return kernels if kernels.serves(input, linear_weight) is None else None
+        return f"there are no such products for {input.device.type}"
+    return _counting().why_not(input, linear_weight)
+
+
+def counting_kernels(input: Tensor, linear_weight: Tensor) -> Any:
+    """Products that read the number of rows on the device; None where there are none."""
+    return _counting() if why_not_counting(input, linear_weight) is None else None
+
+
+def _counting() -> Any:
+    devices.triton_launchers()  # which says what to do where there is no Triton
+    return importlib.import_module("xent_ops.kernels.triton.launch_product")
 
 
 class Products:
