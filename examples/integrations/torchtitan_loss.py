@@ -5,8 +5,8 @@
 torchtitan's trainer gives a ``ChunkedLossWrapper`` the model's head, and its decoder then returns hidden states.
 ``XentLoss`` is one: in a config, ``loss=XentLoss.Config()``. The head's forward becomes the head and the loss, so that
 FSDP's hooks gather the weight for it once. Run here: the loss with a head of its own, in one process. Not run: a whole
-torchtitan training, pipeline parallelism. A head that is split over tensor-parallel ranks raises: with loss parallelism
-use torchtitan's own class.
+torchtitan training, FSDP and pipeline parallelism around it, a head that is split over tensor-parallel ranks. With loss
+parallelism use torchtitan's own class.
 """
 
 from dataclasses import dataclass
