@@ -1,4 +1,4 @@
-"""The benchmark of the head and the loss over ranks, on a small problem; run on every rank by test_linear.py."""
+"""The benchmark of the head and the loss over ranks, on a small problem; run on every rank by test_linear_parallel.py."""
 
 from xent_ops.distributed import bench_linear
 

@@ -1,9 +1,9 @@
-"""torch.compile of the head and the loss over ranks; run on every rank by test_linear.py."""
+"""torch.compile of the head and the loss over ranks; run on every rank by test_linear_parallel.py."""
 
 import pytest
 import torch
 import torch.distributed as dist
-from linear_cases import H, head_of, leaves
+from linear_parallel_cases import H, head_of, leaves
 from torch._dynamo.testing import AotEagerAndRecordGraphs
 from vocab_parallel_cases import V, same_bits_everywhere, split
 

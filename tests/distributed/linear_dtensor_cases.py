@@ -1,4 +1,4 @@
-"""xent_ops.linear_cross_entropy on DTensors; run on every rank by test_linear.py."""
+"""xent_ops.linear_cross_entropy on DTensors; run on every rank by test_linear_parallel.py."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from linear_cases import H, head_of, rounded_sum
+from linear_parallel_cases import H, head_of, rounded_sum
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor

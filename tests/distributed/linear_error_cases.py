@@ -1,9 +1,9 @@
-"""What the head and the loss over ranks refuse; run on every rank by test_linear.py."""
+"""What the head and the loss over ranks refuse; run on every rank by test_linear_parallel.py."""
 
 import pytest
 import torch
 import torch.distributed as dist
-from linear_cases import H, head_of, leaves
+from linear_parallel_cases import H, head_of, leaves
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 from vocab_parallel_cases import Collectives, V
 

@@ -1,9 +1,9 @@
-"""Log-probabilities and entropies of a head over ranks; run on every rank by test_linear.py."""
+"""Log-probabilities and entropies of a head over ranks; run on every rank by test_linear_parallel.py."""
 
 import pytest
 import torch
 import torch.distributed as dist
-from linear_cases import H, head_of, leaves
+from linear_parallel_cases import H, head_of, leaves
 from vocab_parallel_cases import Collectives, V, same_bits_everywhere, shard_of, split
 
 import xent_ops

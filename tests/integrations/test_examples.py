@@ -28,7 +28,7 @@ def _parameter(name):
     return pytest.param(name, marks=pytest.mark.slow if name in COMPILED else ())
 
 
-@pytest.mark.parametrize("name", map(_parameter, RECIPES))
+@pytest.mark.parametrize("name", [_parameter(name) for name in RECIPES])
 def test_losses_agree(name):
     missing = [package for package in RECIPES[name] if importlib.util.find_spec(package) is None]
     if missing:

@@ -28,7 +28,7 @@ def _models_by_way():
 QUICKLY_COMPILED = ("Llama", "Gemma2", "Granite", "Cohere", "Mixtral", "GPT-2", "Phi", "Qwen2")
 
 
-@pytest.mark.parametrize("name, way", _models_by_way())
+@pytest.mark.parametrize("name, way", list(_models_by_way()))
 def test_losses_and_gradients(name, way):
     model = tiny.make(name)
     ids, labels = tiny.batch()

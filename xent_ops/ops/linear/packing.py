@@ -48,13 +48,16 @@ class PackedRows(Rows):
         return values.reshape(-1).index_select(0, self.order)
 
     def give(self, values: Tensor, otherwise: float) -> Tensor:
-        return values.new_full(self.target.shape, otherwise).index_copy_(0, self.order, values)
+        given = values.new_full(self.target.shape, otherwise).index_copy_(0, self.order, values)
+        if self.count is None or self.number == len(given) or not given.is_floating_point():
+            return given
+        return given.masked_fill_(self.count > self.number, float("nan"))  # there was no room for all counted rows
 
     def indices(self) -> Tensor:
         indices = self.take(self.target)
         if self.count is None or self.number == self.target.shape[0]:
             return indices
-        # More counted rows than there is room for: then all have a target that is none, for which kernels give NaN.
+        # More counted rows than there is room for: then all have a target that is none, whose gradients are NaN.
         none = -1 if self.ignore_index != -1 else -2
         return torch.where(self.count > self.number, none, indices.to(torch.int64))
 

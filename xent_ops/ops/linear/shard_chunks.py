@@ -20,7 +20,7 @@ from ...kernels import reference, reference_shard
 from ...kernels.options import DEFAULTS, Chunking, Options
 from .. import checks
 from .chunks import Gradients, as_rows, divisible, rows_to_compute
-from .packing import PackedRows, Rows
+from .packing import Rows
 from .products import Products
 
 _ops = torch.ops.xent
@@ -79,8 +79,6 @@ def stats(
         else:
             part = _ops.cross_entropy_shard(logits, indices[chunk], *shard, **keywords)[0, :-_HEADER]
             made[:, chunk] = part.view(each, -1)
-    if isinstance(rows, PackedRows) and rows.count is not None:  # NaN where there is no room for all counted rows
-        made.masked_fill_(rows.count > rows.number, float("nan"))
     given = [rows.give(values, otherwise) for values, otherwise in zip(made, _UNREAD, strict=False)]
     sum_weights = made.new_full((), len(head)) if weight is None else weight.to(dtype).sum()
     header = reference_shard.header(class_start, len(head), sum_weights)

@@ -1,11 +1,11 @@
 """The head and the loss over ranks in real processes. Every rank runs the cases of linear_*cases.py beside this."""
 
 import bench_cases as bench
-import linear_cases as cases
 import linear_compiled_cases as compiled
 import linear_dtensor_cases as dtensor
 import linear_error_cases as errors
 import linear_log_prob_cases as log_probs
+import linear_parallel_cases as cases
 import pytest
 import torch
 

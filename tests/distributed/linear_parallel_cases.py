@@ -1,4 +1,4 @@
-"""The head and the loss over ranks that hold some rows of the head; run on every rank by test_linear.py.
+"""The head and the loss over ranks that hold some rows of the head; run on every rank by test_linear_parallel.py.
 
 Expected values and budgets come from one process' float64 products.
 """
