@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference
@@ -31,7 +30,9 @@ def linear_cross_entropy_backward(
 
     ``others`` are those of ``reference.cross_entropy_backward``.
     """
-    logits = F.linear(input, linear_weight, linear_bias)
+    logits = input @ linear_weight.t()  # torch 2.11 cannot trace F.linear with a bias below torch.func.vjp
+    if linear_bias is not None:
+        logits = logits + linear_bias
     rows = (grad_loss, grad_lse, logits, target, lse, weight, divisor)
     grad = reference.cross_entropy_backward(*rows, options=options, **others)
     rows_first = grad.reshape(-1, grad.shape[-1])
