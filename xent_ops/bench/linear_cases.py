@@ -121,11 +121,13 @@ def _own(dtype: torch.dtype, chunk_rows: Sequence[int | None]) -> list[LinearVar
     ways: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("xent eager", {}, {}),
         ("xent compiled", {}, {"compiled": True}),
-        ("xent skipping", {"skip_ignored": True}, {}),
-        ("xent forward", {}, {"forward_alone": True, "against": FORWARD_UNIT}),
     ]
     if dtype == torch.bfloat16:  # the others add up in float32 or wider by themselves
         ways.append(("xent float32 dW", {"accumulate_dtype": torch.float32}, {}))
+    ways += [
+        ("xent skipping", {"skip_ignored": True}, {}),
+        ("xent forward", {}, {"forward_alone": True, "against": FORWARD_UNIT}),
+    ]
     found = []
     for name, keywords, how in ways:
         for rows in chunk_rows:
