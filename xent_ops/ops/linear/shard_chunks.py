@@ -20,7 +20,6 @@ from ...kernels import reference, reference_shard
 from ...kernels.options import DEFAULTS, Chunking, Options
 from .. import checks
 from .chunks import Gradients, as_rows, divisible, rows_to_compute
-from .packing import Rows
 from .products import Products
 
 _ops = torch.ops.xent
@@ -60,7 +59,7 @@ def stats(
         checks.check_targets(target, num_classes, options.ignore_index)
     flat, how, dtype = as_rows(input), Chunking(**chunking), reference.accumulator(input)
     head, bias, weight = _head_of_classes(linear_weight, linear_bias, weight, class_start, num_classes)
-    rows = rows_to_compute(target, flat, head, options, how) if len(head) > 0 else Rows(target)
+    rows = rows_to_compute(target, flat, head, options, how)  # of an empty shard too: all ranks raise, or none
     indices, shard, each = rows.indices(), (class_start, num_classes, weight), 3 if weight is None else 4
     if entropy:
         indices, keywords = _local_target(indices, class_start, len(head), options)
