@@ -5,8 +5,6 @@ argument types, flags and configs.
 """
 
 import os
-import re
-import subprocess
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -16,9 +14,8 @@ import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
+from helpers.offline import compile_call, spills  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from xent_ops.kernels.options import Options  # noqa: E402
 from xent_ops.kernels.reference import accumulator  # noqa: E402
@@ -46,15 +43,6 @@ KERNELS = {
     for name, kernel in vars(module).items()
     if name.endswith("_kernel")
 }
-TYPES = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float64: "fp64",
-    torch.int64: "i64",
-    torch.int32: "i32",
-}
-OPTIONS = ("num_warps", "num_stages")
 
 
 def record(monkeypatch, run):
@@ -68,40 +56,6 @@ def record(monkeypatch, run):
         patch.setattr(cached.Launch, "__call__", launched)
         run()
     return calls
-
-
-def compile_call(kernel, args, kwargs, target):
-    signature, constants, attributes = {}, {}, {}
-    values = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in kwargs.items() if k not in OPTIONS}
-    for index, parameter in enumerate(kernel.params):
-        value = values[parameter.name]
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
-            signature[parameter.name] = "constexpr"
-            constants[parameter.name] = value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = "*" + TYPES[value.dtype]
-            attributes[(index,)] = [["tt.divisibility", 16]]
-        else:
-            signature[parameter.name] = parameter.annotation_type or ("i32" if isinstance(value, int) else "fp32")
-            aligned = isinstance(value, int) and value % 16 == 0
-            if aligned and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
-                attributes[(index,)] = [["tt.divisibility", 16]]
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
-    return triton.compile(source, target=target, options={k: kwargs[k] for k in OPTIONS if k in kwargs})
-
-
-def spills(compiled, target, folder: Path) -> int:
-    if target.backend == "hip":  # scalar registers spill into lanes of vector registers, which costs no memory
-        found = re.findall(r"\.(?:vgpr_spill_count|private_segment_fixed_size):\s*(\d+)", compiled.asm["amdgcn"])
-        assert found, "no metadata"
-        return sum(map(int, found))
-    binary = folder / "kernel.cubin"
-    binary.write_bytes(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    report = subprocess.run([tool, "--dump-resource-usage", binary], capture_output=True, text=True, check=True).stdout
-    usage = [(int(stack), int(local)) for stack, local in re.findall(r"STACK:(\d+).*?LOCAL:(\d+)", report)]
-    assert usage, f"no resource usage in: {report}"
-    return sum(stack + local for stack, local in usage)
 
 
 def spills_of_all(calls, target, folder: Path) -> list[int]:

@@ -1,7 +1,5 @@
 """Products of as many rows as a number on the device says, on a GPU of capability 9 and in the interpreter."""
 
-import subprocess
-
 import pytest
 import torch
 from helpers.interpreter import INTERPRETED
@@ -11,9 +9,8 @@ from xent_ops.ops.linear import packing, products
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
+from helpers.offline import compile_call, spills  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from xent_ops.kernels.triton import launch_product  # noqa: E402
 
@@ -157,38 +154,8 @@ def test_compiled_without_a_gpu(dtype, monkeypatch, tmp_path):
             launch_product.grad_weight(logits, x, count, head.to(sums), add)
     launch_product.grad_input(logits, head, count, order, x)
     assert len(calls) == 2 + 4 + 3
-    types = {
-        torch.bfloat16: "bf16",
-        torch.float16: "fp16",
-        torch.float32: "fp32",
-        torch.int64: "i64",
-        torch.int32: "i32",
-    }
-    for kernel, args, keywords in calls:
-        options = {name: keywords.pop(name) for name in ("num_warps", "num_stages") if name in keywords}
-        signature, attributes, values = {}, {}, dict(zip(kernel.arg_names, args, strict=False))
-        for index, parameter in enumerate(kernel.params):
-            value, name = values.get(parameter.name), parameter.name
-            if isinstance(value, TensorDescriptor):
-                signature[name] = f"tensordesc<{types[value.base.dtype]}{value.block_shape}>"
-            elif isinstance(value, torch.Tensor):
-                signature[name], attributes[index,] = "*" + types[value.dtype], [["tt.divisibility", 16]]
-            else:
-                signature[name] = "constexpr" if parameter.is_constexpr else "i32"
-        source = ASTSource(kernel, signature, keywords, attributes)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    target = GPUTarget("cuda", 90, 32)
+    for call in calls:
+        compiled = compile_call(*call, target)
         assert compiled.metadata.shared <= SHARED_MEMORY
-        assert spilled(compiled, tmp_path) == 0
-
-
-def spilled(compiled, folder):
-    import re
-    from pathlib import Path
-
-    binary = folder / "kernel.cubin"
-    binary.write_bytes(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    report = subprocess.run([tool, "--dump-resource-usage", binary], capture_output=True, text=True, check=True).stdout
-    usage = [(int(stack), int(local)) for stack, local in re.findall(r"STACK:(\d+).*?LOCAL:(\d+)", report)]
-    assert usage, f"no resource usage in: {report}"
-    return sum(stack + local for stack, local in usage)
+        assert spills(compiled, target, tmp_path) == 0

@@ -60,9 +60,10 @@ def rows(
     *,
     options: Options = DEFAULTS,
     accumulate_dtype: torch.dtype | None = None,
+    may_be_empty: bool = False,
     **chunking: Any,
 ) -> None:
-    head(input, linear_weight, linear_bias, accumulate_dtype, Chunking(**chunking))
+    head(input, linear_weight, linear_bias, accumulate_dtype, Chunking(**chunking), may_be_empty)
     checks.dtype("target", target, checks.INDICES)
     checks.same_shape("target", target.shape, input.shape[:-1], "one class index for each row of the input")
     checks.same_device("target", target, input, "input is")

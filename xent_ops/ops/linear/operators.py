@@ -28,7 +28,7 @@ def _rows(input: Tensor, *_: Any) -> Outputs:
     return ((input.shape[:-1], reference.accumulator(input)),) * 2
 
 
-def _gradients(position: int) -> Any:
+def gradients_of(position: int) -> Any:
     """The outputs of a backward with the input at this position, the mask as its last argument."""
 
     def outputs(*args: Any) -> Outputs:
@@ -51,7 +51,7 @@ def _with_grad_outputs(
     accumulate_dtype: torch.dtype | None = None,
 ) -> Outputs:
     dtype = reference.accumulator(input)
-    grad_input, grad_weight, grad_bias = _gradients(0)(input, linear_weight, output_mask)
+    grad_input, grad_weight, grad_bias = gradients_of(0)(input, linear_weight, output_mask)
     return (
         ((), dtype),
         ((2,), dtype),
@@ -229,7 +229,7 @@ autograd("linear_cross_entropy_forward_entropy", _entropy_backward, _save_rows)
 operator(
     "linear_cross_entropy_backward",
     check=checks.backward,
-    outputs=_gradients(2),
+    outputs=gradients_of(2),
     reference=chunks.linear_cross_entropy_backward,
     composed=True,
 )
@@ -242,7 +242,7 @@ autograd(
 operator(
     "linear_cross_entropy_backward_entropy",
     check=with_entropy(checks.backward),
-    outputs=_gradients(3),
+    outputs=gradients_of(3),
     reference=with_entropy(chunks.linear_cross_entropy_backward),
     composed=True,
 )

@@ -14,8 +14,6 @@ from .. import devices
 from .packing import PackedRows, Rows
 from .sizes import rows_of_chunk
 
-_NONE = (False, False, False)
-
 
 def accumulator_of_weight(dtype: torch.dtype, accumulate_dtype: torch.dtype | None) -> torch.dtype:
     """The dtype in which the chunks' parts of grad_linear_weight are added up."""

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from ...kernels import reference
-from ...kernels.options import DEFAULTS, Chunking, Options
+from ...kernels.options import DEFAULTS, Options
 from .. import checks as row_checks
 from ..library import Outputs, autograd, operator, save_nothing
 from ..shard import check_coefficient, check_gathered
 from . import checks, shard_chunks
+from .operators import gradients_of
 
 _ops = torch.ops.xent
 
@@ -35,14 +36,9 @@ def check_shard(
     entropy: bool = False,
     *,
     options: Options = DEFAULTS,
-    accumulate_dtype: torch.dtype | None = None,
-    **chunking: Any,
+    **others: Any,
 ) -> None:
-    checks.head(input, linear_weight, linear_bias, accumulate_dtype, Chunking(**chunking), may_be_empty=True)
-    row_checks.dtype("target", target, row_checks.INDICES)
-    row_checks.same_shape("target", target.shape, input.shape[:-1], "one class index for each row of the input")
-    row_checks.same_device("target", target, input, "input is")
-    row_checks.row_options(weight, linear_weight.t(), options)
+    checks.rows(input, linear_weight, target, linear_bias, weight, options=options, may_be_empty=True, **others)
     row_checks.shard_range(linear_weight.shape[0], class_start, num_classes)
     if entropy and (weight is not None or options.label_smoothing != 0.0):
         raise ValueError("entropies go with the plain loss: without class weights and label_smoothing")
@@ -116,13 +112,6 @@ def _stats(
 def _joined(input: Tensor, _linear_weight: Tensor, target: Tensor, *rest: Any) -> Outputs:
     dtype, entropy = reference.accumulator(input), len(rest) > 6 and rest[6]
     return *((target.shape, dtype),) * 4, (target.shape if entropy else (0,), dtype)
-
-
-def _gradient_shapes(*args: Any) -> Outputs:
-    input, linear_weight = args[2:4]
-    mask = args[13] if len(args) > 13 else (True, True, True)
-    shapes = (input.shape, linear_weight.shape, linear_weight.shape[:1])
-    return tuple((shape if wanted else (0,), input.dtype) for shape, wanted in zip(shapes, mask, strict=True))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, ...]) -> None:
@@ -215,7 +204,7 @@ autograd("linear_cross_entropy_shard_join", _backward, _save)
 operator(
     "linear_cross_entropy_shard_backward",
     check=_check_backward,
-    outputs=_gradient_shapes,
+    outputs=gradients_of(2),
     reference=shard_chunks.gradients,
     composed=True,
 )
