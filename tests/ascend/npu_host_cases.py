@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from helpers.graphs import AotEagerAndRecordGraphs, graph_text, operator_names
-from npu_cases import OPTIONS, check_values, inputs, names, why_no_device
+from npu_cases import OPTIONS, check_shards, check_soft, check_values, inputs, kernels, names, why_no_device
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,8 +48,8 @@ def launches(monkeypatch):
             found.append(self.kernel.fn.__name__)
             return self.kernel[grid]
 
-    for name in [name for name in vars(launch) if name.endswith("_kernel")]:
-        monkeypatch.setattr(launch, name, Spy(getattr(launch, name)))
+    for module, name in kernels():
+        monkeypatch.setattr(module, name, Spy(getattr(module, name)))
     return found
 
 
@@ -57,8 +57,7 @@ def launches(monkeypatch):
 @pytest.mark.parametrize("classes, dtype", [(1003, torch.float32), (9, torch.bfloat16), (500, torch.bfloat16)], ids=str)
 def test_values_and_gradients(launches, classes, dtype, options):
     check_values(classes, dtype, options)
-    first = "backward_kernel" if options else "light_backward_kernel"
-    assert launches == ["forward_kernel", first, "forward_kernel", "backward_kernel"]
+    assert launches == ["forward_kernel", "backward_kernel"] * 2
 
 
 def test_the_loss_that_users_call(launches):
@@ -74,7 +73,7 @@ def test_the_loss_that_users_call(launches):
     torch.testing.assert_close(
         xent_ops.cross_entropy(logits.to("npu"), target.to("npu")).cpu(), F.cross_entropy(logits, target)
     )
-    assert set(launches) == {"forward_kernel", "light_backward_kernel", "backward_kernel"}
+    assert set(launches) == {"forward_kernel", "backward_kernel"}
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
@@ -115,18 +114,28 @@ def test_in_place_backward():
     testing.assert_grad(logits, expected)
 
 
-def test_float64_and_the_operators_without_kernels_of_their_own(launches):
-    """Plain torch; the same numbers as on the CPU."""
+@pytest.mark.parametrize("options", OPTIONS, ids=names)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_split_vocabulary(launches, dtype, options):
+    check_shards(dtype, options)
+    assert launches == ["shard_kernel"] * 4 + ["backward_kernel"] * 3  # none for a shard without classes
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=names)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_class_probabilities(launches, dtype, options):
+    check_soft(dtype, options, target_dtype=dtype)
+    assert launches == ["soft_forward_kernel", "soft_backward_kernel"]
+
+
+def test_float64_is_plain_torch(launches):
     x, target = inputs(40, torch.float64)
-    soft, row = torch.softmax(x.flip(0), -1).float(), torch.linspace(0, 1, 7)
-    x32, weight = x.float(), torch.linspace(1, 2, 40)
+    row = torch.linspace(0, 1, 7)
     calls = [
         (ops.cross_entropy_forward, (x, target)),
         (ops.cross_entropy_backward, (row, row, x, target, row.double())),
-        (ops.soft_cross_entropy_forward, (x32, soft, weight)),
-        (ops.soft_cross_entropy_backward, (row, row, x32, soft, row, weight)),
-        (ops.cross_entropy_shard, (x32, target, 0, 80, weight)),
-        (ops.cross_entropy_shard_backward, (row, row, x32, target, row, 0, 80, weight, row)),
+        (ops.soft_cross_entropy_forward, (x.float(), torch.softmax(x, -1))),
+        (ops.cross_entropy_shard, (x, target, 0, 80)),
     ]
     for operator, arguments in calls:
         moved = [a.to("npu") if isinstance(a, torch.Tensor) else a for a in arguments]
@@ -143,7 +152,7 @@ def test_one_pass(launches, options):
     xent_ops.cross_entropy(x, target.to("npu"), grad_in_forward=True, **options).backward()
     xent_ops.cross_entropy(y, target, **options).backward()
     torch.testing.assert_close(x.grad.cpu().float(), y.grad, atol=1e-4, rtol=1e-2)
-    assert launches == ["forward_kernel", "backward_kernel" if options else "light_backward_kernel"]
+    assert launches == ["forward_kernel", "backward_kernel"]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -159,7 +168,7 @@ def test_the_head_and_the_loss(launches, reduction):
         if device == "npu":
             on_npu = made
     torch.testing.assert_close(on_npu, made)
-    assert launches.count("forward_kernel") == 2 and launches.count("light_backward_kernel") == 2  # two chunks
+    assert launches.count("forward_kernel") == 2 and launches.count("backward_kernel") == 2  # two chunks
 
 
 TESTS = ("test_schema", "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
@@ -228,8 +237,8 @@ def test_a_launch_reads_and_synchronises_nothing(monkeypatch):
         def __getitem__(self, grid):
             return lambda *args, **kwargs: None
 
-    for name in [name for name in vars(launch) if name.endswith("_kernel")]:
-        monkeypatch.setattr(launch, name, NotRun())
+    for module, name in kernels():
+        monkeypatch.setattr(module, name, NotRun())
     logits, target = inputs(300, torch.bfloat16)
     x, target, row, weight = (t.to("npu") for t in (logits, target, torch.rand(7), torch.rand(300)))
     scalar = torch.rand(()).to("npu").expand(7)
@@ -283,4 +292,10 @@ def test_configs(monkeypatch):
             configs.ub_bytes()
     monkeypatch.delenv(configs.UB_VARIABLE)
     assert configs.ub_bytes() == configs.UB_BYTES
-    assert configs.block(100_000, configs.light_backward_bytes(2)) == 4096 and configs.block(5, 40) == 8
+    assert configs.block(100_000, 40) == 4096 and configs.block(5, 40) == 8
+    monkeypatch.setenv(configs.BLOCK_VARIABLE, "256")
+    assert configs.block(100_000, 40) == 256 and configs.block(5, 40) == 8
+    for bad in ("0", "300", "-1", "all"):
+        monkeypatch.setenv(configs.BLOCK_VARIABLE, bad)
+        with pytest.raises(ValueError, match=f"{configs.BLOCK_VARIABLE}='{bad}' is not a power of two"):
+            configs.block(5, 40)
