@@ -12,6 +12,7 @@ from pathlib import Path
 os.environ["XENT_OPS_ASCEND_UB_BYTES"] = str(24 * 1024)
 
 import npu_host  # noqa: F401
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from helpers.graphs import AotEagerAndRecordGraphs, graph_text, operator_names
 from npu_cases import OPTIONS, check_shards, check_soft, check_values, inputs, kernels, names, why_no_device
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import interpreter
 
 import xent_ops
 from xent_ops import testing
@@ -27,10 +29,11 @@ from xent_ops.ops import devices
 
 with pytest.warns(UserWarning, match="TRITON_INTERPRET is set"):
     launch = devices.ascend_launchers()
+from xent_ops.kernels import reference
 from xent_ops.kernels.ascend import configs
 from xent_ops.kernels.options import Options
 
-ops = torch.ops.xent
+ops, ops_of_host = torch.ops.xent, torch.ops.xent_host
 PINNED = torch.__version__.startswith("2.13")  # the version whose graphs are pinned
 
 
@@ -153,6 +156,63 @@ def test_one_pass(launches, options):
     xent_ops.cross_entropy(y, target, **options).backward()
     torch.testing.assert_close(x.grad.cpu().float(), y.grad, atol=1e-4, rtol=1e-2)
     assert launches == ["forward_kernel", "backward_kernel"]
+
+
+def test_ignored_rows_are_not_read(monkeypatch):
+    """Forward, where the lse is not asked for; every address that a kernel loads from is looked at."""
+    loaded, original = [], interpreter.InterpreterBuilder.create_masked_load
+
+    def record(self, ptrs, mask, *rest):
+        loaded.append(ptrs.data[mask.data])
+        return original(self, ptrs, mask, *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", record)
+    logits, target = inputs(300, torch.bfloat16)  # row 2 is ignored; on the CPU, where the interpreter copies nothing
+    begin, length = logits.data_ptr(), 300 * 2
+
+    def rows_read(operator, *arguments):
+        loaded.clear()
+        operator(*arguments)
+        addresses = np.unique(np.concatenate([each.ravel() for each in loaded])).astype(np.int64) - begin
+        inside = addresses[(addresses >= 0) & (addresses < 7 * length)]
+        return {int(row): int((inside // length == row).sum()) for row in np.unique(inside // length)}
+
+    others = {row: 300 for row in range(7) if row != 2}
+    assert rows_read(launch.cross_entropy_reduced, logits, target) == others
+    assert rows_read(launch.cross_entropy_with_grad, logits, target, torch.ones(7)) == others
+    assert rows_read(launch.cross_entropy_forward, logits, target) == {**others, 2: 300}
+
+
+def memory(call, *arguments):
+    """The most bytes in use during a call beyond those before it, in logits."""
+    before, _ = ops_of_host.peak()
+    call(*arguments)
+    return (ops_of_host.peak()[1] - before) / (64 * 2000 * 2)
+
+
+def test_memory():
+    """Forward and backward take a gradient and a few numbers a row, whatever the form of the loss."""
+    logits, target = inputs(2000, torch.bfloat16, rows=64)
+    x, target = logits.to("npu").requires_grad_(), target.to("npu")
+    soft = torch.softmax(logits, -1).to("npu")
+
+    def step(targets, **options):
+        torch.autograd.grad(xent_ops.cross_entropy(x, targets, **options), x)
+
+    def shard(columns):
+        part, start = x[:, :columns].detach().requires_grad_(), 2000 - columns
+        gathered = torch.cat([ops.cross_entropy_shard(part.detach(), target, start, 2000) for _ in range(2)])
+        value, *_ = ops.cross_entropy_shard_reduced(part, target, gathered, start, 2000)
+        torch.autograd.grad(value, part)
+
+    assert memory(step, target) <= 1.02
+    assert memory(lambda: step(target, grad_in_forward=True)) <= 1.02
+    assert memory(lambda: step(target, label_smoothing=0.1, lse_square_scale=1e-4)) <= 1.02
+    assert memory(step, soft) <= 1.02
+    assert memory(shard, 1000) <= 0.54  # of whole logits: half of them, and 3 numbers a row from each of two ranks
+    with torch.no_grad():
+        assert memory(lambda: xent_ops.cross_entropy(x, target)) <= 0.02
+        assert memory(lambda: reference.cross_entropy_forward(x, target)) > 3  # in plain torch
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
