@@ -127,7 +127,14 @@ def why_no_device():
     if not torch.npu.get_device_name(0).startswith("Ascend"):
         return f"{torch.npu.get_device_name(0)} is no Ascend NPU"
     try:
+        computed = (torch.ones(1, device="npu") + 1).item()
+    except Exception as error:  # whatever a driver without a device raises
+        return f"the NPU does not compute: {error}"
+    if computed != 2:
+        return f"the NPU computes 1 + 1 = {computed}"
+    try:
         from triton.backends import backends
+        from triton.runtime import driver
         from triton.runtime.interpreter import InterpretedFunction
 
         from xent_ops.kernels.ascend.forward import forward_kernel
@@ -135,4 +142,8 @@ def why_no_device():
         return f"triton-ascend is not installed ({error})"
     if "ascend" not in backends or isinstance(forward_kernel, InterpretedFunction):
         return "Triton would not compile for the NPU"
-    return None
+    try:
+        backend = driver.active.get_current_target().backend
+    except Exception as error:
+        return f"Triton's driver does not answer: {error}"
+    return None if backend == "npu" else f"Triton's driver is for {backend}"

@@ -327,6 +327,11 @@ def test_an_emulation_is_never_taken_for_a_device(monkeypatch):
     assert why_no_device() == "host is no Ascend NPU"
     torch.npu.get_device_name = lambda device: "Ascend910B3"
     assert why_no_device() == "Triton would not compile for the NPU"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "ones", lambda *_, device: torch.full((1,), 2.0, device=device))
+        assert why_no_device() == "the NPU computes 1 + 1 = 3.0"
+        patch.delattr(torch, "ones")
+        assert why_no_device().startswith("the NPU does not compute: ")
 
 
 def test_documentation():

@@ -37,7 +37,24 @@ def ascend_launchers() -> Any:
             f"backend (it has: {', '.join(sorted(backends)) or 'none'}): {_INSTALL_ASCEND}"
         )
     _warn_of_interpreter()
+    if not interpreter_is_set():
+        _find_ascend_driver()
     return importlib.import_module("xent_ops.kernels.ascend.launch")
+
+
+def _find_ascend_driver() -> None:
+    from triton.runtime import driver
+
+    try:
+        driver.active.get_current_target()
+    except RuntimeError as error:
+        if not str(error).startswith("0 active drivers"):
+            raise
+        raise RuntimeError(
+            "triton-ascend does not find CANN's compiler (bisheng) on this process's PATH: run `source "
+            "/usr/local/Ascend/ascend-toolkit/set_env.sh` (from CANN 8.5 on /usr/local/Ascend/cann/set_env.sh) in the "
+            f"shell that starts Python (docs/npu.md). Triton said: {error}"
+        ) from error
 
 
 _INSTALL_ASCEND = (
