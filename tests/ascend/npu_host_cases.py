@@ -29,7 +29,6 @@ from xent_ops.ops import devices
 
 with pytest.warns(UserWarning, match="TRITON_INTERPRET is set"):
     launch = devices.ascend_launchers()
-from xent_ops.kernels import reference
 from xent_ops.kernels.ascend import configs
 from xent_ops.kernels.options import Options
 
@@ -212,7 +211,31 @@ def test_memory():
     assert memory(shard, 1000) <= 0.54  # of whole logits: half of them, and 3 numbers a row from each of two ranks
     with torch.no_grad():
         assert memory(lambda: xent_ops.cross_entropy(x, target)) <= 0.02
-        assert memory(lambda: reference.cross_entropy_forward(x, target)) > 3  # in plain torch
+
+    hidden, head = torch.rand(64, 16).bfloat16(), torch.rand(2000, 16).bfloat16()
+    hidden, head = hidden.to("npu").requires_grad_(), head.to("npu").requires_grad_()
+    gradients = (hidden.numel() + head.numel()) / logits.numel()
+
+    def linear():
+        torch.autograd.grad(xent_ops.linear_cross_entropy(hidden, head, target, chunk_rows=16), (hidden, head))
+
+    assert memory(linear) <= gradients + 0.25 + 0.01  # a chunk: a quarter of the logits
+
+
+def test_memory_of_what_is_plain_torch():
+    """The numbers in docs/npu.md, of logits of the same dtype."""
+    logits, target = inputs(2000, torch.bfloat16, rows=64)
+    x, target = logits.to("npu").requires_grad_(), target.to("npu")
+    soft = torch.softmax(logits, -1).to("npu").requires_grad_()
+    double = x.detach().double().requires_grad_()
+
+    def twice():
+        (grad,) = torch.autograd.grad(xent_ops.cross_entropy(x, target), x, create_graph=True)
+        torch.autograd.grad(grad.sum(), x)
+
+    assert 2.9 < memory(lambda: torch.autograd.grad(xent_ops.cross_entropy(double, target), double)) / 4 < 3.1
+    assert 7.9 < memory(lambda: torch.autograd.grad(xent_ops.cross_entropy(x, soft), (x, soft))) < 8.1
+    assert 11.0 < memory(twice) < 11.2
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
