@@ -49,7 +49,7 @@ test-full: env  ## the slower tests that `make test` leaves out: many processes,
 test-ascend: env  ## the Ascend kernels through triton-ascend's passes, in an environment of their own, without a device
 	@# 75: the environment cannot be had here, and the script has said why.
 	@$(PY) tools/setup_ascend.py $(VENV)-ascend && PY=$(VENV)-ascend/bin/python && \
-		env -u TRITON_INTERPRET TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $$PY -m pytest -q tests/ascend/test_ascend_lowering.py \
+		env -u TRITON_INTERPRET TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $$PY -m pytest -q tests/ascend/test_ascend_*.py \
 		|| test $$? = 75
 
 .PHONY: docs docs-env
