@@ -23,11 +23,11 @@ from .modes import gradient_modes, modes
 from .nodes import name_of, value_of, viewed_by, where
 from .products import Product
 
-# linear="auto" takes up logits of this many bytes and more. On a GPU a chunk of the operator holds 256 MiB of logits or
-# more, on a CPU 512 rows (ops/linear/sizes.py). So below twice that next to nothing is saved, while products of fewer
-# rows take longer. Chosen by the sizes of chunks: of whole steps one of 4 GiB was measured.
+# linear="auto" takes up logits of this many bytes and more. One H200, bfloat16, head and loss, the operator beside
+# compiled F (`bench --linear 2048`): 125 MiB of logits take as long, 250 MiB 7 and 12 % less with the same memory, and
+# from 500 MiB on, 4 to 7 % less with less memory where they are more than a chunk (ops/linear/sizes.py).
 WORTHWHILE = {"cpu": 64 * 2**20}
-WORTHWHILE_ON_GPUS = 512 * 2**20
+WORTHWHILE_ON_GPUS = 250 * 2**20
 
 
 @dataclass

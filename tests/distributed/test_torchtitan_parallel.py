@@ -1,0 +1,23 @@
+"""Our losses in the place of torchtitan's, in two real processes. The case, run on every rank, is torchtitan_cases.py's."""
+
+import pytest
+
+pytest.importorskip("spmd_types", reason="torchtitan's spmd_types is not installed")
+cases = pytest.importorskip("torchtitan_cases", reason="torchtitan is not installed")
+
+
+@pytest.mark.parametrize("backend", cases.BACKENDS)
+def test_logits_split_by_classes(pool, device, backend):
+    pool(2, device).run(cases.logits_split_by_classes, backend)
+
+
+def test_chunks_of_a_split_head(pool, device):
+    pool(2, device).run(cases.chunks_of_a_split_head)
+
+
+def test_split_heads_are_refused(pool, device):
+    pool(2, device).run(cases.split_heads_are_refused)
+
+
+def test_norm_and_head_in_one_group(pool, device):
+    pool(2, device).run(cases.norm_and_head_in_one_group)
