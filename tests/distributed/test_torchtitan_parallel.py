@@ -2,8 +2,10 @@
 
 import pytest
 
-pytest.importorskip("spmd_types", reason="torchtitan's spmd_types is not installed")
-cases = pytest.importorskip("torchtitan_cases", reason="torchtitan is not installed")
+for package in ("torchtitan", "spmd_types"):
+    pytest.importorskip(package, reason=f"{package} is not installed")
+
+import torchtitan_cases as cases  # noqa: E402
 
 
 @pytest.mark.parametrize("backend", cases.BACKENDS)
