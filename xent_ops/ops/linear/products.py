@@ -59,7 +59,7 @@ class Products:
             linear_weight.shape[:1] if output_mask[2] else 0, dtype=reference.accumulator(input)
         )
         wider = output_mask[1] and sums != input.dtype
-        self.size = rows_of_chunk(rows.number, input, linear_weight, wider, chunk_rows)
+        self.size = rows_of_chunk(rows.number, input, linear_weight.shape[0], wider, chunk_rows)
         self.kernels = None
         if isinstance(rows, PackedRows) and rows.count is not None:
             self.kernels = counting_kernels(input, linear_weight)
@@ -90,7 +90,7 @@ class Products:
             if self.kernels is not None:
                 self.kernels.grad_weight(gradient, self.part, self.count, self.weight, add=chunk.start > 0)
             else:
-                _add_product(self.weight, gradient.t(), self.part, chunk.start == 0)
+                add_product(self.weight, gradient.t(), self.part, chunk.start == 0)
         del self.part  # its memory serves the next product
         if self.mask[0]:
             if not isinstance(self.rows, PackedRows):
@@ -103,7 +103,7 @@ class Products:
             self.bias += gradient.sum(0, dtype=self.bias.dtype)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
     """total += left @ right, which ``first`` starts from zero."""
     if total.dtype == left.dtype:
         torch.mm(left, right, out=total) if first else torch.addmm(total, left, right, out=total)
@@ -113,4 +113,4 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> Non
         else:
             torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
-        _add_product(total, left.to(total.dtype), right.to(total.dtype), first)
+        add_product(total, left.to(total.dtype), right.to(total.dtype), first)
