@@ -1,4 +1,4 @@
-"""Linear cross entropy over ranks in three products: the statistics of a chunk are gathered beside the next one's product.
+"""Linear cross entropy over ranks in three products: a chunk's statistics are gathered beside the next one's product.
 
 In the order of the device's stream, for chunks of rows 0, 1, ...; collectives run beside what stands below them:
 
@@ -17,6 +17,7 @@ gradient reduce-scattered. Operators: ops/linear/pipeline.py.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -60,14 +61,13 @@ def loss(
     parts = ranks.world if scattered else 1
     rows, targets = input.detach().reshape(-1, input.shape[-1]), target.reshape(parts, -1)
     number = targets.shape[1]
-    size = rows_of_chunk(
-        parts * number, rows, -(-num_classes // ranks.world), False, how.chunk_rows
-    )  # the same everywhere
+    # From what is the same on every rank: all loop as often.
+    size = rows_of_chunk(parts * number, rows, -(-num_classes // ranks.world), False, how.chunk_rows)
     count = max(-(-(parts * number) // size), 1)
     ends = [number * i // count for i in range(count + 1)]  # as even as they get
     frozen, frozen_bias = weight.detach(), None if bias is None else bias.detach()
     shard = (class_start, num_classes)
-    inputs = [rows[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+    inputs = [rows[start:end] for start, end in itertools.pairwise(ends)]
     if scattered:
         inputs = [_collectives.all_gather_into_tensor(part.contiguous(), ranks.world, ranks.name) for part in inputs]
 

@@ -3,8 +3,8 @@
 The loop is distributed/pipelined.py's. The logits of a chunk live from the first operator to the third::
 
     linear_cross_entropy_shard_chunk        a chunk's logits, what cross_entropy_shard returns for them
-    linear_cross_entropy_shard_chunk_grad_  with all ranks' statistics: losses, the gradient written over the logits, this
-                                            rank's part of the input's gradient
+    linear_cross_entropy_shard_chunk_grad_  from all ranks' statistics: losses, the gradient written over the logits,
+                                            this rank's part of the input's gradient
     linear_cross_entropy_shard_chunk_add_   the chunk's part of the weight's and the bias' gradient
     linear_cross_entropy_shard_value        the loss, whose derivatives are the gradients made
 """
