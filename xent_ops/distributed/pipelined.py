@@ -114,7 +114,8 @@ def loss(
     value = reduced(Rows(row_loss, lse, target_weight), all_targets, options, divisor)
     total = input.new_empty(0)
     if wanted[0]:
-        total = torch.cat([_wait(part, ranks) for part in grad_inputs]).view(input.shape)
+        parts_of_total = [_wait(part, ranks) for part in grad_inputs]
+        total = (parts_of_total[0] if count == 1 else torch.cat(parts_of_total)).view(input.shape)
     given: tuple[Any, ...] = (input, weight, bias, total, grad_weight, grad_bias, later)
     return _ops.linear_cross_entropy_shard_value(value, *given)
 
