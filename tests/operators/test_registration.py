@@ -181,7 +181,12 @@ def chunk_samples(shard, place, bias, weight, rows, dtype, kwargs):
         yield ops.linear_cross_entropy_shard_chunk_grad_.default, (logits.clone(), *of_chunk, *rest), square
     columns = min(len(head), place[1])
     sums = rows(*head.shape).to(dtype), rows(len(head))
-    for first, wanted in ((True, sums), (False, sums), (True, (sums[0], rows(0))), (False, (rows(0).to(dtype), sums[1]))):
+    for first, wanted in (
+        (True, sums),
+        (False, sums),
+        (True, (sums[0], rows(0))),
+        (False, (rows(0).to(dtype), sums[1])),
+    ):
         copies = [tensor.clone() for tensor in wanted]
         yield ops.linear_cross_entropy_shard_chunk_add_.default, (*copies, logits, x, columns, first), {}
     gradients = (x.clone(), head.clone(), bias.detach().clone())

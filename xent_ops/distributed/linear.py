@@ -32,6 +32,7 @@ from . import consistency
 from .groups import Group, Ranks, ranks_of
 from .heads import Head, reduced, sharded_rows
 from .parts import all_gather, refuse_dtensor, shard_range_of_width
+from .pipelined import chosen
 from .pipelined import loss as pipelined_loss
 
 
@@ -108,7 +109,7 @@ def vocab_parallel_linear_cross_entropy(
     if check:
         consistency.check(name, group, ranks, lambda: _report(name, ranks, *call, *chunks))
     input, head, loss, divisor, split = _bound(name, ranks, *call, *chunks)
-    if _is_pipelined(pipelined, input, head, loss):
+    if chosen(pipelined, input, head, loss):
         return pipelined_loss(input, _by_ranks(target, split, ranks), head, ranks, loss, divisor, split is not None)
     gathered, target = _gathered(input, target, split, ranks)
     rows, _ = sharded_rows(input, target, head, ranks, loss, gathered)
@@ -168,17 +169,6 @@ def _by_ranks(target: Tensor, split: int | None, ranks: Ranks) -> Tensor:
     if split is None:
         return target
     return target.unflatten(split, (ranks.world, -1)).movedim(split, 0).contiguous()
-
-
-def _is_pipelined(asked: bool | None, input: Tensor, head: Head, loss: LossOptions) -> bool:
-    possible = loss.reduction != "none" and not head.chunking.skips
-    if asked and not possible:
-        raise ValueError(
-            'pipelined=True makes the gradients of a mean or a sum of all rows: expected reduction="mean" or "sum", '
-            "without skip_ignored and max_counted"
-        )
-    wanted = any(tensor is not None and tensor.requires_grad for tensor in (input, head.weight, head.bias))
-    return asked is not False and possible and wanted and torch.is_grad_enabled() and not composite.forward_runs_twice()
 
 
 def _as_target(value: Tensor, split: int | None) -> Tensor:

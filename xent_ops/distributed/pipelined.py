@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..kernels import reductions, reference
 from ..kernels.options import LossOptions
-from ..ops.linear import chunks, pipeline
+from ..ops.linear import chunks, composite, pipeline
 from ..ops.linear.products import accumulator_of_weight
 from ..ops.linear.sizes import rows_of_chunk
 from .groups import Ranks
@@ -46,6 +46,18 @@ class _Chunk(NamedTuple):
     gathered: Tensor
 
 
+def chosen(asked: bool | None, input: Tensor, head: Head, loss: LossOptions) -> bool:
+    """Does this call take the way of this file? All ranks answer alike."""
+    possible = loss.reduction != "none" and not head.chunking.skips
+    if asked and not possible:
+        raise ValueError(
+            'pipelined=True makes the gradients of a mean or a sum of all rows: expected reduction="mean" or "sum", '
+            "without skip_ignored and max_counted"
+        )
+    wanted = any(tensor is not None and tensor.requires_grad for tensor in (input, head.weight, head.bias))
+    return asked is not False and possible and wanted and torch.is_grad_enabled() and not composite.forward_runs_twice()
+
+
 def loss(
     input: Tensor,  # (..., H) of this rank
     target: Tensor,  # of all rows: (...), or (ranks, ...) where the input is this rank's part
@@ -54,8 +66,12 @@ def loss(
     options: LossOptions,
     divisor: Tensor | None,
     scattered: bool,
+    sum_grad_input: bool = True,
 ) -> Tensor:
-    """The mean or the sum. At least one of input, weight and bias requires grad."""
+    """The mean or the sum. At least one of input, weight and bias requires grad.
+
+    Without ``sum_grad_input`` the gradient is this rank's part of the sum.
+    """
     weight, bias, class_weight, (class_start, num_classes), accumulate_dtype, how = head
     wanted = [tensor is not None and tensor.requires_grad for tensor in (input, weight, bias)]
     parts = ranks.world if scattered else 1
@@ -79,6 +95,7 @@ def loss(
         )
         return _Chunk(x, t, logits, stats, _begin_gather(stats, ranks))
 
+    summed = ranks if sum_grad_input else Ranks("", 0, 1)
     divisors = _divisors(target, head, ranks, options, divisor, reference.accumulator(input))
     within, later = pipeline.float16_divisor(input.dtype, divisors)
     sums = accumulator_of_weight(input.dtype, accumulate_dtype)
@@ -107,14 +124,14 @@ def loss(
         )
         made.append((*of_rows, t))
         if wanted[0]:
-            grad_inputs.append(_begin_sum(grad_input, ranks, scattered))
+            grad_inputs.append(_begin_sum(grad_input, summed, scattered))
         if wanted[1] or wanted[2]:
             _ops.linear_cross_entropy_shard_chunk_add_(grad_weight, grad_bias, logits, x, columns, i == 0)
     row_loss, lse, target_weight, all_targets = (torch.cat(values) for values in zip(*made, strict=True))
     value = reduced(Rows(row_loss, lse, target_weight), all_targets, options, divisor)
     total = input.new_empty(0)
     if wanted[0]:
-        parts_of_total = [_wait(part, ranks) for part in grad_inputs]
+        parts_of_total = [_wait(part, summed) for part in grad_inputs]
         total = (parts_of_total[0] if count == 1 else torch.cat(parts_of_total)).view(input.shape)
     given: tuple[Any, ...] = (input, weight, bias, total, grad_weight, grad_bias, later)
     return _ops.linear_cross_entropy_shard_value(value, *given)

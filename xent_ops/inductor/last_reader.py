@@ -163,9 +163,11 @@ def _shared(node: fx.Node) -> list[fx.Node]:
         made: Any = node.args[0]
         if _functionalized(made):
             # Results of the operator that writes, then what it has written to. They share no memory with its inputs.
-            position = node.args[1] - max(1, len(made.args[0]._schema.returns))  # type: ignore[operator]
-            bases = made.kwargs["_all_bases"]
-            return [user for user in made.users if user.args == node.args] + ([bases[position]] if position >= 0 else [])
+            index: Any = node.args[1]
+            position, bases = index - max(1, len(made.args[0]._schema.returns)), made.kwargs["_all_bases"]
+            return [user for user in made.users if user.args == node.args] + (
+                [bases[position]] if position >= 0 else []
+            )
         # The results of our operators share no memory with each other; one may be taken out several times.
         ours = getattr(made.target, "namespace", "") == "xent"
         return [user for user in made.users if user.args == node.args] if ours else sources

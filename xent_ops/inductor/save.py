@@ -6,7 +6,7 @@ backward once more: six products, where rows take four. A formula of the operato
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
@@ -17,22 +17,23 @@ _SMALLEST_BUDGET = 1e-6
 _REGION = "_region_activation_memory_budget"  # torch.autograd.graph.region_activation_memory_budget, of torch 2.13
 
 
-def install(made: dict[Any, Callable[[fx.Node], Iterable[fx.Node]]]) -> None:
-    """Mark what has been made in every joint graph of Inductor, before it is partitioned: operator -> nodes of a call."""
+def install(made: dict[Any, Callable[[fx.Node], Any]]) -> None:
+    """Mark what calls have made in every joint graph of Inductor, before it is partitioned: operator -> nodes."""
     from torch._inductor.fx_passes import joint_graph
 
     if not any(isinstance(patterns, _Pass) for patterns in joint_graph.pass_patterns):
-        joint_graph.pass_patterns += [_Pass(op, nodes) for op, nodes in made.items()]  # type: ignore[list-item]
+        passes: list[Any] = [_Pass(op, nodes) for op, nodes in made.items()]
+        joint_graph.pass_patterns += passes
 
 
-def results(call: fx.Node) -> Iterable[fx.Node]:
+def results(call: fx.Node) -> tuple[fx.Node, ...]:
     return (call, *call.users)  # these take the single results
 
 
 class _Pass:
     """In the form of a PatternMatcherPass."""
 
-    def __init__(self, op: Any, made: Callable[[fx.Node], Iterable[fx.Node]]) -> None:
+    def __init__(self, op: Any, made: Callable[[fx.Node], Any]) -> None:
         self.op, self.made = op, made
 
     def apply(self, graph: fx.Graph) -> int:
