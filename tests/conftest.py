@@ -8,6 +8,10 @@ marked ``interpreter`` run: the same tests, another kernel. There a target out o
 import os
 import warnings
 
+# Before torch. Where processes share the tests (pytest-xdist), a core for each: the tensors of tests are small, and
+# threads of OpenMP that wait for one another spin. Tests of threads say how many they want.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Before torch: a cached artifact of an older formula would be served in place of the one under test.
 os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
 # Inductor tries the CPU's vector instructions for 10 s a process. One test compiles with them, in its own process.
@@ -25,6 +29,13 @@ if INTERPRETED:
     _override = torch.library.Library("xent", "IMPL")  # lives as long as the process
     for _name, _operator in library.OPERATORS.items():
         _override.impl(_name, _operator.on_cuda, "CPU", allow_override=True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """``--numprocesses auto``: pytest-xdist counts the cores. One process where there is a GPU: tests there measure
+    times and free memory, which another process would change."""
+    return 0 if torch.cuda.is_available() else None
 
 
 def pytest_collection_modifyitems(config, items):

@@ -71,7 +71,9 @@ class Products:
         number, classes = self.rows.number, self.head.shape[0]
         # Rows start at multiples of 16 bytes, as cuBLAS wants them for its fast products.
         step = 16 // self.all_input.element_size()
-        memory = self.all_input.new_empty((self.size, -(-classes // step) * step))[:, :classes]
+        # The counting kernels leave out rows that forward operators read, if only to mask what they make of them.
+        new = self.all_input.new_empty if self.kernels is None or any(self.mask) else self.all_input.new_zeros
+        memory = new((self.size, -(-classes // step) * step))[:, :classes]
         for start in range(0, max(number, 1), self.size):
             chunk = slice(start, min(start + self.size, number))
             logits, self.part = memory[: chunk.stop - start], self.rows.of(self.all_input, chunk)
