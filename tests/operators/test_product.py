@@ -77,8 +77,7 @@ def test_values(device, dtype, features, classes, count):
 @pytest.mark.parametrize("entropy", [False, True])
 def test_a_whole_loss(device, entropy, monkeypatch):
     """In chunks, of which the first is full, the second is not, and the third has no row."""
-    monkeypatch.setattr(packing, "_on_the_host", packing._on_the_device)
-    monkeypatch.setattr(products, "counting_kernels", lambda *_: launch_product)
+    monkeypatch.setattr(packing, "_on_the_host", lambda *args: packing._on_the_device(*args, launch_product))
     how = {"device": device, "dtype": torch.float16}
     x, head, bias = normal(ROWS, 40, **how), normal(59, 40, **how) / 4, normal(59, **how)
     target = torch.where(torch.rand(ROWS, device=device) < 0.5, torch.randint(59, (ROWS,), device=device), -100)
@@ -109,8 +108,7 @@ def filled():
 @pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")
 @pytest.mark.usefixtures("filled")
 def test_row_operators_get_logits_that_somebody_wrote(device, monkeypatch):
-    monkeypatch.setattr(packing, "_on_the_host", packing._on_the_device)
-    monkeypatch.setattr(products, "counting_kernels", lambda *_: launch_product)
+    monkeypatch.setattr(packing, "_on_the_host", lambda *args: packing._on_the_device(*args, launch_product))
     chunks, finite = products.Products.chunks, []
 
     def looked_at(self):

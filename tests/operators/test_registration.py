@@ -157,6 +157,7 @@ def linear_samples(device, dtype, requires_grad, rows):
         for mask in ([True] * 3, [True, False, False], [False, True, True]):
             saved = (*detached[:3], rows(6), *detached[3:], coefficient, None, None, mask)
             yield ops.linear_cross_entropy_shard_backward.default, (rows(6), rows(6), *saved), kwargs
+        yield from chunk_samples(shard, place, bias, w, rows, dtype, {"softcap": 5.0})
     plain = {"chunk_rows": 4, "softcap": 5.0}
     detached = (*(tensor.detach() for tensor in (x, head, target)), 0, 37, bias.detach(), None)
     gathered = ops.linear_cross_entropy_shard(*detached, True, **plain)
@@ -166,6 +167,31 @@ def linear_samples(device, dtype, requires_grad, rows):
     yield ops.linear_cross_entropy_shard_backward.default, (rows(6), None, *saved), plain
     for factor in (rows(), rows(37)):
         yield ops.linear_scale_grad.default, (head.detach(), factor), {}
+
+
+def chunk_samples(shard, place, bias, weight, rows, dtype, kwargs):
+    """Of the operators between which collectives stand."""
+    x, head, target = (tensor.detach() for tensor in shard)
+    chunk = (x, head, target, *place, bias.detach(), weight)
+    yield ops.linear_cross_entropy_shard_chunk.default, chunk, kwargs
+    stats, logits = ops.linear_cross_entropy_shard_chunk(*chunk, **kwargs)
+    square = {**kwargs, "lse_square_scale": 0.1}
+    of_chunk = (stats, head, target, *place, weight, rows(2).abs() + 1)
+    for rest in ((), (stats, False)):
+        yield ops.linear_cross_entropy_shard_chunk_grad_.default, (logits.clone(), *of_chunk, *rest), square
+    columns = min(len(head), place[1])
+    sums = rows(*head.shape).to(dtype), rows(len(head))
+    for first, wanted in (
+        (True, sums),
+        (False, sums),
+        (True, (sums[0], rows(0))),
+        (False, (rows(0).to(dtype), sums[1])),
+    ):
+        copies = [tensor.clone() for tensor in wanted]
+        yield ops.linear_cross_entropy_shard_chunk_add_.default, (*copies, logits, x, columns, first), {}
+    gradients = (x.clone(), head.clone(), bias.detach().clone())
+    yield ops.linear_cross_entropy_shard_value.default, (rows(), *shard[:2], bias, *gradients), {}
+    yield ops.linear_cross_entropy_shard_value.default, (rows(), *shard[:2], None, *gradients[:2], rows(0), rows()), {}
 
 
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["", "grad"])
