@@ -347,6 +347,10 @@ def test_a_launch_reads_and_synchronises_nothing(monkeypatch):
             launch.cross_entropy_backward(scalar, row, x, target, row, w, options=options)
             launch.cross_entropy_backward_(row, None, x, target, row, w, options=options)
             launch.cross_entropy_backward_entropy(row, None, row, x, target, row, row, w, options=options)
+            launch.cross_entropy_shard(x, target, 300, 900, w, options=options)
+            launch.cross_entropy_shard_backward(scalar, row, x, target, row, 300, 900, w, row, options=options)
+            launch.soft_cross_entropy_forward(x, x, w, options=options)
+            launch.soft_cross_entropy_backward(scalar, row, x, x, row, w, options=options)
     expected = {"aten.new_empty", "aten.empty_like", "aten.expand", "aten.view", "aten.sum"}
     assert record.called <= expected, record.called
 
