@@ -3,17 +3,15 @@
 The device is host memory (npu_host.py). The unified buffer is made small, so that short rows have several tiles.
 """
 
-import gc
 import os
 import re
 import sys
-import time
 import types
 from pathlib import Path
 
 os.environ["XENT_OPS_ASCEND_UB_BYTES"] = str(24 * 1024)
 
-import npu_host  # noqa: F401
+import npu_host
 import numpy as np
 import pytest
 import torch
@@ -34,7 +32,7 @@ with pytest.warns(UserWarning, match="TRITON_INTERPRET is set"):
 from xent_ops.kernels.ascend import configs
 from xent_ops.kernels.options import Options
 
-ops, ops_of_host = torch.ops.xent, torch.ops.xent_host
+ops = torch.ops.xent
 PINNED = torch.__version__.startswith("2.13")  # the version whose graphs are pinned
 
 
@@ -184,21 +182,9 @@ def test_ignored_rows_are_not_read(monkeypatch):
     assert rows_read(launch.cross_entropy_forward, logits, target) == {**others, 2: 300}
 
 
-def in_use():
-    """Bytes, once autograd's threads have let go of what they held."""
-    gc.collect()
-    before = None
-    while before != (now := ops_of_host.peak()[0]):
-        before = now
-        time.sleep(0.05)
-    return now
-
-
 def memory(call, *arguments):
     """The most bytes in use during a call beyond those before it, in logits."""
-    before = in_use()
-    call(*arguments)
-    return (ops_of_host.peak()[1] - before) / (16 * 2000 * 2)
+    return npu_host.peak(call, *arguments) / (16 * 2000 * 2)
 
 
 def test_memory(monkeypatch):
