@@ -87,8 +87,8 @@ def vocab_parallel_linear_cross_entropy(
             makes the gradients, which the backward multiplies by the upstream gradient, in place; two chunks of logits.
             False: four. The forward gathers the numbers of all rows at once, and the backward makes the logits again;
             one chunk. None: pipelined where gradients of a mean or a sum are wanted, but not with ``skip_ignored``,
-            ``max_counted`` or inside a checkpoint, which pipelined=True refuses or does twice. In a compiled graph the
-            loop over the chunks is unrolled: another number of chunks is another graph.
+            ``max_counted``, which pipelined=True refuses, nor inside an eager checkpoint; inside a compiled one pass
+            False. A compiled graph has the loop over the chunks unrolled: another number is another graph.
         check: as for ``vocab_parallel_cross_entropy``; it does not compare the values of inputs and divisors.
         ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale: as in
             ``xent_ops.cross_entropy``; smoothing spreads over all ``num_classes``.
