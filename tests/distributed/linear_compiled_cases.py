@@ -93,6 +93,20 @@ def order_of_the_pipeline(device):
     assert "scale_grad_.default" in backward and "linear_scale_grad.default" not in backward
 
 
+def gradients_are_made_once(device):
+    """Whatever else is recomputed."""
+    from torch._inductor.utils import run_and_get_code
+
+    x, head, bias, target = leaves(device, *head_of(torch.float32, (12,)))
+    for patch in ({"aggressive_recomputation": True}, {"activation_memory_budget": 0.0}):
+        torch.compiler.reset()
+        with torch._functorch.config.patch(patch):
+            step = torch.compile(step_of(None, chunk_rows=6), fullgraph=True)
+            _, codes = run_and_get_code(lambda run: run(x, head, target, bias).backward(), step)
+        made = "".join(codes).count("linear_cross_entropy_shard_chunk.default(")
+        assert made == 2, (made, patch)
+
+
 def graphs_of(step, *args):
     backend = AotEagerAndRecordGraphs()
     torch.compile(step, fullgraph=True, backend=backend)(*args).backward()

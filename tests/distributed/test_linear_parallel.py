@@ -61,7 +61,12 @@ def test_compiled(pool, device, world, backend):
 
 @pytest.mark.parametrize(
     "case",
-    [compiled.graph, compiled.order_of_the_pipeline, compiled.bad_input_while_tracing],
+    [
+        compiled.graph,
+        compiled.order_of_the_pipeline,
+        compiled.bad_input_while_tracing,
+        pytest.param(compiled.gradients_are_made_once, marks=pytest.mark.slow),
+    ],
     ids=lambda case: case.__name__,
 )
 def test_tracing(pool, device, case):

@@ -87,8 +87,9 @@ def vocab_parallel_linear_cross_entropy(
             makes the gradients, which the backward multiplies by the upstream gradient, in place; two chunks of logits.
             False: four. The forward gathers the numbers of all rows at once, and the backward makes the logits again;
             one chunk. None: pipelined where gradients of a mean or a sum are wanted, but not with ``skip_ignored``,
-            ``max_counted`` or inside a checkpoint, which pipelined=True refuses or does twice. In a compiled graph the
-            loop over the chunks is unrolled: another number of chunks is another graph.
+            ``max_counted``, which pipelined=True refuses, nor inside an eager checkpoint; inside a compiled one pass
+            False. A compiled graph has the loop over the chunks unrolled: another number is another graph. All ranks
+            must take one way, with one ``chunk_rows``: weights and biases require grad on every rank or on none.
         check: as for ``vocab_parallel_cross_entropy``; it does not compare the values of inputs and divisors.
         ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale: as in
             ``xent_ops.cross_entropy``; smoothing spreads over all ``num_classes``.
@@ -107,7 +108,7 @@ def vocab_parallel_linear_cross_entropy(
     chunks = (divisor, accumulate_dtype, chunk_rows, skip_ignored, max_counted)
     name, ranks = "vocab_parallel_linear_cross_entropy", ranks_of(group)
     if check:
-        consistency.check(name, group, ranks, lambda: _report(name, ranks, *call, *chunks))
+        consistency.check(name, group, ranks, lambda: _report(name, ranks, pipelined, *call, *chunks))
     input, head, loss, divisor, split = _bound(name, ranks, *call, *chunks)
     if chosen(pipelined, input, head, loss):
         return pipelined_loss(input, _by_ranks(target, split, ranks), head, ranks, loss, divisor, split is not None)
@@ -149,7 +150,7 @@ def vocab_parallel_linear_token_log_probs(
     chunks = (None, accumulate_dtype, chunk_rows, skip_ignored, max_counted)
     name, ranks = "vocab_parallel_linear_token_log_probs", ranks_of(group)
     if check:
-        consistency.check(name, group, ranks, lambda: _report(name, ranks, *call, *chunks))
+        consistency.check(name, group, ranks, lambda: _report(name, ranks, False, *call, *chunks))
     input, head, loss, _, split = _bound(name, ranks, *call, *chunks)
     gathered, target = _gathered(input, target, split, ranks)
     rows, entropy = sharded_rows(input, target, head, ranks, loss, gathered, entropy=True)
@@ -223,9 +224,9 @@ def _bound(
     return _Bound(input, head, loss, divisor, split)
 
 
-def _report(name: str, ranks: Ranks, *call: Any) -> dict[str, Any]:
+def _report(name: str, ranks: Ranks, pipelined: bool | None, *call: Any) -> dict[str, Any]:
     target = call[2]
-    _, head, loss, divisor, _ = _bound(name, ranks, *call)
+    input, head, loss, divisor, _ = _bound(name, ranks, *call)
     weighted = head.class_weight is not None
     report = consistency.report(head.weight.dtype, len(head.weight), target, weighted, head.shard_range, loss)
     return report | {
@@ -234,6 +235,8 @@ def _report(name: str, ranks: Ranks, *call: Any) -> dict[str, Any]:
         "input that requires grad": call[0].requires_grad,
         "bias": head.bias is not None,
         "divisor": divisor is not None,
+        "the way (pipelined)": chosen(pipelined, input, head, loss),
+        "chunk_rows": head.chunking.chunk_rows,
     }
 
 

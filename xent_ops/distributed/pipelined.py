@@ -48,6 +48,8 @@ class _Chunk(NamedTuple):
 
 def chosen(asked: bool | None, input: Tensor, head: Head, loss: LossOptions) -> bool:
     """Does this call take the way of this file? All ranks answer alike."""
+    if not (asked is None or isinstance(asked, bool)):
+        raise TypeError(f"pipelined must be True, False or None, got {asked!r}")
     possible = loss.reduction != "none" and not head.chunking.skips
     if asked and not possible:
         raise ValueError(
