@@ -5,6 +5,7 @@ TRITON_INTERPRET=1 the CUDA kernels serve "cpu" tensors through Triton's interpr
 marked ``interpreter`` run: the same tests, another kernel. There a target out of range gives NaN, as on a GPU.
 """
 
+import gc
 import os
 import warnings
 
@@ -46,6 +47,12 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.gpu)
         if "gpu" in item.keywords and (INTERPRETED or not torch.cuda.is_available()):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_collection_finish(session):
+    """What is imported stays: looking for garbage in it takes .3 s each time (2026-11-23), and the bench does so often."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

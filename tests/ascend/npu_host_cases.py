@@ -11,7 +11,7 @@ from pathlib import Path
 
 os.environ["XENT_OPS_ASCEND_UB_BYTES"] = str(24 * 1024)
 
-import npu_host  # noqa: F401
+import npu_host
 import numpy as np
 import pytest
 import torch
@@ -32,7 +32,7 @@ with pytest.warns(UserWarning, match="TRITON_INTERPRET is set"):
 from xent_ops.kernels.ascend import configs
 from xent_ops.kernels.options import Options
 
-ops, ops_of_host = torch.ops.xent, torch.ops.xent_host
+ops = torch.ops.xent
 PINNED = torch.__version__.startswith("2.13")  # the version whose graphs are pinned
 
 
@@ -184,14 +184,13 @@ def test_ignored_rows_are_not_read(monkeypatch):
 
 def memory(call, *arguments):
     """The most bytes in use during a call beyond those before it, in logits."""
-    before, _ = ops_of_host.peak()
-    call(*arguments)
-    return (ops_of_host.peak()[1] - before) / (64 * 2000 * 2)
+    return npu_host.peak(call, *arguments) / (16 * 2000 * 2)
 
 
-def test_memory():
+def test_memory(monkeypatch):
     """Forward and backward take a gradient and a few numbers a row, whatever the form of the loss."""
-    logits, target = inputs(2000, torch.bfloat16, rows=64)
+    monkeypatch.setenv(configs.BLOCK_VARIABLE, "2048")  # one tile a row: the interpreter is slow
+    logits, target = inputs(2000, torch.bfloat16, rows=16)
     x, target = logits.to("npu").requires_grad_(), target.to("npu")
     soft = torch.softmax(logits, -1).to("npu")
 
@@ -212,19 +211,20 @@ def test_memory():
     with torch.no_grad():
         assert memory(lambda: xent_ops.cross_entropy(x, target)) <= 0.02
 
-    hidden, head = torch.rand(64, 16).bfloat16(), torch.rand(2000, 16).bfloat16()
+    hidden, head = torch.rand(16, 16).bfloat16(), torch.rand(2000, 16).bfloat16()
     hidden, head = hidden.to("npu").requires_grad_(), head.to("npu").requires_grad_()
     gradients = (hidden.numel() + head.numel()) / logits.numel()
 
     def linear():
-        torch.autograd.grad(xent_ops.linear_cross_entropy(hidden, head, target, chunk_rows=16), (hidden, head))
+        torch.autograd.grad(xent_ops.linear_cross_entropy(hidden, head, target, chunk_rows=4), (hidden, head))
 
     assert memory(linear) <= gradients + 0.25 + 0.01  # a chunk: a quarter of the logits
 
 
-def test_memory_of_what_is_plain_torch():
+def test_memory_of_what_is_plain_torch(monkeypatch):
     """The numbers in docs/npu.md, of logits of the same dtype."""
-    logits, target = inputs(2000, torch.bfloat16, rows=64)
+    monkeypatch.setenv(configs.BLOCK_VARIABLE, "2048")
+    logits, target = inputs(2000, torch.bfloat16, rows=16)
     x, target = logits.to("npu").requires_grad_(), target.to("npu")
     soft = torch.softmax(logits, -1).to("npu").requires_grad_()
     double = x.detach().double().requires_grad_()
@@ -235,7 +235,7 @@ def test_memory_of_what_is_plain_torch():
 
     assert 2.9 < memory(lambda: torch.autograd.grad(xent_ops.cross_entropy(double, target), double)) / 4 < 3.1
     assert 7.9 < memory(lambda: torch.autograd.grad(xent_ops.cross_entropy(x, soft), (x, soft))) < 8.1
-    assert 11.0 < memory(twice) < 11.2
+    assert 16.0 < memory(twice) < 16.4
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -333,6 +333,10 @@ def test_a_launch_reads_and_synchronises_nothing(monkeypatch):
             launch.cross_entropy_backward(scalar, row, x, target, row, w, options=options)
             launch.cross_entropy_backward_(row, None, x, target, row, w, options=options)
             launch.cross_entropy_backward_entropy(row, None, row, x, target, row, row, w, options=options)
+            launch.cross_entropy_shard(x, target, 300, 900, w, options=options)
+            launch.cross_entropy_shard_backward(scalar, row, x, target, row, 300, 900, w, row, options=options)
+            launch.soft_cross_entropy_forward(x, x, w, options=options)
+            launch.soft_cross_entropy_backward(scalar, row, x, x, row, w, options=options)
     expected = {"aten.new_empty", "aten.empty_like", "aten.expand", "aten.view", "aten.sum"}
     assert record.called <= expected, record.called
 
