@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
+from ..functional import cross_entropy
 from . import bench_linear
 from .parts import chunk
 from .timing import graph_of, milliseconds
@@ -40,6 +42,21 @@ def one_core() -> Iterator[None]:
         for thread, where in before.items():
             with contextlib.suppress(ProcessLookupError):  # it has ended
                 os.sched_setaffinity(thread, where)
+
+
+def step_of_dtensors(logits: Tensor, target: Tensor, classes: int) -> Callable[[], None]:
+    """An eager step of ``xent_ops.cross_entropy`` on the same shards as a DTensor."""
+    mesh = init_device_mesh(logits.device.type, (dist.get_world_size(),))
+    shape = torch.Size((len(logits), classes))
+    whole = DTensor.from_local(
+        logits.detach(), mesh, [Shard(1)], run_check=False, shape=shape, stride=(classes, 1)
+    ).requires_grad_()
+
+    def step() -> None:
+        whole.grad = None
+        cross_entropy(whole, target).backward()
+
+    return step
 
 
 def launches(run: Callable[[], object]) -> list[str]:
@@ -92,6 +109,8 @@ def main() -> None:
     out.clear()
     report = {"copy of the shard": copy, "all-gather of 12 bytes a row": gather}
     report["eager"] = milliseconds(lambda: step(loss_of), device, args.repeat)
+    report["eager, DTensor"] = milliseconds(step_of_dtensors(logits, target, args.classes), device, args.repeat)
+    logits.grad = None
     with torch.autograd.set_multithreading_enabled(False):  # the backward runs in this thread
         report["eager, one thread"] = milliseconds(lambda: step(loss_of), device, args.repeat)
     if hasattr(os, "sched_setaffinity"):
