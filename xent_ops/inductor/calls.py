@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..ops.schemas import COMPOSITES, SCHEMAS
+from . import packages
 
 
 def install() -> None:
@@ -27,6 +28,8 @@ def lowering(op: Any) -> Callable[..., Any]:
     opaque = fallback_handler(op, add_to_fallback_set=False)
 
     def lower(*args: Any, **options: Any) -> Any:
+        if packages.packs(args):
+            return packages.lower(op._schema.name.removeprefix("xent::"), args, options)
         outputs = opaque(*args, **_packed(op, options))
         _name_the_cuda_kernel(op)
         return outputs

@@ -11,6 +11,7 @@ from .. import reference_shard
 from ..options import DEFAULTS, Options
 from ..reference import accumulator
 from ..rows import dense_like
+from ..sizes import traced
 from . import configs
 from .cached import Launch
 from .common import Run, class_weights, edges, launcher, new_tensor, row_layout
@@ -60,7 +61,7 @@ def cross_entropy_shard(
         logits: Tensor, target: Tensor, _class_start: int, _num_classes: int, weight: Tensor | None = None
     ) -> Tensor:
         out = new_part()
-        if number > 0:  # without rows nobody looks at the header
+        if traced(number) > 0:  # without rows nobody looks at the header
             weight = None if weight is None else weight[:columns]
             weights = class_weights(weight, out, options.label_smoothing > 0.0 and border != 0)
             launch(as_rows(logits), as_targets(target), weights, out)
@@ -93,7 +94,7 @@ def _prepare_join(
 
     def join(target: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         outputs = (new_row(), new_row(), new_row(), new_row())
-        if number > 0:
+        if traced(number) > 0:
             launch(as_gathered(gathered), as_targets(target), *outputs)
         return outputs
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..options import DEFAULTS, Options
 from ..reference import accumulator
 from ..rows import class_weight, dense_like, per_row_like
+from ..sizes import traced
 from . import configs
 from .cached import Launch
 from .common import Run, launcher, new_gradient, new_rows, row_layout
@@ -45,7 +46,7 @@ def soft_cross_entropy_forward(
 
     def run(logits: Tensor, target: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
         loss, lse = new_row(), new_row()
-        if number > 0:
+        if traced(number) > 0:
             launch(as_rows(logits), as_targets(target), class_weight(weight, lse), loss, lse)
         return loss, lse
 
@@ -89,7 +90,7 @@ def soft_cross_entropy_backward(
         weight: Tensor | None = None,
     ) -> Tensor:
         grad = gradient()
-        if number > 0:
+        if traced(number) > 0:
             lse = as_lse(lse)
             launch(
                 as_grad_loss(grad_loss),
