@@ -48,6 +48,60 @@ class Operators(nn.Module):
         )  # fmt: skip
 
 
+class Linear(nn.Module):
+    """The operators of a head and its loss, by chunks."""
+
+    def __init__(self, chunk_rows):
+        super().__init__()
+        self.chunk_rows = chunk_rows
+
+    def forward(self, hidden, head, target, bias):
+        """hidden (N, H), head (V, H), target (N,), bias (V,)."""
+        chunks = {"chunk_rows": self.chunk_rows, "ignore_index": 7}
+        rows = (hidden, head, target, bias)
+        loss, lse = ops.linear_cross_entropy_forward(*rows, **chunks)
+        top = ops.linear_cross_entropy_forward_argmax(*rows, **chunks)
+        upstream = loss / 64
+        gradients = ops.linear_cross_entropy_backward(upstream, None, hidden, head, target, lse, bias, **chunks)
+        one_pass = ops.linear_cross_entropy_with_grad(*rows, **chunks, lse_square_scale=1e-2)
+        frozen = ops.linear_cross_entropy_with_grad(*rows, None, None, [True, False, False], **chunks)
+        return loss, lse, top[2], *gradients, *one_pass, frozen[3]
+
+
+def linear_inputs(rows, classes, features, dtype, device, ignored=7):
+    _, target, _, _, _, _ = inputs(rows, classes, dtype, device, ignored)
+    return (
+        torch.randn(rows, features, device=device, dtype=dtype),
+        torch.randn(classes, features, device=device, dtype=dtype) / features**0.5,
+        target,
+        torch.randn(classes, device=device, dtype=dtype),
+    )
+
+
+class Shard(nn.Module):
+    """The operators of one rank's columns, [256, 512) of 1024; ``gathered`` is what all four ranks have made."""
+
+    def forward(self, logits, target, gathered, rows):
+        place = (256, 1024)
+        part = ops.cross_entropy_shard(logits, target, *place, label_smoothing=0.1)
+        joined = ops.cross_entropy_shard_join(logits, target, gathered, *place, label_smoothing=0.1)
+        reduced = ops.cross_entropy_shard_reduced(logits, target, gathered, *place, label_smoothing=0.1)
+        gradient = ops.cross_entropy_shard_backward(
+            rows, None, logits, target, joined[1], *place, None, joined[3], label_smoothing=0.1
+        )
+        soft = ops.soft_cross_entropy_forward(logits, logits.float().softmax(-1).to(logits.dtype), None)
+        return part, *joined, *reduced, gradient, *soft
+
+
+def shard_inputs(rows, dtype, device):
+    logits = [torch.randn(rows, 256, device=device, dtype=dtype) for _ in range(4)]
+    target = torch.randint(1024, (rows,), device=device)
+    parts = [
+        ops.cross_entropy_shard(part, target, 256 * rank, 1024, label_smoothing=0.1) for rank, part in enumerate(logits)
+    ]
+    return logits[1], target, torch.cat(parts), torch.randn(rows, device=device)
+
+
 def traced_step(hidden, head, target):
     """A head, its loss and the gradients, as a graph for static shapes: autograd does not run in a package."""
 

@@ -42,7 +42,7 @@ def launches(code):
 
 def assert_near(found, expected, dtype):
     assert len(found) == len(expected)
-    unit = {torch.bfloat16: 2**-7, torch.float32: 2e-5}[dtype]
+    unit = {torch.bfloat16: 2**-7, torch.float16: 2**-9, torch.float32: 2e-5}[dtype]
     for place, (one, other) in enumerate(zip(found, expected, strict=True)):
         if not other.is_floating_point():
             assert torch.equal(one, other), f"output {place}"
@@ -64,6 +64,35 @@ def test_every_operator(tmp_path, case):
     for rows in others:
         given = packed.inputs(rows, classes, dtype, "cuda")
         assert_near(package(*given), module(*given), dtype)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("chunk_rows", [None, 500], ids=["one chunk", "chunks"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_linear(tmp_path, dtype, chunk_rows):
+    """As many chunks for every number of rows."""
+    module, path = packed.Linear(chunk_rows), tmp_path / "linear.pt2"
+    given = packed.linear_inputs(2000, 4099, 128, dtype, "cuda")
+    package = pack(module, given, path, (True, False, True, False))
+    chunks = launches(source(path)).count("forward_kernel")
+    assert chunks >= (8 if chunk_rows else 2)
+    for rows in (2000, 3, 4097):
+        given = packed.linear_inputs(rows, 4099, 128, dtype, "cuda")
+        assert_near(package(*given), module(*given), dtype)
+
+
+@pytest.mark.timeout(300)
+def test_shards_and_class_probabilities(tmp_path):
+    module, path = packed.Shard(), tmp_path / "shard.pt2"
+    given = packed.shard_inputs(300, torch.bfloat16, "cuda")
+    shapes = {0: Dim.DYNAMIC}
+    program = torch.export.export(module, given, dynamic_shapes=(shapes, shapes, {1: Dim.DYNAMIC}, shapes))
+    torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    assert len(launches(source(path))) == 6
+    package = torch._inductor.aoti_load_package(str(path))
+    for rows in (300, 2, 2000):
+        given = packed.shard_inputs(rows, torch.bfloat16, "cuda")
+        assert_near(package(*given), module(*given), torch.bfloat16)
 
 
 def test_training_step(tmp_path):

@@ -15,6 +15,9 @@ def install() -> None:
     """Register a lowering for every operator that has none."""
     from torch._inductor.lowering import lowerings, register_lowering
 
+    from . import products_into
+
+    products_into.install()
     for name in SCHEMAS.keys() - set(COMPOSITES):
         op = getattr(torch.ops.xent, name).default
         if op not in lowerings:

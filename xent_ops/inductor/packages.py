@@ -10,13 +10,15 @@ package gave NaN (torch 2.11).
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..ops.library import OPERATORS
+
+# Where arguments have the number of classes, by which kernels are chosen that do not serve all others.
+_CLASSES = {"logits": -1, "grad": -1, "linear_weight": 0}
 
 
 def packs(args: tuple[Any, ...]) -> bool:
@@ -38,7 +40,7 @@ def lower(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     boxes = {index: _in_memory(arg) for index, arg in enumerate(args) if isinstance(arg, ir.IRNode)}
     with V.graph.fake_mode:
         fakes = [ir.ir_node_to_tensor(boxes[index]) if index in boxes else arg for index, arg in enumerate(args)]
-        _refuse(name, fakes)
+        _refuse(name, fakes, options)
         graph = traced_launches(name, fakes, options)
     (outputs,) = process_subgraph_nodes(graph, list(boxes.values()))
     return outputs
@@ -51,23 +53,32 @@ def traced_launches(name: str, args: list[Any], options: dict[str, Any]) -> torc
     """
     from ..kernels.triton import launch
     from ..kernels.triton.recording import RECORDING
+    from . import products_into
 
     operator, recording = OPERATORS[name], RECORDING.set(True)
     keywords = operator.keywords(options)
     places = [index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
-    try:
+
+    def call(*tensors: torch.Tensor) -> list[Any]:
+        given = dict(zip(places, tensors, strict=True))
+        all_args = [given.get(index, arg) for index, arg in enumerate(args)]
         if operator.composed:
-            run = functools.partial(operator.reference, **keywords)
-        else:
-            run = getattr(launch, name)(*args, **keywords)
+            return [operator.reference(*all_args, **keywords)]
+        # Both stages of the launcher: the first computes with sizes.
+        return [getattr(launch, name)(*all_args, **keywords)(*all_args)]
 
-        def call(*tensors: torch.Tensor) -> list[Any]:
-            given = dict(zip(places, tensors, strict=True))
-            return [run(*[given.get(index, arg) for index, arg in enumerate(args)])]
-
-        return make_fx(call)(*[args[index] for index in places])
+    try:
+        traced = make_fx(call, products_into.decompositions())(*[args[index] for index in places])
     finally:
         RECORDING.reset(recording)
+    traced.graph.eliminate_dead_code(_has_effects)  # the first stage makes tensors without memory
+    return traced
+
+
+def _has_effects(node: torch.fx.Node) -> bool:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    return node.op != "call_function" or isinstance(node.target, torch._ops.HigherOrderOperator)  # a launch
 
 
 def _in_memory(arg: Any) -> Any:
@@ -79,7 +90,7 @@ def _in_memory(arg: Any) -> Any:
     return box
 
 
-def _refuse(name: str, args: list[Any]) -> None:
+def _refuse(name: str, args: list[Any], options: dict[str, Any]) -> None:
     """Raise on what cannot be packed."""
     from torch._inductor import config
 
@@ -88,7 +99,9 @@ def _refuse(name: str, args: list[Any]) -> None:
     if any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float64 for arg in args):
         # Inductor hands the options of a kernel over as float.
         raise NotImplementedError(f"xent::{name} cannot be packed for CUDA in float64")
-    first = OPERATORS[name].arguments.index("logits") if "logits" in OPERATORS[name].arguments else 0
-    logits = args[first]
-    if isinstance(logits.shape[-1], torch.SymInt):
-        raise NotImplementedError(f"xent::{name} cannot be packed with a dynamic number of classes")
+    if options.get("skip_ignored") or options.get("max_counted") is not None:
+        raise NotImplementedError(f"xent::{name} cannot be packed for CUDA with skip_ignored or max_counted")
+    given = dict(zip(OPERATORS[name].arguments, args, strict=False))
+    classes = [given[argument].shape[place] for argument, place in _CLASSES.items() if argument in given]
+    if any(isinstance(size, torch.SymInt) for size in classes):
+        raise NotImplementedError(f"xent::{name} cannot be packed for CUDA with a dynamic number of classes")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import reference
+from ...kernels.sizes import traced
 from .. import devices
 from .packing import PackedRows, Rows
 from .sizes import rows_of_chunk
@@ -59,7 +60,7 @@ class Products:
             linear_weight.shape[:1] if output_mask[2] else 0, dtype=reference.accumulator(input)
         )
         wider = output_mask[1] and sums != input.dtype
-        self.size = rows_of_chunk(rows.number, input, linear_weight, wider, chunk_rows)
+        self.size = rows_of_chunk(traced(rows.number), input, linear_weight, wider, chunk_rows)
         self.kernels = None
         if isinstance(rows, PackedRows) and rows.count is not None:
             self.kernels = counting_kernels(input, linear_weight)
@@ -71,12 +72,16 @@ class Products:
         number, classes = self.rows.number, self.head.shape[0]
         # Rows start at multiples of 16 bytes, as cuBLAS wants them for its fast products.
         step = 16 // self.all_input.element_size()
-        memory = self.all_input.new_empty((self.size, -(-classes // step) * step))[:, :classes]
-        for start in range(0, max(number, 1), self.size):
-            chunk = slice(start, min(start + self.size, number))
-            logits, self.part = memory[: chunk.stop - start], self.rows.of(self.all_input, chunk)
+        chunks, size = max(-(-traced(number) // self.size), 1), self.size
+        if isinstance(number, torch.SymInt):  # in a package: as many chunks for every number of rows
+            size = -(-number // chunks)
+        memory = self.all_input.new_empty((size, -(-classes // step) * step))[:, :classes]
+        for self.index in range(chunks):
+            start, stop = (torch.sym_min(index * size, number) for index in (self.index, self.index + 1))
+            chunk = slice(start, stop)
+            logits, self.part = memory[: stop - start], self.rows.of(self.all_input, chunk)
             if self.kernels is not None:
-                self.count = self.counts[start // self.size]
+                self.count = self.counts[self.index]
                 self.kernels.logits(self.part, self.head, self.head_bias, self.count, logits)
             elif self.head_bias is None:
                 torch.mm(self.part, self.head.t(), out=logits)
@@ -88,9 +93,9 @@ class Products:
         """The gradient of the logits that ``chunks`` has yielded last."""
         if self.mask[1]:
             if self.kernels is not None:
-                self.kernels.grad_weight(gradient, self.part, self.count, self.weight, add=chunk.start > 0)
+                self.kernels.grad_weight(gradient, self.part, self.count, self.weight, add=self.index > 0)
             else:
-                _add_product(self.weight, gradient.t(), self.part, chunk.start == 0)
+                _add_product(self.weight, gradient.t(), self.part, self.index == 0)
         del self.part  # its memory serves the next product
         if self.mask[0]:
             if not isinstance(self.rows, PackedRows):
