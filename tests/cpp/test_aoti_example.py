@@ -31,6 +31,11 @@ def numbers(text, name):
     return [float(number) for number in re.findall(rf"^{name} (\S+)$", text, re.MULTILINE)]
 
 
+def tolerance(library):
+    """Convolutions on CUDA have 10 bits (TF32)."""
+    return 2e-3 if library == "none" else 1e-5
+
+
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     build = tmp_path_factory.mktemp("build")
@@ -60,7 +65,7 @@ def test_perplexity(program, packed):
     done = run(program, library, "score", out / "score.pt2", EXAMPLE / "export.py")
     assert done.returncode == 0, done.stderr
     (expected,) = numbers(python, "perplexity")
-    assert numbers(done.stdout, "perplexity") == [pytest.approx(expected, rel=1e-5)]
+    assert numbers(done.stdout, "perplexity") == [pytest.approx(expected, rel=tolerance(library))]
     assert 1.0 < expected < 256.0
 
 
@@ -69,7 +74,7 @@ def test_training_step(program, packed):
     done = run(program, library, "train", out / "step.pt2", out / "parameters.pt", EXAMPLE / "export.py")
     assert done.returncode == 0, done.stderr
     losses = numbers(done.stdout, "loss")
-    assert losses == pytest.approx(numbers(python, "loss"), rel=1e-5)
+    assert losses == pytest.approx(numbers(python, "loss"), rel=tolerance(library))
     assert len(losses) == 5 and losses[-1] < losses[0]
 
 

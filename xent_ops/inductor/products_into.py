@@ -22,18 +22,18 @@ class _Into(ir.MutatingFirstArgExternKernel):
     """A call of AOTInductor's C function ``aoti_torch_DEVICE_name(out, tensors..., numbers...)``."""
 
     def __init__(self, name: str, tensors: list[Any], numbers: tuple[Any, ...] = ()) -> None:
-        out = tensors[0]
+        device = tensors[0].get_device()
         inputs = self.unwrap_storage([ir.ExternKernel.realize_input(tensor) for tensor in tensors])
-        super().__init__(None, ir.NoneLayout(device=out.get_device()), inputs, constant_args=numbers)
-        self.cpp_kernel_name = f"aoti_torch_{out.get_device().type}_{name}"
-        V.graph.mark_buffer_mutated(out.get_name())
+        super().__init__(None, ir.NoneLayout(device=device), inputs, constant_args=numbers)
+        self.device_type, self.cpp_kernel_name = device.type, f"aoti_torch_{device.type}_{name}"
+        V.graph.mark_buffer_mutated(tensors[0].get_name())
         self.name = V.graph.register_buffer(self)
         V.graph.register_operation(self)
 
     def codegen(self, wrapper: Any) -> None:
         arguments = [tensor.codegen_reference() for tensor in self.inputs]  # type: ignore[union-attr]
         arguments += [wrapper.val_to_arg_str(number) for number in self.constant_args]
-        wrapper.generate_c_shim_extern_kernel_call(self.cpp_kernel_name, arguments, self.get_device().type)
+        wrapper.generate_c_shim_extern_kernel_call(self.cpp_kernel_name, arguments, self.device_type)
 
 
 def _mm(left: Any, right: Any, *, out: Any) -> Any:
@@ -56,7 +56,7 @@ def _addmm_dtype(total: Tensor, left: Tensor, right: Tensor, out_dtype: torch.dt
     return out.copy_(total + torch.mm(left, right, out_dtype=out_dtype))
 
 
-LOWERINGS = {
+LOWERINGS: dict[Any, Any] = {
     aten.mm.out: _mm,
     aten.mm.dtype_out: _mm_dtype,
     aten.addmm.out: _addmm,

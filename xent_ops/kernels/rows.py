@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .sizes import known
+from .sizes import known, symbolic
 
 
 class Rows(NamedTuple):
@@ -43,8 +43,9 @@ def rows(tensor: Tensor) -> Rows:
 
 def _place_of(tensor: Tensor) -> tuple[int, int, int, int] | None:
     shape, strides = tensor.shape, tensor.stride()
-    symbolic = any(isinstance(number, torch.SymInt) for number in (*shape, *strides))  # which have no hash
-    return (_place.__wrapped__ if symbolic else _place)(shape, strides)
+    if any(map(symbolic, (*shape, *strides))):  # which have no hash
+        return _place.__wrapped__(shape, strides)
+    return _place(shape, strides)
 
 
 @functools.lru_cache(1024)

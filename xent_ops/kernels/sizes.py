@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
-def traced(size: int) -> int:
+def symbolic(size: Any) -> bool:
+    return isinstance(size, torch.SymInt)
+
+
+def traced(size: Any) -> int:
     """The size that was traced, by which kernels are chosen that serve every other size too."""
-    return size.node.hint if isinstance(size, torch.SymInt) else size
+    return size.node.hint if symbolic(size) else size
 
 
-def known(condition: bool) -> bool:
+def known(condition: Any) -> bool:
     """Does it hold for all sizes of the range? No guard: a package has none."""
     if isinstance(condition, bool):
         return condition

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import reference
-from ...kernels.sizes import traced
+from ...kernels.sizes import symbolic, traced
 from .. import devices
 from .packing import PackedRows, Rows
 from .sizes import rows_of_chunk
@@ -73,7 +73,7 @@ class Products:
         # Rows start at multiples of 16 bytes, as cuBLAS wants them for its fast products.
         step = 16 // self.all_input.element_size()
         chunks, size = max(-(-traced(number) // self.size), 1), self.size
-        if isinstance(number, torch.SymInt):  # in a package: as many chunks for every number of rows
+        if symbolic(number):  # in a package: as many chunks for every number of rows
             size = -(-number // chunks)
         memory = self.all_input.new_empty((size, -(-classes // step) * step))[:, :classes]
         for self.index in range(chunks):
