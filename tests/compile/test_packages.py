@@ -158,6 +158,22 @@ def test_linear_has_as_many_chunks_for_every_number_of_rows():
     assert len(graph.graph.find_nodes(op="call_function", target=torch.ops.aten.addmm.out)) == 4
 
 
+def test_what_cannot_be_packed_is_refused():
+    logits, target = torch.zeros(4, 9), torch.zeros(4, dtype=torch.int64)
+    packages.refuse("cross_entropy_forward", [logits, target], {})
+    with pytest.raises(NotImplementedError, match="float64"):
+        packages.refuse("cross_entropy_forward", [logits.double(), target], {})
+    for options in ({"skip_ignored": True}, {"max_counted": 3}):
+        with pytest.raises(NotImplementedError, match="with skip_ignored or max_counted"):
+            packages.refuse("linear_cross_entropy_forward", [logits, logits, target], options)
+    fakes = placeholders(Loss(), (logits, target), ({1: Dim.DYNAMIC}, {}))
+    with pytest.raises(NotImplementedError, match="dynamic number of classes"):
+        packages.refuse("cross_entropy_forward", fakes, {})
+    several = torch._inductor.config.patch({"aot_inductor.emit_multi_arch_kernel": True})
+    with several, pytest.raises(NotImplementedError, match="several architectures"):
+        packages.refuse("cross_entropy_forward", [logits, target], {})
+
+
 @pytest.mark.parametrize("options", [Options(), Options(3, 0.1, 30.0, 2.0)])
 def test_flags_as_source(options):
     """Inductor writes a constant into a module's source as it prints."""

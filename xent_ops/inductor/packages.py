@@ -40,7 +40,7 @@ def lower(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     boxes = {index: _in_memory(arg) for index, arg in enumerate(args) if isinstance(arg, ir.IRNode)}
     with V.graph.fake_mode:
         fakes = [ir.ir_node_to_tensor(boxes[index]) if index in boxes else arg for index, arg in enumerate(args)]
-        _refuse(name, fakes, options)
+        refuse(name, fakes, options)
         guards = len(V.graph.sizevars.shape_env.guards)
         graph = traced_launches(name, fakes, options)
         # Slices of chunks ask whether a size is 0 or 1, where both answers lead to the same nodes.
@@ -96,7 +96,7 @@ def _in_memory(arg: Any) -> Any:
     return box
 
 
-def _refuse(name: str, args: list[Any], options: dict[str, Any]) -> None:
+def refuse(name: str, args: list[Any], options: dict[str, Any]) -> None:
     """Raise on what cannot be packed."""
     from torch._inductor import config
 

@@ -71,4 +71,5 @@ def decompositions() -> dict[Any, Any]:
 
 def install() -> None:
     """Not by register_lowering, which refuses ``out=``."""
-    lowerings.update(LOWERINGS)
+    for op, lowering in LOWERINGS.items():
+        lowerings[op] = lowering
