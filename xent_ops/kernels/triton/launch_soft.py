@@ -33,6 +33,7 @@ def soft_cross_entropy_forward(
     logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
 ) -> Run:
     (number, strides, as_rows, _), (_, target_strides, as_targets, _) = row_layout(logits), row_layout(target)
+    empty = traced(number) == 0
     launch = Launch(
         soft_forward_kernel,
         number,
@@ -46,7 +47,7 @@ def soft_cross_entropy_forward(
 
     def run(logits: Tensor, target: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
         loss, lse = new_row(), new_row()
-        if traced(number) > 0:
+        if not empty:
             launch(as_rows(logits), as_targets(target), class_weight(weight, lse), loss, lse)
         return loss, lse
 
@@ -65,6 +66,7 @@ def soft_cross_entropy_backward(
     options: Options = DEFAULTS,
 ) -> Run:
     (number, strides, as_rows, _), (_, target_strides, as_targets, _) = row_layout(logits), row_layout(target)
+    empty = traced(number) == 0
     as_grad_loss, grad_loss_stride = per_row_like(grad_loss)
     as_grad_lse, grad_lse_stride = per_row_like(grad_lse)
     launch = Launch(
@@ -90,7 +92,7 @@ def soft_cross_entropy_backward(
         weight: Tensor | None = None,
     ) -> Tensor:
         grad = gradient()
-        if traced(number) > 0:
+        if not empty:
             lse = as_lse(lse)
             launch(
                 as_grad_loss(grad_loss),
