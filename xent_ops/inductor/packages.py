@@ -3,9 +3,6 @@
 A package runs without Python, which compiles and launches our kernels. So there the launcher is traced (recording.py),
 and what it allocates and launches is lowered in the operator's place: the package holds cubins, and no operator of
 ours. Everywhere else the operator stays one opaque call.
-
-Not by a decomposition with torch.library.wrap_triton: Inductor removed its launches, which have no users, and the
-package gave NaN (torch 2.11).
 """
 
 from __future__ import annotations
