@@ -5,9 +5,14 @@ TRITON_INTERPRET=1 the CUDA kernels serve "cpu" tensors through Triton's interpr
 marked ``interpreter`` run: the same tests, another kernel. There a target out of range gives NaN, as on a GPU.
 """
 
+import gc
 import os
 import warnings
 
+# Before torch. Where processes share the tests (pytest-xdist), a core for each: the tensors of tests are small, and
+# threads of OpenMP that wait for one another spin. Tests of threads say how many they want.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Before torch: a cached artifact of an older formula would be served in place of the one under test.
 os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
 # Inductor tries the CPU's vector instructions for 10 s a process. One test compiles with them, in its own process.
@@ -27,6 +32,13 @@ if INTERPRETED:
         _override.impl(_name, _operator.on_cuda, "CPU", allow_override=True)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """``--numprocesses auto``: pytest-xdist counts the cores. One process where there is a GPU: tests there measure
+    times and free memory, which another process would change."""
+    return 0 if torch.cuda.is_available() else None
+
+
 def pytest_collection_modifyitems(config, items):
     for item in items:
         if INTERPRETED and "interpreter" not in item.keywords:
@@ -35,6 +47,12 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.gpu)
         if "gpu" in item.keywords and (INTERPRETED or not torch.cuda.is_available()):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_collection_finish(session):
+    """What is imported stays: looking for garbage in it takes .3 s each time (2026-11-23), and the bench does so often."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

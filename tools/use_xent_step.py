@@ -61,17 +61,18 @@ def main():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--eager", action="store_true", help="do not compile")
+    ways = ("untouched", "use_xent")
+    parser.add_argument("--only", choices=ways, help="one of the two, where a command has little time")
     arguments = parser.parse_args()
     context = multiprocessing.get_context("spawn")
-    for with_xent in (False, True):
+    for way in [arguments.only] if arguments.only else ways:
         mine, theirs = context.Pipe()
-        process = context.Process(target=_measure, args=(arguments, with_xent, theirs))
+        process = context.Process(target=_measure, args=(arguments, way == "use_xent", theirs))
         process.start()
         theirs.close()  # a process that dies is an EOFError here, not a wait
         seconds, peak, loss, parameters = mine.recv()
         process.join()
         tokens = arguments.batch * arguments.tokens / seconds
-        way = "use_xent" if with_xent else "untouched"
         print(f"{way:9} {parameters / 1e9:.2f} B parameters: {seconds * 1e3:.1f} ms, {tokens:,.0f} tokens/s, ", end="")
         print(f"peak {peak:.0f} MiB, loss {loss:.5f}")
 

@@ -18,7 +18,7 @@ from torch.utils import collect_env
 
 import xent_ops
 
-from . import _compile_check, _environment, _extension, testing
+from . import _compile_check, _doctor_npu, _environment, _extension, testing
 from .kernels import cpu
 from .ops.devices import interpreter_is_set
 from .ops.linear import products
@@ -48,11 +48,6 @@ SERVICES = (
     ),
     Service("MPS", "plain torch (xent_ops.kernels.reference)", "no kernels of its own"),
     Service("XPU", "plain torch (xent_ops.kernels.reference)", "no kernels of its own"),
-    Service(
-        "NPU (Ascend)",
-        "Triton (xent_ops.kernels.ascend)",
-        "needs torch_npu and triton-ascend; never run on a device so far (docs/npu.md)",
-    ),
 )
 
 
@@ -176,7 +171,9 @@ def main(arguments: argparse.Namespace) -> int:
     say: Callable[[str], None] = (lambda text: None) if arguments.json else print
     found = devices()
     gpus = any(device.type == "cuda" for device in found)
-    versions, services, interpreted = _environment.versions(), [_cpu_service(), *SERVICES], interpreter_is_set()
+    versions, interpreted, npu = _environment.versions(), interpreter_is_set(), _doctor_npu.parts()
+    services = [_cpu_service(), *SERVICES]
+    services.append(Service("NPU (Ascend)", "Triton (xent_ops.kernels.ascend)", _doctor_npu.why(npu)))
     library, library_problem = _library()
 
     say("Versions")
@@ -196,7 +193,7 @@ def main(arguments: argparse.Namespace) -> int:
     say("\nA loss and its gradient on each device, against float64")
     checks = _checks(found, say)
 
-    problems = [_triton_problem() if gpus else None, _npu_problem()]
+    problems = [_triton_problem() if gpus else None, _npu_problem(), *_doctor_npu.problems(npu)]
     problems += [cpu.problem() if _extension.MODULE.exists() else None, library_problem]
     problems += ["TRITON_INTERPRET is set on a machine with a GPU"] if gpus and interpreted else []
     problems += [each["problem"] and f"{each['device']}, {each['way']}: {each['problem']}" for each in checks]

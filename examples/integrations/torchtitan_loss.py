@@ -1,71 +1,60 @@
-"""torchtitan: a loss class for its config, in the place of ``ChunkedLossWrapper``.
+"""torchtitan: losses for its config, in the place of ``ChunkedLossWrapper`` and of ``CrossEntropyLoss``.
 
     python examples/integrations/torchtitan_loss.py
 
-torchtitan's trainer gives a ``ChunkedLossWrapper`` the model's head, and its decoder then returns hidden states.
-``XentLoss`` is one: in a config, ``loss=XentLoss.Config()``. The head's forward becomes the head and the loss, so that
-FSDP's hooks gather the weight for it once. Run here: the loss with a head of its own, in one process. Not run: a whole
-torchtitan training, FSDP and pipeline parallelism around it, a head that is split over tensor-parallel ranks. With loss
-parallelism use torchtitan's own class.
-"""
+In a Trainer.Config, ``loss=XentLinearLoss.Config()`` is the head and the loss as one. With a head that is split over
+tensor-parallel ranks (loss parallelism) take torchtitan's chunks and our loss of the logits:
 
-from dataclasses import dataclass
-from types import MethodType
+    loss=ChunkedLossWrapper.Config(loss_fn=XentCrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(model_spec)))
+
+Run here: the losses with a head of torchtitan's, in one process, as its trainer calls them.
+"""
 
 import torch
 from common import VOCABULARY, compare, prompts_ignored, text
 from torch import nn
-from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper
+from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.models.common.linear import Linear
 
-import xent_ops
+from xent_ops.integrations.torchtitan import XentCrossEntropyLoss, XentLinearLoss
 
 WIDTH = 64
+# (without us, with us)
+CONFIGS = [
+    (ChunkedLossWrapper.Config(num_chunks=4), XentLinearLoss.Config()),
+    (ChunkedLossWrapper.Config(num_chunks=4), XentLinearLoss.Config(skip_ignored=True)),
+    (
+        ChunkedLossWrapper.Config(num_chunks=4),
+        ChunkedLossWrapper.Config(num_chunks=4, loss_fn=XentCrossEntropyLoss.Config(global_vocab_size=VOCABULARY)),
+    ),
+    (CrossEntropyLoss.Config(), XentCrossEntropyLoss.Config()),
+]
 
 
-def _head_and_loss(self, hidden, labels, divisor):
-    return xent_ops.linear_cross_entropy(
-        hidden,
-        self.weight,
-        labels,
-        linear_bias=self.bias,
-        ignore_index=IGNORE_INDEX,
-        reduction="sum",
-        divisor=divisor,
-    )
-
-
-class XentLoss(ChunkedLossWrapper):
-    """The sum of the losses over ``global_valid_tokens``, from hidden states."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(ChunkedLossWrapper.Config):
-        pass
-
-    def set_lm_head(self, lm_head):
-        lm_head.forward = MethodType(_head_and_loss, lm_head)
-        super().set_lm_head(lm_head)
-
-    def __call__(self, pred, labels, global_valid_tokens=None, **loss_inputs):
-        return self.lm_head(pred, labels, global_valid_tokens), {}
-
-
-def run(with_xent: bool) -> list[float]:
+def train(config) -> list[float]:
     torch.manual_seed(0)
     tokens, body = nn.Embedding(VOCABULARY, WIDTH), nn.GRU(WIDTH, WIDTH, batch_first=True)
-    head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+    head = Linear.Config(in_features=WIDTH, out_features=VOCABULARY).build()
     optimizer = torch.optim.AdamW([p for part in (tokens, body, head) for p in part.parameters()], lr=1e-2)
-    loss_of = (XentLoss if with_xent else ChunkedLossWrapper).Config(num_chunks=4).build()
-    loss_of.set_lm_head(head)
+    loss_of = config.build()
+    chunked = isinstance(loss_of, ChunkedLossWrapper)
+    if chunked:
+        loss_of.set_lm_head(head)
     losses = []
     ids = text(24, 65)
     for rows, labels in zip(ids.split(4), prompts_ignored(ids).split(4), strict=True):
         target = labels[:, 1:].contiguous()
-        loss, _ = loss_of(body(tokens(rows[:, :-1]))[0], target, (target != IGNORE_INDEX).sum())
+        hidden = body(tokens(rows[:, :-1]))[0]
+        loss, _ = loss_of(hidden if chunked else head(hidden), target, (target != IGNORE_INDEX).sum())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def run(with_xent: bool) -> list[float]:
+    return [loss for pair in CONFIGS for loss in train(pair[with_xent])]
 
 
 if __name__ == "__main__":

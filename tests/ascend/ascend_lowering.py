@@ -167,6 +167,27 @@ def live_bytes(text):
     return best, [f"{value.size:7} {'double ' * value.double}{value.text}" for value in alive]
 
 
+def loop_operations(text, block):
+    """What each innermost loop does to a whole tile: a list of operations, in order, for each loop that does anything.
+
+    A scalar spread over a tile (linalg.fill) is no operation of its own: the vector unit takes scalar operands.
+    """
+    found, regions = [], []  # of each open region: the operations of the innermost loop around it
+    for line in text.splitlines():
+        bare = re.sub(r"\{[^{}]*\}", "", line).strip()
+        if bare.startswith("}"):
+            done = regions.pop()
+            if regions and done is not regions[-1]:  # a loop ends
+                found += [done] if done else []
+                regions = [None if region is regions[-1] else region for region in regions]  # it was in another one
+        operation = re.search(r"= ((?:arith|math)\.\w+|linalg\.(?:reduce|generic|map)) ", bare)
+        if operation and f"tensor<{block}x" in bare and regions[-1] is not None:
+            regions[-1].append(operation.group(1))
+        if bare.endswith("{"):
+            regions.append([] if "scf.for" in bare else regions[-1] if regions else None)
+    return found
+
+
 # --- the IR on x86 ----------------------------------------------------------------------------------------------------
 
 PASSES = [
@@ -233,8 +254,8 @@ def _folder():
 def build(text):
     """A shared library's function that runs one program."""
     name = re.search(r"func\.func @(\w+)", text).group(1)
-    # Attributes for bishengir: none says anything about the arithmetic.
-    text = re.sub(r" \{(?:tt|hivm)\.[^}]*\}", "", text)
+    # Attributes for bishengir: none says anything about the arithmetic. Here everything happens in its order.
+    text = re.sub(r" \{(?:tt|hivm)\.[^}]*\}", "", text).replace("gpu.barrier\n", "\n")
     text, count = re.subn(r"attributes \{SyncBlockLockArgIdx[^}]*\}", "attributes {llvm.emit_c_interface}", text)
     assert count == 1
     base = Path(_folder().name) / hashlib.sha256(text.encode()).hexdigest()[:16]

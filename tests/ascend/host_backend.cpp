@@ -4,6 +4,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
+#include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/copy.h>
 #include <ATen/ops/from_blob.h>
@@ -14,16 +15,31 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <atomic>
+
 namespace {
 
 constexpr auto kDevice = c10::DeviceType::PrivateUse1;
 
+// xent_host::peak: bytes in use, and the most there were since its last call.
+std::atomic<int64_t> in_use{0}, most{0};
+constexpr size_t kHeader = 64;  // holds the size of a block, in front of it
+
+void release(void* block) {
+  in_use -= *static_cast<int64_t*>(block);
+  c10::free_cpu(block);
+}
+
 struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
-    void* data = size == 0 ? nullptr : c10::alloc_cpu(size);
-    return {data, data, &c10::free_cpu, c10::Device(kDevice, 0)};
+    if (size == 0) return {nullptr, c10::Device(kDevice, 0)};
+    char* block = static_cast<char*>(c10::alloc_cpu(size + kHeader));
+    *reinterpret_cast<int64_t*>(block) = static_cast<int64_t>(size);
+    most = std::max<int64_t>(most, in_use += static_cast<int64_t>(size));
+    return {block + kHeader, block, &release, c10::Device(kDevice, 0)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &c10::free_cpu; }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t size) const override { default_copy_data(to, from, size); }
 } allocator;
 REGISTER_ALLOCATOR(kDevice, &allocator)
@@ -89,6 +105,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("as_strided", &at::native::as_strided_tensorimpl);
   m.impl("view", &at::native::view);
+  m.impl("_reshape_alias", &at::native::_reshape_alias);
   m.impl("resize_", &at::native::resize_);
   m.impl("set_.source_Storage", static_cast<at::Tensor& (*)(at::Tensor&, at::Storage)>(&at::native::set_));
   m.impl("set_.source_Storage_storage_offset",
@@ -97,6 +114,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) { at::native::cpu_fallback(op, stack); }
+
+TORCH_LIBRARY(xent_host, m) {
+  m.def("peak() -> (int, int)", []() -> std::tuple<int64_t, int64_t> { return {in_use, most.exchange(in_use)}; });
+}
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());

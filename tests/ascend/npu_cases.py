@@ -14,6 +14,14 @@ OPTIONS = [
 ]
 
 
+def kernels():
+    """(module, name) of every kernel that a launcher calls."""
+    from xent_ops.kernels.ascend import launch_backward, launch_forward, launch_soft
+
+    modules = (launch_backward, launch_forward, launch_soft)
+    return [(module, name) for module in modules for name in vars(module) if name.endswith("_kernel")]
+
+
 def names(options):
     return "-".join(options) or "plain"
 
@@ -46,6 +54,64 @@ def check_values(classes, dtype, options):
     assert torch.equal(argmax.cpu(), ops.cross_entropy_forward_argmax(logits, target, weight, **options)[2])
 
 
+SHARDS = ((0, 400), (400, 0), (400, 250), (650, 360))  # (class_start, columns): one empty, the last beyond the classes
+
+
+def check_shards(dtype, options, classes=1003):
+    """The parts of a split vocabulary, their join and each shard's gradient against float64."""
+    ops = torch.ops.xent
+    options = dict(options)
+    weight = torch.linspace(0.5, 1.5, classes) if options.pop("weight", None) else None
+    logits, target = inputs(classes, dtype, ignored=options.get("ignore_index", -100))
+    grad_loss, grad_lse = torch.linspace(-1, 2, 7), torch.linspace(1, 0, 7)
+    expected = testing.oracle(logits, target, weight, grad_loss=grad_loss, grad_lse=grad_lse, **options)
+    shards = []
+    for start, columns in SHARDS:
+        part = torch.full((7, columns + 1), float("nan"), dtype=dtype)  # rows with a gap, and padding
+        part[:, : min(columns, classes - start)] = logits[:, start : start + columns]
+        w = None if weight is None else torch.ones(columns)
+        if w is not None:
+            w[: classes - start] = weight[start : start + columns]
+            w = w.to("npu")
+        shards.append((part.to("npu")[:, :-1].requires_grad_(), start, w))
+    t = target.to("npu")
+    parts = [ops.cross_entropy_shard(x.detach(), t, start, classes, w, **options) for x, start, w in shards]
+    gathered, grads = torch.cat(parts), []
+    for x, start, w in shards:
+        loss, lse, *_ = ops.cross_entropy_shard_join(x, t, gathered, start, classes, w, **options)
+        testing.assert_loss(loss, expected)
+        testing.assert_lse(lse, expected)
+        grads.append(torch.autograd.grad((loss, lse), x, [g.to("npu") for g in (grad_loss, grad_lse)])[0].cpu())
+    testing.assert_grad(torch.cat(grads, -1)[:, :classes], expected)
+    assert (grads[-1][:, classes - SHARDS[-1][0] :] == 0).all()
+
+
+def check_soft(dtype, options, target_dtype=torch.float32, classes=1003):
+    """Class probabilities: loss, lse and the gradient of logits against plain torch in float64."""
+    ops = torch.ops.xent
+    options = {name: value for name, value in options.items() if name != "ignore_index"}
+    weight = torch.linspace(0.5, 1.5, classes) if options.pop("weight", None) else None
+    logits, _ = inputs(classes, dtype)
+    target = torch.softmax(testing.realistic_logits(7, classes, dtype=torch.float32, seed=1), -1).to(target_dtype)
+    grad_loss, grad_lse = torch.linspace(-1, 2, 7), torch.linspace(1, 0, 7)
+    grad_loss[1] = 0.0
+    target[1, 3] = float("inf")  # of a row whose loss passes nothing back
+    results = []
+    for device, kind in (("npu", None), ("cpu", torch.float64)):
+        x = logits.to(device, kind).requires_grad_()
+        others = [None if tensor is None else tensor.to(device) for tensor in (target, weight)]
+        made = ops.soft_cross_entropy_forward(x, *others, **options)
+        (grad,) = torch.autograd.grad(made, x, [g.to(made[0]) for g in (grad_loss, grad_lse)])
+        results.append([tensor.detach().cpu().float() for tensor in (*made, grad)])
+    for made in results:
+        assert not made[0][1].isfinite()
+        made[0] = made[0][made[0].isfinite()]
+    for actual, expected in zip(*results, strict=True):
+        rtol = 1e-2 if dtype == torch.bfloat16 and actual.shape == logits.shape else 2e-5
+        torch.testing.assert_close(actual, expected, rtol=rtol, atol=1e-5)
+    assert results[0][2].isfinite().all()
+
+
 def why_no_device():
     """Why there is no NPU here; None where a real one has answered. No emulation of one passes."""
     try:
@@ -61,7 +127,14 @@ def why_no_device():
     if not torch.npu.get_device_name(0).startswith("Ascend"):
         return f"{torch.npu.get_device_name(0)} is no Ascend NPU"
     try:
+        computed = (torch.ones(1, device="npu") + 1).item()
+    except Exception as error:  # whatever a driver without a device raises
+        return f"the NPU does not compute: {error}"
+    if computed != 2:
+        return f"the NPU computes 1 + 1 = {computed}"
+    try:
         from triton.backends import backends
+        from triton.runtime import driver
         from triton.runtime.interpreter import InterpretedFunction
 
         from xent_ops.kernels.ascend.forward import forward_kernel
@@ -69,4 +142,8 @@ def why_no_device():
         return f"triton-ascend is not installed ({error})"
     if "ascend" not in backends or isinstance(forward_kernel, InterpretedFunction):
         return "Triton would not compile for the NPU"
-    return None
+    try:
+        backend = driver.active.get_current_target().backend
+    except Exception as error:
+        return f"Triton's driver does not answer: {error}"
+    return None if backend == "npu" else f"Triton's driver is for {backend}"

@@ -4,6 +4,8 @@ Importing this builds tests/ascend/host_backend.cpp and takes PrivateUse1 for th
 dispatcher's side of an NPU: no test may take it for one.
 """
 
+import gc
+import time
 import types
 from pathlib import Path
 
@@ -32,3 +34,20 @@ module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
 torch.utils.rename_privateuse1_backend("npu")
 torch._register_device_module("npu", module)
 torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+
+def _in_use():
+    """Bytes, once autograd's threads have let go of what they held."""
+    gc.collect()
+    before = None
+    while before != (now := torch.ops.xent_host.peak()[0]):
+        before = now
+        time.sleep(0.05)
+    return now
+
+
+def peak(call, *arguments):
+    """The most bytes in use during a call beyond those before it."""
+    before = _in_use()
+    call(*arguments)
+    return torch.ops.xent_host.peak()[1] - before

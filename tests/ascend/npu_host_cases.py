@@ -11,15 +11,17 @@ from pathlib import Path
 
 os.environ["XENT_OPS_ASCEND_UB_BYTES"] = str(24 * 1024)
 
-import npu_host  # noqa: F401
+import npu_host
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from helpers.graphs import AotEagerAndRecordGraphs, graph_text, operator_names
-from npu_cases import OPTIONS, check_values, inputs, names, why_no_device
+from npu_cases import OPTIONS, check_shards, check_soft, check_values, inputs, kernels, names, why_no_device
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import interpreter
 
 import xent_ops
 from xent_ops import testing
@@ -48,8 +50,8 @@ def launches(monkeypatch):
             found.append(self.kernel.fn.__name__)
             return self.kernel[grid]
 
-    for name in [name for name in vars(launch) if name.endswith("_kernel")]:
-        monkeypatch.setattr(launch, name, Spy(getattr(launch, name)))
+    for module, name in kernels():
+        monkeypatch.setattr(module, name, Spy(getattr(module, name)))
     return found
 
 
@@ -57,8 +59,7 @@ def launches(monkeypatch):
 @pytest.mark.parametrize("classes, dtype", [(1003, torch.float32), (9, torch.bfloat16), (500, torch.bfloat16)], ids=str)
 def test_values_and_gradients(launches, classes, dtype, options):
     check_values(classes, dtype, options)
-    first = "backward_kernel" if options else "light_backward_kernel"
-    assert launches == ["forward_kernel", first, "forward_kernel", "backward_kernel"]
+    assert launches == ["forward_kernel", "backward_kernel"] * 2
 
 
 def test_the_loss_that_users_call(launches):
@@ -74,7 +75,7 @@ def test_the_loss_that_users_call(launches):
     torch.testing.assert_close(
         xent_ops.cross_entropy(logits.to("npu"), target.to("npu")).cpu(), F.cross_entropy(logits, target)
     )
-    assert set(launches) == {"forward_kernel", "light_backward_kernel", "backward_kernel"}
+    assert set(launches) == {"forward_kernel", "backward_kernel"}
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
@@ -115,18 +116,28 @@ def test_in_place_backward():
     testing.assert_grad(logits, expected)
 
 
-def test_float64_and_the_operators_without_kernels_of_their_own(launches):
-    """Plain torch; the same numbers as on the CPU."""
+@pytest.mark.parametrize("options", OPTIONS, ids=names)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_split_vocabulary(launches, dtype, options):
+    check_shards(dtype, options)
+    assert launches == ["shard_kernel"] * 4 + ["backward_kernel"] * 3  # none for a shard without classes
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=names)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_class_probabilities(launches, dtype, options):
+    check_soft(dtype, options, target_dtype=dtype)
+    assert launches == ["soft_forward_kernel", "soft_backward_kernel"]
+
+
+def test_float64_is_plain_torch(launches):
     x, target = inputs(40, torch.float64)
-    soft, row = torch.softmax(x.flip(0), -1).float(), torch.linspace(0, 1, 7)
-    x32, weight = x.float(), torch.linspace(1, 2, 40)
+    row = torch.linspace(0, 1, 7)
     calls = [
         (ops.cross_entropy_forward, (x, target)),
         (ops.cross_entropy_backward, (row, row, x, target, row.double())),
-        (ops.soft_cross_entropy_forward, (x32, soft, weight)),
-        (ops.soft_cross_entropy_backward, (row, row, x32, soft, row, weight)),
-        (ops.cross_entropy_shard, (x32, target, 0, 80, weight)),
-        (ops.cross_entropy_shard_backward, (row, row, x32, target, row, 0, 80, weight, row)),
+        (ops.soft_cross_entropy_forward, (x.float(), torch.softmax(x, -1))),
+        (ops.cross_entropy_shard, (x, target, 0, 80)),
     ]
     for operator, arguments in calls:
         moved = [a.to("npu") if isinstance(a, torch.Tensor) else a for a in arguments]
@@ -143,7 +154,88 @@ def test_one_pass(launches, options):
     xent_ops.cross_entropy(x, target.to("npu"), grad_in_forward=True, **options).backward()
     xent_ops.cross_entropy(y, target, **options).backward()
     torch.testing.assert_close(x.grad.cpu().float(), y.grad, atol=1e-4, rtol=1e-2)
-    assert launches == ["forward_kernel", "backward_kernel" if options else "light_backward_kernel"]
+    assert launches == ["forward_kernel", "backward_kernel"]
+
+
+def test_ignored_rows_are_not_read(monkeypatch):
+    """Forward, where the lse is not asked for; every address that a kernel loads from is looked at."""
+    loaded, original = [], interpreter.InterpreterBuilder.create_masked_load
+
+    def record(self, ptrs, mask, *rest):
+        loaded.append(ptrs.data[mask.data])
+        return original(self, ptrs, mask, *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", record)
+    logits, target = inputs(300, torch.bfloat16)  # row 2 is ignored; on the CPU, where the interpreter copies nothing
+    begin, length = logits.data_ptr(), 300 * 2
+
+    def rows_read(operator, *arguments):
+        loaded.clear()
+        operator(*arguments)
+        addresses = np.unique(np.concatenate([each.ravel() for each in loaded])).astype(np.int64) - begin
+        inside = addresses[(addresses >= 0) & (addresses < 7 * length)]
+        return {int(row): int((inside // length == row).sum()) for row in np.unique(inside // length)}
+
+    others = {row: 300 for row in range(7) if row != 2}
+    assert rows_read(launch.cross_entropy_reduced, logits, target) == others
+    assert rows_read(launch.cross_entropy_with_grad, logits, target, torch.ones(7)) == others
+    assert rows_read(launch.cross_entropy_forward, logits, target) == {**others, 2: 300}
+
+
+def memory(call, *arguments):
+    """The most bytes in use during a call beyond those before it, in logits."""
+    return npu_host.peak(call, *arguments) / (16 * 2000 * 2)
+
+
+def test_memory(monkeypatch):
+    """Forward and backward take a gradient and a few numbers a row, whatever the form of the loss."""
+    monkeypatch.setenv(configs.BLOCK_VARIABLE, "2048")  # one tile a row: the interpreter is slow
+    logits, target = inputs(2000, torch.bfloat16, rows=16)
+    x, target = logits.to("npu").requires_grad_(), target.to("npu")
+    soft = torch.softmax(logits, -1).to("npu")
+
+    def step(targets, **options):
+        torch.autograd.grad(xent_ops.cross_entropy(x, targets, **options), x)
+
+    def shard(columns):
+        part, start = x[:, :columns].detach().requires_grad_(), 2000 - columns
+        gathered = torch.cat([ops.cross_entropy_shard(part.detach(), target, start, 2000) for _ in range(2)])
+        value, *_ = ops.cross_entropy_shard_reduced(part, target, gathered, start, 2000)
+        torch.autograd.grad(value, part)
+
+    assert memory(step, target) <= 1.02
+    assert memory(lambda: step(target, grad_in_forward=True)) <= 1.02
+    assert memory(lambda: step(target, label_smoothing=0.1, lse_square_scale=1e-4)) <= 1.02
+    assert memory(step, soft) <= 1.02
+    assert memory(shard, 1000) <= 0.54  # of whole logits: half of them, and 3 numbers a row from each of two ranks
+    with torch.no_grad():
+        assert memory(lambda: xent_ops.cross_entropy(x, target)) <= 0.02
+
+    hidden, head = torch.rand(16, 16).bfloat16(), torch.rand(2000, 16).bfloat16()
+    hidden, head = hidden.to("npu").requires_grad_(), head.to("npu").requires_grad_()
+    gradients = (hidden.numel() + head.numel()) / logits.numel()
+
+    def linear():
+        torch.autograd.grad(xent_ops.linear_cross_entropy(hidden, head, target, chunk_rows=4), (hidden, head))
+
+    assert memory(linear) <= gradients + 0.25 + 0.01  # a chunk: a quarter of the logits
+
+
+def test_memory_of_what_is_plain_torch(monkeypatch):
+    """The numbers in docs/npu.md, of logits of the same dtype."""
+    monkeypatch.setenv(configs.BLOCK_VARIABLE, "2048")
+    logits, target = inputs(2000, torch.bfloat16, rows=16)
+    x, target = logits.to("npu").requires_grad_(), target.to("npu")
+    soft = torch.softmax(logits, -1).to("npu").requires_grad_()
+    double = x.detach().double().requires_grad_()
+
+    def twice():
+        (grad,) = torch.autograd.grad(xent_ops.cross_entropy(x, target), x, create_graph=True)
+        torch.autograd.grad(grad.sum(), x)
+
+    assert 2.9 < memory(lambda: torch.autograd.grad(xent_ops.cross_entropy(double, target), double)) / 4 < 3.1
+    assert 7.9 < memory(lambda: torch.autograd.grad(xent_ops.cross_entropy(x, soft), (x, soft))) < 8.1
+    assert 16.0 < memory(twice) < 16.4
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -159,7 +251,7 @@ def test_the_head_and_the_loss(launches, reduction):
         if device == "npu":
             on_npu = made
     torch.testing.assert_close(on_npu, made)
-    assert launches.count("forward_kernel") == 2 and launches.count("light_backward_kernel") == 2  # two chunks
+    assert launches.count("forward_kernel") == 2 and launches.count("backward_kernel") == 2  # two chunks
 
 
 TESTS = ("test_schema", "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
@@ -228,8 +320,8 @@ def test_a_launch_reads_and_synchronises_nothing(monkeypatch):
         def __getitem__(self, grid):
             return lambda *args, **kwargs: None
 
-    for name in [name for name in vars(launch) if name.endswith("_kernel")]:
-        monkeypatch.setattr(launch, name, NotRun())
+    for module, name in kernels():
+        monkeypatch.setattr(module, name, NotRun())
     logits, target = inputs(300, torch.bfloat16)
     x, target, row, weight = (t.to("npu") for t in (logits, target, torch.rand(7), torch.rand(300)))
     scalar = torch.rand(()).to("npu").expand(7)
@@ -241,6 +333,10 @@ def test_a_launch_reads_and_synchronises_nothing(monkeypatch):
             launch.cross_entropy_backward(scalar, row, x, target, row, w, options=options)
             launch.cross_entropy_backward_(row, None, x, target, row, w, options=options)
             launch.cross_entropy_backward_entropy(row, None, row, x, target, row, row, w, options=options)
+            launch.cross_entropy_shard(x, target, 300, 900, w, options=options)
+            launch.cross_entropy_shard_backward(scalar, row, x, target, row, 300, 900, w, row, options=options)
+            launch.soft_cross_entropy_forward(x, x, w, options=options)
+            launch.soft_cross_entropy_backward(scalar, row, x, x, row, w, options=options)
     expected = {"aten.new_empty", "aten.empty_like", "aten.expand", "aten.view", "aten.sum"}
     assert record.called <= expected, record.called
 
@@ -258,6 +354,11 @@ def test_an_emulation_is_never_taken_for_a_device(monkeypatch):
     assert why_no_device() == "host is no Ascend NPU"
     torch.npu.get_device_name = lambda device: "Ascend910B3"
     assert why_no_device() == "Triton would not compile for the NPU"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "ones", lambda *_, device: torch.full((1,), 2.0, device=device))
+        assert why_no_device() == "the NPU computes 1 + 1 = 3.0"
+        patch.delattr(torch, "ones")
+        assert why_no_device().startswith("the NPU does not compute: ")
 
 
 def test_documentation():
@@ -283,4 +384,10 @@ def test_configs(monkeypatch):
             configs.ub_bytes()
     monkeypatch.delenv(configs.UB_VARIABLE)
     assert configs.ub_bytes() == configs.UB_BYTES
-    assert configs.block(100_000, configs.light_backward_bytes(2)) == 4096 and configs.block(5, 40) == 8
+    assert configs.block(100_000, 40) == 4096 and configs.block(5, 40) == 8
+    monkeypatch.setenv(configs.BLOCK_VARIABLE, "256")
+    assert configs.block(100_000, 40) == 256 and configs.block(5, 40) == 8
+    for bad in ("0", "300", "-1", "all"):
+        monkeypatch.setenv(configs.BLOCK_VARIABLE, bad)
+        with pytest.raises(ValueError, match=f"{configs.BLOCK_VARIABLE}='{bad}' is not a power of two"):
+            configs.block(5, 40)

@@ -57,9 +57,9 @@ REDISPATCH = """
         key = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
         try:
             torch.ops.xent.cross_entropy_forward.default.redispatch(key, x, target)
-        except ImportError as error:
-            return str(error)
-        raise AssertionError("no ImportError")
+        except (ImportError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+        raise AssertionError("no error")
 """
 
 
@@ -84,4 +84,22 @@ def test_a_triton_without_ascend_backend_is_refused():
     assert "nvidia" in text and "torch_npu" in text, text
     """,
         TRITON_INTERPRET="0",
+    )
+
+
+def test_without_cann_the_error_names_its_script():
+    """triton-ascend calls itself inactive then, as the backend for another missing device does."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    run_python(
+        REDISPATCH
+        + """
+    from triton.backends import backends
+    backends["ascend"] = backends["nvidia"]
+    for other in [name for name in backends if name != "ascend"]:
+        del backends[other]
+    text = message()
+    assert text.startswith("RuntimeError") and "ascend-toolkit/set_env.sh" in text and "0 active drivers" in text, text
+    """,
+        TRITON_INTERPRET="0",
+        CUDA_VISIBLE_DEVICES="",
     )

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from npu_cases import OPTIONS, check_values, inputs, names, why_no_device
+from npu_cases import OPTIONS, check_shards, check_soft, check_values, inputs, kernels, names, why_no_device
 
 import xent_ops
 
@@ -40,6 +40,13 @@ def test_values_and_gradients(classes, dtype, options):
     check_values(classes, dtype, options)
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=names)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_shards_and_class_probabilities(dtype, options):
+    check_shards(dtype, options)
+    check_soft(dtype, options, target_dtype=dtype)
+
+
 def test_many_rows():
     """More rows than vector cores, so that a program has a chunk of them."""
     x, target = on_npu(1000, rows=5000)
@@ -59,14 +66,22 @@ def test_every_kernel_fits_the_unified_buffer(dtype):
         launch.cross_entropy_forward(logits, target, weight, **options)
         launch.cross_entropy_forward_argmax(logits, target, weight, **options)
         launch.cross_entropy_forward_entropy(logits, target, weight, **options)
+        launch.cross_entropy_reduced(logits, target, weight, **options)
+        launch.cross_entropy_shard(logits, target, 32000, 96000, weight, **options)
+        for probabilities in (logits, logits.float()):
+            launch.soft_cross_entropy_forward(logits, probabilities, weight, **options)
+            launch.soft_cross_entropy_backward(row, row, logits, probabilities, row, weight, **options)
         for grad_lse in (None, row):
             launch.cross_entropy_backward(row, grad_lse, logits, target, row, weight, **options)
             launch.cross_entropy_backward_entropy(row, grad_lse, row, logits, target, row, row, weight, **options)
     torch.npu.synchronize()
 
 
-def test_in_place_backward():
-    x, target = on_npu(32000)
+@pytest.mark.parametrize("classes", [1000, 4097, 32000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_in_place_backward(classes, dtype):
+    """The target's column is written after its row and next to other rows, in elements of no aligned address."""
+    x, target = on_npu(classes, dtype)
     hidden = x.requires_grad_()
     xent_ops.cross_entropy(hidden * 1.0, target, inplace_backward=True).backward()
     close((hidden.grad,), reference(x, target)[1:])
@@ -86,8 +101,22 @@ def test_npugraph_ex_forward():
     compiled = torch.compile(xent_ops.cross_entropy, backend="npugraph_ex", fullgraph=True, dynamic=False)
     x, target = on_npu(4097)
     with torch.no_grad():
+        xent_ops.cross_entropy(x, target)  # compiles the kernels outside the capture
+        number = compiled_kernels()
         for shift in (0, 1):
             close((compiled(x, target.roll(shift)),), reference(x, target.roll(shift))[:1])
+        assert compiled_kernels() == number
+
+
+def compiled_kernels():
+    """How many binaries Triton holds of ours."""
+    number = 0
+    for kernel in {getattr(module, name) for module, name in kernels()}:
+        if hasattr(kernel, "device_caches"):  # Triton 3.3 and newer
+            number += sum(len(of_device[0]) for of_device in kernel.device_caches.values())
+        else:
+            number += sum(len(of_device) for of_device in kernel.cache.values())
+    return number
 
 
 def test_graph_capture_and_replay_with_other_targets():
@@ -97,9 +126,11 @@ def test_graph_capture_and_replay_with_other_targets():
     with torch.npu.stream(stream):
         step(x, target)  # compiles the kernels
     torch.npu.synchronize()
+    number = compiled_kernels()
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph):
         outputs = step(x, target)
+    assert compiled_kernels() == number
     for shift in (1, 2):
         target.copy_(target.roll(shift))
         graph.replay()

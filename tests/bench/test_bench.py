@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -97,6 +98,36 @@ def test_peers_that_are_missing_are_left_out(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         bench("--shapes", "34x64", "--only", "a-peer")
     assert "none of these is installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("version", ["apply", "asks", "warns"])
+def test_transformer_engine_of_every_version_is_called_without_synchronisation(monkeypatch, version):
+    """An old one looks at the gradient on the host, unless told not to; a new one warns of being told."""
+    losses = []
+
+    def mean(inp, target, label_smoothing, reduce_loss, dist_process_group, ignore_idx):
+        losses.append(F.cross_entropy(inp[0], target[0], ignore_index=ignore_idx, label_smoothing=label_smoothing))
+        assert reduce_loss and dist_process_group is None
+        return losses[-1]
+
+    def apply(*args, **kwargs):
+        assert args[6:] == (True,) and not kwargs
+        return mean(*args[:6])
+
+    def asks(inp, target, a, b, c, d, is_cg_capturable=False, *, _input=None):
+        assert is_cg_capturable
+        return mean(inp, target, a, b, c, d)
+
+    def warns(inp, target, a, b, c, d, is_cg_capturable=False, *, overwrite_input=False, _input=None):
+        assert not is_cg_capturable
+        return mean(inp, target, a, b, c, d)
+
+    function = {"apply": apply, "asks": asks, "warns": warns}[version]
+    module = types.SimpleNamespace(parallel_cross_entropy=function)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.cross_entropy", module)
+    logits, target = torch.randn(3, 5), torch.tensor([1, check.IGNORE_INDEX, 4])
+    assert cases._transformer_engine()(logits, target, None) is losses[0]
+    torch.testing.assert_close(losses[0], F.cross_entropy(logits, target, ignore_index=check.IGNORE_INDEX))
 
 
 def test_a_fraction_of_the_rows_is_ignored(tmp_path, capsys):

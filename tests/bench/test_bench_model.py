@@ -1,6 +1,7 @@
 """``python -m xent_ops bench --model`` on the CPU with a tiny decoder: figures mean nothing, check and reports must."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_json_png_and_table(eager, tmp_path, capsys):
     assert bench(*arguments, "--dtype", "bfloat16") == 0
     content, results = of_results(figures)
     assert content["settings"]["model"] == {"batch": 2, "tokens": 16, **TINY._asdict()}
-    assert content["settings"]["dtype"] == "bfloat16"
+    assert content["settings"]["dtype"] == "bfloat16" and content["settings"]["ignored"] is None
     qkv, out, feed_forward, norms = 32 * 64, 32 * 32, 3 * 32 * 128, 2 * 32
     assert content["parameters"] == 2 * 64 * 32 + 2 * (qkv + out + feed_forward + norms) + 32
     assert list(results) == [BODY, "F compiled", "xent linear"]
@@ -55,6 +56,8 @@ def test_json_png_and_table(eager, tmp_path, capsys):
         assert result["tokens_per_s"] == pytest.approx(32e3 / result["ms"])
         assert (result["loss"] is None) == (name == BODY)
         assert (result["extra_mib"] is None) == (not timing.measures_memory(CPU))
+        head_ms = None if name == BODY else pytest.approx(result["ms"] - results[BODY]["ms"])
+        assert result["head_ms"] == head_ms and result["ratio"] is None
     assert results["xent linear"]["loss"] == pytest.approx(results["F compiled"]["loss"], rel=1e-3)
     linear = results["xent linear"]
     assert 0 <= linear["head_error"] <= linear["grad_error"] <= linear["tolerance"]
@@ -62,6 +65,33 @@ def test_json_png_and_table(eager, tmp_path, capsys):
     assert picture.read_bytes() == again.read_bytes() and picture.read_bytes().startswith(b"\x89PNG\r\n")
     out = capsys.readouterr().out
     assert "whole step of 2 x 16 tokens, bfloat16; 2 layers of 32, 64 classes" in out and "tokens/s" in out
+
+
+def test_ignored_targets_and_skipping(eager, tmp_path, capsys):
+    arguments = ["--only", "body,F compiled,xent linear,skipping", "--ignored", "0.75"]
+    assert bench(*arguments, "--json", str(tmp_path / "x.json")) == 0
+    content, results = of_results(tmp_path / "x.json")
+    assert content["settings"]["ignored"] == 0.75
+    assert list(results) == [BODY, "F compiled", "xent linear", "xent skipping"]
+    assert {result["status"] for result in results.values()} == {"ok"}, results
+    skipping, plain = results["xent skipping"], results["xent linear"]
+    assert skipping["loss"] == pytest.approx(results["F compiled"]["loss"], rel=1e-5)
+    assert skipping["ratio"] == pytest.approx(skipping["head_ms"] / plain["head_ms"])
+    assert re.search(r"head and loss ~?-?\d+\.\d+ x xent linear", " ".join(skipping["note"].split()))
+    assert "head + loss ms" in capsys.readouterr().out
+    assert bench("--only", "skipping") == 0  # without the body there is no difference
+    assert "head + loss ms" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fraction, ignored", [(None, 2), (0.75, 24), (0.0, 2)])
+def test_ignored_positions(fraction, ignored):
+    """The last one of a sequence has no next token, and is ignored first."""
+    problem = ModelProblem(TINY, 2, 16, torch.float32, CPU, ignored=fraction)
+    target, tokens = problem.target.view(2, 16), problem.tokens
+    assert (target == check.IGNORE_INDEX).sum() == ignored
+    assert (target[:, -1] == check.IGNORE_INDEX).all()
+    counted = target[:, :-1] != check.IGNORE_INDEX
+    assert torch.equal(target[:, :-1][counted], tokens[:, 1:][counted])
 
 
 @pytest.mark.parametrize("name", ["xent pass", "xent found head"])

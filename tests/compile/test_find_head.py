@@ -16,6 +16,7 @@ WITHOUT_BIAS = {
     "matmul, w.t()": lambda x, w, b: torch.matmul(x, w.t()),
     "matmul, transpose": lambda x, w, b: x.matmul(w.transpose(0, 1)),
     "matmul, permute": lambda x, w, b: x.matmul(other=w.permute(1, 0)),
+    "inner": lambda x, w, b: torch.inner(x, w),
     "mm": lambda x, w, b: torch.mm(x.view(-1, H), w.t()),
     "x.mm": lambda x, w, b: x.flatten(0, 1).mm(w.t()),
     "einsum": lambda x, w, b: torch.einsum("bsh,vh->bsv", x, w),

@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from xent_ops import inductor
+from xent_ops.inductor import find_head
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -78,13 +79,18 @@ def test_checkpointed_blocks_and_a_tied_head():
     assert counts("\n".join(code), ONE_PASS) == (1,)
 
 
-def test_a_head_inside_a_checkpoint():
+def test_a_head_inside_a_checkpoint(monkeypatch):
     """It is in a graph inside the graph; Inductor's partitioner does not run the one pass again."""
 
     def function(x, w, b, t):
         return checkpoint(lambda *tensors: shifted(*tensors).sin(), x * 2, w, b, t, use_reentrant=False)
 
     assert counts(code_of(function, *inputs()), ONE_PASS) == (1,)
+    # "auto" keeps no gradients of the head where the model asks for recomputation.
+    monkeypatch.setattr(find_head, "WORTHWHILE", {"cpu": 0})
+    assert counts(code_of(function, *inputs(), options=inductor.options()), ONE_PASS) == (0,)
+    (call,) = inductor.last_report().calls
+    assert call.replaced and "would be kept in a checkpointed part" in call.head_left
 
 
 def test_a_budget_for_activations():

@@ -3,11 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from finding_heads import B, H, S, V, assert_left, assert_taken, ce, heads_of, inputs
-from rewriting import Rewriting
+from finding_heads import CLOSE, B, H, S, V, assert_left, assert_taken, ce, heads_of, inputs
+from rewriting import Rewriting, assert_same
+from torch.utils.checkpoint import checkpoint
 
 import xent_ops
 from xent_ops import inductor
+from xent_ops.inductor import find_head
 
 
 def _returned(x, w, b, t):
@@ -116,6 +118,20 @@ def _probabilities(x, w, b, t):
     return F.cross_entropy(F.linear(x, w, b).view(-1, V), torch.ones(B * S, V) / V)
 
 
+def _by_rows(x, w, b, t):
+    parts = F.linear(x, w, b).view(-1, V).split(4)
+    return sum(F.cross_entropy(y, u, reduction="sum") for y, u in zip(parts, t.flatten().split(4), strict=True))
+
+
+def _two_in_one(x, w, b, t):
+    y, z = F.linear(x, torch.cat([w, 2 * w])).chunk(2, -1)
+    return ce(y.contiguous(), t) + ce(z.contiguous(), t)
+
+
+def _checkpointed(x, w, b, t):
+    return ce(checkpoint(F.linear, x, w, b, use_reentrant=False), t)
+
+
 def _two_caps(x, w, b, t):
     return xent_ops.cross_entropy(torch.tanh(F.linear(x, w, b)), t, dim=-1, softcap=3.0)
 
@@ -137,6 +153,9 @@ LEFT = {
     "weight first": (_weight_first, "the classes of the loss are not those of the product"),
     "classes split": (_classes_split, "does not keep the classes in one dimension"),
     "probabilities": (_probabilities, "its target is class probabilities"),
+    "by rows": (_by_rows, "split stands between the head and the loss"),
+    "two in one": (_two_in_one, "chunk stands between the head and the loss"),
+    "checkpointed": (_checkpointed, "its logits are made inside of tag_activation_checkpoint"),
     "masked": (lambda x, w, b, t: ce(F.linear(x, w).masked_fill(t[..., None] == 0, 1.0), t), "masked_fill stands between"),
     "shifted by a number": (lambda x, w, b, t: ce(x @ w.T + 1.0, t), "add stands between the head and the loss"),
     "two biases": (lambda x, w, b, t: ce(F.linear(x, w, b) + b, t), "add stands between the head and the loss"),
@@ -146,6 +165,7 @@ LEFT = {
 
 
 OTHERS = {
+    "tensordot": lambda x, w, b, t: ce(torch.tensordot(x, w, dims=([2], [1])), t),
     "bmm": lambda x, w, b, t: ce(torch.bmm(x, w.T.expand(B, H, V)), t),
     "matmul of batches": lambda x, w, b, t: ce(x @ w.T.expand(B, H, V), t),
     "addmm of a matrix": lambda x, w, b, t: ce(torch.addmm(b[None], x.view(-1, H), w.T), t),
@@ -162,7 +182,8 @@ STAYING = ("upcast in no_grad", "masked", "shifted by a number", "two biases", "
 @pytest.mark.parametrize("case", LEFT)
 def test_left_alone_with_the_reason(case):
     function, why = LEFT[case]
-    counts = {"two losses": {"replaced": 2}}.get(case, {"replaced": 0, "left": 1} if case in STAYING else {})
+    several = {"two losses": 2, "two in one": 2, "by rows": 3}
+    counts = {"replaced": 0, "left": 1} if case in STAYING else {"replaced": several.get(case, 1)}
 
     def anchored(x, w, b, t):  # every input has a gradient
         return function(x, w, b, t) + 0 * (x.sum() + w.sum() + b.sum())
@@ -277,6 +298,25 @@ def test_float16_needs_a_gradient_in_float32():
     compiled(x[:8192], w, t[:8192])
     first, second = inductor.last_report().calls
     assert first.head and not second.head and "too small: logits of 64 MiB, and 64.1 MiB pay" in second.head_left
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("rows, taken", [(H - 1, False), (H, True)])
+def test_heads_that_share_a_weight(rows, taken, transposed, monkeypatch):
+    """Each would keep a gradient of the weight until the backward: logits of fewer bytes do not pay for it."""
+    monkeypatch.setattr(find_head, "WORTHWHILE", {"cpu": 0})
+    _, w, _, _ = inputs()
+    xs, ts = torch.randn(3, rows, H), torch.randint(0, V, (3, rows))
+
+    def function(xs, w, ts):
+        weight = w.t() if transposed else w
+        product = torch.mm if transposed else F.linear
+        return sum(F.cross_entropy(product(x, weight), t) for x, t in zip(xs.unbind(), ts.unbind(), strict=True))
+
+    assert_same(function, xs, w, ts, replaced=3, stays=None, linear="auto", **CLOSE)
+    calls = inductor.last_report().calls
+    assert [call.head for call in calls] == [taken] * 3
+    assert taken or calls[0].head_left.startswith("too small")
 
 
 def test_switched_off():

@@ -5,11 +5,12 @@ from xent_ops.distributed import bench_linear
 
 def report(device):
     """A line for each contestant; ours are there and right."""
-    lines = bench_linear.run(66, 203, 16, 32, 1, device)
+    lines = bench_linear.run(66, 203, 16, [32, 66], 1, device)
     found = {name: next(line for line in lines if line.startswith(name)) for name in bench_linear.CONTESTANTS}
     for name, line in found.items():
         assert "WRONG" not in line, line
         assert "xent" not in name or "left out" not in line, line
+    assert any(line.startswith("xent eager, 66 ") for line in lines)
     products, *_ = (float(line.split()[-2]) for line in lines[1:4])
     assert products > 0.0
 

@@ -5,10 +5,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from data_parallel_cases import ROWS, WIDTH, Model, V, _batch
+from data_parallel_cases import ROWS, WIDTH, Block, Model, V, _batch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from vocab_parallel_cases import Collectives
 
 import xent_ops
@@ -136,3 +137,69 @@ def tied_embedding(device):
     torch.testing.assert_close(value / world, wanted.detach())
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def _as_one_process(model, whole, loss, h, target):
+    """The mean over all rows, and its gradients, of one process."""
+    wanted = whole(h.flatten(0, 1), target.flatten())
+    wanted.backward()
+    loss.backward()
+    value = loss.detach()
+    value = value.full_tensor() if isinstance(value, DTensor) else value.clone()
+    dist.all_reduce(value)
+    torch.testing.assert_close(value / dist.get_world_size(), wanted.detach())
+    for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def hybrid_sharding(device):
+    """HSDP: sharded in groups of half the ranks, the same in both groups."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh(device, (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    h, target = _batch(device, [3] * world)
+    model = _model().to(device)
+    for layer in (*model.blocks, model):
+        fully_shard(layer, mesh=mesh)
+    with Collectives() as forward:
+        loss = model(h[rank], target[rank])
+    with Collectives() as backward:
+        _as_one_process(model, _model().to(device), loss, h, target)
+    rows = -(-V // (world // 2))
+    assert _travels(forward.seen, rows * WIDTH, world // 2) == (1, 0), forward.seen
+    assert _travels(backward.seen, rows * WIDTH, world // 2) == (0, 1), backward.seen
+
+
+class TensorParallel(nn.Module):
+    """The head split over a mesh of tensor parallelism; its input is the same on the ranks of this mesh."""
+
+    def __init__(self, mesh=None):
+        super().__init__()
+        self.block, self.mesh = Block(), mesh
+        self.head = xent_ops.LinearCrossEntropyLoss(WIDTH, 2 * V + 2)
+
+    def forward(self, h, target):
+        h = self.block(h)
+        if self.mesh is not None:
+            h = DTensor.from_local(h, self.mesh, [Replicate()], run_check=False)
+        return self.head(h, target)
+
+
+def tensor_parallel(device):
+    """TP + FSDP on a 2-D mesh: rows of the head over one dimension, and these over the other."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh(device, (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    place = mesh["dp"].get_local_rank()
+    h, target = _batch(device, [3] * (world // 2))
+    torch.manual_seed(0)
+    whole = TensorParallel().to(device)
+    model = TensorParallel(mesh["tp"]).to(device)
+    model.load_state_dict(whole.state_dict())
+    split = distribute_tensor(model.head.weight.detach(), mesh["tp"], [Shard(0)])
+    model.head.weight = nn.Parameter(split)
+    fully_shard(model.block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    assert model.head.weight.device_mesh.ndim == 2
+    with Collectives() as forward:
+        loss = model(h[place], target[place])
+    assert ("all_gather_into_tensor.default", 3 * ROWS + 5) in forward.seen  # of statistics, not of logits
+    _as_one_process(model, whole, loss, h, target)

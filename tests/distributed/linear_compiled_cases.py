@@ -1,5 +1,7 @@
 """torch.compile of the head and the loss over ranks; run on every rank by test_linear_parallel.py."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,7 +27,7 @@ def equal_to_eager(device, backend):
     world, rank = dist.get_world_size(), dist.get_rank()
     full = {"label_smoothing": 0.125, "lse_square_scale": 1e-3, "softcap": 20.0, "chunk_rows": 4}
     name = dist.group.WORLD.group_name
-    cases = [(full, name, True), ({"sequence_parallel": True}, None, False)]
+    cases = [({**full, "pipelined": False}, name, True), ({"sequence_parallel": True}, None, False)]
     if backend != "inductor":
         cases += [({}, None, False), ({"reduction": "none"}, None, True)]
     for options, group, weighted in cases:
@@ -47,6 +49,64 @@ def equal_to_eager(device, backend):
             same_bits_everywhere(results[1][0])
 
 
+def pipeline_equal_to_eager(device, backend):
+    """Several chunks, fixed N."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    full = {"label_smoothing": 0.125, "lse_square_scale": 1e-3, "softcap": 20.0, "chunk_rows": 5}
+    for options, weighted, dtype in (
+        (full, True, torch.float32),
+        ({"sequence_parallel": True, "chunk_rows": 5}, False, torch.float32),
+        (full, False, torch.float16),
+    ):
+        torch.compiler.reset()
+        step = step_of(None, **options)
+        x, head, bias, target = leaves(device, *head_of(dtype, (6 * world, 2)))
+        if "sequence_parallel" in options:
+            x = x.detach().chunk(world)[rank].clone().requires_grad_()
+        weight = torch.rand(len(head), device=device) if weighted else None
+        results = []
+        for function in (step, torch.compile(step, fullgraph=True, backend=backend)):
+            loss = function(x, head, target, bias, weight)
+            results.append((loss.detach(), *torch.autograd.grad(loss * 3, (x, head, bias))))
+        torch.testing.assert_close(*results, rtol=2e-5 if dtype == torch.float32 else 2e-3, atol=1e-6)
+        same_bits_everywhere(results[1][0])
+
+
+def order_of_the_pipeline(device):
+    """Inductor's code calls operators and collectives in the order in which they overlap, and copies nothing."""
+    from torch._inductor.utils import run_and_get_code
+
+    world = dist.get_world_size()
+    x, head, bias, target = leaves(device, *head_of(torch.float32, (6 * world,)))
+
+    def run():
+        torch.compile(step_of(None, chunk_rows=2 * world), fullgraph=True)(x, head, target, bias).backward()
+
+    _, (forward, backward) = run_and_get_code(run)
+    code = forward[forward.index("def call") :]
+    calls = re.findall(r"ops\.(?:xent|_c10d_functional)\.(\w+)\.default\(", code)
+    make, gather, use = ("linear_cross_entropy_shard_chunk", "all_gather_into_tensor", "wait_tensor")
+    of_chunk = [use, f"{make}_grad_", "all_reduce_", f"{make}_add_"]
+    begin = [make, gather]
+    assert calls[:-4] == [*begin, *begin, *of_chunk, *begin, *of_chunk, *of_chunk], calls
+    assert calls[-4:] == [use, use, use, "linear_cross_entropy_shard_value"]
+    assert "scale_grad_.default" in backward and "linear_scale_grad.default" not in backward
+
+
+def gradients_are_made_once(device):
+    """Whatever else is recomputed."""
+    from torch._inductor.utils import run_and_get_code
+
+    x, head, bias, target = leaves(device, *head_of(torch.float32, (12,)))
+    for patch in ({"aggressive_recomputation": True}, {"activation_memory_budget": 0.0}):
+        torch.compiler.reset()
+        with torch._functorch.config.patch(patch):
+            step = torch.compile(step_of(None, chunk_rows=6), fullgraph=True)
+            _, codes = run_and_get_code(lambda run: run(x, head, target, bias).backward(), step)
+        made = "".join(codes).count("linear_cross_entropy_shard_chunk.default(")
+        assert made == 2, (made, patch)
+
+
 def graphs_of(step, *args):
     backend = AotEagerAndRecordGraphs()
     torch.compile(step, fullgraph=True, backend=backend)(*args).backward()
@@ -63,19 +123,26 @@ def graph(device):
     """Every collective stands between operators, in the forward and in the backward graph."""
     world = dist.get_world_size()
     x, head, _, target = leaves(device, *head_of(torch.float32, (6 * world,)))
-    gather = ["_c10d_functional.all_gather_into_tensor", "_c10d_functional.wait_tensor"]
+    wait = "_c10d_functional.wait_tensor"
+    gather = ["_c10d_functional.all_gather_into_tensor", wait]
     shard, join = "xent.linear_cross_entropy_shard", "xent.linear_cross_entropy_shard_join"
-    forward, backward = graphs_of(step_of(None), x, head, target)
+    again = {"pipelined": False}
+    forward, backward = graphs_of(step_of(None, **again), x, head, target)
     assert forward == [shard, *gather, join]
-    assert backward == [f"{shard}_backward", "_c10d_functional.all_reduce", "_c10d_functional.wait_tensor"]
+    assert backward == [f"{shard}_backward", "_c10d_functional.all_reduce", wait]
 
     part = x.detach()[:6].clone().requires_grad_()
-    forward, backward = graphs_of(step_of(None, sequence_parallel=True), part, head, target)
+    forward, backward = graphs_of(step_of(None, sequence_parallel=True, **again), part, head, target)
     assert forward == [*gather, shard, *gather, join]
-    assert backward == [f"{shard}_backward", "_c10d_functional.reduce_scatter_tensor", "_c10d_functional.wait_tensor"]
+    assert backward == [f"{shard}_backward", "_c10d_functional.reduce_scatter_tensor", wait]
 
-    forward, backward = graphs_of(step_of(None), x.detach(), head, target)
+    forward, backward = graphs_of(step_of(None, **again), x.detach(), head, target)
     assert forward == [shard, *gather, join] and backward == [f"{shard}_backward"]
+
+    value, scale = f"{shard}_value", "xent.linear_scale_grad"
+    forward, backward = graphs_of(step_of(None), x, head, target)
+    assert forward == [f"{shard}_chunk", *gather, "_c10d_functional.all_reduce", wait, value]
+    assert backward == [scale, scale]
 
 
 def bad_input_while_tracing(device):

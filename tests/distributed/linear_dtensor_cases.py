@@ -104,6 +104,7 @@ def what_is_communicated(device):
             [("all_gather_into_tensor.default", 6 * H), stats],
             [("reduce_scatter_tensor.default", rows * H)],
         ),
+        (Replicate(), Replicate(), [], []),
         (Shard(0), Replicate(), [("all_reduce.default", 2)], [("all_reduce.default", V * H)]),
     ]
     assert width < V
@@ -202,6 +203,6 @@ def refused(device):
         (xent_ops.linear_cross_entropy(x, m, target, linear_bias=b), x),
         (xent_ops.cross_entropy(logits, target), logits),
     ):
-        (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
         with pytest.raises(RuntimeError, match=r"of DTensors, or .* has no second derivative"):
+            (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
             torch.autograd.grad(grad.sum(), leaf)

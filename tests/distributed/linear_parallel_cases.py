@@ -67,7 +67,8 @@ def one(device, kind, problem, group=None, sequence_dim=None, **options):
     wanted = (x, w) if b is None else (x, w, b)
     grads = torch.autograd.grad(loss, wanted, upstream.to(loss))
 
-    of_oracle = {name: value for name, value in options.items() if name not in ("skip_ignored", "max_counted")}
+    ours_alone = ("skip_ignored", "max_counted", "pipelined")
+    of_oracle = {name: value for name, value in options.items() if name not in ours_alone}
     expected = linear_oracle(input, head, target, bias, weight, upstream=upstream, **of_oracle)
     expected = rounded_sum(expected, input, head, bias, world, input.dtype)
     start, size, _ = place
@@ -92,6 +93,8 @@ def values(device, kind, dtype):
         for reduction, name, w in itertools.product(("none", "sum", "mean"), OPTIONS, (None, weight)):
             options = {"reduction": reduction, "chunk_rows": chunk_rows, **OPTIONS[name]}
             one(device, kind, (*problem, w, target), **options)
+            if name == "all" and reduction != "none":
+                one(device, kind, (*problem, w, target), pipelined=False, **options)
     others = (*problem, None, target.clamp(min=0).to(torch.int32))
     one(device, kind, others, ignore_index=0, reduction="sum", divisor=3.0, chunk_rows=3)
     for skip in ({"skip_ignored": True}, {"max_counted": 9}):
@@ -108,7 +111,10 @@ def sequence_parallel(device):
     ):
         problem = head_of(dtype, rows)
         for reduction, kind in itertools.product(("none", "sum", "mean"), ("chunk", "uneven")):
-            one(device, kind, problem, sequence_dim=dim, reduction=reduction, chunk_rows=5, **OPTIONS["all"])
+            options = {"reduction": reduction, "chunk_rows": 5, **OPTIONS["all"]}
+            one(device, kind, problem, sequence_dim=dim, **options)
+            if reduction == "mean":
+                one(device, kind, problem, sequence_dim=dim, pipelined=False, **options)
 
 
 def leaves(device, *problem):
@@ -120,7 +126,10 @@ def leaves(device, *problem):
 
 
 def what_is_communicated(device):
-    """3 or 4 numbers a row forward, the input's gradient backward where it is wanted; with a sequence, the input too."""
+    """3 or 4 numbers a row, the input's gradient where it is wanted; with a sequence, the input too.
+
+    The gradient backward, where the logits are made again; chunk by chunk forward, where they are not.
+    """
     world, rows = dist.get_world_size(), 6 * dist.get_world_size()
     x, head, bias, target = leaves(device, *head_of(torch.float32, (rows,)))
     part = x.detach().chunk(world)[dist.get_rank()].clone().requires_grad_()
@@ -135,12 +144,28 @@ def what_is_communicated(device):
         ((x, head, None), {"weight": torch.rand(len(head), device=device)}, [(stats[0], 4 * rows + 5)], [("all_reduce.default", rows * H)]),
     ]  # fmt: skip
     for (input, weight, b), options, forward, backward in cases:
+        options.update(num_classes=V, bias_shard=b)
         with Collectives() as mode:
-            loss = vocab_parallel_linear_cross_entropy(input, weight, target, num_classes=V, bias_shard=b, **options)
+            loss = vocab_parallel_linear_cross_entropy(input, weight, target, pipelined=False, **options)
         assert mode.seen == forward
         with Collectives() as mode:
             loss.backward()
         assert mode.seen == backward
+
+        *first, (name, numbers) = forward
+        numbers = (numbers - 5) // 2 + 5
+        of_chunk = [(gradient, size // 2) for gradient, size in backward]
+        wanted = [(name, numbers), (name, numbers), *of_chunk, *of_chunk]  # the second gather before the first sum
+        if first:
+            wanted = [(name, size // 2) for name, size in (*first, *first)] + wanted
+        if "weight" in options:
+            wanted = [("all_reduce.default", 1), *wanted]
+        with Collectives() as mode:
+            loss = vocab_parallel_linear_cross_entropy(input, weight, target, chunk_rows=rows // 2, **options)
+        assert mode.seen == wanted, (mode.seen, wanted)
+        with Collectives() as mode:
+            loss.backward()
+        assert mode.seen == []
     with Collectives() as mode, torch.no_grad():
         assert not vocab_parallel_linear_cross_entropy(x, head, target, num_classes=V).requires_grad
     assert mode.seen == [stats]
@@ -193,13 +218,35 @@ def edge_rows(device):
 def backward_again(device):
     """retain_graph gives the same bits; a second derivative is refused."""
     x, w, b, target = leaves(device, *head_of(torch.float32))
-    loss = vocab_parallel_linear_cross_entropy(x, w, target, num_classes=V, bias_shard=b, chunk_rows=4)
-    first = torch.autograd.grad(loss, (x, w, b), retain_graph=True)
-    again = torch.autograd.grad(loss, (x, w, b), create_graph=True)
-    for one_grad, other in zip(first, again, strict=True):
-        assert torch.equal(one_grad, other)
-    with pytest.raises(RuntimeError, match="has no second derivative"):
-        torch.autograd.grad(again[1].sum(), w)
+    for pipelined in (False, True):
+        loss = vocab_parallel_linear_cross_entropy(
+            x, w, target, num_classes=V, bias_shard=b, chunk_rows=4, pipelined=pipelined
+        )
+        factor = torch.tensor(3.0, device=device)
+        first = torch.autograd.grad(loss, (x, w, b), factor, retain_graph=True)
+        again = torch.autograd.grad(loss, (x, w, b), factor, retain_graph=True)
+        with pytest.raises(RuntimeError, match="has no second derivative"):
+            grads = torch.autograd.grad(loss, (x, w, b), factor, create_graph=True)
+            torch.autograd.grad(grads[1].sum(), w)
+        last = torch.autograd.grad(loss, (x, w, b), factor)
+        for one_grad, *others in zip(first, again, last, strict=True):
+            assert all(torch.equal(one_grad, other) for other in others)
+        with pytest.raises(RuntimeError, match=r"retain_graph=True|retain_variables|second time"):
+            torch.autograd.grad(loss, (x, w, b))
+
+
+def checkpoint(device):
+    """There the logits are made again in the backward, not the gradients twice."""
+    x, w, b, target = leaves(device, *head_of(torch.float32))
+    arguments = {"num_classes": V, "bias_shard": b}
+    loss = torch.utils.checkpoint.checkpoint(
+        lambda: vocab_parallel_linear_cross_entropy(x, w, target, **arguments), use_reentrant=False
+    )
+    with Collectives() as mode:
+        grads = torch.autograd.grad(loss, (x, w, b))
+    assert [name for name, _ in mode.seen] == ["all_gather_into_tensor.default", "all_reduce.default"]
+    wanted = torch.autograd.grad(vocab_parallel_linear_cross_entropy(x, w, target, **arguments), (x, w, b))
+    torch.testing.assert_close(grads, wanted)
 
 
 def autocast(device):

@@ -25,3 +25,9 @@ def test_the_head_and_the_loss_as_one(pool, device, way, backend):
 )
 def test_fsdp_of_the_head_and_the_loss(pool, device, case):
     pool(2, device).run(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [fsdp.hybrid_sharding, fsdp.tensor_parallel], ids=lambda case: case.__name__)
+def test_meshes_of_two_dimensions(pool, device, case):
+    pool(4, device).run(case)

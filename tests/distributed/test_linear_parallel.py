@@ -30,6 +30,7 @@ def test_values(pool, device, world, kind, dtype):
         cases.groups_of_one_and_some,
         cases.edge_rows,
         cases.backward_again,
+        cases.checkpoint,
         cases.autocast,
         errors.bad_input,
         errors.check_across_ranks,
@@ -55,9 +56,19 @@ def test_behaviour_of_log_probs(pool, device, world):
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled(pool, device, world, backend):
     pool(world, device).run(compiled.equal_to_eager, backend)
+    pool(world, device).run(compiled.pipeline_equal_to_eager, backend)
 
 
-@pytest.mark.parametrize("case", [compiled.graph, compiled.bad_input_while_tracing], ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case",
+    [
+        compiled.graph,
+        compiled.order_of_the_pipeline,
+        compiled.bad_input_while_tracing,
+        pytest.param(compiled.gradients_are_made_once, marks=pytest.mark.slow),
+    ],
+    ids=lambda case: case.__name__,
+)
 def test_tracing(pool, device, case):
     pool(2, device).run(case)
 

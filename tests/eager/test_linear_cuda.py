@@ -218,7 +218,7 @@ def test_memory_of_a_step(chunk_rows):
     h, w, _, target, _ = batch(0, ROWS, CLASSES, FEATURES)
     h.requires_grad_(), w.requires_grad_()
     gradients = 2 * (h.numel() + w.numel())
-    chunk = 2 * CLASSES * rows_of_chunk(ROWS, h, w, False, chunk_rows)
+    chunk = 2 * CLASSES * rows_of_chunk(ROWS, h, len(w), False, chunk_rows)
 
     def forward():
         return xent_ops.linear_cross_entropy(h, w, target, chunk_rows=chunk_rows)
@@ -246,7 +246,7 @@ def test_memory_of_skipping():
 
     h, w, _, target, _ = batch(0, ROWS, CLASSES, FEATURES)
     h.requires_grad_(), w.requires_grad_()
-    rows = rows_of_chunk(ROWS, h, w, False, None)
+    rows = rows_of_chunk(ROWS, h, len(w), False, None)
     shares = 2 * torch.cuda.get_device_properties(0).multi_processor_count * 128 * 256 * 4
 
     def forward():

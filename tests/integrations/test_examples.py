@@ -16,6 +16,7 @@ RECIPES = {
     "huggingface_trainer": ("transformers", "accelerate"),
     "lightning_module": ("lightning",),
     "nanogpt": (),
+    "timm_classifier": ("timm", "torchvision"),
     "torchtitan_loss": ("torchtitan", "spmd_types"),
     "trl_grpo": ("trl", "datasets", "accelerate"),
     "trl_sft": ("trl", "datasets", "accelerate"),

@@ -8,7 +8,7 @@ tiny = pytest.importorskip("tiny", reason="transformers is not installed")
 import transformers  # noqa: E402
 
 from xent_ops.integrations import heads, tails  # noqa: E402
-from xent_ops.integrations.transformers import use_xent  # noqa: E402
+from xent_ops.integrations.transformers import remove_xent, use_xent  # noqa: E402
 
 
 def patched(model, forward):
@@ -182,6 +182,40 @@ def test_a_head_that_came_later():
     model.resize_token_embeddings(80)
     ids, labels = tiny.batch()
     with pytest.raises(RuntimeError, match="the head is not the one that use_xent has seen"):
+        model(input_ids=ids, labels=labels)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_that_came_later(register, compiled):
+    """They would be given zero rows. Those that were there before are part of the model."""
+
+    def halve(head, *values):
+        values = values[-1]
+        return (values[0] / 2,) if isinstance(values, tuple) else values / 2
+
+    model = tiny.make()
+    use_xent(model)
+    handle = getattr(model.lm_head, register)(halve)
+    ids, labels = tiny.batch()
+    call = torch.compile(model, backend="eager") if compiled else model
+    with pytest.raises(RuntimeError, match="halve was registered on the head after use_xent"):
+        call(input_ids=ids, labels=labels)
+    remove_xent(model)
+    if register == "register_forward_pre_hook":
+        torch.compiler.reset()
+        want = tiny.step(model, model, ids, labels)
+        use_xent(model)
+        tiny.assert_same(tiny.step(model, call, ids, labels), want)
+    handle.remove()
+
+
+def test_a_loss_function_that_came_later():
+    model = tiny.make()
+    use_xent(model)
+    model.loss_function = lambda logits, labels, vocab_size: logits.square().mean()
+    ids, labels = tiny.batch()
+    with pytest.raises(RuntimeError, match="did not call its loss_function"):
         model(input_ids=ids, labels=labels)
 
 

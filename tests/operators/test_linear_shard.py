@@ -117,6 +117,26 @@ def test_more_counted_rows_than_there_is_room_for(device):
         assert outputs[0][target != -100].isnan().all() and all(grad.isnan().any() for grad in grads)
 
 
+def test_errors_of_chunks(device):
+    input, head, _, _, target = problem(device)
+    x, t = input[0], target[0]
+    with pytest.raises(ValueError, match=r"input has shape \(2, 5, 8\); expected \(rows, H\)"):
+        ops.linear_cross_entropy_shard_chunk(input, head, target, 0, V)
+    stats, logits = ops.linear_cross_entropy_shard_chunk(x, head, t, 0, V)
+    assert logits.shape == (5, 40) and logits[:, V:].count_nonzero() == 0
+    with pytest.raises(ValueError, match=r"logits has shape \(5, 39\); expected \(5, 40\)"):
+        ops.linear_cross_entropy_shard_chunk_grad_(logits[:, 1:], stats, head, t, 0, V)
+    with pytest.raises(ValueError, match="gathered has shape"):
+        ops.linear_cross_entropy_shard_chunk_grad_(logits, stats[:, 1:], head, t, 0, V)
+    total, none = torch.empty_like(head), head.new_empty(0)
+    with pytest.raises(ValueError, match="which 41 classes do not have"):
+        ops.linear_cross_entropy_shard_chunk_add_(total, none, logits, x, 41, True)
+    with pytest.raises(ValueError, match="grad_logits has shape"):
+        ops.linear_cross_entropy_shard_chunk_add_(total, none, logits[1:], x, V, True)
+    with pytest.raises(ValueError, match="grad_linear_weight has shape"):
+        ops.linear_cross_entropy_shard_value(stats[0, 0], x, head, None, x, head[1:], none)
+
+
 def test_errors(device):
     input, head, _, weight, target = problem(device)
     bad = [

@@ -77,8 +77,7 @@ def test_values(device, dtype, features, classes, count):
 @pytest.mark.parametrize("entropy", [False, True])
 def test_a_whole_loss(device, entropy, monkeypatch):
     """In chunks, of which the first is full, the second is not, and the third has no row."""
-    monkeypatch.setattr(packing, "_on_the_host", packing._on_the_device)
-    monkeypatch.setattr(products, "counting_kernels", lambda *_: launch_product)
+    monkeypatch.setattr(packing, "_on_the_host", lambda *args: packing._on_the_device(*args, launch_product))
     how = {"device": device, "dtype": torch.float16}
     x, head, bias = normal(ROWS, 40, **how), normal(59, 40, **how) / 4, normal(59, **how)
     target = torch.where(torch.rand(ROWS, device=device) < 0.5, torch.randint(59, (ROWS,), device=device), -100)
@@ -96,6 +95,33 @@ def test_a_whole_loss(device, entropy, monkeypatch):
 
     for got, wanted in zip(step(skip_ignored=True), step(), strict=True):
         assert (got.double() - wanted.double()).norm() <= 2e-3 * wanted.double().norm()
+
+
+@pytest.fixture
+def filled():
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what torch.empty returns with NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.interpreter
+@pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")
+@pytest.mark.usefixtures("filled")
+def test_row_operators_get_logits_that_somebody_wrote(device, monkeypatch):
+    monkeypatch.setattr(packing, "_on_the_host", lambda *args: packing._on_the_device(*args, launch_product))
+    chunks, finite = products.Products.chunks, []
+
+    def looked_at(self):
+        for chunk, logits in chunks(self):
+            finite.append(bool(logits.isfinite().all()))
+            yield chunk, logits
+
+    monkeypatch.setattr(products.Products, "chunks", looked_at)
+    how = {"device": device, "dtype": torch.float16}
+    x, head, target = normal(ROWS, 40, **how), normal(59, 40, **how), torch.arange(ROWS, device=device) % 59
+    target[20:] = -100
+    torch.ops.xent.linear_cross_entropy_forward(x, head, target, chunk_rows=40, skip_ignored=True)
+    assert finite == [True] * 3
 
 
 @pytest.mark.gpu

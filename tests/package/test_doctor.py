@@ -1,5 +1,6 @@
 """``python -m xent_ops doctor``: the exit status and what it says."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import xent_ops
-from xent_ops import _compile_check, _doctor, _extension
+from xent_ops import _compile_check, _doctor, _doctor_npu, _extension
 from xent_ops.__main__ import main
 from xent_ops.kernels import cpu
 from xent_ops.ops import library
@@ -118,6 +119,27 @@ def test_cann_is_missing(tmp_path, monkeypatch, capsys, compiled_elsewhere):
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["doctor"]) == 1
     assert "torch_npu is installed and cannot be imported: CANN is not found: install it" in capsys.readouterr().out
+
+
+def test_parts_of_an_npu_that_do_not_fit(tmp_path, monkeypatch, capsys, compiled_elsewhere):
+    """A torch_npu for another torch, a Triton without ascend backend, no CANN; then parts that fit."""
+    (tmp_path / "torch_npu-2.14.0.dist-info").mkdir()
+    metadata = tmp_path / "torch_npu-2.14.0.dist-info" / "METADATA"
+    metadata.write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.14.0\nRequires-Dist: torch==9.9.0.*\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    monkeypatch.delenv("ASCEND_TOOLKIT_HOME", raising=False)
+    assert main(["doctor"]) == 1
+    told = capsys.readouterr().out
+    assert "torch_npu 2.14.0, triton-ascend not found, CANN not set; Inductor-Ascend cannot compile" in told
+    assert f"torch_npu 2.14.0 belongs to torch 9.9, and this is {torch.__version__}" in told
+    assert "has no ascend backend: run `pip uninstall triton`" in told and "CANN is not found: run `source" in told
+
+    metadata.write_text(metadata.read_text().replace("9.9.0", ".".join(torch.__version__.split(".")[:2]) + ".0"))
+    monkeypatch.setenv("ASCEND_HOME_PATH", "/opt/cann")
+    fitting = dataclasses.replace(_doctor_npu.parts(), has_backend=True, has_cann_language=True)
+    assert _doctor_npu.problems(fitting) == []
+    assert "CANN /opt/cann; Inductor-Ascend compiles" in _doctor_npu.why(fitting)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -166,10 +167,12 @@ def _flash_attention() -> Loss:
 def _transformer_engine() -> Loss:
     parallel = importlib.import_module("transformer_engine.pytorch.cross_entropy").parallel_cross_entropy
 
+    # Versions without overwrite_input synchronise unless is_cg_capturable says not to; later ones warn of it.
+    capturable = () if "overwrite_input" in inspect.signature(parallel).parameters else (True,)
     # (batch, sequence, classes); by position, for the names changed: label_smoothing, reduce_loss,
     # dist_process_group, ignore_idx, is_cg_capturable.
     return lambda logits, target, weight: parallel(
-        logits.unsqueeze(0), target.unsqueeze(0), 0.0, True, None, IGNORE_INDEX, True
+        logits.unsqueeze(0), target.unsqueeze(0), 0.0, True, None, IGNORE_INDEX, *capturable
     )
 
 

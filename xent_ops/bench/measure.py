@@ -36,13 +36,14 @@ class Result:
     low_ms: float | None = None  # a quarter of the samples took less
     high_ms: float | None = None  # a quarter took more
     copies: float | None = None
-    ratio: float | None = None  # of ms to those of the variant that it is measured against
+    ratio: float | None = None  # of ms (of head_ms where there are) to those of the variant it is measured against
     wall_ms: float | None = None  # by calls on a GPU: a call in a row of calls, launches included
     peak_logits: float | None = None  # peak memory beyond the inputs, in sizes of the logits
     extra_logits: float | None = None  # beyond the inputs and the gradients
     peak_mib: float | None = None  # as peak_logits, in MiB
     extra_mib: float | None = None  # as extra_logits, in MiB
     tokens_per_s: float | None = None  # of a whole training step
+    head_ms: float | None = None  # of a whole training step: what it takes longer than the body alone
     loss: float | None = None  # of a whole training step
     loss_error: float | None = None
     grad_error: float | None = None

@@ -80,7 +80,7 @@ def run(
     settings = Settings(graph=False, memory=timing.measures_memory(device), budget_ms=arguments.budget, wall=False)
     report.say_if_unmeasured(settings.memory, device)
     name = str(dtype).removeprefix("torch.")
-    own = {"dtype": name, "step": None, "model": step.as_json()}
+    own = {"dtype": name, "step": None, "model": step.as_json(), "ignored": arguments.ignored}
     content: dict[str, Any] = {
         "environment": environment,
         "settings": own | dataclasses.asdict(settings),
@@ -94,7 +94,7 @@ def run(
             report.write_json(arguments.json, content)
 
     try:
-        problem = ModelProblem(step.sizes, step.batch, step.tokens, dtype, device)
+        problem = ModelProblem(step.sizes, step.batch, step.tokens, dtype, device, ignored=arguments.ignored)
         content["parameters"] = sum(parameter.numel() for parameter in problem.parameters)
         for result in _measured(f"{problem.reported} {name}", problem, variants, settings):
             results.append(result)
@@ -124,20 +124,39 @@ def _measured(
     with report.progress(title, 1 + len(variants)) as tell:
         tell("the eager step that all are compared with")
         problem.expected()
+        done: dict[str, Result] = {}
         for variant in variants:
             tell(f"{variant.name}: compiles, is checked and timed")
-            result = measure(problem, variant, None, settings)
+            done[variant.name] = result = measure(problem, variant, None, settings)
             if result.ms:
                 result.tokens_per_s = 1e3 * problem.shape.rows / result.ms
                 result.unsteady += ["tokens_per_s"] * ("ms" in result.unsteady)
+                _set_head_ms(result, done.get(BODY), done.get(variant.against))
             yield result
 
 
+def _set_head_ms(result: Result, body: Result | None, against: Result | None) -> None:
+    """The time of head and loss, which is a difference of two steps, and its ratio to that of another variant."""
+    if result is body or result.ms is None or body is None or body.ms is None:
+        return
+    result.head_ms = result.ms - body.ms
+    result.unsteady += ["head_ms"] * ("ms" in result.unsteady + body.unsteady)
+    if against is not None and against.head_ms:
+        result.ratio = result.head_ms / against.head_ms
+        result.unsteady += ["ratio"] * ("head_ms" in result.unsteady + against.unsteady)
+        ratio = f"head and loss {report.figure(result, 'ratio', 3)} x {against.variant}"
+        result.note = "; ".join(filter(None, (result.note, ratio)))
+
+
 def _table(results: Sequence[Result], memory: bool) -> report.Table:
-    head = ["variant", "ms", "tokens/s"] + ["peak MiB"] * memory + ["loss", "grad error", "head error", "status"]
+    heads = any(result.head_ms is not None for result in results)
+    head = ["variant", "ms", *["head + loss ms"] * heads, "tokens/s"] + ["peak MiB"] * memory
+    head += ["loss", "grad error", "head error", "status"]
     rows = []
     for result in results:
-        row = [result.variant, report.figure(result, "ms", 2), report.figure(result, "tokens_per_s", 0)]
+        row = [result.variant, report.figure(result, "ms", 2)]
+        row += [report.figure(result, "head_ms", 2)] * heads
+        row += [report.figure(result, "tokens_per_s", 0)]
         row += [report.number(result.extra_mib, 0)] * memory
         checked = result.variant != BODY
         row += [report.number(result.loss, 4)]

@@ -14,6 +14,7 @@ from . import linear_cases
 from .linear_cases import AUTO_CHUNKER, LinearVariant, unfused_ours, unfused_torch
 
 BODY = "body alone"
+LINEAR = "xent linear"
 
 # quack-kernels tunes its products in the first call, for minutes.
 PEERS = tuple(peer for peer in linear_cases.PEERS if peer.module != "quack")
@@ -31,6 +32,10 @@ def _no_head(hidden: Tensor, matrix: Tensor, target: Tensor) -> Tensor:
     return hidden.float().mean()
 
 
+def _skipping(hidden: Tensor, matrix: Tensor, target: Tensor) -> Tensor:
+    return xent_ops.linear_cross_entropy(hidden, matrix, target, skip_ignored=True)
+
+
 def variants() -> tuple[list[ModelVariant], list[str]]:
     """(the contestants, what is left out and why)."""
     found = [
@@ -39,7 +44,8 @@ def variants() -> tuple[list[ModelVariant], list[str]]:
         ModelVariant("xent pass", "ours", lambda: unfused_torch, compiled=True, replaced=True),
         ModelVariant("xent found head", "ours", lambda: unfused_torch, compiled=True, replaced=True, head=True),
         ModelVariant("xent compiled", "ours", lambda: unfused_ours, compiled=True),
-        ModelVariant("xent linear", "ours", lambda: xent_ops.linear_cross_entropy, compiled=True),
+        ModelVariant(LINEAR, "ours", lambda: xent_ops.linear_cross_entropy, compiled=True),
+        ModelVariant("xent skipping", "ours", lambda: _skipping, compiled=True, against=LINEAR),
     ]
     missing = []
     import torch._inductor.config as inductor

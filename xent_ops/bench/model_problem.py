@@ -33,9 +33,21 @@ class _Expected(NamedTuple):
 
 
 class ModelProblem(Problem):
-    """Random tokens. The targets are the next tokens, and the last position of each sequence is ignored."""
+    """Random tokens. The targets are the next tokens, and the last position of each sequence is ignored.
 
-    def __init__(self, sizes: Sizes, batch: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
+    ``ignored``: the fraction of positions, these and others here and there, that are ignored; None for these alone.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        batch: int,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        ignored: float | None = None,
+    ) -> None:
         super().__init__(Shape(batch * length, sizes.classes), dtype, device)
         self.reported = ModelShape(batch, length, sizes.layers, sizes.hidden, sizes.classes)
         with torch.device(device):
@@ -43,6 +55,10 @@ class ModelProblem(Problem):
         self.tokens = torch.randint(sizes.classes, (batch, length), generator=self.generator, device=device)
         following = self.tokens.roll(-1, 1)
         following[:, -1] = check.IGNORE_INDEX
+        if ignored is not None:
+            order = torch.rand((batch, length), generator=self.generator, device=device)
+            order[:, -1] = -1.0
+            following.view(-1)[order.flatten().argsort()[: round(ignored * batch * length)]] = check.IGNORE_INDEX
         self.targets = (following.flatten(),) * 2
         self.target = self.targets[0].clone()
         self.head = self.model.head.weight

@@ -54,7 +54,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--classes", type=int, default=128256)
     parser.add_argument("--linear", type=int, metavar="HIDDEN", help="measure the head and the loss as one")
-    parser.add_argument("--chunk-rows", type=int, help="of --linear; by default as many as the library takes")
+    chunks = "of --linear; by default as many as the library takes; of several sizes all but ours take the first"
+    parser.add_argument("--chunk-rows", type=int, nargs="+", default=[None], help=chunks)
     parser.add_argument("--repeat", type=int, default=20)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,6 +1,7 @@
 """Linear cross entropy where each rank holds some rows of the head.
 
-How the data flows, N rows of input of width H in chunks of rows:
+Two ways. Where gradients of a mean or a sum are wanted, pipelined.py: three products, two chunks of logits at a time.
+Else, and with ``pipelined=False``, four products and one chunk, N rows of input of width H in chunks of rows:
 
     forward     a chunk's logits of this rank's classes, their statistics      xent::linear_cross_entropy_shard
                 one all-gather of 3 numbers a row (4 with class weights)
@@ -22,76 +23,17 @@ import torch
 from torch import Tensor
 
 from ..functional import TokenLogProbs, log_probs_of_rows
-from ..kernels import reductions
-from ..kernels.options import Chunking, LossOptions
+from ..kernels.options import LossOptions
 from ..ops import arguments, checks, transforms
-from ..ops.library import below_autograd
 from ..ops.linear import checks as linear_checks
 from ..ops.linear import composite
-from ..ops.linear.chunks import divided_by
 from ..ops.linear.shard import check_shard
 from . import consistency
 from .groups import Group, Ranks, ranks_of
+from .heads import Head, reduced, sharded_rows
 from .parts import all_gather, refuse_dtensor, shard_range_of_width
-from .vocab_parallel import Rows
-
-_ops = torch.ops.xent
-
-
-class Head(NamedTuple):
-    """This rank's rows of the head, and how its chunks are made."""
-
-    weight: Tensor  # (classes of this rank, H)
-    bias: Tensor | None  # (classes of this rank,)
-    class_weight: Tensor | None  # likewise
-    shard_range: tuple[int, int]  # class_start, num_classes
-    accumulate_dtype: torch.dtype | None
-    chunking: Chunking
-
-
-def sharded_rows(
-    input: Tensor,  # (..., H) of this rank
-    target: Tensor,  # of all rows
-    head: Head,
-    ranks: Ranks,
-    loss: LossOptions,
-    gathered_input: Tensor | None = None,  # (ranks, *input.shape) where the inputs of all ranks are wanted
-    sum_grad_input: bool = True,
-    entropy: bool = False,
-) -> tuple[Rows, Tensor]:
-    """Values for each row of the target, its entropy where it is wanted.
-
-    Without ``sum_grad_input`` the gradient is this rank's part of the sum.
-    """
-    weight, bias, class_weight, shard_range, accumulate_dtype, chunking = head
-    options = {**chunking.keywords(), **loss.rows.keywords()}
-    rows = input if gathered_input is None else gathered_input
-    stats = below_autograd(
-        _ops.linear_cross_entropy_shard.default,
-        rows.detach(),
-        weight.detach(),
-        target,
-        *shard_range,
-        None if bias is None else bias.detach(),
-        class_weight,
-        entropy,
-        **options,
-    )
-    row_loss, lse, target_weight, _, entropies = _ops.linear_cross_entropy_shard_join(
-        input,
-        weight,
-        target,
-        all_gather(stats, ranks),
-        *shard_range,
-        bias,
-        class_weight,
-        gathered_input,
-        entropy,
-        accumulate_dtype=accumulate_dtype,
-        group_name=ranks.name if sum_grad_input and ranks.world > 1 else "",
-        **options,
-    )
-    return Rows(row_loss, lse, target_weight), entropies
+from .pipelined import chosen
+from .pipelined import loss as pipelined_loss
 
 
 def vocab_parallel_linear_cross_entropy(
@@ -116,14 +58,15 @@ def vocab_parallel_linear_cross_entropy(
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
     max_counted: int | None = None,
+    pipelined: bool | None = None,
     check: bool = False,
 ) -> Tensor:
     """``xent_ops.linear_cross_entropy`` of a head whose rows (classes) are split between the ranks of a group.
 
     Every rank gets the loss, bit for bit the same, and in backward the gradient of its own rows of the head and the
-    whole gradient of its input. No rank ever has more than a chunk of its own logits. One all-gather of 3 numbers a row
-    (4 with class weights) forward, one all-reduce of the input's gradient backward; four products of this rank's
-    classes. No second derivative, no torch.func, no forward-mode AD.
+    whole gradient of its input. No rank ever has more than two chunks of its own logits. 3 numbers a row (4 with class
+    weights) are all-gathered, and the input's gradient is all-reduced. No second derivative, no torch.func, no
+    forward-mode AD.
 
     Args:
         input: (..., H), the same on every rank, and requiring grad on every rank or on none; with
@@ -140,6 +83,13 @@ def vocab_parallel_linear_cross_entropy(
         divisor: for reduction="sum", as for ``xent_ops.linear_cross_entropy``; the same on every rank.
         accumulate_dtype, chunk_rows, skip_ignored, max_counted: as for ``xent_ops.linear_cross_entropy``, of this
             rank's products.
+        pipelined: True: three products. The forward gathers a chunk's numbers while the next chunk's product runs, and
+            makes the gradients, which the backward multiplies by the upstream gradient, in place; two chunks of logits.
+            False: four. The forward gathers the numbers of all rows at once, and the backward makes the logits again;
+            one chunk. None: pipelined where gradients of a mean or a sum are wanted, but not with ``skip_ignored``,
+            ``max_counted``, which pipelined=True refuses, nor inside an eager checkpoint; inside a compiled one pass
+            False. A compiled graph has the loop over the chunks unrolled: another number is another graph. All ranks
+            must take one way, with one ``chunk_rows``: weights and biases require grad on every rank or on none.
         check: as for ``vocab_parallel_cross_entropy``; it does not compare the values of inputs and divisors.
         ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale: as in
             ``xent_ops.cross_entropy``; smoothing spreads over all ``num_classes``.
@@ -158,8 +108,10 @@ def vocab_parallel_linear_cross_entropy(
     chunks = (divisor, accumulate_dtype, chunk_rows, skip_ignored, max_counted)
     name, ranks = "vocab_parallel_linear_cross_entropy", ranks_of(group)
     if check:
-        consistency.check(name, group, ranks, lambda: _report(name, ranks, *call, *chunks))
+        consistency.check(name, group, ranks, lambda: _report(name, ranks, pipelined, *call, *chunks))
     input, head, loss, divisor, split = _bound(name, ranks, *call, *chunks)
+    if chosen(pipelined, input, head, loss):
+        return pipelined_loss(input, _by_ranks(target, split, ranks), head, ranks, loss, divisor, split is not None)
     gathered, target = _gathered(input, target, split, ranks)
     rows, _ = sharded_rows(input, target, head, ranks, loss, gathered)
     value = reduced(rows, target, loss, divisor)
@@ -198,7 +150,7 @@ def vocab_parallel_linear_token_log_probs(
     chunks = (None, accumulate_dtype, chunk_rows, skip_ignored, max_counted)
     name, ranks = "vocab_parallel_linear_token_log_probs", ranks_of(group)
     if check:
-        consistency.check(name, group, ranks, lambda: _report(name, ranks, *call, *chunks))
+        consistency.check(name, group, ranks, lambda: _report(name, ranks, False, *call, *chunks))
     input, head, loss, _, split = _bound(name, ranks, *call, *chunks)
     gathered, target = _gathered(input, target, split, ranks)
     rows, entropy = sharded_rows(input, target, head, ranks, loss, gathered, entropy=True)
@@ -210,8 +162,14 @@ def _gathered(input: Tensor, target: Tensor, split: int | None, ranks: Ranks) ->
     """(the inputs of all ranks, the target in their order), both (ranks, ...); where nothing is split, as they were."""
     if split is None:
         return None, target
-    gathered = all_gather(input.detach().unsqueeze(0).contiguous(), ranks)
-    return gathered, target.unflatten(split, (ranks.world, -1)).movedim(split, 0).contiguous()
+    return all_gather(input.detach().unsqueeze(0).contiguous(), ranks), _by_ranks(target, split, ranks)
+
+
+def _by_ranks(target: Tensor, split: int | None, ranks: Ranks) -> Tensor:
+    """The target in the order of the ranks' inputs, (ranks, ...); where nothing is split, as it was."""
+    if split is None:
+        return target
+    return target.unflatten(split, (ranks.world, -1)).movedim(split, 0).contiguous()
 
 
 def _as_target(value: Tensor, split: int | None) -> Tensor:
@@ -266,9 +224,9 @@ def _bound(
     return _Bound(input, head, loss, divisor, split)
 
 
-def _report(name: str, ranks: Ranks, *call: Any) -> dict[str, Any]:
+def _report(name: str, ranks: Ranks, pipelined: bool | None, *call: Any) -> dict[str, Any]:
     target = call[2]
-    _, head, loss, divisor, _ = _bound(name, ranks, *call)
+    input, head, loss, divisor, _ = _bound(name, ranks, *call)
     weighted = head.class_weight is not None
     report = consistency.report(head.weight.dtype, len(head.weight), target, weighted, head.shard_range, loss)
     return report | {
@@ -277,6 +235,8 @@ def _report(name: str, ranks: Ranks, *call: Any) -> dict[str, Any]:
         "input that requires grad": call[0].requires_grad,
         "bias": head.bias is not None,
         "divisor": divisor is not None,
+        "the way (pipelined)": chosen(pipelined, input, head, loss),
+        "chunk_rows": head.chunking.chunk_rows,
     }
 
 
@@ -293,13 +253,3 @@ def _split_dimension(input: Tensor, target: Tensor, world: int) -> int:
         f"sequence_parallel=True one dimension of the target must be {world} times as long as that of the input, and "
         "the others equal"
     )
-
-
-def reduced(rows: Rows, target: Tensor, loss: LossOptions, divisor: Tensor | None) -> Tensor:
-    if loss.reduction == "none":
-        return reductions.reduce_rows(rows.loss, rows.lse, target, None, loss).value
-    if loss.reduction == "mean":
-        divisors = reductions.divisor_of(rows.weight, target, loss.rows.ignore_index)
-    else:
-        divisors = divided_by(target, None, divisor, 1, rows.lse.dtype, loss)
-    return reductions.reduce_rows(rows.loss, rows.lse, target, divisors, loss._replace(reduction="mean")).value

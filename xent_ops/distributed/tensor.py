@@ -46,6 +46,10 @@ def cross_entropy(
     ranks = Ranks("", 0, 1) if vocabulary is None else ranks_of(mesh.get_group(vocabulary))
     local_weight = local_weight_of(weight, num_classes, local.shape[-1], mesh, vocabulary, ranks)
     shard_range = first_class(local.shape[-1], None, num_classes, ranks), num_classes
+    if not any(isinstance(placement, Shard) for placement in rows):  # each rank has all rows, so the whole loss
+        checks.weight_without_grad(local_weight)
+        value = vocab_parallel.loss_of_shard(local, local_target, local_weight, ranks, shard_range, loss)
+        return DTensor.from_local(value, mesh, rows, run_check=False)
     outputs = vocab_parallel.sharded_rows(local, local_target, local_weight, ranks, shard_range, loss.rows)
     return reduced(outputs, local_target, shape, mesh, rows, loss)
 

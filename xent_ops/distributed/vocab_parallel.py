@@ -134,12 +134,24 @@ def vocab_parallel_cross_entropy(
     if check:
         consistency.check("vocab_parallel_cross_entropy", group, ranks, lambda: _report(*shard))
     loss, shard_range = _bound(*shard)
-    if logits_shard.requires_grad and torch.is_grad_enabled() and not transforms.is_traced():
-        return function.apply(logits_shard, target, weight, ranks, shard_range, loss)
-    if reduction == "none":
-        rows = sharded_rows(logits_shard, target, weight, ranks, shard_range, loss.rows)
+    return loss_of_shard(logits_shard, target, weight, ranks, shard_range, loss)
+
+
+def loss_of_shard(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ranks: Ranks,
+    shard_range: tuple[int, int],
+    loss: LossOptions,
+) -> Tensor:
+    """Arguments as of ``sharded_rows``; the weight has no gradient."""
+    if logits.requires_grad and torch.is_grad_enabled() and not transforms.is_traced():
+        return function.apply(logits, target, weight, ranks, shard_range, loss)
+    if loss.reduction == "none":
+        rows = sharded_rows(logits, target, weight, ranks, shard_range, loss.rows)
         return reduce_rows(rows.loss, rows.lse, target, None, loss).value
-    gathered = all_gather_shard_stats(logits_shard, target, weight, ranks, shard_range, loss.rows)
+    gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, loss.rows)
     return torch.ops.xent.cross_entropy_shard_reduced(
-        logits_shard, target, gathered, *shard_range, weight, **loss.keywords()
+        logits, target, gathered, *shard_range, weight, **loss.keywords()
     )[0]

@@ -20,14 +20,14 @@ from .heads import Head, is_asked_for
 from .links import LeftAlone, Link, asks_for_sizes, link_of, options_of, walk
 from .losses import Loss, Start
 from .modes import gradient_modes, modes
-from .nodes import name_of, value_of, where
+from .nodes import name_of, value_of, viewed_by, where
 from .products import Product
 
-# linear="auto" takes up logits of this many bytes and more. On a GPU a chunk of the operator holds 256 MiB of logits or
-# more, on a CPU 512 rows (ops/linear/sizes.py). So below twice that next to nothing is saved, while products of fewer
-# rows take longer. Chosen by the sizes of chunks: of whole steps one of 4 GiB was measured.
+# linear="auto" takes up logits of this many bytes and more. One H200, bfloat16, head and loss, the operator beside
+# compiled F (`bench --linear 2048`): 125 MiB of logits take as long, 250 MiB 7 and 12 % less with the same memory, and
+# from 500 MiB on, 4 to 7 % less with less memory where they are more than a chunk (ops/linear/sizes.py).
 WORTHWHILE = {"cpu": 64 * 2**20}
-WORTHWHILE_ON_GPUS = 512 * 2**20
+WORTHWHILE_ON_GPUS = 250 * 2**20
 
 
 @dataclass
@@ -76,11 +76,16 @@ def _refuse_other_products(source: fx.Node, loss: Loss) -> None:
     """Raise LeftAlone, for the report, where a head is of another form, or a node that is no link stands behind it."""
     if name_of(source) in products.NAMES:
         raise LeftAlone(f"{source.name} is no product of hidden states (..., H) and a weight (V, H) or (H, V)")
+    parts = source.args[0] if name_of(source) == "getitem" else None  # one of several results
+    if isinstance(parts, fx.Node) and not isinstance(value_of(parts), Tensor):
+        if isinstance(parts.target, torch._ops.HigherOrderOperator):
+            raise LeftAlone(f"its logits are made inside of {parts.name}")
+        source = parts
     for before in source.all_input_nodes:
         while (link := link_of(before)) is not None:
             before = link.source
         product = products.of(before)
-        if product is not None and _hint(value_of(product.node).shape[-1]) == _classes(loss):
+        if product is not None and (source is parts or _hint(value_of(product.node).shape[-1]) == _classes(loss)):
             raise LeftAlone(f"{source.name} stands between the head and the loss")
 
 
@@ -97,15 +102,35 @@ def _class_dim(loss: Loss) -> int:
 def _refuse_not_worthwhile(loss: Loss, product: Product, linear: bool | str) -> None:
     if linear is True or is_asked_for(product.node):
         return
+    if _is_part(loss.node.graph):
+        raise LeftAlone("its gradients would be kept in a checkpointed part; linear=True takes it")
     logits: Tensor = value_of(product.node)
     size = math.prod(map(_hint, logits.shape)) * logits.element_size()
     least = WORTHWHILE.get(logits.device.type, WORTHWHILE_ON_GPUS)
+    elements = math.prod(map(_hint, value_of(product.weight).shape))
     if logits.dtype == torch.float16:  # the weight's gradient is added up in float32
-        least += 4 * math.prod(map(_hint, value_of(product.weight).shape))
+        least += 4 * elements
+    if _has_other_heads(product):  # each keeps a gradient of the weight until the backward
+        least += logits.element_size() * elements
     if size < least:
         raise LeftAlone(f"too small: logits of {_mib(size)} MiB, and {_mib(least)} MiB pay; linear=True takes it")
     if loss.given.get("reduction", "mean") == "none" and value_of(loss.node).requires_grad:
         raise LeftAlone('reduction="none" would take a fourth product; linear=True takes it')
+
+
+def _is_part(graph: fx.Graph) -> bool:
+    """Is it a graph in a graph, a checkpointed part? Dynamo notes where the inputs of a whole graph come from."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    return any("example_value" in node.meta for node in inputs) and not any("grapharg" in node.meta for node in inputs)
+
+
+def _has_other_heads(product: Product) -> bool:
+    """Does another product read the same weight, or its transpose, as where a loss is computed by chunks of rows?"""
+    readers = list(product.weight.users)
+    for view in product.weight.users:
+        if viewed_by(view) is product.weight:
+            readers += view.users
+    return sum(products.of(node) is not None for node in readers) > 1
 
 
 def _mib(size: int) -> str:

@@ -122,6 +122,8 @@ def _reads_last(node: fx.Node, position: int, memory: dict[fx.Node, list[fx.Node
         return False
     before = reached([node], lambda step: () if step.target in _LIKE else step.all_input_nodes)
     readers = {reader for alias in aliases for reader in alias.users if not _reads_nothing(reader)} - {node}
+    # Of these the forward saves what the backward wants (save.py): they do not run again.
+    readers -= {reader for reader in readers - backward if _functionalized(reader)}
     if any(reader.op == "output" for reader in readers):
         return False
     return (reached(list(readers), lambda step: () if step is node else step.users) & backward) <= before
@@ -159,15 +161,30 @@ def _shared(node: fx.Node) -> list[fx.Node]:
     sources = [source for source in node.all_input_nodes if not isinstance(source.meta.get("val"), _NUMBERS)]
     if node.target is operator.getitem:
         made: Any = node.args[0]
+        if _functionalized(made):
+            # Results of the operator that writes, then what it has written to. They share no memory with its inputs.
+            index: Any = node.args[1]
+            position, bases = index - max(1, len(made.args[0]._schema.returns)), made.kwargs["_all_bases"]
+            return [user for user in made.users if user.args == node.args] + (
+                [bases[position]] if position >= 0 else []
+            )
         # The results of our operators share no memory with each other; one may be taken out several times.
         ours = getattr(made.target, "namespace", "") == "xent"
         return [user for user in made.users if user.args == node.args] if ours else sources
+    if _functionalized(node):
+        return []  # a tuple
     if not isinstance(node.target, torch._ops.OpOverload):
         return sources  # a higher-order operator may return any of its arguments
     if node.target in MAY_BE_VIEWS:
         return [source for source in sources if _dtype(source) == _dtype(node)]
     returns_new_memory = all(result.alias_info is None for result in node.target._schema.returns)
     return [] if returns_new_memory else sources
+
+
+def _functionalized(node: fx.Node) -> bool:
+    """Is it an operator of ours that writes to tensors, in its functional form?"""
+    of_torch = node.target is torch.ops.higher_order.auto_functionalized_v2
+    return of_torch and getattr(node.args[0], "namespace", "") == "xent"
 
 
 def _reads_nothing(node: fx.Node) -> bool:

@@ -1,6 +1,6 @@
 """Recognises the head: a product of hidden states (..., H) with a weight of H features by V classes.
 
-F.linear, matmul, mm, addmm and einsum, and the addition of a bias behind them.
+F.linear, inner, matmul, mm, addmm and einsum, and the addition of a bias behind them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ _ADDITIONS = {"add", "add_", "iadd"}
 _ARGUMENTS = {
     "linear": ("input", "weight", "bias"),
     "matmul": ("input", "other"),
+    "inner": ("input", "other"),
     "mm": ("input", "mat2"),
     "addmm": ("input", "mat1", "mat2", "beta", "alpha"),
 }
-NAMES = {*_ARGUMENTS, "einsum", "bmm", "baddbmm", "addbmm"}  # of products of matrices, of heads or not
+NAMES = {*_ARGUMENTS, "einsum", "tensordot", "bmm", "baddbmm", "addbmm"}  # of products of matrices, of heads or not
 
 
 @dataclass
@@ -73,7 +74,7 @@ def _of_two(node: fx.Node) -> Product | None:
         (input, weight), bias = operands, None
     if not (isinstance(input, fx.Node) and isinstance(weight, fx.Node)):
         return None
-    return Product(node, input, weight, name != "linear", bias)
+    return Product(node, input, weight, name not in ("linear", "inner"), bias)
 
 
 def _of_einsum(node: fx.Node) -> Product | None:

@@ -73,7 +73,12 @@ def _may_be_view(node: torch.fx.Node) -> bool:
 
 def install() -> None:
     last_reader.install({op: position for op, (_, position) in INPLACE.items()})
-    save.install(torch.ops.xent.linear_cross_entropy_with_grad.default)
+    save.install(
+        {
+            torch.ops.xent.linear_cross_entropy_with_grad.default: save.results,
+            torch.ops.xent.linear_cross_entropy_shard_value.default: lambda call: call.args[4:7],
+        }
+    )
     for op, (inplace, position) in INPLACE.items():
         _install(op, inplace, position)
 

@@ -1,12 +1,12 @@
-"""Has the partitioner save what the one pass of a linear cross entropy has made, whatever else it recomputes.
+"""Has the partitioner save the gradients that a linear cross entropy has made, whatever else it recomputes.
 
-The operator takes three products and makes the gradients in the forward. A checkpoint, a memory budget or aggressive
-recomputation would run it in the backward once more: six products, where rows take four. A formula of its flops does
-not prevent that.
+The forward makes them in three products. A checkpoint, a memory budget or aggressive recomputation would do so in the
+backward once more: six products, where rows take four. A formula of the operator's flops does not prevent that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
@@ -17,19 +17,24 @@ _SMALLEST_BUDGET = 1e-6
 _REGION = "_region_activation_memory_budget"  # torch.autograd.graph.region_activation_memory_budget, of torch 2.13
 
 
-def install(op: Any) -> None:
-    """Mark the results of this operator in every joint graph of Inductor, before it is partitioned."""
+def install(made: dict[Any, Callable[[fx.Node], Any]]) -> None:
+    """Mark what calls have made in every joint graph of Inductor, before it is partitioned: operator -> nodes."""
     from torch._inductor.fx_passes import joint_graph
 
     if not any(isinstance(patterns, _Pass) for patterns in joint_graph.pass_patterns):
-        joint_graph.pass_patterns.append(_Pass(op))  # type: ignore[arg-type]
+        passes: list[Any] = [_Pass(op, nodes) for op, nodes in made.items()]
+        joint_graph.pass_patterns += passes
+
+
+def results(call: fx.Node) -> tuple[fx.Node, ...]:
+    return (call, *call.users)  # these take the single results
 
 
 class _Pass:
     """In the form of a PatternMatcherPass."""
 
-    def __init__(self, op: Any) -> None:
-        self.op = op
+    def __init__(self, op: Any, made: Callable[[fx.Node], Any]) -> None:
+        self.op, self.made = op, made
 
     def apply(self, graph: fx.Graph) -> int:
         from torch.utils.checkpoint import CheckpointPolicy
@@ -40,7 +45,7 @@ class _Pass:
             return 0
         _heed_marks(calls)
         for call in calls:
-            for node in (call, *call.users):  # these take the single results
+            for node in self.made(call):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         return 0
 

@@ -45,6 +45,18 @@ def adapters(head: Any) -> list[str]:
     return _active_adapters(head) if _of_peft(head, "lora.layer.Linear") else []
 
 
+def hooks_after(head: nn.Module, before: int, behind: int) -> str | None:
+    """The name of a hook that the head got after the two of these numbers: it may change what they hide from it.
+
+    Not those of torch.distributed, which gather the weight for FSDP.
+    """
+    for hooks, ours in ((head._forward_pre_hooks, before), (head._forward_hooks, behind)):
+        for number, hook in hooks.items():
+            if number > ours and not (getattr(hook, "__module__", None) or "").startswith("torch.distributed."):
+                return getattr(hook, "__qualname__", type(hook).__name__)
+    return None
+
+
 def _active_adapters(head: Any) -> list[str]:
     if head.disable_adapters or head.merged:
         return []

@@ -85,7 +85,8 @@ def use_xent(
             beside the loss, or changes them otherwise than by a softcap or a scale.
         TypeError, ValueError: options that ``linear_cross_entropy`` refuses.
         RuntimeError: use_xent is on already. Later, from the model's call: one in training without labels, by a
-            Trainer with ``label_smoothing_factor`` or ``compute_loss_func`` for example, and one through DataParallel.
+            Trainer with ``label_smoothing_factor`` or ``compute_loss_func`` for example, one through DataParallel, and
+            one after the head got another hook, or the model another ``loss_function``.
     """
     base = _base(model)
     if "_xent" in vars(base):
@@ -160,6 +161,7 @@ class _Hooks:
             head.register_forward_hook(self.after_head, prepend=True),
             model.register_forward_hook(self.after_model),
         ]
+        self.of_head = (self.handles[1].id, self.handles[2].id)
         model.loss_function = self.loss_function
 
     def remove(self) -> None:
@@ -171,6 +173,7 @@ class _Hooks:
         self.call: _Call | None = None
         self.hidden: Tensor | None = None
         self.loss: Tensor | None = None
+        self.returned = False  # has loss_function returned it?
         self.predicted: dict[str, Tensor] = {}
 
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -192,6 +195,10 @@ class _Hooks:
         if self.model.get_output_embeddings() is not self.head:
             raise RuntimeError(
                 "the head is not the one that use_xent has seen: call it after peft and resize_token_embeddings"
+            )
+        if (later := heads.hooks_after(self.head, *self.of_head)) is not None:
+            raise RuntimeError(
+                f"{later} was registered on the head after use_xent, and would be given zero rows: register hooks first"
             )
         ignore_index = kwargs.get("ignore_index", -100)
         self.call = _Call(labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"), ignore_index)
@@ -249,10 +256,11 @@ class _Hooks:
                 f"{type(self.model).__name__} gave its loss other arguments than it was given itself: use_xent takes "
                 "num_items_in_batch, ignore_index and shift_labels of the model's call"
             )
+        self.returned = True
         return self.loss
 
     def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        call, loss, predicted = self.call, self.loss, self.predicted
+        call, loss, returned, predicted = self.call, self.loss, self.returned, self.predicted
         self._forget()
         if call is None:
             return None
@@ -260,6 +268,8 @@ class _Hooks:
             raise RuntimeError(
                 "the model did not call its head: its forward is not that of transformers (TRL's trainers replace it)"
             )
+        if not returned:
+            raise RuntimeError("the model did not call its loss_function: it was replaced after use_xent")
         if isinstance(output, tuple):
             return None
         kept = {name: value for name, value in output.items() if name != "logits"}

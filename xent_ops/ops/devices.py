@@ -29,20 +29,40 @@ def ascend_launchers() -> Any:
         from triton.backends import backends
     except ImportError as error:
         raise ImportError(
-            f"xent_ops runs on Ascend NPUs through triton-ascend, and no triton could be imported: {_INSTALL_ASCEND}"
+            f"xent_ops runs on Ascend NPUs through triton-ascend, and no triton could be imported: {INSTALL_ASCEND}"
         ) from error
     if "ascend" not in backends and not interpreter_is_set():
         raise ImportError(
             "xent_ops runs on Ascend NPUs through triton-ascend, and the triton that is installed has no ascend "
-            f"backend (it has: {', '.join(sorted(backends)) or 'none'}): {_INSTALL_ASCEND}"
+            f"backend (it has: {', '.join(sorted(backends)) or 'none'}): {INSTALL_ASCEND}"
         )
     _warn_of_interpreter()
+    if not interpreter_is_set():
+        _find_ascend_driver()
     return importlib.import_module("xent_ops.kernels.ascend.launch")
 
 
-_INSTALL_ASCEND = (
+def _find_ascend_driver() -> None:
+    from triton.runtime import driver
+
+    try:
+        driver.active.get_current_target()
+    except RuntimeError as error:
+        if not str(error).startswith("0 active drivers"):
+            raise
+        raise RuntimeError(
+            f"triton-ascend does not find CANN's compiler (bisheng) on this process's PATH: {SOURCE_CANN}. "
+            f"Triton said: {error}"
+        ) from error
+
+
+INSTALL_ASCEND = (
     "run `pip uninstall triton` and `pip install triton-ascend`, which owns the same import name, beside the torch_npu "
     "that belongs to this torch (docs/npu.md)"
+)
+SOURCE_CANN = (
+    "run `source /usr/local/Ascend/ascend-toolkit/set_env.sh` (from CANN 8.5 on /usr/local/Ascend/cann/set_env.sh) in "
+    "the shell that starts Python (docs/npu.md)"
 )
 
 

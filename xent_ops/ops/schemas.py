@@ -31,6 +31,10 @@ PYTHON_ONLY = (
     "linear_cross_entropy_shard",
     "linear_cross_entropy_shard_join",
     "linear_cross_entropy_shard_backward",
+    "linear_cross_entropy_shard_chunk",
+    "linear_cross_entropy_shard_chunk_grad_",
+    "linear_cross_entropy_shard_chunk_add_",
+    "linear_cross_entropy_shard_value",
 )
 
 DECLARED: dict[str, tuple[str, "str | None"]] = {
@@ -174,6 +178,30 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         "SymInt class_start, SymInt num_classes, Tensor? linear_bias=None, Tensor? weight=None, "
         f"Tensor? coefficient=None, Tensor? grad_entropy=None, Tensor? entropy=None, {OUTPUT_MASK}, *, {OPTIONS}, "
         f"{ACCUMULATE}, {CHUNKING}) -> ({LINEAR_GRADS})",
+        None,
+    ),
+    # The same a chunk of rows at a time, its logits kept until the other ranks' statistics are there: three products.
+    # The caller gathers between the first two, and adds grad_input up over the ranks beside the third.
+    "linear_cross_entropy_shard_chunk": (
+        "(Tensor input, Tensor linear_weight, Tensor target, SymInt class_start, SymInt num_classes, "
+        f"Tensor? linear_bias=None, Tensor? weight=None, *, {OPTIONS}) -> (Tensor stats, Tensor logits)",
+        None,
+    ),
+    "linear_cross_entropy_shard_chunk_grad_": (
+        "(Tensor(a!) logits, Tensor gathered, Tensor linear_weight, Tensor target, SymInt class_start, "
+        "SymInt num_classes, Tensor? weight=None, Tensor? divisor=None, Tensor? after=None, "
+        f"bool with_grad_input=True, *, {OPTIONS}, {LSE_SQUARE}) "
+        "-> (Tensor loss, Tensor lse, Tensor target_weight, Tensor grad_input)",
+        None,
+    ),
+    "linear_cross_entropy_shard_chunk_add_": (
+        "(Tensor(a!) grad_linear_weight, Tensor(b!) grad_linear_bias, Tensor grad_logits, Tensor input, "
+        "SymInt columns, bool first) -> ()",
+        None,
+    ),
+    "linear_cross_entropy_shard_value": (
+        f"(Tensor value, Tensor input, Tensor linear_weight, Tensor? linear_bias, {LINEAR_GRADS}, "
+        "Tensor? divisor=None) -> Tensor",
         None,
     ),
 }

@@ -170,6 +170,7 @@ operator(
     outputs=_parts,
     reference=reference_shard.cross_entropy_shard,
     check_values=checks.shard_values,
+    ascend=True,
 )
 autograd("cross_entropy_shard", _shard_alone, save_nothing)
 
@@ -194,5 +195,6 @@ operator(
     check=_check_backward,
     outputs=gradient,
     reference=reference_shard.cross_entropy_shard_backward,
+    ascend=True,
 )
 autograd("cross_entropy_shard_backward", _second_backward, save_nothing)

@@ -53,6 +53,7 @@ operator(
     check=checks.soft_forward,
     outputs=rows,
     reference=reference_soft.soft_cross_entropy_forward,
+    ascend=True,
 )
 autograd("soft_cross_entropy_forward", _backward, _setup_context)
 
@@ -61,5 +62,6 @@ operator(
     check=checks.soft_backward,
     outputs=gradient,
     reference=reference_soft.soft_cross_entropy_backward,
+    ascend=True,
 )
 autograd("soft_cross_entropy_backward", _second_backward, save_all)

@@ -2,8 +2,9 @@
 
 The unified buffer (UB) of a vector core holds every tile that is alive at one moment, and twice what is copied in or
 out, since the next tile arrives while one is worked on. How many bytes a kernel needs for each column of its block was
-counted in the IR to which triton-ascend 3.2.0 lowers it, as if a compiler let no two tiles share memory, and
-`make test-ascend` counts again. What bishengir makes of it on a device was never seen.
+counted in the IR to which triton-ascend 3.2.0 lowers it: tiles share memory if they are not alive at the same time, and
+an operation does not write over its operands. `make test-ascend` counts again. What bishengir makes of it on a device
+was never seen, so a variable sets the block for measurements.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from triton.runtime import driver
 
 UB_BYTES = 192 * 1024  # Atlas A2 and A3 (Ascend 910B, 910C)
 UB_VARIABLE = "XENT_OPS_ASCEND_UB_BYTES"
+BLOCK_VARIABLE = "XENT_OPS_ASCEND_BLOCK"
 FRACTION = 0.9  # of the UB: scalars, reductions and alignment take the rest
 MAX_PROGRAMS = 65535  # coreDim of a launch
 
@@ -50,32 +52,71 @@ def ub_bytes() -> int:
     return _parse_ub_bytes(text) if text else _device_ub_bytes()
 
 
-def block(classes: int, column_bytes: int) -> int:
-    """The largest power of two of columns that fits the UB, but no more than the row needs."""
-    fits = int(ub_bytes() * FRACTION) // column_bytes
-    return min(1 << (fits.bit_length() - 1), next_power_of_2(classes))
+@functools.cache
+def _parse_block(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0 or int(text) & (int(text) - 1):
+        raise ValueError(f"{BLOCK_VARIABLE}={text!r} is not a power of two, like 4096")
+    return int(text)
+
+
+def block(classes: int, column_bytes: float) -> int:
+    """The largest power of two of columns that fits the UB, or the variable's, but no more than the row needs."""
+    text = os.environ.get(BLOCK_VARIABLE)
+    fits = _parse_block(text) if text else 1 << (int(ub_bytes() * FRACTION / column_bytes).bit_length() - 1)
+    return min(fits, next_power_of_2(max(1, classes)))
+
+
+# Bytes a column of each kernel's block, by its flags and the bytes of its elements: at least what is counted in its IR.
+
+_CAPPED = (0, 68, 24)  # by SOFTCAP, in backward_kernel and the kernels of class probabilities
 
 
 def forward_bytes(
-    itemsize: int, HAS_WEIGHT: bool, HAS_SMOOTHING: bool, SOFTCAP: int, HAS_ARGMAX: bool, HAS_ENTROPY: bool
-) -> int:
-    """Bytes a column of forward_kernel: 4096 columns for a plain loss, 1024 with everything."""
-    number = 25 + 4 * itemsize + 4 * HAS_ENTROPY + (0, 56, 12)[SOFTCAP]
-    number += HAS_ARGMAX * (4 + 2 * itemsize + 8 * (SOFTCAP > 0))
-    return number + HAS_SMOOTHING * (8 + 16 * HAS_WEIGHT)
-
-
-def light_backward_bytes(itemsize: int) -> int:
-    """Bytes a column of light_backward_kernel: 4096 columns of 2 bytes, 2048 of 4."""
-    return 33 + 5 * itemsize
+    itemsize: int,
+    *,
+    SKIP_IGNORED: bool = False,
+    HAS_WEIGHT: bool,
+    HAS_SMOOTHING: bool,
+    HAS_SCALE: bool,
+    SOFTCAP: int,
+    HAS_ARGMAX: bool = False,
+    HAS_ENTROPY: bool = False,
+) -> float:
+    """Also of shard_kernel."""
+    if not (HAS_SMOOTHING or HAS_SCALE or SOFTCAP):
+        return 12.25 + 4 * itemsize + 4 * HAS_ENTROPY + 20 * HAS_ARGMAX
+    number = 20.25 + 6 * itemsize + 4 * SKIP_IGNORED + (16 if SOFTCAP else 12) * HAS_ARGMAX
+    number += 4 * (itemsize == 2 and (HAS_SCALE or SOFTCAP > 0))
+    return number + HAS_SMOOTHING * (4 + 16 * HAS_WEIGHT) + (0, 56, 12)[SOFTCAP]
 
 
 def backward_bytes(
-    itemsize: int, HAS_GRAD_LSE: bool, HAS_ENTROPY: bool, HAS_WEIGHT: bool, HAS_SMOOTHING: bool, SOFTCAP: int
-) -> int:
-    """Bytes a column of backward_kernel."""
-    number = 29 + 7 * itemsize + 4 * HAS_GRAD_LSE + 16 * HAS_ENTROPY + (0, 64, 24)[SOFTCAP]
-    return number + HAS_SMOOTHING * (8 + 16 * HAS_WEIGHT)
+    itemsize: int,
+    *,
+    HAS_GRAD_LSE: bool,
+    HAS_ENTROPY: bool,
+    HAS_WEIGHT: bool,
+    HAS_SMOOTHING: bool,
+    HAS_SCALE: bool,
+    SOFTCAP: int,
+) -> float:
+    number = 16.25 + 2.25 * itemsize + 20 * HAS_ENTROPY + HAS_SMOOTHING * (4 + 12 * HAS_WEIGHT)
+    return number + (_CAPPED[SOFTCAP] or 4 * HAS_SCALE)
+
+
+def soft_bytes(
+    itemsize: int,
+    target_itemsize: int,
+    *,
+    HAS_GRAD_LSE: bool = False,
+    HAS_WEIGHT: bool,
+    HAS_SMOOTHING: bool,
+    HAS_SCALE: bool,
+    SOFTCAP: int,
+) -> float:
+    """Of soft_forward_kernel and soft_backward_kernel."""
+    number = 24.25 + 2.25 * itemsize + 2 * target_itemsize + 8 * HAS_WEIGHT + 8 * HAS_SMOOTHING
+    return number + (_CAPPED[SOFTCAP] or 4 * HAS_SCALE)
 
 
 @functools.cache

@@ -3,7 +3,18 @@
 import triton
 import triton.language as tl
 
-from ..triton.numerics import activate, row_offset, without_infinity
+from ..triton.numerics import activate as activate_scaled
+from ..triton.numerics import row_offset, without_infinity
+
+
+@triton.jit
+def activate(z, logit_scale, softcap, HAS_SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """x = softcap(logit_scale * z). A multiplication by 1 would cost a pass over the tile."""
+    if HAS_SCALE or SOFTCAP != 0:
+        x = activate_scaled(z, logit_scale, softcap, SOFTCAP)
+    else:
+        x = z
+    return x
 
 
 @triton.jit
@@ -23,18 +34,21 @@ def _visit(
     MASKED: tl.constexpr,  # the tile ends behind the row
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
+    HAS_SCALE: tl.constexpr,  # logit_scale is not 1
     SOFTCAP: tl.constexpr,  # see softcap of triton/configs.py
     HAS_ARGMAX: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
 ):
     """Fold one tile of the row into the running state. Also the largest z of the tile, before softcap."""
+    # What follows leaves -inf beyond the row as it is. Else padding is 0 until it is replaced.
+    PLAIN: tl.constexpr = not ((HAS_SMOOTHING or HAS_SCALE) or SOFTCAP != 0)
     if MASKED:
         exists = tl.arange(0, pointers.shape[0]) < left  # of the addresses: it becomes the length of a copy
-        z = tl.load(pointers, mask=exists, other=0.0)
+        z = tl.load(pointers, mask=exists, other=float("-inf") if PLAIN else 0.0)
     else:
         z = tl.load(pointers)
     z = z.to(tl.float32)
-    x = activate(z, logit_scale, softcap, SOFTCAP)
+    x = activate(z, logit_scale, softcap, HAS_SCALE, SOFTCAP)
     if HAS_SMOOTHING:
         relative = x - shift
         if HAS_WEIGHT:
@@ -47,7 +61,7 @@ def _visit(
         if MASKED:
             relative = tl.where(lane < left.to(tl.float32), relative, 0.0)
         smooth += tl.sum(relative, axis=0)
-    if MASKED:
+    if MASKED and not PLAIN:
         # After softcap, which would make -softcap of -inf. Of the values: integers would not compare as vectors.
         inside = lane < left.to(tl.float32)
         x = tl.where(inside, x, float("-inf"))
@@ -82,6 +96,60 @@ def _first_of(pointers, lane, left, top, logit_scale):
     return tl.where(first < left.to(tl.float32), first, 0.0).to(tl.int32)
 
 
+@triton.jit
+def scan(
+    row_ptr,
+    weight_ptr,
+    columns,  # (BLOCK,) 0, 1, ...
+    n_cols,
+    shift,
+    logit_scale,
+    softcap,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_ARGMAX: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The state of _visit after a whole row, the largest z, and where the first tile begins that holds it."""
+    lane = columns.to(tl.float32)
+    n_full = n_cols // BLOCK * BLOCK
+    maximum = tl.cast(float("-inf"), tl.float32)
+    total = tl.cast(0.0, tl.float32)
+    moment = tl.cast(0.0, tl.float32)
+    smooth = tl.cast(0.0, tl.float32)
+    weights = tl.cast(0.0, tl.float32)
+    top = tl.cast(float("-inf"), tl.float32)
+    top_start = tl.cast(0, tl.int32)
+    for start in tl.range(0, n_full, BLOCK):
+        maximum, total, moment, smooth, weights, tile_top = _visit(
+            row_ptr + start + columns, weight_ptr + start + columns, lane, n_cols, maximum, total, moment, smooth,
+            weights, shift, logit_scale, softcap, False, HAS_WEIGHT, HAS_SMOOTHING, HAS_SCALE, SOFTCAP, HAS_ARGMAX,
+            HAS_ENTROPY,
+        )  # fmt: skip
+        if HAS_ARGMAX:
+            top_start = tl.where(tile_top > top, start, top_start)
+            top = tl.maximum(top, tile_top)
+    if n_full < n_cols:
+        maximum, total, moment, smooth, weights, tile_top = _visit(
+            row_ptr + n_full + columns, weight_ptr + n_full + columns, lane, n_cols - n_full, maximum, total, moment,
+            smooth, weights, shift, logit_scale, softcap, True, HAS_WEIGHT, HAS_SMOOTHING, HAS_SCALE, SOFTCAP,
+            HAS_ARGMAX, HAS_ENTROPY,
+        )  # fmt: skip
+        if HAS_ARGMAX:
+            top_start = tl.where(tile_top > top, n_full, top_start)
+            top = tl.maximum(top, tile_top)
+    return maximum, total, moment, smooth, weights, top, top_start
+
+
+@triton.jit
+def shift_of(x):
+    """What a smoothing sum is taken relative to: one x of the row, where that is a number to subtract."""
+    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
+
+
 @triton.jit(
     do_not_specialize=["n_rows", "chunk", "n_inner", "ignore_index", "label_smoothing", "softcap", "logit_scale"]
 )
@@ -103,9 +171,11 @@ def forward_kernel(
     label_smoothing,
     softcap,
     logit_scale,
+    SKIP_IGNORED: tl.constexpr,  # ignored rows are not read, their lse is infinite
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
-    SOFTCAP: tl.constexpr,  # see softcap of triton/configs.py
+    HAS_SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     HAS_ARGMAX: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -115,59 +185,42 @@ def forward_kernel(
     end = tl.minimum(begin + chunk, n_rows)
     columns = tl.arange(0, BLOCK)
     lane = columns.to(tl.float32)
-    n_full = n_cols // BLOCK * BLOCK
     for row in tl.range(begin, end):
         row_ptr = logits_ptr + row_offset(row, n_inner, stride_outer, stride_inner)
         target = tl.load(target_ptr + row).to(tl.int64)
-        valid = (target >= 0) & (target < n_cols)
-        column = tl.where(valid, target, 0)
-        x_target = activate(tl.load(row_ptr + column).to(tl.float32), logit_scale, softcap, SOFTCAP)
-        # What the smoothing sum is taken relative to: the target's x, where that is a number to subtract.
-        shift = tl.where(tl.abs(x_target) < float("inf"), x_target, 0.0)
-
-        maximum = tl.cast(float("-inf"), tl.float32)
-        total = tl.cast(0.0, tl.float32)
-        moment = tl.cast(0.0, tl.float32)
-        smooth = tl.cast(0.0, tl.float32)
-        weights = tl.cast(0.0, tl.float32)
-        top = tl.cast(float("-inf"), tl.float32)
-        top_start = tl.cast(0, tl.int32)
-        for start in tl.range(0, n_full, BLOCK):
-            maximum, total, moment, smooth, weights, tile_top = _visit(
-                row_ptr + start + columns, weight_ptr + start + columns, lane, n_cols, maximum, total, moment, smooth,
-                weights, shift, logit_scale, softcap, False, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP, HAS_ARGMAX,
-                HAS_ENTROPY,
+        if SKIP_IGNORED:
+            read = target != ignore_index
+        else:
+            read = True
+        if read:
+            valid = (target >= 0) & (target < n_cols)
+            column = tl.where(valid, target, 0)
+            x_target = activate(tl.load(row_ptr + column).to(tl.float32), logit_scale, softcap, HAS_SCALE, SOFTCAP)
+            shift = shift_of(x_target)
+            maximum, total, moment, smooth, weights, top, top_start = scan(
+                row_ptr, weight_ptr, columns, n_cols, shift, logit_scale, softcap, HAS_WEIGHT, HAS_SMOOTHING,
+                HAS_SCALE, SOFTCAP, HAS_ARGMAX, HAS_ENTROPY, BLOCK,
             )  # fmt: skip
+            pivot = without_infinity(maximum)
+            log_total = tl.log(total)
+            # Relative to the maximum until the end: lse - x_target would lose digits when both are large.
+            loss = pivot - x_target + log_total
+            if HAS_WEIGHT:
+                loss *= tl.load(weight_ptr + column)
+            if HAS_SMOOTHING:
+                if not HAS_WEIGHT:
+                    weights = tl.cast(n_cols, tl.float32)
+                smooth_loss = weights * (pivot - shift + log_total) - smooth
+                loss = (1.0 - label_smoothing) * loss + label_smoothing / n_cols * smooth_loss
+            loss = tl.where(valid, loss, float("nan"))
+            loss = tl.where(target == ignore_index, 0.0, loss)
+            tl.store(loss_ptr + row, loss)
+            tl.store(lse_ptr + row, pivot + log_total)
+            if HAS_ENTROPY:
+                tl.store(entropy_ptr + row, log_total - moment / total)
             if HAS_ARGMAX:
-                top_start = tl.where(tile_top > top, start, top_start)
-                top = tl.maximum(top, tile_top)
-        if n_full < n_cols:
-            maximum, total, moment, smooth, weights, tile_top = _visit(
-                row_ptr + n_full + columns, weight_ptr + n_full + columns, lane, n_cols - n_full, maximum, total,
-                moment, smooth, weights, shift, logit_scale, softcap, True, HAS_WEIGHT, HAS_SMOOTHING, SOFTCAP,
-                HAS_ARGMAX, HAS_ENTROPY,
-            )  # fmt: skip
-            if HAS_ARGMAX:
-                top_start = tl.where(tile_top > top, n_full, top_start)
-                top = tl.maximum(top, tile_top)
-
-        pivot = without_infinity(maximum)
-        log_total = tl.log(total)
-        # Relative to the maximum until the end: lse - x_target would lose digits when both are large.
-        loss = pivot - x_target + log_total
-        if HAS_WEIGHT:
-            loss *= tl.load(weight_ptr + column)
-        if HAS_SMOOTHING:
-            if not HAS_WEIGHT:
-                weights = n_cols.to(tl.float32)
-            smooth_loss = weights * (pivot - shift + log_total) - smooth
-            loss = (1.0 - label_smoothing) * loss + label_smoothing / n_cols * smooth_loss
-        loss = tl.where(valid, loss, float("nan"))
-        loss = tl.where(target == ignore_index, 0.0, loss)
-        tl.store(loss_ptr + row, loss)
-        tl.store(lse_ptr + row, pivot + log_total)
-        if HAS_ENTROPY:
-            tl.store(entropy_ptr + row, log_total - moment / total)
-        if HAS_ARGMAX:
-            first = _first_of(row_ptr + top_start + columns, lane, n_cols - top_start, top, logit_scale)
-            tl.store(argmax_ptr + row, (top_start + first).to(tl.int64))
+                first = _first_of(row_ptr + top_start + columns, lane, n_cols - top_start, top, logit_scale)
+                tl.store(argmax_ptr + row, (top_start + first).to(tl.int64))
+        else:
+            tl.store(loss_ptr + row, 0.0)
+            tl.store(lse_ptr + row, float("inf"))

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from ...kernels import reductions, reference
 from ...kernels.options import DEFAULTS, Chunking, LossOptions, Options
-from .packing import Rows, rows_of
-from .products import Products, counting_kernels
+from .products import Products, rows_to_compute
 
 _ops = torch.ops.xent
 
@@ -32,11 +31,6 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # of input, linear_weight, linear_bia
 
 def as_rows(input: Tensor) -> Tensor:
     return input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
-
-
-def rows_to_compute(target: Tensor, flat: Tensor, linear_weight: Tensor, options: Options, how: Chunking) -> Rows:
-    counting = how.skip_ignored and counting_kernels(flat, linear_weight) is not None
-    return rows_of(target, options.ignore_index, how, counting)
 
 
 def scaled(grad: Tensor, factor: Tensor) -> Tensor:

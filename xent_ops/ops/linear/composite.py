@@ -36,6 +36,13 @@ def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
     )
 
 
+def forward_runs_twice() -> bool:
+    """Inside saved-tensor hooks, of which an eager checkpoint is made: there one product is better than three."""
+    # torch 2.11 makes a compiled selective checkpoint of hooks too, where only the context tells that it is traced.
+    traced = transforms.is_traced() or TracingContext.try_get() is not None
+    return not traced and _saved_tensors_hooks(True) is not None
+
+
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -65,11 +72,7 @@ def linear_cross_entropy(
         tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
         for tensor in (input, linear_weight, linear_bias)
     ]
-    # Inside saved-tensor hooks, of which an eager checkpoint is made, the forward runs twice: one product, not three.
-    # (torch 2.11 makes a compiled selective checkpoint of hooks too, where only the context tells that it is traced.)
-    traced = transforms.is_traced() or TracingContext.try_get() is not None
-    twice = not traced and _saved_tensors_hooks(True) is not None
-    if reduction != "none" and any(wanted) and not twice:
+    if reduction != "none" and any(wanted) and not forward_runs_twice():
         made = _ops.linear_cross_entropy_with_grad(
             *head,
             divisor,

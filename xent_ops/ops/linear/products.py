@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ...kernels import reference
+from ...kernels.options import Chunking, Options
 from ...kernels.sizes import symbolic, traced
 from .. import devices
-from .packing import PackedRows, Rows
+from .packing import PackedRows, Rows, rows_of
 from .sizes import rows_of_chunk
 
 
@@ -38,6 +39,10 @@ def _counting() -> Any:
     return importlib.import_module("xent_ops.kernels.triton.launch_product")
 
 
+def rows_to_compute(target: Tensor, flat: Tensor, linear_weight: Tensor, options: Options, how: Chunking) -> Rows:
+    return rows_of(target, options.ignore_index, how, counting_kernels(flat, linear_weight) if how.skips else None)
+
+
 class Products:
     """Makes logits of chunks, and turns their gradients into those of input (N, H), linear_weight and linear_bias."""
 
@@ -50,20 +55,25 @@ class Products:
         chunk_rows: int | None,
         output_mask: Sequence[bool] = (False, False, False),
         accumulate_dtype: torch.dtype | None = None,
+        padding: int = 0,  # rows of zeros behind the gradients of linear_weight and linear_bias
     ) -> None:
         self.rows, self.all_input, self.head, self.head_bias = rows, input, linear_weight, linear_bias
         self.mask, sums = output_mask, accumulator_of_weight(input.dtype, accumulate_dtype)
         new = input.new_zeros if isinstance(rows, PackedRows) else input.new_empty
         self.input = new(input.shape if output_mask[0] else 0)
-        self.weight = input.new_empty(linear_weight.shape if output_mask[1] else 0, dtype=sums)
-        self.bias = input.new_zeros(
-            linear_weight.shape[:1] if output_mask[2] else 0, dtype=reference.accumulator(input)
-        )
+        classes, features = linear_weight.shape
+        shape = (classes + padding, features)
+        self.padded_weight = input.new_empty(shape if output_mask[1] else 0, dtype=sums)
+        self.padded_bias = input.new_zeros(shape[:1] if output_mask[2] else 0, dtype=reference.accumulator(input))
+        self.weight, self.bias = self.padded_weight, self.padded_bias
+        if padding > 0:
+            self.weight, self.bias = self.weight[:classes], self.bias[:classes]
+            self.padded_weight[classes:].zero_()
         wider = output_mask[1] and sums != input.dtype
-        self.size = rows_of_chunk(traced(rows.number), input, linear_weight, wider, chunk_rows)
-        self.kernels = None
-        if isinstance(rows, PackedRows) and rows.count is not None:
-            self.kernels = counting_kernels(input, linear_weight)
+        self.size = rows_of_chunk(traced(rows.number), input, classes, wider, chunk_rows)
+        self.kernels = rows.kernels if isinstance(rows, PackedRows) else None
+        if self.kernels is not None:
+            assert isinstance(rows, PackedRows) and rows.count is not None
             firsts = torch.arange(0, rows.number, self.size, device=input.device)
             self.counts = (rows.count - firsts).clamp_(0, self.size).to(torch.int32)  # of each chunk
 
@@ -75,7 +85,9 @@ class Products:
         chunks, size = max(-(-traced(number) // self.size), 1), self.size
         if symbolic(number):  # in a package: as many chunks for every number of rows
             size = -(-number // chunks)
-        memory = self.all_input.new_empty((size, -(-classes // step) * step))[:, :classes]
+        # The counting kernels leave out rows that forward operators read, if only to mask what they make of them.
+        new = self.all_input.new_empty if self.kernels is None or any(self.mask) else self.all_input.new_zeros
+        memory = new((size, -(-classes // step) * step))[:, :classes]
         for self.index in range(chunks):
             start, stop = (torch.sym_min(index * size, number) for index in (self.index, self.index + 1))
             chunk = slice(start, stop)
@@ -95,7 +107,7 @@ class Products:
             if self.kernels is not None:
                 self.kernels.grad_weight(gradient, self.part, self.count, self.weight, add=self.index > 0)
             else:
-                _add_product(self.weight, gradient.t(), self.part, self.index == 0)
+                add_product(self.weight, gradient.t(), self.part, self.index == 0)
         del self.part  # its memory serves the next product
         if self.mask[0]:
             if not isinstance(self.rows, PackedRows):
@@ -108,7 +120,7 @@ class Products:
             self.bias += gradient.sum(0, dtype=self.bias.dtype)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
     """total += left @ right, which ``first`` starts from zero."""
     if total.dtype == left.dtype:
         torch.mm(left, right, out=total) if first else torch.addmm(total, left, right, out=total)
@@ -118,4 +130,4 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> Non
         else:
             torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
-        _add_product(total, left.to(total.dtype), right.to(total.dtype), first)
+        add_product(total, left.to(total.dtype), right.to(total.dtype), first)

@@ -177,6 +177,10 @@ def _shard_alone(ctx: Any, grad: Tensor) -> NoReturn:
 
 
 def _second_backward(ctx: Any, *grads: Tensor) -> NoReturn:
+    no_second_derivative()
+
+
+def no_second_derivative() -> NoReturn:
     raise RuntimeError(
         "the linear cross entropy of DTensors, or of a head split over ranks, has no second derivative (it would need "
         "further collectives in backward): for one call xent_ops.linear_cross_entropy on plain tensors (full_tensor())"

@@ -19,8 +19,8 @@ from torch import Tensor
 from ...kernels import reference, reference_shard
 from ...kernels.options import DEFAULTS, Chunking, Options
 from .. import checks
-from .chunks import Gradients, as_rows, divisible, rows_to_compute
-from .products import Products
+from .chunks import Gradients, as_rows, divisible
+from .products import Products, rows_to_compute
 
 _ops = torch.ops.xent
 _HEADER = reference_shard.HEADER
@@ -163,8 +163,9 @@ def gradients(
     if input.dtype == torch.float16:
         factor = _largest(indices, of_rows[4], options.ignore_index, *of_rows[:3])
         of_rows[:3] = [None if value is None else value / factor for value in of_rows[:3]]
-    products = Products(rows, flat, head, bias, how.chunk_rows, output_mask, accumulate_dtype)
-    grad_weight, grad_bias = _with_padding(products, len(linear_weight))
+    padding = len(linear_weight) - len(head)
+    products = Products(rows, flat, head, bias, how.chunk_rows, output_mask, accumulate_dtype, padding)
+    grad_weight, grad_bias = products.padded_weight, products.padded_bias
     for chunk, logits in products.chunks():
         a, b, c, z, coefficients, h = [None if value is None else value[chunk] for value in of_rows]
         if h is None:
@@ -177,21 +178,6 @@ def gradients(
             _ops.scale_grad_(gradient, factor)
     grad_input = products.input.view(input.shape if output_mask[0] else 0)
     return grad_input, grad_weight.to(input.dtype), grad_bias.to(input.dtype)
-
-
-def _with_padding(products: Products, classes: int) -> tuple[Tensor, Tensor]:
-    """Memory for the gradients of all rows of the head: ``products`` makes the first ones, padding gets zeros."""
-    columns = len(products.head)
-    for name, wanted in (("weight", products.mask[1]), ("bias", products.mask[2])):
-        if wanted and columns < classes:
-            first = getattr(products, name)
-            shape, none = (classes, *first.shape[1:]), first.new_empty(0)
-            setattr(products, name, none)
-            del first  # its memory serves the whole; a copy at the end would take the weight's once more
-            setattr(products, name, none.new_zeros(shape))
-    whole = products.weight, products.bias
-    products.weight, products.bias = products.weight[:columns], products.bias[:columns]
-    return whole
 
 
 def _entropy_gradient(

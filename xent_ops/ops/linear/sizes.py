@@ -33,8 +33,8 @@ _ROWS_ON_CPU = 512
 _MULTIPLE = 128
 
 
-def rows_of_chunk(number: int, input: Tensor, linear_weight: Tensor, wider: bool, chunk_rows: int | None) -> int:
-    """For that number of rows of input (N, H).
+def rows_of_chunk(number: int, input: Tensor, classes: int, wider: bool, chunk_rows: int | None) -> int:
+    """For that number of rows of input (N, H) and this number of classes.
 
     ``wider``: the gradient of the weight is added up in more bytes than it has in the end.
     """
@@ -46,7 +46,7 @@ def rows_of_chunk(number: int, input: Tensor, linear_weight: Tensor, wider: bool
         itemsize = input.element_size()
         # Products of wider numbers take longer, so fewer rows will do.
         rows = least = 4096 // itemsize
-        while rows < number and 2 * rows * linear_weight.shape[0] * itemsize <= _BYTES:
+        while rows < number and 2 * rows * classes * itemsize <= _BYTES:
             rows *= 2
         if wider and rows < features:
             # At the end the sum and its copy are there at once. Until then a chunk of H rows takes the copy's place.

@@ -1,0 +1,25 @@
+"""Our losses in the place of torchtitan's, in two real processes. The case, run on every rank, is torchtitan_cases.py's."""
+
+import pytest
+
+for package in ("torchtitan", "spmd_types"):
+    pytest.importorskip(package, reason=f"{package} is not installed")
+
+import torchtitan_cases as cases  # noqa: E402
+
+
+@pytest.mark.parametrize("backend", cases.BACKENDS)
+def test_logits_split_by_classes(pool, device, backend):
+    pool(2, device).run(cases.logits_split_by_classes, backend)
+
+
+def test_chunks_of_a_split_head(pool, device):
+    pool(2, device).run(cases.chunks_of_a_split_head)
+
+
+def test_split_heads_are_refused(pool, device):
+    pool(2, device).run(cases.split_heads_are_refused)
+
+
+def test_norm_and_head_in_one_group(pool, device):
+    pool(2, device).run(cases.norm_and_head_in_one_group)

@@ -1,0 +1,87 @@
+"""A head of which each rank holds some rows, and its losses a row with one gather: chunks, join, chunks again.
+
+Docs of the way: linear.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels import reductions
+from ..kernels.options import Chunking, LossOptions
+from ..ops.library import below_autograd
+from ..ops.linear.chunks import divided_by
+from .groups import Ranks
+from .parts import all_gather
+from .vocab_parallel import Rows
+
+_ops = torch.ops.xent
+
+
+class Head(NamedTuple):
+    """This rank's rows of the head, and how its chunks are made."""
+
+    weight: Tensor  # (classes of this rank, H)
+    bias: Tensor | None  # (classes of this rank,)
+    class_weight: Tensor | None  # likewise
+    shard_range: tuple[int, int]  # class_start, num_classes
+    accumulate_dtype: torch.dtype | None
+    chunking: Chunking
+
+
+def sharded_rows(
+    input: Tensor,  # (..., H) of this rank
+    target: Tensor,  # of all rows
+    head: Head,
+    ranks: Ranks,
+    loss: LossOptions,
+    gathered_input: Tensor | None = None,  # (ranks, *input.shape) where the inputs of all ranks are wanted
+    sum_grad_input: bool = True,
+    entropy: bool = False,
+) -> tuple[Rows, Tensor]:
+    """Values for each row of the target, its entropy where it is wanted.
+
+    Without ``sum_grad_input`` the gradient is this rank's part of the sum.
+    """
+    weight, bias, class_weight, shard_range, accumulate_dtype, chunking = head
+    options = {**chunking.keywords(), **loss.rows.keywords()}
+    rows = input if gathered_input is None else gathered_input
+    stats = below_autograd(
+        _ops.linear_cross_entropy_shard.default,
+        rows.detach(),
+        weight.detach(),
+        target,
+        *shard_range,
+        None if bias is None else bias.detach(),
+        class_weight,
+        entropy,
+        **options,
+    )
+    row_loss, lse, target_weight, _, entropies = _ops.linear_cross_entropy_shard_join(
+        input,
+        weight,
+        target,
+        all_gather(stats, ranks),
+        *shard_range,
+        bias,
+        class_weight,
+        gathered_input,
+        entropy,
+        accumulate_dtype=accumulate_dtype,
+        group_name=ranks.name if sum_grad_input and ranks.world > 1 else "",
+        **options,
+    )
+    return Rows(row_loss, lse, target_weight), entropies
+
+
+def reduced(rows: Rows, target: Tensor, loss: LossOptions, divisor: Tensor | None) -> Tensor:
+    if loss.reduction == "none":
+        return reductions.reduce_rows(rows.loss, rows.lse, target, None, loss).value
+    if loss.reduction == "mean":
+        divisors = reductions.divisor_of(rows.weight, target, loss.rows.ignore_index)
+    else:
+        divisors = divided_by(target, None, divisor, 1, rows.lse.dtype, loss)
+    return reductions.reduce_rows(rows.loss, rows.lse, target, divisors, loss._replace(reduction="mean")).value

@@ -1,0 +1,51 @@
+"""What every launcher asks of its tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import JITFunction
+
+from ..options import Options
+from ..rows import dense
+from ..triton.configs import softcap
+from . import configs
+from .forward import forward_kernel
+
+
+def _on_host(tensor: Tensor) -> bool:
+    """Do the kernels run on the host: in Triton's interpreter, or on CPU tensors in the tests of their lowering?"""
+    return tensor.device.type == "cpu" or not isinstance(forward_kernel, JITFunction)
+
+
+def cores(tensor: Tensor) -> int:
+    """Vector cores of the tensor's device; 3 on the host, so that programs have several rows there."""
+    return 3 if _on_host(tensor) else configs.vector_cores(tensor.device)
+
+
+def on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensors'."""
+    if not _on_host(tensor):
+        module = torch.get_device_module(tensor.device)
+        if tensor.device.index != module.current_device():
+            return module.device(tensor.device)
+    return contextlib.nullcontext()
+
+
+def indices(target: Tensor) -> Tensor:
+    """Class indices, one a row, of a dtype that a scalar load of the vector cores takes."""
+    target = dense(target)
+    return target.to(torch.int32) if target.dtype == torch.uint8 else target
+
+
+def features(weight: Tensor | None, options: Options, itemsize: int) -> dict[str, Any]:
+    """The flags that all kernels have."""
+    return {
+        "HAS_WEIGHT": weight is not None,
+        "HAS_SMOOTHING": options.label_smoothing > 0.0,
+        "HAS_SCALE": options.logit_scale != 1.0,
+        "SOFTCAP": softcap(options.softcap, itemsize),
+    }

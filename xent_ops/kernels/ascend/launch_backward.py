@@ -1,0 +1,168 @@
+"""Launchers of the backward operators, and of the loss with its gradient. See launch.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..options import DEFAULTS, Options
+from ..reference import grad_lse_of_square, row_grads
+from ..reference_shard import columns_of
+from ..rows import class_weight, dense, per_row, rows
+from . import configs
+from .backward import backward_kernel
+from .common import cores, features, indices, on
+from .launch_forward import cross_entropy_forward_skipping
+
+
+def _backward(
+    gradient: Tensor,  # written; may be the logits
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    weight: Tensor | None = None,
+    divisor: Tensor | None = None,
+    *,
+    options: Options = DEFAULTS,
+    lse_square_scale: float = 0.0,
+    grad_entropy: Tensor | None = None,
+    entropy: Tensor | None = None,
+    shard: tuple[int, int, Tensor | None] | None = None,  # class_start, num_classes, coefficient
+) -> None:
+    itemsize = logits.element_size()
+    view, out = rows(logits), rows(gradient)
+    class_start, classes, coefficient = shard or (0, logits.shape[-1], None)
+    columns = columns_of(logits, class_start, classes)
+    if columns < logits.shape[-1]:
+        gradient[..., columns:].zero_()  # padding behind the last class
+    if view.number == 0 or columns == 0:
+        return
+    grad_loss, grad_lse = row_grads(
+        grad_loss, grad_lse, target, lse, divisor, options.ignore_index, lse_square_scale, torch.float32
+    )
+    lse = dense(lse)
+    grad_loss, grad_loss_stride = per_row(grad_loss, lse)
+    grad_lse_row, grad_lse_stride = per_row(grad_lse, lse)
+    grad_entropy_row, grad_entropy_stride = per_row(grad_entropy, lse)
+    weights = class_weight(weight, lse)
+    if coefficient is not None:
+        coefficient = dense(coefficient.float())
+    elif weight is not None and options.label_smoothing > 0.0:
+        coefficient = weights.sum()
+    flags = {
+        "HAS_GRAD_LSE": grad_lse is not None,
+        "HAS_ENTROPY": grad_entropy is not None,
+        **features(weight, options, itemsize),
+    }
+    programs, chunk = configs.programs(view.number, cores(logits))
+    with on(logits):
+        backward_kernel[(programs,)](
+            grad_loss,
+            grad_lse_row,
+            grad_entropy_row,
+            view.tensor,
+            indices(target),
+            lse,
+            lse if entropy is None else dense(entropy),
+            weights,
+            lse if coefficient is None else coefficient,
+            out.tensor,
+            view.number,
+            chunk,
+            columns,
+            *view[2:],
+            *out[2:],
+            grad_loss_stride,
+            grad_lse_stride,
+            grad_entropy_stride,
+            class_start,
+            classes,
+            *options.numbers(),
+            SHARD=shard is not None,
+            **flags,
+            BLOCK=configs.block(columns, configs.backward_bytes(itemsize, **flags)),
+        )
+
+
+def cross_entropy_backward(
+    grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
+) -> Tensor:
+    gradient = logits.new_empty(logits.shape)
+    _backward(gradient, grad_loss, grad_lse, logits, *rest, **options)
+    return gradient
+
+
+def cross_entropy_backward_(
+    grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
+) -> None:
+    if rows(logits).tensor is logits:
+        _backward(logits, grad_loss, grad_lse, logits, *rest, **options)
+        torch.autograd.graph.increment_version(logits)  # autograd does not see a launch
+    else:  # rows that no two strides describe: through a dense gradient
+        logits.copy_(cross_entropy_backward(grad_loss, grad_lse, logits, *rest, **options))
+
+
+def cross_entropy_shard_backward(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    class_start: int,
+    num_classes: int,
+    weight: Tensor | None = None,
+    coefficient: Tensor | None = None,
+    divisor: Tensor | None = None,
+    *,
+    backward: Callable[..., Tensor | None] = cross_entropy_backward,
+    **options: Any,
+) -> Tensor | None:
+    shard = (class_start, num_classes, coefficient)
+    return backward(grad_loss, grad_lse, logits, target, lse, weight, divisor, shard=shard, **options)
+
+
+def cross_entropy_shard_backward_(*args: Any, **options: Any) -> None:
+    cross_entropy_shard_backward(*args, **options, backward=cross_entropy_backward_)
+
+
+def cross_entropy_backward_entropy(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    weight: Tensor | None = None,
+    *,
+    options: Options = DEFAULTS,
+) -> Tensor:
+    gradient, tensors = logits.new_empty(logits.shape), (logits, target, lse, weight)
+    _backward(gradient, grad_loss, grad_lse, *tensors, options=options, grad_entropy=grad_entropy, entropy=entropy)
+    return gradient
+
+
+def cross_entropy_with_grad(
+    logits: Tensor,
+    target: Tensor,
+    grad_scale: Tensor,
+    grad_lse_square: Tensor | None = None,
+    weight: Tensor | None = None,
+    *,
+    options: Options = DEFAULTS,
+    backward: Callable[..., Tensor | None] = cross_entropy_backward,
+) -> tuple[Tensor, ...]:
+    """By two kernels: a row does not fit into a vector core's memory, so the logits are read twice anyway."""
+    loss, lse = cross_entropy_forward_skipping(logits, target, weight, options=options)
+    grad_lse = grad_lse_of_square(grad_lse_square, lse, target, options.ignore_index)
+    gradient = backward(grad_scale, grad_lse, logits, target, lse, weight, options=options)
+    return (loss, lse) if gradient is None else (loss, lse, gradient)
+
+
+def cross_entropy_with_grad_(*args: Any, **options: Any) -> tuple[Tensor, ...]:
+    return cross_entropy_with_grad(*args, **options, backward=cross_entropy_backward_)

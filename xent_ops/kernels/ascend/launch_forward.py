@@ -1,0 +1,127 @@
+"""Launchers of the forward operators. See launch.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reductions, reference_shard
+from ..options import DEFAULTS, Options
+from ..rows import class_weight, rows
+from . import configs
+from .common import cores, features, indices, on
+from .forward import forward_kernel
+from .shard import shard_kernel
+
+
+def _forward(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    options: Options,
+    *,
+    with_argmax: bool = False,
+    with_entropy: bool = False,
+    skip_ignored: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    classes, itemsize = logits.shape[-1], logits.element_size()
+    loss = logits.new_empty(logits.shape[:-1], dtype=torch.float32)
+    lse = torch.empty_like(loss)
+    argmax = torch.empty_like(loss, dtype=torch.int64) if with_argmax else lse
+    entropy = torch.empty_like(loss) if with_entropy else lse
+    view = rows(logits)
+    if view.number == 0:
+        return loss, lse, argmax, entropy
+    flags = {
+        "SKIP_IGNORED": skip_ignored,
+        **features(weight, options, itemsize),
+        "HAS_ARGMAX": with_argmax,
+        "HAS_ENTROPY": with_entropy,
+    }
+    programs, chunk = configs.programs(view.number, cores(logits))
+    with on(logits):
+        forward_kernel[(programs,)](
+            view.tensor,
+            indices(target),
+            class_weight(weight, lse),
+            loss,
+            lse,
+            argmax,
+            entropy,
+            view.number,
+            chunk,
+            classes,
+            *view[2:],
+            *options.numbers(),
+            **flags,
+            BLOCK=configs.block(classes, configs.forward_bytes(itemsize, **flags)),
+        )
+    return loss, lse, argmax, entropy
+
+
+def cross_entropy_forward(
+    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
+) -> tuple[Tensor, Tensor]:
+    return _forward(logits, target, weight, options)[:2]
+
+
+def cross_entropy_forward_argmax(
+    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _forward(logits, target, weight, options, with_argmax=True)[:3]
+
+
+def cross_entropy_forward_entropy(
+    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss, lse, _, entropy = _forward(logits, target, weight, options, with_entropy=True)
+    return loss, lse, entropy
+
+
+def cross_entropy_forward_skipping(
+    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
+) -> tuple[Tensor, Tensor]:
+    """Without reading ignored rows, whose lse is infinite."""
+    return _forward(logits, target, weight, options, skip_ignored=True)[:2]
+
+
+def cross_entropy_reduced(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows by the kernel, their sums by plain torch."""
+    return reductions.cross_entropy_reduced(*args, **options, forward=cross_entropy_forward_skipping)
+
+
+def cross_entropy_shard(
+    logits: Tensor,
+    target: Tensor,
+    class_start: int,
+    num_classes: int,
+    weight: Tensor | None = None,
+    *,
+    options: Options = DEFAULTS,
+) -> Tensor:
+    columns, itemsize = reference_shard.columns_of(logits, class_start, num_classes), logits.element_size()
+    view = rows(logits)
+    out = logits.new_empty((1, reference_shard.width(view.number, weight is not None)), dtype=torch.float32)
+    if view.number == 0:  # then nothing reads the header
+        return out
+    flags = features(weight, options, itemsize)
+    programs, chunk = configs.programs(view.number, cores(logits))
+    with on(logits):
+        shard_kernel[(programs,)](
+            view.tensor,
+            indices(target),
+            class_weight(weight, out),
+            out,
+            view.number,
+            chunk,
+            columns,
+            *view[2:],
+            class_start,
+            num_classes,
+            *options.numbers()[1:],
+            **flags,
+            BLOCK=configs.block(columns, configs.forward_bytes(itemsize, **flags)),
+        )
+    return out
