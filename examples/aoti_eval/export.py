@@ -1,6 +1,6 @@
 """Trains a small byte-level language model, exports it with the loss and packs it with AOTInductor for main.cpp:
 
-    python examples/aoti_eval/export.py OUT [--text FILE]
+    python examples/aoti_eval/export.py OUT [--text FILE] [--device cuda]
 
 writes OUT/score.pt2 (summed loss of a batch of windows, made without all of its logits), OUT/step.pt2 (loss and
 gradients of a training step) and OUT/parameters.pt (what the step starts from), and prints the perplexity of the text
@@ -38,7 +38,8 @@ class ByteModel(nn.Module):
         self.head = nn.Linear(width, 256)
 
     def hidden(self, ids: Tensor) -> Tensor:
-        x = self.bytes((ids.unsqueeze(-1) == torch.arange(256)).float()).transpose(1, 2)  # (batch, width, length)
+        one_hot = (ids.unsqueeze(-1) == torch.arange(256, device=ids.device)).float()
+        x = self.bytes(one_hot).transpose(1, 2)  # (batch, width, length)
         for layer in self.layers:
             x = x + F.gelu(layer(F.pad(x, (layer.dilation[0], 0))))
         return x.transpose(1, 2)  # (batch, length, width)
@@ -90,7 +91,7 @@ def pack(module: nn.Module, inputs: tuple[Tensor, ...], path: Path, dynamic: boo
 def train(model: ByteModel, ids: Tensor, targets: Tensor, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(steps):
-        batch = torch.randint(len(ids), (BATCH,))
+        batch = torch.randint(len(ids), (BATCH,)).to(ids.device)
         loss_of(model(ids[batch]), targets[batch]).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -100,13 +101,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--text", type=Path, default=Path(__file__), help="what is learnt and scored")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda, on which the packages run")
     parser.add_argument("--steps", type=int, default=100, help="of training, before the export")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
 
-    ids, targets = windows(args.text.read_bytes())
-    model = ByteModel()
+    ids, targets = (tensor.to(args.device) for tensor in windows(args.text.read_bytes()))
+    model = ByteModel().to(args.device)
     train(model, ids, targets, args.steps)
     score = Score(model).eval()
     with torch.no_grad():
@@ -118,7 +120,7 @@ def main() -> None:
     batch = ids[:BATCH], targets[:BATCH]
     step = make_fx(lambda *inputs: train_step(model, inputs[2:], *inputs[:2]))(*batch, *parameters)
     pack(step, (*batch, *parameters), args.out / "step.pt2", dynamic=False)
-    torch.save(parameters, args.out / "parameters.pt")
+    torch.save([parameter.cpu() for parameter in parameters], args.out / "parameters.pt")
     for _ in range(STEPS):
         loss, *gradients = train_step(model, parameters, *batch)
         parameters = [p - RATE * gradient for p, gradient in zip(parameters, gradients, strict=True)]

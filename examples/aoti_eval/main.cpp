@@ -3,7 +3,8 @@
 //   aoti_eval LIBRARY score OUT/score.pt2 TEXT                  perplexity of a text
 //   aoti_eval LIBRARY train OUT/step.pt2 OUT/parameters.pt TEXT  losses of some steps of SGD
 //
-// LIBRARY is libxent_ops.so, which has the operators that the packages call: python -m xent_ops library-path.
+// LIBRARY is libxent_ops.so, which has the operators that packages for the CPU call: python -m xent_ops library-path.
+// Packages for CUDA hold the kernels themselves; give none as LIBRARY.
 #include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/torch.h>
@@ -37,7 +38,7 @@ struct Windows {
   at::Tensor ids;
   at::Tensor targets;
 
-  explicit Windows(const std::string& path) {
+  Windows(const std::string& path, const at::Device& device) {
     const std::vector<char> text = read(path);
     const int64_t predicted = static_cast<int64_t>(text.size()) - 1;
     if (predicted < 1) {
@@ -50,14 +51,18 @@ struct Windows {
       ids.data_ptr<int64_t>()[i] = static_cast<unsigned char>(text[i]);
       targets.data_ptr<int64_t>()[i] = static_cast<unsigned char>(text[i + 1]);
     }
-    ids = ids.view({number, LENGTH});
-    targets = targets.view({number, LENGTH});
+    ids = ids.view({number, LENGTH}).to(device);
+    targets = targets.view({number, LENGTH}).to(device);
   }
 };
 
+at::Device device_of(AOTIModelPackageLoader& package) {
+  return at::Device(package.get_metadata().at("AOTI_DEVICE_KEY"));
+}
+
 void score(const std::string& package, const std::string& text) {
   AOTIModelPackageLoader model(package);
-  const Windows windows(text);
+  const Windows windows(text, device_of(model));
   double total = 0.0;
   const auto ids = windows.ids.split(BATCH), targets = windows.targets.split(BATCH);
   for (size_t i = 0; i < ids.size(); ++i) {
@@ -68,12 +73,13 @@ void score(const std::string& package, const std::string& text) {
 
 void train(const std::string& package, const std::string& start, const std::string& text) {
   AOTIModelPackageLoader step(package);
+  const at::Device device = device_of(step);
   const at::IValue saved = torch::pickle_load(read(start));
   std::vector<at::Tensor> parameters;
   for (const at::IValue& parameter : saved.toListRef()) {
-    parameters.push_back(parameter.toTensor());
+    parameters.push_back(parameter.toTensor().to(device));
   }
-  const Windows windows(text);
+  const Windows windows(text, device);
   for (int i = 0; i < STEPS; ++i) {
     std::vector<at::Tensor> inputs{windows.ids.narrow(0, 0, BATCH), windows.targets.narrow(0, 0, BATCH)};
     inputs.insert(inputs.end(), parameters.begin(), parameters.end());

@@ -8,12 +8,16 @@ from typing import Any
 import torch
 
 from ..ops.schemas import COMPOSITES, SCHEMAS
+from . import packages
 
 
 def install() -> None:
     """Register a lowering for every operator that has none."""
     from torch._inductor.lowering import lowerings, register_lowering
 
+    from . import products_into
+
+    products_into.install()
     for name in SCHEMAS.keys() - set(COMPOSITES):
         op = getattr(torch.ops.xent, name).default
         if op not in lowerings:
@@ -27,6 +31,8 @@ def lowering(op: Any) -> Callable[..., Any]:
     opaque = fallback_handler(op, add_to_fallback_set=False)
 
     def lower(*args: Any, **options: Any) -> Any:
+        if packages.packs(args):
+            return packages.lower(op._schema.name.removeprefix("xent::"), args, options)
         outputs = opaque(*args, **_packed(op, options))
         _name_the_cuda_kernel(op)
         return outputs

@@ -24,7 +24,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 # Their schemas promise new memory, but it may be shared. The first is a view. Inductor removes the next three where
 # they change nothing. It computes the inputs of the last two inside the memory of the result.
-_MAY_BE_VIEWS = {
+MAY_BE_VIEWS = {
     aten._unsafe_view.default,
     aten.clone.default,
     aten._to_copy.default,
@@ -175,7 +175,7 @@ def _shared(node: fx.Node) -> list[fx.Node]:
         return []  # a tuple
     if not isinstance(node.target, torch._ops.OpOverload):
         return sources  # a higher-order operator may return any of its arguments
-    if node.target in _MAY_BE_VIEWS:
+    if node.target in MAY_BE_VIEWS:
         return [source for source in sources if _dtype(source) == _dtype(node)]
     returns_new_memory = all(result.alias_info is None for result in node.target._schema.returns)
     return [] if returns_new_memory else sources

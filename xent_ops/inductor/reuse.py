@@ -15,7 +15,7 @@ import torch
 from ..kernels import cpu
 from ..ops.library import OPERATORS
 from ..ops.schemas import DECLARED
-from . import calls, last_reader, save
+from . import calls, last_reader, packages, save
 
 # Devices whose kernel can write over its input. NPUs are among them because the formula in aten compares integer
 # vectors, which their vector cores do element by element (traced only, never run there).
@@ -40,8 +40,12 @@ def writes_over(device: str) -> bool:
     return device in DEVICES and (device != "cpu" or cpu.problem() is None)
 
 
-def _dies_here(node: torch.fx.Node, position: int) -> bool:
-    """Is ``node`` the last reader of its logits, the argument at ``position``, and their only one in this graph?"""
+def _dies_here(node: torch.fx.Node, position: int, in_package: bool) -> bool:
+    """Is ``node`` the last reader of its logits, the argument at ``position``, and their only one in this graph?
+
+    The graph of a package has forward and backward. There others may read before ``node``, but not by a view, whose
+    readers may come later; Inductor lets them read before anything is written.
+    """
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
@@ -50,7 +54,8 @@ def _dies_here(node: torch.fx.Node, position: int) -> bool:
     while True:
         if not isinstance(source, torch.fx.Node):
             return False
-        if any(user is not reader and user.target not in last_reader.SIZES for user in source.users):
+        others = [user for user in source.users if user is not reader and user.target not in last_reader.SIZES]
+        if any(not in_package or user > node or _may_be_view(user) for user in others):
             return False
         if source.target not in _VIEWS:
             break
@@ -59,6 +64,11 @@ def _dies_here(node: torch.fx.Node, position: int) -> bool:
         saved = V.graph.graph_inputs_original.get(str(source.target))
         return last_reader.is_marked(node) and isinstance(saved, ir.DonatedBuffer)
     return source.target in _PRODUCTS
+
+
+def _may_be_view(node: torch.fx.Node) -> bool:
+    new = isinstance(node.target, torch._ops.OpOverload) and not node.target.is_view
+    return not new or node.target in last_reader.MAY_BE_VIEWS
 
 
 def install() -> None:
@@ -85,7 +95,7 @@ def _install(op: Any, inplace: Any, position: int) -> None:
     def lower(*args: Any, **options: Any) -> Any:
         written = args[position]
         served = op is _SCALE or writes_over(written.get_device().type)
-        if not (served and _dies_here(V.graph.current_node, position)):
+        if not (served and _dies_here(V.graph.current_node, position, packages.packs(args))):
             return opaque(*args, **options)
         written.realize()
         outputs = in_place(*args, **options)

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .sizes import known, symbolic
+
 
 class Rows(NamedTuple):
     """A tensor (..., V) as rows of V elements; row i starts at (i // inner) * outer_stride + (i % inner) * stride.
@@ -31,26 +33,33 @@ def dense_classes(tensor: Tensor) -> Tensor:
 
 def rows(tensor: Tensor) -> Rows:
     """Merge the batch dimensions into at most two. A tensor that needs more, or has strided classes, is copied."""
-    place = _place(tensor.shape, tensor.stride())
+    place = _place_of(tensor)
     if place is None:
         tensor = tensor.contiguous()
-        place = _place(tensor.shape, tensor.stride())
+        place = _place_of(tensor)
         assert place is not None
     return Rows(tensor, *place)
+
+
+def _place_of(tensor: Tensor) -> tuple[int, int, int, int] | None:
+    shape, strides = tensor.shape, tensor.stride()
+    if any(map(symbolic, (*shape, *strides))):  # which have no hash
+        return _place.__wrapped__(shape, strides)
+    return _place(shape, strides)
 
 
 @functools.lru_cache(1024)
 def _place(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int, int] | None:
     number = math.prod(shape[:-1])
-    if number == 0 or shape[-1] == 0:  # empty: contiguous() would not change the strides
+    if known(number == 0) or shape[-1] == 0:  # empty: contiguous() would not change the strides
         return number, 1, 0, 0
     if strides[-1] != 1 and shape[-1] > 1:
         return None
     groups: list[list[int]] = []  # [size, stride], innermost first
     for size, stride in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
-        if size == 1:
+        if known(size == 1):
             continue
-        if groups and stride == groups[-1][0] * groups[-1][1]:
+        if groups and known(stride == groups[-1][0] * groups[-1][1]):
             groups[-1][0] *= size
         else:
             groups.append([size, stride])
@@ -100,7 +109,7 @@ def dense_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Callable[[Te
 
 def per_row_like(tensor: Tensor | None) -> tuple[Callable[[Tensor], Tensor], int]:
     """(conversion, stride) for one value a row. The stride of an expanded scalar, such as a sum's gradient, is 0."""
-    if tensor is None or not any(tensor.stride()):
+    if tensor is None or all(known(stride == 0) for stride in tensor.stride()):
         return _as_it_is, 0
     if tensor.is_contiguous():
         return _as_it_is, 1

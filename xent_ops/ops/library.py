@@ -64,7 +64,7 @@ class Operator:
         self.name, self.overload = name, define(name)
         self.check_arguments, self.check_values = check, check_values
         self.outputs, self.reference = outputs, reference
-        self.ascend, self.overwrites = ascend, overwrites
+        self.ascend, self.composed, self.overwrites = ascend, composed, overwrites
         self.arguments = [argument.name for argument in self.overload._schema.arguments]
         self.position = self.arguments.index(overwrites) if overwrites is not None else -1
         self.has_options = not set(self.arguments).isdisjoint(Options._fields)

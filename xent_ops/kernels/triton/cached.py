@@ -15,6 +15,8 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
+from .recording import RECORDING, record
+
 # Triton's versions that the tests of launches have passed with (tests/operators/test_launches.py); others launch every
 # kernel by themselves. The test fails where a version that is missing here would pass.
 VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
@@ -58,5 +60,7 @@ class Launch:
         compiled.run(self.grid, 1, 1, stream, function, metadata, None, None, None, *pointers, *self._rest)
 
     def by_triton(self, *tensors: Tensor) -> Any:
+        if RECORDING.get():
+            return record(self.kernel, self.grid, *tensors, *self.numbers, **self.constants)
         # Triton 3.9 warns that 3.10 will not contract a * b + c by default.
         return self.kernel[(self.grid,)](*tensors, *self.numbers, enable_fp_fusion=True, **self.constants)

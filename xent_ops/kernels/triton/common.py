@@ -11,7 +11,9 @@ from torch import Tensor
 
 from ..reference import accumulator
 from ..rows import class_weight, dense_rows, rows, rows_like
+from ..sizes import known
 from . import configs
+from .recording import RECORDING
 
 Strides = tuple[int, int, int]  # the last three of Rows
 Run = Callable[..., Any]  # the second stage of a launcher
@@ -52,6 +54,9 @@ def processors(device: torch.device) -> int:
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
     """Allocates a dense tensor on the current device, as Inductor's code does: torch.empty takes the host 1 us more."""
+    if RECORDING.get():
+        # Of one dimension or more: Inductor fills a tensor of none, for which it launches a kernel.
+        return lambda: torch.empty(tuple(shape) or (1,), dtype=dtype, device=device).view(tuple(shape))
     empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}")
     return functools.partial(empty, tuple(shape), torch.empty(shape, device="meta").stride(), dtype)
 
@@ -84,7 +89,7 @@ def row_layout(tensor: Tensor) -> RowLayout:
 def edges(classes: int, itemsize: int, *layouts: Strides) -> int:
     """0 where every row starts and ends on a 16-byte boundary, counted from the first; else see configs.edges."""
     vector = configs.vector(itemsize)
-    if not (classes % vector or any(stride % vector for layout in layouts for stride in layout[1:])):
+    if classes % vector == 0 and all(known(stride % vector == 0) for layout in layouts for stride in layout[1:]):
         return 0
     return configs.edges(classes, itemsize)
 

@@ -25,6 +25,9 @@ class Flags(NamedTuple):
     skip_ignored: bool = False  # forward: logits of ignored rows are not read, and their lse is infinite
     shard: bool = False  # the columns are some of the classes; targets count from the first class of all
 
+    def __repr__(self) -> str:
+        return _expression(self)
+
 
 def flags_of(options: Options, weighted: bool, itemsize: int) -> Flags:
     """What follows from the options, of logits with elements of so many bytes."""
@@ -41,3 +44,11 @@ class SumFlags(NamedTuple):
     weights: bool  # rows count as much as their weights say
     row_weights: bool  # there is a weight for each row, not for each class
     partial: bool  # the sums of one of several programs, which join_sums_kernel adds
+
+    def __repr__(self) -> str:
+        return _expression(self)
+
+
+def _expression(flags: tuple[int, ...]) -> str:
+    """What makes them, wherever it stands: Inductor writes constants into the source of a module as they print."""
+    return f"__import__({__name__!r}, fromlist=['']).{type(flags).__name__}{tuple(flags)}"

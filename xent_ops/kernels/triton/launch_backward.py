@@ -10,6 +10,7 @@ from .. import reference_shard
 from ..options import DEFAULTS, Options
 from ..reference import accumulator
 from ..rows import class_weight, dense_like, dense_rows, per_row_like
+from ..sizes import traced
 from . import configs
 from .backward import backward_kernel
 from .cached import Launch
@@ -37,7 +38,7 @@ def prepare_backward(
 ) -> Run:
     """``write(gradient, grad_loss, ..., divisor, grad_entropy, entropy, coefficient)``."""
     number, strides, as_rows, _ = row_layout(logits)
-    if logits.numel() == 0:
+    if traced(logits.numel()) == 0:
         return lambda *_tensors: None
     classes, itemsize, dtype = logits.shape[-1], logits.element_size(), accumulator(logits)
     weighted, smoothing = weight is not None, options.label_smoothing > 0.0

@@ -11,6 +11,7 @@ from triton import next_power_of_2
 from ..options import DEFAULTS, Options
 from ..reference import accumulator
 from ..rows import dense_like
+from ..sizes import traced
 from . import configs
 from .cached import Launch
 from .common import RowLayout, Run, class_weights, edges, launcher, new_rows, new_tensor, processors, row_layout
@@ -34,7 +35,7 @@ def _prepare_kernels(logits: Tensor, layout: RowLayout, options: Options, flags:
         programs = -(-number // short.rows)
         return Launch(short_kernel, programs, number, classes, *strides, *numbers, FLAGS=flags, **tiling, num_stages=1)
     config = configs.forward(classes, itemsize, extra, load)
-    config, parts, part_classes = configs.parts(number, classes, config, processors(logits.device))
+    config, parts, part_classes = configs.parts(traced(number), classes, config, processors(logits.device))
     tiling = {"EDGES": border, "BLOCK": config.block, "VECTOR": vector}
     tiling |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if parts == 1:
@@ -70,7 +71,7 @@ def prepare_forward(
     ``skip_ignored``: the logits of ignored rows are not read, and their lse is infinite.
     """
     layout, launch = row_layout(logits), None
-    if layout.number > 0:
+    if traced(layout.number) > 0:
         flags = flags_of(options, weight is not None, logits.element_size())
         flags = flags._replace(argmax=with_argmax, entropy=with_entropy, skip_ignored=skip_ignored)
         launch = _prepare_kernels(logits, layout, options, flags)

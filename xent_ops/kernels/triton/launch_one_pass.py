@@ -11,6 +11,7 @@ from torch import Tensor
 from ..options import DEFAULTS, Options
 from ..reference import accumulator, grad_lse_of_square
 from ..rows import dense_like, dense_rows, per_row_like
+from ..sizes import traced
 from . import configs
 from .cached import Launch
 from .common import (
@@ -29,6 +30,7 @@ from .flags import flags_of
 from .launch_backward import prepare_backward
 from .launch_forward import prepare_forward
 from .one_pass import one_pass_kernel, scale_kernel
+from .recording import RECORDING
 
 
 def _shared_memory(device: torch.device) -> tuple[int, int]:
@@ -38,6 +40,8 @@ def _shared_memory(device: torch.device) -> tuple[int, int]:
     quarter as many as there are processors.
     """
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+        return 0, 0
+    if RECORDING.get():  # Inductor writes kernels of Triton, and this one is of Gluon
         return 0, 0
     try:
         from . import one_pass_shared  # noqa: F401
@@ -66,12 +70,12 @@ Kernel = Callable[..., tuple[Tensor, Tensor]]
 
 def _prepare_with_grad(call: _Call) -> Kernel:
     logits, number = call.logits, call.layout.number
-    if number == 0:
+    if traced(number) == 0:
         new_row = new_rows(logits)
         return lambda *_tensors: (new_row(), new_row())
     shared = _prepare_shared(call)
     # A program a row would leave some processors idle.
-    few = number < processors(logits.device)
+    few = traced(number) < processors(logits.device)
     general = _prepare_two_visits(call) if few else _prepare_launch(call, None)
     if shared is None:
         return general
@@ -247,7 +251,7 @@ def cross_entropy_with_grad_(
 @launcher
 def scale_grad_(grad: Tensor, factor: Tensor) -> Run:
     number, strides, as_rows, _ = row_layout(grad)
-    if number == 0:
+    if traced(number) == 0:
         return lambda _grad, _factor: None
     classes = grad.shape[-1]
     config = configs.backward(classes, grad.element_size())
@@ -256,7 +260,7 @@ def scale_grad_(grad: Tensor, factor: Tensor) -> Run:
     as_factor, stride = per_row_like(factor)
     launch = Launch(
         scale_kernel,
-        min(tiles, 8 * processors(grad.device)),
+        min(traced(tiles), 8 * processors(grad.device)),  # which share all tiles
         tiles,
         classes,
         blocks,

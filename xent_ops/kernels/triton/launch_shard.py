@@ -11,6 +11,7 @@ from .. import reference_shard
 from ..options import DEFAULTS, Options
 from ..reference import accumulator
 from ..rows import dense_like
+from ..sizes import traced
 from . import configs
 from .cached import Launch
 from .common import Run, class_weights, edges, launcher, new_tensor, row_layout
@@ -33,6 +34,7 @@ def cross_entropy_shard(
 ) -> Run:
     columns = reference_shard.columns_of(logits, class_start, num_classes)
     number, strides, as_rows, _ = row_layout(logits)
+    empty = traced(number) == 0
     itemsize, weighted = logits.element_size(), weight is not None
     border = edges(columns, itemsize, strides)
     load = configs.load(options, weighted)
@@ -60,7 +62,7 @@ def cross_entropy_shard(
         logits: Tensor, target: Tensor, _class_start: int, _num_classes: int, weight: Tensor | None = None
     ) -> Tensor:
         out = new_part()
-        if number > 0:  # without rows nobody looks at the header
+        if not empty:  # without rows nobody looks at the header
             weight = None if weight is None else weight[:columns]
             weights = class_weights(weight, out, options.label_smoothing > 0.0 and border != 0)
             launch(as_rows(logits), as_targets(target), weights, out)
@@ -74,6 +76,7 @@ def _prepare_join(
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]:
     """``join(target, gathered)`` -> (loss, lse, target_weight, coefficient)."""
     number, world = target.numel(), gathered.shape[0]
+    empty = traced(number) == 0
     launch = Launch(
         join_shards_kernel,
         cdiv(number, JOIN_BLOCK),
@@ -93,7 +96,7 @@ def _prepare_join(
 
     def join(target: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         outputs = (new_row(), new_row(), new_row(), new_row())
-        if number > 0:
+        if not empty:
             launch(as_gathered(gathered), as_targets(target), *outputs)
         return outputs
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..options import DEFAULTS, Options
 from ..reference import accumulator
 from ..rows import class_weight, dense_like, per_row_like
+from ..sizes import traced
 from . import configs
 from .cached import Launch
 from .common import Run, launcher, new_gradient, new_rows, row_layout
@@ -32,6 +33,7 @@ def soft_cross_entropy_forward(
     logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
 ) -> Run:
     (number, strides, as_rows, _), (_, target_strides, as_targets, _) = row_layout(logits), row_layout(target)
+    empty = traced(number) == 0
     launch = Launch(
         soft_forward_kernel,
         number,
@@ -45,7 +47,7 @@ def soft_cross_entropy_forward(
 
     def run(logits: Tensor, target: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
         loss, lse = new_row(), new_row()
-        if number > 0:
+        if not empty:
             launch(as_rows(logits), as_targets(target), class_weight(weight, lse), loss, lse)
         return loss, lse
 
@@ -64,6 +66,7 @@ def soft_cross_entropy_backward(
     options: Options = DEFAULTS,
 ) -> Run:
     (number, strides, as_rows, _), (_, target_strides, as_targets, _) = row_layout(logits), row_layout(target)
+    empty = traced(number) == 0
     as_grad_loss, grad_loss_stride = per_row_like(grad_loss)
     as_grad_lse, grad_lse_stride = per_row_like(grad_lse)
     launch = Launch(
@@ -89,7 +92,7 @@ def soft_cross_entropy_backward(
         weight: Tensor | None = None,
     ) -> Tensor:
         grad = gradient()
-        if number > 0:
+        if not empty:
             lse = as_lse(lse)
             launch(
                 as_grad_loss(grad_loss),

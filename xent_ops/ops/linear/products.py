@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...kernels import reference
 from ...kernels.options import Chunking, Options
+from ...kernels.sizes import symbolic, traced
 from .. import devices
 from .packing import PackedRows, Rows, rows_of
 from .sizes import rows_of_chunk
@@ -69,7 +70,7 @@ class Products:
             self.weight, self.bias = self.weight[:classes], self.bias[:classes]
             self.padded_weight[classes:].zero_()
         wider = output_mask[1] and sums != input.dtype
-        self.size = rows_of_chunk(rows.number, input, classes, wider, chunk_rows)
+        self.size = rows_of_chunk(traced(rows.number), input, classes, wider, chunk_rows)
         self.kernels = rows.kernels if isinstance(rows, PackedRows) else None
         if self.kernels is not None:
             assert isinstance(rows, PackedRows) and rows.count is not None
@@ -81,14 +82,18 @@ class Products:
         number, classes = self.rows.number, self.head.shape[0]
         # Rows start at multiples of 16 bytes, as cuBLAS wants them for its fast products.
         step = 16 // self.all_input.element_size()
+        chunks, size = max(-(-traced(number) // self.size), 1), self.size
+        if symbolic(number):  # in a package: as many chunks for every number of rows
+            size = -(-number // chunks)
         # The counting kernels leave out rows that forward operators read, if only to mask what they make of them.
         new = self.all_input.new_empty if self.kernels is None or any(self.mask) else self.all_input.new_zeros
-        memory = new((self.size, -(-classes // step) * step))[:, :classes]
-        for start in range(0, max(number, 1), self.size):
-            chunk = slice(start, min(start + self.size, number))
-            logits, self.part = memory[: chunk.stop - start], self.rows.of(self.all_input, chunk)
+        memory = new((size, -(-classes // step) * step))[:, :classes]
+        for self.index in range(chunks):
+            start, stop = (torch.sym_min(index * size, number) for index in (self.index, self.index + 1))
+            chunk = slice(start, stop)
+            logits, self.part = memory[: stop - start], self.rows.of(self.all_input, chunk)
             if self.kernels is not None:
-                self.count = self.counts[start // self.size]
+                self.count = self.counts[self.index]
                 self.kernels.logits(self.part, self.head, self.head_bias, self.count, logits)
             elif self.head_bias is None:
                 torch.mm(self.part, self.head.t(), out=logits)
@@ -100,9 +105,9 @@ class Products:
         """The gradient of the logits that ``chunks`` has yielded last."""
         if self.mask[1]:
             if self.kernels is not None:
-                self.kernels.grad_weight(gradient, self.part, self.count, self.weight, add=chunk.start > 0)
+                self.kernels.grad_weight(gradient, self.part, self.count, self.weight, add=self.index > 0)
             else:
-                add_product(self.weight, gradient.t(), self.part, chunk.start == 0)
+                add_product(self.weight, gradient.t(), self.part, self.index == 0)
         del self.part  # its memory serves the next product
         if self.mask[0]:
             if not isinstance(self.rows, PackedRows):

@@ -1,0 +1,182 @@
+"""What an AOTInductor package for CUDA would launch, traced on a machine without a GPU: as much as the launcher does."""
+
+import packed
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
+
+from xent_ops.inductor import packages
+from xent_ops.kernels.options import Options
+from xent_ops.kernels.triton import cached, flags, launch
+from xent_ops.ops.library import OPERATORS
+
+ROWS = {"many": 50, "few": 1}  # to two processors, as tests without a GPU have
+GIVEN = {"ignore_index": 7, "label_smoothing": 0.1, "softcap": 30.0, "logit_scale": 0.5}
+
+
+def calls(rows, classes, dtype, full):
+    """(operator, arguments, options) of every operator that has a launcher."""
+    logits, target, weight, numbers, _, _ = packed.inputs(rows, classes, dtype, "cpu")
+    given, weight = (GIVEN, weight) if full else ({"ignore_index": 7}, None)
+    z_loss = given | {"lse_square_scale": 1e-2 if full else 0.0}
+    lse, scalar, divisor = numbers.abs(), torch.ones(()), torch.ones(2)
+    soft = {name: value for name, value in given.items() if name != "ignore_index"}
+    place = (classes, 4 * classes)
+    gathered = torch.zeros(4, 5 * rows + 16)[:, : (4 if full else 3) * rows + 5].contiguous()
+    shard = {name: value for name, value in given.items() if name not in ("ignore_index",)}
+    yield "cross_entropy_forward", (logits, target, weight), given
+    yield "cross_entropy_forward_argmax", (logits, target, weight), given
+    yield "cross_entropy_forward_entropy", (logits, target, weight), given
+    yield "cross_entropy_reduced", (logits, target, weight), z_loss
+    yield "cross_entropy_divisor", (logits, target, weight), {"ignore_index": 7}
+    yield "cross_entropy_backward", (scalar, None, logits, target, lse, weight, divisor), z_loss
+    yield "cross_entropy_backward_", (numbers, numbers, logits, target, lse, weight), z_loss
+    yield "cross_entropy_backward_entropy", (numbers, None, numbers, logits, target, lse, lse, weight), given
+    yield "cross_entropy_with_grad", (logits, target, scalar, scalar if full else None, weight), given
+    yield "cross_entropy_with_grad_", (logits, target, numbers, None, weight), given
+    yield "scale_grad_", (logits, scalar), {}
+    yield "soft_cross_entropy_forward", (logits, logits, weight), soft
+    yield "soft_cross_entropy_backward", (numbers, numbers, logits, logits, lse, weight), soft
+    yield "cross_entropy_shard", (logits, target, *place, weight), shard
+    yield "cross_entropy_shard_join", (logits, target, gathered, *place, weight), given
+    yield "cross_entropy_shard_reduced", (logits, target, gathered, *place, weight), z_loss
+    rest = (*place, weight, lse if full else None)
+    yield "cross_entropy_shard_backward", (numbers, None, logits, target, lse, *rest), z_loss
+    yield "cross_entropy_shard_backward_", (scalar, None, logits, target, lse, *rest, divisor), z_loss
+
+
+def launched(monkeypatch, name, args, options):
+    """(kernel, grid, what is passed) of each launch of the launcher."""
+    found = []
+
+    def note(self, *tensors):
+        passed = dict(zip(self.kernel.arg_names, (*tensors, *self.numbers), strict=False)) | self.constants
+        found.append((self.kernel.__name__, self.grid, {key: described(value) for key, value in passed.items()}))
+
+    keywords = OPERATORS[name].keywords(options)
+    with monkeypatch.context() as patch:
+        patch.setattr(cached.Launch, "__call__", note)
+        getattr(launch, name)(*args, **keywords)(*args)
+    return found
+
+
+def nodes_of(graph):
+    """The same, of the launches in a graph."""
+    found = []
+    for node in graph.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_mutation):
+        kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
+        ((grid, one, also_one),) = node.kwargs["grid"]
+        assert (one, also_one) == (1, 1)
+        passed = {**node.kwargs["kwargs"], **kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])}
+        passed |= {"num_warps": kernel.configs[0].num_warps, "num_stages": kernel.configs[0].num_stages}
+        values = {
+            key: value.meta["val"] if isinstance(value, torch.fx.Node) else value for key, value in passed.items()
+        }
+        grid = grid.meta["val"] if isinstance(grid, torch.fx.Node) else grid
+        found.append((kernel.fn.__name__, grid, {key: described(value) for key, value in values.items()}))
+    return found
+
+
+def described(value):
+    return (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
+@pytest.mark.parametrize("classes", [256, 5003])
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_every_launch_is_traced(monkeypatch, rows, classes, full):
+    """Each with the kernel, the grid, the numbers and tensors of the same shapes."""
+    names = set()
+    for name, args, options in calls(rows, classes, torch.bfloat16, full):
+        expected = launched(monkeypatch, name, args, options)
+        assert expected, name
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+            graph = packages.traced_launches(name, fakes, options)
+        assert nodes_of(graph) == expected, name
+        names.add(name)
+    assert names == set(launch.__all__)
+
+
+def placeholders(module, given, dynamic):
+    program = torch.export.export(module, given, dynamic_shapes=dynamic)
+    fakes = [node.meta["val"] for node in program.graph.find_nodes(op="placeholder")]
+    return fakes[-len(given) :]
+
+
+class Loss(torch.nn.Module):
+    def forward(self, logits, target):
+        return packed.ops.cross_entropy_forward(logits, target)
+
+
+def test_any_number_of_rows_without_a_guard():
+    """Kernels are chosen by the traced size; grids, sizes and strides stay symbolic."""
+    logits, target = torch.zeros(6, 50, 5000), torch.zeros(6, 50, dtype=torch.int64)
+    sizes = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
+    fakes = placeholders(Loss(), (logits, target), (sizes, sizes))
+    mode = fakes[0].fake_mode
+    guards = len(mode.shape_env.guards)
+    with mode:
+        graph = packages.traced_launches("cross_entropy_forward", fakes, {})
+    ((kernel, grid, passed),) = nodes_of(graph)
+    batch, length = fakes[0].shape[:2]
+    assert (kernel, grid.node.expr) == ("forward_kernel", (batch * length).node.expr)
+    assert (passed["n_inner"], passed["stride_outer"]) == (1, 5000)
+    assert len(mode.shape_env.guards) == guards
+
+
+def test_rows_that_lie_apart_when_a_size_is_dynamic():
+    """A slice: two strides describe its rows, one of them for a symbolic number."""
+
+    class Slice(torch.nn.Module):
+        def forward(self, buffer, target):
+            return packed.ops.cross_entropy_forward(buffer[:, : target.shape[1]], target)
+
+    given = torch.zeros(4, 64, 5000), torch.zeros(4, 40, dtype=torch.int64)
+    program = torch.export.export(Slice(), given, dynamic_shapes=({}, {1: Dim("length", min=2, max=63)}))
+    (call,) = program.graph.find_nodes(op="call_function", target=packed.ops.cross_entropy_forward.default)
+    fakes = [node.meta["val"] for node in call.args]
+    with fakes[0].fake_mode:
+        graph = packages.traced_launches("cross_entropy_forward", fakes, {})
+    ((_, _, passed),) = nodes_of(graph)
+    assert passed["stride_outer"] == 64 * 5000
+    assert passed["n_inner"].node.expr == fakes[0].shape[1].node.expr
+
+
+def test_linear_has_as_many_chunks_for_every_number_of_rows():
+    module = packed.Linear(100)
+    rows = {0: Dim.DYNAMIC}
+    fakes = placeholders(module, packed.linear_inputs(350, 101, 16, torch.bfloat16, "cpu"), (rows, None, rows, None))
+    with fakes[0].fake_mode:
+        graph = packages.traced_launches("linear_cross_entropy_forward", fakes, {"chunk_rows": 100})
+    assert len(graph.graph.find_nodes(op="call_function", target=packed.ops.cross_entropy_forward.default)) == 4
+    assert len(graph.graph.find_nodes(op="call_function", target=torch.ops.aten.addmm.out)) == 4
+
+
+def test_what_cannot_be_packed_is_refused():
+    logits, target = torch.zeros(4, 9), torch.zeros(4, dtype=torch.int64)
+    packages.refuse("cross_entropy_forward", [logits, target], {})
+    with pytest.raises(NotImplementedError, match="float64"):
+        packages.refuse("cross_entropy_forward", [logits.double(), target], {})
+    for options in ({"skip_ignored": True}, {"max_counted": 3}):
+        with pytest.raises(NotImplementedError, match="with skip_ignored or max_counted"):
+            packages.refuse("linear_cross_entropy_forward", [logits, logits, target], options)
+    fakes = placeholders(Loss(), (logits, target), ({1: Dim.DYNAMIC}, {}))
+    with pytest.raises(NotImplementedError, match="dynamic number of classes"):
+        packages.refuse("cross_entropy_forward", fakes, {})
+    several = torch._inductor.config.patch({"aot_inductor.emit_multi_arch_kernel": True})
+    with several, pytest.raises(NotImplementedError, match="several architectures"):
+        packages.refuse("cross_entropy_forward", [logits, target], {})
+
+
+@pytest.mark.parametrize("options", [Options(), Options(3, 0.1, 30.0, 2.0)])
+def test_flags_as_source(options):
+    """Inductor writes a constant into a module's source as it prints."""
+    for made in (flags.flags_of(options, True, 2), flags.SumFlags(True, False, True, True, False, False, True)):
+        again = eval(repr(made), {})
+        assert again == made and type(again) is type(made)

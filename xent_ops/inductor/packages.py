@@ -1,0 +1,110 @@
+"""Lowers an operator on CUDA to the launches of its Triton kernels, in AOTInductor packages alone.
+
+A package runs without Python, which compiles and launches our kernels. So there the launcher is traced (recording.py),
+and what it allocates and launches is lowered in the operator's place: the package holds cubins, and no operator of
+ours. Everywhere else the operator stays one opaque call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ..ops.library import OPERATORS
+
+# Where arguments have the number of classes, by which kernels are chosen that do not serve all others.
+_CLASSES = {"logits": -1, "grad": -1, "linear_weight": 0}
+
+
+def packs(args: tuple[Any, ...]) -> bool:
+    """Is a package made, of a call with these arguments, whose kernels Python would launch?"""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    first = next(arg for arg in args if isinstance(arg, ir.IRNode))
+    device = first.get_device()
+    return V.graph.aot_mode and device is not None and device.type == "cuda"
+
+
+def lower(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Lower a call of ``xent::name``."""
+    from torch._inductor import ir
+    from torch._inductor.lowering import process_subgraph_nodes
+    from torch._inductor.virtualized import V
+
+    boxes = {index: _in_memory(arg) for index, arg in enumerate(args) if isinstance(arg, ir.IRNode)}
+    with V.graph.fake_mode:
+        fakes = [ir.ir_node_to_tensor(boxes[index]) if index in boxes else arg for index, arg in enumerate(args)]
+        refuse(name, fakes, options)
+        guards = len(V.graph.sizevars.shape_env.guards)
+        graph = traced_launches(name, fakes, options)
+        # Slices of chunks ask whether a size is 0 or 1, where both answers lead to the same nodes.
+        if len(V.graph.sizevars.shape_env.guards) > guards and not OPERATORS[name].composed:
+            raise NotImplementedError(
+                f"xent::{name} cannot be packed for CUDA: where rows lie depends on a dynamic size"
+            )
+    (outputs,) = process_subgraph_nodes(graph, list(boxes.values()))
+    return outputs
+
+
+def traced_launches(name: str, args: list[Any], options: dict[str, Any]) -> torch.fx.GraphModule:
+    """What the kernels of ``xent::name`` do with such tensors, from the tensors among ``args`` to [outputs].
+
+    An operator that is made of others shows those: they are lowered in their turn.
+    """
+    from ..kernels.triton import launch
+    from ..kernels.triton.recording import RECORDING
+    from . import products_into
+
+    operator, recording = OPERATORS[name], RECORDING.set(True)
+    keywords = operator.keywords(options)
+    places = [index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+
+    def call(*tensors: torch.Tensor) -> list[Any]:
+        given = dict(zip(places, tensors, strict=True))
+        all_args = [given.get(index, arg) for index, arg in enumerate(args)]
+        if operator.composed:
+            return [operator.reference(*all_args, **keywords)]
+        # Both stages of the launcher: the first computes with sizes.
+        return [getattr(launch, name)(*all_args, **keywords)(*all_args)]
+
+    try:
+        traced = make_fx(call, products_into.decompositions())(*[args[index] for index in places])
+    finally:
+        RECORDING.reset(recording)
+    traced.graph.eliminate_dead_code(_has_effects)  # the first stage makes tensors without memory
+    return traced
+
+
+def _has_effects(node: torch.fx.Node) -> bool:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    return node.op != "call_function" or isinstance(node.target, torch._ops.HigherOrderOperator)  # a launch
+
+
+def _in_memory(arg: Any) -> Any:
+    """The argument where it lies, its strides fixed."""
+    from torch._inductor import ir
+
+    box = ir.TensorBox(ir.ExternKernel.realize_input(arg))
+    ir.as_storage_and_layout(box, freeze=True)
+    return box
+
+
+def refuse(name: str, args: list[Any], options: dict[str, Any]) -> None:
+    """Raise on what cannot be packed."""
+    from torch._inductor import config
+
+    if config.aot_inductor.emit_multi_arch_kernel:
+        raise NotImplementedError("a package for several architectures cannot hold the kernels of xent_ops")
+    if any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float64 for arg in args):
+        # Inductor hands the options of a kernel over as float.
+        raise NotImplementedError(f"xent::{name} cannot be packed for CUDA in float64")
+    if options.get("skip_ignored") or options.get("max_counted") is not None:
+        raise NotImplementedError(f"xent::{name} cannot be packed for CUDA with skip_ignored or max_counted")
+    given = dict(zip(OPERATORS[name].arguments, args, strict=False))
+    classes = [given[argument].shape[place] for argument, place in _CLASSES.items() if argument in given]
+    if any(isinstance(size, torch.SymInt) for size in classes):
+        raise NotImplementedError(f"xent::{name} cannot be packed for CUDA with a dynamic number of classes")

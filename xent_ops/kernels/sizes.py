@@ -1,0 +1,25 @@
+"""Sizes that may be symbolic: where launches are recorded (triton/recording.py), a size stands for a range of sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def symbolic(size: Any) -> bool:
+    return isinstance(size, torch.SymInt)
+
+
+def traced(size: Any) -> int:
+    """The size that was traced, by which kernels are chosen that serve every other size too."""
+    return size.node.hint if symbolic(size) else size
+
+
+def known(condition: Any) -> bool:
+    """Does it hold for all sizes of the range? No guard: a package has none."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)

@@ -1,0 +1,20 @@
+"""Launches that are recorded into a graph instead of run.
+
+AOTInductor packs the kernels that its graph shows. So inductor/packages.py calls a launcher with fake tensors while
+``RECORDING`` is set, and traces it: what the launcher allocates and launches becomes nodes. Sizes may be symbolic then:
+sizes.py.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+RECORDING: ContextVar[bool] = ContextVar("RECORDING", default=False)
+
+
+def record(kernel: Any, grid: int, *arguments: Any, **constants: Any) -> None:
+    """``kernel[(grid,)](...)`` as a node."""
+    torch.library.wrap_triton(kernel)[(grid,)](*arguments, **constants)
