@@ -8,8 +8,6 @@ import xent_ops
 
 ops = torch.ops.xent
 
-LAUNCHES = 16  # of Operators, at least: one or two for each operator
-
 
 class Operators(nn.Module):
     """Each operator of class indices once."""

@@ -38,13 +38,7 @@ def lower(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     with V.graph.fake_mode:
         fakes = [ir.ir_node_to_tensor(boxes[index]) if index in boxes else arg for index, arg in enumerate(args)]
         refuse(name, fakes, options)
-        guards = len(V.graph.sizevars.shape_env.guards)
         graph = traced_launches(name, fakes, options)
-        # Slices of chunks ask whether a size is 0 or 1, where both answers lead to the same nodes.
-        if len(V.graph.sizevars.shape_env.guards) > guards and not OPERATORS[name].composed:
-            raise NotImplementedError(
-                f"xent::{name} cannot be packed for CUDA: where rows lie depends on a dynamic size"
-            )
     (outputs,) = process_subgraph_nodes(graph, list(boxes.values()))
     return outputs
 
