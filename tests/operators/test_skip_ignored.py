@@ -161,7 +161,7 @@ def test_the_order_of_the_device(monkeypatch):
     """What other devices than a CPU compute of ``max_counted`` rows, on one."""
     *head, target = problem("cpu", torch.float32, "every other")
     wanted = run(*head, target, chunk_rows=64)
-    monkeypatch.setattr(packing, "_on_the_host", packing._on_the_device)
+    monkeypatch.setattr(packing, "_on_the_host", lambda *args: packing._on_the_device(*args, None))
     for bound in (int((target != -100).sum()), 200, ROWS, 1000):
         assert_same(run(*head, target, chunk_rows=64, max_counted=bound), wanted, torch.float32)
     with pytest.raises(IndexError, match="-1"):  # on a GPU NaN
