@@ -60,6 +60,8 @@ def name_of(node: fx.Node) -> str | None:
         target = target.overloadpacket
     if isinstance(target, torch._ops.OpOverloadPacket):
         namespace, _, name = target._qualified_op_name.partition("::")
+        if name == "numpy_T":  # the property T, as torch 2.15 traces it
+            name = "T"
         return name if namespace == "aten" else None
     name = getattr(target, "__name__", "")
     return name if any(getattr(owner, name, None) is target for owner in _OWNERS) else None
