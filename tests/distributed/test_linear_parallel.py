@@ -55,6 +55,8 @@ def test_behaviour_of_log_probs(pool, device, world):
 @pytest.mark.parametrize("world", FEW)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled(pool, device, world, backend):
+    if backend == "inductor" and world > 2 and device == "cpu":
+        pytest.skip("every rank compiles what two compile")
     pool(world, device).run(compiled.equal_to_eager, backend)
     pool(world, device).run(compiled.pipeline_equal_to_eager, backend)
 

@@ -50,8 +50,8 @@ def test_behaviour(pool, device, world, case):
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled(pool, device, world, backend):
-    if backend == "inductor" and world == 3:
-        pytest.skip("seconds of compilation, and what 2, 4 and 8 show")
+    if backend == "inductor" and world > 2 and device == "cpu":
+        pytest.skip("every rank compiles what two compile")
     pool(world, device).run(compiled.equal_to_eager, backend)
 
 
