@@ -10,7 +10,28 @@ from typing import Any
 @dataclass(frozen=True)
 class Call:
     """One call of F.cross_entropy, F.nll_loss or F.linear_cross_entropy in a compiled graph, or code that computes the
-    same; and xent_ops.cross_entropy behind a head."""
+    same; and xent_ops.cross_entropy behind a head.
+
+    A call is left alone where
+
+    - what stands before the loss has no option of ours,
+    - a scaled, capped or upcast value is returned or read elsewhere, or is made under another autocast or inference
+      mode than the loss, or without gradients,
+    - something may write to the logits while they are needed,
+    - it has ``size_average``, ``reduce`` or class weights that require grad, or is inside a torch.func transform,
+    - logits, targets or weights are no plain tensors, or have a dtype or device without a kernel,
+    - F.nll_loss reads something other than a log_softmax of the graph that nothing else reads.
+
+    A head is left alone where
+
+    - the logits are returned or read by something else, also in a no_grad block,
+    - they are too small, or the target is class probabilities,
+    - product and loss run under another autocast, inference or gradient mode,
+    - something may write to input, weight or bias between them, or to input and weight after the loss,
+    - the product has another form: of batches, tensordot, an einsum whose result has the classes elsewhere,
+    - something else stands between them: a mask, a second bias, split, chunk, unbind, a view of some of the classes,
+    - the logits leave a checkpointed part.
+    """
 
     where: str  # "file.py:12 in forward", of the innermost frame outside torch
     what: str  # "bfloat16 (128, 50257), reduction='mean'"
