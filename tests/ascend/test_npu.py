@@ -40,12 +40,13 @@ def test_tracing_on_a_fake_device():
     run_cases("npu_fake_cases.py", TRITON_INTERPRET="0")
 
 
-def test_kernels_on_a_host_device():
+@pytest.mark.parametrize("name", ["npu_host_cases.py", "npu_memory_cases.py"])
+def test_kernels_on_a_host_device(name):
     pytest.importorskip("triton", reason="triton is not installed")
     for tool in ("ninja", "c++"):
         if shutil.which(tool, path=PATH) is None:
             pytest.skip(f"needs {tool}, to build the host backend")
-    run_cases("npu_host_cases.py", TRITON_INTERPRET="1")
+    run_cases(name, TRITON_INTERPRET="1")
 
 
 REDISPATCH = """
