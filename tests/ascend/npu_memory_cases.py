@@ -1,12 +1,16 @@
 """Peak memory by dispatch, in Triton's interpreter: run by test_npu.py in a process of its own. See npu_host_cases.py."""
 
+import itertools
+
 import npu_host
 import pytest
 import torch
 from npu_cases import inputs
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import xent_ops
 from xent_ops.kernels import reference_shard
+from xent_ops.kernels.options import Options
 from xent_ops.ops import devices
 
 with pytest.warns(UserWarning, match="TRITON_INTERPRET is set"):
@@ -55,14 +59,45 @@ def test_memory(monkeypatch):
     assert memory(linear) <= gradients + 0.25 + 0.01  # a chunk: a quarter of the logits
 
 
-def test_the_join_takes_its_outputs():
-    """Plain torch takes 50 bytes a row here, and 153 with eight ranks."""
-    logits, target = inputs(40, torch.float32, rows=64)
-    x, target = logits.to("npu"), target.to("npu")
-    gathered = torch.cat([ops.cross_entropy_shard(x[:, s : s + 20], target, s, 40) for s in (0, 20)])
-    arguments = (x[:, :20], target, gathered, 0, 40)
-    assert npu_host.peak(lambda: ops.cross_entropy_shard_join(*arguments)) == 4 * 4 * 64
-    assert npu_host.peak(lambda: reference_shard.cross_entropy_shard_join(*arguments)) > 3 * 4 * 4 * 64
+def gathered(rows, ranks, weighted=False, **options):
+    """Arguments of the join, of ``ranks`` shards of 10 classes each."""
+    x, target = (tensor.to("npu") for tensor in inputs(10 * ranks, torch.float32, rows=rows))
+    weight = torch.ones(10, device="npu") if weighted else None
+    part = reference_shard.cross_entropy_shard
+    options = Options(**options)
+    starts = range(0, 10 * ranks, 10)
+    parts = [part(x[:, s : s + 10], target, s, 10 * ranks, weight, options=options) for s in starts]
+    return x[:, :10], target, torch.cat(parts), 0, 10 * ranks, weight
+
+
+class Count(TorchDispatchMode):
+    """Operations that are not views."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.removeprefix("aten::")
+        self.number += not function.is_view and name not in ("reshape", "_unsafe_view")
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_join_beside_plain_torch():
+    """The numbers in docs/npu.md: operations, and bytes a row."""
+    arguments = gathered(64, 2)
+    assert npu_host.peak(lambda: ops.cross_entropy_shard_join(*arguments)) == 4 * 4 * 64  # its outputs
+    join = reference_shard.cross_entropy_shard_join
+    for ranks, bytes_of_a_row in ((2, 50), (8, 153)):
+        arguments = gathered(512, ranks)
+        assert round(npu_host.peak(lambda arguments=arguments: join(*arguments)) / 512) == bytes_of_a_row
+    numbers = []
+    for weighted, smoothing in itertools.product((True, False), (0.0, 0.1)):
+        arguments = gathered(64, 2, weighted, label_smoothing=smoothing)
+        with Count() as count:
+            join(*arguments, options=Options(label_smoothing=smoothing))
+        numbers.append(count.number)
+    assert min(numbers) == 63 and max(numbers) == 71, numbers
 
 
 def test_memory_of_what_is_plain_torch(monkeypatch):

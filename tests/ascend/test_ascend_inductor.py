@@ -26,7 +26,7 @@ def missing():
     """Why this cannot run here."""
     found = next(iter(metadata.distributions(name="torch_npu", path=[str(PACKAGES)])), None)
     if found is None:
-        return "torch_npu could not be installed: `make test-ascend` says why"
+        return f"torch_npu could not be installed into {PACKAGES}: `make clean` and `make test-ascend` try again"
     if found.version.split(".")[:2] != torch.__version__.split(".")[:2]:
         return f"torch_npu {found.version} is not for torch {torch.__version__}"
     tools = [tool for tool in ("cc", "nm") if shutil.which(tool) is None]
