@@ -2,6 +2,7 @@
 
 It holds triton-ascend and takes everything else, including torch, from the main environment, which comes later on
 sys.path. If triton-ascend cannot be installed, it says so and exits with 75, which the Makefile treats as "skipped".
+torch_npu goes into FOLDER/torch_npu, which is not on sys.path; without it the tests of Inductor-Ascend are skipped.
 """
 
 import hashlib
@@ -12,7 +13,9 @@ import sys
 import sysconfig
 from pathlib import Path
 
-REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements-ascend.txt"
+ROOT = Path(__file__).resolve().parent.parent
+REQUIREMENTS = ROOT / "requirements-ascend.txt"
+TORCH_NPU = ROOT / "requirements-ascend-npu.txt"
 OURS = "made-by-make"  # a folder without it belongs to someone else
 SKIPPED = 75
 PYTHONS = ((3, 9), (3, 11))  # of triton-ascend's wheels
@@ -22,7 +25,8 @@ def main() -> None:
     venv = Path(sys.argv[1]).absolute()
     packages = sysconfig.get_path("purelib")
     stamp = venv / "finished"
-    state = hashlib.sha256(b"\0".join([REQUIREMENTS.read_bytes(), sys.version.encode(), packages.encode()])).hexdigest()
+    parts = [REQUIREMENTS.read_bytes(), TORCH_NPU.read_bytes(), sys.version.encode(), packages.encode()]
+    state = hashlib.sha256(b"\0".join(parts)).hexdigest()
     if stamp.exists() and stamp.read_text() == state:
         return
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
@@ -40,6 +44,8 @@ def main() -> None:
     if subprocess.run([*pip, "--requirement", REQUIREMENTS]).returncode:
         shutil.rmtree(venv)
         skip("pip could not install triton-ascend; what it said is above")
+    if subprocess.run([*pip, "--target", venv / "torch_npu", "--requirement", TORCH_NPU]).returncode:
+        print("test-ascend: pip could not install torch_npu; what it said is above", flush=True)
     (own,) = venv.glob("lib/python*/site-packages")
     (own / "main-environment.pth").write_text(f"import site; site.addsitedir({packages!r})\n")
     stamp.write_text(state)

@@ -5,6 +5,8 @@ import types
 import torch
 
 from xent_ops import testing
+from xent_ops.kernels import reference_shard
+from xent_ops.kernels.options import Options
 
 OPTIONS = [
     {},
@@ -16,9 +18,9 @@ OPTIONS = [
 
 def kernels():
     """(module, name) of every kernel that a launcher calls."""
-    from xent_ops.kernels.ascend import launch_backward, launch_forward, launch_soft
+    from xent_ops.kernels.ascend import launch_backward, launch_forward, launch_shard, launch_soft
 
-    modules = (launch_backward, launch_forward, launch_soft)
+    modules = (launch_backward, launch_forward, launch_shard, launch_soft)
     return [(module, name) for module in modules for name in vars(module) if name.endswith("_kernel")]
 
 
@@ -84,6 +86,56 @@ def check_shards(dtype, options, classes=1003):
         grads.append(torch.autograd.grad((loss, lse), x, [g.to("npu") for g in (grad_loss, grad_lse)])[0].cpu())
     testing.assert_grad(torch.cat(grads, -1)[:, :classes], expected)
     assert (grads[-1][:, classes - SHARDS[-1][0] :] == 0).all()
+
+
+def check_join(weighted):
+    """The join by itself against plain torch on the same parts, reduced as well; NaN of shards that do not tile.
+
+    The first row is -inf but for one shard, the second holds a target of no class, the third is ignored, in the fourth
+    all but the target's shard are masked with the most negative number.
+    """
+    ops = torch.ops.xent
+    classes, options = 1003, {"label_smoothing": 0.1} if weighted else {}
+    logits, target = inputs(classes, torch.float32)
+    weight = torch.linspace(0.5, 1.5, classes) if weighted else None
+    logits[0, 400:] = float("-inf")
+    target[1] = classes
+    logits[3, :400] = logits[3, 650:] = torch.finfo(torch.float32).min
+    tilings = (
+        [(0, 400), (400, 0), (400, 250), (650, 353)],
+        [(650, 353), (0, 400), (400, 250)],
+        [(0, 1003)],
+    )
+    faulty = ([(0, 1003), (0, 1003)], [(0, 650)], [(0, 400), (401, 602)], [(0, 401), (400, 603)], [(0, 500), (0, 503)])
+    for shards in (*tilings, *faulty):
+        gathered = torch.cat(
+            [
+                reference_shard.cross_entropy_shard(
+                    logits[:, start : start + columns],
+                    target,
+                    start,
+                    classes,
+                    None if weight is None else weight[start : start + columns],
+                    options=Options(**options),
+                )
+                for start, columns in shards
+            ]
+        )
+        start, columns = shards[0]
+        arguments = (logits[:, start : start + columns], target, gathered, start, classes)
+        w = None if weight is None else weight[start : start + columns]
+        wanted = reference_shard.cross_entropy_shard_join(*arguments, w, options=Options(**options))
+        reduced = reference_shard.cross_entropy_shard_reduced(
+            *arguments, w, options=Options(**options), lse_square_scale=0.1
+        )
+        moved = [a.to("npu") if isinstance(a, torch.Tensor) else a for a in (*arguments, w)]
+        made = [tensor.cpu() for tensor in ops.cross_entropy_shard_join(*moved, **options)]
+        torch.testing.assert_close(made, list(wanted), rtol=1e-5, atol=1e-5, equal_nan=True)
+        made_reduced = [t.cpu() for t in ops.cross_entropy_shard_reduced(*moved, **options, lse_square_scale=0.1)]
+        torch.testing.assert_close(made_reduced, list(reduced), rtol=1e-5, atol=1e-5, equal_nan=True)
+        tiles = shards in tilings
+        assert made[0].isnan().tolist() == [not tiles, True, False, *[not tiles] * 4]
+        assert made[1].isnan().tolist() == [not tiles] * 7
 
 
 def check_soft(dtype, options, target_dtype=torch.float32, classes=1003):

@@ -74,7 +74,8 @@ def everything(dtype, classes):
             launch.cross_entropy_backward_(row, grad_lse, logits, target, row, weight, **options)
         launch.cross_entropy_backward_entropy(row, row, row, logits, target, row, row, weight, **options)
         shard = (classes, 3 * classes, weight)
-        launch.cross_entropy_shard(logits, target, *shard, **options)
+        gathered = launch.cross_entropy_shard(logits, target, *shard, **options)
+        launch.cross_entropy_shard_join(logits, target, gathered, *shard, **options)
         launch.cross_entropy_shard_backward(row, row, logits, target, row, *shard, row, **options)
         for probabilities in (logits, logits.float()):
             launch.soft_cross_entropy_forward(logits, probabilities, weight, **options)
@@ -82,7 +83,9 @@ def everything(dtype, classes):
 
 
 def bytes_of(launched, dtype):
-    """What configs.py takes a launch to need."""
+    """What configs.py takes a launch to need. The join has no tile."""
+    if "BLOCK" not in launched.kwargs:
+        return 0
     name = launched.kernel.__name__.removesuffix("_kernel")
     sizes = [dtype.itemsize]
     if name.startswith("soft"):
@@ -102,7 +105,8 @@ def test_lowers_with_no_integer_compare_and_fits_the_unified_buffer(launches, mo
     launch.cross_entropy_forward(one, index, weight, **full)
     launch.cross_entropy_forward(one, index, options=Options(label_smoothing=0.1))
     launch.cross_entropy_backward(row, None, one, index.to(torch.uint8), row, weight, options=Options(2**40, **FULL))
-    launch.cross_entropy_shard(one, index, 1, 2**33, weight, **full)
+    gathered = launch.cross_entropy_shard(one, index, 1, 2**33, weight, **full)
+    launch.cross_entropy_shard_join(one, index, gathered, 1, 2**33, weight, **full)
     launch.cross_entropy_shard(one[:, :0], index, 1, 1)
     launch.cross_entropy_shard_backward(row, None, one, index, row, 1, 2**33, weight, row, **full)
     launch.soft_cross_entropy_backward(row, None, one, one, row, weight, **full)
@@ -258,7 +262,7 @@ def test_edges_on_x86(x86):
 @pytest.mark.parametrize("options", ["plain", "all"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_shards_on_x86(x86, dtype, options):
-    """Three shards, one of them empty, one with padding; the join is plain torch."""
+    """Three shards, one of them empty, one with padding."""
     named, classes = dict(OPTIONS[options]), 10_000
     weight = torch.linspace(0.5, 1.5, classes) if named.pop("weight", None) else None
     options = {"options": Options(**named)}
@@ -276,13 +280,17 @@ def test_shards_on_x86(x86, dtype, options):
     gathered, grads = torch.cat(parts), []
     for part, start, w in shards:
         rest = (start, classes, w)
-        joined = reference_shard.cross_entropy_shard_join(part, target, gathered, *rest, **options)
+        joined = launch.cross_entropy_shard_join(part, target, gathered, *rest, **options)
         rows = (*row_grads, part, target, joined[1])
         grads.append(launch.cross_entropy_shard_backward(*rows, *rest, joined[3], **options))
     testing.assert_loss(joined[0], expected)
     testing.assert_lse(joined[1], expected)
     testing.assert_grad(torch.cat(grads, -1)[:, :classes], expected)
     assert (grads[-1][:, 5000:] == 0).all()
+    wanted = reference_shard.cross_entropy_shard_join(part, target, gathered, *rest, **options)
+    torch.testing.assert_close(joined, wanted, rtol=1e-5, atol=1e-5)
+    joined = launch.cross_entropy_shard_join(part, target, torch.cat([parts[0], parts[0]]), *rest, **options)
+    assert joined[1].isnan().all() and joined[0].isnan().sum() == 7 and joined[0][4] == 0  # two times the first half
 
 
 @on_x86

@@ -4,48 +4,30 @@ A device takes PrivateUse1 for its whole process, so the cases run in processes 
 test_npu_device.py is for those.
 """
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.utils.backend_registration
-from helpers.processes import run_python
+from helpers.processes import PATH, run_cases, run_python
 
 HERE = Path(__file__).parent
-PATH = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])  # for ninja of this environment
-
-
-def run_cases(name, **environment):
-    # Without conftest.py, which puts the CUDA kernels in the CPU's place under TRITON_INTERPRET=1.
-    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", HERE / name]
-    env = {
-        **os.environ,
-        "PATH": PATH,
-        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        **environment,
-    }
-    done = subprocess.run(command, env=env, cwd=HERE.parents[1], capture_output=True, text=True)
-    assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
-    assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout
 
 
 def test_tracing_on_a_fake_device():
     if not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"):
         pytest.skip(f"torch {torch.__version__} cannot set up a device in Python")
-    run_cases("npu_fake_cases.py", TRITON_INTERPRET="0")
+    run_cases(HERE / "npu_fake_cases.py", TRITON_INTERPRET="0")
 
 
-def test_kernels_on_a_host_device():
+@pytest.mark.parametrize("name", ["npu_host_cases.py", "npu_memory_cases.py"])
+def test_kernels_on_a_host_device(name):
     pytest.importorskip("triton", reason="triton is not installed")
     for tool in ("ninja", "c++"):
         if shutil.which(tool, path=PATH) is None:
             pytest.skip(f"needs {tool}, to build the host backend")
-    run_cases("npu_host_cases.py", TRITON_INTERPRET="1")
+    run_cases(HERE / name, TRITON_INTERPRET="1")
 
 
 REDISPATCH = """

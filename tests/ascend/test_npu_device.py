@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from npu_cases import OPTIONS, check_shards, check_soft, check_values, inputs, kernels, names, why_no_device
+from npu_cases import OPTIONS, check_join, check_shards, check_soft, check_values, inputs, kernels, names, why_no_device
 
 import xent_ops
 
@@ -47,6 +47,11 @@ def test_shards_and_class_probabilities(dtype, options):
     check_soft(dtype, options, target_dtype=dtype)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_join(weighted):
+    check_join(weighted)
+
+
 def test_many_rows():
     """More rows than vector cores, so that a program has a chunk of them."""
     x, target = on_npu(1000, rows=5000)
@@ -67,7 +72,8 @@ def test_every_kernel_fits_the_unified_buffer(dtype):
         launch.cross_entropy_forward_argmax(logits, target, weight, **options)
         launch.cross_entropy_forward_entropy(logits, target, weight, **options)
         launch.cross_entropy_reduced(logits, target, weight, **options)
-        launch.cross_entropy_shard(logits, target, 32000, 96000, weight, **options)
+        gathered = launch.cross_entropy_shard(logits, target, 32000, 96000, weight, **options)
+        launch.cross_entropy_shard_join(logits, target, gathered, 32000, 96000, weight, **options)
         for probabilities in (logits, logits.float()):
             launch.soft_cross_entropy_forward(logits, probabilities, weight, **options)
             launch.soft_cross_entropy_backward(row, row, logits, probabilities, row, weight, **options)

@@ -19,6 +19,8 @@ count for nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -111,8 +113,7 @@ def cross_entropy_shard_join(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, lse, w_t, coefficient), each (...), from what all ranks handed over; all but lse are 0 where ignored.
 
-    The same bits on every rank: nothing that is the rank's own enters. Pointwise but for sums over ranks: Inductor
-    gets this in place of the operator.
+    The same bits on every rank: nothing that is the rank's own enters. Pointwise but for sums over ranks.
     """
     shape, number = target.shape, target.numel()
     headers = gathered[:, -HEADER:]
@@ -161,10 +162,14 @@ def cross_entropy_shard_reduced(
     options: Options = DEFAULTS,
     lse_square_scale: float = 0.0,
     reduction: str = "mean",
+    join: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = cross_entropy_shard_join,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, divisor, lse, coefficient): (), (2,) as of ``reference.cross_entropy_reduced``, (...), (...)."""
+    """(loss, divisor, lse, coefficient): (), (2,) as of ``reductions.cross_entropy_reduced``, (...), (...).
+
+    ``join`` makes the rows.
+    """
     shard = (gathered, class_start, num_classes, weight)
-    loss, lse, target_weight, coefficient = cross_entropy_shard_join(logits, target, *shard, options=options)
+    loss, lse, target_weight, coefficient = join(logits, target, *shard, options=options)
     divisor = divisor_of(target_weight, target, options.ignore_index)
     value = reduce_rows(loss, lse, target, divisor, LossOptions(options, lse_square_scale, reduction)).value
     return value, divisor, lse, coefficient

@@ -179,6 +179,7 @@ operator(
     check=_check_join,
     outputs=_joined,
     reference=reference_shard.cross_entropy_shard_join,
+    ascend=True,
 )
 autograd("cross_entropy_shard_join", _backward, _save_rows)
 
@@ -187,6 +188,7 @@ operator(
     check=_check_reduced,
     outputs=_reduced,
     reference=reference_shard.cross_entropy_shard_reduced,
+    ascend=True,
 )
 autograd("cross_entropy_shard_reduced", _reduced_backward, _save_reduced)
 

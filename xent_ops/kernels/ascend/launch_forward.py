@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import reductions, reference_shard
+from .. import reductions
 from ..options import DEFAULTS, Options
 from ..rows import class_weight, rows
 from . import configs
 from .common import cores, features, indices, on
 from .forward import forward_kernel
-from .shard import shard_kernel
 
 
 def _forward(
@@ -90,38 +89,3 @@ def cross_entropy_forward_skipping(
 def cross_entropy_reduced(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The rows by the kernel, their sums by plain torch."""
     return reductions.cross_entropy_reduced(*args, **options, forward=cross_entropy_forward_skipping)
-
-
-def cross_entropy_shard(
-    logits: Tensor,
-    target: Tensor,
-    class_start: int,
-    num_classes: int,
-    weight: Tensor | None = None,
-    *,
-    options: Options = DEFAULTS,
-) -> Tensor:
-    columns, itemsize = reference_shard.columns_of(logits, class_start, num_classes), logits.element_size()
-    view = rows(logits)
-    out = logits.new_empty((1, reference_shard.width(view.number, weight is not None)), dtype=torch.float32)
-    if view.number == 0:  # then nothing reads the header
-        return out
-    flags = features(weight, options, itemsize)
-    programs, chunk = configs.programs(view.number, cores(logits))
-    with on(logits):
-        shard_kernel[(programs,)](
-            view.tensor,
-            indices(target),
-            class_weight(weight, out),
-            out,
-            view.number,
-            chunk,
-            columns,
-            *view[2:],
-            class_start,
-            num_classes,
-            *options.numbers()[1:],
-            **flags,
-            BLOCK=configs.block(columns, configs.forward_bytes(itemsize, **flags)),
-        )
-    return out

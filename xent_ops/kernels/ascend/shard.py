@@ -1,4 +1,7 @@
-"""A vocabulary split over ranks: one shard's part of every row. What it hands over is in kernels/reference_shard.py."""
+"""A vocabulary split over ranks: one shard's part of every row, and the join of all shards' parts.
+
+What a shard hands over, and how the parts make a loss, is in kernels/reference_shard.py.
+"""
 
 import triton
 import triton.language as tl
@@ -8,6 +11,7 @@ from ..triton.numerics import row_offset, without_infinity
 from .forward import activate, scan, shift_of
 
 DIGIT = tl.constexpr(reference_shard.DIGIT)
+HEADER = tl.constexpr(reference_shard.HEADER)
 
 
 @triton.jit(
@@ -82,3 +86,97 @@ def shard_kernel(
             tl.store(header_ptr + 2, (size // DIGIT).to(tl.float32))
             tl.store(header_ptr + 3, (size % DIGIT).to(tl.float32))
             tl.store(header_ptr + 4, weights)
+
+
+@triton.jit
+def _integer(pointer):
+    """An integer of a header, from its two digits."""
+    return tl.load(pointer).to(tl.int64) * DIGIT + tl.load(pointer + 1).to(tl.int64)
+
+
+@triton.jit
+def _faults(headers_ptr, stride, world, n_classes):
+    """0 if the shards tile the vocabulary: each starts alone, at 0 or where another one ends; their sizes add up."""
+    columns = tl.cast(0, tl.int64)
+    faults = tl.cast(0, tl.int32)
+    for rank in tl.range(0, world):
+        header_ptr = headers_ptr + rank * stride
+        start = _integer(header_ptr)
+        size = _integer(header_ptr + 2)
+        same = tl.cast(0, tl.int32)
+        before = tl.cast(0, tl.int32)
+        for other in tl.range(0, world):
+            other_ptr = headers_ptr + other * stride
+            other_start = _integer(other_ptr)
+            other_size = _integer(other_ptr + 2)
+            same += tl.where((other_size > 0) & (other_start == start), 1, 0)
+            before += tl.where((other_size > 0) & (other_start + other_size == start), 1, 0)
+        follows = (same == 1) & ((start == 0) | (before > 0))
+        faults += tl.where((size == 0) | follows, 0, 1)
+        columns += size
+    return faults + tl.where(columns == n_classes, 0, 1)
+
+
+@triton.jit(do_not_specialize=["n_rows", "chunk", "world", "n_classes", "ignore_index", "label_smoothing"])
+def join_shards_kernel(
+    gathered_ptr,  # (world, numbers * N + HEADER) float32, contiguous: what shard_kernel wrote, of every rank
+    target_ptr,  # (N,), contiguous, int64 or int32
+    loss_ptr,  # (N,) float32
+    lse_ptr,  # (N,) float32
+    target_weight_ptr,  # (N,) float32
+    coefficient_ptr,  # (N,) float32
+    n_rows,
+    chunk,  # rows of a program
+    world,
+    n_classes,  # of the whole vocabulary
+    ignore_index,
+    label_smoothing,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+):
+    """A program a chunk of rows, all in scalars: in a vector of rows, targets would be compared as integers.
+
+    Ranks are visited in order, so that all ranks get the same bits.
+    """
+    begin = tl.program_id(0) * chunk
+    end = tl.minimum(begin + chunk, n_rows)
+    number = tl.cast(n_rows, tl.int64)
+    stride = (4 if HAS_WEIGHT else 3) * number + HEADER
+    headers_ptr = gathered_ptr + (stride - HEADER)
+    tiled = _faults(headers_ptr, stride, world, n_classes) == 0
+    for row in tl.range(begin, end):
+        target = tl.load(target_ptr + row).to(tl.int64)
+        top = tl.cast(float("-inf"), tl.float32)
+        for rank in tl.range(0, world):
+            top = tl.maximum(top, tl.load(gathered_ptr + rank * stride + row))
+        pivot = without_infinity(top)
+        total = tl.cast(0.0, tl.float32)
+        loss = tl.cast(0.0, tl.float32)
+        target_weight = tl.cast(0.0, tl.float32)
+        coefficient = tl.cast(0.0, tl.float32)
+        for rank in tl.range(0, world):
+            part_ptr = gathered_ptr + rank * stride + row
+            maximum = tl.load(part_ptr)
+            total += tl.load(part_ptr + number) * tl.exp(maximum - pivot)
+            header_ptr = headers_ptr + rank * stride
+            if HAS_WEIGHT:
+                weight = tl.load(part_ptr + 3 * number)
+            else:
+                local = target - _integer(header_ptr)
+                weight = tl.where((local >= 0) & (local < _integer(header_ptr + 2)), 1.0, 0.0)
+            share = weight
+            if HAS_SMOOTHING:
+                share = (1.0 - label_smoothing) * weight + label_smoothing / n_classes * tl.load(header_ptr + 4)
+            # Nothing where it has no share, however far its maximum is: their difference may overflow.
+            moved = tl.where(share == 0.0, 0.0, share * (pivot - without_infinity(maximum)))
+            loss += tl.load(part_ptr + 2 * number) + moved
+            coefficient += share
+            target_weight += weight
+        log_total = tl.log(total)
+        loss += coefficient * log_total
+        loss = tl.where(tiled & (target >= 0) & (target < n_classes), loss, float("nan"))
+        counted = target != ignore_index
+        tl.store(loss_ptr + row, tl.where(counted, loss, 0.0))
+        tl.store(lse_ptr + row, tl.where(tiled, pivot + log_total, float("nan")))
+        tl.store(target_weight_ptr + row, tl.where(counted, target_weight, 0.0))
+        tl.store(coefficient_ptr + row, tl.where(counted, coefficient, 0.0))

@@ -1,0 +1,90 @@
+"""Launchers of a vocabulary split over ranks: a shard's part, and the join of all parts. See launch.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference_shard
+from ..options import DEFAULTS, Options
+from ..rows import class_weight, rows
+from . import configs
+from .common import cores, features, indices, on
+from .shard import join_shards_kernel, shard_kernel
+
+
+def cross_entropy_shard(
+    logits: Tensor,
+    target: Tensor,
+    class_start: int,
+    num_classes: int,
+    weight: Tensor | None = None,
+    *,
+    options: Options = DEFAULTS,
+) -> Tensor:
+    columns, itemsize = reference_shard.columns_of(logits, class_start, num_classes), logits.element_size()
+    view = rows(logits)
+    out = logits.new_empty((1, reference_shard.width(view.number, weight is not None)), dtype=torch.float32)
+    if view.number == 0:  # then nothing reads the header
+        return out
+    flags = features(weight, options, itemsize)
+    programs, chunk = configs.programs(view.number, cores(logits))
+    with on(logits):
+        shard_kernel[(programs,)](
+            view.tensor,
+            indices(target),
+            class_weight(weight, out),
+            out,
+            view.number,
+            chunk,
+            columns,
+            *view[2:],
+            class_start,
+            num_classes,
+            *options.numbers()[1:],
+            **flags,
+            BLOCK=configs.block(columns, configs.forward_bytes(itemsize, **flags)),
+        )
+    return out
+
+
+def cross_entropy_shard_join(
+    logits: Tensor,
+    target: Tensor,
+    gathered: Tensor,
+    class_start: int,
+    num_classes: int,
+    weight: Tensor | None = None,
+    *,
+    options: Options = DEFAULTS,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    loss, lse, target_weight, coefficient = (gathered.new_empty(target.shape) for _ in range(4))
+    number = target.numel()
+    if number == 0:
+        return loss, lse, target_weight, coefficient
+    programs, chunk = configs.programs(number, cores(gathered))
+    with on(gathered):
+        join_shards_kernel[(programs,)](
+            gathered.contiguous(),
+            indices(target),
+            loss,
+            lse,
+            target_weight,
+            coefficient,
+            number,
+            chunk,
+            gathered.shape[0],
+            num_classes,
+            options.ignore_index,
+            options.label_smoothing,
+            HAS_WEIGHT=weight is not None,
+            HAS_SMOOTHING=options.label_smoothing > 0.0,
+        )
+    return loss, lse, target_weight, coefficient
+
+
+def cross_entropy_shard_reduced(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The rows by the kernel, their sums by plain torch."""
+    return reference_shard.cross_entropy_shard_reduced(*args, **options, join=cross_entropy_shard_join)
