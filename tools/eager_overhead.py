@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from no_device import Driver
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.runtime import driver
 
@@ -53,6 +54,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "the same, lse_square_scale=1e-4": lambda x, t: xent_ops.cross_entropy(x, t, lse_square_scale=1e-4),
     "the same, grad_in_forward=True": lambda x, t: xent_ops.cross_entropy(x, t, grad_in_forward=True),
     "vocab_parallel_cross_entropy": parallel,
+    "xent_ops.cross_entropy of a DTensor": xent_ops.cross_entropy,
 }
 
 
@@ -64,11 +66,14 @@ def main() -> None:
     for name, operator in library.OPERATORS.items():
         overrides.impl(name, operator.on_cuda, "CPU", allow_override=True)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
 
     steps: dict[str, Callable[[], Any]] = {}
     for name, loss in LOSSES.items():
         shape = (2, 4) if loss is F.cross_entropy else (64, CLASSES)
         logits, target = torch.randn(shape, requires_grad=True), torch.arange(shape[0])
+        if "DTensor" in name:
+            logits = DTensor.from_local(logits.detach(), mesh, [Shard(1)], run_check=False).requires_grad_()
         steps[name] = lambda loss=loss, x=logits, t=target: torch.autograd.grad(loss(x, t), (x,))
         for _ in range(100):
             steps[name]()

@@ -1,9 +1,7 @@
 """Losses, inputs and counters of the tests of the head and the loss as one (test_linear*.py)."""
 
 import torch
-from functorch.compile import make_boxed_func
-from helpers.graphs import calls_of, operator_names, run_and_get_code
-from torch._dynamo.backends.common import aot_autograd
+from helpers.graphs import calls_of, run_and_get_code
 
 import xent_ops
 
@@ -45,24 +43,3 @@ def code_of(function, *tensors):
 
 def counts(code, *names):
     return tuple(calls_of(name, code) for name in names)
-
-
-class Partitioned:
-    """A backend for torch.compile: Inductor's joint-graph passes and partitioner, then eager. Keeps the graphs."""
-
-    def __init__(self):
-        self.graphs = []
-
-    def __call__(self, gm, example_inputs):
-        from torch._inductor.compile_fx import partition_fn
-
-        compile_ = aot_autograd(fw_compiler=self._keep, bw_compiler=self._keep, partition_fn=partition_fn)
-        return compile_(gm, example_inputs)
-
-    def _keep(self, gm, example_inputs):
-        self.graphs.append(gm)
-        return make_boxed_func(gm.forward)
-
-    def calls(self, name):
-        """How often each graph calls an operator: forward, backward."""
-        return [operator_names(gm).count(f"xent.{name}.default") for gm in self.graphs]

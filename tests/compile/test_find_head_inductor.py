@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from finding_heads import H, V, ce, heads_of, inputs
-from helpers.graphs import graph_text, run_and_get_code
-from linear_cases import IN_PLACE, ONE_PASS, ROWS, Partitioned, counts
+from helpers.graphs import Partitioned, graph_text, run_and_get_code
+from linear_cases import IN_PLACE, ONE_PASS, ROWS, counts
 from rewriting import Rewriting, gradients
 from torch import nn
 from torch._dynamo.utils import counters

@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.graphs import operator_names
-from linear_cases import IN_PLACE, ONE_PASS, SCALED, Partitioned, code_of, counts, gradients, inputs, loss
+from helpers.graphs import Partitioned, operator_names
+from linear_cases import IN_PLACE, ONE_PASS, SCALED, code_of, counts, gradients, inputs, loss
 from torch._functorch import config
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 

@@ -56,6 +56,69 @@ def placements_of_logits(device):
                 torch.testing.assert_close(again.full_tensor(), loss.full_tensor())
 
 
+def one_node(device):
+    """Contiguous logits with all rows on every rank: one autograd node, whose gradient is laid out as the logits are."""
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    logits, target = torch.randn(4, V, device=device), torch.tensor([1, 2, -100, 50], device=device)
+    plain = logits.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(torch.nn.functional.cross_entropy(plain, target), plain)
+    for placement in (Shard(1), Replicate()):
+        x = distribute_tensor(logits, mesh, [placement]).requires_grad_()
+        loss = xent_ops.cross_entropy(x, target)
+        assert [type(node).__name__ for node, _ in loss.grad_fn.next_functions if node] == ["AccumulateGrad"]
+        for scale in (1, 2):
+            (grad,) = torch.autograd.grad(loss * scale, x, retain_graph=True)
+            assert (grad.placements, grad.shape, grad.stride()) == (x.placements, x.shape, x.stride())
+            torch.testing.assert_close(grad.full_tensor(), scale * expected)
+
+
+def other_layouts(device):
+    """Classes in the middle, logits that are not contiguous, upstream gradients that are not on every rank."""
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    target = torch.randint(0, V, (4, 6), device=device)
+    for make in (
+        lambda: distribute_tensor(torch.randn(4, V, 6, device=device), mesh, [Shard(1)]),
+        lambda: distribute_tensor(torch.randn(4, 6, V, device=device), mesh, [Shard(2)]).transpose(1, 2),
+        lambda: distribute_tensor(torch.randn(4, 6, V, device=device).transpose(1, 2), mesh, [Shard(1)]),
+    ):
+        torch.manual_seed(0)
+        x = make().detach().requires_grad_()
+        plain = x.detach().full_tensor().requires_grad_()
+        loss, expected = xent_ops.cross_entropy(x, target), torch.nn.functional.cross_entropy(plain, target)
+        torch.testing.assert_close(loss.full_tensor(), expected)
+        (grad,), (oracle,) = torch.autograd.grad(loss, x), torch.autograd.grad(expected, plain)
+        torch.testing.assert_close(grad.full_tensor(), oracle)
+    up = torch.rand(4, 6, device=device)
+    x = distribute_tensor(torch.randn(4, 6, V, device=device), mesh, [Shard(2)]).requires_grad_()
+    plain = x.detach().full_tensor().requires_grad_()
+    loss = torch.nn.functional.cross_entropy(plain.transpose(1, 2), target, reduction="none")
+    (expected,) = torch.autograd.grad(loss, plain, up)
+    for factor in (distribute_tensor(up, mesh, [Shard(0)]), DTensor.from_local(up / mesh.size(), mesh, [Partial()])):
+        loss = xent_ops.cross_entropy(x, target, dim=-1, reduction="none")
+        (grad,) = torch.autograd.grad(loss, x, factor)
+        torch.testing.assert_close(grad.full_tensor(), expected)
+
+
+def refused_in_backward(device):
+    """What would give a wrong gradient: create_graph, and logits written in place after the loss."""
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    logits, target = torch.randn(8, V, device=device), torch.arange(8, device=device)
+    for placement in (Shard(1), Shard(0), Replicate()):
+        x = distribute_tensor(logits, mesh, [placement]).requires_grad_()
+        for reduction in ("mean", "none"):
+            loss = xent_ops.cross_entropy(x, target, reduction=reduction).sum()
+            with pytest.raises(RuntimeError, match=r"of DTensors, or .* has no second derivative"):
+                torch.autograd.grad(loss, x, create_graph=True)
+    x = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
+    for write in (lambda y: y.mul_(2), lambda y: y.to_local().mul_(2)):
+        y = x * 1
+        loss = xent_ops.cross_entropy(y, target)
+        with torch.no_grad():
+            write(y)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 def rows_of_this_rank(device):
     """A plain target of a rank's own rows, whose shape is by chance that of logits without their last dimension."""
     mesh = init_device_mesh(device, (dist.get_world_size(),))

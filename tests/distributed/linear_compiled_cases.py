@@ -1,15 +1,22 @@
 """torch.compile of the head and the loss over ranks; run on every rank by test_linear_parallel.py."""
 
 import re
+from contextlib import nullcontext
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.graphs import AotEagerAndRecordGraphs, Partitioned
 from linear_parallel_cases import H, head_of, leaves
-from torch._dynamo.testing import AotEagerAndRecordGraphs
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from vocab_parallel_cases import V, same_bits_everywhere, split
 
+import xent_ops
 from xent_ops.distributed import vocab_parallel_linear_cross_entropy
+from xent_ops.inductor import save
 
 
 def step_of(group, **options):
@@ -98,13 +105,67 @@ def gradients_are_made_once(device):
     from torch._inductor.utils import run_and_get_code
 
     x, head, bias, target = leaves(device, *head_of(torch.float32, (12,)))
-    for patch in ({"aggressive_recomputation": True}, {"activation_memory_budget": 0.0}):
+    plain = step_of(None, chunk_rows=6)
+    expected = torch.autograd.grad(plain(x, head, target, bias), (x, head, bias))
+    for patch, step in (
+        ({"aggressive_recomputation": True}, plain),
+        ({"activation_memory_budget": 0.0}, plain),
+        ({}, partial(checkpoint, plain, use_reentrant=False)),
+    ):
         torch.compiler.reset()
         with torch._functorch.config.patch(patch):
-            step = torch.compile(step_of(None, chunk_rows=6), fullgraph=True)
-            _, codes = run_and_get_code(lambda run: run(x, head, target, bias).backward(), step)
+            compiled = torch.compile(step, fullgraph=True)
+            grads, codes = run_and_get_code(
+                lambda run: torch.autograd.grad(run(x, head, target, bias), (x, head, bias)), compiled
+            )
+        torch.testing.assert_close(grads, expected)
         made = "".join(codes).count("linear_cross_entropy_shard_chunk.default(")
         assert made == 2, (made, patch)
+        assert "scale_grad_.default" in codes[-1] and "linear_scale_grad.default" not in codes[-1]
+
+
+def _recompute_all(context, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+def gradients_are_made_once_in_a_checkpoint(device):
+    """The partitioned backward scales what the forward has made; without the marks it would make that again."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh(device, (world,))
+    x, head, bias, target = leaves(device, *head_of(torch.float32, (6 * world, 2)))
+    part = x.detach().chunk(world)[dist.get_rank()].clone().requires_grad_()
+
+    def of_dtensors(x, head, target, bias):
+        hidden = DTensor.from_local(x * 2, mesh, [Replicate()])
+        head, bias = (
+            DTensor.from_local(t, mesh, [Shard(0)], shape=torch.Size((V, *t.shape[1:])), stride=t.stride())
+            for t in (head, bias)
+        )
+        return xent_ops.linear_cross_entropy(hidden, head, target, linear_bias=bias).to_local()
+
+    two, one = {"chunk_rows": 6 * world}, {}
+    everything = {"context_fn": partial(create_selective_checkpoint_contexts, _recompute_all)}
+    for step, input, chunks, context, marked in (
+        (step_of(None, **two), x, 2, {}, True),
+        (step_of(None, **two), x, 2, {}, False),
+        (step_of(None, **one), x, 1, everything, True),
+        (step_of(None, sequence_parallel=True, **two), part, 2, {}, True),
+        (of_dtensors, x, 1, {}, True),
+    ):
+
+        def loss_of(x, head, *rest, step=step):
+            return step(x.sin(), head.cos(), *rest).sin()
+
+        args = (input, head, target, bias)
+        backend = Partitioned()
+        torch.compiler.reset()
+        with nullcontext() if marked else mock.patch.object(save._Pass, "apply", lambda *_: 0):
+            compiled = torch.compile(
+                partial(checkpoint, loss_of, use_reentrant=False, **context), fullgraph=True, backend=backend
+            )
+            results = [torch.autograd.grad(function(*args), (input, head, bias)) for function in (loss_of, compiled)]
+        torch.testing.assert_close(*results)
+        assert backend.calls("linear_cross_entropy_shard_chunk") == [chunks, 0 if marked else chunks]
 
 
 def graphs_of(step, *args):

@@ -67,6 +67,7 @@ def test_compiled(pool, device, world, backend):
         compiled.graph,
         compiled.order_of_the_pipeline,
         compiled.bad_input_while_tracing,
+        compiled.gradients_are_made_once_in_a_checkpoint,
         pytest.param(compiled.gradients_are_made_once, marks=pytest.mark.slow),
     ],
     ids=lambda case: case.__name__,

@@ -78,6 +78,9 @@ def test_cuda_graphs(pool, world, case):
     "case",
     [
         dtensor.placements_of_logits,
+        dtensor.one_node,
+        dtensor.other_layouts,
+        dtensor.refused_in_backward,
         dtensor.rows_of_this_rank,
         dtensor.what_is_communicated,
         dtensor.colwise_parallel,

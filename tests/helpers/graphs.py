@@ -3,12 +3,15 @@
 import re
 
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBackend, normalize_gm
 from torch._inductor.utils import run_and_get_code
 
 __all__ = [
     "AotEagerAndRecordGraphs",
     "CompileCounterWithBackend",
+    "Partitioned",
     "calls_of",
     "graph_text",
     "inductor_code",
@@ -39,3 +42,24 @@ def inductor_code(function, *args) -> str:
     """All code that Inductor writes for ``function`` and its backward."""
     _, code = run_and_get_code(lambda: function(*args).backward())
     return "\n".join(code)
+
+
+class Partitioned:
+    """A backend for torch.compile: Inductor's joint-graph passes and partitioner, then eager. Keeps the graphs."""
+
+    def __init__(self):
+        self.graphs = []
+
+    def __call__(self, gm, example_inputs):
+        from torch._inductor.compile_fx import partition_fn
+
+        compile_ = aot_autograd(fw_compiler=self._keep, bw_compiler=self._keep, partition_fn=partition_fn)
+        return compile_(gm, example_inputs)
+
+    def _keep(self, gm, example_inputs):
+        self.graphs.append(gm)
+        return make_boxed_func(gm.forward)
+
+    def calls(self, name):
+        """How often each graph calls an operator: forward, backward."""
+        return [operator_names(gm).count(f"xent.{name}.default") for gm in self.graphs]

@@ -18,50 +18,64 @@ from .parts import all_gather_shard_stats
 _ops = torch.ops.xent
 
 
+def loss_and_saved(
+    logits: Tensor,  # (..., columns of this rank)
+    target: Tensor,  # (...)
+    weight: Tensor | None,  # (columns of this rank,)
+    ranks: Ranks,
+    shard_range: tuple[int, int],  # class_start, num_classes
+    loss: LossOptions,
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """The loss, and the tensors that ``gradient`` takes."""
+    gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, loss.rows)
+    arguments = (logits, target, gathered, *shard_range, weight)
+    divisor = None
+    if loss.reduction == "none":
+        row_loss, lse, _, coefficient = below_autograd(
+            _ops.cross_entropy_shard_join.default, *arguments, **loss.rows.keywords()
+        )
+        value = reductions.reduce_rows(row_loss, lse, target, None, loss).value
+    else:
+        value, divisor, lse, coefficient = below_autograd(
+            _ops.cross_entropy_shard_reduced.default, *arguments, **loss.keywords()
+        )
+    rest = (None if weight is None else coefficient, divisor if loss.reduction == "mean" else None)
+    return value, (logits, target, lse, weight, *rest)
+
+
+def gradient(grad: Tensor, saved: tuple[Tensor | None, ...], shard_range: tuple[int, int], loss: LossOptions) -> Tensor:
+    """Of the loss over this rank's logits."""
+    logits, target, lse, *rest = saved
+    arguments: Any = (grad, None, logits, target, lse, *shard_range, *rest)
+    if transforms.forward_mode():  # the upstream gradient has a tangent, which operators would drop
+        return reference_shard.cross_entropy_shard_backward(
+            *arguments, options=loss.rows, lse_square_scale=loss.lse_square_scale
+        )
+    operator = _ops.cross_entropy_shard_backward.default
+    # create_graph: the operator's formula says why there is no second derivative.
+    call = operator if torch.is_grad_enabled() else lambda *a, **k: below_autograd(operator, *a, **k)
+    return call(*arguments, **loss.backward_keywords())
+
+
 class VocabParallelFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        logits: Tensor,  # (..., columns of this rank)
-        target: Tensor,  # (...)
-        weight: Tensor | None,  # (columns of this rank,)
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
         ranks: Ranks,
-        shard_range: tuple[int, int],  # class_start, num_classes
+        shard_range: tuple[int, int],
         loss: LossOptions,
     ) -> Tensor:
-        gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, loss.rows)
-        arguments = (logits, target, gathered, *shard_range, weight)
-        divisor = None
-        if loss.reduction == "none":
-            row_loss, lse, _, coefficient = below_autograd(
-                _ops.cross_entropy_shard_join.default, *arguments, **loss.rows.keywords()
-            )
-            value = reductions.reduce_rows(row_loss, lse, target, None, loss).value
-        else:
-            value, divisor, lse, coefficient = below_autograd(
-                _ops.cross_entropy_shard_reduced.default, *arguments, **loss.keywords()
-            )
-        saved = (None if weight is None else coefficient, divisor if loss.reduction == "mean" else None)
-        ctx.save_for_backward(logits, target, lse, weight, *saved)
-        ctx.shard_range, ctx.loss = shard_range, loss
+        value, saved = loss_and_saved(logits, target, weight, ranks, shard_range, loss)
+        ctx.save_for_backward(*saved)
+        ctx.call = shard_range, loss
         return value
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, target, lse, *rest = ctx.saved_tensors
-        arguments = (grad, None, logits, target, lse, *ctx.shard_range, *rest)
-        square = ctx.loss.lse_square_scale
-        if transforms.forward_mode():  # the upstream gradient has a tangent, which operators would drop
-            gradient = reference_shard.cross_entropy_shard_backward(
-                *arguments, options=ctx.loss.rows, lse_square_scale=square
-            )
-        else:
-            options = ctx.loss.backward_keywords()
-            operator = _ops.cross_entropy_shard_backward.default
-            # create_graph: the operator's formula says why there is no second derivative.
-            call = operator if torch.is_grad_enabled() else lambda *a, **k: below_autograd(operator, *a, **k)
-            gradient = call(*arguments, **options)
-        return gradient, None, None, None, None, None
+        return gradient(grad, ctx.saved_tensors, *ctx.call), None, None, None, None, None
 
 
 # As in ops/function.py.

@@ -87,9 +87,10 @@ def vocab_parallel_linear_cross_entropy(
             makes the gradients, which the backward multiplies by the upstream gradient, in place; two chunks of logits.
             False: four. The forward gathers the numbers of all rows at once, and the backward makes the logits again;
             one chunk. None: pipelined where gradients of a mean or a sum are wanted, but not with ``skip_ignored``,
-            ``max_counted``, which pipelined=True refuses, nor inside an eager checkpoint; inside a compiled one pass
-            False. A compiled graph has the loop over the chunks unrolled: another number is another graph. All ranks
-            must take one way, with one ``chunk_rows``: weights and biases require grad on every rank or on none.
+            ``max_counted``, which pipelined=True refuses, nor inside an eager checkpoint. Inside a compiled one
+            Inductor saves the gradients; with another backend pass False. A compiled graph has the loop over the chunks
+            unrolled: another number is another graph. All ranks must take one way, with one ``chunk_rows``: weights and
+            biases require grad on every rank or on none.
         check: as for ``vocab_parallel_cross_entropy``; it does not compare the values of inputs and divisors.
         ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale: as in
             ``xent_ops.cross_entropy``; smoothing spreads over all ``num_classes``.

@@ -64,7 +64,7 @@ def linear_cross_entropy(
     mine = heads.Head(w, b, class_weight, shard_range, accumulate_dtype, how)
     if not any(isinstance(placement, Shard) for placement in rows) and pipelined.chosen(None, x, mine, loss):
         total = pipelined.loss(x, local_target, mine, ranks, loss, divisor, scattered=False, sum_grad_input=False)
-        return DTensor.from_local(total, mesh, replicated, run_check=False)
+        return tensor.from_local(total, mesh, replicated)
     outputs, _ = heads.sharded_rows(x, local_target, mine, ranks, loss, sum_grad_input=False)
     value = tensor.reduced(outputs, local_target, input.shape[:-1], mesh, rows, loss)
     if divisor is None:

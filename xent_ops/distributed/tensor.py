@@ -7,17 +7,24 @@ the mesh; the logits are never gathered. A mesh of several dimensions may have b
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..kernels.options import LossOptions
 from ..kernels.reductions import reduce_rows, z_losses
 from ..kernels.rows import dense_classes
 from ..ops import arguments, checks, transforms
+from ..ops.shard import no_second_derivative
 from . import vocab_parallel
+from .function import gradient, loss_and_saved
 from .groups import Ranks, ranks_of
 from .parts import chunk, first_class
 
@@ -34,11 +41,18 @@ def cross_entropy(
     transforms.refuse("xent_ops.cross_entropy of DTensors")
     classes_dim = arguments.class_dimension("input", input, dim)
     mesh = input.device_mesh
-    vocabulary = _vocabulary_dimension(input, classes_dim)
-    rows = _row_placements(input.placements, classes_dim)
+    vocabulary, rows = _split(input, classes_dim)
     num_classes = input.shape[classes_dim]
-
-    local = dense_classes(input.to_local().movedim(classes_dim, -1))
+    each_has_all_rows = not any(placement.is_shard() for placement in rows)  # so the whole loss
+    one_node = (
+        each_has_all_rows
+        and input.requires_grad
+        and torch.is_grad_enabled()
+        and not transforms.is_traced()
+        and classes_dim == input.dim() - 1
+        and input.is_contiguous()
+    )
+    local = dense_classes(input._local_tensor if one_node else input.to_local().movedim(classes_dim, -1))
     shape = torch.Size([*input.shape[:classes_dim], *input.shape[classes_dim + 1 :]])
     if isinstance(target, DTensor) or target.shape != local.shape[:-1]:  # else it holds this rank's rows
         arguments.suggest_dim(input, target, dim)
@@ -46,12 +60,68 @@ def cross_entropy(
     ranks = Ranks("", 0, 1) if vocabulary is None else ranks_of(mesh.get_group(vocabulary))
     local_weight = local_weight_of(weight, num_classes, local.shape[-1], mesh, vocabulary, ranks)
     shard_range = first_class(local.shape[-1], None, num_classes, ranks), num_classes
-    if not any(isinstance(placement, Shard) for placement in rows):  # each rank has all rows, so the whole loss
+    if each_has_all_rows:
         checks.weight_without_grad(local_weight)
+        if one_node:
+            return apply(input, local, local_target, local_weight, ranks, shard_range, loss)
         value = vocab_parallel.loss_of_shard(local, local_target, local_weight, ranks, shard_range, loss)
-        return DTensor.from_local(value, mesh, rows, run_check=False)
+        return from_local(value, mesh, rows)
     outputs = vocab_parallel.sharded_rows(local, local_target, local_weight, ranks, shard_range, loss.rows)
     return reduced(outputs, local_target, shape, mesh, rows, loss)
+
+
+class DTensorFunction(torch.autograd.Function):
+    """The node of function.py from DTensor to DTensor.
+
+    ``to_local`` and ``from_local`` would be nodes of their own, which cost the host more than the loss itself
+    (docs/lab/2026-11-host-time.md). So the DTensors are made here; the gradient has the layout of the logits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: DTensor,  # contiguous, classes last
+        local: Tensor,  # of this rank, without a graph
+        target: Tensor,
+        weight: Tensor | None,
+        ranks: Ranks,
+        shard_range: tuple[int, int],
+        loss: LossOptions,
+    ) -> DTensor:
+        value, saved = loss_and_saved(local, target, weight, ranks, shard_range, loss)
+        # The DTensor too: what is written to one of the two in place does not change the version of the other.
+        ctx.save_for_backward(logits, *saved)
+        ctx.call = shard_range, loss
+        mesh = logits.device_mesh
+        meta = TensorMeta(value.shape, value.stride(), value.dtype)
+        spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
+        return DTensor(value, spec, requires_grad=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor | None, ...]:
+        _refuse_create_graph(grad)
+        logits, *saved = ctx.saved_tensors
+        if not all(placement.is_replicate() for placement in grad.placements):
+            grad = grad.redistribute(placements=[Replicate()] * logits.device_mesh.ndim)
+        local = gradient(grad.to_local(), saved, *ctx.call)
+        whole = DTensor(local, copy.copy(logits._spec), requires_grad=False)
+        return whole, None, None, None, None, None, None
+
+
+# As in ops/function.py.
+apply: Callable[..., DTensor] = super(torch.autograd.Function, DTensorFunction).apply
+
+
+def from_local(value: Tensor, mesh: DeviceMesh, placements: list[Placement], **layout: Any) -> DTensor:
+    """A loss as a DTensor. Its backward refuses ``create_graph=True``: torch 2.11's to_local would drop that graph."""
+    if value.requires_grad and not transforms.is_traced():
+        value.register_hook(_refuse_create_graph)
+    return DTensor.from_local(value, mesh, placements, run_check=False, **layout)
+
+
+def _refuse_create_graph(grad: Tensor) -> None:
+    if torch.is_grad_enabled():
+        no_second_derivative()
 
 
 def reduced(
@@ -66,14 +136,14 @@ def reduced(
     if loss.reduction == "none":
         value = reduce_rows(outputs.loss, outputs.lse, target, None, loss).value
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(value.contiguous(), mesh, rows, run_check=False, shape=shape, stride=stride)
+        return from_local(value.contiguous(), mesh, rows, shape=shape, stride=stride)
     sums = torch.stack(_sums_of_rows(outputs, target, loss))
     partial = [Partial() if isinstance(placement, Shard) else Replicate() for placement in rows]
-    replicated = [Replicate()] * mesh.ndim
+    replicated: list[Placement] = [Replicate()] * mesh.ndim
     if partial != replicated:
         sums = DTensor.from_local(sums, mesh, partial, run_check=False).redistribute(mesh, replicated).to_local()
     value = _combine(list(sums.unbind()), loss.reduction)
-    return DTensor.from_local(value, mesh, replicated, run_check=False)
+    return from_local(value, mesh, replicated)
 
 
 def _sums_of_rows(rows: vocab_parallel.Rows, target: Tensor, loss: LossOptions) -> list[Tensor]:
@@ -96,33 +166,29 @@ def _combine(sums: list[Tensor], reduction: str) -> Tensor:
     return loss if len(sums) == 2 else loss + sums[2] / sums[3]
 
 
-def _vocabulary_dimension(input: DTensor, classes_dim: int) -> int | None:
-    """The mesh dimension that splits the classes, if any."""
-    found = []
+def _split(input: DTensor, classes_dim: int) -> tuple[int | None, list[Placement]]:
+    """The mesh dimension that splits the classes, if any, and the placements of rows, targets and losses."""
+    found: list[int] = []
+    rows: list[Placement] = []
     for mesh_dim, placement in enumerate(input.placements):
         # isinstance, because Dynamo of torch 2.11 cannot trace `type(placement) is Shard`.
         strided = isinstance(placement, _StridedShard)
-        if strided or not isinstance(placement, (Replicate, Shard)):
+        if strided or not isinstance(placement, (Shard, Replicate)):
             raise ValueError(
                 f"DTensor logits are placed as {input.placements}; valid are Replicate() and Shard(dimension). "
                 "redistribute() them first"
             )
-        if isinstance(placement, Shard) and placement.dim % input.dim() == classes_dim:
+        if isinstance(placement, Replicate):
+            rows.append(placement)
+        elif placement.dim % input.dim() == classes_dim:
             found.append(mesh_dim)
+            rows.append(Replicate())
+        else:
+            dim = placement.dim % input.dim()
+            rows.append(Shard(dim - (dim > classes_dim)))
     if len(found) > 1:
         raise ValueError(f"the classes are split over dimensions {found} of the mesh; at most one is supported")
-    return found[0] if found else None
-
-
-def _row_placements(placements: tuple[Placement, ...], classes_dim: int) -> list[Placement]:
-    """The placements of the rows of the logits, and so of the targets and losses."""
-    result: list[Placement] = []
-    for placement in placements:
-        if not isinstance(placement, Shard) or placement.dim == classes_dim:
-            result.append(Replicate())
-        else:
-            result.append(Shard(placement.dim - (placement.dim > classes_dim)))
-    return result
+    return found[0] if found else None, rows
 
 
 def local_target_of(

@@ -6,6 +6,7 @@ backward once more: six products, where rows take four. A formula of the operato
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,21 @@ def install(made: dict[Any, Callable[[fx.Node], Any]]) -> None:
 
 def results(call: fx.Node) -> tuple[fx.Node, ...]:
     return (call, *call.users)  # these take the single results
+
+
+def gradients(call: fx.Node) -> list[fx.Node]:
+    """A call of ``linear_cross_entropy_shard_value`` and the gradients it carries, with what these are taken from.
+
+    The partitioner makes views and single results again whatever their marks, and so what they are taken from.
+    """
+    made = [call]
+    node: Any
+    for node in call.args[4:7]:
+        while getattr(node.target, "is_view", False):
+            made.append(node)
+            node = node.args[0]
+        made += results(node.args[0]) if node.target is operator.getitem else [node]
+    return made
 
 
 class _Pass:

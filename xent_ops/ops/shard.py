@@ -157,10 +157,14 @@ def _shard_alone(ctx: Any, grad: Tensor) -> NoReturn:
 
 
 def _second_backward(ctx: Any, grad: Tensor) -> NoReturn:
+    no_second_derivative()
+
+
+def no_second_derivative() -> NoReturn:
     # The lse depends on the logits of all ranks: this rank's part of a second derivative would be wrong without a word.
     raise RuntimeError(
-        "the cross entropy of DTensors, or of a vocabulary split over ranks, has no second derivative (it would need a "
-        "collective in backward): for one call xent_ops.cross_entropy on all logits as a plain tensor (full_tensor())"
+        "the cross entropy of DTensors, or of a vocabulary split over ranks, has no second derivative (it would need "
+        "collectives in backward): call xent_ops on plain tensors of all classes (full_tensor()) for one"
     )
 
 

@@ -22,10 +22,10 @@ from ...kernels.options import DEFAULTS, Options
 from .. import checks as row_checks
 from .. import transforms
 from ..library import Outputs, autograd, operator
-from ..shard import check_gathered
+from ..shard import check_gathered, no_second_derivative
 from . import checks, chunks
 from .products import add_product
-from .shard import check_shard, no_second_derivative
+from .shard import check_shard
 
 _ops = torch.ops.xent
 

@@ -18,7 +18,7 @@ from ...kernels import reference
 from ...kernels.options import DEFAULTS, Options
 from .. import checks as row_checks
 from ..library import Outputs, autograd, operator, save_nothing
-from ..shard import check_coefficient, check_gathered
+from ..shard import check_coefficient, check_gathered, no_second_derivative
 from . import checks, shard_chunks
 from .operators import gradients_of
 
@@ -178,13 +178,6 @@ def _shard_alone(ctx: Any, grad: Tensor) -> NoReturn:
 
 def _second_backward(ctx: Any, *grads: Tensor) -> NoReturn:
     no_second_derivative()
-
-
-def no_second_derivative() -> NoReturn:
-    raise RuntimeError(
-        "the linear cross entropy of DTensors, or of a head split over ranks, has no second derivative (it would need "
-        "further collectives in backward): for one call xent_ops.linear_cross_entropy on plain tensors (full_tensor())"
-    )
 
 
 operator(
