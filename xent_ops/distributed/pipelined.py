@@ -88,10 +88,10 @@ def loss(
     shard = (class_start, num_classes)
     inputs = [rows[start:end] for start, end in itertools.pairwise(ends)]
     if scattered:
-        inputs = [_collectives.all_gather_into_tensor(part.contiguous(), ranks.world, ranks.name) for part in inputs]
+        inputs = [_begin_gather(part.contiguous(), ranks) for part in inputs]
 
     def begin(i: int) -> _Chunk:
-        x = _collectives.wait_tensor(inputs[i]) if scattered else inputs[i]
+        x = _wait(inputs[i], ranks) if scattered else inputs[i]
         t = targets[:, ends[i] : ends[i + 1]].reshape(-1)
         stats, logits = _ops.linear_cross_entropy_shard_chunk(
             x, frozen, t, *shard, frozen_bias, class_weight, **options.rows.keywords()
@@ -140,10 +140,12 @@ def loss(
     return _ops.linear_cross_entropy_shard_value(value, *given)
 
 
-def _begin_gather(stats: Tensor, ranks: Ranks) -> Tensor:
+def _begin_gather(tensor: Tensor, ranks: Ranks) -> Tensor:
     if ranks.world == 1:
-        return stats
-    return _collectives.all_gather_into_tensor(stats, ranks.world, ranks.name)
+        return tensor
+    gathered = _collectives.all_gather_into_tensor(tensor, ranks.world, ranks.name)
+    # Two of gloo's all-gathers on the way corrupt the heap (torch 2.11, 2.13 and 2.15, without a line of ours).
+    return _collectives.wait_tensor(gathered) if tensor.device.type == "cpu" else gathered
 
 
 def _begin_sum(gradient: Tensor, ranks: Ranks, scattered: bool) -> Tensor:
