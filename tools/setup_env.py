@@ -86,9 +86,28 @@ def install(venv: Path, base: str, torch: str, index: str) -> None:
     else:
         install_torch(pip, torch or pinned_torch, index)
 
-    there = ("torch", "triton") if answer(pip[0], "import triton; print('yes')") else ("torch",)
-    run(*pip, *(line for line in lines if line and re.split("[=;]", line)[0] not in there))
+    torch_there = answer(pip[0], "from importlib.metadata import version; print(version('torch'))")
+    triton_there = answer(pip[0], "import triton; print(triton.__version__)")
+    there = ("torch", "triton") if triton_there else ("torch",)
+    pins = [line for line in lines if line and re.split("[=;]", line)[0] not in there]
+    if torch_there.partition("+")[0] != pinned_torch.removeprefix("torch=="):
+        pins = [older(pin, triton_there) for pin in pins]
+    # The torch that is there is a requirement too: else pip exchanges it where a pin and torch do not agree.
+    run(*pip, *pins, f"torch=={torch_there}")
     install_project(venv)
+
+
+def older(pin: str, triton: str) -> str:
+    """What another torch than the pinned one can have of a pin."""
+    if pin.startswith("setuptools=="):
+        return "setuptools>=77"  # as in pyproject.toml; torch 2.11 wants one below 82
+    if pin.startswith("numpy==") and triton and version(triton) < (3, 7):
+        return re.sub("^[^;]*", "numpy<2.4", pin)  # Triton 3.6's interpreter makes scalars of arrays with an axis
+    return pin
+
+
+def version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
 
 
 def pip_of(venv: Path) -> tuple[str, ...]:
@@ -111,9 +130,9 @@ def site_with_torch(base: str) -> str:
     found = answer(base, "import torch; print(torch.__version__, torch.__path__[0], sep='\\n')")
     if not found:
         return ""
-    version, path = found.splitlines()
-    if tuple(int(part) for part in version.split(".")[:2]) < (2, 11):  # as in pyproject.toml
-        print(f"The torch {version} of {base} is too old, another one is installed.", flush=True)
+    torch, path = found.splitlines()
+    if version(torch) < (2, 11):  # as in pyproject.toml
+        print(f"The torch {torch} of {base} is too old, another one is installed.", flush=True)
         return ""
     return str(Path(path).parent)
 
