@@ -47,6 +47,7 @@ def test_the_code_of_a_training_step(tmp_path, backend):
         TORCHINDUCTOR_NPU_BACKEND=backend,
         TORCHINDUCTOR_COMPILE_THREADS="1",
         TORCH_WARM_POOL="0",
+        CI="",  # where it is set, Inductor refuses fallbacks for operators that it can decompose; torch_npu makes such
     )
 
 
