@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.processes import run_python
 
 from xent_ops.__main__ import main
 from xent_ops.bench import cases, measure, report, timing
@@ -165,3 +166,21 @@ def test_inputs_are_restored_before_each_call():
     calls = []
     timing.by_wall(lambda: calls.append("run"), lambda: calls.append("restore"), 0.01, CPU)
     assert calls == ["restore", "run"] * (len(calls) // 2) and len(calls) > 2 * timing.MIN_SAMPLES
+
+
+@pytest.mark.slow
+def test_a_rank_alone():
+    run_python(
+        """
+        import contextlib, io, sys
+        from xent_ops.distributed import bench
+        sys.argv = ["bench", *"--alone 8 --rows 64 --classes 4096 --repeat 1".split()]
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            bench.main()
+        first, *lines = out.getvalue().splitlines()
+        assert first.startswith("64 x 4096 bfloat16 over 8 ranks") and first.endswith(", one of them alone"), first
+        for name in ("eager", "eager, DTensor", "compiled"):
+            (line,) = [line for line in lines if line.startswith(f"{name}  ")]
+            assert float(line.split()[-2]) > 0, line
+        """
+    )

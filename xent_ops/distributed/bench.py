@@ -2,6 +2,7 @@
 
     python -m torch.distributed.run --nproc-per-node 2 -m xent_ops.distributed.bench --rows 8192 --classes 128256
     ... --linear 4096                                         # with its head, hidden states of so many features
+    python -m xent_ops.distributed.bench --alone 8            # one process: a rank of 8, whose group sends nothing
 
 Rank 0 prints its median times in milliseconds (the slowest rank sets the pace of all), the limit 1.70 copies + 1.5
 all-gathers, the kernel launches of one eager step, and the peak memory beyond the logits in units of the shard. Two
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ..functional import cross_entropy
 from . import bench_linear
@@ -74,11 +76,19 @@ def main() -> None:
     chunks = "of --linear; by default as many as the library takes; of several sizes all but ours take the first"
     parser.add_argument("--chunk-rows", type=int, nargs="+", default=[None], help=chunks)
     parser.add_argument("--repeat", type=int, default=20)
+    alone = "what a rank of so many takes by itself: the losses are wrong, the work and its launches are the same"
+    parser.add_argument("--alone", type=int, metavar="RANKS", help=alone)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.alone is not None:
+        if args.linear is not None:
+            parser.error("--linear checks its gradients, which no rank alone has right: leave --alone out")
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.alone)
+    else:
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
     if args.linear is not None:
         text = bench_linear.run(args.rows, args.classes, args.linear, args.chunk_rows, args.repeat, device)
         if dist.get_rank() == 0:
@@ -133,7 +143,8 @@ def main() -> None:
             peak = (torch.cuda.max_memory_allocated() - before) / (logits.numel() * logits.element_size())
             text.append(f"peak memory of {name} step beyond the logits, their gradient included: {peak:.3f} shards")
     if dist.get_rank() == 0:
-        print(f"{args.rows} x {args.classes} bfloat16 over {world} ranks on {device}", *text, sep="\n")
+        alone = "" if args.alone is None else ", one of them alone"
+        print(f"{args.rows} x {args.classes} bfloat16 over {world} ranks on {device}{alone}", *text, sep="\n")
     dist.destroy_process_group()
 
 
