@@ -100,7 +100,7 @@ def other_layouts(device):
 
 
 def refused_in_backward(device):
-    """What would give a wrong gradient: create_graph, and logits written in place after the loss."""
+    """What would give a wrong gradient: create_graph, and what the backward reads written in place after the loss."""
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     logits, target = torch.randn(8, V, device=device), torch.arange(8, device=device)
     for placement in (Shard(1), Shard(0), Replicate()):
@@ -109,14 +109,40 @@ def refused_in_backward(device):
             loss = xent_ops.cross_entropy(x, target, reduction=reduction).sum()
             with pytest.raises(RuntimeError, match=r"of DTensors, or .* has no second derivative"):
                 torch.autograd.grad(loss, x, create_graph=True)
-    x = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
-    for write in (lambda y: y.mul_(2), lambda y: y.to_local().mul_(2)):
-        y = x * 1
-        loss = xent_ops.cross_entropy(y, target)
-        with torch.no_grad():
-            write(y)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
+        of_target = Shard(0) if placement == Shard(0) else Replicate()
+        of_weight = Shard(0) if placement == Shard(1) else Replicate()
+        for write in (
+            lambda y, *_: y.mul_(2),
+            lambda y, *_: y.to_local().mul_(2),
+            lambda _, labels, __: labels.fill_(0),
+            lambda _, __, weight: weight.mul_(2),
+        ):
+            y, labels = x * 1, distribute_tensor(target.clone(), mesh, [of_target])
+            weight = distribute_tensor(torch.ones(V, device=device), mesh, [of_weight])
+            loss = xent_ops.cross_entropy(y, labels, weight)
+            with torch.no_grad():
+                write(y, labels, weight)
+            with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
+                loss.backward()
+
+
+def loss_without_a_gradient(device):
+    """A node behind the loss may have none to hand on: then the logits have none, as with torch's own operators."""
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, loss):
+            return loss.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    for placement in (Shard(1), Replicate()):  # of sharded rows torch 2.11's from_local raises
+        x = distribute_tensor(torch.randn(8, V, device=device), mesh, [placement]).requires_grad_()
+        loss = Stop.apply(xent_ops.cross_entropy(x, torch.arange(8, device=device)))
+        assert torch.autograd.grad(loss, x, allow_unused=True) == (None,)
 
 
 def rows_of_this_rank(device):

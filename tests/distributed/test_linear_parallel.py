@@ -100,6 +100,7 @@ def test_cuda_graphs(pool, world, case):
         dtensor.targets,
         dtensor.what_is_communicated,
         dtensor.parallel_styles,
+        dtensor.written_in_place,
         dtensor.refused,
     ],
     ids=lambda case: case.__name__,

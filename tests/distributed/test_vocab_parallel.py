@@ -81,6 +81,7 @@ def test_cuda_graphs(pool, world, case):
         dtensor.one_node,
         dtensor.other_layouts,
         dtensor.refused_in_backward,
+        dtensor.loss_without_a_gradient,
         dtensor.rows_of_this_rank,
         dtensor.what_is_communicated,
         dtensor.colwise_parallel,

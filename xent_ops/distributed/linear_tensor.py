@@ -64,9 +64,12 @@ def linear_cross_entropy(
     mine = heads.Head(w, b, class_weight, shard_range, accumulate_dtype, how)
     if not any(isinstance(placement, Shard) for placement in rows) and pipelined.chosen(None, x, mine, loss):
         total = pipelined.loss(x, local_target, mine, ranks, loss, divisor, scattered=False, sum_grad_input=False)
-        return tensor.from_local(total, mesh, replicated)
+        return tensor.from_local(total, mesh, replicated, ())  # the gradients are there
     outputs, _ = heads.sharded_rows(x, local_target, mine, ranks, loss, sum_grad_input=False)
-    value = tensor.reduced(outputs, local_target, input.shape[:-1], mesh, rows, loss)
+    read = tensor.owners(
+        (input, x), (linear_weight, w), (linear_bias, b), (target, local_target), (weight, class_weight)
+    )
+    value = tensor.reduced(outputs, local_target, input.shape[:-1], mesh, rows, loss, read)
     if divisor is None:
         return value
     divide = DTensor.from_local(divisor.to(value.dtype), mesh, replicated, run_check=False)

@@ -60,14 +60,32 @@ def cross_entropy(
     ranks = Ranks("", 0, 1) if vocabulary is None else ranks_of(mesh.get_group(vocabulary))
     local_weight = local_weight_of(weight, num_classes, local.shape[-1], mesh, vocabulary, ranks)
     shard_range = first_class(local.shape[-1], None, num_classes, ranks), num_classes
+    read = owners((target, local_target), (weight, local_weight))
     if each_has_all_rows:
         checks.weight_without_grad(local_weight)
         if one_node:
-            return apply(input, local, local_target, local_weight, ranks, shard_range, loss)
+            return apply(input, local, local_target, local_weight, ranks, shard_range, loss, read)
         value = vocab_parallel.loss_of_shard(local, local_target, local_weight, ranks, shard_range, loss)
-        return from_local(value, mesh, rows)
+        return from_local(value, mesh, rows, (*owners((input, local)), *read))
     outputs = vocab_parallel.sharded_rows(local, local_target, local_weight, ranks, shard_range, loss.rows)
-    return reduced(outputs, local_target, shape, mesh, rows, loss)
+    return reduced(outputs, local_target, shape, mesh, rows, loss, (*owners((input, local)), *read))
+
+
+def owners(*pairs: tuple[Tensor | None, Tensor | None]) -> tuple[DTensor, ...]:
+    """The DTensors among the first of each pair whose memory is that of the second.
+
+    A backward reads this memory. What is written to a DTensor in place does not change the version of its local tensor,
+    nor the other way round, so a node saves both: then it raises.
+    """
+    if transforms.is_traced():
+        return ()
+    return tuple(
+        whole
+        for whole, local in pairs
+        if isinstance(whole, DTensor)
+        and local is not None
+        and whole._local_tensor.untyped_storage()._cdata == local.untyped_storage()._cdata
+    )
 
 
 class DTensorFunction(torch.autograd.Function):
@@ -87,39 +105,64 @@ class DTensorFunction(torch.autograd.Function):
         ranks: Ranks,
         shard_range: tuple[int, int],
         loss: LossOptions,
+        read: tuple[DTensor, ...],  # owners of target and weight
     ) -> DTensor:
         value, saved = loss_and_saved(local, target, weight, ranks, shard_range, loss)
-        # The DTensor too: what is written to one of the two in place does not change the version of the other.
-        ctx.save_for_backward(logits, *saved)
+        ctx.save_for_backward(*read, logits, *saved)
         ctx.call = shard_range, loss
+        ctx.owners = len(read)
+        ctx.set_materialize_grads(False)  # the zeros would be a plain tensor
         mesh = logits.device_mesh
         meta = TensorMeta(value.shape, value.stride(), value.dtype)
         spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
         return DTensor(value, spec, requires_grad=False)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor | None, ...]:
-        _refuse_create_graph(grad)
-        logits, *saved = ctx.saved_tensors
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 8
+        _refuse_create_graph()
+        logits, *saved = ctx.saved_tensors[ctx.owners :]
         if not all(placement.is_replicate() for placement in grad.placements):
             grad = grad.redistribute(placements=[Replicate()] * logits.device_mesh.ndim)
         local = gradient(grad.to_local(), saved, *ctx.call)
         whole = DTensor(local, copy.copy(logits._spec), requires_grad=False)
-        return whole, None, None, None, None, None, None
+        return whole, None, None, None, None, None, None, None
 
 
 # As in ops/function.py.
 apply: Callable[..., DTensor] = super(torch.autograd.Function, DTensorFunction).apply
 
 
-def from_local(value: Tensor, mesh: DeviceMesh, placements: list[Placement], **layout: Any) -> DTensor:
-    """A loss as a DTensor. Its backward refuses ``create_graph=True``: torch 2.11's to_local would drop that graph."""
+class _Checked(torch.autograd.Function):
+    """The loss as it is. Its backward raises for a gradient that would be wrong: see ``from_local``."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, read: tuple[DTensor, ...]) -> Tensor:
+        ctx.save_for_backward(*read)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_create_graph()
+        _ = ctx.saved_tensors  # raises if one was written to
+        return grad, None
+
+
+def from_local(
+    value: Tensor, mesh: DeviceMesh, placements: list[Placement], read: tuple[DTensor, ...], **layout: Any
+) -> DTensor:
+    """A loss as a DTensor.
+
+    Its backward refuses ``create_graph=True``, because torch 2.11's to_local would drop that graph, and to go on if
+    something was written to the DTensors ``read``: see ``owners``.
+    """
     if value.requires_grad and not transforms.is_traced():
-        value.register_hook(_refuse_create_graph)
+        value = _Checked.apply(value, read)
     return DTensor.from_local(value, mesh, placements, run_check=False, **layout)
 
 
-def _refuse_create_graph(grad: Tensor) -> None:
+def _refuse_create_graph() -> None:
     if torch.is_grad_enabled():
         no_second_derivative()
 
@@ -131,19 +174,23 @@ def reduced(
     mesh: DeviceMesh,
     rows: list[Placement],
     loss: LossOptions,
+    read: tuple[DTensor, ...],
 ) -> DTensor:
-    """The loss from this rank's rows and their target, which are placed as ``rows`` of a tensor of this shape."""
+    """The loss from this rank's rows and their target, which are placed as ``rows`` of a tensor of this shape.
+
+    ``read``: as of ``from_local``.
+    """
     if loss.reduction == "none":
         value = reduce_rows(outputs.loss, outputs.lse, target, None, loss).value
         stride = torch.empty(shape, device="meta").stride()
-        return from_local(value.contiguous(), mesh, rows, shape=shape, stride=stride)
+        return from_local(value.contiguous(), mesh, rows, read, shape=shape, stride=stride)
     sums = torch.stack(_sums_of_rows(outputs, target, loss))
     partial = [Partial() if isinstance(placement, Shard) else Replicate() for placement in rows]
     replicated: list[Placement] = [Replicate()] * mesh.ndim
     if partial != replicated:
         sums = DTensor.from_local(sums, mesh, partial, run_check=False).redistribute(mesh, replicated).to_local()
     value = _combine(list(sums.unbind()), loss.reduction)
-    return from_local(value, mesh, replicated)
+    return from_local(value, mesh, replicated, read)
 
 
 def _sums_of_rows(rows: vocab_parallel.Rows, target: Tensor, loss: LossOptions) -> list[Tensor]:
