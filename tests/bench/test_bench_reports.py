@@ -182,5 +182,13 @@ def test_a_rank_alone():
         for name in ("eager", "eager, DTensor", "compiled"):
             (line,) = [line for line in lines if line.startswith(f"{name}  ")]
             assert float(line.split()[-2]) > 0, line
+        assert not any(line.startswith(("all-gather", "limit")) for line in lines), lines  # nothing is sent
+        sys.argv = ["bench", "--alone", "0"]
+        with contextlib.redirect_stderr(io.StringIO()) as out:
+            try:
+                bench.main()
+            except SystemExit:
+                pass
+        assert "--alone must be at least 1" in out.getvalue(), out.getvalue()
         """
     )
