@@ -87,6 +87,8 @@ def install(venv: Path, base: str, torch: str, index: str) -> None:
         install_torch(pip, torch or pinned_torch, index)
 
     torch_there = answer(pip[0], "from importlib.metadata import version; print(version('torch'))")
+    if not torch_there:
+        sys.exit(f"{pip[0]} finds no package named torch, as which any index build and any wheel of torch installs.")
     triton_there = answer(pip[0], "import triton; print(triton.__version__)")
     there = ("torch", "triton") if triton_there else ("torch",)
     pins = [line for line in lines if line and re.split("[=;]", line)[0] not in there]
