@@ -88,19 +88,19 @@ def install(venv: Path, base: str, torch: str, index: str) -> None:
 
     torch_there = answer(pip[0], "from importlib.metadata import version; print(version('torch'))")
     if not torch_there:
-        sys.exit(f"{pip[0]} finds no package named torch, as which any index build and any wheel of torch installs.")
+        sys.exit(f"The torch of {base} has no package metadata, which pip needs: install it as a wheel.")
     triton_there = answer(pip[0], "import triton; print(triton.__version__)")
     there = ("torch", "triton") if triton_there else ("torch",)
     pins = [line for line in lines if line and re.split("[=;]", line)[0] not in there]
     if torch_there.partition("+")[0] != pinned_torch.removeprefix("torch=="):
         pins = [older(pin, triton_there) for pin in pins]
-    # The torch that is there is a requirement too: else pip exchanges it where a pin and torch do not agree.
+    # The installed torch is a requirement too: else pip replaces it where a pin and torch do not agree.
     run(*pip, *pins, f"torch=={torch_there}")
     install_project(venv)
 
 
 def older(pin: str, triton: str) -> str:
-    """What another torch than the pinned one can have of a pin."""
+    """The pin, looser where it may not suit another torch than the pinned one."""
     if pin.startswith("setuptools=="):
         return "setuptools>=77"  # as in pyproject.toml; torch 2.11 wants one below 82
     if pin.startswith("numpy==") and triton and version(triton) < (3, 7):

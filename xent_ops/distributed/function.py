@@ -51,10 +51,10 @@ def gradient(grad: Tensor, saved: tuple[Tensor | None, ...], shard_range: tuple[
         return reference_shard.cross_entropy_shard_backward(
             *arguments, options=loss.rows, lse_square_scale=loss.lse_square_scale
         )
-    operator = _ops.cross_entropy_shard_backward.default
-    # create_graph: the operator's formula says why there is no second derivative.
-    call = operator if torch.is_grad_enabled() else lambda *a, **k: below_autograd(operator, *a, **k)
-    return call(*arguments, **loss.backward_keywords())
+    operator, options = _ops.cross_entropy_shard_backward.default, loss.backward_keywords()
+    if torch.is_grad_enabled():  # create_graph: the operator's formula says why there is no second derivative
+        return operator(*arguments, **options)
+    return below_autograd(operator, *arguments, **options)
 
 
 class VocabParallelFunction(torch.autograd.Function):

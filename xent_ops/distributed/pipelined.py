@@ -37,7 +37,7 @@ _collectives = torch.ops._c10d_functional
 
 
 class _Chunk(NamedTuple):
-    """What the first product of a chunk leaves. Collectives on the way are waited for where they are read."""
+    """What the first product of a chunk leaves. Collectives in flight are waited for where they are read."""
 
     input: Tensor  # (rows, H)
     target: Tensor  # (rows,)
@@ -144,7 +144,7 @@ def _begin_gather(tensor: Tensor, ranks: Ranks) -> Tensor:
     if ranks.world == 1:
         return tensor
     gathered = _collectives.all_gather_into_tensor(tensor, ranks.world, ranks.name)
-    # Two of gloo's all-gathers on the way corrupt the heap (torch 2.11, 2.13 and 2.15, without a line of ours).
+    # Two all-gathers of gloo in flight at a time corrupt the heap, in plain torch too (2.11, 2.13, 2.15).
     return _collectives.wait_tensor(gathered) if tensor.device.type == "cpu" else gathered
 
 

@@ -134,8 +134,8 @@ class DTensorFunction(torch.autograd.Function):
 apply: Callable[..., DTensor] = super(torch.autograd.Function, DTensorFunction).apply
 
 
-class _Checked(torch.autograd.Function):
-    """The loss as it is. Its backward raises for a gradient that would be wrong: see ``from_local``."""
+class _BackwardChecks(torch.autograd.Function):
+    """The loss as it is, with a backward that raises where the gradient would be wrong: see ``from_local``."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, read: tuple[DTensor, ...]) -> Tensor:
@@ -154,11 +154,11 @@ def from_local(
 ) -> DTensor:
     """A loss as a DTensor.
 
-    Its backward refuses ``create_graph=True``, because torch 2.11's to_local would drop that graph, and to go on if
-    something was written to the DTensors ``read``: see ``owners``.
+    Its backward raises for ``create_graph=True``, because torch 2.11's to_local would drop that graph. It also raises
+    where a DTensor in ``read`` was written to after the loss: see ``owners``.
     """
     if value.requires_grad and not transforms.is_traced():
-        value = _Checked.apply(value, read)
+        value = _BackwardChecks.apply(value, read)
     return DTensor.from_local(value, mesh, placements, run_check=False, **layout)
 
 
