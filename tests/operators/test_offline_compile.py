@@ -101,10 +101,11 @@ def everything(dtype, vocabulary, full):
     run("cross_entropy_forward_entropy", logits, target, weight, **options)
     run("cross_entropy_reduced", logits, target, weight, **options, **z_loss)
     run("cross_entropy_divisor", logits, target, weight, **options)
-    many, of_many = torch.zeros(9000, 16, dtype=dtype), torch.zeros(9000, dtype=torch.int64)
-    weights_of_many = torch.ones(16) if full else None
-    run("cross_entropy_reduced", many, of_many, weights_of_many, **options, **z_loss, reduction="sum")
-    run("cross_entropy_divisor", many, of_many, weights_of_many, **options)
+    for number in (1000, 9000):  # the sums over rows by one program, by several
+        many, of_many = torch.zeros(number, 16, dtype=dtype), torch.zeros(number, dtype=torch.int64)
+        weights_of_many = torch.ones(16) if full else None
+        run("cross_entropy_reduced", many, of_many, weights_of_many, **options, **z_loss, reduction="sum")
+        run("cross_entropy_divisor", many, of_many, weights_of_many, **options)
     run("cross_entropy_backward", row, grad_lse, logits, target, row, weight, **options)
     run("cross_entropy_backward", scalar, None, logits, target, row, weight, divisor, **options)
     run("cross_entropy_backward_", scalar, grad_lse, logits, target, row, weight, divisor, **options, **z_loss)
