@@ -9,7 +9,8 @@ DOCS = $(VENV)-docs
 # Triton reads TRITON_INTERPRET when it is imported, so the kernels' interpreter has a process of its own.
 # Processes share the tests, each a stretch of files, and who is done takes from the others. Each takes 1 to 2 GB.
 JOBS ?= auto
-PYTEST = TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $(PY) -m pytest -q --numprocesses $(JOBS) --maxprocesses 8 --dist worksteal
+TESTS = -m pytest -q --numprocesses $(JOBS) --maxprocesses 8 --dist worksteal
+PYTEST = TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $(PY) $(TESTS)
 COMPILED = env -u TRITON_INTERPRET $(PYTEST)
 INTERPRETED = env TRITON_INTERPRET=1 $(PYTEST)
 
@@ -49,7 +50,7 @@ test-full: env  ## the slower tests that `make test` leaves out: many processes,
 test-ascend: env  ## the Ascend kernels through triton-ascend's passes, in an environment of their own, without a device
 	@# 75: the environment cannot be had here, and the script has said why.
 	@$(PY) tools/setup_ascend.py $(VENV)-ascend && PY=$(VENV)-ascend/bin/python && \
-		env -u TRITON_INTERPRET TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $$PY -m pytest -q tests/ascend/test_ascend_*.py \
+		env -u TRITON_INTERPRET TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $$PY $(TESTS) tests/ascend/test_ascend_*.py \
 		|| test $$? = 75
 
 .PHONY: docs docs-env
