@@ -1,4 +1,8 @@
-"""Processes that stay: one spawn a world size, to which tests send the cases that all ranks run together."""
+"""Processes that stay: one spawn a world size, to which tests send the cases that all ranks run together.
+
+torch's MultiProcessTestCase is private, wants unittest classes, and starts new processes, which import torch, for each
+test.
+"""
 
 import datetime
 import importlib

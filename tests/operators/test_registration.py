@@ -7,6 +7,7 @@ import torch
 from operator_samples import samples
 
 import xent_ops
+from xent_ops.ops.library import OPERATORS
 from xent_ops.ops.schemas import SCHEMAS
 
 ops = torch.ops.xent
@@ -29,7 +30,17 @@ def test_every_operator_has_samples():
         for requires in (False, True)
         for op, _, _ in samples("cpu", torch.float32, requires)
     }
-    assert seen == set(SCHEMAS)
+    assert seen == set(SCHEMAS), "operator_samples.py has every operator of schemas.py"
+
+
+def test_every_operator_has_its_launchers():
+    """Without a GPU or an NPU no call would miss one."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from xent_ops.kernels.ascend import launch as ascend
+    from xent_ops.kernels.triton import launch
+
+    assert set(launch.__all__) == {name for name, operator in OPERATORS.items() if not operator.composed}
+    assert set(ascend.__all__) == {name for name, operator in OPERATORS.items() if operator.ascend}
 
 
 def test_schemas_are_what_the_dispatcher_holds():

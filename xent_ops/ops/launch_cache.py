@@ -12,7 +12,7 @@ Signature = tuple[Any, ...]
 
 
 def call_signature(args: tuple[Any, ...], options: dict[str, Any]) -> Signature:
-    """All that launches depend on: everything but the numbers in the tensors and where beyond 16 bytes these lie."""
+    """All that launches depend on: not the numbers in tensors, and of an address its offset from a 16-byte boundary."""
     return (
         *[
             (arg.shape, arg.stride(), arg.dtype, arg.device, arg.data_ptr() % 16)
@@ -27,7 +27,7 @@ def call_signature(args: tuple[Any, ...], options: dict[str, Any]) -> Signature:
 class LaunchCache:
     """Launches by call signature: the arguments were checked and the kernels chosen when the entry was made.
 
-    To check, choose and bind takes the host 50 us of a step that takes 42 with this cache (one core of an EPYC,
+    To check, choose and bind at every call would add 50 us to a step that takes the host 42 (one core of an EPYC,
     launches that do nothing, 2026-11-22). Bounded, because a number of rows may never come again; the oldest entry
     leaves first.
     """

@@ -158,7 +158,8 @@ def operator(
             ROCm what ``name`` in kernels/triton/launch.py prepares.
         check_values: like ``check``, for the CPU without C++, where reading values does not synchronise.
         ascend: kernels/ascend/launch.py has a function ``name``; else NPUs run the reference.
-        composed: of other operators: ``reference`` is the kernel of every device.
+        composed: of other operators: ``reference`` is the kernel of every device. Autograd and tracers still see one
+            operator, unlike a composite (composite.py).
         overwrites: the argument that the operator itself writes to.
     """
     shared: dict[str, Any] = {
