@@ -146,13 +146,16 @@ class BuildExtension(build_ext):
         return made
 
     def build_extension(self, extension: Extension) -> None:
+        # The dispatcher keeps pointers into the library for the life of the process.
+        link = ["-Wl,-z,nodelete"] if sys.platform == "linux" else ["-undefined", "dynamic_lookup"]
+        if sys.platform == "linux" and not extension.name.endswith("_C"):  # _C has Python's symbols from the process
+            link.append("-Wl,-z,defs")  # an operator without a kernel does not link, rather than not load
         self.compiler.link_shared_object(
             [self.objects[source] for source in extension.sources],
             self.get_ext_fullpath(extension.name),
             libraries=["torch_cpu"],
             library_dirs=[self.torch_libraries],
-            # The dispatcher keeps pointers into the library for the life of the process.
-            extra_postargs=["-Wl,-z,nodelete"] if sys.platform == "linux" else ["-undefined", "dynamic_lookup"],
+            extra_postargs=link,
             target_lang="c++",
         )
 

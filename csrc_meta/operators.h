@@ -7,7 +7,7 @@
 namespace xent::operators {
 
 #define XENT_DECLARE(name, schema) void name(Stack& stack);
-// Kernels for the CPU and for meta tensors. The linker names one that is missing.
+// Kernels for the CPU and for meta tensors. On Linux the linker names one that is missing.
 XENT_OPERATORS(XENT_DECLARE)
 // Composites: they call other operators, on any device.
 XENT_COMPOSITES(XENT_DECLARE)
