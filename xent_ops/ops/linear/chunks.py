@@ -208,10 +208,8 @@ def linear_cross_entropy_with_grad(
         square = lse_square_scale * inverse[1]
     flat, keywords, how, made = as_rows(input), options.keywords(), Chunking(**chunking), []
     rows = rows_to_compute(target, flat, linear_weight, options, how)
-    products, indices = (
-        Products(rows, flat, linear_weight, linear_bias, how.chunk_rows, output_mask, accumulate_dtype),
-        rows.indices(),
-    )
+    products = Products(rows, flat, linear_weight, linear_bias, how.chunk_rows, output_mask, accumulate_dtype)
+    indices = rows.indices()
     for chunk, logits in products.chunks():
         made.append(_ops.cross_entropy_with_grad_(logits, indices[chunk], scale, square, weight, **keywords))
         products.add(chunk, logits)
