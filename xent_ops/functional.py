@@ -13,6 +13,7 @@ from torch import Tensor
 from .kernels import reference_soft
 from .kernels.options import LossOptions, Options
 from .kernels.reductions import Reduced, cross_entropy_divisor, reduce_rows
+from .kernels.reference import is_counted
 from .kernels.rows import dense_classes
 from .ops import arguments, checks, function, transforms
 
@@ -221,7 +222,7 @@ def outputs_of_rows(
     reduced: Reduced, lse: Tensor, argmax: Tensor, target: Tensor, options: Options
 ) -> CrossEntropyOutputs:
     total, z_loss = reduced
-    counted = target.to(torch.int64) != options.ignore_index
+    counted = is_counted(target, options.ignore_index)
     hits = counted & (argmax == target)
     return CrossEntropyOutputs(
         total,
@@ -267,5 +268,5 @@ def token_log_probs(
 
 
 def log_probs_of_rows(loss: Tensor, lse: Tensor, entropy: Tensor, target: Tensor, options: Options) -> TokenLogProbs:
-    counted = target.to(torch.int64) != options.ignore_index
+    counted = is_counted(target, options.ignore_index)
     return TokenLogProbs(-loss, torch.where(counted, entropy, 0.0), lse)

@@ -169,6 +169,12 @@ def _in_no_grad(x, t):
     return F.cross_entropy(y, t) + x.sum()
 
 
+def _in_place_in_no_grad(x, t):
+    with torch.no_grad():
+        y = x.div_(30.0)
+    return F.cross_entropy(y, t)
+
+
 def _written_between(x, t):
     y = x * 0.5
     x[0] = 3.0
@@ -229,6 +235,7 @@ STAYING = {
     "other readers": (_parts, "y is read by sum_1 as well"),
     "autocast": (_in_autocast, "runs under another autocast"),
     "no_grad": (_in_no_grad, "made without gradients"),
+    "in place in no_grad": (_in_place_in_no_grad, "runs in another gradient mode"),
     "written between": (_written_between, "setitem writes to the logits before it"),
     "scaled, then written": (_written_scaled, "y is read by setitem as well"),
     "masked in place": (_masked_in_place, "setitem writes to the logits before it"),

@@ -103,6 +103,18 @@ def test_entropies(device, split, skip):
     torch.testing.assert_close([grad.double() for grad in grads], list(wanted), rtol=1e-4, atol=1e-5)
 
 
+def test_a_class_that_wraps_around_to_ignore_index(device):
+    """-100 as uint8 is 156."""
+    input, head = torch.randn(5, H, device=device), torch.randn(200, H, device=device)
+    target, shard = torch.tensor([156, 3, 156, 44, 199], device=device), (0, 200)
+
+    def joined(target, **how):
+        gathered = ops.linear_cross_entropy_shard(input, head, target, *shard, **how)
+        return ops.linear_cross_entropy_shard_join(input, head, target, gathered, *shard, **how)
+
+    torch.testing.assert_close(joined(target.to(torch.uint8), skip_ignored=True), joined(target))
+
+
 def test_more_counted_rows_than_there_is_room_for(device):
     input, head, bias, _, target = problem(device)
     upstream = [torch.ones(2, 5, device=device)]

@@ -186,3 +186,16 @@ def test_other_outputs_of_ignored_rows(device):
     assert found.log_probs[2] == 0 and found.entropy[2] == 0
     (grad,) = torch.autograd.grad((found.log_probs + found.entropy).sum(), x)
     assert grad.isfinite().all() and not grad[2].any()
+
+
+def test_second_derivatives_without_features(device):
+    x, head, target, bias = inputs(device)
+    leaves = [tensor.requires_grad_() for tensor in (x[:, :0], head[:, :0], bias)]
+    loss = xent_ops.linear_cross_entropy(*leaves[:2], target, linear_bias=leaves[2])
+    *none, grad_bias = torch.autograd.grad(loss, leaves, create_graph=True)
+    assert [grad.shape for grad in none] == [(6, 0), (9, 0)]
+    (second,) = torch.autograd.grad(grad_bias.square().sum(), leaves[2])
+    wanted = torch.func.grad(
+        lambda b: torch.func.grad(lambda b: F.cross_entropy(b.expand(6, 9), target))(b).square().sum()
+    )(bias.detach())
+    torch.testing.assert_close(second, wanted)

@@ -108,6 +108,20 @@ def test_what_belongs_to_an_ignored_row(device, dtype, bound):
         assert not grad.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32], ids=str)
+def test_targets_that_wrap_around_to_ignore_index(device, dtype):
+    """-100 as uint8 is 156, and 2**32 as int32 is 0: classes all the same."""
+    x, head, bias, target = problem(device, torch.float32, "none")
+    target = (target % 256).to(dtype)
+    target[:2] = torch.tensor([0, 156])
+    options = {"reduction": "none", "ignore_index": -100 if dtype == torch.uint8 else 2**32}
+    wanted = run(x, head, bias, target.long(), **options)
+    for how in ({"skip_ignored": True}, {"max_counted": ROWS}):
+        assert_same(run(x, head, bias, target, **how, **options), wanted, torch.float32)
+        outputs = xent_ops.linear_cross_entropy_outputs(x, head, target, **how, **options)
+        assert outputs.lse.isfinite().all() and (outputs.predictions >= 0).all()
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_more_rows_than_max_counted(device, reduction):
     *head, target = problem(device, torch.float32, "every other")

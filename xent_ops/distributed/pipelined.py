@@ -172,7 +172,7 @@ def _divisors(
     ignore_index = options.rows.ignore_index
     columns = pipeline.columns_of(head.weight, *head.shard_range)
     column = target.to(torch.int64) - class_start
-    mine = (column >= 0) & (column < columns) & (target.to(torch.int64) != ignore_index)
+    mine = (column >= 0) & (column < columns) & reference.is_counted(target, ignore_index)
     if columns > 0:
         weights = torch.where(mine, weight.to(dtype)[torch.where(mine, column, 0)], 0.0)
     else:

@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..kernels.options import LossOptions
 from ..kernels.reductions import reduce_rows, z_losses
+from ..kernels.reference import is_counted
 from ..kernels.rows import dense_classes
 from ..ops import arguments, checks, transforms
 from ..ops.shard import no_second_derivative
@@ -201,7 +202,7 @@ def _sums_of_rows(rows: vocab_parallel.Rows, target: Tensor, loss: LossOptions) 
     if loss.lse_square_scale != 0.0:
         terms.append(z_losses(rows.lse, target, loss.rows.ignore_index, loss.lse_square_scale))
         if loss.reduction == "mean":
-            terms.append((target.to(torch.int64) != loss.rows.ignore_index).to(rows.loss.dtype))
+            terms.append(is_counted(target, loss.rows.ignore_index).to(rows.loss.dtype))
     return [term.sum() for term in terms]
 
 

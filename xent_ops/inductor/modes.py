@@ -1,6 +1,7 @@
 """The autocast and inference modes of each node of a Dynamo graph, and apart from them the gradient mode.
 
-Where a node computes on what requires grad, its gradient mode shows in ``requires_grad`` of its fake tensor too.
+Where a node computes on what requires grad, its gradient mode shows in ``requires_grad`` of its fake tensor too, unless
+it writes in place.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from . import writers
 from .links import STEPS, LeftAlone, Link, options_of, walk
-from .modes import modes
+from .modes import gradient_modes, modes
 from .nodes import is_cast, is_pointwise, name_of, position, share_memory, value_of, viewed_by
 
 
@@ -47,8 +47,10 @@ def find(loss: fx.Node, logits: fx.Node, reader: fx.Node) -> Tail:
     _refuse_unsafe_in_place(links, source, mine)
     if any(value_of(link.node).requires_grad != value_of(source).requires_grad for link in links):
         raise LeftAlone("what stands before it was made without gradients")
-    mode_of = modes(loss.graph)
+    mode_of, gradients = modes(loss.graph), gradient_modes(loss.graph)
     for link in links:
+        if link.in_place and gradients[link.node] != gradients[loss]:
+            raise LeftAlone(f"{link.node.name} runs in another gradient mode")
         if link.computes and mode_of[link.node] != mode_of[loss]:
             raise LeftAlone(f"{link.node.name} runs under another autocast or inference mode")
     graph_inputs = writers.inputs_of(loss.graph)

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from .options import DEFAULTS, LossOptions, Options
-from .reference import accumulator, cross_entropy_forward, gather_target, infinite_where_ignored, weights_at
+from .reference import (
+    accumulator,
+    cross_entropy_forward,
+    gather_target,
+    infinite_where_ignored,
+    is_counted,
+    weights_at,
+)
 
 
 def target_weights(
@@ -24,14 +31,14 @@ def target_weights(
 
 def divisor_of(target_weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     """(2,): the sum of the counted targets' class weights, and the number of counted rows."""
-    number = (target.to(torch.int64) != ignore_index).sum()
+    number = is_counted(target, ignore_index).sum()
     return torch.stack([target_weight.sum(), number.to(target_weight.dtype)])
 
 
 def z_losses(lse: Tensor, target: Tensor, ignore_index: int, lse_square_scale: float) -> Tensor:
     """(...): of each row, 0 in ignored ones."""
     # Masked before the square: a row of padding may hold anything, and the gradient of inf^2 * 0 is NaN.
-    counted = target.to(torch.int64) != ignore_index
+    counted = is_counted(target, ignore_index)
     return lse_square_scale * torch.where(counted, lse, 0.0).square()
 
 

@@ -40,11 +40,13 @@ def _activation_derivative(x: Tensor, options: Options) -> Tensor | float:
     return options.logit_scale * (1 - (x / options.softcap).square())
 
 
-def gather_target(target: Tensor, classes: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(index safe to gather with, is counted, is counted and out of range), each of the target's shape.
+def is_counted(target: Tensor, ignore_index: int) -> Tensor:
+    """(...): not ignored. In int64: uint8 compared with -100 would wrap around and take class 156 for ignored."""
+    return target.to(torch.int64) != ignore_index
 
-    int64 first: uint8 compared with -100 would wrap around and take class 156 for ignored.
-    """
+
+def gather_target(target: Tensor, classes: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(index safe to gather with, is counted, is counted and out of range), each of the target's shape."""
     indices = target.to(torch.int64)
     counted = indices != ignore_index
     inside = (indices >= 0) & (indices < classes)
@@ -181,7 +183,7 @@ def row_grads(
     if divisor is not None:
         per_row, a = a / divisor[1].to(dtype), a / divisor[0].to(dtype)
     if lse_square_scale != 0.0:
-        counted = target.to(torch.int64) != ignore_index
+        counted = is_counted(target, ignore_index)
         # Chosen last: without a counted row, per_row is infinite.
         square = torch.where(counted, lse.to(dtype) * (2 * lse_square_scale * per_row), 0.0)
         grad_lse = square if grad_lse is None else square + grad_lse.to(dtype)
@@ -234,14 +236,14 @@ def cross_entropy_backward(
 
 def infinite_where_ignored(lse: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     """What stands for the lse of a row that was not read: its softmax is then zero."""
-    return torch.where(target.to(torch.int64) != ignore_index, lse, float("inf"))
+    return torch.where(is_counted(target, ignore_index), lse, float("inf"))
 
 
 def grad_lse_of_square(grad_lse_square: Tensor | None, lse: Tensor, target: Tensor, ignore_index: int) -> Tensor | None:
     """The gradient of grad_lse_square * lse^2, summed over counted rows."""
     if grad_lse_square is None:
         return None
-    counted = target.to(torch.int64) != ignore_index
+    counted = is_counted(target, ignore_index)
     return torch.where(counted, 2 * grad_lse_square.to(lse.dtype) * lse, 0.0)
 
 

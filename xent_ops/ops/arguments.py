@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..kernels.options import Chunking, LossOptions, Options
+from ..kernels.reference import accumulator
 from . import checks
 
 
@@ -93,8 +94,7 @@ def divisor(value: Any, input: Tensor) -> Tensor | None:
     """What a sum is divided by, as a tensor () beside the input."""
     if value is None or isinstance(value, Tensor):
         return value
-    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
-    return torch.full((), number("divisor", value), dtype=dtype, device=input.device)
+    return torch.full((), number("divisor", value), dtype=accumulator(input), device=input.device)
 
 
 def chunks(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels.options import as_record
 from ..kernels.reductions import target_weights, z_losses
-from ..kernels.reference import row_grads
+from ..kernels.reference import is_counted, row_grads
 
 
 def _to_front(tensor: Tensor | None, dim: int | None, size: int) -> Any:
@@ -53,7 +53,7 @@ def reduced(
     loss, lse = torch.ops.xent.cross_entropy_forward(logits, target, weight, **options)
     ignore_index = as_record(options)["options"].ignore_index
     weights = target_weights(target, weight, logits.shape[-1], ignore_index, loss.dtype)
-    counted = (target.to(torch.int64) != ignore_index).to(loss.dtype)
+    counted = is_counted(target, ignore_index).to(loss.dtype)
     value, *divisor = [_sum_of_samples(rows) for rows in (loss, weights, counted)]
     square = None
     if lse_square_scale != 0.0:

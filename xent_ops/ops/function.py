@@ -26,7 +26,6 @@ from .library import below_autograd
 from .second_order import differentiate
 
 _ops = torch.ops.xent
-_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # of (ignore_is_tracing)
 
 
 def cross_entropy(
@@ -50,7 +49,7 @@ def cross_entropy(
     if in_place:
         _refuse_a_leaf(logits)
         overwriting.writable("logits", logits)
-        in_place = _saved_tensors_hooks(True) is None and not logits.is_neg()
+        in_place = not transforms.in_saved_tensors_hooks() and not logits.is_neg()
     if grad_in_forward and not functorch:
         return GradInForwardFunction.apply(logits, target, weight, loss, in_place)
     if functorch:

@@ -1,4 +1,4 @@
-"""The context of a call: a tracer, transforms of torch.func, a level of forward-mode AD."""
+"""The context of a call: a tracer, transforms of torch.func, a level of forward-mode AD, saved-tensor hooks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 functorch_is_active = torch._C._are_functorch_transforms_active  # Dynamo answers it too
+
+
+def in_saved_tensors_hooks() -> bool:
+    """Inside a non-reentrant checkpoint, ``save_on_cpu`` or other hooks?"""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # also while tracing
 
 
 def is_traced() -> bool:

@@ -63,7 +63,7 @@ def forward(operator: Callable[..., Any], *unread: float) -> Callable[..., tuple
         made = [operator(logits, indices[chunk], weight, **keywords) for chunk, logits in products.chunks()]
         values = [rows.give(torch.cat(chunks), 0).view(target.shape) for chunks in zip(*made, strict=True)]
         if how.skips:
-            ignored = target == options.ignore_index
+            ignored = ~reference.is_counted(target, options.ignore_index)
             values = [value.masked_fill(ignored, stands_for) for value, stands_for in zip(values, unread, strict=True)]
         return tuple(values)
 
@@ -77,7 +77,7 @@ def _largest(
     masses = reductions.target_weights(target, weight, classes, options.ignore_index, grad_loss.dtype)
     if weight is not None and options.label_smoothing > 0.0:
         masses = masses.abs() + weight.to(masses.dtype).abs().mean()
-    counted = target.to(torch.int64) != options.ignore_index
+    counted = reference.is_counted(target, options.ignore_index)
     rows = [torch.where(counted, grad_loss, 0.0) * masses, *(grad for grad in grads if grad is not None)]
     largest = torch.cat([grad_loss.new_zeros(1), *rows]).abs().max()
     return divisible(largest)
@@ -208,10 +208,8 @@ def linear_cross_entropy_with_grad(
         square = lse_square_scale * inverse[1]
     flat, keywords, how, made = as_rows(input), options.keywords(), Chunking(**chunking), []
     rows = rows_to_compute(target, flat, linear_weight, options, how)
-    products, indices = (
-        Products(rows, flat, linear_weight, linear_bias, how.chunk_rows, output_mask, accumulate_dtype),
-        rows.indices(),
-    )
+    products = Products(rows, flat, linear_weight, linear_bias, how.chunk_rows, output_mask, accumulate_dtype)
+    indices = rows.indices()
     for chunk, logits in products.chunks():
         made.append(_ops.cross_entropy_with_grad_(logits, indices[chunk], scale, square, weight, **keywords))
         products.add(chunk, logits)

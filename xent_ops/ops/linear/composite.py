@@ -19,7 +19,6 @@ from ..library import LIBRARY, define
 from . import checks, chunks
 
 _ops = torch.ops.xent
-_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # of (ignore_is_tracing)
 
 
 def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
@@ -40,7 +39,7 @@ def forward_runs_twice() -> bool:
     """Inside saved-tensor hooks, of which an eager checkpoint is made: there one product is better than three."""
     # torch 2.11 makes a compiled selective checkpoint of hooks too, where only the context tells that it is traced.
     traced = transforms.is_traced() or TracingContext.try_get() is not None
-    return not traced and _saved_tensors_hooks(True) is not None
+    return not traced and transforms.in_saved_tensors_hooks()
 
 
 def linear_cross_entropy(
@@ -63,8 +62,7 @@ def linear_cross_entropy(
     loss = arguments.loss_options(*Options(**options), lse_square_scale, reduction, input.dtype)
     weight_without_grad(weight)
     checks.reduced_by(divisor, input, reduction)
-    if transforms.active():
-        transforms.refuse("torch.ops.xent.linear_cross_entropy")
+    transforms.refuse("torch.ops.xent.linear_cross_entropy")
     input, linear_weight, linear_bias = cast_for_autocast(input, linear_weight, linear_bias)
     head = (input, linear_weight, target, linear_bias, weight)
     how = Chunking(chunk_rows, skip_ignored, max_counted).keywords()

@@ -88,7 +88,7 @@ def stats(
 def _local_target(target: Tensor, class_start: int, columns: int, options: Options) -> tuple[Tensor, dict[str, Any]]:
     """The targets as columns of this rank, and the options of a row operator that takes them."""
     column = target.to(torch.int64) - class_start
-    here = (column >= 0) & (column < columns) & (target.to(torch.int64) != options.ignore_index)
+    here = (column >= 0) & (column < columns) & reference.is_counted(target, options.ignore_index)
     return torch.where(here, column, _NOWHERE), options._replace(ignore_index=_NOWHERE).keywords()
 
 
@@ -122,7 +122,7 @@ def join(
         parts = share * (gathered[:, gathered.shape[1] - number :] + of_all - of_rank)
         entropies = torch.where(share == 0.0, 0.0, parts).sum(0).view(target.shape)
     if Chunking(**chunking).skips:
-        ignored = target == options.ignore_index
+        ignored = ~reference.is_counted(target, options.ignore_index)
         lse = lse.masked_fill(ignored, float("inf"))
         entropies = entropies.masked_fill(ignored, 0.0) if entropy else entropies
     return loss, lse, target_weight, coefficient, entropies
@@ -203,7 +203,7 @@ def _entropy_gradient(
 
 def _largest(target: Tensor, coefficient: Tensor | None, ignore_index: int, grad_loss: Any, *grads: Any) -> Tensor:
     """As of chunks.py. Where weights are not negative, the coefficient is at least what any column is multiplied by."""
-    masses = torch.where(target.to(torch.int64) != ignore_index, grad_loss, 0.0)
+    masses = torch.where(reference.is_counted(target, ignore_index), grad_loss, 0.0)
     if coefficient is not None:
         masses = masses * coefficient
     return divisible(
