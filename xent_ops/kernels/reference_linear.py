@@ -38,7 +38,7 @@ def linear_cross_entropy_backward(
     rows_first = grad.reshape(-1, grad.shape[-1])
     return (
         grad @ linear_weight if output_mask[0] else input.new_empty(0),
-        rows_first.t() @ input.reshape(len(rows_first), input.shape[-1]) if output_mask[1] else input.new_empty(0),
+        rows_first.t() @ input.reshape(rows_first.shape[0], input.shape[-1]) if output_mask[1] else input.new_empty(0),
         rows_first.sum(0) if output_mask[2] else input.new_empty(0),
     )
 
