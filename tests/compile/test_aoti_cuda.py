@@ -24,9 +24,19 @@ CASES = {
 
 def pack(module, given, path, dynamic):
     shapes = tuple({0: Dim.DYNAMIC} if rows else None for rows in dynamic)
-    program = torch.export.export(module, given, dynamic_shapes=shapes)
-    torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    write(torch.export.export(module, given, dynamic_shapes=shapes), path)
     return torch._inductor.aoti_load_package(str(path))
+
+
+def write(program, path):
+    """Torch 2.11 names an array in C++ by the address of an object that is gone: by chance it takes another's name."""
+    for again in (True, False):
+        try:
+            return torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+        except torch._inductor.exc.InductorError as error:
+            by_chance = torch.__version__ < "2.13" and re.search("int_array_.* was not declared", str(error))
+            if not (again and by_chance):
+                raise
 
 
 def source(path):
@@ -105,7 +115,7 @@ def test_shards_and_class_probabilities(monkeypatch, tmp_path):
     given = packed.shard_inputs(300, torch.bfloat16, "cuda")
     shapes = {0: Dim.DYNAMIC}
     program = torch.export.export(module, given, dynamic_shapes=(shapes, shapes, {1: Dim.DYNAMIC}, shapes))
-    torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    write(program, path)
     assert sorted(launches(source(path))) == sorted(launches_of(monkeypatch, module, given))
     package = torch._inductor.aoti_load_package(str(path))
     for rows in (300, 2, 2000):
