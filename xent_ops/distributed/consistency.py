@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.options import LossOptions
+from ..kernels.reference_shard import columns_of
 from ..ops import checks
 from .groups import Group, Ranks, process_group
 
@@ -48,7 +49,7 @@ def report(
         "lse_square_scale": loss.lse_square_scale,
         "reduction": loss.reduction,
         "target": target.to(torch.int64).cpu(),
-        "shard": (start, min(columns, num_classes - start)),
+        "shard": (start, columns_of(columns, start, num_classes)),
     }
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..kernels import reductions, reference
 from ..kernels.options import LossOptions
+from ..kernels.reference_shard import columns_of
 from ..ops.linear import chunks, composite, pipeline
 from ..ops.linear.products import accumulator_of_weight
 from ..ops.linear.sizes import rows_of_chunk
@@ -103,7 +104,7 @@ def loss(
     within, later = pipeline.float16_divisor(input.dtype, divisors)
     sums = accumulator_of_weight(input.dtype, accumulate_dtype)
     grad_weight, grad_bias = pipeline.memory_for_gradients(frozen, wanted, sums)
-    columns = pipeline.columns_of(weight, *shard)
+    columns = columns_of(weight.shape[0], *shard)
     made: list[tuple[Tensor, ...]] = []
     grad_inputs: list[Tensor] = []
     chunk = begin(0)
@@ -170,7 +171,7 @@ def _divisors(
     if weight is None or options.reduction != "mean":
         return chunks.divided_by(target, None, divisor, num_classes, dtype, options)
     ignore_index = options.rows.ignore_index
-    columns = pipeline.columns_of(head.weight, *head.shard_range)
+    columns = columns_of(head.weight.shape[0], *head.shard_range)
     column = target.to(torch.int64) - class_start
     mine = (column >= 0) & (column < columns) & reference.is_counted(target, ignore_index)
     if columns > 0:

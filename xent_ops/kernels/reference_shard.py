@@ -32,9 +32,8 @@ HEADER = 5
 DIGIT = 2**24
 
 
-def columns_of(logits: Tensor, class_start: int, num_classes: int) -> int:
-    """The columns of a shard that are classes; the rest is padding. Not negative: checks.shard."""
-    width = logits.shape[-1]
+def columns_of(width: int, class_start: int, num_classes: int) -> int:
+    """Of the columns of a shard, or the rows of its head, those that are classes. Not negative: checks.shard."""
     left = num_classes - class_start
     return width if width <= left else left
 
@@ -54,7 +53,7 @@ def cross_entropy_shard(
     options: Options = DEFAULTS,
 ) -> Tensor:
     """(1, width): p, total, part and, with class weights, w_t of every row; then the header."""
-    columns = columns_of(logits, class_start, num_classes)
+    columns = columns_of(logits.shape[-1], class_start, num_classes)
     x = activation(logits[..., :columns], options)
     local = target.to(torch.int64) - class_start
     owned = (local >= 0) & (local < columns)
@@ -191,7 +190,7 @@ def cross_entropy_shard_backward(
     lse_square_scale: float = 0.0,
 ) -> Tensor:
     """grad_logits of one shard, from the lse of the whole vocabulary. Pointwise: Inductor makes one kernel of it."""
-    columns = columns_of(logits, class_start, num_classes)
+    columns = columns_of(logits.shape[-1], class_start, num_classes)
     x = activation(logits, options)
     _, counted, invalid = gather_target(target, num_classes, options.ignore_index)
     grad_loss, grad_lse = row_grads(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kernels import reductions, reference
 from . import batching, checks
-from .library import Outputs, autograd, operator, vmap
+from .library import Outputs, autograd, needs_grad, operator, vmap
 from .second_order import differentiate, save_all
 
 
@@ -33,7 +33,7 @@ def gradient(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *_: Any
 def save_rows(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Any, ...]) -> None:
     """Keep the logits, the target and one float a row: the backward makes the softmax again from the lse."""
     logits, target, weight = inputs
-    if ctx.needs_input_grad[2]:
+    if needs_grad(ctx, 2):
         checks.weight_needs_grad()
     ctx.set_materialize_grads(False)  # an unused lse then costs no zeros(N)
     ctx.save_for_backward(logits, target, output[1], weight)
@@ -58,7 +58,7 @@ def _save_reduced(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Any, ...]
 ) -> None:
     logits, target, weight = inputs
-    if ctx.needs_input_grad[2]:
+    if needs_grad(ctx, 2):
         checks.weight_needs_grad()
     _value, divisor, lse = output
     ctx.set_materialize_grads(False)

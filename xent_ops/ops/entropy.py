@@ -11,7 +11,7 @@ from ..kernels import reference
 from ..kernels.options import DEFAULTS, Options
 from . import checks
 from .cross_entropy import rows
-from .library import autograd, operator
+from .library import autograd, needs_grad, operator
 from .second_order import differentiate, save_all
 
 
@@ -33,7 +33,7 @@ def _check_backward(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
     logits, target, weight = inputs
-    if ctx.needs_input_grad[2]:
+    if needs_grad(ctx, 2):
         checks.weight_needs_grad()
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(logits, target, output[1], output[2], weight)

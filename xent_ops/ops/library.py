@@ -209,6 +209,11 @@ def vmap(name: str, rule: Callable[..., Any]) -> None:
     torch.library.register_vmap(f"xent::{name}", rule, lib=LIBRARY)
 
 
+def needs_grad(ctx: Any, position: int) -> bool:
+    """Of an argument, in a formula. The dispatcher leaves out arguments at the end that are at their defaults."""
+    return any(ctx.needs_input_grad[position : position + 1])
+
+
 def save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any, **keywords: Any) -> None:
     """The ``setup_context`` of a formula that only raises. torch passes keyword_only_inputs where there are such."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..kernels import reference, reference_shard
 from . import checks
 from .cross_entropy import gradient
-from .library import Outputs, autograd, operator, save_nothing
+from .library import Outputs, autograd, needs_grad, operator, save_nothing
 
 
 def _check_join(
@@ -105,7 +105,7 @@ def _save(
     divisor: Tensor | None = None,
 ) -> None:
     logits, target, _gathered, class_start, num_classes, weight = inputs
-    if ctx.needs_input_grad[5]:
+    if needs_grad(ctx, 5):
         checks.weight_needs_grad()
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(logits, target, lse, weight, None if weight is None else coefficient, divisor)

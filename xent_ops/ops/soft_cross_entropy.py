@@ -11,7 +11,7 @@ from ..kernels import reference_soft
 from ..kernels.options import Options
 from . import checks
 from .cross_entropy import gradient, rows
-from .library import autograd, operator
+from .library import autograd, needs_grad, operator
 from .second_order import differentiate, save_all
 
 
@@ -28,8 +28,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None) -> tu
     logits, target, lse, weight = ctx.saved_tensors
     if grad_loss is None:
         grad_loss = lse.new_zeros(()).expand(lse.shape)
-    needs_logits, needs_target = ctx.needs_input_grad[:2]
-    needs_weight = any(ctx.needs_input_grad[2:3])  # the dispatcher drops an argument that equals its default
+    needs_logits, needs_target, needs_weight = (needs_grad(ctx, position) for position in range(3))
     grad_logits = grad_target = grad_weight = None
     if needs_logits:
         grad_logits = torch.ops.xent.soft_cross_entropy_backward(

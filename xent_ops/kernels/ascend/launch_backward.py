@@ -37,7 +37,7 @@ def _backward(
     itemsize = logits.element_size()
     view, out = rows(logits), rows(gradient)
     class_start, classes, coefficient = shard or (0, logits.shape[-1], None)
-    columns = columns_of(logits, class_start, classes)
+    columns = columns_of(logits.shape[-1], class_start, classes)
     if columns < logits.shape[-1]:
         gradient[..., columns:].zero_()  # padding behind the last class
     if view.number == 0 or columns == 0:

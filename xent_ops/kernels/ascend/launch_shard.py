@@ -24,7 +24,7 @@ def cross_entropy_shard(
     *,
     options: Options = DEFAULTS,
 ) -> Tensor:
-    columns, itemsize = reference_shard.columns_of(logits, class_start, num_classes), logits.element_size()
+    columns, itemsize = reference_shard.columns_of(logits.shape[-1], class_start, num_classes), logits.element_size()
     view = rows(logits)
     out = logits.new_empty((1, reference_shard.width(view.number, weight is not None)), dtype=torch.float32)
     if view.number == 0:  # then nothing reads the header

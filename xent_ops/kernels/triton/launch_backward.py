@@ -180,7 +180,7 @@ def _prepare_shard_backward(
     **options: Any,
 ) -> Run:
     """``write(gradient, grad_loss, ..., divisor)``. Columns beyond the last class get zeros."""
-    columns = reference_shard.columns_of(logits, class_start, num_classes)
+    columns = reference_shard.columns_of(logits.shape[-1], class_start, num_classes)
     padded = columns < logits.shape[-1]
     if padded:
         logits = logits[..., :columns]

@@ -32,7 +32,7 @@ def cross_entropy_shard(
     *,
     options: Options = DEFAULTS,
 ) -> Run:
-    columns = reference_shard.columns_of(logits, class_start, num_classes)
+    columns = reference_shard.columns_of(logits.shape[-1], class_start, num_classes)
     number, strides, as_rows, _ = row_layout(logits)
     empty = traced(number) == 0
     itemsize, weighted = logits.element_size(), weight is not None

@@ -15,7 +15,7 @@ from ...kernels.options import Chunking, as_record
 from ...kernels.reference_linear import with_entropy
 from .. import transforms
 from ..checks import scale_grad, weight_needs_grad
-from ..library import Outputs, autograd, operator, save_nothing
+from ..library import Outputs, autograd, needs_grad, operator, save_nothing
 from ..second_order import differentiate
 from . import checks, chunks
 from .products import accumulator_of_weight
@@ -64,7 +64,7 @@ def _with_grad_outputs(
 
 def _save_rows(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
     input, linear_weight, target, linear_bias, weight = inputs
-    if _needs_grad(ctx, 4):
+    if needs_grad(ctx, 4):
         weight_needs_grad()
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(input, linear_weight, target, output[1], linear_bias, weight, *output[2:])
@@ -72,12 +72,7 @@ def _save_rows(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str,
 
 
 def _mask(ctx: Any) -> list[bool]:
-    return [_needs_grad(ctx, position) for position in (0, 1, 3)]
-
-
-def _needs_grad(ctx: Any, position: int) -> bool:
-    """torch leaves out arguments at the end that are at their defaults."""
-    return position < len(ctx.needs_input_grad) and ctx.needs_input_grad[position]
+    return [needs_grad(ctx, position) for position in (0, 1, 3)]
 
 
 def _of_inputs(mask: list[bool], gradients: Any, others: int) -> tuple[Tensor | None, ...]:
@@ -124,9 +119,9 @@ def _entropy_backward(
 def _save_one_pass(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
     input, linear_weight, target, linear_bias, weight, _, made, ctx.accumulate_dtype = inputs
     ctx.mask = [bool(wanted and needed) for wanted, needed in zip(made, _mask(ctx), strict=True)]
-    if _needs_grad(ctx, 4):
+    if needs_grad(ctx, 4):
         weight_needs_grad()
-    if _needs_grad(ctx, 5):
+    if needs_grad(ctx, 5):
         checks.divisor_needs_grad()
     _value, divided_by, lse, *gradients = output
     ctx.set_materialize_grads(False)
@@ -185,7 +180,7 @@ def _second_backward_of(function: Callable[..., Any]) -> Callable[..., tuple[Ten
 
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
-        needs = [_needs_grad(ctx, i) for i in range(len(tensors))]
+        needs = [needs_grad(ctx, i) for i in range(len(tensors))]
         masked = functools.partial(function, output_mask=ctx.mask)
         return *differentiate(masked, tensors, needs, ctx.options, grads), None
 

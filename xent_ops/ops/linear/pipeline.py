@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...kernels import reference, reference_shard
 from ...kernels.options import DEFAULTS, Options
+from ...kernels.reference_shard import columns_of
 from .. import checks as row_checks
 from .. import transforms
 from ..library import Outputs, autograd, operator
@@ -28,11 +29,6 @@ from .products import add_product
 from .shard import check_shard
 
 _ops = torch.ops.xent
-
-
-def columns_of(linear_weight: Tensor, class_start: int, num_classes: int) -> int:
-    """How many of the rows of the head are classes; the rest is padding."""
-    return min(linear_weight.shape[0], num_classes - class_start)
 
 
 def _padded(columns: int, dtype: torch.dtype) -> int:
@@ -66,7 +62,7 @@ def _chunk(
     *,
     options: Options = DEFAULTS,
 ) -> tuple[Tensor, Tensor]:
-    columns = columns_of(linear_weight, class_start, num_classes)
+    columns = columns_of(linear_weight.shape[0], class_start, num_classes)
     logits = input.new_empty(_logits_shape(input, linear_weight, class_start, num_classes))
     of_classes, head, bias = logits[:, :columns], linear_weight[:columns].t(), _of_classes(linear_bias, columns)
     logits[:, columns:].zero_()
@@ -76,7 +72,7 @@ def _chunk(
 
 
 def _logits_shape(input: Tensor, linear_weight: Tensor, class_start: int, num_classes: int) -> tuple[int, int]:
-    return input.shape[0], _padded(columns_of(linear_weight, class_start, num_classes), input.dtype)
+    return input.shape[0], _padded(columns_of(linear_weight.shape[0], class_start, num_classes), input.dtype)
 
 
 def _chunk_outputs(
@@ -109,7 +105,7 @@ def _check_grad(
     lse_square_scale: float = 0.0,
 ) -> None:
     row_checks.shard_range(linear_weight.shape[0], class_start, num_classes)
-    columns = columns_of(linear_weight, class_start, num_classes)
+    columns = columns_of(linear_weight.shape[0], class_start, num_classes)
     expected = torch.Size((target.shape[0], _padded(columns, logits.dtype)))
     row_checks.same_shape("logits", logits.shape, expected, "as linear_cross_entropy_shard_chunk makes them")
     row_checks.shard(
@@ -135,7 +131,7 @@ def _grad_(
     lse_square_scale: float = 0.0,
 ) -> tuple[Tensor, ...]:
     """``after`` is not read: it keeps the next chunk's product in front of this, whatever reorders a graph."""
-    columns, keywords = columns_of(linear_weight, class_start, num_classes), options.keywords()
+    columns, keywords = columns_of(linear_weight.shape[0], class_start, num_classes), options.keywords()
     of_classes, weight = logits[:, :columns], _of_classes(weight, columns)
     shard = (class_start, num_classes, weight)
     loss, lse, target_weight, coefficient = _ops.cross_entropy_shard_join(
@@ -215,17 +211,16 @@ def _check_value(value: Tensor, input: Tensor, linear_weight: Tensor, linear_bia
 
 
 def _save_value(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *_, grad_input, grad_weight, grad_bias = inputs[:7]
-    divisor = inputs[7] if len(inputs) > 7 else None
+    *_, grad_input, grad_weight, grad_bias, divisor = inputs
     ctx.set_materialize_grads(False)
     ctx.dtype = inputs[1].dtype
     # Attributes, not saved tensors: the first backward scales the gradients in place and gives them away.
-    ctx.gradients, ctx.divisor, ctx.number = (grad_input, grad_weight, grad_bias), divisor, len(inputs)
+    ctx.gradients, ctx.divisor = (grad_input, grad_weight, grad_bias), divisor
 
 
 def _value_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * ctx.number
+        return (None,) * 8
     if torch.is_grad_enabled():  # create_graph=True
         no_second_derivative()
     if ctx.gradients is None:
@@ -248,7 +243,7 @@ def _value_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         else:
             gradient = _ops.linear_scale_grad(gradient, factor)
         scaled.append(gradient.to(ctx.dtype))
-    return None, *scaled, *(None,) * (ctx.number - 4)
+    return None, *scaled, *(None,) * 4
 
 
 def float16_divisor(dtype: torch.dtype, divisors: Tensor) -> tuple[Tensor, Tensor | None]:

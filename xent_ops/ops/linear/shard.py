@@ -17,7 +17,7 @@ from torch import Tensor
 from ...kernels import reference
 from ...kernels.options import DEFAULTS, Options
 from .. import checks as row_checks
-from ..library import Outputs, autograd, operator, save_nothing
+from ..library import Outputs, autograd, needs_grad, operator, save_nothing
 from ..shard import check_coefficient, check_gathered, no_second_derivative
 from . import checks, shard_chunks
 from .operators import gradients_of
@@ -115,15 +115,10 @@ def _joined(input: Tensor, _linear_weight: Tensor, target: Tensor, *rest: Any) -
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, ...]) -> None:
-    # torch leaves out arguments at the end that are at their defaults.
-    input, linear_weight, target, _, *ctx.shard_range, linear_bias, weight, gathered_input, entropy = (
-        *inputs,
-        *(None,) * 4,
-    )[:10]
-    needs_grad = (*ctx.needs_input_grad, *(False,) * 4)
-    if needs_grad[7]:
+    input, linear_weight, target, _, *ctx.shard_range, linear_bias, weight, gathered_input, entropy = inputs
+    if needs_grad(ctx, 7):
         row_checks.weight_needs_grad()
-    ctx.mask = [needs_grad[position] for position in (0, 1, 6)]
+    ctx.mask = [needs_grad(ctx, position) for position in (0, 1, 6)]
     _loss, lse, target_weight, coefficient, entropies = output
     ctx.mark_non_differentiable(target_weight, coefficient, *(() if entropy else (entropies,)))
     ctx.set_materialize_grads(False)

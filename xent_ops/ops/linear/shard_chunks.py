@@ -37,7 +37,7 @@ def _head_of_classes(
     linear_weight: Tensor, linear_bias: Tensor | None, weight: Tensor | None, class_start: int, num_classes: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The three without the rows that are padding."""
-    columns = min(linear_weight.shape[0], num_classes - class_start)
+    columns = reference_shard.columns_of(linear_weight.shape[0], class_start, num_classes)
     bias, class_weight = (None if tensor is None else tensor[:columns] for tensor in (linear_bias, weight))
     return linear_weight[:columns], bias, class_weight
 
