@@ -29,7 +29,10 @@ def pack(module, given, path, dynamic):
 
 
 def write(program, path):
-    """Torch 2.11 names an array in C++ by the address of an object that is gone: by chance it takes another's name."""
+    """Once more, if torch 2.11 has used the name of an array that its C++ code does not declare.
+
+    It looks a name up by the id of an object that is gone, which by chance is that of another one.
+    """
     for again in (True, False):
         try:
             return torch._inductor.aoti_compile_and_package(program, package_path=str(path))

@@ -48,7 +48,7 @@ def is_counted(target: Tensor, ignore_index: int) -> Tensor:
 def gather_target(target: Tensor, classes: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
     """(index safe to gather with, is counted, is counted and out of range), each of the target's shape."""
     indices = target.to(torch.int64)
-    counted = indices != ignore_index
+    counted = is_counted(indices, ignore_index)
     inside = (indices >= 0) & (indices < classes)
     return torch.where(counted & inside, indices, 0), counted, counted & ~inside
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .options import DEFAULTS, LossOptions, Options
 from .reductions import divisor_of, reduce_rows
-from .reference import _finish, _softmax_gradient, activation, gather_target, row_grads, weights_at
+from .reference import _finish, _softmax_gradient, activation, gather_target, is_counted, row_grads, weights_at
 
 HEADER = 5
 DIGIT = 2**24
@@ -141,7 +141,7 @@ def cross_entropy_shard_join(
     loss = (part + torch.where(share == 0.0, 0.0, share * distance)).sum(0)
     loss = loss + coefficient * log_total
 
-    counted = target != options.ignore_index
+    counted = is_counted(target, options.ignore_index)
     valid = (target >= 0) & (target < num_classes)
     loss = torch.where(counted, torch.where(valid & tiled, loss, float("nan")), 0.0)
     lse = torch.where(tiled, pivot + log_total, float("nan"))

@@ -210,7 +210,10 @@ def vmap(name: str, rule: Callable[..., Any]) -> None:
 
 
 def needs_grad(ctx: Any, position: int) -> bool:
-    """Of an argument, in a formula. The dispatcher leaves out arguments at the end that are at their defaults."""
+    """Does the argument at this position of an operator need a gradient?
+
+    For formulas: the dispatcher leaves out arguments at the end that equal their defaults.
+    """
     return any(ctx.needs_input_grad[position : position + 1])
 
 

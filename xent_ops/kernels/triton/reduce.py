@@ -109,7 +109,7 @@ def join_sums_kernel(
     """One program."""
     part = tl.arange(0, BLOCK)
     exists = part < n_parts
-    # What nobody reads is zero in every part, and takes time to add up.
+    # A sum that is not wanted was not made either, and without weights every counted row weighs one.
     loss = _total(sums_ptr, part, exists) if FLAGS.losses else 0.0
     square = _total(sums_ptr + n_parts, part, exists) if FLAGS.lse_square else 0.0
     count = _total(sums_ptr + 3 * n_parts, part, exists) if FLAGS.targets else 0.0

@@ -194,7 +194,8 @@ def _entropy_gradient(
 ) -> Tensor:
     local, keywords = _local_target(target, class_start, logits.shape[-1], options)
     target = target.to(torch.int64)
-    counted, valid = target != options.ignore_index, (target >= 0) & (target < num_classes)
+    counted = reference.is_counted(target, options.ignore_index)
+    valid = (target >= 0) & (target < num_classes)
     elsewhere = torch.where(counted & (local == _NOWHERE), torch.where(valid, grad_loss, float("nan")), 0.0)
     grad_lse = elsewhere if grad_lse is None else grad_lse.to(elsewhere.dtype) + elsewhere
     rows = (logits, local, lse, entropy)
