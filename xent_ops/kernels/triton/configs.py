@@ -157,6 +157,7 @@ def soft(classes: int, itemsize: int) -> Config:
     return Config(min(max(next_power_of_2(classes), 128), 2048 // max(itemsize, 4)), 4, 1)
 
 
+REDUCE_MOST_ROWS = 8192  # of one program
 REDUCE_MOST_PROGRAMS = 256
 
 
@@ -167,7 +168,7 @@ def reduce(rows: int, itemsize: int) -> tuple[int, Config]:
     that the parts of each sum start on a 16-byte boundary. 64 rows take 1.4 us with a block of 64, 1.9 with one of
     4096; 512 rows 1.6 and 2.1.
     """
-    if rows <= 8192:
+    if rows <= REDUCE_MOST_ROWS:
         block = min(max(next_power_of_2(rows), 64), 4096 if itemsize == 4 else 1024)
         return 1, Config(block, min(block // 64, 16), 1)
     num_warps = 4 if itemsize == 4 else 8  # with 4, Triton 3.6 spills 16 bytes of float64
