@@ -148,6 +148,22 @@ def test_rows_that_lie_apart_when_a_size_is_dynamic():
     assert passed["n_inner"].node.expr == fakes[0].shape[1].node.expr
 
 
+def test_few_traced_rows_leave_large_blocks_for_the_sum():
+    """Blocks for 8 rows would take 128 steps for 1024 times as many, one after the other."""
+
+    class Mean(torch.nn.Module):
+        def forward(self, logits, target):
+            return packed.ops.cross_entropy_reduced(logits, target)
+
+    rows = {0: Dim.DYNAMIC}
+    for sizes, block in (((rows, rows), 4096), (({}, {}), 64)):
+        fakes = placeholders(Mean(), (torch.zeros(8, 5000), torch.zeros(8, dtype=torch.int64)), sizes)
+        with fakes[0].fake_mode:
+            graph = packages.traced_launches("cross_entropy_reduced", fakes, {})
+        (passed,) = [passed for kernel, _, passed in nodes_of(graph) if kernel == "reduce_kernel"]
+        assert passed["BLOCK"] == block
+
+
 def test_linear_has_as_many_chunks_for_every_number_of_rows():
     module = packed.Linear(100)
     rows = {0: Dim.DYNAMIC}
@@ -156,6 +172,19 @@ def test_linear_has_as_many_chunks_for_every_number_of_rows():
         graph = packages.traced_launches("linear_cross_entropy_forward", fakes, {"chunk_rows": 100})
     assert len(graph.graph.find_nodes(op="call_function", target=packed.ops.cross_entropy_forward.default)) == 4
     assert len(graph.graph.find_nodes(op="call_function", target=torch.ops.aten.addmm.out)) == 4
+
+
+def counted_rows(logits, target):
+    """What the operator gets of a model that leaves rows out by an index."""
+
+    class Counted(torch.nn.Module):
+        def forward(self, logits, target):
+            counted = target != -100
+            return packed.ops.cross_entropy_forward(logits[counted], target[counted])
+
+    program = torch.export.export(Counted(), (logits, target))
+    (call,) = program.graph.find_nodes(op="call_function", target=packed.ops.cross_entropy_forward.default)
+    return [node.meta["val"] for node in call.args]
 
 
 def test_what_cannot_be_packed_is_refused():
@@ -169,6 +198,8 @@ def test_what_cannot_be_packed_is_refused():
     fakes = placeholders(Loss(), (logits, target), ({1: Dim.DYNAMIC}, {}))
     with pytest.raises(NotImplementedError, match="dynamic number of classes"):
         packages.refuse("cross_entropy_forward", fakes, {})
+    with pytest.raises(NotImplementedError, match="number of rows that depends on data"):
+        packages.refuse("cross_entropy_forward", counted_rows(logits, target), {})
     several = torch._inductor.config.patch({"aot_inductor.emit_multi_arch_kernel": True})
     with several, pytest.raises(NotImplementedError, match="several architectures"):
         packages.refuse("cross_entropy_forward", [logits, target], {})

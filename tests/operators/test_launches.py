@@ -10,13 +10,12 @@ from helpers.interpreter import INTERPRETED
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from no_device import LAUNCHED, TARGET, RecordingDriver  # noqa: E402
-from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 from triton.compiler import make_backend  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
 from xent_ops.kernels.options import Options  # noqa: E402
-from xent_ops.kernels.triton import cached, launch, launch_backward, launch_reduce  # noqa: E402
+from xent_ops.kernels.triton import cached, launch, launch_backward  # noqa: E402
 from xent_ops.ops.launch_cache import call_signature  # noqa: E402
 
 WHY = f"Triton {triton.__version__} is not in cached.VERSIONS and launches every kernel itself"
@@ -163,17 +162,3 @@ def test_a_profiler_sees_every_launch(monkeypatch, no_device):
         finally:
             hooks.remove(hook)
         assert asked
-
-
-def test_a_package_adds_up_many_rows_in_few_steps(monkeypatch):
-    """Traced with 8 rows it serves 8192 too, which blocks for 8 would take in 128 steps, one after the other."""
-    blocks = []
-    monkeypatch.setattr(launch_reduce, "Launch", lambda *_, **constants: blocks.append(constants["BLOCK"]))
-
-    def prepare(rows):
-        launch_reduce.prepare_sum(rows.shape[0], torch.float32, torch.device("cpu"))
-        return rows
-
-    prepare(torch.zeros(8))
-    make_fx(prepare, tracing_mode="symbolic")(torch.zeros(8))
-    assert blocks == [64, 4096]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..ops.library import OPERATORS
 
@@ -102,3 +103,8 @@ def refuse(name: str, args: list[Any], options: dict[str, Any]) -> None:
     classes = [given[argument].shape[place] for argument, place in _CLASSES.items() if argument in given]
     if any(isinstance(size, torch.SymInt) for size in classes):
         raise NotImplementedError(f"xent::{name} cannot be packed for CUDA with a dynamic number of classes")
+    if free_unbacked_symbols([arg for arg in args if isinstance(arg, torch.Tensor)]):
+        raise NotImplementedError(
+            f"xent::{name} cannot be packed for CUDA with a number of rows that depends on data, as that of "
+            "logits[target != ignore_index] does; hand over all rows: ignored ones are left out of the loss"
+        )
