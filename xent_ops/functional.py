@@ -229,7 +229,7 @@ def outputs_of_rows(
         torch.zeros_like(total) if z_loss is None else z_loss,
         lse,
         torch.where(counted, argmax, -1),
-        hits.sum() / counted.sum(),
+        hits.sum() / counted.sum().to(lse.dtype),  # not in the default dtype, as integers are divided
     )
 
 

@@ -29,6 +29,22 @@ def test_outputs(device, reduction):
     torch.testing.assert_close(mine, wanted)
 
 
+@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16], ids=str)
+def test_accuracy_where_torch_makes_half_precision_by_default(device, default):
+    """torch divides integers in its default dtype: 70000 are infinite in float16,
+    and in bfloat16 equal to 69994."""
+    x, target = torch.zeros(70000, 2, device=device), torch.zeros(70000, dtype=torch.int64, device=device)
+    target[:6] = 1
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        accuracy = xent_ops.cross_entropy_outputs(x, target).accuracy
+    finally:
+        torch.set_default_dtype(before)
+    assert accuracy.dtype == torch.float32
+    torch.testing.assert_close(accuracy, torch.tensor(69994 / 70000, device=device))
+
+
 @pytest.mark.interpreter
 @pytest.mark.parametrize("ignored, dtype", [(-100, torch.int64), (7, torch.uint8), (250, torch.uint8)], ids=str)
 @pytest.mark.parametrize("padding", [0.5, float("inf"), float("nan")])
