@@ -303,6 +303,11 @@ def test_integers_of_other_types(device):
 # Tensors
 
 
+def nested(x, layout):
+    """Of two components, of sizes that differ."""
+    return torch.nested.as_nested_tensor([x[:1], x[1:]], layout=layout)
+
+
 @pytest.mark.parametrize("name", ["input", "target", "weight"])
 @pytest.mark.parametrize(
     "make, text",
@@ -311,8 +316,10 @@ def test_integers_of_other_types(device):
         (lambda x: x.numpy(), "must be a torch.Tensor, got numpy.ndarray; torch.as_tensor"),
         (lambda x: None, "must be a torch.Tensor, got None"),
         (lambda x: x.to_sparse(), r"has layout torch.sparse_coo; expected torch.strided, .* pass {name}.to_dense\(\)"),
+        (lambda x: nested(x, torch.strided), r"is a nested tensor; .* pass torch.cat\({name}.unbind\(\)\)"),
+        (lambda x: nested(x, torch.jagged), r"is a nested tensor; .* pass torch.cat\({name}.unbind\(\)\)"),
     ],
-    ids=["list", "numpy", "None", "sparse"],
+    ids=["list", "numpy", "None", "sparse", "nested", "jagged"],
 )
 def test_what_is_no_tensor(name, make, text):
     x, target = inputs()

@@ -86,12 +86,20 @@ def test_types_of_arguments(way):
 
 
 @pytest.mark.parametrize("name", ["input", "linear_weight", "target", "linear_bias", "weight", "divisor"])
-def test_what_is_no_dense_tensor(name):
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (lambda x: x.to_sparse(), "has layout torch.sparse_coo; expected torch.strided"),
+        (lambda x: torch.nested.as_nested_tensor([x]), "is a nested tensor"),
+    ],
+    ids=["sparse", "nested"],
+)
+def test_what_is_no_dense_tensor(name, make, text):
     x, head, target = inputs()
     given = {"input": x.detach(), "linear_weight": head.detach(), "target": target}
     given |= {"linear_bias": torch.ones(9), "weight": torch.ones(9), "divisor": torch.ones(1)}
-    given[name] = given[name].to_sparse()
-    with pytest.raises(TypeError, match=f"^{name} has layout torch.sparse_coo; expected torch.strided"):
+    given[name] = make(given[name])
+    with pytest.raises(TypeError, match=f"^{name} {text}"):
         if name == "divisor":
             ops.linear_cross_entropy(*given.values(), reduction="sum")
         else:

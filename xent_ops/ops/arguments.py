@@ -26,7 +26,8 @@ def tensors(input: Any, target: Any, weight: Any = None, input_name: str = "inpu
         and isinstance(target, Tensor)
         and input.layout == torch.strided
         and target.layout == torch.strided
-        and (weight is None or (isinstance(weight, Tensor) and weight.layout == torch.strided))
+        and not (input.is_nested or target.is_nested)  # whose layout may be strided too
+        and (weight is None or (isinstance(weight, Tensor) and weight.layout == torch.strided and not weight.is_nested))
     ):
         _refuse_tensors(((input_name, input), ("target", target), ("weight", weight)))
 
@@ -119,6 +120,11 @@ def _refuse_tensors(values: Iterable[tuple[str, Any]]) -> None:
             found = "None" if value is None else f"{type(value).__module__}.{type(value).__qualname__}"
             hint = "" if value is None else f"; torch.as_tensor({name}) makes one"
             raise TypeError(f"{name} must be a torch.Tensor, got {found.removeprefix('builtins.')}{hint}")
+        if value.is_nested:
+            raise TypeError(
+                f"{name} is a nested tensor; expected a dense one: for the rows of all its components, one after the "
+                f"other, pass torch.cat({name}.unbind())"
+            )
         if value.layout != torch.strided:
             raise TypeError(
                 f"{name} has layout {value.layout}; expected torch.strided, a dense tensor: pass {name}.to_dense()"
