@@ -164,6 +164,22 @@ def test_few_traced_rows_leave_large_blocks_for_the_sum():
         assert passed["BLOCK"] == block
 
 
+def test_few_traced_rows_leave_many_programs_to_scale_a_gradient():
+    """Programs for 8 rows would take 1024 tiles each, of 1024 times as many rows."""
+
+    class Scale(torch.nn.Module):
+        def forward(self, grad, factor):
+            return packed.ops.linear_scale_grad(grad, factor)
+
+    rows = {0: Dim.DYNAMIC}
+    for sizes, programs in ((rows, 16), ({}, 8)):  # two processors, as tests without a GPU have
+        fakes = placeholders(Scale(), (torch.zeros(8, 100), torch.ones(())), (sizes, None))
+        with fakes[0].fake_mode:
+            graph = packages.traced_launches("scale_grad_", fakes, {})
+        ((_, grid, _),) = nodes_of(graph)
+        assert grid == programs
+
+
 def test_linear_has_as_many_chunks_for_every_number_of_rows():
     module = packed.Linear(100)
     rows = {0: Dim.DYNAMIC}

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..options import DEFAULTS, Options
 from ..reference import accumulator, grad_lse_of_square
 from ..rows import dense_like, dense_rows, per_row_like
-from ..sizes import traced
+from ..sizes import symbolic, traced
 from . import configs
 from .cached import Launch
 from .common import (
@@ -257,10 +257,13 @@ def scale_grad_(grad: Tensor, factor: Tensor) -> Run:
     config = configs.backward(classes, grad.element_size())
     blocks = -(-classes // config.block)
     tiles = number * blocks
+    most = 8 * processors(grad.device)
+    # A package traced with few rows serves many too, so it has all the programs.
+    programs = most if symbolic(tiles) else min(tiles, most)
     as_factor, stride = per_row_like(factor)
     launch = Launch(
         scale_kernel,
-        min(traced(tiles), 8 * processors(grad.device)),  # which share all tiles
+        programs,  # which share all tiles
         tiles,
         classes,
         blocks,
