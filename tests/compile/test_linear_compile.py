@@ -114,6 +114,31 @@ def test_inductor_for_any_number_of_rows(device):
         torch.testing.assert_close(gradients(step, tensors), gradients(loss, tensors))
 
 
+NUMBERS = {
+    "max_counted": lambda number: {"max_counted": number},
+    "chunk_rows": lambda number: {"chunk_rows": number},
+    "ignore_index": lambda number: {"ignore_index": -100 - number // 1000},
+    "divisor": lambda number: {"divisor": number, "reduction": "sum"},
+}
+
+
+@pytest.mark.parametrize("option", NUMBERS)
+@pytest.mark.parametrize("source", ["item", "size"])
+def test_numbers_that_depend_on_data(device, option, source):
+    """Read from a tensor in the graph, or the size of what a mask has kept."""
+
+    def counted(x, w, b, target):
+        kept = target != -100
+        number = kept.sum().item() if source == "item" else target[kept].shape[0]
+        return loss(x, w, b, target, **NUMBERS[option](number))
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        step = torch.compile(counted, fullgraph=True, backend="aot_eager")
+        for rows in (N, 7):
+            tensors = inputs(device=device, rows=rows)
+            torch.testing.assert_close(gradients(step, tensors), gradients(counted, tensors))
+
+
 @pytest.mark.parametrize("mode", ["max-autotune", "reduce-overhead"])
 def test_modes(device, mode):
     """Another product stands before the loss, which max-autotune may tune."""

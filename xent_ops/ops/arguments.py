@@ -132,7 +132,13 @@ def _refuse_tensors(values: Iterable[tuple[str, Any]]) -> None:
 
 
 def is_int64(value: Any) -> bool:
-    return type(value) is int and -(2**63) <= value < 2**63
+    if type(value) is not int:
+        return False
+    if torch.compiler.is_compiling():  # to Dynamo a symbol is an int too, of a value that it may not know
+        from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+        return guard_or_true(value >= -(2**63)) and guard_or_true(value < 2**63)
+    return -(2**63) <= value < 2**63
 
 
 def integer(name: str, value: Any) -> int:

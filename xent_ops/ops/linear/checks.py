@@ -45,10 +45,14 @@ def head(
             f"accumulate_dtype must be None, the input's {input.dtype} or, for 16-bit inputs, torch.float32; got "
             f"{accumulate_dtype}"
         )
-    if chunking.chunk_rows is not None and chunking.chunk_rows < 1:
-        raise ValueError(f"chunk_rows must be at least 1, or None for the default, got {chunking.chunk_rows}")
-    if chunking.max_counted is not None and chunking.max_counted < 1:
-        raise ValueError(f"max_counted must be at least 1, or None for any number, got {chunking.max_counted}")
+    _at_least_one("chunk_rows", chunking.chunk_rows, "the default")
+    _at_least_one("max_counted", chunking.max_counted, "any number")
+
+
+def _at_least_one(name: str, number: int | None, none: str) -> None:
+    if number is None or (type(number) is int and number >= 1):
+        return
+    torch._check_value(number >= 1, lambda: f"{name} must be at least 1, or None for {none}, got {number}")
 
 
 def rows(
