@@ -94,7 +94,8 @@ def linear_cross_entropy(
     probabilities = target.is_floating_point()
     if probabilities or transforms.functorch_is_active() or transforms.forward_mode():
         input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
-        linear_checks.head(input, linear_weight, linear_bias, accumulate_dtype, how)
+        if not torch.jit.is_tracing():  # to jit.trace sizes are tensors
+            linear_checks.head(input, linear_weight, linear_bias, accumulate_dtype, how)
         logits = F.linear(input, linear_weight, linear_bias)
         scale = loss.lse_square_scale
         options = loss.rows._asdict() | {"lse_square_scale": scale, "reduction": reduction, "dim": -1}

@@ -211,6 +211,18 @@ def test_export(device, strict, training):
         torch.testing.assert_close([parameter.grad for parameter in model.parameters()], list(wanted))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("probabilities", [False, True], ids=["indices", "probabilities"])
+def test_jit_trace(device, probabilities):
+    def mean(x, w, b, target):
+        return loss(x, w, b, F.one_hot(target.clamp(min=0), V).to(x.dtype) if probabilities else target)
+
+    traced = torch.jit.trace(mean, inputs(device=device), check_trace=False)
+    for rows in (N, 7):
+        tensors = inputs(device=device, rows=rows)
+        torch.testing.assert_close(gradients(traced, tensors), gradients(mean, tensors))
+
+
 def test_numbers_are_those_of_torch(device):
     """Of the logits as a whole."""
     tensors = inputs(device=device)
