@@ -216,6 +216,10 @@ def test_what_cannot_be_packed_is_refused():
         packages.refuse("cross_entropy_forward", fakes, {})
     with pytest.raises(NotImplementedError, match="number of rows that depends on data"):
         packages.refuse("cross_entropy_forward", counted_rows(logits, target), {})
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        fakes = placeholders(Loss(), (logits[:0], target[:0]), ({0: Dim.DYNAMIC}, {0: Dim.DYNAMIC}))
+    with pytest.raises(NotImplementedError, match="traced without rows"):
+        packages.refuse("cross_entropy_forward", fakes, {})
     several = torch._inductor.config.patch({"aot_inductor.emit_multi_arch_kernel": True})
     with several, pytest.raises(NotImplementedError, match="several architectures"):
         packages.refuse("cross_entropy_forward", [logits, target], {})

@@ -13,6 +13,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from ..kernels.sizes import symbolic, traced
 from ..ops.library import OPERATORS
 
 # Where arguments have the number of classes, by which kernels are chosen that do not serve all others.
@@ -103,8 +104,14 @@ def refuse(name: str, args: list[Any], options: dict[str, Any]) -> None:
     classes = [given[argument].shape[place] for argument, place in _CLASSES.items() if argument in given]
     if any(isinstance(size, torch.SymInt) for size in classes):
         raise NotImplementedError(f"xent::{name} cannot be packed for CUDA with a dynamic number of classes")
-    if free_unbacked_symbols([arg for arg in args if isinstance(arg, torch.Tensor)]):
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if free_unbacked_symbols(tensors):
         raise NotImplementedError(
             f"xent::{name} cannot be packed for CUDA with a number of rows that depends on data, as that of "
             "logits[target != ignore_index] does; hand over all rows: ignored ones are left out of the loss"
+        )
+    if any(symbolic(size) and traced(size) == 0 for tensor in tensors for size in tensor.shape):
+        raise NotImplementedError(
+            f"xent::{name} cannot be packed for CUDA traced without rows, for which nothing is launched: trace with a "
+            "usual number of them"
         )
