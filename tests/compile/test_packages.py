@@ -148,6 +148,27 @@ def test_rows_that_lie_apart_when_a_size_is_dynamic():
     assert passed["n_inner"].node.expr == fakes[0].shape[1].node.expr
 
 
+def test_targets_that_are_dense_for_the_traced_size_alone():
+    """Of length 2 less one a transpose is dense; of any other it is not, and is copied."""
+
+    class Shifted(torch.nn.Module):
+        def forward(self, logits, target):
+            return packed.ops.cross_entropy_forward(logits, target[:-1].t())
+
+    sizes = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
+    given = torch.zeros(3, 1, 5000), torch.zeros(2, 3, dtype=torch.int64)
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        program = torch.export.export(Shifted(), given, dynamic_shapes=(sizes, sizes))
+        (call,) = program.graph.find_nodes(op="call_function", target=packed.ops.cross_entropy_forward.default)
+        fakes = [node.meta["val"] for node in call.args]
+        mode = fakes[0].fake_mode
+        guards = len(mode.shape_env.guards)
+        with mode:
+            graph = packages.traced_launches("cross_entropy_forward", fakes, {})
+    assert len(graph.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)) == 1
+    assert len(mode.shape_env.guards) == guards
+
+
 def test_few_traced_rows_leave_large_blocks_for_the_sum():
     """Blocks for 8 rows would take 128 steps for 1024 times as many, one after the other."""
 

@@ -42,10 +42,24 @@ def rows(tensor: Tensor) -> Rows:
 
 
 def _place_of(tensor: Tensor) -> tuple[int, int, int, int] | None:
-    shape, strides = tensor.shape, tensor.stride()
-    if any(map(symbolic, (*shape, *strides))):  # which have no hash
-        return _place.__wrapped__(shape, strides)
-    return _place(shape, strides)
+    place = _place.__wrapped__ if _symbolic(tensor) else _place  # symbols have no hash
+    return place(tensor.shape, tensor.stride())
+
+
+def _symbolic(tensor: Tensor) -> bool:
+    return any(map(symbolic, (*tensor.shape, *tensor.stride())))
+
+
+def _contiguous(tensor: Tensor) -> bool:
+    """For every size of the range: one that was traced as 1 hides how its dimension lies."""
+    if not _symbolic(tensor):
+        return tensor.is_contiguous()
+    dense = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if not (known(size == 1) or known(stride == dense)):
+            return False
+        dense *= size
+    return True
 
 
 @functools.lru_cache(1024)
@@ -103,17 +117,27 @@ def _rows_tensor(tensor: Tensor) -> Tensor:
 def dense_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Callable[[Tensor], Tensor]:
     """A contiguous tensor with the same values in the same order, in ``dtype`` if that is given."""
     if dtype is None or tensor.dtype == dtype:
-        return _as_it_is if tensor.is_contiguous() else dense
-    return lambda tensor: dense(tensor.to(dtype))
+        return _as_it_is if _contiguous(tensor) else _dense_of(tensor)
+    way = _dense_of(tensor)
+    return lambda tensor: way(tensor.to(dtype))
+
+
+def _dense_of(tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    return _cloned if _symbolic(tensor) and not _contiguous(tensor) else dense
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    """``dense``, where the traced size would decide whether that copies."""
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1)
 
 
 def per_row_like(tensor: Tensor | None) -> tuple[Callable[[Tensor], Tensor], int]:
     """(conversion, stride) for one value a row. The stride of an expanded scalar, such as a sum's gradient, is 0."""
     if tensor is None or all(known(stride == 0) for stride in tensor.stride()):
         return _as_it_is, 0
-    if tensor.is_contiguous():
+    if _contiguous(tensor):
         return _as_it_is, 1
-    return _flat, _flat(tensor).stride(0)
+    return (_cloned, 1) if _symbolic(tensor) else (_flat, _flat(tensor).stride(0))
 
 
 def _flat(tensor: Tensor) -> Tensor:
