@@ -177,7 +177,7 @@ def test_few_traced_rows_leave_large_blocks_for_the_sum():
             return packed.ops.cross_entropy_reduced(logits, target)
 
     rows = {0: Dim.DYNAMIC}
-    for sizes, block in (((rows, rows), 4096), (({}, {}), 64)):
+    for sizes, block in (((rows, rows), 4096), (({}, {}), 16)):
         fakes = placeholders(Mean(), (torch.zeros(8, 5000), torch.zeros(8, dtype=torch.int64)), sizes)
         with fakes[0].fake_mode:
             graph = packages.traced_launches("cross_entropy_reduced", fakes, {})
