@@ -116,14 +116,10 @@ def _rows_tensor(tensor: Tensor) -> Tensor:
 
 def dense_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Callable[[Tensor], Tensor]:
     """A contiguous tensor with the same values in the same order, in ``dtype`` if that is given."""
+    way = _as_it_is if _contiguous(tensor) else _cloned if _symbolic(tensor) else dense
     if dtype is None or tensor.dtype == dtype:
-        return _as_it_is if _contiguous(tensor) else _dense_of(tensor)
-    way = _dense_of(tensor)
+        return way
     return lambda tensor: way(tensor.to(dtype))
-
-
-def _dense_of(tensor: Tensor) -> Callable[[Tensor], Tensor]:
-    return _cloned if _symbolic(tensor) and not _contiguous(tensor) else dense
 
 
 def _cloned(tensor: Tensor) -> Tensor:

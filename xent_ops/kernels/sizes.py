@@ -16,6 +16,11 @@ def traced(size: Any) -> int:
     return size.node.hint if symbolic(size) else size
 
 
+def size_to_serve(size: Any, many: int) -> int:
+    """``size``; in a package, which serves many rows though it was traced with few, ``many`` or more."""
+    return max(traced(size), many) if symbolic(size) else size
+
+
 def known(condition: Any) -> bool:
     """Does it hold for all sizes of the range? No guard: a package has none."""
     if isinstance(condition, bool):

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..options import DEFAULTS, Options
 from ..reference import accumulator, grad_lse_of_square
 from ..rows import dense_like, dense_rows, per_row_like
-from ..sizes import symbolic, traced
+from ..sizes import size_to_serve, traced
 from . import configs
 from .cached import Launch
 from .common import (
@@ -258,12 +258,10 @@ def scale_grad_(grad: Tensor, factor: Tensor) -> Run:
     blocks = -(-classes // config.block)
     tiles = number * blocks
     most = 8 * processors(grad.device)
-    # A package traced with few rows serves many too, so it has all the programs.
-    programs = most if symbolic(tiles) else min(tiles, most)
     as_factor, stride = per_row_like(factor)
     launch = Launch(
         scale_kernel,
-        programs,  # which share all tiles
+        min(size_to_serve(tiles, most), most),  # which share all tiles
         tiles,
         classes,
         blocks,

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..options import DEFAULTS, Options
 from ..reference import accumulator
 from ..rows import dense_like
-from ..sizes import symbolic, traced
+from ..sizes import size_to_serve
 from . import configs
 from .cached import Launch
 from .common import Run, launcher, new_tensor
@@ -39,9 +39,7 @@ def _prepare_sums(
     """
     value_shape = () if losses else (2,)
     new_value, new_divisor = new_tensor(value_shape, dtype, device), new_tensor((2,), dtype, device)
-    # A package traced with few rows serves many too, over which a block for few would take too many steps.
-    rows = max(traced(number), configs.REDUCE_MOST_ROWS) if symbolic(number) else number
-    programs, config = configs.reduce(rows, dtype.itemsize)
+    programs, config = configs.reduce(size_to_serve(number, configs.REDUCE_MOST_ROWS), dtype.itemsize)
     flags = SumFlags(losses, lse_square_scale != 0.0, mean, targets, weighted, row_weights, programs > 1)
     reduce = Launch(
         reduce_kernel,
