@@ -31,8 +31,7 @@ def test_outputs(device, reduction):
 
 @pytest.mark.parametrize("default", [torch.float16, torch.bfloat16], ids=str)
 def test_accuracy_where_torch_makes_half_precision_by_default(device, default):
-    """torch divides integers in its default dtype: 70000 are infinite in float16,
-    and in bfloat16 equal to 69994."""
+    """torch divides integers in its default dtype, in which 70000 is inf (float16) or as much as 69994 (bfloat16)."""
     x, target = torch.zeros(70000, 2, device=device), torch.zeros(70000, dtype=torch.int64, device=device)
     target[:6] = 1
     before = torch.get_default_dtype()
