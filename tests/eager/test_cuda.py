@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from helpers.graphs import calls_of, run_and_get_code
 
 import xent_ops
+from xent_ops.kernels.options import Options
 
 pytestmark = pytest.mark.gpu
 
@@ -292,3 +293,51 @@ def test_kernels_are_compiled_once_for_all_option_values():
     ]:
         run(rows, *values)
     assert compiled() == first
+
+
+@pytest.mark.parametrize("shape", [(8, 128256), (64, 9000), (512, 32000), (9000, 64)], ids=str)
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_kernels_wait_for_those_before_them(monkeypatch, shape, graph):
+    """Each reads what the one before it wrote, into memory that held the numbers of the last step."""
+    from xent_ops.kernels.triton import dependent_launch, launch
+
+    def results():
+        forward = launch.cross_entropy_reduced(logits, target, weight, options=options)
+        args = (upstream[0], None, logits, target, logits.new_empty(shape[0], dtype=torch.float32), weight)
+        backward = launch.cross_entropy_backward_(*args, torch.ones(2, device="cuda"), options=options)
+        x, values = logits.clone(), torch.zeros(len(upstream), device="cuda")
+
+        def steps():
+            x.copy_(logits)
+            for step, grad in enumerate(upstream):  # the gradient of one is the logits of the next
+                value, divisor, lse = forward(x, target, weight)
+                backward(grad, None, x, target, lse, weight, divisor)
+                values[step].copy_(value)
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # kernels are compiled
+            steps()
+        torch.cuda.current_stream().wait_stream(stream)
+        run = steps
+        if graph:
+            captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(captured):
+                steps()
+            run = captured.replay
+        for _ in range(3):
+            run()
+        torch.cuda.synchronize()
+        return values, x
+
+    options = Options(label_smoothing=0.1)
+    logits, target = torch.randn(shape, device="cuda").bfloat16(), torch.randint(shape[1], shape[:1], device="cuda")
+    weight = torch.rand(shape[1], device="cuda") + 0.5
+    upstream = shape[0] * torch.arange(1.0, 21.0, device="cuda")
+    if not dependent_launch.supports_pdl(logits.device):
+        pytest.skip("kernels here start when the one before has ended")
+    mine = results()
+    monkeypatch.setattr(dependent_launch, "_supports_pdl", lambda device: False)
+    for one, other in zip(mine, results(), strict=True):
+        assert one.isfinite().all() and torch.equal(one, other)
+    assert mine[0].unique().numel() == len(upstream), "steps are to differ"
