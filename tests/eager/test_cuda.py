@@ -341,3 +341,34 @@ def test_kernels_wait_for_those_before_them(monkeypatch, shape, graph):
     for one, other in zip(mine, results(), strict=True):
         assert one.isfinite().all() and torch.equal(one, other)
     assert mine[0].unique().numel() == len(upstream), "steps are to differ"
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_kernels_wait_for_another_stream(graph):
+    """The first of few rows may start early, but not before what two streams have made."""
+    x, target = torch.zeros(8, 9000, device="cuda").bfloat16(), torch.zeros(8, dtype=torch.int64, device="cuda")
+    made = torch.randn(x.shape, device="cuda").bfloat16(), torch.randint(9000, (8,), device="cuda")
+    loss, side = torch.zeros((), device="cuda"), torch.cuda.Stream()
+
+    def step():
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(1_000_000)
+            target.copy_(made[1])
+        x.copy_(made[0])
+        main.wait_stream(side)
+        loss.copy_(xent_ops.cross_entropy(x, target))
+
+    step()
+    run = step
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            step()
+        run = captured.replay
+    for _ in range(5):
+        made[0].normal_()
+        made[1].random_(9000)
+        run()
+        torch.testing.assert_close(loss, F.cross_entropy(made[0].float(), made[1]), rtol=1e-5, atol=0)
