@@ -179,9 +179,13 @@ template <class Body>
 void for_each_chunk(const Head& head, const Tensor& input, const Body& body) {
   const int64_t number = input.size(0), classes = head.linear_weight.size(0);
   const int64_t size = rows_of_chunk(input, head.chunk_rows);
+  // As padded_classes of ops/linear/sizes.py, with zeros behind the classes.
   const int64_t step = 16 / static_cast<int64_t>(input.element_size());
   const std::vector<int64_t> shape{size, divided_up(classes, step) * step};
-  const Tensor memory = aten::narrow(torch::stable::new_empty(input, shape), 1, 0, classes);
+  const Tensor padded = torch::stable::new_empty(input, shape);
+  Tensor behind = aten::narrow(padded, 1, classes, shape[1] - classes);
+  torch::stable::zero_(behind);
+  const Tensor memory = aten::narrow(padded, 1, 0, classes);
   const Tensor columns = aten::call("aten::t", "", head.linear_weight);
   for (int64_t first = 0; first < std::max<int64_t>(number, 1); first += size) {
     const Chunk chunk{first, std::min(size, number - first)};

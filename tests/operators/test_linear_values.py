@@ -9,6 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import xent_ops
+from xent_ops.ops.linear.packing import Rows
+from xent_ops.ops.linear.products import Products
 from xent_ops.testing import assert_linear, linear_oracle
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -55,6 +57,23 @@ def check(x, head, target, bias=None, weight=None, *, upstream=None, divisor=Non
             assert grad.dtype == tensor.dtype and grad.shape == tensor.shape and grad.is_contiguous()
         assert_linear(loss, grads, expected)
     return loss.detach(), grads
+
+
+@pytest.fixture
+def new_memory_is_nan():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_no_product_depends_on_what_memory_held(device, new_memory_is_nan):
+    """On CPUs with AMX those of bfloat16 multiply what is behind a row of logits by zero (oneDNN issue 5717)."""
+    x, head, target, bias, weight = problem(290, 33, 131, torch.bfloat16, device)
+    check(x, head, target, bias, weight, chunk_rows=48)
+    for _, logits in Products(Rows(target), x, head, bias, 48, (True, True, True)).chunks():
+        rows, (pitch, _) = len(logits), logits.stride()
+        assert pitch == 136
+        assert logits.isfinite().all() and (logits.as_strided((rows, 5), (pitch, 1), 131) == 0).all()
 
 
 @pytest.mark.parametrize("sums", [None, torch.float32], ids=["", "float32 sums"])

@@ -27,14 +27,9 @@ from ..shard import check_gathered, no_second_derivative
 from . import checks, chunks
 from .products import add_product
 from .shard import check_shard
+from .sizes import padded_classes
 
 _ops = torch.ops.xent
-
-
-def _padded(columns: int, dtype: torch.dtype) -> int:
-    """Rows of logits start at multiples of 16 bytes, as cuBLAS wants them for its fast products."""
-    step = 16 // dtype.itemsize
-    return -(-columns // step) * step
 
 
 def _of_classes(tensor: Tensor | None, columns: int) -> Tensor | None:
@@ -72,7 +67,7 @@ def _chunk(
 
 
 def _logits_shape(input: Tensor, linear_weight: Tensor, class_start: int, num_classes: int) -> tuple[int, int]:
-    return input.shape[0], _padded(columns_of(linear_weight.shape[0], class_start, num_classes), input.dtype)
+    return input.shape[0], padded_classes(columns_of(linear_weight.shape[0], class_start, num_classes), input.dtype)
 
 
 def _chunk_outputs(
@@ -106,7 +101,7 @@ def _check_grad(
 ) -> None:
     row_checks.shard_range(linear_weight.shape[0], class_start, num_classes)
     columns = columns_of(linear_weight.shape[0], class_start, num_classes)
-    expected = torch.Size((target.shape[0], _padded(columns, logits.dtype)))
+    expected = torch.Size((target.shape[0], padded_classes(columns, logits.dtype)))
     row_checks.same_shape("logits", logits.shape, expected, "as linear_cross_entropy_shard_chunk makes them")
     row_checks.shard(
         logits[:, :columns], target, class_start, num_classes, _of_classes(weight, columns), options=options
@@ -162,7 +157,7 @@ def _check_add(
     _two_dimensions(input)
     row_checks.same_shape("grad_logits", grad_logits.shape[:1], input.shape[:1], "as many rows as the input")
     torch._check_value(
-        _padded(columns, input.dtype) == grad_logits.shape[1],
+        padded_classes(columns, input.dtype) == grad_logits.shape[1],
         lambda: f"grad_logits has shape {tuple(grad_logits.shape)}, which {columns} classes do not have",
     )
 

@@ -14,7 +14,7 @@ from ...kernels.options import Chunking, Options
 from ...kernels.sizes import symbolic, traced
 from .. import devices
 from .packing import PackedRows, Rows, rows_of
-from .sizes import rows_of_chunk
+from .sizes import padded_classes, rows_of_chunk
 
 
 def accumulator_of_weight(dtype: torch.dtype, accumulate_dtype: torch.dtype | None) -> torch.dtype:
@@ -80,14 +80,14 @@ class Products:
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """(which of the rows, their logits, which may be overwritten). Without rows one empty chunk."""
         number, classes = self.rows.number, self.head.shape[0]
-        # Rows start at multiples of 16 bytes, as cuBLAS wants them for its fast products.
-        step = 16 // self.all_input.element_size()
         chunks, size = max(-(-traced(number) // self.size), 1), self.size
         if symbolic(number):  # in a package: as many chunks for every number of rows
             size = -(-number // chunks)
         # The counting kernels leave out rows that forward operators read, if only to mask what they make of them.
         new = self.all_input.new_empty if self.kernels is None or any(self.mask) else self.all_input.new_zeros
-        memory = new((size, -(-classes // step) * step))[:, :classes]
+        padded = new((size, padded_classes(classes, self.all_input.dtype)))
+        padded[:, classes:].zero_()
+        memory = padded[:, :classes]
         for self.index in range(chunks):
             start, stop = (torch.sym_min(index * size, number) for index in (self.index, self.index + 1))
             chunk = slice(start, stop)

@@ -1,4 +1,4 @@
-"""How many rows a chunk has: the memory of its logits against products of few rows.
+"""The logits of a chunk in memory; how many rows a chunk has: their memory against products of few rows.
 
 Measured on an H200 with torch 2.11, bfloat16, 8192 rows (16384 at V = 32000), forward and backward in CUDA graphs, in
 multiples of the three products alone (2026-11-23; one machine, other runs differ by .03):
@@ -26,6 +26,7 @@ where they leave the last wave of tiles of the input's gradient half empty: docs
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 _BYTES = 256 * 2**20  # of a chunk's logits; small vocabularies get more rows than the least
@@ -55,3 +56,13 @@ def rows_of_chunk(number: int, input: Tensor, classes: int, wider: bool, chunk_r
         return number
     even = -(-number // -(-number // rows))  # a short last chunk costs almost as much as a full one
     return min(rows, -(-even // _MULTIPLE) * _MULTIPLE)
+
+
+def padded_classes(classes: int, dtype: torch.dtype) -> int:
+    """The columns that a row of logits has in memory: its start is a multiple of 16 bytes, for cuBLAS' fast products.
+
+    Those behind the classes must hold zeros. On CPUs with AMX oneDNN multiplies what is there by zero, in bfloat16, and
+    NaN gives NaN (https://github.com/uxlfoundation/oneDNN/issues/5717).
+    """
+    step = 16 // dtype.itemsize
+    return -(-classes // step) * step
