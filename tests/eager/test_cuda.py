@@ -343,9 +343,10 @@ def test_kernels_wait_for_those_before_them(monkeypatch, shape, graph):
     assert mine[0].unique().numel() == len(upstream), "steps are to differ"
 
 
+@pytest.mark.parametrize("memset", [False, True], ids=["streams", "memset"])
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-def test_kernels_wait_for_another_stream(graph):
-    """The first of few rows may start early, but not before what two streams have made."""
+def test_kernels_wait_for_another_stream(graph, memset):
+    """The first kernel of few rows may start early: not before another stream's, nor before what is no kernel."""
     x, target = torch.zeros(8, 9000, device="cuda").bfloat16(), torch.zeros(8, dtype=torch.int64, device="cuda")
     made = torch.randn(x.shape, device="cuda").bfloat16(), torch.randint(9000, (8,), device="cuda")
     loss, side = torch.zeros((), device="cuda"), torch.cuda.Stream()
@@ -358,6 +359,8 @@ def test_kernels_wait_for_another_stream(graph):
             target.copy_(made[1])
         x.copy_(made[0])
         main.wait_stream(side)
+        if memset:
+            loss.zero_()
         loss.copy_(xent_ops.cross_entropy(x, target))
 
     step()
