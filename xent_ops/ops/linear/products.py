@@ -86,7 +86,8 @@ class Products:
         # The counting kernels leave out rows that forward operators read, if only to mask what they make of them.
         new = self.all_input.new_empty if self.kernels is None or any(self.mask) else self.all_input.new_zeros
         padded = new((size, padded_classes(classes, self.all_input.dtype)))
-        padded[:, classes:].zero_()
+        if padded.device.type == "cpu":
+            padded[:, classes:].zero_()
         memory = padded[:, :classes]
         for self.index in range(chunks):
             start, stop = (torch.sym_min(index * size, number) for index in (self.index, self.index + 1))

@@ -61,8 +61,8 @@ def rows_of_chunk(number: int, input: Tensor, classes: int, wider: bool, chunk_r
 def padded_classes(classes: int, dtype: torch.dtype) -> int:
     """The columns that a row of logits has in memory: its start is a multiple of 16 bytes, for cuBLAS' fast products.
 
-    Those behind the classes must hold zeros. On CPUs with AMX oneDNN multiplies what is there by zero, in bfloat16, and
-    NaN gives NaN (https://github.com/uxlfoundation/oneDNN/issues/5717).
+    On a CPU those behind the classes must hold zeros: with AMX, oneDNN multiplies what is there by zero, in bfloat16,
+    and NaN gives NaN (https://github.com/uxlfoundation/oneDNN/issues/5717).
     """
     step = 16 // dtype.itemsize
     return -(-classes // step) * step
