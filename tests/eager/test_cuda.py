@@ -295,6 +295,13 @@ def test_kernels_are_compiled_once_for_all_option_values():
     assert compiled() == first
 
 
+def captured(function):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
 @pytest.mark.parametrize("shape", [(8, 128256), (64, 9000), (512, 32000), (9000, 64)], ids=str)
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 def test_kernels_wait_for_those_before_them(monkeypatch, shape, graph):
@@ -319,12 +326,7 @@ def test_kernels_wait_for_those_before_them(monkeypatch, shape, graph):
         with torch.cuda.stream(stream):  # kernels are compiled
             steps()
         torch.cuda.current_stream().wait_stream(stream)
-        run = steps
-        if graph:
-            captured = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(captured):
-                steps()
-            run = captured.replay
+        run = captured(steps) if graph else steps
         for _ in range(3):
             run()
         torch.cuda.synchronize()
@@ -364,12 +366,7 @@ def test_kernels_wait_for_another_stream(graph, memset):
         loss.copy_(xent_ops.cross_entropy(x, target))
 
     step()
-    run = step
-    if graph:
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            step()
-        run = captured.replay
+    run = captured(step) if graph else step
     for _ in range(5):
         made[0].normal_()
         made[1].random_(9000)
