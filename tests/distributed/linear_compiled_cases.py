@@ -97,11 +97,19 @@ def order_of_the_pipeline(device):
 
     _, (forward, backward) = run_and_get_code(run)
     calls = called(forward[forward.index("def call") :])
-    make, gather, use = ("linear_cross_entropy_shard_chunk", "all_gather_into_tensor", "wait_tensor")
-    of_chunk = [use, f"{make}_grad_", "all_reduce_", f"{make}_add_"]
-    begin = [make, gather] if device == "cuda" else [make, gather, use]  # gloo's is waited for at once
-    assert calls[:-4] == [*begin, *begin, *of_chunk, *begin, *of_chunk, *of_chunk], calls
-    assert calls[-4:] == [use, use, use, "linear_cross_entropy_shard_value"]
+    make, gather, wait = ("linear_cross_entropy_shard_chunk", "all_gather_into_tensor", "wait_tensor")
+    begin, end = [make, gather], [f"{make}_grad_", "all_reduce_", f"{make}_add_"]
+    last = "linear_cross_entropy_shard_value"
+    assert [call for call in calls if call != wait] == [*begin, *begin, *end, *begin, *end, *end, last], calls
+    assert calls[-4:] == [wait, wait, wait, last], "the all-reduces are waited for at the end"
+    for i, call in enumerate(calls):
+        gathers, waits, gradients = (calls[:i].count(name) for name in (gather, wait, f"{make}_grad_"))
+        if call == f"{make}_grad_":
+            assert waits > gradients, "it reads what was gathered"
+        if call == gather and device == "cpu":
+            assert waits >= gathers, "two of gloo's are never on their way at a time"
+        if call == make and device == "cuda" and gathers > 0:
+            assert waits < gathers, "the chunk before is gathered beside this product"
     assert "scale_grad_" in called(backward) and "linear_scale_grad" not in called(backward)
 
 
