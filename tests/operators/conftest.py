@@ -1,4 +1,4 @@
-"""The kernels that the tests of operators run on."""
+"""The kernels that the tests of operators run on, and what new memory holds."""
 
 import pytest
 import torch
@@ -20,3 +20,11 @@ def kernels(request, device):
     from xent_ops.kernels.ascend import launch
 
     return FlatOptions(launch)
+
+
+@pytest.fixture
+def new_memory_is_nan():
+    """torch.empty and its kin return NaN, so that a test sees what was read before it was written."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

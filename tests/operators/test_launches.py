@@ -131,7 +131,7 @@ def test_launches_are_those_that_triton_makes(monkeypatch, no_device):
     assert 0 < len(asked) == len({id(one) for one in launches}) < len(launches)
 
 
-def test_only_kernels_that_wait_are_let_in_early(monkeypatch, no_device):
+def test_only_kernels_that_wait_start_early(monkeypatch, no_device):
     """Launched by Triton and directly: one that does not wait would read what the one before it has yet to write."""
     for module in (launch_forward, launch_reduce):
         monkeypatch.setattr(module, "supports_pdl", lambda device: True)

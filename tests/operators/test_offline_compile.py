@@ -153,7 +153,7 @@ MEMORY = re.compile(r"\b(?:ld|st|atom|red|cp\.async)\.[\w.:]*global")
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{str(c[0])[6:]}-{c[1]}")
 def test_a_kernel_waits_before_it_reads_or_writes(monkeypatch, tmp_path, case):
-    """With PDL: for the kernels before it, and only then it lets the next one in."""
+    """With PDL: it waits for the kernels before it, then lets the next one start, then touches memory."""
     waiting = {}
     for kernel, args, kwargs in record(monkeypatch, lambda: everything(*case)):
         if "PDL" in kwargs:

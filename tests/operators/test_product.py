@@ -97,16 +97,9 @@ def test_a_whole_loss(device, entropy, monkeypatch):
         assert (got.double() - wanted.double()).norm() <= 2e-3 * wanted.double().norm()
 
 
-@pytest.fixture
-def filled():
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what torch.empty returns with NaN
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.interpreter
 @pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")
-@pytest.mark.usefixtures("filled")
+@pytest.mark.usefixtures("new_memory_is_nan")
 def test_row_operators_get_logits_that_somebody_wrote(device, monkeypatch):
     monkeypatch.setattr(packing, "_on_the_host", lambda *args: packing._on_the_device(*args, launch_product))
     chunks, finite = products.Products.chunks, []
