@@ -6,8 +6,9 @@ import torch.distributed as dist
 from linear_parallel_cases import H, head_of, leaves
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 from vocab_parallel_cases import Collectives, V
+from vocab_parallel_error_cases import refused_by_all
 
-from xent_ops.distributed import vocab_parallel_linear_cross_entropy
+from xent_ops.distributed import vocab_parallel_linear_cross_entropy, vocab_parallel_linear_token_log_probs
 
 
 def bad_input(device):
@@ -84,32 +85,63 @@ def bad_input(device):
 def check_across_ranks(device):
     """What one rank refuses by itself, and what differs between ranks, all of them raise."""
     last = dist.get_world_size() - 1
-    odd = dist.get_rank() == last  # the rank that differs
     x, w, b, target = leaves(device, *head_of(torch.float32, (6,)))
     call = {"input": x, "weight_shard": w, "target": target, "num_classes": V, "bias_shard": b, "check": True}
     other = target.clone()
     other[4] = (other[4] + 1) % V
-    # (what the odd rank passes, what every rank says)
-    bad = [
-        ({"weight_shard": w[1:]}, f"rank {last}: ValueError: linear_bias has shape"),
-        ({"weight_shard": w.tolist()}, f"rank {last}: TypeError: linear_weight must be a torch.Tensor, got list"),
-        ({"input": x[:, 1:]}, f"rank {last}: ValueError: linear_weight has shape"),
-        ({"num_classes": 0}, f"rank {last}: ValueError: num_classes must be at least 1"),
-        ({"target": other}, "targets differ between ranks: row 4 is"),
-        ({"target": other.clamp(max=V).fill_(V)}, f"rank {last}: IndexError: target {V} is out of bounds"),
-        ({"input": x[:3], "target": target[:3]}, r"target shape is \(6,\) on rank 0 but \(3,\) on rank"),
-        ({"label_smoothing": 0.1}, "label_smoothing is 0.0 on rank 0 but 0.1"),
-        ({"reduction": "sum"}, "reduction is mean on rank 0 but sum"),
-        ({"chunk_rows": 4}, "chunk_rows is None on rank 0 but 4"),
-        ({"pipelined": False}, "pipelined.* is True on rank 0 but False"),
-        ({"bias_shard": None}, "bias is True on rank 0 but False"),
-        ({"input": x.detach()}, "input that requires grad is True on rank 0 but False"),
-        ({"weight": torch.ones(len(w), device=device)}, "class weights is False on rank 0 but True"),
-        ({"input": x.bfloat16(), "weight_shard": w.bfloat16(), "bias_shard": b.bfloat16()}, "input's dtype is"),
-        ({"class_start": V - len(w) - 1}, "an overlap|a gap"),
+    narrow = {"input": x[:, 1:], "weight_shard": w[:, 1:]}  # one feature less, consistent in itself
+    # (what every rank passes, what the odd rank passes instead, what every rank says)
+    of_both = [
+        ({}, {"weight_shard": w[1:]}, f"rank {last}: ValueError: linear_bias has shape"),
+        ({}, {"weight_shard": w.tolist()}, f"rank {last}: TypeError: linear_weight must be a torch.Tensor, got list"),
+        ({}, {"input": x[:, 1:]}, f"rank {last}: ValueError: linear_weight has shape"),
+        ({}, {"num_classes": 0}, f"rank {last}: ValueError: num_classes must be at least 1"),
+        ({}, {"num_classes": V + 1, "class_start": V - len(w)}, f"num_classes is {V} on rank 0 but {V + 1}"),
+        ({}, {"target": other}, "targets differ between ranks: row 4 is"),
+        ({}, {"target": other.clamp(max=V).fill_(V)}, f"rank {last}: IndexError: target {V} is out of bounds"),
+        ({}, {"input": x[:3], "target": target[:3]}, r"target.shape is \(6,\) on rank 0 but \(3,\) on rank"),
+        ({}, narrow, rf"input.shape is \(6, {H}\) on rank 0 but \(6, {H - 1}\)"),
+        ({}, {"input": x.detach()}, "input.requires_grad is True on rank 0 but False"),
+        ({}, {"weight_shard": w.detach()}, "weight_shard.requires_grad is True on rank 0 but False"),
+        ({}, {"bias_shard": b.detach()}, "bias_shard.requires_grad is True on rank 0 but False"),
+        ({}, {"bias_shard": None}, "bias_shard is a tensor on rank 0 but None"),
+        (
+            {"bias_shard": None, "accumulate_dtype": torch.float32},
+            {"input": x.bfloat16(), "weight_shard": w.bfloat16()},
+            "input.dtype is torch.float32 on rank 0 but torch.bfloat16",
+        ),
+        ({}, {"class_start": V - len(w) - 1}, "an overlap|a gap"),
+        ({}, {"softcap": 5.0}, "softcap is None on rank 0 but 5.0"),
+        ({}, {"logit_scale": 2.0}, "logit_scale is 1.0 on rank 0 but 2.0"),
+        ({"target": target.clamp(min=0)}, {"ignore_index": -5}, "ignore_index is -100 on rank 0 but -5"),
+        ({}, {"accumulate_dtype": torch.float32}, "accumulate_dtype is None on rank 0 but torch.float32"),
+        ({}, {"chunk_rows": 4}, "chunk_rows is None on rank 0 but 4"),
+        ({}, {"skip_ignored": True}, "skip_ignored is False on rank 0 but True"),
+        ({}, {"max_counted": 5}, "max_counted is None on rank 0 but 5"),
+        ({"max_counted": 5}, {"max_counted": 4}, f"rank {last}: ValueError: 5 rows are counted; expected at most"),
+        ({}, {"sequence_parallel": True}, f"rank {last}: ValueError: target has shape"),
     ]
-    for keywords, text in bad:
-        with pytest.raises(ValueError, match=f"^vocab_parallel_linear_cross_entropy: .*{text}"):
-            vocab_parallel_linear_cross_entropy(**{**call, **(keywords if odd else {})})
-    value = vocab_parallel_linear_cross_entropy(**call)  # the group is as it was
-    assert torch.equal(value, vocab_parallel_linear_cross_entropy(**{**call, "check": False}))
+    of_the_loss = [
+        ({}, {"weight": torch.ones(len(w), device=device)}, r"weight \(class weights\) is None on rank 0 but a tensor"),
+        ({}, {"label_smoothing": 0.1}, "label_smoothing is 0.0 on rank 0 but 0.1"),
+        ({}, {"lse_square_scale": 0.1}, "lse_square_scale is 0.0 on rank 0 but 0.1"),
+        ({}, {"reduction": "sum"}, "reduction is mean on rank 0 but sum"),
+        ({"reduction": "sum", "divisor": 3.0}, {"divisor": 4.0}, "divisor is 3.0 on rank 0 but 4.0"),
+        ({"reduction": "sum", "divisor": 3.0}, {"divisor": None}, "divisor is 3.0 on rank 0 but None"),
+        ({}, {"pipelined": False}, "pipelined is True on rank 0 but False"),
+    ]
+    refused_by_all(vocab_parallel_linear_cross_entropy, call, [*of_both, *of_the_loss])
+    refused_by_all(vocab_parallel_linear_token_log_probs, call, of_both)
+
+
+def check_of_the_split_dimension(device):
+    """Of a square target either dimension may be split; each rank alone would take its own."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    _, w, _, _ = leaves(device, *head_of(torch.float32, (6,)))
+    target = torch.arange(world * world, device=device).reshape(world, world) % V
+    part = torch.randn((1, world, H) if rank == 0 else (world, 1, H), device=device, requires_grad=True)
+    call = {"weight_shard": w, "target": target, "num_classes": V, "sequence_parallel": True, "check": True}
+    for function in (vocab_parallel_linear_cross_entropy, vocab_parallel_linear_token_log_probs):
+        with pytest.raises(ValueError, match=r"input.shape is .* on rank 0 but"):
+            function(part, **call)
+        function(part.detach().reshape(1, world, H), **call)

@@ -34,6 +34,7 @@ def test_values(pool, device, world, kind, dtype):
         cases.autocast,
         errors.bad_input,
         errors.check_across_ranks,
+        errors.check_of_the_split_dimension,
     ],
     ids=lambda case: case.__name__,
 )

@@ -1,6 +1,7 @@
 """What the loss over a split vocabulary refuses, and what check=True compares; run on every rank by test_vocab_parallel.py."""
 
 import contextlib
+import inspect
 import re
 
 import numpy as np
@@ -90,43 +91,44 @@ def shards_that_do_not_tile(device):
 
 
 def check_across_ranks(device):
-    rank = dist.get_rank()
-    target = torch.tensor([1, 2, 3, -100], device=device)
-    start, size, _ = split("chunk", V)
-    x = torch.randn(4, size, device=device, requires_grad=True)
-
-    def call(logits=x, labels=target, **keywords):
-        return vocab_parallel_cross_entropy(logits, labels, **{"num_classes": V, "check": True, **keywords})
-
-    torch.testing.assert_close(call(), call(check=False), rtol=0, atol=0)
-    call(class_start=start)
-    other = target.clone()
-    other[1] = 50
-    wrong = target.clone()
-    wrong[3] = V
     last = dist.get_world_size() - 1
-    odd = rank == last  # the rank that differs
+    start, size, _ = split("chunk", V)
+    x, target = torch.randn(4, size, device=device, requires_grad=True), torch.tensor([1, 2, 3, -100], device=device)
+    other, wrong = target.clone(), target.clone()
+    other[1] = 50
+    wrong[3] = V
+    call = {"logits_shard": x, "target": target, "num_classes": V, "check": True}
+    # (what every rank passes, what the odd rank passes instead, what every rank says)
     bad = [
-        (
-            {"labels": other if odd else target},
-            f"targets differ between ranks: row 1 is 2 on rank 0 but 50 on rank {last}",
-        ),
-        (
-            {"logits": x[:3], "labels": target[:3]} if odd else {},
-            r"target shape is \(4,\) on rank 0 but \(3,\) on rank",
-        ),
-        ({"label_smoothing": 0.1 if odd else 0.2}, "label_smoothing is 0.2 on rank 0 but 0.1"),
-        ({"reduction": "sum" if odd else "mean"}, "reduction is mean on rank 0 but sum"),
-        ({"ignore_index": -1 if odd else -100}, f"rank {last}: IndexError: target -100 is out of bounds"),
-        ({"weight": torch.ones(size, device=device) if odd else None}, "class weights is False on rank 0 but True"),
-        ({"num_classes": V + 1 if odd else V, "class_start": start}, f"num_classes is {V} on rank 0 but {V + 1}"),
-        ({"labels": wrong if odd else target}, f"rank {last}: IndexError: target {V} is out of bounds"),
-        ({"logits": x[:, 1:] if odd else x}, f"rank {last}: ValueError: the shard of rank {last} has"),
-        ({"logits": x.double() if odd else x}, "accumulation in is float32 on rank 0 but float64"),
+        ({}, {"target": other}, f"targets differ between ranks: row 1 is 2 on rank 0 but 50 on rank {last}"),
+        ({}, {"target": wrong}, f"rank {last}: IndexError: target {V} is out of bounds"),
+        ({}, {"logits_shard": x[:3], "target": target[:3]}, r"target.shape is \(4,\) on rank 0 but \(3,\) on rank"),
+        ({}, {"logits_shard": x[:, 1:]}, f"rank {last}: ValueError: the shard of rank {last} has"),
+        ({}, {"logits_shard": x.double()}, "accumulation in is float32 on rank 0 but float64"),
+        ({"class_start": start}, {"num_classes": V + 1}, f"num_classes is {V} on rank 0 but {V + 1}"),
+        ({}, {"class_start": start - 1}, "an overlap|a gap"),
+        ({}, {"weight": torch.ones(size, device=device)}, r"weight \(class weights\) is None on rank 0 but a tensor"),
+        ({}, {"ignore_index": -1}, f"rank {last}: IndexError: target -100 is out of bounds"),
+        ({"target": other.abs()}, {"ignore_index": -1}, "ignore_index is -100 on rank 0 but -1"),
+        ({}, {"reduction": "sum"}, "reduction is mean on rank 0 but sum"),
+        ({"label_smoothing": 0.2}, {"label_smoothing": 0.1}, "label_smoothing is 0.2 on rank 0 but 0.1"),
+        ({}, {"lse_square_scale": 0.1}, "lse_square_scale is 0.0 on rank 0 but 0.1"),
+        ({}, {"softcap": 5.0}, "softcap is None on rank 0 but 5.0"),
+        ({}, {"logit_scale": 2.0}, "logit_scale is 1.0 on rank 0 but 2.0"),
     ]
-    for keywords, text in bad:
-        with pytest.raises(ValueError, match=text):
-            call(**keywords)
+    refused_by_all(vocab_parallel_cross_entropy, call, bad)
+
+
+def refused_by_all(function, call, bad):
+    """Each case raises its text on every rank. The cases name every argument, so that a new one needs a case."""
+    odd = dist.get_rank() == dist.get_world_size() - 1
+    named = {name for _, differs, _ in bad for name in differs} | {"group", "check"}
+    assert named == set(inspect.signature(function).parameters)
+    for right, differs, text in bad:
+        with pytest.raises(ValueError, match=f"^{function.__name__}: .*({text})"):
+            function(**{**call, **right, **(differs if odd else {})})
+    value = function(**call)  # the group is as it was
+    torch.testing.assert_close(value, function(**{**call, "check": False}), rtol=0, atol=0)
 
 
 def check_raises_on_every_rank(device):

@@ -1,4 +1,9 @@
-"""``check=True``: the arguments of all ranks, checked and compared before the loss is computed."""
+"""``check=True``: the arguments of all ranks, checked and compared before the loss is computed.
+
+A function over ranks binds its arguments to a record (a NamedTuple, which may hold others), and computes from that
+record alone. ``report`` goes through all of its fields. So a new argument is compared without a line here; a tensor
+needs an entry in ``_TENSORS``, else ``report`` raises.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +14,47 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..kernels.options import LossOptions
 from ..kernels.reference_shard import columns_of
-from ..ops import checks
 from .groups import Group, Ranks, process_group
 
 
-def check(name: str, group: Group, ranks: Ranks, report: Callable[[], dict[str, Any]]) -> None:
+def _wants_grad(tensor: Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _accumulator(tensor: Tensor) -> str:
+    return "float64" if tensor.dtype == torch.float64 else "float32"
+
+
+# Field: the argument's name, and what of it must be the same on every rank. That it is given must be, always.
+_TENSORS: dict[str, tuple[str, dict[str, Callable[[Tensor], Any]]]] = {
+    "target": ("target", {"target.shape": lambda t: tuple(t.shape), "targets": lambda t: t.to(torch.int64).cpu()}),
+    "logits": ("logits_shard", {"accumulation in": _accumulator}),
+    "input": (
+        "input",
+        {
+            "input.shape": lambda t: tuple(t.shape),
+            "input.dtype": lambda t: t.dtype,
+            "input.requires_grad": _wants_grad,
+        },
+    ),
+    "weight": ("weight_shard", {"weight_shard.requires_grad": _wants_grad}),  # shape and dtype follow from the input's
+    "bias": ("bias_shard", {"bias_shard.requires_grad": _wants_grad}),
+    "class_weight": ("weight (class weights)", {}),
+    "divisor": ("divisor", {"divisor": lambda t: repr(float(t))}),  # as text, in which NaN equals NaN
+}
+
+
+def check(name: str, group: Group, ranks: Ranks, bound: Callable[[], Any]) -> None:
     """Raise the same error on every rank of the group if an argument of one is wrong, or they do not fit together.
 
-    ``report`` returns the arguments of this rank, and raises every error that this rank can detect by itself.
+    ``bound`` returns the record of this rank's arguments, and raises every error that this rank can detect by itself,
+    those that depend on data too.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("check=True compares values between ranks, which a compiled graph cannot: use it in eager")
     try:
-        found = report()
+        found = report(bound())
     except Exception as error:  # the other ranks must get a report, or they wait for this one
         found = {"error": f"{type(error).__name__}: {error}"}
     reports: list[dict[str, Any]] = [{} for _ in range(ranks.world)]
@@ -34,23 +65,25 @@ def check(name: str, group: Group, ranks: Ranks, report: Callable[[], dict[str, 
         raise ValueError(f"{name}: {problem}")
 
 
-def report(
-    dtype: torch.dtype, columns: int, target: Tensor, weighted: bool, shard_range: tuple[int, int], loss: LossOptions
-) -> dict[str, Any]:
-    """What all ranks must agree on, and the classes of this one. Reads the target."""
-    start, num_classes = shard_range
-    checks.check_targets(target, num_classes, loss.rows.ignore_index)
-    return {
-        "target shape": tuple(target.shape),
-        "accumulation in": "float64" if dtype == torch.float64 else "float32",
-        "num_classes": num_classes,
-        "class weights": weighted,
-        **loss.rows._asdict(),
-        "lse_square_scale": loss.lse_square_scale,
-        "reduction": loss.reduction,
-        "target": target.to(torch.int64).cpu(),
-        "shard": (start, columns_of(columns, start, num_classes)),
-    }
+def report(record: Any) -> dict[str, Any]:
+    """What all ranks must agree on, by name, and under "shard" the classes of this one. Reads the target."""
+    facts: dict[str, Any] = {}
+    for field, value in record._asdict().items():
+        if hasattr(value, "_asdict"):
+            facts |= report(value)
+        elif field == "shard_range":
+            class_start, facts["num_classes"] = value
+            columns = record.logits.shape[-1] if hasattr(record, "logits") else record.weight.shape[0]
+            facts["shard"] = class_start, columns_of(columns, *value)
+        elif field in _TENSORS:
+            name, agreed = _TENSORS[field]
+            facts[name] = None if value is None else "a tensor"
+            facts |= {what: None if value is None else of(value) for what, of in agreed.items()}
+        elif isinstance(value, Tensor):
+            raise AssertionError(f"no entry in _TENSORS says what ranks must agree on of {field}")
+        else:
+            facts[field] = value
+    return facts
 
 
 def _compare(reports: list[dict[str, Any]]) -> str | None:
@@ -62,13 +95,13 @@ def _compare(reports: list[dict[str, Any]]) -> str | None:
         if name == "shard":
             continue
         for rank, report in enumerate(reports):
-            if name == "target":
+            if isinstance(value, Tensor):
                 rows = (report[name] != value).reshape(-1).nonzero()
                 if len(rows):
                     row = int(rows[0])
                     mine, theirs = int(value.reshape(-1)[row]), int(report[name].reshape(-1)[row])
                     return (
-                        f"targets differ between ranks: row {row} is {mine} on rank 0 but {theirs} on rank {rank} "
+                        f"{name} differ between ranks: row {row} is {mine} on rank 0 but {theirs} on rank {rank} "
                         f"({len(rows)} of {value.numel()} rows differ)"
                     )
             elif report[name] != value:

@@ -26,7 +26,7 @@ from ..functional import TokenLogProbs, log_probs_of_rows
 from ..kernels.options import LossOptions
 from ..ops import arguments, checks, transforms
 from ..ops.linear import checks as linear_checks
-from ..ops.linear import composite
+from ..ops.linear import composite, packing
 from ..ops.linear.shard import check_shard
 from . import consistency
 from .groups import Group, Ranks, ranks_of
@@ -109,9 +109,9 @@ def vocab_parallel_linear_cross_entropy(
     chunks = (divisor, accumulate_dtype, chunk_rows, skip_ignored, max_counted)
     name, ranks = "vocab_parallel_linear_cross_entropy", ranks_of(group)
     if check:
-        consistency.check(name, group, ranks, lambda: _report(name, ranks, pipelined, *call, *chunks))
-    input, head, loss, divisor, split = _bound(name, ranks, *call, *chunks)
-    if chosen(pipelined, input, head, loss):
+        consistency.check(name, group, ranks, lambda: _checked(name, ranks, pipelined, *call, *chunks))
+    target, input, head, loss, divisor, split, three_products = _bound(name, ranks, pipelined, *call, *chunks)
+    if three_products:
         return pipelined_loss(input, _by_ranks(target, split, ranks), head, ranks, loss, divisor, split is not None)
     gathered, target = _gathered(input, target, split, ranks)
     rows, _ = sharded_rows(input, target, head, ranks, loss, gathered)
@@ -151,8 +151,8 @@ def vocab_parallel_linear_token_log_probs(
     chunks = (None, accumulate_dtype, chunk_rows, skip_ignored, max_counted)
     name, ranks = "vocab_parallel_linear_token_log_probs", ranks_of(group)
     if check:
-        consistency.check(name, group, ranks, lambda: _report(name, ranks, False, *call, *chunks))
-    input, head, loss, _, split = _bound(name, ranks, *call, *chunks)
+        consistency.check(name, group, ranks, lambda: _checked(name, ranks, False, *call, *chunks))
+    target, input, head, loss, _, split, _ = _bound(name, ranks, False, *call, *chunks)
     gathered, target = _gathered(input, target, split, ranks)
     rows, entropy = sharded_rows(input, target, head, ranks, loss, gathered, entropy=True)
     values = log_probs_of_rows(rows.loss, rows.lse, entropy, target, loss.rows)
@@ -179,18 +179,21 @@ def _as_target(value: Tensor, split: int | None) -> Tensor:
 
 
 class _Bound(NamedTuple):
-    """A call as the operators take it."""
+    """A call as the operators take it; consistency.py compares all of it."""
 
+    target: Tensor
     input: Tensor
     head: Head
     loss: LossOptions
     divisor: Tensor | None
-    split: int | None  # the dimension of the target along which the input is split
+    sequence_dim: int | None  # the dimension of the target along which sequence_parallel splits the input
+    pipelined: bool
 
 
 def _bound(
     name: str,
     ranks: Ranks,
+    pipelined: bool | None,
     input: Any,
     linear_weight: Any,
     target: Any,
@@ -222,23 +225,16 @@ def _bound(
         rows = input if split is None else input.new_empty(()).expand(*target.shape, input.shape[-1])  # its shape
         check_shard(rows, linear_weight, target, *shard_range, linear_bias, class_weight, options=loss.rows)
     head = Head(linear_weight, linear_bias, class_weight, shard_range, accumulate_dtype, how)
-    return _Bound(input, head, loss, divisor, split)
+    return _Bound(target, input, head, loss, divisor, split, chosen(pipelined, input, head, loss))
 
 
-def _report(name: str, ranks: Ranks, pipelined: bool | None, *call: Any) -> dict[str, Any]:
-    target = call[2]
-    input, head, loss, divisor, _ = _bound(name, ranks, *call)
-    weighted = head.class_weight is not None
-    report = consistency.report(head.weight.dtype, len(head.weight), target, weighted, head.shard_range, loss)
-    return report | {
-        "sequence_parallel": bool(call[7]),
-        "input's dtype": head.weight.dtype,
-        "input that requires grad": call[0].requires_grad,
-        "bias": head.bias is not None,
-        "divisor": divisor is not None,
-        "the way (pipelined)": chosen(pipelined, input, head, loss),
-        "chunk_rows": head.chunking.chunk_rows,
-    }
+def _checked(name: str, ranks: Ranks, pipelined: bool | None, *call: Any) -> _Bound:
+    """Raises what depends on values too."""
+    bound = _bound(name, ranks, pipelined, *call)
+    ignore_index = bound.loss.rows.ignore_index
+    checks.check_targets(bound.target, bound.head.shard_range[1], ignore_index)
+    packing.refuse_more_than(bound.head.chunking.max_counted, bound.target, ignore_index)
+    return bound
 
 
 def _split_dimension(input: Tensor, target: Tensor, world: int) -> int:

@@ -53,6 +53,16 @@ def sharded_rows(
     return Rows(loss, lse, target_weight)
 
 
+class _Bound(NamedTuple):
+    """A call as the operators take it; consistency.py compares all of it."""
+
+    target: Tensor  # (...)
+    logits: Tensor  # (..., columns of this rank)
+    class_weight: Tensor | None  # (columns of this rank,)
+    shard_range: tuple[int, int]  # class_start, num_classes
+    loss: LossOptions
+
+
 def _bound(
     ranks: Ranks,
     logits: Tensor,
@@ -61,19 +71,21 @@ def _bound(
     num_classes: Any,
     class_start: Any,
     options: tuple[Any, Any, Any, Any, Any, str],  # as arguments.loss_options takes them
-) -> tuple[LossOptions, tuple[int, int]]:
-    """(options, (class_start, num_classes)) of a call."""
+) -> _Bound:
     transforms.refuse("xent_ops.distributed.vocab_parallel_cross_entropy")
     arguments.tensors(logits, target, weight, "logits_shard")
     loss = arguments.loss_options(*options, logits.dtype)
     checks.weight_without_grad(weight)
-    return loss, shard_range_of(logits, num_classes, class_start, ranks)
+    return _Bound(target, logits, weight, shard_range_of(logits, num_classes, class_start, ranks), loss)
 
 
-def _report(ranks: Ranks, logits: Tensor, target: Tensor, weight: Tensor | None, *others: Any) -> dict[str, Any]:
-    loss, shard_range = _bound(ranks, logits, target, weight, *others)
+def _checked(ranks: Ranks, *call: Any) -> _Bound:
+    """Raises what the operators would, values of targets too."""
+    bound = _bound(ranks, *call)
+    target, logits, weight, shard_range, loss = bound
     checks.shard(logits, target, *shard_range, weight, options=loss.rows)
-    return consistency.report(logits.dtype, logits.shape[-1], target, weight is not None, shard_range, loss)
+    checks.check_targets(target, shard_range[1], loss.rows.ignore_index)
+    return bound
 
 
 def vocab_parallel_cross_entropy(
@@ -130,11 +142,11 @@ def vocab_parallel_cross_entropy(
     """
     options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
     ranks = ranks_of(group)
-    shard = (ranks, logits_shard, target, weight, num_classes, class_start, options)
+    call = (ranks, logits_shard, target, weight, num_classes, class_start, options)
     if check:
-        consistency.check("vocab_parallel_cross_entropy", group, ranks, lambda: _report(*shard))
-    loss, shard_range = _bound(*shard)
-    return loss_of_shard(logits_shard, target, weight, ranks, shard_range, loss)
+        consistency.check("vocab_parallel_cross_entropy", group, ranks, lambda: _checked(*call))
+    bound = _bound(*call)
+    return loss_of_shard(bound.logits, bound.target, bound.class_weight, ranks, bound.shard_range, bound.loss)
 
 
 def loss_of_shard(

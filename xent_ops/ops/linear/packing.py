@@ -87,10 +87,14 @@ def rows_of(target: Tensor, ignore_index: int, how: Chunking, kernels: Any) -> R
 
 def _on_the_host(target: Tensor, ignore_index: int, max_counted: int | None) -> PackedRows:
     """The counted rows alone."""
-    order = is_counted(target.reshape(-1), ignore_index).nonzero().squeeze(1)
-    if max_counted is not None and order.shape[0] > max_counted:
-        raise ValueError(f"{order.shape[0]} rows are counted; expected at most max_counted={max_counted}")
-    return PackedRows(target, ignore_index, order)
+    refuse_more_than(max_counted, target, ignore_index)
+    return PackedRows(target, ignore_index, is_counted(target.reshape(-1), ignore_index).nonzero().squeeze(1))
+
+
+def refuse_more_than(max_counted: int | None, target: Tensor, ignore_index: int) -> None:
+    """Reads the target."""
+    if max_counted is not None and (number := int(is_counted(target, ignore_index).sum())) > max_counted:
+        raise ValueError(f"{number} rows are counted; expected at most max_counted={max_counted}")
 
 
 def _on_the_device(target: Tensor, ignore_index: int, max_counted: int | None, kernels: Any) -> PackedRows:
