@@ -74,6 +74,21 @@ def test_values(device, dtype, features, classes, count):
 
 
 @pytest.mark.interpreter
+def test_one_class_of_any_stride(device):
+    """The one row of a transposed or sliced head: its stride is never taken, and is not one of whole 16 bytes."""
+    how = {"device": device, "dtype": torch.float16}
+    x, head = normal(ROWS, 40, **how), normal(40, 1, **how).t()
+    assert head.stride(0) == 1 and head.is_contiguous()
+    counted = torch.tensor(ROWS, dtype=torch.int32, device=device)
+    logits = torch.empty(ROWS, 8, **how)[:, :1]
+    launch_product.logits(x, head, None, counted, logits)
+    close(logits, x.double() @ head.double().t(), torch.float16)
+    grad_input = torch.empty(ROWS, 40, **how)
+    launch_product.grad_input(logits, head, counted, torch.arange(ROWS, device=device), grad_input)
+    close(grad_input, logits.double() @ head.double(), torch.float16)
+
+
+@pytest.mark.interpreter
 @pytest.mark.parametrize("entropy", [False, True])
 def test_a_whole_loss(device, entropy, monkeypatch):
     """In chunks, of which the first is full, the second is not, and the third has no row."""
@@ -140,6 +155,9 @@ def test_what_it_serves():
 
     x, head = torch.ones(4, 16, dtype=torch.bfloat16), torch.ones(9, 16, dtype=torch.bfloat16)
     assert reason(x, head) is None
+    assert reason(x, torch.ones(16, 1, dtype=torch.bfloat16).t()) is None
+    assert "nothing to multiply" in reason(x[:, :0], head[:, :0])
+    assert "nothing to multiply" in reason(x, head[:0])
     assert "torch.float32" in reason(x.float(), head.float())
     assert "16 bytes" in reason(x[:, :12], head[:, :12].contiguous())
     assert "16 bytes" in reason(x, head.t().contiguous().t())

@@ -91,7 +91,7 @@ def vocab_parallel_linear_cross_entropy(
             Inductor saves the gradients; with another backend pass False. A compiled graph has the loop over the chunks
             unrolled: another number is another graph. All ranks must take one way, with one ``chunk_rows``: weights and
             biases require grad on every rank or on none.
-        check: as for ``vocab_parallel_cross_entropy``; it does not compare the values of inputs and divisors.
+        check: as for ``vocab_parallel_cross_entropy``; it does not compare the values of inputs.
         ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale: as in
             ``xent_ops.cross_entropy``; smoothing spreads over all ``num_classes``.
 

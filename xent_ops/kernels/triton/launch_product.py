@@ -36,6 +36,8 @@ def why_not(input: Tensor, linear_weight: Tensor) -> str | None:
         capability = torch.cuda.get_device_capability(input.device)
         if capability[0] != 9:  # on 10 not all fit into shared memory, on others nothing was measured
             return f"products need compute capability 9.0, this GPU has {capability[0]}.{capability[1]}"
+    if linear_weight.numel() == 0:
+        return f"linear_weight of shape {tuple(linear_weight.shape)} has nothing to multiply"
     if input.shape[1] % (16 // input.element_size()) or not _dense(linear_weight):
         return "rows of input and linear_weight must be contiguous and of whole 16 bytes"
     return None
@@ -46,7 +48,10 @@ def _dense(tensor: Tensor) -> bool:
 
 
 def _descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, columns])
+    stride, step = tensor.stride(0), 16 // tensor.element_size()
+    if tensor.shape[0] == 1 and stride % step:  # the stride of one row is never taken, but TMA wants whole 16 bytes
+        stride = -(-tensor.shape[1] // step) * step
+    return TensorDescriptor(tensor, list(tensor.shape), [stride, tensor.stride(1)], [rows, columns])
 
 
 def _of_16_bytes(rows: Tensor) -> Tensor:
