@@ -194,6 +194,8 @@ void check_options(const MaybeTensor& weight, const Tensor& logits, const Option
           " (the least is 2**-126, the smallest normal float32)");
   fits("softcap", options.softcap.value_or(0.0), logits);
   require(std::isfinite(options.logit_scale), "logit_scale must be finite, got ", options.logit_scale);
+  require(options.logit_scale != 0.0, "logit_scale must not be 0, which makes all classes equally likely, got ",
+          options.logit_scale);
   fits("logit_scale", options.logit_scale, logits);
 }
 
@@ -217,6 +219,11 @@ void soft_forward(const Tensor& logits, const Tensor& target, const MaybeTensor&
   same_shape("target", target, logits, 0, logits.dim(), "one probability for each logit");
   same_device("target", target, logits);
   check_options(weight, logits, options);
+}
+
+void soft_values(double least) {
+  require(least >= 0.0, "target of class probabilities has ", least,
+          " in a row that adds up to less than 0: pass target.exp() of log-probabilities, target.softmax(dim) of logits");
 }
 
 void shard(const Tensor& logits, const Tensor& target, const cpu::Shard& place, const MaybeTensor& weight,
@@ -295,15 +302,34 @@ void linear(const Tensor& input, const Tensor& linear_weight, const Tensor& targ
   const int64_t last = input.dim() - 1;
   require(last >= 0, "input has no dimension; expected shape (..., H), the features last");
   const auto head = sizes_of(linear_weight), sizes = sizes_of(input);
-  require(linear_weight.dim() == 2, "linear_weight has shape ", shape(head), "; expected (V, H), as nn.Linear has it");
+  // Has linear_weight the rows that the input should have? (Liger-Kernel's order of arguments.)
+  const auto swapped = [&](std::optional<std::vector<int64_t>> rows) {
+    if (!rows || !head || !sizes || sizes->size() != 2) {
+      return "";
+    }
+    rows->push_back(sizes->back());
+    return rows != head ? "" : ": input and linear_weight seem to be swapped, the order is input, linear_weight, target "
+                               "(Liger-Kernel's has the weight first)";
+  };
+  if (linear_weight.dim() != 2) {
+    auto rows = head;
+    if (rows && !rows->empty()) {
+      rows->pop_back();
+    }
+    require(false, "linear_weight has shape ", shape(head), "; expected (V, H), as nn.Linear has it", swapped(rows));
+  }
   as_input("linear_weight", linear_weight);
   const auto same_features = [&] {
     return aten::call<bool>("aten::is_same_size", "", part_of(linear_weight, 1, 2), part_of(input, last, last + 1));
   };
-  require(sizes ? head->back() == sizes->back() : same_features(),
-          "linear_weight has shape ", shape(head), "; expected ",
-          shape(sizes ? std::optional(std::vector{head->front(), sizes->back()}) : std::nullopt),
-          ", one row of the input's features for each class");
+  if (!(sizes ? head->back() == sizes->back() : same_features())) {
+    const bool transposed = sizes && head->front() == sizes->back();
+    const auto expected = sizes ? std::optional(std::vector{transposed ? head->back() : head->front(), sizes->back()})
+                                : std::nullopt;
+    require(false, "linear_weight has shape ", shape(head), "; expected ", shape(expected),
+            ", one row of the input's features for each class",
+            transposed ? ": it is transposed, pass linear_weight.t()" : "");
+  }
   const Tensor logits = aten::call("aten::t", "", linear_weight);  // of its last dimension
   if (!head) {
     aten::amax(logits);  // raises where there is no class
@@ -322,7 +348,7 @@ void linear(const Tensor& input, const Tensor& linear_weight, const Tensor& targ
   require(max_counted.value_or(1) >= 1, "max_counted must be at least 1, or None for any number, got ",
           max_counted.value_or(1));
   check_dtype("target", target, INDICES);
-  same_shape("target", target, input, 0, last, "one class index for each row of the input");
+  same_shape("target", target, input, 0, last, "one class index for each row of the input", swapped(sizes_of(target)));
   same_device("target", target, input, "input is");
   check_options(weight, logits, options);
 }
@@ -382,6 +408,7 @@ void reduction_to_one(const std::string& value) {
 
 void lse_square_scale(double value, const Tensor& logits) {
   require(std::isfinite(value), "lse_square_scale must be finite, got ", value);
+  require(value >= 0.0, "lse_square_scale must be at least 0, got ", value, ": below 0 it would reward a large lse");
   fits("lse_square_scale", value, logits);
 }
 

@@ -16,6 +16,9 @@ void index_forward(const Tensor& logits, const Tensor& target, const MaybeTensor
 
 void soft_forward(const Tensor& logits, const Tensor& target, const MaybeTensor& weight, const Options& options);
 
+// least: the smallest probability of the rows that add up to less than 0, or 0.
+void soft_values(double least);
+
 void shard(const Tensor& logits, const Tensor& target, const cpu::Shard& place, const MaybeTensor& weight,
            const Options& options);
 

@@ -52,8 +52,9 @@ void soft_cross_entropy_forward(Stack& stack) {
   const Tensor loss = per_row(logits, column), lse = per_row(logits, column);
   if (!stack.meta) {
     const bridge::Read probabilities = bridge::read(target);
-    cpu::soft_forward(bridge::Problem(logits, std::nullopt, weight, options), bridge::dtype(target),
-                      probabilities.rows, loss.mutable_data_ptr(), lse.mutable_data_ptr(), bridge::threads());
+    checks::soft_values(cpu::soft_forward(bridge::Problem(logits, std::nullopt, weight, options), bridge::dtype(target),
+                                          probabilities.rows, loss.mutable_data_ptr(), lse.mutable_data_ptr(),
+                                          bridge::threads()));
   }
   stack.returns({loss, lse});
 }

@@ -1,7 +1,7 @@
 """Cross entropy as a family of registered operators that torch.compile can see. Start at ``cross_entropy``."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import inductor
 from . import ops as _ops  # noqa: F401 (registers the operators)
@@ -10,18 +10,23 @@ from ._version import __version__
 from .functional import (
     CrossEntropyOutputs,
     TokenLogProbs,
+    check_targets,
     cross_entropy,
     cross_entropy_outputs,
     token_log_probs,
 )
+from .kernels.options import Reduction
 from .linear import linear_cross_entropy, linear_cross_entropy_outputs, linear_token_log_probs
 from .modules import CrossEntropyLoss, LinearCrossEntropyLoss
-from .ops.checks import check_targets
+
+if TYPE_CHECKING:
+    from . import distributed
 
 __all__ = [
     "CrossEntropyLoss",
     "CrossEntropyOutputs",
     "LinearCrossEntropyLoss",
+    "Reduction",
     "TokenLogProbs",
     "__version__",
     "check_targets",
@@ -35,6 +40,10 @@ __all__ = [
     "linear_token_log_probs",
     "token_log_probs",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from .kernels import reference_soft
-from .kernels.options import LossOptions, Options
+from .kernels.options import LossOptions, Options, Reduction
 from .kernels.reductions import Reduced, cross_entropy_divisor, reduce_rows
 from .kernels.reference import is_counted
 from .kernels.rows import dense_classes
-from .ops import arguments, checks, function, transforms
+from .ops import arguments, checks, function, soft_checks, transforms
 
 
 class CrossEntropyOutputs(NamedTuple):
@@ -50,6 +50,28 @@ class TokenLogProbs(NamedTuple):
     lse: Tensor
 
 
+def check_targets(target: Tensor, num_classes: int, ignore_index: int = -100) -> None:
+    """Raise IndexError for a target outside [0, num_classes) that is not ignore_index.
+
+    Reads the values, so it synchronises a GPU: call it while debugging. Without it, such a target is an IndexError
+    on the CPU, and NaN in its row's loss and gradient elsewhere.
+
+    Args:
+        target: class indices of any shape; int64, int32 or uint8.
+        num_classes: V, the number of classes.
+        ignore_index: the target that marks a row as not counted.
+
+    Examples:
+        >>> xent_ops.check_targets(torch.tensor([0, 2, -100]), num_classes=3)
+        >>> xent_ops.check_targets(torch.tensor([0, 3, -100]), num_classes=3)
+        Traceback (most recent call last):
+        IndexError: target 3 is out of bounds: valid are 0 to 2 and ignore_index=-100 (1 of 3 targets are out of bounds)
+    """
+    arguments.class_indices(target)
+    num_classes = arguments.at_least_one("num_classes", num_classes)
+    checks.target_values(target, num_classes, arguments.integer("ignore_index", ignore_index))
+
+
 def _classes_last(tensor: Tensor, dim: int, name: str = "input") -> Tensor:
     dim = arguments.class_dimension(name, tensor, dim)
     return dense_classes(tensor if dim == tensor.dim() - 1 else tensor.movedim(dim, -1))
@@ -72,7 +94,7 @@ def cross_entropy(
     weight: Tensor | None = None,
     *,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     lse_square_scale: float = 0.0,
     softcap: float | None = None,
@@ -97,17 +119,18 @@ def cross_entropy(
             float64. Rows of any stride are read where they lie (``logits[:, :-1]``); a class dimension that is not
             dense is copied once.
         target: class indices, the input's shape without ``dim``, int64, int32 or uint8; or class probabilities, the
-            input's shape, floating point.
+            input's shape, floating point. On the CPU log-probabilities, whose rows add up to less than 0, are an error.
         weight: (C,), a rescaling of each class; any floating dtype. With class indices it must not require grad.
         ignore_index: rows with this target add neither loss nor gradient. Not for class probabilities.
         reduction: "none" (the shape of class indices), "sum", or "mean": the sum of the losses over the sum of the
             counted targets' weights (NaN where no row is counted), as in torch; the z-loss is divided by the number of
             counted rows. Class probabilities are divided by the number of rows.
         label_smoothing: e, from 0 to 1 (Szegedy et al., 2016).
-        lse_square_scale: of the z-loss (PaLM), which keeps lse near 0. Added for counted rows alone.
+        lse_square_scale: of the z-loss (PaLM), which keeps lse near 0; 0 or above. Added for counted rows alone.
         softcap: cap of the logits (Gemma 2), above 0; None for none.
-        logit_scale: factor of the logits, applied before the softcap (an inverse temperature). Options are constants:
-            a tensor that requires grad is refused. For a learned temperature multiply the logits by it.
+        logit_scale: factor of the logits, applied before the softcap (an inverse temperature); not 0. Below 0 it takes
+            distances as logits. Options are constants: a tensor that requires grad is refused. For a learned
+            temperature multiply the logits by it.
         dim: the class dimension. 1 as in torch; -1 for language-model logits (B, S, V) with targets (B, S).
         inplace_backward: in eager, write the gradient over the input's storage: no second buffer of its size. The
             input must not be a leaf, nor a view of one. After the backward the input holds the gradient, and a later
@@ -123,7 +146,7 @@ def cross_entropy(
             and torch.func's transforms ignore it. Class indices only.
 
     Returns:
-        float32 (float64 for float64 input): (), or with "none" the shape of class indices.
+        The loss, float32 (float64 for float64 input): (), or with "none" the shape of class indices.
 
     Raises:
         ValueError, TypeError, RuntimeError: for types, shapes, dtypes, devices and options that are not as above, and
@@ -132,6 +155,11 @@ def cross_entropy(
             synchronise, that row's loss and gradient are NaN; ``check_targets`` checks there too.
 
     Sources: torch.nn.functional.cross_entropy; z-loss as in Liger-Kernel and flash-attention.
+
+    Examples:
+        >>> logits, labels = torch.randn(2, 5, 1000, requires_grad=True), torch.randint(1000, (2, 5))
+        >>> loss = xent_ops.cross_entropy(logits, labels, dim=-1, lse_square_scale=1e-4)
+        >>> loss.backward()
     """
     arguments.tensors(input, target, weight)
     loss = arguments.loss_options(
@@ -175,7 +203,7 @@ def _of_probabilities(logits: Tensor, target: Tensor, weight: Tensor | None, los
             f"ignore_index={loss.rows.ignore_index} is not supported for class probabilities; leave it below 0"
         )
     if transforms.functorch_is_active() or transforms.forward_mode():
-        checks.soft_forward(logits, target, weight, options=loss.rows)
+        soft_checks.forward(logits, target, weight, options=loss.rows)
         row_loss, lse = reference_soft.soft_cross_entropy_forward(logits, target, weight, options=loss.rows)
     else:
         row_loss, lse = torch.ops.xent.soft_cross_entropy_forward(logits, target, weight, **loss.rows.soft_keywords())
@@ -192,7 +220,7 @@ def cross_entropy_outputs(
     weight: Tensor | None = None,
     *,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     lse_square_scale: float = 0.0,
     softcap: float | None = None,
@@ -203,6 +231,11 @@ def cross_entropy_outputs(
 
     Arguments, dtypes and errors are those of ``cross_entropy``; the target must be class indices. ``predictions`` is
     the first index of the largest ``logit_scale * input``; predictions and accuracy are not differentiable.
+
+    Examples:
+        >>> outputs = xent_ops.cross_entropy_outputs(torch.eye(3), torch.tensor([0, 1, 1]))
+        >>> outputs.predictions.tolist(), round(outputs.accuracy.item(), 2)
+        ([0, 1, 2], 0.67)
     """
     transforms.refuse("xent_ops.cross_entropy_outputs")
     refuse_dtensors("xent_ops.cross_entropy_outputs", input, target)
@@ -256,6 +289,11 @@ def token_log_probs(
     Returns:
         ``TokenLogProbs(log_probs, entropy, lse)``, each float32 (float64 for float64 input) of the target's shape.
         Errors are those of ``cross_entropy``.
+
+    Examples:
+        >>> logits, actions = torch.randn(4, 10, requires_grad=True), torch.tensor([1, 3, 3, 7])
+        >>> log_probs, entropy, _ = xent_ops.token_log_probs(logits, actions, logit_scale=1 / 0.7)
+        >>> (-log_probs - 0.01 * entropy).mean().backward()
     """
     transforms.refuse("xent_ops.token_log_probs")
     refuse_dtensors("xent_ops.token_log_probs", input, target)

@@ -15,6 +15,7 @@ from .functional import (
     outputs_of_rows,
     refuse_dtensors,
 )
+from .kernels.options import Reduction
 from .ops import arguments, checks, transforms
 from .ops.linear import checks as linear_checks
 from .ops.linear import composite
@@ -30,7 +31,7 @@ def linear_cross_entropy(
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     lse_square_scale: float = 0.0,
     softcap: float | None = None,
@@ -57,7 +58,8 @@ def linear_cross_entropy(
         weight, ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale: as for
             ``cross_entropy``.
         divisor: for reduction="sum", a number that the sum is divided by, as a tensor () or a float: with the number
-            of counted targets of all micro-batches, gradients add up to those of one mean over all of them.
+            of counted targets of all micro-batches, gradients add up to those of one mean over all of them. The float 0
+            is refused. A tensor is not read, which would wait for the device: 0 in it gives inf, or NaN.
         accumulate_dtype: in which the chunks' parts of linear_weight's gradient are added up. None: the input's dtype,
             and float32 for float16. torch.float32 is more exact for bfloat16, and takes V x H float32 for a while.
         chunk_rows: rows of a chunk. Fewer need less memory, chunk_rows x V logits, and more time. None: the default.
@@ -69,14 +71,20 @@ def linear_cross_entropy(
             device. Where more are counted, a CPU raises ValueError, and elsewhere the loss is NaN.
 
     Returns:
-        float32 (float64 for float64 input): (), or with "none" the target's shape. Gradients have their inputs' dtype
-        and are the same bits in every run.
+        The loss, float32 (float64 for float64 input): (), or with "none" the target's shape. Gradients have their
+        inputs' dtype and are the same bits in every run.
 
     Below torch.func transforms and forward-mode AD, and for second derivatives, all logits are made.
 
     Errors are those of ``cross_entropy``.
 
     Sources: torch.nn.functional.linear_cross_entropy for the names, Liger-Kernel for gradients made in forward.
+
+    Examples:
+        >>> head = torch.nn.Linear(16, 1000, bias=False)
+        >>> hidden, target = torch.randn(2, 5, 16, requires_grad=True), torch.randint(1000, (2, 5))
+        >>> loss = xent_ops.linear_cross_entropy(hidden, head.weight, target)
+        >>> loss.backward()
     """
     arguments.linear(input, linear_weight, target, linear_bias, weight)
     loss = arguments.loss_options(
@@ -122,7 +130,7 @@ def linear_cross_entropy_outputs(
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     lse_square_scale: float = 0.0,
     softcap: float | None = None,
@@ -137,6 +145,12 @@ def linear_cross_entropy_outputs(
     Arguments and errors are those of ``linear_cross_entropy``; the target must be class indices. The loss, the z-loss
     and the lse are differentiable, by way of rows: four products. With ``skip_ignored`` or ``max_counted`` the lse of
     an ignored row is infinite and its prediction -1.
+
+    Examples:
+        >>> hidden, weight, target = torch.eye(3), 2 * torch.eye(3), torch.tensor([0, 1, 1])
+        >>> outputs = xent_ops.linear_cross_entropy_outputs(hidden, weight, target)
+        >>> outputs.predictions.tolist(), round(outputs.accuracy.item(), 2)
+        ([0, 1, 2], 0.67)
     """
     name = "xent_ops.linear_cross_entropy_outputs"
     transforms.refuse(name)
@@ -190,6 +204,11 @@ def linear_token_log_probs(
 
     Returns:
         ``TokenLogProbs(log_probs, entropy, lse)``, each float32 (float64 for float64 input) of the target's shape.
+
+    Examples:
+        >>> hidden, weight = torch.randn(4, 16, requires_grad=True), torch.randn(1000, 16)
+        >>> log_probs, entropy, _ = xent_ops.linear_token_log_probs(hidden, weight, torch.randint(1000, (4,)))
+        >>> (-log_probs - 0.01 * entropy).mean().backward()
     """
     name = "xent_ops.linear_token_log_probs"
     transforms.refuse(name)

@@ -10,14 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from . import functional, linear
-from .kernels.options import Chunking
+from .kernels.options import Chunking, Reduction
 from .ops import arguments
+from .ops.linear import checks as linear_checks
+from .ops.shown import kind_of
 
 
 class CrossEntropyLoss(nn.Module):
     """``xent_ops.cross_entropy`` as a module; the state_dict is that of ``nn.CrossEntropyLoss`` (``weight``, if given).
 
     Arguments, shapes, dtypes, formula and errors: see ``xent_ops.cross_entropy``.
+
+    Examples:
+        >>> criterion = xent_ops.CrossEntropyLoss(label_smoothing=0.1)
+        >>> logits = torch.randn(4, 10, requires_grad=True)
+        >>> criterion(logits, torch.tensor([1, 2, 3, -100])).backward()
     """
 
     weight: Tensor | None
@@ -27,7 +34,7 @@ class CrossEntropyLoss(nn.Module):
         weight: Tensor | None = None,
         *,
         ignore_index: int = -100,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
         lse_square_scale: float = 0.0,
         softcap: float | None = None,
@@ -43,8 +50,8 @@ class CrossEntropyLoss(nn.Module):
         self.ignore_index, self.label_smoothing, self.softcap, self.logit_scale = rows
         self.register_buffer("weight", weight)
         self.dim = arguments.integer("dim", dim)
-        self.inplace_backward = inplace_backward
-        self.grad_in_forward = grad_in_forward
+        self.inplace_backward = arguments.boolean("inplace_backward", inplace_backward)
+        self.grad_in_forward = arguments.boolean("grad_in_forward", grad_in_forward)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return functional.cross_entropy(input, target, self.weight, **_options_of(self, _OF_LOGITS))
@@ -75,6 +82,29 @@ def _not_defaults(module: nn.Module, defaults: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in given.items() if value != defaults[name])
 
 
+def _size(name: str, value: Any) -> int | None:
+    if isinstance(value, (nn.Module, Tensor)):
+        raise TypeError(
+            f"{name} must be an integer, got {kind_of(value)}; LinearCrossEntropyLoss(tied_weight=...) takes "
+            "the weight of a head that is there already"
+        )
+    return None if value is None else arguments.at_least_one(name, value)
+
+
+def _tied(weight: Any, num_classes: int | None, in_features: int | None) -> nn.Parameter:
+    expected = "tied_weight must be a torch.nn.Parameter of shape (V, H), got"
+    if not isinstance(weight, nn.Parameter):
+        hint = "" if isinstance(weight, Tensor) else arguments.way_to_tensor("tied_weight", weight)
+        raise TypeError(f"{expected} {kind_of(weight)}{hint}")
+    if weight.dim() != 2:
+        raise TypeError(f"{expected} one of shape {tuple(weight.shape)}")
+    rows, columns = weight.shape
+    wanted = (num_classes or rows, in_features or columns)
+    if wanted != (rows, columns):
+        raise ValueError(f"tied_weight has shape {(rows, columns)}; expected {wanted}")
+    return weight
+
+
 class LinearCrossEntropyLoss(nn.Module):
     """The head of a model and its loss as one module: ``xent_ops.linear_cross_entropy`` with a weight of its own.
 
@@ -92,6 +122,12 @@ class LinearCrossEntropyLoss(nn.Module):
 
     ``forward(input, target, divisor=None)`` takes input (..., H) and class indices (...). It runs the module's hooks,
     so FSDP2 gathers the weight once for forward and backward.
+
+    Examples:
+        >>> embedding = torch.nn.Embedding(1000, 16)
+        >>> head = xent_ops.LinearCrossEntropyLoss(tied_weight=embedding.weight)
+        >>> tokens = torch.randint(1000, (2, 5))
+        >>> head(embedding(tokens[:, :-1]), tokens[:, 1:]).backward()
     """
 
     class_weight: Tensor | None
@@ -105,7 +141,7 @@ class LinearCrossEntropyLoss(nn.Module):
         tied_weight: nn.Parameter | None = None,
         class_weight: Tensor | None = None,
         ignore_index: int = -100,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
         lse_square_scale: float = 0.0,
         softcap: float | None = None,
@@ -122,21 +158,18 @@ class LinearCrossEntropyLoss(nn.Module):
         rows, self.lse_square_scale, self.reduction = loss
         self.ignore_index, self.label_smoothing, self.softcap, self.logit_scale = rows
         self.accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, max_counted)
+        linear_checks.sizes_of(how)
         self.chunk_rows, self.skip_ignored, self.max_counted = how
+        in_features, num_classes = _size("in_features", in_features), _size("num_classes", num_classes)
         if tied_weight is None:
             if in_features is None or num_classes is None:
                 raise TypeError("LinearCrossEntropyLoss needs in_features and num_classes, or a tied_weight")
             self.weight = nn.Parameter(torch.empty((num_classes, in_features), device=device, dtype=dtype))
         else:
-            if not isinstance(tied_weight, nn.Parameter) or tied_weight.dim() != 2:
-                raise TypeError("tied_weight must be a torch.nn.Parameter of shape (V, H)")
-            sizes = tuple(tied_weight.shape)
-            if (num_classes or sizes[0], in_features or sizes[1]) != sizes:
-                raise ValueError(f"tied_weight has shape {sizes}; expected {(num_classes, in_features)}")
-            self.weight = tied_weight
+            self.weight = _tied(tied_weight, num_classes, in_features)
         self.num_classes, self.in_features = self.weight.shape
         self.register_parameter("bias", None)
-        if bias:
+        if arguments.boolean("bias", bias):
             self.bias = nn.Parameter(self.weight.new_empty(self.num_classes))
         self.register_buffer("class_weight", class_weight, persistent=False)
         self.tied = tied_weight is not None

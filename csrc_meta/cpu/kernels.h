@@ -91,8 +91,9 @@ void forward_counted(const Problem&, void* loss, void* lse, const Threads&);
 void backward(
     const Problem&, const Upstream&, const void* lse, const void* entropy, MutableRows grad_logits, const Threads&);
 
-// probabilities: (N, V) of any dtype and strides.
-void soft_forward(const Problem&, DType, Rows probabilities, void* loss, void* lse, const Threads&);
+// probabilities: (N, V) of any dtype and strides. Returns the smallest of the rows that add up to less than 0 (as those
+// of log-probabilities do), or 0 where no row does.
+double soft_forward(const Problem&, DType, Rows probabilities, void* loss, void* lse, const Threads&);
 
 // Uses only loss and lse of upstream.
 void soft_backward(

@@ -1,23 +1,66 @@
 // Class probabilities as targets: loss = sum_j q_j (lse - x_j), q_j = w_j ((1-e) p_j + e/V). See reference.py.
 
+#include <algorithm>
+#include <atomic>
+#include <numeric>
+#include <vector>
+
 #include "kernels.h"
 #include "scan.h"
 
 namespace xent::cpu {
 namespace {
 
+// The smallest probability of the rows that add up to less than 0, or 0. Takes its time.
 template <class A>
-void forward_as(
+double least_of_negative_rows(const Problem& problem, const Probabilities<A>& probabilities) {
+  Problem plain = problem;
+  plain.label_smoothing = 0;
+  plain.weight.reset();
+  const Probabilities<A> unweighted{plain, probabilities.dtype, probabilities.rows};
+  double result = 0;
+  for (std::int64_t row = 0; row < problem.rows; ++row) {
+    double sum = 0, least = 0;
+    for (std::int64_t column = 0; column < problem.classes; column += kBlock) {
+      const std::int64_t n = std::min(kBlock, problem.classes - column);
+      alignas(64) A p[kBlock];
+      unweighted.read(row, column, n, p);
+      for (std::int64_t j = 0; j < n; ++j) {
+        sum += p[j];
+        least = std::min(least, double(p[j]));
+      }
+    }
+    if (sum < 0) result = std::min(result, least);
+  }
+  return result;
+}
+
+template <class A>
+double forward_as(
     const Problem& problem, const Probabilities<A>& probabilities, A* loss, A* lse, const Threads& threads) {
+  // Smoothing alone gives a row this much; 0.999: what rounding may take of it in a row of zeros.
+  const double classes = double(problem.classes);
+  double least_mass = 0.999 * problem.label_smoothing / classes;
+  if (least_mass != 0) {
+    double total = classes;
+    if (problem.weight) {
+      const std::vector<double> weights = block_weights<A>(problem, threads);
+      total = std::accumulate(weights.begin(), weights.end(), 0.0);
+    }
+    least_mass *= total;
+  }
+  std::atomic<bool> suspicious = false;
   const Scan<A> scan{problem, false, false, nullptr, &probabilities};
   const auto finish = [&](std::int64_t row, const Sums& sums) {
     const double log_total = std::log(sums.total);
+    if (sums.mass < least_mass) suspicious = true;
     loss[row] = A(sums.distance + sums.mass * log_total);
     lse[row] = A(sums.pivot() + log_total);
     return Nothing{};
   };
   const auto nothing = [](std::int64_t, Nothing, std::int64_t, std::int64_t) {};
   visit<Nothing>(problem.rows, problem.classes, threads, true, false, scan, finish, nothing);
+  return suspicious ? least_of_negative_rows(problem, probabilities) : 0.0;
 }
 
 template <class A>
@@ -53,12 +96,14 @@ void backward_as(
 
 }  // namespace
 
-void soft_forward(
+double soft_forward(
     const Problem& problem, DType dtype, Rows probabilities, void* loss, void* lse, const Threads& threads) {
+  double least = 0;
   dispatch(problem, [&](auto a) {
     using A = decltype(a);
-    forward_as<A>(problem, {problem, dtype, probabilities}, static_cast<A*>(loss), static_cast<A*>(lse), threads);
+    least = forward_as<A>(problem, {problem, dtype, probabilities}, static_cast<A*>(loss), static_cast<A*>(lse), threads);
   });
+  return least;
 }
 
 void soft_backward(

@@ -255,6 +255,8 @@ def bad_calls():
     yield forward, (x.bfloat16(), t), {"logit_scale": -1e39}
     yield forward, (x, t), {"logit_scale": float("nan")}
     yield forward, (x, t), {"logit_scale": -float("nan")}
+    yield forward, (x, t), {"logit_scale": 0.0}
+    yield forward, (x, t), {"logit_scale": -0.0}
     yield backward, (rows[:2], None, x, t, rows), {}
     yield backward, (rows, rows.long(), x, t, rows), {}
     yield backward, (rows, None, x, t, rows.view(4, 1)), {}
@@ -268,7 +270,8 @@ def bad_calls():
     for reduction in ("none", "median"):
         yield "cross_entropy_reduced", (x, t), {"reduction": reduction}
         yield "cross_entropy_shard_reduced", (x, t, torch.ones(2, 17), 0, 9), {"reduction": reduction}
-    yield "cross_entropy_reduced", (x, t), {"lse_square_scale": float("inf")}
+    for scale in (float("inf"), -0.1, -1e39):
+        yield "cross_entropy_reduced", (x, t), {"lse_square_scale": scale}
     yield "cross_entropy_reduced", (x, t + 6), {}
     yield "cross_entropy_backward_entropy", (rows[0], None, None, x, t, rows, rows), {}
     yield "cross_entropy_backward_entropy", (rows, None, rows[1:], x, t, rows, rows), {}
@@ -316,6 +319,11 @@ def bad_linear_calls():
     yield forward, (x, head[0], t), {}
     yield forward, (x, head.bfloat16(), t), {}
     yield forward, (x, head.t(), t), {}
+    yield forward, (x, head[:4].t(), t), {}  # of as many classes as rows
+    yield forward, (head, x, t), {}  # Liger-Kernel's order
+    yield forward, (head, x.view(2, 2, 6), t.view(2, 2)), {}
+    yield forward, (head, x, t[:3]), {}
+    yield forward, (x.view(2, 2, 6), x, t), {}
     yield forward, (x, head[:0], t), {}
     yield forward, (x, head, t, bias.double()), {}
     yield forward, (x, head, t, bias[:6]), {}

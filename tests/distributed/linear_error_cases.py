@@ -39,6 +39,8 @@ def bad_input(device):
         ({"bias_shard": b[1:]}, ValueError, "linear_bias has shape"),
         ({"weight": torch.ones(V, device=device)}, ValueError, rf"weight has shape \({V},\); expected \({size},\)"),
         ({"weight": torch.ones(size, device=device, requires_grad=True)}, RuntimeError, "weight requires grad"),
+        ({"group": [0]}, TypeError, r"group must be a ProcessGroup, .* got \[0\]: .*new_group\(\[0\]\)"),
+        ({"divisor": 0, "reduction": "sum"}, ValueError, "divisor must not be 0"),
         ({"reduction": "avg"}, ValueError, "'avg' is not a valid value for reduction"),
         ({"divisor": 3.0}, ValueError, 'expected reduction="sum"'),
         ({"chunk_rows": 0}, ValueError, "chunk_rows must be at least 1"),

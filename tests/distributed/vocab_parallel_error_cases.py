@@ -46,13 +46,18 @@ def bad_input(device):
             RuntimeError,
             "softcap is a tensor that requires",
         ),
+        (x[:, :size], {"group": [0]}, TypeError, r"group must be a ProcessGroup, .* got \[0\]: .*new_group\(\[0\]\)"),
+        (x[:, :size], {"group": bad_input}, TypeError, "group must be a ProcessGroup, .*, got bad_input$"),
+        (x[:, :size], {"lse_square_scale": -1}, ValueError, "lse_square_scale must be at least 0, got -1.0"),
+        (target, {}, TypeError, "logits_shard has dtype torch.int64; .*: logits_shard and target seem to be swapped"),
         (x[:, :size].tolist(), {}, TypeError, "logits_shard must be a torch.Tensor, got list"),
-        (x[:, :size].long(), {}, TypeError, "logits has dtype torch.int64"),
+        (x[:, :size].long(), {}, TypeError, "logits_shard has dtype torch.int64"),
     ]
     with Collectives() as mode:
         for logits, keywords, error, text in bad:
+            labels = x if logits is target else target  # the two swapped
             with pytest.raises(error, match=text):
-                vocab_parallel_cross_entropy(logits, target, **{"num_classes": V, **keywords})
+                vocab_parallel_cross_entropy(logits, labels, **{"num_classes": V, **keywords})
         wrong = target.clone()
         wrong[2] = V
         if device == "cpu":
@@ -179,7 +184,7 @@ def check_raises_on_every_rank(device):
         ({}, {"logits": x.to_sparse()}, "TypeError: logits_shard has layout torch.sparse_coo"),
         ({}, {"logits": as_dtensor(x)}, "TypeError: logits_shard is a DTensor: pass logits_shard.to_local()"),
         ({}, {"logits": x[:, :-1]}, "ValueError: the shard of rank"),
-        ({}, {"logits": x.long()}, "TypeError: logits has dtype torch.int64"),
+        ({}, {"logits": x.long()}, "TypeError: logits_shard has dtype torch.int64"),
     ]
     for right, wrong, text in bad:
         with pytest.raises(ValueError, match=f"^vocab_parallel_cross_entropy: rank {last}: {re.escape(text)}"):

@@ -25,7 +25,14 @@ def test_something_else():
 
 
 @pytest.mark.parametrize(
-    "options, error", [({"label_smoothing": 2.0}, "label_smoothing"), ({"chunk_rows": 1.5}, "chunk_rows")]
+    "options, error",
+    [
+        ({"label_smoothing": 2.0}, "label_smoothing"),
+        ({"chunk_rows": 1.5}, "chunk_rows"),
+        ({"chunk_rows": 0}, "chunk_rows must be at least 1, or None for the default, got 0"),
+        ({"in_eval": "yes"}, "in_eval must be True or False, got 'yes'"),
+        ({"lse_square_scale": -1}, "lse_square_scale must be at least 0, got -1.0"),
+    ],
 )
 def test_options(options, error):
     with pytest.raises((TypeError, ValueError), match=error):
@@ -42,7 +49,7 @@ def test_twice():
 def test_a_loss_of_its_own():
     model = tiny.make()
     model.loss_function = lambda **kwargs: None
-    with pytest.raises(ValueError, match="has a loss of its own"):
+    with pytest.raises(ValueError, match=r"has a loss of its own, test_a_loss_of_its_own.<locals>.<lambda>; expected"):
         use_xent(model)
     config = transformers.BertConfig(
         vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32

@@ -211,7 +211,7 @@ def test_what_float32_cannot_hold(device, dtype, option, value):
         )
 
 
-@pytest.mark.parametrize("value", [1e39, -1e39, 10**39])
+@pytest.mark.parametrize("value", [1e39, 10**39])
 def test_a_z_loss_that_float32_cannot_hold(device, value):
     x, target = inputs(device)
     text = rf"^lse_square_scale must be at most .* got {float(value)}".replace("+", r"\+")

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
 
+from ..ops.shown import shown
+
 Group = ProcessGroup | DeviceMesh | str | None
 
 
@@ -35,7 +37,15 @@ def process_group(group: Group) -> ProcessGroup:
                 f"group is a DeviceMesh of {group.ndim} dimensions; pass one of them, mesh[name], for the vocabulary"
             )
         return group.get_group()
-    return group
+    given: Any = group
+    # NON_GROUP_MEMBER: what new_group returns to the other ranks.
+    if not isinstance(given, ProcessGroup) and given != dist.GroupMember.NON_GROUP_MEMBER:
+        hint = f": torch.distributed.new_group({given}) makes one of these ranks" if isinstance(given, list) else ""
+        raise TypeError(
+            "group must be a ProcessGroup, a DeviceMesh of one dimension, a group's name, or None for all ranks, got "
+            f"{shown(given)}{hint}"
+        )
+    return given
 
 
 @torch.compiler.assume_constant_result

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..functional import TokenLogProbs, log_probs_of_rows
-from ..kernels.options import LossOptions
+from ..kernels.options import LossOptions, Reduction
 from ..ops import arguments, checks, transforms
 from ..ops.linear import checks as linear_checks
 from ..ops.linear import composite, packing
@@ -48,7 +48,7 @@ def vocab_parallel_linear_cross_entropy(
     sequence_parallel: bool = False,
     weight: Tensor | None = None,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     lse_square_scale: float = 0.0,
     softcap: float | None = None,
@@ -96,13 +96,20 @@ def vocab_parallel_linear_cross_entropy(
             ``xent_ops.cross_entropy``; smoothing spreads over all ``num_classes``.
 
     Returns:
-        float32 (float64 for float64 input): (), or the target's shape with reduction="none".
+        The loss, float32 (float64 for float64 input): (), or the target's shape with reduction="none".
 
     Errors are those of ``vocab_parallel_cross_entropy`` and of ``xent_ops.linear_cross_entropy``. Below torch.autocast
     input, weight_shard and bias_shard are cast as for nn.Linear.
 
     Shards that do not tile the vocabulary give NaN on every rank, and what differs between ranks wrong numbers, as for
     ``vocab_parallel_cross_entropy``.
+
+    Examples:
+        >>> world = torch.distributed.get_world_size()
+        >>> head = torch.nn.Linear(16, 1024 // world, bias=False)  # this rank's rows
+        >>> hidden, target = torch.randn(8, 16, requires_grad=True), torch.arange(8)
+        >>> function = xent_ops.distributed.vocab_parallel_linear_cross_entropy
+        >>> function(hidden, head.weight, target, num_classes=1024).backward()
     """
     options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
     call = (input, weight_shard, target, bias_shard, weight, num_classes, class_start, sequence_parallel, options)
@@ -145,6 +152,13 @@ def vocab_parallel_linear_token_log_probs(
 
     Returns:
         ``TokenLogProbs(log_probs, entropy, lse)``, each float32 (float64 for float64 input) of the target's shape.
+
+    Examples:
+        >>> world = torch.distributed.get_world_size()
+        >>> hidden, weight_shard = torch.randn(8, 16), torch.randn(1024 // world, 16, requires_grad=True)
+        >>> function = xent_ops.distributed.vocab_parallel_linear_token_log_probs
+        >>> log_probs, entropy, _ = function(hidden, weight_shard, torch.arange(8), num_classes=1024)
+        >>> (-log_probs - 0.01 * entropy).mean().backward()
     """
     options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "none")
     call = (input, weight_shard, target, bias_shard, None, num_classes, class_start, sequence_parallel, options)
@@ -232,7 +246,7 @@ def _checked(name: str, ranks: Ranks, pipelined: bool | None, *call: Any) -> _Bo
     """Raises what depends on values too."""
     bound = _bound(name, ranks, pipelined, *call)
     ignore_index = bound.loss.rows.ignore_index
-    checks.check_targets(bound.target, bound.head.shard_range[1], ignore_index)
+    checks.target_values(bound.target, bound.head.shard_range[1], ignore_index)
     packing.refuse_more_than(bound.head.chunking.max_counted, bound.target, ignore_index)
     return bound
 

@@ -29,6 +29,7 @@ from ..kernels.reference_shard import columns_of
 from ..ops.linear import chunks, composite, pipeline
 from ..ops.linear.products import accumulator_of_weight
 from ..ops.linear.sizes import rows_of_chunk
+from ..ops.shown import shown
 from .groups import Ranks
 from .heads import Head, reduced
 from .vocab_parallel import Rows
@@ -50,7 +51,7 @@ class _Chunk(NamedTuple):
 def chosen(asked: bool | None, input: Tensor, head: Head, loss: LossOptions) -> bool:
     """Does this call take the way of this file? All ranks answer alike."""
     if not (asked is None or isinstance(asked, bool)):
-        raise TypeError(f"pipelined must be True, False or None, got {asked!r}")
+        raise TypeError(f"pipelined must be True, False or None, got {shown(asked)}")
     possible = loss.reduction != "none" and not head.chunking.skips
     if asked and not possible:
         raise ValueError(

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.options import LossOptions, Options
+from ..kernels.options import LossOptions, Options, Reduction
 from ..kernels.reductions import reduce_rows
 from ..ops import arguments, checks, transforms
 from . import consistency, function
@@ -84,7 +84,7 @@ def _checked(ranks: Ranks, *call: Any) -> _Bound:
     bound = _bound(ranks, *call)
     target, logits, weight, shard_range, loss = bound
     checks.shard(logits, target, *shard_range, weight, options=loss.rows)
-    checks.check_targets(target, shard_range[1], loss.rows.ignore_index)
+    checks.target_values(target, shard_range[1], loss.rows.ignore_index)
     return bound
 
 
@@ -97,7 +97,7 @@ def vocab_parallel_cross_entropy(
     class_start: int | None = None,
     weight: Tensor | None = None,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     lse_square_scale: float = 0.0,
     softcap: float | None = None,
@@ -128,7 +128,7 @@ def vocab_parallel_cross_entropy(
             ``xent_ops.cross_entropy``; smoothing spreads over all ``num_classes``.
 
     Returns:
-        float32 (float64 for float64 logits): (), or the target's shape with reduction="none".
+        The loss, float32 (float64 for float64 logits): (), or the target's shape with reduction="none".
 
     Raises:
         ValueError, TypeError, RuntimeError: for what this rank can see, before it communicates; the other ranks then
@@ -139,6 +139,12 @@ def vocab_parallel_cross_entropy(
     Shards that do not tile the vocabulary give NaN on every rank. Different targets or options on different ranks give
     wrong numbers without an error, unless ``check=True``. Different row counts give an error, or a hang, of the
     communication library.
+
+    Examples:
+        >>> world = torch.distributed.get_world_size()
+        >>> shard, target = torch.randn(8, 1024 // world, requires_grad=True), torch.arange(8)
+        >>> loss = xent_ops.distributed.vocab_parallel_cross_entropy(shard, target, num_classes=1024)
+        >>> loss.backward()
     """
     options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
     ranks = ranks_of(group)

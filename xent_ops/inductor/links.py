@@ -164,8 +164,6 @@ def options_of(links: list[Link]) -> tuple[float | None, float]:
     scale = 1.0 if abs(scale - 1.0) < 1e-14 else scale
     if after < 0.0:  # tanh is odd
         return -after, scale
-    if after == 0.0:
-        raise LeftAlone("its logits are multiplied by 0")
     return after, scale
 
 
@@ -179,4 +177,6 @@ def _product(links: list[Link]) -> float:
             product /= link.number
     if not math.isfinite(product):
         raise LeftAlone("the product of its scales is not finite")
+    if product == 0.0:
+        raise LeftAlone("its logits are multiplied by 0")
     return product

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.checks import FLOATS
+from ..ops.shown import shown
 
 
 def product(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -53,7 +54,7 @@ def hooks_after(head: nn.Module, before: int, behind: int) -> str | None:
     for hooks, ours in ((head._forward_pre_hooks, before), (head._forward_hooks, behind)):
         for number, hook in hooks.items():
             if number > ours and not (getattr(hook, "__module__", None) or "").startswith("torch.distributed."):
-                return getattr(hook, "__qualname__", type(hook).__name__)
+                return shown(hook)
     return None
 
 

@@ -18,6 +18,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..linear import linear_cross_entropy, linear_cross_entropy_outputs
 from ..ops import arguments, checks
+from ..ops.linear import checks as linear_checks
+from ..ops.shown import shown
 from . import heads, tails
 
 
@@ -77,7 +79,7 @@ def use_xent(
             fine-tuning take no time in the head.
 
     Returns:
-        a ``Report`` of what was replaced.
+        A ``Report`` of what was replaced.
 
     Raises:
         TypeError: not such a model; a head that is not nn.Linear, a quantised one, DoRA on it.
@@ -87,14 +89,22 @@ def use_xent(
         RuntimeError: use_xent is on already. Later, from the model's call: one in training without labels, by a
             Trainer with ``label_smoothing_factor`` or ``compute_loss_func`` for example, one through DataParallel, and
             one after the head got another hook, or the model another ``loss_function``.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2)).train()
+        >>> report = use_xent(model)
+        >>> ids = torch.randint(64, (2, 9))
+        >>> model(input_ids=ids, labels=ids).loss.backward()
     """
+    arguments.boolean("in_eval", in_eval)
     base = _base(model)
     if "_xent" in vars(base):
         raise RuntimeError("use_xent is on already: call remove_xent(model) first")
     if base.loss_function is not ForCausalLMLoss:
         raise ValueError(
-            f"{type(base).__name__} has a loss of its own, {base.loss_function}; expected that of causal language "
-            "models, transformers.loss.loss_utils.ForCausalLMLoss"
+            f"{type(base).__name__} has a loss of its own, {shown(base.loss_function)}; expected that of causal "
+            "language models, transformers.loss.loss_utils.ForCausalLMLoss"
         )
     head = base.get_output_embeddings()
     if head is None:
@@ -103,6 +113,7 @@ def use_xent(
     loss = arguments.loss_options(-100, label_smoothing, *tail, lse_square_scale)
     checks.row_options(None, head.weight, loss.rows)
     accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, None)
+    linear_checks.sizes_of(how)
     options: dict[str, Any] = {"label_smoothing": label_smoothing, "lse_square_scale": lse_square_scale}
     options |= {"accumulate_dtype": accumulate_dtype, **how._asdict(), **tail._asdict()}
     vars(base)["_xent"] = _Hooks(base, head, options, in_eval)
@@ -121,7 +132,14 @@ def use_xent(
 
 
 def remove_xent(model: nn.Module) -> None:
-    """Undo ``use_xent(model)``. Raises RuntimeError where it is not on."""
+    """Undo ``use_xent(model)``. Raises RuntimeError where it is not on.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2))
+        >>> report = use_xent(model)
+        >>> remove_xent(model)
+    """
     hooks = vars(_base(model)).pop("_xent", None)
     if hooks is None:
         raise RuntimeError("use_xent is not on for this model")

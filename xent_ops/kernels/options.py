@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+
+Reduction = Literal["none", "mean", "sum"]
+"""How a loss reduces the losses of its rows: for type checkers."""
 
 
 class Options(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,3 +29,7 @@ def known(condition: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(condition)
+
+
+def known_equal(shape: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(shape) == len(other) and all(known(a == b) for a, b in zip(shape, other, strict=True))

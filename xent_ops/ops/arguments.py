@@ -17,19 +17,24 @@ from torch.autograd import forward_ad
 from ..kernels.options import Chunking, LossOptions, Options
 from ..kernels.reference import accumulator
 from . import checks
+from .shown import kind_of, shown
+
+_DENSE, _FLOATS = torch.strided, checks.FLOATS  # found sooner than as attributes
 
 
 def tensors(input: Any, target: Any, weight: Any = None, input_name: str = "input") -> None:
-    """Refuse what is no dense tensor. The first line of every public function."""
+    """Refuse what is no dense tensor, and an input without a kernel. The first line of every public function."""
     if not (
         isinstance(input, Tensor)
         and isinstance(target, Tensor)
-        and input.layout == torch.strided
-        and target.layout == torch.strided
+        and input.layout is _DENSE
+        and target.layout is _DENSE
         and not (input.is_nested or target.is_nested)  # whose layout may be strided too
-        and (weight is None or (isinstance(weight, Tensor) and weight.layout == torch.strided and not weight.is_nested))
+        and input.dtype in _FLOATS
+        and (weight is None or (isinstance(weight, Tensor) and weight.layout is _DENSE and not weight.is_nested))
     ):
         _refuse_tensors(((input_name, input), ("target", target), ("weight", weight)))
+        _refuse_integers(input_name, input, target)
 
 
 def loss_options(
@@ -72,14 +77,31 @@ def class_dimension(name: str, tensor: Tensor, dim: Any) -> int:
 
 def suggest_dim(input: Tensor, target: Tensor, dim: int) -> None:
     """The slip of those who come from language models: (B, S, V) and (B, S), with torch's default dim=1."""
-    if input.dim() < 3 or torch.compiler.is_compiling() or target.shape != input.shape[:-1]:
+    if input.dim() < 3:
         return
-    rows = torch.Size(size for i, size in enumerate(input.shape) if i != dim % input.dim())
+    if torch.compiler.is_compiling():
+        if not _has_rows_of(target, input, dim % input.dim()) and _has_rows_of(target, input, input.dim() - 1):
+            raise ValueError(  # without sizes, of which Dynamo makes no text where they are symbols
+                "target has one class index for each row of logits with the classes last, but dim is another: such "
+                "logits want dim=-1"
+            )
+        return
+    if target.shape != input.shape[:-1]:
+        return
+    rows = torch.Size([size for i, size in enumerate(input.shape) if i != dim % input.dim()])
     if target.shape != rows:
         raise ValueError(
             f"target has shape {tuple(target.shape)}; expected {tuple(rows)}, one class index for each row of the "
             f"logits, with the classes in dim={dim}. Logits {tuple(input.shape)} with the classes last want dim=-1"
         )
+
+
+def _has_rows_of(target: Tensor, input: Tensor, dim: int) -> bool:
+    """Has the target the input's sizes without ``dim``? Yes for all that is not known before it runs."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    rows = [*input.shape[:dim], *input.shape[dim + 1 :]]
+    return target.dim() == len(rows) and all([guard_or_true(a == b) for a, b in zip(target.shape, rows, strict=True)])
 
 
 def linear(
@@ -89,13 +111,32 @@ def linear(
     values = (("input", input), ("linear_weight", linear_weight), ("target", target))
     optional = (("linear_bias", linear_bias), ("weight", weight), ("divisor", divisor))
     _refuse_tensors((*values, *(pair for pair in optional if pair[1] is not None)))
+    if input.dtype not in _FLOATS:
+        _refuse_integers("input", input, target)
+    if linear_weight.dtype in checks.INDICES and target.dtype in _FLOATS:
+        _refuse_integers("linear_weight", linear_weight, target)
+
+
+def class_indices(target: Any) -> None:
+    _refuse_tensors((("target", target),))
 
 
 def divisor(value: Any, input: Tensor) -> Tensor | None:
     """What a sum is divided by, as a tensor () beside the input."""
     if value is None or isinstance(value, Tensor):
         return value
-    return torch.full((), number("divisor", value), dtype=accumulator(input), device=input.device)
+    value = number("divisor", value)
+    if _is_zero(value):
+        raise ValueError(f"divisor must not be 0, by which no sum can be divided, got {value}")
+    return torch.full((), value, dtype=accumulator(input), device=input.device)
+
+
+def _is_zero(value: float) -> bool:
+    if torch.compiler.is_compiling():  # the value may be data-dependent
+        from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+        return guard_or_false(value == 0)
+    return value == 0
 
 
 def chunks(
@@ -103,9 +144,8 @@ def chunks(
 ) -> tuple[torch.dtype | None, Chunking]:
     """What tells how the chunks of a linear cross entropy are made and added up."""
     if not (accumulate_dtype is None or isinstance(accumulate_dtype, torch.dtype)):
-        raise TypeError(f"accumulate_dtype must be a torch.dtype or None, got {accumulate_dtype!r}")
-    if not isinstance(skip_ignored, bool):
-        raise TypeError(f"skip_ignored must be True or False, got {skip_ignored!r}")
+        raise TypeError(f"accumulate_dtype must be a torch.dtype or None, got {shown(accumulate_dtype)}")
+    boolean("skip_ignored", skip_ignored)
     if max_counted is not None:
         max_counted = integer("max_counted", max_counted)
     chunk_rows = None if chunk_rows is None else integer("chunk_rows", chunk_rows)
@@ -117,9 +157,8 @@ def _refuse_tensors(values: Iterable[tuple[str, Any]]) -> None:
         if value is None and name == "weight":
             continue
         if not isinstance(value, Tensor):
-            found = "None" if value is None else f"{type(value).__module__}.{type(value).__qualname__}"
-            hint = "" if value is None else f"; torch.as_tensor({name}) makes one"
-            raise TypeError(f"{name} must be a torch.Tensor, got {found.removeprefix('builtins.')}{hint}")
+            found = "None" if value is None else kind_of(value)
+            raise TypeError(f"{name} must be a torch.Tensor, got {found}{way_to_tensor(name, value)}")
         if value.is_nested:
             raise TypeError(
                 f"{name} is a nested tensor; expected a dense one: for the rows of all its components, one after the "
@@ -129,6 +168,28 @@ def _refuse_tensors(values: Iterable[tuple[str, Any]]) -> None:
             raise TypeError(
                 f"{name} has layout {value.layout}; expected torch.strided, a dense tensor: pass {name}.to_dense()"
             )
+
+
+def _refuse_integers(name: str, tensor: Tensor, target: Tensor) -> None:
+    """Of an argument that holds numbers: a tensor of another dtype, and why it may be there."""
+    swapped = tensor.dtype in checks.INDICES and target.dtype in _FLOATS
+    hint = f": {name} and target seem to be swapped" if swapped else ""
+    raise TypeError(f"{name} has dtype {tensor.dtype}; expected one of {checks.names(_FLOATS)}{hint}")
+
+
+def way_to_tensor(name: str, value: Any) -> str:
+    """How a user gets the tensor that was meant by what is none."""
+    if isinstance(getattr(value, "weight", None), Tensor):  # an nn.Linear, an nn.Embedding
+        return f"; pass {name}.weight"
+    if isinstance(value, (int, float, complex, list, tuple)) or hasattr(value, "__array__"):
+        return f"; torch.as_tensor({name}) makes one"
+    return ""
+
+
+def boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {shown(value)}")
+    return value
 
 
 def is_int64(value: Any) -> bool:
@@ -156,10 +217,17 @@ def integer(name: str, value: Any) -> int:
     try:
         plain = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+        raise TypeError(f"{name} must be an integer, got {shown(value)}") from None
     if not is_int64(plain):
         raise ValueError(f"{name} must fit into 64 bits, got {plain}")
     return plain
+
+
+def at_least_one(name: str, value: Any) -> int:
+    value = integer(name, value)
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return value
 
 
 _LEARNED = ". For a learned scale, multiply the logits by it instead"
@@ -194,11 +262,11 @@ def number(name: str, value: Any) -> float:
         if is_int64(value) and torch.compiler.is_compiling():
             return value  # may be a symbol; the operator's schema makes a float of it
     elif not (hasattr(value, "__float__") or hasattr(value, "__index__")):  # float() would read a string
-        raise TypeError(f"{name} must be a number, got {value!r}")
+        raise TypeError(f"{name} must be a number, got {shown(value)}")
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number, got {value!r}") from None
+        raise TypeError(f"{name} must be a number, got {shown(value)}") from None
     except OverflowError:
         raise ValueError(f"{name} must be at most {checks.FLOAT32_MAX}, got an integer beyond float64") from None
 

@@ -1,28 +1,30 @@
 """What no kernel can take, refused before any kernel runs, eager and while tracing.
 
-Only ``check_targets`` reads the values of a tensor on a GPU, which synchronises it. Sizes may be symbolic, so they are
-compared through ``torch._check_value``, which guards them and keeps the text.
+Only ``target_values`` reads the values of a tensor on a GPU, which synchronises it: for ``xent_ops.check_targets`` and
+``check=True``. Sizes may be symbolic, so they are compared through ``torch._check_value``, which guards them and keeps
+the text.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, get_args
 
 import torch
 from torch import Tensor
 
-from ..kernels.options import DEFAULTS, Options
+from ..kernels.options import DEFAULTS, Options, Reduction
+from .shown import shown
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDICES = (torch.int64, torch.int32, torch.uint8)
 DIVISORS = (*FLOATS, torch.int64)
-REDUCTIONS = ("none", "mean", "sum")
+REDUCTIONS = get_args(Reduction)
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+def names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
@@ -34,12 +36,15 @@ def _static(sizes: Iterable[int]) -> bool:
     return True
 
 
-def same_shape(name: str, shape: torch.Size, expected: torch.Size, meaning: str) -> None:
+def same_shape(
+    name: str, shape: torch.Size, expected: torch.Size, meaning: str, hint: Callable[[], str] | None = None
+) -> None:
+    """``hint`` is asked for once there is an error."""
     if _static(shape) and _static(expected) and shape == expected:
         return
 
     def message() -> str:
-        return f"{name} has shape {tuple(shape)}; expected {tuple(expected)}, {meaning}"
+        return f"{name} has shape {tuple(shape)}; expected {tuple(expected)}, {meaning}{hint() if hint else ''}"
 
     torch._check_value(len(shape) == len(expected), message)
     for size, wanted in zip(shape, expected, strict=True):
@@ -53,10 +58,10 @@ def same_device(name: str, tensor: Tensor, other: Tensor, owner: str = "logits a
 
 def dtype(name: str, tensor: Tensor, valid: tuple[torch.dtype, ...]) -> None:
     if tensor.dtype not in valid:
-        raise TypeError(f"{name} has dtype {tensor.dtype}; expected one of {_names(valid)}")
+        raise TypeError(f"{name} has dtype {tensor.dtype}; expected one of {names(valid)}")
 
 
-def _logits(logits: Tensor, may_be_empty: bool = False) -> None:
+def floating_logits(logits: Tensor, may_be_empty: bool = False) -> None:
     if logits.dim() < 1:
         raise ValueError("logits have no dimension; expected shape (..., V) with the classes last")
     dtype("logits", logits, FLOATS)
@@ -85,6 +90,8 @@ def row_options(weight: Tensor | None, logits: Tensor, options: Options) -> None
         _fits("softcap", softcap, logits.dtype)
     if not math.isfinite(logit_scale):
         raise ValueError(f"logit_scale must be finite, got {logit_scale}")
+    if logit_scale == 0.0:
+        raise ValueError(f"logit_scale must not be 0, which makes all classes equally likely, got {logit_scale}")
     _fits("logit_scale", logit_scale, logits.dtype)
 
 
@@ -99,14 +106,16 @@ def _fits(name: str, value: float, logits_dtype: torch.dtype) -> None:
 
 def reduction(value: str, valid: tuple[str, ...] = REDUCTIONS) -> None:
     if value not in valid:
-        raise ValueError(f"{value!r} is not a valid value for reduction; valid are {', '.join(map(repr, valid))}")
+        raise ValueError(f"{shown(value)} is not a valid value for reduction; valid are {', '.join(map(repr, valid))}")
 
 
 def lse_square_scale(value: float, logits_dtype: torch.dtype) -> None:
     # No math.isfinite: this is traced, and under dynamic=True Dynamo takes a float for a symbol, which it refuses.
-    if not -FLOAT32_MAX <= value <= FLOAT32_MAX:
+    if not 0.0 <= value <= FLOAT32_MAX:
         if not -math.inf < value < math.inf:
             raise ValueError(f"lse_square_scale must be finite, got {value}")
+        if value < 0.0:
+            raise ValueError(f"lse_square_scale must be at least 0, got {value}: below 0 it would reward a large lse")
         _fits("lse_square_scale", value, logits_dtype)
 
 
@@ -122,17 +131,8 @@ def weight_needs_grad() -> NoReturn:
     )
 
 
-def check_targets(target: Tensor, num_classes: int, ignore_index: int = -100) -> None:
-    """Raise IndexError for a target outside [0, num_classes) that is not ignore_index.
-
-    Reads the values, so it synchronises a GPU: call it while debugging. Without it, such a target is an IndexError
-    on the CPU, and NaN in its row's loss and gradient elsewhere.
-
-    Args:
-        target: class indices of any shape; int64, int32 or uint8.
-        num_classes: V, the number of classes.
-        ignore_index: the target that marks a row as not counted.
-    """
+def target_values(target: Tensor, num_classes: int, ignore_index: int) -> None:
+    """Raise IndexError for a target outside [0, num_classes) that is not ignore_index."""
     dtype("target", target, INDICES)
     indices = target.to(torch.int64)  # uint8 compared with -100 would wrap around
     bad = ((indices < 0) | (indices >= num_classes)) & (indices != ignore_index)
@@ -150,7 +150,7 @@ def index_forward(
     *,
     options: Options = DEFAULTS,
 ) -> None:
-    _logits(logits)
+    floating_logits(logits)
     dtype("target", target, INDICES)
     same_shape("target", target.shape, logits.shape[:-1], "one class index for each row of the logits")
     same_device("target", target, logits)
@@ -167,7 +167,7 @@ def shard(
     options: Options = DEFAULTS,
 ) -> None:
     """A rank's shard of the vocabulary; it may hold no class, and columns of padding beyond the last class."""
-    _logits(logits, may_be_empty=True)
+    floating_logits(logits, may_be_empty=True)
     dtype("target", target, INDICES)
     same_shape("target", target.shape, logits.shape[:-1], "one class index for each row of the logits")
     same_device("target", target, logits)
@@ -194,13 +194,13 @@ def shard_range(columns: int, class_start: int, num_classes: int) -> None:
 
 
 def index_values(logits: Tensor, target: Tensor, *_: Any, options: Options = DEFAULTS, **_others: Any) -> None:
-    check_targets(target, logits.shape[-1], options.ignore_index)
+    target_values(target, logits.shape[-1], options.ignore_index)
 
 
 def shard_values(
     logits: Tensor, target: Tensor, class_start: int, num_classes: int, *_: Any, options: Options = DEFAULTS
 ) -> None:
-    check_targets(target, num_classes, options.ignore_index)
+    target_values(target, num_classes, options.ignore_index)
 
 
 def reduced_options(logits: Tensor, z_loss_scale: float, value: str) -> None:
@@ -265,34 +265,6 @@ def scale_grad(grad: Tensor, factor: Tensor) -> None:
         raise ValueError("grad has no dimension; expected shape (..., V)")
     dtype("grad", grad, FLOATS)
     scalar_or_rows_of("grad", grad, factor=factor)
-
-
-def soft_forward(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    *,
-    options: Options = DEFAULTS,
-) -> None:
-    _logits(logits)
-    dtype("target of class probabilities", target, FLOATS)
-    same_shape("target", target.shape, logits.shape, "one probability for each logit")
-    same_device("target", target, logits)
-    row_options(weight, logits, options)
-
-
-def soft_backward(
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    weight: Tensor | None = None,
-    *,
-    options: Options = DEFAULTS,
-) -> None:
-    soft_forward(logits, target, weight, options=options)
-    rows_of(logits, grad_loss=grad_loss, grad_lse=grad_lse, lse=lse)
 
 
 def rows_of(logits: Tensor, owner: str = "logits", **tensors: Tensor | None) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..kernels import reference_soft
 from ..kernels.options import Options
-from . import checks
+from . import soft_checks
 from .cross_entropy import gradient, rows
 from .library import autograd, needs_grad, operator
 from .second_order import differentiate, save_all
@@ -49,16 +49,17 @@ def _second_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 operator(
     "soft_cross_entropy_forward",
-    check=checks.soft_forward,
+    check=soft_checks.forward,
     outputs=rows,
     reference=reference_soft.soft_cross_entropy_forward,
+    check_values=soft_checks.values,
     ascend=True,
 )
 autograd("soft_cross_entropy_forward", _backward, _setup_context)
 
 operator(
     "soft_cross_entropy_backward",
-    check=checks.soft_backward,
+    check=soft_checks.backward,
     outputs=gradient,
     reference=reference_soft.soft_cross_entropy_backward,
     ascend=True,

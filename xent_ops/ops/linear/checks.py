@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.options import DEFAULT_CHUNKING, DEFAULTS, Chunking, Options
+from ...kernels.sizes import known_equal
 from .. import checks
 
 _WIDER = ((torch.float32, torch.bfloat16), (torch.float32, torch.float16))  # (accumulate_dtype, dtype of the input)
@@ -26,11 +27,14 @@ def head(
     if input.dim() < 1:
         raise ValueError("input has no dimension; expected shape (..., H), the features last")
     if linear_weight.dim() != 2:
-        raise ValueError(f"linear_weight has shape {tuple(linear_weight.shape)}; expected (V, H), as nn.Linear has it")
+        raise ValueError(
+            f"linear_weight has shape {tuple(linear_weight.shape)}; expected (V, H), as nn.Linear has it"
+            f"{_swapped(input, linear_weight, linear_weight.shape[:-1])}"
+        )
     _as_input("linear_weight", linear_weight, input)
-    expected = torch.Size((linear_weight.shape[0], input.shape[-1]))
-    checks.same_shape("linear_weight", linear_weight.shape, expected, "one row of the input's features for each class")
-    classes = linear_weight.shape[0]
+    (classes, width), features = linear_weight.shape, input.shape[-1]
+    if not (type(width) is type(features) is int and width == features):
+        torch._check_value(width == features, lambda: _other_features(linear_weight, features))
     # Dynamo runs this before the logits of a transform are made, and that of torch 2.11 refuses _check_value there.
     if not (may_be_empty or (type(classes) is int and classes > 0)):
         torch._check_value(
@@ -45,8 +49,32 @@ def head(
             f"accumulate_dtype must be None, the input's {input.dtype} or, for 16-bit inputs, torch.float32; got "
             f"{accumulate_dtype}"
         )
+    sizes_of(chunking)
+
+
+def sizes_of(chunking: Chunking) -> None:
     _at_least_one("chunk_rows", chunking.chunk_rows, "the default")
     _at_least_one("max_counted", chunking.max_counted, "any number")
+
+
+def _other_features(linear_weight: Tensor, features: int) -> str:
+    rows, columns = linear_weight.shape
+    transposed = known_equal((rows,), (features,))
+    hint = ": it is transposed, pass linear_weight.t()" if transposed else ""
+    return (
+        f"linear_weight has shape {(rows, columns)}; expected {(columns if transposed else rows, features)}, one row "
+        f"of the input's features for each class{hint}"
+    )
+
+
+def _swapped(input: Tensor, linear_weight: Tensor, rows: Sequence[int]) -> str:
+    """A hint where linear_weight has the rows that the input should have."""
+    if input.dim() != 2 or not known_equal(linear_weight.shape, (*rows, input.shape[-1])):
+        return ""
+    return (
+        ": input and linear_weight seem to be swapped, the order is input, linear_weight, target (Liger-Kernel's has "
+        "the weight first)"
+    )
 
 
 def _at_least_one(name: str, number: int | None, none: str) -> None:
@@ -69,7 +97,10 @@ def rows(
 ) -> None:
     head(input, linear_weight, linear_bias, accumulate_dtype, Chunking(**chunking), may_be_empty)
     checks.dtype("target", target, checks.INDICES)
-    checks.same_shape("target", target.shape, input.shape[:-1], "one class index for each row of the input")
+    meaning = "one class index for each row of the input"
+    checks.same_shape(
+        "target", target.shape, input.shape[:-1], meaning, lambda: _swapped(input, linear_weight, target.shape)
+    )
     checks.same_device("target", target, input, "input is")
     checks.row_options(weight, linear_weight.t(), options)
 

@@ -56,7 +56,7 @@ def stats(
     **chunking: Any,
 ) -> Tensor:
     if input.device.type == "cpu":  # also where no row operator sees the targets; elsewhere the join makes NaN of them
-        checks.check_targets(target, num_classes, options.ignore_index)
+        checks.target_values(target, num_classes, options.ignore_index)
     flat, how, dtype = as_rows(input), Chunking(**chunking), reference.accumulator(input)
     head, bias, weight = _head_of_classes(linear_weight, linear_bias, weight, class_start, num_classes)
     rows = rows_to_compute(target, flat, head, options, how)  # of an empty shard too: all ranks raise, or none

@@ -1,0 +1,236 @@
+"""Frequent slips, and how the error says what was meant: arguments in another order, a module for its weight, ..."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import xent_ops
+from xent_ops.kernels import cpu
+from xent_ops.ops import soft_checks
+
+V, H = 9, 5
+SWAPPED = "input and linear_weight seem to be swapped, the order is input, linear_weight, target"
+LINEAR = {
+    "loss": xent_ops.linear_cross_entropy,
+    "outputs": xent_ops.linear_cross_entropy_outputs,
+    "log_probs": xent_ops.linear_token_log_probs,
+}
+
+
+def problem():
+    return torch.randn(6, H), torch.randn(V, H), torch.arange(6)
+
+
+def compiled(function, **options):
+    torch.compiler.reset()
+    return torch.compile(function, backend="eager", fullgraph=True, **options)
+
+
+# Arguments of the head and the loss as one
+
+
+@pytest.mark.parametrize("call", LINEAR.values(), ids=LINEAR)
+def test_arguments_that_seem_to_be_swapped(call):
+    x, w, t = problem()
+    for arguments, error, text in (
+        ((w, x, t), ValueError, rf"target has shape \(6,\); expected \(9,\), .*: {SWAPPED}"),
+        ((w, x.view(2, 3, H), t.view(2, 3)), ValueError, rf"linear_weight has shape \(2, 3, 5\); .*: {SWAPPED}"),
+        ((t, w, x), TypeError, "input has dtype torch.int64; .*: input and target seem to be swapped"),
+        ((x, t, w), TypeError, "linear_weight has dtype torch.int64; .*: linear_weight and target seem to be swapped"),
+        ((x, w.t(), t), ValueError, r"linear_weight has shape \(5, 9\); expected \(9, 5\), .*: .* pass linear_weight.t\(\)"),
+        ((x, nn.Linear(H, V), t), TypeError, "linear_weight must be .*, got torch.nn.*Linear; pass linear_weight.weight$"),
+        ((x, "head", t), TypeError, "linear_weight must be a torch.Tensor, got str$"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=f"^{text}"):
+            call(*arguments)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_swapped_while_compiling(dynamic):
+    x, w, t = problem()
+    with pytest.raises(Exception, match=SWAPPED):
+        compiled(xent_ops.linear_cross_entropy, dynamic=dynamic)(w, x, t)
+
+
+def test_no_hint_where_nothing_was_swapped():
+    """Another shape that is wrong gets the shape alone."""
+    x, w, t = problem()
+    for arguments, text in (((x, w, t[:3]), "each row of the input$"), ((x, w[:, :3], t), "for each class$")):
+        with pytest.raises(ValueError, match=text):
+            xent_ops.linear_cross_entropy(*arguments)
+
+
+# Logits
+
+
+@pytest.mark.parametrize("call", [xent_ops.cross_entropy, xent_ops.cross_entropy_outputs, xent_ops.token_log_probs])
+def test_input_and_target(call):
+    """The input is called what the user calls it."""
+    x, t = torch.randn(2, 3, V), torch.ones(2, 3, dtype=torch.int64)
+    hint = "input has dtype torch.int64; expected one of float32, .*: input and target seem to be swapped"
+    with pytest.raises(TypeError, match=f"^{hint}$"):
+        call(t, x, dim=-1)
+    with pytest.raises(Exception, match=hint):
+        compiled(lambda t, x: call(t, x, dim=-1))(t, x)
+    with pytest.raises(TypeError, match=r"^input has dtype torch.int64; expected one of float32, .*float64$"):
+        call(x.long(), t, dim=-1)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_classes_last_without_dim_while_compiling(dynamic):
+    """As eager says it. Without fullgraph it is eager that speaks."""
+    for shape in ((2, 2, 10), (3, 4, 10), (2, 3, 4, 10)):
+        x, t = torch.randn(shape), torch.ones(shape[:-1], dtype=torch.int64)
+        for call in (xent_ops.cross_entropy, xent_ops.cross_entropy_outputs):
+            with pytest.raises(Exception, match="want dim=-1"):
+                compiled(call, dynamic=dynamic)(x, t)
+        torch.testing.assert_close(
+            compiled(lambda x, t: xent_ops.cross_entropy(x, t, dim=-1), dynamic=dynamic)(x, t),
+            F.cross_entropy(x.flatten(0, -2), t.flatten()),
+        )
+        y = x.movedim(-1, 1)
+        torch.testing.assert_close(compiled(xent_ops.cross_entropy, dynamic=dynamic)(y, t), F.cross_entropy(y, t))
+
+
+# Options that are a mistake
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_constants_that_make_no_loss(way):
+    x, w, t = problem()
+    logits = F.linear(x, w)
+    for call, text in (
+        (lambda: xent_ops.cross_entropy(logits, t, lse_square_scale=-1), "lse_square_scale must be at least 0, got -1"),
+        (lambda: xent_ops.cross_entropy(logits, t, logit_scale=0), "logit_scale must not be 0, .*, got 0.0"),
+        (lambda: xent_ops.token_log_probs(logits, t, logit_scale=-0.0), "logit_scale must not be 0, .*, got -0.0"),
+        (lambda: xent_ops.linear_cross_entropy(x, w, t, logit_scale=0.0), "logit_scale must not be 0"),
+        (lambda: xent_ops.linear_cross_entropy(x, w, t, lse_square_scale=-0.5), "lse_square_scale must be at least 0"),
+        (lambda: xent_ops.linear_cross_entropy(x, w, t, reduction="sum", divisor=0), "divisor must not be 0, .* got 0"),
+    ):
+        with pytest.raises(Exception if way == "compiled" else ValueError, match=text):
+            (compiled(call) if way == "compiled" else call)()
+
+
+def test_what_stays_valid():
+    """Distances as logits; a divisor that is a tensor is not read."""
+    x, w, t = problem()
+    distances = torch.cdist(x, w)
+    torch.testing.assert_close(xent_ops.cross_entropy(distances, t, logit_scale=-1.0), F.cross_entropy(-distances, t))
+    assert xent_ops.linear_cross_entropy(x, w, t, reduction="sum", divisor=torch.tensor(0.0)).isinf()
+    ignored = torch.full_like(t, -100)
+    assert xent_ops.linear_cross_entropy(x, w, ignored, reduction="sum", divisor=torch.tensor(0.0)).isnan()
+
+
+def helper():
+    pass
+
+
+def test_functions_are_named():
+    """Not <function helper at 0x7f...>."""
+    x, w, t = problem()
+    for options, text in (
+        ({"ignore_index": helper}, "ignore_index must be an integer, got helper$"),
+        ({"softcap": helper}, "softcap must be a number, got helper$"),
+        ({"reduction": helper}, "helper is not a valid value for reduction; valid are 'none'"),
+        ({"accumulate_dtype": helper}, "accumulate_dtype must be a torch.dtype or None, got helper$"),
+        ({"skip_ignored": nn.ReLU()}, "skip_ignored must be True or False, got torch.nn.modules.activation.ReLU$"),
+        ({"softcap": [helper]}, "softcap must be a number, got list$"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^{text}"):
+            xent_ops.linear_cross_entropy(x, w, t, **options)
+
+
+# Class probabilities
+
+
+@pytest.mark.parametrize("kernel", ["C++", "plain torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_log_probabilities(monkeypatch, kernel, dtype, smoothing, weighted):
+    if kernel == "plain torch":
+        monkeypatch.setattr(cpu, "kernel", lambda name: None)
+    elif cpu.problem() is not None:
+        pytest.skip("built without C++")
+    x, weight = torch.randn(4, 5000), torch.rand(5000) if weighted else None
+    probabilities = torch.randn(4, 5000).softmax(-1).to(dtype)
+
+    def call(target):
+        return xent_ops.cross_entropy(x, target, weight, label_smoothing=smoothing, reduction="none")
+
+    for made, least in ((probabilities.log(), float(probabilities.float().log().to(dtype).min())), (-x.abs(), None)):
+        with pytest.raises(
+            (ValueError, RuntimeError), match=r"^target of class probabilities has -.* pass target.exp\(\)"
+        ) as caught:
+            call(made)
+        if least is not None and dtype != torch.float64:
+            assert f"has {least} in a row" in str(caught.value)
+    zeros = torch.cat([probabilities[:2], torch.zeros_like(probabilities[:2])])  # rows of padding
+    assert call(probabilities).isfinite().all() and call(zeros).isfinite().all()
+    tiny = probabilities.clone()
+    tiny[:, 0] = -1e-4  # what rounding leaves of a difference
+    assert call(tiny).isfinite().all()
+
+
+def test_both_kernels_name_the_same_number():
+    if cpu.problem() is not None:
+        pytest.skip("built without C++")
+    x = torch.randn(3, 7)
+    for target in (
+        x.log_softmax(-1),
+        x.log_softmax(-1).half(),
+        x.double().log_softmax(-1),
+        torch.full((3, 7), -torch.inf),
+    ):
+        with pytest.raises((ValueError, RuntimeError)) as by_cpp:
+            torch.ops.xent.soft_cross_entropy_forward(x, target)
+        with pytest.raises(ValueError) as by_torch:
+            soft_checks.values(x, target)
+        assert str(by_cpp.value) == str(by_torch.value)
+
+
+# check_targets
+
+
+def test_check_targets():
+    t = torch.arange(4)
+    for arguments, error, text in (
+        (([0, 1], 4), TypeError, r"target must be a torch.Tensor, got list; torch.as_tensor\(target\) makes one$"),
+        ((None, 4), TypeError, "target must be a torch.Tensor, got None$"),
+        (("labels", 4), TypeError, "target must be a torch.Tensor, got str$"),
+        ((t, 0), ValueError, "num_classes must be at least 1, got 0$"),
+        ((t, "4"), TypeError, "num_classes must be an integer, got '4'$"),
+        ((t, 4, 1.5), TypeError, "ignore_index must be an integer, got 1.5$"),
+        ((t.float(), 4), TypeError, "target has dtype torch.float32; expected one of int64, int32, uint8$"),
+        ((t, 3), IndexError, "target 3 is out of bounds: valid are 0 to 2 and ignore_index=-100"),
+    ):
+        with pytest.raises(error, match=f"^{text}"):
+            xent_ops.check_targets(*arguments)
+    xent_ops.check_targets(t, torch.tensor(4), ignore_index=torch.tensor(-1))
+
+
+# Modules
+
+
+def test_linear_cross_entropy_loss():
+    module, head = xent_ops.LinearCrossEntropyLoss, nn.Linear(H, V)
+    taken = r"; LinearCrossEntropyLoss\(tied_weight=...\) takes the weight of a head that is there already$"
+    for arguments, options, error, text in (
+        ((-1,), {}, ValueError, "in_features must be at least 1, got -1$"),
+        (("8",), {}, TypeError, "in_features must be an integer, got '8'$"),
+        ((H, 0), {}, ValueError, "num_classes must be at least 1, got 0$"),
+        ((H, V), {"bias": "x"}, TypeError, "bias must be True or False, got 'x'$"),
+        ((H, V), {"chunk_rows": 0}, ValueError, "chunk_rows must be at least 1, or None for the default, got 0$"),
+        ((H, V), {"max_counted": 0}, ValueError, "max_counted must be at least 1, or None for any number, got 0$"),
+        ((head,), {}, TypeError, f"in_features must be an integer, got torch.nn.modules.linear.Linear{taken}"),
+        ((head.weight,), {}, TypeError, f"in_features must be an integer, got torch.nn.parameter.Parameter{taken}"),
+        ((), {"tied_weight": head}, TypeError, "tied_weight must be a .* got torch.nn.*Linear; pass tied_weight.weight$"),
+        ((), {"tied_weight": head.bias}, TypeError, r"tied_weight must be .* \(V, H\), got one of shape \(9,\)$"),
+        ((), {"tied_weight": head.weight.detach()}, TypeError, r"tied_weight must be .* \(V, H\), got torch.Tensor$"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=f"^{text}"):
+            module(*arguments, **options)
+    for option in ("inplace_backward", "grad_in_forward"):
+        with pytest.raises(TypeError, match=f"^{option} must be True or False, got 'yes'$"):
+            xent_ops.CrossEntropyLoss(**{option: "yes"})

@@ -1,0 +1,19 @@
+"""Values in messages, never by an address."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
+
+
+def shown(value: Any) -> str:
+    """A constant as Python writes it, a function by its name, anything else by its type."""
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    if all([isinstance(one, _CONSTANTS) for one in values]):
+        return repr(value)
+    return getattr(value, "__qualname__", None) or kind_of(value)
+
+
+def kind_of(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
