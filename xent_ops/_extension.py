@@ -57,6 +57,9 @@ def library_path() -> str:
 
     Raises:
         FileNotFoundError: the package was built without C++.
+
+    Examples:
+        >>> torch.ops.load_library(xent_ops.library_path())
     """
     if not LIBRARY.exists():
         raise FileNotFoundError(

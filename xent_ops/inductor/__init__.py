@@ -48,6 +48,10 @@ def options(base: Mapping[str, Any] | None = None, *, linear: bool | str = "auto
             and with ``reduction="none"``, which takes a fourth product. False: only ``F.linear_cross_entropy`` does.
 
     Clears the report. Raises ValueError for another ``linear``.
+
+    Examples:
+        >>> model = torch.nn.Linear(16, 16)
+        >>> compiled = torch.compile(model, options=xent_ops.inductor.options())
     """
     from . import graph_pass, report
 
@@ -60,6 +64,11 @@ def enable(*, linear: bool | str = "auto") -> None:
 
     Code that is compiled already does not change (``torch.compiler.reset()`` discards it). Passes that are set already
     run before ours. Clears the report. ``linear``: as in ``options``.
+
+    Examples:
+        >>> xent_ops.inductor.enable()
+        >>> model = torch.compile(torch.nn.Linear(16, 16))
+        >>> xent_ops.inductor.disable()
     """
     from torch._inductor import config
 
@@ -71,7 +80,12 @@ def enable(*, linear: bool | str = "auto") -> None:
 
 
 def disable() -> None:
-    """Undo ``enable()``. Other passes stay, even those that were set after it, and so does the report."""
+    """Undo ``enable()``. Other passes stay, even those that were set after it, and so does the report.
+
+    Examples:
+        >>> xent_ops.inductor.enable(linear=False)
+        >>> xent_ops.inductor.disable()
+    """
     from torch._inductor import config
 
     from . import graph_pass
@@ -85,7 +99,15 @@ def disable() -> None:
 @contextlib.contextmanager
 def replace_cross_entropy(*, linear: bool | str = "auto") -> Iterator[None]:
     """``enable()`` for the compilations inside the block: a function compiles at its first call, not where it is
-    decorated. Clears the report on entry."""
+    decorated. Clears the report on entry.
+
+    Examples:
+        >>> loss = torch.compile(torch.nn.functional.cross_entropy)
+        >>> with xent_ops.inductor.replace_cross_entropy():
+        ...     value = loss(torch.randn(4, 10), torch.tensor([1, 2, 3, -100]))
+        >>> len(xent_ops.inductor.last_report().replaced)
+        1
+    """
     from torch._inductor import config
 
     from . import graph_pass, report

@@ -104,7 +104,13 @@ def clear() -> None:
 
 def last_report() -> Report:
     """What was replaced, what was not, and why, since the last ``options()``, ``enable()`` or
-    ``replace_cross_entropy()``. ``print`` it."""
+    ``replace_cross_entropy()``. ``print`` it.
+
+    Examples:
+        >>> _ = xent_ops.inductor.options()  # a new report
+        >>> print(xent_ops.inductor.last_report())
+        0 replaced, 0 left alone, in 0 graphs
+    """
     return Report(len(_graphs), tuple(call for *_, calls in _graphs for call in calls))
 
 
