@@ -230,6 +230,7 @@ STAYING = {
     "other function": (lambda x, t: F.cross_entropy(30 * torch.sigmoid(x / 30), t), "sigmoid stands before it"),
     "rounding_mode": (lambda x, t: F.cross_entropy(torch.div(x, 3, rounding_mode="floor"), t), "div stands before it"),
     "by 0": (lambda x, t: F.cross_entropy(0 * x.tanh(), t), "multiplied by 0"),
+    "by 0 alone": (lambda x, t: F.cross_entropy(0 * x, t), "its logits are multiplied by 0"),
     "a temperature that float32 cannot hold": (lambda x, t: F.cross_entropy(x * 1e300 * 1e300, t), "not finite"),
     "float64 between": (lambda x, t: F.cross_entropy((x.double() / 30).float(), t), "stands before it"),
     "other readers": (_parts, "y is read by sum_1 as well"),

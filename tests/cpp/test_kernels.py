@@ -292,8 +292,8 @@ def test_the_same_bits_for_any_number_of_threads(dtype, rows, classes):
         loss, lse, entropy = cpu.kernel("cross_entropy_forward_entropy")(logits, target, weight, **options)
         argmax = cpu.kernel("cross_entropy_forward_argmax")(logits, target, **options)[2]
         grad = cpu.kernel("cross_entropy_backward")(loss, lse, logits, target, lse, weight, **options)
-        soft = cpu.kernel("soft_cross_entropy_forward")(logits, logits, weight, **options)
-        soft_grad = cpu.kernel("soft_cross_entropy_backward")(loss, None, logits, logits, lse, weight, **options)
+        soft = cpu.kernel("soft_cross_entropy_forward")(logits, logits.abs(), weight, **options)
+        soft_grad = cpu.kernel("soft_cross_entropy_backward")(loss, None, logits, logits.abs(), lse, weight, **options)
         at_once = cpu.kernel("cross_entropy_with_grad")(logits, target, loss, lse, weight, **options)
         part = cpu.kernel("cross_entropy_shard")(logits, target, 0, classes, weight, **options)
         reduced = cpu.kernel("cross_entropy_reduced")(logits, target, weight, lse_square_scale=0.1, **options)

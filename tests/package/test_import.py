@@ -51,6 +51,7 @@ def test_import_does_not_pay_for_inductor_or_triton():
         new = {name.split(".")[0] + "." + name.split(".")[1] for name in set(sys.modules) - before if "." in name}
         assert "torch._inductor" not in sys.modules and "triton" not in sys.modules, new
         assert not {"torch._dynamo", "torch.distributed.tensor"} & (set(sys.modules) - before)
+        assert set(xent_ops.__all__) <= set(dir(xent_ops))
         assert xent_ops.distributed.vocab_parallel_cross_entropy  # imported when asked for
     """)
 
