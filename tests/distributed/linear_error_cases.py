@@ -32,13 +32,15 @@ def bad_input(device):
         ({"target": target[:3]}, ValueError, r"target has shape \(3,\); expected \(6,\)"),
         ({"target": target.float()}, TypeError, "target has dtype torch.float32"),
         ({"target": None}, TypeError, "target must be a torch.Tensor, got None"),
-        ({"input": x[:, 1:]}, ValueError, rf"linear_weight has shape \({size}, {H}\); expected \({size}, {H - 1}\)"),
-        ({"input": x.double()}, TypeError, "linear_weight has dtype torch.float32 but input torch.float64"),
+        ({"input": x[:, 1:]}, ValueError, rf"weight_shard has shape \({size}, {H}\); expected \({size}, {H - 1}\)"),
+        ({"input": x.double()}, TypeError, "weight_shard has dtype torch.float32 but input torch.float64"),
         ({"input": x.long()}, TypeError, "input has dtype torch.int64"),
-        ({"weight_shard": w[0]}, ValueError, r"linear_weight has shape \(8,\); expected \(V, H\)"),
-        ({"bias_shard": b[1:]}, ValueError, "linear_bias has shape"),
+        ({"weight_shard": w[0]}, ValueError, r"weight_shard has shape \(8,\); expected \(V, H\)"),
+        ({"bias_shard": b[1:]}, ValueError, "bias_shard has shape"),
         ({"weight": torch.ones(V, device=device)}, ValueError, rf"weight has shape \({V},\); expected \({size},\)"),
         ({"weight": torch.ones(size, device=device, requires_grad=True)}, RuntimeError, "weight requires grad"),
+        ({"weight_shard": torch.nn.Linear(H, size)}, TypeError, "weight_shard must be .*; pass weight_shard.weight$"),
+        ({"weight_shard": w.detach().t()}, ValueError, r"weight_shard has shape .*: it is transposed, .*_shard.t\(\)"),
         ({"group": [0]}, TypeError, r"group must be a ProcessGroup, .* got \[0\]: .*new_group\(\[0\]\)"),
         ({"divisor": 0, "reduction": "sum"}, ValueError, "divisor must not be 0"),
         ({"reduction": "avg"}, ValueError, "'avg' is not a valid value for reduction"),
@@ -58,7 +60,7 @@ def bad_input(device):
         (
             {"sequence_parallel": True, "input": x[: 6 // world], "bias_shard": b[1:]},
             ValueError,
-            "linear_bias has shape|must be",  # with 4 ranks both are wrong
+            "bias_shard has shape|must be",  # with 4 ranks both are wrong
         ),
     ]
     call = {"input": x, "weight_shard": w, "target": target, "num_classes": V, "bias_shard": b}
@@ -94,9 +96,9 @@ def check_across_ranks(device):
     narrow = {"input": x[:, 1:], "weight_shard": w[:, 1:]}  # one feature less, consistent in itself
     # (what every rank passes, what the odd rank passes instead, what every rank says)
     of_both = [
-        ({}, {"weight_shard": w[1:]}, f"rank {last}: ValueError: linear_bias has shape"),
-        ({}, {"weight_shard": w.tolist()}, f"rank {last}: TypeError: linear_weight must be a torch.Tensor, got list"),
-        ({}, {"input": x[:, 1:]}, f"rank {last}: ValueError: linear_weight has shape"),
+        ({}, {"weight_shard": w[1:]}, f"rank {last}: ValueError: bias_shard has shape"),
+        ({}, {"weight_shard": w.tolist()}, f"rank {last}: TypeError: weight_shard must be a torch.Tensor, got list"),
+        ({}, {"input": x[:, 1:]}, f"rank {last}: ValueError: weight_shard has shape"),
         ({}, {"num_classes": 0}, f"rank {last}: ValueError: num_classes must be at least 1"),
         ({}, {"num_classes": V + 1, "class_start": V - len(w)}, f"num_classes is {V} on rank 0 but {V + 1}"),
         ({}, {"target": other}, "targets differ between ranks: row 4 is"),

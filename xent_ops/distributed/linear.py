@@ -223,7 +223,8 @@ def _bound(
 ) -> _Bound:
     """Raises every error that this rank can detect by itself, but for the values of targets."""
     transforms.refuse(f"xent_ops.distributed.{name}")
-    arguments.linear(input, linear_weight, target, linear_bias, class_weight)
+    names = ("weight_shard", "bias_shard")
+    arguments.linear(input, linear_weight, target, linear_bias, class_weight, names=names)
     for argument, tensor in (("input", input), ("weight_shard", linear_weight), ("target", target)):
         refuse_dtensor(argument, tensor, "xent_ops.linear_cross_entropy")
     loss = arguments.loss_options(*options, input.dtype)
@@ -232,7 +233,7 @@ def _bound(
     accumulate_dtype, how = arguments.chunks(accumulate_dtype, *chunking)
     checks.weight_without_grad(class_weight)
     input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
-    linear_checks.head(input, linear_weight, linear_bias, accumulate_dtype, how, may_be_empty=True)
+    linear_checks.head(input, linear_weight, linear_bias, accumulate_dtype, how, True, names)
     shard_range = shard_range_of_width(linear_weight.shape[0], num_classes, class_start, ranks)
     split = _split_dimension(input, target, ranks.world) if sequence_parallel and ranks.world > 1 else None
     if not transforms.is_traced():  # else the operators check before anything runs

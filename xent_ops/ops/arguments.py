@@ -105,16 +105,22 @@ def _has_rows_of(target: Tensor, input: Tensor, dim: int) -> bool:
 
 
 def linear(
-    input: Any, linear_weight: Any, target: Any, linear_bias: Any, weight: Any = None, divisor: Any = None
+    input: Any,
+    linear_weight: Any,
+    target: Any,
+    linear_bias: Any,
+    weight: Any = None,
+    divisor: Any = None,
+    names: tuple[str, str] = ("linear_weight", "linear_bias"),
 ) -> None:
-    """``tensors`` for the head and the loss as one."""
-    values = (("input", input), ("linear_weight", linear_weight), ("target", target))
-    optional = (("linear_bias", linear_bias), ("weight", weight), ("divisor", divisor))
+    """``tensors`` for the head and the loss as one. ``names``: what the caller calls weight and bias."""
+    values = (("input", input), (names[0], linear_weight), ("target", target))
+    optional = ((names[1], linear_bias), ("weight", weight), ("divisor", divisor))
     _refuse_tensors((*values, *(pair for pair in optional if pair[1] is not None)))
     if input.dtype not in _FLOATS:
         _refuse_integers("input", input, target)
     if linear_weight.dtype in checks.INDICES and target.dtype in _FLOATS:
-        _refuse_integers("linear_weight", linear_weight, target)
+        _refuse_integers(names[0], linear_weight, target)
 
 
 def class_indices(target: Any) -> None:

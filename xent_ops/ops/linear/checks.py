@@ -14,6 +14,8 @@ from .. import checks
 
 _WIDER = ((torch.float32, torch.bfloat16), (torch.float32, torch.float16))  # (accumulate_dtype, dtype of the input)
 
+NAMES = ("linear_weight", "linear_bias")  # of the operators' arguments
+
 
 def head(
     input: Tensor,
@@ -22,28 +24,31 @@ def head(
     accumulate_dtype: torch.dtype | None = None,
     chunking: Chunking = DEFAULT_CHUNKING,
     may_be_empty: bool = False,
+    names: tuple[str, str] = NAMES,
 ) -> None:
+    """``names``: what the caller calls weight and bias."""
+    weight_name, bias_name = names
     checks.dtype("input", input, checks.FLOATS)
     if input.dim() < 1:
         raise ValueError("input has no dimension; expected shape (..., H), the features last")
     if linear_weight.dim() != 2:
         raise ValueError(
-            f"linear_weight has shape {tuple(linear_weight.shape)}; expected (V, H), as nn.Linear has it"
-            f"{_swapped(input, linear_weight, linear_weight.shape[:-1])}"
+            f"{weight_name} has shape {tuple(linear_weight.shape)}; expected (V, H), as nn.Linear has it"
+            f"{_swapped(weight_name, input, linear_weight, linear_weight.shape[:-1])}"
         )
-    _as_input("linear_weight", linear_weight, input)
+    _as_input(weight_name, linear_weight, input)
     (classes, width), features = linear_weight.shape, input.shape[-1]
     if not (type(width) is type(features) is int and width == features):
-        torch._check_value(width == features, lambda: _other_features(linear_weight, features))
+        torch._check_value(width == features, lambda: _other_features(weight_name, linear_weight, features))
     # Dynamo runs this before the logits of a transform are made, and that of torch 2.11 refuses _check_value there.
     if not (may_be_empty or (type(classes) is int and classes > 0)):
         torch._check_value(
             classes > 0,
-            lambda: f"linear_weight of shape {tuple(linear_weight.shape)} has 0 classes; expected at least 1",
+            lambda: f"{weight_name} of shape {tuple(linear_weight.shape)} has 0 classes; expected at least 1",
         )
     if linear_bias is not None:
-        _as_input("linear_bias", linear_bias, input)
-        checks.same_shape("linear_bias", linear_bias.shape, linear_weight.shape[:1], "one number a class")
+        _as_input(bias_name, linear_bias, input)
+        checks.same_shape(bias_name, linear_bias.shape, linear_weight.shape[:1], "one number a class")
     if accumulate_dtype not in (None, input.dtype) and (accumulate_dtype, input.dtype) not in _WIDER:
         raise TypeError(
             f"accumulate_dtype must be None, the input's {input.dtype} or, for 16-bit inputs, torch.float32; got "
@@ -57,23 +62,23 @@ def sizes_of(chunking: Chunking) -> None:
     _at_least_one("max_counted", chunking.max_counted, "any number")
 
 
-def _other_features(linear_weight: Tensor, features: int) -> str:
+def _other_features(name: str, linear_weight: Tensor, features: int) -> str:
     rows, columns = linear_weight.shape
     transposed = known_equal((rows,), (features,))
-    hint = ": it is transposed, pass linear_weight.t()" if transposed else ""
+    hint = f": it is transposed, pass {name}.t()" if transposed else ""
     return (
-        f"linear_weight has shape {(rows, columns)}; expected {(columns if transposed else rows, features)}, one row "
+        f"{name} has shape {(rows, columns)}; expected {(columns if transposed else rows, features)}, one row "
         f"of the input's features for each class{hint}"
     )
 
 
-def _swapped(input: Tensor, linear_weight: Tensor, rows: Sequence[int]) -> str:
+def _swapped(name: str, input: Tensor, linear_weight: Tensor, rows: Sequence[int]) -> str:
     """A hint where linear_weight has the rows that the input should have."""
     if input.dim() != 2 or not known_equal(linear_weight.shape, (*rows, input.shape[-1])):
         return ""
     return (
-        ": input and linear_weight seem to be swapped, the order is input, linear_weight, target (Liger-Kernel's has "
-        "the weight first)"
+        f": input and {name} seem to be swapped, the order is input, {name}, target (Liger-Kernel's has the weight "
+        "first)"
     )
 
 
@@ -99,7 +104,11 @@ def rows(
     checks.dtype("target", target, checks.INDICES)
     meaning = "one class index for each row of the input"
     checks.same_shape(
-        "target", target.shape, input.shape[:-1], meaning, lambda: _swapped(input, linear_weight, target.shape)
+        "target",
+        target.shape,
+        input.shape[:-1],
+        meaning,
+        lambda: _swapped(NAMES[0], input, linear_weight, target.shape),
     )
     checks.same_device("target", target, input, "input is")
     checks.row_options(weight, linear_weight.t(), options)
