@@ -56,6 +56,7 @@ test-ascend: env  ## the Ascend kernels through triton-ascend's passes, in an en
 .PHONY: docs docs-env
 docs: docs-env  ## the documentation site, into site/; a broken link or reference is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+	@echo "To read it: python3 -m http.server --directory site, then open http://localhost:8000"
 
 docs-env: $(DOCS)/finished  ## mkdocs and its plugins, in an environment of their own
 

@@ -4,16 +4,18 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File, Files
-
+# mkdocs is imported where it is needed: tests read this file without it.
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(path.name for path in ROOT.glob("*.md"))  # of the repository's root; README.md is the home page
 
 PICTURE = re.compile(r'<picture>.*?srcset="([^"]+)".*?<img alt="([^"]*)" src="([^"]+)".*?</picture>', re.DOTALL)
 SOURCE = re.compile(r"\[([^]]+)\]\((?:\.\./)*(?:examples|xent_ops|tests|tools|csrc_meta|LICENSE|CITATION)[^)]*\)")
+EXAMPLE = re.compile(r"^\[(examples/[\w/]+\.py)\]\(\.\./\1\)$", re.MULTILINE)  # a paragraph by itself
 
 
-def on_files(files: Files, config: Any, **_: Any) -> Files:
+def on_files(files: Any, config: Any, **_: Any) -> Any:
+    from mkdocs.structure.files import File
+
     for name in PAGES:
         text = (ROOT / name).read_text(encoding="utf-8")
         # They stand one folder above the others.
@@ -24,9 +26,24 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     for name in PAGES:
         markdown = markdown.replace(f"](../{name}", f"]({name}")
-    # The sources are not part of the site: the link's text stays.
+    # The sources are not part of the site. Where a link to an example stands alone the page shows the file, elsewhere
+    # the link's text stays.
+    markdown = EXAMPLE.sub(_code, markdown)
     markdown = SOURCE.sub(r"\1", markdown)
     # A reader of the site sees pages, not files.
     markdown = re.sub(r"\[(?:docs/)?([\w/-]+)\.md\]\(", r"[\1](", markdown)
     # The theme has a switch of its own, which <picture> does not see.
     return PICTURE.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)", markdown)
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> None:
+    """mkdocs takes a table that an empty line cuts in two for text, also with --strict."""
+    from mkdocs.exceptions import PluginError
+
+    if "<p>|" in html:
+        row = html.partition("<p>|")[2].partition("\n")[0]
+        raise PluginError(f"{page.file.src_path}: a row of a table became text: |{row}")
+
+
+def _code(link: re.Match[str]) -> str:
+    return f'```py title="{link[1]}"\n{(ROOT / link[1]).read_text(encoding="utf-8")}```'

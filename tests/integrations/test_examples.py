@@ -47,4 +47,5 @@ def test_every_recipe_is_run_and_has_a_section():
     assert files == set(RECIPES)
     text = (FOLDER.parents[1] / "docs" / "integrations.md").read_text()
     for name in files:
-        assert f"examples/integrations/{name}.py" in text
+        path = f"examples/integrations/{name}.py"
+        assert f"\n\n[{path}](../{path})\n" in text  # where this stands alone, the site shows the file

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import docs_plots
+import docs_site
 import pytest
 import torch
 import torch.distributed as dist
@@ -155,6 +156,23 @@ def test_the_contract_lists_every_schema():
     assert not missing and len(listed) == len(SCHEMAS), "docs/ops.md, under Schemas"
     for name in SCHEMAS:
         assert f"| `{name}` |" in text, "docs/ops.md, in the table of operators"
+
+
+FENCED = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_are_whole(page):
+    """An empty line in a table makes text of the rows below it. (`make docs` looks at the built pages.)"""
+    for table in re.findall(r"(?<=\n\n)(?:\|.*\n)+", FENCED.sub("", page.read_text())):
+        head, delimiters, *_ = [*table.splitlines(), ""]
+        assert re.fullmatch(r"\|( *:?-+:? *\|)+", delimiters), head
+
+
+def test_the_site_shows_the_recipes():
+    page = docs_site.on_page_markdown((DOCS / "integrations.md").read_text())
+    for path in (ROOT / "examples" / "integrations").glob("*.py"):
+        assert path.read_text() in page, path.name
 
 
 @pytest.mark.parametrize("theme", docs_plots.THEMES)
