@@ -60,6 +60,15 @@ HEADS = {
 }
 SHAPE = "8192 x 32000"
 
+# What a panel of the overview measures, and how its numbers are written. Each is a picture of its own: two stand side
+# by side, and a phone shows one below the other.
+PANELS = {
+    "loss-time": ("The loss: time in ms", "{:.2f}"),
+    "loss-memory": ("The loss: peak memory, in sizes of the logits", "{:.0f}"),
+    "head-time": ("Head and loss: time, 1 = the three matrix products", "{:.3f}"),
+    "head-memory": ("Head and loss: peak memory in MiB", "{:.0f}"),
+}
+
 
 def figures(text: str) -> dict[str, Any]:
     """The numbers of each picture."""
@@ -75,10 +84,10 @@ def figures(text: str) -> dict[str, Any]:
     heads = next(rows for header, rows in found if header[:2] == ["ratio", "peak MiB"])
     column = shapes.index(SHAPE)
     return {
-        "overview": {
-            "loss": {label: [number(row(times, name)[column]), peaks[name]] for name, label in LOSSES.items()},
-            "head": {label: [number(cell) for cell in row(heads, name)[:2]] for name, label in HEADS.items()},
-        },
+        "loss-time": {label: number(row(times, name)[column]) for name, label in LOSSES.items()},
+        "loss-memory": {label: peaks[name] for name, label in LOSSES.items()},
+        "head-time": {label: number(row(heads, name)[0]) for name, label in HEADS.items()},
+        "head-memory": {label: number(row(heads, name)[1]) for name, label in HEADS.items()},
         "vocabulary": {
             "shapes": shapes,
             "copies": {label: [copies(cell) for cell in row(times, name)] for name, label in LOSSES.items()},
@@ -99,29 +108,18 @@ THEMES = {
 }  # fmt: skip
 
 
-def overview(plt: Any, theme: dict[str, Any], numbers: dict[str, Any]) -> Any:
-    figure, grid = plt.subplots(
-        2, 2, figsize=(9.2, 5.0), layout="constrained", height_ratios=[len(LOSSES), len(HEADS)], sharey="row"
-    )
-    titles = (
-        ("The loss: time in ms", "peak memory beyond the inputs, in logits"),
-        ("Head and loss as one: time, 1 = its three products", "peak memory beyond the inputs, in MiB"),
-    )
-    formats = (("{:.2f}", "{:.0f}"), ("{:.3f}", "{:.0f}"))
-    for pair_of_axes, panel, title, form in zip(grid, numbers.values(), titles, formats, strict=True):
-        for column, axes in enumerate(pair_of_axes):
-            values = [pair[column] for pair in panel.values()]
-            colours = [theme["ours" if label.startswith("xent_ops") else "other"] for label in panel]
-            bars = axes.barh(list(panel), values, 0.68, color=colours)
-            axes.bar_label(bars, [form[column].format(value) for value in values], padding=4, fontsize=8.5)
-            axes.set_xlim(0, max(values) * 1.15)  # with room for the last label
-            axes.set_title(title[column], fontsize=9.5, loc="left")
-            axes.set_xticks([])
-            axes.tick_params(length=0)
-            axes.spines[["top", "right", "bottom"]].set_visible(False)
-        pair_of_axes[0].invert_yaxis()
-        for label in pair_of_axes[0].get_yticklabels():
-            label.set_fontweight("bold" if label.get_text().startswith("xent_ops") else "normal")
+def panel(plt: Any, theme: dict[str, Any], numbers: dict[str, float], title: str, form: str) -> Any:
+    """Bars, each below its name: the names leave no room beside them on a phone."""
+    figure, axes = plt.subplots(figsize=(4.1, 0.5 + 0.4 * len(numbers)), layout="constrained")
+    for place, (label, value) in enumerate(numbers.items()):
+        ours = label.startswith("xent_ops")
+        bars = axes.barh(place + 0.22, value, 0.34, color=theme["ours" if ours else "other"])
+        axes.bar_label(bars, [form.format(value)], padding=4, fontsize=9)
+        axes.text(0, place - 0.1, label, fontsize=9, fontweight="bold" if ours else "normal")
+    axes.set_xlim(0, max(numbers.values()) * 1.12)  # with room for the last number
+    axes.set_ylim(len(numbers) - 0.25, -0.5)  # the first one above, and a distance to the next picture
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_axis_off()
     return figure
 
 
@@ -169,9 +167,13 @@ def main() -> None:
             "font.size": 9,
         }
         with plt.rc_context(settings):
-            for name, draw in (("overview", overview), ("vocabulary", vocabulary)):
-                figure = draw(plt, colours, drawn[name])
-                metadata = {"Date": None, "Description": description(drawn[name])}
+            for name, numbers in drawn.items():
+                figure = (
+                    vocabulary(plt, colours, numbers)
+                    if name == "vocabulary"
+                    else panel(plt, colours, numbers, *PANELS[name])
+                )
+                metadata = {"Date": None, "Description": description(numbers)}
                 figure.savefig(IMAGES / f"{name}-{theme}.svg", transparent=True, metadata=metadata)
                 plt.close(figure)
 

@@ -176,7 +176,7 @@ def test_the_site_shows_the_recipes():
 
 
 @pytest.mark.parametrize("theme", docs_plots.THEMES)
-@pytest.mark.parametrize("name", ["overview", "vocabulary"])
+@pytest.mark.parametrize("name", [*docs_plots.PANELS, "vocabulary"])
 def test_pictures_show_the_tables(name, theme):
     """If this fails: python tools/docs_plots.py."""
     numbers = docs_plots.figures(docs_plots.BENCHMARKS.read_text())[name]
@@ -185,11 +185,19 @@ def test_pictures_show_the_tables(name, theme):
     assert html.unescape(shown) == docs_plots.description(numbers)
 
 
+def test_pictures_are_shown_and_fit_on_a_phone():
+    """390 px less the site's margins: a wider picture shrinks, and its names with it. One may: the curves."""
+    for page in (ROOT / "README.md", DOCS / "benchmarks.md"):
+        for path in re.findall(r'(?:srcset|src)="([^"]+)"', page.read_text()):
+            width = re.search(r'<svg[^>]* width="([\d.]+)pt"', (page.parent / path).read_text(), re.DOTALL)[1]
+            assert float(width) * 96 / 72 < 400 or "vocabulary" in path, path
+
+
 def test_pictures_have_their_numbers():
     """A table that is laid out anew must not leave a picture without numbers."""
     drawn = docs_plots.figures(docs_plots.BENCHMARKS.read_text())
-    for panel in drawn["overview"].values():
-        assert all(isinstance(value, float) for pair in panel.values() for value in pair), panel
+    for panel in docs_plots.PANELS:
+        assert all(isinstance(value, float) for value in drawn[panel].values()), panel
     for label, values in drawn["vocabulary"]["copies"].items():
         assert len(values) - values.count(None) >= 5, label
 
