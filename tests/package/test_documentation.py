@@ -2,6 +2,7 @@
 
 import contextlib
 import html
+import io
 import re
 import shlex
 import subprocess
@@ -25,7 +26,10 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 
-BLOCK = re.compile(r"^(?:<!-- skip: ([^\n]*) -->\n)?```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# (why it is not run, the code, what the page says that it prints)
+BLOCK = re.compile(
+    r"^(?:<!-- skip: ([^\n]*) -->\n)?```python\n(.*?)^```$(?:\n\n```\n(.*?)^```)?", re.DOTALL | re.MULTILINE
+)
 WITH_BLOCKS = [page for page in PAGES if "```python" in page.read_text()]
 
 
@@ -73,6 +77,11 @@ def code_of(block):
     return "\n".join(line[4:] for line in lines if line.startswith(">>> ")) if block.startswith(">>> ") else block
 
 
+def without_files(report):
+    """The pass's report with lines and functions alone: a page names a file of its reader's."""
+    return re.sub(r"^  \S.*:(?=\d+ in )", "  ", report, flags=re.MULTILINE)
+
+
 # The block of cpp.md is about a process that never imports xent_ops, those of integrations.md are about models of
 # transformers (tests/integrations): they have tests of their own.
 ELSEWHERE = ("cpp.md", "integrations.md")
@@ -84,11 +93,14 @@ ELSEWHERE = ("cpp.md", "integrations.md")
 def test_blocks_run(page):
     namespace, skipped = names_of(page.name), []
     with one_rank(page.name):
-        for number, (reason, block) in enumerate(BLOCK.findall(page.read_text()), 1):
+        for number, (reason, block, output) in enumerate(BLOCK.findall(page.read_text()), 1):
             if reason:
                 skipped.append(f"block {number}: {reason}")
-            else:
+                continue
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
                 exec(compile(code_of(block), f"{page.name} block {number}", "exec"), namespace)
+            if output and page.name != "compile.md":  # which shows what a large model prints, not its stand-in
+                assert without_files(printed.getvalue()) == without_files(output)
     xent_ops.inductor.disable()
     if skipped:
         pytest.skip("; ".join(skipped))
@@ -104,7 +116,7 @@ def test_the_library_is_loaded_without_python_s_package():
     """The block of cpp.md."""
     if not _extension.LIBRARY.exists():
         pytest.skip("libxent_ops.so is not built")
-    (block,) = (block for _, block in BLOCK.findall((DOCS / "cpp.md").read_text()))
+    (block,) = (block for _, block, _ in BLOCK.findall((DOCS / "cpp.md").read_text()))
     code = f"path = {str(_extension.LIBRARY)!r}\n{block}\nimport sys\nassert 'xent_ops' not in sys.modules and loss > 0"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=DOCS, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -200,6 +212,16 @@ def test_pictures_have_their_numbers():
         assert all(isinstance(value, float) for value in drawn[panel].values()), panel
     for label, values in drawn["vocabulary"]["copies"].items():
         assert len(values) - values.count(None) >= 5, label
+
+
+def test_the_price_of_skipping_is_measured():
+    """skip_ignored where no row is ignored: help and recipe have the largest one of the table."""
+    found = docs_plots.tables(docs_plots.BENCHMARKS.read_text())
+    costs = next(rows for header, rows in found if header[0] == "8192 x 256000, 2304")
+    pairs = zip(costs["all rows computed"], costs["`skip_ignored=True`"], strict=True)
+    price = f"up to {100 * max(float(skipping) / float(all_rows) - 1 for all_rows, skipping in pairs):.0f} %"
+    assert price in xent_ops.linear_cross_entropy.__doc__
+    assert price in (DOCS / "recipes.md").read_text()
 
 
 def test_the_readme_s_figures_are_measured():
