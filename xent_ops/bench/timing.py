@@ -46,6 +46,12 @@ class Times(NamedTuple):
         return f"unsteady: half of the samples took {self.low:.4f} to {self.high:.4f} ms (is the device busy?)"
 
 
+def busy() -> str | None:
+    """What else the machine does now, where that is more than it has cores for; before a run adds its own load."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    return f"the load is {load:.1f} on {cores} cores" if load > cores else None
+
+
 class NotCapturable(Exception):
     """With the reason why no CUDA graph can hold it."""
 
