@@ -33,7 +33,7 @@ env:  ## set up the private environment; the other targets do it too
 	@$(BASE) tools/preflight.py
 	@$(BASE) tools/setup_env.py $(VENV)
 
-demo: env  ## train a small GPT with xent_ops and with F.cross_entropy; ARGS="--data FOLDER" for your own text
+demo: env  ## train a small GPT with F.cross_entropy and both losses of xent_ops; ARGS="--data FOLDER" for your own text
 	$(PY) examples/train_lm.py $(ARGS)
 
 test: env  ## the tests that this machine can run

@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
@@ -41,7 +42,8 @@ COST = (
     "without the CPU kernels (plain torch then serves CPU tensors, more slowly; GPUs lose nothing) and without "
     "libxent_ops.so, the operators for processes without Python"
 )
-INSTALL = "install torch and setuptools, then run: pip install --no-build-isolation --no-deps ."
+OLDEST_SETUPTOOLS = EXTENSION["OLDEST_SETUPTOOLS"]
+INSTALL = f"run: pip install torch '{OLDEST_SETUPTOOLS}' && pip install --no-build-isolation --no-deps ."
 
 FLAGS = [
     "-std=c++20",
@@ -192,4 +194,14 @@ def options() -> dict[str, Any]:
     }
 
 
+def refuse_old_setuptools() -> None:
+    """What reads pyproject.toml would, in words that name neither setuptools nor its version."""
+    if int(setuptools.__version__.split(".")[0]) < int(OLDEST_SETUPTOOLS.split("=")[1]):
+        sys.exit(
+            f"\nsetuptools {setuptools.__version__} cannot build xent_ops, which needs {OLDEST_SETUPTOOLS}, and "
+            f"--no-build-isolation takes the one that is installed. Run: pip install '{OLDEST_SETUPTOOLS}'\n"
+        )
+
+
+refuse_old_setuptools()
 setup(**options())

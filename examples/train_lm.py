@@ -1,9 +1,9 @@
-"""Trains a small GPT with torch.compile(fullgraph=True), once with xent_ops.cross_entropy and once with
-F.cross_entropy, from the same seed on the same batches, and reports losses, speed, memory and graph breaks.
+"""Trains a small GPT with torch.compile(fullgraph=True) three times, with F.cross_entropy, xent_ops.cross_entropy and
+xent_ops.linear_cross_entropy, from the same seed on the same batches. Reports losses and their difference, speed, peak
+memory and graph breaks, and draws them.
 
     python examples/train_lm.py                        # on the source files of Python's standard library
     python examples/train_lm.py --data FILE_OR_FOLDER  # on your own text
-    python examples/train_lm.py --loss linear          # a third time, with xent_ops.linear_cross_entropy
 """
 
 import argparse
@@ -11,11 +11,13 @@ import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
@@ -24,9 +26,10 @@ from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor, nn
 
 import xent_ops
+from xent_ops.bench import timing
 
-VOCABULARY = 8192
-CHARACTERS = 10_000_000  # read no more text: the tokenizer's training would take longer than the model's
+VOCABULARY = 32768
+CHARACTERS = 5_000_000  # read no more text: the tokenizer's training would take longer than the model's
 CHUNK = 10  # steps between two readings of the clock and the loss, which wait for the device
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden states, the weight of the head, targets
@@ -40,17 +43,15 @@ def of_logits(function: Callable[[Tensor, Tensor], Tensor]) -> Loss:
     return loss
 
 
-LOSSES = {
+TORCH = "F.cross_entropy"
+LOSSES: dict[str, Loss] = {
+    TORCH: of_logits(F.cross_entropy),
     "xent_ops.cross_entropy": of_logits(xent_ops.cross_entropy),
-    "F.cross_entropy": of_logits(F.cross_entropy),
-}
-# The head and the loss as one, which never holds all logits.
-MORE_LOSSES: dict[str, tuple[str, Loss]] = {
-    "linear": ("xent_ops.linear_cross_entropy", xent_ops.linear_cross_entropy),
+    "xent_ops.linear_cross_entropy": xent_ops.linear_cross_entropy,  # head and loss as one: never holds all logits
 }
 
 SIZES = {
-    "cpu": {"steps": 200, "batch": 8, "length": 128, "width": 128, "layers": 4, "lr": 1e-3},
+    "cpu": {"steps": 60, "batch": 8, "length": 128, "width": 128, "layers": 2, "lr": 1e-3},
     "cuda": {"steps": 500, "batch": 32, "length": 512, "width": 512, "layers": 8, "lr": 1e-3},
 }
 
@@ -145,20 +146,27 @@ class Run:
         self.model = GPT(args.length, args.width, args.layers).to(tokens.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, fused=True)
         self.step = torch.compile(loss_of, fullgraph=True, mode="reduce-overhead" if tokens.is_cuda else None)
-        self.train_chunk()
-        # CUDA graphs take all their memory while they are captured: later steps only replay them.
-        self.peak_memory = torch.cuda.max_memory_allocated() - before if tokens.is_cuda else 0
+        self.peak_memory: int | None = None
+        self.train_chunk(measure_last=timing.measures_memory(tokens.device) and not tokens.is_cuda)
+        if tokens.is_cuda:
+            # CUDA graphs take all their memory while they are captured: later steps only replay them.
+            self.peak_memory = torch.cuda.max_memory_allocated() - before
 
-    def train_chunk(self) -> None:
-        losses = []
+    def train_step(self, window: Tensor) -> Tensor:
+        text = self.tokens[window]
+        loss = self.step(self.model, self.loss_function, text[:, :-1], text[:, 1:])
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach().clone()  # a CUDA graph writes its next loss over this one
+
+    def train_chunk(self, measure_last: bool = False) -> None:
+        windows = self.windows[len(self.losses) :][:CHUNK]
         begin = time.perf_counter()
-        for window in self.windows[len(self.losses) :][:CHUNK]:
-            text = self.tokens[window]
-            loss = self.step(self.model, self.loss_function, text[:, :-1], text[:, 1:])
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            losses.append(loss.detach().clone())  # a CUDA graph writes its next loss over this one
+        losses = [self.train_step(window) for window in windows[: CHUNK - measure_last]]
+        if measure_last:  # when all that stays, the optimizer's state too, is there
+            last, self.peak_memory = timing.peak_bytes(lambda: self.train_step(windows[-1]), windows.device)
+            losses.append(last)
         self.losses += torch.stack(losses).tolist()  # waits for the device
         self.seconds.append(time.perf_counter() - begin)
 
@@ -167,47 +175,94 @@ class Run:
         return statistics.fmean(self.losses[-CHUNK:])
 
 
-def draw(runs: dict[str, Run], path: Path) -> None:
-    figure = Figure(figsize=(8, 4.5), layout="constrained")  # without pyplot, which looks for a screen
-    axes = figure.subplots()
-    for (name, run), style in zip(runs.items(), ("-", "--", ":"), strict=False):
-        axes.plot(range(1, len(run.losses) + 1), run.losses, style, label=name)
-    axes.set(xlabel="step", ylabel="loss", title="The same GPT and seed, one loss in different ways")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
+def difference(run: Run, other: Run) -> list[float]:
+    return [abs(loss - wanted) for loss, wanted in zip(run.losses, other.losses, strict=True)]
+
+
+def tokens_per_second(run: Run, args: argparse.Namespace) -> float:
+    """The median: a busy machine slows down some chunks, and the first one compiles."""
+    return CHUNK * args.batch * args.length / statistics.median(run.seconds[1:])
+
+
+def in_two_lines(name: str) -> str:
+    """Three full names are wider than a terminal of 80 columns."""
+    return name.replace("xent_ops.", "xent_ops.\n")
+
+
+def memory_is_of(device: str) -> str:
+    return "peak memory with the model" if device == "cuda" else "peak memory of a step"
+
+
+def draw(runs: dict[str, Run], args: argparse.Namespace) -> None:
+    figure = Figure(figsize=(11, 6), layout="constrained")  # without pyplot, which looks for a screen
+    (curves, speed), (differences, memory) = figure.subplots(2, 2, width_ratios=(3, 2), height_ratios=(3, 2))
+    colors = dict(zip(runs, ("#888888", "#1f77b4", "#d95f02"), strict=True))
+    steps = range(1, args.steps + 1)
+    for (name, run), style, width in zip(runs.items(), ("-", "--", ":"), (4, 2, 2), strict=True):
+        curves.plot(steps, run.losses, style, color=colors[name], linewidth=width, label=name)
+        if name != TORCH:
+            differences.plot(steps, difference(run, runs[TORCH]), color=colors[name], linewidth=1, label=name)
+    curves.set(ylabel="loss", title="The same model, seed and batches: the same losses")
+    curves.legend()
+    differences.set(xlabel="step", ylabel="|difference|", title=f"Difference from {TORCH}")
+    differences.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    for axes in (curves, differences):
+        axes.grid(alpha=0.3)
+
+    def bars(axes: Axes, title: str, values: dict[str, float]) -> None:
+        shown = axes.barh(list(values), list(values.values()), color=[colors[name] for name in values])
+        axes.bar_label(shown, fmt="{:,.0f}", padding=3)
+        axes.set(title=title, xlim=(0, 1.2 * max(values.values())))
+        axes.set_yticks(range(len(values)), map(in_two_lines, values))
+        axes.invert_yaxis()
+        axes.spines[["top", "right"]].set_visible(False)
+
+    bars(speed, "tokens/s", {name: tokens_per_second(run, args) for name, run in runs.items()})
+    peaks = {name: run.peak_memory / 2**20 for name, run in runs.items() if run.peak_memory is not None}
+    if peaks:
+        bars(memory, f"MiB, {memory_is_of(args.device)}", peaks)
+    else:
+        memory.set_axis_off()
+    figure.savefig(args.plot, dpi=120)
 
 
 def report(console: Console, runs: dict[str, Run], breaks: dict[str, int], args: argparse.Namespace) -> None:
-    # Three full names are wider than a terminal of 80 columns.
-    names = runs if len(runs) < 3 else [name.replace(".", ".\n") for name in runs]
-    table = Table("", *names)
+    table = Table("", *map(in_two_lines, runs))
 
     def row(title: str, text: Callable[[Run], str]) -> None:
         table.add_row(title, *map(text, runs.values()))
 
-    tokens = CHUNK * args.batch * args.length
     row("first loss", lambda run: f"{run.losses[0]:.4f}")
     row(f"final loss (mean of {CHUNK} steps)", lambda run: f"{run.recent_loss:.4f}")
-    # The median: a busy machine slows down some chunks, and the first one compiles.
-    row("tokens/s", lambda run: f"{tokens / statistics.median(run.seconds[1:]):,.0f}")
-    if args.device == "cuda":
-        row("peak memory", lambda run: f"{run.peak_memory / 2**20:,.0f} MiB")
+    row("largest difference of a loss", lambda run: f"{max(difference(run, runs[TORCH])):.1e}")
+    row("tokens/s", lambda run: f"{tokens_per_second(run, args):,.0f}")
+    if runs[TORCH].peak_memory is not None:
+        row(memory_is_of(args.device), lambda run: f"{run.peak_memory / 2**20:,.0f} MiB")
     table.add_row("graph breaks", *(str(breaks[name]) for name in runs))
     console.print(table)
+
+
+@contextmanager
+def progress(console: Console, total: int) -> Iterator[Callable[[str, int], None]]:
+    """``tell(what, done)``: a bar on a terminal, elsewhere a line."""
+    if not console.is_terminal:
+        begin = time.perf_counter()
+
+        def line(what: str, done: int) -> None:
+            print(f"{time.perf_counter() - begin:4.0f} s, {done}/{total}: {what}", flush=True)
+
+        yield line
+        return
+    columns = (SpinnerColumn(), *Progress.get_default_columns(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as shown:
+        bar = shown.add_task("", total=total)
+        yield lambda what, done: shown.update(bar, description=what, completed=done)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="a file or a folder of text; else Python's standard library")
-    parser.add_argument(
-        "--loss",
-        choices=MORE_LOSSES,
-        action="append",
-        default=[],
-        help="train once more, with the head and loss as one",
-    )
-    parser.add_argument("--plot", type=Path, default=Path("train_lm.png"), help="where the loss curves go")
+    parser.add_argument("--plot", type=Path, default=Path("train_lm.png"), help="where the picture goes")
     parser.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     for name in SIZES["cpu"]:
@@ -227,9 +282,9 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
     console = Console()
-    with console.status("reading text and training a tokenizer on it"):
-        texts = read_text(args.data)
-        tokens = tokenise(texts).to(args.device)
+    console.print("reading text, and training a tokenizer on it")
+    texts = read_text(args.data)
+    tokens = tokenise(texts).to(args.device)
     console.print(f"{len(texts)} files, {sum(map(len, texts)):,} characters, {len(tokens):,} tokens")
     if len(tokens) <= args.length:
         console.print(f"That is too little text: one sample takes {args.length + 1} tokens.")
@@ -242,32 +297,27 @@ def main() -> int:
     )
     windows = (starts + torch.arange(args.length + 1)).to(args.device)  # the same batches for all
 
-    losses = LOSSES | dict(MORE_LOSSES[name] for name in args.loss)
-    breaks = {name: graph_breaks(function, args.device) for name, function in losses.items()}
+    breaks = {name: graph_breaks(function, args.device) for name, function in LOSSES.items()}
     if any(breaks.values()):
         console.print(f"graph breaks, of which there must be none: {breaks}")
         return 1
 
-    columns = (SpinnerColumn(), *Progress.get_default_columns(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=args.steps // CHUNK * len(losses))
+    with progress(console, args.steps * len(LOSSES)) as tell:
         runs: dict[str, Run] = {}
-        for name, function in losses.items():
-            progress.update(bar, description=f"compiling with {name}")
+        for name, function in LOSSES.items():
+            tell(f"compiling, and the first {CHUNK} steps, with {name}", CHUNK * len(runs))
             runs[name] = Run(function, tokens, windows, args)
-            progress.advance(bar)
         # In turns, so that other load on the machine slows down all equally.
         with torch._dynamo.config.patch(error_on_recompile=True):
-            for _ in range(CHUNK, args.steps, CHUNK):
+            for done in range(CHUNK, args.steps, CHUNK):
+                values = ", ".join(f"{run.recent_loss:.3f}" for run in runs.values())
+                tell(f"training, losses {values}", done * len(runs))
                 for run in runs.values():
                     run.train_chunk()
-                    progress.advance(bar)
-                values = ", ".join(f"{run.recent_loss:.3f}" for run in runs.values())
-                progress.update(bar, description=f"training, loss {values}")
 
     report(console, runs, breaks, args)
-    draw(runs, args.plot)
-    console.print(f"loss curves: {args.plot}")
+    draw(runs, args)
+    console.print(f"losses, speed and memory as a picture: {args.plot}")
     return 0
 
 

@@ -23,8 +23,6 @@ from .kernels import cpu
 from .ops.devices import interpreter_is_set
 from .ops.linear import products
 
-HELP = "versions, which kernels serve which device and why, and a tiny loss on each device, eager and compiled"
-
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -49,10 +47,6 @@ SERVICES = (
     Service("MPS", "plain torch (xent_ops.kernels.reference)", "no kernels of its own"),
     Service("XPU", "plain torch (xent_ops.kernels.reference)", "no kernels of its own"),
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="for a bug report: the same and torch's own, as JSON")
 
 
 def devices() -> list[torch.device]:
@@ -125,6 +119,16 @@ def _cpu_service() -> Service:
     return Service("CPU", "plain torch (xent_ops.kernels.reference), the slower one", reason)
 
 
+def _slow_cpu() -> str | None:
+    """That CPU tensors take the slow path, and how to change it."""
+    if (reason := cpu.problem()) is None:
+        return None
+    return (
+        f"Plain torch serves the CPU, more slowly than the C++ kernels: {reason}. This builds them in about a "
+        f"minute, or says what they lack:\n    {_extension.build_command()}"
+    )
+
+
 def _library() -> tuple[str, str | None]:
     """What there is for processes without Python, and what is wrong with it."""
     if not _extension.LIBRARY.exists():
@@ -154,21 +158,26 @@ INTERPRETED = (
 )
 
 
-def _checks(found: list[torch.device], say: Callable[[str], None]) -> list[dict[str, str | None]]:
-    """Said one by one, since a compilation takes its time."""
+def _checks(found: list[torch.device], say: Callable[..., None]) -> list[dict[str, str | None]]:
+    """Each is named before it runs, since a compilation takes its time."""
     done: list[dict[str, str | None]] = []
     for device in found:
         for dtype in (*DTYPES, None):
             way = f"eager, {str(dtype).removeprefix('torch.')}" if dtype else "torch.compile"
+            say(f"  {_name(device)}, {way}: ", end="")
             problem = check(device, dtype) if dtype else _compile_check.check(device)
-            say(f"  {_name(device)}, {way}: {problem or 'ok'}")
+            say(problem or "ok")
             done.append({"device": _name(device), "way": way, "problem": problem})
     return done
 
 
 def main(arguments: argparse.Namespace) -> int:
     """0, or 1 where something is wrong; what it is is repeated at the end."""
-    say: Callable[[str], None] = (lambda text: None) if arguments.json else print
+
+    def say(text: str, end: str = "\n") -> None:
+        if not arguments.json:
+            print(text, end=end, flush=True)
+
     found = devices()
     gpus = any(device.type == "cuda" for device in found)
     versions, interpreted, npu = _environment.versions(), interpreter_is_set(), _doctor_npu.parts()
@@ -190,7 +199,7 @@ def main(arguments: argparse.Namespace) -> int:
     for name, what in skipping.items():
         say(f"  {name}: {what}")
     say(INTERPRETED if interpreted else "\nTRITON_INTERPRET is not set: Triton kernels are compiled.")
-    say("\nA loss and its gradient on each device, against float64")
+    say("\nA loss and its gradient on each device, against float64 (torch.compile takes 10 s to a minute)")
     checks = _checks(found, say)
 
     problems = [_triton_problem() if gpus else None, _npu_problem(), *_doctor_npu.problems(npu)]
@@ -198,9 +207,11 @@ def main(arguments: argparse.Namespace) -> int:
     problems += ["TRITON_INTERPRET is set on a machine with a GPU"] if gpus and interpreted else []
     problems += [each["problem"] and f"{each['device']}, {each['way']}: {each['problem']}" for each in checks]
     wrong = [problem for problem in problems if problem]
-    say("\nEverything is right." if not wrong else "\nSomething is wrong:")
-    for problem in wrong:
-        say(f"  {problem}")
+    notes = [note for note in (_slow_cpu(),) if note]
+    everything = "Nothing is wrong, but one thing is slow:" if notes else "Everything is right."
+    say("\nSomething is wrong:" if wrong else f"\n{everything}")
+    for each in wrong + notes:
+        say(f"  {each}")
     if arguments.json:
         report = {
             "versions": versions,
@@ -210,6 +221,7 @@ def main(arguments: argparse.Namespace) -> int:
             "triton_interpret": interpreted,
             "checks": checks,
             "problems": wrong,
+            "notes": notes,
             "torch": collect_env.get_env_info()._asdict(),
         }
         json.dump(report, sys.stdout, indent=2)

@@ -1,18 +1,25 @@
-"""What was built from csrc_meta, and does it match the sources?
+"""What was built from csrc_meta, does it match the sources, and what builds it?
 
 Needs neither torch nor the rest of the package: setup.py and tools/setup_env.py run this file by its path.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib.metadata
+import json
 import re
+import shlex
+import sys
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 PACKAGE = Path(__file__).parent
 SOURCES = PACKAGE.parent / "csrc_meta"  # in a checkout; an installed package has none
 SCHEMAS = PACKAGE / "ops" / "schemas.py"
 MODULE = PACKAGE / "_C.abi3.so"  # CPU kernels for Python
+OLDEST_SETUPTOOLS = "setuptools>=77"  # as in pyproject.toml, which --no-build-isolation does not heed
 LIBRARY = PACKAGE / "libxent_ops.so"  # the operators for processes without Python
 
 _MARK = "xent_ops sources "
@@ -50,6 +57,39 @@ def is_current() -> bool:
     return sources is not None and built_hash(MODULE) == sources == built_hash(LIBRARY)
 
 
+def build_command() -> str:
+    """What builds the C++ part of this installation, or says what is missing for it."""
+    pip = [sys.executable, "-m", "pip", "install"]
+    build = shlex.join([*pip, "--no-build-isolation", "--no-deps"])
+    command = f"XENT_OPS_BUILD_CPP=1 {build} {_origin()}"
+    return command if _setuptools_is_new() else f"{shlex.join([*pip, OLDEST_SETUPTOOLS])} && {command}"
+
+
+def _setuptools_is_new() -> bool:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return int(importlib.metadata.version("setuptools").split(".")[0]) >= int(OLDEST_SETUPTOOLS.split("=")[1])
+    return False
+
+
+def _origin() -> str:
+    """The arguments of pip for where this installation came from: its own record says it (PEP 610)."""
+    if SOURCES.is_dir():
+        return shlex.join(["--editable", str(PACKAGE.parent)])
+    record = None
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        record = importlib.metadata.distribution("xent-ops").read_text("direct_url.json")
+    found = json.loads(record or "{}")
+    url = found.get("url", "")
+    if "vcs_info" in found:
+        vcs = found["vcs_info"]
+        # pip may hold the wheel without C++ of this commit, and thinks that the same commit need not be installed.
+        return shlex.join(["--no-cache-dir", "--force-reinstall", f"{vcs['vcs']}+{url}@{vcs['commit_id']}"])
+    if url and not url.endswith(".whl"):
+        folder = unquote(urlsplit(url).path) if "dir_info" in found else ""
+        return shlex.quote(folder) if folder else shlex.join(["--no-cache-dir", "--force-reinstall", url])
+    return "<the folder with the sources of xent_ops>"
+
+
 def library_path() -> str:
     """Path of libxent_ops.so: schemas, meta and CPU kernels of every operator for processes without Python.
 
@@ -64,6 +104,6 @@ def library_path() -> str:
     if not LIBRARY.exists():
         raise FileNotFoundError(
             f"there is no {LIBRARY}: this xent_ops was built without C++. This builds it, or says what is missing: "
-            "XENT_OPS_BUILD_CPP=1 pip install --no-build-isolation --no-deps <its sources>"
+            f"{build_command()}"
         )
     return str(LIBRARY)

@@ -11,10 +11,10 @@ import xent_ops
 from xent_ops import inductor
 from xent_ops.__main__ import main
 from xent_ops.bench import cases, check, model, model_cases, model_problem, timing
-from xent_ops.bench.llama import Sizes
 from xent_ops.bench.model_cases import BODY, ModelVariant
 from xent_ops.bench.model_problem import ModelProblem
 from xent_ops.bench.problems import Outputs
+from xent_ops.bench.sizes import Sizes
 
 CPU = torch.device("cpu")
 SIZES = "layers=2,hidden=32,classes=64,tokens=16"

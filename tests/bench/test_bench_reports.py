@@ -40,7 +40,7 @@ def cells(out):
 def test_every_unsteady_figure_is_marked(clocks, capsys, tmp_path):
     for copy, first, ms, copies in (
         (STEADY, STEADY, "1.0000", "1.00"),
-        (UNSTEADY, STEADY, "1.0000", "~1.00"),  # the unit is
+        (UNSTEADY, STEADY, "~1.0000", "~1.00"),  # the unit is, and who knows what else ran
         (STEADY, UNSTEADY, "~1.0000", "~1.00"),
     ):
         clocks(["first"], [copy, timing.Times(9.0, 9.0, 9.0), first])
@@ -51,6 +51,28 @@ def test_every_unsteady_figure_is_marked(clocks, capsys, tmp_path):
         (result,) = json.loads((tmp_path / "x.json").read_text())["results"]
         assert result["unsteady"] == ["ms"] * (ms != "1.0000") + ["copies"] * (copies != "1.00")
         assert (result["ms"], result["low_ms"], result["high_ms"]) == first
+        assert ("THE COPY IS UNSTEADY" in out) == (copy == UNSTEADY)
+
+
+@pytest.fixture(autouse=True)
+def idle(monkeypatch):
+    monkeypatch.setattr(timing.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+
+
+@pytest.mark.parametrize("more", [[], ["--linear", "16"]])
+def test_a_busy_machine_is_told_first_and_in_every_row(more, monkeypatch, capsys):
+    """Steady times of a machine that has other things to do, too."""
+    monkeypatch.setattr(timing, "by_wall", lambda *arguments: STEADY)
+    arguments = [*TINY, *more, "--only", "eager", "--markdown"]
+    cores = timing.os.cpu_count()
+    for load, busy in ((cores, False), (cores + 0.5, True)):
+        monkeypatch.setattr(timing.os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert main(arguments) == 0
+        out = capsys.readouterr().out
+        first = f"THE MACHINE IS BUSY: the load is {load:.1f} on {cores} cores. Every time below has a ~"
+        assert out.startswith(first) == busy
+        rows = [row for name, row in cells(out).items() if "eager" in name]
+        assert rows and all(row[0] == "~1.0000" and "ok: the machine was busy" in row[-1] for row in rows) == busy
 
 
 def test_a_ratio_of_an_unsteady_figure_is_unsteady():
@@ -72,15 +94,22 @@ def test_a_table_can_be_pasted():
     )
 
 
-def test_progress_is_drawn_on_a_terminal(monkeypatch, capsys):
+def test_progress_is_drawn_on_a_terminal_and_told_by_lines_elsewhere(monkeypatch, capsys):
     pytest.importorskip("rich", reason="rich is not installed")
-    for forced, drawn in (("", False), ("1", True)):
-        monkeypatch.setenv("FORCE_COLOR", forced)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with report.progress("1/2 34x64", 2) as step:
+        step("first")
+        step("second")
+    out, err = capsys.readouterr()
+    assert "second" in err and "1/2" in err and "\x1b[" in err and not out
+    monkeypatch.setenv("FORCE_COLOR", "")
+    for have in (lambda module: True, lambda module: False):
+        monkeypatch.setattr(report, "have", have)
         with report.progress("1/2 34x64", 2) as step:
             step("first")
+            assert capsys.readouterr().err == "1/2 34x64  1/2  first\n"  # before it is measured
             step("second")
-        out, err = capsys.readouterr()
-        assert ("second" in err and "1/2" in err) == drawn and not out
+        assert capsys.readouterr() == ("", "1/2 34x64  2/2  second\n")
 
 
 def run_twice(clocks, tmp_path, before, now, *options):

@@ -44,6 +44,39 @@ def test_options_through_inductor():
     torch.testing.assert_close([p.grad for p in other.parameters()], [p.grad for p in model.parameters()])
 
 
+MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_beside_the_pass(mode):
+    """torch.compile refuses a mode beside options: the options hold what it sets for the mode, and nothing else."""
+    mine, plain = inductor.options(mode), inductor.options()
+    assert {name: value for name, value in mine.items() if name not in plain} == torch._inductor.list_mode_options(mode)
+    torch.compile(F.cross_entropy, options=mine)  # which refuses a setting that it does not know
+
+
+def test_a_mode_runs_the_pass():
+    x, t = torch.randn(4, V), targets(4)
+    compiled = torch.compile(lambda x, t: F.cross_entropy(x, t), options=inductor.options("reduce-overhead"))
+    torch.testing.assert_close(compiled(x, t), F.cross_entropy(x, t))
+    assert len(inductor.last_report().replaced) == 1
+
+
+def test_what_is_no_mode_is_refused():
+    with pytest.raises(
+        ValueError, match="the mode 'reduce_overhead' is none that torch has; valid are 'default'"
+    ) as no:
+        inductor.options("reduce_overhead")
+    assert all(repr(mode) in str(no.value) for mode in MODES)
+    with pytest.raises(TypeError, match="a dict of Inductor's options, or the name of a mode, got list"):
+        inductor.options(["max_autotune"])
+    if "lite" in torch._inductor.list_mode_options():  # not in every torch
+        with pytest.raises(ValueError, match="the mode 'lite' runs no passes"):
+            inductor.options("lite")
+        with pytest.raises(ValueError, match="use_pre_grad_passes=False keeps Inductor from running the pass"):
+            inductor.options({"use_pre_grad_passes": False})
+
+
 def test_a_float_that_torch_traces_twice():
     """With dynamic=True torch traces label_smoothing as an input first, and again as a constant: the report has only
     the graph that runs."""

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import setuptools
 
+from xent_ops import _extension
+
 ROOT = Path(__file__).parents[2]
 WARNING = "xent_ops is built without the CPU kernels"
 
@@ -166,6 +168,15 @@ def test_what_else_may_be_missing(checkout, tmp_path_factory, before, words):
     )
     assert status == 0 and is_pure(made[0]), said
     assert said.count(WARNING) == 1 and words in said
+
+
+def test_old_setuptools_are_refused_by_name(checkout, tmp_path_factory):
+    """Those of an environment of Python 3.11. Their own error is about the license in pyproject.toml."""
+    before = "import setuptools; setuptools.__version__ = '65.5.0'"
+    status, said, made = build_in_isolation(checkout, tmp_path_factory.mktemp("isolated") / "site", before=before)
+    assert status != 0 and not made
+    assert "setuptools 65.5.0 cannot build xent_ops" in said and "pip install 'setuptools>=77'" in said
+    assert f'requires = ["{_extension.OLDEST_SETUPTOOLS}"]' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_without_torch_but_asked_for_cpp(checkout, tmp_path_factory):

@@ -38,7 +38,7 @@ def test_healthy():
         assert "C++ (xent_ops._C" in done.stdout and str(_extension.LIBRARY) in done.stdout
     for label in ("CPU", "CUDA / ROCm", "NPU"):
         assert label in done.stdout
-    assert done.stdout.rstrip().endswith("Everything is right.")
+    assert done.stdout.rstrip().endswith("Everything is right.") == _extension.MODULE.exists()
 
 
 def test_version():
@@ -217,7 +217,71 @@ def test_no_extension_is_said(forget_extension, compiled_elsewhere, monkeypatch,
     monkeypatch.setattr(_extension, "MODULE", tmp_path / "_C.abi3.so")
     monkeypatch.setattr(_extension, "LIBRARY", tmp_path / "libxent_ops.so")
     assert main(["doctor"]) == 0
-    assert "built without its C++ extension" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "built without its C++ extension" in out and "Everything is right" not in out
+    verdict = out[out.index("Nothing is wrong, but one thing is slow:") :]
+    assert "Plain torch serves the CPU" in verdict and verdict.endswith(f"    {_extension.build_command()}\n")
+    assert main(["doctor", "--json"]) == 0
+    (note,) = json.loads(capsys.readouterr().out)["notes"]
+    assert note in verdict
+
+
+ORIGINS = {
+    "folder": ('{"dir_info": {}, "url": "file:///src/with%20space"}', "'/src/with space'"),
+    "repository": (
+        '{"url": "https://host/x.git", "vcs_info": {"vcs": "git", "commit_id": "c0ffee"}}',
+        "--no-cache-dir --force-reinstall git+https://host/x.git@c0ffee",
+    ),
+    "sdist": ('{"archive_info": {}, "url": "https://host/x.tar.gz"}', "--force-reinstall https://host/x.tar.gz"),
+    "wheel": ('{"archive_info": {}, "url": "file:///x-py3-none-any.whl"}', "<the folder with the sources of xent_ops>"),
+    "index": (None, "<the folder with the sources of xent_ops>"),
+}
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_the_command_that_builds_the_cpp_part(origin, monkeypatch, tmp_path):
+    """Of what pip installed, from its own record; tests/package/test_install.py runs it."""
+    record, arguments = ORIGINS[origin]
+    info = tmp_path / "xent_ops-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: xent-ops\nVersion: 0.1.0\n")
+    if record:
+        (info / "direct_url.json").write_text(record)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(_extension, "_setuptools_is_new", lambda: True)
+    monkeypatch.setattr(_extension, "SOURCES", tmp_path / "none")
+    pip = f"XENT_OPS_BUILD_CPP=1 {sys.executable} -m pip install --no-build-isolation --no-deps "
+    command = _extension.build_command()
+    assert command.startswith(pip) and command.endswith(arguments)
+    monkeypatch.setattr(_extension, "SOURCES", tmp_path)  # a checkout
+    assert _extension.build_command() == f"{pip}--editable {_extension.PACKAGE.parent}"
+
+
+@pytest.mark.parametrize("version, enough", [("65.5.0", False), ("77.0.3", True), ("84", True), (None, False)])
+def test_old_setuptools_are_replaced_first(version, enough, monkeypatch):
+    """--no-build-isolation does not look at what pyproject.toml requires."""
+
+    def installed(name):
+        if version is None:
+            raise _extension.importlib.metadata.PackageNotFoundError
+        return version
+
+    monkeypatch.setattr(_extension.importlib.metadata, "version", installed)
+    first = f"{sys.executable} -m pip install 'setuptools>=77' && XENT_OPS_BUILD_CPP=1 "
+    assert _extension.build_command().startswith(first) == (not enough)
+
+
+def test_what_takes_seconds_is_named_first(monkeypatch, capsys):
+    told = []
+    for module in (_doctor, _compile_check):
+        monkeypatch.setattr(module, "check", lambda *arguments: told.append(capsys.readouterr().out))
+    assert main(["doctor"]) == 0
+    assert [out.splitlines()[-1].split(", ", 1)[-1] for out in told[:3]] == [
+        "eager, float32: ",
+        "eager, bfloat16: ",
+        "torch.compile: ",
+    ]
+    assert "torch.compile takes 10 s to a minute" in told[0]
 
 
 @pytest.mark.gpu

@@ -4,10 +4,12 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 import release
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,6 +89,35 @@ def test_a_folder(python, repository, tmp_path):
     said = pip(python, repository)
     assert said.count("xent_ops is built without the CPU kernels") == 1 and "there is no torch" in said
     smoke(python, tmp_path)
+
+
+@pytest.mark.parametrize("how", ["folder", "repository"])
+def test_the_command_of_doctor_builds_the_cpp_part(how, python, repository, tmp_path):
+    """After an installation without it, and with whichever setuptools a new environment has. `make env` is editable."""
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (site / "torch.pth").write_text(f"{only_torch(tmp_path)}\n")
+    sources = {"folder": repository, "repository": f"git+file://{repository}"}[how]
+    pip(python, sources)
+    ask = "import xent_ops; print(xent_ops._extension.build_command()); from xent_ops.kernels import cpu; print(cpu.problem())"
+    status, said = run(python, "-c", ask, cwd=tmp_path)
+    assert status == 0, said
+    command, problem = said.splitlines()[-2:]
+    assert problem == "this xent_ops was built without its C++ extension"
+    install("sh", "-c", command)
+    status, said = run(python, "-c", ask, cwd=tmp_path)
+    assert status == 0 and said.splitlines()[-1] == "None", said
+
+
+def only_torch(folder):
+    """A folder with the torch of this environment and what it imports, and no setuptools."""
+    made = folder / "only-torch"
+    made.mkdir()
+    for site in dict.fromkeys([Path(torch.__file__).parents[1], Path(sysconfig.get_path("purelib"))]):
+        for path in site.iterdir():
+            if not path.name.startswith(("setuptools", "xent_ops", "__editable__", "pip", "wheel")):
+                link = made / path.name
+                link.exists() or link.symlink_to(path)
+    return made
 
 
 def test_a_repository(python, repository, tmp_path):

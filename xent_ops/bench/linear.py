@@ -13,7 +13,7 @@ from . import cases, compare, linear_cases, plot, report, timing
 from .linear_cases import FORWARD_UNIT, UNIT, LinearVariant
 from .linear_problem import LinearProblem
 from .measure import Result, Settings, measure, ours_failed, set_ratios
-from .problems import HeadShape, Shape
+from .sizes import HeadShape, Shape
 
 DEFAULT_SHAPES = {"cuda": [Shape(8192, 128256)], "cpu": [Shape(256, 4096)]}
 AGAIN = f"{UNIT} again"
@@ -43,7 +43,7 @@ def run(
     device: torch.device,
 ) -> int:
     environment = report.environment(device, arguments.command_line, linear_cases.PEERS)
-    report.show_environment(environment, linear_cases.PEERS)
+    report.show_environment(environment, settings.busy, linear_cases.PEERS)
     report.say_if_unmeasured(settings.memory, device)
     name = str(dtype).removeprefix("torch.")
     own = {"dtype": name, "step": None, "linear": arguments.linear, "chunk_rows": arguments.chunk_rows}

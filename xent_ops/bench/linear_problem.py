@@ -11,7 +11,8 @@ from torch import Tensor
 from . import check
 from .cases import Variant
 from .linear_cases import LinearVariant
-from .problems import HeadShape, Outputs, Run, Shape, StepProblem
+from .problems import Outputs, Run, StepProblem
+from .sizes import HeadShape, Shape
 
 # Logits that are in float64 at a time, about five copies of them: 512 MiB each on a GPU, where a chunk of few rows
 # would read and write all of the weight's gradient for little; 32 MiB elsewhere.

@@ -2,43 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-class Sizes(NamedTuple):
-    layers: int = 16
-    hidden: int = 2048
-    heads: int = 32
-    kv_heads: int = 8
-    feed_forward: int = 8192
-    classes: int = 128256
-
-    def check(self) -> None:
-        for large, small in (("hidden", "heads"), ("heads", "kv_heads")):
-            if getattr(self, large) % getattr(self, small):
-                raise ValueError(f"{large}={getattr(self, large)} is not a multiple of {small}={getattr(self, small)}")
-        if self.hidden // self.heads % 2:
-            raise ValueError(
-                f"hidden={self.hidden} over heads={self.heads} is {self.hidden // self.heads} numbers a head; rotary "
-                "positions need an even number"
-            )
-
-
-class ModelShape(NamedTuple):
-    """Of a training step, as results report it."""
-
-    batch: int
-    tokens: int
-    layers: int
-    hidden: int
-    classes: int
-
-    def __str__(self) -> str:
-        return "x".join(map(str, self))
+from .sizes import Sizes
 
 
 def _rotary(length: int, width: int, device: torch.device) -> Tensor:

@@ -13,8 +13,8 @@ import torch
 from .. import inductor
 from . import timing
 from .cases import Variant
-from .llama import ModelShape
-from .problems import HeadShape, Problem, Shape
+from .problems import Problem
+from .sizes import HeadShape, ModelShape, Shape
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Settings:
     graph: bool
     memory: bool
     budget_ms: float
+    busy: str | None = None  # why every time is to be doubted: the machine was busy before
     wall: bool = True  # where a GPU is timed by calls: also a call in a row of calls, 55 of them and more
 
 
@@ -134,18 +135,17 @@ def _measure(problem: Problem, variant: Variant, copy: timing.Times | None, sett
         problem.use_targets(0)
     times = _clock(run, problem.restore if result.overwrites_input else None, problem, settings)
     result.ms, result.low_ms, result.high_ms = times
-    result.note = "; ".join(filter(None, (times.doubt, result.note)))
-    if times.unsteady:
-        result.unsteady.append("ms")
+    busy = "the machine was busy" if settings.busy else "the copy was unsteady" if copy and copy.unsteady else ""
+    result.note = "; ".join(filter(None, (busy, times.doubt, result.note)))
+    doubted = bool(busy) or times.unsteady
+    result.unsteady += ["ms"] * doubted
     if copy is not None:
         result.copies = times.ms / copy.ms
-        if times.unsteady or copy.unsteady:
-            result.unsteady.append("copies")
+        result.unsteady += ["copies"] * doubted
     if settings.wall and problem.device.type != "cpu" and result.mode == "calls":
         wall = timing.back_to_back(run, settings.budget_ms)
         result.wall_ms = wall.ms
-        if wall.unsteady:
-            result.unsteady.append("wall_ms")
+        result.unsteady += ["wall_ms"] * (bool(busy) or wall.unsteady)
     result.status = "ok"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,12 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from . import cases, compare, model_cases, plot, report, timing
-from .llama import Sizes
 from .measure import Result, Settings, measure, ours_failed
 from .model_cases import BODY, ModelVariant
 from .model_problem import ModelProblem
-
-KEYS = ("batch", "tokens", *Sizes._fields)
+from .sizes import Sizes
 
 
 class _Step(NamedTuple):
@@ -33,20 +30,6 @@ DEFAULTS = {
     "cuda": _Step(Sizes(), 4, 4096),
     "cpu": _Step(Sizes(layers=2, hidden=64, heads=4, kv_heads=2, feed_forward=128, classes=512), 2, 32),
 }
-
-
-def sizes(text: str) -> dict[str, int]:
-    """What is given; the defaults of the rest depend on the device."""
-    found = {}
-    for part in filter(None, map(str.strip, text.split(","))):
-        match = re.fullmatch(r"(\w+)=0*([1-9]\d*)", part)
-        if match is None or match[1] not in KEYS:
-            raise argparse.ArgumentTypeError(
-                f"{part!r} is not a size; expected KEY=NUMBER with a whole number above 0, separated by commas, such "
-                f"as layers=4,batch=16; keys are {', '.join(KEYS)}"
-            )
-        found[match[1]] = int(match[2])
-    return found
 
 
 def check(arguments: argparse.Namespace, device: torch.device) -> _Step:
@@ -76,8 +59,9 @@ def run(
     device: torch.device,
 ) -> int:
     environment = report.environment(device, arguments.command_line, model_cases.PEERS)
-    report.show_environment(environment, model_cases.PEERS)
-    settings = Settings(graph=False, memory=timing.measures_memory(device), budget_ms=arguments.budget, wall=False)
+    memory = timing.measures_memory(device)
+    settings = Settings(graph=False, memory=memory, budget_ms=arguments.budget, busy=timing.busy(), wall=False)
+    report.show_environment(environment, settings.busy, model_cases.PEERS)
     report.say_if_unmeasured(settings.memory, device)
     name = str(dtype).removeprefix("torch.")
     own = {"dtype": name, "step": None, "model": step.as_json(), "ignored": arguments.ignored}

@@ -17,9 +17,10 @@ from .. import inductor
 from . import check
 from .cases import Variant
 from .linear_problem import chunked_by_inductor, relative_error
-from .llama import Llama, ModelShape, Sizes
+from .llama import Llama
 from .model_cases import ModelVariant
-from .problems import Outputs, Problem, Run, Shape
+from .problems import Outputs, Problem, Run
+from .sizes import ModelShape, Shape, Sizes
 
 # Logits that the eager step holds at a time, about five copies of them in float32: 256 MiB each. All at once they would
 # need more than the step that is measured, 134 GB for 65536 tokens and 128256 classes.

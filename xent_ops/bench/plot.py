@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .llama import ModelShape
 from .measure import Result
-from .problems import HeadShape, Shape
+from .sizes import HeadShape, ModelShape, Shape
 
 MISSING = "--plot needs matplotlib, which is not installed: pip install matplotlib"
 FORMATS = (".png", ".pdf", ".svg")

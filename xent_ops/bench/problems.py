@@ -13,29 +13,10 @@ import torch
 from torch import Tensor
 
 from . import check
-from .llama import ModelShape
+from .sizes import HeadShape, ModelShape, Shape
 
 if TYPE_CHECKING:
     from .cases import Variant
-
-
-class Shape(NamedTuple):
-    rows: int
-    classes: int
-
-    def __str__(self) -> str:
-        return f"{self.rows}x{self.classes}"
-
-
-class HeadShape(NamedTuple):
-    """Of a head and its loss as one."""
-
-    rows: int
-    classes: int
-    hidden: int
-
-    def __str__(self) -> str:
-        return f"{self.rows}x{self.classes}x{self.hidden}"
 
 
 class Outputs(NamedTuple):

@@ -30,18 +30,27 @@ def have(module: str) -> bool:
 
 @contextlib.contextmanager
 def progress(title: str, total: int) -> Iterator[Step]:
-    """By rich, on a terminal; elsewhere nothing is drawn."""
+    """A bar by rich, on a terminal; elsewhere a line for each."""
+    started = 0
+
+    def line(name: str) -> None:
+        nonlocal started
+        started += 1
+        print(f"{title}  {started}/{total}  {name}", file=sys.stderr, flush=True)
+
     if not have("rich"):
-        yield lambda name: None
+        yield line
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    console = Console(stderr=True)  # stdout stays as it is: the table may go to a pipe
+    if not console.is_terminal:
+        yield line
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # stdout stays as it is: the table may go to a pipe.
-    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False) as bar:
         task = bar.add_task(title, total=total)
-        started = 0
 
         def advance(name: str) -> None:
             nonlocal started
@@ -111,7 +120,10 @@ def show(title: str, results: Sequence[Result], columns: Table, markdown: bool) 
             shown.add_row(*row, style=style)
         Console(width=None if sys.stdout.isatty() else WIDTH, markup=False, highlight=False).print(shown)
     if any(result.unsteady for result in results):
-        print("~ unsteady: half of the samples differ by more than half; measure it again on an idle device")
+        print(
+            "~ unsteady: half of the samples differ by more than half, or the machine was busy; measure it again on an "
+            "idle one"
+        )
     print(flush=True)
 
 
@@ -150,7 +162,9 @@ def environment(device: torch.device, command_line: Sequence[str], peers: Sequen
     return found
 
 
-def show_environment(found: dict[str, Any], peers: Sequence[Peer] = PEERS) -> None:
+def show_environment(found: dict[str, Any], busy: str | None, peers: Sequence[Peer] = PEERS) -> None:
+    if busy:
+        print(f"THE MACHINE IS BUSY: {busy}. Every time below has a ~ and says little; measure again on an idle one.")
     where = found.get("gpu") or f"{found['cpu']}, {found['threads']} threads"
     names = ("torch", "triton", "driver")
     print(f"{where}; " + ", ".join(f"{name} {found[name] or 'not found'}" for name in names), end="")

@@ -1,4 +1,4 @@
-"""The command: arguments, the loop over shapes and variants, and the exit status."""
+"""The command: the loop over shapes and variants, and the exit status."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import functools
 import json
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,96 +14,12 @@ import torch
 
 from ..ops.devices import interpreter_is_set
 from . import cases, compare, linear, model, plot, report, tails, timing
-from .llama import ModelShape
+from .arguments import shapes
 from .measure import Result, Settings, copy_times, measure, ours_failed, set_ratios
-from .problems import HeadShape, LossProblem, Problem, Shape, StepProblem
+from .problems import LossProblem, Problem, StepProblem
+from .sizes import HeadShape, ModelShape, Shape
 
-HELP = "time this package's loss beside torch's and its peers' on your device; each is checked against float64 first"
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 DEFAULT_SHAPES = {"cuda": "8192x32000,4096x128256", "cpu": "256x4096,64x32000"}
-
-
-def shapes(text: str) -> list[Shape]:
-    found = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)x(\d+)\s*", part)
-        if match is None or not (1 <= int(match[1]) < 2**63 and 2 <= int(match[2]) < 2**63):
-            raise argparse.ArgumentTypeError(
-                f"{part!r} is not a shape; expected ROWSxCLASSES with at least 1 row and 2 classes, separated by "
-                "commas, such as 8192x32000,4096x128256"
-            )
-        found.append(Shape(int(match[1]), int(match[2])))
-    return found
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def _fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.0 <= value < 1.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction of the rows; expected 0 or more and less than 1")
-    return value
-
-
-def _list(text: str) -> list[int]:
-    return [_positive(part.strip()) for part in text.split(",")]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu (default: cuda where there is a GPU)")
-    parser.add_argument("--shapes", type=shapes, metavar="NxV,...", help="rows x classes, as 8192x32000,4096x128256")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the logits (default: bfloat16 on a GPU, float32 on a CPU)")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--graph", dest="graph", action="store_true", default=None, help="in CUDA graphs (CUDA's default)")
-    how.add_argument("--eager", dest="graph", action="store_false", help="launched by the host; adds the wall time")
-    parser.add_argument("--dynamic", action="store_true", help="also variants compiled for any number of rows")
-    parser.add_argument("--memory", action="store_true", help="also peak memory, in sizes of the logits (CUDA)")
-    parser.add_argument(
-        "--step", type=_positive, metavar="HIDDEN", help="time hidden @ W.T -> loss -> backward, of this hidden size"
-    )
-    parser.add_argument(
-        "--tails", action="store_true", help="time steps with softcap, scale and upcast before the loss, in bfloat16"
-    )
-    parser.add_argument(
-        "--linear",
-        type=_list,
-        metavar="HIDDEN,...",
-        help="time linear cross entropy: head and loss as one, of these sizes",
-    )
-    parser.add_argument(
-        "--chunk-rows",
-        type=_list,
-        metavar="ROWS,...",
-        help="with --linear: a line of ours for each number of rows a chunk",
-    )
-    parser.add_argument(
-        "--model",
-        type=model.sizes,
-        nargs="?",
-        const="",
-        metavar="KEY=N,...",
-        help=f"time whole training steps of a Llama-like decoder; keys: {', '.join(model.KEYS)}",
-    )
-    parser.add_argument(
-        "--ignored", type=_fraction, metavar="FRACTION", help="rows that are ignored, as 0.9 (default: every 17th)"
-    )
-    parser.add_argument("--only", metavar="WORDS,...", help="only variants whose names contain one of these")
-    parser.add_argument("--budget", type=_positive, default=100, metavar="MS", help="time per figure (default: 100 ms)")
-    parser.add_argument("--markdown", action="store_true", help="tables that can be pasted into an issue or a document")
-    parser.add_argument(
-        "--compare", type=Path, metavar="FILE", help="a last table: beside what an earlier --json wrote, line by line"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and environment; after each shape")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the times, in copies, and the memory")
-    parser.add_argument("--redraw", type=Path, metavar="FILE", help="--plot what an earlier --json wrote, and no more")
 
 
 def _redraw(source: Path, arguments: argparse.Namespace) -> None:
@@ -203,7 +118,7 @@ def main(arguments: argparse.Namespace) -> int:
             arguments.step = arguments.step or tails.HIDDEN[place]
             arguments.shapes = arguments.shapes or shapes(tails.SHAPES[place])
             arguments.memory = arguments.memory or device.type == "cuda"
-        dtype = DTYPES[arguments.dtype or ("float32" if on_cpu and not arguments.tails else "bfloat16")]
+        dtype = getattr(torch, arguments.dtype or ("float32" if on_cpu and not arguments.tails else "bfloat16"))
         heads = linear.chosen(arguments, dtype) if arguments.linear else None
         step = model.check(arguments, device) if arguments.model is not None else None
         whole = model.chosen(arguments.only) if step else []
@@ -211,7 +126,7 @@ def main(arguments: argparse.Namespace) -> int:
     except (ValueError, RuntimeError) as error:
         arguments.parser.error(str(error))
     if not report.have("rich"):
-        print("rich is not installed: plain tables, and no progress (pip install rich)", file=sys.stderr)
+        print("rich is not installed: plain tables, and a line for each variant (pip install rich)", file=sys.stderr)
     if step:
         return model.run(arguments, step, whole, dtype, device)
     if arguments.linear:
@@ -219,15 +134,17 @@ def main(arguments: argparse.Namespace) -> int:
     elif arguments.memory and device.type != "cuda":
         print(f"--memory is measured by CUDA's allocator alone: not on {device}", file=sys.stderr)
         arguments.memory = False
+    graph = device.type == "cuda" if arguments.graph is None else arguments.graph
     settings = Settings(
-        graph=device.type == "cuda" if arguments.graph is None else arguments.graph,
+        graph=graph,
         memory=arguments.memory,
         budget_ms=arguments.budget,
+        busy=None if graph else timing.busy(),  # a captured graph does not wait for the host
     )
     if heads:
         return linear.run(arguments, heads, settings, dtype, device)
     environment = report.environment(device, arguments.command_line)
-    report.show_environment(environment)
+    report.show_environment(environment, settings.busy)
     content: dict[str, Any] = {
         "environment": environment,
         "settings": {
@@ -265,7 +182,7 @@ def main(arguments: argparse.Namespace) -> int:
         rate = 2 * problem.unit / copy.ms / 1e6
         what = "loss" if arguments.step is None else f"step of hidden size {arguments.step}"
         title = f"{shape} {content['settings']['dtype']}, {what}; 1 copy = {copy.ms:.4f} ms ({rate:.3g} GB/s)"
-        title = "; ".join(filter(None, (title, copy.doubt)))
+        title = f"THE COPY IS UNSTEADY, AND SO IS ALL BELOW: {copy.doubt}\n{title}" if copy.unsteady else title
         report.show(title, done, report.table(done, settings.memory), arguments.markdown)
         results += done
         content["copies"].append({"shape": list(shape), "ms": copy.ms, "gb_per_s": rate})

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils import benchmark
@@ -23,6 +23,7 @@ MIN_SAMPLES, MAX_SAMPLES = 10, 1000
 UNSTEADY = 1.5  # between the slow and the fast quarter of the samples
 
 Action = Callable[[], Any]
+T = TypeVar("T")
 
 
 class Times(NamedTuple):
@@ -44,6 +45,12 @@ class Times(NamedTuple):
         if not self.unsteady:
             return ""
         return f"unsteady: half of the samples took {self.low:.4f} to {self.high:.4f} ms (is the device busy?)"
+
+
+def busy() -> str | None:
+    """What else the machine does now, where that is more than it has cores for; before a run adds its own load."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    return f"the load is {load:.1f} on {cores} cores" if load > cores else None
 
 
 class NotCapturable(Exception):
@@ -211,8 +218,9 @@ def _resident(what: str) -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{what}:"))
 
 
-def peak_memory(run: Run, inputs: tuple[torch.Tensor, ...], device: torch.device) -> Memory:
-    """Of a call that has run before: what CUDA's allocator gave, or on the CPU what the process held of memory."""
+def peak_bytes(run: Callable[[], T], device: torch.device) -> tuple[T, int]:
+    """Of a call that has run before: what CUDA's allocator gave, or on the CPU what the process held of memory, beyond
+    what it was before."""
     collect(device)
     if device.type == "cpu":
         with contextlib.suppress(AttributeError):  # not glibc
@@ -220,13 +228,17 @@ def peak_memory(run: Run, inputs: tuple[torch.Tensor, ...], device: torch.device
         Path(_CLEAR_REFS).write_text("5")  # the peak begins anew
         base = _resident("VmRSS")
         outputs = run()
-        peak = _resident("VmHWM") - base
-    else:
-        torch.cuda.reset_peak_memory_stats(device)
-        base = torch.cuda.memory_allocated(device)
-        outputs = run()
-        torch.cuda.synchronize(device)
-        peak = torch.cuda.max_memory_allocated(device) - base
+        return outputs, _resident("VmHWM") - base
+    torch.cuda.reset_peak_memory_stats(device)
+    base = torch.cuda.memory_allocated(device)
+    outputs = run()
+    torch.cuda.synchronize(device)
+    return outputs, torch.cuda.max_memory_allocated(device) - base
+
+
+def peak_memory(run: Run, inputs: tuple[torch.Tensor, ...], device: torch.device) -> Memory:
+    """Of a step of a problem, with and without its gradients."""
+    outputs, peak = peak_bytes(run, device)
     owned = {tensor.untyped_storage().data_ptr() for tensor in inputs}
     storages = [grad.untyped_storage() for grad in outputs.grads]
     gradients = sum(storage.nbytes() for storage in storages if storage.data_ptr() not in owned)

@@ -37,17 +37,19 @@ def _before_tracing() -> None:
 BEFORE_TRACING.append(_before_tracing)
 
 
-def options(base: Mapping[str, Any] | None = None, *, linear: bool | str = "auto") -> dict[str, Any]:
+def options(base: Mapping[str, Any] | str | None = None, *, linear: bool | str = "auto") -> dict[str, Any]:
     """Options for ``torch.compile`` that replace ``F.cross_entropy`` in what is compiled with them.
 
     Args:
-        base: further options, which are kept. A ``pre_grad_custom_pass`` among them runs before ours; without one, the
+        base: further options, which are kept, or the name of a mode of ``torch.compile``, as ``"reduce-overhead"``,
+            which it refuses beside options. A ``pre_grad_custom_pass`` among them runs before ours; without one, the
             pass that is set in ``torch._inductor.config`` now does.
         linear: whether the head before the loss becomes one operator with it, ``xent::linear_cross_entropy``, which
             never holds all logits. ``"auto"``: where they are large and nothing else reads them. True: small ones too,
             and with ``reduction="none"``, which takes a fourth product. False: only ``F.linear_cross_entropy`` does.
 
-    Clears the report. Raises ValueError for another ``linear``.
+    Clears the report. Raises ValueError for another ``linear``, and for a mode that torch does not have or that runs no
+    passes.
 
     Examples:
         >>> model = torch.nn.Linear(16, 16)
@@ -55,8 +57,9 @@ def options(base: Mapping[str, Any] | None = None, *, linear: bool | str = "auto
     """
     from . import graph_pass, report
 
+    settings = graph_pass.settings(graph_pass.of_mode(base) if isinstance(base, str) else base or {}, linear)
     report.clear()
-    return graph_pass.settings(base or {}, linear)
+    return settings
 
 
 def enable(*, linear: bool | str = "auto") -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
-from torch._inductor import config
+from torch._inductor import config, list_mode_options
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from . import cache_tag, decomposition, report, rewrite
@@ -54,8 +54,25 @@ def _passes(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
+_RUNS = "use_pre_grad_passes"  # False in mode="lite"
+
+
+def of_mode(name: str) -> dict[str, Any]:
+    """What torch.compile sets for a mode of this name. It takes a mode or options, and the pass comes with options."""
+    every = list_mode_options()
+    modes = {mode: found for mode, found in every.items() if found.get(_RUNS, True)}
+    if name not in modes:
+        why = "runs no passes, and F.cross_entropy would stay" if name in every else "is none that torch has"
+        raise ValueError(f"the mode {name!r} {why}; valid are {', '.join(map(repr, modes))}")
+    return modes[name]
+
+
 def settings(base: Mapping[str, Any], linear: bool | str) -> dict[str, Any]:
     """``base``, and the settings by which Inductor runs our pass after the one in ``base``, or the one set now."""
+    if not isinstance(base, Mapping):
+        raise TypeError(f"base must be a dict of Inductor's options, or the name of a mode, got {type(base).__name__}")
+    if not base.get(_RUNS, True):
+        raise ValueError(f"{_RUNS}=False keeps Inductor from running the pass, and F.cross_entropy would stay")
     current = base.get("pre_grad_custom_pass", config.pre_grad_custom_pass)
     merged = {**base, "pre_grad_custom_pass": with_ours(current, linear)}
     if hasattr(config, "pre_grad_pass_timing"):

@@ -36,8 +36,8 @@ def kernel(name: str) -> Callable[..., Any] | None:
         return getattr(torch.ops.xent_cpu, name).default
     if _extension.MODULE.exists():
         warnings.warn(
-            f"xent_ops runs its slower plain-torch kernels on CPU tensors: {problem()}. Build it again: `make env` in "
-            "a checkout that you work in, else pip install --no-build-isolation --no-deps <sources of xent_ops>",
+            f"xent_ops runs its slower plain-torch kernels on CPU tensors: {problem()}. This builds it again: "
+            f"{_extension.build_command()}",
             stacklevel=2,
         )
     return None
