@@ -19,9 +19,32 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_opcheck(device, dtype, requires_grad, name):
     torch.manual_seed(0)
+    utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
     for op, args, kwargs in samples(device, dtype, requires_grad):
         if op._schema.name.split("::")[1] == name:
-            torch.library.opcheck(op, args, kwargs)
+            torch.library.opcheck(op, args, kwargs, test_utils=utilities)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_opcheck_of_traces(device, dtype, name):
+    """The one check of opcheck that takes long, on calls that are traced differently; without gradients where a call
+    with them is not: that traces the forward alone, again."""
+    torch.manual_seed(0)
+    seen = set()
+    for requires_grad in (True, False):
+        for op, args, kwargs in samples(device, dtype, requires_grad):
+            if op._schema.name.split("::")[1] == name and (call := _form(args, kwargs)) not in seen:
+                seen.add(call)
+                torch.library.opcheck(op, args, kwargs, test_utils="test_aot_dispatch_dynamic")
+
+
+def _form(args, kwargs):
+    """What a graph of the call depends on: the number of dimensions, which arguments are given, and what is no number."""
+    tensors = [arg.dim() if isinstance(arg, torch.Tensor) else str(type(arg)) for arg in args]
+    masks = [arg for arg in args if isinstance(arg, list | bool)]
+    options = sorted((name, value if isinstance(value, str | bool) else "") for name, value in kwargs.items())
+    return str((tensors, masks, options))
 
 
 def test_every_operator_has_samples():
