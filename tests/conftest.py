@@ -41,6 +41,10 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    if INTERPRETED:  # nothing runs on a GPU here, where there is one neither
+        on_gpu = [item for item in items if "cuda" in item.name]
+        config.hook.pytest_deselected(items=on_gpu)
+        items[:] = [item for item in items if item not in on_gpu]
     for item in items:
         if INTERPRETED and "interpreter" not in item.keywords:
             item.add_marker(pytest.mark.skip(reason="TRITON_INTERPRET=1 is set: only tests marked 'interpreter' run"))
