@@ -76,6 +76,7 @@ def test_chunk_rows_and_hidden_sizes(tmp_path, capsys):
     assert shapes == ["| 34x64x16", "| 20x32x16", "| 34x64x8", "| 20x32x8"]
 
 
+@pytest.mark.slow  # Inductor compiles five steps with a C++ compiler
 def test_compiled_and_of_torch(tmp_path):
     """auto_chunker is refused where it leaves the graph as it is."""
     only = "xent compiled,unfused,F.linear,auto_chunker 4"

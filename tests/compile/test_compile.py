@@ -49,7 +49,7 @@ def test_every_dtype_of_targets(device, dtype):
 
 
 @pytest.mark.parametrize(
-    "dtype", [*DTYPES[:2], *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[2:])], ids=str
+    "dtype", [pytest.param(d, marks=() if d == torch.bfloat16 else pytest.mark.slow) for d in DTYPES], ids=str
 )
 def test_through_inductor(device, dtype):
     """Every entry point with all its options in one graph, through Inductor's lowerings of the backward operators."""

@@ -148,6 +148,7 @@ def compiled_elsewhere(monkeypatch):
     monkeypatch.setattr(_compile_check, "check", lambda device: None)
 
 
+@pytest.mark.slow  # test_import.py has the warning of the package
 def test_interpreter_is_warned_of_loudly():
     done = run(TRITON_INTERPRET="1")
     assert "WARNING: TRITON_INTERPRET is set" in done.stdout and "A THOUSAND TIMES SLOWER" in done.stdout
