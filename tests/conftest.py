@@ -20,7 +20,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 import pytest
 import torch
-from helpers.closing_line import pytest_addoption, pytest_sessionfinish  # noqa: F401: pytest calls them
+from helpers.closing_line import pytest_addoption, pytest_sessionfinish  # noqa: F401 (pytest calls them)
 from helpers.interpreter import INTERPRETED
 
 import xent_ops

@@ -6,13 +6,14 @@ KINDS = ["chunk", "uneven", "empty", "padded"]
 
 
 def every_kind_and_dtype(worlds, dtypes):
-    """Each kind with the first and one other dtype on two ranks, and with one of the next on more. With those that are
-    slow, every kind meets every dtype: how many ranks there are changes no arithmetic of a rank."""
-    cases = [(2, kind, dtypes[0]) for kind in KINDS]
+    """(world, kind, dtype): each kind with the first dtype on two ranks, and with one of the others on each number of
+    ranks, so that with four ranks, which are slow, every kind has met every dtype."""
+    first, *others = dtypes
+    cases = [pytest.param(2, kind, first) for kind in KINDS]
     for step, world in enumerate(worlds):
         number, marks = (world, ()) if isinstance(world, int) else (world.values[0], world.marks)
-        for place, kind in enumerate(KINDS):
-            dtype = dtypes[(place + step) % len(dtypes)]
-            if (number, kind, dtype) not in cases:
-                cases.append(pytest.param(number, kind, dtype, marks=marks) if marks else (number, kind, dtype))
+        cases += [
+            pytest.param(number, kind, others[(place + step) % len(others)], marks=marks)
+            for place, kind in enumerate(KINDS)
+        ]
     return cases
