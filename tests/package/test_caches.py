@@ -175,7 +175,8 @@ print(json.dumps(seen))
 """
 
 
-@pytest.mark.parametrize("timing", [pytest.param("early", marks=pytest.mark.slow), "late"])
+@pytest.mark.slow
+@pytest.mark.parametrize("timing", ["early", "late"])
 def test_the_choice_about_heads_is_in_the_keys(tmp_path, timing):
     """Whether Inductor looks a graph up before the pass runs ("late") or behind it."""
     without, with_head, again = run_step(PACKAGE.parent, tmp_path, HEADS.replace("TIMING", timing))

@@ -97,6 +97,7 @@ def test_a_compiler_that_crashes(monkeypatch):
     assert _compile_check.check(torch.device("cpu")) == "ERROR: the process died of signal 11"
 
 
+@pytest.mark.slow  # test_no_compiler_on_the_path has the words
 def test_a_missing_compiler_is_said_as_json():
     """Eager needs none; what torch.compile lacks is told, though earlier processes have compiled and cached."""
     done = run("doctor", "--json", CXX="/no/such/compiler")
