@@ -79,7 +79,7 @@ def test_checkpointed_blocks_and_a_tied_head():
     assert counts("\n".join(code), ONE_PASS) == (1,)
 
 
-@pytest.mark.slow  # six compilations with a C++ compiler; test_find_head_left.py has its graph
+@pytest.mark.slow  # Inductor compiles two steps with a C++ compiler
 def test_a_head_inside_a_checkpoint(monkeypatch):
     """It is in a graph inside the graph; Inductor's partitioner does not run the one pass again."""
 

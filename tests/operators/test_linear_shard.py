@@ -68,17 +68,19 @@ if not INTERPRETED:  # there the CPU packs the rows on the host with skip_ignore
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("split, options, how", pairs_if_interpreted(SPLITS, [{}, FULL], HOW), ids=str)
-def test_loss_and_gradients(device, split, options, how):
+@pytest.mark.parametrize(
+    "split, options, how, weighted", pairs_if_interpreted(SPLITS, [{}, FULL], HOW, [False, True]), ids=str
+)
+def test_loss_and_gradients(device, split, options, how, weighted):
     *tensors, weight, target = problem(device)
     upstream = torch.rand(2, 5, generator=torch.Generator().manual_seed(2)).to(device)
-    for w in (None, weight):
-        outputs, *grads = over_ranks(split, *tensors, w, target, [upstream], **options, **how)
-        expected = linear_oracle(*tensors[:2], target, tensors[2], w, upstream=upstream, reduction="none", **options)
-        bounds = expected.grad_bounds
-        # The gradient of the input is a sum of rounded parts, which may be larger than it.
-        size = expected.grads[0].abs().max() * torch.finfo(torch.float32).eps * 8 * len(SPLITS[split])
-        assert_linear(outputs[0], grads, expected._replace(grad_bounds=(bounds[0] + size, *bounds[1:])))
+    w = weight if weighted else None
+    outputs, *grads = over_ranks(split, *tensors, w, target, [upstream], **options, **how)
+    expected = linear_oracle(*tensors[:2], target, tensors[2], w, upstream=upstream, reduction="none", **options)
+    bounds = expected.grad_bounds
+    # The gradient of the input is a sum of rounded parts, which may be larger than it.
+    size = expected.grads[0].abs().max() * torch.finfo(torch.float32).eps * 8 * len(SPLITS[split])
+    assert_linear(outputs[0], grads, expected._replace(grad_bounds=(bounds[0] + size, *bounds[1:])))
 
 
 @pytest.mark.interpreter

@@ -171,7 +171,9 @@ def test_kernels_compile_without_spills(monkeypatch, tmp_path, name, case):
 MEMORY = re.compile(r"\b(?:ld|st|atom|red|cp\.async)\.[\w.:]*global")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{str(c[0])[6:]}-{c[1]}")
+@pytest.mark.parametrize(
+    "case", [CASES[1], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[::2])], ids=of_case
+)
 def test_a_kernel_waits_before_it_reads_or_writes(monkeypatch, tmp_path, case):
     """With PDL: it waits for the kernels before it, then lets the next one start, then touches memory."""
     waiting = {}
@@ -189,7 +191,14 @@ def test_a_kernel_waits_before_it_reads_or_writes(monkeypatch, tmp_path, case):
         assert "griddepcontrol" not in compile_call(kernel, args, kwargs, TARGETS["sm_90"]).asm["ptx"]
 
 
-@pytest.mark.parametrize("name, capacity", [("sm_80", 166912), ("sm_90", 232448), ("sm_100", 232448)])
+@pytest.mark.parametrize(
+    "name, capacity",
+    [
+        pytest.param("sm_80", 166912, marks=pytest.mark.slow),
+        ("sm_90", 232448),
+        pytest.param("sm_100", 232448, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     "dtype, classes",
     [

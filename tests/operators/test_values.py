@@ -185,28 +185,28 @@ def test_reduced(device, rows, reduction, weighted):
     torch.testing.assert_close(inverse, alone.reciprocal())
 
 
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda x: x[:, :-1],
-        lambda x: x[:, 1:],
-        lambda x: x[::2],
-        lambda x: x[..., :77],
-        lambda x: x[..., 3:],
-        lambda x: x.transpose(0, 1),
-        lambda x: x[:, 1:, :90].transpose(0, 1),
-        lambda x: x[0],
-        lambda x: x[1, 2],
-        lambda x: x[:1].expand(3, -1, -1),
-        lambda x: x.unsqueeze(1)[:, :, ::2],
-        lambda x: x.transpose(0, 2),
-        lambda x: x[..., ::2],
-        lambda x: x.reshape(2, 2, 5, 101)[:, :, 1:].transpose(0, 2),
-    ],
-    ids=range(14),
-)
-def test_views_of_logits_and_targets(device, view):
-    logits = view(realistic_logits(4, 5, 101, dtype=torch.float32))
+VIEWS = [
+    lambda x: x[:, :-1],
+    lambda x: x[:, 1:],
+    lambda x: x[::2],
+    lambda x: x[..., :77],
+    lambda x: x[..., 3:],
+    lambda x: x.transpose(0, 1),
+    lambda x: x[:, 1:, :90].transpose(0, 1),
+    lambda x: x[0],
+    lambda x: x[1, 2],
+    lambda x: x[:1].expand(3, -1, -1),
+    lambda x: x.unsqueeze(1)[:, :, ::2],
+    lambda x: x.transpose(0, 2),
+    lambda x: x[..., ::2],
+    lambda x: x.reshape(2, 2, 5, 101)[:, :, 1:].transpose(0, 2),
+]
+OTHER_VIEWS = (1, 3, 6, 9, 11)  # which test_one_pass.py has not: the interpreter's launchers have one place for rows
+
+
+@pytest.mark.parametrize("number", OTHER_VIEWS if INTERPRETED else range(len(VIEWS)))
+def test_views_of_logits_and_targets(device, number):
+    logits = VIEWS[number](realistic_logits(4, 5, 101, dtype=torch.float32))
     target = torch.randint(0, logits.shape[-1], (*logits.shape[:-1], 2), generator=torch.Generator().manual_seed(1))
     row_case(device, logits, target[..., 1])
 

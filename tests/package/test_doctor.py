@@ -60,6 +60,7 @@ exit 1
     return str(path)
 
 
+@pytest.mark.slow  # test_what_compilers_say_in_words has the words
 def test_python_headers_are_missing(monkeypatch, no_python_headers):
     monkeypatch.setenv("CXX", no_python_headers)
     problem = _compile_check.check(torch.device("cpu"))
