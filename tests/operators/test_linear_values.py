@@ -174,10 +174,10 @@ def test_float16_with_class_weights_beyond_it(device, weight, reduction):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_divisors_that_are_no_numbers_of_rows(device, dtype):
-    """As a division of the sum: nothing for infinity; for 0 what the class weights of a mean may be too."""
+    """As a division of the sum: nothing for infinity; for 0, which a tensor may hold, what a mean's class weights give."""
     x, head, target, _, _ = problem(12, 5, 9, dtype, device)
     x.requires_grad_(), head.requires_grad_()
-    for divisor in (float("inf"), -3.0, 0.0):
+    for divisor in (float("inf"), -3.0, torch.tensor(0.0, device=device)):
         results = []
         for unfused in (False, True):
             if unfused:
