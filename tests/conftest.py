@@ -54,6 +54,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.gpu)
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    # First, so that no other process takes from them (--dist worksteal takes the last) and starts the same ranks again.
+    items.sort(key=lambda item: "pool" not in item.fixturenames)
     if INTERPRETED:  # on a CPU, where there is a GPU too: the other run of `make test` has these
         config.hook.pytest_deselected(items=[item for item in items if "gpu" in item.keywords])
         items[:] = [item for item in items if "gpu" not in item.keywords]

@@ -156,10 +156,11 @@ def test_divisor(device, dtype, square):
     assert_grad(logits, wanted)
 
 
-@pytest.mark.interpreter
-@pytest.mark.parametrize(
-    "rows, reduction, weighted", pairs_if_interpreted([0, 1, 5, 9001], ["mean", "sum"], [False, True]), ids=str
-)
+REDUCED = pairs_if_interpreted([0, 1, 5], ["mean", "sum"], [False, True])
+MANY = [(9001, "mean", True)] if INTERPRETED else list(itertools.product([9001], ["mean", "sum"], [False, True]))
+
+
+@pytest.mark.parametrize("rows, reduction, weighted", REDUCED + MANY, ids=str)
 def test_reduced(device, rows, reduction, weighted):
     """Value and divisor of the reduced operator are those of its rows, added up in float64; likewise the divisor alone."""
     logits = torch.randn(rows, 8, device=device) * 3
