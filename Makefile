@@ -13,6 +13,8 @@ TESTS = -m pytest -q --numprocesses $(JOBS) --maxprocesses 8 --dist worksteal
 PYTEST = TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $(PY) $(TESTS)
 COMPILED = env -u TRITON_INTERPRET $(PYTEST)
 INTERPRETED = env TRITON_INTERPRET=1 $(PYTEST)
+# What the runs of one target passed, failed and skipped: the last line counts both, and both run where one fails.
+COUNTS = $(VENV)/counts.json
 
 export PYTHON TORCH TORCH_INDEX_URL XENT_OPS_BUILD_CPP
 
@@ -37,8 +39,9 @@ demo: env  ## train a small GPT with F.cross_entropy and both losses of xent_ops
 	$(PY) examples/train_lm.py $(ARGS)
 
 test: env  ## the tests that this machine can run
-	$(COMPILED) tests -m "not slow"
-	$(INTERPRETED) tests -m "interpreter and not slow"
+	@rm -f $(COUNTS)
+	$(COMPILED) tests -m "not slow" --add-counts $(COUNTS); first=$$?; \
+		$(INTERPRETED) tests -m "interpreter and not slow" --add-counts $(COUNTS) && exit $$first
 
 test-quick: env  ## the inner loop, under two minutes: values on the CPU and in the interpreter, eager, graph snapshots
 	$(COMPILED) $(QUICK) -m "not slow and not gpu"

@@ -20,6 +20,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 import pytest
 import torch
+from helpers.closing_line import pytest_addoption, pytest_sessionfinish  # noqa: F401 (pytest calls them)
 from helpers.interpreter import INTERPRETED
 
 import xent_ops
@@ -39,14 +40,25 @@ def pytest_xdist_auto_num_workers(config):
     return 0 if torch.cuda.is_available() else None
 
 
+def pytest_ignore_collect(collection_path, config):
+    """A run of the tests in the interpreter imports the files that have some: half of its collection is not."""
+    if INTERPRETED and "interpreter" in config.option.markexpr and collection_path.match("test_*.py"):
+        return "mark.interpreter" not in collection_path.read_text() or None
+
+
 def pytest_collection_modifyitems(config, items):
     for item in items:
         if INTERPRETED and "interpreter" not in item.keywords:
             item.add_marker(pytest.mark.skip(reason="TRITON_INTERPRET=1 is set: only tests marked 'interpreter' run"))
         if "[cuda" in item.name or "cuda]" in item.name or "-cuda-" in item.name:
             item.add_marker(pytest.mark.gpu)
-        if "gpu" in item.keywords and (INTERPRETED or not torch.cuda.is_available()):
+        if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    # First, so that no other process takes from them (--dist worksteal takes the last) and starts the same ranks again.
+    items.sort(key=lambda item: "pool" not in item.fixturenames)
+    if INTERPRETED:  # on a CPU, where there is a GPU too: the other run of `make test` has these
+        config.hook.pytest_deselected(items=[item for item in items if "gpu" in item.keywords])
+        items[:] = [item for item in items if "gpu" not in item.keywords]
 
 
 def pytest_collection_finish(session):

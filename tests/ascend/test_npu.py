@@ -21,6 +21,7 @@ def test_tracing_on_a_fake_device():
     run_cases(HERE / "npu_fake_cases.py", TRITON_INTERPRET="0")
 
 
+@pytest.mark.slow  # a C++ build and the interpreter; the other run of `make test` has the kernels' numbers too
 @pytest.mark.parametrize("name", ["npu_host_cases.py", "npu_memory_cases.py"])
 def test_kernels_on_a_host_device(name):
     pytest.importorskip("triton", reason="triton is not installed")

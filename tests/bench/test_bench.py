@@ -163,6 +163,7 @@ def test_compiled_variants(tmp_path):
     assert {name: results[34, 64, name]["status"] for name in names} == dict.fromkeys(names, "ok")
 
 
+@pytest.mark.slow  # Inductor compiles four steps with a C++ compiler
 def test_tails(tmp_path, capsys):
     """Steps with softcap and scale before the loss; the pass says what it left alone."""
     figures = tmp_path / "tails.json"

@@ -94,6 +94,7 @@ def test_ignored_positions(fraction, ignored):
     assert torch.equal(target[:, :-1][counted], tokens[:, 1:][counted])
 
 
+@pytest.mark.slow  # Inductor compiles a model with a C++ compiler
 @pytest.mark.parametrize("name", ["xent pass", "xent found head"])
 def test_the_pass_in_a_compiled_step(tmp_path, name):
     """Of one layer, by Inductor itself."""

@@ -25,7 +25,9 @@ def assert_close(mine, eager, dtype):
     torch.testing.assert_close(mine, eager, rtol=rtol, atol=rtol / 10)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [*DTYPES[:2], *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[2:])], ids=str
+)
 @pytest.mark.parametrize("entry", FUNCTIONS)
 def test_every_option_reduction_and_dtype(device, entry, dtype):
     """One graph each way, which reads no value on the host."""
@@ -49,7 +51,7 @@ def test_every_dtype_of_targets(device, dtype):
 
 
 @pytest.mark.parametrize(
-    "dtype", [*DTYPES[:2], *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[2:])], ids=str
+    "dtype", [pytest.param(d, marks=() if d == torch.bfloat16 else pytest.mark.slow) for d in DTYPES], ids=str
 )
 def test_through_inductor(device, dtype):
     """Every entry point with all its options in one graph, through Inductor's lowerings of the backward operators."""
@@ -91,7 +93,7 @@ def test_no_recompile(device, entry):
         torch.testing.assert_close(grad, torch.autograd.grad(eager[0].sum(), x))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_dynamic(device, backend):
     """dynamic=True: one graph for every number of rows and of classes; Inductor's kernels index with both."""
     entries = ["cross_entropy", "class probabilities"] if backend == "inductor" else list(FUNCTIONS)

@@ -79,6 +79,7 @@ def test_checkpointed_blocks_and_a_tied_head():
     assert counts("\n".join(code), ONE_PASS) == (1,)
 
 
+@pytest.mark.slow  # Inductor compiles two steps with a C++ compiler
 def test_a_head_inside_a_checkpoint(monkeypatch):
     """It is in a graph inside the graph; Inductor's partitioner does not run the one pass again."""
 
@@ -182,7 +183,11 @@ CHUNKED = {
 
 
 @pytest.mark.skipif(TORCH < (2, 13), reason="auto_chunker on a CPU was tried with torch 2.13 alone")
-@pytest.mark.parametrize("linear", [None, False, True], ids=["without the pass", "linear=False", "linear=True"])
+@pytest.mark.parametrize(
+    "linear",
+    [pytest.param(None, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["without the pass", "linear=False", "linear=True"],
+)
 def test_beside_auto_chunker(linear):
     """Ours wins: auto_chunker runs after the pass, and has no rule for our operators."""
     from torch._inductor import metrics

@@ -62,13 +62,22 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name, dynamic",
-    [
-        *((name, None) for name in (ALONE | SHARED)),
-        *((name, True) for name in ("next token, dense", "two views", "huber")),
-    ],
+# One of each way to share memory; the others are slow.
+QUICK = (
+    *("plain", "next token", "options", "accuracy beside it"),
+    *("rows that overlap", "huber", "overlap of one product made twice", "upcast twice", "part of a cat", "returned"),
+    *("factor read again", "padded, read without"),
 )
+
+
+def _cases():
+    for name in ALONE | SHARED:
+        yield pytest.param(name, None, marks=() if name in QUICK else pytest.mark.slow)
+    for name in ("next token, dense", "two views", "huber"):
+        yield pytest.param(name, True, marks=() if name == "next token, dense" else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name, dynamic", _cases())
 def test_gradients_are_those_of_eager(device, name, dynamic):
     """With the gradient over the logits where it may be, and nowhere else: slices that are saved apart look donated."""
     loss_of = (ALONE | SHARED)[name]

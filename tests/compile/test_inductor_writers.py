@@ -275,7 +275,7 @@ def random_program(seed):
     return function, lines
 
 
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", [*range(3), *(pytest.param(part, marks=pytest.mark.slow) for part in range(3, 8))])
 def test_random_programs(part):
     """float32, where nothing is rounded in between: the values and gradients of eager, wherever torch has any."""
     replaced = 0

@@ -117,10 +117,15 @@ def two_losses(x, w, b, target):
     return loss(x, w, b, target) + loss(x, w, b, target.flip(0), label_smoothing=0.1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "function, calls", [(loss, 1), (twice, 1), (two_losses, 2)], ids=["once", "twice", "two losses"]
-)
+def _scaled():
+    for function, calls in ((loss, 1), (twice, 1), (two_losses, 2)):
+        for dtype in DTYPES:
+            quick = dtype == torch.float32 or (function, dtype) == (two_losses, torch.bfloat16)
+            marks = () if quick else pytest.mark.slow
+            yield pytest.param(function, calls, dtype, id=f"{function.__name__}-{dtype}", marks=marks)
+
+
+@pytest.mark.parametrize("function, calls, dtype", _scaled())
 def test_gradients_are_scaled_in_place(device, dtype, function, calls):
     """What the forward has made is the result of the backward: no second buffer of the head's size."""
     tensors = inputs(dtype, device)

@@ -41,7 +41,7 @@ def equal_to_eager(device, backend):
         torch.compiler.reset()
         step = step_of(group, **options)
         compiled = torch.compile(step, fullgraph=True, backend=backend, dynamic=True)
-        for number, rows in enumerate((6, 11, 24)):
+        for number, rows in enumerate((6, 11)):
             x, head, bias, target = leaves(device, *head_of(torch.float32, (world * rows, 2)))
             if "sequence_parallel" in options:
                 x = x.detach().chunk(world)[rank].clone().requires_grad_()
@@ -63,7 +63,7 @@ def pipeline_equal_to_eager(device, backend):
     for options, weighted, dtype in (
         (full, True, torch.float32),
         ({"sequence_parallel": True, "chunk_rows": 5}, False, torch.float32),
-        (full, False, torch.float16),
+        *([(full, False, torch.float16)] if backend == "inductor" else []),  # whose code is of the dtype
     ):
         torch.compiler.reset()
         step = step_of(None, **options)

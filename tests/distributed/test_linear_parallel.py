@@ -8,15 +8,14 @@ import linear_log_prob_cases as log_probs
 import linear_parallel_cases as cases
 import pytest
 import torch
+from worlds import every_kind_and_dtype
 
 WORLDS = [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
 FEW = [2, pytest.param(3, marks=pytest.mark.slow)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["chunk", "uneven", "empty", "padded"])
+@pytest.mark.parametrize("world, kind, dtype", every_kind_and_dtype(WORLDS, DTYPES))
 def test_values(pool, device, world, kind, dtype):
     pool(world, device).run(cases.values, kind, dtype)
 
@@ -66,7 +65,7 @@ def test_compiled(pool, device, world, backend):
     "case",
     [
         compiled.graph,
-        compiled.order_of_the_pipeline,
+        pytest.param(compiled.order_of_the_pipeline, marks=pytest.mark.slow),
         compiled.bad_input_while_tracing,
         compiled.gradients_are_made_once_in_a_checkpoint,
         pytest.param(compiled.gradients_are_made_once, marks=pytest.mark.slow),

@@ -6,14 +6,13 @@ import torch
 import vocab_parallel_cases as cases
 import vocab_parallel_compiled_cases as compiled
 import vocab_parallel_error_cases as errors
+from worlds import every_kind_and_dtype
 
 WORLDS = [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["chunk", "uneven", "empty", "padded"])
+@pytest.mark.parametrize("world, kind, dtype", every_kind_and_dtype(WORLDS, DTYPES))
 def test_values(pool, device, world, kind, dtype):
     pool(world, device).run(cases.values, kind, dtype)
 
@@ -47,7 +46,7 @@ def test_behaviour(pool, device, world, case):
     pool(world, device).run(case)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4, 8))])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled(pool, device, world, backend):
     if backend == "inductor" and world > 2 and device == "cpu":

@@ -21,8 +21,8 @@ TYPES = {
 OPTIONS = ("num_warps", "num_stages")
 
 
-def compile_call(kernel, args, kwargs, target):
-    """Compile a kernel for what it would be launched with."""
+def _specialise(kernel, args, kwargs):
+    """(signature, constants, attributes) of a launch, as Triton makes them."""
     signature, constants, attributes = {}, {}, {}
     values = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in kwargs.items() if k not in OPTIONS}
     for index, parameter in enumerate(kernel.params):
@@ -40,7 +40,17 @@ def compile_call(kernel, args, kwargs, target):
             aligned = isinstance(value, int) and value % 16 == 0
             if aligned and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
                 attributes[(index,)] = [["tt.divisibility", 16]]
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
+    return signature, constants, attributes
+
+
+def specialised(kernel, args, kwargs) -> tuple:
+    """Equal for launches of one compiled kernel."""
+    return kernel, str(_specialise(kernel, args, kwargs)), str([kwargs.get(name) for name in OPTIONS])
+
+
+def compile_call(kernel, args, kwargs, target):
+    """Compile a kernel for what it would be launched with."""
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, *_specialise(kernel, args, kwargs))
     return triton.compile(source, target=target, options={k: kwargs[k] for k in OPTIONS if k in kwargs})
 
 

@@ -19,9 +19,44 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_opcheck(device, dtype, requires_grad, name):
     torch.manual_seed(0)
+    utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
     for op, args, kwargs in samples(device, dtype, requires_grad):
         if op._schema.name.split("::")[1] == name:
-            torch.library.opcheck(op, args, kwargs)
+            torch.library.opcheck(op, args, kwargs, test_utils=utilities)
+
+
+def traced_differently(device, dtype, name):
+    """Calls of an operator; without gradients where there is none with them, which traces the forward as well."""
+    torch.manual_seed(0)
+    calls = {}
+    for requires_grad in (True, False):
+        for op, args, kwargs in samples(device, dtype, requires_grad):
+            if op._schema.name.split("::")[1] == name:
+                calls.setdefault(_form(args, kwargs), (op, args, kwargs))
+    return list(calls.values())
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_opcheck_of_a_trace(device, name):
+    """The one check of opcheck that takes long, on the call with the most options."""
+    op, args, kwargs = max(traced_differently(device, torch.float32, name), key=lambda call: len(call[2]))
+    torch.library.opcheck(op, args, kwargs, test_utils="test_aot_dispatch_dynamic")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_opcheck_of_every_trace(device, dtype, name):
+    for op, args, kwargs in traced_differently(device, dtype, name):
+        torch.library.opcheck(op, args, kwargs, test_utils="test_aot_dispatch_dynamic")
+
+
+def _form(args, kwargs):
+    """What a graph of the call depends on: the number of dimensions, which arguments are given, and what is no number."""
+    tensors = [arg.dim() if isinstance(arg, torch.Tensor) else str(type(arg)) for arg in args]
+    masks = [arg for arg in args if isinstance(arg, list | bool)]
+    options = sorted((name, value if isinstance(value, str | bool) else "") for name, value in kwargs.items())
+    return str((tensors, masks, options))
 
 
 def test_every_operator_has_samples():

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from against_oracle import OPTIONS
 from flat_options import FlatOptions
+from helpers.covering import pairs_if_interpreted
 from helpers.interpreter import INTERPRETED
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -74,9 +75,7 @@ def case(device, logits, target, sizes, weight=None, *, padding=0, upstream=True
     assert_grad(grad[..., : logits.shape[-1]], expected)
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["", "weight"])
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype, name, weighted", pairs_if_interpreted(DTYPES, OPTIONS, [False, True]), ids=str)
 def test_options(device, dtype, name, weighted):
     logits = realistic_logits(6, 203, dtype=dtype)
     target = torch.tensor([0, 202, 64, -1, 100, 7])

@@ -175,6 +175,7 @@ print(json.dumps(seen))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("timing", ["early", "late"])
 def test_the_choice_about_heads_is_in_the_keys(tmp_path, timing):
     """Whether Inductor looks a graph up before the pass runs ("late") or behind it."""

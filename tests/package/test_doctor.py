@@ -60,6 +60,7 @@ exit 1
     return str(path)
 
 
+@pytest.mark.slow  # test_what_compilers_say_in_words has the words
 def test_python_headers_are_missing(monkeypatch, no_python_headers):
     monkeypatch.setenv("CXX", no_python_headers)
     problem = _compile_check.check(torch.device("cpu"))
@@ -97,6 +98,7 @@ def test_a_compiler_that_crashes(monkeypatch):
     assert _compile_check.check(torch.device("cpu")) == "ERROR: the process died of signal 11"
 
 
+@pytest.mark.slow  # test_no_compiler_on_the_path has the words
 def test_a_missing_compiler_is_said_as_json():
     """Eager needs none; what torch.compile lacks is told, though earlier processes have compiled and cached."""
     done = run("doctor", "--json", CXX="/no/such/compiler")
@@ -148,6 +150,7 @@ def compiled_elsewhere(monkeypatch):
     monkeypatch.setattr(_compile_check, "check", lambda device: None)
 
 
+@pytest.mark.slow  # test_import.py has the warning of the package
 def test_interpreter_is_warned_of_loudly():
     done = run(TRITON_INTERPRET="1")
     assert "WARNING: TRITON_INTERPRET is set" in done.stdout and "A THOUSAND TIMES SLOWER" in done.stdout
