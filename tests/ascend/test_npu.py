@@ -15,6 +15,7 @@ from helpers.processes import PATH, run_cases, run_python
 HERE = Path(__file__).parent
 
 
+@pytest.mark.slow
 def test_tracing_on_a_fake_device():
     if not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"):
         pytest.skip(f"torch {torch.__version__} cannot set up a device in Python")

@@ -153,6 +153,7 @@ def test_samples_that_differ_are_doubted():
     assert times == (2.0, 1.0, 3.0) and times.unsteady and "1.0000 to 3.0000 ms" in times.doubt
 
 
+@pytest.mark.slow
 def test_compiled_variants(tmp_path):
     """The options as plain torch spells them are checked against the same reference, and rows may be dynamic."""
     figures = tmp_path / "bench.json"

@@ -64,9 +64,8 @@ SHARED = {
 
 # One of each way to share memory; the others are slow.
 QUICK = (
-    *("plain", "next token", "options", "accuracy beside it"),
+    *("next token", "options", "accuracy beside it"),
     *("rows that overlap", "huber", "overlap of one product made twice", "upcast twice", "part of a cat", "returned"),
-    *("factor read again", "padded, read without"),
 )
 
 

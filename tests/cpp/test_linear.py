@@ -73,10 +73,10 @@ def calls(dtype):
     yield "linear_scale_grad", (x.double(), lse), {}
 
 
-SLOW = [pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float64, torch.float16)]
+SLOW = [pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float64, torch.float16)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *SLOW])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *SLOW])
 def test_values(dtype, tmp_path):
     """Also of inputs that require grad, and of meta tensors their shapes, dtypes and strides."""
     made = []

@@ -8,7 +8,14 @@ CASES = [(way, "aot_eager") for way in cases.WAYS]
 CASES.append(pytest.param("DDP of compiled", "inductor", marks=pytest.mark.slow))
 
 
-@pytest.mark.parametrize("way, backend", CASES)
+# The ways are those of test_the_head_and_the_loss_as_one; this counts graphs too.
+QUICK = ("DDP of compiled", "compiled FSDP")
+
+
+@pytest.mark.parametrize(
+    "way, backend",
+    [*CASES[-1:], *(pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow) for case in CASES[:-1])],
+)
 def test_equal_to_one_process(pool, device, way, backend):
     pool(2, device).run(cases.equal_to_one_process, way, backend)
 

@@ -58,7 +58,8 @@ def test_compiled(pool, device, world, backend):
     if backend == "inductor" and world > 2 and device == "cpu":
         pytest.skip("every rank compiles what two compile")
     pool(world, device).run(compiled.equal_to_eager, backend)
-    pool(world, device).run(compiled.pipeline_equal_to_eager, backend)
+    if backend == "inductor":  # the cases of test_tracing have its graph
+        pool(world, device).run(compiled.pipeline_equal_to_eager)
 
 
 @pytest.mark.parametrize(

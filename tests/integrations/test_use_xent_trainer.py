@@ -35,7 +35,13 @@ def trainer(model, folder, **options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"gradient_checkpointing": True}, {"average_tokens_across_devices": False}], ids=str
+    "options",
+    [
+        {},
+        {"gradient_checkpointing": True},
+        pytest.param({"average_tokens_across_devices": False}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_the_losses_of_a_run(options, tmp_path):
     losses = []

@@ -141,8 +141,7 @@ def test_a_tensor_on_a_gpu_is_not_read():
 # Large numbers
 
 
-@pytest.mark.interpreter
-@pytest.mark.usefixtures("eager_and_dispatched")
+@pytest.mark.usefixtures("eager_and_dispatched")  # the kernels' part is that of the operators, below
 @pytest.mark.parametrize("function", [name for name in FUNCTIONS if name != "token_log_probs"])
 @pytest.mark.parametrize("option, value", [("softcap", 10**30), ("logit_scale", 2**70), ("lse_square_scale", 10**25)])
 def test_integers_beyond_64_bits(device, function, option, value):

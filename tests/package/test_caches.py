@@ -102,6 +102,7 @@ print(json.dumps(seen))
 """
 
 
+@pytest.mark.slow
 def test_replacing_cross_entropy_keeps_the_caches(tmp_path):
     """A pass without uuid() would switch them off; and the report knows what is in a graph that comes from them."""
     first, again = run_step(PACKAGE.parent, tmp_path, REPLACED_TWICE)
