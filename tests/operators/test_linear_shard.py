@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.float16_problems import PROBLEMS
 from helpers.interpreter import INTERPRETED
 
 from xent_ops.testing import assert_linear, linear_oracle
@@ -101,6 +102,37 @@ def test_entropies(device, split, skip):
     torch.testing.assert_close(found, values, rtol=1e-5, atol=1e-5)
     wanted = torch.autograd.grad(total, (x, h, b))
     torch.testing.assert_close([grad.double() for grad in grads], list(wanted), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("entropy", [False, True], ids=["", "entropy"])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_float16_gradients_of_logits_beyond_it(device, name, entropy):
+    x, head, weight, target, upstream, options = PROBLEMS[name].to(device)
+    if entropy and weight is not None:
+        pytest.skip("entropies go with the plain loss")
+    bias, upstreams = head.new_zeros(V), [upstream, torch.zeros_like(upstream), torch.zeros_like(upstream)]
+    outputs, grad_input, grad_head, _ = over_ranks(
+        "even", x, head, bias, weight, target, upstreams if entropy else upstreams[:1], entropy, **options
+    )
+    expected = linear_oracle(x, head, target, bias, weight, upstream=upstream, reduction="none", **options)
+    more = expected.grads[0].abs().max() * torch.finfo(torch.float16).eps * 4  # of a sum of two rounded parts
+    bounds = (expected.grad_bounds[0] + more, *expected.grad_bounds[1:])
+    assert_linear(outputs[0], (grad_input, grad_head), expected._replace(grad_bounds=bounds))
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("of", [1, 2], ids=["lse", "entropy"])
+def test_float16_gradients_of_other_outputs_beyond_it(device, of, sign):
+    """As those of float32, within float16's roundings of each part."""
+    x, head, _, target, _, _ = PROBLEMS["large"].to(device)
+    tensors, upstream = (x, head, torch.arange(V, device=device).half() / 16), torch.zeros(3, 2, 5, device=device)
+    upstream[of] = sign * 2.0**20
+    made = [
+        over_ranks("even", *(tensor.to(dtype) for tensor in tensors), None, target, list(upstream), True)[1:3]
+        for dtype in (torch.float16, torch.float32)
+    ]
+    for half, single in zip(*made, strict=True):
+        assert (half - single).abs().max() <= 4e-3 * single.abs().max()
 
 
 def test_a_class_that_wraps_around_to_ignore_index(device):
