@@ -9,6 +9,7 @@ from xent_ops.testing import assert_linear, linear_oracle
 
 ops = torch.ops.xent
 V, H = 37, 8
+INF = float("inf")
 SPLITS = {
     "even": [(0, 19), (19, 18)],
     "empty": [(0, 0), (0, 30), (30, 7)],
@@ -80,17 +81,16 @@ def test_loss_and_gradients(device, split, options, how):
         # The gradient of the input is a sum of rounded parts, which may be larger than it.
         size = expected.grads[0].abs().max() * torch.finfo(torch.float32).eps * 8 * len(SPLITS[split])
         assert_linear(outputs[0], grads, expected._replace(grad_bounds=(bounds[0] + size, *bounds[1:])))
+        assert (outputs[1][target == -100] == INF).all() == ("skip_ignored" in how or "max_counted" in how)
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("skip", [False, True], ids=["", "skip"])
+@pytest.mark.parametrize("how", [{}, {"skip_ignored": True}, {"max_counted": 9}], ids=str)
 @pytest.mark.parametrize("split", SPLITS)
-def test_entropies(device, split, skip):
+def test_entropies(device, split, how):
     input, head, bias, _, target = problem(device)
     upstream = [torch.rand(2, 5, generator=torch.Generator().manual_seed(seed)).to(device) for seed in (2, 3, 4)]
-    outputs, *grads = over_ranks(
-        split, input, head, bias, None, target, upstream, entropy=True, chunk_rows=4, skip_ignored=skip
-    )
+    outputs, *grads = over_ranks(split, input, head, bias, None, target, upstream, entropy=True, chunk_rows=4, **how)
     x, h, b = (tensor.double().requires_grad_() for tensor in (input, head, bias))
     log_p, counted = (x @ h.t() + b).log_softmax(-1), target != -100
     lse = (x @ h.t() + b).logsumexp(-1)
@@ -100,6 +100,8 @@ def test_entropies(device, split, skip):
     total = sum((value * u).sum() for value, u in zip(values, upstream, strict=True))
     found = [torch.where(counted, value, 0.0).double() for value in (outputs[0], outputs[1], outputs[4])]
     torch.testing.assert_close(found, values, rtol=1e-5, atol=1e-5)
+    if how:
+        assert (outputs[1][~counted] == INF).all() and not outputs[4][~counted].any()
     wanted = torch.autograd.grad(total, (x, h, b))
     torch.testing.assert_close([grad.double() for grad in grads], list(wanted), rtol=1e-4, atol=1e-5)
 
