@@ -159,9 +159,9 @@ def _sum_over_ranks(gradient: Tensor, group_name: str, scattered: bool) -> Tenso
     """Of (...) the sum; of (ranks, ...), where ``scattered``, this rank's part of it."""
     if transforms.is_batch(gradient):  # torch would run the collective on each, and stack them before they are there
         raise NotImplementedError(
-            "the gradient of the input is summed over ranks by a collective, which takes no batch of upstream gradients "
-            "(is_grads_batched=True, torch.vmap): call backward for each of them, or for a mean or a sum pass "
-            "pipelined=True"
+            "the gradient of the input is summed over ranks by a collective, which takes no batch of upstream "
+            "gradients (is_grads_batched=True, torch.vmap): call backward for each of them, or for a mean or a sum "
+            "pass pipelined=True"
         )
     collectives = torch.ops._c10d_functional
     if scattered:
