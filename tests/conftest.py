@@ -33,6 +33,12 @@ if INTERPRETED:
         _override.impl(_name, _operator.on_cuda, "CPU", allow_override=True)
 
 
+def pytest_addoption(parser):
+    fuzz = parser.getgroup("fuzz", "random calls of the public functions (tests/fuzz)")
+    fuzz.addoption("--fuzz-seconds", type=float, default=120.0, help="time of all its tests together (120)")
+    fuzz.addoption("--fuzz-seed", type=int, default=0, help="the first draw (0); each draw has a seed of its own")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
     """``--numprocesses auto``: pytest-xdist counts the cores. One process where there is a GPU: tests there measure

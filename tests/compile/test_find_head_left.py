@@ -327,3 +327,22 @@ def test_switched_off():
         assert_taken(
             lambda x, w, t: F.linear_cross_entropy(x.view(-1, H), w, t.flatten()), x, w, t, linear=False
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("shared", range(3), ids=["input", "weight", "bias"])
+def test_two_inputs_that_share_memory(shared):
+    """The fake tensors of one of these and of ``other`` do not know it: the head is computed before the write."""
+
+    def function(x, w, b, t, other):
+        y = F.linear(x, w, b)
+        other.zero_()
+        return ce(y, t)
+
+    def loss_of(function):
+        tensors = [tensor.detach().clone() for tensor in inputs()]
+        return function(*tensors, torch.from_dlpack(tensors[shared]))  # a storage of its own
+
+    found = loss_of(torch.compile(function, backend=Rewriting(linear=True), fullgraph=True))
+    torch.testing.assert_close(found, loss_of(function), **CLOSE)
+    (call,) = inductor.last_report().calls
+    assert not call.head and "zero_ may write to the" in call.head_left

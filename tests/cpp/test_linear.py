@@ -5,6 +5,7 @@ import zipfile
 
 import pytest
 import torch
+from helpers.float16_problems import NEGATIVE_WEIGHTS, PROBLEMS
 from helpers.processes import run_python
 from torch.export import Dim, export
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -71,6 +72,12 @@ def calls(dtype):
         yield f"{HEAD}_with_grad", arguments, {"ignore_index": 7, "label_smoothing": 0.1}
     yield "linear_scale_grad", (head.t(), torch.tensor(0.1)), {}
     yield "linear_scale_grad", (x.double(), lse), {}
+    for x, head, class_weight, target, upstream, options in (PROBLEMS | NEGATIVE_WEIGHTS).values():
+        if dtype == torch.float16:
+            lse = torch.ops.xent.linear_cross_entropy_forward(x, head, target)[1]
+            rows = (x, head, target, lse, None, class_weight, None, [True, True, False])
+            yield f"{HEAD}_backward", (upstream, None, *rows), options
+            yield f"{HEAD}_backward", (torch.tensor(0.0), upstream, *rows), options
 
 
 SLOW = [pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float64, torch.float16)]

@@ -1,7 +1,7 @@
 """Processes that the distributed tests share."""
 
 import pytest
-from workers import Workers
+from helpers.workers import Workers
 
 
 @pytest.fixture(scope="session")

@@ -33,13 +33,15 @@ def rounded_sum(expected, input, head, bias, world, dtype):
     """Budgets for a gradient of the input that is a sum over ranks, each part of it rounded."""
     logits = input.double() @ head.double().t() + (0 if bias is None else bias.double())
     magnitude = (logits.softmax(-1) + 1) @ head.double().abs()  # of all parts, for an upstream gradient of one
+    if magnitude.numel() == 0:
+        return expected
     scale = expected.grads[0].abs().amax() / magnitude.amax().clamp(min=1e-30) + 1
     more = world * torch.finfo(dtype).eps * magnitude * scale
     of_input, *others = expected.grad_bounds
     return expected._replace(grad_bounds=(of_input + more.view_as(of_input), *others))
 
 
-def one(device, kind, problem, group=None, sequence_dim=None, **options):
+def one(device, kind, problem, group=None, sequence_dim=None, upstream=0.75, **options):
     """Loss, bits and gradients of one call on this rank."""
     input, head, bias, weight, target = problem
     world, place = dist.get_world_size(group), split(kind, V, group)
@@ -61,8 +63,9 @@ def one(device, kind, problem, group=None, sequence_dim=None, **options):
         sequence_parallel=sequence_dim is not None,
         **options,
     )
-    upstream = torch.rand(target.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    upstream = upstream if options.get("reduction") == "none" else torch.tensor(0.75, dtype=torch.float64)
+    upstream = torch.tensor(upstream, dtype=torch.float64)
+    if options.get("reduction") == "none":
+        upstream = torch.rand(target.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     same_bits_everywhere(loss, group)
     wanted = (x, w) if b is None else (x, w, b)
     grads = torch.autograd.grad(loss, wanted, upstream.to(loss))
@@ -100,8 +103,15 @@ def values(device, kind, dtype):
     for skip in ({"skip_ignored": True}, {"max_counted": 9}):
         for w in (None, weight):
             one(device, kind, (*problem, w, target), chunk_rows=4, **skip, **OPTIONS["all"])
+    # A mean of class weights where the ignored class has one too.
+    one(device, kind, (*problem, weight, target.clamp(min=0)), ignore_index=0, chunk_rows=3)
     if dtype == torch.bfloat16:
         one(device, kind, others, ignore_index=0, accumulate_dtype=torch.float32, chunk_rows=3)
+    if dtype == torch.float16:  # gradients of logits that float16 does not hold, unless what divides them comes later
+        one(device, kind, (*problem, weight * 2.0**-40, target), chunk_rows=4)
+        far = {"reduction": "sum", "divisor": 2.0**40, "upstream": -(2.0**40), "chunk_rows": 4}
+        for pipelined in (None, False):
+            one(device, kind, (*problem, None, target), pipelined=pipelined, **far)
 
 
 def sequence_parallel(device):
@@ -209,6 +219,10 @@ def edge_rows(device):
     masked[: -(-V // dist.get_world_size())] = float("-inf")
     one(device, "chunk", (input, head, masked, None, torch.full_like(target, V - 1)), reduction="mean", chunk_rows=4)
 
+    for rows, pipelined in itertools.product((slice(None), slice(0)), (None, False)):  # without features
+        problem = (input[rows, :, :0], head[:, :0], bias, None, target[rows])
+        one(device, "chunk", problem, reduction="sum", pipelined=pipelined)
+
     start = split("chunk", V)[0]
     for first in (0, min(start + 1, V - len(w))):
         loss = vocab_parallel_linear_cross_entropy(x, w, target.to(device), num_classes=V, class_start=first)
@@ -233,6 +247,29 @@ def backward_again(device):
             assert all(torch.equal(one_grad, other) for other in others)
         with pytest.raises(RuntimeError, match=r"retain_graph=True|retain_variables|second time"):
             torch.autograd.grad(loss, (x, w, b))
+
+
+def batch_of_upstream_gradients(device):
+    """is_grads_batched: as one after another, or an error where the backward communicates."""
+    x, w, b, target = leaves(device, *head_of(torch.float64))
+    factors = torch.tensor([1.0, -2.0, 0.0], device=device, dtype=torch.float64)
+    for reduction, pipelined in (("mean", None), ("sum", None), ("mean", False), ("none", None)):
+
+        def loss_of(x, reduction=reduction, pipelined=pipelined):
+            options = {"num_classes": V, "bias_shard": b, "reduction": reduction, "pipelined": pipelined}
+            return vocab_parallel_linear_cross_entropy(x, w, target, **options)
+
+        loss, wanted = loss_of(x), (x, w, b)
+        upstream = factors if loss.dim() == 0 else factors[:, None, None] * torch.rand_like(loss)
+        if reduction == "none" or pipelined is False:
+            with Collectives() as mode, pytest.raises(NotImplementedError, match="which takes no batch of upstream"):
+                torch.autograd.grad(loss, wanted, upstream, is_grads_batched=True)
+            assert mode.seen == []
+            loss, wanted = loss_of(x.detach()), (w, b)
+        batched = torch.autograd.grad(loss, wanted, upstream, is_grads_batched=True, retain_graph=True)
+        one_by_one = [torch.autograd.grad(loss, wanted, one, retain_graph=True) for one in upstream]
+        for mine, theirs in zip(batched, zip(*one_by_one, strict=True), strict=True):
+            torch.testing.assert_close(mine, torch.stack(theirs))
 
 
 def checkpoint(device):

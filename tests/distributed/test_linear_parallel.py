@@ -29,6 +29,7 @@ def test_values(pool, device, world, kind, dtype):
         cases.groups_of_one_and_some,
         cases.edge_rows,
         cases.backward_again,
+        cases.batch_of_upstream_gradients,
         cases.checkpoint,
         cases.autocast,
         errors.bad_input,

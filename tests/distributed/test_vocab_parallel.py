@@ -27,6 +27,7 @@ def test_values_through_the_dispatcher(pool, device, dtype):
     "case",
     [
         cases.one_node,
+        cases.batch_of_upstream_gradients,
         cases.integers_of_other_types,
         cases.rows_match_the_oracle_closely,
         cases.edge_rows,

@@ -166,6 +166,19 @@ def one_node(device):
     torch.testing.assert_close(torch.autograd.grad(below_a_mode, x)[0], grad)
 
 
+def batch_of_upstream_gradients(device):
+    """is_grads_batched: as one after another."""
+    start, size, _ = split("chunk", V)
+    x = realistic_logits(4, V, dtype=torch.float64)[:, start : start + size].to(device).requires_grad_()
+    target = torch.tensor([1, 2, -100, 50], device=device)
+    for reduction in ("mean", "none"):
+        loss = vocab_parallel_cross_entropy(x, target, num_classes=V, reduction=reduction, lse_square_scale=0.1)
+        upstream = torch.randn(3, *loss.shape, device=device, dtype=torch.float64)
+        (batched,) = torch.autograd.grad(loss, x, upstream, is_grads_batched=True, retain_graph=True)
+        one_by_one = [torch.autograd.grad(loss, x, one, retain_graph=True)[0] for one in upstream]
+        torch.testing.assert_close(batched, torch.stack(one_by_one))
+
+
 def rows_match_the_oracle_closely(device):
     logits = realistic_logits(6, 1003, dtype=torch.float32) + 9000
     target = torch.tensor([0, 1002, 5, 501, 502, 700])

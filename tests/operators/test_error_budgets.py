@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from xent_ops.testing import assert_grad, assert_loss, oracle
+from xent_ops.testing import assert_grad, assert_loss, linear_oracle, oracle
 
 INF, NAN = float("inf"), float("nan")
 
@@ -53,3 +53,15 @@ def test_an_ignored_row_passes_nothing_back():
             )
         with pytest.raises(AssertionError, match="out of budget"):
             assert_loss(torch.where(torch.tensor([True, True, False]), expected.loss, wrong).float(), expected)
+
+
+@pytest.mark.parametrize("divisor", [1.0, -4.0])
+def test_a_sum_may_be_off_by_what_its_rows_may_be(divisor):
+    """Of the z-loss too, whose mean alone is divided by the number of rows."""
+    x, head, target = torch.randn(50, 3).half(), torch.randn(7, 3).half(), torch.arange(50) % 7
+    options = {"weight": torch.zeros(7), "lse_square_scale": 0.125}
+    rows = linear_oracle(x, head, target, reduction="none", **options).value_bound.sum()
+    assert linear_oracle(x, head, target, reduction="sum", divisor=divisor, **options).value_bound >= rows / abs(
+        divisor
+    )
+    assert linear_oracle(x, head, target, reduction="sum", **options).value_bound < 2 * rows

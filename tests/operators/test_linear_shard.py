@@ -3,12 +3,14 @@
 import pytest
 import torch
 from helpers.covering import pairs_if_interpreted
+from helpers.float16_problems import PROBLEMS
 from helpers.interpreter import INTERPRETED
 
 from xent_ops.testing import assert_linear, linear_oracle
 
 ops = torch.ops.xent
 V, H = 37, 8
+INF = float("inf")
 SPLITS = {
     "even": [(0, 19), (19, 18)],
     "empty": [(0, 0), (0, 30), (30, 7)],
@@ -81,17 +83,16 @@ def test_loss_and_gradients(device, split, options, how, weighted):
     # The gradient of the input is a sum of rounded parts, which may be larger than it.
     size = expected.grads[0].abs().max() * torch.finfo(torch.float32).eps * 8 * len(SPLITS[split])
     assert_linear(outputs[0], grads, expected._replace(grad_bounds=(bounds[0] + size, *bounds[1:])))
+    assert (outputs[1][target == -100] == INF).all() == ("skip_ignored" in how or "max_counted" in how)
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("skip", [False, True], ids=["", "skip"])
+@pytest.mark.parametrize("how", [{}, {"skip_ignored": True}, {"max_counted": 9}], ids=str)
 @pytest.mark.parametrize("split", SPLITS)
-def test_entropies(device, split, skip):
+def test_entropies(device, split, how):
     input, head, bias, _, target = problem(device)
     upstream = [torch.rand(2, 5, generator=torch.Generator().manual_seed(seed)).to(device) for seed in (2, 3, 4)]
-    outputs, *grads = over_ranks(
-        split, input, head, bias, None, target, upstream, entropy=True, chunk_rows=4, skip_ignored=skip
-    )
+    outputs, *grads = over_ranks(split, input, head, bias, None, target, upstream, entropy=True, chunk_rows=4, **how)
     x, h, b = (tensor.double().requires_grad_() for tensor in (input, head, bias))
     log_p, counted = (x @ h.t() + b).log_softmax(-1), target != -100
     lse = (x @ h.t() + b).logsumexp(-1)
@@ -101,8 +102,41 @@ def test_entropies(device, split, skip):
     total = sum((value * u).sum() for value, u in zip(values, upstream, strict=True))
     found = [torch.where(counted, value, 0.0).double() for value in (outputs[0], outputs[1], outputs[4])]
     torch.testing.assert_close(found, values, rtol=1e-5, atol=1e-5)
+    if how:
+        assert (outputs[1][~counted] == INF).all() and not outputs[4][~counted].any()
     wanted = torch.autograd.grad(total, (x, h, b))
     torch.testing.assert_close([grad.double() for grad in grads], list(wanted), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("entropy", [False, True], ids=["", "entropy"])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_float16_gradients_of_logits_beyond_it(device, name, entropy):
+    x, head, weight, target, upstream, options = PROBLEMS[name].to(device)
+    if entropy and weight is not None:
+        pytest.skip("entropies go with the plain loss")
+    bias, upstreams = head.new_zeros(V), [upstream, torch.zeros_like(upstream), torch.zeros_like(upstream)]
+    outputs, grad_input, grad_head, _ = over_ranks(
+        "even", x, head, bias, weight, target, upstreams if entropy else upstreams[:1], entropy, **options
+    )
+    expected = linear_oracle(x, head, target, bias, weight, upstream=upstream, reduction="none", **options)
+    more = expected.grads[0].abs().max() * torch.finfo(torch.float16).eps * 4  # of a sum of two rounded parts
+    bounds = (expected.grad_bounds[0] + more, *expected.grad_bounds[1:])
+    assert_linear(outputs[0], (grad_input, grad_head), expected._replace(grad_bounds=bounds))
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("of", [1, 2], ids=["lse", "entropy"])
+def test_float16_gradients_of_other_outputs_beyond_it(device, of, sign):
+    """As those of float32, within float16's roundings of each part."""
+    x, head, _, target, _, _ = PROBLEMS["large"].to(device)
+    tensors, upstream = (x, head, torch.arange(V, device=device).half() / 16), torch.zeros(3, 2, 5, device=device)
+    upstream[of] = sign * 2.0**20
+    made = [
+        over_ranks("even", *(tensor.to(dtype) for tensor in tensors), None, target, list(upstream), True)[1:3]
+        for dtype in (torch.float16, torch.float32)
+    ]
+    for half, single in zip(*made, strict=True):
+        assert (half - single).abs().max() <= 4e-3 * single.abs().max()
 
 
 def test_a_class_that_wraps_around_to_ignore_index(device):

@@ -3,8 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.float16_problems import NEGATIVE_WEIGHTS, PROBLEMS
 
 import xent_ops
+from xent_ops.testing import assert_linear, linear_oracle
 
 INF, NAN = float("inf"), float("nan")
 WAYS = [{"reduction": r, "chunk_rows": c} for r in ("mean", "sum", "none") for c in (None, 2)]
@@ -198,3 +200,15 @@ def test_second_derivatives_without_features(device):
         lambda b: torch.func.grad(lambda b: F.cross_entropy(b.expand(6, 9), target))(b).square().sum()
     )(bias.detach())
     torch.testing.assert_close(second, wanted)
+
+
+@pytest.mark.parametrize("name", PROBLEMS | NEGATIVE_WEIGHTS)
+def test_float16_gradients_of_logits_beyond_it(device, name):
+    """Of rows: the backward of reduction="none" makes them for upstream gradients and class weights of about one."""
+    x, head, weight, target, upstream, options = (PROBLEMS | NEGATIVE_WEIGHTS)[name].to(device)
+    x.requires_grad_(), head.requires_grad_()
+    loss = xent_ops.linear_cross_entropy(x, head, target, weight=weight, reduction="none", **options)
+    grads = torch.autograd.grad(loss, (x, head), upstream)
+    expected = linear_oracle(x, head, target, None, weight, upstream=upstream, reduction="none", **options)
+    assert expected.grads[1].abs().max() < torch.finfo(torch.float16).max
+    assert_linear(loss, grads, expected)

@@ -172,6 +172,32 @@ def test_float16_with_class_weights_beyond_it(device, weight, reduction):
         assert all(grad.isfinite().all() and grad.count_nonzero() > grad.numel() / 2 for grad in grads)
 
 
+@pytest.mark.parametrize("way", ["one pass", "rows", "shard", "pipeline"])
+@pytest.mark.parametrize(("dtype", "rows", "chunks"), [(torch.bfloat16, 257, 6), (torch.float16, 4098, 3)], ids=str)
+def test_the_gradient_of_the_bias_is_added_up_in_float32(device, dtype, rows, chunks, way):
+    """Each row adds 1/2. The sum of a chunk has one digit more than the dtype, and that of all chunks fewer."""
+    x, head = torch.zeros(chunks * rows, 1, dtype=dtype, device=device), torch.zeros(2, 1, dtype=dtype, device=device)
+    target, bias, ops = torch.zeros(chunks * rows, dtype=torch.int64, device=device), head[:, 0], torch.ops.xent
+    ones, how = torch.ones(chunks * rows, device=device), {"chunk_rows": rows}
+    if way == "one pass":
+        made = ops.linear_cross_entropy_with_grad(x, head, target, bias, reduction="sum", **how)[5]
+        assert made.dtype == torch.float32
+    elif way == "pipeline":
+        made, none = torch.empty(2, device=device), head.new_empty(0)
+        gradient = torch.tensor([-0.5, 0.5], dtype=dtype, device=device).repeat(rows, 4)
+        for i in range(chunks):
+            ops.linear_cross_entropy_shard_chunk_add_(none, made, gradient, x[:rows], 2, i == 0)
+    else:
+        lse = ops.linear_cross_entropy_forward(x, head, target, bias)[1]
+        if way == "rows":
+            made = ops.linear_cross_entropy_backward(ones, None, x, head, target, lse, bias, **how)[2]
+        else:
+            made = ops.linear_cross_entropy_shard_backward(ones, None, x, head, target, lse, 0, 2, bias, **how)[2]
+    total = torch.tensor([-0.5, 0.5], device=device) * chunks * rows
+    assert torch.equal(made, total.to(made.dtype))
+    assert not torch.equal(total.to(dtype), chunks * (total / chunks).to(dtype)), "such a sum would be right too"
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_divisors_that_are_no_numbers_of_rows(device, dtype):
     """As a division of the sum: nothing for infinity; for 0, which a tensor may hold, what a mean's class weights give."""

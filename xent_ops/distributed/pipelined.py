@@ -79,7 +79,7 @@ def loss(
     weight, bias, class_weight, (class_start, num_classes), accumulate_dtype, how = head
     wanted = [tensor is not None and tensor.requires_grad for tensor in (input, weight, bias)]
     parts = ranks.world if scattered else 1
-    rows, targets = input.detach().reshape(-1, input.shape[-1]), target.reshape(parts, -1)
+    rows, targets = chunks.as_rows(input.detach()), target.reshape(parts, -1)
     number = targets.shape[1]
     # From what is the same on every rank: all loop as often. Small local logits are one chunk: all local logits at
     # once, unfused, would be 2 % faster (two H200s, 8192 x 4096 x 32064; docs/lab/2026-11-linear.md).

@@ -130,7 +130,7 @@ def linear_oracle(
     if reduction == "none":
         value_bound = (error_loss + error_square).reshape(shape)
     else:
-        value_bound = error_loss.sum() / divide[0].abs() + error_square.sum() / number.clamp(min=1)
+        value_bound = error_loss.sum() / divide[0].abs() + error_square.sum() / (divide[1].abs() if divide[1] else 1)
         value_bound = value_bound + of_sum(t.numel()) * (forward.loss.abs().sum() / divide[0].abs() + value.abs())
 
     g = rows.grad

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...kernels import reference
 from ...kernels.options import DEFAULTS, Options
 from .. import checks as row_checks
+from .. import transforms
 from ..library import Outputs, autograd, needs_grad, operator, save_nothing
 from ..shard import check_coefficient, check_gathered, no_second_derivative
 from . import checks, shard_chunks
@@ -156,6 +157,12 @@ def _backward(
 
 def _sum_over_ranks(gradient: Tensor, group_name: str, scattered: bool) -> Tensor:
     """Of (...) the sum; of (ranks, ...), where ``scattered``, this rank's part of it."""
+    if transforms.is_batch(gradient):  # torch would run the collective on each, and stack them before they are there
+        raise NotImplementedError(
+            "the gradient of the input is summed over ranks by a collective, which takes no batch of upstream "
+            "gradients (is_grads_batched=True, torch.vmap): call backward for each of them, or for a mean or a sum "
+            "pass pipelined=True"
+        )
     collectives = torch.ops._c10d_functional
     if scattered:
         total = collectives.reduce_scatter_tensor(gradient, "sum", gradient.shape[0], group_name)

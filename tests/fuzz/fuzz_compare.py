@@ -1,0 +1,219 @@
+"""What a public function should have returned, in float64, and how far each number may be from it.
+
+Rows of logits are held against ``xent_ops.testing.oracle``, heads against ``linear_oracle``. Entropies, and gradients of
+other outputs than the loss, are added here; through a head these are held to a part of the largest.
+"""
+
+import math
+
+import torch
+
+from xent_ops.testing import assert_grad, linear_oracle, oracle
+from xent_ops.testing.rows import assert_within, eps
+
+OF_ROWS = ("ignore_index", "label_smoothing", "softcap", "logit_scale")
+OF_HEADS = (*OF_ROWS, "reduction", "lse_square_scale", "divisor", "chunk_rows", "accumulate_dtype")
+
+
+def expect(outputs, grads, upstream, *, target, logits=None, head=None, weight=None, shard=None, part=None, **options):
+    """Raises AssertionError where an output or a gradient is out of its budget.
+
+    Args:
+        outputs, upstream: by name.
+        grads: of the logits, or of input, linear_weight and linear_bias.
+        target, weight: of all classes.
+        logits: of all classes, which come last.
+        head: (input, linear_weight, linear_bias or None) of all ranks, in the dtype of the product.
+        shard: (first class, the class after the last) of this rank.
+        part: (dimension, rank, ranks): this rank's part of the input.
+        options: those of the function that are not their defaults.
+    """
+    rows = Rows(_logits_of(head) if logits is None else logits, target.cpu(), weight, upstream, options)
+    own = (logits if head is None else head[0]).dtype
+    wide = torch.float64 if own == torch.float64 else torch.float32
+    for name, value in outputs.items():
+        assert value.dtype == (torch.int64 if name == "predictions" else wide), f"{name} is {value.dtype}"
+    linear = None if head is None else _of_head(head, rows, weight, upstream, options, own)
+    _check_values(outputs, rows, linear, own)
+    start, stop = shard or (0, rows.logits.shape[-1])
+    if head is None:
+        expected = rows.expected._replace(
+            grad=rows.expected.grad[..., start:stop], grad_scale=4 * rows.expected.grad_scale[..., start:stop]
+        )
+        if stop > start:
+            assert_grad(_without_padding(grads[0], stop - start, -1), expected)
+        return
+    wanted, bounds = list(linear.grads), list(linear.grad_bounds)
+    if shard is not None:  # a sum over ranks of rounded parts
+        bounds[0] = bounds[0] + 4 * eps(own) * (rows.expected.grad_scale @ head[1].detach().double().cpu().abs())
+    if part is not None:
+        dim, rank, ranks = part
+        wanted[0], bounds[0] = (tensor.chunk(ranks, dim)[rank] for tensor in (wanted[0], bounds[0]))
+    names = ("grad_input", "grad_linear_weight", "grad_linear_bias")
+    for i, (name, grad) in enumerate(zip(names, grads, strict=False)):
+        if i > 0:
+            grad, wanted[i], bounds[i] = (
+                _without_padding(grad, stop - start, 0),
+                wanted[i][start:stop],
+                bounds[i][start:stop],
+            )
+        assert_within(name, grad, wanted[i], bounds[i] + 1e-300)
+
+
+def _logits_of(head):
+    x, w, b = (None if tensor is None else tensor.detach().double().cpu() for tensor in head)
+    return x @ w.t() if b is None else x @ w.t() + b
+
+
+def _without_padding(grad, classes, dim):
+    assert grad.narrow(dim, classes, grad.shape[dim] - classes).count_nonzero() == 0, "padding got a gradient"
+    return grad.narrow(dim, 0, classes)
+
+
+class Rows:
+    """Losses, lse and entropies of rows in float64, and the gradient of the logits for upstream gradients by name."""
+
+    def __init__(self, logits, target, weight, upstream, options):
+        self.logits, self.target = logits.detach().double().cpu(), target
+        self.options = {name: options[name] for name in OF_ROWS if name in options}
+        self.scale = options.get("logit_scale", 1.0)
+        self.reduction, self.z_scale = options.get("reduction", "mean"), options.get("lse_square_scale", 0.0)
+        self.skips = bool(options.get("skip_ignored") or options.get("max_counted"))
+        self.counted = target.long() != options.get("ignore_index", -100)
+        self.forward = oracle(self.logits, target, weight, **self.options)
+        self.square = torch.where(self.counted, self.z_scale * self.forward.lse.square(), 0)
+        self.divide = (torch.tensor(float(options.get("divisor") or 1.0)).double(),) * 2
+        if self.reduction == "mean":
+            w = torch.ones(logits.shape[-1]).double() if weight is None else weight.detach().double().cpu()
+            of_target = torch.where(self.counted, w[torch.where(self.counted, target.long(), 0)], 0)
+            self.divide = of_target.sum(), self.counted.sum().double()
+        self.upstream = {name: value.detach().double().cpu().expand(target.shape) for name, value in upstream.items()}
+        self._gradient(weight)
+        self._entropies()
+
+    def _given(self, name):
+        value = self.upstream.get(name, torch.zeros(self.target.shape, dtype=torch.float64))
+        return value if name == "lse" and not self.skips else torch.where(self.counted, value, 0)
+
+    def _gradient(self, weight):
+        def divided(value, by):
+            return torch.where(value == 0, 0, value / by)
+
+        a = divided(self._given("loss"), self.divide[0]) - self._given("log_probs")
+        z = 2 * self.z_scale * (self._given("loss") + self._given("z_loss"))
+        b = divided(torch.where(z == 0, 0, z * self.forward.lse), self.divide[1]) + self._given("lse")
+        self.expected = oracle(self.logits, self.target, weight, grad_loss=a, grad_lse=b, **self.options)
+
+    def _entropies(self):
+        x, cap = self.logits.clone().requires_grad_(), self.options.get("softcap")
+        z = x * self.scale if cap is None else cap * torch.tanh(x * self.scale / cap)
+        log_p = z.log_softmax(-1)
+        entropy, c = -(log_p.exp() * log_p).sum(-1), self._given("entropy")
+        (grad,) = torch.autograd.grad(entropy, x, c)
+        self.entropy, self.far = torch.where(self.counted, entropy, 0).detach(), log_p.detach().abs().amax(-1)
+        parts = c.abs().unsqueeze(-1) * log_p.exp() * (1 + log_p.abs() + entropy.unsqueeze(-1)) * abs(self.scale)
+        self.expected = self.expected._replace(
+            grad=self.expected.grad + grad, grad_scale=self.expected.grad_scale + parts.detach()
+        )
+
+    def reduced(self, values, by):
+        if self.reduction == "none":
+            return values
+        return values.sum() / by
+
+
+def _of_head(head, rows, weight, upstream, options, own):
+    """LinearExpected for the upstream gradients of all outputs."""
+    kept = {name: value for name, value in options.items() if name in OF_HEADS and value is not None}
+    of_loss = upstream.get("loss", 0.0)
+    if "log_probs" in upstream:
+        kept["reduction"], of_loss = "none", -upstream["log_probs"]
+    x, w, bias = head
+    expected = linear_oracle(x, w, rows.target, bias, weight, upstream=of_loss, **kept)
+    if set(upstream) <= {"loss"} or set(upstream) <= {"log_probs"}:
+        return expected
+    g, scale = (tensor.reshape(-1, w.shape[0]) for tensor in (rows.expected.grad, rows.expected.grad_scale))
+    flat, wide = x.detach().double().cpu().reshape(len(g), x.shape[-1]), w.detach().double().cpu()
+    grads = ((g @ wide).view(x.shape), g.t() @ flat, g.sum(0))
+    parts = ((scale @ wide.abs()).view(x.shape), scale.t() @ flat.abs(), scale.sum(0))
+    largest = abs(rows.scale) * rows.logits.abs().max() if rows.logits.numel() else 0.0
+    tolerance = 4 * eps(own) * (4 + largest) * math.sqrt(1 + x.shape[-1] + len(g))
+    tiny = torch.finfo(own).tiny
+    bounds = tuple(
+        torch.full_like(part, float(tolerance * part.max() + tiny) if part.numel() else 0.0) for part in parts
+    )
+    return expected._replace(grads=grads, grad_bounds=bounds)
+
+
+def _check_values(outputs, rows, linear, own):
+    gpu = any(value.is_cuda for value in outputs.values())
+    values = _Values(rows, linear, own, gpu)
+    for name, value in outputs.items():
+        if name == "predictions":
+            _check_predictions(value.cpu(), rows, values.eps)
+        elif name == "accuracy":
+            hits = (outputs["predictions"].cpu() == rows.target) & rows.counted
+            wanted = hits.sum().double() / rows.counted.sum()
+            assert_within(name, value, wanted, torch.full_like(wanted, 4 * values.eps))
+        else:
+            assert_within(name, value, *getattr(values, name)())
+
+
+class _Values:
+    """The outputs by name: (what is wanted, how far it may be off)."""
+
+    def __init__(self, rows, linear, own, gpu):
+        self.rows, self.linear = rows, linear
+        wide = eps(torch.float64 if own == torch.float64 else torch.float32)
+        # What GPU kernels for 16-bit logits may be off with a softcap: see assert_lse.
+        self.cap = 6e-7 * rows.options.get("softcap", 0.0) if gpu and eps(own) > 1e-4 else 0.0
+        self.of_lse = self.cap + (8 * wide * (1 + rows.forward.lse.abs()) if linear is None else linear.lse_bound)
+        self.far = 1 + rows.far + rows.forward.lse.abs()
+        self.accumulator, self.eps = wide, wide
+        if linear is not None and rows.logits.numel():  # logits are rounded
+            self.eps = max(wide, own_eps(own, rows))
+        square = rows.z_scale * (2 * rows.forward.lse.abs() + self.of_lse) * self.of_lse
+        self.of_square = torch.where(rows.counted, square + 16 * wide * rows.square, 0)
+
+    def loss(self):
+        if self.linear is not None:
+            return self.linear.value, self.linear.value_bound + self.cap * (1 + self.linear.value.abs())
+        rows, loss, square = self.rows, self.rows.forward.loss, self.rows.square
+        of_loss = (16 * self.accumulator + 2 * self.cap) * rows.forward.loss_scale
+        of_loss = of_loss + 4 * self.accumulator * math.sqrt(1 + loss.numel()) * loss.abs()
+        divide = rows.divide[0].abs()
+        bound = rows.reduced(of_loss, divide) + rows.reduced(self._sums(self.of_square), rows.divide[1])
+        return rows.reduced(loss, rows.divide[0]) + rows.reduced(square, rows.divide[1]), bound
+
+    def _sums(self, bound):
+        return bound + 4 * self.accumulator * math.sqrt(1 + bound.numel()) * self.rows.square
+
+    def z_loss(self):
+        rows = self.rows
+        # Without a z-loss zeros, where a mean of nothing would be NaN.
+        wanted = rows.reduced(rows.square, rows.divide[1] if rows.z_scale else torch.tensor(1.0))
+        return wanted, rows.reduced(self._sums(self.of_square), rows.divide[1])
+
+    def log_probs(self):
+        bound = 16 * self.accumulator * self.rows.forward.loss_scale + 4 * self.eps * self.far
+        return -self.rows.forward.loss, bound + 2 * self.cap
+
+    def lse(self):
+        wanted = self.rows.forward.lse
+        return (torch.where(self.rows.counted, wanted, math.inf) if self.rows.skips else wanted), self.of_lse
+
+    def entropy(self):
+        return self.rows.entropy, (32 * self.eps + 4 * self.cap) * self.far
+
+
+def own_eps(own, rows):
+    """The absolute error of logits that are rounded to their dtype."""
+    return eps(own) * (1 + float(rows.logits.abs().max()) * abs(rows.scale))
+
+
+def _check_predictions(value, rows, wide):
+    x = rows.scale * rows.logits
+    assert (value[~rows.counted] == -1).all(), "predictions of ignored rows"
+    chosen = x.gather(-1, value.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    close = chosen >= x.amax(-1) - 4 * wide * (1 + x.abs().amax(-1))
+    assert close[rows.counted].all(), "a prediction is no largest logit"

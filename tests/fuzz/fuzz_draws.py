@@ -1,0 +1,386 @@
+"""Random calls of the public functions, as programs: what a test runs is the text that it prints when it fails.
+
+A draw is a function of its seed. It never draws arguments that are refused. Numbers of tensors come from the
+program's own torch.manual_seed; all that decides about a program (shapes, targets, options) is written out in it.
+"""
+
+import dataclasses
+import inspect
+import random
+import types
+
+import torch
+
+import xent_ops
+from xent_ops import distributed
+
+ALONE = (
+    "cross_entropy",
+    "CrossEntropyLoss",
+    "cross_entropy_outputs",
+    "token_log_probs",
+    "linear_cross_entropy",
+    "LinearCrossEntropyLoss",
+    "linear_cross_entropy_outputs",
+    "linear_token_log_probs",
+)
+OVER_RANKS = (
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_linear_cross_entropy",
+    "vocab_parallel_linear_token_log_probs",
+)
+OUTPUTS = {
+    "outputs": ("loss", "z_loss", "lse", "predictions", "accuracy"),
+    "log_probs": ("log_probs", "entropy", "lse"),
+}
+DIFFERENTIABLE = {"loss", "z_loss", "lse", "log_probs", "entropy"}
+DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16", "torch.float64")
+# Of a tensor with one dimension or more: what is as it, in other memory. "one": all rows are the first.
+LAYOUTS = {
+    "dense": "{0}",
+    "transposed": "{0}.mT.contiguous().mT",
+    "gap": "torch.nn.functional.pad({0}, (0, 3))[..., :-3]",
+    "offset": "torch.nn.functional.pad({0}, (1, 0))[..., 1:]",
+    "every other": "{0}.repeat_interleave(2, -1)[..., ::2]",
+    "every other row": "{0}.repeat_interleave(2, 0)[::2]",
+    "one row": "{0}[:1].expand({0}.shape)",
+    "stride 0": "{0}.as_strided({0}.shape, (*{0}.stride()[:-1], 0))",  # of one class
+}
+HEAD = """\
+# In the root of a checkout: {command}
+import sys
+
+sys.path.insert(0, "tests/fuzz")
+{setup}
+{body}"""
+
+
+@dataclasses.dataclass
+class Draw:
+    """``body`` is the program without what a test has done before it: the paths, the process group."""
+
+    seed: int
+    name: str
+    body: str
+    keywords: frozenset  # the options that the call is given
+    ranks: int = 1
+
+    @property
+    def program(self):
+        command, setup = "python this.py", ""
+        if self.ranks > 1:
+            command = f"torchrun --nproc-per-node {self.ranks} this.py"
+            setup = 'import torch\n\ntorch.distributed.init_process_group("gloo")\n'
+        return HEAD.format(command=command, setup=setup, body=self.body)
+
+    def run(self):
+        module = types.ModuleType(f"draw_{self.seed}")
+        exec(compile(self.body, f"<draw {self.seed}>", "exec"), vars(module))
+
+
+def parameters_of(name):
+    function = getattr(xent_ops, name, None) or getattr(distributed, name)
+    return list(inspect.signature(function).parameters)
+
+
+def draw(seed, *, device="cpu", names=ALONE, backend=None, ranks=1):
+    return _Program(random.Random(seed), seed, device, names, backend, ranks).draw()
+
+
+class _Program:
+    def __init__(self, random, seed, device, names, backend, ranks):
+        self.random, self.seed, self.device, self.backend, self.ranks = random, seed, device, backend, ranks
+        self.name = random.choice(names)
+        self.linear, self.module = "linear" in self.name.lower(), self.name[0].isupper()
+        self.kind = next((kind for kind in OUTPUTS if self.name.endswith(kind)), "loss")
+        self.options, self.lines, self.autocast = {}, [], False
+
+    def draw(self):
+        pick = self.random.choice
+        self.dtype = pick(DTYPES)
+        self.classes = pick((1, 2, 3, 17, 37, 64, 130, 1003))
+        self._rows()
+        self._options()
+        self.say("import torch", "", "import xent_ops", "from fuzz_compare import expect", "")
+        self.say(f"torch.manual_seed({self.seed})")
+        if self.ranks > 1:
+            self._shard()
+        self.say(f"target = torch.tensor({self.targets}, dtype={self.index}).view({self.shape}).to({self.device!r})")
+        if len(self.targets) > 0 and self.shape:
+            layout = self.random.choice(
+                ("dense", "gap", "every other", *(["transposed"] if len(self.shape) > 1 else []))
+            )
+            self.say(f"target = {LAYOUTS[layout].format('target')}")
+        if self.weights is not None:
+            self.say(f"weight = {self.weights}.to({self.device!r})")
+        (self._linear_call if self.linear else self._call)()
+        self._results()
+        return Draw(self.seed, self.name, "\n".join(self.lines) + "\n", frozenset(self.given), self.ranks)
+
+    def say(self, *lines):
+        self.lines += lines
+
+    def maybe(self, share=0.5):
+        return self.random.random() < share
+
+    def _rows(self):
+        """Shape and targets, and which class or number is ignored."""
+        pick = self.random.choice
+        self.shape = pick([(), (0,), (1,), (2,), (7,), (33,), (2, 3), (3, 4), (2, 0), (2, 3, 2), (150,)])
+        self.sequence = None
+        if self.ranks > 1 and self.linear and self.maybe(0.3):
+            self.sequence = pick((0, 1))
+            self.shape = pick([(2 * self.ranks, 3), (4 * self.ranks, 1)])[:: 1 if self.sequence == 0 else -1]
+        rows = torch.Size(self.shape).numel()
+        self.index = pick(("torch.int64", "torch.int64", "torch.int32", "torch.uint8"))
+        highest = min(self.classes, 256) if self.index == "torch.uint8" else self.classes
+        self.ignored = pick([-100, -1, self.classes + 7, *(self.random.randrange(highest) for _ in range(3))])
+        writable = 0 <= self.ignored < 256 if self.index == "torch.uint8" else True
+        share = pick((0.0, 0.3, 0.3, 0.9, 1.0)) if writable else 0.0
+        self.targets = [self.ignored if self.maybe(share) else self.random.randrange(highest) for _ in range(rows)]
+        self.counted = [target for target in self.targets if target != self.ignored]
+
+    def _options(self):
+        """Those of a loss; ``weights`` is the text of the class weights."""
+        pick, options, names = self.random.choice, self.options, parameters_of(self.name)
+        self.weights = None
+        if self.ignored != -100 or self.maybe(0.2):
+            options["ignore_index"] = self.ignored
+        if "reduction" in names and self.maybe(0.8):
+            options["reduction"] = pick(("mean", "mean", "sum", "none"))
+        values = {
+            "label_smoothing": (0.125, 1.0),
+            "lse_square_scale": (0.125, 2.0**-13),
+            "softcap": (2.0, 30.0),
+            "logit_scale": (-1.5, 0.5, 3.0),
+        }
+        for name, choices in values.items():
+            if name in names and self.maybe(0.35):
+                options[name] = pick(choices)
+        if "weight" in names or "class_weight" in names:
+            self._weights()
+        if "grad_in_forward" in names:
+            for name in ("inplace_backward", "grad_in_forward"):
+                if self.maybe(0.25):
+                    options[name] = True
+        if "divisor" in names and not self.module and options.get("reduction") == "sum" and self.maybe():
+            options["divisor"] = pick((3.0, 1000.0, -2.0))
+        if "check" in names and self.maybe(0.2):
+            options["check"] = True
+        if not self.linear:
+            return
+        if self.dtype in DTYPES[1:3] and self.maybe(0.3):
+            options["accumulate_dtype"] = _Text("torch.float32")
+        if self.maybe():
+            options["chunk_rows"] = pick((1, 3, 16, 100))
+        if self.maybe(0.2):
+            options["skip_ignored"] = True
+        if self.maybe(0.2):
+            options["max_counted"] = max(len(self.counted), 1) + pick((0, 0, 5))
+        one_pass = options.get("reduction", "mean") != "none" and not {"skip_ignored", "max_counted"} & options.keys()
+        if "pipelined" in names and self.maybe(0.6):
+            options["pipelined"] = pick((True, False, None)) if one_pass else pick((False, None))
+
+    def _weights(self):
+        kind = self.random.choice(("none", "none", "some", "some", "zeros", "small", "large"))
+        if kind == "none":
+            return
+        self.weights = f"(torch.rand({self.classes}) + 0.5)"
+        dtype = self.random.choice(("torch.float32", "torch.float64", self.dtype))
+        mean = self.options.get("reduction", "mean") == "mean"
+        if kind == "zeros" and (not mean or any(target % 2 for target in self.counted)):
+            self.weights = f"({self.weights} * (torch.arange({self.classes}) % 2))"
+        if kind in ("small", "large") and (mean and self.kind == "loss") and dtype != "torch.float16":
+            self.weights = f"({self.weights} * {'2.0**-30' if kind == 'small' else '2.0**30'})"
+        self.weights = f"{self.weights}.to({dtype})"
+
+    def _shard(self):
+        """Where each rank's classes lie, and how many columns of padding follow."""
+        ends = sorted(self.random.randint(0, self.classes) for _ in range(self.ranks - 1))
+        starts, stops = [0, *ends], [*ends, self.classes]
+        places = [
+            (start, stop, self.random.choice((0, 2)) if stop == self.classes and start < stop else 0)
+            for start, stop in zip(starts, stops, strict=True)
+        ]
+        self.say("rank = torch.distributed.get_rank()")
+        self.say(f"start, stop, padding = {places}[rank]")
+
+    def values(self, shape, scale, layouts=LAYOUTS, dtype=None):
+        """The text of a tensor of random numbers, and of a layout that its shape allows."""
+        text = f"(torch.randn({shape}, dtype=torch.float64) * {scale}).to({dtype or self.dtype}).to({self.device!r})"
+        if len(shape) == 0 or 0 in shape:
+            return text, "{0}"
+        allowed = [name for name in layouts if name not in ("stride 0", "transposed", "one row")]
+        allowed += ["transposed", "one row"] if len(shape) > 1 else []
+        if shape[-1] == 1:
+            allowed = ["stride 0"]
+        return text, LAYOUTS[self.random.choice(["dense", *allowed])]
+
+    def leaf(self, name, text, layout):
+        self.say(f"{name} = {text}", f"{name} = {layout.format(name)}.detach().requires_grad_()")
+
+    def _call(self):
+        text, layout = self.values((*self.shape, self.classes), 3.0)
+        self.given = dict(self.options)
+        given = [f"{name}={value!r}" for name, value in self.options.items()]
+        if self.ranks > 1:
+            self.say(
+                f"logits = {text}", "part = torch.nn.functional.pad(logits[..., start:stop], (0, padding), value=7.0)"
+            )
+            layout = layout if layout != LAYOUTS["stride 0"] else "{0}"
+            self.say(f"part = {layout.format('part')}.detach().requires_grad_()")
+            if "expand" in layout:
+                self.say("logits = logits[:1].expand(logits.shape)")
+            given += ["num_classes=" + str(self.classes), "class_start=start"]
+            self.given |= {"num_classes": 0, "class_start": 0}
+            if self.weights is not None:
+                given.append("weight=torch.nn.functional.pad(weight[start:stop], (0, padding))")
+                self.given["weight"] = 0
+            call = f"{self.target_name}(part, target, {', '.join(given)})"
+            self.finish(call, ["part"], "logits=logits", shard=True)
+            return
+        self.leaf("logits", text, layout)
+        argument = "logits.clone()" if self.options.get("inplace_backward") else "logits"
+        dim = self.random.randrange(len(self.shape) + 1)
+        default = -1 if self.kind == "log_probs" else 1
+        if not (dim == default or (dim == len(self.shape) and default == -1) or not self.shape):
+            given.append(f"dim={dim}")
+            self.given["dim"] = dim
+        if dim != len(self.shape):
+            argument = f"{argument}.movedim(-1, {dim})"
+        if self.weights is not None:
+            given.append("weight=weight")
+            self.given["weight"] = 0
+        if self.module:
+            call = f"{self.compiled(self.target_name + '(' + ', '.join(given) + ')')}({argument}, target)"
+        else:
+            call = f"{self.compiled(self.target_name)}({', '.join([argument, 'target', *given])})"
+        self.finish(call, ["logits"], "logits=logits")
+
+    @property
+    def target_name(self):
+        return f"xent_ops.distributed.{self.name}" if self.ranks > 1 else f"xent_ops.{self.name}"
+
+    def compiled(self, function):
+        if self.backend is None:
+            return function
+        dynamic = ", dynamic=True" if self.maybe(0.3) else ""
+        return f"torch.compile({function}, fullgraph=True, backend={self.backend!r}{dynamic})"
+
+    def _linear_call(self):
+        features = self.random.choice((0, 1, 3, 8, 16, 33))
+        self.autocast = self.dtype == "torch.float32" and self.maybe(0.2) and "accumulate_dtype" not in self.options
+        scale = f"{max(features, 1)}**-0.5"
+        whole = (*self.shape, features)
+        tensors = {"input": self.values(whole, 1.0), "head": self.values((self.classes, features), scale)}
+        if self.maybe():
+            tensors["bias"] = self.values((self.classes,), 1.0)
+        for name, (text, layout) in tensors.items():
+            if self.ranks > 1:
+                self.say(f"{name} = {text}")
+            else:
+                self.leaf(name, text, layout)
+        leaves = list(tensors)
+        self.given = dict(self.options)
+        given = [f"{name}={value!r}" for name, value in self.options.items()]
+        if self.ranks > 1:
+            leaves = self._parts(tensors)
+            given += [f"num_classes={self.classes}", "class_start=start"]
+            self.given |= {"num_classes": 0, "class_start": 0}
+            if self.sequence is not None:
+                given.append("sequence_parallel=True")
+                self.given["sequence_parallel"] = True
+        weight = "weight" if self.ranks == 1 else "torch.nn.functional.pad(weight[start:stop], (0, padding))"
+        names = {
+            "bias": "bias_shard" if self.ranks > 1 else "linear_bias",
+            "weight": "class_weight" if self.module else "weight",
+        }
+        if len(leaves) == 3 and not self.module:
+            given.append(f"{names['bias']}={leaves[2]}")
+            self.given[names["bias"]] = 0
+        if self.weights is not None:
+            given.append(f"{names['weight']}={weight}")
+            self.given[names["weight"]] = 0
+        if self.module:
+            given = [*given, "tied_weight=torch.nn.Parameter(head.detach())", f"bias={len(leaves) == 3}"]
+            self.given |= {"tied_weight": 0, "bias": 0}
+            self.say(f"module = {self.target_name}({', '.join(given)})")
+            self.say("leaves = [input, *module.parameters()]")
+            if len(leaves) == 3:
+                self.say("module.bias.data.copy_(bias)")
+            divisor = ", divisor=3.0" if self.options.get("reduction") == "sum" and self.maybe() else ""
+            if divisor:
+                self.options["divisor"] = 3.0
+            call = f"{self.compiled('module')}(input, target{divisor})"
+            names_of_leaves = "leaves"
+        else:
+            call = f"{self.compiled(self.target_name)}({', '.join([leaves[0], leaves[1], 'target', *given])})"
+            names_of_leaves = leaves
+        in_product = ".bfloat16()" if self.autocast else ""
+        parts = [f"{name}{in_product}" for name in tensors]
+        head = ", ".join([*parts, "None"][:3])
+        self.finish(call, names_of_leaves, f"head=({head})", shard=self.ranks > 1)
+
+    def _parts(self, tensors):
+        """This rank's parts of the tensors, in their layouts, as leaves."""
+        part = "input" if self.sequence is None else f"input.chunk({self.ranks}, {self.sequence})[rank]"
+        texts = {
+            "input": part,
+            "head": "torch.nn.functional.pad(head[start:stop], (0, 0, 0, padding), value=7.0)",
+            "bias": "torch.nn.functional.pad(bias[start:stop], (0, padding), value=7.0)",
+        }
+        for name, (_, layout) in tensors.items():
+            layout = "{0}" if layout in (LAYOUTS["one row"], LAYOUTS["stride 0"]) else layout
+            self.say(f"my_{name} = {texts[name]}")
+            self.say(f"my_{name} = {layout.format(f'my_{name}')}.detach().clone(memory_format=torch.preserve_format)")
+            self.say(f"my_{name}.requires_grad_()")
+        return [f"my_{name}" for name in tensors]
+
+    def finish(self, call, leaves, problem, shard=False):
+        if self.autocast:
+            self.say(f"with torch.autocast({self.device!r}, torch.bfloat16):", f"    results = {call}")
+        else:
+            self.say(f"results = {call}")
+        self.leaves, self.problem, self.in_shard = leaves, problem, shard
+
+    def _results(self):
+        names = OUTPUTS.get(self.kind, ("loss",))
+        results = "results" if self.kind in OUTPUTS else "[results]"
+        self.say(f"outputs = dict(zip({list(names)}, {results}, strict=True))")
+        possible = [name for name in names if name in DIFFERENTIABLE]
+        if "lse_square_scale" not in self.options and "z_loss" in possible:
+            possible.remove("z_loss")  # zeros, without a derivative
+        chosen = [possible[0]] if self.maybe() else [name for name in possible if self.maybe()] or [possible[0]]
+        self.say("upstream = {}")
+        limit = not self.options.get("grad_in_forward") and self.dtype != "torch.float16"
+        for name in chosen:
+            factor = self.random.choice((1.0, 1.0, -1.0, -0.25, 0.0, *((1e4, -1e-4) if limit else ())))
+            value = self.random.choice(
+                (f"torch.randn(outputs[{name!r}].shape, dtype=torch.float64) * {factor}",
+                 f"torch.tensor({factor}, dtype=torch.float64).expand(outputs[{name!r}].shape)")
+            )  # fmt: skip
+            self.say(f"upstream[{name!r}] = ({value}).to(outputs[{name!r}])")
+        leaves = self.leaves if isinstance(self.leaves, str) else f"[{', '.join(self.leaves)}]"
+        self.say(f"given = [outputs[name] for name in upstream], {leaves}, list(upstream.values())")
+        self.say("grads = torch.autograd.grad(*given, materialize_grads=True)")
+        self.say(
+            "for grad, leaf in zip(grads, given[1], strict=True):",
+            "    assert grad.dtype == leaf.dtype and grad.shape == leaf.shape",
+        )
+        unknown = ("inplace_backward", "grad_in_forward", "pipelined", "check")
+        more = [f"{name}={value!r}" for name, value in self.options.items() if name not in unknown]
+        if self.weights is not None:
+            more.insert(0, "weight=weight")
+        if self.in_shard:
+            more.append("shard=(start, stop)")
+        if self.sequence is not None:
+            more.append(f"part=({self.sequence}, rank, {self.ranks})")
+        self.say(f"expect(outputs, grads, upstream, target=target, {', '.join([self.problem, *more])})")
+
+
+class _Text:
+    def __init__(self, text):
+        self.text = text
+
+    def __repr__(self):
+        return self.text
