@@ -20,7 +20,8 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 import pytest
 import torch
-from helpers.closing_line import pytest_addoption, pytest_sessionfinish  # noqa: F401 (pytest calls them)
+from helpers import closing_line
+from helpers.closing_line import pytest_sessionfinish  # noqa: F401 (pytest calls it)
 from helpers.interpreter import INTERPRETED
 
 import xent_ops
@@ -34,6 +35,7 @@ if INTERPRETED:
 
 
 def pytest_addoption(parser):
+    closing_line.pytest_addoption(parser)
     fuzz = parser.getgroup("fuzz", "random calls of the public functions (tests/fuzz)")
     fuzz.addoption("--fuzz-seconds", type=float, default=120.0, help="time of all its tests together (120)")
     fuzz.addoption("--fuzz-seed", type=int, default=0, help="the first draw (0); each draw has a seed of its own")
