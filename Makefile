@@ -38,7 +38,7 @@ env:  ## set up the private environment; the other targets do it too
 demo: env  ## train a small GPT with F.cross_entropy and both losses of xent_ops; ARGS="--data FOLDER" for your own text
 	$(PY) examples/train_lm.py $(ARGS)
 
-test: env  ## the tests that this machine can run
+test: env  ## the tests that this machine can run: 7 minutes on two cores
 	@rm -f $(COUNTS)
 	$(COMPILED) tests -m "not slow" --add-counts $(COUNTS); first=$$?; \
 		$(INTERPRETED) tests -m "interpreter and not slow" --add-counts $(COUNTS) && exit $$first
@@ -47,7 +47,7 @@ test-quick: env  ## the inner loop, under two minutes: values on the CPU and in 
 	$(COMPILED) $(QUICK) -m "not slow and not gpu"
 	$(INTERPRETED) $(QUICK_INTERPRETED) -m "interpreter and not slow"
 
-test-full: env  ## the slower tests that `make test` leaves out: many processes, C++ builds, sanitizers
+test-full: env  ## the slower tests that `make test` leaves out: more dtypes, targets and processes, C++ builds, sanitizers
 	$(COMPILED) tests -m slow
 
 test-ascend: env  ## the Ascend kernels through triton-ascend's passes, in an environment of their own, without a device

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from helpers import closing_line
 
 pytest_plugins = ["pytester"]
 
@@ -62,3 +63,10 @@ def test_a_run_without_skips(pytester, run):
     pytester.makepyfile("def test_one(): pass")
     alone = run()
     assert alone.ret == 0 and alone.outlines[-1] == "1 passed, 0 failed"
+
+
+def test_our_own_runs_have_it(request):
+    """Another hook of its name in conftest.py would take its place without a word."""
+    assert hasattr(request.config.option, "add_counts")
+    hooks = request.config.hook.pytest_sessionfinish.get_hookimpls()
+    assert any(hook.function is closing_line.pytest_sessionfinish for hook in hooks)
