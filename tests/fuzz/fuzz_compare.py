@@ -137,7 +137,7 @@ def _of_head(head, rows, weight, upstream, options, own):
     grads = ((g @ wide).view(x.shape), g.t() @ flat, g.sum(0))
     parts = ((scale @ wide.abs()).view(x.shape), scale.t() @ flat.abs(), scale.sum(0))
     largest = abs(rows.scale) * rows.logits.abs().max() if rows.logits.numel() else 0.0
-    tolerance = 4 * eps(own) * (4 + largest) * math.sqrt(1 + x.shape[-1] + len(g))
+    tolerance = 4 * eps(own) * (4 + largest) * math.sqrt(1 + len(g) + sum(w.shape))
     tiny = torch.finfo(own).tiny
     bounds = tuple(
         torch.full_like(part, float(tolerance * part.max() + tiny) if part.numel() else 0.0) for part in parts

@@ -4,12 +4,11 @@ A draw is a function of its seed. It never draws arguments that are refused. Num
 program's own torch.manual_seed; all that decides about a program (shapes, targets, options) is written out in it.
 """
 
-import dataclasses
 import inspect
 import random
-import types
 
 import torch
+from fuzz_program import Draw
 
 import xent_ops
 from xent_ops import distributed
@@ -46,36 +45,6 @@ LAYOUTS = {
     "one row": "{0}[:1].expand({0}.shape)",
     "stride 0": "{0}.as_strided({0}.shape, (*{0}.stride()[:-1], 0))",  # of one class
 }
-HEAD = """\
-# In the root of a checkout: {command}
-import sys
-
-sys.path.insert(0, "tests/fuzz")
-{setup}
-{body}"""
-
-
-@dataclasses.dataclass
-class Draw:
-    """``body`` is the program without what a test has done before it: the paths, the process group."""
-
-    seed: int
-    name: str
-    body: str
-    keywords: frozenset  # the options that the call is given
-    ranks: int = 1
-
-    @property
-    def program(self):
-        command, setup = "python this.py", ""
-        if self.ranks > 1:
-            command = f"torchrun --nproc-per-node {self.ranks} this.py"
-            setup = 'import torch\n\ntorch.distributed.init_process_group("gloo")\n'
-        return HEAD.format(command=command, setup=setup, body=self.body)
-
-    def run(self):
-        module = types.ModuleType(f"draw_{self.seed}")
-        exec(compile(self.body, f"<draw {self.seed}>", "exec"), vars(module))
 
 
 def parameters_of(name):
@@ -115,7 +84,7 @@ class _Program:
             self.say(f"weight = {self.weights}.to({self.device!r})")
         (self._linear_call if self.linear else self._call)()
         self._results()
-        return Draw(self.seed, self.name, "\n".join(self.lines) + "\n", frozenset(self.given), self.ranks)
+        return Draw(self.seed, self.name, "\n".join(self.lines) + "\n", frozenset(self.given), self.ranks, self.device)
 
     def say(self, *lines):
         self.lines += lines

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from fuzz_draws import OVER_RANKS, draw
-from fuzz_report import failure_of
+from fuzz_program import failure_of
 
 
 def run(device, first, number):

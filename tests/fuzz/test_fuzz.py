@@ -11,7 +11,7 @@ import fuzz_on_ranks
 import pytest
 import torch
 from fuzz_draws import ALONE, OVER_RANKS, draw, parameters_of
-from fuzz_report import failure_of
+from fuzz_program import failure_of
 from helpers.processes import run_python
 from helpers.workers import Workers
 
