@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import reductions, reference
-from . import batching, checks
-from .library import Outputs, autograd, needs_grad, operator, vmap
+from . import checks
+from .library import Outputs, autograd, needs_grad, operator
 from .second_order import differentiate, save_all
 
 
@@ -92,7 +92,6 @@ operator(
     ascend=True,
 )
 autograd("cross_entropy_forward", _rows_backward, save_rows)
-vmap("cross_entropy_forward", batching.forward)
 
 operator(
     "cross_entropy_forward_argmax",
@@ -113,7 +112,6 @@ operator(
     ascend=True,
 )
 autograd("cross_entropy_reduced", _reduced_backward, _save_reduced)
-vmap("cross_entropy_reduced", batching.reduced)
 
 operator(
     "cross_entropy_backward",
@@ -123,4 +121,3 @@ operator(
     ascend=True,
 )
 autograd("cross_entropy_backward", _second_backward, save_all)
-vmap("cross_entropy_backward", batching.backward)

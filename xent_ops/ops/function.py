@@ -1,10 +1,10 @@
-"""A loss of class indices as one node of autograd: what eager training and torch.func's transforms go through.
+"""A loss of class indices as one node of autograd: what eager training goes through.
 
-Compiled, exported and traced calls, and those that want no gradient, take the composite operator instead.
+Compiled, exported and traced calls, and those that want no gradient, take the composite operator instead. The
+transforms of torch.func, forward-mode AD and batches of upstream gradients (is_grads_batched) have plain torch.
 
 The node calls registered operators below autograd, so modes, profilers, subclasses of Tensor and kernels registered
-over ours see them. Forward-mode AD has the plain-torch reference, and so have transforms inside torch.compile: a
-Function there silently gave zeros where the logits themselves were differentiated (torch 2.13).
+over ours see them.
 
 In-place gradients rely on autograd's version counter: a producer that saved its output, a second backward and
 retain_graph all find a tensor that was modified in place, and raise. Inside saved-tensor hooks (a non-reentrant
@@ -38,28 +38,26 @@ def cross_entropy(
     grad_in_forward: bool = False,
 ) -> Tensor:
     """The loss by whichever way the call wants: see the module."""
-    functorch, traced = transforms.functorch_is_active(), transforms.is_traced()
-    if (traced and functorch) or transforms.forward_mode():
+    if transforms.functorch_is_active() or transforms.forward_mode():
         return _in_plain_torch(logits, target, weight, loss)
-    wants_gradient = functorch or (logits.requires_grad and torch.is_grad_enabled())
-    if traced or not wants_gradient:
+    if transforms.is_traced() or not (logits.requires_grad and torch.is_grad_enabled()):
         return _ops.cross_entropy(logits, target, weight, **loss.keywords())
     checks.weight_without_grad(weight)
-    in_place = inplace_backward and not functorch
+    in_place = inplace_backward
     if in_place:
         _refuse_a_leaf(logits)
         overwriting.writable("logits", logits)
         in_place = not transforms.in_saved_tensors_hooks() and not logits.is_neg()
-    if grad_in_forward and not functorch:
+    if grad_in_forward:
         return GradInForwardFunction.apply(logits, target, weight, loss, in_place)
-    if functorch:
-        return TransformedFunction.apply(logits, target, weight, loss, in_place)[0]
     return _apply(logits, target, weight, loss, in_place)
 
 
 def _in_plain_torch(logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions) -> Tensor:
     checks.weight_without_grad(weight)
     checks.index_forward(logits, target, weight, options=loss.rows)
+    # Zero gradients in ignored rows, even where their logits are NaN.
+    logits = torch.where(reference.is_counted(target, loss.rows.ignore_index).unsqueeze(-1), logits, 0.0)
     row_loss, lse = reference.cross_entropy_forward(logits, target, weight, options=loss.rows)
     divisor, _ = reductions.cross_entropy_divisor(logits, target, weight, options=loss.rows)
     return reductions.reduce_rows(row_loss, lse, target, divisor, loss).value
@@ -119,6 +117,8 @@ class CrossEntropyFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.in_place:
             _refuse_derivatives("inplace_backward", grad)
+        if transforms.is_batch(grad) or transforms.forward_mode():  # operators would loop, or drop the tangent
+            return _gradient_in_plain_torch(grad, *ctx.saved_tensors, ctx.options), None, None, None, None
         # As a node of its own only where its derivative is wanted: that takes the host 30 us.
         gradient: Any = GradientFunction.apply if torch.is_grad_enabled() else GradientFunction.forward
         return gradient(grad, *ctx.saved_tensors, ctx.options, ctx.in_place), None, None, None, None
@@ -128,32 +128,8 @@ class CrossEntropyFunction(torch.autograd.Function):
 _apply: Callable[..., Tensor] = super(torch.autograd.Function, CrossEntropyFunction).apply
 
 
-class TransformedFunction(torch.autograd.Function):
-    """Below torch.func's transforms, which want all that is saved among the outputs."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions, in_place: bool
-    ) -> tuple[Tensor | None, ...]:
-        return _forward(logits, target, weight, loss, loss.backward_keywords())
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        logits, target, weight, loss, ctx.in_place = inputs
-        _, divisor, lse = output
-        ctx.options = loss.backward_keywords()
-        ctx.mark_non_differentiable(*[made for made in (divisor, lse) if made is not None])
-        ctx.save_for_backward(logits, target, lse, weight, divisor)
-
-    backward = CrossEntropyFunction.backward
-
-
 class GradientFunction(torch.autograd.Function):
     """The gradient of the logits; its own derivative is autograd through plain torch."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(
@@ -167,8 +143,6 @@ class GradientFunction(torch.autograd.Function):
         in_place: bool,
     ) -> Tensor:
         arguments = (grad, None, logits, target, lse, weight, divisor)
-        if transforms.forward_mode():  # the upstream gradient has a tangent, which operators would drop
-            return reference.cross_entropy_backward(*arguments, **as_record(options))
         if in_place and not torch.compiler.is_compiling():
             below_autograd(_ops.cross_entropy_backward_.default, *arguments, **options)
             return logits.detach()
@@ -181,15 +155,20 @@ class GradientFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_grad: Tensor) -> tuple[Tensor | None, ...]:
-        options = as_record(ctx.options)
-
-        def gradient(grad: Tensor, logits: Tensor, target: Tensor, _: Tensor, *rest: Tensor | None) -> Tensor:
-            """With the lse made again, which depends on the logits."""
-            lse = reference.cross_entropy_forward(logits, target, rest[0], options=options["options"])[1]
-            return reference.cross_entropy_backward(grad, None, logits, target, lse, *rest, **options)
+        def gradient(*tensors: Any) -> Tensor:
+            return _gradient_in_plain_torch(*tensors, ctx.options)
 
         needs = [i < 2 and needed for i, needed in enumerate(ctx.needs_input_grad[:6])]
         return *differentiate(gradient, ctx.saved_tensors, needs, {}, grad_grad), None, None
+
+
+def _gradient_in_plain_torch(
+    grad: Tensor, logits: Tensor, target: Tensor, _: Tensor, weight: Any, divisor: Any, options: dict[str, Any]
+) -> Tensor:
+    """With the lse made again, which depends on the logits."""
+    given = as_record(options)
+    lse = reference.cross_entropy_forward(logits, target, weight, options=given["options"])[1]
+    return reference.cross_entropy_backward(grad, None, logits, target, lse, weight, divisor, **given)
 
 
 class GradInForwardFunction(torch.autograd.Function):

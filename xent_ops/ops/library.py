@@ -1,7 +1,7 @@
 """Where operators meet the dispatcher: one declaration an operator.
 
 ``operator`` defines ``xent::name`` from its schema, with its fake and its kernels, and where schemas.py says that it
-overwrites an argument its in-place twin ``xent::name_`` too. ``autograd`` adds a formula, ``vmap`` a batching rule.
+overwrites an argument its in-place twin ``xent::name_`` too. ``autograd`` adds a formula.
 Everything here needs torch alone; Triton is imported when a tensor first arrives on its device (devices.py).
 """
 
@@ -203,10 +203,6 @@ def _returned(outputs: list[Any]) -> Any:
 
 def autograd(name: str, backward: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
     torch.library.register_autograd(f"xent::{name}", backward, setup_context=setup_context, lib=LIBRARY)
-
-
-def vmap(name: str, rule: Callable[..., Any]) -> None:
-    torch.library.register_vmap(f"xent::{name}", rule, lib=LIBRARY)
 
 
 def needs_grad(ctx: Any, position: int) -> bool:
