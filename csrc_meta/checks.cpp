@@ -226,7 +226,7 @@ void soft_values(double least) {
           " in a row that adds up to less than 0: pass target.exp() of log-probabilities, target.softmax(dim) of logits");
 }
 
-void shard(const Tensor& logits, const Tensor& target, const cpu::Shard& place, const MaybeTensor& weight,
+void shard(const Tensor& logits, const Tensor& target, const cpu::Slice& place, const MaybeTensor& weight,
            const Options& options) {
   check_logits(logits, true);
   check_index_target(logits, target);
@@ -251,8 +251,20 @@ void shard_gathered(const Tensor& gathered, const Tensor& part) {
           "; expected torch.", name_of(part.scalar_type()));
 }
 
-void shard_coefficient(const MaybeTensor& weight, const MaybeTensor& coefficient) {
-  require(!weight || coefficient, "a class weight needs the coefficient that cross_entropy_shard_join returned");
+void slice_of(int64_t class_start, const std::optional<int64_t>& num_classes, const MaybeTensor& weight,
+              const MaybeTensor& coefficient) {
+  require(num_classes || (class_start == 0 && !coefficient),
+          "class_start and coefficient go with num_classes, of a slice of the classes");
+  require(!num_classes || !weight || coefficient,
+          "a class weight needs the coefficient that cross_entropy_shard_join returned");
+}
+
+void with_entropy(const char* owner, const Tensor& matrix, const MaybeTensor& grad_entropy,
+                  const MaybeTensor& entropy) {
+  row_values("grad_entropy", grad_entropy, matrix, owner);
+  row_values("entropy", entropy, matrix, owner);
+  require(grad_entropy.has_value() == entropy.has_value(),
+          "grad_entropy and entropy go together: the gradient of an entropy needs its value");
 }
 
 void row_values(const char* name, const MaybeTensor& tensor, const Tensor& matrix, const char* owner) {

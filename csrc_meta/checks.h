@@ -19,13 +19,17 @@ void soft_forward(const Tensor& logits, const Tensor& target, const MaybeTensor&
 // least: the smallest probability of the rows that add up to less than 0, or 0.
 void soft_values(double least);
 
-void shard(const Tensor& logits, const Tensor& target, const cpu::Shard& place, const MaybeTensor& weight,
+void shard(const Tensor& logits, const Tensor& target, const cpu::Slice& place, const MaybeTensor& weight,
            const Options& options);
 
 // part: the result of one rank, 1-d.
 void shard_gathered(const Tensor& gathered, const Tensor& part);
 
-void shard_coefficient(const MaybeTensor& weight, const MaybeTensor& coefficient);
+// What a backward gets for a slice of the classes alone.
+void slice_of(int64_t class_start, const std::optional<int64_t>& num_classes, const MaybeTensor& weight,
+              const MaybeTensor& coefficient);
+
+void with_entropy(const char* owner, const Tensor& matrix, const MaybeTensor& grad_entropy, const MaybeTensor& entropy);
 
 // One floating-point value for each row of the matrix.
 void row_values(const char* name, const MaybeTensor& tensor, const Tensor& matrix, const char* owner = "logits");

@@ -1,4 +1,4 @@
-// The head and the loss as one by chunks of rows: xent_ops/ops/linear/chunks.py, whose reasons hold here.
+// The head and the loss as one by chunks of rows: xent_ops/head/chunks.py, whose reasons hold here.
 #pragma once
 
 #include "outputs.h"
@@ -74,13 +74,9 @@ struct Head {
 // Room for the gradients, (0,) for those that are not wanted; that of the bias holds zeros.
 inline std::vector<Tensor> gradients(const Head& head, const Tensor& input, const Mask& mask, ScalarType weight_dtype,
                                      ScalarType bias_dtype) {
-  const auto none = [&](ScalarType dtype) {
-    const std::vector<int64_t> shape{0};
-    return torch::stable::new_empty(head.input, shape, dtype);
-  };
-  return {mask[0] ? aten::empty_like(input, head.dtype()) : none(head.dtype()),
-          mask[1] ? aten::empty_like(head.linear_weight, weight_dtype) : none(weight_dtype),
-          mask[2] ? zero_per_class(head.linear_weight, bias_dtype) : none(bias_dtype)};
+  return {mask[0] ? aten::empty_like(input, head.dtype()) : none(input, head.dtype()),
+          mask[1] ? aten::empty_like(head.linear_weight, weight_dtype) : none(input, weight_dtype),
+          mask[2] ? zero_per_class(head.linear_weight, bias_dtype) : none(input, bias_dtype)};
 }
 
 inline Tensor as_rows(const Tensor& tensor) {
@@ -105,7 +101,7 @@ struct Chunk {
   }
 };
 
-// Which rows are computed: all, or the counted ones alone. As in xent_ops/ops/linear/packing.py.
+// Which rows are computed: all, or the counted ones alone. As in xent_ops/head/packing.py.
 class Rows {
  public:
   explicit Rows(const Head& head) : like_(head.target), target(bridge::dense(head.target, ScalarType::Long)) {
@@ -179,7 +175,7 @@ template <class Body>
 void for_each_chunk(const Head& head, const Tensor& input, const Body& body) {
   const int64_t number = input.size(0), classes = head.linear_weight.size(0);
   const int64_t size = rows_of_chunk(input, head.chunk_rows);
-  // As padded_classes of ops/linear/sizes.py, with zeros behind the classes.
+  // As padded_classes of head/sizes.py, with zeros behind the classes.
   const int64_t step = 16 / static_cast<int64_t>(input.element_size());
   const std::vector<int64_t> shape{size, divided_up(classes, step) * step};
   const Tensor padded = torch::stable::new_empty(input, shape);

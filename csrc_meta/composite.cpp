@@ -23,7 +23,7 @@ void cross_entropy(Stack& stack) {
                                            options.logit_scale, lse_square_scale, reduction);
     return stack.returns({results[0]});
   }
-  const auto rows = aten::call_all<2>("xent::cross_entropy_forward", "", logits, target, weight,
+  const auto rows = aten::call_all<4>("xent::cross_entropy_forward", "", logits, target, weight, false, false,
                                       options.ignore_index, options.label_smoothing, options.softcap,
                                       options.logit_scale);
   stack.returns({reduced(rows[0], rows[1], target, std::nullopt, options.ignore_index, lse_square_scale)});
@@ -47,8 +47,8 @@ void linear_cross_entropy(Stack& stack) {
   checks::lse_square_scale(lse_square_scale, input);
   checks::sum_divisor(divisor, input, reduction);
 
-  const auto rows = aten::call_all<2>("xent::linear_cross_entropy_forward", "", input, linear_weight, target,
-                                      linear_bias, weight, options.ignore_index, options.label_smoothing,
+  const auto rows = aten::call_all<4>("xent::linear_cross_entropy_forward", "", input, linear_weight, target,
+                                      linear_bias, weight, false, false, options.ignore_index, options.label_smoothing,
                                       options.softcap, options.logit_scale, accumulate_dtype, chunk_rows,
                                       skip_ignored, max_counted);
   MaybeTensor divisors;

@@ -11,41 +11,6 @@ namespace {
 
 constexpr double INFINITE = std::numeric_limits<double>::infinity();
 
-// The values of a forward row operator by chunks; of a third result, if there is one, the dtype and what it is in rows
-// that are skipped.
-template <size_t results>
-void forward(Stack& stack, const char* name, ScalarType third = ScalarType::Float, double unread = 0.0) {
-  Head head{stack.tensor(), stack.tensor(), stack.tensor(), stack.maybe_tensor(), stack.maybe_tensor(),
-            stack.options(), stack.next<std::optional<ScalarType>>()};
-  head.read_chunking(stack);
-  head.check();
-  std::vector<Tensor> outputs{head.row_values(), head.row_values()};
-  if (results == 3) {
-    outputs.push_back(third == ScalarType::Long ? aten::empty_like(head.target, third) : head.row_values());
-  }
-  if (!stack.meta) {
-    const NoGrad below;
-    const Rows rows(head);
-    std::vector<Tensor> values;
-    for (const Tensor& output : outputs) {
-      values.push_back(rows.new_values(output.scalar_type()));
-    }
-    for_each_chunk(head, rows.take(as_rows(head.input)), [&](const Chunk& chunk, const Tensor& logits) {
-      const Tensor indices = chunk.of(rows.target);
-      checks::target_values(indices, head.linear_weight.size(0), head.options.ignore_index);
-      const auto made = head.rows<results>(name, logits, indices, head.weight);
-      for (size_t i = 0; i < results; ++i) {
-        chunk.put(values[i], made[i]);
-      }
-    });
-    const std::array<double, 3> others{0.0, INFINITE, unread};
-    for (size_t i = 0; i < results; ++i) {
-      outputs[i] = rows.give_values(values[i], others[i]);
-    }
-  }
-  stack.returns(outputs);
-}
-
 // The gradients of each row's loss and lse, from those of a reduced loss: row_grads of xent_ops/kernels/reference.py.
 std::pair<Tensor, MaybeTensor> row_grads(const Tensor& grad_loss, const MaybeTensor& grad_lse, const Tensor& target,
                                          const Tensor& lse, const MaybeTensor& divisor, int64_t ignore_index,
@@ -97,22 +62,66 @@ Tensor largest(const Head& head, const Tensor& target, Tensor grad_loss, std::in
   return divisible(aten::call("aten::max", "", aten::call("aten::abs", "", aten::cat(all))));
 }
 
-void backward(Stack& stack, bool with_entropy) {
+}  // namespace
+
+void linear_cross_entropy_forward(Stack& stack) {
+  Head head{stack.tensor(), stack.tensor(), stack.tensor(), stack.maybe_tensor(), stack.maybe_tensor()};
+  const bool with_argmax = stack.next<bool>(), with_entropy = stack.next<bool>();
+  head.options = stack.options();
+  head.accumulate_dtype = stack.next<std::optional<ScalarType>>();
+  head.read_chunking(stack);
+  head.check();
+  const std::array<bool, 4> wanted{true, true, with_argmax, with_entropy};
+  const ScalarType number = bridge::accumulator(head.input);
+  std::vector<Tensor> outputs{
+      head.row_values(), head.row_values(),
+      with_argmax ? aten::empty_like(head.target, ScalarType::Long) : none(head.input, ScalarType::Long),
+      with_entropy ? head.row_values() : none(head.input, number)};
+  if (!stack.meta) {
+    const NoGrad below;
+    const Rows rows(head);
+    std::vector<Tensor> values;
+    for (const Tensor& output : outputs) {
+      values.push_back(rows.new_values(output.scalar_type()));
+    }
+    for_each_chunk(head, rows.take(as_rows(head.input)), [&](const Chunk& chunk, const Tensor& logits) {
+      const Tensor indices = chunk.of(rows.target);
+      checks::target_values(indices, head.linear_weight.size(0), head.options.ignore_index);
+      const auto made = head.rows<4>("xent::cross_entropy_forward", logits, indices, head.weight, with_argmax,
+                                     with_entropy);
+      for (size_t i = 0; i < made.size(); ++i) {
+        if (wanted[i]) {
+          chunk.put(values[i], made[i]);
+        }
+      }
+    });
+    const std::array<double, 4> unread{0.0, INFINITE, -1.0, 0.0};  // in rows that are skipped
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      outputs[i] = wanted[i] ? rows.give_values(values[i], unread[i]) : outputs[i];
+    }
+  }
+  stack.returns(outputs);
+}
+
+void linear_cross_entropy_backward(Stack& stack) {
   Head head;
   const Tensor grad_loss = stack.tensor();
   const MaybeTensor grad_lse = stack.maybe_tensor();
-  const MaybeTensor grad_entropy = with_entropy ? stack.maybe_tensor() : std::nullopt;
   head.input = stack.tensor();
   head.linear_weight = stack.tensor();
   head.target = stack.tensor();
   const Tensor lse = stack.tensor();
-  const MaybeTensor entropy = with_entropy ? MaybeTensor(stack.tensor()) : std::nullopt;
   head.linear_bias = stack.maybe_tensor();
   head.weight = stack.maybe_tensor();
-  const MaybeTensor divisor = with_entropy ? std::nullopt : stack.maybe_tensor();
+  const MaybeTensor divisor = stack.maybe_tensor();
+  const MaybeTensor grad_entropy = stack.maybe_tensor();
+  const MaybeTensor entropy = stack.maybe_tensor();
+  const MaybeTensor coefficient = stack.maybe_tensor();
+  const int64_t class_start = stack.integer();
+  const auto num_classes = stack.next<std::optional<int64_t>>();
   const Mask mask = stack.next<Mask>();
   head.options = stack.options();
-  const double lse_square_scale = with_entropy ? 0.0 : stack.number();
+  const double lse_square_scale = stack.number();
   head.accumulate_dtype = stack.next<std::optional<ScalarType>>();
   head.read_chunking(stack);
   head.check();
@@ -121,8 +130,11 @@ void backward(Stack& stack, bool with_entropy) {
   checks::row_values("lse", lse, head.input, "input");
   checks::scalar_or_row_values("input", head.input, "grad_loss", grad_loss);
   checks::divisor(divisor, head.input);
-  checks::row_values("grad_entropy", grad_entropy, head.input, "input");
-  checks::row_values("entropy", entropy, head.input, "input");
+  checks::with_entropy("input", head.input, grad_entropy, entropy);
+  checks::slice_of(class_start, num_classes, head.weight, coefficient);
+  if (num_classes) {
+    throw std::invalid_argument("a head split over ranks is served from Python alone, which has the collectives");
+  }
   if (stack.meta) {
     return stack.returns(gradients(head, head.input, mask, head.dtype(), head.dtype()));
   }
@@ -148,15 +160,10 @@ void backward(Stack& stack, bool with_entropy) {
     for (MaybeTensor* one : {&a, &b, &c, &target, &z, &h}) {
       *one = *one ? MaybeTensor(chunk.of(**one)) : *one;
     }
-    if (h) {
-      const auto made = head.rows<1>("xent::cross_entropy_backward_entropy", *a, b, c, logits, *target, *z, *h,
-                                     head.weight);
-      products.add(chunk, made[0]);
-    } else {
-      aten::call_all<0>("xent::cross_entropy_backward_", "", *a, b, logits, *target, *z, head.weight, MaybeTensor(),
-                        of.ignore_index, of.label_smoothing, of.softcap, of.logit_scale, 0.0);
-      products.add(chunk, logits);
-    }
+    aten::call_all<0>("xent::cross_entropy_backward_", "", *a, b, logits, *target, *z, head.weight, MaybeTensor(), c, h,
+                      MaybeTensor(), int64_t{0}, std::optional<int64_t>(), of.ignore_index, of.label_smoothing,
+                      of.softcap, of.logit_scale, 0.0);
+    products.add(chunk, logits);
   });
   products.made[0] = mask[0] ? rows.give(products.made[0], head.input, 0.0) : products.made[0];
   for (Tensor& gradient : products.made) {
@@ -167,22 +174,6 @@ void backward(Stack& stack, bool with_entropy) {
   }
   stack.returns(products.made);
 }
-
-}  // namespace
-
-void linear_cross_entropy_forward(Stack& stack) { forward<2>(stack, "xent::cross_entropy_forward"); }
-
-void linear_cross_entropy_forward_argmax(Stack& stack) {
-  forward<3>(stack, "xent::cross_entropy_forward_argmax", ScalarType::Long, -1.0);
-}
-
-void linear_cross_entropy_forward_entropy(Stack& stack) {
-  forward<3>(stack, "xent::cross_entropy_forward_entropy");
-}
-
-void linear_cross_entropy_backward(Stack& stack) { backward(stack, false); }
-
-void linear_cross_entropy_backward_entropy(Stack& stack) { backward(stack, true); }
 
 void linear_cross_entropy_with_grad(Stack& stack) {
   Head head{stack.tensor(), stack.tensor(), stack.tensor(), stack.maybe_tensor(), stack.maybe_tensor()};

@@ -8,8 +8,10 @@ namespace xent::operators {
 namespace {
 
 struct Forward {
-  explicit Forward(Stack& stack)
-      : logits(stack.tensor()), target(stack.tensor()), weight(stack.maybe_tensor()), options(stack.options()) {
+  explicit Forward(Stack& stack) : logits(stack.tensor()), target(stack.tensor()), weight(stack.maybe_tensor()) {}
+
+  void read_options(Stack& stack) {
+    options = stack.options();
     checks::index_forward(logits, target, weight, options);
   }
 
@@ -21,11 +23,6 @@ struct Forward {
     return problem;
   }
 
-  // argmax and entropy may be null.
-  void write(const Tensor& loss, const Tensor& lse, int64_t* argmax = nullptr, void* entropy = nullptr) const {
-    cpu::forward(problem(), loss.mutable_data_ptr(), lse.mutable_data_ptr(), argmax, entropy, bridge::threads());
-  }
-
   Tensor logits;
   Tensor target;
   MaybeTensor weight;
@@ -33,29 +30,33 @@ struct Forward {
 };
 
 struct Backward {
-  Backward(Stack& stack, bool with_entropy = false)
+  explicit Backward(Stack& stack)
       : grad_loss(stack.tensor()),
         grad_lse(stack.maybe_tensor()),
-        grad_entropy(with_entropy ? stack.maybe_tensor() : std::nullopt),
         logits(stack.tensor()),
         target(stack.tensor()),
         lse(stack.tensor()),
-        entropy(with_entropy ? MaybeTensor(stack.tensor()) : std::nullopt),
         weight(stack.maybe_tensor()),
-        divisor(with_entropy ? std::nullopt : stack.maybe_tensor()),
+        divisor(stack.maybe_tensor()),
+        grad_entropy(stack.maybe_tensor()),
+        entropy(stack.maybe_tensor()),
+        coefficient(stack.maybe_tensor()),
+        class_start(stack.integer()),
+        num_classes(stack.next<std::optional<int64_t>>()),
         options(stack.options()),
-        lse_square_scale(with_entropy ? 0.0 : stack.number()) {
-    checks::index_forward(logits, target, weight, options);
-    if (with_entropy) {
-      checks::row_values("grad_loss", grad_loss, logits);
+        lse_square_scale(stack.number()) {
+    if (num_classes) {
+      checks::shard(logits, target, {class_start, *num_classes}, weight, options);
     } else {
-      checks::scalar_or_row_values("logits", logits, "grad_loss", grad_loss);
+      checks::index_forward(logits, target, weight, options);
     }
+    checks::slice_of(class_start, num_classes, weight, coefficient);
+    checks::scalar_or_row_values("logits", logits, "grad_loss", grad_loss);
     checks::row_values("grad_lse", grad_lse, logits);
     checks::row_values("lse", lse, logits);
+    checks::row_values("coefficient", coefficient, logits);
     checks::divisor(divisor, logits);
-    checks::row_values("grad_entropy", grad_entropy, logits);
-    checks::row_values("entropy", entropy, logits);
+    checks::with_entropy("logits", logits, grad_entropy, entropy);
   }
 
   std::vector<Tensor> outputs() const { return {}; }
@@ -63,27 +64,27 @@ struct Backward {
   void write(const std::vector<Tensor>&, const Tensor& values, cpu::MutableRows grad) const {
     const ScalarType dtype = bridge::accumulator(logits);
     const Tensor dense_lse = bridge::dense(lse, dtype);
-    const MaybeTensor dense_entropy = bridge::dense(entropy, dtype);
+    const MaybeTensor dense_entropy = bridge::dense(entropy, dtype), dense_coefficient = bridge::dense(coefficient, dtype);
     const bridge::Upstream upstream(logits, grad_loss, grad_lse, grad_entropy, divisor, lse_square_scale);
-    cpu::backward(bridge::Problem(values, target, weight, options), upstream, dense_lse.const_data_ptr(),
-                  bridge::data(dense_entropy), grad, bridge::threads());
+    const bridge::Problem problem(values, target, weight, options);
+    cpu::backward(problem, {class_start, num_classes.value_or(problem.classes)}, upstream, dense_lse.const_data_ptr(),
+                  bridge::data(dense_entropy), bridge::data(dense_coefficient), grad, bridge::threads());
   }
 
   Tensor grad_loss;
   MaybeTensor grad_lse;
-  MaybeTensor grad_entropy;
   Tensor logits;
   Tensor target;
   Tensor lse;
-  MaybeTensor entropy;
   MaybeTensor weight;
   MaybeTensor divisor;
+  MaybeTensor grad_entropy;
+  MaybeTensor entropy;
+  MaybeTensor coefficient;
+  int64_t class_start;
+  std::optional<int64_t> num_classes;
   Options options;
   double lse_square_scale;
-};
-
-struct BackwardEntropy : Backward {
-  explicit BackwardEntropy(Stack& stack) : Backward(stack, true) {}
 };
 
 struct WithGrad {
@@ -122,34 +123,23 @@ struct WithGrad {
 }  // namespace
 
 void cross_entropy_forward(Stack& stack) {
-  const Forward in(stack);
+  Forward in(stack);
+  const bool with_argmax = stack.next<bool>(), with_entropy = stack.next<bool>();
+  in.read_options(stack);
   const Tensor loss = in.row_values(), lse = in.row_values();
+  const Tensor argmax = with_argmax ? aten::empty_like(in.target, ScalarType::Long) : none(in.logits, ScalarType::Long);
+  const Tensor entropy = with_entropy ? in.row_values() : none(in.logits, bridge::accumulator(in.logits));
   if (!stack.meta) {
-    in.write(loss, lse);
+    cpu::forward(in.problem(), loss.mutable_data_ptr(), lse.mutable_data_ptr(),
+                 with_argmax ? argmax.mutable_data_ptr<int64_t>() : nullptr,
+                 with_entropy ? entropy.mutable_data_ptr() : nullptr, bridge::threads());
   }
-  stack.returns({loss, lse});
-}
-
-void cross_entropy_forward_argmax(Stack& stack) {
-  const Forward in(stack);
-  const Tensor loss = in.row_values(), lse = in.row_values(), argmax = aten::empty_like(in.target, ScalarType::Long);
-  if (!stack.meta) {
-    in.write(loss, lse, argmax.mutable_data_ptr<int64_t>());
-  }
-  stack.returns({loss, lse, argmax});
-}
-
-void cross_entropy_forward_entropy(Stack& stack) {
-  const Forward in(stack);
-  const Tensor loss = in.row_values(), lse = in.row_values(), entropy = in.row_values();
-  if (!stack.meta) {
-    in.write(loss, lse, nullptr, entropy.mutable_data_ptr());
-  }
-  stack.returns({loss, lse, entropy});
+  stack.returns({loss, lse, argmax, entropy});
 }
 
 void cross_entropy_reduced(Stack& stack) {
-  const Forward in(stack);
+  Forward in(stack);
+  in.read_options(stack);
   const Reduction reduction(stack, in.logits);
   const Tensor value = numbers(in.logits, {}), divisor = numbers(in.logits, {2}), lse = in.row_values();
   if (!stack.meta) {
@@ -178,10 +168,6 @@ void cross_entropy_divisor(Stack& stack) {
 
 XENT_WITH_TWIN(cross_entropy_backward, Backward)
 XENT_WITH_TWIN(cross_entropy_with_grad, WithGrad)
-
-void cross_entropy_backward_entropy(Stack& stack) {
-  write_gradient<BackwardEntropy, false>(stack);
-}
 
 void scale_grad_(Stack& stack) {
   const Tensor grad = stack.tensor();

@@ -10,7 +10,7 @@ namespace {
 struct Place {
   explicit Place(Stack& stack) : shard(stack.shard()), weight(stack.maybe_tensor()) {}
 
-  cpu::Shard shard;
+  cpu::Slice shard;
   MaybeTensor weight;
 };
 
@@ -49,50 +49,6 @@ struct Join {
   Tensor gathered;
   Place place;
   Options options;
-};
-
-struct ShardBackward {
-  explicit ShardBackward(Stack& stack)
-      : grad_loss(stack.tensor()),
-        grad_lse(stack.maybe_tensor()),
-        logits(stack.tensor()),
-        target(stack.tensor()),
-        lse(stack.tensor()),
-        place(stack),
-        coefficient(stack.maybe_tensor()),
-        divisor(stack.maybe_tensor()),
-        options(stack.options()),
-        lse_square_scale(stack.number()) {
-    checks::shard(logits, target, place.shard, place.weight, options);
-    checks::shard_coefficient(place.weight, coefficient);
-    checks::scalar_or_row_values("logits", logits, "grad_loss", grad_loss);
-    checks::row_values("grad_lse", grad_lse, logits);
-    checks::row_values("lse", lse, logits);
-    checks::row_values("coefficient", coefficient, logits);
-    checks::divisor(divisor, logits);
-  }
-
-  std::vector<Tensor> outputs() const { return {}; }
-
-  void write(const std::vector<Tensor>&, const Tensor& values, cpu::MutableRows grad) const {
-    const ScalarType dtype = bridge::accumulator(logits);
-    const Tensor dense_lse = bridge::dense(lse, dtype);
-    const MaybeTensor dense_coefficient = bridge::dense(coefficient, dtype);
-    const bridge::Upstream upstream(logits, grad_loss, grad_lse, std::nullopt, divisor, lse_square_scale);
-    cpu::shard_backward(bridge::Problem(values, target, place.weight, options), place.shard, upstream,
-                        dense_lse.const_data_ptr(), bridge::data(dense_coefficient), grad, bridge::threads());
-  }
-
-  Tensor grad_loss;
-  MaybeTensor grad_lse;
-  Tensor logits;
-  Tensor target;
-  Tensor lse;
-  Place place;
-  MaybeTensor coefficient;
-  MaybeTensor divisor;
-  Options options;
-  double lse_square_scale;
 };
 
 }  // namespace
@@ -137,7 +93,5 @@ void cross_entropy_shard_reduced(Stack& stack) {
   }
   stack.returns({value, divisor, lse, coefficient});
 }
-
-XENT_WITH_TWIN(cross_entropy_shard_backward, ShardBackward)
 
 }  // namespace xent::operators

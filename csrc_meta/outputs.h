@@ -21,6 +21,12 @@ inline Tensor numbers(const Tensor& logits, std::initializer_list<int64_t> shape
   return torch::stable::new_empty(logits, {shape.begin(), shape.size()}, bridge::accumulator(logits));
 }
 
+// (0,): a result that is not wanted.
+inline Tensor none(const Tensor& like, ScalarType dtype) {
+  const std::vector<int64_t> shape{0};
+  return torch::stable::new_empty(like, shape, dtype);
+}
+
 // The last arguments of an operator that reduces the losses of its rows.
 class Reduction {
  public:

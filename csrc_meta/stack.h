@@ -49,7 +49,7 @@ class Stack {
     return options;
   }
 
-  cpu::Shard shard() {
+  cpu::Slice shard() {
     const int64_t class_start = integer();
     return {class_start, integer()};
   }

@@ -19,9 +19,9 @@ from torch.utils import collect_env
 import xent_ops
 
 from . import _compile_check, _doctor_npu, _environment, _extension, testing
+from .head import products
 from .kernels import cpu
-from .ops.devices import interpreter_is_set
-from .ops.linear import products
+from .kernels.devices import interpreter_is_set
 
 DTYPES = (torch.float32, torch.bfloat16)
 

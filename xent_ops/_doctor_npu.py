@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from . import _environment
-from .ops import devices
+from .kernels import devices
 
 
 @dataclass(frozen=True)

@@ -246,7 +246,9 @@ def cross_entropy_outputs(
     checks.weight_without_grad(weight)
     logits = _classes_last(input, dim)
     arguments.suggest_dim(input, target, dim)
-    row_loss, lse, argmax = torch.ops.xent.cross_entropy_forward_argmax(logits, target, weight, **loss.rows.keywords())
+    row_loss, lse, argmax, _ = torch.ops.xent.cross_entropy_forward(
+        logits, target, weight, True, **loss.rows.keywords()
+    )
     divisor, _ = cross_entropy_divisor(logits, target, weight, options=loss.rows)
     return outputs_of_rows(reduce_rows(row_loss, lse, target, divisor, loss), lse, argmax, target, loss.rows)
 
@@ -299,9 +301,8 @@ def token_log_probs(
     refuse_dtensors("xent_ops.token_log_probs", input, target)
     arguments.tensors(input, target)
     rows = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, dtype=input.dtype).rows
-    loss, lse, entropy = torch.ops.xent.cross_entropy_forward_entropy(
-        _classes_last(input, dim), target, **rows.keywords()
-    )
+    logits = _classes_last(input, dim)
+    loss, lse, _, entropy = torch.ops.xent.cross_entropy_forward(logits, target, None, False, True, **rows.keywords())
     return log_probs_of_rows(loss, lse, entropy, target, rows)
 
 

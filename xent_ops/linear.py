@@ -162,12 +162,13 @@ def linear_cross_entropy_outputs(
     accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, max_counted)
     checks.weight_without_grad(weight)
     input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
-    row_loss, lse, argmax = _ops.linear_cross_entropy_forward_argmax(
+    row_loss, lse, argmax, _ = _ops.linear_cross_entropy_forward(
         input,
         linear_weight,
         target,
         linear_bias,
         weight,
+        True,
         accumulate_dtype=accumulate_dtype,
         **how.keywords(),
         **loss.rows.keywords(),
@@ -217,11 +218,14 @@ def linear_token_log_probs(
     rows = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, dtype=input.dtype).rows
     accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, max_counted)
     input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
-    loss, lse, entropy = _ops.linear_cross_entropy_forward_entropy(
+    loss, lse, _, entropy = _ops.linear_cross_entropy_forward(
         input,
         linear_weight,
         target,
         linear_bias,
+        None,
+        False,
+        True,
         accumulate_dtype=accumulate_dtype,
         **how.keywords(),
         **rows.keywords(),

@@ -12,11 +12,18 @@ namespace {
 template <class A>
 struct ClassIndices {
   const Problem& problem;
+  const Slice slice;
+  const A* coefficient;               // (N,) of a slice with class weights, else null
   const std::vector<double> weights;  // of each block
   double sum_weights = 0;
 
   ClassIndices(const Problem& given, const Threads& threads)
+      : ClassIndices(given, {0, given.classes}, nullptr, threads) {}
+
+  ClassIndices(const Problem& given, Slice of, const A* coefficients, const Threads& threads)
       : problem(given),
+        slice(of),
+        coefficient(coefficients),
         weights(given.label_smoothing > 0 ? block_weights<A>(given, threads) : std::vector<double>()) {
     if (!problem.weight) sum_weights = double(problem.classes);
     for (const double weight : weights) sum_weights += weight;
@@ -24,7 +31,7 @@ struct ClassIndices {
 
   const std::vector<double>* smoothing() const { return problem.label_smoothing > 0 ? &weights : nullptr; }
 
-  Target target(std::int64_t row) const { return Target(problem, row, 0, problem.classes, problem.classes); }
+  Target target(std::int64_t row) const { return target_of(problem, slice, row); }
 
   double loss(std::int64_t row, const Sums& sums) const {
     const Target t = target(row);
@@ -46,11 +53,19 @@ struct ClassIndices {
     const double a = !t.counted ? 0 : t.valid ? grad_loss : kNaN;
     if (a == 0) return coefficients<A>(problem, lse, grad_lse, 0, 0, -1);  // 0 times an infinite weight is NaN
     double at_target = a * (1 - problem.label_smoothing);
-    if (t.valid) at_target *= weight_of<A>(problem, t.column);
-    const double by_class = problem.label_smoothing > 0 ? a * (problem.label_smoothing / double(problem.classes)) : 0;
-    double total = at_target + grad_lse;
-    if (problem.label_smoothing > 0) total += by_class * sum_weights;
-    return coefficients<A>(problem, lse, total, at_target, by_class, t.column);
+    if (t.column >= 0) at_target *= weight_of<A>(problem, t.column);
+    const double share = problem.label_smoothing / double(slice.num_classes);
+    const double by_class = problem.label_smoothing > 0 ? a * share : 0;
+    double total = a;
+    if (coefficient != nullptr) {
+      total *= double(coefficient[row]);
+    } else if (problem.weight) {
+      total = at_target + by_class * sum_weights;
+    }
+    auto result = coefficients<A>(problem, lse, total + grad_lse, at_target, by_class, t.column);
+    // Shards that do not tile may leave a coefficient of 0 with an lse of NaN: NaN, not zeros.
+    result.live |= coefficient != nullptr || !problem.weight;
+    return result;
   }
 };
 
@@ -98,14 +113,17 @@ void forward_counted_as(const Problem& problem, A* loss, A* lse, const Threads& 
 
 template <class A>
 void backward_as(
-    const Problem& problem,
+    const Problem& whole,
+    Slice slice,
     const Upstream& upstream,
     const A* lse,
     const A* entropy,
+    const A* coefficient,
     MutableRows grad,
     const Threads& threads) {
-  prefer_huge_pages(problem, grad);
-  const ClassIndices<A> indices(problem, threads);
+  prefer_huge_pages(whole, grad);
+  const Problem problem = without_padding(whole, slice);
+  const ClassIndices<A> indices(problem, slice, coefficient, threads);
   const auto no_scan = [](std::int64_t, std::int64_t, std::int64_t) { return Sums(); };
   const auto join = [&](std::int64_t row, const Sums&) {
     const RowGrads grads = row_grads<A>(upstream, row, indices.target(row).counted, lse[row]);
@@ -114,6 +132,10 @@ void backward_as(
       result.gradient.grad_entropy = A(value<A>(upstream.entropy, row));
       result.gradient.entropy = entropy[row];
       result.live |= result.gradient.grad_entropy != 0;
+    }
+    if (problem.classes < whole.classes) {
+      const std::int64_t padding = whole.classes - problem.classes;
+      std::memset(at(grad, problem.dtype, row, problem.classes), 0, padding * size_of(problem.dtype));
     }
     return result;
   };
@@ -186,15 +208,18 @@ void forward_counted(const Problem& problem, void* loss, void* lse, const Thread
 
 void backward(
     const Problem& problem,
+    Slice slice,
     const Upstream& upstream,
     const void* lse,
     const void* entropy,
+    const void* coefficient,
     MutableRows grad,
     const Threads& threads) {
   dispatch(problem, [&](auto a) {
     using A = decltype(a);
     backward_as<A>(
-        problem, upstream, static_cast<const A*>(lse), static_cast<const A*>(entropy), grad, threads);
+        problem, slice, upstream, static_cast<const A*>(lse), static_cast<const A*>(entropy),
+        static_cast<const A*>(coefficient), grad, threads);
   });
 }
 

@@ -72,8 +72,8 @@ struct Upstream {
   double lse_square_scale = 0.0;
 };
 
-// A rank's part of a vocabulary split over ranks.
-struct Shard {
+// A rank's part of a vocabulary split over ranks. All classes are the slice {0, classes}.
+struct Slice {
   std::int64_t class_start = 0;  // the class of the first column
   std::int64_t num_classes = 0;  // of all ranks together
 };
@@ -87,9 +87,18 @@ void forward(const Problem&, void* loss, void* lse, std::int64_t* argmax, void* 
 // As forward, but the logits of ignored rows are not read, and their lse is infinite.
 void forward_counted(const Problem&, void* loss, void* lse, const Threads&);
 
-// entropy may be null unless upstream.entropy is given.
+// lse: of all classes. entropy may be null unless upstream.entropy is given. coefficient: (N,) from shard_join, or null:
+// of a slice without class weights it is 1, of all classes it follows from the weights. Columns behind the last class
+// get zeros.
 void backward(
-    const Problem&, const Upstream&, const void* lse, const void* entropy, MutableRows grad_logits, const Threads&);
+    const Problem&,
+    Slice,
+    const Upstream&,
+    const void* lse,
+    const void* entropy,
+    const void* coefficient,
+    MutableRows grad_logits,
+    const Threads&);
 
 // probabilities: (N, V) of any dtype and strides. Returns the smallest of the rows that add up to less than 0 (as those
 // of log-probabilities do), or 0 where no row does.
@@ -139,28 +148,18 @@ void scale_grad(const Problem&, MutableRows grad, PerRow factor, const Threads&)
 std::int64_t shard_width(const Problem&);
 
 // out: (1, shard_width), as kernels/reference_shard.py lays it out.
-void shard_forward(const Problem&, Shard, void* out, const Threads&);
+void shard_forward(const Problem&, Slice, void* out, const Threads&);
 
 // gathered: (ranks, shard_width), dense. The logits and the values of the weight are not read.
 void shard_join(
     const Problem&,
-    Shard,
+    Slice,
     const void* gathered,
     std::int64_t ranks,
     void* loss,
     void* lse,
     void* target_weight,
     void* coefficient,
-    const Threads&);
-
-// lse: of the whole vocabulary. coefficient: (N,) from shard_join, or null for 1. upstream.entropy is not used.
-void shard_backward(
-    const Problem&,
-    Shard,
-    const Upstream&,
-    const void* lse,
-    const void* coefficient,
-    MutableRows grad_logits,
     const Threads&);
 
 // "avx512", "avx2" or "default": the instructions that the kernels use on this processor. Like torch, they obey

@@ -142,8 +142,18 @@ struct Target {
   }
 };
 
+inline Target target_of(const Problem& problem, const Slice& slice, std::int64_t row) {
+  return Target(problem, row, slice.class_start, problem.classes, slice.num_classes);
+}
+
+// The slice without the padding behind the last class.
+inline Problem without_padding(Problem problem, const Slice& slice) {
+  problem.classes = std::max<std::int64_t>(0, std::min(problem.classes, slice.num_classes - slice.class_start));
+  return problem;
+}
+
 // The coefficients for the second visit of a row: grad_x_j = A softmax_j - B [j == t] - C q_j, as in
-// reference.row_coefficients.
+// reference.cross_entropy_backward.
 template <class A>
 struct Coefficients {
   Gradient<A> gradient = {};

@@ -9,18 +9,8 @@ namespace {
 constexpr std::int64_t kHeader = 5;
 constexpr std::int64_t kDigit = std::int64_t(1) << 24;
 
-// The shard without the padding beyond the last class.
-Problem without_padding(Problem problem, const Shard& shard) {
-  problem.classes = std::max<std::int64_t>(0, std::min(problem.classes, shard.num_classes - shard.class_start));
-  return problem;
-}
-
-Target target_of(const Problem& problem, const Shard& shard, std::int64_t row) {
-  return Target(problem, row, shard.class_start, problem.classes, shard.num_classes);
-}
-
 template <class A>
-void forward_as(const Problem& problem, const Shard& shard, A* out, const Threads& threads) {
+void forward_as(const Problem& problem, const Slice& shard, A* out, const Threads& threads) {
   const std::int64_t rows = problem.rows;
   const std::vector<double> weights = block_weights<A>(problem, threads);
   const bool smoothing = problem.label_smoothing > 0;
@@ -87,7 +77,7 @@ bool tiles(const std::vector<Header>& headers, std::int64_t num_classes) {
 template <class A>
 void join_as(
     const Problem& problem,
-    const Shard& shard,
+    const Slice& shard,
     const A* gathered,
     std::int64_t ranks,
     A* loss,
@@ -136,49 +126,13 @@ void join_as(
   });
 }
 
-template <class A>
-void backward_as(
-    const Problem& whole,
-    const Shard& shard,
-    const Upstream& upstream,
-    const A* lse,
-    const A* coefficient,
-    MutableRows grad,
-    const Threads& threads) {
-  prefer_huge_pages(whole, grad);
-  const Problem problem = without_padding(whole, shard);
-  const auto no_scan = [](std::int64_t, std::int64_t, std::int64_t) { return Sums(); };
-  const auto join = [&](std::int64_t row, const Sums&) {
-    const Target t = target_of(problem, shard, row);
-    const RowGrads grads = row_grads<A>(upstream, row, t.counted, lse[row]);
-    const double a = !t.counted ? 0 : t.valid ? grads.loss : kNaN;
-    double softmax = grads.lse, at_target = 0, by_class = 0;
-    if (a != 0) {  // 0 times an infinite weight is NaN
-      softmax += a * (coefficient == nullptr ? 1.0 : double(coefficient[row]));
-      if (t.column >= 0) at_target = a * (1 - problem.label_smoothing) * weight_of<A>(problem, t.column);
-      if (problem.label_smoothing > 0) by_class = a * (problem.label_smoothing / double(shard.num_classes));
-    }
-    if (problem.classes < whole.classes) {
-      const std::int64_t padding = whole.classes - problem.classes;
-      std::memset(at(grad, problem.dtype, row, problem.classes), 0, padding * size_of(problem.dtype));
-    }
-    auto result = coefficients<A>(problem, lse[row], softmax, at_target, by_class, t.column);
-    result.live |= a != 0;  // shards that do not tile may leave a coefficient of 0 with an lse of NaN: NaN, not zeros
-    return result;
-  };
-  const auto write = [&](std::int64_t row, const Coefficients<A>& joined, std::int64_t column, std::int64_t n) {
-    emit(problem, grad, row, joined, column, n, weights_from<A>(problem, column));
-  };
-  visit<Coefficients<A>>(problem.rows, problem.classes, threads, false, true, no_scan, join, write);
-}
-
 }  // namespace
 
 std::int64_t shard_width(const Problem& problem) {
   return (!problem.weight ? 3 : 4) * problem.rows + kHeader;
 }
 
-void shard_forward(const Problem& problem, Shard shard, void* out, const Threads& threads) {
+void shard_forward(const Problem& problem, Slice shard, void* out, const Threads& threads) {
   dispatch(problem, [&](auto a) {
     using A = decltype(a);
     forward_as<A>(without_padding(problem, shard), shard, static_cast<A*>(out), threads);
@@ -187,7 +141,7 @@ void shard_forward(const Problem& problem, Shard shard, void* out, const Threads
 
 void shard_join(
     const Problem& problem,
-    Shard shard,
+    Slice shard,
     const void* gathered,
     std::int64_t ranks,
     void* loss,
@@ -200,21 +154,6 @@ void shard_join(
     join_as<A>(
         problem, shard, static_cast<const A*>(gathered), ranks, static_cast<A*>(loss), static_cast<A*>(lse),
         static_cast<A*>(target_weight), static_cast<A*>(coefficient), threads);
-  });
-}
-
-void shard_backward(
-    const Problem& problem,
-    Shard shard,
-    const Upstream& upstream,
-    const void* lse,
-    const void* coefficient,
-    MutableRows grad,
-    const Threads& threads) {
-  dispatch(problem, [&](auto a) {
-    using A = decltype(a);
-    backward_as<A>(
-        problem, shard, upstream, static_cast<const A*>(lse), static_cast<const A*>(coefficient), grad, threads);
   });
 }
 

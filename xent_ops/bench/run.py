@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..ops.devices import interpreter_is_set
+from ..kernels.devices import interpreter_is_set
 from . import cases, compare, linear, model, plot, report, tails, timing
 from .arguments import shapes
 from .measure import Result, Settings, copy_times, measure, ours_failed, set_ratios

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.linear.sizes import rows_of_chunk
+from ..head.sizes import rows_of_chunk
 from .linear import vocab_parallel_linear_cross_entropy
 from .parts import chunk
 from .timing import graph_of, milliseconds

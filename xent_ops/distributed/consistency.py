@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..kernels.reference_shard import columns_of
+from ..kernels.reference import columns_of
 from .groups import Group, Ranks, process_group
 
 

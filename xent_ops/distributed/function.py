@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import reductions, reference_shard
+from ..kernels import reductions, reference
 from ..kernels.options import LossOptions
 from ..ops import transforms
 from ..ops.library import below_autograd
@@ -26,7 +26,7 @@ def loss_and_saved(
     shard_range: tuple[int, int],  # class_start, num_classes
     loss: LossOptions,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """The loss, and the tensors that ``gradient`` takes."""
+    """The loss, and the tensors that ``gradient`` takes: those of cross_entropy_backward behind the gradients."""
     gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, loss.rows)
     arguments = (logits, target, gathered, *shard_range, weight)
     divisor = None
@@ -39,19 +39,16 @@ def loss_and_saved(
         value, divisor, lse, coefficient = below_autograd(
             _ops.cross_entropy_shard_reduced.default, *arguments, **loss.keywords()
         )
-    rest = (None if weight is None else coefficient, divisor if loss.reduction == "mean" else None)
-    return value, (logits, target, lse, weight, *rest)
+    of_rows = (None, None, None if weight is None else coefficient)
+    return value, (logits, target, lse, weight, divisor if loss.reduction == "mean" else None, *of_rows)
 
 
 def gradient(grad: Tensor, saved: tuple[Tensor | None, ...], shard_range: tuple[int, int], loss: LossOptions) -> Tensor:
     """Of the loss over this rank's logits."""
-    logits, target, lse, *rest = saved
-    arguments: Any = (grad, None, logits, target, lse, *shard_range, *rest)
+    arguments: Any = (grad, None, *saved, *shard_range)
     if transforms.forward_mode():  # the upstream gradient has a tangent, which operators would drop
-        return reference_shard.cross_entropy_shard_backward(
-            *arguments, options=loss.rows, lse_square_scale=loss.lse_square_scale
-        )
-    operator, options = _ops.cross_entropy_shard_backward.default, loss.backward_keywords()
+        return reference.cross_entropy_backward(*arguments, options=loss.rows, lse_square_scale=loss.lse_square_scale)
+    operator, options = _ops.cross_entropy_backward.default, loss.backward_keywords()
     if torch.is_grad_enabled():  # create_graph: the operator's formula says why there is no second derivative
         return operator(*arguments, **options)
     return below_autograd(operator, *arguments, **options)

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..head.chunks import divided_by
 from ..kernels import reductions
 from ..kernels.options import Chunking, LossOptions
 from ..ops.library import below_autograd
-from ..ops.linear.chunks import divided_by
 from .groups import Ranks
 from .parts import all_gather
 from .vocab_parallel import Rows

@@ -6,7 +6,7 @@ Else, and with ``pipelined=False``, four products and one chunk, N rows of input
     forward     a chunk's logits of this rank's classes, their statistics      xent::linear_cross_entropy_shard
                 one all-gather of 3 numbers a row (4 with class weights)
                 the loss and lse of every row                                  xent::linear_cross_entropy_shard_join
-    backward    a chunk's logits again, their gradient over them, both         xent::linear_cross_entropy_shard_backward
+    backward    a chunk's logits again, their gradient over them, both         xent::linear_cross_entropy_backward
                 products of it
                 the sum of grad_input over the ranks: one all-reduce
 
@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from ..functional import TokenLogProbs, log_probs_of_rows
+from ..head import packing
 from ..kernels.options import LossOptions, Reduction
 from ..ops import arguments, checks, transforms
 from ..ops.linear import checks as linear_checks
-from ..ops.linear import composite, packing
-from ..ops.linear.shard import check_shard
+from ..ops.linear import composite
 from . import consistency
 from .groups import Group, Ranks, ranks_of
 from .heads import Head, reduced, sharded_rows
@@ -238,7 +238,7 @@ def _bound(
     split = _split_dimension(input, target, ranks.world) if sequence_parallel and ranks.world > 1 else None
     if not transforms.is_traced():  # else the operators check before anything runs
         rows = input if split is None else input.new_empty(()).expand(*target.shape, input.shape[-1])  # its shape
-        check_shard(rows, linear_weight, target, *shard_range, linear_bias, class_weight, options=loss.rows)
+        linear_checks.shard(rows, linear_weight, target, *shard_range, linear_bias, class_weight, options=loss.rows)
     head = Head(linear_weight, linear_bias, class_weight, shard_range, accumulate_dtype, how)
     return _Bound(target, input, head, loss, divisor, split, chosen(pipelined, input, head, loss))
 

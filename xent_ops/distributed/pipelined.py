@@ -12,7 +12,7 @@ In the order of the device's stream, for chunks of rows 0, 1, ...; collectives r
 
 Two chunks of logits are there at a time. The gradients are made in the forward, and the backward multiplies them by the
 upstream gradient, in place. With ``sequence_parallel`` each chunk's input is gathered before its product, and its
-gradient reduce-scattered. Operators: ops/linear/pipeline.py.
+gradient reduce-scattered. Operators: ops/linear/chunk.py.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..head import chunks, float16
+from ..head.products import accumulator_of_weight, room_for_head
+from ..head.sizes import rows_of_chunk
 from ..kernels import reductions, reference
 from ..kernels.options import LossOptions
-from ..kernels.reference_shard import columns_of
-from ..ops.linear import chunks, composite, pipeline
-from ..ops.linear.products import accumulator_of_weight
-from ..ops.linear.sizes import rows_of_chunk
+from ..kernels.reference import columns_of
+from ..ops.linear import composite
 from ..ops.shown import shown
 from .groups import Ranks
 from .heads import Head, reduced
@@ -95,16 +96,16 @@ def loss(
     def begin(i: int) -> _Chunk:
         x = _wait(inputs[i], ranks) if scattered else inputs[i]
         t = targets[:, ends[i] : ends[i + 1]].reshape(-1)
-        stats, logits = _ops.linear_cross_entropy_shard_chunk(
+        stats, logits = _ops.linear_cross_entropy_chunk(
             x, frozen, t, *shard, frozen_bias, class_weight, **options.rows.keywords()
         )
         return _Chunk(x, t, logits, stats, _begin_gather(stats, ranks))
 
     summed = ranks if sum_grad_input else Ranks("", 0, 1)
     divisors = _divisors(target, head, ranks, options, divisor, reference.accumulator(input))
-    within, later = pipeline.float16_divisor(input.dtype, divisors)
+    within, later = float16.split_divisors(input.dtype, divisors)
     sums = accumulator_of_weight(input.dtype, accumulate_dtype)
-    grad_weight, grad_bias = pipeline.memory_for_gradients(frozen, wanted, sums)
+    grad_weight, grad_bias = room_for_head(frozen, frozen.shape, wanted[1:], sums)
     columns = columns_of(weight.shape[0], *shard)
     made: list[tuple[Tensor, ...]] = []
     grad_inputs: list[Tensor] = []
@@ -115,7 +116,7 @@ def loss(
         if i + 1 < count:
             chunk = begin(i + 1)
             after = chunk.stats
-        *of_rows, grad_input = _ops.linear_cross_entropy_shard_chunk_grad_(
+        *of_rows, grad_input = _ops.linear_cross_entropy_chunk_grad_(
             logits,
             _wait(gathered, ranks),
             frozen,
@@ -131,7 +132,7 @@ def loss(
         if wanted[0]:
             grad_inputs.append(_begin_sum(grad_input, summed, scattered))
         if wanted[1] or wanted[2]:
-            _ops.linear_cross_entropy_shard_chunk_add_(grad_weight, grad_bias, logits, x, columns, i == 0)
+            _ops.linear_cross_entropy_chunk_add_(grad_weight, grad_bias, logits, x, columns, i == 0)
     row_loss, lse, target_weight, all_targets = (torch.cat(values) for values in zip(*made, strict=True))
     value = reduced(Rows(row_loss, lse, target_weight), all_targets, options, divisor)
     total = input.new_empty(0)
@@ -139,7 +140,7 @@ def loss(
         parts_of_total = [_wait(part, summed) for part in grad_inputs]
         total = (parts_of_total[0] if count == 1 else torch.cat(parts_of_total)).view(input.shape)
     given: tuple[Any, ...] = (input, weight, bias, total, grad_weight, grad_bias, later)
-    return _ops.linear_cross_entropy_shard_value(value, *given)
+    return _ops.linear_cross_entropy_value(value, *given)
 
 
 def _begin_gather(tensor: Tensor, ranks: Ranks) -> Tensor:

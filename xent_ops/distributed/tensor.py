@@ -23,7 +23,7 @@ from ..kernels.reductions import reduce_rows, z_losses
 from ..kernels.reference import is_counted
 from ..kernels.rows import dense_classes
 from ..ops import arguments, checks, transforms
-from ..ops.shard import no_second_derivative
+from ..ops.second_order import no_second_derivative
 from . import vocab_parallel
 from .function import gradient, loss_and_saved
 from .groups import Ranks, ranks_of

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import reference, reference_shard, reference_soft
+from ..kernels import reference, reference_soft
 from ..kernels.options import as_record
 from . import calls, reuse
 
@@ -24,9 +24,7 @@ _ops = torch.ops.xent
 # These are pointwise in plain torch.
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     _ops.cross_entropy_backward.default: reference.cross_entropy_backward,
-    _ops.cross_entropy_backward_entropy.default: reference.cross_entropy_backward_entropy,
     _ops.soft_cross_entropy_backward.default: reference_soft.soft_cross_entropy_backward,
-    _ops.cross_entropy_shard_backward.default: reference_shard.cross_entropy_shard_backward,
 }
 
 

@@ -25,7 +25,7 @@ from .products import Product
 
 # linear="auto" takes up logits of this many bytes and more. One H200, bfloat16, head and loss, the operator beside
 # compiled F (`bench --linear 2048`): 125 MiB of logits take as long, 250 MiB 7 and 12 % less with the same memory, and
-# from 500 MiB on, 4 to 7 % less with less memory where they are more than a chunk (ops/linear/sizes.py).
+# from 500 MiB on, 4 to 7 % less with less memory where they are more than a chunk (head/sizes.py).
 WORTHWHILE = {"cpu": 64 * 2**20}
 WORTHWHILE_ON_GPUS = 250 * 2**20
 

@@ -76,7 +76,7 @@ def install() -> None:
     save.install(
         {
             torch.ops.xent.linear_cross_entropy_with_grad.default: save.results,
-            torch.ops.xent.linear_cross_entropy_shard_value.default: save.gradients,
+            torch.ops.xent.linear_cross_entropy_value.default: save.gradients,
         }
     )
     for op, (inplace, position) in INPLACE.items():

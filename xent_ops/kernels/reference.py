@@ -5,7 +5,7 @@ weights w (1 where none are given) and label smoothing e:
 
     lse  = logsumexp_j x_j
     loss = w_t (1-e) (lse - x_t) + (e/V) sum_j w_j (lse - x_j)           0 where t == ignore_index
-    grad_x_j = A softmax_j - B [j == t] - C w_j                          see ``row_coefficients``
+    grad_x_j                                                             see ``cross_entropy_backward``
 
 Sources: F.cross_entropy for weights and smoothing, Gemma 2 for the softcap. Everything is computed in float32
 (float64 for float64 logits). Functions take logits (..., V) of any strides; ``scale_grad_`` alone writes to a tensor.
@@ -13,8 +13,6 @@ The backward functions are differentiable, which is where second derivatives com
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,53 +88,30 @@ def cross_entropy_forward(
     return loss, (maximum + log_sum).squeeze(-1)
 
 
-def cross_entropy_forward_argmax(
-    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, lse, argmax): argmax is int64, the first index on ties."""
-    scaled = activation(logits, options._replace(softcap=None))
-    return (*cross_entropy_forward(logits, target, weight, options=options), scaled.argmax(-1))
-
-
-def cross_entropy_forward_entropy(
-    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, lse, entropy): entropy = -sum_j softmax_j log softmax_j, where a class of probability 0 adds 0."""
-    loss, lse = cross_entropy_forward(logits, target, weight, options=options)
-    maximum, log_sum = _logsumexp(x := activation(logits, options))
-    log_p = x - maximum - log_sum  # not x - lse, which has been rounded
-    p = log_p.exp()
-    return loss, lse, -(p * torch.where(p == 0, 0.0, log_p)).sum(-1)
-
-
-def row_coefficients(
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
+def statistics(
+    logits: Tensor,
     target: Tensor,
-    weight: Tensor | None,
+    weight: Tensor | None = None,
+    with_argmax: bool = False,
+    with_entropy: bool = False,
     *,
-    ignore_index: int,
-    label_smoothing: float,
-    classes: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A, B, C of ``grad_x_j = A softmax_j - B [j == t] - C w_j``, each (...).
+    options: Options = DEFAULTS,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, lse, argmax, entropy), each (...), the last two (0,) where they are not wanted.
 
-    With a = grad_loss and b = grad_lse: B = a w_t (1-e), C = a e/V, A = B + C sum(w) + b. An ignored row has
-    a = w_t = 0 (the weight of an ignored class may be infinite), one whose target is out of range a = NaN.
+    argmax is int64, the first index on ties. entropy = -sum_j softmax_j log softmax_j, where a class of probability 0
+    adds 0.
     """
-    index, counted, invalid = gather_target(target, classes, ignore_index)
-    a = torch.where(counted, grad_loss.to(dtype), 0.0).masked_fill(invalid, float("nan"))
-    b = a * (1 - label_smoothing)
-    if weight is not None:
-        b = b * torch.where(counted, weights_at(weight.to(dtype), index), 0.0)
-    c = a * (label_smoothing / classes)
-    total = b
-    if label_smoothing > 0.0:
-        total = total + c * (classes if weight is None else weight.to(dtype).sum())
-    if grad_lse is not None:
-        total = total + grad_lse.to(dtype)
-    return total, b, c
+    loss, lse = cross_entropy_forward(logits, target, weight, options=options)
+    argmax, entropy = logits.new_empty(0, dtype=torch.int64), lse.new_empty(0)
+    if with_argmax:
+        argmax = activation(logits, options._replace(softcap=None)).argmax(-1)
+    if with_entropy:
+        maximum, log_sum = _logsumexp(x := activation(logits, options))
+        log_p = x - maximum - log_sum  # not x - lse, which has been rounded
+        p = log_p.exp()
+        entropy = -(p * torch.where(p == 0, 0.0, log_p)).sum(-1)
+    return loss, lse, argmax, entropy
 
 
 def _softmax_gradient(
@@ -198,40 +173,71 @@ def cross_entropy_backward(
     lse: Tensor,
     weight: Tensor | None = None,
     divisor: Tensor | None = None,
+    grad_entropy: Tensor | None = None,
+    entropy: Tensor | None = None,
+    coefficient: Tensor | None = None,
+    class_start: int = 0,
+    num_classes: int | None = None,
     *,
     options: Options = DEFAULTS,
     lse_square_scale: float = 0.0,
-    grad_entropy: Tensor | None = None,
-    entropy: Tensor | None = None,
 ) -> Tensor:
     """grad_logits (..., V) in the logits' dtype. Pointwise but for sum(weight): Inductor makes one kernel of it.
 
-    Of a reduced loss: grad_loss is (), divisor and lse_square_scale are those of ``cross_entropy_reduced``.
+    Of a reduced loss: grad_loss is (), divisor and lse_square_scale are those of ``cross_entropy_reduced``. Of a slice
+    of ``num_classes`` classes: lse is that of all, coefficient that of ``cross_entropy_shard_join`` (1 if None), and
+    columns beyond the last class get zeros.
+
+    With a = grad_loss, b = grad_lse, c = grad_entropy and H the entropy:
+
+        grad_x_j = (a coefficient + b) p_j - c p_j (log p_j + H) - a (1-e) w_t [j == t] - a (e/V) w_j
+        coefficient = d loss / d lse = w_t (1-e) + (e/V) sum(w)
+
+    An ignored row has a = w_t = 0 (the weight of an ignored class may be infinite), one whose target is out of range
+    a = NaN.
     """
-    classes, label_smoothing = logits.shape[-1], options.label_smoothing
+    width = logits.shape[-1]
+    classes = width if num_classes is None else num_classes
     x = activation(logits, options)
+    index, counted, invalid = gather_target(target, classes, options.ignore_index)
     grad_loss, grad_lse = row_grads(
         grad_loss, grad_lse, target, lse, divisor, options.ignore_index, lse_square_scale, x.dtype
     )
-    total, b, c = row_coefficients(
-        grad_loss,
-        grad_lse,
-        target,
-        weight,
-        ignore_index=options.ignore_index,
-        label_smoothing=label_smoothing,
-        classes=classes,
-        dtype=x.dtype,
-    )
-    grad = _softmax_gradient(x, lse, total, entropy, grad_entropy)
-    column = torch.arange(classes, device=logits.device)
-    grad = grad - torch.where(column == target.to(torch.int64).unsqueeze(-1), b.unsqueeze(-1), 0.0)
-    if label_smoothing > 0.0:
-        grad = grad - (c.unsqueeze(-1) if weight is None else c.unsqueeze(-1) * weight.to(x.dtype))
-    passed = total.abs() + b.abs() + c.abs()
+    a = torch.where(counted, grad_loss, 0.0).masked_fill(invalid, float("nan"))
+    at_target, by_class = a * (1 - options.label_smoothing), a * (options.label_smoothing / classes)
+    weight = None if weight is None else weight.to(x.dtype)
+    total, passed = a, a.abs()
+    if coefficient is not None:
+        total = a * coefficient.to(x.dtype)
+    elif weight is not None:
+        total = at_target = at_target * torch.where(counted, weights_at(weight, index), 0.0)
+        passed = total.abs() + by_class.abs()
+        if options.label_smoothing > 0.0:
+            total = total + by_class * weight.sum()
+    at_target = at_target.unsqueeze(-1)
+    if weight is not None and coefficient is not None:  # by column: no target of another slice is gathered
+        at_target = at_target * weight
+    if grad_lse is not None:
+        total = total + grad_lse.to(x.dtype)
+    passed = passed + total.abs()
     if grad_entropy is not None:
         passed = passed + grad_entropy.to(x.dtype).abs()
-    return _finish(grad, x, lse, passed, logits, options)
+    grad = _softmax_gradient(x, lse, total, entropy, grad_entropy)
+    # No column where ignored: 0 times the weight of an ignored class, which may be infinite, would be NaN.
+    local = torch.where(counted, target.to(torch.int64) - class_start, -1).unsqueeze(-1)
+    column = torch.arange(width, device=logits.device)
+    grad = grad - torch.where(column == local, at_target, 0.0)
+    if options.label_smoothing > 0.0:
+        grad = grad - (by_class.unsqueeze(-1) if weight is None else by_class.unsqueeze(-1) * weight)
+    grad = _finish(grad, x, lse, passed, logits, options)
+    columns = columns_of(width, class_start, classes)
+    return grad if columns == width else torch.where(column < columns, grad, 0.0)
+
+
+def columns_of(width: int, class_start: int, num_classes: int) -> int:
+    """Of the columns of a slice, or the rows of its head, those that are classes. Not negative: checks.slice_of."""
+    left = num_classes - class_start
+    return width if width <= left else left
 
 
 def infinite_where_ignored(lse: Tensor, target: Tensor, ignore_index: int) -> Tensor:
@@ -272,18 +278,3 @@ def scale_grad_(grad: Tensor, factor: Tensor) -> None:
         return
     factor = factor.unsqueeze(-1)  # of one dimension at least: torch would round a scalar to the gradient's dtype
     grad.mul_(factor).masked_fill_(factor == 0, 0.0)
-
-
-def cross_entropy_backward_entropy(
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
-    grad_entropy: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    weight: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
-    rows = (logits, target, lse, weight)
-    return cross_entropy_backward(grad_loss, grad_lse, *rows, grad_entropy=grad_entropy, entropy=entropy, **options)

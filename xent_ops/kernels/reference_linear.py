@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +21,9 @@ def linear_cross_entropy_backward(
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     divisor: Tensor | None = None,
+    grad_entropy: Tensor | None = None,
+    entropy: Tensor | None = None,
+    coefficient: Tensor | None = None,
     output_mask: Sequence[bool] = (True, True, True),
     *,
     options: Options = DEFAULTS,
@@ -33,7 +36,7 @@ def linear_cross_entropy_backward(
     logits = input @ linear_weight.t()  # torch 2.11 cannot trace F.linear with a bias below torch.func.vjp
     if linear_bias is not None:
         logits = logits + linear_bias
-    rows = (grad_loss, grad_lse, logits, target, lse, weight, divisor)
+    rows = (grad_loss, grad_lse, logits, target, lse, weight, divisor, grad_entropy, entropy, coefficient)
     grad = reference.cross_entropy_backward(*rows, options=options, **others)
     rows_first = grad.reshape(-1, grad.shape[-1])
     return (
@@ -41,26 +44,3 @@ def linear_cross_entropy_backward(
         rows_first.t() @ input.reshape(rows_first.shape[0], input.shape[-1]) if output_mask[1] else input.new_empty(0),
         rows_first.sum(0) if output_mask[2] else input.new_empty(0),
     )
-
-
-def with_entropy(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """``backward``, this one or another with its arguments, called as the operator that has an entropy too."""
-
-    def backward_entropy(
-        grad_loss: Tensor,
-        grad_lse: Tensor | None,
-        grad_entropy: Tensor | None,
-        input: Tensor,
-        linear_weight: Tensor,
-        target: Tensor,
-        lse: Tensor,
-        entropy: Tensor,
-        linear_bias: Tensor | None = None,
-        weight: Tensor | None = None,
-        output_mask: Sequence[bool] = (True, True, True),
-        **options: Any,
-    ) -> Any:
-        head = (input, linear_weight, target, lse, linear_bias, weight, None, output_mask)
-        return backward(grad_loss, grad_lse, *head, grad_entropy=grad_entropy, entropy=entropy, **options)
-
-    return backward_entropy

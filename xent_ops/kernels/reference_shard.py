@@ -1,4 +1,4 @@
-"""A vocabulary split over ranks, in plain torch: what a rank hands over, the join, the gradient. See reference.py.
+"""A vocabulary split over ranks, in plain torch: what a rank hands over, and the join. See reference.py.
 
 The loss of a row is linear in lse and x_t, so it falls apart into one part a rank. Relative to any number p_r of rank
 r's own (the maximum of its columns: large logits then lose no digits)::
@@ -7,8 +7,7 @@ r's own (the maximum of its columns: large logits then lose no digits)::
     share_r       = [t on r] w_t (1-e)             + (e/V) sum_{j on r} w_j
     loss          = sum_r part_r + share_r (lse - p_r)
     lse           = P + log sum_r total_r exp(p_r - P),     total_r = sum_{j on r} exp(x_j - p_r),  P = max_r p_r
-    coefficient   = sum_r share_r = d loss / d lse
-    grad_x_j      = (a coefficient + b) softmax_j - a w_t (1-e) [j == t] - a (e/V) w_j
+    coefficient   = sum_r share_r = d loss / d lse, for the gradient of reference.py
 
 So a rank hands over 3 numbers a row, 4 with class weights (p, total, part, w_t where it holds the target, else 0), and
 a header for all of its rows: its first class, its number of classes, its sum of weights. From the headers share_r
@@ -26,16 +25,10 @@ from torch import Tensor
 
 from .options import DEFAULTS, LossOptions, Options
 from .reductions import divisor_of, reduce_rows
-from .reference import _finish, _softmax_gradient, activation, gather_target, is_counted, row_grads, weights_at
+from .reference import activation, columns_of, is_counted, weights_at
 
 HEADER = 5
 DIGIT = 2**24
-
-
-def columns_of(width: int, class_start: int, num_classes: int) -> int:
-    """Of the columns of a shard, or the rows of its head, those that are classes. Not negative: checks.shard."""
-    left = num_classes - class_start
-    return width if width <= left else left
 
 
 def width(rows: int, weighted: bool) -> int:
@@ -172,44 +165,3 @@ def cross_entropy_shard_reduced(
     divisor = divisor_of(target_weight, target, options.ignore_index)
     value = reduce_rows(loss, lse, target, divisor, LossOptions(options, lse_square_scale, reduction)).value
     return value, divisor, lse, coefficient
-
-
-def cross_entropy_shard_backward(
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    class_start: int,
-    num_classes: int,
-    weight: Tensor | None = None,
-    coefficient: Tensor | None = None,
-    divisor: Tensor | None = None,
-    *,
-    options: Options = DEFAULTS,
-    lse_square_scale: float = 0.0,
-) -> Tensor:
-    """grad_logits of one shard, from the lse of the whole vocabulary. Pointwise: Inductor makes one kernel of it."""
-    columns = columns_of(logits.shape[-1], class_start, num_classes)
-    x = activation(logits, options)
-    _, counted, invalid = gather_target(target, num_classes, options.ignore_index)
-    grad_loss, grad_lse = row_grads(
-        grad_loss, grad_lse, target, lse, divisor, options.ignore_index, lse_square_scale, x.dtype
-    )
-    a = torch.where(counted, grad_loss, 0.0).masked_fill(invalid, float("nan"))
-    # No column where ignored: 0 times the weight of an ignored class, which may be infinite, would be NaN.
-    local = torch.where(counted, target.to(torch.int64) - class_start, -1).unsqueeze(-1)
-    column = torch.arange(logits.shape[-1], device=logits.device)
-    total = a if coefficient is None else a * coefficient.to(x.dtype)
-    if grad_lse is not None:
-        total = total + grad_lse.to(x.dtype)
-    # The weight is read by column, not by target: no target of another shard has to be kept from the gather.
-    b = (a * (1 - options.label_smoothing)).unsqueeze(-1)
-    grad = _softmax_gradient(x, lse, total) - torch.where(
-        column == local, b if weight is None else b * weight.to(x.dtype), 0.0
-    )
-    if options.label_smoothing > 0.0:
-        c = (a * (options.label_smoothing / num_classes)).unsqueeze(-1)
-        grad = grad - (c if weight is None else c * weight.to(x.dtype))
-    grad = _finish(grad, x, lse, total.abs() + a.abs(), logits, options)
-    return grad if columns == logits.shape[-1] else torch.where(column < columns, grad, 0.0)

@@ -35,7 +35,7 @@ def cross_entropy(
         return torch.ops.xent.cross_entropy_reduced(
             logits, target, weight, lse_square_scale=lse_square_scale, reduction=reduction, **options
         )[0]
-    row_loss, lse = torch.ops.xent.cross_entropy_forward(logits, target, weight, **options)
+    row_loss, lse, *_ = torch.ops.xent.cross_entropy_forward(logits, target, weight, **options)
     return reduce_rows(row_loss, lse, target, None, loss).value
 
 

@@ -1,4 +1,4 @@
-"""Operators for class-index targets: losses of rows, with an argmax, reduced, and the backward of all of them.
+"""Operators for class-index targets: losses and statistics of rows, reduced losses, and the backward of all of them.
 
 The reduced loss is one number with what it was divided by; further terms of a loss are plain torch on the rows' lse.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..kernels import reductions, reference
 from . import checks
 from .library import Outputs, autograd, needs_grad, operator
-from .second_order import differentiate, save_all
+from .second_order import differentiate, no_second_derivative, save_all
 
 
 def rows(logits: Tensor, *_: Any) -> Outputs:
@@ -30,28 +30,49 @@ def gradient(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *_: Any
     return ((logits.shape, logits.dtype),)
 
 
-def save_rows(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Any, ...]) -> None:
+def _statistics(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    with_argmax: bool = False,
+    with_entropy: bool = False,
+) -> Outputs:
+    return statistics_of(logits, logits.shape[:-1], with_argmax, with_entropy)
+
+
+def statistics_of(input: Tensor, shape: Any, with_argmax: bool, with_entropy: bool) -> Outputs:
+    """Loss, lse, argmax, entropy, of this shape."""
+    dtype = reference.accumulator(input)
+    return (
+        (shape, dtype),
+        (shape, dtype),
+        (shape if with_argmax else (0,), torch.int64),
+        (shape if with_entropy else (0,), dtype),
+    )
+
+
+def _save_rows(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Any, ...]) -> None:
     """Keep the logits, the target and one float a row: the backward makes the softmax again from the lse."""
-    logits, target, weight = inputs
+    logits, target, weight, _, with_entropy = inputs
     if needs_grad(ctx, 2):
         checks.weight_needs_grad()
+    _loss, lse, argmax, entropy = output
     ctx.set_materialize_grads(False)  # an unused lse then costs no zeros(N)
-    ctx.save_for_backward(logits, target, output[1], weight)
+    ctx.mark_non_differentiable(argmax, *(() if with_entropy else (entropy,)))
+    ctx.save_for_backward(logits, target, lse, weight, entropy if with_entropy else None)
     ctx.options = keyword_only_inputs
-    if len(output) > 2:
-        ctx.mark_non_differentiable(*output[2:])
 
 
 def _rows_backward(
-    ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None, *_: None
-) -> tuple[Tensor | None, None, None]:
-    if grad_loss is None and grad_lse is None:
-        return None, None, None
-    logits, target, lse, weight = ctx.saved_tensors
+    ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None, _: None, grad_entropy: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    if grad_loss is None and grad_lse is None and grad_entropy is None:
+        return (None,) * 5
+    logits, target, lse, weight, entropy = ctx.saved_tensors
     if grad_loss is None:
         grad_loss = lse.new_zeros(())
-    grad = torch.ops.xent.cross_entropy_backward(grad_loss, grad_lse, logits, target, lse, weight, **ctx.options)
-    return grad, None, None
+    rest = (target, lse, weight, None, grad_entropy, None if grad_entropy is None else entropy)
+    return torch.ops.xent.cross_entropy_backward(grad_loss, grad_lse, logits, *rest, **ctx.options), *(None,) * 4
 
 
 def _save_reduced(
@@ -79,29 +100,27 @@ def _reduced_backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[Te
     return torch.ops.xent.cross_entropy_backward(grad_value, None, *rest, **ctx.options), None, None
 
 
+def _save_backward(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+    *tensors, _class_start, ctx.num_classes = inputs
+    save_all(ctx, tuple(tensors), keyword_only_inputs, output)
+
+
 def _second_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return differentiate(reference.cross_entropy_backward, ctx.saved_tensors, ctx.needs_input_grad, ctx.options, grad)
+    if ctx.num_classes is not None:
+        no_second_derivative()
+    needs = [needs_grad(ctx, position) for position in range(len(ctx.saved_tensors))]
+    return *differentiate(reference.cross_entropy_backward, ctx.saved_tensors, needs, ctx.options, grad), None, None
 
 
 operator(
     "cross_entropy_forward",
-    check=checks.index_forward,
-    outputs=rows,
-    reference=reference.cross_entropy_forward,
+    check=checks.index_statistics,
+    outputs=_statistics,
+    reference=reference.statistics,
     check_values=checks.index_values,
     ascend=True,
 )
-autograd("cross_entropy_forward", _rows_backward, save_rows)
-
-operator(
-    "cross_entropy_forward_argmax",
-    check=checks.index_forward,
-    outputs=lambda logits, *_: (*rows(logits), (logits.shape[:-1], torch.int64)),
-    reference=reference.cross_entropy_forward_argmax,
-    check_values=checks.index_values,
-    ascend=True,
-)
-autograd("cross_entropy_forward_argmax", _rows_backward, save_rows)
+autograd("cross_entropy_forward", _rows_backward, _save_rows)
 
 operator(
     "cross_entropy_reduced",
@@ -120,4 +139,4 @@ operator(
     reference=reference.cross_entropy_backward,
     ascend=True,
 )
-autograd("cross_entropy_backward", _second_backward, save_all)
+autograd("cross_entropy_backward", _second_backward, _save_backward)

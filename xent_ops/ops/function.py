@@ -96,7 +96,7 @@ def _forward(
         value, _, lse = below_autograd(reduced, logits, target, weight, reduction="sum", **options)
         return value, None, lse
     rows = loss.rows.keywords()
-    row_loss, lse = below_autograd(_ops.cross_entropy_forward.default, logits, target, weight, **rows)
+    row_loss, lse, *_ = below_autograd(_ops.cross_entropy_forward.default, logits, target, weight, **rows)
     return reductions.reduce_rows(row_loss, lse, target, None, loss).value, None, lse
 
 
@@ -118,7 +118,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         if ctx.in_place:
             _refuse_derivatives("inplace_backward", grad)
         if transforms.is_batch(grad) or transforms.forward_mode():  # operators would loop, or drop the tangent
-            return _gradient_in_plain_torch(grad, *ctx.saved_tensors, ctx.options), None, None, None, None
+            return _gradient_in_plain_torch(grad, ctx.saved_tensors, ctx.options), None, None, None, None
         # As a node of its own only where its derivative is wanted: that takes the host 30 us.
         gradient: Any = GradientFunction.apply if torch.is_grad_enabled() else GradientFunction.forward
         return gradient(grad, *ctx.saved_tensors, ctx.options, ctx.in_place), None, None, None, None
@@ -155,18 +155,16 @@ class GradientFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_grad: Tensor) -> tuple[Tensor | None, ...]:
-        def gradient(*tensors: Any) -> Tensor:
-            return _gradient_in_plain_torch(*tensors, ctx.options)
+        def gradient(grad: Tensor, *saved: Any) -> Tensor:
+            return _gradient_in_plain_torch(grad, saved, ctx.options)
 
         needs = [i < 2 and needed for i, needed in enumerate(ctx.needs_input_grad[:6])]
         return *differentiate(gradient, ctx.saved_tensors, needs, {}, grad_grad), None, None
 
 
-def _gradient_in_plain_torch(
-    grad: Tensor, logits: Tensor, target: Tensor, _: Tensor, weight: Any, divisor: Any, options: dict[str, Any]
-) -> Tensor:
+def _gradient_in_plain_torch(grad: Tensor, saved: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
     """With the lse made again, which depends on the logits."""
-    given = as_record(options)
+    (logits, target, _, weight, divisor), given = saved, as_record(options)
     lse = reference.cross_entropy_forward(logits, target, weight, options=given["options"])[1]
     return reference.cross_entropy_backward(grad, None, logits, target, lse, weight, divisor, **given)
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import cpu
+from ..kernels import cpu, devices
 from ..kernels.options import Options, as_record
-from . import devices, overwriting
+from . import overwriting
 from .launch_cache import LaunchCache, call_signature
 from .schemas import DECLARED, SCHEMAS
 

@@ -13,6 +13,8 @@ SOFT_OPTIONS = "float label_smoothing=0.0, float? softcap=None, float logit_scal
 OPTIONS = f"SymInt ignore_index=-100, {SOFT_OPTIONS}"
 LSE_SQUARE = "float lse_square_scale=0.0"
 REDUCTION = "str reduction='mean'"
+STATISTICS = "bool with_argmax=False, bool with_entropy=False"
+SLICE = "SymInt class_start=0, SymInt? num_classes=None"
 
 # The logits are input @ linear_weight.T + linear_bias, made a chunk of rows at a time: input is (..., H), linear_weight
 # (V, H), linear_bias (V,). The mask names the gradients of these three that are wanted; the others are of shape (0,).
@@ -30,11 +32,10 @@ COMPOSITES = ("cross_entropy", "linear_cross_entropy")
 PYTHON_ONLY = (
     "linear_cross_entropy_shard",
     "linear_cross_entropy_shard_join",
-    "linear_cross_entropy_shard_backward",
-    "linear_cross_entropy_shard_chunk",
-    "linear_cross_entropy_shard_chunk_grad_",
-    "linear_cross_entropy_shard_chunk_add_",
-    "linear_cross_entropy_shard_value",
+    "linear_cross_entropy_chunk",
+    "linear_cross_entropy_chunk_grad_",
+    "linear_cross_entropy_chunk_add_",
+    "linear_cross_entropy_value",
 )
 
 DECLARED: dict[str, tuple[str, "str | None"]] = {
@@ -50,18 +51,17 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         "-> (Tensor value, Tensor divisor, Tensor lse)",
         None,
     ),
+    # Two flags say which statistics are wanted beside loss and lse; the others are of shape (0,).
     "cross_entropy_forward": (
-        f"(Tensor logits, Tensor target, Tensor? weight=None, *, {OPTIONS}) -> (Tensor loss, Tensor lse)",
+        f"(Tensor logits, Tensor target, Tensor? weight=None, {STATISTICS}, *, {OPTIONS}) "
+        "-> (Tensor loss, Tensor lse, Tensor argmax, Tensor entropy)",
         None,
     ),
-    "cross_entropy_forward_argmax": (
-        f"(Tensor logits, Tensor target, Tensor? weight=None, *, {OPTIONS}) "
-        "-> (Tensor loss, Tensor lse, Tensor argmax)",
-        None,
-    ),
+    # Of a slice of the classes too, from class_start on, where num_classes, of all slices, is given.
     "cross_entropy_backward": (
         "(Tensor grad_loss, Tensor? grad_lse, Tensor logits, Tensor target, Tensor lse, Tensor? weight=None, "
-        f"Tensor? divisor=None, *, {OPTIONS}, {LSE_SQUARE}) -> Tensor",
+        "Tensor? divisor=None, Tensor? grad_entropy=None, Tensor? entropy=None, Tensor? coefficient=None, "
+        f"{SLICE}, *, {OPTIONS}, {LSE_SQUARE}) -> Tensor",
         "logits",
     ),
     # Loss and gradient in one visit of the logits; what a mean divides by, before there are losses; and what applies
@@ -87,17 +87,6 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         f"{SOFT_OPTIONS}) -> Tensor",
         None,
     ),
-    # Shannon entropy of the softmax beside the loss, in the same visit.
-    "cross_entropy_forward_entropy": (
-        f"(Tensor logits, Tensor target, Tensor? weight=None, *, {OPTIONS}) "
-        "-> (Tensor loss, Tensor lse, Tensor entropy)",
-        None,
-    ),
-    "cross_entropy_backward_entropy": (
-        "(Tensor grad_loss, Tensor? grad_lse, Tensor? grad_entropy, Tensor logits, Tensor target, Tensor lse, "
-        f"Tensor entropy, Tensor? weight=None, *, {OPTIONS}) -> Tensor",
-        None,
-    ),
     # One rank's shard of the vocabulary. The caller's all-gather of (1, L) to (ranks, L) stands between
     # cross_entropy_shard and the two that join: to losses of rows, or to a reduced loss.
     "cross_entropy_shard": (
@@ -116,12 +105,6 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         "-> (Tensor value, Tensor divisor, Tensor lse, Tensor coefficient)",
         None,
     ),
-    "cross_entropy_shard_backward": (
-        "(Tensor grad_loss, Tensor? grad_lse, Tensor logits, Tensor target, Tensor lse, SymInt class_start, "
-        "SymInt num_classes, Tensor? weight=None, Tensor? coefficient=None, Tensor? divisor=None, *, "
-        f"{OPTIONS}, {LSE_SQUARE}) -> Tensor",
-        "logits",
-    ),
     # The head and the loss as one. Composite: with gradients wanted, the one pass; else rows.
     "linear_cross_entropy": (
         f"({LINEAR}, {DIVISOR}, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}, {ACCUMULATE}, {CHUNKING}) -> Tensor",
@@ -129,27 +112,15 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     ),
     # Rows: one product forward, three backward.
     "linear_cross_entropy_forward": (
-        f"({LINEAR}, *, {OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> (Tensor loss, Tensor lse)",
-        None,
-    ),
-    "linear_cross_entropy_forward_argmax": (
-        f"({LINEAR}, *, {OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> (Tensor loss, Tensor lse, Tensor argmax)",
-        None,
-    ),
-    "linear_cross_entropy_forward_entropy": (
-        f"({LINEAR}, *, {OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> (Tensor loss, Tensor lse, Tensor entropy)",
+        f"({LINEAR}, {STATISTICS}, *, {OPTIONS}, {ACCUMULATE}, {CHUNKING}) "
+        "-> (Tensor loss, Tensor lse, Tensor argmax, Tensor entropy)",
         None,
     ),
     "linear_cross_entropy_backward": (
         "(Tensor grad_loss, Tensor? grad_lse, Tensor input, Tensor linear_weight, Tensor target, Tensor lse, "
-        f"Tensor? linear_bias=None, Tensor? weight=None, {DIVISOR}, {OUTPUT_MASK}, *, {OPTIONS}, {LSE_SQUARE}, "
-        f"{ACCUMULATE}, {CHUNKING}) -> ({LINEAR_GRADS})",
-        None,
-    ),
-    "linear_cross_entropy_backward_entropy": (
-        "(Tensor grad_loss, Tensor? grad_lse, Tensor? grad_entropy, Tensor input, Tensor linear_weight, "
-        "Tensor target, Tensor lse, Tensor entropy, Tensor? linear_bias=None, Tensor? weight=None, "
-        f"{OUTPUT_MASK}, *, {OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> ({LINEAR_GRADS})",
+        f"Tensor? linear_bias=None, Tensor? weight=None, {DIVISOR}, Tensor? grad_entropy=None, Tensor? entropy=None, "
+        f"Tensor? coefficient=None, {SLICE}, {OUTPUT_MASK}, *, {OPTIONS}, {LSE_SQUARE}, {ACCUMULATE}, {CHUNKING}) "
+        f"-> ({LINEAR_GRADS})",
         None,
     ),
     # One pass: a reduced loss and its gradients, three products in all; and what applies the upstream gradient.
@@ -173,33 +144,26 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         "-> (Tensor loss, Tensor lse, Tensor target_weight, Tensor coefficient, Tensor entropies)",
         None,
     ),
-    "linear_cross_entropy_shard_backward": (
-        "(Tensor grad_loss, Tensor? grad_lse, Tensor input, Tensor linear_weight, Tensor target, Tensor lse, "
-        "SymInt class_start, SymInt num_classes, Tensor? linear_bias=None, Tensor? weight=None, "
-        f"Tensor? coefficient=None, Tensor? grad_entropy=None, Tensor? entropy=None, {OUTPUT_MASK}, *, {OPTIONS}, "
-        f"{ACCUMULATE}, {CHUNKING}) -> ({LINEAR_GRADS})",
-        None,
-    ),
     # The same a chunk of rows at a time, its logits kept until the other ranks' statistics are there: three products.
     # The caller gathers between the first two, and adds grad_input up over the ranks beside the third.
-    "linear_cross_entropy_shard_chunk": (
+    "linear_cross_entropy_chunk": (
         "(Tensor input, Tensor linear_weight, Tensor target, SymInt class_start, SymInt num_classes, "
         f"Tensor? linear_bias=None, Tensor? weight=None, *, {OPTIONS}) -> (Tensor stats, Tensor logits)",
         None,
     ),
-    "linear_cross_entropy_shard_chunk_grad_": (
+    "linear_cross_entropy_chunk_grad_": (
         "(Tensor(a!) logits, Tensor gathered, Tensor linear_weight, Tensor target, SymInt class_start, "
         "SymInt num_classes, Tensor? weight=None, Tensor? divisor=None, Tensor? after=None, "
         f"bool with_grad_input=True, *, {OPTIONS}, {LSE_SQUARE}) "
         "-> (Tensor loss, Tensor lse, Tensor target_weight, Tensor grad_input)",
         None,
     ),
-    "linear_cross_entropy_shard_chunk_add_": (
+    "linear_cross_entropy_chunk_add_": (
         "(Tensor(a!) grad_linear_weight, Tensor(b!) grad_linear_bias, Tensor grad_logits, Tensor input, "
         "SymInt columns, bool first) -> ()",
         None,
     ),
-    "linear_cross_entropy_shard_value": (
+    "linear_cross_entropy_value": (
         f"(Tensor value, Tensor input, Tensor linear_weight, Tensor? linear_bias, {LINEAR_GRADS}, "
         "Tensor? divisor=None) -> Tensor",
         None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,6 +15,14 @@ def save_all(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, A
     """The setup_context of a backward operator: its second derivatives need all that it was called with."""
     ctx.save_for_backward(*inputs)
     ctx.options = as_record(keyword_only_inputs)
+
+
+def no_second_derivative() -> NoReturn:
+    # The lse depends on the logits of all ranks: this rank's part of a second derivative would be wrong without a word.
+    raise RuntimeError(
+        "the cross entropy of DTensors, or of a vocabulary split over ranks, has no second derivative (it would need "
+        "collectives in backward): call xent_ops on plain tensors of all classes (full_tensor()) for one"
+    )
 
 
 def differentiate(

@@ -1,10 +1,10 @@
-"""Row operators of a vocabulary split over ranks: a shard's part, the join of all parts, the shard's gradient.
+"""Row operators of a vocabulary split over ranks: a shard's part, and the join of all parts.
 
 No operator communicates. The caller's all-gather (distributed/parts.py) stands between ``cross_entropy_shard`` and the
 operator that joins the parts, where every tracer and every pass that moves collectives can see it. The join, of rows
 or reduced, carries the gradient: it takes the logits, whose values it does not read, and its formula is
-``cross_entropy_shard_backward``, which needs the lse of the whole vocabulary and so no collective. The shard itself
-is called on detached logits.
+``cross_entropy_backward`` of a slice, which needs the lse of the whole vocabulary and so no collective. The shard
+itself is called on detached logits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..kernels import reference, reference_shard
 from . import checks
-from .cross_entropy import gradient
 from .library import Outputs, autograd, needs_grad, operator, save_nothing
 
 
@@ -56,33 +55,6 @@ def _check_reduced(
     checks.reduced_options(logits, lse_square_scale, reduction)
 
 
-def _check_backward(
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    class_start: int,
-    num_classes: int,
-    weight: Tensor | None = None,
-    coefficient: Tensor | None = None,
-    divisor: Tensor | None = None,
-    *,
-    lse_square_scale: float = 0.0,
-    **options: Any,
-) -> None:
-    checks.shard(logits, target, class_start, num_classes, weight, **options)
-    check_coefficient(weight, coefficient)
-    checks.rows_of(logits, grad_lse=grad_lse, lse=lse, coefficient=coefficient)
-    checks.scalar_or_rows_of("logits", logits, grad_loss=grad_loss)
-    checks.divisor(divisor, logits)
-
-
-def check_coefficient(weight: Tensor | None, coefficient: Tensor | None) -> None:
-    if weight is not None and coefficient is None:
-        raise ValueError("a class weight needs the coefficient that cross_entropy_shard_join returned")
-
-
 def _parts(logits: Tensor, target: Tensor, class_start: int, num_classes: int, weight: Tensor | None = None) -> Outputs:
     return (((1, reference_shard.width(target.numel(), weight is not None)), reference.accumulator(logits)),)
 
@@ -108,7 +80,7 @@ def _save(
     if needs_grad(ctx, 5):
         checks.weight_needs_grad()
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(logits, target, lse, weight, None if weight is None else coefficient, divisor)
+    ctx.save_for_backward(logits, target, lse, weight, divisor, None if weight is None else coefficient)
     ctx.shard_range, ctx.options = (class_start, num_classes), options
 
 
@@ -116,12 +88,11 @@ def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None, *_: N
     nothing = (None,) * 5
     if grad_loss is None and grad_lse is None:
         return None, *nothing
-    logits, target, lse, *rest = ctx.saved_tensors
+    logits, target, lse, weight, divisor, coefficient = ctx.saved_tensors
     if grad_loss is None:
         grad_loss = lse.new_zeros(())
-    grad = torch.ops.xent.cross_entropy_shard_backward(
-        grad_loss, grad_lse, logits, target, lse, *ctx.shard_range, *rest, **ctx.options
-    )
+    rest = (target, lse, weight, divisor, None, None, coefficient, *ctx.shard_range)
+    grad = torch.ops.xent.cross_entropy_backward(grad_loss, grad_lse, logits, *rest, **ctx.options)
     return grad, *nothing
 
 
@@ -156,18 +127,6 @@ def _shard_alone(ctx: Any, grad: Tensor) -> NoReturn:
     )
 
 
-def _second_backward(ctx: Any, grad: Tensor) -> NoReturn:
-    no_second_derivative()
-
-
-def no_second_derivative() -> NoReturn:
-    # The lse depends on the logits of all ranks: this rank's part of a second derivative would be wrong without a word.
-    raise RuntimeError(
-        "the cross entropy of DTensors, or of a vocabulary split over ranks, has no second derivative (it would need "
-        "collectives in backward): call xent_ops on plain tensors of all classes (full_tensor()) for one"
-    )
-
-
 operator(
     "cross_entropy_shard",
     check=checks.shard,
@@ -195,12 +154,3 @@ operator(
     ascend=True,
 )
 autograd("cross_entropy_shard_reduced", _reduced_backward, _save_reduced)
-
-operator(
-    "cross_entropy_shard_backward",
-    check=_check_backward,
-    outputs=gradient,
-    reference=reference_shard.cross_entropy_shard_backward,
-    ascend=True,
-)
-autograd("cross_entropy_shard_backward", _second_backward, save_nothing)

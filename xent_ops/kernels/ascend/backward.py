@@ -22,7 +22,7 @@ def _gradient(
     z,  # logits, a tile or the one of the target
     w,  # their class weights; read with HAS_WEIGHT and HAS_SMOOTHING alone
     lse,
-    total,  # A, B, C of reference.row_coefficients, times logit_scale
+    total,  # A, B, C of reference.cross_entropy_backward, times logit_scale
     b,
     c,
     entropy,
@@ -99,7 +99,7 @@ def backward_kernel(
     SOFTCAP: tl.constexpr,  # see softcap of triton/configs.py
     BLOCK: tl.constexpr,
 ):
-    """grad_x_j = A softmax_j - B [j == t] - C w_j; A, B, C as in reference.row_coefficients.
+    """grad_x_j = A softmax_j - B [j == t] - C w_j; A, B, C as in reference.cross_entropy_backward.
 
     A row is written as if no column were the target's. Then the target's is written again, by itself: to compare
     every column with the target would double the vector operations of a plain loss.

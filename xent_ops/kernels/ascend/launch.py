@@ -8,35 +8,19 @@ graph.
 from .launch_backward import (
     cross_entropy_backward,
     cross_entropy_backward_,
-    cross_entropy_backward_entropy,
-    cross_entropy_shard_backward,
-    cross_entropy_shard_backward_,
     cross_entropy_with_grad,
     cross_entropy_with_grad_,
 )
-from .launch_forward import (
-    cross_entropy_forward,
-    cross_entropy_forward_argmax,
-    cross_entropy_forward_entropy,
-    cross_entropy_reduced,
-)
+from .launch_forward import cross_entropy_forward, cross_entropy_reduced
 from .launch_shard import cross_entropy_shard, cross_entropy_shard_join, cross_entropy_shard_reduced
-from .launch_soft import (
-    soft_cross_entropy_backward,
-    soft_cross_entropy_forward,
-)
+from .launch_soft import soft_cross_entropy_backward, soft_cross_entropy_forward
 
 __all__ = [
     "cross_entropy_backward",
     "cross_entropy_backward_",
-    "cross_entropy_backward_entropy",
     "cross_entropy_forward",
-    "cross_entropy_forward_argmax",
-    "cross_entropy_forward_entropy",
     "cross_entropy_reduced",
     "cross_entropy_shard",
-    "cross_entropy_shard_backward",
-    "cross_entropy_shard_backward_",
     "cross_entropy_shard_join",
     "cross_entropy_shard_reduced",
     "cross_entropy_with_grad",

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..options import DEFAULTS, Options
-from ..reference import grad_lse_of_square, row_grads
-from ..reference_shard import columns_of
+from ..reference import columns_of, grad_lse_of_square, row_grads
 from ..rows import class_weight, dense, per_row, rows
 from . import configs
 from .backward import backward_kernel
@@ -27,16 +26,18 @@ def _backward(
     lse: Tensor,
     weight: Tensor | None = None,
     divisor: Tensor | None = None,
+    grad_entropy: Tensor | None = None,
+    entropy: Tensor | None = None,
+    coefficient: Tensor | None = None,
+    class_start: int = 0,
+    num_classes: int | None = None,
     *,
     options: Options = DEFAULTS,
     lse_square_scale: float = 0.0,
-    grad_entropy: Tensor | None = None,
-    entropy: Tensor | None = None,
-    shard: tuple[int, int, Tensor | None] | None = None,  # class_start, num_classes, coefficient
 ) -> None:
     itemsize = logits.element_size()
     view, out = rows(logits), rows(gradient)
-    class_start, classes, coefficient = shard or (0, logits.shape[-1], None)
+    classes = logits.shape[-1] if num_classes is None else num_classes
     columns = columns_of(logits.shape[-1], class_start, classes)
     if columns < logits.shape[-1]:
         gradient[..., columns:].zero_()  # padding behind the last class
@@ -83,7 +84,7 @@ def _backward(
             class_start,
             classes,
             *options.numbers(),
-            SHARD=shard is not None,
+            SHARD=num_classes is not None,
             **flags,
             BLOCK=configs.block(columns, configs.backward_bytes(itemsize, **flags)),
         )
@@ -105,46 +106,6 @@ def cross_entropy_backward_(
         torch.autograd.graph.increment_version(logits)  # autograd does not see a launch
     else:  # rows that no two strides describe: through a dense gradient
         logits.copy_(cross_entropy_backward(grad_loss, grad_lse, logits, *rest, **options))
-
-
-def cross_entropy_shard_backward(
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    class_start: int,
-    num_classes: int,
-    weight: Tensor | None = None,
-    coefficient: Tensor | None = None,
-    divisor: Tensor | None = None,
-    *,
-    backward: Callable[..., Tensor | None] = cross_entropy_backward,
-    **options: Any,
-) -> Tensor | None:
-    shard = (class_start, num_classes, coefficient)
-    return backward(grad_loss, grad_lse, logits, target, lse, weight, divisor, shard=shard, **options)
-
-
-def cross_entropy_shard_backward_(*args: Any, **options: Any) -> None:
-    cross_entropy_shard_backward(*args, **options, backward=cross_entropy_backward_)
-
-
-def cross_entropy_backward_entropy(
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
-    grad_entropy: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    weight: Tensor | None = None,
-    *,
-    options: Options = DEFAULTS,
-) -> Tensor:
-    gradient, tensors = logits.new_empty(logits.shape), (logits, target, lse, weight)
-    _backward(gradient, grad_loss, grad_lse, *tensors, options=options, grad_entropy=grad_entropy, entropy=entropy)
-    return gradient
 
 
 def cross_entropy_with_grad(

@@ -61,22 +61,23 @@ def _forward(
 
 
 def cross_entropy_forward(
-    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
-) -> tuple[Tensor, Tensor]:
-    return _forward(logits, target, weight, options)[:2]
-
-
-def cross_entropy_forward_argmax(
-    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _forward(logits, target, weight, options, with_argmax=True)[:3]
-
-
-def cross_entropy_forward_entropy(
-    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
-) -> tuple[Tensor, Tensor, Tensor]:
-    loss, lse, _, entropy = _forward(logits, target, weight, options, with_entropy=True)
-    return loss, lse, entropy
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    with_argmax: bool = False,
+    with_entropy: bool = False,
+    *,
+    options: Options = DEFAULTS,
+) -> tuple[Tensor, ...]:
+    loss, lse, argmax, entropy = _forward(
+        logits, target, weight, options, with_argmax=with_argmax, with_entropy=with_entropy
+    )
+    return (
+        loss,
+        lse,
+        argmax if with_argmax else logits.new_empty(0, dtype=torch.int64),
+        entropy if with_entropy else lse.new_empty(0),
+    )
 
 
 def cross_entropy_forward_skipping(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import reference_shard
 from ..options import DEFAULTS, Options
+from ..reference import columns_of
 from ..rows import class_weight, rows
 from . import configs
 from .common import cores, features, indices, on
@@ -24,7 +25,7 @@ def cross_entropy_shard(
     *,
     options: Options = DEFAULTS,
 ) -> Tensor:
-    columns, itemsize = reference_shard.columns_of(logits.shape[-1], class_start, num_classes), logits.element_size()
+    columns, itemsize = columns_of(logits.shape[-1], class_start, num_classes), logits.element_size()
     view = rows(logits)
     out = logits.new_empty((1, reference_shard.width(view.number, weight is not None)), dtype=torch.float32)
     if view.number == 0:  # then nothing reads the header

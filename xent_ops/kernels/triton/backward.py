@@ -18,7 +18,7 @@ def coefficients(
     label_smoothing,
     FLAGS: tl.constexpr,
 ):
-    """a as it counts, and A (less what comes through the lse), B, C of reference.row_coefficients."""
+    """a as it counts, and A (less what comes through the lse), B, C of reference.cross_entropy_backward."""
     a = tl.where(valid, a, float("nan"))
     a = tl.where(target == ignore_index, 0.0, a)
     b = a
@@ -43,7 +43,7 @@ def slope_unit(logit_scale, FLAGS: tl.constexpr):
 def gradient(
     z,  # logits, in the accumulator's dtype
     lse,
-    total,  # A, B, C of reference.row_coefficients
+    total,  # A, B, C of reference.cross_entropy_backward
     c,
     weight,
     entropy,
@@ -130,7 +130,7 @@ def backward_kernel(
     lse_ptr,  # (N,)
     entropy_ptr,  # (N,)
     weight_ptr,  # (V,) in the accumulator's dtype
-    weight_sum_ptr,  # (1,); shard: (N,), the coefficients of reference_shard.py
+    weight_sum_ptr,  # (1,); shard: (N,), the coefficient of cross_entropy_shard_join
     grad_ptr,  # (outer, inner, V): may be the logits themselves
     n_cols,
     n_blocks,
@@ -158,7 +158,7 @@ def backward_kernel(
     TILES: tl.constexpr,  # of BLOCK columns, that a program visits
     VECTOR: tl.constexpr,  # elements in 16 bytes
 ):
-    """grad_x_j = A softmax_j - B [j == t] - C w_j; A, B, C as in reference.row_coefficients."""
+    """grad_x_j = A softmax_j - B [j == t] - C w_j; A, B, C as in reference.cross_entropy_backward."""
     ACC: tl.constexpr = lse_ptr.dtype.element_ty
     # The last row first: the forward has left what it read last in the L2 cache, and nothing evicts that before it is
     # read here (stores are the first to be evicted). 131072 x 1024, compiled: 1.58 copies, 1.73 the other way.

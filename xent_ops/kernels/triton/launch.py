@@ -6,14 +6,8 @@ is allocated is an output, a few numbers a row or class, or, where no two stride
 logits.
 """
 
-from .launch_backward import (
-    cross_entropy_backward,
-    cross_entropy_backward_,
-    cross_entropy_backward_entropy,
-    cross_entropy_shard_backward,
-    cross_entropy_shard_backward_,
-)
-from .launch_forward import cross_entropy_forward, cross_entropy_forward_argmax, cross_entropy_forward_entropy
+from .launch_backward import cross_entropy_backward, cross_entropy_backward_
+from .launch_forward import cross_entropy_forward
 from .launch_one_pass import cross_entropy_with_grad, cross_entropy_with_grad_, scale_grad_
 from .launch_reduce import cross_entropy_divisor, cross_entropy_reduced
 from .launch_shard import cross_entropy_shard, cross_entropy_shard_join, cross_entropy_shard_reduced
@@ -22,15 +16,10 @@ from .launch_soft import soft_cross_entropy_backward, soft_cross_entropy_forward
 __all__ = [
     "cross_entropy_backward",
     "cross_entropy_backward_",
-    "cross_entropy_backward_entropy",
     "cross_entropy_divisor",
     "cross_entropy_forward",
-    "cross_entropy_forward_argmax",
-    "cross_entropy_forward_entropy",
     "cross_entropy_reduced",
     "cross_entropy_shard",
-    "cross_entropy_shard_backward",
-    "cross_entropy_shard_backward_",
     "cross_entropy_shard_join",
     "cross_entropy_shard_reduced",
     "cross_entropy_with_grad",

@@ -1,4 +1,4 @@
-"""Launchers of the backward operators, of whole logits and of a shard's; see launch.py for what launchers share."""
+"""Launchers of the backward operator and its twin; see launch.py for what launchers share."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import reference_shard
 from ..options import DEFAULTS, Options
-from ..reference import accumulator
-from ..rows import class_weight, dense_like, dense_rows, per_row_like
+from ..reference import accumulator, columns_of
+from ..rows import class_weight, dense_like, per_row_like
 from ..sizes import traced
 from . import configs
 from .backward import backward_kernel
 from .cached import Launch
-from .common import Run, Strides, class_weights, edges, into_empty, launcher, new_gradient, over_logits, row_layout
+from .common import Run, Strides, class_weights, edges, into_empty, launcher, over_logits, row_layout
 from .flags import flags_of
 from .launch_reduce import prepare_sum
 
@@ -28,18 +27,24 @@ def prepare_backward(
     lse: Tensor,
     weight: Tensor | None = None,
     divisor: Tensor | None = None,
+    grad_entropy: Tensor | None = None,
+    entropy: Tensor | None = None,
+    coefficient: Tensor | None = None,
+    class_start: int = 0,
+    num_classes: int | None = None,
     *,
     options: Options = DEFAULTS,
     lse_square_scale: float = 0.0,
-    grad_entropy: Tensor | None = None,
-    entropy: Tensor | None = None,
-    shard: tuple[int, int] | None = None,  # class_start, num_classes
-    coefficient: Tensor | None = None,  # of a shard, see reference_shard.py
 ) -> Run:
-    """``write(gradient, grad_loss, ..., divisor, grad_entropy, entropy, coefficient)``."""
+    """``write(gradient, grad_loss, ..., coefficient)``. Of a slice, columns beyond the last class get zeros."""
+    width, shard = logits.shape[-1], num_classes is not None
+    columns = width if num_classes is None else columns_of(width, class_start, num_classes)
+    padded = shard and columns < width
+    if padded:
+        logits = logits[..., :columns]
     number, strides, as_rows, _ = row_layout(logits)
     if traced(logits.numel()) == 0:
-        return lambda *_tensors: None
+        return lambda gradient, *_: gradient.zero_()  # it has columns behind the last class, or no element
     classes, itemsize, dtype = logits.shape[-1], logits.element_size(), accumulator(logits)
     weighted, smoothing = weight is not None, options.label_smoothing > 0.0
     as_grad_loss, grad_loss_stride = per_row_like(grad_loss)
@@ -49,7 +54,7 @@ def prepare_backward(
     as_divisor = dense_like(lse if divisor is None else divisor)
     as_entropy = dense_like(lse if entropy is None else entropy, dtype)
     as_coefficient = dense_like(lse if coefficient is None else coefficient, dtype)
-    sum_of = prepare_sum(classes, dtype, logits.device) if weighted and smoothing and shard is None else None
+    sum_of = prepare_sum(classes, dtype, logits.device) if weighted and smoothing and not shard else None
     border = edges(classes, itemsize, strides, out_strides)
     config = configs.backward(classes, itemsize, configs.load(options, weighted))
     blocks = -(-classes // (config.block * config.tiles))
@@ -58,7 +63,7 @@ def prepare_backward(
         grad_lse=grad_lse is not None,
         lse_square=lse_square_scale != 0.0,
         divisor=divisor is not None,
-        shard=shard is not None,
+        shard=shard,
     )
     launch = Launch(
         backward_kernel,
@@ -70,7 +75,8 @@ def prepare_backward(
         grad_loss_stride,
         grad_lse_stride,
         grad_entropy_stride,
-        *(shard or (0, 0)),
+        class_start,
+        num_classes or 0,
         *options.numbers(),
         lse_square_scale,
         FLAGS=flags,
@@ -96,7 +102,12 @@ def prepare_backward(
         grad_entropy: Tensor | None = None,
         entropy: Tensor | None = None,
         coefficient: Tensor | None = None,
+        *_slice: int | None,
     ) -> None:
+        if padded:
+            gradient[..., columns:].zero_()
+            gradient, logits = gradient[..., :columns], logits[..., :columns]
+            weight = None if weight is None else weight[:columns]
         lse = as_lse(lse)
         weight_sum = lse if coefficient is None else as_coefficient(coefficient)
         if sum_of is not None:
@@ -127,105 +138,3 @@ def cross_entropy_backward(*args: Any, **options: Any) -> Run:
 @launcher
 def cross_entropy_backward_(*args: Any, **options: Any) -> Run:
     return over_logits(prepare_backward, *args, **options)
-
-
-@launcher
-def cross_entropy_backward_entropy(
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
-    grad_entropy: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    weight: Tensor | None = None,
-    *,
-    options: Options = DEFAULTS,
-) -> Run:
-    tensors = (grad_loss, grad_lse, logits, target, lse, weight)
-    write = prepare_backward(
-        dense_rows(logits.shape), *tensors, options=options, grad_entropy=grad_entropy, entropy=entropy
-    )
-    gradient = new_gradient(logits)
-
-    def backward(
-        grad_loss: Tensor,
-        grad_lse: Tensor | None,
-        grad_entropy: Tensor | None,
-        logits: Tensor,
-        target: Tensor,
-        lse: Tensor,
-        entropy: Tensor,
-        weight: Tensor | None = None,
-    ) -> Tensor:
-        grad = gradient()
-        write(grad, grad_loss, grad_lse, logits, target, lse, weight, None, grad_entropy, entropy)
-        return grad
-
-    return backward
-
-
-def _prepare_shard_backward(
-    out_strides: Strides,
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    class_start: int,
-    num_classes: int,
-    weight: Tensor | None = None,
-    coefficient: Tensor | None = None,
-    divisor: Tensor | None = None,
-    **options: Any,
-) -> Run:
-    """``write(gradient, grad_loss, ..., divisor)``. Columns beyond the last class get zeros."""
-    columns = reference_shard.columns_of(logits.shape[-1], class_start, num_classes)
-    padded = columns < logits.shape[-1]
-    if padded:
-        logits = logits[..., :columns]
-    write_classes = prepare_backward(
-        out_strides,
-        grad_loss,
-        grad_lse,
-        logits,
-        target,
-        lse,
-        weight,
-        divisor,
-        shard=(class_start, num_classes),
-        coefficient=coefficient,
-        **options,
-    )
-
-    def write(
-        gradient: Tensor,
-        grad_loss: Tensor,
-        grad_lse: Tensor | None,
-        logits: Tensor,
-        target: Tensor,
-        lse: Tensor,
-        _class_start: int,
-        _num_classes: int,
-        weight: Tensor | None = None,
-        coefficient: Tensor | None = None,
-        divisor: Tensor | None = None,
-    ) -> None:
-        if padded:
-            gradient[..., columns:].zero_()
-            gradient, logits = gradient[..., :columns], logits[..., :columns]
-            weight = None if weight is None else weight[:columns]
-        rest = (target, lse, weight, divisor, None, None, coefficient)
-        write_classes(gradient, grad_loss, grad_lse, logits, *rest)
-
-    return write
-
-
-@launcher
-def cross_entropy_shard_backward(*args: Any, **options: Any) -> Run:
-    return into_empty(_prepare_shard_backward, *args, **options)
-
-
-@launcher
-def cross_entropy_shard_backward_(*args: Any, **options: Any) -> Run:
-    return over_logits(_prepare_shard_backward, *args, **options)

@@ -68,7 +68,7 @@ def prepare_forward(
     with_entropy: bool = False,
     skip_ignored: bool = False,
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """``forward(logits, target, weight)`` -> (loss, lse), and argmax or entropy.
+    """``forward(logits, target, weight)`` -> (loss, lse, argmax, entropy), without those that are not wanted.
 
     ``skip_ignored``: the logits of ignored rows are not read, and their lse is infinite.
     """
@@ -89,29 +89,29 @@ def prepare_forward(
         if launch is not None:
             weights = class_weights(weight, lse, shifted)
             launch(as_rows(logits), as_targets(target), weights, loss, lse, argmax, entropy)
-        if with_argmax:
-            return loss, lse, argmax
-        return (loss, lse, entropy) if with_entropy else (loss, lse)
+        made = (argmax,) if with_argmax else ()
+        return (loss, lse, *made, entropy) if with_entropy else (loss, lse, *made)
 
     return forward
 
 
 @launcher
 def cross_entropy_forward(
-    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    with_argmax: bool = False,
+    with_entropy: bool = False,
+    *,
+    options: Options = DEFAULTS,
 ) -> Run:
-    return prepare_forward(logits, target, weight, options)
+    forward = prepare_forward(logits, target, weight, options, with_argmax, with_entropy)
+    no_argmax = new_tensor((0,), torch.int64, logits.device)
+    no_entropy = new_tensor((0,), accumulator(logits), logits.device)
 
+    def run(logits: Tensor, target: Tensor, weight: Tensor | None = None, *_: bool) -> tuple[Tensor, ...]:
+        loss, lse, *made = forward(logits, target, weight)
+        argmax = made.pop(0) if with_argmax else no_argmax()
+        return loss, lse, argmax, made[0] if with_entropy else no_entropy()
 
-@launcher
-def cross_entropy_forward_argmax(
-    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
-) -> Run:
-    return prepare_forward(logits, target, weight, options, with_argmax=True)
-
-
-@launcher
-def cross_entropy_forward_entropy(
-    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
-) -> Run:
-    return prepare_forward(logits, target, weight, options, with_entropy=True)
+    return run

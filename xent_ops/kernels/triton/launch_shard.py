@@ -9,7 +9,7 @@ from triton import cdiv, next_power_of_2
 
 from .. import reference_shard
 from ..options import DEFAULTS, Options
-from ..reference import accumulator
+from ..reference import accumulator, columns_of
 from ..rows import dense_like
 from ..sizes import traced
 from . import configs
@@ -32,7 +32,7 @@ def cross_entropy_shard(
     *,
     options: Options = DEFAULTS,
 ) -> Run:
-    columns = reference_shard.columns_of(logits.shape[-1], class_start, num_classes)
+    columns = columns_of(logits.shape[-1], class_start, num_classes)
     number, strides, as_rows, _ = row_layout(logits)
     empty = traced(number) == 0
     itemsize, weighted = logits.element_size(), weight is not None

@@ -43,7 +43,7 @@ def one_pass_kernel(
 ):
     """One program a row: forwards for the sums, then backwards for the gradient, whose reads come from the L2 cache.
 
-    The gradient is that of grad_scale * loss + grad_lse_square * lse^2; letters as in reference.row_coefficients.
+    The gradient is that of grad_scale * loss + grad_lse_square * lse^2; letters as in reference.cross_entropy_backward.
     """
     ACC: tl.constexpr = loss_ptr.dtype.element_ty
     row = tl.program_id(0)

@@ -128,6 +128,38 @@ def gradient_mask(mask: Sequence[bool]) -> None:
         raise ValueError(f"output_mask has {len(mask)} entries; expected 3, for input, linear_weight and linear_bias")
 
 
+def statistics(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    with_argmax: bool = False,
+    with_entropy: bool = False,
+    **options: Any,
+) -> None:
+    rows(input, linear_weight, target, linear_bias, weight, **options)
+
+
+def shard(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    class_start: int,
+    num_classes: int,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    entropy: bool = False,
+    *,
+    options: Options = DEFAULTS,
+    **others: Any,
+) -> None:
+    rows(input, linear_weight, target, linear_bias, weight, options=options, may_be_empty=True, **others)
+    checks.shard_range(linear_weight.shape[0], class_start, num_classes)
+    if entropy and (weight is not None or options.label_smoothing != 0.0):
+        raise ValueError("entropies go with the plain loss: without class weights and label_smoothing")
+
+
 def backward(
     grad_loss: Tensor,
     grad_lse: Tensor | None,
@@ -138,22 +170,27 @@ def backward(
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     divisor: Tensor | None = None,
-    output_mask: Sequence[bool] = (True, True, True),
-    *,
-    options: Options = DEFAULTS,
-    lse_square_scale: float = 0.0,
-    accumulate_dtype: torch.dtype | None = None,
     grad_entropy: Tensor | None = None,
     entropy: Tensor | None = None,
-    **chunking: Any,
+    coefficient: Tensor | None = None,
+    class_start: int = 0,
+    num_classes: int | None = None,
+    output_mask: Sequence[bool] = (True, True, True),
+    *,
+    lse_square_scale: float = 0.0,
+    **options: Any,
 ) -> None:
-    head = (input, linear_weight, target, linear_bias, weight)
-    rows(*head, options=options, accumulate_dtype=accumulate_dtype, **chunking)
+    if num_classes is None:
+        rows(input, linear_weight, target, linear_bias, weight, **options)
+    else:
+        of_slice = (class_start, num_classes, linear_bias, weight)
+        shard(input, linear_weight, target, *of_slice, entropy is not None, **options)
+    checks.slice_of(class_start, num_classes, weight, coefficient)
     gradient_mask(output_mask)
-    checks.rows_of(input, "input", grad_lse=grad_lse, lse=lse)
+    checks.rows_of(input, "input", grad_lse=grad_lse, lse=lse, coefficient=coefficient)
     checks.scalar_or_rows_of("input", input, grad_loss=grad_loss)
     checks.divisor(divisor, input)
-    checks.rows_of(input, "input", grad_entropy=grad_entropy, entropy=entropy)
+    checks.with_entropy("input", input, grad_entropy, entropy)
 
 
 def with_grad(

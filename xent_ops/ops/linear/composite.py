@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext
 
+from ...head import chunks
 from ...kernels.options import Chunking, LossOptions, Options
 from ...kernels.reductions import Reduced, reduce_rows
 from .. import arguments, transforms
 from ..checks import weight_without_grad
 from ..library import LIBRARY, define
-from . import checks, chunks
+from . import checks
 
 _ops = torch.ops.xent
 
@@ -82,7 +83,8 @@ def linear_cross_entropy(
             **options,
         )
         return made[0]
-    row_loss, lse = _ops.linear_cross_entropy_forward(*head, accumulate_dtype=accumulate_dtype, **how, **options)
+    rows = _ops.linear_cross_entropy_forward(*head, accumulate_dtype=accumulate_dtype, **how, **options)
+    row_loss, lse = rows[:2]
     return reduced(row_loss, lse, target, weight, divisor, linear_weight.shape[0], loss).value
 
 

@@ -3,41 +3,40 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from ...head import chunks
+from ...head.float16 import divisor_after_products
+from ...head.products import accumulator_of_weight
 from ...kernels import reference, reference_linear
 from ...kernels.options import Chunking, as_record
-from ...kernels.reference_linear import with_entropy
 from .. import transforms
 from ..checks import scale_grad, weight_needs_grad
+from ..cross_entropy import statistics_of
 from ..library import Outputs, autograd, needs_grad, operator, save_nothing
-from ..second_order import differentiate
-from . import checks, chunks
-from .products import accumulator_of_weight
+from ..second_order import differentiate, no_second_derivative
+from . import checks
 
 _ops = torch.ops.xent
 
 
-def _rows(input: Tensor, *_: Any) -> Outputs:
-    """Shape and dtype of loss and lse."""
-    return ((input.shape[:-1], reference.accumulator(input)),) * 2
+def _statistics(input: Tensor, *args: Any) -> Outputs:
+    with_argmax, with_entropy = (*args[4:], False, False)[:2]
+    return statistics_of(input, input.shape[:-1], with_argmax, with_entropy)
 
 
-def gradients_of(position: int) -> Any:
-    """The outputs of a backward with the input at this position, the mask as its last argument."""
+def _gradients(*args: Any) -> Outputs:
+    """Of a backward: (grad_loss, grad_lse, input, linear_weight, ..., output_mask)."""
+    return _gradients_of(args[2], args[3], args[14] if len(args) > 14 else (True, True, True))
 
-    def outputs(*args: Any) -> Outputs:
-        input, linear_weight = args[position : position + 2]
-        mask = args[-1] if isinstance(args[-1], (list, tuple)) else (True, True, True)
-        shapes = (input.shape, linear_weight.shape, linear_weight.shape[:1])
-        return tuple((shape if wanted else (0,), input.dtype) for shape, wanted in zip(shapes, mask, strict=True))
 
-    return outputs
+def _gradients_of(input: Tensor, linear_weight: Tensor, mask: Any) -> Outputs:
+    shapes = (input.shape, linear_weight.shape, linear_weight.shape[:1])
+    return tuple((shape if wanted else (0,), input.dtype) for shape, wanted in zip(shapes, mask, strict=True))
 
 
 def _with_grad_outputs(
@@ -51,7 +50,7 @@ def _with_grad_outputs(
     accumulate_dtype: torch.dtype | None = None,
 ) -> Outputs:
     dtype = reference.accumulator(input)
-    grad_input, grad_weight, grad_bias = gradients_of(0)(input, linear_weight, output_mask)
+    grad_input, grad_weight, grad_bias = _gradients_of(input, linear_weight, output_mask)
     return (
         ((), dtype),
         ((2,), dtype),
@@ -63,11 +62,14 @@ def _with_grad_outputs(
 
 
 def _save_rows(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    input, linear_weight, target, linear_bias, weight = inputs
+    input, linear_weight, target, linear_bias, weight, _, with_entropy = inputs
     if needs_grad(ctx, 4):
         weight_needs_grad()
+    _loss, lse, argmax, entropy = output
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(input, linear_weight, target, output[1], linear_bias, weight, *output[2:])
+    ctx.mark_non_differentiable(argmax, *(() if with_entropy else (entropy,)))
+    of_rows = (target, lse, linear_bias, weight, entropy if with_entropy else None)
+    ctx.save_for_backward(input, linear_weight, *of_rows)
     ctx.options = keyword_only_inputs
 
 
@@ -83,37 +85,21 @@ def _of_inputs(mask: list[bool], gradients: Any, others: int) -> tuple[Tensor | 
     return grad_input, grad_weight, None, grad_bias, *(None,) * others
 
 
-def _save_rows_and_argmax(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    _save_rows(ctx, inputs, keyword_only_inputs, output[:2])
-    ctx.mark_non_differentiable(output[2])
-
-
-def _rows_backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    if grad_loss is None and grad_lse is None:
-        return (None,) * 5
-    input, linear_weight, target, lse, linear_bias, weight = ctx.saved_tensors
-    if grad_loss is None:
-        grad_loss = lse.new_zeros(())
-    rows = (input, linear_weight, target, lse, linear_bias, weight)
-    mask = _mask(ctx)
-    gradients = _ops.linear_cross_entropy_backward(grad_loss, grad_lse, *rows, None, mask, **ctx.options)
-    return _of_inputs(mask, gradients, 1)
-
-
-def _entropy_backward(
-    ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None, grad_entropy: Tensor | None
+def _rows_backward(
+    ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None, _: None, grad_entropy: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     if grad_loss is None and grad_lse is None and grad_entropy is None:
-        return (None,) * 5
+        return (None,) * 7
     input, linear_weight, target, lse, linear_bias, weight, entropy = ctx.saved_tensors
     if grad_loss is None:
-        grad_loss = lse.new_zeros(()).expand(lse.shape)
-    rows = (input, linear_weight, target, lse, entropy, linear_bias, weight)
+        grad_loss = lse.new_zeros(())
+    rows = (input, linear_weight, target, lse, linear_bias, weight, None)
+    of_entropy = (grad_entropy, None if grad_entropy is None else entropy)
     mask = _mask(ctx)
-    gradients = _ops.linear_cross_entropy_backward_entropy(
-        grad_loss, grad_lse, grad_entropy, *rows, mask, **ctx.options
+    gradients = _ops.linear_cross_entropy_backward(
+        grad_loss, grad_lse, *rows, *of_entropy, None, 0, None, mask, **ctx.options
     )
-    return _of_inputs(mask, gradients, 1)
+    return _of_inputs(mask, gradients, 3)
 
 
 def _save_one_pass(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
@@ -150,41 +136,57 @@ def _one_pass_backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[T
             lse = _ops.linear_cross_entropy_forward(*head, **options)[1]
         rows = (input, linear_weight, target, lse, linear_bias, weight, divided_by)
         gradients = _ops.linear_cross_entropy_backward(
-            grad_value, None, *rows, ctx.mask, accumulate_dtype=ctx.accumulate_dtype, **ctx.options
+            grad_value,
+            None,
+            *rows,
+            *(None,) * 3,
+            0,
+            None,
+            ctx.mask,
+            accumulate_dtype=ctx.accumulate_dtype,
+            **ctx.options,
         )
         return _of_inputs(ctx.mask, gradients, 4)
     factor = grad_value
     if input.dtype == torch.float16:
-        factor = grad_value / chunks.divisor_after_products(divided_by)
-    in_place = not traced and not transforms.is_batch(grad_value)
-    scaled = []
-    for gradient, wanted in zip(gradients, ctx.mask, strict=True):
-        if wanted and in_place and type(gradient) is Tensor:
+        factor = grad_value / divisor_after_products(divided_by)
+    keep = traced or transforms.is_batch(grad_value)
+    return _of_inputs(ctx.mask, given_away(gradients, factor, ctx.mask, input.dtype, keep), 4)
+
+
+def given_away(
+    gradients: Sequence[Tensor], factor: Tensor, wanted: Sequence[bool], dtype: torch.dtype, keep: bool
+) -> list[Tensor | None]:
+    """The gradients that a forward has made, times the upstream gradient: in place, unless they are kept."""
+    scaled: list[Tensor | None] = []
+    for gradient, want in zip(gradients, wanted, strict=True):
+        if not want:
+            scaled.append(None)
+            continue
+        if not keep and type(gradient) is Tensor:
             _ops.scale_grad_(gradient, factor)
-        elif wanted:
+        else:
             gradient = _ops.linear_scale_grad(gradient, factor)
-        scaled.append(gradient.to(input.dtype))
-    return _of_inputs(ctx.mask, scaled, 4)
+        scaled.append(gradient.to(dtype))
+    return scaled
 
 
 def _save_backward(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    *tensors, ctx.mask = inputs
+    *tensors, _class_start, ctx.num_classes, ctx.mask = inputs
     ctx.save_for_backward(*tensors)
     # How the chunks are made and added up is nothing to a derivative in plain torch.
     left_out = ("accumulate_dtype", *Chunking._fields)
     ctx.options = as_record({name: value for name, value in keyword_only_inputs.items() if name not in left_out})
 
 
-def _second_backward_of(function: Callable[..., Any]) -> Callable[..., tuple[Tensor | None, ...]]:
+def _second_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     """By autograd through plain torch, with all logits at once."""
-
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors
-        needs = [needs_grad(ctx, i) for i in range(len(tensors))]
-        masked = functools.partial(function, output_mask=ctx.mask)
-        return *differentiate(masked, tensors, needs, ctx.options, grads), None
-
-    return backward
+    if ctx.num_classes is not None:
+        no_second_derivative()
+    tensors = ctx.saved_tensors
+    needs = [needs_grad(ctx, i) for i in range(len(tensors))]
+    masked = functools.partial(reference_linear.linear_cross_entropy_backward, output_mask=ctx.mask)
+    return *differentiate(masked, tensors, needs, ctx.options, grads), None, None, None
 
 
 def _no_derivative(ctx: Any, *grads: Tensor) -> NoReturn:
@@ -196,62 +198,27 @@ def _no_derivative(ctx: Any, *grads: Tensor) -> NoReturn:
 
 operator(
     "linear_cross_entropy_forward",
-    check=checks.rows,
-    outputs=_rows,
-    reference=chunks.forward(_ops.cross_entropy_forward, 0.0, math.inf),
+    check=checks.statistics,
+    outputs=_statistics,
+    reference=chunks.statistics,
     composed=True,
 )
 autograd("linear_cross_entropy_forward", _rows_backward, _save_rows)
 
 operator(
-    "linear_cross_entropy_forward_argmax",
-    check=checks.rows,
-    outputs=lambda input, *_: (*_rows(input), (input.shape[:-1], torch.int64)),
-    reference=chunks.forward(_ops.cross_entropy_forward_argmax, 0.0, math.inf, -1),
-    composed=True,
-)
-autograd("linear_cross_entropy_forward_argmax", _rows_backward, _save_rows_and_argmax)
-
-operator(
-    "linear_cross_entropy_forward_entropy",
-    check=checks.rows,
-    outputs=lambda input, *_: (*_rows(input), *_rows(input)[:1]),
-    reference=chunks.forward(_ops.cross_entropy_forward_entropy, 0.0, math.inf, 0.0),
-    composed=True,
-)
-autograd("linear_cross_entropy_forward_entropy", _entropy_backward, _save_rows)
-
-operator(
     "linear_cross_entropy_backward",
     check=checks.backward,
-    outputs=gradients_of(2),
-    reference=chunks.linear_cross_entropy_backward,
+    outputs=_gradients,
+    reference=chunks.gradients,
     composed=True,
 )
-autograd(
-    "linear_cross_entropy_backward",
-    _second_backward_of(reference_linear.linear_cross_entropy_backward),
-    _save_backward,
-)
-
-operator(
-    "linear_cross_entropy_backward_entropy",
-    check=with_entropy(checks.backward),
-    outputs=gradients_of(3),
-    reference=with_entropy(chunks.linear_cross_entropy_backward),
-    composed=True,
-)
-autograd(
-    "linear_cross_entropy_backward_entropy",
-    _second_backward_of(with_entropy(reference_linear.linear_cross_entropy_backward)),
-    _save_backward,
-)
+autograd("linear_cross_entropy_backward", _second_backward, _save_backward)
 
 operator(
     "linear_cross_entropy_with_grad",
     check=checks.with_grad,
     outputs=_with_grad_outputs,
-    reference=chunks.linear_cross_entropy_with_grad,
+    reference=chunks.with_grad,
     composed=True,
 )
 autograd("linear_cross_entropy_with_grad", _one_pass_backward, _save_one_pass)

@@ -1,4 +1,4 @@
-"""Operators of one rank's rows of the head: its statistics, the join of all ranks', its gradients.
+"""Operators of one rank's rows of the head: its statistics, and the join of all ranks'.
 
 No operator communicates. The caller's all-gather (distributed/linear.py) stands between ``linear_cross_entropy_shard``,
 which is called on detached tensors, and ``linear_cross_entropy_shard_join``, which carries the gradient. The join's
@@ -8,41 +8,21 @@ formula asks of torch's functional collectives: a node of the backward graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from ...head import shard
 from ...kernels import reference
 from ...kernels.options import DEFAULTS, Options
 from .. import checks as row_checks
 from .. import transforms
 from ..library import Outputs, autograd, needs_grad, operator, save_nothing
-from ..shard import check_coefficient, check_gathered, no_second_derivative
-from . import checks, shard_chunks
-from .operators import gradients_of
+from ..shard import check_gathered
+from . import checks
 
 _ops = torch.ops.xent
-
-
-def check_shard(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    class_start: int,
-    num_classes: int,
-    linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    entropy: bool = False,
-    *,
-    options: Options = DEFAULTS,
-    **others: Any,
-) -> None:
-    checks.rows(input, linear_weight, target, linear_bias, weight, options=options, may_be_empty=True, **others)
-    row_checks.shard_range(linear_weight.shape[0], class_start, num_classes)
-    if entropy and (weight is not None or options.label_smoothing != 0.0):
-        raise ValueError("entropies go with the plain loss: without class weights and label_smoothing")
 
 
 def _check_join(
@@ -61,7 +41,7 @@ def _check_join(
     **options: Any,
 ) -> None:
     rows = input if gathered_input is None else gathered_input
-    check_shard(rows, linear_weight, target, class_start, num_classes, linear_bias, weight, entropy, **options)
+    checks.shard(rows, linear_weight, target, class_start, num_classes, linear_bias, weight, entropy, **options)
     check_gathered(gathered[:, : gathered.shape[-1] - target.numel()] if entropy else gathered, input, target, weight)
     if gathered_input is None:
         return
@@ -69,32 +49,6 @@ def _check_join(
     row_checks.same_shape("gathered_input", gathered_input.shape, expected, "the inputs of all ranks")
     if not group_name:
         raise ValueError("gathered_input needs the group_name of the ranks that it was gathered from")
-
-
-def _check_backward(
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    class_start: int,
-    num_classes: int,
-    linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    coefficient: Tensor | None = None,
-    grad_entropy: Tensor | None = None,
-    entropy: Tensor | None = None,
-    output_mask: Sequence[bool] = (True, True, True),
-    **options: Any,
-) -> None:
-    shard = (class_start, num_classes, linear_bias, weight)
-    check_shard(input, linear_weight, target, *shard, entropy is not None, **options)
-    checks.gradient_mask(output_mask)
-    check_coefficient(weight, coefficient)
-    row_checks.rows_of(input, "input", grad_lse=grad_lse, lse=lse, coefficient=coefficient)
-    row_checks.rows_of(input, "input", grad_entropy=grad_entropy, entropy=entropy)
-    row_checks.scalar_or_rows_of("input", input, grad_loss=grad_loss)
 
 
 def _stats(
@@ -107,7 +61,7 @@ def _stats(
     weight: Tensor | None = None,
     entropy: bool = False,
 ) -> Outputs:
-    return (((1, shard_chunks.width(target.numel(), weight is not None, entropy)), reference.accumulator(input)),)
+    return (((1, shard.width(target.numel(), weight is not None, entropy)), reference.accumulator(input)),)
 
 
 def _joined(input: Tensor, _linear_weight: Tensor, target: Tensor, *rest: Any) -> Outputs:
@@ -144,9 +98,11 @@ def _backward(
     rows, linear_weight, target, lse, linear_bias, weight, coefficient, entropy = ctx.saved_tensors
     if grad_loss is None:
         grad_loss = lse.new_zeros(())
-    head = (rows, linear_weight, target, lse, *ctx.shard_range, linear_bias, weight)
-    of_rows = (coefficient, grad_entropy, entropy)
-    gradients = _ops.linear_cross_entropy_shard_backward(grad_loss, grad_lse, *head, *of_rows, ctx.mask, **ctx.options)
+    head = (rows, linear_weight, target, lse, linear_bias, weight, None)
+    of_rows = (grad_entropy, None if grad_entropy is None else entropy, coefficient)
+    gradients = _ops.linear_cross_entropy_backward(
+        grad_loss, grad_lse, *head, *of_rows, *ctx.shard_range, ctx.mask, **ctx.options
+    )
     total, grad_weight, grad_bias = (
         gradient if wanted else None for gradient, wanted in zip(gradients, ctx.mask, strict=True)
     )
@@ -178,15 +134,26 @@ def _shard_alone(ctx: Any, grad: Tensor) -> NoReturn:
     )
 
 
-def _second_backward(ctx: Any, *grads: Tensor) -> NoReturn:
-    no_second_derivative()
+def _stats_of_rows(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    class_start: int,
+    num_classes: int,
+    *rest: Any,
+    options: Options = DEFAULTS,
+    **chunking: Any,
+) -> Tensor:
+    if input.device.type == "cpu":  # also where no row operator sees the targets; elsewhere the join makes NaN of them
+        row_checks.target_values(target, num_classes, options.ignore_index)
+    return shard.stats(input, linear_weight, target, class_start, num_classes, *rest, options=options, **chunking)
 
 
 operator(
     "linear_cross_entropy_shard",
-    check=check_shard,
+    check=checks.shard,
     outputs=_stats,
-    reference=shard_chunks.stats,
+    reference=_stats_of_rows,
     composed=True,
 )
 autograd("linear_cross_entropy_shard", _shard_alone, save_nothing)
@@ -195,16 +162,7 @@ operator(
     "linear_cross_entropy_shard_join",
     check=_check_join,
     outputs=_joined,
-    reference=shard_chunks.join,
+    reference=shard.join,
     composed=True,
 )
 autograd("linear_cross_entropy_shard_join", _backward, _save)
-
-operator(
-    "linear_cross_entropy_shard_backward",
-    check=_check_backward,
-    outputs=gradients_of(2),
-    reference=shard_chunks.gradients,
-    composed=True,
-)
-autograd("linear_cross_entropy_shard_backward", _second_backward, save_nothing)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.options import Chunking
-from ...kernels.reference import is_counted
+from ..kernels.options import Chunking
+from ..kernels.reference import is_counted
 
 
 class Rows:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...kernels import reference
-from ...kernels.options import Chunking, Options
-from ...kernels.sizes import symbolic, traced
-from .. import devices
+from ..kernels import devices, reference
+from ..kernels.options import Chunking, Options
+from ..kernels.sizes import symbolic, traced
 from .packing import PackedRows, Rows, rows_of
 from .sizes import padded_classes, rows_of_chunk
 
@@ -63,12 +62,11 @@ class Products:
         self.input = new(input.shape if output_mask[0] else 0)
         classes, features = linear_weight.shape
         shape = (classes + padding, features)
-        self.padded_weight = input.new_empty(shape if output_mask[1] else 0, dtype=sums)
-        self.padded_bias = input.new_zeros(shape[:1] if output_mask[2] else 0, dtype=reference.accumulator(input))
+        self.padded_weight, self.padded_bias = room_for_head(input, shape, output_mask[1:], sums)
         self.weight, self.bias = self.padded_weight, self.padded_bias
         if padding > 0:
             self.weight, self.bias = self.weight[:classes], self.bias[:classes]
-            self.padded_weight[classes:].zero_()
+            zero_behind(self.padded_weight, self.padded_bias, classes)
         wider = output_mask[1] and sums != input.dtype
         self.size = rows_of_chunk(traced(rows.number), input, classes, wider, chunk_rows)
         self.kernels = rows.kernels if isinstance(rows, PackedRows) else None
@@ -85,10 +83,7 @@ class Products:
             size = -(-number // chunks)
         # The counting kernels leave out rows that forward operators read, if only to mask what they make of them.
         new = self.all_input.new_empty if self.kernels is None or any(self.mask) else self.all_input.new_zeros
-        padded = new((size, padded_classes(classes, self.all_input.dtype)))
-        if padded.device.type == "cpu":
-            padded[:, classes:].zero_()
-        memory = padded[:, :classes]
+        memory = room_for_logits(new, size, classes, self.all_input)[:, :classes]
         for self.index in range(chunks):
             start, stop = (torch.sym_min(index * size, number) for index in (self.index, self.index + 1))
             chunk = slice(start, stop)
@@ -96,19 +91,16 @@ class Products:
             if self.kernels is not None:
                 self.count = self.counts[self.index]
                 self.kernels.logits(self.part, self.head, self.head_bias, self.count, logits)
-            elif self.head_bias is None:
-                torch.mm(self.part, self.head.t(), out=logits)
             else:
-                torch.addmm(self.head_bias, self.part, self.head.t(), out=logits)
+                logits_of(self.part, self.head, self.head_bias, logits)
             yield chunk, logits
 
     def add(self, chunk: slice, gradient: Tensor) -> None:
         """The gradient of the logits that ``chunks`` has yielded last."""
-        if self.mask[1]:
-            if self.kernels is not None:
-                self.kernels.grad_weight(gradient, self.part, self.count, self.weight, add=self.index > 0)
-            else:
-                add_product(self.weight, gradient.t(), self.part, self.index == 0)
+        if self.kernels is not None and self.mask[1]:
+            self.kernels.grad_weight(gradient, self.part, self.count, self.weight, add=self.index > 0)
+        elif self.mask[1]:
+            add_product(self.weight, gradient.t(), self.part, self.index == 0)
         del self.part  # its memory serves the next product
         if self.mask[0]:
             if not isinstance(self.rows, PackedRows):
@@ -118,7 +110,45 @@ class Products:
             else:
                 self.kernels.grad_input(gradient, self.head, self.count, self.rows.order[chunk], self.input)
         if self.mask[2]:
-            self.bias += gradient.sum(0, dtype=self.bias.dtype)
+            add_rows(self.bias, gradient, self.index == 0)
+
+
+def room_for_logits(new: Callable[..., Tensor], rows: int, classes: int, input: Tensor) -> Tensor:
+    """(rows, padded_classes), by ``new``, one of the input's."""
+    padded = new((rows, padded_classes(classes, input.dtype)))
+    if input.device.type == "cpu":  # see padded_classes
+        padded[:, classes:].zero_()
+    return padded
+
+
+def room_for_head(
+    input: Tensor, shape: Sequence[int], wanted: Sequence[bool], sums: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """For the gradients of linear_weight, of this shape, and linear_bias: not initialised, (0,) if not wanted."""
+    return (
+        input.new_empty(tuple(shape) if wanted[0] else (0,), dtype=sums),
+        input.new_empty(tuple(shape)[:1] if wanted[1] else (0,), dtype=reference.accumulator(input)),
+    )
+
+
+def zero_behind(grad_weight: Tensor, grad_bias: Tensor, classes: int) -> None:
+    """The rows of a padded head."""
+    if grad_weight.dim() == 2:
+        grad_weight[classes:].zero_()
+    grad_bias[classes:].zero_()
+
+
+def logits_of(input: Tensor, head: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(input, head.t(), out=out)
+    else:
+        torch.addmm(bias, input, head.t(), out=out)
+
+
+def add_rows(total: Tensor, rows: Tensor, first: bool) -> None:
+    """total += the sum of the rows, in total's dtype; ``first`` starts it from zero."""
+    added = rows.sum(0, dtype=total.dtype)
+    total.copy_(added) if first else total.add_(added)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:

@@ -1,0 +1,216 @@
+"""Linear cross entropy by chunks of rows, on every device: three products by torch, the rows by our operators.
+
+The logits of one chunk exist at a time, in memory that is allocated once a call:
+
+    logits = input @ linear_weight.T + linear_bias
+    their statistics, or the gradient of the logits written over them, or both in one visit
+    grad_input = gradient @ linear_weight;  grad_linear_weight += gradient.T @ input;  grad_linear_bias += its sum
+
+Gradients are those of a slice of the classes too: a whole vocabulary is the slice from 0 on, of one rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import reductions, reference
+from ..kernels.options import DEFAULTS, Chunking, LossOptions, Options
+from . import float16
+from .products import Products, rows_to_compute
+
+_ops = torch.ops.xent
+
+# loss, lse, argmax and entropy of an ignored row that was skipped
+_UNREAD = (0.0, math.inf, -1, 0.0)
+
+Gradients = tuple[Tensor, Tensor, Tensor]  # of input, linear_weight, linear_bias
+
+
+def as_rows(input: Tensor) -> Tensor:
+    return input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
+
+
+def scaled(grad: Tensor, factor: Tensor) -> Tensor:
+    """grad times factor, ()."""
+    grad = grad.clone(memory_format=torch.contiguous_format)
+    _ops.scale_grad_(grad, factor)
+    return grad
+
+
+def statistics(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    with_argmax: bool = False,
+    with_entropy: bool = False,
+    *,
+    options: Options = DEFAULTS,
+    accumulate_dtype: torch.dtype | None = None,  # for the backward
+    **chunking: Any,
+) -> tuple[Tensor, ...]:
+    """(loss, lse, argmax, entropy), (0,) where they are not wanted."""
+    flat, keywords, how = as_rows(input), options.keywords(), Chunking(**chunking)
+    rows = rows_to_compute(target, flat, linear_weight, options, how)
+    products, indices = Products(rows, flat, linear_weight, linear_bias, how.chunk_rows), rows.indices()
+    made = [
+        _ops.cross_entropy_forward(logits, indices[chunk], weight, with_argmax, with_entropy, **keywords)
+        for chunk, logits in products.chunks()
+    ]
+    values = []
+    for chunks, wanted, unread in zip(
+        zip(*made, strict=True), (True, True, with_argmax, with_entropy), _UNREAD, strict=True
+    ):
+        if not wanted:
+            values.append(chunks[0])
+            continue
+        value = rows.give(torch.cat(chunks), 0).view(target.shape)
+        if how.skips:
+            value = value.masked_fill(~reference.is_counted(target, options.ignore_index), unread)
+        values.append(value)
+    return tuple(values)
+
+
+def gradients(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    divisor: Tensor | None = None,
+    grad_entropy: Tensor | None = None,
+    entropy: Tensor | None = None,
+    coefficient: Tensor | None = None,
+    class_start: int = 0,
+    num_classes: int | None = None,
+    output_mask: Sequence[bool] = (True, True, True),
+    *,
+    options: Options = DEFAULTS,
+    lse_square_scale: float = 0.0,
+    accumulate_dtype: torch.dtype | None = None,
+    **chunking: Any,
+) -> Gradients:
+    """Makes the logits again. Gradients in the inputs' dtype; (0,) where the mask does not want one.
+
+    Of a slice of the classes grad_input is its part of a sum.
+    """
+    flat, keywords, how = as_rows(input), options.keywords(), Chunking(**chunking)
+    head, bias, weight, padding = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
+    if head.shape[0] == 0:
+        shapes = (input.shape, linear_weight.shape, linear_weight.shape[:1])
+        zeros = [input.new_zeros(shape if made else 0) for shape, made in zip(shapes, output_mask, strict=True)]
+        return zeros[0], zeros[1], zeros[2]
+    upstream = reference.row_grads(
+        grad_loss, grad_lse, target, lse, divisor, options.ignore_index, lse_square_scale, lse.dtype
+    )
+    rows = rows_to_compute(target, flat, head, options, how)
+    indices = rows.indices()
+    values = (*upstream, grad_entropy, lse, entropy, coefficient)
+    of_rows = [None if value is None else rows.take(value) for value in values]
+    factor = None
+    if input.dtype == torch.float16:
+        factor = float16.largest(indices, weight, of_rows[5], head.shape[0], options, *of_rows[:3])
+        of_rows[:3] = [None if value is None else value / factor for value in of_rows[:3]]
+    products = Products(rows, flat, head, bias, how.chunk_rows, output_mask, accumulate_dtype, padding)
+    for chunk, logits in products.chunks():
+        a, b, c, z, h, coefficients = [None if value is None else value[chunk] for value in of_rows]
+        rest = (weight, None, c, h, coefficients, class_start, num_classes)
+        _ops.cross_entropy_backward_(a, b, logits, indices[chunk], z, *rest, **keywords)
+        products.add(chunk, logits)
+    made = (products.input, products.padded_weight, products.padded_bias)
+    if factor is not None:
+        for gradient in made:
+            _ops.scale_grad_(gradient, factor)
+    return (
+        made[0].view(input.shape if output_mask[0] else 0),
+        made[1].to(input.dtype),
+        made[2].to(input.dtype),
+    )
+
+
+def classes_of(
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    class_start: int,
+    num_classes: int | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
+    """The three without the rows behind the last class, and how many these are."""
+    if num_classes is None:
+        return linear_weight, linear_bias, weight, 0
+    columns = reference.columns_of(linear_weight.shape[0], class_start, num_classes)
+    bias, class_weight = (None if tensor is None else tensor[:columns] for tensor in (linear_bias, weight))
+    return linear_weight[:columns], bias, class_weight, linear_weight.shape[0] - columns
+
+
+def divided_by(
+    target: Tensor,
+    weight: Tensor | None,
+    divisor: Tensor | None,
+    classes: int,
+    dtype: torch.dtype,
+    loss: LossOptions,
+) -> Tensor:
+    """(2,): what a reduced loss and its z-loss are divided by."""
+    ignore_index = loss.rows.ignore_index
+    if loss.reduction == "mean":
+        return reductions.divisor_of(
+            reductions.target_weights(target, weight, classes, ignore_index, dtype), target, ignore_index
+        )
+    if divisor is None:
+        return target.new_ones(2, dtype=dtype)
+    return divisor.to(dtype).expand(2).contiguous()
+
+
+def with_grad(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    divisor: Tensor | None = None,
+    output_mask: Sequence[bool] = (True, True, True),
+    accumulate_dtype: torch.dtype | None = None,
+    *,
+    options: Options = DEFAULTS,
+    lse_square_scale: float = 0.0,
+    reduction: str = "mean",
+    **chunking: Any,
+) -> tuple[Tensor, ...]:
+    """(value, divided_by, lse, gradients). The gradients of the weight and the bias are as they were added up.
+
+    They are those of value; for float16 those of value * divisor_after_products(divided_by).
+    """
+    loss = LossOptions(options, lse_square_scale, reduction)
+    divisors = divided_by(target, weight, divisor, linear_weight.shape[0], reference.accumulator(input), loss)
+    inverse = float16.split_divisors(input.dtype, divisors)[0].reciprocal()
+    scale, square = inverse[0], None
+    if lse_square_scale != 0.0:
+        square = lse_square_scale * inverse[1]
+    flat, keywords, how, made = as_rows(input), options.keywords(), Chunking(**chunking), []
+    rows = rows_to_compute(target, flat, linear_weight, options, how)
+    products = Products(rows, flat, linear_weight, linear_bias, how.chunk_rows, output_mask, accumulate_dtype)
+    indices = rows.indices()
+    for chunk, logits in products.chunks():
+        made.append(_ops.cross_entropy_with_grad_(logits, indices[chunk], scale, square, weight, **keywords))
+        products.add(chunk, logits)
+    losses, lses = (torch.cat(chunks) for chunks in zip(*made, strict=True))
+    row_loss, lse = rows.give(losses, 0.0).view(target.shape), rows.give(lses, float("inf")).view(target.shape)
+    value = reductions.reduce_rows(row_loss, lse, target, divisors, loss._replace(reduction="mean")).value
+    return (
+        value,
+        divisors,
+        lse,
+        products.input.view(input.shape if output_mask[0] else 0),
+        products.weight,
+        products.bias,
+    )
