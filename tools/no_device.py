@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 TARGET = GPUTarget("cuda", 90, 32)
-LAUNCHED: list[tuple[str, tuple[int, ...], list[Any], bool]] = []  # kernel, grid, arguments, PDL; by RecordingDriver
+LAUNCHED: list[tuple[str, tuple[int, ...], list[Any]]] = []  # kernel, grid, arguments; by RecordingDriver
 
 
 class Driver:
@@ -41,8 +41,8 @@ class Driver:
 class RecordingDriver(Driver):
     class launcher_cls:
         def __init__(self, source: Any, metadata: Any) -> None:
-            self.name, self.pdl = metadata.name, metadata.launch_pdl
+            self.name = metadata.name
 
         def __call__(self, *args: Any) -> None:
             values = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args[9:]]
-            LAUNCHED.append((self.name, args[:3], values, self.pdl))
+            LAUNCHED.append((self.name, args[:3], values))

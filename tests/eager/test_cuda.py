@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from helpers.graphs import calls_of, run_and_get_code
 
 import xent_ops
-from xent_ops.kernels.options import Options
 
 pytestmark = pytest.mark.gpu
 
@@ -293,82 +292,3 @@ def test_kernels_are_compiled_once_for_all_option_values():
     ]:
         run(rows, *values)
     assert compiled() == first
-
-
-def captured(function):
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph.replay
-
-
-@pytest.mark.parametrize("shape", [(8, 128256), (64, 9000), (512, 32000), (9000, 64)], ids=str)
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-def test_kernels_wait_for_those_before_them(monkeypatch, shape, graph):
-    """Each reads what the one before it wrote, into memory that held the numbers of the last step."""
-    from xent_ops.kernels.triton import dependent_launch, launch
-
-    def results():
-        forward = launch.cross_entropy_reduced(logits, target, weight, options=options)
-        args = (upstream[0], None, logits, target, logits.new_empty(shape[0], dtype=torch.float32), weight)
-        backward = launch.cross_entropy_backward_(*args, torch.ones(2, device="cuda"), options=options)
-        x, values = logits.clone(), torch.zeros(len(upstream), device="cuda")
-
-        def steps():
-            x.copy_(logits)
-            for step, grad in enumerate(upstream):  # the gradient of one is the logits of the next
-                value, divisor, lse = forward(x, target, weight)
-                backward(grad, None, x, target, lse, weight, divisor)
-                values[step].copy_(value)
-
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # kernels are compiled
-            steps()
-        torch.cuda.current_stream().wait_stream(stream)
-        run = captured(steps) if graph else steps
-        for _ in range(3):
-            run()
-        torch.cuda.synchronize()
-        return values, x
-
-    options = Options(label_smoothing=0.1)
-    logits, target = torch.randn(shape, device="cuda").bfloat16(), torch.randint(shape[1], shape[:1], device="cuda")
-    weight = torch.rand(shape[1], device="cuda") + 0.5
-    upstream = shape[0] * torch.arange(1.0, 21.0, device="cuda")
-    if not dependent_launch.supports_pdl(logits.device):
-        pytest.skip("no kernel starts early here: that needs compute capability 9 and a torch built for CUDA 13")
-    mine = results()
-    monkeypatch.setattr(dependent_launch, "_supports_pdl", lambda device: False)
-    for one, other in zip(mine, results(), strict=True):
-        assert one.isfinite().all() and torch.equal(one, other)
-    assert mine[0].unique().numel() == len(upstream), "steps are to differ"
-
-
-@pytest.mark.parametrize("memset", [False, True], ids=["streams", "memset"])
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-def test_kernels_wait_for_another_stream(graph, memset):
-    """The first kernel of few rows starts early. It must wait for what two streams wrote, and for a memset."""
-    x, target = torch.zeros(8, 9000, device="cuda").bfloat16(), torch.zeros(8, dtype=torch.int64, device="cuda")
-    made = torch.randn(x.shape, device="cuda").bfloat16(), torch.randint(9000, (8,), device="cuda")
-    loss, side = torch.zeros((), device="cuda"), torch.cuda.Stream()
-
-    def step():
-        main = torch.cuda.current_stream()
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            torch.cuda._sleep(1_000_000)
-            target.copy_(made[1])
-        x.copy_(made[0])
-        main.wait_stream(side)
-        if memset:
-            loss.zero_()
-        loss.copy_(xent_ops.cross_entropy(x, target))
-
-    step()
-    run = captured(step) if graph else step
-    for _ in range(5):
-        made[0].normal_()
-        made[1].random_(9000)
-        run()
-        torch.testing.assert_close(loss, F.cross_entropy(made[0].float(), made[1]), rtol=1e-5, atol=0)

@@ -15,7 +15,7 @@ from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
 from xent_ops.kernels.options import Options  # noqa: E402
-from xent_ops.kernels.triton import cached, launch, launch_backward, launch_forward, launch_reduce  # noqa: E402
+from xent_ops.kernels.triton import cached, launch, launch_backward  # noqa: E402
 from xent_ops.ops.launch_cache import call_signature  # noqa: E402
 
 WHY = f"Triton {triton.__version__} is not in cached.VERSIONS and launches every kernel itself"
@@ -129,21 +129,6 @@ def test_launches_are_those_that_triton_makes(monkeypatch, no_device):
             for name, args in given.items():
                 runs[name, call_signature(args, {})](*args)
     assert 0 < len(asked) == len({id(one) for one in launches}) < len(launches)
-
-
-def test_only_kernels_that_wait_start_early(monkeypatch, no_device):
-    """Launched by Triton and directly: one that does not wait would read what the one before it has yet to write."""
-    for module in (launch_forward, launch_reduce):
-        monkeypatch.setattr(module, "supports_pdl", lambda device: True)
-    for rows, classes in ((300, 512), (300, 9000), (1, 9000), (9000, 16)):
-        for name, args in tensors(rows, classes, torch.bfloat16, torch.int64, 0, 0, False).items():
-            run = getattr(launch, name)(*args)
-            for _ in range(2):
-                run(*args)
-    early = {name for name, *_, pdl in no_device if pdl}
-    assert early == {"partial_kernel", "join_kernel", "reduce_kernel", "join_sums_kernel"}
-    assert {"forward_kernel", "backward_kernel"} <= {name for name, *_, pdl in no_device if not pdl}
-    assert not early & {name for name, *_, pdl in no_device if not pdl}
 
 
 def test_a_hook_before_a_kernel_is_not_skipped(monkeypatch, no_device):

@@ -5,7 +5,6 @@ argument types, flags and configs.
 """
 
 import os
-import re
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -166,29 +165,6 @@ def test_kernels_compile_without_spills(monkeypatch, tmp_path, name, case):
     for (kernel, _, kwargs), found in zip(calls, spills_of_all(calls, target, tmp_path), strict=True):
         flags = {k: v for k, v in kwargs.items() if v is not False}
         assert found == 0, f"{kernel.__name__} spills on {name} with {flags}"
-
-
-MEMORY = re.compile(r"\b(?:ld|st|atom|red|cp\.async)\.[\w.:]*global")
-
-
-@pytest.mark.parametrize(
-    "case", [CASES[1], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[::2])], ids=of_case
-)
-def test_a_kernel_waits_before_it_reads_or_writes(monkeypatch, tmp_path, case):
-    """With PDL: it waits for the kernels before it, then lets the next one start, then touches memory."""
-    waiting = {}
-    for kernel, args, kwargs in record(monkeypatch, lambda: everything(*case)):
-        if "PDL" in kwargs:
-            assert not kwargs["PDL"], "on a CPU"
-            waiting.setdefault(kernel, (kernel, args, kwargs))
-    assert waiting
-    for kernel, args, kwargs in waiting.values():
-        compiled = compile_call(kernel, args, {**kwargs, "PDL": True}, TARGETS["sm_90"])
-        text = compiled.asm["ptx"]
-        wait, let_in = text.index("griddepcontrol.wait"), text.index("griddepcontrol.launch_dependents")
-        assert wait < let_in < MEMORY.search(text).start(), kernel.__name__
-        assert spills(compiled, TARGETS["sm_90"], tmp_path) == 0, kernel.__name__
-        assert "griddepcontrol" not in compile_call(kernel, args, kwargs, TARGETS["sm_90"]).asm["ptx"]
 
 
 @pytest.mark.parametrize(

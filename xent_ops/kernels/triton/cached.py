@@ -63,6 +63,5 @@ class Launch:
     def by_triton(self, *tensors: Tensor) -> Any:
         if RECORDING.get():
             return record(self.kernel, self.grid, *tensors, *self.numbers, **self.constants)
-        # Triton 3.9 warns that 3.10 will not contract a * b + c by default. HIP has no launch_pdl.
-        options = {"enable_fp_fusion": True} | ({"launch_pdl": True} if self.constants.get("PDL") else {})
-        return self.kernel[(self.grid,)](*tensors, *self.numbers, **self.constants, **options)
+        # Triton 3.9 warns that 3.10 will not contract a * b + c by default.
+        return self.kernel[(self.grid,)](*tensors, *self.numbers, **self.constants, enable_fp_fusion=True)

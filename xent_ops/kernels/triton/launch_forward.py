@@ -15,7 +15,6 @@ from ..sizes import traced
 from . import configs
 from .cached import Launch
 from .common import RowLayout, Run, class_weights, edges, launcher, new_rows, new_tensor, processors, row_layout
-from .dependent_launch import supports_pdl
 from .flags import Flags, flags_of
 from .forward import forward_kernel
 from .short import short_kernel
@@ -42,9 +41,8 @@ def _prepare_kernels(logits: Tensor, layout: RowLayout, options: Options, flags:
     if parts == 1:
         return Launch(forward_kernel, number, classes, *strides, *numbers, FLAGS=flags, **tiling)
     parts_numbers = (classes, part_classes, parts, *strides, numbers[0], *numbers[2:])
-    pdl = supports_pdl(logits.device)
-    kernel = Launch(partial_kernel, number * parts, *parts_numbers, FLAGS=flags, **tiling, PDL=pdl)
-    tiling = {"PARTS": next_power_of_2(parts), "PDL": pdl, "num_warps": 1, "num_stages": 1}
+    kernel = Launch(partial_kernel, number * parts, *parts_numbers, FLAGS=flags, **tiling)
+    tiling = {"PARTS": next_power_of_2(parts), "num_warps": 1, "num_stages": 1}
     join = Launch(join_kernel, number, classes, parts, *strides, *numbers, FLAGS=flags, **tiling)
     new_sums = new_tensor((number, 6, parts), accumulator(logits), logits.device)
     new_first = new_tensor((number, parts), torch.int32, logits.device)

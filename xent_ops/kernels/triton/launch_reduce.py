@@ -14,7 +14,6 @@ from ..sizes import size_to_serve
 from . import configs
 from .cached import Launch
 from .common import Run, launcher, new_tensor
-from .dependent_launch import supports_pdl
 from .flags import SumFlags
 from .launch_forward import prepare_forward
 from .reduce import join_sums_kernel, reduce_kernel
@@ -41,7 +40,6 @@ def _prepare_sums(
     value_shape = () if losses else (2,)
     new_value, new_divisor = new_tensor(value_shape, dtype, device), new_tensor((2,), dtype, device)
     programs, config = configs.reduce(size_to_serve(number, configs.REDUCE_MOST_ROWS), dtype.itemsize)
-    pdl = supports_pdl(device)
     flags = SumFlags(losses, lse_square_scale != 0.0, mean, targets, weighted, row_weights, programs > 1)
     reduce = Launch(
         reduce_kernel,
@@ -52,7 +50,6 @@ def _prepare_sums(
         lse_square_scale,
         FLAGS=flags,
         BLOCK=config.block,
-        PDL=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -64,7 +61,7 @@ def _prepare_sums(
             return value, divisor
 
         return sums
-    block, options = configs.REDUCE_MOST_PROGRAMS, {"PDL": pdl, "num_warps": 4, "num_stages": 1}
+    block, options = configs.REDUCE_MOST_PROGRAMS, {"num_warps": 4, "num_stages": 1}
     join = Launch(join_sums_kernel, 1, programs, lse_square_scale, FLAGS=flags, BLOCK=block, **options)
     new_parts = new_tensor((4, programs), dtype, device)
 

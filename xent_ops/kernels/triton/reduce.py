@@ -6,8 +6,6 @@ The sums have one order, whatever runs first: the same bits in every run.
 import triton
 import triton.language as tl
 
-from .dependent_launch import wait_for_earlier_kernels
-
 
 @triton.jit
 def _store(
@@ -51,10 +49,8 @@ def reduce_kernel(
     lse_square_scale: "fp64",
     FLAGS: tl.constexpr,  # flags.SumFlags
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """loss / weight + lse_square_scale * square / count, or without the divisions; NaN for a mean of no row."""
-    wait_for_earlier_kernels(PDL)
     ACC: tl.constexpr = divisor_ptr.dtype.element_ty
     program = tl.cast(tl.program_id(0), tl.int64)
     programs = tl.num_programs(0)
@@ -109,10 +105,8 @@ def join_sums_kernel(
     lse_square_scale: "fp64",
     FLAGS: tl.constexpr,
     BLOCK: tl.constexpr,  # n_parts or more
-    PDL: tl.constexpr,
 ):
     """One program."""
-    wait_for_earlier_kernels(PDL)
     part = tl.arange(0, BLOCK)
     exists = part < n_parts
     # A sum that is not wanted was not made either, and without weights every counted row weighs one.

@@ -6,7 +6,6 @@ In a fixed order: the same bits in every run.
 import triton
 import triton.language as tl
 
-from .dependent_launch import wait_for_earlier_kernels
 from .forward import NO_COLUMN, scan
 from .numerics import LOG2E, row_offset, without_infinity
 from .row_outputs import finish, shift_of, target_logit
@@ -32,10 +31,8 @@ def partial_kernel(
     EDGES: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """One program a part of a row: its sums."""
-    wait_for_earlier_kernels(PDL)
     ACC: tl.constexpr = sums_ptr.dtype.element_ty
     row = tl.program_id(0) // n_parts
     part = tl.program_id(0) - row * n_parts
@@ -96,10 +93,8 @@ def join_kernel(
     logit_scale: "fp64",
     FLAGS: tl.constexpr,
     PARTS: tl.constexpr,  # n_parts or more, a power of two
-    PDL: tl.constexpr,
 ):
     """One program a row: its parts put together, in a tree whose shape depends on their number alone."""
-    wait_for_earlier_kernels(PDL)
     ACC: tl.constexpr = loss_ptr.dtype.element_ty
     row = tl.program_id(0)
     offset = row_offset(row, n_inner, stride_outer, stride_inner)
