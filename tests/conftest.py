@@ -102,7 +102,7 @@ def eager_and_dispatched(request, monkeypatch):
 @pytest.fixture
 def cpu_as_cuda(monkeypatch):
     """Inductor's lowering for CUDA on the CPU as well, whichever kernels serve that."""
-    from xent_ops.inductor import reuse
+    from xent_ops.inductor.lowerings import reuse
 
     xent_ops.cross_entropy(torch.empty(1, 2, device="meta"), torch.empty(1, device="meta", dtype=torch.int64))
     monkeypatch.setattr(reuse, "writes_over", lambda device: device in ("cpu", "cuda"))

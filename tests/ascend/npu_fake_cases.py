@@ -111,7 +111,7 @@ def test_inductors_table_leaves_the_nodes_alone():
     """On a CPU without the C++ extension the backward becomes pointwise aten in it; an NPU gets the kernel."""
     from torch._inductor.decomposition import select_decomp_table
 
-    from xent_ops.inductor import reuse
+    from xent_ops.inductor.lowerings import reuse
 
     def step(x, target):
         return torch.autograd.grad(xent_ops.cross_entropy(x, target), x)

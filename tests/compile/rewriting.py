@@ -16,10 +16,10 @@ class Rewriting:
     """A backend for torch.compile: our pass alone, then eager. Keeps the last graph."""
 
     def __init__(self, previous=None, linear="auto"):
-        from xent_ops.inductor.graph_pass import ReplaceCrossEntropy
+        from xent_ops.inductor.rewriting.graph_pass import ReplaceCrossEntropy
 
         self.run = ReplaceCrossEntropy(previous, linear)
-        inductor.report.clear()
+        inductor.rewriting.report.clear()
 
     def __call__(self, gm, example_inputs):
         self.run(gm.graph)

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from xent_ops import inductor
-from xent_ops.inductor import find_head
+from xent_ops.inductor.rewriting import find_head
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -203,7 +203,7 @@ def test_beside_auto_chunker(linear):
 
 
 def test_the_option_is_in_the_keys_of_caches():
-    from xent_ops.inductor.graph_pass import ReplaceCrossEntropy
+    from xent_ops.inductor.rewriting.graph_pass import ReplaceCrossEntropy
 
     keys = {str(ReplaceCrossEntropy(linear=linear).uuid()) for linear in ("auto", True, False)}
     assert len(keys) == 3 and all("linear=" in key for key in keys)

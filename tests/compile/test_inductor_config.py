@@ -162,7 +162,7 @@ def test_chains_with_passes_already_set():
 
 
 def test_disable_takes_ours_out_of_a_list():
-    from xent_ops.inductor.graph_pass import with_ours, without_ours
+    from xent_ops.inductor.rewriting.graph_pass import with_ours, without_ours
 
     first, last = _with_uuid("first"), _with_uuid("last")
     ours = with_ours([first], "auto")
@@ -172,7 +172,7 @@ def test_disable_takes_ours_out_of_a_list():
 
 
 def test_uuid():
-    from xent_ops.inductor.graph_pass import ReplaceCrossEntropy
+    from xent_ops.inductor.rewriting.graph_pass import ReplaceCrossEntropy
 
     alone = ReplaceCrossEntropy().uuid()
     assert alone == ReplaceCrossEntropy().uuid() and xent_ops.__version__ in str(alone)
@@ -186,7 +186,7 @@ def test_uuid():
 def test_a_fresh_process():
     """The uuid is the same there. And Inductor, which caches its decompositions at the first compile, has ours before
     the pass brings the first operator of ours into a graph."""
-    from xent_ops.inductor.graph_pass import ReplaceCrossEntropy
+    from xent_ops.inductor.rewriting.graph_pass import ReplaceCrossEntropy
 
     code = """
 import torch, xent_ops

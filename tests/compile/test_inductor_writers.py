@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from rewriting import Rewriting, V, targets
 
 from xent_ops import inductor
-from xent_ops.inductor import writers
+from xent_ops.inductor.rewriting import writers
 
 ROWS, WIDTH = 6, 8
 

@@ -10,7 +10,7 @@ from linear_cases import IN_PLACE, ONE_PASS, SCALED, code_of, counts, gradients,
 from torch._functorch import config
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from xent_ops.inductor import save
+from xent_ops.inductor.lowerings import save
 
 
 def after_pointwise(x, w, b, target):

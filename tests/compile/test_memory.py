@@ -7,7 +7,7 @@ import torch
 from helpers.graphs import calls_of, inductor_code, run_and_get_code
 
 import xent_ops
-from xent_ops.inductor import decomposition, reuse
+from xent_ops.inductor.lowerings import decomposition, reuse
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 IN_PLACE, FUNCTIONAL = "cross_entropy_backward_", "cross_entropy_backward"

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
 
-from xent_ops.inductor import packages
+from xent_ops.inductor.lowerings import packages
 from xent_ops.kernels.options import Options
 from xent_ops.kernels.triton import cached, flags, launch
 from xent_ops.ops.library import OPERATORS

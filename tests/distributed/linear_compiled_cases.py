@@ -16,7 +16,7 @@ from vocab_parallel_cases import V, same_bits_everywhere, split
 
 import xent_ops
 from xent_ops.distributed import vocab_parallel_linear_cross_entropy
-from xent_ops.inductor import save
+from xent_ops.inductor.lowerings import save
 
 
 def step_of(group, **options):

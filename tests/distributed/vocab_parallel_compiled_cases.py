@@ -89,7 +89,7 @@ def lowered_for_inductor(device):
     """The gradient is written over the dead logits: by our kernels where they serve, else by what Inductor fuses."""
     from torch._inductor.utils import run_and_get_code
 
-    from xent_ops.inductor import reuse
+    from xent_ops.inductor.lowerings import reuse
 
     def step(h, w, target):
         return vocab_parallel_cross_entropy(h @ w, target, num_classes=V)

@@ -122,7 +122,7 @@ def test_vmap(device):
 @pytest.mark.parametrize("cpp", [True, False], ids=["", "plain torch"])
 def test_compiled(device, cpp, monkeypatch):
     """Without our C++ kernels, Inductor fuses the plain-torch gradient."""
-    from xent_ops.inductor import reuse
+    from xent_ops.inductor.lowerings import reuse
 
     if not cpp:
         if device != "cpu":

@@ -77,7 +77,7 @@ class Variant:
 def _opaque_inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
     from torch._inductor.compile_fx import compile_fx
 
-    from ..inductor.decomposition import opaque_backward
+    from ..inductor.lowerings.decomposition import opaque_backward
 
     with opaque_backward():
         return compile_fx(graph, inputs)

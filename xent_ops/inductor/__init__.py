@@ -15,7 +15,7 @@ from typing import Any
 
 from ..ops.library import BEFORE_TRACING
 from . import cache_tag
-from .report import Call, Report, last_report
+from .rewriting.report import Call, Report, last_report
 
 __all__ = ["Call", "Report", "disable", "enable", "last_report", "options", "replace_cross_entropy"]
 
@@ -29,7 +29,7 @@ def _before_tracing() -> None:
     possible, because importing Inductor's tables takes over a second; Inductor needs them before it compiles.
     """
     cache_tag.install()
-    from . import decomposition
+    from .lowerings import decomposition
 
     decomposition.install()
 
@@ -55,7 +55,7 @@ def options(base: Mapping[str, Any] | str | None = None, *, linear: bool | str =
         >>> model = torch.nn.Linear(16, 16)
         >>> compiled = torch.compile(model, options=xent_ops.inductor.options())
     """
-    from . import graph_pass, report
+    from .rewriting import graph_pass, report
 
     settings = graph_pass.settings(graph_pass.of_mode(base) if isinstance(base, str) else base or {}, linear)
     report.clear()
@@ -75,7 +75,7 @@ def enable(*, linear: bool | str = "auto") -> None:
     """
     from torch._inductor import config
 
-    from . import graph_pass, report
+    from .rewriting import graph_pass, report
 
     report.clear()
     for name, value in graph_pass.settings({}, linear).items():
@@ -91,7 +91,7 @@ def disable() -> None:
     """
     from torch._inductor import config
 
-    from . import graph_pass
+    from .rewriting import graph_pass
 
     current = config.pre_grad_custom_pass
     if (ours := graph_pass.ours_in(current)) is not None and ours.timing_before is not None:
@@ -113,7 +113,7 @@ def replace_cross_entropy(*, linear: bool | str = "auto") -> Iterator[None]:
     """
     from torch._inductor import config
 
-    from . import graph_pass, report
+    from .rewriting import graph_pass, report
 
     report.clear()
     with config.patch(**graph_pass.settings({}, linear)):

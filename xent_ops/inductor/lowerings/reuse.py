@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ..kernels import cpu
-from ..ops.library import OPERATORS
-from ..ops.schemas import DECLARED
+from ...kernels import cpu
+from ...ops.library import OPERATORS
+from ...ops.schemas import DECLARED
 from . import calls, last_reader, packages, save
 
 # Devices whose kernel can write over its input. NPUs are among them because the formula in aten compares integer

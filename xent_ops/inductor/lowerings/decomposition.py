@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import reference, reference_soft
-from ..kernels.options import as_record
+from ...kernels import reference, reference_soft
+from ...kernels.options import as_record
 from . import calls, reuse
 
 _ops = torch.ops.xent

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..ops.linear.composite import cast_for_autocast
+from ...ops.linear.composite import cast_for_autocast
 from . import writers
 from .emitter import Emitter
 from .links import LeftAlone

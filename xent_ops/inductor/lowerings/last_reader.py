@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._functorch.compile_utils import fx_graph_cse
 
-from ..ops import overwriting
+from ...ops import overwriting
 
 MARK = "last_reader"
 

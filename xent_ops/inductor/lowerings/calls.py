@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..ops.schemas import COMPOSITES, SCHEMAS
+from ...ops.schemas import COMPOSITES, SCHEMAS
 from . import packages
 
 

@@ -9,7 +9,9 @@ from torch import fx
 from torch._inductor import config, list_mode_options
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from . import cache_tag, decomposition, report, rewrite
+from .. import cache_tag
+from ..lowerings import decomposition
+from . import report, rewrite
 
 
 class ReplaceCrossEntropy(CustomGraphPass):

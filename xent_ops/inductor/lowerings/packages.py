@@ -13,8 +13,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from ..kernels.sizes import symbolic, traced
-from ..ops.library import OPERATORS
+from ...kernels.sizes import symbolic, traced
+from ...ops.library import OPERATORS
 
 # Where arguments have the number of classes, by which kernels are chosen that do not serve all others.
 _CLASSES = {"logits": -1, "grad": -1, "linear_weight": 0}
@@ -50,8 +50,8 @@ def traced_launches(name: str, args: list[Any], options: dict[str, Any]) -> torc
 
     An operator that is made of others shows those: they are lowered in their turn.
     """
-    from ..kernels.triton import launch
-    from ..kernels.triton.recording import RECORDING
+    from ...kernels.triton import launch
+    from ...kernels.triton.recording import RECORDING
     from . import products_into
 
     operator, recording = OPERATORS[name], RECORDING.set(True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..ops import checks
+from ...ops import checks
 from . import find_head, heads, writers
 from .emitter import Emitter
 from .links import LeftAlone
