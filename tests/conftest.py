@@ -31,7 +31,7 @@ if INTERPRETED:
     warnings.filterwarnings("ignore", message="TRITON_INTERPRET is set")
     _override = torch.library.Library("xent", "IMPL")  # lives as long as the process
     for _name, _operator in library.OPERATORS.items():
-        _override.impl(_name, _operator.on_cuda, "CPU", allow_override=True)
+        _override.impl(_name, _operator.on_triton, "CPU", allow_override=True)
 
 
 def pytest_addoption(parser):

@@ -81,7 +81,7 @@ def pipeline_equal_to_eager(device):
 
 def called(code):
     """Operators and collectives in the order in which Inductor's Python code calls them: ours on CUDA by their kernel."""
-    found = re.findall(r"ops\.(?:xent|_c10d_functional)\.(\w+)\.default\(|OPERATORS\['(\w+)'\]\.on_cuda\(", code)
+    found = re.findall(r"ops\.(?:xent|_c10d_functional)\.(\w+)\.default\(|OPERATORS\['(\w+)'\]\.on_triton\(", code)
     return [by_dispatcher or kernel for by_dispatcher, kernel in found]
 
 

@@ -22,7 +22,7 @@ __all__ = [
 
 def calls_of(name: str, code: str) -> int:
     """How often Inductor's code calls an operator of ours: by its name, or on CUDA its kernel."""
-    return code.count(f"xent.{name}.default(") + code.count(f"OPERATORS['{name}'].on_cuda(")
+    return code.count(f"xent.{name}.default(") + code.count(f"OPERATORS['{name}'].on_triton(")
 
 
 def graph_text(graph_module: torch.fx.GraphModule) -> str:

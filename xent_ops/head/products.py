@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import devices, reference
+from ..kernels import accelerators, devices, reference
 from ..kernels.options import Chunking, Options
 from ..kernels.sizes import symbolic, traced
 from .packing import PackedRows, Rows, rows_of
@@ -23,7 +23,7 @@ def accumulator_of_weight(dtype: torch.dtype, accumulate_dtype: torch.dtype | No
 
 def why_not_counting(input: Tensor, linear_weight: Tensor) -> str | None:
     """Why no products read the number of rows on the device, for input (N, H); None where there are such."""
-    if input.device.type != "cuda":
+    if accelerators.of(input.device) is None:
         return f"there are no such products for {input.device.type}"
     return _counting().why_not(input, linear_weight)
 
@@ -155,7 +155,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None
     """total += left @ right, which ``first`` starts from zero."""
     if total.dtype == left.dtype:
         torch.mm(left, right, out=total) if first else torch.addmm(total, left, right, out=total)
-    elif total.device.type == "cuda":
+    elif (accelerator := accelerators.of(total.device)) is not None and accelerator.multiplies_into_float32:
         if first:
             torch.mm(left, right, out_dtype=total.dtype, out=total)
         else:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import cpu, devices
+from ..kernels import accelerators, cpu, devices
 from ..kernels.options import Options, as_record
 from . import overwriting
 from .launch_cache import LaunchCache, call_signature
@@ -71,9 +71,10 @@ class Operator:
         self.launches = LaunchCache()
         torch.library.register_fake(f"xent::{name}", self.fake, lib=LIBRARY)
         if composed:
-            self.on_cpu = self.on_cuda = self.on_npu = self.on_reference  # type: ignore[method-assign]
+            self.on_cpu = self.on_triton = self.on_npu = self.on_reference  # type: ignore[method-assign]
         LIBRARY.impl(name, self.on_cpu, "CPU")
-        LIBRARY.impl(name, self.on_cuda, "CUDA")
+        for accelerator in accelerators.ALL.values():
+            LIBRARY.impl(name, self.on_triton, accelerator.key)
         # By key, not by the name "npu": that works without torch_npu, before it is imported and after.
         LIBRARY.impl(name, self.on_npu, "PrivateUse1")
         for key in _REFERENCE_DEVICES:
@@ -114,7 +115,7 @@ class Operator:
             self.check_values(*args, **keywords)
         return self.reference(*args, **keywords)
 
-    def on_cuda(self, *args: Any, **given: Any) -> Any:
+    def on_triton(self, *args: Any, **given: Any) -> Any:
         if self.overwrites is not None:  # what the signature does not hold
             overwriting.may_be_written(self.overwrites, args[self.position])
         signature = call_signature(args, given)

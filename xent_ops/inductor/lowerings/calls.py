@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...kernels import accelerators
 from ...ops.schemas import COMPOSITES, SCHEMAS
 from . import packages
 
@@ -34,14 +35,14 @@ def lowering(op: Any) -> Callable[..., Any]:
         if packages.packs(args):
             return packages.lower(op._schema.name.removeprefix("xent::"), args, options)
         outputs = opaque(*args, **_packed(op, options))
-        _name_the_cuda_kernel(op)
+        _name_the_kernel(op)
         return outputs
 
     return lower
 
 
-def _name_the_cuda_kernel(op: Any) -> None:
-    """Have Inductor's Python code call our CUDA kernel instead of the dispatcher, which has nothing to do there.
+def _name_the_kernel(op: Any) -> None:
+    """Have Inductor's Python code call our Triton kernel instead of the dispatcher, which has nothing to do there.
 
     A compiled step of 64 x 4096 outside a CUDA graph takes the host 1.2 times as long as one of F.cross_entropy, and
     1.7 to 1.9 times without this (H200, torch 2.11, 2026-11-22). Generated code has no imports of ours, so the name
@@ -50,9 +51,9 @@ def _name_the_cuda_kernel(op: Any) -> None:
     from torch._inductor.virtualized import V
 
     call: Any = next(made for made in reversed(V.graph.operations) if getattr(made, "op_overload", None) is op)
-    if call.get_device().type == "cuda" and not (V.graph.cpp_wrapper or V.graph.aot_mode):
+    if accelerators.of(call.get_device()) is not None and not (V.graph.cpp_wrapper or V.graph.aot_mode):
         name = op._schema.name.removeprefix("xent::")
-        call.set_python_kernel_name(f"__import__('xent_ops').ops.library.OPERATORS[{name!r}].on_cuda")
+        call.set_python_kernel_name(f"__import__('xent_ops').ops.library.OPERATORS[{name!r}].on_triton")
 
 
 def _packed(op: Any, options: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from ...kernels import accelerators
 from ...kernels.sizes import symbolic, traced
 from ...ops.library import OPERATORS
 
@@ -27,7 +28,7 @@ def packs(args: tuple[Any, ...]) -> bool:
 
     first = next(arg for arg in args if isinstance(arg, ir.IRNode))
     device = first.get_device()
-    return V.graph.aot_mode and device is not None and device.type == "cuda"
+    return V.graph.aot_mode and device is not None and device.type == accelerators.CUDA.type
 
 
 def lower(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from ...kernels import cpu
+from ...kernels import accelerators, cpu
 from ...ops.library import OPERATORS
 from ...ops.schemas import DECLARED
 from . import calls, last_reader, packages, save
 
 # Devices whose kernel can write over its input. NPUs are among them because the formula in aten compares integer
 # vectors, which their vector cores do element by element (traced only, never run there).
-DEVICES = {"cuda", "npu", "cpu"}
+DEVICES = {*accelerators.ALL, "npu", "cpu"}
 
 # Functional operator -> (its in-place twin, which argument of both it overwrites).
 INPLACE = {

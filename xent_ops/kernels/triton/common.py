@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import accelerators
 from ..reference import accumulator
 from ..rows import class_weight, dense_rows, rows, rows_like
 from ..sizes import known
@@ -30,26 +31,20 @@ def launcher(first_stage: Callable[..., Run]) -> Callable[..., Run]:
     @functools.wraps(first_stage)
     def prepare(*args: Any, **options: Any) -> Run:
         run = first_stage(*args, **options)
-        device = args[0].get_device()
+        accelerator, index = accelerators.of(args[0].device), args[0].get_device()
+        if accelerator is None:  # in the interpreter
+            return run
+        current, on = accelerator.current, accelerator.on
 
         def run_on_device(*args: Any) -> Any:
-            if device >= 0 and device != _current_device():  # Triton launches on the current device; -1 is the CPU
-                with torch.cuda.device(device):
+            if index != current():  # Triton launches on the current device
+                with on(index):
                     return run(*args)
             return run(*args)
 
         return run_on_device
 
     return prepare
-
-
-# torch.cuda.current_device asks first whether CUDA is initialised. It is, where there is a tensor.
-_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-
-
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors; 2 in the interpreter, so that tests reach the kernels for few rows and for many."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:

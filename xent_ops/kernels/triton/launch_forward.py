@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from triton import next_power_of_2
 
+from ..accelerators import processors
 from ..options import DEFAULTS, Options
 from ..reference import accumulator
 from ..rows import dense_like
 from ..sizes import traced
 from . import configs
 from .cached import Launch
-from .common import RowLayout, Run, class_weights, edges, launcher, new_rows, new_tensor, processors, row_layout
+from .common import RowLayout, Run, class_weights, edges, launcher, new_rows, new_tensor, row_layout
 from .flags import Flags, flags_of
 from .forward import forward_kernel
 from .short import short_kernel

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import accelerators
+from ..accelerators import processors
 from ..options import DEFAULTS, Options
 from ..reference import accumulator, grad_lse_of_square
 from ..rows import dense_like, dense_rows, per_row_like
@@ -23,7 +25,6 @@ from .common import (
     launcher,
     new_gradient,
     new_rows,
-    processors,
     row_layout,
 )
 from .flags import flags_of
@@ -39,7 +40,8 @@ def _shared_memory(device: torch.device) -> tuple[int, int]:
     Programs that share a row wait for each other, so all must fit on the device at once, with those of other streams: a
     quarter as many as there are processors.
     """
-    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+    accelerator = accelerators.of(device)
+    if accelerator is None or (accelerator.capability(device) or (0, 0)) < (8, 0):
         return 0, 0
     if RECORDING.get():  # Inductor writes kernels of Triton, and this one is of Gluon
         return 0, 0
@@ -47,7 +49,7 @@ def _shared_memory(device: torch.device) -> tuple[int, int]:
         from . import one_pass_shared  # noqa: F401
     except (ImportError, AttributeError):  # Gluon is experimental: another Triton may not have what is asked of it
         return 0, 0
-    properties = torch.cuda.get_device_properties(device)
+    properties = accelerator.properties(device)
     return getattr(properties, "shared_memory_per_block_optin", 0), max(properties.multi_processor_count // 4, 1)
 
 

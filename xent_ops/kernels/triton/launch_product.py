@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .common import processors
+from .. import accelerators
+from ..accelerators import processors
 from .product import grad_input_kernel, grad_weight_kernel, logits_kernel, scatter_kernel
 
 
@@ -30,10 +31,11 @@ def why_not(input: Tensor, linear_weight: Tensor) -> str | None:
     """Why the kernels cannot take these; None if they can. Sees shapes, dtypes and the device alone."""
     if input.dtype not in (torch.bfloat16, torch.float16):
         return f"products of {input.dtype} are not offered, only of torch.bfloat16 and torch.float16"
-    if input.device.type == "cuda":
-        if torch.version.hip is not None:
+    accelerator = accelerators.of(input.device)
+    if accelerator is not None:
+        capability = accelerator.capability(input.device)
+        if capability is None:
             return "products were written for NVIDIA GPUs"
-        capability = torch.cuda.get_device_capability(input.device)
         if capability[0] != 9:  # on 10 not all fit into shared memory, on others nothing was measured
             return f"products need compute capability 9.0, this GPU has {capability[0]}.{capability[1]}"
     if linear_weight.numel() == 0:
