@@ -3,7 +3,18 @@
 import triton
 import triton.language as tl
 
-from .numerics import LN2, LOG2E, activate, aligned_body, bounded, edge_columns, row_offset, tanh_rest, weights_from
+from .numerics import (
+    LN2,
+    LOG2E,
+    activate,
+    activation_of,
+    aligned_body,
+    bounded,
+    edge_columns,
+    row_offset,
+    tanh_rest,
+    weights_from,
+)
 
 
 @triton.jit
@@ -34,9 +45,9 @@ def coefficients(
 
 
 @triton.jit
-def slope_unit(logit_scale, FLAGS: tl.constexpr):
+def slope_unit(act):
     """What every element's derivative has as a factor: tanh' is 4 r (1 - r), of the r of numerics.tanh_rest."""
-    return 4.0 * logit_scale if FLAGS.softcap == 2 else logit_scale
+    return 4.0 * act.logit_scale if act.KIND == 2 else act.logit_scale
 
 
 @triton.jit
@@ -48,8 +59,7 @@ def gradient(
     weight,
     entropy,
     grad_entropy,
-    logit_scale,
-    softcap,
+    act,
     FLAGS: tl.constexpr,
     TILE: tl.constexpr,  # as in numerics.tanh_rest
 ):
@@ -57,19 +67,19 @@ def gradient(
 
     A, B and C have been multiplied by slope_unit, and the derivative is relative to that.
     """
-    if FLAGS.softcap == 2:
-        rest = tanh_rest(z, logit_scale, softcap, TILE)
-        log_p = bounded(rest, softcap, lse)
+    if act.KIND == 2:
+        rest = tanh_rest(z, act, TILE)
+        log_p = bounded(rest, act, lse)
         p = tl.exp2(log_p)
         log_p *= LN2
         slope = rest - rest * rest
     else:
-        x = activate(z, logit_scale, softcap, FLAGS.softcap)
+        x = activate(z, act)
         log_p = x - lse
         p = tl.exp2(log_p * LOG2E)
         slope = 1.0
-        if FLAGS.softcap:
-            share = x * (1.0 / softcap)  # not x * x / softcap^2, which a small cap makes zero
+        if act.KIND:
+            share = x * (1.0 / act.softcap)  # not x * x / softcap^2, which a small cap makes zero
             slope -= share * share
     grad = total * p
     if FLAGS.entropy:
@@ -96,8 +106,7 @@ def write(
     c,
     entropy,
     grad_entropy,
-    logit_scale,
-    softcap,
+    act,
     target,  # its column; -1 for none, or where the caller writes it afterwards
     FLAGS: tl.constexpr,
     COMPARE: tl.constexpr,  # whether there may be a target
@@ -108,7 +117,7 @@ def write(
     if FLAGS.smoothing and FLAGS.weight:
         weight = tl.load(weight_pointers, mask=inside, other=0.0)
     grad, slope = gradient(
-        z, lse, total, c, weight, entropy, grad_entropy, logit_scale, softcap, FLAGS, True,
+        z, lse, total, c, weight, entropy, grad_entropy, act, FLAGS, True,
     )  # fmt: skip
     if COMPARE:
         grad -= tl.where(columns == target, b, 0.0)
@@ -166,8 +175,7 @@ def backward_kernel(
     row = program // n_blocks
     start = (program - row * n_blocks) * (BLOCK * TILES)
     label_smoothing = tl.cast(label_smoothing, ACC)
-    softcap = tl.cast(softcap, ACC)
-    logit_scale = tl.cast(logit_scale, ACC)
+    act = activation_of(softcap, logit_scale, FLAGS, ACC)
 
     target = tl.load(target_ptr + row).to(tl.int64)
     total_classes = n_cols
@@ -218,7 +226,7 @@ def backward_kernel(
         entropy = tl.load(entropy_ptr + row)
         live |= grad_entropy != 0.0
         entropy = tl.where(live, entropy, 0.0)
-    unit = slope_unit(logit_scale, FLAGS)
+    unit = slope_unit(act)
     total *= unit
     b *= unit
     c *= unit
@@ -247,7 +255,7 @@ def backward_kernel(
         write(
             logits_ptr + boundary + columns, grad_ptr + out_boundary + columns, head + columns, columns < body,
             columns < tl.where(live, body, 0), body_weight_ptr + columns, lse, total, b, c, entropy, grad_entropy,
-            logit_scale, softcap, compared, FLAGS, COMPARE,
+            act, compared, FLAGS, COMPARE,
         )  # fmt: skip
     if EDGES:  # noqa: SIM102 (known when compiling, the next when running)
         if start == 0:
@@ -255,12 +263,12 @@ def backward_kernel(
             write(
                 logits_ptr + offset + edges, grad_ptr + out_offset + edges, edges, exist,
                 exist & (edges < tl.where(live, n_cols, 0)), weight_ptr + edges, lse, total, b, c, entropy,
-                grad_entropy, logit_scale, softcap, compared, FLAGS, COMPARE,
+                grad_entropy, act, compared, FLAGS, COMPARE,
             )  # fmt: skip
     if not COMPARE:  # noqa: SIM102
         if has_target:
             tl.debug_barrier()
             grad, slope = gradient(
-                at_target, lse, total, c, target_weight, entropy, grad_entropy, logit_scale, softcap, FLAGS, False,
+                at_target, lse, total, c, target_weight, entropy, grad_entropy, act, FLAGS, False,
             )  # fmt: skip
             tl.store(grad_ptr + out_offset + column, ((grad - b) * slope).to(grad_ptr.dtype.element_ty))

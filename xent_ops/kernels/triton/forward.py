@@ -11,6 +11,7 @@ from .numerics import (
     LN2,
     LOG2E,
     activate,
+    activation_of,
     aligned_body,
     bounded,
     edge_columns,
@@ -56,8 +57,7 @@ def _visit(
     columns,  # (LANES, VECTOR)
     inside,  # (LANES, VECTOR): which of them exist; not read unless MASKED
     weight_pointers,  # (LANES, VECTOR)
-    logit_scale,
-    softcap,
+    act,
     shift,  # x of the target where finite: what the smoothing sum is taken relative to
     MASKED: tl.constexpr,
     FLAGS: tl.constexpr,
@@ -72,9 +72,9 @@ def _visit(
         z = tl.load(pointers, eviction_policy=EVICTION)
     z = z.to(total.dtype)
     if FLAGS.softcap == 2:
-        x = bounded(tanh_rest(z, logit_scale, softcap, True), softcap, 0.0)
+        x = bounded(tanh_rest(z, act, True), act, 0.0)
     else:
-        x = activate(z, logit_scale, softcap, FLAGS.softcap)
+        x = activate(z, act)
     if FLAGS.smoothing:
         relative = x - shift
         if FLAGS.weight:
@@ -90,7 +90,7 @@ def _visit(
     if MASKED:
         x = tl.where(inside, x, float("-inf"))  # after softcap, which would make -softcap of -inf
     if FLAGS.argmax:
-        z *= logit_scale
+        z *= act.logit_scale
         if MASKED:
             z = tl.where(inside, z, float("-inf"))
         better = z > best
@@ -161,8 +161,7 @@ def scan(
     n_cols,  # how many to scan
     n_classes,  # columns of the row
     weight_ptr,
-    logit_scale,
-    softcap,
+    act,
     shift,
     FLAGS: tl.constexpr,
     EDGES: tl.constexpr,
@@ -186,14 +185,14 @@ def scan(
     for start in tl.range(0, n_full, BLOCK):
         columns = start + lane
         state = _visit(
-            state, body_ptr + columns, body_column + columns, columns < body, body_weight_ptr + columns, logit_scale,
-            softcap, shift, False, FLAGS, VECTOR, EVICTION,
+            state, body_ptr + columns, body_column + columns, columns < body, body_weight_ptr + columns, act,
+            shift, False, FLAGS, VECTOR, EVICTION,
         )  # fmt: skip
     if n_full < body:
         columns = n_full + lane
         state = _visit(
-            state, body_ptr + columns, body_column + columns, columns < body, body_weight_ptr + columns, logit_scale,
-            softcap, shift, True, FLAGS, VECTOR, EVICTION,
+            state, body_ptr + columns, body_column + columns, columns < body, body_weight_ptr + columns, act,
+            shift, True, FLAGS, VECTOR, EVICTION,
         )  # fmt: skip
     maximum = tl.max(state[0], axis=0)
     if EDGES:
@@ -202,7 +201,7 @@ def scan(
         inside = tl.reshape(inside, [2 * EDGES // VECTOR, VECTOR])
         edges = _visit(
             _start(2 * EDGES // VECTOR, VECTOR, FLAGS, ACC), logits_ptr + offset + columns, first_column + columns,
-            inside, weight_ptr + first_column + columns, logit_scale, softcap, shift, True, FLAGS, VECTOR, EVICTION,
+            inside, weight_ptr + first_column + columns, act, shift, True, FLAGS, VECTOR, EVICTION,
         )  # fmt: skip
         maximum = tl.maximum(maximum, tl.max(edges[0], axis=0))
     pivot = without_infinity(maximum)
@@ -259,8 +258,7 @@ def forward_kernel(
     offset = row_offset(row, n_inner, stride_outer, stride_inner)
     row_ptr = logits_ptr + offset
     label_smoothing = tl.cast(label_smoothing, ACC)
-    softcap = tl.cast(softcap, ACC)
-    logit_scale = tl.cast(logit_scale, ACC)
+    act = activation_of(softcap, logit_scale, FLAGS, ACC)
     target = tl.load(target_ptr + row).to(tl.int64)
     valid = (target >= 0) & (target < n_cols)
     n_read = n_cols
@@ -269,15 +267,15 @@ def forward_kernel(
         n_read = tl.where(target == ignore_index, 0, n_cols)
     shift = tl.cast(0.0, ACC)
     if FLAGS.smoothing:
-        shift = shift_of(target_logit(row_ptr, target, valid, logit_scale, softcap, FLAGS), FLAGS)
+        shift = shift_of(target_logit(row_ptr, target, valid, act), FLAGS)
     maximum, total, moment, smooth, weights, _top, first = scan(
-        logits_ptr, offset, 0, n_read, n_cols, weight_ptr, logit_scale, softcap, shift, FLAGS, EDGES, BLOCK, VECTOR,
+        logits_ptr, offset, 0, n_read, n_cols, weight_ptr, act, shift, FLAGS, EDGES, BLOCK, VECTOR,
         ACC, "",
     )  # fmt: skip
     # Loaded last: before the loop it would hold up the row's own loads until the target has arrived (with skip_ignored
     # they wait for it anyway). To pick it out of the tile by comparing columns was slower (131072 x 1024: 0.84 copies,
     # 0.66 so).
-    x_target = target_logit(row_ptr, target, valid, logit_scale, softcap, FLAGS)
+    x_target = target_logit(row_ptr, target, valid, act)
     finish(
         row, True, n_cols, target, valid, x_target, shift, maximum, total, moment, smooth, weights, first,
         weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing, FLAGS,

@@ -1,5 +1,7 @@
 """Device functions that the kernels share."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -41,14 +43,27 @@ def _reciprocal(y):
     return root * root
 
 
+class Activation(NamedTuple):
+    """What makes x of a logit z, built once in a kernel and passed on as one: see ``activate``."""
+
+    softcap: Any  # in the accumulator's dtype, as the scale
+    logit_scale: Any
+    KIND: Any  # of the softcap, a constexpr: see configs.softcap
+
+
 @triton.jit
-def tanh_rest(z, logit_scale, softcap, TILE: tl.constexpr):
-    """(1 - tanh(logit_scale * z / softcap)) / 2, which is 1 / (exp(2u) + 1), for SOFTCAP == 2.
+def activation_of(softcap, logit_scale, FLAGS: tl.constexpr, ACC: tl.constexpr):
+    return Activation(tl.cast(softcap, ACC), tl.cast(logit_scale, ACC), FLAGS.softcap)
+
+
+@triton.jit
+def tanh_rest(z, act, TILE: tl.constexpr):
+    """(1 - tanh(logit_scale * z / softcap)) / 2, which is 1 / (exp(2u) + 1), for KIND 2.
 
     In a TILE four neighbours share a reciprocal, 1 / a = b (1 / ab), for its unit is what such kernels wait for. Where
     exp(2u) is held down to 2^31, which keeps the product of four finite, tanh is 1 to 1e-9.
     """
-    u = tl.minimum(z * (2.0 * LOG2E * logit_scale / softcap), 31.0, propagate_nan=tl.PropagateNan.ALL)
+    u = tl.minimum(z * (2.0 * LOG2E * act.logit_scale / act.softcap), 31.0, propagate_nan=tl.PropagateNan.ALL)
     y = tl.exp2(u) + 1.0
     if TILE:
         a, b = tl.split(tl.reshape(y, [y.numel // 4, 2, 2]))
@@ -63,20 +78,20 @@ def tanh_rest(z, logit_scale, softcap, TILE: tl.constexpr):
 
 
 @triton.jit
-def bounded(rest, softcap, pivot):
-    """(x - pivot) / ln 2 for SOFTCAP == 2. Sums of exp2 of it need no maximum: softcap is at most 64, e^64 is 6e27."""
-    return (softcap - pivot) * LOG2E - (2.0 * LOG2E * softcap) * rest
+def bounded(rest, act, pivot):
+    """(x - pivot) / ln 2 for KIND 2. Sums of exp2 of it need no maximum: softcap is at most 64, e^64 is 6e27."""
+    return (act.softcap - pivot) * LOG2E - (2.0 * LOG2E * act.softcap) * rest
 
 
 @triton.jit
-def activate(z, logit_scale, softcap, SOFTCAP: tl.constexpr):
-    """x = softcap * tanh(logit_scale * z / softcap), or logit_scale * z; see configs.softcap for SOFTCAP."""
-    if SOFTCAP == 0:
-        x = z * logit_scale
-    elif SOFTCAP == 1:
-        x = softcap * _tanh(z * (logit_scale / softcap))
+def activate(z, act):
+    """x = softcap * tanh(logit_scale * z / softcap), or logit_scale * z without a softcap, KIND 0."""
+    if act.KIND == 0:
+        x = z * act.logit_scale
+    elif act.KIND == 1:
+        x = act.softcap * _tanh(z * (act.logit_scale / act.softcap))
     else:
-        x = softcap - 2.0 * softcap / (tl.exp2(z * (2.0 * LOG2E * logit_scale / softcap)) + 1.0)
+        x = act.softcap - 2.0 * act.softcap / (tl.exp2(z * (2.0 * LOG2E * act.logit_scale / act.softcap)) + 1.0)
     return x
 
 

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .backward import coefficients, gradient, slope_unit, write
 from .forward import scan
-from .numerics import LN2, aligned_body, edge_columns, row_offset, weights_from, without_infinity
+from .numerics import LN2, activation_of, aligned_body, edge_columns, row_offset, weights_from, without_infinity
 from .row_outputs import finish, shift_of, target_logit
 
 
@@ -51,19 +51,18 @@ def one_pass_kernel(
     out_offset = row_offset(row, n_out_inner, out_stride_outer, out_stride_inner)
     row_ptr = logits_ptr + offset
     label_smoothing = tl.cast(label_smoothing, ACC)
-    softcap = tl.cast(softcap, ACC)
-    logit_scale = tl.cast(logit_scale, ACC)
+    act = activation_of(softcap, logit_scale, FLAGS, ACC)
     target = tl.load(target_ptr + row).to(tl.int64)
     ignored = target == ignore_index
     valid = (target >= 0) & (target < n_cols) & ~ignored
     shift = tl.cast(0.0, ACC)
     if FLAGS.smoothing:
-        shift = shift_of(target_logit(row_ptr, target, valid, logit_scale, softcap, FLAGS), FLAGS)
+        shift = shift_of(target_logit(row_ptr, target, valid, act), FLAGS)
     maximum, total, moment, smooth, weights, _top, first = scan(
-        logits_ptr, offset, 0, tl.where(ignored, 0, n_cols), n_cols, weight_ptr, logit_scale, softcap, shift, FLAGS,
+        logits_ptr, offset, 0, tl.where(ignored, 0, n_cols), n_cols, weight_ptr, act, shift, FLAGS,
         EDGES, BLOCK, VECTOR, ACC, "evict_last",
     )  # fmt: skip
-    x_target = target_logit(row_ptr, target, valid, logit_scale, softcap, FLAGS)
+    x_target = target_logit(row_ptr, target, valid, act)
     finish(
         row, True, n_cols, target, valid, x_target, shift, maximum, total, moment, smooth, weights, first,
         weight_ptr, loss_ptr, lse_ptr, lse_ptr, lse_ptr, ignore_index, label_smoothing, FLAGS,
@@ -82,7 +81,7 @@ def one_pass_kernel(
         coefficient += tl.where(ignored, 0.0, 2.0 * square * lse)
     # A row that passes nothing back gets exact zeros, whatever its logits hold.
     live = (coefficient != 0.0) | (a != 0.0)
-    unit = slope_unit(logit_scale, FLAGS)
+    unit = slope_unit(act)
     coefficient *= unit
     b *= unit
     c *= unit
@@ -101,18 +100,18 @@ def one_pass_kernel(
         write(
             logits_ptr + boundary + columns, grad_ptr + out_boundary + columns, head + columns, columns < body,
             columns < tl.where(live, body, 0), body_weight_ptr + columns, lse, coefficient, b, c, zero, zero,
-            logit_scale, softcap, -1, FLAGS, False,
+            act, -1, FLAGS, False,
         )  # fmt: skip
     if EDGES:
         edges, exist = edge_columns(head, body, n_cols, EDGES)
         write(
             logits_ptr + offset + edges, grad_ptr + out_offset + edges, edges, exist,
             exist & (edges < tl.where(live, n_cols, 0)), weight_ptr + edges, lse, coefficient, b, c, zero, zero,
-            logit_scale, softcap, -1, FLAGS, False,
+            act, -1, FLAGS, False,
         )  # fmt: skip
     tl.debug_barrier()  # the target's own element is written again, as in backward.py
     grad, slope = gradient(
-        at_target, lse, coefficient, c, target_weight, zero, zero, logit_scale, softcap, FLAGS, False,
+        at_target, lse, coefficient, c, target_weight, zero, zero, act, FLAGS, False,
     )  # fmt: skip
     tl.store(grad_ptr + out_offset + target, ((grad - b) * slope).to(grad_ptr.dtype.element_ty), mask=valid & live)
 

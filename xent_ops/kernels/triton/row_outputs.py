@@ -7,10 +7,10 @@ from .numerics import LN2, activate, without_infinity
 
 
 @triton.jit
-def target_logit(row_ptr, target, valid, logit_scale, softcap, FLAGS: tl.constexpr):
+def target_logit(row_ptr, target, valid, act):
     """x of the target; nothing is read where the target is out of range."""
-    z = tl.load(row_ptr + target, mask=valid, other=0.0).to(logit_scale.dtype)
-    return activate(z, logit_scale, softcap, FLAGS.softcap)
+    z = tl.load(row_ptr + target, mask=valid, other=0.0).to(act.logit_scale.dtype)
+    return activate(z, act)
 
 
 @triton.jit

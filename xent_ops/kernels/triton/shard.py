@@ -8,7 +8,7 @@ import triton.language as tl
 
 from .. import reference_shard
 from .forward import scan
-from .numerics import LN2, LOG2E, row_offset, without_infinity
+from .numerics import LN2, LOG2E, activation_of, row_offset, without_infinity
 from .row_outputs import shift_of, target_logit
 
 HEADER, DIGIT = tl.constexpr(reference_shard.HEADER), tl.constexpr(reference_shard.DIGIT)
@@ -44,8 +44,7 @@ def shard_kernel(
     offset = row_offset(row, n_inner, stride_outer, stride_inner)
     row_ptr = logits_ptr + offset
     label_smoothing = tl.cast(label_smoothing, ACC)
-    softcap = tl.cast(softcap, ACC)
-    logit_scale = tl.cast(logit_scale, ACC)
+    act = activation_of(softcap, logit_scale, FLAGS, ACC)
     class_start = tl.cast(class_start, tl.int64)
 
     target = tl.load(target_ptr + row).to(tl.int64) - class_start
@@ -54,14 +53,14 @@ def shard_kernel(
     shift = tl.cast(0.0, ACC)
     if FLAGS.smoothing:
         # Any logit of the row keeps the smoothing sum small where all of them are large: the first, without the target.
-        first = target_logit(row_ptr, column, column < n_cols, logit_scale, softcap, FLAGS)
+        first = target_logit(row_ptr, column, column < n_cols, act)
         shift = shift_of(first, FLAGS)
     maximum, total, _moment, smooth, weights, _top, _first = scan(
-        logits_ptr, offset, 0, n_cols, n_cols, weight_ptr, logit_scale, softcap, shift,
+        logits_ptr, offset, 0, n_cols, n_cols, weight_ptr, act, shift,
         FLAGS, EDGES, BLOCK, VECTOR, ACC, "",
     )  # fmt: skip
     pivot = without_infinity(maximum)
-    part = pivot - target_logit(row_ptr, column, owned, logit_scale, softcap, FLAGS)
+    part = pivot - target_logit(row_ptr, column, owned, act)
     if FLAGS.weight:
         weight = tl.load(weight_ptr + column, mask=owned, other=0.0)
         part *= weight

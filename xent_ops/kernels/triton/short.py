@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .forward import NO_COLUMN
-from .numerics import LN2, LOG2E, activate, bounded, row_offset, tanh_rest, without_infinity
+from .numerics import LN2, LOG2E, activate, activation_of, bounded, row_offset, tanh_rest, without_infinity
 from .row_outputs import finish, shift_of, target_logit
 
 
@@ -37,8 +37,7 @@ def short_kernel(
     """ROWS rows a program. logit_scale must be positive: the largest logit is then that of the largest x."""
     ACC: tl.constexpr = loss_ptr.dtype.element_ty
     label_smoothing = tl.cast(label_smoothing, ACC)
-    softcap = tl.cast(softcap, ACC)
-    logit_scale = tl.cast(logit_scale, ACC)
+    act = activation_of(softcap, logit_scale, FLAGS, ACC)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = row < n_rows
     # Both are multiples of VECTOR already; this tells Triton's alignment analysis, as in numerics.aligned_body.
@@ -58,18 +57,18 @@ def short_kernel(
     if not FLAGS.skip_ignored:
         target = tl.load(target_ptr + row, mask=exists, other=0).to(tl.int64)
     valid = (target >= 0) & (target < n_cols) & counted
-    x_target = target_logit(row_ptr, target, valid, logit_scale, softcap, FLAGS)
+    x_target = target_logit(row_ptr, target, valid, act)
     shift = shift_of(x_target, FLAGS)
 
     z = z.to(ACC)
     if FLAGS.softcap == 2:
         unit = tl.cast(LN2, ACC)
-        x = bounded(tanh_rest(z, logit_scale, softcap, True), softcap, 0.0)
+        x = bounded(tanh_rest(z, act, True), act, 0.0)
     elif FLAGS.softcap == 1:
         unit = tl.cast(1.0, ACC)
-        x = activate(z, logit_scale, softcap, FLAGS.softcap)
+        x = activate(z, act)
     else:
-        unit = logit_scale
+        unit = act.logit_scale
         x = z
     zero = tl.zeros([ROWS], ACC)
     moment, smooth, weights, top = zero, zero, zero, zero
@@ -84,7 +83,7 @@ def short_kernel(
             relative = tl.where(inside, relative, 0.0)
         smooth = tl.sum(relative, axis=1)
     if FLAGS.argmax:
-        z = tl.where(inside, z * logit_scale, float("-inf"))
+        z = tl.where(inside, z * act.logit_scale, float("-inf"))
         top = tl.max(z, axis=1)
         first = tl.min(tl.where(z == top[:, None], columns, NO_COLUMN), axis=1)
     if FLAGS.softcap:
