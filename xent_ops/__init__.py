@@ -10,17 +10,11 @@ from . import inductor
 from . import ops as _ops  # noqa: F401 (registers the operators)
 from ._extension import library_path
 from ._version import __version__
-from .functional import (
-    CrossEntropyOutputs,
-    TokenLogProbs,
-    check_targets,
-    cross_entropy,
-    cross_entropy_outputs,
-    token_log_probs,
-)
+from .functional import check_targets, cross_entropy, cross_entropy_outputs, token_log_probs
 from .kernels.options import Reduction
 from .linear import linear_cross_entropy, linear_cross_entropy_outputs, linear_token_log_probs
 from .modules import CrossEntropyLoss, LinearCrossEntropyLoss
+from .outputs import CrossEntropyOutputs, TokenLogProbs
 
 if TYPE_CHECKING:
     from . import distributed

@@ -5,49 +5,15 @@ The algebra is in kernels/reference.py, the operators' contract in docs/ops.md.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from .kernels import reference_soft
-from .kernels.options import LossOptions, Options, Reduction
-from .kernels.reductions import Reduced, cross_entropy_divisor, reduce_rows
-from .kernels.reference import is_counted
+from .kernels.options import LossOptions, Reduction
+from .kernels.reductions import cross_entropy_divisor, reduce_rows
 from .kernels.rows import dense_classes
 from .ops import arguments, checks, function, soft_checks, transforms
-
-
-class CrossEntropyOutputs(NamedTuple):
-    """What ``cross_entropy_outputs`` returns. Shapes are for targets (N, d1, ...).
-
-    Attributes:
-        loss: () or, for reduction="none", the target's shape; includes z_loss.
-        z_loss: likewise; 0 where lse_square_scale is 0.
-        lse: the target's shape, differentiable.
-        predictions: the target's shape, int64; -1 in ignored rows.
-        accuracy: (), the share of counted rows whose prediction is the target; NaN without one.
-    """
-
-    loss: Tensor
-    z_loss: Tensor
-    lse: Tensor
-    predictions: Tensor
-    accuracy: Tensor
-
-
-class TokenLogProbs(NamedTuple):
-    """What ``token_log_probs`` returns, each of the target's shape and differentiable.
-
-    Attributes:
-        log_probs: of the target; 0 in ignored rows.
-        entropy: of the softmax, in nats; 0 in ignored rows.
-        lse: the logsumexp of the row.
-    """
-
-    log_probs: Tensor
-    entropy: Tensor
-    lse: Tensor
+from .outputs import CrossEntropyOutputs, TokenLogProbs, log_probs_of_rows, outputs_of_rows
 
 
 def check_targets(target: Tensor, num_classes: int, ignore_index: int = -100) -> None:
@@ -253,21 +219,6 @@ def cross_entropy_outputs(
     return outputs_of_rows(reduce_rows(row_loss, lse, target, divisor, loss), lse, argmax, target, loss.rows)
 
 
-def outputs_of_rows(
-    reduced: Reduced, lse: Tensor, argmax: Tensor, target: Tensor, options: Options
-) -> CrossEntropyOutputs:
-    total, z_loss = reduced
-    counted = is_counted(target, options.ignore_index)
-    hits = counted & (argmax == target)
-    return CrossEntropyOutputs(
-        total,
-        torch.zeros_like(total) if z_loss is None else z_loss,
-        lse,
-        torch.where(counted, argmax, -1),
-        hits.sum() / counted.sum().to(lse.dtype),  # not in the default dtype, as integers are divided
-    )
-
-
 def token_log_probs(
     input: Tensor,
     target: Tensor,
@@ -304,8 +255,3 @@ def token_log_probs(
     logits = _classes_last(input, dim)
     loss, lse, _, entropy = torch.ops.xent.cross_entropy_forward(logits, target, None, False, True, **rows.keywords())
     return log_probs_of_rows(loss, lse, entropy, target, rows)
-
-
-def log_probs_of_rows(loss: Tensor, lse: Tensor, entropy: Tensor, target: Tensor, options: Options) -> TokenLogProbs:
-    counted = is_counted(target, options.ignore_index)
-    return TokenLogProbs(-loss, torch.where(counted, entropy, 0.0), lse)

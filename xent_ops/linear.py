@@ -6,19 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .functional import (
-    CrossEntropyOutputs,
-    TokenLogProbs,
-    cross_entropy,
-    is_dtensor,
-    log_probs_of_rows,
-    outputs_of_rows,
-    refuse_dtensors,
-)
+from .functional import cross_entropy, is_dtensor, refuse_dtensors
 from .kernels.options import Reduction
 from .ops import arguments, checks, transforms
 from .ops.linear import checks as linear_checks
 from .ops.linear import composite
+from .outputs import CrossEntropyOutputs, TokenLogProbs, log_probs_of_rows, outputs_of_rows
 
 _ops = torch.ops.xent
 

@@ -1,12 +1,12 @@
 """The benchmark of the head and the loss over ranks, on a small problem; run on every rank by test_linear_parallel.py."""
 
-from xent_ops.distributed import bench_linear
+from xent_ops.bench import ranks_linear
 
 
 def report(device):
     """A line for each contestant; ours are there and right."""
-    lines = bench_linear.run(66, 203, 16, [32, 66], 1, device)
-    found = {name: next(line for line in lines if line.startswith(name)) for name in bench_linear.CONTESTANTS}
+    lines = ranks_linear.run(66, 203, 16, [32, 66], 1, device)
+    found = {name: next(line for line in lines if line.startswith(name)) for name in ranks_linear.CONTESTANTS}
     for name, line in found.items():
         assert "WRONG" not in line, line
         assert "xent" not in name or "left out" not in line, line
@@ -19,7 +19,7 @@ def wrong_is_seen(device):
     """Half of a gradient is called wrong."""
 
     def halved(problem):
-        step = bench_linear._ours(problem)
+        step = ranks_linear._ours(problem)
 
         def with_half():
             loss, grad_input, grad_head = step()
@@ -27,7 +27,7 @@ def wrong_is_seen(device):
 
         return with_half
 
-    problem = bench_linear._problem(66, 203, 16, 32, device)
-    rest = (problem, bench_linear._expected(problem), 1.0, device, 1)
-    assert "WRONG" in bench_linear._measured(bench_linear.Contestant(halved), *rest)
-    assert "WRONG" not in bench_linear._measured(bench_linear.Contestant(bench_linear._ours), *rest)
+    problem = ranks_linear._problem(66, 203, 16, 32, device)
+    rest = (problem, ranks_linear._expected(problem), 1.0, device, 1)
+    assert "WRONG" in ranks_linear._measured(ranks_linear.Contestant(halved), *rest)
+    assert "WRONG" not in ranks_linear._measured(ranks_linear.Contestant(ranks_linear._ours), *rest)

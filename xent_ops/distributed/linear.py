@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..functional import TokenLogProbs, log_probs_of_rows
 from ..head import packing
 from ..kernels.options import LossOptions, Reduction
 from ..ops import arguments, checks, transforms
 from ..ops.linear import checks as linear_checks
 from ..ops.linear import composite
+from ..outputs import TokenLogProbs, log_probs_of_rows
 from . import consistency
 from .groups import Group, Ranks, ranks_of
 from .heads import Head, reduced, sharded_rows

@@ -18,11 +18,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..distributed import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
+from ..distributed.parts import chunk
 from ..head.sizes import rows_of_chunk
-from .linear import vocab_parallel_linear_cross_entropy
-from .parts import chunk
-from .timing import graph_of, milliseconds
-from .vocab_parallel import vocab_parallel_cross_entropy
+from .ranks_timing import graph_of, milliseconds
 
 CALLS = {"cuda": 5, "cpu": 1}  # in a sample; each takes milliseconds, so few keep the device busy
 MIB = 2**20

@@ -1,8 +1,8 @@
 """Speed and memory of the vocabulary-parallel loss, beside a copy of the shard and an all-gather of 12 bytes a row.
 
-    python -m torch.distributed.run --nproc-per-node 2 -m xent_ops.distributed.bench --rows 8192 --classes 128256
+    python -m torch.distributed.run --nproc-per-node 2 -m xent_ops.bench.ranks --rows 8192 --classes 128256
     ... --linear 4096                                         # with its head, hidden states of so many features
-    python -m xent_ops.distributed.bench --alone 8            # one process: a rank of 8, whose group sends nothing
+    python -m xent_ops.bench.ranks --alone 8            # one process: a rank of 8, whose group sends nothing
 
 Rank 0 prints its median times in milliseconds (the slowest rank sets the pace of all), the limit 1.70 copies + 1.5
 all-gathers, the kernel launches of one eager step, and the peak memory beyond the logits in units of the shard. Two
@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ..distributed.parts import chunk
+from ..distributed.vocab_parallel import vocab_parallel_cross_entropy
 from ..functional import cross_entropy
-from . import bench_linear
-from .parts import chunk
-from .timing import graph_of, milliseconds
-from .vocab_parallel import vocab_parallel_cross_entropy
+from . import ranks_linear
+from .ranks_timing import graph_of, milliseconds
 
 
 @contextlib.contextmanager
@@ -92,7 +92,7 @@ def main() -> None:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if args.linear is not None:
-        text = bench_linear.run(args.rows, args.classes, args.linear, args.chunk_rows, args.repeat, device)
+        text = ranks_linear.run(args.rows, args.classes, args.linear, args.chunk_rows, args.repeat, device)
         if dist.get_rank() == 0:
             print(*text, sep="\n")
         dist.destroy_process_group()
