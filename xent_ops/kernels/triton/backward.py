@@ -45,9 +45,9 @@ def coefficients(
 
 
 @triton.jit
-def slope_unit(act):
+def slope_unit(act, FLAGS: tl.constexpr):
     """What every element's derivative has as a factor: tanh' is 4 r (1 - r), of the r of numerics.tanh_rest."""
-    return 4.0 * act.logit_scale if act.KIND == 2 else act.logit_scale
+    return 4.0 * act.logit_scale if FLAGS.softcap == 2 else act.logit_scale
 
 
 @triton.jit
@@ -67,18 +67,18 @@ def gradient(
 
     A, B and C have been multiplied by slope_unit, and the derivative is relative to that.
     """
-    if act.KIND == 2:
+    if FLAGS.softcap == 2:
         rest = tanh_rest(z, act, TILE)
         log_p = bounded(rest, act, lse)
         p = tl.exp2(log_p)
         log_p *= LN2
         slope = rest - rest * rest
     else:
-        x = activate(z, act)
+        x = activate(z, act, FLAGS)
         log_p = x - lse
         p = tl.exp2(log_p * LOG2E)
         slope = 1.0
-        if act.KIND:
+        if FLAGS.softcap:
             share = x * (1.0 / act.softcap)  # not x * x / softcap^2, which a small cap makes zero
             slope -= share * share
     grad = total * p
@@ -175,7 +175,7 @@ def backward_kernel(
     row = program // n_blocks
     start = (program - row * n_blocks) * (BLOCK * TILES)
     label_smoothing = tl.cast(label_smoothing, ACC)
-    act = activation_of(softcap, logit_scale, FLAGS, ACC)
+    act = activation_of(softcap, logit_scale, ACC)
 
     target = tl.load(target_ptr + row).to(tl.int64)
     total_classes = n_cols
@@ -226,7 +226,7 @@ def backward_kernel(
         entropy = tl.load(entropy_ptr + row)
         live |= grad_entropy != 0.0
         entropy = tl.where(live, entropy, 0.0)
-    unit = slope_unit(act)
+    unit = slope_unit(act, FLAGS)
     total *= unit
     b *= unit
     c *= unit

@@ -74,7 +74,7 @@ def _visit(
     if FLAGS.softcap == 2:
         x = bounded(tanh_rest(z, act, True), act, 0.0)
     else:
-        x = activate(z, act)
+        x = activate(z, act, FLAGS)
     if FLAGS.smoothing:
         relative = x - shift
         if FLAGS.weight:
@@ -258,7 +258,7 @@ def forward_kernel(
     offset = row_offset(row, n_inner, stride_outer, stride_inner)
     row_ptr = logits_ptr + offset
     label_smoothing = tl.cast(label_smoothing, ACC)
-    act = activation_of(softcap, logit_scale, FLAGS, ACC)
+    act = activation_of(softcap, logit_scale, ACC)
     target = tl.load(target_ptr + row).to(tl.int64)
     valid = (target >= 0) & (target < n_cols)
     n_read = n_cols
@@ -267,7 +267,7 @@ def forward_kernel(
         n_read = tl.where(target == ignore_index, 0, n_cols)
     shift = tl.cast(0.0, ACC)
     if FLAGS.smoothing:
-        shift = shift_of(target_logit(row_ptr, target, valid, act), FLAGS)
+        shift = shift_of(target_logit(row_ptr, target, valid, act, FLAGS), FLAGS)
     maximum, total, moment, smooth, weights, _top, first = scan(
         logits_ptr, offset, 0, n_read, n_cols, weight_ptr, act, shift, FLAGS, EDGES, BLOCK, VECTOR,
         ACC, "",
@@ -275,7 +275,7 @@ def forward_kernel(
     # Loaded last: before the loop it would hold up the row's own loads until the target has arrived (with skip_ignored
     # they wait for it anyway). To pick it out of the tile by comparing columns was slower (131072 x 1024: 0.84 copies,
     # 0.66 so).
-    x_target = target_logit(row_ptr, target, valid, act)
+    x_target = target_logit(row_ptr, target, valid, act, FLAGS)
     finish(
         row, True, n_cols, target, valid, x_target, shift, maximum, total, moment, smooth, weights, first,
         weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing, FLAGS,

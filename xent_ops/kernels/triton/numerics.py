@@ -48,17 +48,17 @@ class Activation(NamedTuple):
 
     softcap: Any  # in the accumulator's dtype, as the scale
     logit_scale: Any
-    KIND: Any  # of the softcap, a constexpr: see configs.softcap
+    # Which softcap stays in FLAGS: a constexpr in a tuple becomes a number at run time (Triton 3.6 to 3.9).
 
 
 @triton.jit
-def activation_of(softcap, logit_scale, FLAGS: tl.constexpr, ACC: tl.constexpr):
-    return Activation(tl.cast(softcap, ACC), tl.cast(logit_scale, ACC), FLAGS.softcap)
+def activation_of(softcap, logit_scale, ACC: tl.constexpr):
+    return Activation(tl.cast(softcap, ACC), tl.cast(logit_scale, ACC))
 
 
 @triton.jit
 def tanh_rest(z, act, TILE: tl.constexpr):
-    """(1 - tanh(logit_scale * z / softcap)) / 2, which is 1 / (exp(2u) + 1), for KIND 2.
+    """(1 - tanh(logit_scale * z / softcap)) / 2, which is 1 / (exp(2u) + 1), for FLAGS.softcap == 2.
 
     In a TILE four neighbours share a reciprocal, 1 / a = b (1 / ab), for its unit is what such kernels wait for. Where
     exp(2u) is held down to 2^31, which keeps the product of four finite, tanh is 1 to 1e-9.
@@ -79,16 +79,16 @@ def tanh_rest(z, act, TILE: tl.constexpr):
 
 @triton.jit
 def bounded(rest, act, pivot):
-    """(x - pivot) / ln 2 for KIND 2. Sums of exp2 of it need no maximum: softcap is at most 64, e^64 is 6e27."""
+    """(x - pivot) / ln 2 for FLAGS.softcap == 2. The cap is at most 64, and e^64 is 6e27: sums need no maximum."""
     return (act.softcap - pivot) * LOG2E - (2.0 * LOG2E * act.softcap) * rest
 
 
 @triton.jit
-def activate(z, act):
-    """x = softcap * tanh(logit_scale * z / softcap), or logit_scale * z without a softcap, KIND 0."""
-    if act.KIND == 0:
+def activate(z, act, FLAGS: tl.constexpr):
+    """x = softcap * tanh(logit_scale * z / softcap), or logit_scale * z; see configs.softcap for FLAGS.softcap."""
+    if FLAGS.softcap == 0:
         x = z * act.logit_scale
-    elif act.KIND == 1:
+    elif FLAGS.softcap == 1:
         x = act.softcap * _tanh(z * (act.logit_scale / act.softcap))
     else:
         x = act.softcap - 2.0 * act.softcap / (tl.exp2(z * (2.0 * LOG2E * act.logit_scale / act.softcap)) + 1.0)

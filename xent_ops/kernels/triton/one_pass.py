@@ -51,18 +51,18 @@ def one_pass_kernel(
     out_offset = row_offset(row, n_out_inner, out_stride_outer, out_stride_inner)
     row_ptr = logits_ptr + offset
     label_smoothing = tl.cast(label_smoothing, ACC)
-    act = activation_of(softcap, logit_scale, FLAGS, ACC)
+    act = activation_of(softcap, logit_scale, ACC)
     target = tl.load(target_ptr + row).to(tl.int64)
     ignored = target == ignore_index
     valid = (target >= 0) & (target < n_cols) & ~ignored
     shift = tl.cast(0.0, ACC)
     if FLAGS.smoothing:
-        shift = shift_of(target_logit(row_ptr, target, valid, act), FLAGS)
+        shift = shift_of(target_logit(row_ptr, target, valid, act, FLAGS), FLAGS)
     maximum, total, moment, smooth, weights, _top, first = scan(
         logits_ptr, offset, 0, tl.where(ignored, 0, n_cols), n_cols, weight_ptr, act, shift, FLAGS,
         EDGES, BLOCK, VECTOR, ACC, "evict_last",
     )  # fmt: skip
-    x_target = target_logit(row_ptr, target, valid, act)
+    x_target = target_logit(row_ptr, target, valid, act, FLAGS)
     finish(
         row, True, n_cols, target, valid, x_target, shift, maximum, total, moment, smooth, weights, first,
         weight_ptr, loss_ptr, lse_ptr, lse_ptr, lse_ptr, ignore_index, label_smoothing, FLAGS,
@@ -81,7 +81,7 @@ def one_pass_kernel(
         coefficient += tl.where(ignored, 0.0, 2.0 * square * lse)
     # A row that passes nothing back gets exact zeros, whatever its logits hold.
     live = (coefficient != 0.0) | (a != 0.0)
-    unit = slope_unit(act)
+    unit = slope_unit(act, FLAGS)
     coefficient *= unit
     b *= unit
     c *= unit

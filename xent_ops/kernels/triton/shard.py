@@ -44,7 +44,7 @@ def shard_kernel(
     offset = row_offset(row, n_inner, stride_outer, stride_inner)
     row_ptr = logits_ptr + offset
     label_smoothing = tl.cast(label_smoothing, ACC)
-    act = activation_of(softcap, logit_scale, FLAGS, ACC)
+    act = activation_of(softcap, logit_scale, ACC)
     class_start = tl.cast(class_start, tl.int64)
 
     target = tl.load(target_ptr + row).to(tl.int64) - class_start
@@ -53,14 +53,14 @@ def shard_kernel(
     shift = tl.cast(0.0, ACC)
     if FLAGS.smoothing:
         # Any logit of the row keeps the smoothing sum small where all of them are large: the first, without the target.
-        first = target_logit(row_ptr, column, column < n_cols, act)
+        first = target_logit(row_ptr, column, column < n_cols, act, FLAGS)
         shift = shift_of(first, FLAGS)
     maximum, total, _moment, smooth, weights, _top, _first = scan(
         logits_ptr, offset, 0, n_cols, n_cols, weight_ptr, act, shift,
         FLAGS, EDGES, BLOCK, VECTOR, ACC, "",
     )  # fmt: skip
     pivot = without_infinity(maximum)
-    part = pivot - target_logit(row_ptr, column, owned, act)
+    part = pivot - target_logit(row_ptr, column, owned, act, FLAGS)
     if FLAGS.weight:
         weight = tl.load(weight_ptr + column, mask=owned, other=0.0)
         part *= weight

@@ -37,7 +37,7 @@ def short_kernel(
     """ROWS rows a program. logit_scale must be positive: the largest logit is then that of the largest x."""
     ACC: tl.constexpr = loss_ptr.dtype.element_ty
     label_smoothing = tl.cast(label_smoothing, ACC)
-    act = activation_of(softcap, logit_scale, FLAGS, ACC)
+    act = activation_of(softcap, logit_scale, ACC)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = row < n_rows
     # Both are multiples of VECTOR already; this tells Triton's alignment analysis, as in numerics.aligned_body.
@@ -57,7 +57,7 @@ def short_kernel(
     if not FLAGS.skip_ignored:
         target = tl.load(target_ptr + row, mask=exists, other=0).to(tl.int64)
     valid = (target >= 0) & (target < n_cols) & counted
-    x_target = target_logit(row_ptr, target, valid, act)
+    x_target = target_logit(row_ptr, target, valid, act, FLAGS)
     shift = shift_of(x_target, FLAGS)
 
     z = z.to(ACC)
@@ -66,7 +66,7 @@ def short_kernel(
         x = bounded(tanh_rest(z, act, True), act, 0.0)
     elif FLAGS.softcap == 1:
         unit = tl.cast(1.0, ACC)
-        x = activate(z, act)
+        x = activate(z, act, FLAGS)
     else:
         unit = act.logit_scale
         x = z

@@ -46,7 +46,7 @@ def soft_forward_kernel(
     row_ptr = logits_ptr + row_offset(row, n_inner, stride_outer, stride_inner)
     target_row_ptr = target_ptr + row_offset(row, n_target_inner, target_stride_outer, target_stride_inner)
     label_smoothing = tl.cast(label_smoothing, ACC)
-    act = activation_of(softcap, logit_scale, FLAGS, ACC)
+    act = activation_of(softcap, logit_scale, ACC)
 
     maximum = tl.cast(float("-inf"), ACC)
     total = tl.zeros([BLOCK], ACC)
@@ -56,7 +56,7 @@ def soft_forward_kernel(
         columns = start + tl.arange(0, BLOCK)
         inside = columns < n_cols
         z = tl.load(row_ptr + columns, mask=inside, other=0.0).to(ACC)
-        x = activate(z, act)
+        x = activate(z, act, FLAGS)
         q = _probabilities(target_row_ptr, weight_ptr, columns, inside, label_smoothing, n_cols, ACC, FLAGS)
         new_maximum = tl.maximum(maximum, tl.max(tl.where(inside, x, float("-inf")), axis=0))
         pivot = without_infinity(new_maximum)
@@ -104,7 +104,7 @@ def soft_backward_kernel(
     row_ptr = logits_ptr + row_offset(row, n_inner, stride_outer, stride_inner)
     target_row_ptr = target_ptr + row_offset(row, n_target_inner, target_stride_outer, target_stride_inner)
     label_smoothing = tl.cast(label_smoothing, ACC)
-    act = activation_of(softcap, logit_scale, FLAGS, ACC)
+    act = activation_of(softcap, logit_scale, ACC)
 
     a = tl.load(grad_loss_ptr + row * grad_loss_stride).to(ACC)
     n_read = tl.where(a != 0.0, n_cols, 0)  # where no loss passes anything back, probabilities may hold anything
@@ -122,11 +122,11 @@ def soft_backward_kernel(
         columns = start + tl.arange(0, BLOCK)
         inside = columns < n_cols
         z = tl.load(row_ptr + columns, mask=columns < tl.where(live, n_cols, 0), other=0.0).to(ACC)
-        x = activate(z, act)
+        x = activate(z, act, FLAGS)
         read = columns < n_read
         q = _probabilities(target_row_ptr, weight_ptr, columns, read, label_smoothing, n_cols, ACC, FLAGS)
         grad = total * tl.exp2((x - lse) * LOG2E) - a * q
-        if act.KIND:
+        if FLAGS.softcap:
             ratio = x * (1.0 / act.softcap)
             grad *= 1.0 - ratio * ratio
         grad = tl.where(live, grad * act.logit_scale, 0.0)

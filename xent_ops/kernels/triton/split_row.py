@@ -37,7 +37,7 @@ def partial_kernel(
     row = tl.program_id(0) // n_parts
     part = tl.program_id(0) - row * n_parts
     offset = row_offset(row, n_inner, stride_outer, stride_inner)
-    act = activation_of(softcap, logit_scale, FLAGS, ACC)
+    act = activation_of(softcap, logit_scale, ACC)
     begin = part * part_cols
     n_read = tl.minimum(part_cols, n_cols - begin)
     shift = tl.cast(0.0, ACC)
@@ -48,7 +48,7 @@ def partial_kernel(
         valid &= target != ignore_index
         n_read = tl.where(target == ignore_index, 0, n_read)
     if FLAGS.smoothing:
-        shift = shift_of(target_logit(logits_ptr + offset, target, valid, act), FLAGS)
+        shift = shift_of(target_logit(logits_ptr + offset, target, valid, act, FLAGS), FLAGS)
     maximum, total, moment, smooth, weights, top, first = scan(
         logits_ptr, offset + begin, begin, n_read, n_cols, weight_ptr, act, shift, FLAGS,
         EDGES, BLOCK, VECTOR, ACC, "",
@@ -98,7 +98,7 @@ def join_kernel(
     row = tl.program_id(0)
     offset = row_offset(row, n_inner, stride_outer, stride_inner)
     label_smoothing = tl.cast(label_smoothing, ACC)
-    act = activation_of(softcap, logit_scale, FLAGS, ACC)
+    act = activation_of(softcap, logit_scale, ACC)
     part = tl.arange(0, PARTS)
     exists = part < n_parts
     part_ptr = sums_ptr + tl.cast(row, tl.int64) * 6 * n_parts + part
@@ -108,7 +108,7 @@ def join_kernel(
     valid = (target >= 0) & (target < n_cols)
     if FLAGS.skip_ignored:
         valid &= target != ignore_index
-    x_target = target_logit(logits_ptr + offset, target, valid, act)
+    x_target = target_logit(logits_ptr + offset, target, valid, act, FLAGS)
     maximum = tl.max(maxima, axis=0)
     moved = maxima - without_infinity(maximum)
     decay = tl.exp2(moved * LOG2E)
