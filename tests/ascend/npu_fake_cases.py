@@ -144,13 +144,13 @@ def test_every_operator_traces():
         row, soft = torch.empty(8, device="npu"), torch.empty(8, 33, device="npu")
         shard = (0, 66, weight)
         results = [
-            ops.cross_entropy_forward_argmax(x, target, weight)[2],
-            ops.cross_entropy_forward_entropy(x, target, weight)[2],
-            ops.cross_entropy_backward_entropy(row, None, row, x, target, row, row, weight),
+            *ops.cross_entropy_forward(x, target, weight),
+            *ops.cross_entropy_forward(x, target, weight, True, True),
+            ops.cross_entropy_backward(row, None, x, target, row, weight, None, row, row),
             ops.soft_cross_entropy_forward(x, soft, weight)[0],
             ops.soft_cross_entropy_backward(row, None, x, soft, row, weight),
             ops.cross_entropy_shard_join(x, target, ops.cross_entropy_shard(x, target, *shard), *shard)[0],
-            ops.cross_entropy_shard_backward(row, None, x, target, row, *shard, row),
+            ops.cross_entropy_backward(row, None, x, target, row, weight, None, row, row, row, 0, 66),
         ]
         assert ops.cross_entropy_backward_(row, None, x.detach(), target, row) is None
     assert {result.device.type for result in results} == {"npu"}

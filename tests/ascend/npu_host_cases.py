@@ -25,7 +25,7 @@ from triton.runtime import interpreter
 
 import xent_ops
 from xent_ops import testing
-from xent_ops.ops import devices
+from xent_ops.kernels import devices
 
 with pytest.warns(UserWarning, match="TRITON_INTERPRET is set"):
     launch = devices.ascend_launchers()
@@ -227,12 +227,15 @@ def test_opcheck():
     x, target, row = logits.to("npu"), target.to("npu"), torch.rand(7).to("npu")
     weight = torch.rand(classes).to("npu")
     options = {"label_smoothing": 0.1, "softcap": 20.0}
-    for name in ("cross_entropy_forward", "cross_entropy_forward_argmax", "cross_entropy_forward_entropy"):
-        opcheck(getattr(ops, name).default, (x.clone().requires_grad_(), target, weight), options, test_utils=TESTS)
+    for wanted in ((False, False), (True, False), (False, True)):
+        arguments = (x.clone().requires_grad_(), target, weight, *wanted)
+        opcheck(ops.cross_entropy_forward.default, arguments, options, test_utils=TESTS)
     opcheck(ops.cross_entropy_backward.default, (row, None, x, target, row), test_utils=TESTS)
     opcheck(ops.cross_entropy_backward.default, (row, row, x, target, row, weight), options, test_utils=TESTS)
     opcheck(ops.cross_entropy_backward_.default, (row, None, x, target, row), test_utils=TESTS)
-    opcheck(ops.cross_entropy_backward_entropy.default, (row, row, row, x, target, row, row), test_utils=TESTS)
+    of_entropy = (row, row, x, target, row, None, None, row, row)
+    opcheck(ops.cross_entropy_backward.default, of_entropy, test_utils=TESTS)
+    opcheck(ops.cross_entropy_backward.default, (*of_entropy, None, 0, 2 * classes), test_utils=TESTS)
     shard = (0, classes, weight)
     gathered = ops.cross_entropy_shard(x, target, *shard, **options)
     for name in ("cross_entropy_shard_join", "cross_entropy_shard_reduced"):
@@ -296,14 +299,15 @@ def test_a_launch_reads_and_synchronises_nothing(monkeypatch):
     with Record() as record:
         for w, options in ((None, Options()), (weight, Options(label_smoothing=0.1, softcap=20.0))):
             launch.cross_entropy_forward(x, target, w, options=options)
-            launch.cross_entropy_forward_argmax(x, target, w, options=options)
-            launch.cross_entropy_forward_entropy(x, target, w, options=options)
+            launch.cross_entropy_forward(x, target, w, True, True, options=options)
             launch.cross_entropy_backward(scalar, row, x, target, row, w, options=options)
             launch.cross_entropy_backward_(row, None, x, target, row, w, options=options)
-            launch.cross_entropy_backward_entropy(row, None, row, x, target, row, row, w, options=options)
+            of_entropy = (w, None, row, row)
+            launch.cross_entropy_backward(row, None, x, target, row, *of_entropy, options=options)
             gathered = launch.cross_entropy_shard(x, target, 300, 900, w, options=options)
             launch.cross_entropy_shard_join(x, target, gathered, 300, 900, w, options=options)
-            launch.cross_entropy_shard_backward(scalar, row, x, target, row, 300, 900, w, row, options=options)
+            of_slice = (row, 300, 900)
+            launch.cross_entropy_backward(scalar, row, x, target, row, *of_entropy, *of_slice, options=options)
             launch.soft_cross_entropy_forward(x, x, w, options=options)
             launch.soft_cross_entropy_backward(scalar, row, x, x, row, w, options=options)
     expected = {"aten.new_empty", "aten.empty_like", "aten.expand", "aten.view", "aten.sum"}

@@ -73,17 +73,17 @@ def buffers(code, shape):
     return [line for line in body(code) if re.search(rf"= empty_strided\w*\(\({shape}\)", line)]
 
 
-def check_in_place(forward, backward, name="cross_entropy_backward_"):
+def check_in_place(forward, backward):
     """One backward, over the logits that the forward hands over, before any other reader; no other buffer like them."""
     logits = calls(forward)[0][1][0]
     (shape,) = re.findall(rf"^{logits} = empty_strided\w*\(\((.*?)\)", "\n".join(body(forward)), re.MULTILINE)
     assert len(buffers(forward, shape)) == 1 and not buffers(backward, shape)
     ((called, arguments),) = calls(backward)
-    assert called == name
+    assert called == "cross_entropy_backward_"
     logits = arguments[2]
     named = [line for line in body(backward) if re.search(rf"[( ]{logits}[,)]", line)]
     unpacked, written, *read = named
-    assert unpacked.endswith(" = args") and f".{name}.default(" in written
+    assert unpacked.endswith(" = args") and ".cross_entropy_backward_.default(" in written
     assert read, "nothing computes with the gradient"
     for line in read:
         assert re.match(r"extern_kernels\.mm\(|buf\d+ = torch\.ops\.aten\.matmul_backward\.default\(", line), line
@@ -143,7 +143,7 @@ def test_a_split_vocabulary(monkeypatch):
         other = torch.empty(1, 3 * ROWS + 5, device="npu")
     forward, backward = code_of(monkeypatch, step, x, head, target, other)
     assert [name for name, _ in calls(forward)] == ["cross_entropy_shard", "cross_entropy_shard_reduced"]
-    check_in_place(forward, backward, "cross_entropy_shard_backward_")
+    check_in_place(forward, backward)
 
 
 def test_logits_that_live_on_are_left_alone(monkeypatch):

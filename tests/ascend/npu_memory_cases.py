@@ -9,9 +9,8 @@ from npu_cases import inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import xent_ops
-from xent_ops.kernels import reference_shard
+from xent_ops.kernels import devices, reference_shard
 from xent_ops.kernels.options import Options
-from xent_ops.ops import devices
 
 with pytest.warns(UserWarning, match="TRITON_INTERPRET is set"):
     devices.ascend_launchers()

@@ -67,16 +67,20 @@ def everything(dtype, classes):
         options = {"options": Options(label_smoothing=smoothing, softcap=softcap, logit_scale=scale)}
         launch.cross_entropy_forward(logits, target, weight, **options)
         launch.cross_entropy_reduced(logits, target, weight, **options)
-        launch.cross_entropy_forward_argmax(logits, target, weight, **options)
-        launch.cross_entropy_forward_entropy(logits, target, weight, **options)
+        for wanted in ((True, False), (False, True), (True, True)):
+            launch.cross_entropy_forward(logits, target, weight, *wanted, **options)
         launch.cross_entropy_backward(scalar, None, logits, target, row, weight, **options)
         for grad_lse in (None, row):
             launch.cross_entropy_backward_(row, grad_lse, logits, target, row, weight, **options)
-        launch.cross_entropy_backward_entropy(row, row, row, logits, target, row, row, weight, **options)
+        of_entropy = (weight, None, row, row)
+        launch.cross_entropy_backward(row, row, logits, target, row, *of_entropy, **options)
+        launch.cross_entropy_backward_(row, None, logits, target, row, *of_entropy, **options)
         shard = (classes, 3 * classes, weight)
         gathered = launch.cross_entropy_shard(logits, target, *shard, **options)
         launch.cross_entropy_shard_join(logits, target, gathered, *shard, **options)
-        launch.cross_entropy_shard_backward(row, row, logits, target, row, *shard, row, **options)
+        of_slice = (row, *shard[:2])
+        launch.cross_entropy_backward(row, row, logits, target, row, weight, None, None, None, *of_slice, **options)
+        launch.cross_entropy_backward(row, row, logits, target, row, *of_entropy, *of_slice, **options)
         for probabilities in (logits, logits.float()):
             launch.soft_cross_entropy_forward(logits, probabilities, weight, **options)
             launch.soft_cross_entropy_backward(row, row, logits, probabilities, row, weight, **options)
@@ -108,7 +112,7 @@ def test_lowers_with_no_integer_compare_and_fits_the_unified_buffer(launches, mo
     gathered = launch.cross_entropy_shard(one, index, 1, 2**33, weight, **full)
     launch.cross_entropy_shard_join(one, index, gathered, 1, 2**33, weight, **full)
     launch.cross_entropy_shard(one[:, :0], index, 1, 1)
-    launch.cross_entropy_shard_backward(row, None, one, index, row, 1, 2**33, weight, row, **full)
+    launch.cross_entropy_backward(row, None, one, index, row, weight, None, None, None, row, 1, 2**33, **full)
     launch.soft_cross_entropy_backward(row, None, one, one, row, weight, **full)
     launch.soft_cross_entropy_forward(one, one, weight, **full)
     if dtype == torch.bfloat16:
@@ -144,7 +148,7 @@ def test_a_plain_loss_is_light(launches, dtype, block):
     launch.cross_entropy_backward(row, None, logits, target, row)
     launch.cross_entropy_backward_(row, row, logits, target, row)
     launch.cross_entropy_shard(logits, target, 7, 10**6)
-    launch.cross_entropy_shard_backward(row, None, logits, target, row, 7, 10**6)
+    launch.cross_entropy_backward(row, None, logits, target, row, class_start=7, num_classes=10**6)
     widen, narrow = (["arith.extf"], ["arith.truncf"]) if dtype == torch.bfloat16 else ([], [])
     forward = [*widen, "linalg.reduce", "arith.subf", "math.exp", "linalg.reduce"]
     backward = [*widen, "arith.subf", "math.exp", "arith.mulf", *narrow]
@@ -208,7 +212,7 @@ def test_numbers_on_x86(x86, dtype, classes, options):
     generator = torch.Generator().manual_seed(1)
     grad_loss, grad_lse = torch.rand(8, generator=generator), torch.rand(8, generator=generator)
 
-    loss, lse, argmax = launch.cross_entropy_forward_argmax(logits, target, weight, **options)
+    loss, lse, argmax, _ = launch.cross_entropy_forward(logits, target, weight, True, **options)
     for upstream in (None, grad_lse):
         b = 0.0 if upstream is None else upstream
         expected = testing.oracle(logits, target, weight, grad_loss=grad_loss, grad_lse=b, **named)
@@ -229,7 +233,7 @@ def test_numbers_on_x86(x86, dtype, classes, options):
     torch.testing.assert_close(*grads, rtol=1e-2, atol=1e-6)
     testing.assert_loss(loss, expected)
     testing.assert_lse(lse, expected)
-    assert torch.equal(argmax, reference.cross_entropy_forward_argmax(logits, target, weight, **options)[2])
+    assert torch.equal(argmax, reference.statistics(logits, target, weight, True, **options)[2])
 
 
 @on_x86
@@ -240,13 +244,13 @@ def test_edges_on_x86(x86):
     logits = whole[:, :-1]
     target = torch.arange(12).view(3, 4)
     target[1, 1], target[2, 0], target[2, 1] = -100, 5000, -7
-    loss, lse, entropy = launch.cross_entropy_forward_entropy(logits, target)
+    loss, lse, _, entropy = launch.cross_entropy_forward(logits, target, with_entropy=True)
     good = torch.ones(3, 4, dtype=torch.bool)
     good[1, 1] = good[2, 0] = good[2, 1] = False
     assert loss[1, 1] == 0 and loss[2, :2].isnan().all()
     expected = testing.oracle(logits[good], target[good], grad_loss=0.25)
     testing.assert_loss(loss[good], expected)
-    wanted = reference.cross_entropy_forward_entropy(logits, target)[2]
+    wanted = reference.statistics(logits, target, with_entropy=True)[3]
     torch.testing.assert_close(entropy[good], wanted[good], rtol=1e-5, atol=1e-5)
 
     upstream = torch.tensor(0.25).expand(3, 4)
@@ -282,7 +286,8 @@ def test_shards_on_x86(x86, dtype, options):
         rest = (start, classes, w)
         joined = launch.cross_entropy_shard_join(part, target, gathered, *rest, **options)
         rows = (*row_grads, part, target, joined[1])
-        grads.append(launch.cross_entropy_shard_backward(*rows, *rest, joined[3], **options))
+        of_slice = (w, None, None, None, joined[3], start, classes)
+        grads.append(launch.cross_entropy_backward(*rows, *of_slice, **options))
     testing.assert_loss(joined[0], expected)
     testing.assert_lse(joined[1], expected)
     testing.assert_grad(torch.cat(grads, -1)[:, :classes], expected)
@@ -328,6 +333,6 @@ def test_the_numbers_can_be_wrong(monkeypatch, x86):
 
     monkeypatch.setattr(ascend_lowering, "lower", tampered)
     logits, target = torch.full((4, 1000), -200.0), torch.zeros(4, dtype=torch.int64)
-    loss, _ = launch.cross_entropy_forward(logits, target)
+    loss = launch.cross_entropy_forward(logits, target)[0]
     with pytest.raises(AssertionError, match="out of budget"):
         testing.assert_loss(loss, testing.oracle(logits, target))

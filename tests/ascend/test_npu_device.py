@@ -69,8 +69,8 @@ def test_every_kernel_fits_the_unified_buffer(dtype):
     for weight, smoothing, softcap in itertools.product((None, ones), (0.0, 0.1), (None, 30.0, 100.0)):
         options = {"options": Options(label_smoothing=smoothing, softcap=softcap)}
         launch.cross_entropy_forward(logits, target, weight, **options)
-        launch.cross_entropy_forward_argmax(logits, target, weight, **options)
-        launch.cross_entropy_forward_entropy(logits, target, weight, **options)
+        for wanted in ((True, False), (False, True), (True, True)):
+            launch.cross_entropy_forward(logits, target, weight, *wanted, **options)
         launch.cross_entropy_reduced(logits, target, weight, **options)
         gathered = launch.cross_entropy_shard(logits, target, 32000, 96000, weight, **options)
         launch.cross_entropy_shard_join(logits, target, gathered, 32000, 96000, weight, **options)
@@ -79,7 +79,10 @@ def test_every_kernel_fits_the_unified_buffer(dtype):
             launch.soft_cross_entropy_backward(row, row, logits, probabilities, row, weight, **options)
         for grad_lse in (None, row):
             launch.cross_entropy_backward(row, grad_lse, logits, target, row, weight, **options)
-            launch.cross_entropy_backward_entropy(row, grad_lse, row, logits, target, row, row, weight, **options)
+            of_entropy = (weight, None, row, row)
+            launch.cross_entropy_backward(row, grad_lse, logits, target, row, *of_entropy, **options)
+            of_slice = (row, 32000, 96000)
+            launch.cross_entropy_backward(row, grad_lse, logits, target, row, *of_entropy, *of_slice, **options)
     torch.npu.synchronize()
 
 

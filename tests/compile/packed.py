@@ -23,9 +23,9 @@ class Operators(nn.Module):
         """logits (N, V), target (N,), class_weight (V,), rows (N,): some numbers; left @ right.T: other logits."""
         options, weight = self.options, class_weight if self.full else None
         z_loss = {"lse_square_scale": 1e-2 if self.full else 0.0}
-        loss, lse = ops.cross_entropy_forward(logits, target, weight, **options)
-        top = ops.cross_entropy_forward_argmax(logits, target, weight, **options)
-        entropy = ops.cross_entropy_forward_entropy(logits, target, weight, **options)
+        loss, lse, *_ = ops.cross_entropy_forward(logits, target, weight, **options)
+        top = ops.cross_entropy_forward(logits, target, weight, True, **options)[:3]
+        entropy = ops.cross_entropy_forward(logits, target, weight, True, True, **options)
         value, divisor, reduced_lse = ops.cross_entropy_reduced(logits, target, weight, **options, **z_loss)
         total = ops.cross_entropy_reduced(logits, target, weight, **options, **z_loss, reduction="sum")
         # The product's only reader writes the gradient over it.
@@ -33,8 +33,8 @@ class Operators(nn.Module):
             value, None, left @ right.t(), target, reduced_lse, weight, divisor, **options, **z_loss
         )
         apart = ops.cross_entropy_backward(rows, rows if self.full else None, logits, target, lse, weight, **options)
-        of_entropy = ops.cross_entropy_backward_entropy(
-            rows, None, rows, logits, target, lse, entropy[2], weight, **options
+        of_entropy = ops.cross_entropy_backward(
+            rows, None, logits, target, lse, weight, None, rows, entropy[3], **options
         )
         divisors = ops.cross_entropy_divisor(logits, target, weight, ignore_index=7)
         scale, square = divisors[1][0], divisors[1][1] if self.full else None
@@ -57,13 +57,13 @@ class Linear(nn.Module):
         """hidden (N, H), head (V, H), target (N,), bias (V,)."""
         chunks = {"chunk_rows": self.chunk_rows, "ignore_index": 7}
         rows = (hidden, head, target, bias)
-        loss, lse = ops.linear_cross_entropy_forward(*rows, **chunks)
-        top = ops.linear_cross_entropy_forward_argmax(*rows, **chunks)
+        loss, lse, *_ = ops.linear_cross_entropy_forward(*rows, **chunks)
+        top = ops.linear_cross_entropy_forward(*rows, None, True, True, **chunks)
         upstream = loss / 64
         gradients = ops.linear_cross_entropy_backward(upstream, None, hidden, head, target, lse, bias, **chunks)
         one_pass = ops.linear_cross_entropy_with_grad(*rows, **chunks, lse_square_scale=1e-2)
         frozen = ops.linear_cross_entropy_with_grad(*rows, None, None, [True, False, False], **chunks)
-        return loss, lse, top[2], *gradients, *one_pass, frozen[3]
+        return loss, lse, *top, *gradients, *one_pass, frozen[3]
 
 
 def linear_inputs(rows, classes, features, dtype, device, ignored=7):
@@ -84,11 +84,12 @@ class Shard(nn.Module):
         part = ops.cross_entropy_shard(logits, target, *place, label_smoothing=0.1)
         joined = ops.cross_entropy_shard_join(logits, target, gathered, *place, label_smoothing=0.1)
         reduced = ops.cross_entropy_shard_reduced(logits, target, gathered, *place, label_smoothing=0.1)
-        gradient = ops.cross_entropy_shard_backward(
-            rows, None, logits, target, joined[1], *place, None, joined[3], label_smoothing=0.1
-        )
+        of_slice = (joined[3], *place)
+        saved = (logits, target, joined[1])
+        gradient = ops.cross_entropy_backward(rows, None, *saved, *(None,) * 4, *of_slice, label_smoothing=0.1)
+        of_entropy = ops.cross_entropy_backward(rows, None, *saved, None, None, rows, rows, *of_slice)
         soft = ops.soft_cross_entropy_forward(logits, logits.float().softmax(-1).to(logits.dtype), None)
-        return part, *joined, *reduced, gradient, *soft
+        return part, *joined, *reduced, gradient, of_entropy, *soft
 
 
 def shard_inputs(rows, dtype, device):

@@ -12,7 +12,7 @@ ops = torch.ops.xent
 
 
 def entropy(x, t):
-    loss, lse, entropy = ops.cross_entropy_forward_entropy(x, t)
+    loss, lse, _, entropy = ops.cross_entropy_forward(x, t, with_entropy=True)
     return loss.sum() + lse.sum() + entropy.sum()
 
 
@@ -23,8 +23,8 @@ def one_pass(x, t):
 
 STEPS = {
     "mean": (lambda x, t: xent_ops.cross_entropy(x, t), {"reduced", "backward"}),
-    "outputs": (lambda x, t: xent_ops.cross_entropy_outputs(x, t).loss, {"forward_argmax", "backward"}),
-    "entropy": (entropy, {"forward_entropy", "backward_entropy"}),
+    "outputs": (lambda x, t: xent_ops.cross_entropy_outputs(x, t).loss, {"forward", "backward"}),
+    "entropy": (entropy, {"forward", "backward"}),
     "one pass": (one_pass, {"with_grad"}),
 }
 

@@ -29,14 +29,15 @@ def calls(rows, classes, dtype, full):
     place = (classes, 4 * classes)
     gathered = torch.zeros(4, 5 * rows + 16)[:, : (4 if full else 3) * rows + 5].contiguous()
     shard = {name: value for name, value in given.items() if name not in ("ignore_index",)}
-    yield "cross_entropy_forward", (logits, target, weight), given
-    yield "cross_entropy_forward_argmax", (logits, target, weight), given
-    yield "cross_entropy_forward_entropy", (logits, target, weight), given
+    for wanted in ((), (True, False), (False, True), (True, True)):
+        yield "cross_entropy_forward", (logits, target, weight, *wanted), given
     yield "cross_entropy_reduced", (logits, target, weight), z_loss
     yield "cross_entropy_divisor", (logits, target, weight), {"ignore_index": 7}
     yield "cross_entropy_backward", (scalar, None, logits, target, lse, weight, divisor), z_loss
     yield "cross_entropy_backward_", (numbers, numbers, logits, target, lse, weight), z_loss
-    yield "cross_entropy_backward_entropy", (numbers, None, numbers, logits, target, lse, lse, weight), given
+    of_entropy = (weight, None, numbers, lse)
+    yield "cross_entropy_backward", (numbers, None, logits, target, lse, *of_entropy), given
+    yield "cross_entropy_backward_", (numbers, None, logits, target, lse, *of_entropy), given
     yield "cross_entropy_with_grad", (logits, target, scalar, scalar if full else None, weight), given
     yield "cross_entropy_with_grad_", (logits, target, numbers, None, weight), given
     yield "scale_grad_", (logits, scalar), {}
@@ -45,9 +46,10 @@ def calls(rows, classes, dtype, full):
     yield "cross_entropy_shard", (logits, target, *place, weight), shard
     yield "cross_entropy_shard_join", (logits, target, gathered, *place, weight), given
     yield "cross_entropy_shard_reduced", (logits, target, gathered, *place, weight), z_loss
-    rest = (*place, weight, lse if full else None)
-    yield "cross_entropy_shard_backward", (numbers, None, logits, target, lse, *rest), z_loss
-    yield "cross_entropy_shard_backward_", (scalar, None, logits, target, lse, *rest, divisor), z_loss
+    of_slice = (lse if full else None, *place)
+    yield "cross_entropy_backward", (numbers, None, logits, target, lse, weight, None, None, None, *of_slice), z_loss
+    yield "cross_entropy_backward", (numbers, None, logits, target, lse, *of_entropy, *of_slice), z_loss
+    yield "cross_entropy_backward_", (scalar, None, logits, target, lse, weight, divisor, None, None, *of_slice), z_loss
 
 
 def launched(monkeypatch, name, args, options):

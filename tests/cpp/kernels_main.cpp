@@ -113,7 +113,7 @@ struct Everything {
   std::vector<int64_t> target;
   Bytes weight = per_class(), grad = per_row(), saved = per_row();
   Problem problem;
-  Shard shard{below(5), 0};
+  Slice shard{below(5), 0};
   int64_t ranks = below(4);
   Bytes gathered;
 
@@ -148,6 +148,7 @@ struct Everything {
       return out.back().bytes.data();
     };
     const auto values = [&](int64_t number) { return add(accumulator, Bytes(number * size_of(accumulator), 0xAB)); };
+    const Slice all{0, classes};
     const PerRow each{grad.data(), 1}, same{rows ? grad.data() : nullptr, 0}, none;
     const auto gradient = [&](auto call) {
       Matrix to = logits;  // other strides than the logits' where it is not they
@@ -167,19 +168,19 @@ struct Everything {
     add(DType::float64, Bytes(reinterpret_cast<unsigned char*>(argmax.data()),
                               reinterpret_cast<unsigned char*>(argmax.data() + rows)));
     gradient([&](Matrix& to) {
-      backward(problem, {each, same, each}, saved.data(), saved.data(), to.write(), threads);
+      backward(problem, all, {each, same, each}, saved.data(), saved.data(), nullptr, to.write(), threads);
     });
     unsigned char* const two = values(2);
     divisor(problem, nullptr, two, values(2));
     divisor(problem, saved.data(), values(2), nullptr);
     for (const bool mean : {false, true}) reduce(problem, grad.data(), saved.data(), two, 0.1, mean, values(1));
     gradient([&](Matrix& to) {
-      backward(problem, {same, none, none, two, 0.1}, saved.data(), nullptr, to.write(), threads);
+      backward(problem, all, {same, none, none, two, 0.1}, saved.data(), nullptr, nullptr, to.write(), threads);
     });
     Matrix over = logits;
     Problem in_place = problem;
     in_place.logits = over.read();
-    backward(in_place, {same, none, none}, saved.data(), nullptr, over.write(), threads);
+    backward(in_place, all, {same, none, each}, saved.data(), saved.data(), nullptr, over.write(), threads);
     add(dtype, over.bytes);
     scale_grad(problem, over.write(), each, threads);
     add(dtype, over.bytes);
@@ -192,9 +193,12 @@ struct Everything {
     });
     shard_forward(problem, shard, values(shard_width(problem)), threads);
     shard_join(problem, shard, gathered.data(), ranks, values(rows), values(rows), values(rows), values(rows), threads);
-    gradient([&](Matrix& to) {
-      shard_backward(problem, shard, {each, each, none, two, 0.1}, saved.data(), saved.data(), to.write(), threads);
-    });
+    for (const PerRow& of_entropy : {none, each}) {
+      gradient([&](Matrix& to) {
+        backward(problem, shard, {each, each, of_entropy, two, 0.1}, saved.data(), saved.data(), saved.data(),
+                 to.write(), threads);
+      });
+    }
     return out;
   }
 };

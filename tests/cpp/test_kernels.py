@@ -4,6 +4,7 @@ test_values.py holds the tight budgets; here it is the corners that must agree: 
 vectors that are not full, values that are tied, huge or not finite, targets that are no class, any number of threads.
 """
 
+import itertools
 import os
 import subprocess
 import sys
@@ -18,35 +19,37 @@ from xent_ops.kernels import cpu, reductions, reference, reference_shard, refere
 
 pytestmark = pytest.mark.skipif(cpu.problem() is not None, reason=f"plain torch serves the CPU here: {cpu.problem()}")
 
-# name -> (floating-point tensors of one number a row before the logits, and after the target)
-INDEX = {
-    "cross_entropy_forward": (0, 0),
-    "cross_entropy_forward_argmax": (0, 0),
-    "cross_entropy_forward_entropy": (0, 0),
-    "cross_entropy_backward": (2, 1),
-    "cross_entropy_backward_entropy": (3, 2),
-}
+WANTED = list(itertools.product((False, True), repeat=2))
 
 
-@pytest.mark.parametrize("name", INDEX)
+@pytest.mark.parametrize("with_argmax, with_entropy", WANTED)
+@many
+@given(problem=problems())
+def test_statistics(with_argmax, with_entropy, problem):
+    logits, target, weight, options, _ = problem
+    arguments = logits, target, weight, with_argmax, with_entropy
+    check("cross_entropy_forward", arguments, options, logits)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
 @many
 @given(data=st.data())
-def test_class_indices(name, data):
+def test_gradients_of_rows(with_entropy, data):
     logits, target, weight, options, generator = data.draw(problems())
-    accumulator = reference.accumulator(logits)
-    before, after = INDEX[name]
-    leading, trailing = [], []
-    if before:
-        dtype = data.draw(st.sampled_from(FLOATS))
-        leading = [rows_like(target, dtype, generator, expanded=data.draw(st.booleans())) for _ in range(before)]
-        if data.draw(st.booleans()):
-            leading[1] = None
-        saved = reference.cross_entropy_forward_entropy(logits, target, weight, **as_record(options))
-        trailing = [value.to(accumulator) for value in saved[1 : 1 + after]]
-        if data.draw(st.booleans()) and target.numel():
-            target = target.clone()
-            target.view(-1)[0] = 254 if target.dtype == torch.uint8 else -77  # no class: NaN in its row alone
-    check(name, (*leading, logits, target, *trailing, weight), options, logits)
+    dtype = data.draw(st.sampled_from(FLOATS))
+    grads = [rows_like(target, dtype, generator, expanded=data.draw(st.booleans())) for _ in range(3)]
+    if data.draw(st.booleans()):
+        grads[1] = None
+    _, lse, _, entropy = reference.statistics(logits, target, weight, False, True, **as_record(options))
+    if data.draw(st.booleans()) and target.numel():
+        target = target.clone()
+        target.view(-1)[0] = 254 if target.dtype == torch.uint8 else -77  # no class: NaN in its row alone
+    of_entropy = (grads[2], entropy) if with_entropy else (None, None)
+    arguments = *grads[:2], logits, target, lse, weight, None, *of_entropy
+    grad = check("cross_entropy_backward", arguments, options, logits)
+    over = logits.contiguous().clone()
+    cpu.kernel("cross_entropy_backward_")(*arguments[:2], over, *arguments[3:], **options)
+    torch.testing.assert_close(over, grad, rtol=0, atol=0, equal_nan=True)
 
 
 @many
@@ -120,7 +123,7 @@ def test_one_pass(data):
     logits, target, weight, options, generator = data.draw(problems())
     if any(stride == 0 and size > 1 for size, stride in zip(logits.shape, logits.stride(), strict=True)):
         logits = logits.clone()
-    loss, lse = cpu.kernel("cross_entropy_forward")(logits, target, weight, **options)
+    loss, lse, *_ = cpu.kernel("cross_entropy_forward")(logits, target, weight, **options)
     scale = rows_like(target, lse.dtype, generator, expanded=data.draw(st.booleans()))
     square = rows_like(target, lse.dtype, generator) if data.draw(st.booleans()) else None
     grad_lse = square
@@ -149,7 +152,7 @@ def test_an_infinite_weight_leaves_rows_that_pass_nothing_back(ignore_index, smo
     x, target, weight = torch.randn(3, 8), torch.tensor([3, ignore_index, 5]), torch.ones(8)
     weight[[0, 5]] = float("inf")
     options = {"ignore_index": ignore_index, "label_smoothing": smoothing}
-    loss, lse = cpu.kernel("cross_entropy_forward")(x, target, weight, **options)
+    loss, lse, *_ = cpu.kernel("cross_entropy_forward")(x, target, weight, **options)
     a = torch.tensor([1.0, 1.0, 0.0])
     grad = cpu.kernel("cross_entropy_backward")(a, None, x, target, lse, weight, **options)
     assert loss[1] == 0 and not grad[1:].any() and (smoothing or grad[0].isfinite().all())
@@ -158,7 +161,8 @@ def test_an_infinite_weight_leaves_rows_that_pass_nothing_back(ignore_index, smo
     loss, lse, _, coefficient = cpu.kernel("cross_entropy_shard_join")(x, target, part, 0, 8, weight, **options)
     assert loss[1] == 0 and coefficient[1] == 0
     for saved in (coefficient, torch.full((3,), float("inf"))):
-        grad = cpu.kernel("cross_entropy_shard_backward")(a, None, x, target, lse, 0, 8, weight, saved, **options)
+        of_slice = weight, None, None, None, saved, 0, 8
+        grad = cpu.kernel("cross_entropy_backward")(a, None, x, target, lse, *of_slice, **options)
         assert not grad[1:].any()
 
 
@@ -174,7 +178,8 @@ def test_blocks_of_one_value_without_vector_instructions():
         target = torch.zeros(60, dtype=torch.int64)
         for smoothing in (0.0, 1.0):
             expected = testing.oracle(x, target, label_smoothing=smoothing)
-            loss, lse, entropy = torch.ops.xent.cross_entropy_forward_entropy(x, target, label_smoothing=smoothing)
+            rows = x, target, None, False, True
+            loss, lse, _, entropy = torch.ops.xent.cross_entropy_forward(*rows, label_smoothing=smoothing)
             testing.assert_lse(lse, expected)
             testing.assert_loss(loss, expected)
         exact = torch.distributions.Categorical(logits=x.double()).entropy()
@@ -188,7 +193,7 @@ def test_blocks_of_one_value_without_vector_instructions():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", ["cross_entropy_backward_", "cross_entropy_with_grad_", "scale_grad_", "shard"])
+@pytest.mark.parametrize("name", ["cross_entropy_backward_", "cross_entropy_with_grad_", "scale_grad_", "slice"])
 def test_in_place_copies_once(name):
     """Where two strides do not describe the rows."""
     x = torch.randn(4, 6, 6, 9)[:, ::4, ::2]
@@ -198,9 +203,9 @@ def test_in_place_copies_once(name):
         "cross_entropy_backward_": (rows, None, x, target, rows),
         "cross_entropy_with_grad_": (x, target, rows),
         "scale_grad_": (x, rows * 2),
-        "shard": (rows, None, x, target, rows, 0, 9),
+        "slice": (rows, None, x, target, rows, *(None,) * 5, 0, 9),
     }[name]
-    function = cpu.kernel("cross_entropy_shard_backward_" if name == "shard" else name)
+    function = cpu.kernel("cross_entropy_backward_" if name == "slice" else name)
     before = x.clone()
     with torch.profiler.profile() as profile:
         function(*arguments)
@@ -270,12 +275,14 @@ def test_shards(data):
     coefficient = None if weight is None else rows_like(target, part.dtype, generator)
     grad = rows_like(target, part.dtype, generator) if data.draw(st.booleans()) else torch.tensor(0.5)
     divisor = torch.tensor([2, 3]) if data.draw(st.booleans()) else None
-    arguments = grad, None, logits, target, lse, *place, weight, coefficient, divisor
+    entropy = (None, None)
+    if data.draw(st.booleans()):
+        entropy = rows_like(target, part.dtype, generator), torch.rand(target.shape, generator=generator).to(part.dtype)
+    arguments = grad, None, logits, target, lse, weight, divisor, *entropy, coefficient, *place
     options = {**options, **square}
-    check("cross_entropy_shard_backward", arguments, options, logits, reference_shard)
-    wanted = cpu.kernel("cross_entropy_shard_backward")(*arguments, **options)
+    wanted = check("cross_entropy_backward", arguments, options, logits)
     grad = logits.clone()
-    cpu.kernel("cross_entropy_shard_backward_")(*arguments[:2], grad, *arguments[3:], **options)
+    cpu.kernel("cross_entropy_backward_")(*arguments[:2], grad, *arguments[3:], **options)
     torch.testing.assert_close(grad, wanted, rtol=0, atol=0, equal_nan=True)
 
 
@@ -289,8 +296,8 @@ def test_the_same_bits_for_any_number_of_threads(dtype, rows, classes):
     options = {"label_smoothing": 0.1, "softcap": 20.0}
 
     def everything():
-        loss, lse, entropy = cpu.kernel("cross_entropy_forward_entropy")(logits, target, weight, **options)
-        argmax = cpu.kernel("cross_entropy_forward_argmax")(logits, target, **options)[2]
+        rows = logits, target, weight, True, True
+        loss, lse, argmax, entropy = cpu.kernel("cross_entropy_forward")(*rows, **options)
         grad = cpu.kernel("cross_entropy_backward")(loss, lse, logits, target, lse, weight, **options)
         soft = cpu.kernel("soft_cross_entropy_forward")(logits, logits.abs(), weight, **options)
         soft_grad = cpu.kernel("soft_cross_entropy_backward")(loss, None, logits, logits.abs(), lse, weight, **options)

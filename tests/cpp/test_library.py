@@ -47,7 +47,7 @@ def test_plain_process():
         + textwrap.dedent("""
         import sys
         ops = torch.ops.xent
-        loss, lse = ops.cross_entropy_forward(x, target, label_smoothing=0.1, softcap=30.0)
+        loss, lse, *_ = ops.cross_entropy_forward(x, target, label_smoothing=0.1, softcap=30.0)
         grad = ops.cross_entropy_backward(torch.ones(3), None, x, target, lse, label_smoothing=0.1, softcap=30.0)
         assert grad.shape == x.shape and not grad[2].any() and grad[0].any()
         value, divisor, lse = ops.cross_entropy_reduced(x, target, lse_square_scale=0.1)
@@ -67,10 +67,12 @@ def test_plain_process():
             assert "class_start=11 with ... columns lies beyond num_classes=10" in str(error), error
         else:
             raise AssertionError("no error")
-        meta = ops.cross_entropy_forward_argmax(x.to("meta"), target.to("meta"))
-        assert [(t.shape, t.dtype, t.device.type) for t in meta] == [
-            ((3,), dtype, "meta") for dtype in (torch.float32, torch.float32, torch.int64)
-        ]
+        for argmax in (False, True):
+            meta = ops.cross_entropy_forward(x.to("meta"), target.to("meta"), None, argmax, not argmax)
+            assert [(t.shape, t.dtype, t.device.type) for t in meta] == [
+                ((3,), torch.float32, "meta"), ((3,), torch.float32, "meta"),
+                ((3 if argmax else 0,), torch.int64, "meta"), ((0 if argmax else 3,), torch.float32, "meta"),
+            ]
         for one, other in (("cross_entropy_reduced", value), ("cross_entropy_divisor", divisor)):
             meta = getattr(ops, one)(x.to("meta"), target.to("meta"))[0]
             assert (meta.shape, meta.dtype, meta.device.type) == (other.shape, other.dtype, "meta")
@@ -184,19 +186,20 @@ def test_export_stays_dynamic():
 
         class Everything(torch.nn.Module):
             def forward(self, x, t, w, p):
-                loss, lse = ops.cross_entropy_forward(x, t, w)
+                loss, lse, *_ = ops.cross_entropy_forward(x, t, w)
                 grad = ops.cross_entropy_backward(loss, lse, x, t, lse, w)
                 value, divisor, lse = ops.cross_entropy_reduced(x, t, w, lse_square_scale=0.1)
                 divisor = divisor + ops.cross_entropy_divisor(x, t)[1]
                 reduced = ops.cross_entropy_backward(value, None, x, t, lse, w, divisor, lse_square_scale=0.1)
-                entropy = ops.cross_entropy_forward_entropy(x, t)[2]
-                again = ops.cross_entropy_backward_entropy(loss, None, entropy, x, t, lse, entropy)
+                entropy = ops.cross_entropy_forward(x, t, None, True, True)[3]
+                again = ops.cross_entropy_backward(loss, None, x, t, lse, None, None, entropy, entropy)
                 soft, soft_lse = ops.soft_cross_entropy_forward(x, p)
                 soft_grad = ops.soft_cross_entropy_backward(soft, None, x, p, soft_lse)
                 part = ops.cross_entropy_shard(x, t, 0, 64, w)
                 joined = ops.cross_entropy_shard_join(x, t, part, 0, 64, w)
                 whole, both, lse, coefficient = ops.cross_entropy_shard_reduced(x, t, part, 0, 64, w)
-                shard = ops.cross_entropy_shard_backward(whole, None, x, t, lse, 0, 64, w, coefficient, both)
+                of_slice = w, both, entropy, entropy, coefficient, 0, 64
+                shard = ops.cross_entropy_backward(whole, None, x, t, lse, *of_slice)
                 composite = ops.cross_entropy(x, t, w, lse_square_scale=0.1)
                 return loss, grad, reduced, again, soft_grad, part, *joined, shard, composite
 
@@ -230,7 +233,7 @@ def test_export_stays_dynamic():
 def bad_calls():
     """(operator, arguments, options): each has one thing that is wrong."""
     x, t, w, rows = torch.randn(4, 9), torch.arange(4), torch.ones(9), torch.ones(4)
-    forward, backward = "cross_entropy_forward", "cross_entropy_backward"
+    forward, backward, none = "cross_entropy_forward", "cross_entropy_backward", (None,) * 5
     yield forward, (x[0, 0], t), {}
     yield forward, (x.long(), t), {}
     yield forward, (x[:, :0], t), {}
@@ -273,8 +276,13 @@ def bad_calls():
     for scale in (float("inf"), -0.1, -1e39):
         yield "cross_entropy_reduced", (x, t), {"lse_square_scale": scale}
     yield "cross_entropy_reduced", (x, t + 6), {}
-    yield "cross_entropy_backward_entropy", (rows[0], None, None, x, t, rows, rows), {}
-    yield "cross_entropy_backward_entropy", (rows, None, rows[1:], x, t, rows, rows), {}
+    yield backward, (rows, None, x, t, rows, None, None, rows[1:], rows), {}
+    yield backward, (rows, None, x, t, rows, None, None, rows, rows[1:]), {}
+    for name in (backward, f"{backward}_"):
+        yield name, (rows, None, x, t, rows, None, None, rows), {}
+        yield name, (rows, None, x, t, rows, None, None, None, rows), {}
+        yield name, (rows, None, x, t, rows, *none[:5], 1), {}
+        yield name, (rows, None, x, t, rows, *none[:4], rows), {}
     yield "cross_entropy_with_grad", (x, t, rows[1:]), {}
     yield "cross_entropy_with_grad_", (x, t, rows[0], rows.long()), {}
     yield "cross_entropy_with_grad", (x, t + 6, rows[0]), {}
@@ -284,13 +292,13 @@ def bad_calls():
     yield "cross_entropy_backward_", (rows, None, x[:1].expand(4, 9), t, rows), {}
     yield "cross_entropy_with_grad_", (shared, t, rows[0]), {}
     yield "scale_grad_", (shared, rows[0]), {}
-    yield "cross_entropy_shard_backward_", (rows, None, shared, t, rows, 0, 9), {}
+    yield "cross_entropy_backward_", (rows, None, shared, t, rows, *none, 0, 9), {}
     with torch.inference_mode():
         of_inference = torch.randn(4, 9)
     yield "cross_entropy_backward_", (rows, None, of_inference, t, rows), {}
     yield "cross_entropy_with_grad_", (of_inference, t, rows[0]), {}
     yield "scale_grad_", (of_inference, rows), {}
-    yield "cross_entropy_shard_backward_", (rows, None, of_inference, t, rows, 0, 9), {}
+    yield "cross_entropy_backward_", (rows, None, of_inference, t, rows, *none, 0, 9), {}
     yield "soft_cross_entropy_forward", (x, t), {}
     yield "soft_cross_entropy_forward", (x, x[:, :3]), {"softcap": 1e39}
     yield "soft_cross_entropy_forward", (x, x[:, :3]), {}
@@ -305,15 +313,17 @@ def bad_calls():
     yield "cross_entropy_shard_join", (x, t, torch.ones(2, 17).double(), 0, 9), {}
     yield "cross_entropy_shard_reduced", (x, t, torch.ones(2, 16), 0, 9), {}
     yield "cross_entropy_shard_reduced", (x, t, torch.ones(2, 17), 0, 9), {"lse_square_scale": float("nan")}
-    yield "cross_entropy_shard_backward", (rows, None, x, t, rows, 0, 9, w), {}
-    yield "cross_entropy_shard_backward", (rows[:2], None, x, t, rows, 0, 9), {}
-    yield "cross_entropy_shard_backward", (rows, None, x, t, rows, 0, 9, None, None, rows), {}
+    yield backward, (rows, None, x, t, rows, w, *none[1:], 0, 9), {}
+    yield backward, (rows[:2], None, x, t, rows, *none, 0, 9), {}
+    yield backward, (rows, None, x, t, rows, None, rows, *none[2:], 0, 9), {}
+    yield backward, (rows, None, x, t, rows, *none[1:], rows[:2], 0, 9), {}
+    yield backward, (rows, None, x, t, rows, *none, 9, 9), {}
 
 
 def bad_linear_calls():
     x, head, t, bias, rows = torch.randn(4, 6), torch.randn(9, 6), torch.arange(4), torch.ones(9), torch.ones(4)
     forward, with_grad = "linear_cross_entropy_forward", "linear_cross_entropy_with_grad"
-    backward, entropy = "linear_cross_entropy_backward", "linear_cross_entropy_backward_entropy"
+    backward, none = "linear_cross_entropy_backward", (None,) * 6
     yield forward, (x.long(), head, t), {}
     yield forward, (x[0, 0], head, t), {}
     yield forward, (x, head[0], t), {}
@@ -338,16 +348,22 @@ def bad_linear_calls():
     yield forward, (x, head, t), {"chunk_rows": 0}
     yield forward, (x, head, t), {"chunk_rows": -7}
     yield forward, (x, head, t + 6), {}
-    yield "linear_cross_entropy_forward_argmax", (x, head, t - 7), {"chunk_rows": 3}
-    yield "linear_cross_entropy_forward_entropy", (x, head, t[:3]), {}
+    yield forward, (x, head, t - 7, None, None, True), {"chunk_rows": 3}
+    yield forward, (x, head, t - 7, None, None, False, True), {"chunk_rows": 3}
+    yield forward, (x, head, t[:3], None, None, False, True), {}
     yield backward, (rows[:2], None, x, head, t, rows), {}
     yield backward, (rows, rows[:1], x, head, t, rows), {}
     yield backward, (rows, None, x, head, t, rows.long()), {}
     yield backward, (rows, None, x, head, t, rows, None, None, rows), {}
-    yield backward, (rows, None, x, head, t, rows, None, None, None, [True]), {}
-    yield entropy, (rows[:2], None, None, x, head, t, rows, rows), {}
-    yield entropy, (rows, None, rows[1:], x, head, t, rows, rows), {}
-    yield entropy, (rows, None, None, x, head, t, rows, rows, None, None, [True] * 4), {}
+    yield backward, (rows, None, x, head, t, rows, *none, 0, None, [True]), {}
+    yield backward, (rows, None, x, head, t, rows, *none, 0, None, [True] * 4), {}
+    yield backward, (rows[:2], None, x, head, t, rows, *none[:3], rows, rows), {}
+    yield backward, (rows, None, x, head, t, rows, *none[:3], rows[1:], rows), {}
+    yield backward, (rows, None, x, head, t, rows, *none[:3], rows, rows[1:]), {}
+    yield backward, (rows, None, x, head, t, rows, *none[:3], rows), {}
+    yield backward, (rows, None, x, head, t, rows, *none[:4], rows), {}
+    yield backward, (rows, None, x, head, t, rows, *none, 1), {}
+    yield backward, (rows, None, x, head, t, rows, *none[:5], rows), {}
     yield with_grad, (x, head, t[:3]), {}
     yield with_grad, (x, head, t + 6), {}
     yield with_grad, (x, head, t), {"reduction": "none"}
@@ -370,6 +386,15 @@ def test_the_same_errors(name, arguments, options):
     with pytest.raises(kind) as library:
         cpu.kernel(name)(*arguments, **options)
     assert str(library.value) == str(python.value)
+
+
+def test_a_slice_of_a_head_is_refused():
+    """It is a rank's, and a process without Python has no collectives."""
+    x, head, t, rows = torch.randn(4, 6), torch.randn(9, 6), torch.arange(4), torch.ones(4)
+    for device in ("cpu", "meta"):
+        tensors = [value.to(device) for value in (x, head, t, rows)]
+        with pytest.raises(INVALID, match="a head split over ranks is served from Python alone"):
+            cpu.kernel("linear_cross_entropy_backward")(tensors[3], None, *tensors, *(None,) * 6, 0, 18)
 
 
 def test_library_path(capsys, monkeypatch, tmp_path):

@@ -48,19 +48,20 @@ def calls(dtype):
             options |= {"max_counted": 7} if weight else {"skip_ignored": True}
         sums = {"accumulate_dtype": torch.float32} if chunk_rows and dtype == torch.bfloat16 else {}
         inputs = x, head, target, linear_bias, class_weight
-        for name in ("forward", "forward_argmax", "forward_entropy"):
-            yield f"{HEAD}_{name}", inputs, {**options, **sums}
+        for wanted in ((), (True, False), (False, True), (True, True)):
+            yield f"{HEAD}_forward", (*inputs, *wanted), {**options, **sums}
         lse = torch.randn(shape, dtype=rows) + 3
         square = {"lse_square_scale": 0.1} if bias else {}
         mask = [bias, True, bias] if weight else [True, True, True]
         one, up, other = torch.tensor(0.5), torch.randn(shape), torch.randn(shape).to(dtype)
         saved = x, head, target, lse
         for grads, divisor in (((one, None), torch.tensor([3, 2])), ((up, other), None)):
-            arguments = *grads, *saved, linear_bias, class_weight, divisor, mask
+            arguments = *grads, *saved, linear_bias, class_weight, divisor, None, None, None, 0, None, mask
             yield f"{HEAD}_backward", arguments, {**options, **sums, **square}
-        for grads in ((up, None, other), (up, up, None)):
-            arguments = *grads, *saved, lse.abs(), linear_bias, class_weight, mask
-            yield f"{HEAD}_backward_entropy", arguments, {**options, **sums}
+        for grads, divisor in (((up, None), None), ((one, up), torch.tensor([3, 2]))):
+            of_entropy = other, lse.abs(), None, 0, None
+            arguments = *grads, *saved, linear_bias, class_weight, divisor, *of_entropy, mask
+            yield f"{HEAD}_backward", arguments, {**options, **sums, **square}
         for reduction, divisor in (("mean", None), ("sum", None), ("sum", torch.tensor(4))):
             options["reduction"] = reduction
             arguments = *inputs, divisor, mask, sums.get("accumulate_dtype")
@@ -125,11 +126,11 @@ def test_a_target_out_of_range():
     run_python(
         LOAD
         + f"""
-for name in ("forward", "forward_argmax", "forward_entropy", "with_grad"):
+forward, one_pass = ops.linear_cross_entropy_forward, ops.linear_cross_entropy_with_grad
+for function, wanted in ((forward, (False, False)), (forward, (True, False)), (forward, (False, True)), (one_pass, ())):
     try:
-        getattr(ops, "linear_cross_entropy_" + name)(
-            torch.randn(5, 6), torch.randn(9, 6), torch.tensor([0, 1, 2, 9, -1]), chunk_rows=3
-        )
+        rows = torch.randn(5, 6), torch.randn(9, 6), torch.tensor([0, 1, 2, 9, -1])
+        function(*rows, None, None, *wanted, chunk_rows=3)
     except IndexError as error:
         assert str(error) == {str(python.value)!r}, error
     else:
@@ -146,10 +147,12 @@ from torch.export import Dim, export
 
 class Everything(torch.nn.Module):
     def forward(self, x, head, t, bias, w):
-        loss, lse, entropy = ops.linear_cross_entropy_forward_entropy(x, head, t, bias, w)
-        argmax = ops.linear_cross_entropy_forward_argmax(x, head, t, bias, w)[2]
-        grads = ops.linear_cross_entropy_backward(loss, lse, x, head, t, lse, bias, w, None, [True, False, True])
-        more = ops.linear_cross_entropy_backward_entropy(loss, None, entropy, x, head, t, lse, entropy, bias, w)
+        loss, lse, _, entropy = ops.linear_cross_entropy_forward(x, head, t, bias, w, False, True)
+        argmax = ops.linear_cross_entropy_forward(x, head, t, bias, w, True)[2]
+        mask = [True, False, True]
+        grads = ops.linear_cross_entropy_backward(loss, lse, x, head, t, lse, bias, w, output_mask=mask)
+        of_entropy = bias, w, None, entropy, entropy
+        more = ops.linear_cross_entropy_backward(loss, None, x, head, t, lse, *of_entropy)
         made = ops.linear_cross_entropy_with_grad(x, head, t, bias, w)
         scaled = ops.linear_scale_grad(made[4], made[0])
         means = [ops.linear_cross_entropy(x, head, t, bias, w, reduction=r, lse_square_scale=0.1) for r in REDUCTIONS]

@@ -97,9 +97,9 @@ def order_of_the_pipeline(device):
 
     _, (forward, backward) = run_and_get_code(run)
     calls = called(forward[forward.index("def call") :])
-    make, gather, wait = ("linear_cross_entropy_shard_chunk", "all_gather_into_tensor", "wait_tensor")
+    make, gather, wait = ("linear_cross_entropy_chunk", "all_gather_into_tensor", "wait_tensor")
     begin, end = [make, gather], [f"{make}_grad_", "all_reduce_", f"{make}_add_"]
-    last = "linear_cross_entropy_shard_value"
+    last = "linear_cross_entropy_value"
     assert [call for call in calls if call != wait] == [*begin, *begin, *end, *begin, *end, *end, last], calls
     assert calls[-4:] == [wait, wait, wait, last], "the all-reduces are waited for at the end"
     for i, call in enumerate(calls):
@@ -132,7 +132,7 @@ def gradients_are_made_once(device):
                 lambda run: torch.autograd.grad(run(x, head, target, bias), (x, head, bias)), compiled
             )
         torch.testing.assert_close(grads, expected)
-        made = called("".join(codes)).count("linear_cross_entropy_shard_chunk")
+        made = called("".join(codes)).count("linear_cross_entropy_chunk")
         assert made == 2, (made, patch)
         assert "scale_grad_" in called(codes[-1]) and "linear_scale_grad" not in called(codes[-1])
 
@@ -178,7 +178,7 @@ def gradients_are_made_once_in_a_checkpoint(device):
             )
             results = [torch.autograd.grad(function(*args), (input, head, bias)) for function in (loss_of, compiled)]
         torch.testing.assert_close(*results)
-        assert backend.calls("linear_cross_entropy_shard_chunk") == [chunks, 0 if marked else chunks]
+        assert backend.calls("linear_cross_entropy_chunk") == [chunks, 0 if marked else chunks]
 
 
 def graphs_of(step, *args):

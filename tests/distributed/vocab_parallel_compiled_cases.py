@@ -82,7 +82,7 @@ def graph(device):
         "_c10d_functional.wait_tensor.default",
         "xent.cross_entropy_shard_reduced.default",
     ]
-    assert calls(backend.bw_graphs) == ["xent.cross_entropy_shard_backward.default"]
+    assert calls(backend.bw_graphs) == ["xent.cross_entropy_backward.default"]
 
 
 def lowered_for_inductor(device):
@@ -105,8 +105,8 @@ def lowered_for_inductor(device):
     code = "\n".join(codes)
     assert "all_gather_into_tensor" in code
     assert calls_of("cross_entropy_shard", code) == 1 and calls_of("cross_entropy_shard_reduced", code) == 1
-    assert calls_of("cross_entropy_shard_backward", code) == 0  # the gradient takes the logits' place
-    assert calls_of("cross_entropy_shard_backward_", code) == reuse.writes_over(device)
+    assert calls_of("cross_entropy_backward", code) == 0  # the gradient takes the logits' place
+    assert calls_of("cross_entropy_backward_", code) == reuse.writes_over(device)
 
 
 def bad_input_while_tracing(device):

@@ -213,7 +213,7 @@ SMALL = 2 * 2**20  # losses, lse, targets, and what the allocator rounds up
 @pytest.mark.parametrize("chunk_rows", [None, 512])
 def test_memory_of_a_step(chunk_rows):
     """The gradients and one chunk of logits; the backward allocates nothing, and AccumulateGrad takes what it gets."""
-    from xent_ops.ops.linear.sizes import rows_of_chunk
+    from xent_ops.head.sizes import rows_of_chunk
 
     h, w, _, target, _ = batch(0, ROWS, CLASSES, FEATURES)
     h.requires_grad_(), w.requires_grad_()
@@ -242,7 +242,7 @@ def test_memory_of_a_step(chunk_rows):
 
 def test_memory_of_skipping():
     """Beside the chunk of logits one of hidden states, one of their gradients, and shares of tiles."""
-    from xent_ops.ops.linear.sizes import rows_of_chunk
+    from xent_ops.head.sizes import rows_of_chunk
 
     h, w, _, target, _ = batch(0, ROWS, CLASSES, FEATURES)
     h.requires_grad_(), w.requires_grad_()

@@ -15,7 +15,7 @@ def kernels(request, device):
     if request.param == "operators":
         return torch.ops.xent
     if request.param == "plain torch":
-        return FlatOptions(reference)
+        return FlatOptions(reference, cross_entropy_forward=reference.statistics)
     from xent_ops.kernels.ascend import launch
 
     return FlatOptions(launch)

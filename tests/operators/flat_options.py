@@ -4,11 +4,14 @@ from xent_ops.kernels.options import as_record
 
 
 class FlatOptions:
-    """Functions of a module, with the options as keywords instead of one record, as operators take them."""
+    """Functions of a module, with the options as keywords instead of one record, as operators take them.
 
-    def __init__(self, module):
-        self.module = module
+    ``others`` are functions that take an operator's place under another name than its own.
+    """
+
+    def __init__(self, module, **others):
+        self.module, self.others = module, others
 
     def __getattr__(self, name):
-        function = getattr(self.module, name)
+        function = self.others.get(name) or getattr(self.module, name)
         return lambda *args, **options: function(*args, **as_record(options))

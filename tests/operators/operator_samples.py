@@ -33,17 +33,18 @@ def samples(device, dtype, requires_grad):
             if reduction != "none":
                 yield ops.cross_entropy_reduced.default, args, options
         yield ops.cross_entropy_forward.default, args, kwargs
-        yield ops.cross_entropy_forward_argmax.default, args, kwargs
-        yield ops.cross_entropy_forward_entropy.default, args, kwargs
         x, t, *rest = args
+        weighted = (*rest, None)[:1]
+        for wanted in ((True, False), (False, True), (True, True)):
+            yield ops.cross_entropy_forward.default, (x, t, *weighted, *wanted), kwargs
         grad, grad_lse, lse, entropy = (rows(*t.shape) for _ in range(4))
         yield ops.cross_entropy_backward.default, (grad, grad_lse, x, t, lse, *rest), kwargs
         yield ops.cross_entropy_backward.default, (grad, None, x, t, lse, *rest), kwargs
-        weighted = (*rest, None)[:1]
         divisor, square = rows(2).abs() + 1, {**kwargs, "lse_square_scale": 0.1}
         yield ops.cross_entropy_backward.default, (rows(), None, x, t, lse, *weighted, divisor), square
         yield ops.cross_entropy_backward.default, (grad, grad_lse, x, t, lse, *weighted, divisor), square
-        yield ops.cross_entropy_backward_entropy.default, (grad, None, grad_lse, x, t, lse, entropy, *rest), kwargs
+        of_entropy = (lse, *weighted, None, grad_lse, entropy)
+        yield ops.cross_entropy_backward.default, (grad, None, x, t, *of_entropy), kwargs
         scale = rows()
         yield ops.cross_entropy_with_grad.default, (x.detach(), t, scale, None, *rest), kwargs
         yield ops.cross_entropy_with_grad.default, (x.detach(), t, grad, grad_lse, *rest), kwargs
@@ -53,6 +54,7 @@ def samples(device, dtype, requires_grad):
             yield ops.scale_grad_.default, (x.clone(), grad), {}
             yield ops.cross_entropy_backward_.default, (grad, None, x.clone(), t, lse, *rest), kwargs
             yield ops.cross_entropy_backward_.default, (rows(), None, x.clone(), t, lse, *weighted, divisor), square
+            yield ops.cross_entropy_backward_.default, (grad, grad_lse, x.clone(), t, *of_entropy), kwargs
         if x.numel():
             counting = {name: value for name, value in kwargs.items() if name == "ignore_index"}
             yield ops.cross_entropy_divisor.default, (x.detach(), t, *rest), counting
@@ -82,14 +84,18 @@ def shard_samples(logits, target, weight, full, rows):
         for reduction in ("mean", "sum"):
             options = {**kwargs, "reduction": reduction, "lse_square_scale": 0.1}
             yield ops.cross_entropy_shard_reduced.default, (logits, target, gathered, *place, w), options
-        rest = (*place, w, None if w is None else rows(6))
-        yield ops.cross_entropy_shard_backward.default, (rows(6), None, detached, target, rows(6), *rest), kwargs
-        yield ops.cross_entropy_shard_backward.default, (rows(6), rows(6), detached, target, rows(6), *rest), kwargs
+        place = (None if w is None else rows(6), *place)
+        plain, of_entropy = (w, None, None, None, *place), (w, None, rows(6), rows(6), *place)
+        divided = (w, rows(2).abs() + 1, None, None, *place)
         square = {**kwargs, "lse_square_scale": 0.1}
-        divided = (*rest, rows(2).abs() + 1)
-        yield ops.cross_entropy_shard_backward.default, (rows(), None, detached, target, rows(6), *divided), square
-        overwritten = detached.clone(), target, rows(6)
-        yield ops.cross_entropy_shard_backward_.default, (rows(6), None, *overwritten, *rest), kwargs
+        saved = (detached, target, rows(6))
+        yield ops.cross_entropy_backward.default, (rows(6), None, *saved, *plain), kwargs
+        yield ops.cross_entropy_backward.default, (rows(6), rows(6), *saved, *plain), kwargs
+        yield ops.cross_entropy_backward.default, (rows(), None, *saved, *divided), square
+        yield ops.cross_entropy_backward.default, (rows(6), None, *saved, *of_entropy), kwargs
+        for rest in (plain, of_entropy):
+            overwritten = detached.clone(), target, rows(6)
+            yield ops.cross_entropy_backward_.default, (rows(6), None, *overwritten, *rest), kwargs
 
 
 def linear_samples(device, dtype, requires_grad, rows):
@@ -119,20 +125,19 @@ def linear_samples(device, dtype, requires_grad, rows):
         divisor = torch.tensor(3, device=device)
         yield ops.linear_cross_entropy.default, (*divided, divisor), {**square, "reduction": "sum"}
         yield ops.linear_cross_entropy_forward.default, args, kwargs
-        yield ops.linear_cross_entropy_forward_argmax.default, args, kwargs
-        yield ops.linear_cross_entropy_forward_entropy.default, args, kwargs
+        for wanted in ((True, False), (False, True)):
+            yield ops.linear_cross_entropy_forward.default, (*divided, *wanted), kwargs
         x_, head_, t, *rest = args
         grad, grad_lse, lse, entropy = (rows(*t.shape) for _ in range(4))
         saved = (x_, head_, t, lse, *(*rest, None, None)[:2])
         two = rows(2).abs() + 1
         yield ops.linear_cross_entropy_backward.default, (grad, grad_lse, *saved), kwargs
         yield ops.linear_cross_entropy_backward.default, (rows(), None, *saved, two), square
-        with_entropy = (grad, None, grad_lse, *saved[:4], entropy, *saved[4:])
-        yield ops.linear_cross_entropy_backward_entropy.default, with_entropy, kwargs
+        yield ops.linear_cross_entropy_backward.default, (grad, None, *saved, None, grad_lse, entropy), kwargs
         one_pass = {name: value for name, value in square.items() if name != "accumulate_dtype"}
         masks = [[True] * 3] if "accumulate_dtype" not in kwargs else [[True, False, False], [False, True, True]]
         for mask in masks:
-            yield ops.linear_cross_entropy_backward.default, (grad, None, *saved, None, mask), kwargs
+            yield ops.linear_cross_entropy_backward.default, (grad, None, *saved, *(None,) * 4, 0, None, mask), kwargs
             if args[0].numel():
                 positional = (*divided, None, mask, kwargs.get("accumulate_dtype"))
                 yield ops.linear_cross_entropy_with_grad.default, positional, one_pass
@@ -148,16 +153,16 @@ def linear_samples(device, dtype, requires_grad, rows):
         yield ops.linear_cross_entropy_shard_join.default, (*shard, gathered, *given), kwargs
         coefficient = None if w is None else rows(6)
         for mask in ([True] * 3, [True, False, False], [False, True, True]):
-            saved = (*detached[:3], rows(6), *detached[3:], coefficient, None, None, mask)
-            yield ops.linear_cross_entropy_shard_backward.default, (rows(6), rows(6), *saved), kwargs
+            saved = (*detached[:3], rows(6), bias.detach(), w, None, None, None, coefficient, *place, mask)
+            yield ops.linear_cross_entropy_backward.default, (rows(6), rows(6), *saved), kwargs
         yield from chunk_samples(shard, place, bias, w, rows, dtype, {"softcap": 5.0})
     plain = {"chunk_rows": 4, "softcap": 5.0}
     detached = (*(tensor.detach() for tensor in (x, head, target)), 0, 37, bias.detach(), None)
     gathered = ops.linear_cross_entropy_shard(*detached, True, **plain)
     yield ops.linear_cross_entropy_shard.default, (*detached, True), plain
     yield ops.linear_cross_entropy_shard_join.default, (x, head, target, gathered, 0, 37, bias, None, None, True), plain
-    saved = (*detached[:3], rows(6), *detached[3:], None, rows(6), rows(6))
-    yield ops.linear_cross_entropy_shard_backward.default, (rows(6), None, *saved), plain
+    saved = (*detached[:3], rows(6), bias.detach(), None, None, rows(6), rows(6), None, 0, 37)
+    yield ops.linear_cross_entropy_backward.default, (rows(6), None, *saved), plain
     for factor in (rows(), rows(37)):
         yield ops.linear_scale_grad.default, (head.detach(), factor), {}
 
@@ -166,12 +171,12 @@ def chunk_samples(shard, place, bias, weight, rows, dtype, kwargs):
     """Of the operators between which collectives stand."""
     x, head, target = (tensor.detach() for tensor in shard)
     chunk = (x, head, target, *place, bias.detach(), weight)
-    yield ops.linear_cross_entropy_shard_chunk.default, chunk, kwargs
-    stats, logits = ops.linear_cross_entropy_shard_chunk(*chunk, **kwargs)
+    yield ops.linear_cross_entropy_chunk.default, chunk, kwargs
+    stats, logits = ops.linear_cross_entropy_chunk(*chunk, **kwargs)
     square = {**kwargs, "lse_square_scale": 0.1}
     of_chunk = (stats, head, target, *place, weight, rows(2).abs() + 1)
     for rest in ((), (stats, False)):
-        yield ops.linear_cross_entropy_shard_chunk_grad_.default, (logits.clone(), *of_chunk, *rest), square
+        yield ops.linear_cross_entropy_chunk_grad_.default, (logits.clone(), *of_chunk, *rest), square
     columns = min(len(head), place[1])
     sums = rows(*head.shape).to(dtype), rows(len(head))
     for first, wanted in (
@@ -181,7 +186,7 @@ def chunk_samples(shard, place, bias, weight, rows, dtype, kwargs):
         (False, (rows(0).to(dtype), sums[1])),
     ):
         copies = [tensor.clone() for tensor in wanted]
-        yield ops.linear_cross_entropy_shard_chunk_add_.default, (*copies, logits, x, columns, first), {}
+        yield ops.linear_cross_entropy_chunk_add_.default, (*copies, logits, x, columns, first), {}
     gradients = (x.clone(), head.clone(), bias.detach().clone())
-    yield ops.linear_cross_entropy_shard_value.default, (rows(), *shard[:2], bias, *gradients), {}
-    yield ops.linear_cross_entropy_shard_value.default, (rows(), *shard[:2], None, *gradients[:2], rows(0), rows()), {}
+    yield ops.linear_cross_entropy_value.default, (rows(), *shard[:2], bias, *gradients), {}
+    yield ops.linear_cross_entropy_value.default, (rows(), *shard[:2], None, *gradients[:2], rows(0), rows()), {}

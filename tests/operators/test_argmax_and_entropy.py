@@ -19,11 +19,13 @@ def test_argmax_takes_the_first_index_on_ties(device):
     target = torch.arange(5)
     for dtype in (torch.float32, torch.bfloat16):
         x = logits.to(device, dtype)
-        argmax = torch.ops.xent.cross_entropy_forward_argmax(x, target.to(device), softcap=0.5)[2]
+        _, _, argmax, entropy = torch.ops.xent.cross_entropy_forward(x, target.to(device), None, True, softcap=0.5)
+        assert entropy.shape == (0,)
         assert argmax.dtype == torch.int64
         assert argmax.tolist() == [0, 17, 4999, 0, 0]
     x = realistic_logits(20, 3333, dtype=torch.bfloat16).to(device)
-    argmax = torch.ops.xent.cross_entropy_forward_argmax(x, torch.zeros(20, dtype=torch.int64, device=device))[2]
+    zeros = torch.zeros(20, dtype=torch.int64, device=device)
+    argmax = torch.ops.xent.cross_entropy_forward(x, zeros, with_argmax=True)[2]
     assert torch.equal(argmax, x.float().argmax(-1))
 
 
@@ -32,7 +34,7 @@ def test_argmax_of_rows_without_a_number_is_the_first_column(device, kernels, cl
     for value in (float("nan"), float("-inf")):
         x = torch.full((5, classes), value, device=device)
         target = torch.zeros(5, dtype=torch.int64, device=device)
-        assert kernels.cross_entropy_forward_argmax(x, target)[2].tolist() == [0] * 5
+        assert kernels.cross_entropy_forward(x, target, None, True)[2].tolist() == [0] * 5
 
 
 @pytest.mark.parametrize("softcap", [None, 20.0])
@@ -66,7 +68,7 @@ def test_entropy(device, dtype, softcap):
 def test_large_common_offset_keeps_the_entropy(device, kernels):
     """Not made from the lse, which is off by 1e-3 there."""
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)) + 3e4
-    entropy = kernels.cross_entropy_forward_entropy(logits.to(device), torch.arange(4, device=device))[2]
+    entropy = kernels.cross_entropy_forward(logits.to(device), torch.arange(4, device=device), None, False, True)[3]
     wanted = torch.distributions.Categorical(logits=logits.double()).entropy()
     torch.testing.assert_close(entropy.cpu().double(), wanted, rtol=1e-5, atol=0)
 
@@ -78,7 +80,7 @@ def test_second_derivatives_of_the_entropy_pass_masked_classes(device):
 
     def derivatives(x, columns):
         x.requires_grad_()
-        entropy = torch.ops.xent.cross_entropy_forward_entropy(x, target)[2]
+        entropy = torch.ops.xent.cross_entropy_forward(x, target, with_entropy=True)[3]
         (grad,) = torch.autograd.grad(entropy.sum(), x, create_graph=True)
         (second,) = torch.autograd.grad((grad[:, columns] * factor).sum(), x)
         return grad.detach()[:, columns], second[:, columns]
@@ -89,5 +91,5 @@ def test_second_derivatives_of_the_entropy_pass_masked_classes(device):
     wanted = derivatives(logits[:, kept], slice(None))
     torch.testing.assert_close(derivatives(masked, kept), wanted)
     masked = masked.detach().requires_grad_()
-    (grad,) = torch.autograd.grad(reference.cross_entropy_forward_entropy(masked, target)[2].sum(), masked)
+    (grad,) = torch.autograd.grad(reference.statistics(masked, target, with_entropy=True)[3].sum(), masked)
     torch.testing.assert_close(grad[:, kept], wanted[0])

@@ -244,11 +244,15 @@ def test_operators_check_their_rows():
         with pytest.raises((TypeError, ValueError), match=text):
             ops.linear_cross_entropy_backward(grad_loss, None, x, head, target, lse)
         with pytest.raises((TypeError, ValueError), match=text):
-            ops.linear_cross_entropy_backward_entropy(grad_loss, None, None, x, head, target, lse, rows)
+            of_entropy = {"grad_entropy": rows, "entropy": rows}
+            ops.linear_cross_entropy_backward(grad_loss, None, x, head, target, lse, **of_entropy)
     with pytest.raises(ValueError, match=r"divisor has shape \(\); expected \(2,\)"):
         ops.linear_cross_entropy_backward(rows, None, x, head, target, rows, None, None, rows[0])
     with pytest.raises(ValueError, match=r"grad_entropy has shape \(2,\)"):
-        ops.linear_cross_entropy_backward_entropy(rows, None, rows[:2], x, head, target, rows, rows)
+        ops.linear_cross_entropy_backward(rows, None, x, head, target, rows, grad_entropy=rows[:2], entropy=rows)
+    for one in ("grad_entropy", "entropy"):
+        with pytest.raises(ValueError, match="grad_entropy and entropy go together"):
+            ops.linear_cross_entropy_backward(rows, None, x, head, target, rows, **{one: rows})
     with pytest.raises(
         ValueError, match=r"factor has shape \(3,\); expected \(6,\), one value for each row of the grad"
     ):

@@ -169,20 +169,20 @@ def test_errors_of_chunks(device):
     input, head, _, _, target = problem(device)
     x, t = input[0], target[0]
     with pytest.raises(ValueError, match=r"input has shape \(2, 5, 8\); expected \(rows, H\)"):
-        ops.linear_cross_entropy_shard_chunk(input, head, target, 0, V)
-    stats, logits = ops.linear_cross_entropy_shard_chunk(x, head, t, 0, V)
+        ops.linear_cross_entropy_chunk(input, head, target, 0, V)
+    stats, logits = ops.linear_cross_entropy_chunk(x, head, t, 0, V)
     assert logits.shape == (5, 40) and logits[:, V:].count_nonzero() == 0
     with pytest.raises(ValueError, match=r"logits has shape \(5, 39\); expected \(5, 40\)"):
-        ops.linear_cross_entropy_shard_chunk_grad_(logits[:, 1:], stats, head, t, 0, V)
+        ops.linear_cross_entropy_chunk_grad_(logits[:, 1:], stats, head, t, 0, V)
     with pytest.raises(ValueError, match="gathered has shape"):
-        ops.linear_cross_entropy_shard_chunk_grad_(logits, stats[:, 1:], head, t, 0, V)
+        ops.linear_cross_entropy_chunk_grad_(logits, stats[:, 1:], head, t, 0, V)
     total, none = torch.empty_like(head), head.new_empty(0)
     with pytest.raises(ValueError, match="which 41 classes do not have"):
-        ops.linear_cross_entropy_shard_chunk_add_(total, none, logits, x, 41, True)
+        ops.linear_cross_entropy_chunk_add_(total, none, logits, x, 41, True)
     with pytest.raises(ValueError, match="grad_logits has shape"):
-        ops.linear_cross_entropy_shard_chunk_add_(total, none, logits[1:], x, V, True)
+        ops.linear_cross_entropy_chunk_add_(total, none, logits[1:], x, V, True)
     with pytest.raises(ValueError, match="grad_linear_weight has shape"):
-        ops.linear_cross_entropy_shard_value(stats[0, 0], x, head, None, x, head[1:], none)
+        ops.linear_cross_entropy_value(stats[0, 0], x, head, None, x, head[1:], none)
 
 
 def test_errors(device):
@@ -207,6 +207,12 @@ def test_errors(device):
         ops.linear_cross_entropy_shard_join(input, head, targets, gathered, 0, V, None, None, rows)
     with pytest.raises(ValueError, match="needs the coefficient"):
         ones = torch.ones(2, 5, device=device)
-        ops.linear_cross_entropy_shard_backward(ones, None, input, head, target, ones, 0, V, None, weight)
+        ops.linear_cross_entropy_backward(ones, None, input, head, target, ones, None, weight, num_classes=V)
+    for rest in ({"class_start": 1}, {"coefficient": ones}):
+        with pytest.raises(ValueError, match="class_start and coefficient go with num_classes"):
+            ops.linear_cross_entropy_backward(ones, None, input, head, target, ones, **rest)
+    with pytest.raises(ValueError, match="entropies go with the plain loss"):
+        of_entropy = {"grad_entropy": ones, "entropy": ones, "num_classes": V, "label_smoothing": 0.1}
+        ops.linear_cross_entropy_backward(ones, None, input, head, target, ones, **of_entropy)
     with pytest.raises(RuntimeError, match="has no derivative"):
         ops.linear_cross_entropy_shard(input.requires_grad_(), head, target, 0, V).sum().backward()

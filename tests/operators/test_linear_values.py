@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import xent_ops
-from xent_ops.ops.linear.packing import Rows
-from xent_ops.ops.linear.products import Products
+from xent_ops.head.packing import Rows
+from xent_ops.head.products import Products
 from xent_ops.testing import assert_linear, linear_oracle
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -97,8 +97,8 @@ def everything(dtype, vocabulary, full):
     z_loss = {"lse_square_scale": 1e-4 if full else 0.0}
     grad_lse = row if full else None
     run("cross_entropy_forward", logits, target, weight, **options)
-    run("cross_entropy_forward_argmax", logits, target, weight, **options)
-    run("cross_entropy_forward_entropy", logits, target, weight, **options)
+    for wanted in ((True, False), (False, True), (True, True)):
+        run("cross_entropy_forward", logits, target, weight, *wanted, **options)
     run("cross_entropy_reduced", logits, target, weight, **options, **z_loss)
     run("cross_entropy_divisor", logits, target, weight, **options)
     for number in (1000, 9000):  # the sums over rows by one program, by several
@@ -110,7 +110,9 @@ def everything(dtype, vocabulary, full):
     run("cross_entropy_backward", scalar, None, logits, target, row, weight, divisor, **options)
     run("cross_entropy_backward_", scalar, grad_lse, logits, target, row, weight, divisor, **options, **z_loss)
     run("cross_entropy_backward_", row, None, logits, target, row, weight, **options)
-    run("cross_entropy_backward_entropy", row, row, row, logits, target, row, row, weight, **options)
+    of_entropy = (weight, None, row, row)
+    run("cross_entropy_backward", row, row, logits, target, row, *of_entropy, **options)
+    run("cross_entropy_backward_", row, None, logits, target, row, *of_entropy, **options)
     run("soft_cross_entropy_forward", logits, logits, weight, **options)
     run("soft_cross_entropy_backward", row, row, logits, logits, row, weight, **options)
     run("cross_entropy_with_grad", logits, target, scalar, grad_lse, weight, **options)
@@ -120,9 +122,11 @@ def everything(dtype, vocabulary, full):
     gathered = run("cross_entropy_shard", logits, target, *place, weight, **options).expand(4, -1)
     run("cross_entropy_shard_join", logits, target, gathered, *place, weight, **options)
     run("cross_entropy_shard_reduced", logits, target, gathered, *place, weight, **options, **z_loss)
-    rest = (*place, weight, row if full else None)
-    run("cross_entropy_shard_backward", row, grad_lse, logits, target, row, *rest, **options)
-    run("cross_entropy_shard_backward_", scalar, None, logits, target, row, *rest, divisor, **options, **z_loss)
+    place = (row if full else None, *place)
+    run("cross_entropy_backward", row, grad_lse, logits, target, row, weight, None, None, None, *place, **options)
+    run("cross_entropy_backward", row, None, logits, target, row, *of_entropy, *place, **options)
+    divided = (weight, divisor, None, None, *place)
+    run("cross_entropy_backward_", scalar, None, logits, target, row, *divided, **options, **z_loss)
 
 
 CASES = [
@@ -217,8 +221,8 @@ def test_another_option_value_is_the_same_kernel(monkeypatch):
             place = (5 * rows, 10**6 + rows)  # another rank, another vocabulary
             gathered = run("cross_entropy_shard", logits, target, *place, weight, **options).expand(4, -1)
             run("cross_entropy_shard_reduced", logits, target, gathered, *place, weight, **options, **z_loss)
-            shard = (*place, weight, row, row[:1])
-            run("cross_entropy_shard_backward", row, None, logits, target, row, *shard, **options, **z_loss)
+            shard = (weight, row[:1], None, None, row, *place)
+            run("cross_entropy_backward", row, None, logits, target, row, *shard, **options, **z_loss)
 
         result = []
         for kernel, args, kwargs in record(monkeypatch, launches):

@@ -326,7 +326,7 @@ def test_no_derivative(device):
         lambda logits: ops.cross_entropy_with_grad_(logits, target, one),
         lambda logits: ops.scale_grad_(logits, one),
         lambda logits: ops.cross_entropy_backward_(row, None, logits, target, row),
-        lambda logits: ops.cross_entropy_shard_backward_(row, None, logits, target, row, 0, 10),
+        lambda logits: ops.cross_entropy_backward_(row, None, logits, target, row, num_classes=10),
     ):
         with pytest.raises(RuntimeError, match="must not require grad, for an operator that has no derivative writes"):
             call(x * 1)
@@ -341,7 +341,7 @@ def test_nothing_is_written_over_rows_that_share_memory(device):
         lambda: torch.ops.xent.cross_entropy_with_grad_(logits, target, row),
         lambda: torch.ops.xent.scale_grad_(logits, row),
         lambda: torch.ops.xent.cross_entropy_backward_(row, None, logits, target, row),
-        lambda: torch.ops.xent.cross_entropy_shard_backward_(row, None, logits, target, row, 0, 30),
+        lambda: torch.ops.xent.cross_entropy_backward_(row, None, logits, target, row, num_classes=30),
     ):
         with pytest.raises(RuntimeError, match="share memory between their rows"):
             call()

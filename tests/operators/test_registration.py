@@ -125,7 +125,7 @@ def test_gradgradcheck_of_the_backward_operators(device):
         (leaf(3), leaf(3), leaf(3, 7), leaf(3)),
     )
     assert torch.autograd.gradcheck(
-        lambda a, c, x, s, h: ops.cross_entropy_backward_entropy(a, None, c, x, target, s, h, weight, **options),
+        lambda a, c, x, s, h: ops.cross_entropy_backward(a, None, x, target, s, weight, None, c, h, **options),
         (leaf(3), leaf(3), leaf(3, 7), leaf(3), leaf(3)),
     )
     assert torch.autograd.gradcheck(
@@ -168,12 +168,7 @@ def test_bad_arguments_name_themselves(case, traced):
         with pytest.raises(Exception, match=text):
             function(*args, **kwargs)
         return
-    for name in (
-        "cross_entropy",
-        "cross_entropy_forward",
-        "cross_entropy_forward_argmax",
-        "cross_entropy_forward_entropy",
-    ):
+    for name in ("cross_entropy", "cross_entropy_forward"):
         with pytest.raises((TypeError, ValueError, RuntimeError), match=text):
             getattr(ops, name)(*args, **kwargs)
 
@@ -200,9 +195,9 @@ def test_bad_arguments_of_the_public_functions():
 def test_weight_that_requires_grad_is_refused_by_the_row_operators():
     weight = torch.rand(10, requires_grad=True)
     x = torch.randn(LOGITS, requires_grad=True)
-    for name in ("cross_entropy_forward", "cross_entropy_forward_argmax", "cross_entropy_forward_entropy"):
+    for wanted in itertools.product((False, True), repeat=2):
         with pytest.raises(RuntimeError, match="weight requires grad"):
-            getattr(ops, name)(x, TARGET, weight)
+            ops.cross_entropy_forward(x, TARGET, weight, *wanted)
     with torch.no_grad():
         assert xent_ops.cross_entropy(x, TARGET, weight).isfinite()
 
@@ -212,6 +207,13 @@ def test_backward_operators_check_their_rows():
     for bad, text in [(row[:3], r"grad_loss has shape \(3,\)"), (TARGET, "grad_loss has dtype torch.int64")]:
         with pytest.raises((TypeError, ValueError), match=text):
             ops.cross_entropy_backward(bad, None, x, TARGET, row)
+    for name in ("cross_entropy_backward", "cross_entropy_backward_"):
+        for one in ("grad_entropy", "entropy"):
+            with pytest.raises(ValueError, match="grad_entropy and entropy go together"):
+                getattr(ops, name)(row, None, x, TARGET, row, **{one: row})
+            other = {"grad_entropy": row, "entropy": row} | {one: row[:3]}
+            with pytest.raises(ValueError, match=rf"{one} has shape \(3,\)"):
+                getattr(ops, name)(row, None, x, TARGET, row, **other)
     with pytest.raises(ValueError, match=r"lse has shape \(2,\)"):
         ops.soft_cross_entropy_backward(row, None, x, x, row[:2])
 
@@ -260,7 +262,7 @@ def test_more_than_two_to_the_31_elements(shape):
     x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     target = torch.randint(0, shape[1], shape[:1], device="cuda")
     grad_loss = torch.rand(shape[0], device="cuda")
-    loss, lse, argmax = ops.cross_entropy_forward_argmax(x, target)
+    loss, lse, argmax, _ = ops.cross_entropy_forward(x, target, with_argmax=True)
     grad = ops.cross_entropy_backward(grad_loss, None, x, target, lse)
     for row in (0, 1, shape[0] // 2, shape[0] - 1):
         last = x[row].double()
@@ -276,7 +278,7 @@ def test_combinations_of_upstream_gradients(device):
     target = TARGET.to(device)
     full = {}
     for use in itertools.product([False, True], repeat=3):
-        loss, lse, entropy = ops.cross_entropy_forward_entropy(x, target)
+        loss, lse, _, entropy = ops.cross_entropy_forward(x, target, with_entropy=True)
         used = [o.sum() for o, keep in zip((loss, lse, entropy), use, strict=True) if keep]
         if not used:
             continue

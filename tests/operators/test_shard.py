@@ -11,7 +11,7 @@ from helpers.covering import pairs_if_interpreted
 from helpers.interpreter import INTERPRETED
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xent_ops.kernels import reference_shard
+from xent_ops.kernels import reference, reference_shard
 from xent_ops.testing import assert_grad, assert_loss, assert_lse, oracle, realistic_logits
 
 pytestmark = pytest.mark.interpreter
@@ -229,7 +229,7 @@ def test_rows_of_padding_may_hold_anything(device):
 @pytest.mark.parametrize("ignore_index", [-100, 0, 20])
 def test_weight_of_an_ignored_class_may_be_infinite(device, plain, ignore_index):
     """One over its number of targets. The second shard has class 20."""
-    kernels = FlatOptions(reference_shard) if plain else ops
+    kernels = FlatOptions(reference_shard, cross_entropy_backward=reference.cross_entropy_backward) if plain else ops
     x = realistic_logits(4, 40, dtype=torch.float32).to(device).requires_grad_()
     target = torch.tensor([3, ignore_index, 39, 4], device=device)
     weight = torch.rand(40, generator=torch.Generator().manual_seed(2)).to(device)
@@ -247,11 +247,8 @@ def test_weight_of_an_ignored_class_may_be_infinite(device, plain, ignore_index)
         loss, lse, _, coefficient = kernels.cross_entropy_shard_join(z, target, gathered, start, 40, w, **options)
         torch.testing.assert_close(loss, theirs.detach())
         assert coefficient[1] == 0
-        grads.append(
-            kernels.cross_entropy_shard_backward(
-                torch.ones_like(loss), None, z, target, lse, start, 40, w, coefficient, **options
-            )
-        )
+        of_slice = (w, None, None, None, coefficient, start, 40)
+        grads.append(kernels.cross_entropy_backward(torch.ones_like(loss), None, z, target, lse, *of_slice, **options))
     grad = torch.cat(grads, -1)
     torch.testing.assert_close(grad, wanted)
     assert grad[1].count_nonzero() == 0
@@ -326,14 +323,29 @@ def test_bad_arguments_name_themselves(device):
             "gathered has dtype torch.float64",
         ),
         (
-            lambda: ops.cross_entropy_shard_backward(x[:, 0], None, x, target, x[:, 0], 0, 20, x[0]),
+            lambda: ops.cross_entropy_backward(x[:, 0], None, x, target, x[:, 0], x[0], num_classes=20),
             ValueError,
             "needs the coefficient",
         ),
         (
-            lambda: ops.cross_entropy_shard_backward(x[0], None, x, target, x[:, 0], 0, 20),
+            lambda: ops.cross_entropy_backward(x[0], None, x, target, x[:, 0], num_classes=20),
             ValueError,
             r"grad_loss has shape \(10,\)",
+        ),
+        (
+            lambda: ops.cross_entropy_backward(x[:, 0], None, x, target, x[:, 0], class_start=20, num_classes=20),
+            ValueError,
+            "class_start=20 with 10 columns lies beyond num_classes=20",
+        ),
+        (
+            lambda: ops.cross_entropy_backward(x[:, 0], None, x, target, x[:, 0], class_start=5),
+            ValueError,
+            "class_start and coefficient go with num_classes",
+        ),
+        (
+            lambda: ops.cross_entropy_backward(x[:, 0], None, x, target, x[:, 0], coefficient=x[:, 0]),
+            ValueError,
+            "class_start and coefficient go with num_classes",
         ),
     ]
     for call, error, text in bad:

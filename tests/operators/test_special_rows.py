@@ -47,8 +47,8 @@ def test_target_out_of_range(device, raises_out_of_range, bad, options):
     weight = torch.rand(50, device=device)
     calls = {
         "forward": lambda w: torch.ops.xent.cross_entropy_forward(logits, target, w, **options)[0],
-        "argmax": lambda w: torch.ops.xent.cross_entropy_forward_argmax(logits, target, w, **options)[0],
-        "entropy": lambda w: torch.ops.xent.cross_entropy_forward_entropy(logits, target, w, **options)[0],
+        "argmax": lambda w: torch.ops.xent.cross_entropy_forward(logits, target, w, True, **options)[0],
+        "entropy": lambda w: torch.ops.xent.cross_entropy_forward(logits, target, w, False, True, **options)[0],
     }
     for call, w in itertools.product(calls.values(), (None, weight)):
         if raises_out_of_range:
@@ -102,8 +102,8 @@ def test_entropy_of_padding_may_be_nan(device, kernels):
     x[1], x[2] = float("nan"), float("inf")
     target = torch.tensor([3, -100, 5, 4], device=device)
     grad_loss, grad_entropy = torch.tensor([[1.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0]], device=device)
-    _, lse, entropy = kernels.cross_entropy_forward_entropy(x, target)
-    grad = kernels.cross_entropy_backward_entropy(grad_loss, None, grad_entropy, x, target, lse, entropy)
+    _, lse, _, entropy = kernels.cross_entropy_forward(x, target, None, False, True)
+    grad = kernels.cross_entropy_backward(grad_loss, None, x, target, lse, None, None, grad_entropy, entropy)
     assert grad.isfinite().all() and grad[1:3].count_nonzero() == 0 and grad[[0, 3]].count_nonzero() == 200
 
 
@@ -117,7 +117,7 @@ def test_weight_of_an_ignored_class_may_be_infinite(device, kernels, ignore_inde
     theirs = F.cross_entropy(x, target, weight, ignore_index=ignore_index, reduction="none")
     (wanted,) = torch.autograd.grad(theirs.sum(), x)
     options = {"ignore_index": ignore_index}
-    loss, lse = kernels.cross_entropy_forward(x.detach(), target, weight, **options)
+    loss, lse, *_ = kernels.cross_entropy_forward(x.detach(), target, weight, **options)
     grad = kernels.cross_entropy_backward(torch.ones_like(loss), None, x.detach(), target, lse, weight, **options)
     torch.testing.assert_close(loss, theirs.detach())
     torch.testing.assert_close(grad, wanted)
@@ -127,6 +127,6 @@ def test_weight_of_an_ignored_class_may_be_infinite(device, kernels, ignore_inde
 def test_upstream_gradients_that_cancel_do_not_hide_an_infinite_logit(device, kernels):
     x, target = torch.randn(1, 40, device=device), torch.tensor([1], device=device)
     x[0, 7] = float("inf")
-    _, lse = kernels.cross_entropy_forward(x, target)
+    lse = kernels.cross_entropy_forward(x, target)[1]
     one = torch.ones(1, device=device)
     assert kernels.cross_entropy_backward(one, -one, x, target, lse).isnan().any()

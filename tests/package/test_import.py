@@ -62,7 +62,7 @@ def test_interpreter_mode_is_loud():
     run_python(
         """
         import warnings, xent_ops
-        from xent_ops.ops import devices
+        from xent_ops.kernels import devices
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):
