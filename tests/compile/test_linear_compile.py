@@ -288,9 +288,9 @@ class GraphModule(torch.nn.Module):
 class GraphModule(torch.nn.Module):
     def forward(self, primals_1: "f32[48, 16]", primals_2: "f32[40, 16]", primals_3: "i64[48]", detach_1: "f32[48]", tangents_1: "f32[]"):
         expand: "f32[48]" = torch.ops.aten.expand.default(tangents_1, [48])
-        linear_cross_entropy_backward = torch.ops.xent.linear_cross_entropy_backward.default(expand, None, primals_1, primals_2, primals_3, detach_1, None, None, None, [True, True, False]);  
-        getitem_2: "f32[48, 16]" = linear_cross_entropy_backward[0]
-        getitem_3: "f32[40, 16]" = linear_cross_entropy_backward[1]
-        return (getitem_2, getitem_3, None)
+        linear_cross_entropy_backward = torch.ops.xent.linear_cross_entropy_backward.default(expand, None, primals_1, primals_2, primals_3, detach_1, None, None, None, None, None, None, 0, None, [True, True, False]);  
+        getitem_4: "f32[48, 16]" = linear_cross_entropy_backward[0]
+        getitem_5: "f32[40, 16]" = linear_cross_entropy_backward[1]
+        return (getitem_4, getitem_5, None)
 """,
     )

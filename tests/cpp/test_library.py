@@ -388,15 +388,6 @@ def test_the_same_errors(name, arguments, options):
     assert str(library.value) == str(python.value)
 
 
-def test_a_slice_of_a_head_is_refused():
-    """It is a rank's, and a process without Python has no collectives."""
-    x, head, t, rows = torch.randn(4, 6), torch.randn(9, 6), torch.arange(4), torch.ones(4)
-    for device in ("cpu", "meta"):
-        tensors = [value.to(device) for value in (x, head, t, rows)]
-        with pytest.raises(INVALID, match="a head split over ranks is served from Python alone"):
-            cpu.kernel("linear_cross_entropy_backward")(tensors[3], None, *tensors, *(None,) * 6, 0, 18)
-
-
 def test_library_path(capsys, monkeypatch, tmp_path):
     assert xent_ops.library_path() == str(_extension.LIBRARY)
     assert main(["library-path"]) == 0
