@@ -5,7 +5,7 @@ import torch
 from helpers.interpreter import INTERPRETED
 
 import xent_ops
-from xent_ops.ops.linear import packing, products
+from xent_ops.head import packing, products
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 

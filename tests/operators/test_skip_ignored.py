@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import xent_ops
-from xent_ops.ops.linear import packing
+from xent_ops.head import packing
 
 ROWS, FEATURES, CLASSES = 300, 40, 1003
 PATTERNS = {
