@@ -45,8 +45,8 @@ CALLS = {
     ),
     "operator": (composite, [ONE_PASS], ["linear_scale_grad"] * 3),
     "rows": (lambda *tensors: loss(*tensors, reduction="none"), [ROWS], [AGAIN]),
-    "log_probs": (log_probs, [f"{ROWS}_entropy"], [f"{AGAIN}_entropy"]),
-    "outputs": (outputs, [f"{ROWS}_argmax"], [AGAIN]),
+    "log_probs": (log_probs, [ROWS], [AGAIN]),
+    "outputs": (outputs, [ROWS], [AGAIN]),
 }  # fmt: skip
 
 
