@@ -8,7 +8,7 @@ import torch
 from flat_options import FlatOptions
 from helpers.interpreter import INTERPRETED
 
-from xent_ops.kernels import reference_shard
+from xent_ops.kernels import reference, reference_shard
 from xent_ops.testing import realistic_logits
 
 pytestmark = pytest.mark.interpreter
@@ -47,17 +47,15 @@ def test_rows(device, kernels, raises_out_of_range, shape, bad, options, weighte
     lse = torch.logsumexp(logits * options.get("logit_scale", 1.0), -1)
     ones, entropy = torch.ones_like(lse), torch.zeros_like(lse)
     assert_nan(kernels.cross_entropy_backward(ones, None, logits, target, lse, weight, **options))
-    assert_nan(
-        kernels.cross_entropy_backward_entropy(ones, ones, ones, logits, target, lse, entropy, weight, **options)
-    )
+    assert_nan(kernels.cross_entropy_backward(ones, ones, logits, target, lse, weight, None, ones, entropy, **options))
     if kernels is ops and raises_out_of_range:
         return
-    for name in ("", "_argmax", "_entropy"):
-        loss, lse, *others = getattr(kernels, f"cross_entropy_forward{name}")(logits, target, weight, **options)
+    for wanted in ((False, False), (True, False), (False, True)):
+        loss, lse, argmax, _ = kernels.cross_entropy_forward(logits, target, weight, *wanted, **options)
         assert_nan(loss)
         assert lse.isfinite().all()
-        if name == "_argmax":
-            assert torch.equal(others[0], logits.argmax(-1))
+        if wanted[0]:
+            assert torch.equal(argmax, logits.argmax(-1))
     loss, _, gradient = kernels.cross_entropy_with_grad(logits, target, ones[0], None, weight, **options)
     assert_nan(loss)
     assert_nan(gradient)
@@ -72,7 +70,8 @@ def test_rows(device, kernels, raises_out_of_range, shape, bad, options, weighte
 def test_shards(device, kind, bad, options, weighted):
     """The statistics are plain torch's, for the operator that makes them raises on a CPU."""
     logits, target, weight = problem(device, (6, 50), bad, weighted)
-    kernels, plain = ops if kind == "operators" else FlatOptions(reference_shard), FlatOptions(reference_shard)
+    plain = FlatOptions(reference_shard, cross_entropy_backward=reference.cross_entropy_backward)
+    kernels = ops if kind == "operators" else plain
     shards = [(logits[:, :20], 0, 50), (logits[:, 20:], 20, 50)]
     weights = [None, None] if weight is None else [weight[:20], weight[20:]]
     gathered = torch.cat(
@@ -82,10 +81,8 @@ def test_shards(device, kind, bad, options, weighted):
         loss, lse, _, coefficient = kernels.cross_entropy_shard_join(x, target, gathered, *at, w, **options)
         assert_nan(loss)
         assert lse.isfinite().all()
-        more = (w, None if w is None else coefficient)
-        assert_nan(
-            kernels.cross_entropy_shard_backward(torch.ones_like(lse), None, x, target, lse, *at, *more, **options)
-        )
+        more = (w, None, None, None, None if w is None else coefficient, *at)
+        assert_nan(kernels.cross_entropy_backward(torch.ones_like(lse), None, x, target, lse, *more, **options))
 
 
 @pytest.mark.parametrize("entropy", [False, True], ids=["", "entropy"])
@@ -95,9 +92,10 @@ def test_a_head_over_ranks(device, bad, entropy):
     head, lse = torch.eye(50, device=device), torch.logsumexp(logits, -1)
     ones, zeros = torch.ones_like(lse), torch.zeros_like(lse)
     for shard in (slice(0, 20), slice(20, 50)):
-        rows = (logits, head[shard].contiguous(), target, lse, shard.start, 50, None, None, None)
-        grad, of_head, _ = ops.linear_cross_entropy_shard_backward(
-            ones, None, *rows, zeros if entropy else None, zeros if entropy else None, [True, True, False]
+        rows = (logits, head[shard].contiguous(), target, lse, None, None, None)
+        of_rows = (zeros if entropy else None, zeros if entropy else None, None)
+        grad, of_head, _ = ops.linear_cross_entropy_backward(
+            ones, None, *rows, *of_rows, shard.start, 50, [True, True, False]
         )
         assert_nan(grad)
         assert of_head.isnan().all()
