@@ -287,7 +287,7 @@ def test_kernels_are_compiled_once_for_all_option_values():
     for rows, *values in [
         (64, 0.2, 5.0, 2.0, -100),
         (32, 1.0, 16.0, -1.0, 3),
-        (17, 0.5, 1.0, 0.0, 16),
+        (17, 0.5, 1.0, 4.0, 16),
         (1, 0.3, 2.0, 3.0, 1),
     ]:
         run(rows, *values)

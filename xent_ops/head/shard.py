@@ -132,6 +132,7 @@ def chunk(
     logits = room_for_logits(input.new_empty, input.shape[0], head.shape[0], input)
     of_classes = logits[:, : head.shape[0]]
     logits_of(input, head, bias, of_classes)
+    logits[:, head.shape[0] :].zero_()  # the result of an operator holds nothing that nobody wrote
     shard = (class_start, num_classes, weight)
     return _ops.cross_entropy_shard(of_classes, target, *shard, **options.keywords()), logits
 

@@ -47,7 +47,8 @@ def coefficients(
 @triton.jit
 def slope_unit(act, FLAGS: tl.constexpr):
     """What every element's derivative has as a factor: tanh' is 4 r (1 - r), of the r of numerics.tanh_rest."""
-    return 4.0 * act.logit_scale if FLAGS.softcap == 2 else act.logit_scale
+    _, logit_scale = act
+    return 4.0 * logit_scale if FLAGS.softcap == 2 else logit_scale
 
 
 @triton.jit
@@ -79,7 +80,8 @@ def gradient(
         p = tl.exp2(log_p * LOG2E)
         slope = 1.0
         if FLAGS.softcap:
-            share = x * (1.0 / act.softcap)  # not x * x / softcap^2, which a small cap makes zero
+            softcap, _ = act
+            share = x * (1.0 / softcap)  # not x * x / softcap^2, which a small cap makes zero
             slope -= share * share
     grad = total * p
     if FLAGS.entropy:

@@ -90,7 +90,8 @@ def _visit(
     if MASKED:
         x = tl.where(inside, x, float("-inf"))  # after softcap, which would make -softcap of -inf
     if FLAGS.argmax:
-        z *= act.logit_scale
+        _, logit_scale = act
+        z *= logit_scale
         if MASKED:
             z = tl.where(inside, z, float("-inf"))
         better = z > best

@@ -1,7 +1,5 @@
 """Device functions that the kernels share."""
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -43,17 +41,14 @@ def _reciprocal(y):
     return root * root
 
 
-class Activation(NamedTuple):
-    """What makes x of a logit z, built once in a kernel and passed on as one: see ``activate``."""
-
-    softcap: Any  # in the accumulator's dtype, as the scale
-    logit_scale: Any
-    # Which softcap stays in FLAGS: a constexpr in a tuple becomes a number at run time (Triton 3.6 to 3.9).
-
-
 @triton.jit
 def activation_of(softcap, logit_scale, ACC: tl.constexpr):
-    return Activation(tl.cast(softcap, ACC), tl.cast(logit_scale, ACC))
+    """What makes x of a logit, ``activate``: built once in a kernel, passed on as one, taken apart where it is used.
+
+    A plain tuple: AOTInductor copies a kernel's source, but no class that it names. Which softcap it is stays in FLAGS,
+    for a constexpr in a tuple becomes a number at run time (Triton 3.6 to 3.9).
+    """
+    return tl.cast(softcap, ACC), tl.cast(logit_scale, ACC)
 
 
 @triton.jit
@@ -63,7 +58,8 @@ def tanh_rest(z, act, TILE: tl.constexpr):
     In a TILE four neighbours share a reciprocal, 1 / a = b (1 / ab), for its unit is what such kernels wait for. Where
     exp(2u) is held down to 2^31, which keeps the product of four finite, tanh is 1 to 1e-9.
     """
-    u = tl.minimum(z * (2.0 * LOG2E * act.logit_scale / act.softcap), 31.0, propagate_nan=tl.PropagateNan.ALL)
+    softcap, logit_scale = act
+    u = tl.minimum(z * (2.0 * LOG2E * logit_scale / softcap), 31.0, propagate_nan=tl.PropagateNan.ALL)
     y = tl.exp2(u) + 1.0
     if TILE:
         a, b = tl.split(tl.reshape(y, [y.numel // 4, 2, 2]))
@@ -80,18 +76,20 @@ def tanh_rest(z, act, TILE: tl.constexpr):
 @triton.jit
 def bounded(rest, act, pivot):
     """(x - pivot) / ln 2 for FLAGS.softcap == 2. The cap is at most 64, and e^64 is 6e27: sums need no maximum."""
-    return (act.softcap - pivot) * LOG2E - (2.0 * LOG2E * act.softcap) * rest
+    softcap, _ = act
+    return (softcap - pivot) * LOG2E - (2.0 * LOG2E * softcap) * rest
 
 
 @triton.jit
 def activate(z, act, FLAGS: tl.constexpr):
     """x = softcap * tanh(logit_scale * z / softcap), or logit_scale * z; see configs.softcap for FLAGS.softcap."""
+    softcap, logit_scale = act
     if FLAGS.softcap == 0:
-        x = z * act.logit_scale
+        x = z * logit_scale
     elif FLAGS.softcap == 1:
-        x = act.softcap * _tanh(z * (act.logit_scale / act.softcap))
+        x = softcap * _tanh(z * (logit_scale / softcap))
     else:
-        x = act.softcap - 2.0 * act.softcap / (tl.exp2(z * (2.0 * LOG2E * act.logit_scale / act.softcap)) + 1.0)
+        x = softcap - 2.0 * softcap / (tl.exp2(z * (2.0 * LOG2E * logit_scale / softcap)) + 1.0)
     return x
 
 
