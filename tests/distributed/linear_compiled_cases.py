@@ -203,20 +203,20 @@ def graph(device):
     again = {"pipelined": False}
     forward, backward = graphs_of(step_of(None, **again), x, head, target)
     assert forward == [shard, *gather, join]
-    assert backward == [f"{shard}_backward", "_c10d_functional.all_reduce", wait]
+    assert backward == ["xent.linear_cross_entropy_backward", "_c10d_functional.all_reduce", wait]
 
     part = x.detach()[:6].clone().requires_grad_()
     forward, backward = graphs_of(step_of(None, sequence_parallel=True, **again), part, head, target)
     assert forward == [*gather, shard, *gather, join]
-    assert backward == [f"{shard}_backward", "_c10d_functional.reduce_scatter_tensor", wait]
+    assert backward == ["xent.linear_cross_entropy_backward", "_c10d_functional.reduce_scatter_tensor", wait]
 
     forward, backward = graphs_of(step_of(None, **again), x.detach(), head, target)
-    assert forward == [shard, *gather, join] and backward == [f"{shard}_backward"]
+    assert forward == [shard, *gather, join] and backward == ["xent.linear_cross_entropy_backward"]
 
-    value, scale = f"{shard}_value", "xent.linear_scale_grad"
+    value, scale = "xent.linear_cross_entropy_value", "xent.linear_scale_grad"
     forward, backward = graphs_of(step_of(None), x, head, target)
     waited = gather if device == "cuda" else [*gather, wait]  # gloo's is waited for at once
-    assert forward == [f"{shard}_chunk", *waited, "_c10d_functional.all_reduce", wait, value]
+    assert forward == ["xent.linear_cross_entropy_chunk", *waited, "_c10d_functional.all_reduce", wait, value]
     assert backward == [scale, scale]
 
 
