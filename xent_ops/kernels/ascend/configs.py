@@ -84,7 +84,8 @@ def forward_bytes(
 ) -> float:
     """Also of shard_kernel."""
     if not (HAS_SMOOTHING or HAS_SCALE or SOFTCAP):
-        return 12.25 + 4 * itemsize + 4 * HAS_ENTROPY + 20 * HAS_ARGMAX
+        both = HAS_ARGMAX and HAS_ENTROPY and itemsize == 4
+        return 12.25 + 4 * itemsize + 4 * HAS_ENTROPY + 20 * HAS_ARGMAX + 4 * both
     number = 20.25 + 6 * itemsize + 4 * SKIP_IGNORED + (16 if SOFTCAP else 12) * HAS_ARGMAX
     number += 4 * (itemsize == 2 and (HAS_SCALE or SOFTCAP > 0))
     return number + HAS_SMOOTHING * (4 + 16 * HAS_WEIGHT) + (0, 56, 12)[SOFTCAP]
