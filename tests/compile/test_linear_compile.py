@@ -48,6 +48,7 @@ CALLS = {
     "log_probs": (log_probs, [ROWS], [AGAIN]),
     "outputs": (outputs, [ROWS], [AGAIN]),
 }  # fmt: skip
+STATISTICS = {"log_probs": (False, True), "outputs": (True,)}  # with_argmax, with_entropy
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -62,6 +63,8 @@ def test_one_graph_each_way(device, call):
     ((first,), (second,)) = graphs.fw_graphs, graphs.bw_graphs
     assert (ours(first), ours(second)) == (forward, backward)
     assert not any("mm" in name for name in operator_names(first) + operator_names(second))
+    for node in first.graph.find_nodes(op="call_function", target=torch.ops.xent.linear_cross_entropy_forward.default):
+        assert tuple(node.args[5:]) == STATISTICS.get(call, ()), "no statistic that the function does not return"
 
 
 @pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)], ids=str)
