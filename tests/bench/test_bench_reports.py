@@ -202,7 +202,7 @@ def test_a_rank_alone():
     run_python(
         """
         import contextlib, io, sys
-        from xent_ops.distributed import bench
+        from xent_ops.bench import ranks as bench
         sys.argv = ["bench", *"--alone 8 --rows 64 --classes 4096 --repeat 1".split()]
         with contextlib.redirect_stdout(io.StringIO()) as out:
             bench.main()
