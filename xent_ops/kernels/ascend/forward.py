@@ -3,15 +3,14 @@
 import triton
 import triton.language as tl
 
-from ..triton.numerics import activate as activate_scaled
-from ..triton.numerics import row_offset, without_infinity
+from ..triton.numerics import activate_by, row_offset, without_infinity
 
 
 @triton.jit
 def activate(z, logit_scale, softcap, HAS_SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
     """x = softcap(logit_scale * z). A multiplication by 1 would cost a pass over the tile."""
     if HAS_SCALE or SOFTCAP != 0:
-        x = activate_scaled(z, logit_scale, softcap, SOFTCAP)
+        x = activate_by(z, softcap, logit_scale, SOFTCAP)
     else:
         x = z
     return x

@@ -82,11 +82,17 @@ def bounded(rest, act, pivot):
 
 @triton.jit
 def activate(z, act, FLAGS: tl.constexpr):
-    """x = softcap * tanh(logit_scale * z / softcap), or logit_scale * z; see configs.softcap for FLAGS.softcap."""
+    """x of a logit."""
     softcap, logit_scale = act
-    if FLAGS.softcap == 0:
+    return activate_by(z, softcap, logit_scale, FLAGS.softcap)
+
+
+@triton.jit
+def activate_by(z, softcap, logit_scale, SOFTCAP: tl.constexpr):
+    """x = softcap * tanh(logit_scale * z / softcap), or logit_scale * z; see configs.softcap for SOFTCAP."""
+    if SOFTCAP == 0:
         x = z * logit_scale
-    elif FLAGS.softcap == 1:
+    elif SOFTCAP == 1:
         x = softcap * _tanh(z * (logit_scale / softcap))
     else:
         x = softcap - 2.0 * softcap / (tl.exp2(z * (2.0 * LOG2E * logit_scale / softcap)) + 1.0)
