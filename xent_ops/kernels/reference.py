@@ -235,7 +235,7 @@ def cross_entropy_backward(
 
 
 def columns_of(width: int, class_start: int, num_classes: int) -> int:
-    """Of the columns of a slice, or the rows of its head, those that are classes. Not negative: checks.slice_of."""
+    """Of the columns of a slice, or the rows of its head, those that are classes. Not negative: checks.shard_range."""
     left = num_classes - class_start
     return width if width <= left else left
 

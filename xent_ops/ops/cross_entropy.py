@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import reductions, reference
-from . import checks
+from . import backward_checks, checks
 from .library import Outputs, autograd, needs_grad, operator
 from .second_order import differentiate, no_second_derivative, save_all
 
@@ -134,7 +134,7 @@ autograd("cross_entropy_reduced", _reduced_backward, _save_reduced)
 
 operator(
     "cross_entropy_backward",
-    check=checks.index_backward,
+    check=backward_checks.index_backward,
     outputs=gradient,
     reference=reference.cross_entropy_backward,
     ascend=True,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...kernels.options import DEFAULT_CHUNKING, DEFAULTS, Chunking, Options
 from ...kernels.sizes import known_equal
-from .. import checks
+from .. import backward_checks, checks
 
 _WIDER = ((torch.float32, torch.bfloat16), (torch.float32, torch.float16))  # (accumulate_dtype, dtype of the input)
 
@@ -185,12 +185,12 @@ def backward(
     else:
         of_slice = (class_start, num_classes, linear_bias, weight)
         shard(input, linear_weight, target, *of_slice, entropy is not None, **options)
-    checks.slice_of(class_start, num_classes, weight, coefficient)
+    backward_checks.slice_of(class_start, num_classes, weight, coefficient)
     gradient_mask(output_mask)
     checks.rows_of(input, "input", grad_lse=grad_lse, lse=lse, coefficient=coefficient)
     checks.scalar_or_rows_of("input", input, grad_loss=grad_loss)
     checks.divisor(divisor, input)
-    checks.with_entropy("input", input, grad_entropy, entropy)
+    backward_checks.with_entropy("input", input, grad_entropy, entropy)
 
 
 def with_grad(
