@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ..distributed.parts import chunk
+from ..distributed.parts import share_of_rank
 from ..distributed.vocab_parallel import vocab_parallel_cross_entropy
 from ..functional import cross_entropy
 from . import ranks_linear
@@ -98,7 +98,7 @@ def main() -> None:
         dist.destroy_process_group()
         return
     world = dist.get_world_size()
-    _, columns = chunk(args.classes, dist.get_rank(), world)
+    _, columns = share_of_rank(args.classes, dist.get_rank(), world)
     torch.manual_seed(0)
     target = torch.randint(0, args.classes, (args.rows,), device=device)
     logits = torch.randn(args.rows, columns, device=device, dtype=torch.bfloat16).requires_grad_()

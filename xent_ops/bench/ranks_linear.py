@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..distributed import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
-from ..distributed.parts import chunk
+from ..distributed.parts import share_of_rank
 from ..head.sizes import rows_of_chunk
 from .ranks_timing import graph_of, milliseconds
 
@@ -42,7 +42,7 @@ Step = Callable[[], tuple[Tensor, ...]]  # -> loss, grad_input, grad_head
 
 
 def _problem(rows: int, classes: int, hidden: int, chunk_rows: int | None, device: str) -> Problem:
-    start, size = chunk(classes, dist.get_rank(), dist.get_world_size())
+    start, size = share_of_rank(classes, dist.get_rank(), dist.get_world_size())
     generator = torch.Generator(device).manual_seed(0)
     input = torch.randn(rows, hidden, device=device, generator=generator).bfloat16()
     target = torch.randint(0, classes, (rows,), device=device, generator=generator)
@@ -115,7 +115,7 @@ def _loss_parallel(problem: Problem) -> Step:
 
 def _cut_cross_entropy(problem: Problem) -> Step:
     module = importlib.import_module("cut_cross_entropy")
-    start, size = chunk(problem.classes, dist.get_rank(), dist.get_world_size())
+    start, size = share_of_rank(problem.classes, dist.get_rank(), dist.get_world_size())
     split = module.VocabParallelOptions(start, start + size, dist.group.WORLD)  # releases up to 25.1.1 have none
 
     def step() -> tuple[Tensor, ...]:
@@ -146,7 +146,7 @@ CONTESTANTS = {
 
 def _expected(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, the whole grad_input and this rank's grad_head in float64, some rows at a time."""
-    start, _ = chunk(problem.classes, dist.get_rank(), dist.get_world_size())
+    start, _ = share_of_rank(problem.classes, dist.get_rank(), dist.get_world_size())
     head, rows = problem.head.detach().double(), problem.input.shape[0]
     total = torch.zeros((), dtype=torch.float64, device=head.device)
     grad_input = torch.empty(problem.input.shape, dtype=torch.float64, device=head.device)

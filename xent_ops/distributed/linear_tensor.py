@@ -18,7 +18,7 @@ from ..kernels.options import LossOptions
 from ..ops import arguments, checks, transforms
 from ..ops.linear import checks as linear_checks
 from ..ops.linear import composite
-from . import heads, pipelined, tensor
+from . import pipelined, sharded_head, tensor
 from .groups import Ranks, ranks_of
 from .parts import first_class
 
@@ -61,11 +61,11 @@ def linear_cross_entropy(
     num_classes, width = linear_weight.shape[0], w.shape[0]
     class_weight = tensor.local_weight_of(weight, num_classes, width, mesh, vocabulary, ranks)
     shard_range = first_class(width, None, num_classes, ranks), num_classes
-    mine = heads.Head(w, b, class_weight, shard_range, accumulate_dtype, how)
+    mine = sharded_head.ShardedHead(w, b, class_weight, shard_range, accumulate_dtype, how)
     if not any(isinstance(placement, Shard) for placement in rows) and pipelined.chosen(None, x, mine, loss):
         total = pipelined.loss(x, local_target, mine, ranks, loss, divisor, scattered=False, sum_grad_input=False)
         return tensor.from_local(total, mesh, replicated, ())  # the gradients are there
-    outputs, _ = heads.sharded_rows(x, local_target, mine, ranks, loss, sum_grad_input=False)
+    outputs, _ = sharded_head.sharded_rows(x, local_target, mine, ranks, loss, sum_grad_input=False)
     read = tensor.owners(
         (input, x), (linear_weight, w), (linear_bias, b), (target, local_target), (weight, class_weight)
     )

@@ -13,7 +13,7 @@ from ..ops.library import below_autograd
 from .groups import Ranks
 
 
-def chunk(num_classes: int, rank: int, world: int) -> tuple[int, int]:
+def share_of_rank(num_classes: int, rank: int, world: int) -> tuple[int, int]:
     """(first class, number of classes) of a rank, as torch.chunk and DTensor's Shard cut a dimension."""
     size = -(-num_classes // world)
     start = min(rank * size, num_classes)
@@ -31,7 +31,7 @@ def first_class(width: int, class_start: int | None, num_classes: int, ranks: Ra
             f"the shard has {width} columns, which is the whole vocabulary of num_classes={num_classes}: each of the "
             f"{ranks.world} ranks must pass its own columns only. Where one rank holds all of them, pass class_start"
         )
-    start, size = chunk(num_classes, ranks.rank, ranks.world)
+    start, size = share_of_rank(num_classes, ranks.rank, ranks.world)
     # The last shard that is not empty may be padded to the others' size.
     if width != size and (size == 0 or width != -(-num_classes // ranks.world)):
         raise ValueError(

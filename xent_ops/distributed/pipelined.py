@@ -32,8 +32,8 @@ from ..kernels.reference import columns_of
 from ..ops.linear import composite
 from ..ops.shown import shown
 from .groups import Ranks
-from .heads import Head, reduced
-from .vocab_parallel import Rows
+from .sharded_head import ShardedHead, reduced
+from .vocab_parallel import RowValues
 
 _ops = torch.ops.xent
 _collectives = torch.ops._c10d_functional
@@ -49,7 +49,7 @@ class _Chunk(NamedTuple):
     gathered: Tensor
 
 
-def chosen(asked: bool | None, input: Tensor, head: Head, loss: LossOptions) -> bool:
+def chosen(asked: bool | None, input: Tensor, head: ShardedHead, loss: LossOptions) -> bool:
     """Does this call take the way of this file? All ranks answer alike."""
     if not (asked is None or isinstance(asked, bool)):
         raise TypeError(f"pipelined must be True, False or None, got {shown(asked)}")
@@ -66,7 +66,7 @@ def chosen(asked: bool | None, input: Tensor, head: Head, loss: LossOptions) -> 
 def loss(
     input: Tensor,  # (..., H) of this rank
     target: Tensor,  # of all rows: (...), or (ranks, ...) where the input is this rank's part
-    head: Head,
+    head: ShardedHead,
     ranks: Ranks,
     options: LossOptions,
     divisor: Tensor | None,
@@ -134,7 +134,7 @@ def loss(
         if wanted[1] or wanted[2]:
             _ops.linear_cross_entropy_chunk_add_(grad_weight, grad_bias, logits, x, columns, i == 0)
     row_loss, lse, target_weight, all_targets = (torch.cat(values) for values in zip(*made, strict=True))
-    value = reduced(Rows(row_loss, lse, target_weight), all_targets, options, divisor)
+    value = reduced(RowValues(row_loss, lse, target_weight), all_targets, options, divisor)
     total = input.new_empty(0)
     if wanted[0]:
         parts_of_total = [_wait(part, summed) for part in grad_inputs]
@@ -165,7 +165,7 @@ def _wait(tensor: Tensor, ranks: Ranks) -> Tensor:
 
 
 def _divisors(
-    target: Tensor, head: Head, ranks: Ranks, options: LossOptions, divisor: Tensor | None, dtype: torch.dtype
+    target: Tensor, head: ShardedHead, ranks: Ranks, options: LossOptions, divisor: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """(2,), as divided_by of chunks.py: class weights of targets are summed over the ranks that hold them."""
     class_start, num_classes = head.shard_range

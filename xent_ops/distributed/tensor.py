@@ -27,7 +27,7 @@ from ..ops.second_order import no_second_derivative
 from . import vocab_parallel
 from .function import gradient, loss_and_saved
 from .groups import Ranks, ranks_of
-from .parts import chunk, first_class
+from .parts import first_class, share_of_rank
 
 
 def cross_entropy(
@@ -169,7 +169,7 @@ def _refuse_create_graph() -> None:
 
 
 def reduced(
-    outputs: vocab_parallel.Rows,
+    outputs: vocab_parallel.RowValues,
     target: Tensor,
     shape: torch.Size,
     mesh: DeviceMesh,
@@ -194,7 +194,7 @@ def reduced(
     return from_local(value, mesh, replicated, read)
 
 
-def _sums_of_rows(rows: vocab_parallel.Rows, target: Tensor, loss: LossOptions) -> list[Tensor]:
+def _sums_of_rows(rows: vocab_parallel.RowValues, target: Tensor, loss: LossOptions) -> list[Tensor]:
     """The sums over this rank's rows: loss, z-loss if there is one, and for "mean" the divisor of each."""
     terms = [rows.loss]
     if loss.reduction == "mean":
@@ -270,5 +270,5 @@ def local_weight_of(
         return weight.redistribute(mesh, placements).to_local()
     if weight.shape != (num_classes,):
         raise ValueError(f"weight has shape {tuple(weight.shape)}; expected ({num_classes},), one weight a class")
-    start, _ = chunk(num_classes, ranks.rank, ranks.world)
+    start, _ = share_of_rank(num_classes, ranks.rank, ranks.world)
     return weight[start : start + width]

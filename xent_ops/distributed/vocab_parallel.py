@@ -29,7 +29,7 @@ from .groups import Group, Ranks, ranks_of
 from .parts import all_gather_shard_stats, shard_range_of
 
 
-class Rows(NamedTuple):
+class RowValues(NamedTuple):
     """One value a row, the same on every rank of the group."""
 
     loss: Tensor
@@ -44,13 +44,13 @@ def sharded_rows(
     ranks: Ranks,
     shard_range: tuple[int, int],  # class_start, num_classes
     options: Options,
-) -> Rows:
+) -> RowValues:
     checks.weight_without_grad(weight)
     gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, options)
     loss, lse, target_weight, _ = torch.ops.xent.cross_entropy_shard_join(
         logits, target, gathered, *shard_range, weight, **options.keywords()
     )
-    return Rows(loss, lse, target_weight)
+    return RowValues(loss, lse, target_weight)
 
 
 class _Bound(NamedTuple):

@@ -16,7 +16,7 @@ from ..kernels.options import Chunking
 from ..kernels.reference import is_counted
 
 
-class Rows:
+class ComputedRows:
     """All rows, (N,). Chunks see ``number`` of them."""
 
     def __init__(self, target: Tensor) -> None:
@@ -40,7 +40,7 @@ class Rows:
         return input[chunk]
 
 
-class PackedRows(Rows):
+class PackedRows(ComputedRows):
     """Some rows, in this order. ``count``, (), says how many are counted: those come first. None: all are.
 
     ``kernels``: products that read the count (products.py); None where there are none.
@@ -74,15 +74,15 @@ class PackedRows(Rows):
         return input.index_select(0, self.order[chunk])
 
 
-def rows_of(target: Tensor, ignore_index: int, how: Chunking, kernels: Any) -> Rows:
+def rows_of(target: Tensor, ignore_index: int, how: Chunking, kernels: Any) -> ComputedRows:
     """``kernels``: products that read the number of rows on the device, or None."""
     if target.numel() == 0 or not how.skips:
-        return Rows(target)
+        return ComputedRows(target)
     if target.device.type == "cpu":
         return _on_the_host(target, ignore_index, how.max_counted)
     if kernels is not None or how.max_counted is not None:
         return _on_the_device(target, ignore_index, how.max_counted, kernels)
-    return Rows(target)
+    return ComputedRows(target)
 
 
 def _on_the_host(target: Tensor, ignore_index: int, max_counted: int | None) -> PackedRows:

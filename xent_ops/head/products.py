@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kernels import accelerators, devices, reference
 from ..kernels.options import Chunking, Options
 from ..kernels.sizes import symbolic, traced
-from .packing import PackedRows, Rows, rows_of
+from .packing import ComputedRows, PackedRows, rows_of
 from .sizes import padded_classes, rows_of_chunk
 
 
@@ -38,7 +38,9 @@ def _counting() -> Any:
     return importlib.import_module("xent_ops.kernels.triton.launch_product")
 
 
-def rows_to_compute(target: Tensor, flat: Tensor, linear_weight: Tensor, options: Options, how: Chunking) -> Rows:
+def rows_to_compute(
+    target: Tensor, flat: Tensor, linear_weight: Tensor, options: Options, how: Chunking
+) -> ComputedRows:
     return rows_of(target, options.ignore_index, how, counting_kernels(flat, linear_weight) if how.skips else None)
 
 
@@ -47,7 +49,7 @@ class Products:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: ComputedRows,
         input: Tensor,
         linear_weight: Tensor,
         linear_bias: Tensor | None,

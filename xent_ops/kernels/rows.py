@@ -13,7 +13,7 @@ from torch import Tensor
 from .sizes import known, symbolic
 
 
-class Rows(NamedTuple):
+class RowView(NamedTuple):
     """A tensor (..., V) as rows of V elements; row i starts at (i // inner) * outer_stride + (i % inner) * stride.
 
     If one stride describes them, ``inner`` is 1, for which Triton compiles a kernel without divisions.
@@ -31,14 +31,14 @@ def dense_classes(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
-def rows(tensor: Tensor) -> Rows:
+def rows(tensor: Tensor) -> RowView:
     """Merge the batch dimensions into at most two. A tensor that needs more, or has strided classes, is copied."""
     place = _place_of(tensor)
     if place is None:
         tensor = tensor.contiguous()
         place = _place_of(tensor)
         assert place is not None
-    return Rows(tensor, *place)
+    return RowView(tensor, *place)
 
 
 def _place_of(tensor: Tensor) -> tuple[int, int, int, int] | None:
@@ -86,7 +86,7 @@ def _place(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, 
 
 
 def dense_rows(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """The last three fields of ``Rows`` for a dense tensor."""
+    """The last three fields of ``RowView`` for a dense tensor."""
     return 1, shape[-1], 0
 
 
@@ -105,7 +105,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def rows_like(tensor: Tensor, view: Rows) -> Callable[[Tensor], Tensor]:
+def rows_like(tensor: Tensor, view: RowView) -> Callable[[Tensor], Tensor]:
     """``rows(tensor).tensor`` for tensors like this one, whose rows are ``view``."""
     return _as_it_is if view.tensor is tensor else _rows_tensor
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from . import products, writers
 from .emitter import Emitter
-from .heads import Head, is_asked_for
+from .heads import FoundHead, is_asked_for
 from .links import LeftAlone, Link, asks_for_sizes, link_of, options_of, walk
 from .losses import Loss, Start
 from .modes import gradient_modes, modes
@@ -190,7 +190,7 @@ def _refuse_writers(loss: Loss, found: Found) -> None:
             raise LeftAlone(f"{writer.name} may write to the {name} of the head before the loss")
 
 
-def emitted(emit: Emitter, found: Found, loss: Loss) -> Head:
+def emitted(emit: Emitter, found: Found, loss: Loss) -> FoundHead:
     """What our operator gets, in nodes before the loss. Raises LeftAlone."""
     product = found.product
     weight = emit("t", product.weight) if product.transposed else product.weight
@@ -199,7 +199,9 @@ def emitted(emit: Emitter, found: Found, loss: Loss) -> Head:
         options["softcap"] = found.softcap
     if found.logit_scale != 1.0:
         options["logit_scale"] = found.logit_scale
-    return Head(_hidden(emit, found, loss), weight, product.bias, value_of(product.node).dtype, options, found.nodes)
+    return FoundHead(
+        _hidden(emit, found, loss), weight, product.bias, value_of(product.node).dtype, options, found.nodes
+    )
 
 
 def _hidden(emit: Emitter, found: Found, loss: Loss) -> fx.Node:

@@ -27,7 +27,7 @@ _PLAIN = ("torch/nn/functional.py", " in linear_cross_entropy\n")  # in the inne
 
 
 @dataclass
-class Head:
+class FoundHead:
     input: fx.Node
     linear_weight: fx.Node
     linear_bias: fx.Node | None
@@ -47,12 +47,12 @@ def chunked(node: fx.Node) -> dict[str, Any] | None:
     return given if call is not node else {**given, "reduction": "none"}
 
 
-def of_chunked(node: fx.Node, given: dict[str, Any]) -> Head:
+def of_chunked(node: fx.Node, given: dict[str, Any]) -> FoundHead:
     input, dtype = given["input"], None if given["acc_policy"] == "compact" else given["acc_dtype"]
     nodes: list[Any] = [] if given["reduction"] == "none" else [node.args[0]]
     # torch's operator ignores autocast: its logits have the input's dtype.
     own = {"accumulate_dtype": dtype}
-    return Head(input, given["linear_weight"], given["linear_bias"], value_of(input).dtype, own, nodes)
+    return FoundHead(input, given["linear_weight"], given["linear_bias"], value_of(input).dtype, own, nodes)
 
 
 def _schema_name(node: Any) -> str:
@@ -66,7 +66,7 @@ def is_asked_for(node: fx.Node) -> bool:
     return all(part in frame for part in _PLAIN)
 
 
-def emit(emit: Emitter, head: Head, given: dict[str, Any]) -> fx.Node:
+def emit(emit: Emitter, head: FoundHead, given: dict[str, Any]) -> fx.Node:
     """The node of our operator. Raises LeftAlone."""
     tensors = (head.input, head.linear_weight, given["target"], head.linear_bias, given.get("weight"))
     for tensor in tensors:

@@ -16,7 +16,7 @@ from ..sizes import known
 from . import configs
 from .recording import RECORDING
 
-Strides = tuple[int, int, int]  # the last three of Rows
+Strides = tuple[int, int, int]  # the last three of RowView
 Run = Callable[..., Any]  # the second stage of a launcher
 
 

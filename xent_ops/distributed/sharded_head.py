@@ -16,12 +16,12 @@ from ..kernels.options import Chunking, LossOptions
 from ..ops.library import below_autograd
 from .groups import Ranks
 from .parts import all_gather
-from .vocab_parallel import Rows
+from .vocab_parallel import RowValues
 
 _ops = torch.ops.xent
 
 
-class Head(NamedTuple):
+class ShardedHead(NamedTuple):
     """This rank's rows of the head, and how its chunks are made."""
 
     weight: Tensor  # (classes of this rank, H)
@@ -35,13 +35,13 @@ class Head(NamedTuple):
 def sharded_rows(
     input: Tensor,  # (..., H) of this rank
     target: Tensor,  # of all rows
-    head: Head,
+    head: ShardedHead,
     ranks: Ranks,
     loss: LossOptions,
     gathered_input: Tensor | None = None,  # (ranks, *input.shape) where the inputs of all ranks are wanted
     sum_grad_input: bool = True,
     entropy: bool = False,
-) -> tuple[Rows, Tensor]:
+) -> tuple[RowValues, Tensor]:
     """Values for each row of the target, its entropy where it is wanted.
 
     Without ``sum_grad_input`` the gradient is this rank's part of the sum.
@@ -74,10 +74,10 @@ def sharded_rows(
         group_name=ranks.name if sum_grad_input and ranks.world > 1 else "",
         **options,
     )
-    return Rows(row_loss, lse, target_weight), entropies
+    return RowValues(row_loss, lse, target_weight), entropies
 
 
-def reduced(rows: Rows, target: Tensor, loss: LossOptions, divisor: Tensor | None) -> Tensor:
+def reduced(rows: RowValues, target: Tensor, loss: LossOptions, divisor: Tensor | None) -> Tensor:
     if loss.reduction == "none":
         return reductions.reduce_rows(rows.loss, rows.lse, target, None, loss).value
     if loss.reduction == "mean":
