@@ -255,8 +255,8 @@ void slice_of(int64_t class_start, const std::optional<int64_t>& num_classes, co
               const MaybeTensor& coefficient) {
   require(num_classes || (class_start == 0 && !coefficient),
           "class_start and coefficient go with num_classes, of a slice of the classes");
-  require(!num_classes || !weight || coefficient,
-          "a class weight needs the coefficient that cross_entropy_shard_join returned");
+  require(!num_classes || weight.has_value() == coefficient.has_value(),
+          "a class weight needs the coefficient that cross_entropy_shard_join returned: both or neither");
 }
 
 void with_entropy(const char* owner, const Tensor& matrix, const MaybeTensor& grad_entropy,

@@ -76,7 +76,8 @@ def calls(dtype):
     for x, head, class_weight, target, upstream, options in (PROBLEMS | NEGATIVE_WEIGHTS).values():
         if dtype == torch.float16:
             lse = torch.ops.xent.linear_cross_entropy_forward(x, head, target)[1]
-            rows = (x, head, target, lse, None, class_weight, None, [True, True, False])
+            none = (None,) * 4
+            rows = (x, head, target, lse, None, class_weight, *none, 0, None, [True, True, False])
             yield f"{HEAD}_backward", (upstream, None, *rows), options
             yield f"{HEAD}_backward", (torch.tensor(0.0), upstream, *rows), options
 

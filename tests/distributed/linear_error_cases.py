@@ -45,6 +45,11 @@ def bad_input(device):
         ({"divisor": 0, "reduction": "sum"}, ValueError, "divisor must not be 0"),
         ({"reduction": "avg"}, ValueError, "'avg' is not a valid value for reduction"),
         ({"divisor": 3.0}, ValueError, 'expected reduction="sum"'),
+        (
+            {"reduction": "sum", "divisor": torch.tensor(3.0, device=device, requires_grad=True)},
+            RuntimeError,
+            "divisor requires grad",
+        ),
         ({"chunk_rows": 0}, ValueError, "chunk_rows must be at least 1"),
         ({"max_counted": 0}, ValueError, "max_counted must be at least 1"),
         ({"pipelined": 1}, TypeError, "pipelined must be True, False or None, got 1"),

@@ -322,10 +322,13 @@ class _Program:
         chosen = [possible[0]] if self.maybe() else [name for name in possible if self.maybe()] or [possible[0]]
         self.say("upstream = {}")
         limit = not self.options.get("grad_in_forward") and self.dtype != "torch.float16"
+        # float16 has rounded the gradient, below 2^-14 to steps of 2^-24, before it is multiplied by this: one at most.
+        least = self.options.get("grad_in_forward") and self.dtype == "torch.float16"
         for name in chosen:
             factor = self.random.choice((1.0, 1.0, -1.0, -0.25, 0.0, *((1e4, -1e-4) if limit else ())))
+            of_rows = "rand" if least else "randn"
             value = self.random.choice(
-                (f"torch.randn(outputs[{name!r}].shape, dtype=torch.float64) * {factor}",
+                (f"torch.{of_rows}(outputs[{name!r}].shape, dtype=torch.float64) * {factor}",
                  f"torch.tensor({factor}, dtype=torch.float64).expand(outputs[{name!r}].shape)")
             )  # fmt: skip
             self.say(f"upstream[{name!r}] = ({value}).to(outputs[{name!r}])")

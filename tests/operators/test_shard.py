@@ -328,6 +328,11 @@ def test_bad_arguments_name_themselves(device):
             "needs the coefficient",
         ),
         (
+            lambda: ops.cross_entropy_backward(x[:, 0], None, x, target, x[:, 0], coefficient=x[:, 0], num_classes=20),
+            ValueError,
+            "both or neither",
+        ),
+        (
             lambda: ops.cross_entropy_backward(x[0], None, x, target, x[:, 0], num_classes=20),
             ValueError,
             r"grad_loss has shape \(10,\)",

@@ -29,6 +29,7 @@ from ..head.sizes import rows_of_chunk
 from ..kernels import reductions, reference
 from ..kernels.options import LossOptions
 from ..kernels.reference import columns_of
+from ..ops.linear import checks as linear_checks
 from ..ops.linear import composite
 from ..ops.shown import shown
 from .groups import Ranks
@@ -77,6 +78,8 @@ def loss(
 
     Without ``sum_grad_input`` the gradient is this rank's part of the sum.
     """
+    if divisor is not None and divisor.requires_grad:
+        linear_checks.divisor_needs_grad()
     weight, bias, class_weight, (class_start, num_classes), accumulate_dtype, how = head
     wanted = [tensor is not None and tensor.requires_grad for tensor in (input, weight, bias)]
     parts = ranks.world if scattered else 1

@@ -16,7 +16,8 @@ from torch import Tensor
 from ..kernels import reference, reference_shard
 from ..kernels.options import DEFAULTS, Chunking, Options
 from .chunks import as_rows, classes_of
-from .products import Products, add_product, add_rows, logits_of, room_for_logits, rows_to_compute, zero_behind
+from .products import Products, add_product, add_rows, logits_of, rows_to_compute, zero_behind
+from .sizes import padded_classes
 
 _ops = torch.ops.xent
 _HEADER = reference_shard.HEADER
@@ -129,7 +130,7 @@ def chunk(
 ) -> tuple[Tensor, Tensor]:
     """(its statistics, its logits)."""
     head, bias, weight, _ = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
-    logits = room_for_logits(input.new_empty, input.shape[0], head.shape[0], input)
+    logits = input.new_empty((input.shape[0], padded_classes(head.shape[0], input.dtype)))
     of_classes = logits[:, : head.shape[0]]
     logits_of(input, head, bias, of_classes)
     logits[:, head.shape[0] :].zero_()  # the result of an operator holds nothing that nobody wrote

@@ -193,6 +193,9 @@ def cross_entropy_backward(
         grad_x_j = (a coefficient + b) p_j - c p_j (log p_j + H) - a (1-e) w_t [j == t] - a (e/V) w_j
         coefficient = d loss / d lse = w_t (1-e) + (e/V) sum(w)
 
+    Kernels write it as A p_j - B [j == t] - C w_j, less the entropy's term: A = a coefficient + b, B = a (1-e) w_t,
+    C = a e/V.
+
     An ignored row has a = w_t = 0 (the weight of an ignored class may be infinite), one whose target is out of range
     a = NaN.
     """

@@ -15,7 +15,7 @@ def index_backward(
     target: Tensor,
     lse: Tensor,
     weight: Tensor | None = None,
-    divided_by: Tensor | None = None,
+    divisor: Tensor | None = None,
     grad_entropy: Tensor | None = None,
     entropy: Tensor | None = None,
     coefficient: Tensor | None = None,
@@ -32,7 +32,7 @@ def index_backward(
     slice_of(class_start, num_classes, weight, coefficient)
     checks.rows_of(logits, grad_lse=grad_lse, lse=lse, coefficient=coefficient)
     checks.scalar_or_rows_of("logits", logits, grad_loss=grad_loss)
-    checks.divisor(divided_by, logits)
+    checks.divisor(divisor, logits)
     with_entropy("logits", logits, grad_entropy, entropy)
 
 
@@ -41,8 +41,8 @@ def slice_of(class_start: int, num_classes: int | None, weight: Tensor | None, c
     if num_classes is None:
         if class_start != 0 or coefficient is not None:
             raise ValueError("class_start and coefficient go with num_classes, of a slice of the classes")
-    elif weight is not None and coefficient is None:
-        raise ValueError("a class weight needs the coefficient that cross_entropy_shard_join returned")
+    elif (weight is None) != (coefficient is None):
+        raise ValueError("a class weight needs the coefficient that cross_entropy_shard_join returned: both or neither")
 
 
 def with_entropy(owner: str, matrix: Tensor, grad_entropy: Tensor | None, entropy: Tensor | None) -> None:
