@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 from xent_ops.__main__ import main
 from xent_ops.bench import cases, check, plot, report, timing
-from xent_ops.bench.problems import LossProblem, Outputs, StepProblem
+from xent_ops.bench.outputs import Outputs
+from xent_ops.bench.problems import LossProblem, StepProblem
 from xent_ops.bench.sizes import Shape
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from xent_ops.__main__ import main
 from xent_ops.bench import linear_cases, linear_problem, timing
 from xent_ops.bench.linear_cases import LinearVariant
 from xent_ops.bench.linear_problem import LinearProblem
-from xent_ops.bench.problems import Outputs
+from xent_ops.bench.outputs import Outputs
 from xent_ops.bench.sizes import HeadShape
 
 CPU = torch.device("cpu")

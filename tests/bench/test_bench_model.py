@@ -13,7 +13,7 @@ from xent_ops.__main__ import main
 from xent_ops.bench import cases, check, model, model_cases, model_problem, timing
 from xent_ops.bench.model_cases import BODY, ModelVariant
 from xent_ops.bench.model_problem import ModelProblem
-from xent_ops.bench.problems import Outputs
+from xent_ops.bench.outputs import Outputs
 from xent_ops.bench.sizes import Sizes
 
 CPU = torch.device("cpu")

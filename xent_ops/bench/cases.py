@@ -23,7 +23,7 @@ import xent_ops
 
 from .. import inductor
 from .check import IGNORE_INDEX, Options
-from .problems import Outputs
+from .outputs import Outputs
 
 Loss = Callable[[Tensor, Tensor, Tensor], Any]
 

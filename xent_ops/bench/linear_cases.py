@@ -15,7 +15,7 @@ from torch import Tensor
 import xent_ops
 
 from .cases import Loss, Peer, Variant
-from .problems import Outputs
+from .outputs import Outputs
 
 UNIT = "three products"
 FORWARD_UNIT = "one product"

@@ -11,7 +11,8 @@ from torch import Tensor
 from . import check
 from .cases import Variant
 from .linear_cases import LinearVariant
-from .problems import Outputs, Run, StepProblem
+from .outputs import Outputs, Run
+from .problems import StepProblem
 from .sizes import HeadShape, Shape
 
 # Logits that are in float64 at a time, about five copies of them: 512 MiB each on a GPU, where a chunk of few rows

@@ -19,7 +19,8 @@ from .cases import Variant
 from .linear_problem import chunked_by_inductor, relative_error
 from .llama import Llama
 from .model_cases import ModelVariant
-from .problems import Outputs, Problem, Run
+from .outputs import Outputs, Run
+from .problems import Problem
 from .sizes import ModelShape, Shape, Sizes
 
 # Logits that the eager step holds at a time, about five copies of them in float32: 256 MiB each. All at once they would

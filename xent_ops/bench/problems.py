@@ -6,25 +6,15 @@ Tensors of a problem are allocated once, so that a captured CUDA graph can be re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import check
+from .cases import Variant
+from .outputs import Outputs, Run
 from .sizes import HeadShape, ModelShape, Shape
-
-if TYPE_CHECKING:
-    from .cases import Variant
-
-
-class Outputs(NamedTuple):
-    loss: Tensor  # ()
-    grads: tuple[Tensor, ...]
-
-
-Run = Callable[[], Outputs]
 
 
 class Problem:

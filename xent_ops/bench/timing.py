@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.utils import benchmark
 
-from .problems import Outputs, Run
+from .outputs import Outputs, Run
 
 L2_FLUSH_BYTES = 256 << 20  # as triton.testing.do_bench: several times any GPU's L2
 MIN_SAMPLES, MAX_SAMPLES = 10, 1000
