@@ -98,13 +98,13 @@ def order_of_the_pipeline(device):
     _, (forward, backward) = run_and_get_code(run)
     calls = called(forward[forward.index("def call") :])
     make, gather, wait = ("linear_cross_entropy_chunk", "all_gather_into_tensor", "wait_tensor")
-    begin, end = [make, gather], [f"{make}_grad_", "all_reduce_", f"{make}_add_"]
+    begin, end = [make, gather], ["cross_entropy_shard_join", f"{make}_grad_", "all_reduce_", f"{make}_add_"]
     last = "linear_cross_entropy_value"
     assert [call for call in calls if call != wait] == [*begin, *begin, *end, *begin, *end, *end, last], calls
     assert calls[-4:] == [wait, wait, wait, last], "the all-reduces are waited for at the end"
     for i, call in enumerate(calls):
         gathers, waits, gradients = (calls[:i].count(name) for name in (gather, wait, f"{make}_grad_"))
-        if call == f"{make}_grad_":
+        if call == "cross_entropy_shard_join":
             assert waits > gradients, "it reads what was gathered"
         if call == gather and device == "cpu":
             assert waits >= gathers, "two of gloo's are never on their way at a time"
@@ -216,7 +216,8 @@ def graph(device):
     value, scale = "xent.linear_cross_entropy_value", "xent.linear_scale_grad"
     forward, backward = graphs_of(step_of(None), x, head, target)
     waited = gather if device == "cuda" else [*gather, wait]  # gloo's is waited for at once
-    assert forward == ["xent.linear_cross_entropy_chunk", *waited, "_c10d_functional.all_reduce", wait, value]
+    join = "xent.cross_entropy_shard_join"
+    assert forward == ["xent.linear_cross_entropy_chunk", *waited, join, "_c10d_functional.all_reduce", wait, value]
     assert backward == [scale, scale]
 
 

@@ -156,6 +156,8 @@ def linear_samples(device, dtype, requires_grad, rows):
             saved = (*detached[:3], rows(6), bias.detach(), w, None, None, None, coefficient, *place, mask)
             yield ops.linear_cross_entropy_backward.default, (rows(6), rows(6), *saved), kwargs
         yield from chunk_samples(shard, place, bias, w, rows, dtype, {"softcap": 5.0})
+    for w in (None, torch.rand(37, device=device)):
+        yield from chunk_samples((x, head, target), (0, None), bias, w, rows, dtype, full)
     plain = {"chunk_rows": 4, "softcap": 5.0}
     detached = (*(tensor.detach() for tensor in (x, head, target)), 0, 37, bias.detach(), None)
     gathered = ops.linear_cross_entropy_shard(*detached, True, **plain)
@@ -168,16 +170,22 @@ def linear_samples(device, dtype, requires_grad, rows):
 
 
 def chunk_samples(shard, place, bias, weight, rows, dtype, kwargs):
-    """Of the operators between which collectives stand."""
+    """Of the operators between which the caller's code stands."""
     x, head, target = (tensor.detach() for tensor in shard)
     chunk = (x, head, target, *place, bias.detach(), weight)
     yield ops.linear_cross_entropy_chunk.default, chunk, kwargs
-    stats, logits = ops.linear_cross_entropy_chunk(*chunk, **kwargs)
-    square = {**kwargs, "lse_square_scale": 0.1}
-    of_chunk = (stats, head, target, *place, weight, rows(2).abs() + 1)
-    for rest in ((), (stats, False)):
-        yield ops.linear_cross_entropy_chunk_grad_.default, (logits.clone(), *of_chunk, *rest), square
-    columns = min(len(head), place[1])
+    if weight is None:
+        yield ops.linear_cross_entropy_chunk.default, (*chunk, True), {"softcap": 5.0}
+    _, logits = ops.linear_cross_entropy_chunk(*chunk, **kwargs)
+    square, number = {**kwargs, "lse_square_scale": 0.1}, len(x)
+    first, rest = (rows(), None, head, target, rows(number)), (*place, weight, rows(2).abs() + 1, None, None)
+    coefficient = None if weight is None or place[1] is None else rows(number)
+    for after in ((), (rows(3), False)):
+        args = (logits.clone(), *first, *rest, coefficient, *after)
+        yield ops.linear_cross_entropy_chunk_grad_.default, args, square
+    of_entropy = (rows(number), rows(number), head, target, rows(number), *place, None, None, rows(number))
+    yield ops.linear_cross_entropy_chunk_grad_.default, (logits.clone(), *of_entropy, rows(number)), {"softcap": 5.0}
+    columns = len(head) if place[1] is None else min(len(head), place[1])
     sums = rows(*head.shape).to(dtype), rows(len(head))
     for first, wanted in (
         (True, sums),

@@ -171,11 +171,15 @@ def test_errors_of_chunks(device):
     with pytest.raises(ValueError, match=r"input has shape \(2, 5, 8\); expected \(rows, H\)"):
         ops.linear_cross_entropy_chunk(input, head, target, 0, V)
     stats, logits = ops.linear_cross_entropy_chunk(x, head, t, 0, V)
+    one, lse = stats.new_ones(()), stats.new_ones(5)
     assert logits.shape == (5, 40) and logits[:, V:].count_nonzero() == 0
     with pytest.raises(ValueError, match=r"logits has shape \(5, 39\); expected \(5, 40\)"):
-        ops.linear_cross_entropy_chunk_grad_(logits[:, 1:], stats, head, t, 0, V)
-    with pytest.raises(ValueError, match="gathered has shape"):
-        ops.linear_cross_entropy_chunk_grad_(logits, stats[:, 1:], head, t, 0, V)
+        ops.linear_cross_entropy_chunk_grad_(logits[:, 1:], one, None, head, t, lse, 0, V)
+    with pytest.raises(ValueError, match=r"lse has shape \(4,\); expected \(5,\)"):
+        ops.linear_cross_entropy_chunk_grad_(logits, one, None, head, t, lse[1:], 0, V)
+    with pytest.raises(ValueError, match="grad_entropy and entropy go together"):
+        rest = (None, None, lse, None)
+        ops.linear_cross_entropy_chunk_grad_(logits, one, None, head, t, lse, 0, V, *rest)
     total, none = torch.empty_like(head), head.new_empty(0)
     with pytest.raises(ValueError, match="which 41 classes do not have"):
         ops.linear_cross_entropy_chunk_add_(total, none, logits, x, 41, True)

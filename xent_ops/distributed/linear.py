@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..head import packing
+from ..head.loop import HeadSlice
 from ..kernels.options import LossOptions, Reduction
 from ..ops import arguments, checks, transforms
 from ..ops.linear import checks as linear_checks
@@ -33,7 +34,7 @@ from .groups import Group, Ranks, ranks_of
 from .parts import all_gather, refuse_dtensor, shard_range_of_width
 from .pipelined import chosen
 from .pipelined import loss as pipelined_loss
-from .sharded_head import ShardedHead, reduced, sharded_rows
+from .sharded_rows import reduced, sharded_rows
 
 
 def vocab_parallel_linear_cross_entropy(
@@ -197,7 +198,7 @@ class _Bound(NamedTuple):
 
     target: Tensor
     input: Tensor
-    head: ShardedHead
+    head: HeadSlice
     loss: LossOptions
     divisor: Tensor | None
     sequence_dim: int | None  # the dimension of the target along which sequence_parallel splits the input
@@ -239,7 +240,7 @@ def _bound(
     if not transforms.is_traced():  # else the operators check before anything runs
         rows = input if split is None else input.new_empty(()).expand(*target.shape, input.shape[-1])  # its shape
         linear_checks.shard(rows, linear_weight, target, *shard_range, linear_bias, class_weight, options=loss.rows)
-    head = ShardedHead(linear_weight, linear_bias, class_weight, shard_range, accumulate_dtype, how)
+    head = HeadSlice(linear_weight, linear_bias, class_weight, shard_range, accumulate_dtype, how)
     return _Bound(target, input, head, loss, divisor, split, chosen(pipelined, input, head, loss))
 
 

@@ -14,11 +14,12 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from ..head.loop import HeadSlice
 from ..kernels.options import LossOptions
 from ..ops import arguments, checks, transforms
 from ..ops.linear import checks as linear_checks
 from ..ops.linear import composite
-from . import pipelined, sharded_head, tensor
+from . import pipelined, sharded_rows, tensor
 from .groups import Ranks, ranks_of
 from .parts import first_class
 
@@ -61,11 +62,11 @@ def linear_cross_entropy(
     num_classes, width = linear_weight.shape[0], w.shape[0]
     class_weight = tensor.local_weight_of(weight, num_classes, width, mesh, vocabulary, ranks)
     shard_range = first_class(width, None, num_classes, ranks), num_classes
-    mine = sharded_head.ShardedHead(w, b, class_weight, shard_range, accumulate_dtype, how)
+    mine = HeadSlice(w, b, class_weight, shard_range, accumulate_dtype, how)
     if not any(isinstance(placement, Shard) for placement in rows) and pipelined.chosen(None, x, mine, loss):
         total = pipelined.loss(x, local_target, mine, ranks, loss, divisor, scattered=False, sum_grad_input=False)
         return tensor.from_local(total, mesh, replicated, ())  # the gradients are there
-    outputs, _ = sharded_head.sharded_rows(x, local_target, mine, ranks, loss, sum_grad_input=False)
+    outputs, _ = sharded_rows.sharded_rows(x, local_target, mine, ranks, loss, sum_grad_input=False)
     read = tensor.owners(
         (input, x), (linear_weight, w), (linear_bias, b), (target, local_target), (weight, class_weight)
     )

@@ -8,7 +8,8 @@ With entropies a rank hands over the lse l_r and the entropy H_r of its own colu
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,32 +44,49 @@ def stats(
     options: Options = DEFAULTS,
     **chunking: Any,
 ) -> Tensor:
-    flat, how, dtype = as_rows(input), Chunking(**chunking), reference.accumulator(input)
+    flat, how = as_rows(input), Chunking(**chunking)
     head, bias, weight, _ = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
     rows = rows_to_compute(target, flat, head, options, how)  # of an empty shard too: all ranks raise, or none
-    indices, shard, each = rows.indices(), (class_start, num_classes, weight), 3 if weight is None else 4
-    if entropy:
-        indices, keywords = _local_target(indices, class_start, len(head), options)
-        each = 4
-    else:
-        keywords = options.keywords()
-    # The largest logit, the total relative to it, the part of the loss; then w_t or the entropy.
-    made = flat.new_full((each, rows.number), 0.0, dtype=dtype)
+    indices, shard = rows.indices(), (class_start, num_classes, weight)
+    made = flat.new_full((3 + (entropy or weight is not None), rows.number), 0.0, dtype=reference.accumulator(input))
     made[0] = float("-inf")
     products = Products(rows, flat, head, bias, how.chunk_rows)
     for chunk, logits in products.chunks() if len(head) > 0 else ():
-        if entropy:
-            made[1, chunk] = 1.0
-            values = _ops.cross_entropy_forward(logits, indices[chunk], None, False, True, **keywords)
-            made[2, chunk], made[0, chunk], _, made[3, chunk] = values
-        else:
-            part = _ops.cross_entropy_shard(logits, indices[chunk], *shard, **keywords)[0, :-_HEADER]
-            made[:, chunk] = part.view(each, -1)
+        for value, of_chunk in zip(made, _numbers(logits, indices[chunk], *shard, entropy, options), strict=True):
+            value[chunk] = of_chunk
     given = [rows.give(values, otherwise) for values, otherwise in zip(made, _UNREAD, strict=False)]
-    sum_weights = made.new_full((), len(head)) if weight is None else weight.to(dtype).sum()
-    header = reference_shard.header(class_start, len(head), sum_weights)
-    numbers = [*given[:3], header, *given[3:]] if entropy else [*given, header]
-    return torch.cat(numbers).unsqueeze(0)
+    return _handed_over(given, class_start, len(head), weight, entropy)
+
+
+def _numbers(
+    logits: Tensor,
+    target: Tensor,
+    class_start: int,
+    num_classes: int,
+    weight: Tensor | None,
+    entropy: bool,
+    options: Options,
+) -> Sequence[Tensor]:
+    """Of rows of logits: the largest, the total relative to it, the part of the loss; then w_t or the entropy."""
+    if not entropy:
+        numbers = _ops.cross_entropy_shard(logits, target, class_start, num_classes, weight, **options.keywords())
+        return numbers[0, :-_HEADER].view(3 if weight is None else 4, -1).unbind()
+    if logits.shape[1] == 0:
+        zeros = logits.new_zeros(target.shape, dtype=reference.accumulator(logits))
+        return zeros - float("inf"), zeros, zeros, zeros
+    here, keywords = _local_target(target, class_start, logits.shape[1], options)
+    loss, lse, _, entropies = _ops.cross_entropy_forward(logits, here, None, False, True, **keywords)
+    return lse, torch.ones_like(lse), loss, entropies
+
+
+def _handed_over(
+    numbers: Sequence[Tensor], class_start: int, columns: int, weight: Tensor | None, entropy: bool
+) -> Tensor:
+    """(1, width): the numbers of rows, and a header before the entropies."""
+    dtype = numbers[0].dtype
+    sum_weights = numbers[0].new_full((), columns) if weight is None else weight.to(dtype).sum()
+    header = reference_shard.header(class_start, columns, sum_weights)
+    return torch.cat([*numbers[:3], header, *numbers[3:]] if entropy else [*numbers, header]).unsqueeze(0)
 
 
 def _local_target(target: Tensor, class_start: int, columns: int, options: Options) -> tuple[Tensor, dict[str, Any]]:
@@ -97,16 +115,10 @@ def join(
 ) -> tuple[Tensor, ...]:
     # The join of rows reads no logits, only their shape.
     logits = input.new_empty(()).expand(*target.shape, linear_weight.shape[0])
-    number = target.numel() if entropy else 0
-    of_ranks = gathered[:, : gathered.shape[1] - number]
-    shard = (of_ranks, class_start, num_classes, weight)
-    loss, lse, target_weight, coefficient = _ops.cross_entropy_shard_join(logits, target, *shard, **options.keywords())
-    entropies = gathered.new_empty(0)
-    if entropy:
-        of_rank, of_all = gathered[:, :number], lse.reshape(-1)
-        share = (of_rank - of_all).exp()
-        parts = share * (gathered[:, gathered.shape[1] - number :] + of_all - of_rank)
-        entropies = torch.where(share == 0.0, 0.0, parts).sum(0).view(target.shape)
+    loss, lse, target_weight, coefficient, entropies = joined(
+        gathered, logits, target, (class_start, num_classes), weight, entropy, options
+    )
+    assert target_weight is not None and coefficient is not None
     if Chunking(**chunking).skips:
         ignored = ~reference.is_counted(target, options.ignore_index)
         lse = lse.masked_fill(ignored, float("inf"))
@@ -114,57 +126,105 @@ def join(
     return loss, lse, target_weight, coefficient, entropies
 
 
-# A chunk at a time, between collectives; its logits (rows, padded_classes) live from the first to the last.
+class RowStatistics(NamedTuple):
+    """What all ranks know of a row once they are joined, each of the target's shape."""
+
+    loss: Tensor
+    lse: Tensor
+    target_weight: Tensor | None  # None: all classes are here
+    coefficient: Tensor | None  # likewise
+    entropy: Tensor  # (0,) where it is not wanted
+
+
+def joined(
+    gathered: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    shard_range: tuple[int, int | None],
+    weight: Tensor | None,
+    entropy: bool,
+    options: Options,
+) -> RowStatistics:
+    """From what all ranks handed over. Of the logits the join reads the shape alone."""
+    class_start, num_classes = shard_range
+    if num_classes is None:
+        loss, lse, *of_entropy = gathered.unbind()
+        return RowStatistics(loss, lse, None, None, of_entropy[0] if entropy else loss.new_empty(0))
+    number = target.numel() if entropy else 0
+    of_ranks = gathered[:, : gathered.shape[1] - number]
+    loss, lse, target_weight, coefficient = _ops.cross_entropy_shard_join(
+        logits, target, of_ranks, class_start, num_classes, weight, **options.keywords()
+    )
+    entropies = gathered.new_empty(0)
+    if entropy:
+        of_rank, of_all = gathered[:, :number], lse.reshape(-1)
+        share = (of_rank - of_all).exp()
+        parts = share * (gathered[:, gathered.shape[1] - number :] + of_all - of_rank)
+        entropies = torch.where(share == 0.0, 0.0, parts).sum(0).view(target.shape)
+    return RowStatistics(loss, lse, target_weight, coefficient, entropies)
+
+
+# A chunk at a time, for loop.py; its logits (rows, padded_classes) live from the first to the last.
 
 
 def chunk(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
-    class_start: int,
-    num_classes: int,
+    class_start: int = 0,
+    num_classes: int | None = None,
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
+    entropy: bool = False,
     *,
     options: Options = DEFAULTS,
 ) -> tuple[Tensor, Tensor]:
-    """(its statistics, its logits)."""
+    """(what ``joined`` takes of this rank, the logits)."""
     head, bias, weight, _ = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
-    logits = input.new_empty((input.shape[0], padded_classes(head.shape[0], input.dtype)))
-    of_classes = logits[:, : head.shape[0]]
+    columns = head.shape[0]
+    logits = input.new_empty((input.shape[0], padded_classes(columns, input.dtype)))
+    of_classes = logits[:, :columns]
     logits_of(input, head, bias, of_classes)
-    logits[:, head.shape[0] :].zero_()  # the result of an operator holds nothing that nobody wrote
-    shard = (class_start, num_classes, weight)
-    return _ops.cross_entropy_shard(of_classes, target, *shard, **options.keywords()), logits
+    logits[:, columns:].zero_()  # the result of an operator holds nothing that nobody wrote
+    if num_classes is None:
+        loss, lse, _, entropies = _ops.cross_entropy_forward(
+            of_classes, target, weight, False, entropy, **options.keywords()
+        )
+        return torch.stack([loss, lse, entropies] if entropy else [loss, lse]), logits
+    of_slice = (of_classes, target, class_start, num_classes, weight)
+    if entropy:
+        return _handed_over(_numbers(*of_slice, entropy, options), class_start, columns, weight, entropy), logits
+    return _ops.cross_entropy_shard(*of_slice, **options.keywords()), logits
 
 
 def chunk_grad_(
     logits: Tensor,
-    gathered: Tensor,
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
     linear_weight: Tensor,
     target: Tensor,
-    class_start: int,
-    num_classes: int,
+    lse: Tensor,
+    class_start: int = 0,
+    num_classes: int | None = None,
     weight: Tensor | None = None,
     divisor: Tensor | None = None,
+    grad_entropy: Tensor | None = None,
+    entropy: Tensor | None = None,
+    coefficient: Tensor | None = None,
     after: Tensor | None = None,
     with_grad_input: bool = True,
     *,
     options: Options = DEFAULTS,
     lse_square_scale: float = 0.0,
-) -> tuple[Tensor, ...]:
+) -> Tensor:
     """``after`` is not read: it keeps the next chunk's product in front of this, whatever reorders a graph."""
     head, _, weight, _ = classes_of(linear_weight, None, weight, class_start, num_classes)
-    of_classes, keywords, shard = logits[:, : head.shape[0]], options.keywords(), (class_start, num_classes)
-    loss, lse, target_weight, coefficient = _ops.cross_entropy_shard_join(
-        of_classes, target, gathered, *shard, weight, **keywords
-    )
-    rest = (weight, divisor, None, None, None if weight is None else coefficient, *shard)
+    of_classes = logits[:, : head.shape[0]]
+    rest = (weight, divisor, grad_entropy, entropy, coefficient, class_start, num_classes)
     _ops.cross_entropy_backward_(
-        lse.new_ones(()), None, of_classes, target, lse, *rest, lse_square_scale=lse_square_scale, **keywords
+        grad_loss, grad_lse, of_classes, target, lse, *rest, lse_square_scale=lse_square_scale, **options.keywords()
     )
-    grad_input = torch.mm(of_classes, head) if with_grad_input else logits.new_empty(0)
-    return loss, lse, target_weight, grad_input
+    return torch.mm(of_classes, head) if with_grad_input else logits.new_empty(0)
 
 
 def chunk_add_(

@@ -237,8 +237,10 @@ def cross_entropy_backward(
     return grad if columns == width else torch.where(column < columns, grad, 0.0)
 
 
-def columns_of(width: int, class_start: int, num_classes: int) -> int:
+def columns_of(width: int, class_start: int, num_classes: int | None) -> int:
     """Of the columns of a slice, or the rows of its head, those that are classes. Not negative: checks.shard_range."""
+    if num_classes is None:
+        return width
     left = num_classes - class_start
     return width if width <= left else left
 

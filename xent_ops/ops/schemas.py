@@ -144,18 +144,18 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         "-> (Tensor loss, Tensor lse, Tensor target_weight, Tensor coefficient, Tensor entropies)",
         None,
     ),
-    # The same a chunk of rows at a time, its logits kept until the other ranks' statistics are there: three products.
-    # The caller gathers between the first two, and adds grad_input up over the ranks beside the third.
+    # A chunk of rows at a time, its logits kept, with the caller's code between the first two: a gather of all ranks'
+    # statistics, a function of a row's statistics. Three products. Of a slice where num_classes is given.
     "linear_cross_entropy_chunk": (
-        "(Tensor input, Tensor linear_weight, Tensor target, SymInt class_start, SymInt num_classes, "
-        f"Tensor? linear_bias=None, Tensor? weight=None, *, {OPTIONS}) -> (Tensor stats, Tensor logits)",
+        f"(Tensor input, Tensor linear_weight, Tensor target, {SLICE}, Tensor? linear_bias=None, "
+        f"Tensor? weight=None, bool entropy=False, *, {OPTIONS}) -> (Tensor stats, Tensor logits)",
         None,
     ),
     "linear_cross_entropy_chunk_grad_": (
-        "(Tensor(a!) logits, Tensor gathered, Tensor linear_weight, Tensor target, SymInt class_start, "
-        "SymInt num_classes, Tensor? weight=None, Tensor? divisor=None, Tensor? after=None, "
-        f"bool with_grad_input=True, *, {OPTIONS}, {LSE_SQUARE}) "
-        "-> (Tensor loss, Tensor lse, Tensor target_weight, Tensor grad_input)",
+        "(Tensor(a!) logits, Tensor grad_loss, Tensor? grad_lse, Tensor linear_weight, Tensor target, Tensor lse, "
+        f"{SLICE}, Tensor? weight=None, Tensor? divisor=None, Tensor? grad_entropy=None, Tensor? entropy=None, "
+        f"Tensor? coefficient=None, Tensor? after=None, bool with_grad_input=True, *, {OPTIONS}, {LSE_SQUARE}) "
+        "-> Tensor grad_input",
         None,
     ),
     "linear_cross_entropy_chunk_add_": (

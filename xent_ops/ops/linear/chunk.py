@@ -1,10 +1,11 @@
-"""Operators of one chunk of rows of a head split over ranks, between which the caller's collectives stand.
+"""Operators of one chunk of rows of a head, or of a rank's slice of one, between which the caller's code stands.
 
-The loop is distributed/pipelined.py's. The logits of a chunk live from the first operator to the third::
+The loop is head/loop.py's. The logits of a chunk live from the first operator to the third::
 
-    linear_cross_entropy_chunk        a chunk's logits, what cross_entropy_shard returns for them
-    linear_cross_entropy_chunk_grad_  from all ranks' statistics: losses, the gradient written over the logits,
-                                      this rank's part of the input's gradient
+    linear_cross_entropy_chunk        a chunk's logits and their statistics: (loss, lse), with entropies (loss, lse,
+                                      entropy), (2, n) or (3, n); of a slice what cross_entropy_shard returns
+    linear_cross_entropy_chunk_grad_  from the coefficients of rows: the gradient, written over the logits, and the
+                                      input's gradient, of a slice this rank's part of it
     linear_cross_entropy_chunk_add_   the chunk's part of the weight's and the bias' gradient
     linear_cross_entropy_value        the loss, whose derivatives are the gradients made
 """
@@ -18,25 +19,32 @@ from torch import Tensor
 
 from ...head import shard
 from ...head.sizes import padded_classes
-from ...kernels import reference, reference_shard
-from ...kernels.options import DEFAULTS, Options
+from ...kernels import reference
 from ...kernels.reference import columns_of
+from .. import backward_checks, transforms
 from .. import checks as row_checks
-from .. import transforms
 from ..library import Outputs, autograd, operator
 from ..second_order import no_second_derivative
-from ..shard import check_gathered
 from . import checks
 from .operators import given_away
 
 
-def _of_classes(tensor: Tensor | None, columns: int) -> Tensor | None:
-    return None if tensor is None else tensor[:columns]
-
-
-def _check_chunk(input: Tensor, *args: Any, **options: Any) -> None:
+def _check_chunk(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    class_start: int = 0,
+    num_classes: int | None = None,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    entropy: bool = False,
+    **options: Any,
+) -> None:
     _two_dimensions(input)
-    checks.shard(input, *args, **options)
+    if num_classes is None:
+        checks.rows(input, linear_weight, target, linear_bias, weight, **options)
+    else:
+        checks.shard(input, linear_weight, target, class_start, num_classes, linear_bias, weight, entropy, **options)
 
 
 def _two_dimensions(input: Tensor) -> None:
@@ -44,54 +52,60 @@ def _two_dimensions(input: Tensor) -> None:
         raise ValueError(f"input has shape {tuple(input.shape)}; expected (rows, H), the rows of one chunk")
 
 
-def _logits_shape(input: Tensor, linear_weight: Tensor, class_start: int, num_classes: int) -> tuple[int, int]:
-    return input.shape[0], padded_classes(columns_of(linear_weight.shape[0], class_start, num_classes), input.dtype)
-
-
 def _chunk_outputs(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
-    class_start: int,
-    num_classes: int,
+    class_start: int = 0,
+    num_classes: int | None = None,
     _linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
+    entropy: bool = False,
 ) -> Outputs:
-    width = reference_shard.width(target.numel(), weight is not None)
-    logits = _logits_shape(input, linear_weight, class_start, num_classes)
-    return ((1, width), reference.accumulator(input)), (logits, input.dtype)
+    rows = target.numel()
+    stats = (3 if entropy else 2, rows)
+    if num_classes is not None:
+        stats = (1, shard.width(rows, weight is not None, entropy))
+    columns = columns_of(linear_weight.shape[0], class_start, num_classes)
+    logits = (rows, padded_classes(columns, input.dtype))
+    return (stats, reference.accumulator(input)), (logits, input.dtype)
 
 
 def _check_grad(
     logits: Tensor,
-    gathered: Tensor,
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
     linear_weight: Tensor,
     target: Tensor,
-    class_start: int,
-    num_classes: int,
+    lse: Tensor,
+    class_start: int = 0,
+    num_classes: int | None = None,
     weight: Tensor | None = None,
     divisor: Tensor | None = None,
+    grad_entropy: Tensor | None = None,
+    entropy: Tensor | None = None,
+    coefficient: Tensor | None = None,
     after: Tensor | None = None,
     with_grad_input: bool = True,
-    *,
-    options: Options = DEFAULTS,
-    lse_square_scale: float = 0.0,
+    **options: Any,
 ) -> None:
-    row_checks.shard_range(linear_weight.shape[0], class_start, num_classes)
+    if num_classes is not None:
+        row_checks.shard_range(linear_weight.shape[0], class_start, num_classes)
     columns = columns_of(linear_weight.shape[0], class_start, num_classes)
     expected = torch.Size((target.shape[0], padded_classes(columns, logits.dtype)))
     row_checks.same_shape("logits", logits.shape, expected, "as linear_cross_entropy_chunk makes them")
-    row_checks.shard(
-        logits[:, :columns], target, class_start, num_classes, _of_classes(weight, columns), options=options
+    rows = (logits[:, :columns], target, lse, None if weight is None else weight[:columns])
+    of_entropy = (grad_entropy, entropy)
+    backward_checks.index_backward(
+        grad_loss, grad_lse, *rows, divisor, *of_entropy, coefficient, class_start, num_classes, **options
     )
-    check_gathered(gathered, logits, target, weight)
-    row_checks.divisor(divisor, logits)
 
 
-def _grad_outputs(logits: Tensor, _gathered: Tensor, linear_weight: Tensor, target: Tensor, *rest: Any) -> Outputs:
-    of_rows = (target.shape, reference.accumulator(logits))
-    wanted = len(rest) < 6 or rest[5]
-    return of_rows, of_rows, of_rows, ((*target.shape, linear_weight.shape[1]) if wanted else (0,), logits.dtype)
+def _grad_outputs(
+    logits: Tensor, _grad_loss: Tensor, _grad_lse: Tensor | None, linear_weight: Tensor, *rest: Any
+) -> Outputs:
+    wanted = len(rest) < 11 or rest[10]
+    return (((logits.shape[0], linear_weight.shape[1]) if wanted else (0,), logits.dtype),)
 
 
 def _check_add(

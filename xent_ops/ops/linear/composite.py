@@ -43,6 +43,12 @@ def forward_runs_twice() -> bool:
     return not traced and transforms.in_saved_tensors_hooks()
 
 
+def gradients_in_forward(*tensors: Tensor | None) -> bool:
+    """Is it the forward that makes the gradients of a reduced loss? These tensors are input, weight and bias."""
+    wanted = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return wanted and not forward_runs_twice()
+
+
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -67,11 +73,8 @@ def linear_cross_entropy(
     input, linear_weight, linear_bias = cast_for_autocast(input, linear_weight, linear_bias)
     head = (input, linear_weight, target, linear_bias, weight)
     how = Chunking(chunk_rows, skip_ignored, max_counted).keywords()
-    wanted = [
-        tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
-        for tensor in (input, linear_weight, linear_bias)
-    ]
-    if reduction != "none" and any(wanted) and not forward_runs_twice():
+    if reduction != "none" and gradients_in_forward(input, linear_weight, linear_bias):
+        wanted = [tensor is not None and tensor.requires_grad for tensor in (input, linear_weight, linear_bias)]
         made = _ops.linear_cross_entropy_with_grad(
             *head,
             divisor,

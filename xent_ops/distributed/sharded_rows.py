@@ -5,14 +5,13 @@ Docs of the way: linear.py.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from ..head.chunks import divided_by
+from ..head.loop import HeadSlice
 from ..kernels import reductions
-from ..kernels.options import Chunking, LossOptions
+from ..kernels.options import LossOptions
 from ..ops.library import below_autograd
 from .groups import Ranks
 from .parts import all_gather
@@ -21,21 +20,10 @@ from .vocab_parallel import RowValues
 _ops = torch.ops.xent
 
 
-class ShardedHead(NamedTuple):
-    """This rank's rows of the head, and how its chunks are made."""
-
-    weight: Tensor  # (classes of this rank, H)
-    bias: Tensor | None  # (classes of this rank,)
-    class_weight: Tensor | None  # likewise
-    shard_range: tuple[int, int]  # class_start, num_classes
-    accumulate_dtype: torch.dtype | None
-    chunking: Chunking
-
-
 def sharded_rows(
     input: Tensor,  # (..., H) of this rank
     target: Tensor,  # of all rows
-    head: ShardedHead,
+    head: HeadSlice,
     ranks: Ranks,
     loss: LossOptions,
     gathered_input: Tensor | None = None,  # (ranks, *input.shape) where the inputs of all ranks are wanted

@@ -1,0 +1,203 @@
+"""The loop over chunks of rows that is open in its middle.
+
+What stands between a chunk's statistics and its gradient is the caller's: the all-gather of all ranks, a user's
+function, or both. So tracers must see the loop, and its steps are operators (ops/linear/chunk.py). Loops with nothing
+in the middle are inside of one operator: chunks.py. In the order of the device's stream, over ranks::
+
+    logits of chunk 0, its statistics
+    all-gather of the statistics of 0
+    logits of 1, its statistics
+    gradient over the logits of 0, its product with the head
+    sum over ranks of the input's gradient of 0
+    product for the weight's gradient of 0                    the logits of 0 are gone
+    ...
+
+Collectives run beside what stands below them, and two chunks of logits are there at a time; of one rank, one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.options import DEFAULT_CHUNKING, Chunking, LossOptions
+from ..kernels.reference import columns_of
+from . import shard
+from .chunks import as_rows
+from .products import accumulator_of_weight, room_for_head
+from .shard import RowStatistics
+from .sizes import rows_of_chunk
+
+_ops = torch.ops.xent
+
+
+class HeadSlice(NamedTuple):
+    """The rows of the head that a rank holds, and how its chunks are made."""
+
+    weight: Tensor  # (classes, H)
+    bias: Tensor | None  # (classes,)
+    class_weight: Tensor | None  # likewise
+    shard_range: tuple[int, Any] = (0, None)  # class_start, num_classes; None: these are all classes
+    accumulate_dtype: torch.dtype | None = None
+    chunking: Chunking = DEFAULT_CHUNKING
+
+
+class OneRank:
+    """The collectives of one rank. Those of several begin where ``wait`` ends them: distributed/pipelined.py."""
+
+    world = 1
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def sum(self, gradient: Tensor, scattered: bool) -> Tensor:
+        """Over the ranks: all of it, or where ``scattered`` this rank's part."""
+        return gradient
+
+    def wait(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+class Coefficients(NamedTuple):
+    """What a chunk's gradient is made of, as ``cross_entropy_backward`` takes it: (n,), or () for all rows alike."""
+
+    grad_loss: Tensor
+    grad_lse: Tensor | None = None
+    grad_entropy: Tensor | None = None
+    divisor: Tensor | None = None  # (2,): what grad_loss and the gradient of the z-loss are divided by
+
+
+class Gradients(NamedTuple):
+    """Of the input, (..., H), the weight and the bias; (0,) where they are not wanted. The last two are sums."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor
+
+
+class Part(NamedTuple):
+    """The rows of a chunk: of each rank's input these, one rank's after the other's."""
+
+    start: int  # no slice: Dynamo would specialise the ends of one
+    stop: int
+    target: Tensor  # (n,)
+
+    def of(self, values: Tensor) -> Tensor:
+        """(ranks, N, ...) to (n, ...)."""
+        return values[:, self.start : self.stop].flatten(0, 1)
+
+
+class _Chunk(NamedTuple):
+    """What the first product of a chunk leaves. Collectives in flight are waited for where they are read."""
+
+    input: Tensor  # (n, H)
+    part: Part
+    logits: Tensor
+    stats: Tensor
+    gathered: Tensor
+
+
+Between = Callable[[RowStatistics, Part], Coefficients]
+
+
+def gradients(
+    input: Tensor,  # (..., H) of this rank
+    target: Tensor,  # of all rows: (...), or (ranks, ...) where ``scattered``
+    head: HeadSlice,
+    loss: LossOptions,
+    between: Between,
+    ranks: OneRank,
+    *,
+    scattered: bool = False,  # the input is this rank's part of the rows
+    summed: bool = True,  # over the ranks; else the input's gradient is this rank's part of a sum
+    entropy: bool = False,
+) -> Gradients:
+    """The gradients of all rows. ``between`` sees each chunk's statistics once, in the order of the rows."""
+    weight, bias, class_weight, shard_range, accumulate_dtype, _ = head
+    wanted = [tensor is not None and tensor.requires_grad for tensor in (input, weight, bias)]
+    parts = ranks.world if scattered else 1
+    rows, targets = as_rows(input.detach()), target.reshape(parts, -1)
+    ends = _ends(targets.shape[1], parts, rows, head, ranks.world)
+    frozen, frozen_bias = weight.detach(), None if bias is None else bias.detach()
+    inputs = [rows[start:end] for start, end in itertools.pairwise(ends)]
+    if scattered:
+        inputs = [ranks.gather(part.contiguous()) for part in inputs]
+
+    def begin(i: int) -> _Chunk:
+        x = ranks.wait(inputs[i]) if scattered else inputs[i]
+        start, stop = ends[i], ends[i + 1]
+        t = targets[:, start:stop].reshape(-1)
+        stats, logits = _ops.linear_cross_entropy_chunk(
+            x, frozen, t, *shard_range, frozen_bias, class_weight, entropy, **loss.rows.keywords()
+        )
+        return _Chunk(x, Part(start, stop, t), logits, stats, ranks.gather(stats))
+
+    sums = accumulator_of_weight(input.dtype, accumulate_dtype)
+    grad_weight, grad_bias = room_for_head(frozen, frozen.shape, wanted[1:], sums)
+    columns = columns_of(weight.shape[0], *shard_range)
+    weight_of_classes = None if class_weight is None else class_weight[:columns]
+    grad_inputs: list[Tensor] = []
+    count, ahead = len(inputs), ranks.world > 1
+    chunk = begin(0)
+    for i in range(count):
+        x, part, logits, _, gathered = chunk
+        del chunk  # which holds the logits
+        after = None
+        if ahead and i + 1 < count:
+            chunk = begin(i + 1)
+            after = chunk.stats
+        of_rows = shard.joined(
+            ranks.wait(gathered), logits[:, :columns], part.target, shard_range, weight_of_classes, entropy, loss.rows
+        )
+        grad_loss, grad_lse, grad_entropy, divisor = between(of_rows, part)
+        grad_input = _ops.linear_cross_entropy_chunk_grad_(
+            logits,
+            grad_loss,
+            grad_lse,
+            frozen,
+            part.target,
+            of_rows.lse,
+            *shard_range,
+            class_weight,
+            divisor,
+            grad_entropy,
+            None if grad_entropy is None else of_rows.entropy,
+            None if class_weight is None else of_rows.coefficient,
+            after,
+            wanted[0],
+            **loss.backward_keywords(),
+        )
+        if wanted[0]:
+            grad_inputs.append(ranks.sum(grad_input, scattered) if summed else grad_input)
+        if wanted[1] or wanted[2]:
+            _ops.linear_cross_entropy_chunk_add_(grad_weight, grad_bias, logits, x, columns, i == 0)
+        del logits
+        if not ahead and i + 1 < count:
+            chunk = begin(i + 1)
+    total = input.new_empty(0)
+    if wanted[0]:
+        parts_of_total = [ranks.wait(part) for part in grad_inputs] if summed else grad_inputs
+        total = (parts_of_total[0] if count == 1 else torch.cat(parts_of_total)).view(input.shape)
+    return Gradients(total, grad_weight, grad_bias)
+
+
+def _ends(number: int, parts: int, rows: Tensor, head: HeadSlice, world: int) -> list[int]:
+    """Where chunks begin and end, as even as they get, from what is the same on every rank: all loop as often.
+
+    Small local logits are one chunk: all local logits at once, unfused, would be 2 % faster (two H200s,
+    8192 x 4096 x 32064; docs/lab/2026-11-linear.md).
+    """
+    num_classes = head.weight.shape[0] if head.shard_range[1] is None else head.shard_range[1]
+    size = rows_of_chunk(parts * number, rows, -(-num_classes // world), False, head.chunking.chunk_rows)
+    count = max(-(-(parts * number) // size), 1)
+    return [number * i // count for i in range(count + 1)]
+
+
+def value(value: Tensor, input: Tensor, head: HeadSlice, made: Gradients, divisor: Tensor | None) -> Tensor:
+    """The loss, whose derivatives are these gradients divided by the divisor, once."""
+    of: tuple[Any, ...] = (input, head.weight, head.bias, *made, divisor)
+    return _ops.linear_cross_entropy_value(value, *of)
