@@ -15,6 +15,7 @@ from .kernels.options import Reduction
 from .linear import linear_cross_entropy, linear_cross_entropy_outputs, linear_token_log_probs
 from .modules import CrossEntropyLoss, LinearCrossEntropyLoss
 from .outputs import CrossEntropyOutputs, TokenLogProbs
+from .token_loss import linear_token_loss, token_loss
 
 if TYPE_CHECKING:
     from . import distributed
@@ -35,7 +36,9 @@ __all__ = [
     "linear_cross_entropy",
     "linear_cross_entropy_outputs",
     "linear_token_log_probs",
+    "linear_token_loss",
     "token_log_probs",
+    "token_loss",
 ]
 
 

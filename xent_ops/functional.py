@@ -38,7 +38,7 @@ def check_targets(target: Tensor, num_classes: int, ignore_index: int = -100) ->
     checks.target_values(target, num_classes, arguments.integer("ignore_index", ignore_index))
 
 
-def _classes_last(tensor: Tensor, dim: int, name: str = "input") -> Tensor:
+def classes_last(tensor: Tensor, dim: int, name: str = "input") -> Tensor:
     dim = arguments.class_dimension(name, tensor, dim)
     return dense_classes(tensor if dim == tensor.dim() - 1 else tensor.movedim(dim, -1))
 
@@ -145,7 +145,7 @@ def cross_entropy(
             "weight is a DTensor but the logits are not: pass DTensor logits, or the weights of all classes as a plain "
             "tensor, weight.full_tensor()"
         )
-    logits = _classes_last(input, dim)
+    logits = classes_last(input, dim)
     if target.dim() == input.dim() and input.dim() > 0:
         if target.dtype in checks.INDICES:
             raise TypeError(
@@ -156,7 +156,7 @@ def cross_entropy(
         for name, value in (("inplace_backward", inplace_backward), ("grad_in_forward", grad_in_forward)):
             if value:
                 raise ValueError(f"{name}=True takes class indices, not class probabilities")
-        return _of_probabilities(logits, _classes_last(target, dim, "target"), weight, loss)
+        return _of_probabilities(logits, classes_last(target, dim, "target"), weight, loss)
     arguments.suggest_dim(input, target, dim)
     return function.cross_entropy(
         logits, target, weight, loss, inplace_backward=inplace_backward, grad_in_forward=grad_in_forward
@@ -210,7 +210,7 @@ def cross_entropy_outputs(
         ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction, input.dtype
     )
     checks.weight_without_grad(weight)
-    logits = _classes_last(input, dim)
+    logits = classes_last(input, dim)
     arguments.suggest_dim(input, target, dim)
     row_loss, lse, argmax, _ = torch.ops.xent.cross_entropy_forward(
         logits, target, weight, True, **loss.rows.keywords()
@@ -252,6 +252,6 @@ def token_log_probs(
     refuse_dtensors("xent_ops.token_log_probs", input, target)
     arguments.tensors(input, target)
     rows = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, dtype=input.dtype).rows
-    logits = _classes_last(input, dim)
+    logits = classes_last(input, dim)
     loss, lse, _, entropy = torch.ops.xent.cross_entropy_forward(logits, target, None, False, True, **rows.keywords())
     return log_probs_of_rows(loss, lse, entropy, target, rows)

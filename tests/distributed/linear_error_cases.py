@@ -106,7 +106,7 @@ def check_across_ranks(device):
         ({}, {"input": x[:, 1:]}, f"rank {last}: ValueError: weight_shard has shape"),
         ({}, {"num_classes": 0}, f"rank {last}: ValueError: num_classes must be at least 1"),
         ({}, {"num_classes": V + 1, "class_start": V - len(w)}, f"num_classes is {V} on rank 0 but {V + 1}"),
-        ({}, {"target": other}, "targets differ between ranks: row 4 is"),
+        ({}, {"target": other}, "targets differ between ranks: number 4 is"),
         ({}, {"target": other.clamp(max=V).fill_(V)}, f"rank {last}: IndexError: target {V} is out of bounds"),
         ({}, {"input": x[:3], "target": target[:3]}, r"target.shape is \(6,\) on rank 0 but \(3,\) on rank"),
         ({}, narrow, rf"input.shape is \(6, {H}\) on rank 0 but \(6, {H - 1}\)"),

@@ -6,6 +6,7 @@ import linear_dtensor_cases as dtensor
 import linear_error_cases as errors
 import linear_log_prob_cases as log_probs
 import linear_parallel_cases as cases
+import linear_token_loss_cases as token_loss
 import pytest
 import torch
 from worlds import every_kind_and_dtype
@@ -51,6 +52,17 @@ def test_log_probs(pool, device, world, kind):
 @pytest.mark.parametrize("world", FEW)
 def test_behaviour_of_log_probs(pool, device, world):
     pool(world, device).run(log_probs.behaviour)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", ["chunk", "uneven", "empty", "padded"])
+def test_token_loss(pool, device, world, kind):
+    pool(world, device).run(token_loss.values, kind)
+
+
+@pytest.mark.parametrize("world", FEW)
+def test_behaviour_of_token_loss(pool, device, world):
+    pool(world, device).run(token_loss.behaviour)
 
 
 @pytest.mark.parametrize("world", FEW)

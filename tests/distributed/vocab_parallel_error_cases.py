@@ -105,7 +105,7 @@ def check_across_ranks(device):
     call = {"logits_shard": x, "target": target, "num_classes": V, "check": True}
     # (what every rank passes, what the odd rank passes instead, what every rank says)
     bad = [
-        ({}, {"target": other}, f"targets differ between ranks: row 1 is 2 on rank 0 but 50 on rank {last}"),
+        ({}, {"target": other}, f"targets differ between ranks: number 1 is 2 on rank 0 but 50 on rank {last}"),
         ({}, {"target": wrong}, f"rank {last}: IndexError: target {V} is out of bounds"),
         ({}, {"logits_shard": x[:3], "target": target[:3]}, r"target.shape is \(4,\) on rank 0 but \(3,\) on rank"),
         ({}, {"logits_shard": x[:, 1:]}, f"rank {last}: ValueError: the shard of rank {last} has"),

@@ -1,10 +1,12 @@
 """Cross entropy over a vocabulary that is split between ranks."""
 
 from .linear import vocab_parallel_linear_cross_entropy, vocab_parallel_linear_token_log_probs
+from .token_loss import vocab_parallel_linear_token_loss
 from .vocab_parallel import vocab_parallel_cross_entropy
 
 __all__ = [
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
     "vocab_parallel_linear_token_log_probs",
+    "vocab_parallel_linear_token_loss",
 ]

@@ -79,6 +79,10 @@ def report(record: Any) -> dict[str, Any]:
             name, agreed = _TENSORS[field]
             facts[name] = None if value is None else "a tensor"
             facts |= {what: None if value is None else of(value) for what, of in agreed.items()}
+        elif field == "rows":  # of a function of tokens
+            facts["the number of rows"] = len(value)
+            for i, row in enumerate(value):
+                facts |= {f"rows[{i}].shape": tuple(row.shape), f"rows[{i}].dtype": row.dtype, f"rows[{i}]": row.cpu()}
         elif isinstance(value, Tensor):
             raise AssertionError(f"no entry in _TENSORS says what ranks must agree on of {field}")
         else:
@@ -96,13 +100,14 @@ def _compare(reports: list[dict[str, Any]]) -> str | None:
             continue
         for rank, report in enumerate(reports):
             if isinstance(value, Tensor):
-                rows = (report[name] != value).reshape(-1).nonzero()
-                if len(rows):
-                    row = int(rows[0])
-                    mine, theirs = int(value.reshape(-1)[row]), int(report[name].reshape(-1)[row])
+                other = report[name]
+                places = ((other != value) & ~(other.isnan() & value.isnan())).reshape(-1).nonzero()
+                if len(places):
+                    place = int(places[0])
+                    mine, theirs = value.reshape(-1)[place].item(), other.reshape(-1)[place].item()
                     return (
-                        f"{name} differ between ranks: row {row} is {mine} on rank 0 but {theirs} on rank {rank} "
-                        f"({len(rows)} of {value.numel()} rows differ)"
+                        f"{name} differ between ranks: number {place} is {mine} on rank 0 but {theirs} on rank {rank} "
+                        f"({len(places)} of {value.numel()} differ)"
                     )
             elif report[name] != value:
                 return (

@@ -117,11 +117,11 @@ def vocab_parallel_linear_cross_entropy(
     chunks = (divisor, accumulate_dtype, chunk_rows, skip_ignored, max_counted)
     name, ranks = "vocab_parallel_linear_cross_entropy", ranks_of(group)
     if check:
-        consistency.check(name, group, ranks, lambda: _checked(name, ranks, pipelined, *call, *chunks))
-    target, input, head, loss, divisor, split, three_products = _bound(name, ranks, pipelined, *call, *chunks)
+        consistency.check(name, group, ranks, lambda: checked_call(name, ranks, pipelined, *call, *chunks))
+    target, input, head, loss, divisor, split, three_products = bound_call(name, ranks, pipelined, *call, *chunks)
     if three_products:
-        return pipelined_loss(input, _by_ranks(target, split, ranks), head, ranks, loss, divisor, split is not None)
-    gathered, target = _gathered(input, target, split, ranks)
+        return pipelined_loss(input, by_ranks(target, split, ranks), head, ranks, loss, divisor, split is not None)
+    gathered, target = gathered_input(input, target, split, ranks)
     rows, _ = sharded_rows(input, target, head, ranks, loss, gathered)
     value = reduced(rows, target, loss, divisor)
     return _as_target(value, split) if reduction == "none" else value
@@ -166,22 +166,22 @@ def vocab_parallel_linear_token_log_probs(
     chunks = (None, accumulate_dtype, chunk_rows, skip_ignored, max_counted)
     name, ranks = "vocab_parallel_linear_token_log_probs", ranks_of(group)
     if check:
-        consistency.check(name, group, ranks, lambda: _checked(name, ranks, False, *call, *chunks))
-    target, input, head, loss, _, split, _ = _bound(name, ranks, False, *call, *chunks)
-    gathered, target = _gathered(input, target, split, ranks)
+        consistency.check(name, group, ranks, lambda: checked_call(name, ranks, False, *call, *chunks))
+    target, input, head, loss, _, split, _ = bound_call(name, ranks, False, *call, *chunks)
+    gathered, target = gathered_input(input, target, split, ranks)
     rows, entropy = sharded_rows(input, target, head, ranks, loss, gathered, entropy=True)
     values = log_probs_of_rows(rows.loss, rows.lse, entropy, target, loss.rows)
     return TokenLogProbs(*(_as_target(value, split) for value in values))
 
 
-def _gathered(input: Tensor, target: Tensor, split: int | None, ranks: Ranks) -> tuple[Tensor | None, Tensor]:
+def gathered_input(input: Tensor, target: Tensor, split: int | None, ranks: Ranks) -> tuple[Tensor | None, Tensor]:
     """(the inputs of all ranks, the target in their order), both (ranks, ...); where nothing is split, as they were."""
     if split is None:
         return None, target
-    return all_gather(input.detach().unsqueeze(0).contiguous(), ranks), _by_ranks(target, split, ranks)
+    return all_gather(input.detach().unsqueeze(0).contiguous(), ranks), by_ranks(target, split, ranks)
 
 
-def _by_ranks(target: Tensor, split: int | None, ranks: Ranks) -> Tensor:
+def by_ranks(target: Tensor, split: int | None, ranks: Ranks) -> Tensor:
     """The target in the order of the ranks' inputs, (ranks, ...); where nothing is split, as it was."""
     if split is None:
         return target
@@ -193,7 +193,7 @@ def _as_target(value: Tensor, split: int | None) -> Tensor:
     return value if split is None else value.movedim(0, split).flatten(split, split + 1)
 
 
-class _Bound(NamedTuple):
+class Bound(NamedTuple):
     """A call as the operators take it; consistency.py compares all of it."""
 
     target: Tensor
@@ -205,7 +205,7 @@ class _Bound(NamedTuple):
     pipelined: bool
 
 
-def _bound(
+def bound_call(
     name: str,
     ranks: Ranks,
     pipelined: bool | None,
@@ -221,7 +221,7 @@ def _bound(
     divisor: Any,
     accumulate_dtype: Any,
     *chunking: Any,
-) -> _Bound:
+) -> Bound:
     """Raises every error that this rank can detect by itself, but for the values of targets."""
     transforms.refuse(f"xent_ops.distributed.{name}")
     names = ("weight_shard", "bias_shard")
@@ -241,12 +241,12 @@ def _bound(
         rows = input if split is None else input.new_empty(()).expand(*target.shape, input.shape[-1])  # its shape
         linear_checks.shard(rows, linear_weight, target, *shard_range, linear_bias, class_weight, options=loss.rows)
     head = HeadSlice(linear_weight, linear_bias, class_weight, shard_range, accumulate_dtype, how)
-    return _Bound(target, input, head, loss, divisor, split, chosen(pipelined, input, head, loss))
+    return Bound(target, input, head, loss, divisor, split, chosen(pipelined, input, head, loss))
 
 
-def _checked(name: str, ranks: Ranks, pipelined: bool | None, *call: Any) -> _Bound:
+def checked_call(name: str, ranks: Ranks, pipelined: bool | None, *call: Any) -> Bound:
     """Raises what depends on values too."""
-    bound = _bound(name, ranks, pipelined, *call)
+    bound = bound_call(name, ranks, pipelined, *call)
     ignore_index = bound.loss.rows.ignore_index
     checks.target_values(bound.target, bound.head.shard_range[1], ignore_index)
     packing.refuse_more_than(bound.head.chunking.max_counted, bound.target, ignore_index)

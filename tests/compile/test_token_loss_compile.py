@@ -1,0 +1,187 @@
+"""A function of each token's statistics as the loss, compiled: one graph each way, any number of tokens, captures."""
+
+import pytest
+import torch
+from helpers.graphs import AotEagerAndRecordGraphs, CompileCounterWithBackend, calls_of, inductor_code, operator_names
+from helpers.token_losses import LOSSES, focal, grpo, rows_of
+from torch.utils.checkpoint import checkpoint
+
+import xent_ops
+
+V, H, N = 40, 16, 24
+
+
+def inputs(device, rows=N, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(2)
+    x, head = (torch.randn(size, H, generator=generator).to(device, dtype).requires_grad_() for size in (rows, V))
+    target = torch.randint(V, (rows,), generator=generator)
+    target[::5] = -100
+    return x, head, target.to(device)
+
+
+def step_of(fn, function=xent_ops.linear_token_loss, **options):
+    def step(x, head, target, *rows):
+        if function is xent_ops.token_loss:
+            x, head = x.sin() @ head.t(), None
+        given = (x, target) if head is None else (x.sin(), head, target)
+        return function(*given, fn, rows=rows, **options)
+
+    return step
+
+
+def gradients(step, x, head, target, *rows):
+    loss = step(x, head, target, *rows)
+    return loss.detach(), *torch.autograd.grad(loss, (x, head))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("function", [xent_ops.linear_token_loss, xent_ops.token_loss], ids=lambda f: f.__name__)
+def test_one_graph(device, name, function):
+    tensors = inputs(device)
+    tensors += rows_of(LOSSES[name], tensors[2].shape, device)
+    chunks = {"chunk_rows": 10} if function is xent_ops.linear_token_loss else {}
+    step = step_of(LOSSES[name], function, divisor=3.0, **chunks)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(gradients(compiled, *tensors), gradients(step, *tensors))
+
+
+def test_the_graphs(device):
+    """The function stands between operators, what it was tried on is gone, and the backward has no product."""
+    backend, tensors = AotEagerAndRecordGraphs(), inputs(device)
+    torch.compile(step_of(focal, chunk_rows=12), fullgraph=True, backend=backend)(*tensors).backward()
+    (forward,), (backward,) = backend.fw_graphs, backend.bw_graphs
+    ours = [name.split(".")[1] for name in operator_names(forward) if name.startswith("xent.")]
+    # Of the operators that write, the functional graph has others in their place.
+    assert ours == ["linear_cross_entropy_chunk", "linear_cross_entropy_chunk", "linear_cross_entropy_value"]
+    assert sum("auto_functionalized" in name for name in operator_names(forward)) == 4
+    tried = [node for node in forward.graph.nodes if "exp" in str(node.target) and node.meta["val"].shape == (2,)]
+    assert not tried
+    assert not any("mm" in name for name in operator_names(backward))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_any_number_of_tokens(device, backend):
+    """As long as the number of chunks is the same."""
+    count = CompileCounterWithBackend(backend)
+    step = step_of(grpo, chunk_rows=16)
+    compiled, graphs = torch.compile(step, fullgraph=True, backend=count, dynamic=True), []
+    for rows in (N, 28, 30):
+        tensors = inputs(device, rows)
+        tensors += rows_of(grpo, (rows,), device)
+        torch.testing.assert_close(gradients(compiled, *tensors), gradients(step, *tensors))
+        graphs.append(count.frame_count)
+    assert graphs[0] == graphs[-1]  # Dynamo traces the first twice
+
+
+def test_inductor(device):
+    """The gradient is written over the chunk's logits, and scaled in place where the backward owns it."""
+    tensors = inputs(device, dtype=torch.bfloat16)
+    tensors += rows_of(grpo, tensors[2].shape, device)
+    step = step_of(grpo, chunk_rows=12)
+    compiled = torch.compile(step, fullgraph=True)
+    code = inductor_code(compiled, *tensors)
+    assert calls_of("linear_cross_entropy_chunk", code) == calls_of("linear_cross_entropy_chunk_grad_", code) == 2
+    assert calls_of("scale_grad_", code) == 2 and calls_of("linear_scale_grad", code) == 0
+    for mine, eager in zip(gradients(compiled, *tensors), gradients(step, *tensors), strict=True):
+        torch.testing.assert_close(mine, eager, rtol=2e-2, atol=2e-2)
+
+
+def test_refused_while_tracing(device):
+    learned, (x, head, target) = torch.ones((), device=device, requires_grad=True), inputs(device)
+    for fn, options, text in (
+        (lambda stats: stats.lse.mean(), {}, r"fn returned shape \(\) for 2 tokens"),
+        (lambda stats: stats.lse * learned, {}, "closes over a tensor that requires grad"),
+        (focal, {"check": True}, "which a compiled graph cannot"),
+    ):
+        with pytest.raises(Exception, match=text):
+            torch.compile(step_of(fn, **options), fullgraph=True, backend="aot_eager")(x, head, target)
+        torch.compiler.reset()
+
+
+def test_without_gradients_one_product(device):
+    backend, (x, head, target) = AotEagerAndRecordGraphs(), inputs(device)
+    step = step_of(focal)
+    with torch.no_grad():
+        value = torch.compile(step, fullgraph=True, backend=backend)(x, head, target)
+    torch.testing.assert_close(value, step(x, head, target).detach())
+    names = operator_names(backend.fw_graphs[0]) if backend.fw_graphs else operator_names(backend.graphs[0])
+    assert sum("linear_cross_entropy" in name for name in names) == 1
+
+
+def test_inside_a_checkpoint(device):
+    """Which has nothing to spare here. torch.func.grad, which derives the function, takes no saved-tensor hooks."""
+    compiled = torch.compile(
+        lambda *args: checkpoint(step_of(focal), *args, use_reentrant=False), fullgraph=True, backend="aot_eager"
+    )
+    with pytest.raises(Exception, match="don't yet support saved tensor hooks"):
+        compiled(*inputs(device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["capture", "reduce-overhead"])
+def test_cuda_graphs(how):
+    """Replayed on other data; nothing waits for the device."""
+    tensors = [*inputs("cuda", 256, torch.bfloat16), *rows_of(grpo, (256,), "cuda")]
+    divisor = torch.tensor(5.0, device="cuda")
+    step = step_of(grpo, chunk_rows=100, divisor=divisor)
+    if how == "capture":
+
+        def run():
+            loss = step(*tensors)
+            loss.backward()
+            return loss
+
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                run()
+            for tensor in tensors[:2]:
+                tensor.grad = None
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = run()
+        made = [tensor.grad for tensor in tensors[:2]]
+
+        def again():
+            graph.replay()
+            return [value.detach().clone() for value in (loss, *made)]
+    else:
+        compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
+
+        def again():
+            return [value.clone() for value in gradients(compiled, *tensors)]
+
+    for seed in range(4):
+        torch.manual_seed(seed)
+        for tensor in (*tensors[:2], *tensors[3:]):
+            tensor.data.copy_(torch.randn_like(tensor))
+        tensors[2].copy_(torch.randint(-1, V, (256,)))
+        tensors[2][tensors[2] < 0] = -100
+        divisor.fill_(seed + 1.0)
+        for mine, eager in zip(again(), gradients(step, *tensors), strict=True):
+            torch.testing.assert_close(mine, eager, rtol=2e-2, atol=2e-2)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(*tensors).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_memory_is_the_gradients_and_one_chunk():
+    classes, width, rows = 32000, 512, 4096
+    x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    head = torch.randn(classes, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    target = torch.randint(classes, (rows,), device="cuda")
+    given = rows_of(grpo, (rows,), "cuda")
+    chunk, own = 1024 * classes * 2, 2 * (classes + rows) * width
+    for step in (step_of(grpo, chunk_rows=1024), torch.compile(step_of(grpo, chunk_rows=1024), fullgraph=True)):
+        gradients(step, x, head, target, *given)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        gradients(step, x, head, target, *given)
+        peak = torch.cuda.max_memory_allocated() - before
+        assert peak <= own + 1.15 * chunk + 4 * rows * width * 2, (peak / 2**20, own / 2**20, chunk / 2**20)

@@ -1,0 +1,96 @@
+"""A function of each token's statistics, of a head over ranks; run on every rank by test_linear_parallel.py."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from helpers.token_losses import LOSSES, expected, focal, grpo, rows_of
+from linear_log_prob_cases import close
+from linear_parallel_cases import H, head_of, leaves
+from vocab_parallel_cases import Collectives, V, same_bits_everywhere, shard_of, split
+
+from xent_ops.distributed import vocab_parallel_linear_token_loss
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def one(device, kind, problem, fn, sequence_dim=None, **options):
+    input, head, bias, _, target = problem
+    world, rank, place = dist.get_world_size(), dist.get_rank(), split(kind, V)
+    rows = rows_of(fn, target.shape, dtype=torch.promote_types(input.dtype, torch.float32))
+    mine = input if sequence_dim is None else input.chunk(world, sequence_dim)[rank]
+    shards = (mine, shard_of(head.t(), place).t().contiguous(), shard_of(bias, place))
+    x, w, b = (tensor.clone().to(device).requires_grad_() for tensor in shards)
+    loss = vocab_parallel_linear_token_loss(
+        x,
+        w,
+        target.to(device),
+        fn,
+        num_classes=V,
+        class_start=None if kind == "chunk" else place[0],
+        rows=tuple(row.to(device) for row in rows),
+        bias_shard=b,
+        sequence_parallel=sequence_dim is not None,
+        divisor=7.0,
+        **options,
+    )
+    whole = [tensor.double().requires_grad_() for tensor in (input, head, bias)]
+    softcap, scale = options.get("softcap"), options.get("logit_scale", 1.0)
+    wanted = expected(fn, F.linear(*whole), target, rows, 7.0, softcap, scale)
+    same_bits_everywhere(loss)
+    close(loss, wanted.detach(), input.dtype)
+    of_input, *others = torch.autograd.grad(wanted, whole)
+    of_input = of_input if sequence_dim is None else of_input.chunk(world, sequence_dim)[rank]
+    start, size, _ = place
+    made = torch.autograd.grad(loss, (x, w, b))
+    close(made[0], of_input, input.dtype)
+    for grad, part in zip(made[1:], others, strict=True):
+        close(grad[:size], part[start : start + size], input.dtype)
+        assert grad[size:].count_nonzero() == 0
+
+
+def values(device, kind):
+    for dtype in DTYPES:
+        for options in ({}, {"softcap": 30.0, "logit_scale": 0.75, "chunk_rows": 4}):
+            one(device, kind, head_of(dtype), grpo, **options)
+    for fn in LOSSES.values():
+        one(device, kind, head_of(torch.float32), fn, chunk_rows=3)
+    one(device, kind, head_of(torch.float32), grpo, skip_ignored=True)
+    world = dist.get_world_size()
+    for shape, dim in (((3, 2 * world), 1), ((2 * world, 3), 0)):
+        one(device, kind, head_of(torch.float32, shape), grpo, sequence_dim=dim, chunk_rows=5)
+
+
+def behaviour(device):
+    """One gather a chunk, of 3 numbers a row without entropies; compiled; what ranks must agree on."""
+    x, w, b, target = leaves(device, *head_of(torch.float32, (6,)))
+    rows = rows_of(grpo, (6,), device)
+
+    def step(x, w, b, fn=focal, **options):
+        return vocab_parallel_linear_token_loss(x, w, target, fn, num_classes=V, bias_shard=b, **options)
+
+    def with_rows(x, w, b):
+        return step(x, w, b, grpo, rows=rows, chunk_rows=3)
+
+    for call, number, chunks in ((step, 3 * 6 + 5, 1), (with_rows, 4 * 3 + 5, 2)):
+        with Collectives() as mode:
+            loss = call(x, w, b)
+        gathers = [("all_gather_into_tensor.default", number)] * chunks
+        assert sorted(mode.seen) == sorted([*gathers, *[("all_reduce.default", 6 // chunks * H)] * chunks])
+        with Collectives() as mode:
+            grads = torch.autograd.grad(loss, (x, w, b))
+        assert mode.seen == []
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(x, w, b)
+        torch.testing.assert_close(compiled, loss)
+        torch.testing.assert_close(torch.autograd.grad(compiled, (x, w, b)), grads)
+    with torch.no_grad():
+        torch.testing.assert_close(with_rows(x, w, b), loss.detach())
+    torch.testing.assert_close(step(x, w, b, grpo, rows=rows, check=True), loss)
+    with pytest.raises(ValueError, match="it must not mix tokens"):
+        step(x, w, b, lambda stats: stats.lse - stats.lse.mean(), check=True)
+    last = dist.get_world_size() - 1
+    mine = (rows[0], rows[1] + (dist.get_rank() == last))
+    with pytest.raises(ValueError, match=rf"rows\[1\] differ between ranks: number 0 is .* on rank {last}"):
+        step(x, w, b, grpo, rows=mine, check=True)
+    wrong = vocab_parallel_linear_token_loss(x, w, target, focal, num_classes=V, class_start=0)
+    assert wrong.isnan()

@@ -1,0 +1,271 @@
+"""A function of each token's statistics as the loss: values, how often what runs, what is refused."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.dispatch_log import Log
+from helpers.token_losses import LOSSES, dft, expected, focal, grpo, reinforce, rows_of
+from torch.utils.checkpoint import checkpoint
+
+import xent_ops
+
+V, H = 37, 8
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 6e-3}
+
+
+def problem(device, dtype=torch.float32, shape=(4, 5)):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(*shape, H, generator=generator, dtype=torch.float64)
+    head = torch.randn(V, H, generator=generator, dtype=torch.float64) / 2
+    bias = torch.randn(V, generator=generator, dtype=torch.float64) / 2
+    target = torch.randint(0, V, shape, generator=generator)
+    target.view(-1)[1::4] = -100
+    leaves = [tensor.to(device, dtype).requires_grad_() for tensor in (x, head, bias)]
+    return *leaves, target.to(device)
+
+
+def oracle(fn, x, head, bias, target, rows, **options):
+    """(value, gradients) in float64."""
+    leaves = [tensor.detach().double().requires_grad_() for tensor in (x, head, bias)]
+    value = expected(fn, F.linear(*leaves), target, rows, **options)
+    return value, torch.autograd.grad(value, leaves, allow_unused=True)
+
+
+def assert_close(actual, wanted, dtype):
+    for mine, other in zip(actual, wanted, strict=True):
+        assert mine.dtype in (dtype, torch.float32, torch.float64)
+        scale = other.abs().max().clamp(min=1e-3) if other.numel() else 1.0
+        assert ((mine.double() - other).abs() <= TOLERANCE[dtype] * scale).all(), (mine, other)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+def test_values_and_gradients(device, name, dtype):
+    x, head, bias, target = problem(device, dtype)
+    fn = LOSSES[name]
+    rows = rows_of(fn, target.shape, device, torch.promote_types(dtype, torch.float32))
+    for options in ({}, {"softcap": 20.0, "logit_scale": 0.75}):
+        wanted, wanted_grads = oracle(fn, x, head, bias, target, rows, divisor=7.0, **options)
+        for chunk_rows in (None, 3):
+            given = {"rows": rows, "divisor": 7.0, "linear_bias": bias, "chunk_rows": chunk_rows, **options}
+            loss = xent_ops.linear_token_loss(x, head, target, fn, **given)
+            assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and loss.shape == ()
+            assert_close([loss], [wanted], dtype)
+            grads = torch.autograd.grad(loss, (x, head, bias))
+            assert [grad.dtype for grad in grads] == [dtype] * 3
+            assert_close(grads, wanted_grads, dtype)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_of_given_logits(device, name):
+    fn, target = LOSSES[name], problem(device)[3]
+    logits = torch.randn(*target.shape, V, device=device, dtype=torch.float64, requires_grad=True)
+    rows = rows_of(fn, target.shape, device)
+    wanted = expected(fn, logits, target, rows, divisor=7.0, softcap=9.0)
+    (wanted_grad,) = torch.autograd.grad(wanted, logits)
+    for dim in (-1, 1):
+        given = logits if dim == -1 else logits.movedim(-1, 1)
+        loss = xent_ops.token_loss(given, target, fn, rows=rows, divisor=7, softcap=9.0, dim=dim, check=True)
+        torch.testing.assert_close(loss, wanted)
+        torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], wanted_grad)
+
+
+def of_logits(x, head, target, fn, **options):
+    return xent_ops.token_loss(F.linear(x, head), target, fn, **options)
+
+
+BOTH = pytest.mark.parametrize("function", [xent_ops.linear_token_loss, of_logits], ids=["linear", "logits"])
+
+
+@BOTH
+def test_what_an_ignored_token_has_counts_for_nothing(device, function):
+    x, head, _, target = problem(device)
+    ignored = target == -100
+    nan = torch.where(ignored, math.nan, 1.0)
+    poisoned = torch.where(ignored.unsqueeze(-1), math.inf, x.detach()).requires_grad_()
+
+    def fn(stats, factor):
+        return -stats.log_probs * factor + (stats.lse * factor).sqrt() + (stats.entropy + factor - 1).log()
+
+    loss = function(x, head, target, fn, rows=(nan,))
+    grads = torch.autograd.grad(loss, (x, head))
+    assert loss.isfinite() and all(grad.isfinite().all() for grad in grads)
+    assert (grads[0][ignored] == 0).all() and (grads[0][~ignored] != 0).any()
+    clean = function(x, head, target, fn, rows=(nan.nan_to_num(1.0),))
+    torch.testing.assert_close(clean, loss)
+    assert function(poisoned.detach(), head, target, fn, rows=(nan,)).isfinite()
+
+
+@BOTH
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0), (1,)], ids=str)
+def test_few_tokens(device, function, shape):
+    x, head, _, target = problem(device, shape=shape)
+    rows = rows_of(grpo, shape, device)
+    loss = function(x, head, target, grpo, rows=rows, check=True)
+    grads = torch.autograd.grad(loss, (x, head))
+    wanted, wanted_grads = oracle(grpo, x, head, head.new_zeros(V), target, rows)
+    assert_close([loss, *grads], [wanted, *wanted_grads[:2]], torch.float32)
+
+
+def test_rows_of_other_shapes_and_dtypes(device):
+    x, head, bias, target = problem(device)
+    two = torch.randn(*target.shape, 2, device=device, dtype=torch.float64)
+    whole, flag = torch.randint(3, target.shape, device=device), target > 9
+
+    def fn(stats, pair, whole, flag):
+        return torch.where(flag, stats.log_probs * pair[:, 0], whole * pair.prod(-1) * stats.lse).double()
+
+    wanted, wanted_grads = oracle(fn, x, head, bias, target, (two, whole, flag))
+    loss = xent_ops.linear_token_loss(x, head, target, fn, rows=(two, whole, flag), linear_bias=bias, chunk_rows=7)
+    assert loss.dtype == torch.float32
+    assert_close([loss, *torch.autograd.grad(loss, (x, head, bias))], [wanted, *wanted_grads], torch.float32)
+
+
+# What runs
+
+
+def operators(run):
+    with Log() as log:
+        run()
+    return [name.removeprefix("xent.").removesuffix(".default") for name in log.ours()]
+
+
+CHUNK = ["linear_cross_entropy_chunk", "linear_cross_entropy_chunk_grad_", "linear_cross_entropy_chunk_add_"]
+FOUR = ["linear_cross_entropy_forward"], ["linear_cross_entropy_backward"]
+
+
+def test_three_products_and_four(device):
+    x, head, _, target = problem(device)
+
+    def loss(x=x, head=head, **options):
+        return xent_ops.linear_token_loss(x, head, target, focal, **options)
+
+    forward = operators(lambda: loss(chunk_rows=10))
+    assert forward == [*CHUNK, *CHUNK, "linear_cross_entropy_value"]
+    assert operators(lambda: loss(head=head.detach())) == [*CHUNK[:2], "linear_cross_entropy_value"]
+    assert operators(lambda: loss(x.detach(), head.detach())) == FOUR[0]
+    with torch.no_grad():
+        assert operators(loss) == FOUR[0]
+    skipping = loss(skip_ignored=True)
+    assert operators(lambda: loss(skip_ignored=True)) == FOUR[0] and operators(skipping.backward) == FOUR[1]
+    torch.testing.assert_close(skipping, loss())
+    again = operators(lambda: checkpoint(loss, x, head, use_reentrant=False).backward())
+    assert again == [*FOUR[0], *FOUR[0], *FOUR[1]]
+
+
+@pytest.mark.parametrize(
+    ("fn", "read"),
+    [
+        (focal, False),
+        (reinforce, True),  # it unpacks
+        (lambda stats, *_: stats.lse, False),
+        (lambda stats, *_: stats[0], True),
+        (lambda stats, *_: stats.log_probs * stats.entropy.detach(), True),
+    ],
+)
+def test_an_entropy_that_is_not_read_is_not_computed(device, monkeypatch, fn, read):
+    x, head, _, target = problem(device)
+    rows, seen = rows_of(reinforce, target.shape, device) if fn is reinforce else (), []
+    chunk = torch.ops.xent.linear_cross_entropy_chunk
+
+    def noted(*args, **options):
+        seen.append(args[7])
+        return chunk(*args, **options)
+
+    monkeypatch.setattr(torch.ops.xent, "linear_cross_entropy_chunk", noted)
+    xent_ops.linear_token_loss(x, head, target, fn, rows=rows)
+    assert seen == [read]
+
+
+def test_later_backwards(device):
+    x, head, bias, target = problem(device)
+    loss = xent_ops.linear_token_loss(x, head, target, focal, linear_bias=bias)
+    leaves = (x, head, bias)
+    grads = torch.autograd.grad(loss, leaves, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(2 * loss + loss.square(), leaves, retain_graph=True)[1],
+                               (2 + 2 * loss.detach()) * grads[1])  # fmt: skip
+    torch.testing.assert_close(torch.autograd.grad(loss, leaves), grads)
+    with pytest.raises(RuntimeError, match="given away"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="linear_token_loss, has no second derivative"):
+        once = xent_ops.linear_token_loss(x, head, target, focal)
+        torch.autograd.grad(once, x, create_graph=True)
+    seen = []
+    x.register_hook(lambda grad: seen.append(grad.clone()))
+    xent_ops.linear_token_loss(x, head, target, focal, linear_bias=bias).backward()
+    torch.testing.assert_close(seen[0], grads[0])
+
+
+def test_autocast(device):
+    x, head, _, target = problem(device)
+    with torch.autocast(device, torch.bfloat16):
+        loss = xent_ops.linear_token_loss(x, head, target, focal)
+    grads = torch.autograd.grad(loss, (x, head))
+    half = xent_ops.linear_token_loss(x.bfloat16(), head.bfloat16(), target, focal)
+    torch.testing.assert_close(loss, half)
+    torch.testing.assert_close(grads, torch.autograd.grad(half, (x, head)))
+
+
+def test_the_callers_tensors_stay_as_they_are(device):
+    x, head, bias, target = problem(device)
+    rows = rows_of(grpo, target.shape, device)
+    given = (x, head, bias, target, *rows)
+    before = [(tensor.detach().clone(), tensor._version) for tensor in given]
+    xent_ops.linear_token_loss(x, head, target, grpo, rows=rows, linear_bias=bias, chunk_rows=3).backward()
+    for tensor, (value, version) in zip(given, before, strict=True):
+        assert torch.equal(tensor, value) and tensor._version == version
+
+
+# What is refused
+
+learned = torch.ones((), requires_grad=True)
+REFUSED = {
+    "no function": (3, {}, TypeError, r"fn must be a function of \(stats, \*rows\), got .*int"),
+    "a mean": (lambda s: s.log_probs.mean(), {}, ValueError, r"fn returned shape \(\) for 2 tokens; expected \(2,\)"),
+    "a sum that is kept": (lambda s: s.lse.sum(0, keepdim=True), {}, ValueError, r"shape \(1,\) for 2 tokens"),
+    "two a token": (lambda s: torch.stack([s.lse, s.lse], 1), {}, ValueError, r"shape \(2, 2\)"),
+    "integers": (lambda s: s.lse.long(), {}, TypeError, "fn returned a tensor of dtype torch.int64; expected floating"),
+    "nothing": (lambda s: None, {}, TypeError, "fn returned .*None.*; expected a tensor"),
+    "closes over a parameter": (lambda s: s.lse * learned, {}, RuntimeError, "closes over a tensor that requires grad"),
+    "rows that are a tensor": (dft, {"rows": torch.ones(4, 5)}, TypeError, r"for one tensor pass rows=\(tensor,\)"),
+    "rows that are none": (dft, {"rows": (1.0,)}, TypeError, r"rows\[0\] must be a torch.Tensor, got .*float"),
+    "rows of another length": (dft, {"rows": (torch.ones(5, 4),)}, ValueError, r"rows\[0\] has shape \(5, 4\); expected"),
+    "fewer dimensions": (dft, {"rows": (torch.ones(4),)}, ValueError, r"rows\[0\] has shape \(4,\)"),
+    "rows that are learned": (dft, {"rows": (learned.expand(4, 5),)}, RuntimeError, r"rows\[0\] requires grad"),
+    "a divisor of zero": (dft, {"divisor": 0}, ValueError, "divisor must not be 0"),
+    "a learned divisor": (dft, {"divisor": learned}, RuntimeError, "divisor requires grad"),
+    "check of another kind": (dft, {"check": 1}, TypeError, "check must be True or False"),
+}  # fmt: skip
+
+
+@BOTH
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(function, what):
+    fn, options, error, text = REFUSED[what]
+    x, head, _, target = problem("cpu")
+    if function is of_logits and what == "a learned divisor":
+        pytest.skip("given logits have a derivative for it")
+    with pytest.raises(error, match=text):
+        function(x, head, target, fn, **options)
+
+
+@BOTH
+def test_functions_that_mix_tokens(device, function):
+    x, head, _, target = problem(device)
+
+    def centred(stats):
+        return -(stats.log_probs - stats.log_probs.mean()) * stats.lse
+
+    with pytest.raises(ValueError, match=r"it must not mix tokens.*linear_token_log_probs"):
+        function(x, head, target, centred, check=True)
+    for fn in LOSSES.values():
+        function(x, head, target, fn, rows=rows_of(fn, target.shape, device), check=True)
+
+
+def test_transforms_and_dtensors_are_refused(device):
+    x, head, _, target = problem(device)
+    for function in (xent_ops.linear_token_loss, of_logits):
+        with pytest.raises(NotImplementedError, match="token_loss below a functorch transform"):
+            torch.func.grad(lambda x, function=function: function(x, head, target, focal))(x.detach())

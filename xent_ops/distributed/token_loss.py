@@ -1,0 +1,113 @@
+"""A user's function of each token's statistics where each rank holds some rows of the head.
+
+The function stands behind the join, where every rank has the statistics of all tokens: each calls it on the same
+numbers, and gets the same bits. The collectives are those of linear.py, with 4 numbers a row where it reads entropies.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.reference import accumulator
+from ..ops import arguments
+from ..token_function import Function, TokenFunction
+from ..token_loss import divided, of_chunks
+from . import consistency
+from .groups import Group, ranks_of
+from .linear import Bound, bound_call, by_ranks, checked_call, gathered_input
+from .pipelined import Collectives
+from .sharded_rows import sharded_rows
+
+
+class _Bound(NamedTuple):
+    """A call as the operators take it; consistency.py compares all of it but the function."""
+
+    call: Bound
+    rows: list[Tensor]
+    reads_entropy: bool
+
+
+def vocab_parallel_linear_token_loss(
+    input: Tensor,
+    weight_shard: Tensor,
+    target: Tensor,
+    fn: Function,
+    group: Group = None,
+    *,
+    num_classes: int,
+    class_start: int | None = None,
+    rows: tuple[Tensor, ...] = (),
+    bias_shard: Tensor | None = None,
+    sequence_parallel: bool = False,
+    divisor: Tensor | float | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+    skip_ignored: bool = False,
+    check: bool = False,
+) -> Tensor:
+    """``xent_ops.linear_token_loss`` of a head whose rows (classes) are split between the ranks of a group.
+
+    Every rank gets the loss, bit for bit the same, and in backward the gradient of its own rows of the head and the
+    whole gradient of its input: three products, and two chunks of logits at a time.
+
+    Args:
+        input, weight_shard, target, group, num_classes, class_start, bias_shard, sequence_parallel: as for
+            ``vocab_parallel_linear_cross_entropy``.
+        fn, rows: as for ``xent_ops.linear_token_loss``, of all tokens, the same on every rank: with
+            ``sequence_parallel`` too.
+        divisor, ignore_index, softcap, logit_scale, accumulate_dtype, chunk_rows, skip_ignored: as for
+            ``xent_ops.linear_token_loss``.
+        check: as for ``vocab_parallel_linear_cross_entropy``; compares the values of ``rows``, and fn on all tokens
+            with fn on parts of them.
+
+    Returns:
+        The loss, float32 (float64 for float64 input), (). Errors are those of ``xent_ops.linear_token_loss`` and
+        ``vocab_parallel_linear_cross_entropy``.
+
+    Examples:
+        >>> world = torch.distributed.get_world_size()
+        >>> hidden, weight_shard = torch.randn(8, 16), torch.randn(1024 // world, 16, requires_grad=True)
+        >>> function = xent_ops.distributed.vocab_parallel_linear_token_loss
+        >>> focal = lambda stats: -((1 - stats.log_probs.exp()) ** 2) * stats.log_probs
+        >>> function(hidden, weight_shard, torch.arange(8), focal, num_classes=1024, divisor=8).backward()
+    """
+    name, ranks = "vocab_parallel_linear_token_loss", ranks_of(group)
+    options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "sum")
+    call = (input, weight_shard, target, bias_shard, None, num_classes, class_start, sequence_parallel, options)
+    arguments.boolean("check", check)
+    given: tuple[Any, ...] = (*call, divisor, accumulate_dtype, chunk_rows, skip_ignored, None)
+
+    def function_of(target: Tensor, options: Any) -> TokenFunction:
+        return TokenFunction(fn, rows, target, options.ignore_index, accumulator(input))
+
+    def checked() -> _Bound:
+        bound = checked_call(name, ranks, None, *given)
+        function = function_of(bound.target, bound.loss.rows)
+        return _Bound(bound, function.rows, function.reads_entropy)
+
+    if check:
+        consistency.check(name, group, ranks, checked)
+    target, input, head, loss, divisor, split, three_products = bound_call(name, ranks, None, *given)
+    function = function_of(target, loss.rows)
+    function.arrange(lambda row: by_ranks(row, split, ranks))
+
+    def of_rows() -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+        gathered, ordered = gathered_input(input, target, split, ranks)
+        made, entropy = sharded_rows(input, ordered, head, ranks, loss, gathered, entropy=function.reads_entropy)
+        return (made.loss, made.lse, entropy), ordered
+
+    if check:
+        with torch.no_grad():
+            statistics, ordered = of_rows()
+            function.check(*statistics, ordered)
+    if not three_products:
+        statistics, ordered = of_rows()
+        return divided(function.of_all(*statistics, ordered), divisor)
+    ordered, scattered = by_ranks(target, split, ranks), split is not None
+    return of_chunks(function, input, ordered, head, loss, divisor, Collectives(ranks), scattered=scattered)

@@ -1,0 +1,180 @@
+"""A user's function of the statistics of tokens, as the loop over chunks and the functions of rows call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .head.loop import Coefficients, Part
+from .head.shard import RowStatistics
+from .kernels.reference import is_counted
+from .ops.shown import kind_of, shown
+from .outputs import TokenLogProbs
+
+Function = Callable[..., Tensor]
+"""``fn(stats, *rows)``: stats is a TokenLogProbs of n tokens; returns (n,)."""
+
+_PROBED = 2  # tokens: with one, a sum over tokens would have the right shape
+_INSTEAD = "xent_ops.linear_token_log_probs (token_log_probs of logits), which is differentiable, takes any function"
+
+
+class TokenFunction:
+    """A function that was tried on two tokens of zeros: what it reads is known, and that it returns one number a token.
+
+    ``rows`` have the target's shape in front.
+    """
+
+    def __init__(self, fn: Function, rows: Any, target: Tensor, ignore_index: int, dtype: torch.dtype) -> None:
+        if not callable(fn):
+            raise TypeError(f"fn must be a function of (stats, *rows), got {kind_of(fn)}")
+        self.fn, self.rows = fn, _checked_rows(rows, target)
+        self.ignore_index, self.dtype, self.number = ignore_index, dtype, target.numel()
+        self._rest = [row.shape[target.dim() :] for row in self.rows]  # of a token
+        self.reads_entropy = self._try(target)
+
+    def _try(self, target: Tensor) -> bool:
+        stats = _Recorder(target.new_zeros(_PROBED, dtype=self.dtype))
+        rows = [row.new_zeros((_PROBED, *rest)) for row, rest in zip(self.rows, self._rest, strict=True)]
+        with torch.enable_grad():
+            self._refuse(self.fn(stats, *rows), _PROBED, target)
+        return stats.entropy_was_read
+
+    def _refuse(self, value: Any, number: int, target: Tensor) -> None:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"fn returned {kind_of(value)}; expected a tensor of shape (n,), one number a token")
+        if not value.is_floating_point():
+            raise TypeError(f"fn returned a tensor of dtype {value.dtype}; expected floating point, one number a token")
+        if tuple(value.shape) != (number,):
+            raise ValueError(
+                f"fn returned shape {tuple(value.shape)} for {number} tokens; expected ({number},), one number a "
+                "token: it must not add up or average over tokens, the sum over tokens and divisor= do that"
+            )
+        if value.device != target.device:
+            raise ValueError(f"fn returned a tensor on {value.device}; expected {target.device}, where its tokens are")
+        if value.requires_grad:
+            raise RuntimeError(
+                "fn closes over a tensor that requires grad, whose gradient would be lost: detach it. Where it should "
+                f"be learned, {_INSTEAD}"
+            )
+
+    def arrange(self, order: Callable[[Tensor], Tensor]) -> None:
+        """Put the tokens of each of the rows in another order."""
+        self.rows = [order(row) for row in self.rows]
+
+    def _rows(self, *shape: int) -> list[Tensor]:
+        """With this shape in front."""
+        return [row.reshape(*shape, *rest) for row, rest in zip(self.rows, self._rest, strict=True)]
+
+    def of_part(self, parts: int, divisors: Tensor, values: list[Tensor]) -> Callable[..., Coefficients]:
+        """What head/loop.py calls between a chunk's statistics and its gradient.
+
+        ``values`` gets the numbers of each chunk, 0 in ignored rows. ``divisors``, (2,), are of the sum.
+        """
+        rows = self._rows(parts, self.number // parts)
+
+        def between(statistics: RowStatistics, part: Part) -> Coefficients:
+            counted, given = is_counted(part.target, self.ignore_index), [part.of(row) for row in rows]
+
+            def summed(log_probs: Tensor, lse: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+                kept = self._kept(TokenLogProbs(log_probs, entropy, lse), given, counted)
+                return kept.sum(), kept
+
+            of_tokens = self._statistics(statistics.loss, statistics.lse, statistics.entropy, counted)
+            derivatives, value = torch.func.grad(summed, (0, 1, 2) if self.reads_entropy else (0, 1), has_aux=True)(
+                of_tokens.log_probs, of_tokens.lse, of_tokens.entropy
+            )
+            # An ignored row's may be NaN, as zero times infinity is.
+            a, b, *c = [torch.where(counted, derivative / divisors[0], 0.0) for derivative in derivatives]
+            values.append(value)
+            return Coefficients(-a, b, c[0] if c else None)
+
+        return between
+
+    def of_all(self, loss: Tensor, lse: Tensor, entropy: Tensor, target: Tensor) -> Tensor:
+        """(N,): the numbers of all tokens, 0 in ignored rows. Differentiable. Values have the target's shape."""
+        counted = is_counted(target, self.ignore_index).reshape(-1)
+        stats = self._statistics(loss.reshape(-1), lse.reshape(-1), entropy.reshape(-1), counted)
+        return self._kept(stats, self._rows(self.number), counted)
+
+    def _statistics(self, loss: Tensor, lse: Tensor, entropy: Tensor, counted: Tensor) -> TokenLogProbs:
+        """Of tokens, (n,). Nothing flows back to ignored rows, whatever their derivatives are."""
+        if not self.reads_entropy:
+            entropy = lse.new_full((), float("nan")).expand(lse.shape)
+        lse = torch.where(counted, lse, lse.detach())
+        return TokenLogProbs(-torch.where(counted, loss, 0.0), torch.where(counted, entropy, 0.0), lse)
+
+    def _kept(self, stats: TokenLogProbs, rows: Sequence[Tensor], counted: Tensor) -> Tensor:
+        value = self.fn(stats, *rows)
+        if tuple(value.shape) != tuple(counted.shape):
+            self._refuse(value.detach(), counted.shape[0], counted)
+        return torch.where(counted, value.to(self.dtype), 0.0)
+
+    def check(self, loss: Tensor, lse: Tensor, entropy: Tensor, target: Tensor) -> None:
+        """Raise where a token's number depends on which others are beside it. Reads values, so it synchronises."""
+        if torch.compiler.is_compiling():
+            raise RuntimeError("check=True compares values, which a compiled graph cannot: use it in eager")
+        with torch.no_grad():
+            counted, rows = is_counted(target, self.ignore_index).reshape(-1), self._rows(self.number)
+            stats = self._statistics(loss.reshape(-1), lse.reshape(-1), entropy.reshape(-1), counted)
+            size = max(-(-self.number // 3), 1)
+            parts = [slice(start, start + size) for start in range(0, max(self.number, 1), size)]
+            together = self._kept(stats, rows, counted)
+            apart = [
+                self._kept(TokenLogProbs(*(value[part] for value in stats)), [row[part] for row in rows], counted[part])
+                for part in parts
+            ]
+            alone = torch.cat(apart)
+            differ = ~torch.isclose(together, alone, rtol=1e-4, atol=1e-6, equal_nan=True)
+            if bool(differ.any()):
+                token = int(differ.nonzero()[0])
+                raise ValueError(
+                    f"fn gives token {token} {float(together[token])} beside all tokens, but {float(alone[token])} "
+                    f"beside {size} of them: it must not mix tokens, since it is called a chunk at a time. {_INSTEAD}"
+                )
+
+
+def _checked_rows(rows: Any, target: Tensor) -> list[Tensor]:
+    if isinstance(rows, Tensor) or not isinstance(rows, (tuple, list)):
+        hint = ": for one tensor pass rows=(tensor,)" if isinstance(rows, Tensor) else ""
+        raise TypeError(f"rows must be a tuple of tensors, got {shown(rows) if not hint else 'a tensor'}{hint}")
+    for i, row in enumerate(rows):
+        name = f"rows[{i}]"
+        if not isinstance(row, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {kind_of(row)}")
+        if row.dim() < target.dim() or any(
+            size != wanted for size, wanted in zip(row.shape, target.shape, strict=False)
+        ):
+            raise ValueError(
+                f"{name} has shape {tuple(row.shape)}; expected {tuple(target.shape)} in front, as the target's"
+            )
+        if row.device != target.device:
+            raise ValueError(f"{name} is on {row.device} but target is on {target.device}; both must be the same")
+        if row.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{name} requires grad, which would be lost: detach it. Where it should be learned, {_INSTEAD}"
+            )
+    return [row.detach() for row in rows]
+
+
+class _Recorder:
+    """A TokenLogProbs of zeros that knows whether its entropy was read."""
+
+    def __init__(self, zeros: Tensor) -> None:
+        self.log_probs, self.lse, self._zeros, self.entropy_was_read = zeros, zeros, zeros, False
+
+    @property
+    def entropy(self) -> Tensor:
+        self.entropy_was_read = True
+        return self._zeros
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.log_probs, self.entropy, self.lse))
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.log_probs, self.entropy, self.lse)[index]
+
+    def __len__(self) -> int:
+        return 3

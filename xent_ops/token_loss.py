@@ -1,0 +1,192 @@
+"""Losses that are a user's function of each token's statistics, as users call them: of logits, of hidden states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .functional import classes_last, refuse_dtensors
+from .head import chunks, float16, loop
+from .kernels.options import LossOptions
+from .kernels.reference import accumulator
+from .ops import arguments, transforms
+from .ops.linear import checks as linear_checks
+from .ops.linear import composite
+from .token_function import Function, TokenFunction
+
+_ops = torch.ops.xent
+
+
+def linear_token_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    fn: Function,
+    *,
+    rows: tuple[Tensor, ...] = (),
+    linear_bias: Tensor | None = None,
+    divisor: Tensor | float | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+    skip_ignored: bool = False,
+    check: bool = False,
+) -> Tensor:
+    """Any loss that is a sum of one number a token, from hidden states, in the three products of cross entropy.
+
+    ``fn(*linear_token_log_probs(input, linear_weight, target), *rows).sum() / divisor`` over the counted tokens, with
+    ``fn(stats, *rows)`` called on a chunk of tokens at a time, between the chunk's statistics and its gradient: policy
+    gradients (GRPO, DAPO, CISPO, PPO), token weights, focal, entropy-regularised losses. The forward makes the
+    gradients, and the backward multiplies them by the upstream gradient, in place.
+
+    Args:
+        input, linear_weight, linear_bias: (..., H), (V, H) and (V,), as for ``linear_cross_entropy``.
+        target: (...), class indices.
+        fn: gets ``TokenLogProbs(log_probs, entropy, lse)`` of n tokens, each (n,), float32 (float64 for float64 input),
+            and n rows of each of ``rows``; returns (n,), floating point. A token's number must not depend on the other
+            tokens. ``torch.func.grad`` derives it; compiled steps trace it. It is called once more beforehand, on two
+            tokens of zeros, to see what it reads and returns: an entropy that it does not read costs nothing. In
+            ignored tokens its value and its derivatives count for nothing.
+        rows: tensors with the target's shape in front, (..., *), constants to autograd: old log-probabilities,
+            advantages, weights.
+        divisor: what the sum is divided by, a number or a tensor (), as for ``linear_cross_entropy``. None: 1.
+        ignore_index, softcap, logit_scale: as for ``cross_entropy``.
+        accumulate_dtype, chunk_rows: as for ``linear_cross_entropy``.
+        skip_ignored: as for ``linear_cross_entropy``, with the logits made again in the backward: four products of the
+            counted rows.
+        check: compare fn on all tokens with fn on parts of them, and raise where they differ. Costs a product and
+            synchronises; not in compiled graphs.
+
+    Returns:
+        The loss, float32 (float64 for float64 input), (). No second derivatives, no torch.func, no forward-mode AD.
+        Without gradients, one product. Inside an eager checkpoint, four; a compiled one is refused by torch.func.grad:
+        leave the loss outside, it keeps no logits.
+
+    Errors are those of ``linear_cross_entropy``; and TypeError, ValueError or RuntimeError for a function that returns
+    something else, and for rows, or tensors that fn closes over, that require grad. Losses that mix tokens (DPO, GSPO)
+    take ``linear_token_log_probs``, at four products.
+
+    Examples:
+        >>> hidden, weight = torch.randn(6, 16, requires_grad=True), torch.randn(1000, 16)
+        >>> def reinforce(stats, advantage):
+        ...     return -stats.log_probs * advantage - 0.01 * stats.entropy
+        >>> target, advantage = torch.randint(1000, (6,)), torch.randn(6)
+        >>> xent_ops.linear_token_loss(hidden, weight, target, reinforce, rows=(advantage,), divisor=6).backward()
+    """
+    name = "xent_ops.linear_token_loss"
+    transforms.refuse(name)
+    refuse_dtensors(name, input, linear_weight, target)
+    arguments.linear(input, linear_weight, target, linear_bias)
+    loss = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, 0.0, "sum", input.dtype)
+    divisor = arguments.divisor(divisor, input)
+    linear_checks.reduced_by(divisor, input, "sum")
+    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, None)
+    arguments.boolean("check", check)
+    input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
+    if not transforms.is_traced():  # else the operators check before anything runs
+        more: dict[str, Any] = {"options": loss.rows, "accumulate_dtype": accumulate_dtype, **how.keywords()}
+        linear_checks.rows(input, linear_weight, target, linear_bias, **more)
+    function = TokenFunction(fn, rows, target, loss.rows.ignore_index, accumulator(input))
+    head = (linear_weight, linear_bias, None)
+
+    def statistics() -> tuple[Tensor, Tensor, Tensor]:
+        row_loss, lse, _, entropy = _ops.linear_cross_entropy_forward(
+            input,
+            linear_weight,
+            target,
+            linear_bias,
+            None,
+            False,
+            function.reads_entropy,
+            accumulate_dtype=accumulate_dtype,
+            **how.keywords(),
+            **loss.rows.keywords(),
+        )
+        return row_loss, lse, entropy
+
+    if check:
+        with torch.no_grad():
+            function.check(*statistics(), target)
+    if how.skips or not composite.gradients_in_forward(input, linear_weight, linear_bias):
+        return divided(function.of_all(*statistics(), target), divisor)
+    whole = loop.HeadSlice(*head, accumulate_dtype=accumulate_dtype, chunking=how)
+    return of_chunks(function, input, target, whole, loss, divisor, loop.OneRank())
+
+
+def of_chunks(
+    function: TokenFunction,
+    input: Tensor,  # as head/loop.py takes the rest
+    target: Tensor,
+    head: loop.HeadSlice,
+    loss: LossOptions,
+    divisor: Tensor | None,
+    ranks: loop.OneRank,
+    **how: Any,
+) -> Tensor:
+    """The loss by the loop over chunks. At least one of input, weight and bias requires grad."""
+    if divisor is not None and divisor.requires_grad:
+        linear_checks.divisor_needs_grad()
+    divisors = chunks.divided_by(target, None, divisor, 1, function.dtype, loss)
+    within, later = float16.split_divisors(input.dtype, divisors)
+    values: list[Tensor] = []
+    between = function.of_part(ranks.world if how.get("scattered") else 1, within, values)
+    made = loop.gradients(input, target, head, loss, between, ranks, entropy=function.reads_entropy, **how)
+    return loop.value(divided(torch.cat(values), divisor), input, head, made, later)
+
+
+def divided(values: Tensor, divisor: Tensor | None) -> Tensor:
+    total = values.sum()
+    return total if divisor is None else total / divisor.to(total.dtype)
+
+
+def token_loss(
+    input: Tensor,
+    target: Tensor,
+    fn: Function,
+    *,
+    rows: tuple[Tensor, ...] = (),
+    divisor: Tensor | float | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    dim: int = -1,
+    check: bool = False,
+) -> Tensor:
+    """``linear_token_loss`` of given logits: one visit of them forward, one backward.
+
+    Args:
+        input: logits as for ``token_log_probs``.
+        target: class indices, the input's shape without ``dim``.
+        fn, rows, divisor, check: as for ``linear_token_loss``; fn is called on all tokens at once, and autograd derives
+            it.
+        ignore_index, softcap, logit_scale, dim: as for ``token_log_probs``.
+
+    Returns:
+        The loss, float32 (float64 for float64 input), (). Errors are those of ``token_log_probs`` and
+        ``linear_token_loss``.
+
+    Examples:
+        >>> logits, target = torch.randn(4, 10, requires_grad=True), torch.tensor([1, 3, 3, 7])
+        >>> focal = lambda stats: -((1 - stats.log_probs.exp()) ** 2) * stats.log_probs
+        >>> xent_ops.token_loss(logits, target, focal, divisor=4).backward()
+    """
+    name = "xent_ops.token_loss"
+    transforms.refuse(name)
+    refuse_dtensors(name, input, target)
+    arguments.tensors(input, target)
+    loss = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, dtype=input.dtype)
+    divisor = arguments.divisor(divisor, input)
+    linear_checks.reduced_by(divisor, input, "sum")
+    arguments.boolean("check", check)
+    logits = classes_last(input, dim)
+    function = TokenFunction(fn, rows, target, loss.rows.ignore_index, accumulator(input))
+    row_loss, lse, _, entropy = _ops.cross_entropy_forward(
+        logits, target, None, False, function.reads_entropy, **loss.rows.keywords()
+    )
+    if check:
+        function.check(row_loss, lse, entropy, target)
+    return divided(function.of_all(row_loss, lse, entropy, target), divisor)
