@@ -63,8 +63,8 @@ def linear_token_loss(
 
     Returns:
         The loss, float32 (float64 for float64 input), (). No second derivatives, no torch.func, no forward-mode AD.
-        Without gradients, one product. Inside an eager checkpoint, four; a compiled one is refused by torch.func.grad:
-        leave the loss outside, it keeps no logits.
+        Without gradients, one product. Inside an eager checkpoint, four; a compiled one is refused by torch.func.grad
+        of torch 2.13: leave the loss outside, it keeps no logits.
 
     Errors are those of ``linear_cross_entropy``; and TypeError, ValueError or RuntimeError for a function that returns
     something else, and for rows, or tensors that fn closes over, that require grad. Losses that mix tokens (DPO, GSPO)
