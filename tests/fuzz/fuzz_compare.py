@@ -15,7 +15,10 @@ OF_ROWS = ("ignore_index", "label_smoothing", "softcap", "logit_scale")
 OF_HEADS = (*OF_ROWS, "reduction", "lse_square_scale", "divisor", "chunk_rows", "accumulate_dtype")
 
 
-def expect(outputs, grads, upstream, *, target, logits=None, head=None, weight=None, shard=None, part=None, **options):
+def expect(
+    outputs, grads, upstream, *, target, logits=None, head=None, weight=None, function=None, shard=None, part=None,
+    **options
+):  # fmt: skip
     """Raises AssertionError where an output or a gradient is out of its budget.
 
     Args:
@@ -24,17 +27,26 @@ def expect(outputs, grads, upstream, *, target, logits=None, head=None, weight=N
         target, weight: of all classes.
         logits: of all classes, which come last.
         head: (input, linear_weight, linear_bias or None) of all ranks, in the dtype of the product.
+        function: the loss is the sum over tokens of these factors times the statistics of these names.
         shard: (first class, the class after the last) of this rank.
         part: (dimension, rank, ranks): this rank's part of the input.
         options: those of the function that are not their defaults.
     """
+    if function is not None:
+        divisor = options.pop("divisor", None) or 1.0
+        counted = target.cpu().long() != options.get("ignore_index", -100)
+        factors = {name: torch.where(counted, row.double().cpu(), 0) / divisor for name, row in function.items()}
+        upstream = {name: upstream["loss"].double().cpu() * factor for name, factor in factors.items()}
     rows = Rows(_logits_of(head) if logits is None else logits, target.cpu(), weight, upstream, options)
     own = (logits if head is None else head[0]).dtype
     wide = torch.float64 if own == torch.float64 else torch.float32
     for name, value in outputs.items():
         assert value.dtype == (torch.int64 if name == "predictions" else wide), f"{name} is {value.dtype}"
     linear = None if head is None else _of_head(head, rows, weight, upstream, options, own)
-    _check_values(outputs, rows, linear, own)
+    if function is None:
+        _check_values(outputs, rows, linear, own)
+    else:
+        _check_sum(outputs["loss"], rows, linear, own, factors)
     start, stop = shard or (0, rows.logits.shape[-1])
     if head is None:
         expected = rows.expected._replace(
@@ -157,6 +169,16 @@ def _check_values(outputs, rows, linear, own):
             assert_within(name, value, wanted, torch.full_like(wanted, 4 * values.eps))
         else:
             assert_within(name, value, *getattr(values, name)())
+
+
+def _check_sum(value, rows, linear, own, factors):
+    values, wanted, bound = _Values(rows, linear, own, value.is_cuda), 0.0, 0.0
+    for name, factor in factors.items():
+        statistic, off = getattr(values, name)()
+        wanted += torch.where(rows.counted, statistic * factor, 0).sum()
+        magnitude = off + 16 * values.accumulator * statistic.abs()
+        bound += torch.where(rows.counted, magnitude * factor.abs(), 0).sum()
+    assert_within("loss", value, wanted, bound)
 
 
 class _Values:

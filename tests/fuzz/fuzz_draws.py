@@ -18,20 +18,24 @@ ALONE = (
     "CrossEntropyLoss",
     "cross_entropy_outputs",
     "token_log_probs",
+    "token_loss",
     "linear_cross_entropy",
     "LinearCrossEntropyLoss",
     "linear_cross_entropy_outputs",
     "linear_token_log_probs",
+    "linear_token_loss",
 )
 OVER_RANKS = (
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
     "vocab_parallel_linear_token_log_probs",
+    "vocab_parallel_linear_token_loss",
 )
 OUTPUTS = {
     "outputs": ("loss", "z_loss", "lse", "predictions", "accuracy"),
     "log_probs": ("log_probs", "entropy", "lse"),
 }
+STATISTICS = OUTPUTS["log_probs"]  # of which a function of tokens is a sum, with a row of factors for each
 DIFFERENTIABLE = {"loss", "z_loss", "lse", "log_probs", "entropy"}
 DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16", "torch.float64")
 # Of a tensor with one dimension or more: what is as it, in other memory. "one": all rows are the first.
@@ -82,9 +86,23 @@ class _Program:
             self.say(f"target = {LAYOUTS[layout].format('target')}")
         if self.weights is not None:
             self.say(f"weight = {self.weights}.to({self.device!r})")
+        for name in self.function:
+            self.say(f"{name} = torch.randn({self.shape}).double().to({self.wide}).to({self.device!r})")
         (self._linear_call if self.linear else self._call)()
         self._results()
         return Draw(self.seed, self.name, "\n".join(self.lines) + "\n", frozenset(self.given), self.ranks, self.device)
+
+    @property
+    def wide(self):
+        return "torch.float64" if self.dtype == "torch.float64" else "torch.float32"
+
+    def _function(self):
+        """Keywords for a function of tokens."""
+        if not self.function:
+            return []
+        self.given |= {"fn": 0, "rows": 0}
+        total = " + ".join(f"rows[{i}] * stats.{name}" for i, name in enumerate(self.function))
+        return [f"fn=lambda stats, *rows: {total}", f"rows=({', '.join(self.function)},)"]
 
     def say(self, *lines):
         self.lines += lines
@@ -132,7 +150,9 @@ class _Program:
             for name in ("inplace_backward", "grad_in_forward"):
                 if self.maybe(0.25):
                     options[name] = True
-        if "divisor" in names and not self.module and options.get("reduction") == "sum" and self.maybe():
+        self.function = self.random.sample(STATISTICS, self.random.randint(1, 3)) if "fn" in names else []
+        sums = self.function or options.get("reduction") == "sum"
+        if "divisor" in names and not self.module and sums and self.maybe():
             options["divisor"] = pick((3.0, 1000.0, -2.0))
         if "check" in names and self.maybe(0.2):
             options["check"] = True
@@ -191,7 +211,7 @@ class _Program:
     def _call(self):
         text, layout = self.values((*self.shape, self.classes), 3.0)
         self.given = dict(self.options)
-        given = [f"{name}={value!r}" for name, value in self.options.items()]
+        given = [f"{name}={value!r}" for name, value in self.options.items()] + self._function()
         if self.ranks > 1:
             self.say(
                 f"logits = {text}", "part = torch.nn.functional.pad(logits[..., start:stop], (0, padding), value=7.0)"
@@ -211,7 +231,7 @@ class _Program:
         self.leaf("logits", text, layout)
         argument = "logits.clone()" if self.options.get("inplace_backward") else "logits"
         dim = self.random.randrange(len(self.shape) + 1)
-        default = -1 if self.kind == "log_probs" else 1
+        default = 1 if "cross" in self.name.lower() else -1
         if not (dim == default or (dim == len(self.shape) and default == -1) or not self.shape):
             given.append(f"dim={dim}")
             self.given["dim"] = dim
@@ -251,7 +271,7 @@ class _Program:
                 self.leaf(name, text, layout)
         leaves = list(tensors)
         self.given = dict(self.options)
-        given = [f"{name}={value!r}" for name, value in self.options.items()]
+        given = [f"{name}={value!r}" for name, value in self.options.items()] + self._function()
         if self.ranks > 1:
             leaves = self._parts(tensors)
             given += [f"num_classes={self.classes}", "class_start=start"]
@@ -343,6 +363,8 @@ class _Program:
         more = [f"{name}={value!r}" for name, value in self.options.items() if name not in unknown]
         if self.weights is not None:
             more.insert(0, "weight=weight")
+        if self.function:
+            more.append(f"function={{{', '.join(f'{name!r}: {name}' for name in self.function)}}}")
         if self.in_shard:
             more.append("shard=(start, stop)")
         if self.sequence is not None:
