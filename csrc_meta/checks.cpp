@@ -303,7 +303,7 @@ void scale_grad(const Tensor& grad, const Tensor& factor) {
 
 void linear(const Tensor& input, const Tensor& linear_weight, const Tensor& target, const MaybeTensor& linear_bias,
             const MaybeTensor& weight, const Options& options, std::optional<ScalarType> accumulate_dtype,
-            std::optional<int64_t> chunk_rows, std::optional<int64_t> max_counted) {
+            std::optional<int64_t> chunk_rows) {
   const auto as_input = [&](const char* name, const Tensor& tensor) {
     same_device(name, tensor, input, "input is");
     require(tensor.scalar_type() == input.scalar_type(), name, " has dtype torch.", name_of(tensor.scalar_type()),
@@ -357,8 +357,6 @@ void linear(const Tensor& input, const Tensor& linear_weight, const Tensor& targ
           " or, for 16-bit inputs, torch.float32; got torch.", name_of(sums));
   require(chunk_rows.value_or(1) >= 1, "chunk_rows must be at least 1, or None for the default, got ",
           chunk_rows.value_or(1));
-  require(max_counted.value_or(1) >= 1, "max_counted must be at least 1, or None for any number, got ",
-          max_counted.value_or(1));
   check_dtype("target", target, INDICES);
   same_shape("target", target, input, 0, last, "one class index for each row of the input", swapped(sizes_of(target)));
   same_device("target", target, input, "input is");

@@ -45,7 +45,7 @@ void scale_grad(const Tensor& grad, const Tensor& factor);
 // Of xent_ops/ops/linear/checks.py.
 void linear(const Tensor& input, const Tensor& linear_weight, const Tensor& target, const MaybeTensor& linear_bias,
             const MaybeTensor& weight, const Options& options, std::optional<ScalarType> accumulate_dtype,
-            std::optional<int64_t> chunk_rows, std::optional<int64_t> max_counted);
+            std::optional<int64_t> chunk_rows);
 
 void output_mask(const std::vector<bool>& mask);
 

@@ -7,8 +7,6 @@
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
 #include <algorithm>
-#include <stdexcept>
-#include <string>
 
 namespace xent::operators {
 
@@ -39,20 +37,15 @@ struct Head {
   std::optional<ScalarType> accumulate_dtype;
   std::optional<int64_t> chunk_rows;
   bool skip_ignored = false;
-  std::optional<int64_t> max_counted;
 
   void read_chunking(Stack& stack) {
     chunk_rows = stack.next<std::optional<int64_t>>();
     skip_ignored = stack.next<bool>();
-    max_counted = stack.next<std::optional<int64_t>>();
   }
 
   void check() const {
-    checks::linear(input, linear_weight, target, linear_bias, weight, options, accumulate_dtype, chunk_rows,
-                   max_counted);
+    checks::linear(input, linear_weight, target, linear_bias, weight, options, accumulate_dtype, chunk_rows);
   }
-
-  bool skips() const { return skip_ignored || max_counted; }
 
   ScalarType dtype() const { return input.scalar_type(); }
 
@@ -106,14 +99,9 @@ class Rows {
  public:
   explicit Rows(const Head& head) : like_(head.target), target(bridge::dense(head.target, ScalarType::Long)) {
     target = aten::flatten(target);
-    if (head.skips()) {
+    if (head.skip_ignored) {
       const Tensor counted = is_counted(target, head.options.ignore_index);
       order_ = aten::flatten(aten::call("aten::nonzero", "", counted));
-      const int64_t number = order_->size(0);
-      if (head.max_counted.value_or(number) < number) {
-        throw std::invalid_argument(std::to_string(number) + " rows are counted; expected at most max_counted=" +
-                                    std::to_string(*head.max_counted));
-      }
       target = take(target);
     }
   }

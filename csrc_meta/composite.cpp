@@ -42,7 +42,6 @@ void linear_cross_entropy(Stack& stack) {
   const auto accumulate_dtype = stack.next<std::optional<ScalarType>>();
   const auto chunk_rows = stack.next<std::optional<int64_t>>();
   const bool skip_ignored = stack.next<bool>();
-  const auto max_counted = stack.next<std::optional<int64_t>>();
   checks::reduction(reduction);
   checks::lse_square_scale(lse_square_scale, input);
   checks::sum_divisor(divisor, input, reduction);
@@ -50,7 +49,7 @@ void linear_cross_entropy(Stack& stack) {
   const auto rows = aten::call_all<4>("xent::linear_cross_entropy_forward", "", input, linear_weight, target,
                                       linear_bias, weight, false, false, options.ignore_index, options.label_smoothing,
                                       options.softcap, options.logit_scale, accumulate_dtype, chunk_rows,
-                                      skip_ignored, max_counted);
+                                      skip_ignored);
   MaybeTensor divisors;
   if (reduction != "none") {
     divisors = divided_by(linear_weight, target, weight, divisor, options.ignore_index, rows[1].scalar_type(),

@@ -4,6 +4,8 @@
 
 #include <array>
 #include <limits>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 namespace xent::operators {

@@ -33,7 +33,6 @@ def linear_cross_entropy(
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
-    max_counted: int | None = None,
 ) -> Tensor:
     """``cross_entropy(F.linear(input, linear_weight, linear_bias), target)`` without the logits as a whole.
 
@@ -60,8 +59,6 @@ def linear_cross_entropy(
             synchronisation, and in a CUDA graph of any other number of them. Time is that of the counted rows. Needs a
             CPU, or bfloat16 or float16 on a GPU of compute capability 9 (H100, H200), a contiguous linear_weight and H
             a multiple of 8; elsewhere all rows are computed. Where no row is ignored it takes up to 4 % longer.
-        max_counted: how many rows are counted at most, where the host knows it: no more than these are computed, on any
-            device. Where more are counted, a CPU raises ValueError, and elsewhere the loss is NaN.
 
     Returns:
         The loss, float32 (float64 for float64 input): (), or with "none" the target's shape. Gradients have their
@@ -86,12 +83,12 @@ def linear_cross_entropy(
     if any(map(is_dtensor, (input, linear_weight, target, linear_bias, weight))):
         from .distributed import linear_tensor  # imported for DTensors only: it takes a while
 
-        chunks = (accumulate_dtype, chunk_rows, skip_ignored, max_counted)
+        chunks = (accumulate_dtype, chunk_rows, skip_ignored)
         head = (linear_weight, linear_bias, weight, *chunks)
         return linear_tensor.linear_cross_entropy(input, target, head, loss, divisor)
     divisor = arguments.divisor(divisor, input)
     linear_checks.reduced_by(divisor, input, reduction)
-    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, max_counted)
+    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored)
     probabilities = target.is_floating_point()
     if probabilities or transforms.functorch_is_active() or transforms.forward_mode():
         input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
@@ -131,13 +128,12 @@ def linear_cross_entropy_outputs(
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
-    max_counted: int | None = None,
 ) -> CrossEntropyOutputs:
     """``linear_cross_entropy`` with the z-loss apart, the lse, the predictions and the accuracy, from the same product.
 
     Arguments and errors are those of ``linear_cross_entropy``; the target must be class indices. The loss, the z-loss
-    and the lse are differentiable, by way of rows: four products. With ``skip_ignored`` or ``max_counted`` the lse of
-    an ignored row is infinite and its prediction -1.
+    and the lse are differentiable, by way of rows: four products. With ``skip_ignored`` the lse of an ignored row is
+    infinite and its prediction -1.
 
     Examples:
         >>> hidden, weight, target = torch.eye(3), 2 * torch.eye(3), torch.tensor([0, 1, 1])
@@ -152,7 +148,7 @@ def linear_cross_entropy_outputs(
     loss = arguments.loss_options(
         ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction, input.dtype
     )
-    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, max_counted)
+    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored)
     checks.weight_without_grad(weight)
     input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
     row_loss, lse, argmax, _ = _ops.linear_cross_entropy_forward(
@@ -182,7 +178,6 @@ def linear_token_log_probs(
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
-    max_counted: int | None = None,
 ) -> TokenLogProbs:
     """``token_log_probs`` of ``F.linear(input, linear_weight, linear_bias)`` without the logits as a whole.
 
@@ -193,8 +188,8 @@ def linear_token_log_probs(
         input, linear_weight, linear_bias: (..., H), (V, H) and (V,), as for ``linear_cross_entropy``.
         target: (...), class indices.
         ignore_index, softcap, logit_scale: as for ``token_log_probs``.
-        accumulate_dtype, chunk_rows, skip_ignored, max_counted: as for ``linear_cross_entropy``. Of an ignored row that
-            is skipped the entropy is 0 and the lse infinite.
+        accumulate_dtype, chunk_rows, skip_ignored: as for ``linear_cross_entropy``. Of an ignored row that is skipped
+            the entropy is 0 and the lse infinite.
 
     Returns:
         ``TokenLogProbs(log_probs, entropy, lse)``, each float32 (float64 for float64 input) of the target's shape.
@@ -209,7 +204,7 @@ def linear_token_log_probs(
     refuse_dtensors(name, input, linear_weight, target)
     arguments.linear(input, linear_weight, target, linear_bias)
     rows = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, dtype=input.dtype).rows
-    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, max_counted)
+    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored)
     input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
     loss, lse, _, entropy = _ops.linear_cross_entropy_forward(
         input,

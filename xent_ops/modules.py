@@ -149,7 +149,6 @@ class LinearCrossEntropyLoss(nn.Module):
         accumulate_dtype: torch.dtype | None = None,
         chunk_rows: int | None = None,
         skip_ignored: bool = False,
-        max_counted: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -157,9 +156,9 @@ class LinearCrossEntropyLoss(nn.Module):
         loss = arguments.loss_options(ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
         rows, self.lse_square_scale, self.reduction = loss
         self.ignore_index, self.label_smoothing, self.softcap, self.logit_scale = rows
-        self.accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, max_counted)
+        self.accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored)
         linear_checks.sizes_of(how)
-        self.chunk_rows, self.skip_ignored, self.max_counted = how
+        self.chunk_rows, self.skip_ignored = how
         in_features, num_classes = _size("in_features", in_features), _size("num_classes", num_classes)
         if tied_weight is None:
             if in_features is None or num_classes is None:

@@ -84,7 +84,7 @@ def linear_token_loss(
     loss = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, 0.0, "sum", input.dtype)
     divisor = arguments.divisor(divisor, input)
     linear_checks.reduced_by(divisor, input, "sum")
-    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, None)
+    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored)
     arguments.boolean("check", check)
     input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
     if not transforms.is_traced():  # else the operators check before anything runs
@@ -111,7 +111,7 @@ def linear_token_loss(
     if check:
         with torch.no_grad():
             function.check(*statistics(), target)
-    if how.skips or not composite.gradients_in_forward(input, linear_weight, linear_bias):
+    if how.skip_ignored or not composite.gradients_in_forward(input, linear_weight, linear_bias):
         return divided(function.of_all(*statistics(), target), divisor)
     whole = loop.HeadSlice(*head, accumulate_dtype=accumulate_dtype, chunking=how)
     return of_chunks(function, input, target, whole, loss, divisor, loop.OneRank())

@@ -118,7 +118,6 @@ def test_inductor_for_any_number_of_rows(device):
 
 
 NUMBERS = {
-    "max_counted": lambda number: {"max_counted": number},
     "chunk_rows": lambda number: {"chunk_rows": number},
     "ignore_index": lambda number: {"ignore_index": -100 - number // 1000},
     "divisor": lambda number: {"divisor": number, "reduction": "sum"},

@@ -231,9 +231,8 @@ def test_what_cannot_be_packed_is_refused():
     packages.refuse("cross_entropy_forward", [logits, target], {})
     with pytest.raises(NotImplementedError, match="float64"):
         packages.refuse("cross_entropy_forward", [logits.double(), target], {})
-    for options in ({"skip_ignored": True}, {"max_counted": 3}):
-        with pytest.raises(NotImplementedError, match="with skip_ignored or max_counted"):
-            packages.refuse("linear_cross_entropy_forward", [logits, logits, target], options)
+    with pytest.raises(NotImplementedError, match="with skip_ignored"):
+        packages.refuse("linear_cross_entropy_forward", [logits, logits, target], {"skip_ignored": True})
     fakes = placeholders(Loss(), (logits, target), ({1: Dim.DYNAMIC}, {}))
     with pytest.raises(NotImplementedError, match="dynamic number of classes"):
         packages.refuse("cross_entropy_forward", fakes, {})

@@ -51,10 +51,9 @@ def bad_input(device):
             "divisor requires grad",
         ),
         ({"chunk_rows": 0}, ValueError, "chunk_rows must be at least 1"),
-        ({"max_counted": 0}, ValueError, "max_counted must be at least 1"),
         ({"pipelined": 1}, TypeError, "pipelined must be True, False or None, got 1"),
         ({"pipelined": True, "reduction": "none"}, ValueError, "pipelined=True makes the gradients of a mean or a sum"),
-        ({"pipelined": True, "skip_ignored": True}, ValueError, "without skip_ignored and max_counted"),
+        ({"pipelined": True, "skip_ignored": True}, ValueError, "without skip_ignored"),
         ({"accumulate_dtype": torch.bfloat16}, TypeError, "accumulate_dtype must be None"),
         ({"label_smoothing": 2.0}, ValueError, "label_smoothing must be between"),
         ({"softcap": 0.0}, ValueError, "softcap must be a finite number above 0"),
@@ -80,15 +79,11 @@ def bad_input(device):
     wrong = target.clone()
     wrong[2] = V
     if device == "cpu":
-        with pytest.raises(ValueError, match="5 rows are counted; expected at most max_counted=4"):
-            vocab_parallel_linear_cross_entropy(**{**call, "max_counted": 4})
         with pytest.raises(IndexError, match=f"target {V} is out of bounds: valid are 0 to {V - 1}"):
             vocab_parallel_linear_cross_entropy(**{**call, "target": wrong})
     else:
         loss = vocab_parallel_linear_cross_entropy(**{**call, "target": wrong, "reduction": "none"})
         assert loss.isnan().tolist() == [False, False, True, False, False, False]
-        loss = vocab_parallel_linear_cross_entropy(**{**call, "max_counted": 4})
-        assert loss.isnan() and torch.autograd.grad(loss, w)[0].isnan().any()
 
 
 def check_across_ranks(device):
@@ -126,8 +121,6 @@ def check_across_ranks(device):
         ({}, {"accumulate_dtype": torch.float32}, "accumulate_dtype is None on rank 0 but torch.float32"),
         ({}, {"chunk_rows": 4}, "chunk_rows is None on rank 0 but 4"),
         ({}, {"skip_ignored": True}, "skip_ignored is False on rank 0 but True"),
-        ({}, {"max_counted": 5}, "max_counted is None on rank 0 but 5"),
-        ({"max_counted": 5}, {"max_counted": 4}, f"rank {last}: ValueError: 5 rows are counted; expected at most"),
         ({}, {"sequence_parallel": True}, f"rank {last}: ValueError: target has shape"),
     ]
     of_the_loss = [

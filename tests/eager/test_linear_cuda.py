@@ -50,7 +50,6 @@ LOSSES = {
     "skipping": _full(skip_ignored=True, chunk_rows=24),
     "skipping, float32 sums": _full(skip_ignored=True, **WIDE),
     "skipping rows": lambda *args: _full(reduction="none", skip_ignored=True, **WIDE)(*args).sum(),
-    "at most 60 rows": _full(max_counted=60, chunk_rows=24),
     "none": lambda *args: _full(reduction="none", **WIDE)(*args).sum(),
     "outputs": lambda h, w, b, target, weight: _floats(
         xent_ops.linear_cross_entropy_outputs(h, w, target, linear_bias=b, weight=weight, **OPTIONS)

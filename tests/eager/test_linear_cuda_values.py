@@ -42,16 +42,15 @@ def test_values_against_float64(dtype, options, reduction, sums):
     assert_linear(loss, grads, linear_oracle(h, w, target, b, weight, upstream=upstream, **options))
 
 
-@pytest.mark.parametrize("how", [{"skip_ignored": True}, {"max_counted": 500}], ids=str)
 @pytest.mark.parametrize("head", [(96, 1), (0, 5), (0, 1), (12, 5)], ids=str)
-def test_skipping_with_odd_heads(head, how):
+def test_skipping_with_odd_heads(head):
     """One class of any stride is packed. No features, and rows that are not of whole 16 bytes, take plain chunks."""
     features, classes = head
     h = torch.randn(700, features, device="cuda").bfloat16()
     w = torch.randn(features, classes, device="cuda").bfloat16().t()
     target = torch.where(torch.rand(700, device="cuda") < 0.5, torch.randint(classes, (700,), device="cuda"), -100)
     args = h.requires_grad_(), w.requires_grad_()
-    loss = xent_ops.linear_cross_entropy(*args, target, chunk_rows=256, label_smoothing=0.1, **how)
+    loss = xent_ops.linear_cross_entropy(*args, target, chunk_rows=256, label_smoothing=0.1, skip_ignored=True)
     grads = torch.autograd.grad(loss, args)
     assert_linear(loss, grads, linear_oracle(h, w, target, label_smoothing=0.1, chunk_rows=256))
 

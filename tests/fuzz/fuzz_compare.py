@@ -90,7 +90,7 @@ class Rows:
         self.options = {name: options[name] for name in OF_ROWS if name in options}
         self.scale = options.get("logit_scale", 1.0)
         self.reduction, self.z_scale = options.get("reduction", "mean"), options.get("lse_square_scale", 0.0)
-        self.skips = bool(options.get("skip_ignored") or options.get("max_counted"))
+        self.skips = options.get("skip_ignored", False)
         self.counted = target.long() != options.get("ignore_index", -100)
         self.forward = oracle(self.logits, target, weight, **self.options)
         self.square = torch.where(self.counted, self.z_scale * self.forward.lse.square(), 0)

@@ -164,9 +164,7 @@ class _Program:
             options["chunk_rows"] = pick((1, 3, 16, 100))
         if self.maybe(0.2):
             options["skip_ignored"] = True
-        if self.maybe(0.2):
-            options["max_counted"] = max(len(self.counted), 1) + pick((0, 0, 5))
-        one_pass = options.get("reduction", "mean") != "none" and not {"skip_ignored", "max_counted"} & options.keys()
+        one_pass = options.get("reduction", "mean") != "none" and "skip_ignored" not in options
         if "pipelined" in names and self.maybe(0.6):
             options["pipelined"] = pick((True, False, None)) if one_pass else pick((False, None))
 

@@ -51,7 +51,6 @@ HEAD = {
     "bias of no dimension": (lambda x, w: (x, w), {"linear_bias": torch.ones(())}, ValueError, r"linear_bias has shape \(\); expected \(9,\)"),
     "device": (lambda x, w: (x, w.to("meta")), {}, RuntimeError, "linear_weight is on meta but input is on cpu"),
     "chunk_rows": (lambda x, w: (x, w), {"chunk_rows": 0}, ValueError, "chunk_rows must be at least 1, or None for the default, got 0"),
-    "max_counted": (lambda x, w: (x, w), {"max_counted": 0}, ValueError, "max_counted must be at least 1, or None for any number, got 0"),
     "accumulate_dtype": (lambda x, w: (x, w), {"accumulate_dtype": torch.float64}, TypeError, "accumulate_dtype must be None, the input's torch.float32 or, for 16-bit inputs, torch.float32; got torch.float64"),
 }  # fmt: skip
 
@@ -75,7 +74,6 @@ def test_types_of_arguments(way):
         ({"chunk_rows": 2.5}, TypeError, "chunk_rows must be an integer, got 2.5"),
         ({"chunk_rows": True}, TypeError, "chunk_rows must be an integer, got True"),
         ({"chunk_rows": 2**63}, ValueError, "chunk_rows must fit into 64 bits"),
-        ({"max_counted": 2.5}, TypeError, "max_counted must be an integer, got 2.5"),
         ({"skip_ignored": 1}, TypeError, "skip_ignored must be True or False, got 1"),
         ({"accumulate_dtype": "float32"}, TypeError, "accumulate_dtype must be a torch.dtype or None, got 'float32'"),
         ({"linear_bias": [1.0] * 9}, TypeError, "linear_bias must be a torch.Tensor, got list; torch.as_tensor"),

@@ -4,7 +4,6 @@ import pytest
 import torch
 from helpers.covering import pairs_if_interpreted
 from helpers.float16_problems import PROBLEMS
-from helpers.interpreter import INTERPRETED
 
 from xent_ops.testing import assert_linear, linear_oracle
 
@@ -65,8 +64,6 @@ def over_ranks(split, input, head, bias, weight, target, upstream, entropy=False
 
 
 HOW = [{}, {"chunk_rows": 4}, {"chunk_rows": 4, "skip_ignored": True}]
-if not INTERPRETED:  # there the CPU packs the rows on the host with skip_ignored too: the same way again
-    HOW.append({"max_counted": 9})
 
 
 @pytest.mark.interpreter
@@ -83,11 +80,11 @@ def test_loss_and_gradients(device, split, options, how, weighted):
     # The gradient of the input is a sum of rounded parts, which may be larger than it.
     size = expected.grads[0].abs().max() * torch.finfo(torch.float32).eps * 8 * len(SPLITS[split])
     assert_linear(outputs[0], grads, expected._replace(grad_bounds=(bounds[0] + size, *bounds[1:])))
-    assert (outputs[1][target == -100] == INF).all() == ("skip_ignored" in how or "max_counted" in how)
+    assert (outputs[1][target == -100] == INF).all() == ("skip_ignored" in how)
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("how", [{}, {"skip_ignored": True}, {"max_counted": 9}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"skip_ignored": True}], ids=str)
 @pytest.mark.parametrize("split", SPLITS)
 def test_entropies(device, split, how):
     input, head, bias, _, target = problem(device)
@@ -149,20 +146,6 @@ def test_a_class_that_wraps_around_to_ignore_index(device):
         return ops.linear_cross_entropy_shard_join(input, head, target, gathered, *shard, **how)
 
     torch.testing.assert_close(joined(target.to(torch.uint8), skip_ignored=True), joined(target))
-
-
-def test_more_counted_rows_than_there_is_room_for(device):
-    input, head, bias, _, target = problem(device)
-    upstream = [torch.ones(2, 5, device=device)]
-    arguments = ("even", input, head, bias, None, target, upstream)
-    if device == "cpu":
-        with pytest.raises(ValueError, match="9 rows are counted; expected at most max_counted=8"):
-            over_ranks(*arguments, max_counted=8)
-        with pytest.raises(ValueError, match="9 rows are counted"):  # a rank without classes would wait for the others
-            ops.linear_cross_entropy_shard(input, head[:0], target, 0, V, max_counted=8)
-    else:
-        outputs, *grads = over_ranks(*arguments, max_counted=8)
-        assert outputs[0][target != -100].isnan().all() and all(grad.isnan().any() for grad in grads)
 
 
 def test_errors_of_chunks(device):

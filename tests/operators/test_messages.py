@@ -222,7 +222,6 @@ def test_linear_cross_entropy_loss():
         ((H, 0), {}, ValueError, "num_classes must be at least 1, got 0$"),
         ((H, V), {"bias": "x"}, TypeError, "bias must be True or False, got 'x'$"),
         ((H, V), {"chunk_rows": 0}, ValueError, "chunk_rows must be at least 1, or None for the default, got 0$"),
-        ((H, V), {"max_counted": 0}, ValueError, "max_counted must be at least 1, or None for any number, got 0$"),
         ((head,), {}, TypeError, f"in_features must be an integer, got torch.nn.modules.linear.Linear{taken}"),
         ((head.weight,), {}, TypeError, f"in_features must be an integer, got torch.nn.parameter.Parameter{taken}"),
         ((), {"tied_weight": head}, TypeError, "tied_weight must be a .* got torch.nn.*Linear; pass tied_weight.weight$"),

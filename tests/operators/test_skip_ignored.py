@@ -60,8 +60,6 @@ def test_reduced(device, dtype, pattern, name):
     again = run(*head, target, skip_ignored=True, **options)
     assert all(torch.equal(*pair) for pair in zip(*[[x.nan_to_num() for x in y] for y in (made, again)], strict=True))
     assert not made[1][target == -100].any() or pattern == "all"  # a mean of nothing is NaN
-    bounded = run(*head, target, max_counted=ROWS, **options)
-    assert_same(bounded, made, dtype)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -75,14 +73,14 @@ def test_rows(device, dtype, pattern):
     assert not made[0][target == -100].any() and not made[1][target == -100].any()
 
 
-@pytest.mark.parametrize("bound", [None, ROWS])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_belongs_to_an_ignored_row(device, dtype, bound):
+def test_what_belongs_to_an_ignored_row(device, dtype):
     """An lse that makes its softmax zero, no entropy, no prediction. Nothing flows back from any of them."""
     x, head, _, target = problem(device, dtype, "every other")
-    ignored, skips = target == -100, {"skip_ignored": bound is None, "max_counted": bound}
+    ignored = target == -100
     plain, skipped = (
-        xent_ops.linear_cross_entropy_outputs(x, head, target, lse_square_scale=0.1, **how) for how in ({}, skips)
+        xent_ops.linear_cross_entropy_outputs(x, head, target, lse_square_scale=0.1, skip_ignored=skip)
+        for skip in (False, True)
     )
     assert (skipped.lse[ignored] == math.inf).all() and (skipped.predictions[ignored] == -1).all()
     close = {"rtol": 0.01, "atol": 0.01}
@@ -97,13 +95,13 @@ def test_what_belongs_to_an_ignored_row(device, dtype, bound):
         total = made.log_probs.sum() + made.entropy[~ignored].sum() + 0.1 * made.lse[~ignored].sum()
         return made, torch.autograd.grad(total, inputs)
 
-    (plain, plain_grads), (skipped, grads) = log_probs(), log_probs(**skips)
+    (plain, plain_grads), (skipped, grads) = log_probs(), log_probs(skip_ignored=True)
     assert not skipped.log_probs[ignored].any() and not skipped.entropy[ignored].any()
     torch.testing.assert_close([x[~ignored] for x in skipped], [x[~ignored] for x in plain], **close)
     assert_same(grads, plain_grads, torch.bfloat16 if dtype == torch.float16 else dtype)
     assert not grads[0][ignored].any()
     inputs = [tensor.clone().requires_grad_() for tensor in (x, head)]
-    made = xent_ops.linear_token_log_probs(*inputs, target, **skips)
+    made = xent_ops.linear_token_log_probs(*inputs, target, skip_ignored=True)
     for grad in torch.autograd.grad(made.entropy[ignored].sum() + made.lse[ignored].sum(), inputs):
         assert not grad.any()
 
@@ -116,34 +114,16 @@ def test_targets_that_wrap_around_to_ignore_index(device, dtype):
     target[:2] = torch.tensor([0, 156])
     options = {"reduction": "none", "ignore_index": -100 if dtype == torch.uint8 else 2**32}
     wanted = run(x, head, bias, target.long(), **options)
-    for how in ({"skip_ignored": True}, {"max_counted": ROWS}):
-        assert_same(run(x, head, bias, target, **how, **options), wanted, torch.float32)
-        outputs = xent_ops.linear_cross_entropy_outputs(x, head, target, **how, **options)
-        assert outputs.lse.isfinite().all() and (outputs.predictions >= 0).all()
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_more_rows_than_max_counted(device, reduction):
-    *head, target = problem(device, torch.float32, "every other")
-    number = int((target != -100).sum())
-    options = {"reduction": reduction, "chunk_rows": 64}
-    assert_same(run(*head, target, max_counted=number, **options), run(*head, target, **options), torch.float32)
-    if device == "cpu":
-        text = f"{number} rows are counted; expected at most max_counted={number - 1}"
-        with pytest.raises(ValueError, match=text):
-            run(*head, target, max_counted=number - 1, **options)
-    else:
-        loss, _, grad_weight, grad_bias = run(*head, target, max_counted=number - 1, **options)
-        assert loss.isnan().all() if reduction != "none" else loss[target != -100].isnan().all()
-        assert grad_weight.isnan().all() and grad_bias.isnan().all()
+    assert_same(run(x, head, bias, target, skip_ignored=True, **options), wanted, torch.float32)
+    outputs = xent_ops.linear_cross_entropy_outputs(x, head, target, skip_ignored=True, **options)
+    assert outputs.lse.isfinite().all() and (outputs.predictions >= 0).all()
 
 
 def test_no_rows(device):
     x, head = torch.randn(2, 0, 8, device=device, requires_grad=True), torch.randn(5, 8, device=device)
     target = torch.empty(2, 0, dtype=torch.int64, device=device)
-    for options in ({"skip_ignored": True}, {"max_counted": 3}):
-        loss = xent_ops.linear_cross_entropy(x, head, target, reduction="sum", **options)
-        assert loss == 0 and torch.autograd.grad(loss, x)[0].shape == x.shape
+    loss = xent_ops.linear_cross_entropy(x, head, target, reduction="sum", skip_ignored=True)
+    assert loss == 0 and torch.autograd.grad(loss, x)[0].shape == x.shape
 
 
 def test_second_derivatives(device):
@@ -171,12 +151,10 @@ def test_compiled_for_any_number_of_rows(device):
             assert_same(run(*case, loss=step, skip_ignored=True), run(*case), torch.float32)
 
 
-def test_the_order_of_the_device(monkeypatch):
-    """What other devices than a CPU compute of ``max_counted`` rows, on one."""
-    *head, target = problem("cpu", torch.float32, "every other")
-    wanted = run(*head, target, chunk_rows=64)
-    monkeypatch.setattr(packing, "_on_the_host", lambda *args: packing._on_the_device(*args, None))
-    for bound in (int((target != -100).sum()), 200, ROWS, 1000):
-        assert_same(run(*head, target, chunk_rows=64, max_counted=bound), wanted, torch.float32)
-    with pytest.raises(IndexError, match="-1"):  # on a GPU NaN
-        run(*head, target, chunk_rows=64, max_counted=100)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_the_order_of_the_device(device, pattern):
+    """Counted rows in front, all in their order, and how many of them."""
+    *_, target = problem(device, torch.float32, pattern)
+    rows = packing._on_the_device(target, -100, None)
+    assert torch.equal(rows.order, (target == -100).to(torch.uint8).argsort(stable=True))
+    assert rows.count == (target != -100).sum()

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..head import packing
 from ..head.loop import HeadSlice
 from ..kernels.options import LossOptions, Reduction
 from ..ops import arguments, checks, transforms
@@ -58,7 +57,6 @@ def vocab_parallel_linear_cross_entropy(
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
-    max_counted: int | None = None,
     pipelined: bool | None = None,
     check: bool = False,
 ) -> Tensor:
@@ -82,16 +80,15 @@ def vocab_parallel_linear_cross_entropy(
             its gradient is reduce-scattered instead of all-reduced.
         weight: (classes of this rank,), this rank's slice of the class weights; on every rank or on none.
         divisor: for reduction="sum", as for ``xent_ops.linear_cross_entropy``; the same on every rank.
-        accumulate_dtype, chunk_rows, skip_ignored, max_counted: as for ``xent_ops.linear_cross_entropy``, of this
-            rank's products.
+        accumulate_dtype, chunk_rows, skip_ignored: as for ``xent_ops.linear_cross_entropy``, of this rank's products.
         pipelined: True: three products. The forward gathers a chunk's numbers while the next chunk's product runs, and
             makes the gradients, which the backward multiplies by the upstream gradient, in place; two chunks of logits.
             False: four. The forward gathers the numbers of all rows at once, and the backward makes the logits again;
             one chunk. None: pipelined where gradients of a mean or a sum are wanted, but not with ``skip_ignored``,
-            ``max_counted``, which pipelined=True refuses, nor inside an eager checkpoint. Inside a compiled one
-            Inductor saves the gradients; with another backend pass False. A compiled graph has the loop over the chunks
-            unrolled: another number is another graph. All ranks must take one way, with one ``chunk_rows``: weights and
-            biases require grad on every rank or on none.
+            which pipelined=True refuses, nor inside an eager checkpoint. Inside a compiled one Inductor saves the
+            gradients; with another backend pass False. A compiled graph has the loop over the chunks unrolled: another
+            number is another graph. All ranks must take one way, with one ``chunk_rows``: weights and biases require
+            grad on every rank or on none.
         check: as for ``vocab_parallel_cross_entropy``; it does not compare the values of inputs.
         ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale: as in
             ``xent_ops.cross_entropy``; smoothing spreads over all ``num_classes``.
@@ -114,7 +111,7 @@ def vocab_parallel_linear_cross_entropy(
     """
     options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
     call = (input, weight_shard, target, bias_shard, weight, num_classes, class_start, sequence_parallel, options)
-    chunks = (divisor, accumulate_dtype, chunk_rows, skip_ignored, max_counted)
+    chunks = (divisor, accumulate_dtype, chunk_rows, skip_ignored)
     name, ranks = "vocab_parallel_linear_cross_entropy", ranks_of(group)
     if check:
         consistency.check(name, group, ranks, lambda: checked_call(name, ranks, pipelined, *call, *chunks))
@@ -143,7 +140,6 @@ def vocab_parallel_linear_token_log_probs(
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
-    max_counted: int | None = None,
     check: bool = False,
 ) -> TokenLogProbs:
     """``xent_ops.linear_token_log_probs`` of a head whose rows (classes) are split between the ranks of a group.
@@ -163,7 +159,7 @@ def vocab_parallel_linear_token_log_probs(
     """
     options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "none")
     call = (input, weight_shard, target, bias_shard, None, num_classes, class_start, sequence_parallel, options)
-    chunks = (None, accumulate_dtype, chunk_rows, skip_ignored, max_counted)
+    chunks = (None, accumulate_dtype, chunk_rows, skip_ignored)
     name, ranks = "vocab_parallel_linear_token_log_probs", ranks_of(group)
     if check:
         consistency.check(name, group, ranks, lambda: checked_call(name, ranks, False, *call, *chunks))
@@ -247,9 +243,7 @@ def bound_call(
 def checked_call(name: str, ranks: Ranks, pipelined: bool | None, *call: Any) -> Bound:
     """Raises what depends on values too."""
     bound = bound_call(name, ranks, pipelined, *call)
-    ignore_index = bound.loss.rows.ignore_index
-    checks.target_values(bound.target, bound.head.shard_range[1], ignore_index)
-    packing.refuse_more_than(bound.head.chunking.max_counted, bound.target, ignore_index)
+    checks.target_values(bound.target, bound.head.shard_range[1], bound.loss.rows.ignore_index)
     return bound
 
 

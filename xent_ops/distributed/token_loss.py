@@ -81,7 +81,7 @@ def vocab_parallel_linear_token_loss(
     options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "sum")
     call = (input, weight_shard, target, bias_shard, None, num_classes, class_start, sequence_parallel, options)
     arguments.boolean("check", check)
-    given: tuple[Any, ...] = (*call, divisor, accumulate_dtype, chunk_rows, skip_ignored, None)
+    given: tuple[Any, ...] = (*call, divisor, accumulate_dtype, chunk_rows, skip_ignored)
 
     def function_of(target: Tensor, options: Any) -> TokenFunction:
         return TokenFunction(fn, rows, target, options.ignore_index, accumulator(input))

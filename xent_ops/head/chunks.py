@@ -71,7 +71,7 @@ def statistics(
             values.append(chunks[0])
             continue
         value = rows.give(torch.cat(chunks), 0).view(target.shape)
-        if how.skips:
+        if how.skip_ignored:
             value = value.masked_fill(~reference.is_counted(target, options.ignore_index), unread)
         values.append(value)
     return tuple(values)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kernels import accelerators, devices, reference
 from ..kernels.options import Chunking, Options
 from ..kernels.sizes import symbolic, traced
-from .packing import ComputedRows, PackedRows, rows_of
+from .packing import ComputedRows, PackedRows, counted_rows
 from .sizes import padded_classes, rows_of_chunk
 
 
@@ -41,7 +41,9 @@ def _counting() -> Any:
 def rows_to_compute(
     target: Tensor, flat: Tensor, linear_weight: Tensor, options: Options, how: Chunking
 ) -> ComputedRows:
-    return rows_of(target, options.ignore_index, how, counting_kernels(flat, linear_weight) if how.skips else None)
+    if not how.skip_ignored:
+        return ComputedRows(target)
+    return counted_rows(target, options.ignore_index, counting_kernels(flat, linear_weight))
 
 
 class Products:

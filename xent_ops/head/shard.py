@@ -46,7 +46,7 @@ def stats(
 ) -> Tensor:
     flat, how = as_rows(input), Chunking(**chunking)
     head, bias, weight, _ = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
-    rows = rows_to_compute(target, flat, head, options, how)  # of an empty shard too: all ranks raise, or none
+    rows = rows_to_compute(target, flat, head, options, how)
     indices, shard = rows.indices(), (class_start, num_classes, weight)
     made = flat.new_full((3 + (entropy or weight is not None), rows.number), 0.0, dtype=reference.accumulator(input))
     made[0] = float("-inf")
@@ -119,7 +119,7 @@ def join(
         gathered, logits, target, (class_start, num_classes), weight, entropy, options
     )
     assert target_weight is not None and coefficient is not None
-    if Chunking(**chunking).skips:
+    if Chunking(**chunking).skip_ignored:
         ignored = ~reference.is_counted(target, options.ignore_index)
         lse = lse.masked_fill(ignored, float("inf"))
         entropies = entropies.masked_fill(ignored, 0.0) if entropy else entropies

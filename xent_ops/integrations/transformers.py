@@ -112,7 +112,7 @@ def use_xent(
     tail = tails.find(base, head)
     loss = arguments.loss_options(-100, label_smoothing, *tail, lse_square_scale)
     checks.row_options(None, head.weight, loss.rows)
-    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, None)
+    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored)
     linear_checks.sizes_of(how)
     options: dict[str, Any] = {"label_smoothing": label_smoothing, "lse_square_scale": lse_square_scale}
     options |= {"accumulate_dtype": accumulate_dtype, **how._asdict(), **tail._asdict()}

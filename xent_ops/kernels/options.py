@@ -71,11 +71,6 @@ class Chunking(NamedTuple):
 
     chunk_rows: int | None = None
     skip_ignored: bool = False
-    max_counted: int | None = None
-
-    @property
-    def skips(self) -> bool:
-        return self.skip_ignored or self.max_counted is not None
 
     def keywords(self) -> dict[str, Any]:
         """As operators take them."""

@@ -145,17 +145,13 @@ def _is_zero(value: float) -> bool:
     return value == 0
 
 
-def chunks(
-    accumulate_dtype: Any, chunk_rows: Any, skip_ignored: Any, max_counted: Any
-) -> tuple[torch.dtype | None, Chunking]:
+def chunks(accumulate_dtype: Any, chunk_rows: Any, skip_ignored: Any) -> tuple[torch.dtype | None, Chunking]:
     """What tells how the chunks of a linear cross entropy are made and added up."""
     if not (accumulate_dtype is None or isinstance(accumulate_dtype, torch.dtype)):
         raise TypeError(f"accumulate_dtype must be a torch.dtype or None, got {shown(accumulate_dtype)}")
     boolean("skip_ignored", skip_ignored)
-    if max_counted is not None:
-        max_counted = integer("max_counted", max_counted)
     chunk_rows = None if chunk_rows is None else integer("chunk_rows", chunk_rows)
-    return accumulate_dtype, Chunking(chunk_rows, skip_ignored, max_counted)
+    return accumulate_dtype, Chunking(chunk_rows, skip_ignored)
 
 
 def _refuse_tensors(values: Iterable[tuple[str, Any]]) -> None:

@@ -22,7 +22,7 @@ LINEAR = "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias
 DIVISOR = "Tensor? divisor=None"
 OUTPUT_MASK = "bool[3] output_mask=[True, True, True]"
 ACCUMULATE = "ScalarType? accumulate_dtype=None"
-CHUNKING = "SymInt? chunk_rows=None, bool skip_ignored=False, SymInt? max_counted=None"
+CHUNKING = "SymInt? chunk_rows=None, bool skip_ignored=False"
 LINEAR_GRADS = "Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias"
 
 # Made of the others for every device: no kernels of their own.

@@ -99,8 +99,8 @@ def refuse(name: str, args: list[Any], options: dict[str, Any]) -> None:
     if any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float64 for arg in args):
         # Inductor hands the options of a kernel over as float.
         raise NotImplementedError(f"xent::{name} cannot be packed for CUDA in float64")
-    if options.get("skip_ignored") or options.get("max_counted") is not None:
-        raise NotImplementedError(f"xent::{name} cannot be packed for CUDA with skip_ignored or max_counted")
+    if options.get("skip_ignored"):
+        raise NotImplementedError(f"xent::{name} cannot be packed for CUDA with skip_ignored")
     given = dict(zip(OPERATORS[name].arguments, args, strict=False))
     classes = [given[argument].shape[place] for argument, place in _CLASSES.items() if argument in given]
     if any(isinstance(size, torch.SymInt) for size in classes):

@@ -59,7 +59,6 @@ def head(
 
 def sizes_of(chunking: Chunking) -> None:
     _at_least_one("chunk_rows", chunking.chunk_rows, "the default")
-    _at_least_one("max_counted", chunking.max_counted, "any number")
 
 
 def _other_features(name: str, linear_weight: Tensor, features: int) -> str:

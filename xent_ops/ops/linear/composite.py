@@ -62,7 +62,6 @@ def linear_cross_entropy(
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
-    max_counted: int | None = None,
     **options: Any,
 ) -> Tensor:
     arguments.linear(input, linear_weight, target, linear_bias, weight, divisor)
@@ -72,7 +71,7 @@ def linear_cross_entropy(
     transforms.refuse("torch.ops.xent.linear_cross_entropy")
     input, linear_weight, linear_bias = cast_for_autocast(input, linear_weight, linear_bias)
     head = (input, linear_weight, target, linear_bias, weight)
-    how = Chunking(chunk_rows, skip_ignored, max_counted).keywords()
+    how = Chunking(chunk_rows, skip_ignored).keywords()
     if reduction != "none" and gradients_in_forward(input, linear_weight, linear_bias):
         wanted = [tensor is not None and tensor.requires_grad for tensor in (input, linear_weight, linear_bias)]
         made = _ops.linear_cross_entropy_with_grad(
