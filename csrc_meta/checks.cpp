@@ -378,6 +378,14 @@ void sum_divisor(const MaybeTensor& tensor, const Tensor& input, const std::stri
   }
 }
 
+void token_weight(const MaybeTensor& tensor, const Tensor& target) {
+  if (tensor) {
+    require(!aten::call<bool>("aten::is_complex", "", *tensor), "token_weight is complex; expected real numbers");
+    same_shape("token_weight", *tensor, target, 0, target.dim(), "one number for each target");
+    same_device("token_weight", *tensor, target, "target is");
+  }
+}
+
 void writable(const char* name, const Tensor& tensor) {
   const auto of_inference = [](const Tensor& one) { return aten::call<bool>("aten::is_inference", "", one); };
   // The stable ABI does not tell whether inference mode is on, but a new tensor does.

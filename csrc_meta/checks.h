@@ -51,6 +51,7 @@ void output_mask(const std::vector<bool>& mask);
 
 // What a sum is divided by.
 void sum_divisor(const MaybeTensor& tensor, const Tensor& input, const std::string& reduction);
+void token_weight(const MaybeTensor& tensor, const Tensor& target);
 
 // Reads the strides, so not for meta tensors.
 void writable(const char* name, const Tensor& tensor);

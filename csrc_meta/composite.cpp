@@ -26,7 +26,7 @@ void cross_entropy(Stack& stack) {
   const auto rows = aten::call_all<4>("xent::cross_entropy_forward", "", logits, target, weight, false, false,
                                       options.ignore_index, options.label_smoothing, options.softcap,
                                       options.logit_scale);
-  stack.returns({reduced(rows[0], rows[1], target, std::nullopt, options.ignore_index, lse_square_scale)});
+  stack.returns({reduced(rows[0], rows[1], target, std::nullopt, std::nullopt, options.ignore_index, lse_square_scale)});
 }
 
 void linear_cross_entropy(Stack& stack) {
@@ -36,6 +36,7 @@ void linear_cross_entropy(Stack& stack) {
   const MaybeTensor linear_bias = stack.maybe_tensor();
   const MaybeTensor weight = stack.maybe_tensor();
   const MaybeTensor divisor = stack.maybe_tensor();
+  const MaybeTensor token_weight = stack.maybe_tensor();
   const Options options = stack.options();
   const double lse_square_scale = stack.number();
   const std::string reduction = stack.next<std::string>();
@@ -45,6 +46,7 @@ void linear_cross_entropy(Stack& stack) {
   checks::reduction(reduction);
   checks::lse_square_scale(lse_square_scale, input);
   checks::sum_divisor(divisor, input, reduction);
+  checks::token_weight(token_weight, target);
 
   const auto rows = aten::call_all<4>("xent::linear_cross_entropy_forward", "", input, linear_weight, target,
                                       linear_bias, weight, false, false, options.ignore_index, options.label_smoothing,
@@ -52,10 +54,11 @@ void linear_cross_entropy(Stack& stack) {
                                       skip_ignored);
   MaybeTensor divisors;
   if (reduction != "none") {
-    divisors = divided_by(linear_weight, target, weight, divisor, options.ignore_index, rows[1].scalar_type(),
-                          reduction);
+    divisors = divided_by(linear_weight, target, weight, divisor, token_weight, options.ignore_index,
+                          rows[1].scalar_type(), reduction);
   }
-  stack.returns({reduced(rows[0], rows[1], target, divisors, options.ignore_index, lse_square_scale)});
+  stack.returns(
+      {reduced(rows[0], rows[1], target, divisors, token_weight, options.ignore_index, lse_square_scale)});
 }
 
 }  // namespace xent::operators

@@ -180,6 +180,7 @@ void linear_cross_entropy_backward(Stack& stack) {
 void linear_cross_entropy_with_grad(Stack& stack) {
   Head head{stack.tensor(), stack.tensor(), stack.tensor(), stack.maybe_tensor(), stack.maybe_tensor()};
   const MaybeTensor divisor = stack.maybe_tensor();
+  const MaybeTensor token_weight = stack.maybe_tensor();
   const Mask mask = stack.next<Mask>();
   head.accumulate_dtype = stack.next<std::optional<ScalarType>>();
   head.options = stack.options();
@@ -191,6 +192,7 @@ void linear_cross_entropy_with_grad(Stack& stack) {
   checks::lse_square_scale(lse_square_scale, head.input);
   checks::reduction_to_one(reduction);
   checks::sum_divisor(divisor, head.input, reduction);
+  checks::token_weight(token_weight, head.target);
   const ScalarType dtype = bridge::accumulator(head.input);
   if (stack.meta) {
     const auto made = gradients(head, head.input, mask, head.sums(), dtype);
@@ -201,18 +203,24 @@ void linear_cross_entropy_with_grad(Stack& stack) {
   const NoGrad below;
   const int64_t ignore_index = head.options.ignore_index;
   const Tensor divisors =
-      divided_by(head.linear_weight, head.target, head.weight, divisor, ignore_index, dtype, reduction);
+      divided_by(head.linear_weight, head.target, head.weight, divisor, token_weight, ignore_index, dtype, reduction);
   Tensor inverse = aten::call("aten::reciprocal", "", divisors);
   if (head.dtype() == ScalarType::Half) {
     // What float16 gradients are divided by after the products.
     inverse = aten::mul(inverse, divisible(aten::select(divisors, 0, 1)));
   }
-  const Tensor scale = aten::select(inverse, 0, 0);
+  Tensor scale = aten::select(inverse, 0, 0);
   MaybeTensor square;
   if (lse_square_scale != 0.0) {
     square = aten::mul(aten::scalar(lse_square_scale, dtype), aten::select(inverse, 0, 1));
   }
   const Rows rows(head);
+  const MaybeTensor of_rows = rows.take_values(token_weight);
+  if (of_rows) {
+    const Tensor factor = aten::to(*of_rows, dtype);
+    scale = aten::mul(scale, factor);
+    square = square ? MaybeTensor(aten::mul(*square, factor)) : square;
+  }
   const Tensor input = rows.take(as_rows(head.input));
   const Tensor losses = rows.new_values(dtype), lses = rows.new_values(dtype);
   Products products(head, input, mask);
@@ -220,14 +228,15 @@ void linear_cross_entropy_with_grad(Stack& stack) {
     const Tensor indices = chunk.of(rows.target);
     checks::target_values(indices, head.linear_weight.size(0), ignore_index);
     const auto made =
-        head.rows<2>("xent::cross_entropy_with_grad_", logits, indices, scale, square, head.weight);
+        head.rows<2>("xent::cross_entropy_with_grad_", logits, indices, of_rows ? chunk.of(scale) : scale,
+                     of_rows && square ? MaybeTensor(chunk.of(*square)) : square, head.weight);
     chunk.put(losses, made[0]);
     chunk.put(lses, made[1]);
     products.add(chunk, logits);
   });
   const Tensor loss = rows.give_values(losses, 0.0), lse = rows.give_values(lses, INFINITE);
   products.made[0] = mask[0] ? rows.give(products.made[0], head.input, 0.0) : products.made[0];
-  const Tensor value = reduced(loss, lse, head.target, divisors, ignore_index, lse_square_scale);
+  const Tensor value = reduced(loss, lse, head.target, divisors, token_weight, ignore_index, lse_square_scale);
   stack.returns({value, divisors, lse, products.made[0], products.made[1], products.made[2]});
 }
 

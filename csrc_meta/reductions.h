@@ -19,8 +19,21 @@ inline Tensor is_counted(const Tensor& target, int64_t ignore_index) {
 
 // (2,): what the reduced loss of a linear cross entropy and its z-loss are divided by.
 inline Tensor divided_by(const Tensor& linear_weight, const Tensor& target, const MaybeTensor& weight,
-                         const MaybeTensor& divisor, int64_t ignore_index, ScalarType dtype,
-                         const std::string& reduction) {
+                         const MaybeTensor& divisor, const MaybeTensor& token_weight, int64_t ignore_index,
+                         ScalarType dtype, const std::string& reduction) {
+  if (reduction == "mean" && token_weight) {
+    const Tensor zero = aten::scalar(0.0, dtype), counted = is_counted(target, ignore_index);
+    const Tensor of_tokens = aten::where(counted, aten::to(*token_weight, dtype), zero);
+    Tensor of_targets = of_tokens;
+    if (weight) {
+      const Tensor index = aten::where(counted, aten::to(target, ScalarType::Long), aten::scalar(0));
+      const Tensor flat = aten::call("aten::reshape", "", index, std::vector<int64_t>{-1});
+      const Tensor found = aten::call("aten::index_select", "", aten::to(*weight, dtype), int64_t{0}, flat);
+      of_targets = aten::mul(of_tokens, aten::call("aten::view_as", "", found, target));
+    }
+    const std::vector<Tensor> sums{aten::unsqueeze(aten::sum(of_targets), 0), aten::unsqueeze(aten::sum(of_tokens), 0)};
+    return aten::cat(sums);
+  }
   if (reduction == "mean") {
     // Logits without memory: the operator reads their sizes alone.
     const std::vector<Tensor> parts{aten::unsqueeze(aten::empty_like(target, dtype), -1),
@@ -36,10 +49,15 @@ inline Tensor divided_by(const Tensor& linear_weight, const Tensor& target, cons
       aten::call("aten::expand", "", aten::to(*divisor, dtype), std::vector<int64_t>{2}, false));
 }
 
-// The losses of rows to one number, or without divisors to themselves, with the z-loss.
+// The losses of rows to one number, or without divisors to themselves, with the z-loss; both times token_weight.
 inline Tensor reduced(const Tensor& loss, const Tensor& lse, const Tensor& target, const MaybeTensor& divisors,
-                      int64_t ignore_index, double lse_square_scale) {
-  const auto reduce = [&](const Tensor& rows, int64_t divisor) {
+                      const MaybeTensor& token_weight, int64_t ignore_index, double lse_square_scale) {
+  const auto reduce = [&](Tensor rows, int64_t divisor) {
+    if (token_weight) {
+      const Tensor factor = aten::to(*token_weight, rows.scalar_type());
+      const Tensor zero = aten::scalar(0.0, rows.scalar_type());
+      rows = aten::where(aten::call("aten::ne", "Tensor", factor, zero), aten::mul(rows, factor), zero);
+    }
     return divisors ? aten::div(aten::sum(rows), aten::select(*divisors, 0, divisor)) : rows;
   };
   const Tensor value = reduce(loss, 0);

@@ -54,6 +54,13 @@ def refuse_dtensors(name: str, *tensors: Tensor) -> None:
         )
 
 
+def refuse_token_weight(where: str, token_weight: Tensor | None) -> None:
+    if token_weight is not None:
+        raise ValueError(
+            f'token_weight is not supported by {where}: multiply the losses of reduction="none" by it, and add them up'
+        )
+
+
 def cross_entropy(
     input: Tensor,
     target: Tensor,
@@ -65,6 +72,7 @@ def cross_entropy(
     lse_square_scale: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    token_weight: Tensor | None = None,
     dim: int = 1,
     inplace_backward: bool = False,
     grad_in_forward: bool = False,
@@ -97,6 +105,9 @@ def cross_entropy(
         logit_scale: factor of the logits, applied before the softcap (an inverse temperature); not 0. Below 0 it takes
             distances as logits. Options are constants: a tensor that requires grad is refused. For a learned
             temperature multiply the logits by it.
+        token_weight: a factor of each target's loss and z-loss, of the target's shape, any sign and dtype; 0 leaves a
+            target out. "mean" then divides by the sum of the counted targets' factors (times their class weights), NaN
+            where that is 0. A constant: it must not require grad.
         dim: the class dimension. 1 as in torch; -1 for language-model logits (B, S, V) with targets (B, S).
         inplace_backward: in eager, write the gradient over the input's storage: no second buffer of its size. The
             input must not be a leaf, nor a view of one. After the backward the input holds the gradient, and a later
@@ -131,12 +142,17 @@ def cross_entropy(
     loss = arguments.loss_options(
         ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction, input.dtype
     )
+    arguments.optional("token_weight", token_weight)
+    for name, value in (("inplace_backward", inplace_backward), ("grad_in_forward", grad_in_forward)):
+        if value:
+            refuse_token_weight(f"{name}=True", token_weight)
     if is_dtensor(input):
         from .distributed import tensor  # imported for DTensors only: it takes a while
 
         for name, value in (("inplace_backward", inplace_backward), ("grad_in_forward", grad_in_forward)):
             if value:
                 raise ValueError(f"{name}=True is not supported for DTensor logits")
+        refuse_token_weight("xent_ops.cross_entropy of DTensors", token_weight)
         return tensor.cross_entropy(input, target, weight, loss, dim)
     if is_dtensor(target):
         raise TypeError("target is a DTensor but the logits are not; both must be, or neither")
@@ -156,8 +172,12 @@ def cross_entropy(
         for name, value in (("inplace_backward", inplace_backward), ("grad_in_forward", grad_in_forward)):
             if value:
                 raise ValueError(f"{name}=True takes class indices, not class probabilities")
+        refuse_token_weight("class probabilities", token_weight)
         return _of_probabilities(logits, classes_last(target, dim, "target"), weight, loss)
     arguments.suggest_dim(input, target, dim)
+    if token_weight is not None:
+        checks.token_weight(token_weight, target)
+        return function.by_rows(logits, target, weight, loss, token_weight)
     return function.cross_entropy(
         logits, target, weight, loss, inplace_backward=inplace_backward, grad_in_forward=grad_in_forward
     )
@@ -191,6 +211,7 @@ def cross_entropy_outputs(
     lse_square_scale: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    token_weight: Tensor | None = None,
     dim: int = 1,
 ) -> CrossEntropyOutputs:
     """``cross_entropy`` with the z-loss apart, the lse, the predictions and the accuracy, from the same pass.
@@ -210,13 +231,16 @@ def cross_entropy_outputs(
         ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction, input.dtype
     )
     checks.weight_without_grad(weight)
+    arguments.optional("token_weight", token_weight)
+    checks.token_weight(token_weight, target)
     logits = classes_last(input, dim)
     arguments.suggest_dim(input, target, dim)
     row_loss, lse, argmax, _ = torch.ops.xent.cross_entropy_forward(
         logits, target, weight, True, **loss.rows.keywords()
     )
-    divisor, _ = cross_entropy_divisor(logits, target, weight, options=loss.rows)
-    return outputs_of_rows(reduce_rows(row_loss, lse, target, divisor, loss), lse, argmax, target, loss.rows)
+    divisor, _ = cross_entropy_divisor(logits, target, weight, token_weight, options=loss.rows)
+    reduced = reduce_rows(row_loss, lse, target, divisor, loss, token_weight)
+    return outputs_of_rows(reduced, lse, argmax, target, loss.rows)
 
 
 def token_log_probs(

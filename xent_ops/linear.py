@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .functional import cross_entropy, is_dtensor, refuse_dtensors
+from .functional import cross_entropy, is_dtensor, refuse_dtensors, refuse_token_weight
 from .kernels.options import Reduction
 from .ops import arguments, checks, transforms
 from .ops.linear import checks as linear_checks
@@ -30,6 +30,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     divisor: Tensor | float | None = None,
+    token_weight: Tensor | None = None,
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
@@ -52,6 +53,7 @@ def linear_cross_entropy(
         divisor: for reduction="sum", a number that the sum is divided by, as a tensor () or a float: with the number
             of counted targets of all micro-batches, gradients add up to those of one mean over all of them. The float 0
             is refused. A tensor is not read, which would wait for the device: 0 in it gives inf, or NaN.
+        token_weight: as for ``cross_entropy``. It takes no other product and no other visit of the logits.
         accumulate_dtype: in which the chunks' parts of linear_weight's gradient are added up. None: the input's dtype,
             and float32 for float16. torch.float32 is more exact for bfloat16, and takes V x H float32 for a while.
         chunk_rows: rows of a chunk. Fewer need less memory, chunk_rows x V logits, and more time. None: the default.
@@ -80,9 +82,11 @@ def linear_cross_entropy(
     loss = arguments.loss_options(
         ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction, input.dtype
     )
-    if any(map(is_dtensor, (input, linear_weight, target, linear_bias, weight))):
+    arguments.optional("token_weight", token_weight)
+    if any(map(is_dtensor, (input, linear_weight, target, linear_bias, weight, token_weight))):
         from .distributed import linear_tensor  # imported for DTensors only: it takes a while
 
+        refuse_token_weight("xent_ops.linear_cross_entropy of DTensors", token_weight)
         chunks = (accumulate_dtype, chunk_rows, skip_ignored)
         head = (linear_weight, linear_bias, weight, *chunks)
         return linear_tensor.linear_cross_entropy(input, target, head, loss, divisor)
@@ -97,7 +101,7 @@ def linear_cross_entropy(
         logits = F.linear(input, linear_weight, linear_bias)
         scale = loss.lse_square_scale
         options = loss.rows._asdict() | {"lse_square_scale": scale, "reduction": reduction, "dim": -1}
-        value = cross_entropy(logits, target, weight, **options)
+        value = cross_entropy(logits, target, weight, token_weight=token_weight, **options)
         return value if divisor is None else value / divisor.to(value.dtype)
     return _ops.linear_cross_entropy(
         input,
@@ -106,6 +110,7 @@ def linear_cross_entropy(
         linear_bias,
         weight,
         divisor,
+        token_weight,
         accumulate_dtype=accumulate_dtype,
         **how.keywords(),
         **loss.keywords(),
@@ -125,6 +130,7 @@ def linear_cross_entropy_outputs(
     lse_square_scale: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    token_weight: Tensor | None = None,
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
@@ -150,6 +156,8 @@ def linear_cross_entropy_outputs(
     )
     accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored)
     checks.weight_without_grad(weight)
+    arguments.optional("token_weight", token_weight)
+    checks.token_weight(token_weight, target)
     input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
     row_loss, lse, argmax, _ = _ops.linear_cross_entropy_forward(
         input,
@@ -162,7 +170,7 @@ def linear_cross_entropy_outputs(
         **how.keywords(),
         **loss.rows.keywords(),
     )
-    total = composite.reduced(row_loss, lse, target, weight, None, linear_weight.shape[0], loss)
+    total = composite.reduced(row_loss, lse, target, weight, None, linear_weight.shape[0], loss, token_weight)
     return outputs_of_rows(total, lse, argmax, target, loss.rows)
 
 

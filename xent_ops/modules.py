@@ -19,7 +19,8 @@ from .ops.shown import kind_of
 class CrossEntropyLoss(nn.Module):
     """``xent_ops.cross_entropy`` as a module; the state_dict is that of ``nn.CrossEntropyLoss`` (``weight``, if given).
 
-    Arguments, shapes, dtypes, formula and errors: see ``xent_ops.cross_entropy``.
+    Arguments, shapes, dtypes, formula and errors: see ``xent_ops.cross_entropy``; ``forward(input, target,
+    token_weight=None)``.
 
     Examples:
         >>> criterion = xent_ops.CrossEntropyLoss(label_smoothing=0.1)
@@ -53,8 +54,9 @@ class CrossEntropyLoss(nn.Module):
         self.inplace_backward = arguments.boolean("inplace_backward", inplace_backward)
         self.grad_in_forward = arguments.boolean("grad_in_forward", grad_in_forward)
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return functional.cross_entropy(input, target, self.weight, **_options_of(self, _OF_LOGITS))
+    def forward(self, input: Tensor, target: Tensor, token_weight: Tensor | None = None) -> Tensor:
+        options = _options_of(self, _OF_LOGITS)
+        return functional.cross_entropy(input, target, self.weight, token_weight=token_weight, **options)
 
     def extra_repr(self) -> str:
         return _not_defaults(self, _OF_LOGITS)
@@ -120,8 +122,8 @@ class LinearCrossEntropyLoss(nn.Module):
         device, dtype: of the parameters, as in nn.Linear.
         others: as for ``xent_ops.linear_cross_entropy``.
 
-    ``forward(input, target, divisor=None)`` takes input (..., H) and class indices (...). It runs the module's hooks,
-    so FSDP2 gathers the weight once for forward and backward.
+    ``forward(input, target, divisor=None, token_weight=None)`` takes input (..., H) and class indices (...). It runs
+    the module's hooks, so FSDP2 gathers the weight once for forward and backward.
 
     Examples:
         >>> embedding = torch.nn.Embedding(1000, 16)
@@ -182,7 +184,13 @@ class LinearCrossEntropyLoss(nn.Module):
             bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
             nn.init.uniform_(self.bias, -bound, bound)
 
-    def forward(self, input: Tensor, target: Tensor, divisor: Tensor | float | None = None) -> Tensor:
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor,
+        divisor: Tensor | float | None = None,
+        token_weight: Tensor | None = None,
+    ) -> Tensor:
         return linear.linear_cross_entropy(
             input,
             self.weight,
@@ -190,6 +198,7 @@ class LinearCrossEntropyLoss(nn.Module):
             linear_bias=self.bias,
             weight=self.class_weight,
             divisor=divisor,
+            token_weight=token_weight,
             **_options_of(self, _OF_HEAD),
         )
 

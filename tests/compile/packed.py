@@ -62,7 +62,7 @@ class Linear(nn.Module):
         upstream = loss / 64
         gradients = ops.linear_cross_entropy_backward(upstream, None, hidden, head, target, lse, bias, **chunks)
         one_pass = ops.linear_cross_entropy_with_grad(*rows, **chunks, lse_square_scale=1e-2)
-        frozen = ops.linear_cross_entropy_with_grad(*rows, None, None, [True, False, False], **chunks)
+        frozen = ops.linear_cross_entropy_with_grad(*rows, None, None, None, [True, False, False], **chunks)
         return loss, lse, *top, *gradients, *one_pass, frozen[3]
 
 

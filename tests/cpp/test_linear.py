@@ -64,10 +64,11 @@ def calls(dtype):
             yield f"{HEAD}_backward", arguments, {**options, **sums, **square}
         for reduction, divisor in (("mean", None), ("sum", None), ("sum", torch.tensor(4))):
             options["reduction"] = reduction
-            arguments = *inputs, divisor, mask, sums.get("accumulate_dtype")
-            yield f"{HEAD}_with_grad", arguments, {**options, **square}
-            yield HEAD, (*inputs, divisor), {**options, **square, **sums}
-        yield HEAD, inputs, {**options, **square, "reduction": "none"}
+            for token_weight in (None, torch.randn(shape) + 1.0):
+                arguments = *inputs, divisor, token_weight, mask, sums.get("accumulate_dtype")
+                yield f"{HEAD}_with_grad", arguments, {**options, **square}
+                yield HEAD, (*inputs, divisor, token_weight), {**options, **square, **sums}
+        yield HEAD, (*inputs, None, up), {**options, **square, "reduction": "none"}
     if dtype == torch.float32:  # chunks of the default size
         arguments = problem(dtype, (2500,), 33000, True, False)
         yield f"{HEAD}_with_grad", arguments, {"ignore_index": 7, "label_smoothing": 0.1}

@@ -16,8 +16,8 @@ OF_HEADS = (*OF_ROWS, "reduction", "lse_square_scale", "divisor", "chunk_rows", 
 
 
 def expect(
-    outputs, grads, upstream, *, target, logits=None, head=None, weight=None, function=None, shard=None, part=None,
-    **options
+    outputs, grads, upstream, *, target, logits=None, head=None, weight=None, function=None, token_weight=None,
+    shard=None, part=None, **options
 ):  # fmt: skip
     """Raises AssertionError where an output or a gradient is out of its budget.
 
@@ -27,6 +27,7 @@ def expect(
         target, weight: of all classes.
         logits: of all classes, which come last.
         head: (input, linear_weight, linear_bias or None) of all ranks, in the dtype of the product.
+        token_weight: of each target; the problem is then that of the losses of rows, with other upstream gradients.
         function: the loss is the sum over tokens of these factors times the statistics of these names.
         shard: (first class, the class after the last) of this rank.
         part: (dimension, rank, ranks): this rank's part of the input.
@@ -37,6 +38,13 @@ def expect(
         counted = target.cpu().long() != options.get("ignore_index", -100)
         factors = {name: torch.where(counted, row.double().cpu(), 0) / divisor for name, row in function.items()}
         upstream = {name: upstream["loss"].double().cpu() * factor for name, factor in factors.items()}
+    reduced = None
+    if token_weight is not None:
+        reduction = options.pop("reduction", "mean")
+        factor = _factors(token_weight.double().cpu(), target.cpu(), weight, reduction, options)
+        of_rows = {name: upstream[name].double().cpu() * factor for name in ("loss", "z_loss") if name in upstream}
+        upstream, reduced = {**upstream, **of_rows}, (factor, reduction)
+        options = {**options, "reduction": "none"}
     rows = Rows(_logits_of(head) if logits is None else logits, target.cpu(), weight, upstream, options)
     own = (logits if head is None else head[0]).dtype
     wide = torch.float64 if own == torch.float64 else torch.float32
@@ -44,7 +52,7 @@ def expect(
         assert value.dtype == (torch.int64 if name == "predictions" else wide), f"{name} is {value.dtype}"
     linear = None if head is None else _of_head(head, rows, weight, upstream, options, own)
     if function is None:
-        _check_values(outputs, rows, linear, own)
+        _check_values(outputs, rows, linear, own, reduced)
     else:
         _check_sum(outputs["loss"], rows, linear, own, factors)
     start, stop = shard or (0, rows.logits.shape[-1])
@@ -70,6 +78,17 @@ def expect(
                 bounds[i][start:stop],
             )
         assert_within(name, grad, wanted[i], bounds[i] + 1e-300)
+
+
+def _factors(token_weight, target, weight, reduction, options):
+    """What each target's loss is multiplied by."""
+    counted = target.long() != options.get("ignore_index", -100)
+    of_targets = token_weight = torch.where(counted, token_weight, 0)
+    if reduction != "mean":
+        return token_weight / (options.pop("divisor", None) or 1.0)
+    if weight is not None:
+        of_targets = token_weight * weight.double().cpu()[torch.where(counted, target.long(), 0)]
+    return (token_weight / of_targets.sum()).nan_to_num(0.0)
 
 
 def _logits_of(head):
@@ -157,7 +176,8 @@ def _of_head(head, rows, weight, upstream, options, own):
     return expected._replace(grads=grads, grad_bounds=bounds)
 
 
-def _check_values(outputs, rows, linear, own):
+def _check_values(outputs, rows, linear, own, reduced=None):
+    """``reduced``: factors of losses of rows, and the reduction of these."""
     gpu = any(value.is_cuda for value in outputs.values())
     values = _Values(rows, linear, own, gpu)
     for name, value in outputs.items():
@@ -168,7 +188,15 @@ def _check_values(outputs, rows, linear, own):
             wanted = hits.sum().double() / rows.counted.sum()
             assert_within(name, value, wanted, torch.full_like(wanted, 4 * values.eps))
         else:
-            assert_within(name, value, *getattr(values, name)())
+            wanted, bound = getattr(values, name)()
+            if reduced is not None and name in ("loss", "z_loss"):
+                factor, reduction = reduced
+                empty = reduction == "mean" and not rows.counted.any() and (name == "loss" or rows.z_scale)
+                bound = (bound + 16 * values.accumulator * wanted.abs()) * factor.abs()
+                wanted = torch.where(factor == 0, 0, wanted * factor)
+                wanted, bound = (wanted, bound) if reduction == "none" else (wanted.sum(), bound.sum())
+                wanted = wanted + math.nan if empty else wanted
+            assert_within(name, value, wanted, bound)
 
 
 def _check_sum(value, rows, linear, own, factors):

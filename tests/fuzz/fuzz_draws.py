@@ -86,6 +86,10 @@ class _Program:
             self.say(f"target = {LAYOUTS[layout].format('target')}")
         if self.weights is not None:
             self.say(f"weight = {self.weights}.to({self.device!r})")
+        if self.of_tokens:
+            self.say(f"token_weight = torch.rand({self.shape}).to({self.device!r}) + 0.25")
+            if self.options.get("reduction", "mean") != "mean":
+                self.say("token_weight = (token_weight - 0.7).round(decimals=1)")
         for name in self.function:
             self.say(f"{name} = torch.randn({self.shape}).double().to({self.wide}).to({self.device!r})")
         (self._linear_call if self.linear else self._call)()
@@ -96,8 +100,11 @@ class _Program:
     def wide(self):
         return "torch.float64" if self.dtype == "torch.float64" else "torch.float32"
 
-    def _function(self):
-        """Keywords for a function of tokens."""
+    def _of_tokens(self):
+        """Keywords for weights, or a function, of tokens."""
+        if self.of_tokens:
+            self.given["token_weight"] = 0
+            return ["token_weight=token_weight"]
         if not self.function:
             return []
         self.given |= {"fn": 0, "rows": 0}
@@ -146,7 +153,9 @@ class _Program:
                 options[name] = pick(choices)
         if "weight" in names or "class_weight" in names:
             self._weights()
-        if "grad_in_forward" in names:
+        both = self.weights is not None and "lse_square_scale" in options  # a mean divides them by other numbers
+        self.of_tokens = "token_weight" in names and not both and self.maybe(0.3)
+        if "grad_in_forward" in names and not self.of_tokens:
             for name in ("inplace_backward", "grad_in_forward"):
                 if self.maybe(0.25):
                     options[name] = True
@@ -209,7 +218,7 @@ class _Program:
     def _call(self):
         text, layout = self.values((*self.shape, self.classes), 3.0)
         self.given = dict(self.options)
-        given = [f"{name}={value!r}" for name, value in self.options.items()] + self._function()
+        given = [f"{name}={value!r}" for name, value in self.options.items()] + self._of_tokens()
         if self.ranks > 1:
             self.say(
                 f"logits = {text}", "part = torch.nn.functional.pad(logits[..., start:stop], (0, padding), value=7.0)"
@@ -269,7 +278,7 @@ class _Program:
                 self.leaf(name, text, layout)
         leaves = list(tensors)
         self.given = dict(self.options)
-        given = [f"{name}={value!r}" for name, value in self.options.items()] + self._function()
+        given = [f"{name}={value!r}" for name, value in self.options.items()] + self._of_tokens()
         if self.ranks > 1:
             leaves = self._parts(tensors)
             given += [f"num_classes={self.classes}", "class_start=start"]
@@ -361,6 +370,8 @@ class _Program:
         more = [f"{name}={value!r}" for name, value in self.options.items() if name not in unknown]
         if self.weights is not None:
             more.insert(0, "weight=weight")
+        if self.of_tokens:
+            more.append("token_weight=token_weight")
         if self.function:
             more.append(f"function={{{', '.join(f'{name!r}: {name}' for name in self.function)}}}")
         if self.in_shard:

@@ -123,7 +123,8 @@ def linear_samples(device, dtype, requires_grad, rows):
         yield ops.linear_cross_entropy.default, args, {**square, "reduction": reduction}
         divided = (*args, None, None)[:5]
         divisor = torch.tensor(3, device=device)
-        yield ops.linear_cross_entropy.default, (*divided, divisor), {**square, "reduction": "sum"}
+        token_weight = torch.randn(args[2].shape, device=device)
+        yield ops.linear_cross_entropy.default, (*divided, divisor, token_weight), {**square, "reduction": "sum"}
         yield ops.linear_cross_entropy_forward.default, args, kwargs
         for wanted in ((True, False), (False, True)):
             yield ops.linear_cross_entropy_forward.default, (*divided, *wanted), kwargs
@@ -139,8 +140,9 @@ def linear_samples(device, dtype, requires_grad, rows):
         for mask in masks:
             yield ops.linear_cross_entropy_backward.default, (grad, None, *saved, *(None,) * 4, 0, None, mask), kwargs
             if args[0].numel():
-                positional = (*divided, None, mask, kwargs.get("accumulate_dtype"))
-                yield ops.linear_cross_entropy_with_grad.default, positional, one_pass
+                for factors in (None, token_weight):
+                    positional = (*divided, None, factors, mask, kwargs.get("accumulate_dtype"))
+                    yield ops.linear_cross_entropy_with_grad.default, positional, one_pass
     for place, w, kwargs in [
         ((0, 37), None, {"chunk_rows": 4}),
         ((0, 37), torch.rand(37, device=device), {"chunk_rows": 4, **full}),

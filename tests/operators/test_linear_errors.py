@@ -256,7 +256,7 @@ def test_operators_check_their_rows():
     ):
         ops.linear_scale_grad(x, rows[:3])
     with pytest.raises(ValueError, match=r"output_mask has 2 entries|expected.*3"):
-        ops.linear_cross_entropy_with_grad(x, head, target, None, None, None, [True, True])
+        ops.linear_cross_entropy_with_grad(x, head, target, None, None, None, None, [True, True])
     with pytest.raises(RuntimeError, match=r"xent::linear_scale_grad has no derivative"):
         ops.linear_scale_grad(x, rows[0]).sum().backward()
     for name in ("linear_cross_entropy_forward", "linear_cross_entropy_with_grad"):

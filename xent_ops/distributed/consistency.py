@@ -41,6 +41,10 @@ _TENSORS: dict[str, tuple[str, dict[str, Callable[[Tensor], Any]]]] = {
     "weight": ("weight_shard", {"weight_shard.requires_grad": _wants_grad}),  # shape and dtype follow from the input's
     "bias": ("bias_shard", {"bias_shard.requires_grad": _wants_grad}),
     "class_weight": ("weight (class weights)", {}),
+    "token_weight": (
+        "token_weight",
+        {"token_weight.shape": lambda t: tuple(t.shape), "token weights": lambda t: t.double().cpu()},
+    ),
     "divisor": ("divisor", {"divisor": lambda t: repr(float(t))}),  # as text, in which NaN equals NaN
 }
 

@@ -54,6 +54,7 @@ def vocab_parallel_linear_cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     divisor: Tensor | float | None = None,
+    token_weight: Tensor | None = None,
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
@@ -80,6 +81,7 @@ def vocab_parallel_linear_cross_entropy(
             its gradient is reduce-scattered instead of all-reduced.
         weight: (classes of this rank,), this rank's slice of the class weights; on every rank or on none.
         divisor: for reduction="sum", as for ``xent_ops.linear_cross_entropy``; the same on every rank.
+        token_weight: as in ``xent_ops.cross_entropy``, of all targets, the same on every rank.
         accumulate_dtype, chunk_rows, skip_ignored: as for ``xent_ops.linear_cross_entropy``, of this rank's products.
         pipelined: True: three products. The forward gathers a chunk's numbers while the next chunk's product runs, and
             makes the gradients, which the backward multiplies by the upstream gradient, in place; two chunks of logits.
@@ -111,16 +113,20 @@ def vocab_parallel_linear_cross_entropy(
     """
     options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
     call = (input, weight_shard, target, bias_shard, weight, num_classes, class_start, sequence_parallel, options)
-    chunks = (divisor, accumulate_dtype, chunk_rows, skip_ignored)
+    chunks = (divisor, token_weight, accumulate_dtype, chunk_rows, skip_ignored)
     name, ranks = "vocab_parallel_linear_cross_entropy", ranks_of(group)
     if check:
         consistency.check(name, group, ranks, lambda: checked_call(name, ranks, pipelined, *call, *chunks))
-    target, input, head, loss, divisor, split, three_products = bound_call(name, ranks, pipelined, *call, *chunks)
-    if three_products:
-        return pipelined_loss(input, by_ranks(target, split, ranks), head, ranks, loss, divisor, split is not None)
+    bound = bound_call(name, ranks, pipelined, *call, *chunks)
+    target, input, head, loss, divisor, split = bound[:6]
+    if bound.token_weight is not None:
+        token_weight = by_ranks(bound.token_weight, split, ranks)
+    if bound.pipelined:
+        scattered, ordered = split is not None, by_ranks(target, split, ranks)
+        return pipelined_loss(input, ordered, head, ranks, loss, divisor, scattered, token_weight=token_weight)
     gathered, target = gathered_input(input, target, split, ranks)
     rows, _ = sharded_rows(input, target, head, ranks, loss, gathered)
-    value = reduced(rows, target, loss, divisor)
+    value = reduced(rows, target, loss, divisor, token_weight)
     return _as_target(value, split) if reduction == "none" else value
 
 
@@ -159,11 +165,11 @@ def vocab_parallel_linear_token_log_probs(
     """
     options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "none")
     call = (input, weight_shard, target, bias_shard, None, num_classes, class_start, sequence_parallel, options)
-    chunks = (None, accumulate_dtype, chunk_rows, skip_ignored)
+    chunks = (None, None, accumulate_dtype, chunk_rows, skip_ignored)
     name, ranks = "vocab_parallel_linear_token_log_probs", ranks_of(group)
     if check:
         consistency.check(name, group, ranks, lambda: checked_call(name, ranks, False, *call, *chunks))
-    target, input, head, loss, _, split, _ = bound_call(name, ranks, False, *call, *chunks)
+    target, input, head, loss, _, split = bound_call(name, ranks, False, *call, *chunks)[:6]
     gathered, target = gathered_input(input, target, split, ranks)
     rows, entropy = sharded_rows(input, target, head, ranks, loss, gathered, entropy=True)
     values = log_probs_of_rows(rows.loss, rows.lse, entropy, target, loss.rows)
@@ -199,6 +205,7 @@ class Bound(NamedTuple):
     divisor: Tensor | None
     sequence_dim: int | None  # the dimension of the target along which sequence_parallel splits the input
     pipelined: bool
+    token_weight: Tensor | None
 
 
 def bound_call(
@@ -215,6 +222,7 @@ def bound_call(
     sequence_parallel: bool,
     options: tuple[Any, Any, Any, Any, Any, str],  # as arguments.loss_options takes them
     divisor: Any,
+    token_weight: Any,
     accumulate_dtype: Any,
     *chunking: Any,
 ) -> Bound:
@@ -227,6 +235,8 @@ def bound_call(
     loss = arguments.loss_options(*options, input.dtype)
     divisor = arguments.divisor(divisor, input)
     linear_checks.reduced_by(divisor, input, loss.reduction)
+    arguments.optional("token_weight", token_weight)
+    checks.token_weight(token_weight, target)
     accumulate_dtype, how = arguments.chunks(accumulate_dtype, *chunking)
     checks.weight_without_grad(class_weight)
     input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
@@ -237,7 +247,8 @@ def bound_call(
         rows = input if split is None else input.new_empty(()).expand(*target.shape, input.shape[-1])  # its shape
         linear_checks.shard(rows, linear_weight, target, *shard_range, linear_bias, class_weight, options=loss.rows)
     head = HeadSlice(linear_weight, linear_bias, class_weight, shard_range, accumulate_dtype, how)
-    return Bound(target, input, head, loss, divisor, split, chosen(pipelined, input, head, loss))
+    three_products = chosen(pipelined, input, head, loss)
+    return Bound(target, input, head, loss, divisor, split, three_products, token_weight)
 
 
 def checked_call(name: str, ranks: Ranks, pipelined: bool | None, *call: Any) -> Bound:

@@ -74,6 +74,7 @@ def loss(
     divisor: Tensor | None,
     scattered: bool,
     sum_grad_input: bool = True,
+    token_weight: Tensor | None = None,  # of the target's shape
 ) -> Tensor:
     """The mean or the sum. At least one of input, weight and bias requires grad.
 
@@ -81,31 +82,40 @@ def loss(
     """
     if divisor is not None and divisor.requires_grad:
         linear_checks.divisor_needs_grad()
-    divisors = _divisors(target, head, ranks, options, divisor, reference.accumulator(input))
+    divisors = _divisors(target, head, ranks, options, divisor, reference.accumulator(input), token_weight)
     within, later = float16.split_divisors(input.dtype, divisors)
-    of_sum = Coefficients(within.new_ones(()), divisor=within)
+    one = within.new_ones(())
+    if token_weight is not None:
+        token_weight = token_weight.to(one.dtype).reshape(ranks.world if scattered else 1, -1)
     made: list[tuple[Any, ...]] = []
 
     def between(rows: RowStatistics, part: Part) -> Coefficients:
-        made.append((rows.loss, rows.lse, rows.target_weight, part.target))
-        return of_sum
+        factors = () if token_weight is None else (part.of(token_weight),)
+        made.append((rows.loss, rows.lse, rows.target_weight, part.target, *factors))
+        return Coefficients(*(factors or (one,)), divisor=within)
 
     gradients = loop.gradients(
         input, target, head, options, between, Collectives(ranks), scattered=scattered, summed=sum_grad_input
     )
-    *of_rows, all_targets = (torch.cat(values) for values in zip(*made, strict=True))
-    value = reduced(RowValues(*of_rows), all_targets, options, divisor)
+    row_loss, lse, target_weight, *rest = (torch.cat(values) for values in zip(*made, strict=True))
+    value = reduced(RowValues(row_loss, lse, target_weight), rest[0], options, divisor, *rest[1:])
     return loop.value(value, input, head, gradients, later)
 
 
 def _divisors(
-    target: Tensor, head: HeadSlice, ranks: Ranks, options: LossOptions, divisor: Tensor | None, dtype: torch.dtype
+    target: Tensor,
+    head: HeadSlice,
+    ranks: Ranks,
+    options: LossOptions,
+    divisor: Tensor | None,
+    dtype: torch.dtype,
+    token_weight: Tensor | None,
 ) -> Tensor:
     """(2,), as divided_by of chunks.py: class weights of targets are summed over the ranks that hold them."""
     class_start, num_classes = head.shard_range
     weight = head.class_weight
     if weight is None or options.reduction != "mean":
-        return chunks.divided_by(target, None, divisor, num_classes, dtype, options)
+        return chunks.divided_by(target, None, divisor, num_classes, dtype, options, token_weight)
     ignore_index = options.rows.ignore_index
     columns = columns_of(head.weight.shape[0], *head.shard_range)
     column = target.to(torch.int64) - class_start
@@ -114,7 +124,7 @@ def _divisors(
         weights = torch.where(mine, weight.to(dtype)[torch.where(mine, column, 0)], 0.0)
     else:
         weights = torch.zeros_like(target, dtype=dtype)
-    divisors = reductions.divisor_of(weights, target, ignore_index)
+    divisors = reductions.divisor_of(weights, target, ignore_index, token_weight)
     if ranks.world == 1:
         return divisors
     total = _collectives.wait_tensor(_collectives.all_reduce(divisors[0], "sum", ranks.name))

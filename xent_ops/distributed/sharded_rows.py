@@ -65,11 +65,14 @@ def sharded_rows(
     return RowValues(row_loss, lse, target_weight), entropies
 
 
-def reduced(rows: RowValues, target: Tensor, loss: LossOptions, divisor: Tensor | None) -> Tensor:
+def reduced(
+    rows: RowValues, target: Tensor, loss: LossOptions, divisor: Tensor | None, token_weight: Tensor | None = None
+) -> Tensor:
     if loss.reduction == "none":
-        return reductions.reduce_rows(rows.loss, rows.lse, target, None, loss).value
+        return reductions.reduce_rows(rows.loss, rows.lse, target, None, loss, token_weight).value
     if loss.reduction == "mean":
-        divisors = reductions.divisor_of(rows.weight, target, loss.rows.ignore_index)
+        divisors = reductions.divisor_of(rows.weight, target, loss.rows.ignore_index, token_weight)
     else:
         divisors = divided_by(target, None, divisor, 1, rows.lse.dtype, loss)
-    return reductions.reduce_rows(rows.loss, rows.lse, target, divisors, loss._replace(reduction="mean")).value
+    mean = loss._replace(reduction="mean")
+    return reductions.reduce_rows(rows.loss, rows.lse, target, divisors, mean, token_weight).value

@@ -81,7 +81,7 @@ def vocab_parallel_linear_token_loss(
     options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "sum")
     call = (input, weight_shard, target, bias_shard, None, num_classes, class_start, sequence_parallel, options)
     arguments.boolean("check", check)
-    given: tuple[Any, ...] = (*call, divisor, accumulate_dtype, chunk_rows, skip_ignored)
+    given: tuple[Any, ...] = (*call, divisor, None, accumulate_dtype, chunk_rows, skip_ignored)
 
     def function_of(target: Tensor, options: Any) -> TokenFunction:
         return TokenFunction(fn, rows, target, options.ignore_index, accumulator(input))
@@ -93,7 +93,7 @@ def vocab_parallel_linear_token_loss(
 
     if check:
         consistency.check(name, group, ranks, checked)
-    target, input, head, loss, divisor, split, three_products = bound_call(name, ranks, None, *given)
+    target, input, head, loss, divisor, split, three_products, _ = bound_call(name, ranks, None, *given)
     function = function_of(target, loss.rows)
     function.arrange(lambda row: by_ranks(row, split, ranks))
 

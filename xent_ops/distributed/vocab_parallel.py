@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.options import LossOptions, Options, Reduction
-from ..kernels.reductions import reduce_rows
+from ..kernels.reductions import divisor_of, reduce_rows
 from ..ops import arguments, checks, transforms
 from . import consistency, function
 from .groups import Group, Ranks, ranks_of
@@ -61,6 +61,7 @@ class _Bound(NamedTuple):
     class_weight: Tensor | None  # (columns of this rank,)
     shard_range: tuple[int, int]  # class_start, num_classes
     loss: LossOptions
+    token_weight: Tensor | None  # (...)
 
 
 def _bound(
@@ -71,18 +72,22 @@ def _bound(
     num_classes: Any,
     class_start: Any,
     options: tuple[Any, Any, Any, Any, Any, str],  # as arguments.loss_options takes them
+    token_weight: Any,
 ) -> _Bound:
     transforms.refuse("xent_ops.distributed.vocab_parallel_cross_entropy")
     arguments.tensors(logits, target, weight, "logits_shard")
     loss = arguments.loss_options(*options, logits.dtype)
     checks.weight_without_grad(weight)
-    return _Bound(target, logits, weight, shard_range_of(logits, num_classes, class_start, ranks), loss)
+    arguments.optional("token_weight", token_weight)
+    checks.token_weight(token_weight, target)
+    shard_range = shard_range_of(logits, num_classes, class_start, ranks)
+    return _Bound(target, logits, weight, shard_range, loss, token_weight)
 
 
 def _checked(ranks: Ranks, *call: Any) -> _Bound:
     """Raises what the operators would, values of targets too."""
     bound = _bound(ranks, *call)
-    target, logits, weight, shard_range, loss = bound
+    target, logits, weight, shard_range, loss, _ = bound
     checks.shard(logits, target, *shard_range, weight, options=loss.rows)
     checks.target_values(target, shard_range[1], loss.rows.ignore_index)
     return bound
@@ -102,6 +107,7 @@ def vocab_parallel_cross_entropy(
     lse_square_scale: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    token_weight: Tensor | None = None,
     check: bool = False,
 ) -> Tensor:
     """``xent_ops.cross_entropy`` of logits whose classes are split between the ranks of a group.
@@ -121,6 +127,7 @@ def vocab_parallel_cross_entropy(
         class_start: the first class of this rank. By default the split is that of torch.chunk and of DTensor's Shard:
             ceil(num_classes / ranks) classes each, as long as there are any.
         weight: (columns of this rank,), this rank's slice of the class weights; on every rank or on none.
+        token_weight: as in ``xent_ops.cross_entropy``, the same on every rank.
         check: before anything is computed, exchange row counts, options, targets and shards between all ranks. Every
             rank raises ValueError if an argument of any rank is wrong, or if they do not fit together. Reads the target
             and synchronises; not in compiled graphs.
@@ -148,11 +155,12 @@ def vocab_parallel_cross_entropy(
     """
     options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
     ranks = ranks_of(group)
-    call = (ranks, logits_shard, target, weight, num_classes, class_start, options)
+    call = (ranks, logits_shard, target, weight, num_classes, class_start, options, token_weight)
     if check:
         consistency.check("vocab_parallel_cross_entropy", group, ranks, lambda: _checked(*call))
     bound = _bound(*call)
-    return loss_of_shard(bound.logits, bound.target, bound.class_weight, ranks, bound.shard_range, bound.loss)
+    target, logits, class_weight, shard_range, loss, token_weight = bound
+    return loss_of_shard(logits, target, class_weight, ranks, shard_range, loss, token_weight)
 
 
 def loss_of_shard(
@@ -162,13 +170,16 @@ def loss_of_shard(
     ranks: Ranks,
     shard_range: tuple[int, int],
     loss: LossOptions,
+    token_weight: Tensor | None = None,
 ) -> Tensor:
-    """Arguments as of ``sharded_rows``; the weight has no gradient."""
-    if logits.requires_grad and torch.is_grad_enabled() and not transforms.is_traced():
+    """Arguments as of ``sharded_rows``; the weights have no gradient."""
+    wanted = logits.requires_grad and torch.is_grad_enabled()
+    if token_weight is None and wanted and not transforms.is_traced():
         return function.apply(logits, target, weight, ranks, shard_range, loss)
-    if loss.reduction == "none":
+    if token_weight is not None or loss.reduction == "none":
         rows = sharded_rows(logits, target, weight, ranks, shard_range, loss.rows)
-        return reduce_rows(rows.loss, rows.lse, target, None, loss).value
+        divisor = divisor_of(rows.weight, target, loss.rows.ignore_index, token_weight)
+        return reduce_rows(rows.loss, rows.lse, target, divisor, loss, token_weight).value
     gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, loss.rows)
     return torch.ops.xent.cross_entropy_shard_reduced(
         logits, target, gathered, *shard_range, weight, **loss.keywords()

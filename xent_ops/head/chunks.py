@@ -159,13 +159,13 @@ def divided_by(
     classes: int,
     dtype: torch.dtype,
     loss: LossOptions,
+    token_weight: Tensor | None = None,
 ) -> Tensor:
     """(2,): what a reduced loss and its z-loss are divided by."""
     ignore_index = loss.rows.ignore_index
     if loss.reduction == "mean":
-        return reductions.divisor_of(
-            reductions.target_weights(target, weight, classes, ignore_index, dtype), target, ignore_index
-        )
+        weights = reductions.target_weights(target, weight, classes, ignore_index, dtype)
+        return reductions.divisor_of(weights, target, ignore_index, token_weight)
     if divisor is None:
         return target.new_ones(2, dtype=dtype)
     return divisor.to(dtype).expand(2).contiguous()
@@ -178,6 +178,7 @@ def with_grad(
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     divisor: Tensor | None = None,
+    token_weight: Tensor | None = None,
     output_mask: Sequence[bool] = (True, True, True),
     accumulate_dtype: torch.dtype | None = None,
     *,
@@ -190,22 +191,27 @@ def with_grad(
 
     They are those of value; for float16 those of value * divisor_after_products(divided_by).
     """
-    loss = LossOptions(options, lse_square_scale, reduction)
-    divisors = divided_by(target, weight, divisor, linear_weight.shape[0], reference.accumulator(input), loss)
+    loss, dtype = LossOptions(options, lse_square_scale, reduction), reference.accumulator(input)
+    divisors = divided_by(target, weight, divisor, linear_weight.shape[0], dtype, loss, token_weight)
     inverse = float16.split_divisors(input.dtype, divisors)[0].reciprocal()
-    scale, square = inverse[0], None
-    if lse_square_scale != 0.0:
-        square = lse_square_scale * inverse[1]
     flat, keywords, how, made = as_rows(input), options.keywords(), Chunking(**chunking), []
     rows = rows_to_compute(target, flat, linear_weight, options, how)
+    of_rows = None if token_weight is None else rows.take(token_weight.to(dtype))
+
+    def factors(chunk: slice) -> tuple[Tensor, Tensor | None]:
+        """Of the gradients of a chunk's losses and squares of lse: (), or one a row."""
+        both = inverse if of_rows is None else inverse.unsqueeze(-1) * of_rows[chunk]
+        return both[0], None if lse_square_scale == 0.0 else lse_square_scale * both[1]
+
     products = Products(rows, flat, linear_weight, linear_bias, how.chunk_rows, output_mask, accumulate_dtype)
     indices = rows.indices()
     for chunk, logits in products.chunks():
-        made.append(_ops.cross_entropy_with_grad_(logits, indices[chunk], scale, square, weight, **keywords))
+        made.append(_ops.cross_entropy_with_grad_(logits, indices[chunk], *factors(chunk), weight, **keywords))
         products.add(chunk, logits)
     losses, lses = (torch.cat(chunks) for chunks in zip(*made, strict=True))
     row_loss, lse = rows.give(losses, 0.0).view(target.shape), rows.give(lses, float("inf")).view(target.shape)
-    value = reductions.reduce_rows(row_loss, lse, target, divisors, loss._replace(reduction="mean")).value
+    mean = loss._replace(reduction="mean")
+    value = reductions.reduce_rows(row_loss, lse, target, divisors, mean, token_weight).value
     return (
         value,
         divisors,

@@ -29,10 +29,21 @@ def target_weights(
     return torch.where(counted & ~invalid, weights_at(weight.to(dtype), index), 0.0)
 
 
-def divisor_of(target_weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """(2,): the sum of the counted targets' class weights, and the number of counted rows."""
-    number = is_counted(target, ignore_index).sum()
-    return torch.stack([target_weight.sum(), number.to(target_weight.dtype)])
+def divisor_of(target_weight: Tensor, target: Tensor, ignore_index: int, token_weight: Tensor | None = None) -> Tensor:
+    """(2,): the sum of the counted targets' class weights, and the number of counted rows; each times token_weight."""
+    counted = is_counted(target, ignore_index)
+    if token_weight is not None:
+        of_tokens = torch.where(counted, token_weight.to(target_weight.dtype), 0.0)
+        return torch.stack([(target_weight * of_tokens).sum(), of_tokens.sum()])
+    return torch.stack([target_weight.sum(), counted.sum().to(target_weight.dtype)])
+
+
+def times(values: Tensor, token_weight: Tensor | None) -> Tensor:
+    """The values of rows times their weights; 0 where the weight is, whatever the value."""
+    if token_weight is None:
+        return values
+    token_weight = token_weight.to(values.dtype)
+    return torch.where(token_weight == 0.0, 0.0, values * token_weight)
 
 
 def z_losses(lse: Tensor, target: Tensor, ignore_index: int, lse_square_scale: float) -> Tensor:
@@ -47,16 +58,23 @@ class Reduced(NamedTuple):
     z_loss: Tensor | None  # None where lse_square_scale is 0
 
 
-def reduce_rows(row_loss: Tensor, lse: Tensor, target: Tensor, divisor: Tensor | None, loss: LossOptions) -> Reduced:
+def reduce_rows(
+    row_loss: Tensor,
+    lse: Tensor,
+    target: Tensor,
+    divisor: Tensor | None,
+    loss: LossOptions,
+    token_weight: Tensor | None = None,
+) -> Reduced:
     """Losses of class-index rows, (...), to () or, with reduction="none", to themselves and the z-loss.
 
     "mean" divides the loss by the sum of the targets' class weights, as torch does (NaN where no row is counted),
     and the z-loss ``lse_square_scale * lse^2`` by the number of counted rows, as Liger-Kernel and flash-attn do:
-    the two numbers of the divisor, which no other reduction reads.
+    the two numbers of the divisor, which no other reduction reads. Both are multiplied by token_weight first.
     """
-    z_loss = None
+    row_loss, z_loss = times(row_loss, token_weight), None
     if loss.lse_square_scale != 0.0:
-        z_loss = z_losses(lse, target, loss.rows.ignore_index, loss.lse_square_scale)
+        z_loss = times(z_losses(lse, target, loss.rows.ignore_index, loss.lse_square_scale), token_weight)
     if loss.reduction != "none":
         row_loss = row_loss.sum()
         z_loss = None if z_loss is None else z_loss.sum()
@@ -68,11 +86,16 @@ def reduce_rows(row_loss: Tensor, lse: Tensor, target: Tensor, divisor: Tensor |
 
 
 def cross_entropy_divisor(
-    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    token_weight: Tensor | None = None,  # which the operator does not have
+    *,
+    options: Options = DEFAULTS,
 ) -> tuple[Tensor, Tensor]:
     """(divisor, 1 / divisor), each (2,)."""
     weights = target_weights(target, weight, logits.shape[-1], options.ignore_index, accumulator(logits))
-    divisor = divisor_of(weights, target, options.ignore_index)
+    divisor = divisor_of(weights, target, options.ignore_index, token_weight)
     return divisor, divisor.reciprocal()
 
 

@@ -123,6 +123,11 @@ def linear(
         _refuse_integers(names[0], linear_weight, target)
 
 
+def optional(name: str, value: Any) -> None:
+    if value is not None:
+        _refuse_tensors(((name, value),))
+
+
 def class_indices(target: Any) -> None:
     _refuse_tensors((("target", target),))
 

@@ -233,6 +233,20 @@ def index_reduced(
     reduced_options(logits, lse_square_scale, reduction)
 
 
+def token_weight(tensor: Tensor | None, target: Tensor) -> None:
+    if tensor is None:
+        return
+    if tensor.is_complex():
+        raise TypeError(f"token_weight has dtype {tensor.dtype}; expected real numbers")
+    same_shape("token_weight", tensor.shape, target.shape, "one number for each target")
+    same_device("token_weight", tensor, target, "target is")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            "token_weight requires grad, and cross entropy has no derivative for it: detach it, or multiply the losses "
+            'of reduction="none" by it'
+        )
+
+
 def divisor(tensor: Tensor | None, logits: Tensor) -> None:
     if tensor is not None:
         dtype("divisor", tensor, DIVISORS)

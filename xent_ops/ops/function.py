@@ -39,7 +39,7 @@ def cross_entropy(
 ) -> Tensor:
     """The loss by whichever way the call wants: see the module."""
     if transforms.functorch_is_active() or transforms.forward_mode():
-        return _in_plain_torch(logits, target, weight, loss)
+        return by_rows(logits, target, weight, loss)
     if transforms.is_traced() or not (logits.requires_grad and torch.is_grad_enabled()):
         return _ops.cross_entropy(logits, target, weight, **loss.keywords())
     checks.weight_without_grad(weight)
@@ -53,14 +53,20 @@ def cross_entropy(
     return _apply(logits, target, weight, loss, in_place)
 
 
-def _in_plain_torch(logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions) -> Tensor:
+def by_rows(
+    logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions, token_weight: Tensor | None = None
+) -> Tensor:
+    """The loss by way of its rows, which transforms and forward-mode AD get in plain torch."""
     checks.weight_without_grad(weight)
-    checks.index_forward(logits, target, weight, options=loss.rows)
-    # Zero gradients in ignored rows, even where their logits are NaN.
-    logits = torch.where(reference.is_counted(target, loss.rows.ignore_index).unsqueeze(-1), logits, 0.0)
-    row_loss, lse = reference.cross_entropy_forward(logits, target, weight, options=loss.rows)
-    divisor, _ = reductions.cross_entropy_divisor(logits, target, weight, options=loss.rows)
-    return reductions.reduce_rows(row_loss, lse, target, divisor, loss).value
+    if transforms.functorch_is_active() or transforms.forward_mode():
+        checks.index_forward(logits, target, weight, options=loss.rows)
+        # Zero gradients in ignored rows, even where their logits are NaN.
+        logits = torch.where(reference.is_counted(target, loss.rows.ignore_index).unsqueeze(-1), logits, 0.0)
+        row_loss, lse = reference.cross_entropy_forward(logits, target, weight, options=loss.rows)
+    else:
+        row_loss, lse, *_ = _ops.cross_entropy_forward(logits, target, weight, **loss.rows.keywords())
+    divisor, _ = reductions.cross_entropy_divisor(logits, target, weight, token_weight, options=loss.rows)
+    return reductions.reduce_rows(row_loss, lse, target, divisor, loss, token_weight).value
 
 
 def _refuse_a_leaf(logits: Tensor) -> None:

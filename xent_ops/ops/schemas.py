@@ -20,6 +20,7 @@ SLICE = "SymInt class_start=0, SymInt? num_classes=None"
 # (V, H), linear_bias (V,). The mask names the gradients of these three that are wanted; the others are of shape (0,).
 LINEAR = "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias=None, Tensor? weight=None"
 DIVISOR = "Tensor? divisor=None"
+TOKEN_WEIGHT = "Tensor? token_weight=None"
 OUTPUT_MASK = "bool[3] output_mask=[True, True, True]"
 ACCUMULATE = "ScalarType? accumulate_dtype=None"
 CHUNKING = "SymInt? chunk_rows=None, bool skip_ignored=False"
@@ -107,7 +108,8 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     ),
     # The head and the loss as one. Composite: with gradients wanted, the one pass; else rows.
     "linear_cross_entropy": (
-        f"({LINEAR}, {DIVISOR}, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}, {ACCUMULATE}, {CHUNKING}) -> Tensor",
+        f"({LINEAR}, {DIVISOR}, {TOKEN_WEIGHT}, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}, {ACCUMULATE}, {CHUNKING}) "
+        "-> Tensor",
         None,
     ),
     # Rows: one product forward, three backward.
@@ -125,7 +127,8 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     ),
     # One pass: a reduced loss and its gradients, three products in all; and what applies the upstream gradient.
     "linear_cross_entropy_with_grad": (
-        f"({LINEAR}, {DIVISOR}, {OUTPUT_MASK}, {ACCUMULATE}, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}, {CHUNKING}) "
+        f"({LINEAR}, {DIVISOR}, {TOKEN_WEIGHT}, {OUTPUT_MASK}, {ACCUMULATE}, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}, "
+        f"{CHUNKING}) "
         f"-> (Tensor value, Tensor divided_by, Tensor lse, {LINEAR_GRADS})",
         None,
     ),

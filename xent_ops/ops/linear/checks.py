@@ -199,6 +199,7 @@ def with_grad(
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     divisor: Tensor | None = None,
+    token_weight: Tensor | None = None,
     output_mask: Sequence[bool] = (True, True, True),
     accumulate_dtype: torch.dtype | None = None,
     *,
@@ -210,6 +211,7 @@ def with_grad(
     head = (input, linear_weight, target, linear_bias, weight)
     rows(*head, options=options, accumulate_dtype=accumulate_dtype, **chunking)
     gradient_mask(output_mask)
+    checks.token_weight(token_weight, target)
     checks.reduced_options(input, lse_square_scale, reduction)
     reduced_by(divisor, input, reduction)
 

@@ -15,7 +15,7 @@ from ...head import chunks
 from ...kernels.options import Chunking, LossOptions, Options
 from ...kernels.reductions import Reduced, reduce_rows
 from .. import arguments, transforms
-from ..checks import weight_without_grad
+from .. import checks as row_checks
 from ..library import LIBRARY, define
 from . import checks
 
@@ -56,6 +56,7 @@ def linear_cross_entropy(
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     divisor: Tensor | None = None,
+    token_weight: Tensor | None = None,
     *,
     lse_square_scale: float = 0.0,
     reduction: str = "mean",
@@ -66,8 +67,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     arguments.linear(input, linear_weight, target, linear_bias, weight, divisor)
     loss = arguments.loss_options(*Options(**options), lse_square_scale, reduction, input.dtype)
-    weight_without_grad(weight)
+    row_checks.weight_without_grad(weight)
     checks.reduced_by(divisor, input, reduction)
+    row_checks.token_weight(token_weight, target)
     transforms.refuse("torch.ops.xent.linear_cross_entropy")
     input, linear_weight, linear_bias = cast_for_autocast(input, linear_weight, linear_bias)
     head = (input, linear_weight, target, linear_bias, weight)
@@ -77,6 +79,7 @@ def linear_cross_entropy(
         made = _ops.linear_cross_entropy_with_grad(
             *head,
             divisor,
+            token_weight,
             wanted,
             accumulate_dtype,
             lse_square_scale=lse_square_scale,
@@ -87,7 +90,7 @@ def linear_cross_entropy(
         return made[0]
     rows = _ops.linear_cross_entropy_forward(*head, accumulate_dtype=accumulate_dtype, **how, **options)
     row_loss, lse = rows[:2]
-    return reduced(row_loss, lse, target, weight, divisor, linear_weight.shape[0], loss).value
+    return reduced(row_loss, lse, target, weight, divisor, linear_weight.shape[0], loss, token_weight).value
 
 
 def reduced(
@@ -98,12 +101,13 @@ def reduced(
     divisor: Tensor | None,
     classes: int,
     loss: LossOptions,
+    token_weight: Tensor | None = None,
 ) -> Reduced:
     """The losses of rows to one number, or with "none" to themselves, each with the z-loss."""
     if loss.reduction == "none":
-        return reduce_rows(row_loss, lse, target, None, loss)
-    divisors = chunks.divided_by(target, weight, divisor, classes, lse.dtype, loss)
-    return reduce_rows(row_loss, lse, target, divisors, loss._replace(reduction="mean"))
+        return reduce_rows(row_loss, lse, target, None, loss, token_weight)
+    divisors = chunks.divided_by(target, weight, divisor, classes, lse.dtype, loss, token_weight)
+    return reduce_rows(row_loss, lse, target, divisors, loss._replace(reduction="mean"), token_weight)
 
 
 define("linear_cross_entropy")

@@ -46,6 +46,7 @@ def _with_grad_outputs(
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     divisor: Tensor | None = None,
+    token_weight: Tensor | None = None,
     output_mask: Any = (True, True, True),
     accumulate_dtype: torch.dtype | None = None,
 ) -> Outputs:
@@ -103,7 +104,7 @@ def _rows_backward(
 
 
 def _save_one_pass(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    input, linear_weight, target, linear_bias, weight, _, made, ctx.accumulate_dtype = inputs
+    input, linear_weight, target, linear_bias, weight, _, token_weight, made, ctx.accumulate_dtype = inputs
     ctx.mask = [bool(wanted and needed) for wanted, needed in zip(made, _mask(ctx), strict=True)]
     if needs_grad(ctx, 4):
         weight_needs_grad()
@@ -112,7 +113,7 @@ def _save_one_pass(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[
     _value, divided_by, lse, *gradients = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(input, linear_weight, target, lse, linear_bias, weight, divided_by)
+    ctx.save_for_backward(input, linear_weight, target, lse, linear_bias, weight, divided_by, token_weight)
     ctx.options = dict(keyword_only_inputs)
     ctx.options.pop("reduction", None)
     # An attribute, not saved tensors: the first backward scales the gradients in place and gives them away.
@@ -121,8 +122,8 @@ def _save_one_pass(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[
 
 def _one_pass_backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad_value is None:
-        return (None,) * 8
-    input, linear_weight, target, lse, linear_bias, weight, divided_by = ctx.saved_tensors
+        return (None,) * 9
+    input, linear_weight, target, lse, linear_bias, weight, divided_by, token_weight = ctx.saved_tensors
     gradients = ctx.gradients
     # Compiled autograd traces this, and replays no change of ctx: there the gradients stay as they are.
     traced = torch.compiler.is_compiling()
@@ -136,7 +137,7 @@ def _one_pass_backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[T
             lse = _ops.linear_cross_entropy_forward(*head, **options)[1]
         rows = (input, linear_weight, target, lse, linear_bias, weight, divided_by)
         gradients = _ops.linear_cross_entropy_backward(
-            grad_value,
+            grad_value if token_weight is None else grad_value * token_weight.to(grad_value.dtype),
             None,
             *rows,
             *(None,) * 3,
@@ -146,12 +147,12 @@ def _one_pass_backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[T
             accumulate_dtype=ctx.accumulate_dtype,
             **ctx.options,
         )
-        return _of_inputs(ctx.mask, gradients, 4)
+        return _of_inputs(ctx.mask, gradients, 5)
     factor = grad_value
     if input.dtype == torch.float16:
         factor = grad_value / divisor_after_products(divided_by)
     keep = traced or transforms.is_batch(grad_value)
-    return _of_inputs(ctx.mask, given_away(gradients, factor, ctx.mask, input.dtype, keep), 4)
+    return _of_inputs(ctx.mask, given_away(gradients, factor, ctx.mask, input.dtype, keep), 5)
 
 
 def given_away(
