@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .head import chunks, float16, loop
 from .head.loop import Coefficients, Part
 from .head.shard import RowStatistics
+from .kernels.options import LossOptions
 from .kernels.reference import is_counted
+from .ops.linear import checks as linear_checks
 from .ops.shown import kind_of, shown
 from .outputs import TokenLogProbs
 
@@ -134,6 +137,32 @@ class TokenFunction:
                     f"fn gives token {token} {float(together[token])} beside all tokens, but {float(alone[token])} "
                     f"beside {size} of them: it must not mix tokens, since it is called a chunk at a time. {_INSTEAD}"
                 )
+
+
+def of_chunks(
+    function: TokenFunction,
+    input: Tensor,  # as head/loop.py takes the rest
+    target: Tensor,
+    head: loop.HeadSlice,
+    loss: LossOptions,
+    divisor: Tensor | None,
+    ranks: loop.OneRank,
+    **how: Any,
+) -> Tensor:
+    """The loss by the loop over chunks. At least one of input, weight and bias requires grad."""
+    if divisor is not None and divisor.requires_grad:
+        linear_checks.divisor_needs_grad()
+    divisors = chunks.divided_by(target, None, divisor, 1, function.dtype, loss)
+    within, later = float16.split_divisors(input.dtype, divisors)
+    values: list[Tensor] = []
+    between = function.of_part(ranks.world if how.get("scattered") else 1, within, values)
+    made = loop.gradients(input, target, head, loss, between, ranks, entropy=function.reads_entropy, **how)
+    return loop.value(divided(torch.cat(values), divisor), input, head, made, later)
+
+
+def divided(values: Tensor, divisor: Tensor | None) -> Tensor:
+    total = values.sum()
+    return total if divisor is None else total / divisor.to(total.dtype)
 
 
 def _checked_rows(rows: Any, target: Tensor) -> list[Tensor]:

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .functional import classes_last, refuse_dtensors
-from .head import chunks, float16, loop
-from .kernels.options import LossOptions
+from .functional import classes_last, is_dtensor, refuse_dtensors
+from .head import loop
 from .kernels.reference import accumulator
 from .ops import arguments, transforms
 from .ops.linear import checks as linear_checks
 from .ops.linear import composite
-from .token_function import Function, TokenFunction
+from .token_function import Function, TokenFunction, divided, of_chunks
 
 _ops = torch.ops.xent
 
@@ -66,6 +65,8 @@ def linear_token_loss(
         Without gradients, one product. Inside an eager checkpoint, four; a compiled one is refused by torch.func.grad
         of torch 2.13: leave the loss outside, it keeps no logits.
 
+    DTensors as for ``linear_cross_entropy``, ``rows`` placed as the target or plain.
+
     Errors are those of ``linear_cross_entropy``; and TypeError, ValueError or RuntimeError for a function that returns
     something else, and for rows, or tensors that fn closes over, that require grad. Losses that mix tokens (DPO, GSPO)
     take ``linear_token_log_probs``, at four products.
@@ -79,13 +80,17 @@ def linear_token_loss(
     """
     name = "xent_ops.linear_token_loss"
     transforms.refuse(name)
-    refuse_dtensors(name, input, linear_weight, target)
     arguments.linear(input, linear_weight, target, linear_bias)
     loss = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, 0.0, "sum", input.dtype)
+    arguments.boolean("check", check)
+    if any(map(is_dtensor, (input, linear_weight, target, linear_bias))):
+        from .distributed import linear_tensor  # imported for DTensors only: it takes a while
+
+        given = (linear_weight, linear_bias, None, accumulate_dtype, chunk_rows, skip_ignored)
+        return linear_tensor.linear_token_loss(input, target, fn, rows, given, loss, divisor, check)
     divisor = arguments.divisor(divisor, input)
     linear_checks.reduced_by(divisor, input, "sum")
     accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored)
-    arguments.boolean("check", check)
     input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
     if not transforms.is_traced():  # else the operators check before anything runs
         more: dict[str, Any] = {"options": loss.rows, "accumulate_dtype": accumulate_dtype, **how.keywords()}
@@ -115,32 +120,6 @@ def linear_token_loss(
         return divided(function.of_all(*statistics(), target), divisor)
     whole = loop.HeadSlice(*head, accumulate_dtype=accumulate_dtype, chunking=how)
     return of_chunks(function, input, target, whole, loss, divisor, loop.OneRank())
-
-
-def of_chunks(
-    function: TokenFunction,
-    input: Tensor,  # as head/loop.py takes the rest
-    target: Tensor,
-    head: loop.HeadSlice,
-    loss: LossOptions,
-    divisor: Tensor | None,
-    ranks: loop.OneRank,
-    **how: Any,
-) -> Tensor:
-    """The loss by the loop over chunks. At least one of input, weight and bias requires grad."""
-    if divisor is not None and divisor.requires_grad:
-        linear_checks.divisor_needs_grad()
-    divisors = chunks.divided_by(target, None, divisor, 1, function.dtype, loss)
-    within, later = float16.split_divisors(input.dtype, divisors)
-    values: list[Tensor] = []
-    between = function.of_part(ranks.world if how.get("scattered") else 1, within, values)
-    made = loop.gradients(input, target, head, loss, between, ranks, entropy=function.reads_entropy, **how)
-    return loop.value(divided(torch.cat(values), divisor), input, head, made, later)
-
-
-def divided(values: Tensor, divisor: Tensor | None) -> Tensor:
-    total = values.sum()
-    return total if divisor is None else total / divisor.to(total.dtype)
 
 
 def token_loss(

@@ -1,14 +1,19 @@
 """A function of each token's statistics, of a head over ranks; run on every rank by test_linear_parallel.py."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.token_losses import LOSSES, expected, focal, grpo, rows_of
+from linear_dtensor_cases import meshes
 from linear_log_prob_cases import close
 from linear_parallel_cases import H, head_of, leaves
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from vocab_parallel_cases import Collectives, V, same_bits_everywhere, shard_of, split
 
+import xent_ops
 from xent_ops.distributed import vocab_parallel_linear_token_loss
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -59,6 +64,30 @@ def values(device, kind):
     world = dist.get_world_size()
     for shape, dim in (((3, 2 * world), 1), ((2 * world, 3), 0)):
         one(device, kind, head_of(torch.float32, shape), grpo, sequence_dim=dim, chunk_rows=5)
+
+
+def of_dtensors(device):
+    """Rows, classes and both sharded: the numbers of one process, gradients placed as their tensors are."""
+    input, head, bias, _, target = head_of(torch.float32, (7, 3))
+    rows = rows_of(grpo, target.shape)
+    whole = [tensor.double().requires_grad_() for tensor in (input, head, bias)]
+    wanted = expected(grpo, F.linear(*whole), target, rows, 3.0)
+    wanted_grads = torch.autograd.grad(wanted, whole)
+    for mesh, cases in meshes(device):
+        for (of_input, of_head), how in itertools.product(cases, ({"chunk_rows": 5}, {"skip_ignored": True})):
+            split = [isinstance(placement, Shard) for placement in of_head]
+            of_rows = [Replicate() if s else p for p, s in zip(of_input, split, strict=True)]
+            x = distribute_tensor(input.to(device), mesh, of_input).requires_grad_()
+            m, b = (distribute_tensor(t.to(device), mesh, of_head).requires_grad_() for t in (head, bias))
+            given = (distribute_tensor(rows[0].to(device), mesh, of_rows), rows[1].to(device))
+            loss = xent_ops.linear_token_loss(
+                x, m, target.to(device), grpo, rows=given, linear_bias=b, divisor=3.0, check=True, **how
+            )
+            assert loss.placements == (Replicate(),) * mesh.ndim
+            close(loss.full_tensor(), wanted.detach(), torch.float32)
+            for grad, part, owner in zip(torch.autograd.grad(loss, (x, m, b)), wanted_grads, (x, m, b), strict=True):
+                assert grad.placements == owner.placements
+                close(grad.full_tensor(), part, torch.float32)
 
 
 def behaviour(device):

@@ -61,8 +61,9 @@ def test_token_loss(pool, device, world, kind):
 
 
 @pytest.mark.parametrize("world", FEW)
-def test_behaviour_of_token_loss(pool, device, world):
-    pool(world, device).run(token_loss.behaviour)
+@pytest.mark.parametrize("case", [token_loss.behaviour, token_loss.of_dtensors], ids=lambda case: case.__name__)
+def test_behaviour_of_token_loss(pool, device, world, case):
+    pool(world, device).run(case)
 
 
 @pytest.mark.parametrize("world", FEW)

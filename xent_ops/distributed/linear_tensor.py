@@ -7,8 +7,9 @@ placed as the tensors are: DTensor's own redistribution sums them where they are
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -16,40 +17,44 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..head.loop import HeadSlice
 from ..kernels.options import LossOptions
+from ..kernels.reference import accumulator
 from ..ops import arguments, checks, transforms
 from ..ops.linear import checks as linear_checks
 from ..ops.linear import composite
+from ..token_function import Function, TokenFunction, divided, of_chunks
 from . import pipelined, sharded_rows, tensor
 from .groups import Ranks, ranks_of
 from .parts import first_class
 
 
-def linear_cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    head: tuple[Any, ...],
-    loss: LossOptions,
-    divisor: Any,
-) -> DTensor:
-    """Arguments are those of ``xent_ops.linear_cross_entropy``, at least one of them a DTensor.
+class _Local(NamedTuple):
+    """What this rank computes with."""
 
-    ``head``: linear_weight, linear_bias, class weight, and the arguments of ``arguments.chunks``.
-    """
+    input: Tensor
+    target: Tensor
+    head: HeadSlice
+    ranks: Ranks  # that share the vocabulary
+    mesh: DeviceMesh
+    rows: list[Placement]  # of the rows among the dimensions of the mesh
+
+    @property
+    def has_all_rows(self) -> bool:
+        return not any(isinstance(placement, Shard) for placement in self.rows)
+
+
+def _local_of(input: Tensor, target: Tensor, head: tuple[Any, ...]) -> _Local:
+    """``head``: linear_weight, linear_bias, class weight, and the arguments of ``arguments.chunks``."""
     linear_weight, linear_bias, weight, *chunks = head
-    transforms.refuse("xent_ops.linear_cross_entropy of DTensors")
     mesh = _mesh_of(input, linear_weight, linear_bias)
     assert isinstance(input, DTensor) and isinstance(linear_weight, DTensor)
-    divisor = arguments.divisor(divisor, input)
-    linear_checks.reduced_by(divisor, input.to_local(), loss.reduction)
     accumulate_dtype, how = arguments.chunks(*chunks)
     checks.weight_without_grad(weight)
     vocabulary = _vocabulary_dimension(linear_weight)
     rows = _rows(input, vocabulary)
     linear_checks.head(input, linear_weight, linear_bias, accumulate_dtype, how)
-
-    replicated: list[Placement] = [Replicate()] * mesh.ndim
+    placements: list[Placement] = [Replicate()] * mesh.ndim
     of_head: list[Placement] = [Partial() if isinstance(placement, Shard) else Replicate() for placement in rows]
-    placements, of_input = list(replicated), list(rows)
+    of_input = list(rows)
     if vocabulary is not None:
         placements[vocabulary], of_head[vocabulary], of_input[vocabulary] = Shard(0), Shard(0), Partial()
     x, w, b = composite.cast_for_autocast(
@@ -62,20 +67,104 @@ def linear_cross_entropy(
     num_classes, width = linear_weight.shape[0], w.shape[0]
     class_weight = tensor.local_weight_of(weight, num_classes, width, mesh, vocabulary, ranks)
     shard_range = first_class(width, None, num_classes, ranks), num_classes
-    mine = HeadSlice(w, b, class_weight, shard_range, accumulate_dtype, how)
-    if not any(isinstance(placement, Shard) for placement in rows) and pipelined.chosen(None, x, mine, loss):
+    return _Local(x, local_target, HeadSlice(w, b, class_weight, shard_range, accumulate_dtype, how), ranks, mesh, rows)
+
+
+def _divisor_of(divisor: Any, input: Tensor, reduction: str) -> Tensor | None:
+    assert isinstance(input, DTensor)
+    divisor = arguments.divisor(divisor, input)
+    linear_checks.reduced_by(divisor, input.to_local(), reduction)
+    return divisor
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    head: tuple[Any, ...],
+    loss: LossOptions,
+    divisor: Any,
+) -> DTensor:
+    """Arguments are those of ``xent_ops.linear_cross_entropy``, at least one of them a DTensor.
+
+    ``head``: as of ``_local_of``.
+    """
+    transforms.refuse("xent_ops.linear_cross_entropy of DTensors")
+    local = _local_of(input, target, head)
+    x, local_target, mine, ranks, mesh, rows = local
+    divisor, replicated = _divisor_of(divisor, input, loss.reduction), _replicated(mesh)
+    if local.has_all_rows and pipelined.chosen(None, x, mine, loss):
         total = pipelined.loss(x, local_target, mine, ranks, loss, divisor, scattered=False, sum_grad_input=False)
         return tensor.from_local(total, mesh, replicated, ())  # the gradients are there
     outputs, _ = sharded_rows.sharded_rows(x, local_target, mine, ranks, loss, sum_grad_input=False)
-    read = tensor.owners(
-        (input, x), (linear_weight, w), (linear_bias, b), (target, local_target), (weight, class_weight)
-    )
+    read = _read(input, target, head, local)
     value = tensor.reduced(outputs, local_target, input.shape[:-1], mesh, rows, loss, read)
     if divisor is None:
         return value
     divide = DTensor.from_local(divisor.to(value.dtype), mesh, replicated, run_check=False)
-    divided: Any = value / divide
-    return divided
+    divided_value: Any = value / divide
+    return divided_value
+
+
+def linear_token_loss(
+    input: Tensor,
+    target: Tensor,
+    fn: Function,
+    rows: Any,
+    head: tuple[Any, ...],
+    loss: LossOptions,
+    divisor: Any,
+    check: bool,
+) -> DTensor:
+    """Arguments are those of ``xent_ops.linear_token_loss``, at least one of them a DTensor."""
+    transforms.refuse("xent_ops.linear_token_loss of DTensors")
+    local = _local_of(input, target, head)
+    x, local_target, mine, ranks, mesh, placements = local
+    divisor = _divisor_of(divisor, input, "sum")
+    if isinstance(rows, (tuple, list)):  # else it is refused
+        rows = tuple(_local_row(row, input.shape[:-1], x.shape[:-1], mesh, placements) for row in rows)
+    function = TokenFunction(fn, rows, local_target, loss.rows.ignore_index, accumulator(x))
+
+    def statistics() -> tuple[Tensor, Tensor, Tensor]:
+        made, entropy = sharded_rows.sharded_rows(
+            x, local_target, mine, ranks, loss, sum_grad_input=False, entropy=function.reads_entropy
+        )
+        return made.loss, made.lse, entropy
+
+    if check:
+        with torch.no_grad():
+            function.check(*statistics(), local_target)
+    read: tuple[DTensor, ...] = ()
+    if pipelined.chosen(None, x, mine, loss):
+        total = of_chunks(function, x, local_target, mine, loss, divisor, pipelined.Collectives(ranks), summed=False)
+    else:
+        total = divided(function.of_all(*statistics(), local_target), divisor)
+        read = _read(input, target, head, local)
+    # Each rank has the sum of its rows.
+    partial: list[Placement] = [Partial() if isinstance(placement, Shard) else Replicate() for placement in placements]
+    value = tensor.from_local(total, mesh, partial, read)
+    return value if local.has_all_rows else value.redistribute(mesh, _replicated(mesh))
+
+
+def _local_row(row: Any, shape: torch.Size, local_shape: torch.Size, mesh: DeviceMesh, rows: list[Placement]) -> Any:
+    """What a token's function reads of the rows of this rank. A plain tensor has these, or all rows on every rank."""
+    if isinstance(row, DTensor):
+        return row.redistribute(mesh, rows).to_local()
+    in_front = row.shape[: len(shape)] if isinstance(row, Tensor) else None
+    if in_front is None or in_front == local_shape or in_front != shape:
+        return row  # if it fits neither, the function is refused
+    return DTensor.from_local(row, mesh, _replicated(mesh), run_check=False).redistribute(mesh, rows).to_local()
+
+
+def _replicated(mesh: DeviceMesh) -> list[Placement]:
+    return [Replicate()] * mesh.ndim
+
+
+def _read(input: Tensor, target: Tensor, head: tuple[Any, ...], local: _Local) -> tuple[DTensor, ...]:
+    """What the backward reads."""
+    weight, bias, class_weight, *_ = head
+    mine = local.head
+    of_head = (weight, mine.weight), (bias, mine.bias), (class_weight, mine.class_weight)
+    return tensor.owners((input, local.input), (target, local.target), *of_head)
 
 
 def _mesh_of(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> DeviceMesh:

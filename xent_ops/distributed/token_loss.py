@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ..kernels.reference import accumulator
 from ..ops import arguments
-from ..token_function import Function, TokenFunction
-from ..token_loss import divided, of_chunks
+from ..token_function import Function, TokenFunction, divided, of_chunks
 from . import consistency
 from .groups import Group, ranks_of
 from .linear import Bound, bound_call, by_ranks, checked_call, gathered_input
