@@ -28,7 +28,7 @@ from xent_ops import testing
 from xent_ops.kernels import devices
 
 with pytest.warns(UserWarning, match="TRITON_INTERPRET is set"):
-    launch = devices.ascend_launchers()
+    launch = types.SimpleNamespace(**devices.ascend_launchers())
 from xent_ops.kernels.ascend import configs
 from xent_ops.kernels.options import Options
 

@@ -21,8 +21,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from xent_ops.kernels import devices
-from xent_ops.kernels.ascend import launch
+from xent_ops.kernels.ascend.launch import LAUNCHERS
 from xent_ops.kernels.options import Options
+
+launch = types.SimpleNamespace(**LAUNCHERS)
 
 
 class _Driver:

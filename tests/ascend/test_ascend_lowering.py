@@ -6,6 +6,7 @@ IR on x86. That says nothing about bishengir, which makes the device's code of t
 
 import itertools
 import re
+import types
 
 import pytest
 import torch
@@ -33,9 +34,11 @@ from npu_cases import kernels
 
 from xent_ops import testing
 from xent_ops.kernels import reductions, reference, reference_shard, reference_soft
-from xent_ops.kernels.ascend import configs, launch
+from xent_ops.kernels.ascend import configs
+from xent_ops.kernels.ascend.launch import LAUNCHERS
 from xent_ops.kernels.options import Options
 
+launch = types.SimpleNamespace(**LAUNCHERS)
 MISSING = missing_tools()
 on_x86 = pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}: apt-get install mlir-19-tools clang-19")
 DTYPES = (torch.bfloat16, torch.float32)

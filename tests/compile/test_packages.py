@@ -3,67 +3,29 @@
 import packed
 import pytest
 import torch
+from helpers import samples
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from helpers.offline import launch, recorded
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
 
 from xent_ops.inductor.lowerings import packages
 from xent_ops.kernels.options import Options
-from xent_ops.kernels.triton import cached, flags, launch
-from xent_ops.ops.library import OPERATORS
+from xent_ops.kernels.triton import flags
 
 ROWS = {"many": 50, "few": 1}  # to two processors, as tests without a GPU have
-GIVEN = {"ignore_index": 7, "label_smoothing": 0.1, "softcap": 30.0, "logit_scale": 0.5}
+GIVEN = {"label_smoothing": 0.1, "softcap": 30.0, "logit_scale": 0.5}
 
 
-def calls(rows, classes, dtype, full):
-    """(operator, arguments, options) of every operator that has a launcher."""
-    logits, target, weight, numbers, _, _ = packed.inputs(rows, classes, dtype, "cpu")
-    given, weight = (GIVEN, weight) if full else ({"ignore_index": 7}, None)
-    z_loss = given | {"lse_square_scale": 1e-2 if full else 0.0}
-    lse, scalar, divisor = numbers.abs(), torch.ones(()), torch.ones(2)
-    soft = {name: value for name, value in given.items() if name != "ignore_index"}
-    place = (classes, 4 * classes)
-    gathered = torch.zeros(4, 5 * rows + 16)[:, : (4 if full else 3) * rows + 5].contiguous()
-    shard = {name: value for name, value in given.items() if name not in ("ignore_index",)}
-    for wanted in ((), (True, False), (False, True), (True, True)):
-        yield "cross_entropy_forward", (logits, target, weight, *wanted), given
-    yield "cross_entropy_reduced", (logits, target, weight), z_loss
-    yield "cross_entropy_divisor", (logits, target, weight), {"ignore_index": 7}
-    yield "cross_entropy_backward", (scalar, None, logits, target, lse, weight, divisor), z_loss
-    yield "cross_entropy_backward_", (numbers, numbers, logits, target, lse, weight), z_loss
-    of_entropy = (weight, None, numbers, lse)
-    yield "cross_entropy_backward", (numbers, None, logits, target, lse, *of_entropy), given
-    yield "cross_entropy_backward_", (numbers, None, logits, target, lse, *of_entropy), given
-    yield "cross_entropy_with_grad", (logits, target, scalar, scalar if full else None, weight), given
-    yield "cross_entropy_with_grad_", (logits, target, numbers, None, weight), given
-    yield "scale_grad_", (logits, scalar), {}
-    yield "soft_cross_entropy_forward", (logits, logits, weight), soft
-    yield "soft_cross_entropy_backward", (numbers, numbers, logits, logits, lse, weight), soft
-    yield "cross_entropy_shard", (logits, target, *place, weight), shard
-    yield "cross_entropy_shard_join", (logits, target, gathered, *place, weight), given
-    yield "cross_entropy_shard_reduced", (logits, target, gathered, *place, weight), z_loss
-    of_slice = (lse if full else None, *place)
-    yield "cross_entropy_backward", (numbers, None, logits, target, lse, weight, None, None, None, *of_slice), z_loss
-    yield "cross_entropy_backward", (numbers, None, logits, target, lse, *of_entropy, *of_slice), z_loss
-    yield "cross_entropy_backward_", (scalar, None, logits, target, lse, weight, divisor, None, None, *of_slice), z_loss
-
-
-def launched(monkeypatch, name, args, options):
+def launched(monkeypatch, sample):
     """(kernel, grid, what is passed) of each launch of the launcher."""
     found = []
-
-    def note(self, *tensors):
-        passed = dict(zip(self.kernel.arg_names, (*tensors, *self.numbers), strict=False)) | self.constants
-        found.append((self.kernel.__name__, self.grid, {key: described(value) for key, value in passed.items()}))
-
-    keywords = OPERATORS[name].keywords(options)
-    with monkeypatch.context() as patch:
-        patch.setattr(cached.Launch, "__call__", note)
-        getattr(launch, name)(*args, **keywords)(*args)
+    for made, args in recorded(monkeypatch, lambda: launch(*sample)):
+        passed = dict(zip(made.kernel.arg_names, args, strict=False)) | made.constants
+        found.append((made.kernel.__name__, made.grid, {key: described(value) for key, value in passed.items()}))
     return found
 
 
@@ -93,16 +55,19 @@ def described(value):
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 def test_every_launch_is_traced(monkeypatch, rows, classes, full):
     """Each with the kernel, the grid, the numbers and tensors of the same shapes."""
+    logits, target, weight, *_ = packed.inputs(rows, classes, torch.bfloat16, "cpu")
+    options, square = {"ignore_index": 7} | (GIVEN if full else {}), {"lse_square_scale": 1e-2 if full else 0.0}
+    place, weight = (classes, 4 * classes), weight if full else None
     names = set()
-    for name, args, options in calls(rows, classes, torch.bfloat16, full):
-        expected = launched(monkeypatch, name, args, options)
-        assert expected, name
+    for sample in samples.of_launchers(logits, target, weight, place, options, **square):
+        expected = launched(monkeypatch, sample)
+        assert expected, sample.name
         with FakeTensorMode() as mode:
-            fakes = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
-            graph = packages.traced_launches(name, fakes, options)
-        assert nodes_of(graph) == expected, name
-        names.add(name)
-    assert names == set(launch.__all__), "calls() of this file has every launcher"
+            fakes = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in sample.args]
+            graph = packages.traced_launches(sample.name, fakes, sample.options)
+        assert nodes_of(graph) == expected, sample.name
+        names.add(sample.name)
+    assert names == samples.launched()
 
 
 def placeholders(module, given, dynamic):

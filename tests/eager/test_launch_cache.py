@@ -40,7 +40,7 @@ def count(monkeypatch):
 
         monkeypatch.setattr(operator, "launches", LaunchCache())
         monkeypatch.setattr(operator, "check_arguments", counted("check", operator.check_arguments))
-        monkeypatch.setattr(launchers, name, counted("first stage", getattr(launchers, name)))
+        monkeypatch.setitem(launchers, name, counted("first stage", launchers[name]))
         return calls
 
     return watch

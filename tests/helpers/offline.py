@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs that this machine need not have. Needs triton."""
+"""Launches that are recorded instead of run, and compiled for GPUs that this machine need not have. Needs triton."""
 
 import re
 import subprocess
@@ -10,6 +10,10 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from xent_ops.kernels.triton import cached
+from xent_ops.kernels.triton.launch import LAUNCHERS
+from xent_ops.ops.library import OPERATORS
+
 TYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -19,6 +23,21 @@ TYPES = {
     torch.int32: "i32",
 }
 OPTIONS = ("num_warps", "num_stages")
+
+
+def launch(name, args, options):
+    """Both stages of an operator's launcher."""
+    return LAUNCHERS[name](*args, **OPERATORS[name].keywords(options))(*args)
+
+
+def recorded(monkeypatch, run):
+    """(launch, arguments) of each launch of a call; nothing is launched."""
+    found = []
+    with monkeypatch.context() as patch:
+        note = lambda self, *tensors: found.append((self, (*tensors, *self.numbers)))  # noqa: E731
+        patch.setattr(cached.Launch, "__call__", note)
+        run()
+    return found
 
 
 def _specialise(kernel, args, kwargs):

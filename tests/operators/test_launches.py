@@ -15,7 +15,8 @@ from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
 from xent_ops.kernels.options import Options  # noqa: E402
-from xent_ops.kernels.triton import cached, launch, launch_backward  # noqa: E402
+from xent_ops.kernels.triton import cached, launch_backward  # noqa: E402
+from xent_ops.kernels.triton.launch import LAUNCHERS  # noqa: E402
 from xent_ops.ops.launch_cache import call_signature  # noqa: E402
 
 WHY = f"Triton {triton.__version__} is not in cached.VERSIONS and launches every kernel itself"
@@ -57,7 +58,7 @@ def second_stages(arguments, runs=None, **options):
     for name, args in arguments.items():
         given = {} if name == "scale_grad_" else {"options": Options(**options)}
         if (key := (name, call_signature(args, {}))) not in runs:
-            runs[key] = getattr(launch, name)(*args, **given)
+            runs[key] = LAUNCHERS[name](*args, **given)
     return runs
 
 
@@ -137,7 +138,7 @@ def test_a_hook_before_a_kernel_is_not_skipped(monkeypatch, no_device):
     args = (row, None, logits, torch.zeros(4, dtype=torch.int64), row)
     kernel = launch_backward.backward_kernel
     monkeypatch.setattr(kernel, "pre_run_hooks", [])
-    run = launch.cross_entropy_backward(*args)
+    run = LAUNCHERS["cross_entropy_backward"](*args)
     for _ in range(2):
         run(*args)
     kernel.add_pre_run_hook(lambda *args, **kwargs: seen.append(1))
@@ -150,7 +151,7 @@ def test_a_profiler_sees_every_launch(monkeypatch, no_device):
     asked, by_triton = [], cached.Launch.by_triton
     monkeypatch.setattr(cached.Launch, "by_triton", lambda self, *args: asked.append(1) or by_triton(self, *args))
     grad, factor = torch.zeros(4, 512), torch.zeros(4)
-    run = launch.scale_grad_(grad, factor)
+    run = LAUNCHERS["scale_grad_"](grad, factor)
     run(grad, factor)
     for hooks in (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook):
         asked.clear()

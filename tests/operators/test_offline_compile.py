@@ -14,14 +14,11 @@ import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-from helpers.offline import compile_call, specialised, spills  # noqa: E402
+from helpers import samples  # noqa: E402
+from helpers.offline import compile_call, launch, recorded, specialised, spills  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from xent_ops.kernels.options import Options  # noqa: E402
-from xent_ops.kernels.reference import accumulator  # noqa: E402
 from xent_ops.kernels.triton import (  # noqa: E402
-    cached,
-    launch,
     launch_backward,
     launch_forward,
     launch_one_pass,
@@ -37,6 +34,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+FULL = {"label_smoothing": 0.1, "softcap": 30.0, "logit_scale": 0.5}
 KERNELS = {
     kernel
     for module in (launch_backward, launch_forward, launch_one_pass, launch_reduce, launch_shard, launch_soft)
@@ -47,15 +45,7 @@ KERNELS = {
 
 def record(monkeypatch, run):
     """(kernel, arguments, constants and compiler options) of each launch."""
-    calls = []
-
-    def launched(self, *tensors):
-        calls.append((self.kernel, (*tensors, *self.numbers), self.constants))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(cached.Launch, "__call__", launched)
-        run()
-    return calls
+    return [(launch.kernel, args, launch.constants) for launch, args in recorded(monkeypatch, run)]
 
 
 def spills_of_all(calls, target, folder: Path) -> list[int]:
@@ -79,54 +69,23 @@ def _spills_of(index: int) -> int:
     return spills(compile_call(*calls[index], target), target, folder)
 
 
-def run(name, *args, **options):
-    """Both stages of a launcher."""
-    return getattr(launch, name)(*args, **options)(*args)
-
-
 def everything(dtype, vocabulary, full):
     """Run all operators' launchers on small tensors of this dtype and vocabulary."""
+    options = {"ignore_index": 7} | (FULL if full else {})
+    square = {"lse_square_scale": 1e-4 if full else 0.0}
+
+    def given(rows, classes):
+        weight = torch.ones(classes) if full else None
+        return torch.zeros(rows, classes, dtype=dtype), torch.zeros(rows, dtype=torch.int64), weight
+
     for classes in (vocabulary, 256):  # 256: rows that fit in a tile
-        run("cross_entropy_forward", torch.zeros(50, classes, dtype=dtype), torch.zeros(50, dtype=torch.int64))
-    logits = torch.zeros(2, vocabulary, dtype=dtype)  # few rows: the forward is split
-    target = torch.zeros(2, dtype=torch.int64)
-    weight = torch.ones(vocabulary) if full else None
-    options = {"options": Options(7, 0.1, 30.0, 0.5) if full else Options(7)}
-    row = torch.zeros(2, dtype=accumulator(logits))
-    scalar, divisor = torch.ones((), dtype=row.dtype), torch.ones(2, dtype=row.dtype)
-    z_loss = {"lse_square_scale": 1e-4 if full else 0.0}
-    grad_lse = row if full else None
-    run("cross_entropy_forward", logits, target, weight, **options)
-    for wanted in ((True, False), (False, True), (True, True)):
-        run("cross_entropy_forward", logits, target, weight, *wanted, **options)
-    run("cross_entropy_reduced", logits, target, weight, **options, **z_loss)
-    run("cross_entropy_divisor", logits, target, weight, **options)
-    for number in (1000, 9000):  # the sums over rows by one program, by several
-        many, of_many = torch.zeros(number, 16, dtype=dtype), torch.zeros(number, dtype=torch.int64)
-        weights_of_many = torch.ones(16) if full else None
-        run("cross_entropy_reduced", many, of_many, weights_of_many, **options, **z_loss, reduction="sum")
-        run("cross_entropy_divisor", many, of_many, weights_of_many, **options)
-    run("cross_entropy_backward", row, grad_lse, logits, target, row, weight, **options)
-    run("cross_entropy_backward", scalar, None, logits, target, row, weight, divisor, **options)
-    run("cross_entropy_backward_", scalar, grad_lse, logits, target, row, weight, divisor, **options, **z_loss)
-    run("cross_entropy_backward_", row, None, logits, target, row, weight, **options)
-    of_entropy = (weight, None, row, row)
-    run("cross_entropy_backward", row, row, logits, target, row, *of_entropy, **options)
-    run("cross_entropy_backward_", row, None, logits, target, row, *of_entropy, **options)
-    run("soft_cross_entropy_forward", logits, logits, weight, **options)
-    run("soft_cross_entropy_backward", row, row, logits, logits, row, weight, **options)
-    run("cross_entropy_with_grad", logits, target, scalar, grad_lse, weight, **options)
-    run("cross_entropy_with_grad_", logits, target, row, None, weight, **options)
-    run("scale_grad_", logits, row if full else scalar)
+        launch("cross_entropy_forward", given(50, classes)[:2], {})
     place = (vocabulary, 4 * vocabulary)
-    gathered = run("cross_entropy_shard", logits, target, *place, weight, **options).expand(4, -1)
-    run("cross_entropy_shard_join", logits, target, gathered, *place, weight, **options)
-    run("cross_entropy_shard_reduced", logits, target, gathered, *place, weight, **options, **z_loss)
-    place = (row if full else None, *place)
-    run("cross_entropy_backward", row, grad_lse, logits, target, row, weight, None, None, None, *place, **options)
-    run("cross_entropy_backward", row, None, logits, target, row, *of_entropy, *place, **options)
-    divided = (weight, divisor, None, None, *place)
-    run("cross_entropy_backward_", scalar, None, logits, target, row, *divided, **options, **z_loss)
+    for sample in samples.of_launchers(*given(2, vocabulary), place, options, **square):  # few rows: they are split
+        launch(*sample)
+    for rows in (1000, 9000):  # the sums over rows by one program, by several
+        launch("cross_entropy_reduced", given(rows, 16), {**options, **square, "reduction": "sum"})
+        launch("cross_entropy_divisor", given(rows, 16), {"ignore_index": 7})
 
 
 CASES = [
@@ -195,7 +154,7 @@ def test_rows_in_shared_memory(monkeypatch, tmp_path, name, capacity, dtype, cla
     monkeypatch.setattr(launch_one_pass, "_shared_memory", lambda device: (capacity, 32))
     row = torch.zeros(3)
     tensors = (torch.zeros(3, classes, dtype=dtype), row.long(), row[0], row)
-    ((kernel, args, kwargs),) = record(monkeypatch, lambda: run("cross_entropy_with_grad", *tensors))
+    ((kernel, args, kwargs),) = record(monkeypatch, lambda: launch("cross_entropy_with_grad", tensors, {}))
     assert kernel is one_pass_shared.one_pass_shared_kernel
     compiled = compile_call(kernel, args, kwargs, TARGETS[name])
     assert spills(compiled, TARGETS[name], tmp_path) <= 8, kwargs  # 32 warps leave a thread 64 registers
@@ -205,24 +164,21 @@ def test_rows_in_shared_memory(monkeypatch, tmp_path, name, capacity, dtype, cla
 def test_another_option_value_is_the_same_kernel(monkeypatch):
     """What Triton specialises a kernel on must not change with the value of an option, an ignore_index or N."""
 
-    def keys(rows, classes, scale, **fields):
-        logits, row = torch.zeros(rows, classes), torch.zeros(rows)
-        target, weight = torch.zeros(rows, dtype=torch.int64), torch.ones(classes)
-        options, z_loss = {"options": Options(**fields)}, {"lse_square_scale": scale}
-
+    def keys(rows, classes, scale, **options):
         def launches():
-            run("cross_entropy_reduced", logits, target, weight, **options, **z_loss)
-            run("cross_entropy_divisor", logits, target, weight, **options)
-            run("cross_entropy_backward", row, None, logits, target, row, weight, row[:1], **options, **z_loss)
-            more = torch.zeros(rows + 2)  # fewer rows than processors take forward and backward
-            more_logits = torch.zeros(rows + 2, classes)
-            run("cross_entropy_with_grad", more_logits, more.long(), row[0], more, weight, **options)
-            run("scale_grad_", logits, row)
+            target, weight, square = (
+                torch.zeros(rows, dtype=torch.int64),
+                torch.ones(classes),
+                {"lse_square_scale": scale},
+            )
             place = (5 * rows, 10**6 + rows)  # another rank, another vocabulary
-            gathered = run("cross_entropy_shard", logits, target, *place, weight, **options).expand(4, -1)
-            run("cross_entropy_shard_reduced", logits, target, gathered, *place, weight, **options, **z_loss)
-            shard = (weight, row[:1], None, None, row, *place)
-            run("cross_entropy_backward", row, None, logits, target, row, *shard, **options, **z_loss)
+            every = samples.of_launchers(torch.zeros(rows, classes), target, weight, place, options, **square)
+            for sample in every:
+                if not sample.name.startswith("cross_entropy_with_grad"):
+                    launch(*sample)
+            more = torch.zeros(rows + 2)  # fewer rows than processors take forward and backward
+            args = (torch.zeros(rows + 2, classes), more.long(), more[0], more, weight)
+            launch("cross_entropy_with_grad", args, options)
 
         result = []
         for kernel, args, kwargs in record(monkeypatch, launches):

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from operator_samples import samples
+from helpers import samples
 
 import xent_ops
 from xent_ops.ops.library import OPERATORS
@@ -14,41 +14,76 @@ ops = torch.ops.xent
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
+def calls(device, dtype, requires_grad):
+    """Samples of every operator."""
+    torch.manual_seed(0)
+    full, square = {"label_smoothing": 0.1, "softcap": 5.0, "logit_scale": 1.5}, {"lse_square_scale": 0.1}
+
+    def leaf(*shape):
+        return (torch.randn(shape, device=device) / 4).to(dtype).requires_grad_(requires_grad)
+
+    logits, batched, soft = leaf(6, 37), leaf(2, 5, 16), torch.rand(6, 37, device=device, dtype=dtype)
+    target, weight = torch.tensor([0, 36, 5, -100, 7, 8], device=device), torch.rand(37, device=device)
+    yield from samples.of_indices(logits, target, None, {}, **square)
+    yield from samples.of_indices(logits, target.clamp(min=5), weight, {"ignore_index": 5, **full}, **square)
+    yield from samples.of_indices(batched[:, :-1], target[:1].expand(2, 4), None, {}, **square)
+    yield from samples.of_indices(batched[0, 0], target[2], None, {"label_smoothing": 0.5}, **square)
+    yield from samples.of_indices(logits[:0], target[:0], None, {}, **square)
+    yield from samples.of_probabilities(logits, soft, None, {})
+    yield from samples.of_probabilities(logits, soft, weight.to(dtype), full)
+    yield from samples.of_shard(logits, target, None, (0, 37), {}, **square)
+    yield from samples.of_shard(logits, target, weight, (20, 60), {"ignore_index": -100, **full}, **square)
+    yield from samples.of_shard(logits, target, None, (5, 40), full, **square)
+    x, head, bias, chunks = leaf(6, 8), leaf(37, 8), leaf(37), {"chunk_rows": 4}
+    wide = {"accumulate_dtype": None if dtype == torch.float64 else torch.float32}
+    yield from samples.of_head(x, head, target, None, None, chunks, **square)
+    yield from samples.of_head(x, head, target, None, None, {**chunks, "skip_ignored": True}, **square)
+    if dtype == torch.float32:
+        yield from samples.of_head(x, head, target, bias, weight, {**chunks, **wide, **full}, **square)
+        yield from samples.of_head(
+            x.unflatten(0, (2, 3)), head, target.view(2, 3).clamp(min=0), bias, None, {"ignore_index": 5}, **square
+        )
+        yield from samples.of_head(x[0], head, target[0], None, None, {"label_smoothing": 0.5}, **square)
+        yield from samples.of_head(x[:0], head, target[:0], None, None, {}, **square)
+    yield from samples.of_head_shard(x, head, target, (0, 37), bias, None, chunks, **square)
+    yield from samples.of_head_shard(x, head, target, (0, 37), bias, weight, {**chunks, **full}, **square)
+    for options in (full, {"softcap": 5.0}):  # with padding
+        yield from samples.of_head_shard(x, head, target.clamp(max=29), (0, 30), bias, None, options, **square)
+
+
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["", "grad"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_opcheck(device, dtype, requires_grad, name):
-    torch.manual_seed(0)
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
-    for op, args, kwargs in samples(device, dtype, requires_grad):
-        if op._schema.name.split("::")[1] == name:
-            torch.library.opcheck(op, args, kwargs, test_utils=utilities)
+    for sample in calls(device, dtype, requires_grad):
+        if sample.name == name:
+            torch.library.opcheck(getattr(ops, name).default, *sample[1:], test_utils=utilities)
 
 
 def traced_differently(device, dtype, name):
     """Calls of an operator; without gradients where there is none with them, which traces the forward as well."""
-    torch.manual_seed(0)
-    calls = {}
+    found = {}
     for requires_grad in (True, False):
-        for op, args, kwargs in samples(device, dtype, requires_grad):
-            if op._schema.name.split("::")[1] == name:
-                calls.setdefault(_form(args, kwargs), (op, args, kwargs))
-    return list(calls.values())
+        for sample in calls(device, dtype, requires_grad):
+            if sample.name == name:
+                found.setdefault(_form(*sample[1:]), sample[1:])
+    return list(found.values())
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_opcheck_of_a_trace(device, name):
     """The one check of opcheck that takes long, on the call with the most options."""
-    op, args, kwargs = max(traced_differently(device, torch.float32, name), key=lambda call: len(call[2]))
-    torch.library.opcheck(op, args, kwargs, test_utils="test_aot_dispatch_dynamic")
+    call = max(traced_differently(device, torch.float32, name), key=lambda call: len(call[1]))
+    torch.library.opcheck(getattr(ops, name).default, *call, test_utils="test_aot_dispatch_dynamic")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_opcheck_of_every_trace(device, dtype, name):
-    for op, args, kwargs in traced_differently(device, dtype, name):
-        torch.library.opcheck(op, args, kwargs, test_utils="test_aot_dispatch_dynamic")
+    for call in traced_differently(device, dtype, name):
+        torch.library.opcheck(getattr(ops, name).default, *call, test_utils="test_aot_dispatch_dynamic")
 
 
 def _form(args, kwargs):
@@ -60,12 +95,8 @@ def _form(args, kwargs):
 
 
 def test_every_operator_has_samples():
-    seen = {
-        op._schema.name.split("::")[1]
-        for requires in (False, True)
-        for op, _, _ in samples("cpu", torch.float32, requires)
-    }
-    assert seen == set(SCHEMAS), "operator_samples.py has every operator of schemas.py"
+    seen = {sample.name for sample in calls("cpu", torch.float32, False)}
+    assert seen == set(SCHEMAS), "tests/helpers/samples.py has every operator of schemas.py"
 
 
 def test_every_operator_has_its_launchers():
@@ -74,8 +105,8 @@ def test_every_operator_has_its_launchers():
     from xent_ops.kernels.ascend import launch as ascend
     from xent_ops.kernels.triton import launch
 
-    assert set(launch.__all__) == {name for name, operator in OPERATORS.items() if not operator.composed}
-    assert set(ascend.__all__) == {name for name, operator in OPERATORS.items() if operator.ascend}
+    assert set(launch.LAUNCHERS) == samples.launched()
+    assert set(ascend.LAUNCHERS) == {name for name, operator in OPERATORS.items() if operator.ascend}
 
 
 def test_schemas_are_what_the_dispatcher_holds():

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
+
+Launchers = dict[str, Callable[..., Any]]  # by the name of the operator
 
 
 @functools.cache
-def triton_launchers() -> Any:
-    """Functions named as the operators, for CUDA and ROCm."""
+def triton_launchers() -> Launchers:
+    """For CUDA and ROCm."""
     try:
         import triton  # noqa: F401
     except ImportError as error:
@@ -20,11 +22,13 @@ def triton_launchers() -> Any:
             "triton that belongs to this build of torch"
         ) from error
     _warn_of_interpreter()
-    return importlib.import_module("xent_ops.kernels.triton.launch")
+    from .triton.launch import LAUNCHERS
+
+    return LAUNCHERS
 
 
 @functools.cache
-def ascend_launchers() -> Any:
+def ascend_launchers() -> Launchers:
     try:
         from triton.backends import backends
     except ImportError as error:
@@ -39,7 +43,9 @@ def ascend_launchers() -> Any:
     _warn_of_interpreter()
     if not interpreter_is_set():
         _find_ascend_driver()
-    return importlib.import_module("xent_ops.kernels.ascend.launch")
+    from .ascend.launch import LAUNCHERS
+
+    return LAUNCHERS
 
 
 def _find_ascend_driver() -> None:

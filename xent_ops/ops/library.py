@@ -123,7 +123,7 @@ class Operator:
         if launch is None:
             keywords = self.keywords(given)
             self.check(args, keywords)
-            launch = getattr(devices.triton_launchers(), self.name)(*args, **keywords)
+            launch = devices.triton_launchers()[self.name](*args, **keywords)
             self.launches.put(signature, launch)
         return launch(*args)
 
@@ -133,7 +133,7 @@ class Operator:
         # The vector cores have no float64.
         if not self.ascend or any(isinstance(arg, Tensor) and arg.dtype == torch.float64 for arg in args):
             return self.reference(*args, **keywords)
-        return getattr(devices.ascend_launchers(), self.name)(*args, **keywords)
+        return devices.ascend_launchers()[self.name](*args, **keywords)
 
 
 OPERATORS: dict[str, Operator] = {}  # by name, without the namespace
@@ -156,9 +156,9 @@ def operator(
         check: raises on what no kernel can take; sees the operator's arguments, with ``options`` as one record.
         outputs: shape and dtype of each output, from the positional arguments.
         reference: the kernel in plain torch. The CPU runs the C++ kernel ``xent_cpu::name`` where it is built, CUDA and
-            ROCm what ``name`` in kernels/triton/launch.py prepares.
+            ROCm what the ``@launcher`` of this name in kernels/triton/ prepares.
         check_values: like ``check``, for the CPU without C++, where reading values does not synchronise.
-        ascend: kernels/ascend/launch.py has a function ``name``; else NPUs run the reference.
+        ascend: kernels/ascend/ has a ``@launcher`` of this name. Else NPUs run the reference, and import no Triton.
         composed: of other operators: ``reference`` is the kernel of every device. Autograd and tracers still see one
             operator, unlike a composite (composite.py).
         overwrites: the argument that the operator itself writes to.

@@ -51,7 +51,7 @@ def traced_launches(name: str, args: list[Any], options: dict[str, Any]) -> torc
 
     An operator that is made of others shows those: they are lowered in their turn.
     """
-    from ...kernels.triton import launch
+    from ...kernels.triton.launch import LAUNCHERS
     from ...kernels.triton.recording import RECORDING
     from . import products_into
 
@@ -65,7 +65,7 @@ def traced_launches(name: str, args: list[Any], options: dict[str, Any]) -> torc
         if operator.composed:
             return [operator.reference(*all_args, **keywords)]
         # Both stages of the launcher: the first computes with sizes.
-        return [getattr(launch, name)(*all_args, **keywords)(*all_args)]
+        return [LAUNCHERS[name](*all_args, **keywords)(*all_args)]
 
     try:
         traced = make_fx(call, products_into.decompositions())(*[args[index] for index in places])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,14 @@ from ..rows import dense
 from ..triton.configs import softcap
 from . import configs
 from .forward import forward_kernel
+
+Launcher = TypeVar("Launcher", bound=Callable[..., Any])
+LAUNCHERS: dict[str, Callable[..., Any]] = {}  # by the name of the operator, which is the function's
+
+
+def launcher(function: Launcher) -> Launcher:
+    LAUNCHERS[function.__name__] = function
+    return function
 
 
 def _on_host(tensor: Tensor) -> bool:

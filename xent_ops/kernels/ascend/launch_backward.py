@@ -13,7 +13,7 @@ from ..reference import columns_of, grad_lse_of_square, row_grads
 from ..rows import class_weight, dense, per_row, rows
 from . import configs
 from .backward import backward_kernel
-from .common import cores, features, indices, on
+from .common import cores, features, indices, launcher, on
 from .launch_forward import cross_entropy_forward_skipping
 
 
@@ -90,6 +90,7 @@ def _backward(
         )
 
 
+@launcher
 def cross_entropy_backward(
     grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
 ) -> Tensor:
@@ -98,6 +99,7 @@ def cross_entropy_backward(
     return gradient
 
 
+@launcher
 def cross_entropy_backward_(
     grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
 ) -> None:
@@ -108,6 +110,7 @@ def cross_entropy_backward_(
         logits.copy_(cross_entropy_backward(grad_loss, grad_lse, logits, *rest, **options))
 
 
+@launcher
 def cross_entropy_with_grad(
     logits: Tensor,
     target: Tensor,
@@ -125,5 +128,6 @@ def cross_entropy_with_grad(
     return (loss, lse) if gradient is None else (loss, lse, gradient)
 
 
+@launcher
 def cross_entropy_with_grad_(*args: Any, **options: Any) -> tuple[Tensor, ...]:
     return cross_entropy_with_grad(*args, **options, backward=cross_entropy_backward_)

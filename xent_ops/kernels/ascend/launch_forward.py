@@ -11,7 +11,7 @@ from .. import reductions
 from ..options import DEFAULTS, Options
 from ..rows import class_weight, rows
 from . import configs
-from .common import cores, features, indices, on
+from .common import cores, features, indices, launcher, on
 from .forward import forward_kernel
 
 
@@ -60,6 +60,7 @@ def _forward(
     return loss, lse, argmax, entropy
 
 
+@launcher
 def cross_entropy_forward(
     logits: Tensor,
     target: Tensor,
@@ -87,6 +88,7 @@ def cross_entropy_forward_skipping(
     return _forward(logits, target, weight, options, skip_ignored=True)[:2]
 
 
+@launcher
 def cross_entropy_reduced(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The rows by the kernel, their sums by plain torch."""
     return reductions.cross_entropy_reduced(*args, **options, forward=cross_entropy_forward_skipping)

@@ -12,10 +12,11 @@ from ..options import DEFAULTS, Options
 from ..reference import columns_of
 from ..rows import class_weight, rows
 from . import configs
-from .common import cores, features, indices, on
+from .common import cores, features, indices, launcher, on
 from .shard import join_shards_kernel, shard_kernel
 
 
+@launcher
 def cross_entropy_shard(
     logits: Tensor,
     target: Tensor,
@@ -51,6 +52,7 @@ def cross_entropy_shard(
     return out
 
 
+@launcher
 def cross_entropy_shard_join(
     logits: Tensor,
     target: Tensor,
@@ -86,6 +88,7 @@ def cross_entropy_shard_join(
     return loss, lse, target_weight, coefficient
 
 
+@launcher
 def cross_entropy_shard_reduced(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The rows by the kernel, their sums by plain torch."""
     return reference_shard.cross_entropy_shard_reduced(*args, **options, join=cross_entropy_shard_join)

@@ -8,10 +8,11 @@ from torch import Tensor
 from ..options import DEFAULTS, Options
 from ..rows import class_weight, dense, per_row, rows
 from . import configs
-from .common import cores, features, on
+from .common import cores, features, launcher, on
 from .soft import soft_backward_kernel, soft_forward_kernel
 
 
+@launcher
 def soft_cross_entropy_forward(
     logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
 ) -> tuple[Tensor, Tensor]:
@@ -42,6 +43,7 @@ def soft_cross_entropy_forward(
     return loss, lse
 
 
+@launcher
 def soft_cross_entropy_backward(
     grad_loss: Tensor,
     grad_lse: Tensor | None,

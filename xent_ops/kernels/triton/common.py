@@ -19,9 +19,11 @@ from .recording import RECORDING
 Strides = tuple[int, int, int]  # the last three of RowView
 Run = Callable[..., Any]  # the second stage of a launcher
 
+LAUNCHERS: dict[str, Callable[..., Run]] = {}  # by the name of the operator, which is the function's
+
 
 def launcher(first_stage: Callable[..., Run]) -> Callable[..., Run]:
-    """A launcher has two stages, because the host takes longer for the first than a small kernel runs.
+    """Register a launcher. It has two stages, because the host takes longer for the first than a small kernel runs.
 
     The first stage is called with an operator's arguments. It looks at everything but the numbers in the tensors
     (shapes, strides, dtypes, devices, options), holds no tensor, and returns the second stage. That takes the
@@ -44,6 +46,7 @@ def launcher(first_stage: Callable[..., Run]) -> Callable[..., Run]:
 
         return run_on_device
 
+    LAUNCHERS[first_stage.__name__] = prepare
     return prepare
 
 

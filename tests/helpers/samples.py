@@ -1,0 +1,199 @@
+"""What every operator of the namespace is called with: for opcheck, offline compilation and packages.
+
+A function for each family of operators yields samples of tensors and options that its caller chooses. An operator gets
+those of the options that its schema names.
+"""
+
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+
+from xent_ops.kernels.reference import accumulator
+from xent_ops.ops.library import OPERATORS
+
+ops = torch.ops.xent
+MASKS = ([True, True, True], [True, False, False], [False, True, True])  # of the gradients of a head
+
+
+class Sample(NamedTuple):
+    name: str
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+def _fitting(name, options):
+    names = {argument.name for argument in getattr(ops, name).default._schema.arguments}
+    return {key: value for key, value in options.items() if key in names}
+
+
+def _call(options, name, *args, **more):
+    return Sample(name, args, _fitting(name, options) | more)
+
+
+def _with_twins(family):
+    """Each sample for the operator's in-place twin too, unless what that overwrites requires grad."""
+
+    @functools.wraps(family)
+    def samples(*given, **keywords):
+        for sample in family(*given, **keywords):
+            yield sample
+            twin, args = OPERATORS.get(f"{sample.name}_"), list(sample.args)
+            if twin is not None and not args[twin.position].requires_grad:
+                args[twin.position] = args[twin.position].clone()
+                yield Sample(twin.name, tuple(args), sample.options)
+
+    return samples
+
+
+def _numbers(like):
+    return functools.partial(torch.randn, device=like.device, dtype=accumulator(like))
+
+
+def _backwards(call, x, target, weight, square, *of_slice):
+    numbers = _numbers(x)
+    grad, grad_lse, lse, entropy = (numbers(target.shape) for _ in range(4))
+    saved, divisor = (x, target, lse, weight), numbers(2).abs() + 1
+    of_divisor, of_entropy = (divisor, None, None, *of_slice), (None, grad_lse, entropy, *of_slice)
+    plain = (None, None, None, *of_slice) if of_slice else ()
+    for upstream in (grad_lse, None):
+        yield call("cross_entropy_backward", grad, upstream, *saved, *plain)
+        yield call("cross_entropy_backward", grad, upstream, *saved, *of_entropy)
+        yield call("cross_entropy_backward", numbers(()), upstream, *saved, *of_divisor, **square)
+    yield call("cross_entropy_backward", numbers(()), None, *saved, *of_divisor)
+    yield call("cross_entropy_backward", grad, grad_lse, *saved, *of_divisor, **square)
+
+
+@_with_twins
+def of_indices(x, target, weight, options, **square):
+    """A loss of logits (..., V); ``square``: lse_square_scale, or nothing."""
+    call, numbers, fixed = functools.partial(_call, options), _numbers(x), x.detach()
+    for reduction in ("none", "mean", "sum"):
+        if reduction == "mean" and not x.numel():
+            continue  # NaN, as in torch: opcheck compares NaN with NaN and finds them different
+        yield call("cross_entropy", x, target, weight, reduction=reduction, **square)
+        if reduction != "none":
+            yield call("cross_entropy_reduced", x, target, weight, reduction=reduction, **square)
+    yield call("cross_entropy_forward", x, target, weight)
+    for wanted in ((True, False), (False, True), (True, True)):
+        yield call("cross_entropy_forward", x, target, weight, *wanted)
+    yield from _backwards(call, x, target, weight, square)
+    scalar, row = numbers(()), numbers(target.shape)
+    for upstream in ((scalar, None), (scalar, scalar), (scalar, row), (row, None), (row, row)):
+        yield call("cross_entropy_with_grad", fixed, target, *upstream, weight)
+    for factor in (scalar, row):
+        yield call("scale_grad_", fixed.clone(), factor)
+    if x.numel():
+        yield call("cross_entropy_divisor", fixed, target, weight)
+
+
+def of_probabilities(x, target, weight, options):
+    call, numbers = functools.partial(_call, options), _numbers(x)
+    grad, grad_lse, lse = (numbers(x.shape[:-1]) for _ in range(3))
+    yield call("soft_cross_entropy_forward", x, target, weight)
+    for upstream in (grad_lse, None):
+        yield call("soft_cross_entropy_backward", grad, upstream, x, target, lse, weight)
+
+
+@_with_twins
+def of_shard(x, target, weight, place, options, **square):
+    """Logits of the classes from place[0] on, of place[1] in all. Each rank has these logits."""
+    call, fixed = functools.partial(_call, options), x.detach()  # the join alone is differentiable, and but once
+    fitting = _fitting("cross_entropy_shard", options)
+    starts = range(0, place[1], x.shape[-1])
+    gathered = torch.cat([ops.cross_entropy_shard(fixed, target, at, place[1], weight, **fitting) for at in starts])
+    yield call("cross_entropy_shard", fixed, target, *place, weight)
+    yield call("cross_entropy_shard_join", x, target, gathered, *place, weight)
+    for reduction in ("mean", "sum"):
+        of_all = (x, target, gathered, *place, weight)
+        yield call("cross_entropy_shard_reduced", *of_all, reduction=reduction, **square)
+    coefficient = None if weight is None else _numbers(x)(target.shape)
+    yield from _backwards(call, fixed, target, weight, square, coefficient, *place)
+
+
+def of_launchers(x, target, weight, place, options, **square):
+    """Of every operator that has a launcher."""
+    families = (
+        of_indices(x, target, weight, options, **square),
+        of_probabilities(x, x, weight, options),
+        of_shard(x, target, weight, place, options, **square),
+    )
+    return [sample for sample in itertools.chain(*families) if sample.name in launched()]
+
+
+def launched():
+    return {name for name, operator in OPERATORS.items() if not operator.composed}
+
+
+def of_head(x, head, target, bias, weight, options, **square):
+    """The head and the loss as one: input (..., H), head (V, H)."""
+    call, numbers = functools.partial(_call, options), _numbers(x)
+    given, masks = (x, head, target, bias, weight), MASKS[:1]
+    if "accumulate_dtype" in options:
+        masks = MASKS[1:]
+    yield call("linear_cross_entropy", *given, reduction="none" if masks == MASKS[:1] else "mean", **square)
+    token_weight, divisor = torch.randn(target.shape, device=x.device), torch.tensor(3, device=x.device)
+    yield call("linear_cross_entropy", *given, divisor, token_weight, reduction="sum", **square)
+    for wanted in ((), (True, False), (False, True)):
+        yield call("linear_cross_entropy_forward", *given, *wanted)
+    grad, grad_lse, lse, entropy = (numbers(target.shape) for _ in range(4))
+    saved = (x, head, target, lse, bias, weight)
+    yield call("linear_cross_entropy_backward", grad, grad_lse, *saved)
+    yield call("linear_cross_entropy_backward", numbers(()), None, *saved, numbers(2).abs() + 1, **square)
+    yield call("linear_cross_entropy_backward", grad, None, *saved, None, grad_lse, entropy)
+    for mask in masks:
+        yield call("linear_cross_entropy_backward", grad, None, *saved, *(None,) * 4, 0, None, mask)
+        if x.numel():
+            for factors in (None, token_weight):
+                yield call("linear_cross_entropy_with_grad", *given, None, factors, mask, **square)
+    for factor in (numbers(()), numbers(len(head))):
+        yield call("linear_scale_grad", head.detach(), factor)
+
+
+def of_head_shard(x, head, target, place, bias, weight, options, **square):
+    """One rank's rows of the head, from place[0] on, of place[1] in all; the same a chunk of rows at a time."""
+    call, numbers = functools.partial(_call, options), _numbers(x)
+    fixed = (x.detach(), head.detach(), target)
+    shard = (*fixed, *place, bias.detach(), weight)
+    plain = weight is None and "label_smoothing" not in options  # else there are no entropies
+    for entropy in (False, True)[: 1 + plain]:
+        gathered = ops.linear_cross_entropy_shard(*shard, entropy, **_fitting("linear_cross_entropy_shard", options))
+        yield call("linear_cross_entropy_shard", *shard, entropy)
+        joined = (x, head, target, gathered, *place, bias, weight, None, entropy)
+        yield call("linear_cross_entropy_shard_join", *joined)
+    row = numbers(target.shape)
+    saved, of_slice = (*fixed, row, bias.detach(), weight), (None if weight is None else row, *place)
+    if plain:
+        yield call("linear_cross_entropy_backward", row, None, *saved, None, row, row, *of_slice)
+    for mask in MASKS:
+        yield call("linear_cross_entropy_backward", row, row, *saved, None, None, None, *of_slice, mask)
+    for slice_of_head in (place, (0, None)):
+        yield from of_chunk(x, head, target, slice_of_head, bias, weight, options, **square)
+
+
+def of_chunk(x, head, target, place, bias, weight, options, **square):
+    """A chunk of rows of a head, or of a rank's rows of it; the caller's code stands between the operators."""
+    call, numbers = functools.partial(_call, options), _numbers(x)
+    fixed, one_rank = (x.detach(), head.detach(), target), place[1] is None
+    shard = (*fixed, *place, bias.detach(), weight)
+    with_entropy = weight is None and (one_rank or "label_smoothing" not in options)
+    for entropy in (False, True)[: 1 + with_entropy]:
+        yield call("linear_cross_entropy_chunk", *shard, entropy)
+    _, logits = ops.linear_cross_entropy_chunk(*shard, **_fitting("linear_cross_entropy_chunk", options))
+    row = numbers(target.shape)
+    saved, divisor = (*fixed[1:], row, *place, weight), numbers(2).abs() + 1
+    coefficient = None if one_rank or weight is None else row
+    for after in ((), (numbers(3), False)):
+        rest = (divisor, None, None, coefficient, *after)
+        yield call("linear_cross_entropy_chunk_grad_", logits.clone(), numbers(()), None, *saved, *rest, **square)
+    rest = (None, row, row, coefficient)
+    yield call("linear_cross_entropy_chunk_grad_", logits.clone(), row, row, *saved, *rest)
+    sums, none = (numbers(head.shape).to(head.dtype), numbers(len(head))), (head.new_empty(0).detach(), numbers(0))
+    for first, wanted in ((True, sums), (False, sums), (True, (sums[0], none[1])), (False, (none[0], sums[1]))):
+        copies = [tensor.clone() for tensor in wanted]
+        columns = len(head) if one_rank else min(len(head), place[1])
+        yield call("linear_cross_entropy_chunk_add_", *copies, logits, fixed[0], columns, first)
+    gradients = [tensor.detach().clone() for tensor in (x, head, bias)]
+    yield call("linear_cross_entropy_value", numbers(()), x, head, bias, *gradients)
+    yield call("linear_cross_entropy_value", numbers(()), x, head, None, *gradients[:2], numbers(0), numbers(()))
