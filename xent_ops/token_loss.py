@@ -47,7 +47,7 @@ def linear_token_loss(
         target: (...), class indices.
         fn: gets ``TokenLogProbs(log_probs, entropy, lse)`` of n tokens, each (n,), float32 (float64 for float64 input),
             and n rows of each of ``rows``; returns (n,), floating point. A token's number must not depend on the other
-            tokens. ``torch.func.grad`` derives it; compiled steps trace it. It is called once more beforehand, on two
+            tokens, and it must not write to what it gets. ``torch.func.grad`` derives it; compiled steps trace it. It is called once more beforehand, on two
             tokens of zeros, to see what it reads and returns: an entropy that it does not read costs nothing. In
             ignored tokens its value and its derivatives count for nothing.
         rows: tensors with the target's shape in front, (..., *), constants to autograd: old log-probabilities,
