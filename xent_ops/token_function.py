@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .head import chunks, float16, loop
+from .head import chunks, float16, loop, packing
 from .head.loop import Coefficients, Part
 from .head.shard import RowStatistics
 from .kernels.options import LossOptions
 from .kernels.reference import is_counted
+from .ops import transforms
 from .ops.linear import checks as linear_checks
 from .ops.shown import kind_of, shown
 from .outputs import TokenLogProbs
@@ -63,9 +64,10 @@ class TokenFunction:
                 f"be learned, {_INSTEAD}"
             )
 
-    def arrange(self, order: Callable[[Tensor], Tensor]) -> None:
-        """Put the tokens of each of the rows in another order."""
+    def arrange(self, order: Callable[[Tensor], Tensor], number: int | None = None) -> None:
+        """Put the tokens of each of the rows in another order, or take so many of them."""
         self.rows = [order(row) for row in self.rows]
+        self.number = self.number if number is None else number
 
     def _rows(self, *shape: int) -> list[Tensor]:
         """With this shape in front."""
@@ -155,8 +157,16 @@ def of_chunks(
     divisors = chunks.divided_by(target, None, divisor, 1, function.dtype, loss)
     within, later = float16.split_divisors(input.dtype, divisors)
     values: list[Tensor] = []
+    rows, packed, wanted = input, None, loop.wanted_gradients(input, head)
+    if head.chunking.skip_ignored:
+        packed = packing.order_of_counted(target, loss.rows.ignore_index, transforms.is_traced())
+    if packed is not None:
+        rows, target, how["count"] = packed.take_rows(input.detach()), packed.indices(), packed.count
+        function.arrange(packed.take_rows, packed.number)
     between = function.of_part(ranks.world if how.get("scattered") else 1, within, values)
-    made = loop.gradients(input, target, head, loss, between, ranks, entropy=function.reads_entropy, **how)
+    made = loop.gradients(rows, target, head, loss, between, ranks, wanted, entropy=function.reads_entropy, **how)
+    if packed is not None and wanted[0]:
+        made = made._replace(input=packed.give_rows(made.input).view(input.shape))
     return loop.value(divided(torch.cat(values), divisor), input, head, made, later)
 
 

@@ -47,16 +47,15 @@ def linear_token_loss(
         target: (...), class indices.
         fn: gets ``TokenLogProbs(log_probs, entropy, lse)`` of n tokens, each (n,), float32 (float64 for float64 input),
             and n rows of each of ``rows``; returns (n,), floating point. A token's number must not depend on the other
-            tokens, and it must not write to what it gets. ``torch.func.grad`` derives it; compiled steps trace it. It is called once more beforehand, on two
-            tokens of zeros, to see what it reads and returns: an entropy that it does not read costs nothing. In
-            ignored tokens its value and its derivatives count for nothing.
+            tokens, and it must not write to what it gets. ``torch.func.grad`` derives it; compiled steps trace it. It
+            is called once more beforehand, on two tokens of zeros, to see what it reads and returns: an entropy that
+            it does not read costs nothing. In ignored tokens its value and its derivatives count for nothing.
         rows: tensors with the target's shape in front, (..., *), constants to autograd: old log-probabilities,
             advantages, weights.
         divisor: what the sum is divided by, a number or a tensor (), as for ``linear_cross_entropy``. None: 1.
         ignore_index, softcap, logit_scale: as for ``cross_entropy``.
-        accumulate_dtype, chunk_rows: as for ``linear_cross_entropy``.
-        skip_ignored: as for ``linear_cross_entropy``, with the logits made again in the backward: four products of the
-            counted rows.
+        accumulate_dtype, chunk_rows, skip_ignored: as for ``linear_cross_entropy``; compiled for a CPU, all rows are
+            computed.
         check: compare fn on all tokens with fn on parts of them, and raise where they differ. Costs a product and
             synchronises; not in compiled graphs.
 
@@ -116,7 +115,7 @@ def linear_token_loss(
     if check:
         with torch.no_grad():
             function.check(*statistics(), target)
-    if how.skip_ignored or not composite.gradients_in_forward(input, linear_weight, linear_bias):
+    if not composite.gradients_in_forward(input, linear_weight, linear_bias):
         return divided(function.of_all(*statistics(), target), divisor)
     whole = loop.HeadSlice(*head, accumulate_dtype=accumulate_dtype, chunking=how)
     return of_chunks(function, input, target, whole, loss, divisor, loop.OneRank())

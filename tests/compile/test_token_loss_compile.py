@@ -122,13 +122,24 @@ def test_inside_a_checkpoint(device):
         torch.testing.assert_close(made, gradients(step, *tensors))
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_skipping(device, backend):
+    """On a GPU packed, with as many rows as the device says; on a CPU all rows."""
+    tensors = inputs(device, 48, torch.float32 if device == "cpu" else torch.bfloat16)
+    step = step_of(focal, chunk_rows=20, skip_ignored=True)
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    for mine, eager in zip(gradients(compiled, *tensors), gradients(step, *tensors), strict=True):
+        torch.testing.assert_close(mine, eager, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("skip_ignored", [False, True])
 @pytest.mark.parametrize("how", ["capture", "reduce-overhead"])
-def test_cuda_graphs(how):
+def test_cuda_graphs(how, skip_ignored):
     """Replayed on other data; nothing waits for the device."""
     tensors = [*inputs("cuda", 256, torch.bfloat16), *rows_of(grpo, (256,), "cuda")]
     divisor = torch.tensor(5.0, device="cuda")
-    step = step_of(grpo, chunk_rows=100, divisor=divisor)
+    step = step_of(grpo, chunk_rows=100, divisor=divisor, skip_ignored=skip_ignored)
     if how == "capture":
 
         def run():

@@ -180,11 +180,13 @@ def of_chunk(x, head, target, place, bias, weight, options, **square):
     with_entropy = weight is None and (one_rank or "label_smoothing" not in options)
     for entropy in (False, True)[: 1 + with_entropy]:
         yield call("linear_cross_entropy_chunk", *shard, entropy)
+    count = torch.tensor(3, dtype=torch.int32, device=x.device)
+    yield call("linear_cross_entropy_chunk", *shard, False, count)
     _, logits = ops.linear_cross_entropy_chunk(*shard, **_fitting("linear_cross_entropy_chunk", options))
     row = numbers(target.shape)
     saved, divisor = (*fixed[1:], row, *place, weight), numbers(2).abs() + 1
     coefficient = None if one_rank or weight is None else row
-    for after in ((), (numbers(3), False)):
+    for after in ((), (numbers(3), False), (None, True, count)):
         rest = (divisor, None, None, coefficient, *after)
         yield call("linear_cross_entropy_chunk_grad_", logits.clone(), numbers(()), None, *saved, *rest, **square)
     rest = (None, row, row, coefficient)
@@ -194,6 +196,8 @@ def of_chunk(x, head, target, place, bias, weight, options, **square):
         copies = [tensor.clone() for tensor in wanted]
         columns = len(head) if one_rank else min(len(head), place[1])
         yield call("linear_cross_entropy_chunk_add_", *copies, logits, fixed[0], columns, first)
+    copies = [tensor.clone() for tensor in sums]
+    yield call("linear_cross_entropy_chunk_add_", *copies, logits, fixed[0], columns, False, count)
     gradients = [tensor.detach().clone() for tensor in (x, head, bias)]
     yield call("linear_cross_entropy_value", numbers(()), x, head, bias, *gradients)
     yield call("linear_cross_entropy_value", numbers(()), x, head, None, *gradients[:2], numbers(0), numbers(()))

@@ -163,6 +163,8 @@ def test_errors_of_chunks(device):
     with pytest.raises(ValueError, match="grad_entropy and entropy go together"):
         rest = (None, None, lse, None)
         ops.linear_cross_entropy_chunk_grad_(logits, one, None, head, t, lse, 0, V, *rest)
+    with pytest.raises(TypeError, match=r"count has dtype torch.int64; expected one of int32"):
+        ops.linear_cross_entropy_chunk(x, head, t, 0, V, None, None, False, torch.tensor(3, device=device))
     total, none = torch.empty_like(head), head.new_empty(0)
     with pytest.raises(ValueError, match="which 41 classes do not have"):
         ops.linear_cross_entropy_chunk_add_(total, none, logits, x, 41, True)

@@ -94,9 +94,8 @@ def loss(
         made.append((rows.loss, rows.lse, rows.target_weight, part.target, *factors))
         return Coefficients(*(factors or (one,)), divisor=within)
 
-    gradients = loop.gradients(
-        input, target, head, options, between, Collectives(ranks), scattered=scattered, summed=sum_grad_input
-    )
+    of = (input, target, head, options, between, Collectives(ranks), loop.wanted_gradients(input, head))
+    gradients = loop.gradients(*of, scattered=scattered, summed=sum_grad_input)
     row_loss, lse, target_weight, *rest = (torch.cat(values) for values in zip(*made, strict=True))
     value = reduced(RowValues(row_loss, lse, target_weight), rest[0], options, divisor, *rest[1:])
     return loop.value(value, input, head, gradients, later)

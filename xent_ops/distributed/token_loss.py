@@ -60,8 +60,9 @@ def vocab_parallel_linear_token_loss(
             ``vocab_parallel_linear_cross_entropy``.
         fn, rows: as for ``xent_ops.linear_token_loss``, of all tokens, the same on every rank: with
             ``sequence_parallel`` too.
-        divisor, ignore_index, softcap, logit_scale, accumulate_dtype, chunk_rows, skip_ignored: as for
+        divisor, ignore_index, softcap, logit_scale, accumulate_dtype, chunk_rows: as for
             ``xent_ops.linear_token_loss``.
+        skip_ignored: as for ``vocab_parallel_linear_cross_entropy``: four products, of the counted rows.
         check: as for ``vocab_parallel_linear_cross_entropy``; compares the values of ``rows``, and fn on all tokens
             with fn on parts of them.
 

@@ -18,7 +18,7 @@ Collectives run beside what stands below them, and two chunks of logits are ther
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -111,14 +111,15 @@ def gradients(
     loss: LossOptions,
     between: Between,
     ranks: OneRank,
+    wanted: Sequence[bool],  # which gradients
     *,
+    count: Tensor | None = None,  # (): how many of the rows come first that are counted
     scattered: bool = False,  # the input is this rank's part of the rows
     summed: bool = True,  # over the ranks; else the input's gradient is this rank's part of a sum
     entropy: bool = False,
 ) -> Gradients:
     """The gradients of all rows. ``between`` sees each chunk's statistics once, in the order of the rows."""
     weight, bias, class_weight, shard_range, accumulate_dtype, _ = head
-    wanted = [tensor is not None and tensor.requires_grad for tensor in (input, weight, bias)]
     parts = ranks.world if scattered else 1
     rows, targets = as_rows(input.detach()), target.reshape(parts, -1)
     ends = _ends(targets.shape[1], parts, rows, head, ranks.world)
@@ -127,12 +128,17 @@ def gradients(
     if scattered:
         inputs = [ranks.gather(part.contiguous()) for part in inputs]
 
+    counts: list[Tensor | None] = [None] * len(inputs)
+    if count is not None:
+        of_chunks = [(count - start).clamp(0, stop - start) for start, stop in itertools.pairwise(ends)]
+        counts = [number.to(torch.int32) for number in of_chunks]
+
     def begin(i: int) -> _Chunk:
         x = ranks.wait(inputs[i]) if scattered else inputs[i]
         start, stop = ends[i], ends[i + 1]
         t = targets[:, start:stop].reshape(-1)
         stats, logits = _ops.linear_cross_entropy_chunk(
-            x, frozen, t, *shard_range, frozen_bias, class_weight, entropy, **loss.rows.keywords()
+            x, frozen, t, *shard_range, frozen_bias, class_weight, entropy, counts[i], **loss.rows.keywords()
         )
         return _Chunk(x, Part(start, stop, t), logits, stats, ranks.gather(stats))
 
@@ -141,13 +147,13 @@ def gradients(
     columns = columns_of(weight.shape[0], *shard_range)
     weight_of_classes = None if class_weight is None else class_weight[:columns]
     grad_inputs: list[Tensor] = []
-    count, ahead = len(inputs), ranks.world > 1
+    ahead = ranks.world > 1
     chunk = begin(0)
-    for i in range(count):
+    for i in range(len(inputs)):
         x, part, logits, _, gathered = chunk
         del chunk  # which holds the logits
         after = None
-        if ahead and i + 1 < count:
+        if ahead and i + 1 < len(inputs):
             chunk = begin(i + 1)
             after = chunk.stats
         of_rows = shard.joined(
@@ -169,19 +175,20 @@ def gradients(
             None if class_weight is None else of_rows.coefficient,
             after,
             wanted[0],
+            counts[i],
             **loss.backward_keywords(),
         )
         if wanted[0]:
             grad_inputs.append(ranks.sum(grad_input, scattered) if summed else grad_input)
         if wanted[1] or wanted[2]:
-            _ops.linear_cross_entropy_chunk_add_(grad_weight, grad_bias, logits, x, columns, i == 0)
+            _ops.linear_cross_entropy_chunk_add_(grad_weight, grad_bias, logits, x, columns, i == 0, counts[i])
         del logits
-        if not ahead and i + 1 < count:
+        if not ahead and i + 1 < len(inputs):
             chunk = begin(i + 1)
     total = input.new_empty(0)
     if wanted[0]:
         parts_of_total = [ranks.wait(part) for part in grad_inputs] if summed else grad_inputs
-        total = (parts_of_total[0] if count == 1 else torch.cat(parts_of_total)).view(input.shape)
+        total = (parts_of_total[0] if len(inputs) == 1 else torch.cat(parts_of_total)).view(input.shape)
     return Gradients(total, grad_weight, grad_bias)
 
 
@@ -195,6 +202,10 @@ def _ends(number: int, parts: int, rows: Tensor, head: HeadSlice, world: int) ->
     size = rows_of_chunk(parts * number, rows, -(-num_classes // world), False, head.chunking.chunk_rows)
     count = max(-(-(parts * number) // size), 1)
     return [number * i // count for i in range(count + 1)]
+
+
+def wanted_gradients(input: Tensor, head: HeadSlice) -> list[bool]:
+    return [tensor is not None and tensor.requires_grad for tensor in (input, head.weight, head.bias)]
 
 
 def value(value: Tensor, input: Tensor, head: HeadSlice, made: Gradients, divisor: Tensor | None) -> Tensor:

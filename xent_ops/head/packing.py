@@ -47,6 +47,7 @@ class PackedRows(ComputedRows):
 
     def __init__(self, target: Tensor, order: Tensor, count: Tensor | None = None, kernels: Any = None) -> None:
         super().__init__(target)
+        self.dims = target.dim()
         self.order, self.number, self.count, self.kernels = order, order.shape[0], count, kernels
 
     def take(self, values: Tensor) -> Tensor:
@@ -58,6 +59,15 @@ class PackedRows(ComputedRows):
     def of(self, input: Tensor, chunk: slice) -> Tensor:
         return input.index_select(0, self.order[chunk])
 
+    def take_rows(self, values: Tensor) -> Tensor:
+        """(..., *) with the target's shape in front to (number, *)."""
+        shape = values.shape[self.dims :]
+        return values.reshape(self.target.shape[0], *shape).index_select(0, self.order)
+
+    def give_rows(self, rows: Tensor) -> Tensor:
+        """(number, *) to (N, *), with zeros for the others."""
+        return rows.new_zeros((self.target.shape[0], *rows.shape[1:])).index_copy(0, self.order, rows)
+
 
 def counted_rows(target: Tensor, ignore_index: int, kernels: Any) -> ComputedRows:
     """The counted rows. Elsewhere than on a CPU with ``kernels``, products that read their number; else all rows."""
@@ -68,12 +78,22 @@ def counted_rows(target: Tensor, ignore_index: int, kernels: Any) -> ComputedRow
     return ComputedRows(target) if kernels is None else _on_the_device(target, ignore_index, kernels)
 
 
+def order_of_counted(target: Tensor, ignore_index: int, traced: bool) -> PackedRows | None:
+    """The same for loop.py, whose operators ask by themselves whether there are such products.
+
+    None: all rows, as on a CPU where the number of counted ones is not known while tracing.
+    """
+    if target.numel() == 0 or (traced and target.device.type == "cpu"):
+        return None
+    return _on_the_host(target, ignore_index) if target.device.type == "cpu" else _on_the_device(target, ignore_index)
+
+
 def _on_the_host(target: Tensor, ignore_index: int) -> PackedRows:
     """The counted rows alone."""
     return PackedRows(target, is_counted(target.reshape(-1), ignore_index).nonzero().squeeze(1))
 
 
-def _on_the_device(target: Tensor, ignore_index: int, kernels: Any) -> PackedRows:
+def _on_the_device(target: Tensor, ignore_index: int, kernels: Any = None) -> PackedRows:
     """All rows, the counted ones first, in their order."""
     counted = is_counted(target.reshape(-1), ignore_index)
     # By a running sum and a scatter: 25 us, where to sort takes 33 (8192 rows, one H200, 2026-11-23).

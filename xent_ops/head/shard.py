@@ -17,7 +17,7 @@ from torch import Tensor
 from ..kernels import reference, reference_shard
 from ..kernels.options import DEFAULTS, Chunking, Options
 from .chunks import as_rows, classes_of
-from .products import Products, add_product, add_rows, logits_of, rows_to_compute, zero_behind
+from .products import Products, add_product, add_rows, counting_kernels, logits_of, rows_to_compute, zero_behind
 from .sizes import padded_classes
 
 _ops = torch.ops.xent
@@ -176,15 +176,21 @@ def chunk(
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     entropy: bool = False,
+    count: Tensor | None = None,
     *,
     options: Options = DEFAULTS,
 ) -> tuple[Tensor, Tensor]:
-    """(what ``joined`` takes of this rank, the logits)."""
+    """(what ``joined`` takes of this rank, the logits). Rows behind the count may have logits of 0."""
     head, bias, weight, _ = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
     columns = head.shape[0]
-    logits = input.new_empty((input.shape[0], padded_classes(columns, input.dtype)))
+    kernels = None if count is None else counting_kernels(input, head)
+    new = input.new_empty if kernels is None else input.new_zeros
+    logits = new((input.shape[0], padded_classes(columns, input.dtype)))
     of_classes = logits[:, :columns]
-    logits_of(input, head, bias, of_classes)
+    if kernels is None:
+        logits_of(input, head, bias, of_classes)
+    else:
+        kernels.logits(input, head, bias, count, of_classes)
     logits[:, columns:].zero_()  # the result of an operator holds nothing that nobody wrote
     if num_classes is None:
         loss, lse, _, entropies = _ops.cross_entropy_forward(
@@ -213,6 +219,7 @@ def chunk_grad_(
     coefficient: Tensor | None = None,
     after: Tensor | None = None,
     with_grad_input: bool = True,
+    count: Tensor | None = None,
     *,
     options: Options = DEFAULTS,
     lse_square_scale: float = 0.0,
@@ -224,16 +231,35 @@ def chunk_grad_(
     _ops.cross_entropy_backward_(
         grad_loss, grad_lse, of_classes, target, lse, *rest, lse_square_scale=lse_square_scale, **options.keywords()
     )
-    return torch.mm(of_classes, head) if with_grad_input else logits.new_empty(0)
+    if not with_grad_input:
+        return logits.new_empty(0)
+    shape = (logits.shape[0], head.shape[1])
+    kernels = None if count is None else counting_kernels(logits.new_empty(()).expand(shape), head)
+    if kernels is None:
+        return torch.mm(of_classes, head)
+    grad_input = logits.new_zeros(shape)
+    kernels.grad_input(of_classes, head, count, torch.arange(shape[0], device=logits.device), grad_input)
+    return grad_input
 
 
 def chunk_add_(
-    grad_linear_weight: Tensor, grad_linear_bias: Tensor, grad_logits: Tensor, input: Tensor, columns: int, first: bool
+    grad_linear_weight: Tensor,
+    grad_linear_bias: Tensor,
+    grad_logits: Tensor,
+    input: Tensor,
+    columns: int,
+    first: bool,
+    count: Tensor | None = None,
 ) -> None:
     """A gradient of shape (0,) is not wanted. ``first``: what is there counts for nothing."""
     of_classes = grad_logits[:, :columns]
     if grad_linear_weight.dim() == 2:
-        add_product(grad_linear_weight[:columns], of_classes.t(), input, first)
+        total = grad_linear_weight[:columns]
+        kernels = None if count is None else counting_kernels(input, total)
+        if kernels is None:
+            add_product(total, of_classes.t(), input, first)
+        else:
+            kernels.grad_weight(of_classes, input, count, total, add=not first)
     if grad_linear_bias.numel() > 0:
         add_rows(grad_linear_bias[:columns], of_classes, first)
     if first:

@@ -24,6 +24,7 @@ TOKEN_WEIGHT = "Tensor? token_weight=None"
 OUTPUT_MASK = "bool[3] output_mask=[True, True, True]"
 ACCUMULATE = "ScalarType? accumulate_dtype=None"
 CHUNKING = "SymInt? chunk_rows=None, bool skip_ignored=False"
+COUNT = "Tensor? count=None"  # of the first rows of a chunk, (): those after them are ignored ones
 LINEAR_GRADS = "Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias"
 
 # Made of the others for every device: no kernels of their own.
@@ -151,19 +152,19 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     # statistics, a function of a row's statistics. Three products. Of a slice where num_classes is given.
     "linear_cross_entropy_chunk": (
         f"(Tensor input, Tensor linear_weight, Tensor target, {SLICE}, Tensor? linear_bias=None, "
-        f"Tensor? weight=None, bool entropy=False, *, {OPTIONS}) -> (Tensor stats, Tensor logits)",
+        f"Tensor? weight=None, bool entropy=False, {COUNT}, *, {OPTIONS}) -> (Tensor stats, Tensor logits)",
         None,
     ),
     "linear_cross_entropy_chunk_grad_": (
         "(Tensor(a!) logits, Tensor grad_loss, Tensor? grad_lse, Tensor linear_weight, Tensor target, Tensor lse, "
         f"{SLICE}, Tensor? weight=None, Tensor? divisor=None, Tensor? grad_entropy=None, Tensor? entropy=None, "
-        f"Tensor? coefficient=None, Tensor? after=None, bool with_grad_input=True, *, {OPTIONS}, {LSE_SQUARE}) "
-        "-> Tensor grad_input",
+        f"Tensor? coefficient=None, Tensor? after=None, bool with_grad_input=True, {COUNT}, *, {OPTIONS}, "
+        f"{LSE_SQUARE}) -> Tensor grad_input",
         None,
     ),
     "linear_cross_entropy_chunk_add_": (
         "(Tensor(a!) grad_linear_weight, Tensor(b!) grad_linear_bias, Tensor grad_logits, Tensor input, "
-        "SymInt columns, bool first) -> ()",
+        f"SymInt columns, bool first, {COUNT}) -> ()",
         None,
     ),
     "linear_cross_entropy_value": (

@@ -38,13 +38,22 @@ def _check_chunk(
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     entropy: bool = False,
+    count: Tensor | None = None,
     **options: Any,
 ) -> None:
     _two_dimensions(input)
+    _check_count(count, input)
     if num_classes is None:
         checks.rows(input, linear_weight, target, linear_bias, weight, **options)
     else:
         checks.shard(input, linear_weight, target, class_start, num_classes, linear_bias, weight, entropy, **options)
+
+
+def _check_count(count: Tensor | None, like: Tensor) -> None:
+    if count is not None:
+        row_checks.dtype("count", count, (torch.int32,))
+        row_checks.same_shape("count", count.shape, torch.Size(()), "one number")
+        row_checks.same_device("count", count, like, "the chunk is")
 
 
 def _two_dimensions(input: Tensor) -> None:
@@ -61,6 +70,7 @@ def _chunk_outputs(
     _linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     entropy: bool = False,
+    _count: Tensor | None = None,
 ) -> Outputs:
     rows = target.numel()
     stats = (3 if entropy else 2, rows)
@@ -87,8 +97,10 @@ def _check_grad(
     coefficient: Tensor | None = None,
     after: Tensor | None = None,
     with_grad_input: bool = True,
+    count: Tensor | None = None,
     **options: Any,
 ) -> None:
+    _check_count(count, logits)
     if num_classes is not None:
         row_checks.shard_range(linear_weight.shape[0], class_start, num_classes)
     columns = columns_of(linear_weight.shape[0], class_start, num_classes)
@@ -115,8 +127,10 @@ def _check_add(
     input: Tensor,
     columns: int,
     first: bool,
+    count: Tensor | None = None,
 ) -> None:
     _two_dimensions(input)
+    _check_count(count, input)
     row_checks.same_shape("grad_logits", grad_logits.shape[:1], input.shape[:1], "as many rows as the input")
     torch._check_value(
         padded_classes(columns, input.dtype) == grad_logits.shape[1],
