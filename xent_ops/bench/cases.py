@@ -7,6 +7,7 @@ and what it raises is reported, not hidden.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -65,7 +66,7 @@ class Variant:
     def build_step(self) -> Callable[..., Any]:
         """hidden, matrix, target, weight -> loss; with ``products_only``, -> Outputs."""
         if self.products_only:
-            return _products_alone(self._compile(_products))
+            return _products_alone(self._compile(products))
         loss = self.load()
 
         def step(hidden: Tensor, matrix: Tensor, target: Tensor, weight: Tensor) -> Tensor:
@@ -83,20 +84,12 @@ def _opaque_inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         return compile_fx(graph, inputs)
 
 
-def _ours(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    return xent_ops.cross_entropy(logits, target)
+def own(**options: Any) -> Loss:
+    return lambda logits, target, weight: xent_ops.cross_entropy(logits, target, **options)
 
 
-def _ours_in_place(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    return xent_ops.cross_entropy(logits, target, inplace_backward=True)
-
-
-def _ours_one_pass(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    return xent_ops.cross_entropy(logits, target, grad_in_forward=True)
-
-
-def _ours_one_pass_in_place(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    return xent_ops.cross_entropy(logits, target, grad_in_forward=True, inplace_backward=True)
+def unweighted(loss: Callable[[Tensor, Tensor], Any]) -> Loss:
+    return lambda logits, target, weight: loss(logits, target)
 
 
 def _ours_with_grad(logits: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,8 +129,8 @@ def _torch_options(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     return loss + ALL_OPTIONS.lse_square_scale * lse.square().sum() / counted.sum()
 
 
-def _products(hidden: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """The three matrix products of a step, the logits standing in for their gradient."""
+def products(hidden: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """The three matrix products of a step, the logits standing in for their gradient: it has their shape and dtype."""
     logits = hidden @ matrix.T
     return logits @ matrix, logits.T @ hidden
 
@@ -149,19 +142,20 @@ def _products_alone(products: Callable[..., tuple[Tensor, Tensor]]) -> Callable[
     return step
 
 
+def imported(module: str, name: str, **options: Any) -> Callable[..., Any]:
+    return functools.partial(getattr(importlib.import_module(module), name), **options)
+
+
 def _liger() -> Loss:
-    loss = importlib.import_module("liger_kernel.transformers.functional").liger_cross_entropy
-    return lambda logits, target, weight: loss(logits, target)
+    return unweighted(imported("liger_kernel.transformers.functional", "liger_cross_entropy"))
 
 
 def _quack() -> Loss:
-    loss = importlib.import_module("quack.cross_entropy").cross_entropy
-    return lambda logits, target, weight: loss(logits, target, reduction="mean")
+    return unweighted(imported("quack.cross_entropy", "cross_entropy", reduction="mean"))
 
 
 def _flash_attention() -> Loss:
-    loss = importlib.import_module("flash_attn.losses.cross_entropy").CrossEntropyLoss()
-    return lambda logits, target, weight: loss(logits, target)
+    return unweighted(imported("flash_attn.losses.cross_entropy", "CrossEntropyLoss")())
 
 
 def _transformer_engine() -> Loss:
@@ -201,25 +195,35 @@ PEERS = (
 
 def _peers() -> list[Variant]:
     found = []
-    for peer in PEERS:
-        if peer.installed():
-            found.append(Variant(peer.name, "peer", peer.load))
-            if peer.also_compiled:
-                found.append(Variant(f"{peer.name} compiled", "peer", peer.load, compiled=True))
+    for peer in filter(Peer.installed, PEERS):
+        found.append(Variant(peer.name, "peer", peer.load))
+        if peer.also_compiled:
+            found.append(Variant(f"{peer.name} compiled", "peer", peer.load, compiled=True))
     return found
+
+
+def of_peers(kind: type[V], peers: Sequence[Peer]) -> tuple[list[V], list[str]]:
+    """(those that are installed, a line for each that is not)."""
+    found = [kind(peer.name, "peer", peer.load) for peer in peers if peer.installed()]
+    return found, [f"{peer.name}: not installed" for peer in peers if not peer.installed()]
+
+
+_one_pass_in_place = functools.partial(own, grad_in_forward=True, inplace_backward=True)
 
 
 def losses(dtype: torch.dtype, device: torch.device, dynamic: bool) -> list[Variant]:
     """For logits that are given. Compiled F.cross_entropy upcasts in its kernels, so that is the form to beat."""
-    ours = Variant("xent compiled", "ours", lambda: _ours, compiled=True)
+    ours = Variant("xent compiled", "ours", own, compiled=True)
     upcast = Variant("F compiled", "torch", lambda: _torch_upcast, compiled=True)
-    found = [Variant("xent eager", "ours", lambda: _ours), ours]
+    found = [Variant("xent eager", "ours", own), ours]
     if dynamic:
         found.append(replace(ours, name="xent compiled dynamic", dynamic=True))
     found += [
-        Variant("xent in-place", "ours", lambda: _ours_in_place, in_place=True),
-        Variant("xent one pass", "ours", lambda: _ours_one_pass),
-        Variant("xent one pass in-place", "ours", lambda: _ours_one_pass_in_place, in_place=True),
+        Variant("xent in-place", "ours", functools.partial(own, inplace_backward=True), in_place=True),
+        Variant("xent one pass", "ours", functools.partial(own, grad_in_forward=True)),
+        Variant(
+            "xent one pass in-place", "ours", lambda: own(grad_in_forward=True, inplace_backward=True), in_place=True
+        ),
         Variant("xent one pass compiled", "ours", lambda: _ours_with_grad, compiled=True, gives_grad=True),
         Variant("xent compiled options", "ours", lambda: _ours_options, ALL_OPTIONS, compiled=True),
         Variant("F eager", "torch", lambda: _torch),
@@ -240,15 +244,17 @@ def steps(dynamic: bool) -> list[Variant]:
 
     The opaque backward shows what it costs or saves that the compiled gradient is written over the logits.
     """
-    opaque = Variant("xent opaque backward", "ours", lambda: _ours, compiled=True, opaque=True)
-    ours = Variant("xent compiled", "ours", lambda: _ours, compiled=True, against=opaque.name)
+    opaque = Variant("xent opaque backward", "ours", own, compiled=True, opaque=True)
+    ours = Variant("xent compiled", "ours", own, compiled=True, against=opaque.name)
     upcast = Variant("F compiled", "torch", lambda: _torch_upcast, compiled=True)
     found = [
         Variant("products alone", "torch", lambda: _torch, compiled=True, products_only=True),
         ours,
         opaque,
-        Variant("xent in-place", "ours", lambda: _ours_in_place, in_place=True),
-        Variant("xent one pass in-place", "ours", lambda: _ours_one_pass_in_place, in_place=True),
+        Variant("xent in-place", "ours", functools.partial(own, inplace_backward=True), in_place=True),
+        Variant(
+            "xent one pass in-place", "ours", lambda: own(grad_in_forward=True, inplace_backward=True), in_place=True
+        ),
         upcast,
     ]
     if dynamic:

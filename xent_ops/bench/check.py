@@ -65,8 +65,9 @@ def worst(errors: list[Tensor]) -> float:
     return max(float(error.nan_to_num(nan=math.inf, posinf=math.inf).max()) for error in errors) if errors else 0.0
 
 
-def chunks(rows: int, classes: int) -> Iterator[slice]:
-    step = max(1, CHUNK // classes)
+def chunks(rows: int, classes: int, logits: int | None = None) -> Iterator[slice]:
+    """Rows that have so many logits, or CHUNK."""
+    step = max(1, (logits or CHUNK) // classes)
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
@@ -104,6 +105,15 @@ class Reference:
             total = total + options.lse_square_scale * lse.square().sum() / self.number
         (grad,) = torch.autograd.grad(total, z)
         return total.detach(), grad
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
+    """In the 2-norm, without a second float64 tensor of this size."""
+    squares = torch.zeros((), dtype=torch.float64, device=actual.device)
+    step = max(1, CHUNK // expected.shape[1])
+    for part, wanted in zip(actual.split(step), expected.split(step), strict=True):
+        squares += (part.double() - wanted).square().sum()
+    return squares.sqrt() / expected.norm()
 
 
 def row_errors(actual: Tensor, expected: Tensor, target: Tensor, scale: Tensor, step: float) -> Tensor:

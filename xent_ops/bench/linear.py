@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from . import cases, compare, linear_cases, plot, report, timing
+from . import cases, linear_cases, plot, report
 from .linear_cases import FORWARD_UNIT, UNIT, LinearVariant
 from .linear_problem import LinearProblem
-from .measure import Result, Settings, measure, ours_failed, set_ratios
+from .measure import Result
+from .series import Kind, Run
 from .sizes import HeadShape, Shape
 
 DEFAULT_SHAPES = {"cuda": [Shape(8192, 128256)], "cpu": [Shape(256, 4096)]}
@@ -35,64 +34,37 @@ def chosen(arguments: argparse.Namespace, dtype: torch.dtype) -> list[LinearVari
     return [*(linear_cases.unit(name) for name in units), *variants, *[again] * (UNIT in units)]
 
 
-def run(
-    arguments: argparse.Namespace,
-    variants: Sequence[LinearVariant],
-    settings: Settings,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> int:
-    environment = report.environment(device, arguments.command_line, linear_cases.PEERS)
-    report.show_environment(environment, settings.busy, linear_cases.PEERS)
-    report.say_if_unmeasured(settings.memory, device)
-    name = str(dtype).removeprefix("torch.")
-    own = {"dtype": name, "step": None, "linear": arguments.linear, "chunk_rows": arguments.chunk_rows}
-    own["ignored"] = arguments.ignored
-    content: dict[str, Any] = {"environment": environment, "settings": own | vars(settings), "results": []}
-    given = arguments.shapes or DEFAULT_SHAPES["cpu" if device.type == "cpu" else "cuda"]
-    todo = [HeadShape(shape.rows, shape.classes, hidden) for hidden in arguments.linear for shape in given]
-    results: list[Result] = []
-    failed = False
-    for number, shape in enumerate(todo, 1):
-        try:
-            problem = LinearProblem(shape, dtype, device, ignored=arguments.ignored)
-            done = _shape(f"{number}/{len(todo)} {shape}", problem, variants, settings)
-        except RuntimeError as error:  # out of memory, or a device that an earlier variant broke
-            note = timing.reason(error)
-            print(f"{shape}: not measured, {note}", file=sys.stderr)
-            content["results"].append({"shape": list(shape), "status": "error", "note": note})
-            failed = True
-        else:
-            unit = f"; 1 = {done[0].ms:.4f} ms" if done[0].variant == UNIT and done[0].ms else ""
-            title = f"{shape} {name}, forward + backward of head and loss{unit}"
-            report.show(title, done, _table(done, settings.memory), arguments.markdown)
-            results += done
-            content["results"] += [result.as_json() for result in done]
-        if arguments.json:  # after each shape: a run that is stopped leaves what it has
-            report.write_json(arguments.json, content)
-        timing.collect(device)
-    if len(arguments.chunk_rows or []) > 1:
-        _show_chunks(results, variants, arguments.chunk_rows, settings.memory)
-    compare.show(arguments, content)
-    if arguments.plot and results:
-        # Not what is measured against one product.
-        names = {variant.name for variant in variants if not variant.forward_alone} - {FORWARD_UNIT, AGAIN}
-        drawn = [result for result in results if result.variant in names]
-        plot.draw(arguments.plot, drawn, plot.title(environment, name), plot.OF_LINEAR)
-    return int(failed or ours_failed(results))
+def kind(run: Run, variants: Sequence[LinearVariant]) -> Kind:
+    arguments, memory = run.arguments, run.settings.memory
+    given = arguments.shapes or DEFAULT_SHAPES["cpu" if run.device.type == "cpu" else "cuda"]
+    # Not what is measured against one product.
+    names = {variant.name for variant in variants if not variant.forward_alone} - {FORWARD_UNIT, AGAIN}
 
+    def measured(title: str, shape: HeadShape) -> list[Result]:
+        problem = LinearProblem(shape, run.dtype, run.device, ignored=arguments.ignored)
+        # Before the clock starts: it brings a GPU to the temperature and the clock rate at which all are measured, and
+        # if memory is short, no variant takes the blame.
+        problem.expected()
+        return run.in_turn(title, problem, variants, None)
 
-def _shape(title: str, problem: LinearProblem, variants: Sequence[LinearVariant], settings: Settings) -> list[Result]:
-    # Before the clock starts: it brings a GPU to the temperature and the clock rate at which all are measured, and if
-    # memory is short, no variant takes the blame.
-    problem.expected()
-    done = []
-    with report.progress(title, len(variants)) as step:
-        for variant in variants:
-            step(variant.name)
-            done.append(measure(problem, variant, None, settings))
-    set_ratios(variants, done)
-    return done
+    def shown(shape: HeadShape, done: Sequence[Result]) -> tuple[str, report.Table]:
+        unit = f"; 1 = {done[0].ms:.4f} ms" if done[0].variant == UNIT and done[0].ms else ""
+        return f"{shape} {run.name}, forward + backward of head and loss{unit}", _table(done, memory)
+
+    def conclude(results: Sequence[Result]) -> None:
+        if len(arguments.chunk_rows or []) > 1:
+            _show_chunks(results, variants, arguments.chunk_rows, memory)
+
+    return Kind(
+        {"linear": arguments.linear, "chunk_rows": arguments.chunk_rows},
+        [HeadShape(shape.rows, shape.classes, hidden) for hidden in arguments.linear for shape in given],
+        measured,
+        shown,
+        lambda results: plot.OF_LINEAR,
+        lambda results: [result for result in results if result.variant in names],
+        conclude,
+        linear_cases.PEERS,
+    )
 
 
 def _table(results: Sequence[Result], memory: bool) -> report.Table:

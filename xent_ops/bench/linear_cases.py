@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,7 @@ from torch import Tensor
 
 import xent_ops
 
-from .cases import Loss, Peer, Variant
+from .cases import Loss, Peer, Variant, imported, of_peers, products
 from .outputs import Outputs
 
 UNIT = "three products"
@@ -51,10 +50,11 @@ class LinearVariant(Variant):
         return torch.compile(self.load(), fullgraph=True, options=self.inductor or None)
 
 
+L = TypeVar("L", bound=LinearVariant)
+
+
 def _three_products(hidden: Tensor, matrix: Tensor) -> Outputs:
-    """Those of a step, the logits standing in for their gradient, which has their shape and dtype."""
-    logits = torch.mm(hidden, matrix.t())
-    return Outputs(hidden.new_zeros(()), (torch.mm(logits, matrix), torch.mm(logits.t(), hidden)))
+    return Outputs(hidden.new_zeros(()), products(hidden, matrix))
 
 
 def _one_product(hidden: Tensor, matrix: Tensor) -> Outputs:
@@ -94,26 +94,16 @@ def _torch_chunked() -> Loss:
     )
 
 
-def _liger() -> Loss:
-    module = importlib.import_module("liger_kernel.transformers.functional")
-    return lambda hidden, matrix, target: module.liger_fused_linear_cross_entropy(hidden, matrix, target)
-
-
-def _cut_cross_entropy() -> Loss:
-    loss = importlib.import_module("cut_cross_entropy").linear_cross_entropy
-    return lambda hidden, matrix, target: loss(hidden, matrix, target)
-
-
-def _quack(**options: Any) -> Loss:
-    loss = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
-    return lambda hidden, matrix, target: loss(hidden, matrix, target, **options)
-
-
+_load_quack = functools.partial(imported, "quack.linear_cross_entropy", "chunked_linear_cross_entropy")
 PEERS = (
-    Peer(("liger-kernel", "liger-kernel-nightly"), "liger_kernel", _liger),
-    Peer(("cut-cross-entropy",), "cut_cross_entropy", _cut_cross_entropy),
+    Peer(
+        ("liger-kernel", "liger-kernel-nightly"),
+        "liger_kernel",
+        lambda: imported("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"),
+    ),
+    Peer(("cut-cross-entropy",), "cut_cross_entropy", lambda: imported("cut_cross_entropy", "linear_cross_entropy")),
     # It tunes its products in the first call, for minutes.
-    Peer(("quack-kernels",), "quack", _quack),
+    Peer(("quack-kernels",), "quack", _load_quack),
 )
 
 
@@ -137,49 +127,41 @@ def _own(dtype: torch.dtype, chunk_rows: Sequence[int | None]) -> list[LinearVar
     return found
 
 
-def _from_torch() -> tuple[list[LinearVariant], list[str]]:
-    """(what this torch has, a line for each that it has not)."""
-    found, missing = [], []
-    if hasattr(torch.nn, "LinearCrossEntropyOptions"):
-        found.append(LinearVariant("F.linear_cross_entropy", "torch", _torch_chunked))
-    else:
-        missing.append(f"F.linear_cross_entropy: torch has it from 2.13 on, this is {torch.__version__}")
+def auto_chunked(kind: type[L], options: dict[str, dict[str, Any]]) -> tuple[list[L], list[str]]:
+    """(Inductor's own chunks, by name, with these options; why there are none)."""
     import torch._inductor.config as inductor
 
-    if hasattr(inductor, "auto_chunker"):
-        for number in AUTO_CHUNKS:
-            chunked = AUTO_CHUNKER | {"auto_chunker.num_chunk": number}
-            found.append(
-                LinearVariant(
-                    f"auto_chunker {number}",
-                    "torch",
-                    lambda: unfused_torch,
-                    compiled=True,
-                    inductor=chunked,
-                    auto_chunked=True,
-                )
-            )
-    else:
-        missing.append(f"auto_chunker: not in the Inductor of torch {torch.__version__}")
-    return found, missing
+    if not hasattr(inductor, "auto_chunker"):
+        return [], [f"auto_chunker: not in the Inductor of torch {torch.__version__}"]
+    how: dict[str, Any] = {"compiled": True, "auto_chunked": True}
+    load = lambda: unfused_torch  # noqa: E731
+    return [kind(name, "torch", load, inductor=AUTO_CHUNKER | more, **how) for name, more in options.items()], []
+
+
+def _from_torch() -> tuple[list[LinearVariant], list[str]]:
+    """(what this torch has, a line for each that it has not)."""
+    chunks = {f"auto_chunker {number}": {"auto_chunker.num_chunk": number} for number in AUTO_CHUNKS}
+    found, missing = auto_chunked(LinearVariant, chunks)
+    if hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        return [LinearVariant("F.linear_cross_entropy", "torch", _torch_chunked), *found], missing
+    return found, [f"F.linear_cross_entropy: torch has it from 2.13 on, this is {torch.__version__}", *missing]
 
 
 def variants(dtype: torch.dtype, chunk_rows: Sequence[int | None]) -> tuple[list[LinearVariant], list[str]]:
     """(the contestants without the units, what is left out and why)."""
     unfused = LinearVariant("unfused xent compiled", "ours", lambda: unfused_ours, compiled=True)
-    found = [
+    of_torch, missing = _from_torch()
+    peers, absent = of_peers(LinearVariant, PEERS)
+    untuned = [
+        replace(peer, name=f"{peer.name} untuned", load=functools.partial(_load_quack, tuned=False))
+        for peer in peers
+        if peer.load is _load_quack
+    ]
+    return [
         *_own(dtype, chunk_rows),
         unfused,
         replace(unfused, name="unfused F compiled", kind="torch", load=lambda: unfused_torch),
-    ]
-    of_torch, missing = _from_torch()
-    found += of_torch
-    for peer in PEERS:
-        if not peer.installed():
-            missing.append(f"{peer.name}: not installed")
-            continue
-        found.append(LinearVariant(peer.name, "peer", peer.load))
-        if peer.module == "quack":
-            load = functools.partial(_quack, tuned=False)
-            found.append(LinearVariant(f"{peer.name} untuned", "peer", load))
-    return found, missing
+        *of_torch,
+        *peers,
+        *untuned,
+    ], [*missing, *absent]

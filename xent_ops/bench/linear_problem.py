@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,19 +11,13 @@ from . import check
 from .cases import Variant
 from .linear_cases import LinearVariant
 from .outputs import Outputs, Run
-from .problems import StepProblem
+from .problems import Expected, StepProblem
 from .sizes import HeadShape, Shape
 
 # Logits that are in float64 at a time, about five copies of them: 512 MiB each on a GPU, where a chunk of few rows
 # would read and write all of the weight's gradient for little; 32 MiB elsewhere.
 CHUNK = {"cuda": 1 << 26}
 CHUNK_ELSEWHERE = check.CHUNK
-
-
-class _Expected(NamedTuple):
-    loss: Tensor  # ()
-    hidden: Tensor  # (rows, H)
-    matrix: Tensor  # (classes, H)
 
 
 class LinearProblem(StepProblem):
@@ -39,7 +32,7 @@ class LinearProblem(StepProblem):
         super().__init__(Shape(shape.rows, shape.classes), dtype, device, shape.hidden, ignored=ignored)
         self.head = shape
         self.which = 0
-        self._expected: dict[int, _Expected] = {}
+        self._expected: dict[int, Expected] = {}
 
     @property
     def reported_shape(self) -> HeadShape:
@@ -93,8 +86,8 @@ class LinearProblem(StepProblem):
         if grad_hidden.shape != self.hidden.shape or grad_matrix.shape != self.matrix.shape:
             return check.Verdict(loss_error, math.inf, limit, loss_tolerance=of_loss)
         of_rows = self._row_errors(grad_hidden, expected.hidden)
-        hidden_error = check.worst([relative_error(grad_hidden, expected.hidden)])
-        head_error = check.worst([relative_error(grad_matrix, expected.matrix)])
+        hidden_error = check.worst([check.relative_error(grad_hidden, expected.hidden)])
+        head_error = check.worst([check.relative_error(grad_matrix, expected.matrix)])
         worst = max(check.worst([of_rows]), hidden_error, head_error)
         return check.Verdict(loss_error, worst, limit, head_error, hidden_error, of_loss)
 
@@ -106,35 +99,14 @@ class LinearProblem(StepProblem):
         zero = (grad == 0).all(dim=1)
         return torch.where(counted, errors, torch.where(zero, 0.0, math.inf))
 
-    def expected(self) -> _Expected:
+    def expected(self) -> Expected:
         if self.which not in self._expected:
             self._expected[self.which] = self._reference()
         return self._expected[self.which]
 
-    def _reference(self) -> _Expected:
-        reference = check.Reference(self.target, self.weight, check.Options())
-        matrix = self.matrix.detach().double()
-        grad_matrix = torch.zeros_like(matrix)
-        grad_hidden = torch.empty(self.hidden.shape, dtype=torch.float64, device=self.device)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        step = max(1, CHUNK.get(self.device.type, CHUNK_ELSEWHERE) // self.head.classes)
-        for start in range(0, self.head.rows, step):
-            part = slice(start, min(start + step, self.head.rows))
-            hidden = self.hidden.detach()[part].double()
-            share, grad = reference.rows(part, hidden @ matrix.T)
-            total += share
-            torch.mm(grad, matrix, out=grad_hidden[part])
-            grad_matrix.addmm_(grad.T, hidden)
-        return _Expected(total, grad_hidden, grad_matrix)
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
-    """In the 2-norm, without a second float64 tensor of this size."""
-    squares = torch.zeros((), dtype=torch.float64, device=actual.device)
-    step = max(1, check.CHUNK // expected.shape[1])
-    for part, wanted in zip(actual.split(step), expected.split(step), strict=True):
-        squares += (part.double() - wanted).square().sum()
-    return squares.sqrt() / expected.norm()
+    def _reference(self) -> Expected:
+        chunk = CHUNK.get(self.device.type, CHUNK_ELSEWHERE)
+        return self.reference(check.Options(), torch.float64, chunk)
 
 
 def chunked_by_inductor(run: Run) -> Run:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from . import cases, compare, model_cases, plot, report, timing
-from .measure import Result, Settings, measure, ours_failed
+from . import cases, model_cases, plot, report
+from .measure import Result, measure
 from .model_cases import BODY, ModelVariant
 from .model_problem import ModelProblem
-from .sizes import Sizes
+from .series import Kind, Run
+from .sizes import ModelShape, Sizes
 
 
 class _Step(NamedTuple):
@@ -51,72 +50,35 @@ def chosen(only: str | None) -> list[ModelVariant]:
     return cases.choose(known, only, model_cases.PEERS, missing)
 
 
-def run(
-    arguments: argparse.Namespace,
-    step: _Step,
-    variants: Sequence[ModelVariant],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> int:
-    environment = report.environment(device, arguments.command_line, model_cases.PEERS)
-    memory = timing.measures_memory(device)
-    settings = Settings(graph=False, memory=memory, budget_ms=arguments.budget, busy=timing.busy(), wall=False)
-    report.show_environment(environment, settings.busy, model_cases.PEERS)
-    report.say_if_unmeasured(settings.memory, device)
-    name = str(dtype).removeprefix("torch.")
-    own = {"dtype": name, "step": None, "model": step.as_json(), "ignored": arguments.ignored}
-    content: dict[str, Any] = {
-        "environment": environment,
-        "settings": own | dataclasses.asdict(settings),
-        "results": [],
-    }
-    results: list[Result] = []
-    failed = False
+def kind(run: Run, step: _Step, variants: Sequence[ModelVariant]) -> Kind:
+    def measured(title: str, shape: ModelShape) -> Iterator[Result]:
+        """One by one: each compiles first, for minutes."""
+        ignored = run.arguments.ignored
+        problem = ModelProblem(step.sizes, step.batch, step.tokens, run.dtype, run.device, ignored=ignored)
+        run.content["parameters"] = sum(parameter.numel() for parameter in problem.parameters)
+        with report.progress(f"{shape} {run.name}", 1 + len(variants)) as tell:
+            tell("the eager step that all are compared with")
+            problem.expected()
+            done: dict[str, Result] = {}
+            for variant in variants:
+                tell(f"{variant.name}: compiles, is checked and timed")
+                done[variant.name] = result = measure(problem, variant, None, run.settings)
+                if result.ms:
+                    result.tokens_per_s = 1e3 * problem.shape.rows / result.ms
+                    result.unsteady += ["tokens_per_s"] * ("ms" in result.unsteady)
+                    _set_head_ms(result, done.get(BODY), done.get(variant.against))
+                yield result
 
-    def write() -> None:
-        if arguments.json:
-            report.write_json(arguments.json, content)
-
-    try:
-        problem = ModelProblem(step.sizes, step.batch, step.tokens, dtype, device, ignored=arguments.ignored)
-        content["parameters"] = sum(parameter.numel() for parameter in problem.parameters)
-        for result in _measured(f"{problem.reported} {name}", problem, variants, settings):
-            results.append(result)
-            content["results"].append(result.as_json())
-            write()  # after each variant, which compiles first: a run that is stopped leaves what it has
-    except RuntimeError as error:  # out of memory, or a device that an earlier variant broke
-        note = timing.reason(error)
-        print(f"not measured, {note}", file=sys.stderr)
-        content["results"].append({"status": "error", "note": note})
-        failed = True
-        write()
-    if results:
+    def shown(shape: ModelShape, done: Sequence[Result]) -> tuple[str, report.Table]:
         title = (
-            f"whole step of {step.batch} x {step.tokens} tokens, {name}; {step.sizes.layers} layers of "
-            f"{step.sizes.hidden}, {step.sizes.classes} classes, {content['parameters']:,} parameters"
+            f"whole step of {shape.batch} x {shape.tokens} tokens, {run.name}; {shape.layers} layers of "
+            f"{shape.hidden}, {shape.classes} classes, {run.content['parameters']:,} parameters"
         )
-        report.show(title, results, _table(results, settings.memory), arguments.markdown)
-    compare.show(arguments, content)
-    if arguments.plot and results:
-        plot.draw(arguments.plot, results, plot.title(environment, name), figures(results))
-    return int(failed or ours_failed(results))
+        return title, _table(done, run.settings.memory)
 
-
-def _measured(
-    title: str, problem: ModelProblem, variants: Sequence[ModelVariant], settings: Settings
-) -> Iterator[Result]:
-    with report.progress(title, 1 + len(variants)) as tell:
-        tell("the eager step that all are compared with")
-        problem.expected()
-        done: dict[str, Result] = {}
-        for variant in variants:
-            tell(f"{variant.name}: compiles, is checked and timed")
-            done[variant.name] = result = measure(problem, variant, None, settings)
-            if result.ms:
-                result.tokens_per_s = 1e3 * problem.shape.rows / result.ms
-                result.unsteady += ["tokens_per_s"] * ("ms" in result.unsteady)
-                _set_head_ms(result, done.get(BODY), done.get(variant.against))
-            yield result
+    shape = ModelShape(step.batch, step.tokens, step.sizes.layers, step.sizes.hidden, step.sizes.classes)
+    own = {"model": step.as_json()}
+    return Kind(own, [shape], measured, shown, figures, peers=model_cases.PEERS)
 
 
 def _set_head_ms(result: Result, body: Result | None, against: Result | None) -> None:

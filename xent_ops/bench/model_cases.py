@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
 import xent_ops
 
 from . import linear_cases
-from .linear_cases import AUTO_CHUNKER, LinearVariant, unfused_ours, unfused_torch
+from .cases import of_peers
+from .linear_cases import LinearVariant, auto_chunked, unfused_ours, unfused_torch
 
 BODY = "body alone"
 LINEAR = "xent linear"
@@ -47,18 +46,7 @@ def variants() -> tuple[list[ModelVariant], list[str]]:
         ModelVariant(LINEAR, "ours", lambda: xent_ops.linear_cross_entropy, compiled=True),
         ModelVariant("xent skipping", "ours", lambda: _skipping, compiled=True, against=LINEAR),
     ]
-    missing = []
-    import torch._inductor.config as inductor
-
-    if hasattr(inductor, "auto_chunker"):
-        # By itself it takes the product that makes most of its inputs: the head.
-        how: dict[str, Any] = {"compiled": True, "inductor": AUTO_CHUNKER, "auto_chunked": True}
-        found.append(ModelVariant("auto_chunker", "torch", lambda: unfused_torch, **how))
-    else:
-        missing.append(f"auto_chunker: not in the Inductor of torch {torch.__version__}")
-    for peer in PEERS:
-        if peer.installed():
-            found.append(ModelVariant(peer.name, "peer", peer.load))
-        else:
-            missing.append(f"{peer.name}: not installed")
-    return found, missing
+    # By itself it takes the product that makes most of its inputs: the head.
+    chunked, missing = auto_chunked(ModelVariant, {"auto_chunker": {}})
+    peers, absent = of_peers(ModelVariant, PEERS)
+    return [*found, *chunked, *peers], [*missing, *absent]

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import inductor
 from . import check
 from .cases import Variant
-from .linear_problem import chunked_by_inductor, relative_error
+from .linear_problem import chunked_by_inductor
 from .llama import Llama
 from .model_cases import ModelVariant
 from .outputs import Outputs, Run
@@ -130,8 +130,8 @@ class ModelProblem(Problem):
         expected = self.expected()
         head, early, *_ = outputs.grads
         loss_error = check.worst([(outputs.loss.double() - expected.loss).abs() / expected.loss.abs()])
-        head_error = check.worst([relative_error(head, expected.head)])
-        worst = max(head_error, check.worst([relative_error(early, expected.early)]))
+        head_error = check.worst([check.relative_error(head, expected.head)])
+        worst = max(head_error, check.worst([check.relative_error(early, expected.early)]))
         loss = float(outputs.loss)
         return check.Verdict(loss_error, worst, limit, head_error, loss_tolerance=of_loss, loss=loss)
 
@@ -148,9 +148,7 @@ class ModelProblem(Problem):
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         grad_head = torch.zeros(self.head.shape, dtype=torch.float32, device=self.device)
         grad_hidden = torch.empty_like(hidden)
-        step = max(1, CHUNK // self.shape.classes)
-        for start in range(0, self.shape.rows, step):
-            part = slice(start, min(start + step, self.shape.rows))
+        for part in check.chunks(*self.shape, CHUNK):
             rows = hidden.detach()[part].requires_grad_()
             logits = F.linear(rows, self.head).float()
             loss = F.cross_entropy(logits, self.target[part], reduction="sum") / counted

@@ -6,13 +6,14 @@ Tensors of a problem are allocated once, so that a captured CUDA graph can be re
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import check
 from .cases import Variant
+from .check import Options
 from .outputs import Outputs, Run
 from .sizes import HeadShape, ModelShape, Shape
 
@@ -128,6 +129,12 @@ class LossProblem(Problem):
         return check.compare(outputs.loss, grad, self.source, self.target, self.weight, variant.options)
 
 
+class Expected(NamedTuple):
+    loss: Tensor  # ()
+    hidden: Tensor  # gradient of the hidden states, (rows, H)
+    matrix: Tensor  # (classes, H)
+
+
 class StepProblem(Problem):
     """hidden @ W.T -> loss -> gradients of hidden and W: the end of a training step; logits are an intermediate."""
 
@@ -160,30 +167,35 @@ class StepProblem(Problem):
 
     def check(self, outputs: Outputs, variant: Variant) -> check.Verdict:
         """Gradients in the 2-norm: of hidden by row, of W as a whole (a class that no row names is all rounding)."""
-        limit = variant.options.slack * max(
-            check.tolerance(self.dtype), 1e-4
-        )  # float32: the products' own rounding, seen through exp
-        reference = check.Reference(self.target, self.weight, variant.options)
-        matrix = self.matrix.detach().double()
+        of_dtype = max(check.tolerance(self.dtype), 1e-4)  # float32: the products' own rounding, seen through exp
+        limit = variant.options.slack * of_dtype
         grad_hidden, grad_matrix = outputs.grads
         if grad_hidden.shape != self.hidden.shape or grad_matrix.shape != self.matrix.shape:
             return check.Verdict(math.inf, math.inf, limit)
-        expected_matrix = torch.zeros_like(matrix)
+        # Logits as the variants store them.
+        expected = self.reference(variant.options, self.dtype, products_only=variant.products_only)
+        # Ignored rows are 0 of 0, and must be.
+        size = expected.hidden.norm(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
+        of_rows = (grad_hidden.double() - expected.hidden).norm(dim=1) / size
+        head_error = check.worst([check.relative_error(grad_matrix, expected.matrix)])
+        difference = (outputs.loss.double() - expected.loss).abs()
+        loss_error = check.worst([difference / expected.loss.abs().clamp(min=1e-300)])
+        return check.Verdict(loss_error, max(check.worst([of_rows]), head_error), limit, head_error)
+
+    def reference(
+        self, options: Options, stored: torch.dtype, logits: int | None = None, products_only: bool = False
+    ) -> Expected:
+        """In float64, by chunks of rows with so many ``logits``, which are rounded to the dtype ``stored``."""
+        reference = check.Reference(self.target, self.weight, options)
+        matrix = self.matrix.detach().double()
+        grad_matrix = torch.zeros_like(matrix)
+        grad_hidden = torch.empty(self.hidden.shape, dtype=torch.float64, device=self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        errors = []
-        for part in check.chunks(*self.shape):
+        for part in check.chunks(*self.shape, logits):
             hidden = self.hidden.detach()[part].double()
-            logits = (hidden @ matrix.T).to(self.dtype)  # as the variants store them
-            if variant.products_only:
-                share, grad = torch.zeros_like(total), logits.double()
-            else:
-                share, grad = reference.rows(part, logits)
+            of_rows = (hidden @ matrix.T).to(stored)
+            share, grad = (0.0, of_rows.double()) if products_only else reference.rows(part, of_rows)
             total += share
-            expected_matrix += grad.T @ hidden
-            expected = grad @ matrix
-            difference = (grad_hidden[part].double() - expected).norm(dim=1)
-            # Ignored rows are 0 of 0, and must be.
-            errors.append(difference / expected.norm(dim=1).clamp(min=torch.finfo(torch.float64).tiny))
-        head_error = (grad_matrix.double() - expected_matrix).norm() / expected_matrix.norm()
-        loss_error = check.worst([(outputs.loss.double() - total).abs() / total.abs().clamp(min=1e-300)])
-        return check.Verdict(loss_error, check.worst([*errors, head_error]), limit, check.worst([head_error]))
+            torch.mm(grad, matrix, out=grad_hidden[part])
+            grad_matrix.addmm_(grad.T, hidden)
+        return Expected(total, grad_hidden, grad_matrix)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 
@@ -26,8 +27,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ..distributed.parts import share_of_rank
 from ..distributed.vocab_parallel import vocab_parallel_cross_entropy
 from ..functional import cross_entropy
-from . import ranks_linear
-from .ranks_timing import graph_of, milliseconds
+from . import ranks_linear, timing
+from .ranks_timing import milliseconds
 
 
 @contextlib.contextmanager
@@ -132,8 +133,9 @@ def main() -> None:
             report["eager, one core a rank"] = milliseconds(lambda: step(loss_of), device, args.repeat)
     report["compiled"] = milliseconds(lambda: step(compiled), device, args.repeat)
     if device == "cuda":
-        report["eager, in a CUDA graph"] = milliseconds(graph_of(lambda: step(loss_of)), device, args.repeat)
-        report["compiled, in a CUDA graph"] = milliseconds(graph_of(lambda: step(compiled)), device, args.repeat)
+        for name, function in (("eager", loss_of), ("compiled", compiled)):
+            graph = timing.capture(functools.partial(step, function), logits.device)
+            report[f"{name}, in a CUDA graph"] = milliseconds(graph, device, args.repeat)
     if args.alone is None:  # else nothing is gathered, and the limit has no second term
         report["limit for eager"] = 1.70 * copy + 1.5 * gather
     text = [f"{name:30} {value:9.4f} ms" for name, value in report.items()]
@@ -142,11 +144,9 @@ def main() -> None:
         text += [f"{len(names)} launches of an eager step:", *(f"    {name[:100]}" for name in names)]
         for name, function in (("an eager", loss_of), ("a compiled", compiled)):
             logits.grad = None
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            step(function)
-            peak = (torch.cuda.max_memory_allocated() - before) / (logits.numel() * logits.element_size())
-            text.append(f"peak memory of {name} step beyond the logits, their gradient included: {peak:.3f} shards")
+            _, peak = timing.peak_bytes(functools.partial(step, function), logits.device)
+            shards = f"{peak / logits.nbytes:.3f} shards"
+            text.append(f"peak memory of {name} step beyond the logits, their gradient included: {shards}")
     if dist.get_rank() == 0:
         alone = "" if args.alone is None else ", one of them alone"
         print(f"{args.rows} x {args.classes} bfloat16 over {world} ranks on {device}{alone}", *text, sep="\n")

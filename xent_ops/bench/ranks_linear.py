@@ -21,7 +21,9 @@ from torch import Tensor
 from ..distributed import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from ..distributed.parts import share_of_rank
 from ..head.sizes import rows_of_chunk
-from .ranks_timing import graph_of, milliseconds
+from . import timing
+from .cases import products
+from .ranks_timing import milliseconds
 
 CALLS = {"cuda": 5, "cpu": 1}  # in a sample; each takes milliseconds, so few keep the device busy
 MIB = 2**20
@@ -35,6 +37,7 @@ class Problem(NamedTuple):
     head: Tensor  # (classes of this rank, H)
     target: Tensor  # (rows,)
     classes: int
+    start: int  # the class of this rank's first row of the head
     chunk_rows: int | None
 
 
@@ -48,7 +51,17 @@ def _problem(rows: int, classes: int, hidden: int, chunk_rows: int | None, devic
     target = torch.randint(0, classes, (rows,), device=device, generator=generator)
     generator.manual_seed(1 + start)
     head = (torch.randn(size, hidden, device=device, generator=generator) * 2 / hidden**0.5).bfloat16()
-    return Problem(input.requires_grad_(), head.requires_grad_(), target, classes, chunk_rows)
+    return Problem(input.requires_grad_(), head.requires_grad_(), target, classes, start, chunk_rows)
+
+
+def _step(loss_of: Callable[[Tensor, Tensor, Tensor], Tensor], problem: Problem, input: Tensor | None = None) -> Step:
+    given = problem.input if input is None else input
+
+    def step() -> tuple[Tensor, ...]:
+        loss = loss_of(given, problem.head, problem.target)
+        return loss.detach(), *torch.autograd.grad(loss, (given, problem.head))
+
+    return step
 
 
 def _ours(problem: Problem, compiled: bool = False, sequence: bool = False, pipelined: bool = True) -> Step:
@@ -68,13 +81,7 @@ def _ours(problem: Problem, compiled: bool = False, sequence: bool = False, pipe
             pipelined=pipelined,
         )
 
-    function = torch.compile(loss_of, fullgraph=True) if compiled else loss_of
-
-    def step() -> tuple[Tensor, ...]:
-        loss = function(input, problem.head, problem.target)
-        return loss.detach(), *torch.autograd.grad(loss, (input, problem.head))
-
-    return step
+    return _step(torch.compile(loss_of, fullgraph=True) if compiled else loss_of, problem, input)
 
 
 def _unfused(problem: Problem) -> Step:
@@ -83,13 +90,12 @@ def _unfused(problem: Problem) -> Step:
     def loss_of(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
         return vocab_parallel_cross_entropy(F.linear(x, w), t, num_classes=problem.classes)
 
-    function = torch.compile(loss_of, fullgraph=True)
+    run = _step(torch.compile(loss_of, fullgraph=True), problem)
 
     def step() -> tuple[Tensor, ...]:
-        loss = function(problem.input, problem.head, problem.target)
-        grad_input, grad_head = torch.autograd.grad(loss, (problem.input, problem.head))
+        loss, grad_input, grad_head = run()
         dist.all_reduce(grad_input)
-        return loss.detach(), grad_input, grad_head
+        return loss, grad_input, grad_head
 
     return step
 
@@ -101,28 +107,27 @@ def _loss_parallel(problem: Problem) -> Step:
     mesh = init_device_mesh(problem.input.device.type, (dist.get_world_size(),))
     shape, stride = torch.Size((problem.classes, problem.head.shape[1])), problem.head.stride()
 
+    def loss_of(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+        x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        w = DTensor.from_local(w, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        return F.cross_entropy(F.linear(x, w).float(), t)
+
+    run = _step(loss_of, problem)
+
     def step() -> tuple[Tensor, ...]:
-        x = DTensor.from_local(problem.input, mesh, [Replicate()], run_check=False)
-        w = DTensor.from_local(problem.head, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
         with loss_parallel():
-            loss = F.cross_entropy(F.linear(x, w).float(), problem.target)
-            grads = torch.autograd.grad(loss, (problem.input, problem.head))
-        local: Any = loss.detach()
-        return local.full_tensor(), *grads
+            loss: Any
+            loss, *grads = run()
+        return loss.full_tensor(), *grads
 
     return step
 
 
 def _cut_cross_entropy(problem: Problem) -> Step:
     module = importlib.import_module("cut_cross_entropy")
-    start, size = share_of_rank(problem.classes, dist.get_rank(), dist.get_world_size())
-    split = module.VocabParallelOptions(start, start + size, dist.group.WORLD)  # releases up to 25.1.1 have none
-
-    def step() -> tuple[Tensor, ...]:
-        loss = module.linear_cross_entropy(problem.input, problem.head, problem.target, vocab_parallel_options=split)
-        return loss.detach(), *torch.autograd.grad(loss, (problem.input, problem.head))
-
-    return step
+    # Releases up to 25.1.1 have none.
+    split = module.VocabParallelOptions(problem.start, problem.start + len(problem.head), dist.group.WORLD)
+    return _step(functools.partial(module.linear_cross_entropy, vocab_parallel_options=split), problem)
 
 
 class Contestant(NamedTuple):
@@ -146,7 +151,6 @@ CONTESTANTS = {
 
 def _expected(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, the whole grad_input and this rank's grad_head in float64, some rows at a time."""
-    start, _ = share_of_rank(problem.classes, dist.get_rank(), dist.get_world_size())
     head, rows = problem.head.detach().double(), problem.input.shape[0]
     total = torch.zeros((), dtype=torch.float64, device=head.device)
     grad_input = torch.empty(problem.input.shape, dtype=torch.float64, device=head.device)
@@ -157,7 +161,7 @@ def _expected(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
         logits = x.double() @ head.t()
         top = logits.amax(-1) if len(head) else logits.new_full((len(x),), float("-inf"))
         dist.all_reduce(top, op=dist.ReduceOp.MAX)
-        column = t - start
+        column = t - problem.start
         here = (column >= 0) & (column < len(head))
         index = torch.where(here, column, 0)
         chosen = logits.new_zeros(len(x)) if not len(head) else logits.gather(1, index[:, None])[:, 0] * here
@@ -196,17 +200,9 @@ def _everywhere(ok: bool, device: str) -> bool:
 
 def _time(run: Callable[[], object], device: str, repeat: int, captured: bool = True) -> float:
     """Of one call; on a GPU of a replay of its CUDA graph."""
-    return milliseconds(graph_of(run) if captured and device == "cuda" else run, device, repeat, CALLS[device])
-
-
-def _peak(step: Step) -> float:
-    """MiB beyond the inputs, the gradients included."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / MIB
+    if captured and device == "cuda":
+        run = timing.capture(run, torch.device("cuda", torch.cuda.current_device()))
+    return milliseconds(run, device, repeat, CALLS[device])
 
 
 def _chunk_rows(problem: Problem) -> int:
@@ -219,11 +215,6 @@ def _units(problem: Problem, device: str, repeat: int) -> dict[str, float]:
     input, head = problem.input.detach(), problem.head.detach()
     rows, world = input.shape[0], dist.get_world_size()
 
-    def products() -> None:
-        logits = torch.mm(input, head.t())
-        torch.mm(logits, head)
-        torch.mm(logits.t(), input)
-
     def by_chunks() -> None:
         total = torch.empty_like(head)
         for number, x in enumerate(input.split(_chunk_rows(problem))):
@@ -234,7 +225,7 @@ def _units(problem: Problem, device: str, repeat: int) -> dict[str, float]:
     total, stats = torch.empty_like(input), torch.zeros(3 * rows, device=device)
     gathered = torch.zeros(world * stats.numel(), device=device)
     return {
-        "three local products": _time(products, device, repeat),
+        "three local products": _time(lambda: products(input, head), device, repeat),
         "all-reduce of the input's gradient": _time(lambda: dist.all_reduce(total), device, repeat),
         "all-gather of 12 bytes a row": _time(lambda: dist.all_gather_into_tensor(gathered, stats), device, repeat),
         "(the products by chunks)": _time(by_chunks, device, repeat),
@@ -291,13 +282,13 @@ def _measured(
         step = contestant.build(problem)
         outputs = step()  # compiles, and tunes
     except Exception as error:  # a peer that is not installed, or cannot do this
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:80]
+        reason = timing.reason(error)[:80]
     everywhere = _everywhere(not reason, device)
     if step is None or outputs is None or not everywhere:
         return f"left out: {reason or 'failed on another rank'}"
     errors = _errors(outputs, expected)
     del outputs
-    peak = f"{_peak(step):7.0f}" if device == "cuda" else f"{'':7}"
+    peak = f"{timing.peak_bytes(step, problem.head.device)[1] / MIB:7.0f}" if device == "cuda" else f"{'':7}"
     time = _time(step, device, repeat, contestant.captured)
     numbers = " ".join(f"{error:.1e}" for error in errors)
     return f"{time:9.3f} {time / unit:6.3f} {peak}   {numbers}{'' if max(errors) <= TOLERANCE else '  WRONG'}"

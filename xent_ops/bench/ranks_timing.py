@@ -1,4 +1,4 @@
-"""Times of what all ranks run together, and CUDA graphs of it."""
+"""Times of what all ranks run together."""
 
 from __future__ import annotations
 
@@ -37,18 +37,3 @@ def milliseconds(run: Callable[[], object], device: str, repeat: int, calls: int
                 run()
             times.append(1e3 * (time.perf_counter() - start) / calls)
     return statistics.median(times)
-
-
-def graph_of(run: Callable[[], object]) -> Callable[[], object]:
-    """``run`` as a CUDA graph, with its collective."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        run()
-    return graph.replay

@@ -173,8 +173,8 @@ def show_environment(found: dict[str, Any], busy: str | None, peers: Sequence[Pe
     print(f"; peers: {', '.join(present) or 'none'}; not installed: {', '.join(absent) or 'none'}", flush=True)
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Values that JSON has no number for (an infinite error) become strings."""
+def write_json(path: Path | None, content: dict[str, Any]) -> None:
+    """Values that JSON has no number for (an infinite error) become strings. Without a path, nothing."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
@@ -183,4 +183,5 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
             return [clean(item) for item in value]
         return str(value) if isinstance(value, float) and value - value != 0 else value
 
-    path.write_text(json.dumps(clean(content), indent=2, allow_nan=False) + "\n")
+    if path is not None:
+        path.write_text(json.dumps(clean(content), indent=2, allow_nan=False) + "\n")

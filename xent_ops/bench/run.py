@@ -1,4 +1,4 @@
-"""The command: the loop over shapes and variants, and the exit status."""
+"""The command: what its arguments ask for, and what is measured of a loss or a step."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch
 from ..kernels.devices import interpreter_is_set
 from . import cases, compare, linear, model, plot, report, tails, timing
 from .arguments import shapes
-from .measure import Result, Settings, copy_times, measure, ours_failed, set_ratios
-from .problems import LossProblem, Problem, StepProblem
+from .measure import Result, Settings, copy_times
+from .problems import LossProblem, StepProblem
+from .series import Kind, Run
 from .sizes import HeadShape, ModelShape, Shape
 
 DEFAULT_SHAPES = {"cuda": "8192x32000,4096x128256", "cpu": "256x4096,64x32000"}
@@ -119,96 +121,65 @@ def main(arguments: argparse.Namespace) -> int:
             arguments.shapes = arguments.shapes or shapes(tails.SHAPES[place])
             arguments.memory = arguments.memory or device.type == "cuda"
         dtype = getattr(torch, arguments.dtype or ("float32" if on_cpu and not arguments.tails else "bfloat16"))
-        heads = linear.chosen(arguments, dtype) if arguments.linear else None
         step = model.check(arguments, device) if arguments.model is not None else None
+        heads = linear.chosen(arguments, dtype) if arguments.linear else None
         whole = model.chosen(arguments.only) if step else []
         variants = [] if heads or step else _variants(arguments, dtype, device)
     except (ValueError, RuntimeError) as error:
         arguments.parser.error(str(error))
     if not report.have("rich"):
         print("rich is not installed: plain tables, and a line for each variant (pip install rich)", file=sys.stderr)
-    if step:
-        return model.run(arguments, step, whole, dtype, device)
-    if arguments.linear:
+    if heads or step:
         arguments.memory = timing.measures_memory(device)
+        report.say_if_unmeasured(arguments.memory, device)
     elif arguments.memory and device.type != "cuda":
         print(f"--memory is measured by CUDA's allocator alone: not on {device}", file=sys.stderr)
         arguments.memory = False
-    graph = device.type == "cuda" if arguments.graph is None else arguments.graph
+    graph = not step and (device.type == "cuda" if arguments.graph is None else arguments.graph)
     settings = Settings(
         graph=graph,
         memory=arguments.memory,
         budget_ms=arguments.budget,
         busy=None if graph else timing.busy(),  # a captured graph does not wait for the host
+        wall=not step,
     )
-    if heads:
-        return linear.run(arguments, heads, settings, dtype, device)
-    environment = report.environment(device, arguments.command_line)
-    report.show_environment(environment, settings.busy)
-    content: dict[str, Any] = {
-        "environment": environment,
-        "settings": {
-            "dtype": str(dtype).removeprefix("torch."),
-            "step": arguments.step,
-            "tails": arguments.tails,
-            "ignored": arguments.ignored,
-            **vars(settings),
-        },
-        "copies": [],
-        "results": [],
-    }
+    run = Run(arguments, settings, dtype, device)
+    if step:
+        return run.of(model.kind(run, step, whole))
+    return run.of(linear.kind(run, heads) if heads else _losses(run, variants))
+
+
+def _losses(run: Run, variants: Sequence[cases.Variant]) -> Kind:
+    arguments = run.arguments
+    run.content["copies"] = []
+    copies: dict[Shape, timing.Times] = {}
     make: Any = functools.partial(LossProblem, ignored=arguments.ignored)
     if arguments.step is not None:
         make = functools.partial(StepProblem, width=arguments.step, ignored=arguments.ignored)
-    todo = arguments.shapes or shapes(DEFAULT_SHAPES["cpu" if on_cpu else "cuda"])
-    results: list[Result] = []
-    failed = False
 
-    def write() -> None:  # after each shape: a run that is stopped leaves what it has
-        if arguments.json:
-            report.write_json(arguments.json, content)
-
-    for number, shape in enumerate(todo, 1):
-        try:
-            problem = make(shape, dtype, device)
-            copy = copy_times(problem, settings)
-        except RuntimeError as error:  # out of memory, or a device that an earlier variant broke
-            print(f"{shape}: not measured, {timing.reason(error)}", file=sys.stderr)
-            content["results"].append({"shape": list(shape), "status": "error", "note": timing.reason(error)})
-            failed = True
-            write()
-            continue
-        done = _shape(f"{number}/{len(todo)} {shape}", problem, variants, copy, settings)
+    def measured(title: str, shape: Shape) -> list[Result]:
+        problem = make(shape, run.dtype, run.device)
+        copies[shape] = copy = copy_times(problem, run.settings)
         rate = 2 * problem.unit / copy.ms / 1e6
+        run.content["copies"].append({"shape": list(shape), "ms": copy.ms, "gb_per_s": rate})
+        done = run.in_turn(title, problem, variants, copy)
+        for variant, result in zip(variants, done, strict=True):
+            if result.ratio is not None:
+                ratio = f"{report.figure(result, 'ratio', 3)} x {variant.against}"
+                result.note = "; ".join(filter(None, (result.note, ratio)))
+        return done
+
+    def shown(shape: Shape, done: Sequence[Result]) -> tuple[str, report.Table]:
+        copy, rate = copies[shape], run.content["copies"][-1]["gb_per_s"]
         what = "loss" if arguments.step is None else f"step of hidden size {arguments.step}"
-        title = f"{shape} {content['settings']['dtype']}, {what}; 1 copy = {copy.ms:.4f} ms ({rate:.3g} GB/s)"
+        title = f"{shape} {run.name}, {what}; 1 copy = {copy.ms:.4f} ms ({rate:.3g} GB/s)"
         title = f"THE COPY IS UNSTEADY, AND SO IS ALL BELOW: {copy.doubt}\n{title}" if copy.unsteady else title
-        report.show(title, done, report.table(done, settings.memory), arguments.markdown)
-        results += done
-        content["copies"].append({"shape": list(shape), "ms": copy.ms, "gb_per_s": rate})
-        content["results"] += [result.as_json() for result in done]
-        write()
-        del problem
-        timing.collect(device)
-    compare.show(arguments, content)
-    if arguments.plot and results:
-        plot.draw(
-            arguments.plot, results, plot.title(environment, content["settings"]["dtype"]), plot.of_loss(arguments.step)
-        )
-    return int(failed or ours_failed(results))
+        return title, report.table(done, run.settings.memory)
 
-
-def _shape(
-    title: str, problem: Problem, variants: list[cases.Variant], copy: timing.Times, settings: Settings
-) -> list[Result]:
-    done = []
-    with report.progress(title, len(variants)) as step:
-        for variant in variants:
-            step(variant.name)
-            done.append(measure(problem, variant, copy, settings))
-    set_ratios(variants, done)
-    for variant, result in zip(variants, done, strict=True):
-        if result.ratio is not None:
-            ratio = f"{report.figure(result, 'ratio', 3)} x {variant.against}"
-            result.note = "; ".join(filter(None, (result.note, ratio)))
-    return done
+    return Kind(
+        {"step": arguments.step, "tails": arguments.tails},
+        arguments.shapes or shapes(DEFAULT_SHAPES["cpu" if run.device.type == "cpu" else "cuda"]),
+        measured,
+        shown,
+        lambda results: plot.of_loss(arguments.step),
+    )

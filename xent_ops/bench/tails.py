@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -9,9 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import xent_ops
-
-from .cases import Loss, Variant
+from .cases import Variant, own, unweighted
 from .check import IGNORE_INDEX, Options
 
 SHAPES = {"cuda": "8192x65536", "cpu": "256x2048"}
@@ -53,29 +52,16 @@ TAILS = (
 )
 
 
-def _as_loss(loss: Callable[[Tensor, Tensor], Tensor]) -> Loss:
-    return lambda logits, target, weight: loss(logits, target)
-
-
-def _own(tail: Tail) -> Loss:
-    return lambda logits, target, weight: xent_ops.cross_entropy(
-        logits, target, softcap=tail.softcap, logit_scale=tail.logit_scale
-    )
-
-
-def _loads(loss: Loss) -> Callable[[], Loss]:
-    return lambda: loss
-
-
 def variants() -> list[Variant]:
     """Three for each tail, as steps from hidden states."""
     found = []
     for tail in TAILS:
         options = Options(softcap=tail.softcap, logit_scale=tail.logit_scale)
-        written, own = _as_loss(tail.loss), _own(tail)
+        written = functools.partial(unweighted, tail.loss)
+        ours = functools.partial(own, softcap=tail.softcap, logit_scale=tail.logit_scale)
         # Inductor may write a tail's intermediate values to memory, in bfloat16.
         rounded = replace(options, slack=4.0)
-        plain = Variant(f"{tail.name}: F compiled", "torch", _loads(written), rounded, compiled=True)
-        ours = Variant(f"{tail.name}: own call", "ours", _loads(own), options, compiled=True, against=plain.name)
-        found += [plain, replace(ours, name=f"{tail.name}: pass", load=_loads(written), replaced=True), ours]
+        plain = Variant(f"{tail.name}: F compiled", "torch", written, rounded, compiled=True)
+        call = Variant(f"{tail.name}: own call", "ours", ours, options, compiled=True, against=plain.name)
+        found += [plain, replace(call, name=f"{tail.name}: pass", load=written, replaced=True), call]
     return found

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.utils import benchmark
 
-from .outputs import Outputs, Run
+from .outputs import Run
 
 L2_FLUSH_BYTES = 256 << 20  # as triton.testing.do_bench: several times any GPU's L2
 MIN_SAMPLES, MAX_SAMPLES = 10, 1000
@@ -158,14 +158,14 @@ def _synchronising_is_an_error() -> Iterator[None]:
 @dataclass
 class Captured:
     graph: torch.cuda.CUDAGraph
-    outputs: Outputs  # overwritten by each replay
+    outputs: Any  # overwritten by each replay
 
-    def __call__(self) -> Outputs:
+    def __call__(self) -> Any:
         self.graph.replay()
         return self.outputs
 
 
-def capture(run: Run, device: torch.device) -> Captured:
+def capture(run: Action, device: torch.device) -> Captured:
     """``run`` as a CUDA graph.
 
     What synchronises is found by torch's debug mode first: a capture that fails leaves the allocator and the random
