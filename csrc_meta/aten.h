@@ -11,6 +11,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 // Since torch 2.13; null before.
@@ -33,11 +34,24 @@ inline void succeed(AOTITorchError status, const char* what) {
   }
 }
 
+template <class Arg>
+std::tuple<const Arg&> arguments_of(const Arg& arg) {
+  return {arg};
+}
+template <class... Args>
+std::tuple<Args...> arguments_of(const std::tuple<Args...>& args) {
+  return args;
+}
+
 // Calls an operator through the dispatcher, so that tracers see it, and returns its `results` tensors. An argument has
-// the type in the operator's schema: optionals are std::optional; the stable ABI has no Scalar.
+// the type in the operator's schema: optionals are std::optional; the stable ABI has no Scalar. A tuple is several.
 template <size_t results, class... Args>
 std::vector<Tensor> call_all(const char* name, const char* overload, const Args&... args) {
-  std::array<StableIValue, std::max(sizeof...(Args), results)> stack{torch::stable::detail::from(args)...};
+  auto stack = std::apply(
+      [](const auto&... each) {
+        return std::array<StableIValue, std::max(sizeof...(each), results)>{torch::stable::detail::from(each)...};
+      },
+      std::tuple_cat(arguments_of(args)...));
   succeed(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION), name);
   std::vector<Tensor> tensors;
   for (size_t i = 0; i < results; ++i) {

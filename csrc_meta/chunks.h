@@ -59,8 +59,7 @@ struct Head {
   // Calls a row operator, whose options come last.
   template <size_t results, class... Args>
   std::vector<Tensor> rows(const char* name, const Args&... args) const {
-    return aten::call_all<results>(name, "", args..., options.ignore_index, options.label_smoothing, options.softcap,
-                                   options.logit_scale);
+    return aten::call_all<results>(name, "", args..., fields(options));
   }
 };
 

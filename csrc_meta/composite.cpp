@@ -18,14 +18,12 @@ void cross_entropy(Stack& stack) {
   checks::lse_square_scale(lse_square_scale, logits);
 
   if (reduction != "none") {
-    const auto results = aten::call_all<3>("xent::cross_entropy_reduced", "", logits, target, weight,
-                                           options.ignore_index, options.label_smoothing, options.softcap,
-                                           options.logit_scale, lse_square_scale, reduction);
+    const auto results = aten::call_all<3>("xent::cross_entropy_reduced", "", logits, target, weight, fields(options),
+                                           lse_square_scale, reduction);
     return stack.returns({results[0]});
   }
   const auto rows = aten::call_all<4>("xent::cross_entropy_forward", "", logits, target, weight, false, false,
-                                      options.ignore_index, options.label_smoothing, options.softcap,
-                                      options.logit_scale);
+                                      fields(options));
   stack.returns({reduced(rows[0], rows[1], target, std::nullopt, std::nullopt, options.ignore_index, lse_square_scale)});
 }
 
@@ -49,9 +47,8 @@ void linear_cross_entropy(Stack& stack) {
   checks::token_weight(token_weight, target);
 
   const auto rows = aten::call_all<4>("xent::linear_cross_entropy_forward", "", input, linear_weight, target,
-                                      linear_bias, weight, false, false, options.ignore_index, options.label_smoothing,
-                                      options.softcap, options.logit_scale, accumulate_dtype, chunk_rows,
-                                      skip_ignored);
+                                      linear_bias, weight, false, false, fields(options), accumulate_dtype,
+                                      chunk_rows, skip_ignored);
   MaybeTensor divisors;
   if (reduction != "none") {
     divisors = divided_by(linear_weight, target, weight, divisor, token_weight, options.ignore_index,

@@ -142,8 +142,8 @@ void linear_cross_entropy_backward(Stack& stack) {
   }
 
   const NoGrad below;
-  const Options& of = head.options;
-  const auto upstream = row_grads(grad_loss, grad_lse, head.target, lse, divisor, of.ignore_index, lse_square_scale);
+  const auto upstream = row_grads(grad_loss, grad_lse, head.target, lse, divisor, head.options.ignore_index,
+                                  lse_square_scale);
   const Rows rows(head);
   std::array<MaybeTensor, 6> all{upstream.first, upstream.second, grad_entropy, std::nullopt, lse, entropy};
   for (MaybeTensor& one : all) {
@@ -163,8 +163,7 @@ void linear_cross_entropy_backward(Stack& stack) {
       *one = *one ? MaybeTensor(chunk.of(**one)) : *one;
     }
     aten::call_all<0>("xent::cross_entropy_backward_", "", *a, b, logits, *target, *z, head.weight, MaybeTensor(), c, h,
-                      MaybeTensor(), int64_t{0}, std::optional<int64_t>(), of.ignore_index, of.label_smoothing,
-                      of.softcap, of.logit_scale, 0.0);
+                      MaybeTensor(), int64_t{0}, std::optional<int64_t>(), fields(head.options), 0.0);
     products.add(chunk, logits);
   });
   products.made[0] = mask[0] ? rows.give(products.made[0], head.input, 0.0) : products.made[0];

@@ -8,6 +8,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 namespace xent {
@@ -36,16 +37,13 @@ class Stack {
 
   Options soft_options() {
     Options options;
-    options.label_smoothing = number();
-    options.softcap = next<std::optional<double>>();
-    options.logit_scale = number();
+    read(soft_fields(options));
     return options;
   }
 
   Options options() {
-    const int64_t ignore_index = integer();
-    Options options = soft_options();
-    options.ignore_index = ignore_index;
+    Options options;
+    read(fields(options));
     return options;
   }
 
@@ -64,6 +62,11 @@ class Stack {
   }
 
  private:
+  template <class... Field>
+  void read(std::tuple<Field&...> fields) {
+    std::apply([this](Field&... field) { ((field = next<Field>()), ...); }, fields);
+  }
+
   StableIValue* values_;
   uint64_t arguments_;
   uint64_t results_;

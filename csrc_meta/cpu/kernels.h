@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <tuple>
 
 namespace xent::cpu {
 
@@ -50,6 +51,16 @@ struct Options {
   std::optional<double> softcap;
   double logit_scale = 1.0;
 };
+
+// The fields in the order of the schemas, of options that may be const.
+template <class Some>
+auto soft_fields(Some& options) {
+  return std::tie(options.label_smoothing, options.softcap, options.logit_scale);
+}
+template <class Some>
+auto fields(Some& options) {
+  return std::tuple_cat(std::tie(options.ignore_index), soft_fields(options));
+}
 
 // The arguments of every operator.
 struct Problem : Options {
