@@ -34,6 +34,17 @@ class Options(NamedTuple):
         """As kernels take them: no softcap is 0."""
         return self.ignore_index, self.label_smoothing, self.softcap or 0.0, self.logit_scale
 
+    @property
+    def is_increasing(self) -> bool:
+        """Is the largest logit that of the largest x?"""
+        return self.logit_scale > 0.0
+
+    @property
+    def only_scale(self) -> float | None:
+        """x per logit where it is positive, with a margin for float32, and there is no other option; else None."""
+        plain = self.label_smoothing == 0.0 and self.softcap is None
+        return self.logit_scale if plain and self.logit_scale >= 1e-30 else None
+
     def soft_keywords(self) -> dict[str, Any]:
         """As the operators for class probabilities take them, which know no ignore_index."""
         given = self.keywords()

@@ -12,7 +12,9 @@ from .numerics import (
     bounded,
     edge_columns,
     row_offset,
+    slope_unit,
     tanh_rest,
+    tanh_slope,
     weights_from,
 )
 
@@ -45,13 +47,6 @@ def coefficients(
 
 
 @triton.jit
-def slope_unit(act, FLAGS: tl.constexpr):
-    """What every element's derivative has as a factor: tanh' is 4 r (1 - r), of the r of numerics.tanh_rest."""
-    _, logit_scale = act
-    return 4.0 * logit_scale if FLAGS.softcap == 2 else logit_scale
-
-
-@triton.jit
 def gradient(
     z,  # logits, in the accumulator's dtype
     lse,
@@ -80,9 +75,7 @@ def gradient(
         p = tl.exp2(log_p * LOG2E)
         slope = 1.0
         if FLAGS.softcap:
-            softcap, _ = act
-            share = x * (1.0 / softcap)  # not x * x / softcap^2, which a small cap makes zero
-            slope -= share * share
+            slope = tanh_slope(x, act)
     grad = total * p
     if FLAGS.entropy:
         grad -= tl.where(p == 0.0, 0.0, grad_entropy * p * (log_p + entropy))

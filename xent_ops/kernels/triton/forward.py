@@ -16,6 +16,7 @@ from .numerics import (
     bounded,
     edge_columns,
     row_offset,
+    scale_of,
     tanh_rest,
     weights_from,
     without_infinity,
@@ -90,8 +91,7 @@ def _visit(
     if MASKED:
         x = tl.where(inside, x, float("-inf"))  # after softcap, which would make -softcap of -inf
     if FLAGS.argmax:
-        _, logit_scale = act
-        z *= logit_scale
+        z *= scale_of(act)
         if MASKED:
             z = tl.where(inside, z, float("-inf"))
         better = z > best

@@ -31,7 +31,7 @@ def _prepare_kernels(logits: Tensor, layout: RowLayout, options: Options, flags:
     vector = configs.vector(itemsize)
     border = edges(classes, itemsize, strides)
     short = configs.short(classes, itemsize, extra, load, flags.smoothing)
-    if short is not None and not border and options.logit_scale > 0.0:
+    if short is not None and not border and options.is_increasing:
         tiling = {"ROWS": short.rows, "BLOCK": short.block, "VECTOR": vector, "num_warps": short.num_warps}
         programs = -(-number // short.rows)
         return Launch(short_kernel, programs, number, classes, *strides, *numbers, FLAGS=flags, **tiling, num_stages=1)

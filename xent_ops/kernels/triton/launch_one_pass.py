@@ -93,11 +93,11 @@ def _prepare_shared(call: _Call) -> Kernel | None:
     """By the kernel that keeps a row in shared memory; None where it cannot."""
     logits, strides, options = call.logits, call.layout.strides, call.options
     classes, itemsize = logits.shape[-1], logits.element_size()
-    plain = call.weight is None and options.label_smoothing == 0.0 and options.softcap is None
+    plain = call.weight is None and options.only_scale is not None
     same_rows = strides == call.out_strides
     # Copies to shared memory take whole 16-byte vectors.
     vectors = same_rows or not edges(classes, itemsize, strides, call.out_strides)
-    if not (plain and options.logit_scale >= 1e-30 and itemsize < 8 and vectors):
+    if not (plain and itemsize < 8 and vectors):
         return None
     config = configs.one_pass_shared(classes, itemsize, *_shared_memory(logits.device))
     return None if config is None else _prepare_launch(call, config)
@@ -125,7 +125,7 @@ def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
             one_pass_shared_kernel,
             programs,
             *numbers,
-            options.logit_scale,
+            options.only_scale,
             HAS_LSE_SQUARE=with_square,
             num_warps=shared.num_warps,
             **tiling,

@@ -43,7 +43,7 @@ def _reciprocal(y):
 
 @triton.jit
 def activation_of(softcap, logit_scale, ACC: tl.constexpr):
-    """What makes x of a logit, ``activate``: built once in a kernel, passed on as one, taken apart where it is used.
+    """What makes x of a logit, ``activate``: built once in a kernel, passed on as one, taken apart in this file alone.
 
     A plain tuple: AOTInductor copies a kernel's source, but no class that it names. Which softcap it is stays in FLAGS,
     for a constexpr in a tuple becomes a number at run time (Triton 3.6 to 3.9).
@@ -84,7 +84,7 @@ def bounded(rest, act, pivot):
 def activate(z, act, FLAGS: tl.constexpr):
     """x of a logit."""
     softcap, logit_scale = act
-    return activate_by(z, softcap, logit_scale, FLAGS.softcap)
+    return activate_by(z.to(logit_scale.dtype), softcap, logit_scale, FLAGS.softcap)
 
 
 @triton.jit
@@ -97,6 +97,28 @@ def activate_by(z, softcap, logit_scale, SOFTCAP: tl.constexpr):
     else:
         x = softcap - 2.0 * softcap / (tl.exp2(z * (2.0 * LOG2E * logit_scale / softcap)) + 1.0)
     return x
+
+
+@triton.jit
+def scale_of(act):
+    """x per logit, below the softcap."""
+    _, logit_scale = act
+    return logit_scale
+
+
+@triton.jit
+def slope_unit(act, FLAGS: tl.constexpr):
+    """What every element's derivative has as a factor: tanh' is 4 r (1 - r), of the r of ``tanh_rest``."""
+    scale = scale_of(act)
+    return 4.0 * scale if FLAGS.softcap == 2 else scale
+
+
+@triton.jit
+def tanh_slope(x, act):
+    """1 - (x / softcap)^2, the derivative of a softcap relative to the scale."""
+    softcap, _ = act
+    share = x * (1.0 / softcap)  # not x * x / softcap^2, which a small cap makes zero
+    return 1.0 - share * share
 
 
 @triton.jit

@@ -3,9 +3,18 @@
 import triton
 import triton.language as tl
 
-from .backward import coefficients, gradient, slope_unit, write
+from .backward import coefficients, gradient, write
 from .forward import scan
-from .numerics import LN2, activation_of, aligned_body, edge_columns, row_offset, weights_from, without_infinity
+from .numerics import (
+    LN2,
+    activation_of,
+    aligned_body,
+    edge_columns,
+    row_offset,
+    slope_unit,
+    weights_from,
+    without_infinity,
+)
 from .row_outputs import finish, shift_of, target_logit
 
 

@@ -9,9 +9,7 @@ from .numerics import LN2, activate, without_infinity
 @triton.jit
 def target_logit(row_ptr, target, valid, act, FLAGS: tl.constexpr):
     """x of the target; nothing is read where the target is out of range."""
-    _, logit_scale = act
-    z = tl.load(row_ptr + target, mask=valid, other=0.0).to(logit_scale.dtype)
-    return activate(z, act, FLAGS)
+    return activate(tl.load(row_ptr + target, mask=valid, other=0.0), act, FLAGS)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .forward import NO_COLUMN
-from .numerics import LN2, LOG2E, activate, activation_of, bounded, row_offset, tanh_rest, without_infinity
+from .numerics import LN2, LOG2E, activate, activation_of, bounded, row_offset, scale_of, tanh_rest, without_infinity
 from .row_outputs import finish, shift_of, target_logit
 
 
@@ -38,7 +38,6 @@ def short_kernel(
     ACC: tl.constexpr = loss_ptr.dtype.element_ty
     label_smoothing = tl.cast(label_smoothing, ACC)
     act = activation_of(softcap, logit_scale, ACC)
-    _, scale = act
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = row < n_rows
     # Both are multiples of VECTOR already; this tells Triton's alignment analysis, as in numerics.aligned_body.
@@ -69,7 +68,7 @@ def short_kernel(
         unit = tl.cast(1.0, ACC)
         x = activate(z, act, FLAGS)
     else:
-        unit = scale
+        unit = scale_of(act)
         x = z
     zero = tl.zeros([ROWS], ACC)
     moment, smooth, weights, top = zero, zero, zero, zero
@@ -84,7 +83,7 @@ def short_kernel(
             relative = tl.where(inside, relative, 0.0)
         smooth = tl.sum(relative, axis=1)
     if FLAGS.argmax:
-        z = tl.where(inside, z * scale, float("-inf"))
+        z = tl.where(inside, z * scale_of(act), float("-inf"))
         top = tl.max(z, axis=1)
         first = tl.min(tl.where(z == top[:, None], columns, NO_COLUMN), axis=1)
     if FLAGS.softcap:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .numerics import LN2, LOG2E, activate, activation_of, row_offset, without_infinity
+from .numerics import LN2, LOG2E, activate, activation_of, row_offset, scale_of, tanh_slope, without_infinity
 
 
 @triton.jit
@@ -105,7 +105,6 @@ def soft_backward_kernel(
     target_row_ptr = target_ptr + row_offset(row, n_target_inner, target_stride_outer, target_stride_inner)
     label_smoothing = tl.cast(label_smoothing, ACC)
     act = activation_of(softcap, logit_scale, ACC)
-    cap, scale = act
 
     a = tl.load(grad_loss_ptr + row * grad_loss_stride).to(ACC)
     n_read = tl.where(a != 0.0, n_cols, 0)  # where no loss passes anything back, probabilities may hold anything
@@ -128,7 +127,6 @@ def soft_backward_kernel(
         q = _probabilities(target_row_ptr, weight_ptr, columns, read, label_smoothing, n_cols, ACC, FLAGS)
         grad = total * tl.exp2((x - lse) * LOG2E) - a * q
         if FLAGS.softcap:
-            ratio = x * (1.0 / cap)
-            grad *= 1.0 - ratio * ratio
-        grad = tl.where(live, grad * scale, 0.0)
+            grad *= tanh_slope(x, act)
+        grad = tl.where(live, grad * scale_of(act), 0.0)
         tl.store(grad_ptr + row * n_cols + columns, grad.to(grad_ptr.dtype.element_ty), mask=inside)
