@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..kernels.options import Activation
 from . import heads
-
-
-class Tail(NamedTuple):
-    """``softcap * tanh(logit_scale * logits / softcap)``, or ``logit_scale * logits``."""
-
-    softcap: float | None
-    logit_scale: float
-
 
 # Where configurations of transformers 5.23 say what their model does: cap, factor, divisor.
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -24,7 +17,7 @@ _FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 _DIVISORS = ("logits_scaling",)
 
 
-def candidates(config: Any) -> list[Tail]:
+def candidates(config: Any) -> list[Activation]:
     """The tails that the configuration may speak of; whether one is right is for ``find`` to see."""
     config = config.get_text_config()
 
@@ -33,10 +26,10 @@ def candidates(config: Any) -> list[Tail]:
         return [float(value) for value in found if isinstance(value, (int, float)) and value]
 
     scales = [1.0, *values(_FACTORS), *(1 / value for value in values(_DIVISORS))]
-    return [Tail(cap, scale) for cap in (None, *values(_SOFTCAPS)) for scale in dict.fromkeys(scales)]
+    return [Activation(cap, scale) for cap in (None, *values(_SOFTCAPS)) for scale in dict.fromkeys(scales)]
 
 
-def find(model: Any, head: nn.Module) -> Tail:
+def find(model: Any, head: nn.Module) -> Activation:
     """The tail of a model and its head.
 
     Two forwards of four tokens in evaluation mode. In the first a ramp takes the place of the head's output; in the

@@ -125,8 +125,7 @@ def use_xent(
         features=weight.shape[1],
         tied=weight is base.get_input_embeddings().weight,
         adapters=heads.adapters(head),
-        softcap=tail.softcap,
-        logit_scale=tail.logit_scale,
+        **tail._asdict(),
         in_eval=in_eval,
     )
 

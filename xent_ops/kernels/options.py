@@ -55,6 +55,17 @@ class Options(NamedTuple):
 DEFAULTS = Options()
 
 
+class Activation(NamedTuple):
+    """What makes x of a logit: for those who find it in code that is not ours."""
+
+    softcap: float | None = DEFAULTS.softcap
+    logit_scale: float = DEFAULTS.logit_scale
+
+    def keywords(self) -> dict[str, Any]:
+        """As operators take them, without those at their defaults."""
+        return {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
+
+
 class LossOptions(NamedTuple):
     """The options of a whole loss: those of its rows, the z-loss, the reduction."""
 

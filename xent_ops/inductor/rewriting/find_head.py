@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ...kernels.options import Activation
 from . import products, writers
 from .emitter import Emitter
 from .heads import FoundHead, is_asked_for
-from .links import LeftAlone, Link, asks_for_sizes, link_of, options_of, walk
+from .links import LeftAlone, Link, activation_of, asks_for_sizes, link_of, walk, with_own
 from .losses import Loss, Start
 from .modes import gradient_modes, modes
 from .nodes import name_of, value_of, viewed_by, where
@@ -37,8 +38,7 @@ class Found:
     product: Product
     links: list[Link]  # from the loss backwards
     start: Start
-    softcap: float | None
-    logit_scale: float
+    activation: Activation
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -64,7 +64,7 @@ def find(loss: Loss, linear: bool | str) -> Found | None:
         _refuse_other_products(source, loss)
         return None
     _refuse_not_worthwhile(loss, product, linear)
-    found = Found(product, links, start, *_with_own(loss, *options_of(links)))
+    found = Found(product, links, start, with_own(activation_of(links), loss.given))
     _refuse_probabilities(loss)
     _refuse_readers(loss, found)
     _refuse_modes(loss, found)
@@ -137,18 +137,6 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:.3g}"
 
 
-def _with_own(loss: Loss, softcap: float | None, scale: float) -> tuple[float | None, float]:
-    """(softcap, logit_scale): those of the links, and after them those of a loss of ours."""
-    cap, factor = loss.given.get("softcap"), loss.given.get("logit_scale", 1.0)
-    if isinstance(cap, fx.Node) or isinstance(factor, fx.Node):
-        raise LeftAlone("its softcap or logit_scale is computed in the graph")
-    if cap is not None and softcap is not None:
-        raise LeftAlone("a softcap stands before it, and it has another; the operator has one")
-    if softcap is not None:
-        softcap *= abs(factor)  # s * (c * tanh(x)) = (s * c) * tanh(x), and tanh is odd
-    return cap if softcap is None else softcap, scale * factor
-
-
 def _refuse_probabilities(loss: Loss) -> None:
     if value_of(loss.given["target"]).dim() == value_of(loss.given["input"]).dim():
         raise LeftAlone("its target is class probabilities, for which all logits are made")
@@ -195,10 +183,7 @@ def emitted(emit: Emitter, found: Found, loss: Loss) -> FoundHead:
     product = found.product
     weight = emit("t", product.weight) if product.transposed else product.weight
     options = {name: loss.given[name] for name in ("lse_square_scale",) if name in loss.given}
-    if found.softcap is not None:
-        options["softcap"] = found.softcap
-    if found.logit_scale != 1.0:
-        options["logit_scale"] = found.logit_scale
+    options |= found.activation.keywords()
     return FoundHead(
         _hidden(emit, found, loss), weight, product.bias, value_of(product.node).dtype, options, found.nodes
     )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ...kernels.options import Activation
 from .nodes import is_cast, name_of, position, share_memory, value_of
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -150,21 +151,32 @@ def asks_for_sizes(user: fx.Node) -> bool:
     return name_of(user) in _SIZES or (user.target is getattr and user.args[1] in ("shape", "dtype", "device"))
 
 
-def options_of(links: list[Link]) -> tuple[float | None, float]:
-    """(softcap, logit_scale): of ``a * tanh(b * x)``, a cap of a and a scale of a * b."""
+def activation_of(links: list[Link]) -> Activation:
+    """Of ``a * tanh(b * x)``, a cap of a and a scale of a * b."""
     caps = [index for index, link in enumerate(links) if link.kind == "tanh"]
     if len(caps) > 1:
         raise LeftAlone(f"{links[caps[1]].node.name} is a second softcap; the operator has one")
     after = _product(links[: caps[0]] if caps else [])
     before = _product(links[caps[0] :] if caps else links)
     if not caps:
-        return None, before
+        return Activation(None, before)
     scale = after * before
     # c * (x * (1 / c)) differs from x by one rounding
     scale = 1.0 if abs(scale - 1.0) < 1e-14 else scale
-    if after < 0.0:  # tanh is odd
-        return -after, scale
-    return after, scale
+    return Activation(abs(after), scale)  # tanh is odd
+
+
+def with_own(found: Activation, given: dict[str, Any]) -> Activation:
+    """What the links do, and after them the options of a loss of ours."""
+    own = Activation(**{name: given[name] for name in Activation._fields if name in given})
+    if any(isinstance(value, fx.Node) for value in own):
+        raise LeftAlone("its softcap or logit_scale is computed in the graph")
+    if own.softcap is not None and found.softcap is not None:
+        raise LeftAlone("a softcap stands before it, and it has another; the operator has one")
+    cap = own.softcap
+    if found.softcap is not None:  # s * (c * tanh(x)) = (s * c) * tanh(x), and tanh is odd
+        cap = found.softcap * abs(own.logit_scale)
+    return Activation(cap, found.logit_scale * own.logit_scale)
 
 
 def _product(links: list[Link]) -> float:

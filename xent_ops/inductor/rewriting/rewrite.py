@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...kernels.options import Activation
 from ...ops import checks
 from . import find_head, heads, writers
 from .emitter import Emitter
@@ -24,7 +24,7 @@ from .report import Call
 from .tail import Tail
 
 _KNOWN = {"input", "target", "weight", "ignore_index", "reduction", "label_smoothing"}
-_OWN = {"softcap", "logit_scale", "lse_square_scale"}
+_OWN = {*Activation._fields, "lse_square_scale"}
 _LEGACY = ("size_average", "reduce")
 
 
@@ -56,8 +56,8 @@ def _replace(loss: Loss, linear: bool | str, call: Call) -> Call | None:
         found = find_head.find(loss, linear) if linear is not False or heads.is_asked_for(loss.node) else None
         if found is not None:
             _put(loss, found.nodes, lambda emit: heads.emit(emit, find_head.emitted(emit, found, loss), loss.given))
-            taken = (True, found.upcast, found.softcap, found.logit_scale)
-            return Call(call.where, call.what, *taken, head=True)
+            taken = found.activation._asdict()
+            return Call(call.where, call.what, True, found.upcast, **taken, head=True)
     except LeftAlone as reason:
         call = dataclasses.replace(call, head_left=str(reason))
     if loss.is_own:
@@ -67,8 +67,8 @@ def _replace(loss: Loss, linear: bool | str, call: Call) -> Call | None:
         _put(loss, tail.nodes, lambda emit: _emit_loss(emit, _with_views(emit, tail), loss, tail))
     except LeftAlone as reason:
         return dataclasses.replace(call, why=str(reason))
-    taken = (True, tail.upcast, tail.softcap, tail.logit_scale)
-    return Call(call.where, call.what, *taken, head_left=call.head_left)
+    taken = tail.activation._asdict()
+    return Call(call.where, call.what, True, tail.upcast, **taken, head_left=call.head_left)
 
 
 def _refuse(loss: Loss) -> None:
@@ -163,9 +163,7 @@ def _emit_loss(emit: Emitter, logits: fx.Node, call: Loss, tail: Tail) -> fx.Nod
     given = call.given
     weight, reduction = given.get("weight"), given.get("reduction", "mean")
     smoothing = given.get("label_smoothing", 0.0)
-    options: dict[str, Any] = {} if tail.softcap is None else {"softcap": tail.softcap}
-    if tail.logit_scale != 1.0:
-        options["logit_scale"] = tail.logit_scale
+    options = tail.activation.keywords()
     logits = _classes_last(emit, logits)
     soft = _is_soft(value_of(logits), value_of(given["target"]))
     target = _classes_last(emit, given["target"]) if soft else given["target"]

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from ...kernels.options import Activation
 from . import writers
-from .links import STEPS, LeftAlone, Link, options_of, walk
+from .links import STEPS, LeftAlone, Link, activation_of, walk
 from .modes import gradient_modes, modes
 from .nodes import is_cast, is_pointwise, name_of, position, share_memory, value_of, viewed_by
 
@@ -23,8 +24,7 @@ class Tail:
     views: list[fx.Node]  # from there to the loss, in order
     nodes: list[fx.Node]  # the nodes that are dead once the operator reads the source, the last one first
     upcast: bool
-    softcap: float | None
-    logit_scale: float
+    activation: Activation
 
 
 def find(loss: fx.Node, logits: fx.Node, reader: fx.Node) -> Tail:
@@ -41,7 +41,7 @@ def find(loss: fx.Node, logits: fx.Node, reader: fx.Node) -> Tail:
     if writer is not None:
         raise LeftAlone(f"{writer.name} writes to the logits before it, which Inductor fuses with it")
     if not links:
-        return Tail(logits, [], [], False, None, 1.0)
+        return Tail(logits, [], [], False, Activation())
     source = links[-1].source
     _refuse_shared(links, loss)
     _refuse_unsafe_in_place(links, source, mine)
@@ -57,9 +57,9 @@ def find(loss: fx.Node, logits: fx.Node, reader: fx.Node) -> Tail:
     writer = writers.between(links[-1].node, loss, value_of(source), graph_inputs, mine)
     if writer is not None:
         raise LeftAlone(f"{writer.name} may write to the logits between {links[-1].node.name} and it")
-    softcap, scale = options_of(links)
+    activation = activation_of(links)
     views = [link.node for link in reversed(links) if link.kind == "view"]
-    return Tail(source, views, [link.node for link in links], any(x.kind == "upcast" for x in links), softcap, scale)
+    return Tail(source, views, [link.node for link in links], any(x.kind == "upcast" for x in links), activation)
 
 
 def _refuse_fused(source: fx.Node) -> None:
