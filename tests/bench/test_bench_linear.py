@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import xent_ops
 from xent_ops.__main__ import main
-from xent_ops.bench import linear_cases, linear_problem, timing
+from xent_ops.bench import linear_cases, linear_problem, timing, token_loss
 from xent_ops.bench.linear_cases import LinearVariant
 from xent_ops.bench.linear_problem import LinearProblem
 from xent_ops.bench.outputs import Outputs
@@ -173,6 +173,8 @@ def test_peak_memory_on_the_cpu():
         (["--linear", "0"], "not a whole number above 0"),
         (["--chunk-rows", "x"], "not a whole number above 0"),
         (["--only", "nothing"], "here are xent eager, xent compiled"),
+        (["--token-loss", "grpo", "--chunk-rows", "8"], "leave out --chunk-rows"),
+        (["--token-loss", "ppo"], "invalid choice: 'ppo'"),
     ],
 )
 def test_refusals(arguments, text, capsys):
@@ -180,6 +182,26 @@ def test_refusals(arguments, text, capsys):
         bench(*arguments)
     assert stopped.value.code == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("loss", ["grpo", "weights"])
+def test_losses_of_tokens(loss, tmp_path):
+    """Each way is right; the loss of one is wrong for the other."""
+    figures = tmp_path / "x.json"
+    arguments = ["--token-loss", loss, "--shapes", "34x64", "--dtype", "bfloat16", "--only", "eager,log-probs"]
+    assert bench(*arguments, "--json", str(figures)) == 0
+    content, results = of_results(figures)
+    assert content["settings"]["token_loss"] == loss
+    ours = ["xent token_weight eager"] * (loss == "weights") + ["xent token loss eager", "xent log-probs compiled"]
+    assert list(results) == ["three products", *ours, "three products again"]
+    assert all(result["status"] == "ok" for result in results.values())
+
+    problem = token_loss.TokenProblem(loss, HeadShape(34, 64, 16), torch.float32, CPU)
+    for of in token_loss.LOSSES:
+        (variant,) = [variant for variant in token_loss.variants(of) if variant.name == "xent token loss eager"]
+        for which in (0, 1):
+            problem.use_targets(which)
+            assert problem.check(problem.bind(variant)(), variant).ok == (of == loss)
 
 
 def test_chunk_rows_are_of_linear(capsys):

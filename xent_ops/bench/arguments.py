@@ -10,6 +10,7 @@ from .sizes import Shape, Sizes
 
 HELP = "time this package's loss beside torch's and its peers' on your device; each is checked against float64 first"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+TOKEN_LOSSES = ("grpo", "weights")
 KEYS = ("batch", "tokens", *Sizes._fields)  # of --model
 
 
@@ -86,6 +87,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_list,
         metavar="ROWS,...",
         help="with --linear: a line of ours for each number of rows a chunk",
+    )
+    parser.add_argument(
+        "--token-loss",
+        choices=TOKEN_LOSSES,
+        help="with --linear: a loss of tokens, GRPO with an entropy bonus or cross entropy with token weights",
     )
     parser.add_argument(
         "--model",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from . import cases, linear_cases, plot, report
+from . import cases, linear_cases, plot, report, token_loss
 from .linear_cases import FORWARD_UNIT, UNIT, LinearVariant
 from .linear_problem import LinearProblem
 from .measure import Result
@@ -20,6 +20,8 @@ UNITS = (UNIT, FORWARD_UNIT, AGAIN)
 
 
 def check(arguments: argparse.Namespace) -> None:
+    if arguments.token_loss and arguments.chunk_rows:
+        raise ValueError("--token-loss takes chunks of the default size: leave out --chunk-rows")
     others = [f"--{name}" for name in ("step", "tails", "dynamic") if getattr(arguments, name)]
     if others:
         raise ValueError(f"--linear is a table of its own: leave out {', '.join(others)}")
@@ -28,6 +30,8 @@ def check(arguments: argparse.Namespace) -> None:
 def chosen(arguments: argparse.Namespace, dtype: torch.dtype) -> list[LinearVariant]:
     """With the products first, and at the end again: a GPU that slows down as it warms up is seen there."""
     known, missing = linear_cases.variants(dtype, arguments.chunk_rows or [None])
+    if arguments.token_loss:
+        known, missing = token_loss.variants(arguments.token_loss), []
     variants = cases.choose(known, arguments.only, linear_cases.PEERS, missing)
     units = [name for name in (UNIT, FORWARD_UNIT) if any(variant.against == name for variant in variants)]
     again = linear_cases.unit(UNIT, AGAIN, against=UNIT)
@@ -41,7 +45,10 @@ def kind(run: Run, variants: Sequence[LinearVariant]) -> Kind:
     names = {variant.name for variant in variants if not variant.forward_alone} - {FORWARD_UNIT, AGAIN}
 
     def measured(title: str, shape: HeadShape) -> list[Result]:
-        problem = LinearProblem(shape, run.dtype, run.device, ignored=arguments.ignored)
+        given = (shape, run.dtype, run.device)
+        problem = LinearProblem(*given, ignored=arguments.ignored)
+        if arguments.token_loss:
+            problem = token_loss.TokenProblem(arguments.token_loss, *given, ignored=arguments.ignored)
         # Before the clock starts: it brings a GPU to the temperature and the clock rate at which all are measured, and
         # if memory is short, no variant takes the blame.
         problem.expected()
@@ -49,14 +56,15 @@ def kind(run: Run, variants: Sequence[LinearVariant]) -> Kind:
 
     def shown(shape: HeadShape, done: Sequence[Result]) -> tuple[str, report.Table]:
         unit = f"; 1 = {done[0].ms:.4f} ms" if done[0].variant == UNIT and done[0].ms else ""
-        return f"{shape} {run.name}, forward + backward of head and loss{unit}", _table(done, memory)
+        what = f"{arguments.token_loss} of tokens" if arguments.token_loss else "loss"
+        return f"{shape} {run.name}, forward + backward of head and {what}{unit}", _table(done, memory)
 
     def conclude(results: Sequence[Result]) -> None:
         if len(arguments.chunk_rows or []) > 1:
             _show_chunks(results, variants, arguments.chunk_rows, memory)
 
     return Kind(
-        {"linear": arguments.linear, "chunk_rows": arguments.chunk_rows},
+        {"linear": arguments.linear, "chunk_rows": arguments.chunk_rows, "token_loss": arguments.token_loss},
         [HeadShape(shape.rows, shape.classes, hidden) for hidden in arguments.linear for shape in given],
         measured,
         shown,

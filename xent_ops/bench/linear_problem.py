@@ -26,6 +26,8 @@ class LinearProblem(StepProblem):
     The float64 outcome of both targets is kept, since all variants are compared with it: 2 x V x H x 8 bytes.
     """
 
+    slack = 1.0  # times the tolerance
+
     def __init__(
         self, shape: HeadShape, dtype: torch.dtype, device: torch.device, *, ignored: float | None = None
     ) -> None:
@@ -33,6 +35,14 @@ class LinearProblem(StepProblem):
         self.head = shape
         self.which = 0
         self._expected: dict[int, Expected] = {}
+
+    def of_tokens(self) -> tuple[Tensor, ...]:
+        """What a loss takes beside hidden states, matrix and targets."""
+        return ()
+
+    @property
+    def chunk(self) -> int:
+        return CHUNK.get(self.device.type, CHUNK_ELSEWHERE)
 
     @property
     def reported_shape(self) -> HeadShape:
@@ -53,10 +63,10 @@ class LinearProblem(StepProblem):
 
         def forward() -> Outputs:
             with torch.no_grad():
-                return Outputs(loss_of(hidden, matrix, target), ())
+                return Outputs(loss_of(hidden, matrix, target, *self.of_tokens()), ())
 
         def run() -> Outputs:
-            loss = loss_of(hidden, matrix, target)
+            loss = loss_of(hidden, matrix, target, *self.of_tokens())
             return Outputs(loss.detach(), torch.autograd.grad(loss, (hidden, matrix)))
 
         if variant.auto_chunked:
@@ -71,7 +81,9 @@ class LinearProblem(StepProblem):
         """
         assert isinstance(variant, LinearVariant)
         rounding = torch.finfo(self.dtype).eps
-        limit = max(check.tolerance(self.dtype), 1e-4)  # float32: the products' own rounding, seen through exp
+        limit = self.slack * max(
+            check.tolerance(self.dtype), 1e-4
+        )  # float32: the products' own rounding, seen through exp
         of_loss = max(rounding / math.sqrt(self.head.rows), 3e-5) + 4 * torch.finfo(outputs.loss.dtype).eps
         if variant.products is not None:  # torch's own, which have no loss
             return check.Verdict(0.0, 0.0, limit)
@@ -105,8 +117,7 @@ class LinearProblem(StepProblem):
         return self._expected[self.which]
 
     def _reference(self) -> Expected:
-        chunk = CHUNK.get(self.device.type, CHUNK_ELSEWHERE)
-        return self.reference(check.Options(), torch.float64, chunk)
+        return self.reference(check.Options(), torch.float64, self.chunk)
 
 
 def chunked_by_inductor(run: Run) -> Run:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import check
 from .cases import Variant
-from .check import Options
+from .check import Options, Reference
 from .outputs import Outputs, Run
 from .sizes import HeadShape, ModelShape, Shape
 
@@ -182,11 +182,15 @@ class StepProblem(Problem):
         loss_error = check.worst([difference / expected.loss.abs().clamp(min=1e-300)])
         return check.Verdict(loss_error, max(check.worst([of_rows]), head_error), limit, head_error)
 
+    def float64(self, options: Options) -> Reference:
+        """The loss of rows of logits."""
+        return Reference(self.target, self.weight, options)
+
     def reference(
         self, options: Options, stored: torch.dtype, logits: int | None = None, products_only: bool = False
     ) -> Expected:
         """In float64, by chunks of rows with so many ``logits``, which are rounded to the dtype ``stored``."""
-        reference = check.Reference(self.target, self.weight, options)
+        reference = self.float64(options)
         matrix = self.matrix.detach().double()
         grad_matrix = torch.zeros_like(matrix)
         grad_hidden = torch.empty(self.hidden.shape, dtype=torch.float64, device=self.device)

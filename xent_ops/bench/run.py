@@ -113,6 +113,8 @@ def main(arguments: argparse.Namespace) -> int:
             linear.check(arguments)
         elif arguments.chunk_rows:
             raise ValueError("--chunk-rows is for --linear HIDDEN, which makes logits by chunks of rows")
+        elif arguments.token_loss:
+            raise ValueError("--token-loss is for --linear HIDDEN: a loss of tokens from hidden states")
         if arguments.tails and (arguments.plot or arguments.dynamic):
             raise ValueError("--tails is a table of static shapes: leave out --plot and --dynamic")
         if arguments.tails:
