@@ -1,12 +1,15 @@
-"""Each recipe of examples/integrations: its losses are those of the same run without us, which it asserts itself."""
+"""Each recipe of examples/integrations: its losses are those of the same run without us, which it asserts itself. And
+examples/grpo_step.py."""
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).parents[2] / "examples" / "integrations"
 
@@ -49,3 +52,26 @@ def test_every_recipe_is_run_and_has_a_section():
     for name in files:
         path = f"examples/integrations/{name}.py"
         assert f"\n\n[{path}](../{path})\n" in text  # where this stands alone, the site shows the file
+
+
+def test_a_policy_learns_and_its_loss_is_that_of_plain_torch(monkeypatch, capsys, tmp_path):
+    for package in ("matplotlib", "rich"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    spec = importlib.util.spec_from_file_location("grpo_step", FOLDER.parent / "grpo_step.py")
+    example, reports, picture = importlib.util.module_from_spec(spec), [], tmp_path / "grpo.png"
+    spec.loader.exec_module(example)
+    monkeypatch.setattr(example, "report", lambda console, found: reports.append(found))
+    sizes = {"vocabulary": 32, "width": 16, "prompts": 8, "length": 6, "steps": 20, "lr": 0.03, "rounds": 2}
+    options = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
+    monkeypatch.setattr(sys, "argv", ["grpo_step.py", *options, "--device", "cpu", "--plot", str(picture)])
+    assert example.main() == 0
+    (found,) = reports
+    wanted = found["plain torch"]
+    for way in found.values():
+        assert way.loss == pytest.approx(wanted.loss, abs=1e-6)
+        torch.testing.assert_close(way.grad_hidden, wanted.grad_hidden)
+    printed = capsys.readouterr().out
+    (before, after), *_ = re.findall(r"mean reward (\S+) at first, (\S+) after 20 steps", printed)
+    assert float(before) < 0.4 and float(after) > 0.8
+    assert "20/20: mean reward" in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
