@@ -43,8 +43,21 @@ class TokenFunction:
         stats = _Recorder(target.new_zeros(_PROBED, dtype=self.dtype))
         rows = [row.new_zeros((_PROBED, *rest)) for row, rest in zip(self.rows, self._rest, strict=True)]
         with torch.enable_grad():
-            self._refuse(self.fn(stats, *rows), _PROBED, target)
+            self._refuse(self._tried(stats, rows), _PROBED, target)
         return stats.entropy_was_read
+
+    def _tried(self, stats: _Recorder, rows: list[Tensor]) -> Any:
+        if torch.compiler.is_compiling():
+            return self.fn(stats, *rows)
+        try:
+            return self.fn(stats, *rows)
+        except Exception as error:
+            add_note = getattr(error, "add_note", lambda text: None)  # Python 3.11 has it
+            add_note(
+                f"raised by fn, which is tried on {_PROBED} tokens of zeros before anything is computed: what it reads "
+                f"of all tokens it must get by rows=, here {len(rows)} of them"
+            )
+            raise
 
     def _refuse(self, value: Any, number: int, target: Tensor) -> None:
         if not isinstance(value, Tensor):
@@ -187,7 +200,8 @@ def _checked_rows(rows: Any, target: Tensor) -> list[Tensor]:
             size != wanted for size, wanted in zip(row.shape, target.shape, strict=False)
         ):
             raise ValueError(
-                f"{name} has shape {tuple(row.shape)}; expected {tuple(target.shape)} in front, as the target's"
+                f"{name} has shape {tuple(row.shape)}; expected {tuple(target.shape)} in front, as the target's (one "
+                "number a sequence: unsqueeze and expand it)"
             )
         if row.device != target.device:
             raise ValueError(f"{name} is on {row.device} but target is on {target.device}; both must be the same")
@@ -195,7 +209,7 @@ def _checked_rows(rows: Any, target: Tensor) -> list[Tensor]:
             raise RuntimeError(
                 f"{name} requires grad, which would be lost: detach it. Where it should be learned, {_INSTEAD}"
             )
-    return [row.detach() for row in rows]
+    return [row.detach().clone() for row in rows]  # for a function that writes to them
 
 
 class _Recorder:
@@ -208,6 +222,9 @@ class _Recorder:
     def entropy(self) -> Tensor:
         self.entropy_was_read = True
         return self._zeros
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"TokenLogProbs has no {name!r}; it has log_probs, entropy and lse")
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter((self.log_probs, self.entropy, self.lse))

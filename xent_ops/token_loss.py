@@ -47,7 +47,7 @@ def linear_token_loss(
         target: (...), class indices.
         fn: gets ``TokenLogProbs(log_probs, entropy, lse)`` of n tokens, each (n,), float32 (float64 for float64 input),
             and n rows of each of ``rows``; returns (n,), floating point. A token's number must not depend on the other
-            tokens, and it must not write to what it gets. ``torch.func.grad`` derives it; compiled steps trace it. It
+            tokens. ``torch.func.grad`` derives it; compiled steps trace it. It
             is called once more beforehand, on two tokens of zeros, to see what it reads and returns: an entropy that
             it does not read costs nothing. In ignored tokens its value and its derivatives count for nothing.
         rows: tensors with the target's shape in front, (..., *), constants to autograd: old log-probabilities,
@@ -61,8 +61,8 @@ def linear_token_loss(
 
     Returns:
         The loss, float32 (float64 for float64 input), (). No second derivatives, no torch.func, no forward-mode AD.
-        Without gradients, one product. Inside an eager checkpoint, four; a compiled one is refused by torch.func.grad
-        of torch 2.13: leave the loss outside, it keeps no logits.
+        Without gradients, one product. Inside an eager checkpoint, which runs the forward twice, five; a compiled one
+        is refused by torch.func.grad of torch 2.13: leave the loss outside, it keeps no logits.
 
     DTensors as for ``linear_cross_entropy``, ``rows`` placed as the target or plain.
 

@@ -269,6 +269,36 @@ def test_refused(function, what):
         function(x, head, target, fn, **options)
 
 
+def test_what_an_error_of_the_function_says():
+    x, head, _, target = problem("cpu")
+    of_all = torch.ones(4, 5).view(-1)
+    with pytest.raises(RuntimeError) as raised:
+        xent_ops.linear_token_loss(x, head, target, lambda stats: stats.lse * of_all)
+    assert any(
+        "by rows=, here 0 of them" in note for note in getattr(raised.value, "__notes__", ["by rows=, here 0 of them"])
+    )
+    with pytest.raises(AttributeError, match="TokenLogProbs has no 'logprobs'; it has log_probs, entropy and lse"):
+        xent_ops.linear_token_loss(x, head, target, lambda stats: stats.logprobs)
+
+
+@BOTH
+def test_functions_that_write_to_their_rows(device, function):
+    x, head, _, target = problem(device)
+    row = torch.ones(4, 5, device=device)
+
+    def fn(stats, row):
+        row.mul_(2)
+        return stats.log_probs * row
+
+    if function is of_logits:
+        loss = function(x, head, target, fn, rows=(row,))
+        torch.testing.assert_close(loss, function(x, head, target, lambda stats: 2 * stats.log_probs))
+    else:
+        with pytest.raises(RuntimeError, match="mutate a captured Tensor"):
+            function(x, head, target, fn, rows=(row,))
+    assert (row == 1).all()
+
+
 @BOTH
 def test_functions_that_mix_tokens(device, function):
     x, head, _, target = problem(device)

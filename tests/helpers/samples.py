@@ -186,7 +186,7 @@ def of_chunk(x, head, target, place, bias, weight, options, **square):
     row = numbers(target.shape)
     saved, divisor = (*fixed[1:], row, *place, weight), numbers(2).abs() + 1
     coefficient = None if one_rank or weight is None else row
-    for after in ((), (numbers(3), False), (None, True, count)):
+    for after in ((), (False, None, numbers(3)), (True, count)):
         rest = (divisor, None, None, coefficient, *after)
         yield call("linear_cross_entropy_chunk_grad_", logits.clone(), numbers(()), None, *saved, *rest, **square)
     rest = (None, row, row, coefficient)

@@ -26,7 +26,7 @@ class LinearProblem(StepProblem):
     The float64 outcome of both targets is kept, since all variants are compared with it: 2 x V x H x 8 bytes.
     """
 
-    slack = 1.0  # times the tolerance
+    slack, loss_slack = 1.0, 1.0  # times the tolerances
 
     def __init__(
         self, shape: HeadShape, dtype: torch.dtype, device: torch.device, *, ignored: float | None = None
@@ -84,7 +84,8 @@ class LinearProblem(StepProblem):
         limit = self.slack * max(
             check.tolerance(self.dtype), 1e-4
         )  # float32: the products' own rounding, seen through exp
-        of_loss = max(rounding / math.sqrt(self.head.rows), 3e-5) + 4 * torch.finfo(outputs.loss.dtype).eps
+        of_loss = self.loss_slack * max(rounding / math.sqrt(self.head.rows), 3e-5)
+        of_loss += 4 * torch.finfo(outputs.loss.dtype).eps
         if variant.products is not None:  # torch's own, which have no loss
             return check.Verdict(0.0, 0.0, limit)
         expected = self.expected()

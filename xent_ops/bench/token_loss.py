@@ -106,7 +106,8 @@ class _Reference(check.Reference):
 class TokenProblem(LinearProblem):
     """Ratios of new to old probabilities are between .9 and 1.1: none is at a bound, where rounding would decide."""
 
-    slack = 2.0  # the relative error of a ratio is the absolute one of a logit
+    # The relative error of a ratio is the absolute one of a logit. The loss is about one, where cross entropy is eight.
+    slack, loss_slack = 2.0, 8.0
 
     def __init__(
         self, loss: str, shape: HeadShape, dtype: torch.dtype, device: torch.device, *, ignored: float | None = None

@@ -177,6 +177,7 @@ def chunk(
     weight: Tensor | None = None,
     entropy: bool = False,
     count: Tensor | None = None,
+    after: Tensor | None = None,
     *,
     options: Options = DEFAULTS,
 ) -> tuple[Tensor, Tensor]:
@@ -217,29 +218,29 @@ def chunk_grad_(
     grad_entropy: Tensor | None = None,
     entropy: Tensor | None = None,
     coefficient: Tensor | None = None,
-    after: Tensor | None = None,
     with_grad_input: bool = True,
     count: Tensor | None = None,
+    after: Tensor | None = None,
     *,
     options: Options = DEFAULTS,
     lse_square_scale: float = 0.0,
-) -> Tensor:
-    """``after`` is not read: it keeps the next chunk's product in front of this, whatever reorders a graph."""
+) -> tuple[Tensor, Tensor]:
     head, _, weight, _ = classes_of(linear_weight, None, weight, class_start, num_classes)
     of_classes = logits[:, : head.shape[0]]
     rest = (weight, divisor, grad_entropy, entropy, coefficient, class_start, num_classes)
     _ops.cross_entropy_backward_(
         grad_loss, grad_lse, of_classes, target, lse, *rest, lse_square_scale=lse_square_scale, **options.keywords()
     )
+    done = logits.new_empty(0)
     if not with_grad_input:
-        return logits.new_empty(0)
+        return logits.new_empty(0), done
     shape = (logits.shape[0], head.shape[1])
     kernels = None if count is None else counting_kernels(logits.new_empty(()).expand(shape), head)
     if kernels is None:
-        return torch.mm(of_classes, head)
+        return torch.mm(of_classes, head), done
     grad_input = logits.new_zeros(shape)
     kernels.grad_input(of_classes, head, count, torch.arange(shape[0], device=logits.device), grad_input)
-    return grad_input
+    return grad_input, done
 
 
 def chunk_add_(

@@ -25,6 +25,8 @@ OUTPUT_MASK = "bool[3] output_mask=[True, True, True]"
 ACCUMULATE = "ScalarType? accumulate_dtype=None"
 CHUNKING = "SymInt? chunk_rows=None, bool skip_ignored=False"
 COUNT = "Tensor? count=None"  # of the first rows of a chunk, (): those after them are ignored ones
+# Not read: what was made before, whatever reorders a graph. "done", (0,), is such a tensor.
+AFTER = "Tensor? after=None"
 LINEAR_GRADS = "Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias"
 
 # Made of the others for every device: no kernels of their own.
@@ -152,14 +154,15 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     # statistics, a function of a row's statistics. Three products. Of a slice where num_classes is given.
     "linear_cross_entropy_chunk": (
         f"(Tensor input, Tensor linear_weight, Tensor target, {SLICE}, Tensor? linear_bias=None, "
-        f"Tensor? weight=None, bool entropy=False, {COUNT}, *, {OPTIONS}) -> (Tensor stats, Tensor logits)",
+        f"Tensor? weight=None, bool entropy=False, {COUNT}, {AFTER}, *, {OPTIONS}) "
+        "-> (Tensor stats, Tensor logits)",
         None,
     ),
     "linear_cross_entropy_chunk_grad_": (
         "(Tensor(a!) logits, Tensor grad_loss, Tensor? grad_lse, Tensor linear_weight, Tensor target, Tensor lse, "
         f"{SLICE}, Tensor? weight=None, Tensor? divisor=None, Tensor? grad_entropy=None, Tensor? entropy=None, "
-        f"Tensor? coefficient=None, Tensor? after=None, bool with_grad_input=True, {COUNT}, *, {OPTIONS}, "
-        f"{LSE_SQUARE}) -> Tensor grad_input",
+        f"Tensor? coefficient=None, bool with_grad_input=True, {COUNT}, {AFTER}, *, {OPTIONS}, "
+        f"{LSE_SQUARE}) -> (Tensor grad_input, Tensor done)",
         None,
     ),
     "linear_cross_entropy_chunk_add_": (

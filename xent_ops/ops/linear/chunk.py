@@ -39,6 +39,7 @@ def _check_chunk(
     weight: Tensor | None = None,
     entropy: bool = False,
     count: Tensor | None = None,
+    after: Tensor | None = None,
     **options: Any,
 ) -> None:
     _two_dimensions(input)
@@ -70,7 +71,7 @@ def _chunk_outputs(
     _linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     entropy: bool = False,
-    _count: Tensor | None = None,
+    *_: Any,
 ) -> Outputs:
     rows = target.numel()
     stats = (3 if entropy else 2, rows)
@@ -95,9 +96,9 @@ def _check_grad(
     grad_entropy: Tensor | None = None,
     entropy: Tensor | None = None,
     coefficient: Tensor | None = None,
-    after: Tensor | None = None,
     with_grad_input: bool = True,
     count: Tensor | None = None,
+    after: Tensor | None = None,
     **options: Any,
 ) -> None:
     _check_count(count, logits)
@@ -116,8 +117,8 @@ def _check_grad(
 def _grad_outputs(
     logits: Tensor, _grad_loss: Tensor, _grad_lse: Tensor | None, linear_weight: Tensor, *rest: Any
 ) -> Outputs:
-    wanted = len(rest) < 11 or rest[10]
-    return (((logits.shape[0], linear_weight.shape[1]) if wanted else (0,), logits.dtype),)
+    wanted = len(rest) < 10 or rest[9]
+    return ((logits.shape[0], linear_weight.shape[1]) if wanted else (0,), logits.dtype), ((0,), logits.dtype)
 
 
 def _check_add(
