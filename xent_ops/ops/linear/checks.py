@@ -58,7 +58,10 @@ def head(
 
 
 def sizes_of(chunking: Chunking) -> None:
-    _at_least_one("chunk_rows", chunking.chunk_rows, "the default")
+    number = chunking.chunk_rows
+    if number is None or (type(number) is int and number >= 1):
+        return
+    torch._check_value(number >= 1, lambda: f"chunk_rows must be at least 1, or None for the default, got {number}")
 
 
 def _other_features(name: str, linear_weight: Tensor, features: int) -> str:
@@ -79,12 +82,6 @@ def _swapped(name: str, input: Tensor, linear_weight: Tensor, rows: Sequence[int
         f": input and {name} seem to be swapped, the order is input, {name}, target (Liger-Kernel's has the weight "
         "first)"
     )
-
-
-def _at_least_one(name: str, number: int | None, none: str) -> None:
-    if number is None or (type(number) is int and number >= 1):
-        return
-    torch._check_value(number >= 1, lambda: f"{name} must be at least 1, or None for {none}, got {number}")
 
 
 def rows(
