@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .rows import assert_within, eps, oracle
+from .rows import activated, assert_within, eps, oracle
 
 
 class LinearExpected(NamedTuple):
@@ -90,18 +90,15 @@ def linear_oracle(
     b = torch.where(per_square == 0, 0, per_square * forward.lse)
     rows = oracle(logits, t, weight, grad_loss=a, grad_lse=b, ignore_index=ignore_index, **options)
 
-    # What rounded logits do: to x = softcap(logit_scale * logits), lse, softmax and the gradient.
-    scale, cap = abs(options.get("logit_scale", 1.0)), options.get("softcap")
+    # What rounded logits do: to x, lse, softmax and the gradient.
+    of_logits, tanh, scale = activated(logits, **options)
     error = half * logits.abs() + of_sum(x.shape[1]) * magnitude + tiny
     error_x = torch.nan_to_num(error * scale, posinf=0.0)
-    slope = torch.full_like(logits, scale)
-    activated = logits * options.get("logit_scale", 1.0)
-    bend = torch.zeros_like(logits)
-    if cap is not None:
-        tanh = torch.tanh(activated / cap)
-        activated, slope, bend = cap * tanh, scale * (1 - tanh.square()), 2 * scale / cap * tanh.abs()
+    slope, bend = torch.full_like(logits, scale), torch.zeros_like(logits)
+    if (cap := options.get("softcap")) is not None:
+        slope, bend = scale * (1 - tanh.square()), 2 * scale / cap * tanh.abs()
         slope = torch.minimum(slope + bend * error_x, torch.tensor(scale).double())
-    p = (activated - forward.lse.unsqueeze(-1)).exp()
+    p = (of_logits - forward.lse.unsqueeze(-1)).exp()
     error_lse = (p * error_x.exp()).sum(-1).log().clamp(min=0)
     error_p = p * torch.expm1(error_x + error_lse.unsqueeze(-1))
     hot = F.one_hot(torch.where(counted, t, 0), head.shape[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,24 @@ class Expected(NamedTuple):
     grad: Tensor  # (..., V)
     grad_scale: Tensor  # (..., V): the sum of the absolute parts that cancel in grad
     loss_scale: Tensor  # (...): likewise for the loss
+
+
+class Activated(NamedTuple):
+    """What the options make of logits."""
+
+    x: Tensor
+    tanh: Tensor  # of what a softcap caps; 0 without one
+    steepest: float  # |dx / dlogit| at most
+
+
+def activated(
+    logits: Tensor, softcap: float | None = None, logit_scale: float = 1.0, **_other_options: Any
+) -> Activated:
+    x = logits * logit_scale
+    if softcap is None:
+        return Activated(x, torch.zeros_like(x), abs(logit_scale))
+    tanh = torch.tanh(x / softcap)
+    return Activated(softcap * tanh, tanh, abs(logit_scale))
 
 
 def oracle(
@@ -40,9 +58,7 @@ def oracle(
     """
     classes = logits.shape[-1]
     z = logits.detach().double().cpu().requires_grad_()
-    x = z * logit_scale
-    if softcap is not None:
-        x = softcap * torch.tanh(x / softcap)
+    x, _, steepest = activated(z, softcap, logit_scale)
     w = None if weight is None else weight.detach().double().cpu()
     t = target.detach().long().cpu()
     loss = F.cross_entropy(
@@ -57,7 +73,7 @@ def oracle(
     (grad,) = torch.autograd.grad((loss, lse), z, (a, b))
 
     with torch.no_grad():
-        derivative = torch.full_like(z, abs(logit_scale))
+        derivative = torch.full_like(z, steepest)
         if softcap is not None:
             derivative = derivative * (1 + (x / softcap).square())  # its two parts, not their difference
         counted = t != ignore_index
