@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import functional, linear
-from .kernels.options import Chunking, Reduction
+from .kernels.options import Reduction
 from .ops import arguments
 from .ops.linear import checks as linear_checks
 from .ops.shown import kind_of
@@ -62,17 +63,14 @@ class CrossEntropyLoss(nn.Module):
         return _not_defaults(self, _OF_LOGITS)
 
 
-# The options that a module hands on, with their defaults.
-_OPTIONS = {
-    "ignore_index": -100,
-    "reduction": "mean",
-    "label_smoothing": 0.0,
-    "lse_square_scale": 0.0,
-    "softcap": None,
-    "logit_scale": 1.0,
-}
-_OF_LOGITS = {**_OPTIONS, "dim": 1, "inplace_backward": False, "grad_in_forward": False}
-_OF_HEAD = {**_OPTIONS, "accumulate_dtype": None, **Chunking()._asdict()}
+def _options_with_defaults(function: Callable[..., Tensor], *given: str) -> dict[str, Any]:
+    """What a module hands on to its function: the keyword-only arguments, but for those that each call has."""
+    parameters = inspect.signature(function).parameters.values()
+    return {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY and one.name not in given}
+
+
+_OF_LOGITS = _options_with_defaults(functional.cross_entropy)
+_OF_HEAD = _options_with_defaults(linear.linear_cross_entropy, "linear_bias", "weight", "divisor")
 
 
 def _options_of(module: nn.Module, names: Iterable[str]) -> dict[str, Any]:
