@@ -7,6 +7,7 @@ import torch
 from helpers import samples
 
 import xent_ops
+from xent_ops.kernels.options import LossOptions, Options
 from xent_ops.ops.library import OPERATORS
 from xent_ops.ops.schemas import SCHEMAS
 
@@ -113,6 +114,15 @@ def test_schemas_are_what_the_dispatcher_holds():
     for name, schema in SCHEMAS.items():
         parsed = torch._C.parse_schema(f"xent::{name}{schema}")
         assert str(parsed) == str(getattr(ops, name).default._schema)
+
+
+def test_options_are_those_of_the_schemas():
+    """Names, order and defaults: Python leaves out what equals the record's default, and operators fill in theirs."""
+    for name, record in (("cross_entropy_forward", Options()), ("cross_entropy", (*Options(), *LossOptions()[1:]))):
+        arguments = torch._C.parse_schema(f"xent::{name}{SCHEMAS[name]}").arguments
+        found = {one.name: one.default_value for one in arguments if one.kwarg_only}
+        assert tuple(found)[: len(Options._fields)] == Options._fields
+        assert tuple(found.values()) == tuple(record)
 
 
 def test_meta_device(device):
