@@ -69,8 +69,8 @@ def _options_with_defaults(function: Callable[..., Tensor], *given: str) -> dict
     return {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY and one.name not in given}
 
 
-_OF_LOGITS = _options_with_defaults(functional.cross_entropy)
-_OF_HEAD = _options_with_defaults(linear.linear_cross_entropy, "linear_bias", "weight", "divisor")
+_OF_LOGITS = _options_with_defaults(functional.cross_entropy, "token_weight")
+_OF_HEAD = _options_with_defaults(linear.linear_cross_entropy, "linear_bias", "weight", "divisor", "token_weight")
 
 
 def _options_of(module: nn.Module, names: Iterable[str]) -> dict[str, Any]:

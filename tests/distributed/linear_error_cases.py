@@ -8,7 +8,11 @@ from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 from vocab_parallel_cases import Collectives, V
 from vocab_parallel_error_cases import refused_by_all
 
-from xent_ops.distributed import vocab_parallel_linear_cross_entropy, vocab_parallel_linear_token_log_probs
+from xent_ops.distributed import (
+    vocab_parallel_linear_cross_entropy,
+    vocab_parallel_linear_token_log_probs,
+    vocab_parallel_linear_token_loss,
+)
 
 
 def bad_input(device):
@@ -91,6 +95,7 @@ def check_across_ranks(device):
     last = dist.get_world_size() - 1
     x, w, b, target = leaves(device, *head_of(torch.float32, (6,)))
     call = {"input": x, "weight_shard": w, "target": target, "num_classes": V, "bias_shard": b, "check": True}
+    weights = torch.ones(6, device=device)
     other = target.clone()
     other[4] = (other[4] + 1) % V
     narrow = {"input": x[:, 1:], "weight_shard": w[:, 1:]}  # one feature less, consistent in itself
@@ -131,9 +136,26 @@ def check_across_ranks(device):
         ({"reduction": "sum", "divisor": 3.0}, {"divisor": 4.0}, "divisor is 3.0 on rank 0 but 4.0"),
         ({"reduction": "sum", "divisor": 3.0}, {"divisor": None}, "divisor is 3.0 on rank 0 but None"),
         ({}, {"pipelined": False}, "pipelined is True on rank 0 but False"),
+        ({}, {"token_weight": weights}, "token_weight is None on rank 0 but a tensor"),
+        (
+            {"token_weight": weights},
+            {"token_weight": 2 * weights},
+            "token weights differ between ranks: number 0 is 1.0",
+        ),
+    ]
+    focal, of_tokens = {"fn": lambda stats, *_: stats.log_probs.exp()}, [*of_both, *of_the_loss[4:6]]
+    of_tokens += [
+        ({}, {"fn": lambda stats: stats.entropy}, "reads_entropy is False on rank 0 but True"),
+        ({}, {"rows": (weights,)}, "the number of rows is 0 on rank 0 but 1"),
+        ({"rows": (weights,)}, {"rows": (2 * weights,)}, r"rows\[0\] differ between ranks: number 0 is 1.0"),
+        ({"rows": (weights,)}, {"rows": (weights.double(),)}, r"rows\[0\].dtype is torch.float32 on rank 0 but"),
+    ]
+    of_tokens = [
+        ({k: v for k, v in right.items() if k != "reduction"}, differs, text) for right, differs, text in of_tokens
     ]
     refused_by_all(vocab_parallel_linear_cross_entropy, call, [*of_both, *of_the_loss])
     refused_by_all(vocab_parallel_linear_token_log_probs, call, of_both)
+    refused_by_all(vocab_parallel_linear_token_loss, call | focal, of_tokens)
 
 
 def check_of_the_split_dimension(device):

@@ -102,6 +102,7 @@ def check_across_ranks(device):
     other, wrong = target.clone(), target.clone()
     other[1] = 50
     wrong[3] = V
+    weights = torch.ones(4, device=device)
     call = {"logits_shard": x, "target": target, "num_classes": V, "check": True}
     # (what every rank passes, what the odd rank passes instead, what every rank says)
     bad = [
@@ -120,6 +121,12 @@ def check_across_ranks(device):
         ({}, {"lse_square_scale": 0.1}, "lse_square_scale is 0.0 on rank 0 but 0.1"),
         ({}, {"softcap": 5.0}, "softcap is None on rank 0 but 5.0"),
         ({}, {"logit_scale": 2.0}, "logit_scale is 1.0 on rank 0 but 2.0"),
+        ({}, {"token_weight": weights}, "token_weight is None on rank 0 but a tensor"),
+        (
+            {"token_weight": weights},
+            {"token_weight": 2 * weights},
+            "token weights differ between ranks: number 0 is 1.0",
+        ),
     ]
     refused_by_all(vocab_parallel_cross_entropy, call, bad)
 
