@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from helpers.graphs import AotEagerAndRecordGraphs, CompileCounterWithBackend, operator_names
 from helpers.processes import run_python
-from helpers.public_api import DTYPES, FUNCTIONS, bind, cases_of, gradients, inputs, options_of
+from helpers.public_api import DTYPES, FUNCTIONS, bind, cases_of, gradients, inputs, together_of
 
 import xent_ops
 
@@ -56,7 +56,7 @@ def test_every_dtype_of_targets(device, dtype):
 def test_through_inductor(device, dtype):
     """Every entry point with all its options in one graph, through Inductor's lowerings of the backward operators."""
     tensors = [tensor for entry in FUNCTIONS for tensor in inputs(entry, dtype=dtype, device=device)]
-    calls = [bind(entry, options_of(entry), tensors[3 * n + 2]) for n, entry in enumerate(FUNCTIONS)]
+    calls = [bind(entry, together_of(entry), tensors[3 * n + 2]) for n, entry in enumerate(FUNCTIONS)]
 
     def function(*tensors):
         x, target, weight = tensors[::3], tensors[1::3], tensors[2::3]
@@ -97,7 +97,7 @@ def test_no_recompile(device, entry):
 def test_dynamic(device, backend):
     """dynamic=True: one graph for every number of rows and of classes; Inductor's kernels index with both."""
     entries = ["cross_entropy", "class probabilities"] if backend == "inductor" else list(FUNCTIONS)
-    keywords = [{} if entry == "CrossEntropyLoss" else options_of(entry) for entry in entries]  # no weight of one size
+    keywords = [{} if entry == "CrossEntropyLoss" else together_of(entry) for entry in entries]  # no weight of one size
     calls = [bind(entry, options, None) for entry, options in zip(entries, keywords, strict=True)]
 
     def function(*tensors):
@@ -168,7 +168,7 @@ class Losses(torch.nn.Module):
     def __init__(self, entries):
         super().__init__()
         self.head = torch.nn.Linear(4, 33)
-        keywords = [{name: value for name, value in options_of(entry).items() if name != "dim"} for entry in entries]
+        keywords = [{name: value for name, value in together_of(entry).items() if name != "dim"} for entry in entries]
         self.calls = [bind(entry, case, inputs(entry)[2]) for entry, case in zip(entries, keywords, strict=True)]
 
     def forward(self, h, weight, target, keep=None):

@@ -372,7 +372,9 @@ def bad_linear_calls():
     yield with_grad, (x, head, t, None, None, rows[0]), {}
     for divisor in (rows, t[0].int()):
         yield with_grad, (x, head, t, None, None, divisor), {"reduction": "sum"}
-    yield with_grad, (x, head, t, None, None, None, [False] * 2), {}
+    yield with_grad, (x, head, t, None, None, None, None, [False] * 2), {}
+    yield with_grad, (x, head, t, None, None, None, rows[1:]), {}
+    yield with_grad, (x, head, t, None, None, None, rows.to(torch.complex64)), {}
     yield "linear_scale_grad", (x[0, 0], rows[0]), {}
     yield "linear_scale_grad", (x, rows[1:]), {}
 

@@ -25,6 +25,7 @@ VALUES = {
     "lse_square_scale": 0.1,
     "softcap": 5.0,
     "logit_scale": 0.5,
+    "token_weight": True,  # stands for a tensor
     "dim": -1,
     "inplace_backward": True,
     "grad_in_forward": True,
@@ -41,18 +42,24 @@ def options_of(entry):
     """Each option of an entry with a value that is not its default; a KeyError for an option that VALUES lacks."""
     found = {name: VALUES[name] for name in parameters(entry) if name not in ("input", "logits", "target", "reduction")}
     if entry == "class probabilities":
-        for name in ("ignore_index", "inplace_backward", "grad_in_forward"):  # for class indices
+        for name in ("ignore_index", "token_weight", "inplace_backward", "grad_in_forward"):  # for class indices
             del found[name]
     if entry == "token_log_probs":
         found["dim"] = 1  # -1 is its default
     return found
 
 
+def together_of(entry):
+    """All options that one call may have."""
+    options = options_of(entry)
+    return {name: options[name] for name in options if name != "token_weight" or "inplace_backward" not in options}
+
+
 def cases_of(entry, each=True):
     """Keywords: none and all options with every reduction; with ``each``, every option alone with some reduction."""
     reductions = ["mean", "sum", "none"] if "reduction" in parameters(entry) else [None]
     options = options_of(entry)
-    together = [({}, r) for r in reductions] + [(options, r) for r in reductions]
+    together = [({}, r) for r in reductions] + [(together_of(entry), r) for r in reductions]
     alone = [({name: value}, r) for (name, value), r in zip(options.items(), itertools.cycle(reductions), strict=False)]
     cases = together + alone if each else [together[0], together[-1]]
     return [case if reduction is None else {**case, "reduction": reduction} for case, reduction in cases]
@@ -74,6 +81,7 @@ def inputs(entry, rows=8, dtype=torch.float32, device="cpu", seed=0, classes=V):
 def bind(entry, case, weight):
     """The entry point with the keywords of a case as (logits, target, weight) -> its floating-point results, a tuple."""
     options = dict(case)
+    of_tokens = options.pop("token_weight", False)
     weighted, dim, ignored = options.pop("weight", False), options.get("dim"), options.get("ignore_index")
     call = FUNCTIONS[entry]
     module = call(weight if weighted else None, **options) if entry == "CrossEntropyLoss" else None
@@ -84,10 +92,10 @@ def bind(entry, case, weight):
         if dim is not None:
             x, target = x.unflatten(0, (2, -1)), target.unflatten(0, (2, -1))
             x = x if dim == -1 else x.transpose(1, 2)
-        if module is not None:
-            result = module(x, target)
-        else:
-            result = call(x, target, **({"weight": weight} if weighted else {}), **options)
+        given = {"weight": weight} if weighted else {}
+        if of_tokens:
+            given["token_weight"] = (target % 3 + 1).to(torch.float32)
+        result = call(x, target, **given, **options) if module is None else module(x, target)
         results = result if isinstance(result, tuple) else (result,)
         return tuple(value for value in results if value.is_floating_point())
 

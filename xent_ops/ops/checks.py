@@ -237,7 +237,7 @@ def token_weight(tensor: Tensor | None, target: Tensor) -> None:
     if tensor is None:
         return
     if tensor.is_complex():
-        raise TypeError(f"token_weight has dtype {tensor.dtype}; expected real numbers")
+        raise TypeError("token_weight is complex; expected real numbers")
     same_shape("token_weight", tensor.shape, target.shape, "one number for each target")
     same_device("token_weight", tensor, target, "target is")
     if tensor.requires_grad and torch.is_grad_enabled():
