@@ -166,7 +166,7 @@ def test_float64_is_plain_torch(launches):
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "lse_square_scale": 0.1}], ids=str)
-def test_one_pass(launches, options):
+def test_with_grad(launches, options):
     """Two kernels, forward and backward, with the gradient in place."""
     logits, target = inputs(300, torch.bfloat16)
     x, y = logits.to("npu").requires_grad_(), logits.float().requires_grad_()

@@ -38,10 +38,10 @@ class Operators(nn.Module):
         )
         divisors = ops.cross_entropy_divisor(logits, target, weight, ignore_index=7)
         scale, square = divisors[1][0], divisors[1][1] if self.full else None
-        one_pass = ops.cross_entropy_with_grad(logits, target, scale, square, weight, **options)
+        with_grad = ops.cross_entropy_with_grad(logits, target, scale, square, weight, **options)
         over = ops.cross_entropy_with_grad(left @ right.t(), target, rows, None, weight, **options)
         return (
-            loss, lse, *top, *entropy, value, divisor, *total, in_place, apart, of_entropy, *divisors, *one_pass, *over,
+            loss, lse, *top, *entropy, value, divisor, *total, in_place, apart, of_entropy, *divisors, *with_grad, *over,
             ops.linear_scale_grad(left, value),
         )  # fmt: skip
 
@@ -61,9 +61,9 @@ class Linear(nn.Module):
         top = ops.linear_cross_entropy_forward(*rows, None, True, True, **chunks)
         upstream = loss / 64
         gradients = ops.linear_cross_entropy_backward(upstream, None, hidden, head, target, lse, bias, **chunks)
-        one_pass = ops.linear_cross_entropy_with_grad(*rows, **chunks, lse_square_scale=1e-2)
+        with_grad = ops.linear_cross_entropy_with_grad(*rows, **chunks, lse_square_scale=1e-2)
         frozen = ops.linear_cross_entropy_with_grad(*rows, None, None, None, [True, False, False], **chunks)
-        return loss, lse, *top, *gradients, *one_pass, frozen[3]
+        return loss, lse, *top, *gradients, *with_grad, frozen[3]
 
 
 def linear_inputs(rows, classes, features, dtype, device, ignored=7):

@@ -32,7 +32,7 @@ def shifted(x, w, b, t):
     return F.cross_entropy(y[..., :-1, :].reshape(-1, V), t[..., 1:].reshape(-1))
 
 
-def test_one_pass_and_no_logits():
+def test_with_grad_and_no_logits():
     code = code_of(shifted, *inputs())
     assert counts(code, ONE_PASS, ROWS) == (1, 0) and counts(code, IN_PLACE) >= (1,)
     assert "mm(" not in code and f"(8, {V})" not in code

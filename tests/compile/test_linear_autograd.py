@@ -70,7 +70,7 @@ def test_checkpoints_in_compiled_code(device, case):
     assert forward.count(f"xent.{ONE_PASS}.default") == 1
 
 
-def test_a_selective_checkpoint_that_saves_the_one_pass(device):
+def test_a_selective_checkpoint_that_saves_the_with_grad(device):
     """In compiled code of another backend than Inductor, which needs to be told."""
     contexts = partial(create_selective_checkpoint_contexts, [torch.ops.xent.linear_cross_entropy_with_grad.default])
     tensors, graphs = inputs(device=device), AotEagerAndRecordGraphs()

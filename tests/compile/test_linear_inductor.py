@@ -60,7 +60,7 @@ def graphs_of(function, setting, device="cpu"):
 
 
 @pytest.mark.parametrize("function, setting", [(after_pointwise, None), *TWICE], ids=_name)
-def test_the_one_pass_runs_once(device, function, setting):
+def test_the_with_grad_runs_once(device, function, setting):
     assert graphs_of(function, setting, device).calls(ONE_PASS) == [1, 0]
 
 

@@ -152,7 +152,7 @@ def test_an_opaque_backward_needs_two(device):
     assert calls_of(FUNCTIONAL, step_code(device)) == 0, "and all is as before"
 
 
-def test_one_pass_overwrites_a_product(cpu_as_cuda):
+def test_with_grad_overwrites_a_product(cpu_as_cuda):
     """A direct call in a graph is one node; the gradient takes the logits' place where nothing else reads them."""
     h, w, target = torch.randn(8, 16), torch.randn(16, 33), torch.arange(8)
 

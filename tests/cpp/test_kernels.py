@@ -118,7 +118,7 @@ def test_in_place(problem):
 
 @many
 @given(data=st.data())
-def test_one_pass(data):
+def test_with_grad(data):
     """The bits of forward, then backward; in place too. The lse of an ignored row, which is not read, is infinite."""
     logits, target, weight, options, generator = data.draw(problems())
     if any(stride == 0 and size > 1 for size, stride in zip(logits.shape, logits.stride(), strict=True)):

@@ -228,9 +228,9 @@ def test_a_replaced_loss_needs_one_buffer_of_logits(dynamic):
     assert peak <= 1.02, peak
 
 
-@pytest.mark.parametrize("one_pass", [False, True], ids=["", "one_pass"])
+@pytest.mark.parametrize("with_grad", [False, True], ids=["", "with_grad"])
 @pytest.mark.parametrize("inplace", [False, True], ids=["", "inplace"])
-def test_eager_memory(inplace, one_pass):
+def test_eager_memory(inplace, with_grad):
     """inplace_backward: no more than the logits that the step needs anyway; else one gradient beside them."""
     rows, classes = 4096, 32000
     h = torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -238,7 +238,7 @@ def test_eager_memory(inplace, one_pass):
     target = torch.randint(0, classes, (rows,), device="cuda")
 
     def step(h, w):
-        loss = xent_ops.cross_entropy(h @ w.T, target, inplace_backward=inplace, grad_in_forward=one_pass)
+        loss = xent_ops.cross_entropy(h @ w.T, target, inplace_backward=inplace, grad_in_forward=with_grad)
         loss.backward()
 
     peak = peak_in_logits(step, h, w, size=rows * classes * 2)

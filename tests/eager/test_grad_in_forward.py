@@ -122,7 +122,7 @@ def test_grad_in_forward_is_ignored_under_compile_and_transforms(h, target):
     torch.testing.assert_close(torch.func.grad(step)(h.detach()), wanted)
 
 
-def test_one_pass_checks_weights_before_it_counts_rows(h, target):
+def test_with_grad_checks_weights_before_it_counts_rows(h, target):
     for weight, message in (
         (torch.ones(3), r"weight has shape \(3,\)"),
         (torch.ones(h.shape[-1], 2), "weight has shape"),

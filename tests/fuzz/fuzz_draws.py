@@ -173,9 +173,9 @@ class _Program:
             options["chunk_rows"] = pick((1, 3, 16, 100))
         if self.maybe(0.2):
             options["skip_ignored"] = True
-        one_pass = options.get("reduction", "mean") != "none" and "skip_ignored" not in options
+        with_grad = options.get("reduction", "mean") != "none" and "skip_ignored" not in options
         if "pipelined" in names and self.maybe(0.6):
-            options["pipelined"] = pick((True, False, None)) if one_pass else pick((False, None))
+            options["pipelined"] = pick((True, False, None)) if with_grad else pick((False, None))
 
     def _weights(self):
         kind = self.random.choice(("none", "none", "some", "some", "zeros", "small", "large"))

@@ -21,11 +21,11 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from xent_ops.kernels.triton import (  # noqa: E402
     launch_backward,
     launch_forward,
-    launch_one_pass,
     launch_reduce,
     launch_shard,
     launch_soft,
-    one_pass_shared,
+    launch_with_grad,
+    with_grad_shared,
 )
 
 TARGETS = {
@@ -37,7 +37,7 @@ TARGETS = {
 FULL = {"label_smoothing": 0.1, "softcap": 30.0, "logit_scale": 0.5}
 KERNELS = {
     kernel
-    for module in (launch_backward, launch_forward, launch_one_pass, launch_reduce, launch_shard, launch_soft)
+    for module in (launch_backward, launch_forward, launch_with_grad, launch_reduce, launch_shard, launch_soft)
     for name, kernel in vars(module).items()
     if name.endswith("_kernel")
 }
@@ -151,11 +151,11 @@ def test_kernels_compile_without_spills(monkeypatch, tmp_path, name, case):
 )
 def test_rows_in_shared_memory(monkeypatch, tmp_path, name, capacity, dtype, classes):
     """The Gluon kernel, whose language is experimental: another Triton may not compile it."""
-    monkeypatch.setattr(launch_one_pass, "_shared_memory", lambda device: (capacity, 32))
+    monkeypatch.setattr(launch_with_grad, "_shared_memory", lambda device: (capacity, 32))
     row = torch.zeros(3)
     tensors = (torch.zeros(3, classes, dtype=dtype), row.long(), row[0], row)
     ((kernel, args, kwargs),) = record(monkeypatch, lambda: launch("cross_entropy_with_grad", tensors, {}))
-    assert kernel is one_pass_shared.one_pass_shared_kernel
+    assert kernel is with_grad_shared.with_grad_shared_kernel
     compiled = compile_call(kernel, args, kwargs, TARGETS[name])
     assert spills(compiled, TARGETS[name], tmp_path) <= 8, kwargs  # 32 warps leave a thread 64 registers
     assert compiled.metadata.shared <= capacity

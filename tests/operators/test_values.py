@@ -202,7 +202,7 @@ VIEWS = [
     lambda x: x[..., ::2],
     lambda x: x.reshape(2, 2, 5, 101)[:, :, 1:].transpose(0, 2),
 ]
-OTHER_VIEWS = (1, 2, 3, 5, 6, 9, 10, 12)  # left out by the interpreter in test_one_pass.py, or not there
+OTHER_VIEWS = (1, 2, 3, 5, 6, 9, 10, 12)  # left out by the interpreter in test_with_grad.py, or not there
 
 
 @pytest.mark.parametrize("number", OTHER_VIEWS if INTERPRETED else range(len(VIEWS)))

@@ -208,7 +208,7 @@ def of_peers(kind: type[V], peers: Sequence[Peer]) -> tuple[list[V], list[str]]:
     return found, [f"{peer.name}: not installed" for peer in peers if not peer.installed()]
 
 
-_one_pass_in_place = functools.partial(own, grad_in_forward=True, inplace_backward=True)
+_with_grad_in_place = functools.partial(own, grad_in_forward=True, inplace_backward=True)
 
 
 def losses(dtype: torch.dtype, device: torch.device, dynamic: bool) -> list[Variant]:

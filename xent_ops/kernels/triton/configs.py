@@ -117,7 +117,7 @@ def backward(classes: int, itemsize: int, load: int = 0) -> Backward:
     return Backward(block, 2 if load and row > block else 1, max(block // 1024, 1))
 
 
-def one_pass(classes: int, itemsize: int) -> Config:
+def with_grad(classes: int, itemsize: int) -> Config:
     """A program walks over a row twice. It has many warps, so that the rows in flight fit the L2 cache."""
     if itemsize == 8:
         return Config(min(max(next_power_of_2(classes), 128), 256), 4, 3)
@@ -131,11 +131,11 @@ class Shared(NamedTuple):
     num_warps: int
 
 
-def one_pass_shared(classes: int, itemsize: int, capacity: int, most_parts: int) -> Shared | None:
+def with_grad_shared(classes: int, itemsize: int, capacity: int, most_parts: int) -> Shared | None:
     """A row, or a part of one, in ``capacity`` bytes of shared memory for each program. None if it does not fit.
 
     At least two programs should fit on a processor, so that one reads while the other computes. In copies
-    (limit 1.0; in brackets one_pass): 131072 x 1024 1.07 (1.11), 32768 x 4096 1.03 (1.13), 8192 x 32000 1.05 (1.31; in
+    (limit 1.0; in brackets with_grad): 131072 x 1024 1.07 (1.11), 32768 x 4096 1.03 (1.13), 8192 x 32000 1.05 (1.31; in
     two parts 1.11), 8192 x 50257 1.05 (1.50; in two parts 1.15), 4096 x 128256 1.07 (1.53; in 4 parts 1.11), 2100 x
     262144 1.09 (1.57; in 8 parts 1.13); float32, 4096 x 128256: 8 parts of 4 warps 1.05, of 8 warps 1.08.
     """

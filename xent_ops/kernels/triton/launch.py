@@ -6,7 +6,7 @@ captured in a CUDA graph. What is allocated is an output, a few numbers a row or
 describe the rows, a copy of the logits.
 """
 
-from . import launch_backward, launch_forward, launch_one_pass, launch_reduce, launch_shard, launch_soft  # noqa: F401
+from . import launch_backward, launch_forward, launch_reduce, launch_shard, launch_soft, launch_with_grad  # noqa: F401
 from .common import LAUNCHERS
 
 __all__ = ["LAUNCHERS"]

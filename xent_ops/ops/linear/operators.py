@@ -103,7 +103,7 @@ def _rows_backward(
     return _of_inputs(mask, gradients, 3)
 
 
-def _save_one_pass(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+def _save_with_grad(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
     input, linear_weight, target, linear_bias, weight, _, token_weight, made, ctx.accumulate_dtype = inputs
     ctx.mask = [bool(wanted and needed) for wanted, needed in zip(made, _mask(ctx), strict=True)]
     if needs_grad(ctx, 4):
@@ -120,7 +120,7 @@ def _save_one_pass(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[
     ctx.gradients = gradients
 
 
-def _one_pass_backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+def _with_grad_backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad_value is None:
         return (None,) * 9
     input, linear_weight, target, lse, linear_bias, weight, divided_by, token_weight = ctx.saved_tensors
@@ -222,7 +222,7 @@ operator(
     reference=chunks.with_grad,
     composed=True,
 )
-autograd("linear_cross_entropy_with_grad", _one_pass_backward, _save_one_pass)
+autograd("linear_cross_entropy_with_grad", _with_grad_backward, _save_with_grad)
 
 operator(
     "linear_scale_grad",

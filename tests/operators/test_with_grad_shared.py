@@ -9,10 +9,10 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 import gluon_emulator
 
-from xent_ops.kernels.triton import cached, configs, launch_one_pass, one_pass_shared
+from xent_ops.kernels.triton import cached, configs, launch_with_grad, with_grad_shared
 from xent_ops.testing import assert_grad, assert_loss, assert_lse, oracle, realistic_logits
 
-KERNEL = one_pass_shared.one_pass_shared_kernel
+KERNEL = with_grad_shared.with_grad_shared_kernel
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def emulated(monkeypatch):
         gluon_emulator.run(KERNEL, self.grid, arguments, at_once=self.constants["PARTS"], seed=len(launched))
 
     monkeypatch.setattr(cached.Launch, "__call__", emulate)
-    monkeypatch.setattr(launch_one_pass, "_shared_memory", lambda device: (232448, 32))
+    monkeypatch.setattr(launch_with_grad, "_shared_memory", lambda device: (232448, 32))
     return launched
 
 
@@ -44,7 +44,7 @@ def run(launcher, *args):
 )
 def test_rows_of_any_parts(monkeypatch, emulated, dtype, classes, parts, tiles):
     """Odd rows and even ones; -inf, NaN and targets in one part or another; the last part may be empty."""
-    monkeypatch.setattr(configs, "one_pass_shared", lambda *args: configs.Shared(parts, 256, tiles, 1))
+    monkeypatch.setattr(configs, "with_grad_shared", lambda *args: configs.Shared(parts, 256, tiles, 1))
     logits = realistic_logits(9, classes, dtype=dtype)
     target = torch.tensor([0, 5, classes - 1, 255, 256, 511, -100, 700, classes - 4])
     logits[1, 6:] = float("-inf")
@@ -53,10 +53,10 @@ def test_rows_of_any_parts(monkeypatch, emulated, dtype, classes, parts, tiles):
     logits[6, 3] = float("nan")  # in the row that is not counted
     scale, square = torch.rand(9, generator=torch.Generator().manual_seed(0)), torch.tensor(1e-3)
     before = logits.clone()
-    results = run(launch_one_pass.cross_entropy_with_grad, logits, target, scale, square)
+    results = run(launch_with_grad.cross_entropy_with_grad, logits, target, scale, square)
     assert torch.equal(logits.nan_to_num(7), before.nan_to_num(7)) and emulated == [9 * parts]
     over = logits.clone()
-    in_place = (*run(launch_one_pass.cross_entropy_with_grad_, over, target, scale, square), over)
+    in_place = (*run(launch_with_grad.cross_entropy_with_grad_, over, target, scale, square), over)
     counted = target != -100
     upstream = 2 * square * results[1][counted]
     expected = oracle(logits[counted], target[counted], grad_loss=scale[counted], grad_lse=upstream)
@@ -74,7 +74,7 @@ def test_rows_as_configured(emulated, dtype, classes, parts):
     storage = realistic_logits(3, classes + 8, dtype=dtype)
     logits = storage[:, :classes]  # a gap after each row, which must not be written
     target = torch.tensor([1, classes - 1, classes])  # the last is no class
-    results = run(launch_one_pass.cross_entropy_with_grad_, logits, target, torch.ones(()))
+    results = run(launch_with_grad.cross_entropy_with_grad_, logits, target, torch.ones(()))
     assert emulated == [3 * parts]
     original = realistic_logits(3, classes + 8, dtype=dtype)
     expected = oracle(original[:2, :classes], target[:2], grad_loss=1.0)
@@ -85,11 +85,11 @@ def test_rows_as_configured(emulated, dtype, classes, parts):
 
 
 def test_rows_that_no_device_holds():
-    assert configs.one_pass_shared(128256, 4, 101376, most_parts=1) is None  # an RTX A400: 6 processors
-    assert configs.one_pass_shared(128256, 4, 232448, most_parts=33).parts == 8
-    assert configs.one_pass_shared(2**20, 4, 232448, most_parts=33) is None  # more parts than lanes
+    assert configs.with_grad_shared(128256, 4, 101376, most_parts=1) is None  # an RTX A400: 6 processors
+    assert configs.with_grad_shared(128256, 4, 232448, most_parts=33).parts == 8
+    assert configs.with_grad_shared(2**20, 4, 232448, most_parts=33) is None  # more parts than lanes
     for capacity in (101376, 166912, 232448):
         for size in range(2048, 2**19, 1022):
-            found = configs.one_pass_shared(size // 2, 2, capacity, most_parts=33)
+            found = configs.with_grad_shared(size // 2, 2, capacity, most_parts=33)
             part = found.tile * found.tiles * 2
             assert found.parts * part >= size // 2 * 2 and part + 1024 <= capacity

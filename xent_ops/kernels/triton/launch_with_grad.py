@@ -30,12 +30,12 @@ from .common import (
 from .flags import flags_of
 from .launch_backward import prepare_backward
 from .launch_forward import prepare_forward
-from .one_pass import one_pass_kernel, scale_kernel
 from .recording import RECORDING
+from .with_grad import scale_kernel, with_grad_kernel
 
 
 def _shared_memory(device: torch.device) -> tuple[int, int]:
-    """Bytes that one program may keep a row in, and how many may share one; 0 where one_pass_shared.py cannot run.
+    """Bytes that one program may keep a row in, and how many may share one; 0 where with_grad_shared.py cannot run.
 
     Programs that share a row wait for each other, so all must fit on the device at once, with those of other streams: a
     quarter as many as there are processors.
@@ -46,7 +46,7 @@ def _shared_memory(device: torch.device) -> tuple[int, int]:
     if RECORDING.get():  # Inductor writes kernels of Triton, and this one is of Gluon
         return 0, 0
     try:
-        from . import one_pass_shared  # noqa: F401
+        from . import with_grad_shared  # noqa: F401
     except (ImportError, AttributeError):  # Gluon is experimental: another Triton may not have what is asked of it
         return 0, 0
     properties = accelerator.properties(device)
@@ -99,12 +99,12 @@ def _prepare_shared(call: _Call) -> Kernel | None:
     vectors = same_rows or not edges(classes, itemsize, strides, call.out_strides)
     if not (plain and itemsize < 8 and vectors):
         return None
-    config = configs.one_pass_shared(classes, itemsize, *_shared_memory(logits.device))
+    config = configs.with_grad_shared(classes, itemsize, *_shared_memory(logits.device))
     return None if config is None else _prepare_launch(call, config)
 
 
 def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
-    """By one kernel: that of one_pass_shared.py or that of one_pass.py."""
+    """By one kernel: that of with_grad_shared.py or that of with_grad.py."""
     logits, (number, strides, _, _), out_strides = call.logits, call.layout, call.out_strides
     classes, itemsize, weighted = logits.shape[-1], logits.element_size(), call.weight is not None
     options = call.options
@@ -117,12 +117,12 @@ def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
     tiling: dict[str, Any] = {"EDGES": border, "VECTOR": configs.vector(itemsize)}
     words = 0  # what programs exchange
     if shared is not None:
-        from .one_pass_shared import one_pass_shared_kernel
+        from .with_grad_shared import with_grad_shared_kernel
 
         tiling |= {"PARTS": shared.parts, "TILE": shared.tile, "TILES": shared.tiles, "WARPS": shared.num_warps}
         programs = number * shared.parts
         launch = Launch(
-            one_pass_shared_kernel,
+            with_grad_shared_kernel,
             programs,
             *numbers,
             options.only_scale,
@@ -133,9 +133,9 @@ def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
         if shared.parts > 1:
             words = 1 + programs
     else:
-        config = configs.one_pass(classes, itemsize)
+        config = configs.with_grad(classes, itemsize)
         launch = Launch(
-            one_pass_kernel,
+            with_grad_kernel,
             number,
             *numbers,
             *options.numbers()[1:],

@@ -23,7 +23,7 @@ def assert_lse_where_read(lse, expected, target, ignore_index=-100):
     assert_lse(lse, expected._replace(lse=expected.lse.masked_fill(ignored, float("inf"))))
 
 
-def one_pass_case(device, logits, target, grad_scale, grad_lse_square=None, weight=None, **options):
+def with_grad_case(device, logits, target, grad_scale, grad_lse_square=None, weight=None, **options):
     """The functional operator and its twin against the oracle; the twin leaves the gradient in the logits."""
     logits, target, grad_scale = logits.to(device), target.to(device), grad_scale.to(device)
     square = None if grad_lse_square is None else grad_lse_square.to(device)
@@ -64,7 +64,7 @@ VOCABULARIES = [
 def test_vocabularies(device, dtype, vocabulary):
     target = torch.randint(0, vocabulary, (5,), generator=torch.Generator().manual_seed(1))
     target[2] = -100
-    one_pass_case(device, realistic_logits(5, vocabulary, dtype=dtype), target, torch.tensor(0.25))
+    with_grad_case(device, realistic_logits(5, vocabulary, dtype=dtype), target, torch.tensor(0.25))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_options(device, dtype, name, case):
         (squares.flip(0), torch.tensor(0.01), weight),
     ][case]
     logits = realistic_logits(4, 1003, dtype=dtype)
-    one_pass_case(device, logits, target, scale, z, w, ignore_index=-1, **OPTIONS[name])
+    with_grad_case(device, logits, target, scale, z, w, ignore_index=-1, **OPTIONS[name])
 
 
 VIEWS = [
@@ -107,7 +107,7 @@ def test_views_are_read_and_written_where_they_lie(device, number):
     logits = view(realistic_logits(4, 5, 101, dtype=torch.float32))
     target = torch.randint(0, logits.shape[-1], logits.shape[:-1], generator=torch.Generator().manual_seed(1))
     storage = realistic_logits(4, 5, 101, dtype=torch.float32).to(device)
-    one_pass_case(device, logits, target, torch.rand(target.shape))
+    with_grad_case(device, logits, target, torch.rand(target.shape))
     ops.cross_entropy_with_grad_(view(storage), target.to(device), torch.ones((), device=device))
     outside = torch.ones(4, 5, 101, dtype=torch.bool)
     view(outside)[...] = False
@@ -122,7 +122,7 @@ def test_realistic_scales(device, dtype, std, softcap):
     logits = realistic_logits(8, 2000, dtype=dtype, std=std, outliers=True, padding=37)
     target = torch.randint(0, 1963, (8,), generator=torch.Generator().manual_seed(1))
     square = None if softcap is None else torch.tensor(1e-4)
-    one_pass_case(device, logits, target, torch.tensor(1 / 8), square, softcap=softcap)
+    with_grad_case(device, logits, target, torch.tensor(1 / 8), square, softcap=softcap)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -161,7 +161,7 @@ def test_weight_of_an_ignored_class_may_be_infinite(device, plain, rows):
 def test_strided_classes_are_copied_once(device, rows):
     if device == "cpu" and not INTERPRETED:
         pytest.skip("needs a GPU or TRITON_INTERPRET=1: only the Triton launchers copy rows")
-    from xent_ops.kernels.triton import launch_one_pass
+    from xent_ops.kernels.triton import launch_with_grad
 
     class Copies(TorchDispatchMode):
         number = 0
@@ -173,7 +173,7 @@ def test_strided_classes_are_copied_once(device, rows):
     x, target = torch.randn(rows, 100, device=device)[:, ::2], torch.zeros(rows, dtype=torch.int64, device=device)
     args = (x, target, torch.ones((), device=device))
     with Copies() as copies:
-        launch_one_pass.cross_entropy_with_grad(*args)(*args)
+        launch_with_grad.cross_entropy_with_grad(*args)(*args)
     assert copies.number == 1
 
 

@@ -2,7 +2,7 @@
 
 A row that is too long for that is shared by several programs, which wait for each other's sums. Written in Gluon, the
 layer of Triton that can address shared memory. For NVIDIA, and for the plain loss (a z-loss and a positive logit_scale
-are plain); one_pass.py has every option and runs everywhere.
+are plain); with_grad.py has every option and runs everywhere.
 """
 
 import triton
@@ -70,7 +70,7 @@ def _row_offset(row, n_inner, stride_outer, stride_inner):
 
 
 @gluon.jit(do_not_specialize=["ignore_index"], do_not_specialize_on_alignment=["n_inner", "n_out_inner"])
-def one_pass_shared_kernel(
+def with_grad_shared_kernel(
     logits_ptr,  # (outer, inner, V), rows of any stride
     target_ptr,  # (N,), contiguous, any integer dtype
     grad_scale_ptr,  # (N,) with a stride, 0 for a scalar

@@ -22,7 +22,7 @@ from .row_outputs import finish, shift_of, target_logit
     do_not_specialize=["ignore_index"],
     do_not_specialize_on_alignment=["n_inner", "n_out_inner"],
 )
-def one_pass_kernel(
+def with_grad_kernel(
     logits_ptr,  # (outer, inner, V), rows of any stride
     target_ptr,  # (N,), contiguous, any integer dtype
     grad_scale_ptr,  # (N,) with a stride, 0 for a scalar
