@@ -152,8 +152,7 @@ def cross_entropy(
         for name, value in (("inplace_backward", inplace_backward), ("grad_in_forward", grad_in_forward)):
             if value:
                 raise ValueError(f"{name}=True is not supported for DTensor logits")
-        refuse_token_weight("xent_ops.cross_entropy of DTensors", token_weight)
-        return tensor.cross_entropy(input, target, weight, loss, dim)
+        return tensor.cross_entropy(input, target, weight, loss, dim, token_weight)
     if is_dtensor(target):
         raise TypeError("target is a DTensor but the logits are not; both must be, or neither")
     if is_dtensor(weight):

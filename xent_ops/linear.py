@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .functional import cross_entropy, is_dtensor, refuse_dtensors, refuse_token_weight
+from .functional import cross_entropy, is_dtensor, refuse_dtensors
 from .kernels.options import Reduction
 from .ops import arguments, checks, transforms
 from .ops.linear import checks as linear_checks
@@ -86,10 +86,9 @@ def linear_cross_entropy(
     if any(map(is_dtensor, (input, linear_weight, target, linear_bias, weight, token_weight))):
         from .distributed import linear_tensor  # imported for DTensors only: it takes a while
 
-        refuse_token_weight("xent_ops.linear_cross_entropy of DTensors", token_weight)
         chunks = (accumulate_dtype, chunk_rows, skip_ignored)
         head = (linear_weight, linear_bias, weight, *chunks)
-        return linear_tensor.linear_cross_entropy(input, target, head, loss, divisor)
+        return linear_tensor.linear_cross_entropy(input, target, head, loss, divisor, token_weight)
     divisor = arguments.divisor(divisor, input)
     linear_checks.reduced_by(divisor, input, reduction)
     accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored)

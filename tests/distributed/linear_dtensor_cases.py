@@ -88,6 +88,40 @@ def targets(device):
         torch.testing.assert_close(xent_ops.linear_cross_entropy(x, m, label).full_tensor(), wanted)
 
 
+def token_weights(device):
+    """Of the head and of given logits; rows, classes and both sharded; weights placed as the target, or plain."""
+    input, head, _, weight, target = head_of(torch.float64, (7, 3))
+    factors = torch.rand(7, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64) - 0.2
+    for mesh, cases in meshes(device):
+        for (of_input, of_head), reduction in itertools.product(cases, ("none", "sum", "mean")):
+            x = distribute_tensor(input.to(device), mesh, of_input).requires_grad_()
+            m = distribute_tensor(head.to(device), mesh, of_head).requires_grad_()
+            split = [isinstance(placement, Shard) for placement in of_head]
+            of_rows = [Replicate() if s else p for p, s in zip(of_input, split, strict=True)]
+            of_logits = [Shard(2) if s else p for p, s in zip(of_input, split, strict=True)]
+            z = distribute_tensor((input @ head.t()).to(device), mesh, of_logits).requires_grad_()
+            options = {"reduction": reduction, "lse_square_scale": 0.1, "weight": weight.to(device)}
+            plain = [tensor.clone().to(device).requires_grad_() for tensor in (input, head)]
+            options["token_weight"] = factors.to(device)
+            wanted = xent_ops.linear_cross_entropy(*plain, target.to(device), **options)
+            upstream = torch.full_like(wanted, 0.5)
+            grads = torch.autograd.grad(wanted, plain, upstream)
+            for factor in (factors.to(device), distribute_tensor(factors.to(device), mesh, of_rows)):
+                options["token_weight"] = factor
+                for loss, leaves in (
+                    (xent_ops.linear_cross_entropy(x, m, target.to(device), **options), (x, m)),
+                    (xent_ops.cross_entropy(z, target.to(device), dim=-1, **options), (z,)),
+                ):
+                    torch.testing.assert_close(loss.full_tensor(), wanted)
+                    up = distribute_tensor(upstream, mesh, loss.placements)
+                    made = [grad.full_tensor() for grad in torch.autograd.grad(loss, leaves, up)]
+                    if len(leaves) == 2:
+                        torch.testing.assert_close(made, list(grads))
+                    else:
+                        flat = made[0].flatten(0, 1).t() @ plain[0].flatten(0, 1)
+                        torch.testing.assert_close(flat, grads[1])
+
+
 def what_is_communicated(device):
     """No logits, no weight: statistics, the input and its gradient, and with rows sharded the weight's gradient."""
     world = dist.get_world_size()

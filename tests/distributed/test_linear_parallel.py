@@ -113,6 +113,7 @@ def test_cuda_graphs(pool, world, case):
     [
         dtensor.placements,
         dtensor.targets,
+        dtensor.token_weights,
         dtensor.what_is_communicated,
         dtensor.parallel_styles,
         dtensor.written_in_place,

@@ -83,6 +83,7 @@ def linear_cross_entropy(
     head: tuple[Any, ...],
     loss: LossOptions,
     divisor: Any,
+    token_weight: Tensor | None = None,
 ) -> DTensor:
     """Arguments are those of ``xent_ops.linear_cross_entropy``, at least one of them a DTensor.
 
@@ -92,12 +93,15 @@ def linear_cross_entropy(
     local = _local_of(input, target, head)
     x, local_target, mine, ranks, mesh, rows = local
     divisor, replicated = _divisor_of(divisor, input, loss.reduction), _replicated(mesh)
+    of_tokens = tensor.local_row_of(token_weight, input.shape[:-1], x.shape[:-1], mesh, rows)
+    checks.token_weight(of_tokens, local_target)
     if local.has_all_rows and pipelined.chosen(None, x, mine, loss):
-        total = pipelined.loss(x, local_target, mine, ranks, loss, divisor, scattered=False, sum_grad_input=False)
+        of = (x, local_target, mine, ranks, loss, divisor)
+        total = pipelined.loss(*of, scattered=False, sum_grad_input=False, token_weight=of_tokens)
         return tensor.from_local(total, mesh, replicated, ())  # the gradients are there
     outputs, _ = sharded_rows.sharded_rows(x, local_target, mine, ranks, loss, sum_grad_input=False)
     read = _read(input, target, head, local)
-    value = tensor.reduced(outputs, local_target, input.shape[:-1], mesh, rows, loss, read)
+    value = tensor.reduced(outputs, local_target, input.shape[:-1], mesh, rows, loss, read, of_tokens)
     if divisor is None:
         return value
     divide = DTensor.from_local(divisor.to(value.dtype), mesh, replicated, run_check=False)
@@ -121,7 +125,7 @@ def linear_token_loss(
     x, local_target, mine, ranks, mesh, placements = local
     divisor = _divisor_of(divisor, input, "sum")
     if isinstance(rows, (tuple, list)):  # else it is refused
-        rows = tuple(_local_row(row, input.shape[:-1], x.shape[:-1], mesh, placements) for row in rows)
+        rows = tuple(tensor.local_row_of(row, input.shape[:-1], x.shape[:-1], mesh, placements) for row in rows)
     function = TokenFunction(fn, rows, local_target, loss.rows.ignore_index, accumulator(x))
 
     def statistics() -> tuple[Tensor, Tensor, Tensor]:
@@ -143,16 +147,6 @@ def linear_token_loss(
     partial: list[Placement] = [Partial() if isinstance(placement, Shard) else Replicate() for placement in placements]
     value = tensor.from_local(total, mesh, partial, read)
     return value if local.has_all_rows else value.redistribute(mesh, _replicated(mesh))
-
-
-def _local_row(row: Any, shape: torch.Size, local_shape: torch.Size, mesh: DeviceMesh, rows: list[Placement]) -> Any:
-    """What a token's function reads of the rows of this rank. A plain tensor has these, or all rows on every rank."""
-    if isinstance(row, DTensor):
-        return row.redistribute(mesh, rows).to_local()
-    in_front = row.shape[: len(shape)] if isinstance(row, Tensor) else None
-    if in_front is None or in_front == local_shape or in_front != shape:
-        return row  # if it fits neither, the function is refused
-    return DTensor.from_local(row, mesh, _replicated(mesh), run_check=False).redistribute(mesh, rows).to_local()
 
 
 def _replicated(mesh: DeviceMesh) -> list[Placement]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..kernels.options import LossOptions
-from ..kernels.reductions import reduce_rows, z_losses
+from ..kernels.reductions import reduce_rows, times, z_losses
 from ..kernels.reference import is_counted
 from ..kernels.rows import dense_classes
 from ..ops import arguments, checks, transforms
@@ -36,8 +36,9 @@ def cross_entropy(
     weight: Tensor | None,
     loss: LossOptions,
     dim: int,
+    token_weight: Tensor | None = None,
 ) -> DTensor:
-    """Arguments are those of ``xent_ops.cross_entropy``; the target may be a DTensor or a plain tensor."""
+    """Arguments are those of ``xent_ops.cross_entropy``; what has the target's shape may be a plain tensor."""
     assert isinstance(input, DTensor)
     transforms.refuse("xent_ops.cross_entropy of DTensors")
     classes_dim = arguments.class_dimension("input", input, dim)
@@ -47,6 +48,7 @@ def cross_entropy(
     each_has_all_rows = not any(placement.is_shard() for placement in rows)  # so the whole loss
     one_node = (
         each_has_all_rows
+        and token_weight is None
         and input.requires_grad
         and torch.is_grad_enabled()
         and not transforms.is_traced()
@@ -58,6 +60,8 @@ def cross_entropy(
     if isinstance(target, DTensor) or target.shape != local.shape[:-1]:  # else it holds this rank's rows
         arguments.suggest_dim(input, target, dim)
     local_target = local_target_of(target, shape, local.shape[:-1], mesh, rows)
+    of_tokens = local_row_of(token_weight, shape, local.shape[:-1], mesh, rows)
+    checks.token_weight(of_tokens, local_target)
     ranks = Ranks("", 0, 1) if vocabulary is None else ranks_of(mesh.get_group(vocabulary))
     local_weight = local_weight_of(weight, num_classes, local.shape[-1], mesh, vocabulary, ranks)
     shard_range = first_class(local.shape[-1], None, num_classes, ranks), num_classes
@@ -66,10 +70,10 @@ def cross_entropy(
         checks.weight_without_grad(local_weight)
         if one_node:
             return apply(input, local, local_target, local_weight, ranks, shard_range, loss, read)
-        value = vocab_parallel.loss_of_shard(local, local_target, local_weight, ranks, shard_range, loss)
+        value = vocab_parallel.loss_of_shard(local, local_target, local_weight, ranks, shard_range, loss, of_tokens)
         return from_local(value, mesh, rows, (*owners((input, local)), *read))
     outputs = vocab_parallel.sharded_rows(local, local_target, local_weight, ranks, shard_range, loss.rows)
-    return reduced(outputs, local_target, shape, mesh, rows, loss, (*owners((input, local)), *read))
+    return reduced(outputs, local_target, shape, mesh, rows, loss, (*owners((input, local)), *read), of_tokens)
 
 
 def owners(*pairs: tuple[Tensor | None, Tensor | None]) -> tuple[DTensor, ...]:
@@ -176,16 +180,17 @@ def reduced(
     rows: list[Placement],
     loss: LossOptions,
     read: tuple[DTensor, ...],
+    token_weight: Tensor | None = None,
 ) -> DTensor:
     """The loss from this rank's rows and their target, which are placed as ``rows`` of a tensor of this shape.
 
     ``read``: as of ``from_local``.
     """
     if loss.reduction == "none":
-        value = reduce_rows(outputs.loss, outputs.lse, target, None, loss).value
+        value = reduce_rows(outputs.loss, outputs.lse, target, None, loss, token_weight).value
         stride = torch.empty(shape, device="meta").stride()
         return from_local(value.contiguous(), mesh, rows, read, shape=shape, stride=stride)
-    sums = torch.stack(_sums_of_rows(outputs, target, loss))
+    sums = torch.stack([times(term, token_weight).sum() for term in _terms_of_rows(outputs, target, loss)])
     partial = [Partial() if isinstance(placement, Shard) else Replicate() for placement in rows]
     replicated: list[Placement] = [Replicate()] * mesh.ndim
     if partial != replicated:
@@ -194,8 +199,8 @@ def reduced(
     return from_local(value, mesh, replicated, read)
 
 
-def _sums_of_rows(rows: vocab_parallel.RowValues, target: Tensor, loss: LossOptions) -> list[Tensor]:
-    """The sums over this rank's rows: loss, z-loss if there is one, and for "mean" the divisor of each."""
+def _terms_of_rows(rows: vocab_parallel.RowValues, target: Tensor, loss: LossOptions) -> list[Tensor]:
+    """What is added up over this rank's rows: loss, z-loss if there is one, and for "mean" the divisor of each."""
     terms = [rows.loss]
     if loss.reduction == "mean":
         terms.append(rows.weight)
@@ -203,11 +208,11 @@ def _sums_of_rows(rows: vocab_parallel.RowValues, target: Tensor, loss: LossOpti
         terms.append(z_losses(rows.lse, target, loss.rows.ignore_index, loss.lse_square_scale))
         if loss.reduction == "mean":
             terms.append(is_counted(target, loss.rows.ignore_index).to(rows.loss.dtype))
-    return [term.sum() for term in terms]
+    return terms
 
 
 def _combine(sums: list[Tensor], reduction: str) -> Tensor:
-    """The loss from the sums of ``_sums_of_rows``."""
+    """The loss from the sums of ``_terms_of_rows``."""
     if reduction != "mean":
         return sums[0] if len(sums) == 1 else sums[0] + sums[1]
     loss = sums[0] / sums[1]
@@ -255,6 +260,17 @@ def local_target_of(
         return target  # if it fits neither, the operator raises
     replicated = DTensor.from_local(target, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return replicated.redistribute(mesh, rows).to_local()  # a slice of it: no communication
+
+
+def local_row_of(row: Any, shape: torch.Size, local_shape: torch.Size, mesh: DeviceMesh, rows: list[Placement]) -> Any:
+    """Of what has the target's shape in front the part of this rank's rows, as ``local_target_of``."""
+    if isinstance(row, DTensor):
+        return row.redistribute(mesh, rows).to_local()
+    in_front = row.shape[: len(shape)] if isinstance(row, Tensor) else None
+    if in_front is None or in_front == local_shape or in_front != shape:
+        return row  # if it fits neither, it is refused
+    whole = DTensor.from_local(row, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(mesh, rows).to_local()
 
 
 def local_weight_of(
