@@ -50,7 +50,9 @@ def is_dtensor(tensor: Tensor | None) -> bool:
 def refuse_dtensors(name: str, *tensors: Tensor) -> None:
     if any(map(is_dtensor, tensors)):
         raise NotImplementedError(
-            f"{name} of DTensors is not supported (xent_ops.cross_entropy is): pass to_local() or full_tensor()"
+            f"{name} of DTensors is not supported: pass full_tensor(), or to_local() where that has all classes. Of "
+            "DTensors there are cross_entropy, linear_cross_entropy and linear_token_loss, and of a rank's part of the "
+            "classes xent_ops.distributed has functions"
         )
 
 
