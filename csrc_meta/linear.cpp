@@ -64,6 +64,39 @@ Tensor largest(const Head& head, const Tensor& target, Tensor grad_loss, std::in
   return divisible(aten::call("aten::max", "", aten::call("aten::abs", "", aten::cat(all))));
 }
 
+// loss, lse, argmax and entropy of the rows that are computed, as far as they are wanted.
+class Statistics {
+ public:
+  Statistics(const Rows& rows, const std::vector<Tensor>& outputs, bool with_argmax, bool with_entropy)
+      : wanted_{true, true, with_argmax, with_entropy}, values_(outputs) {
+    for (size_t i = 0; i < values_.size(); ++i) {
+      values_[i] = wanted_[i] ? rows.new_values(outputs[i].scalar_type()) : values_[i];
+    }
+  }
+
+  void put(const Chunk& chunk, const std::vector<Tensor>& made) const {
+    for (size_t i = 0; i < values_.size(); ++i) {
+      if (wanted_[i]) {
+        chunk.put(values_[i], made[i]);
+      }
+    }
+  }
+
+  // Of all rows.
+  std::vector<Tensor> given(const Rows& rows) const {
+    const std::array<double, 4> unread{0.0, INFINITE, -1.0, 0.0};  // in rows that are skipped
+    std::vector<Tensor> all = values_;
+    for (size_t i = 0; i < all.size(); ++i) {
+      all[i] = wanted_[i] ? rows.give_values(values_[i], unread[i]) : all[i];
+    }
+    return all;
+  }
+
+ private:
+  std::array<bool, 4> wanted_;
+  std::vector<Tensor> values_;
+};
+
 }  // namespace
 
 void linear_cross_entropy_forward(Stack& stack) {
@@ -73,34 +106,19 @@ void linear_cross_entropy_forward(Stack& stack) {
   head.accumulate_dtype = stack.next<std::optional<ScalarType>>();
   head.read_chunking(stack);
   head.check();
-  const std::array<bool, 4> wanted{true, true, with_argmax, with_entropy};
-  const ScalarType number = bridge::accumulator(head.input);
-  std::vector<Tensor> outputs{
-      head.row_values(), head.row_values(),
-      with_argmax ? aten::empty_like(head.target, ScalarType::Long) : none(head.input, ScalarType::Long),
-      with_entropy ? head.row_values() : none(head.input, number)};
+  std::vector<Tensor> outputs = statistics(head.input, head.target, with_argmax, with_entropy);
   if (!stack.meta) {
     const NoGrad below;
     const Rows rows(head);
-    std::vector<Tensor> values;
-    for (const Tensor& output : outputs) {
-      values.push_back(rows.new_values(output.scalar_type()));
-    }
+    Statistics values(rows, outputs, with_argmax, with_entropy);
     for_each_chunk(head, rows.take(as_rows(head.input)), [&](const Chunk& chunk, const Tensor& logits) {
       const Tensor indices = chunk.of(rows.target);
       checks::target_values(indices, head.linear_weight.size(0), head.options.ignore_index);
       const auto made = head.rows<4>("xent::cross_entropy_forward", logits, indices, head.weight, with_argmax,
                                      with_entropy);
-      for (size_t i = 0; i < made.size(); ++i) {
-        if (wanted[i]) {
-          chunk.put(values[i], made[i]);
-        }
-      }
+      values.put(chunk, made);
     });
-    const std::array<double, 4> unread{0.0, INFINITE, -1.0, 0.0};  // in rows that are skipped
-    for (size_t i = 0; i < outputs.size(); ++i) {
-      outputs[i] = wanted[i] ? rows.give_values(values[i], unread[i]) : outputs[i];
-    }
+    outputs = values.given(rows);
   }
   stack.returns(outputs);
 }
@@ -182,6 +200,7 @@ void linear_cross_entropy_with_grad(Stack& stack) {
   const MaybeTensor token_weight = stack.maybe_tensor();
   const Mask mask = stack.next<Mask>();
   head.accumulate_dtype = stack.next<std::optional<ScalarType>>();
+  const bool with_argmax = stack.next<bool>(), with_entropy = stack.next<bool>();
   head.options = stack.options();
   const double lse_square_scale = stack.number();
   const std::string reduction = stack.next<std::string>();
@@ -193,10 +212,14 @@ void linear_cross_entropy_with_grad(Stack& stack) {
   checks::sum_divisor(divisor, head.input, reduction);
   checks::token_weight(token_weight, head.target);
   const ScalarType dtype = bridge::accumulator(head.input);
+  const std::vector<Tensor> rows_of = statistics(head.input, head.target, with_argmax, with_entropy);
+  const auto give = [&](const Tensor& value, const Tensor& divisors, const std::vector<Tensor>& of_rows,
+                        const std::vector<Tensor>& made) {
+    stack.returns({value, divisors, of_rows[0], of_rows[1], of_rows[2], of_rows[3], made[0], made[1], made[2]});
+  };
   if (stack.meta) {
-    const auto made = gradients(head, head.input, mask, head.sums(), dtype);
-    const Tensor lse = head.row_values();
-    return stack.returns({numbers(head.input, {}), numbers(head.input, {2}), lse, made[0], made[1], made[2]});
+    return give(numbers(head.input, {}), numbers(head.input, {2}), rows_of,
+                gradients(head, head.input, mask, head.sums(), dtype));
   }
 
   const NoGrad below;
@@ -221,22 +244,22 @@ void linear_cross_entropy_with_grad(Stack& stack) {
     square = square ? MaybeTensor(aten::mul(*square, factor)) : square;
   }
   const Tensor input = rows.take(as_rows(head.input));
-  const Tensor losses = rows.new_values(dtype), lses = rows.new_values(dtype);
+  const Statistics values(rows, rows_of, with_argmax, with_entropy);
   Products products(head, input, mask);
   for_each_chunk(head, input, [&](const Chunk& chunk, const Tensor& logits) {
     const Tensor indices = chunk.of(rows.target);
     checks::target_values(indices, head.linear_weight.size(0), ignore_index);
     const auto made =
-        head.rows<2>("xent::cross_entropy_with_grad_", logits, indices, of_rows ? chunk.of(scale) : scale,
-                     of_rows && square ? MaybeTensor(chunk.of(*square)) : square, head.weight);
-    chunk.put(losses, made[0]);
-    chunk.put(lses, made[1]);
+        head.rows<4>("xent::cross_entropy_with_grad_", logits, indices, of_rows ? chunk.of(scale) : scale,
+                     of_rows && square ? MaybeTensor(chunk.of(*square)) : square, head.weight, with_argmax,
+                     with_entropy);
+    values.put(chunk, made);
     products.add(chunk, logits);
   });
-  const Tensor loss = rows.give_values(losses, 0.0), lse = rows.give_values(lses, INFINITE);
+  const std::vector<Tensor> all = values.given(rows);
   products.made[0] = mask[0] ? rows.give(products.made[0], head.input, 0.0) : products.made[0];
-  const Tensor value = reduced(loss, lse, head.target, divisors, token_weight, ignore_index, lse_square_scale);
-  stack.returns({value, divisors, lse, products.made[0], products.made[1], products.made[2]});
+  give(reduced(all[0], all[1], head.target, divisors, token_weight, ignore_index, lse_square_scale), divisors, all,
+       products.made);
 }
 
 void linear_scale_grad(Stack& stack) {

@@ -94,14 +94,15 @@ struct WithGrad {
         grad_scale(stack.tensor()),
         grad_lse_square(stack.maybe_tensor()),
         weight(stack.maybe_tensor()),
+        with_argmax(stack.next<bool>()),
+        with_entropy(stack.next<bool>()),
         options(stack.options()) {
     checks::index_forward(logits, target, weight, options);
     checks::scalar_or_row_values("logits", logits, "grad_scale", grad_scale);
     checks::scalar_or_row_values("logits", logits, "grad_lse_square", grad_lse_square);
   }
 
-  // loss, lse
-  std::vector<Tensor> outputs() const { return {per_row(logits, target), per_row(logits, target)}; }
+  std::vector<Tensor> outputs() const { return statistics(logits, target, with_argmax, with_entropy); }
 
   void write(const std::vector<Tensor>& outputs, const Tensor& values, cpu::MutableRows grad) const {
     const ScalarType dtype = bridge::accumulator(logits);
@@ -109,7 +110,8 @@ struct WithGrad {
     problem.check_targets(problem.classes);
     const bridge::PerRow scale(grad_scale, dtype), lse_square(grad_lse_square, dtype);
     cpu::with_grad(problem, scale.values, lse_square.values, outputs[0].mutable_data_ptr(),
-                   outputs[1].mutable_data_ptr(), grad, bridge::threads());
+                   outputs[1].mutable_data_ptr(), with_argmax ? outputs[2].mutable_data_ptr<int64_t>() : nullptr,
+                   with_entropy ? outputs[3].mutable_data_ptr() : nullptr, grad, bridge::threads());
   }
 
   Tensor logits;
@@ -117,6 +119,8 @@ struct WithGrad {
   Tensor grad_scale;
   MaybeTensor grad_lse_square;
   MaybeTensor weight;
+  bool with_argmax;
+  bool with_entropy;
   Options options;
 };
 
@@ -126,15 +130,13 @@ void cross_entropy_forward(Stack& stack) {
   Forward in(stack);
   const bool with_argmax = stack.next<bool>(), with_entropy = stack.next<bool>();
   in.read_options(stack);
-  const Tensor loss = in.row_values(), lse = in.row_values();
-  const Tensor argmax = with_argmax ? aten::empty_like(in.target, ScalarType::Long) : none(in.logits, ScalarType::Long);
-  const Tensor entropy = with_entropy ? in.row_values() : none(in.logits, bridge::accumulator(in.logits));
+  const std::vector<Tensor> made = statistics(in.logits, in.target, with_argmax, with_entropy);
   if (!stack.meta) {
-    cpu::forward(in.problem(), loss.mutable_data_ptr(), lse.mutable_data_ptr(),
-                 with_argmax ? argmax.mutable_data_ptr<int64_t>() : nullptr,
-                 with_entropy ? entropy.mutable_data_ptr() : nullptr, bridge::threads());
+    cpu::forward(in.problem(), made[0].mutable_data_ptr(), made[1].mutable_data_ptr(),
+                 with_argmax ? made[2].mutable_data_ptr<int64_t>() : nullptr,
+                 with_entropy ? made[3].mutable_data_ptr() : nullptr, bridge::threads());
   }
-  stack.returns({loss, lse, argmax, entropy});
+  stack.returns(made);
 }
 
 void cross_entropy_reduced(Stack& stack) {

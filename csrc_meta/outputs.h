@@ -27,6 +27,13 @@ inline Tensor none(const Tensor& like, ScalarType dtype) {
   return torch::stable::new_empty(like, shape, dtype);
 }
 
+// loss, lse, argmax, entropy.
+inline std::vector<Tensor> statistics(const Tensor& logits, const Tensor& target, bool with_argmax, bool with_entropy) {
+  return {per_row(logits, target), per_row(logits, target),
+          with_argmax ? aten::empty_like(target, ScalarType::Long) : none(logits, ScalarType::Long),
+          with_entropy ? per_row(logits, target) : none(logits, bridge::accumulator(logits))};
+}
+
 // The last arguments of an operator that reduces the losses of its rows.
 class Reduction {
  public:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .kernels import reference_soft
 from .kernels.options import LossOptions, Reduction
-from .kernels.reductions import cross_entropy_divisor, reduce_rows
+from .kernels.reductions import cross_entropy_divisor
 from .kernels.rows import dense_classes
 from .ops import arguments, checks, function, soft_checks, transforms
 from .outputs import CrossEntropyOutputs, TokenLogProbs, log_probs_of_rows, outputs_of_rows
@@ -145,9 +145,8 @@ def cross_entropy(
         ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction, input.dtype
     )
     arguments.optional("token_weight", token_weight)
-    for name, value in (("inplace_backward", inplace_backward), ("grad_in_forward", grad_in_forward)):
-        if value:
-            refuse_token_weight(f"{name}=True", token_weight)
+    if inplace_backward and not grad_in_forward:
+        refuse_token_weight("inplace_backward=True without grad_in_forward=True", token_weight)
     if is_dtensor(input):
         from .distributed import tensor  # imported for DTensors only: it takes a while
 
@@ -176,12 +175,9 @@ def cross_entropy(
         refuse_token_weight("class probabilities", token_weight)
         return _of_probabilities(logits, classes_last(target, dim, "target"), weight, loss)
     arguments.suggest_dim(input, target, dim)
-    if token_weight is not None:
-        checks.token_weight(token_weight, target)
-        return function.by_rows(logits, target, weight, loss, token_weight)
-    return function.cross_entropy(
-        logits, target, weight, loss, inplace_backward=inplace_backward, grad_in_forward=grad_in_forward
-    )
+    checks.token_weight(token_weight, target)
+    how = {"inplace_backward": inplace_backward, "grad_in_forward": grad_in_forward}
+    return function.cross_entropy(logits, target, weight, loss, token_weight, **how)
 
 
 def _of_probabilities(logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions) -> Tensor:
@@ -214,11 +210,16 @@ def cross_entropy_outputs(
     logit_scale: float = 1.0,
     token_weight: Tensor | None = None,
     dim: int = 1,
+    grad_in_forward: bool = False,
 ) -> CrossEntropyOutputs:
-    """``cross_entropy`` with the z-loss apart, the lse, the predictions and the accuracy, from the same pass.
+    """``cross_entropy`` with what one logs beside it, from the same pass: see ``CrossEntropyOutputs``.
 
-    Arguments, dtypes and errors are those of ``cross_entropy``; the target must be class indices. ``predictions`` is
-    the first index of the largest ``logit_scale * input``; predictions and accuracy are not differentiable.
+    Arguments, dtypes and errors are those of ``cross_entropy``; the target must be class indices. The loss and the lse
+    are differentiable, with reduction="none" the z-loss too.
+
+    Args:
+        grad_in_forward: as for ``cross_entropy``: one visit for the loss, its gradient and everything else. The lse is
+            then a constant.
 
     Examples:
         >>> outputs = xent_ops.cross_entropy_outputs(torch.eye(3), torch.tensor([0, 1, 1]))
@@ -236,12 +237,15 @@ def cross_entropy_outputs(
     checks.token_weight(token_weight, target)
     logits = classes_last(input, dim)
     arguments.suggest_dim(input, target, dim)
-    row_loss, lse, argmax, _ = torch.ops.xent.cross_entropy_forward(
-        logits, target, weight, True, **loss.rows.keywords()
-    )
+    value = None
+    if grad_in_forward and function.wants_gradient(logits):
+        value, *rows = function.with_grad(logits, target, weight, loss, token_weight, with_statistics=True)
+    else:
+        keywords = loss.rows.keywords()
+        row_loss, lse, *more = torch.ops.xent.cross_entropy_forward(logits, target, weight, True, True, **keywords)
+        rows = [row_loss, lse.detach() if grad_in_forward else lse, *more]
     divisor, _ = cross_entropy_divisor(logits, target, weight, token_weight, options=loss.rows)
-    reduced = reduce_rows(row_loss, lse, target, divisor, loss, token_weight)
-    return outputs_of_rows(reduced, lse, argmax, target, loss.rows)
+    return outputs_of_rows(value, rows, target, divisor, loss, token_weight)
 
 
 def token_log_probs(

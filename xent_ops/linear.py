@@ -129,16 +129,17 @@ def linear_cross_entropy_outputs(
     lse_square_scale: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    divisor: Tensor | float | None = None,
     token_weight: Tensor | None = None,
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
 ) -> CrossEntropyOutputs:
-    """``linear_cross_entropy`` with the z-loss apart, the lse, the predictions and the accuracy, from the same product.
+    """``linear_cross_entropy`` with what one logs beside it, from the same three products: see ``CrossEntropyOutputs``.
 
-    Arguments and errors are those of ``linear_cross_entropy``; the target must be class indices. The loss, the z-loss
-    and the lse are differentiable, by way of rows: four products. With ``skip_ignored`` the lse of an ignored row is
-    infinite and its prediction -1.
+    Arguments and errors are those of ``linear_cross_entropy``; the target must be class indices. Three products are
+    for a mean or a sum, of which the loss alone is differentiated. reduction="none" takes four. Where the lse is
+    differentiated too, it takes six: detach an lse that leaves a compiled step to be logged.
 
     Examples:
         >>> hidden, weight, target = torch.eye(3), 2 * torch.eye(3), torch.tensor([0, 1, 1])
@@ -153,24 +154,26 @@ def linear_cross_entropy_outputs(
     loss = arguments.loss_options(
         ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction, input.dtype
     )
+    divisor = arguments.divisor(divisor, input)
+    linear_checks.reduced_by(divisor, input, reduction)
     accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored)
     checks.weight_without_grad(weight)
     arguments.optional("token_weight", token_weight)
     checks.token_weight(token_weight, target)
     input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
-    row_loss, lse, argmax, _ = _ops.linear_cross_entropy_forward(
-        input,
-        linear_weight,
-        target,
-        linear_bias,
-        weight,
-        True,
-        accumulate_dtype=accumulate_dtype,
-        **how.keywords(),
-        **loss.rows.keywords(),
+    head, value = (input, linear_weight, target, linear_bias, weight), None
+    if reduction != "none" and composite.gradients_in_forward(input, linear_weight, linear_bias):
+        rest = (divisor, token_weight, accumulate_dtype, True, True)
+        value, _, *made = composite.with_grad(head, *rest, **how.keywords(), **loss.keywords())
+        rows = made[:4]
+    else:
+        rows = _ops.linear_cross_entropy_forward(
+            *head, True, True, accumulate_dtype=accumulate_dtype, **how.keywords(), **loss.rows.keywords()
+        )
+    divided = composite.divisors_of(
+        target, weight, divisor, linear_weight.shape[0], rows[1].dtype, loss, token_weight
     )
-    total = composite.reduced(row_loss, lse, target, weight, None, linear_weight.shape[0], loss, token_weight)
-    return outputs_of_rows(total, lse, argmax, target, loss.rows)
+    return outputs_of_rows(value, rows, target, *divided, token_weight)
 
 
 def linear_token_log_probs(

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .kernels.options import Options
-from .kernels.reductions import Reduced
+from .kernels.options import LossOptions, Options
+from .kernels.reductions import reduce_rows
 from .kernels.reference import is_counted
 
 
 class CrossEntropyOutputs(NamedTuple):
-    """What ``cross_entropy_outputs`` returns. Shapes are for targets (N, d1, ...).
+    """What ``cross_entropy_outputs`` returns. Shapes are for targets (N, d1, ...); what is not said to be
+    differentiable is a constant.
 
     Attributes:
-        loss: () or, for reduction="none", the target's shape; includes z_loss.
-        z_loss: likewise; 0 where lse_square_scale is 0.
-        lse: the target's shape, differentiable.
-        predictions: the target's shape, int64; -1 in ignored rows.
+        loss: () or, for reduction="none", the target's shape; includes z_loss. Differentiable.
+        z_loss: likewise; 0 where lse_square_scale is 0. Differentiable for reduction="none".
+        lse: the target's shape, infinite in ignored rows. Differentiable.
+        predictions: the target's shape, int64; the first index of the largest ``logit_scale * logit``, -1 in ignored
+            rows.
         accuracy: (), the share of counted rows whose prediction is the target; NaN without one.
+        token_losses: the target's shape; each row's loss without z-loss and token_weight, 0 in ignored rows. Without
+            label smoothing and class weights it is -log p of the target.
+        entropy: the target's shape, of the softmax, in nats; 0 in ignored rows.
     """
 
     loss: Tensor
@@ -28,6 +34,8 @@ class CrossEntropyOutputs(NamedTuple):
     lse: Tensor
     predictions: Tensor
     accuracy: Tensor
+    token_losses: Tensor
+    entropy: Tensor
 
 
 class TokenLogProbs(NamedTuple):
@@ -45,17 +53,29 @@ class TokenLogProbs(NamedTuple):
 
 
 def outputs_of_rows(
-    reduced: Reduced, lse: Tensor, argmax: Tensor, target: Tensor, options: Options
+    value: Tensor | None,
+    rows: Sequence[Tensor],
+    target: Tensor,
+    divisor: Tensor | None,
+    loss: LossOptions,
+    token_weight: Tensor | None,
 ) -> CrossEntropyOutputs:
-    total, z_loss = reduced
-    counted = is_counted(target, options.ignore_index)
+    """Of the rows' (loss, lse, argmax, entropy). ``value``: the reduced loss, where an operator has made it."""
+    row_loss, lse, argmax, entropy = rows
+    reduced = reduce_rows(row_loss, lse, target, divisor, loss, token_weight)
+    if value is None:
+        value = reduced.value
+    z_loss = torch.zeros_like(value) if reduced.z_loss is None else reduced.z_loss
+    counted = is_counted(target, loss.rows.ignore_index)
     hits = counted & (argmax == target)
     return CrossEntropyOutputs(
-        total,
-        torch.zeros_like(total) if z_loss is None else z_loss,
-        lse,
+        value,
+        z_loss if loss.reduction == "none" else z_loss.detach(),
+        torch.where(counted, lse, float("inf")),
         torch.where(counted, argmax, -1),
         hits.sum() / counted.sum().to(lse.dtype),  # not in the default dtype, as integers are divided
+        row_loss.detach(),
+        torch.where(counted, entropy, 0.0).detach(),
     )
 
 

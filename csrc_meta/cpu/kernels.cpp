@@ -152,18 +152,23 @@ void with_grad_as(
     PerRow grad_lse_square,
     A* loss,
     A* lse,
+    std::int64_t* argmax,
+    A* entropy,
     MutableRows grad,
     const Threads& threads) {
   prefer_huge_pages(problem, grad);
   const ClassIndices<A> indices(problem, threads);
-  const Scan<A> scan{problem, false, false, indices.smoothing(), nullptr};
+  const Scan<A> scan{problem, argmax != nullptr, entropy != nullptr, indices.smoothing(), nullptr};
   const auto scan_counted = [&](std::int64_t row, std::int64_t column, std::int64_t n) {
     return indices.target(row).counted ? scan(row, column, n) : Sums();
   };
   const auto join = [&](std::int64_t row, const Sums& sums) {
     const bool counted = indices.target(row).counted;
+    const double log_total = std::log(sums.total);
     loss[row] = A(indices.loss(row, sums));
-    lse[row] = counted ? A(sums.pivot() + std::log(sums.total)) : std::numeric_limits<A>::infinity();
+    lse[row] = counted ? A(sums.pivot() + log_total) : std::numeric_limits<A>::infinity();
+    if (argmax != nullptr) argmax[row] = counted ? sums.first : -1;
+    if (entropy != nullptr) entropy[row] = counted ? A(log_total - sums.moment / sums.total) : 0;
     const bool squared = grad_lse_square.data != nullptr && counted;
     const double grad_lse = squared ? 2 * value<A>(grad_lse_square, row) * double(lse[row]) : 0;  // 0 * inf is NaN
     return indices.row_coefficients(row, lse[row], value<A>(grad_scale, row), A(grad_lse));
@@ -229,12 +234,15 @@ void with_grad(
     PerRow grad_lse_square,
     void* loss,
     void* lse,
+    std::int64_t* argmax,
+    void* entropy,
     MutableRows grad,
     const Threads& threads) {
   dispatch(problem, [&](auto a) {
     using A = decltype(a);
     with_grad_as<A>(
-        problem, grad_scale, grad_lse_square, static_cast<A*>(loss), static_cast<A*>(lse), grad, threads);
+        problem, grad_scale, grad_lse_square, static_cast<A*>(loss), static_cast<A*>(lse), argmax,
+        static_cast<A*>(entropy), grad, threads);
   });
 }
 

@@ -141,13 +141,16 @@ void reduce(
     void* value);
 
 // Loss, lse and the gradient of sum(grad_scale * loss + grad_lse_square * lse^2) over the counted rows, each row
-// visited once: the bits of forward, then backward, with the second read from the cache. grad_lse_square is optional.
+// visited once: the bits of forward, then backward, with the second read from the cache. grad_lse_square, argmax and
+// entropy are optional; of an ignored row the lse is infinite, argmax -1 and entropy 0.
 void with_grad(
     const Problem&,
     PerRow grad_scale,
     PerRow grad_lse_square,
     void* loss,
     void* lse,
+    std::int64_t* argmax,
+    void* entropy,
     MutableRows grad_logits,
     const Threads&);
 

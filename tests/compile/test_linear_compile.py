@@ -26,7 +26,17 @@ def log_probs(x, w, b, target):
 
 def outputs(x, w, b, target):
     made = xent_ops.linear_cross_entropy_outputs(x, w, target, linear_bias=b, lse_square_scale=0.1)
-    return made.loss + made.lse.sum()
+    return made.loss, made.z_loss, made.predictions, made.accuracy, made.token_losses, made.entropy, made.lse.detach()
+
+
+def outputs_and_lse(x, w, b, target):
+    made = xent_ops.linear_cross_entropy_outputs(x, w, target, linear_bias=b, lse_square_scale=0.1)
+    return made.loss + made.lse[target >= 0].sum()
+
+
+def outputs_of_rows(x, w, b, target):
+    made = xent_ops.linear_cross_entropy_outputs(x, w, target, linear_bias=b, reduction="none")
+    return made.loss
 
 
 def composite(x, w, b, target):
@@ -46,9 +56,11 @@ CALLS = {
     "operator": (composite, [ONE_PASS], ["linear_scale_grad"] * 3),
     "rows": (lambda *tensors: loss(*tensors, reduction="none"), [ROWS], [AGAIN]),
     "log_probs": (log_probs, [ROWS], [AGAIN]),
-    "outputs": (outputs, [ROWS], [AGAIN]),
+    "outputs": (outputs, [ONE_PASS], ["linear_scale_grad"] * 3),
+    "outputs and lse": (outputs_and_lse, [ONE_PASS], [AGAIN]),
+    "outputs of rows": (outputs_of_rows, [ROWS], [AGAIN]),
 }  # fmt: skip
-STATISTICS = {"log_probs": (False, True), "outputs": (True,)}  # with_argmax, with_entropy
+STATISTICS = {"log_probs": (False, True), "outputs of rows": (True, True)}  # with_argmax, with_entropy
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -250,18 +262,18 @@ class GraphModule(torch.nn.Module):
     def forward(self, primals_1: "f32[48, 16]", primals_2: "f32[40, 16]", primals_3: "i64[48]"):
         linear_cross_entropy_with_grad = torch.ops.xent.linear_cross_entropy_with_grad.default(primals_1, primals_2, primals_3, None, None, None, None, [True, True, False]);  
         getitem: "f32[]" = linear_cross_entropy_with_grad[0]
-        getitem_3: "f32[48, 16]" = linear_cross_entropy_with_grad[3]
-        getitem_4: "f32[40, 16]" = linear_cross_entropy_with_grad[4]
-        return (getitem, getitem_3, getitem_4)
+        getitem_6: "f32[48, 16]" = linear_cross_entropy_with_grad[6]
+        getitem_7: "f32[40, 16]" = linear_cross_entropy_with_grad[7]
+        return (getitem, getitem_6, getitem_7)
 """,
     )
     assert_expected_inline(
         backward,
         """\
 class GraphModule(torch.nn.Module):
-    def forward(self, getitem_3: "f32[48, 16]", getitem_4: "f32[40, 16]", tangents_1: "f32[]"):
-        linear_scale_grad: "f32[48, 16]" = torch.ops.xent.linear_scale_grad.default(getitem_3, tangents_1)
-        linear_scale_grad_1: "f32[40, 16]" = torch.ops.xent.linear_scale_grad.default(getitem_4, tangents_1);  
+    def forward(self, getitem_6: "f32[48, 16]", getitem_7: "f32[40, 16]", tangents_1: "f32[]"):
+        linear_scale_grad: "f32[48, 16]" = torch.ops.xent.linear_scale_grad.default(getitem_6, tangents_1)
+        linear_scale_grad_1: "f32[40, 16]" = torch.ops.xent.linear_scale_grad.default(getitem_7, tangents_1);  
         return (linear_scale_grad, linear_scale_grad_1, None)
 """,
     )

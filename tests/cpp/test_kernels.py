@@ -5,6 +5,7 @@ vectors that are not full, values that are tied, huge or not finite, targets tha
 """
 
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -119,25 +120,28 @@ def test_in_place(problem):
 @many
 @given(data=st.data())
 def test_with_grad(data):
-    """The bits of forward, then backward; in place too. The lse of an ignored row, which is not read, is infinite."""
+    """The bits of forward, then backward; in place too. Of an ignored row, which is not read, lse is infinite."""
     logits, target, weight, options, generator = data.draw(problems())
     if any(stride == 0 and size > 1 for size, stride in zip(logits.shape, logits.stride(), strict=True)):
         logits = logits.clone()
-    loss, lse, *_ = cpu.kernel("cross_entropy_forward")(logits, target, weight, **options)
+    statistics = data.draw(st.sampled_from([(False, False), (True, False), (False, True), (True, True)]))
+    rows = cpu.kernel("cross_entropy_forward")(logits, target, weight, *statistics, **options)
+    lse = rows[1]
     scale = rows_like(target, lse.dtype, generator, expanded=data.draw(st.booleans()))
     square = rows_like(target, lse.dtype, generator) if data.draw(st.booleans()) else None
     grad_lse = square
     if square is not None:
         grad_lse = torch.where(target.to(torch.int64) == options["ignore_index"], 0.0, 2 * square * lse)
     grad = cpu.kernel("cross_entropy_backward")(scale, grad_lse, logits, target, lse, weight, **options)
-    lse = reference.infinite_where_ignored(lse, target, options["ignore_index"])
-    arguments = target, scale, square, weight
+    ignored = target.to(torch.int64) == options["ignore_index"]
+    unread = zip(rows, (True, True, *statistics), (0.0, math.inf, -1, 0.0), strict=True)
+    wanted = *(row.masked_fill(ignored, value) if made else row for row, made, value in unread), grad
+    arguments = target, scale, square, weight, *statistics
     actual = cpu.kernel("cross_entropy_with_grad")(logits, *arguments, **options)
     over = logits.detach()
     in_place = cpu.kernel("cross_entropy_with_grad_")(over, *arguments, **options)
     for results in (actual, (*in_place, over)):
-        for got, wanted in zip(results, (loss, lse, grad), strict=True):
-            torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(results, wanted, rtol=0, atol=0, equal_nan=True)
 
     factor = rows_like(target, lse.dtype, generator)
     expected = grad.clone()
@@ -156,7 +160,7 @@ def test_an_infinite_weight_leaves_rows_that_pass_nothing_back(ignore_index, smo
     a = torch.tensor([1.0, 1.0, 0.0])
     grad = cpu.kernel("cross_entropy_backward")(a, None, x, target, lse, weight, **options)
     assert loss[1] == 0 and not grad[1:].any() and (smoothing or grad[0].isfinite().all())
-    assert not cpu.kernel("cross_entropy_with_grad")(x, target, a, None, weight, **options)[2][1:].any()
+    assert not cpu.kernel("cross_entropy_with_grad")(x, target, a, None, weight, **options)[-1][1:].any()
     part = cpu.kernel("cross_entropy_shard")(x, target, 0, 8, weight, **options)
     loss, lse, _, coefficient = cpu.kernel("cross_entropy_shard_join")(x, target, part, 0, 8, weight, **options)
     assert loss[1] == 0 and coefficient[1] == 0
@@ -301,7 +305,7 @@ def test_the_same_bits_for_any_number_of_threads(dtype, rows, classes):
         grad = cpu.kernel("cross_entropy_backward")(loss, lse, logits, target, lse, weight, **options)
         soft = cpu.kernel("soft_cross_entropy_forward")(logits, logits.abs(), weight, **options)
         soft_grad = cpu.kernel("soft_cross_entropy_backward")(loss, None, logits, logits.abs(), lse, weight, **options)
-        at_once = cpu.kernel("cross_entropy_with_grad")(logits, target, loss, lse, weight, **options)
+        at_once = cpu.kernel("cross_entropy_with_grad")(logits, target, loss, lse, weight, True, True, **options)
         part = cpu.kernel("cross_entropy_shard")(logits, target, 0, classes, weight, **options)
         reduced = cpu.kernel("cross_entropy_reduced")(logits, target, weight, lse_square_scale=0.1, **options)
         return loss, lse, entropy, argmax, grad, *soft, soft_grad, *at_once, part, *reduced

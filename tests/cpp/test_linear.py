@@ -174,7 +174,7 @@ class Everything(torch.nn.Module):
         of_entropy = bias, w, None, entropy, entropy
         more = ops.linear_cross_entropy_backward(loss, None, x, head, t, lse, *of_entropy)
         made = ops.linear_cross_entropy_with_grad(x, head, t, bias, w)
-        scaled = ops.linear_scale_grad(made[4], made[0])
+        scaled = ops.linear_scale_grad(made[-2], made[0])
         means = [ops.linear_cross_entropy(x, head, t, bias, w, reduction=r, lse_square_scale=0.1) for r in REDUCTIONS]
         return loss, argmax, *grads, *more, *made, scaled, *means
 

@@ -120,12 +120,17 @@ def test_gradcheck_of_the_other_outputs(x, head, target):
 
     def outputs(x, head):
         out = xent_ops.linear_cross_entropy_outputs(x, head, target, chunk_rows=3, **FULL)
-        return out.loss, out.z_loss, out.lse
+        assert not (out.z_loss.requires_grad or out.token_losses.requires_grad or out.entropy.requires_grad)
+        return out.loss, out.lse[target != -100]
+
+    def of_rows(x, head):
+        out = xent_ops.linear_cross_entropy_outputs(x, head, target, reduction="none", chunk_rows=3, **FULL)
+        return out.loss, out.z_loss, out.lse[target != -100]
 
     def log_probs(x, head):
         return tuple(xent_ops.linear_token_log_probs(x, head, target, chunk_rows=3, softcap=5.0, logit_scale=0.5))
 
-    for function in (outputs, log_probs):
+    for function in (outputs, of_rows, log_probs):
         assert torch.autograd.gradcheck(function, inputs) and torch.autograd.gradgradcheck(function, inputs)
 
 

@@ -82,6 +82,8 @@ def of_indices(x, target, weight, options, **square):
     scalar, row = numbers(()), numbers(target.shape)
     for upstream in ((scalar, None), (scalar, scalar), (scalar, row), (row, None), (row, row)):
         yield call("cross_entropy_with_grad", fixed, target, *upstream, weight)
+    for wanted in ((True, False), (True, True)):
+        yield call("cross_entropy_with_grad", fixed, target, row, scalar, weight, *wanted)
     for factor in (scalar, row):
         yield call("scale_grad_", fixed.clone(), factor)
     if x.numel():
@@ -145,8 +147,8 @@ def of_head(x, head, target, bias, weight, options, **square):
     for mask in masks:
         yield call("linear_cross_entropy_backward", grad, None, *saved, *(None,) * 4, 0, None, mask)
         if x.numel():
-            for factors in (None, token_weight):
-                yield call("linear_cross_entropy_with_grad", *given, None, factors, mask, **square)
+            for factors, more in ((None, {}), (token_weight, {"with_argmax": True, "with_entropy": True})):
+                yield call("linear_cross_entropy_with_grad", *given, None, factors, mask, **more, **square)
     for factor in (numbers(()), numbers(len(head))):
         yield call("linear_scale_grad", head.detach(), factor)
 

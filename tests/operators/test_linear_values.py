@@ -180,7 +180,7 @@ def test_the_gradient_of_the_bias_is_added_up_in_float32(device, dtype, rows, ch
     target, bias, ops = torch.zeros(chunks * rows, dtype=torch.int64, device=device), head[:, 0], torch.ops.xent
     ones, how = torch.ones(chunks * rows, device=device), {"chunk_rows": rows}
     if way == "one pass":
-        made = ops.linear_cross_entropy_with_grad(x, head, target, bias, reduction="sum", **how)[5]
+        made = ops.linear_cross_entropy_with_grad(x, head, target, bias, reduction="sum", **how)[-1]
         assert made.dtype == torch.float32
     elif way == "pipeline":
         made, none = torch.empty(2, device=device), head.new_empty(0)

@@ -1,5 +1,7 @@
 """Loss and gradient in one visit of the logits: values of the operators, and what they refuse."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,7 +31,10 @@ def with_grad_case(device, logits, target, grad_scale, grad_lse_square=None, wei
     square = None if grad_lse_square is None else grad_lse_square.to(device)
     weight = None if weight is None else weight.to(device)
     before = logits.clone()
-    loss, lse, grad = ops.cross_entropy_with_grad(logits, target, grad_scale, square, weight, **options)
+    loss, lse, argmax, entropy, grad = ops.cross_entropy_with_grad(
+        logits, target, grad_scale, square, weight, **options
+    )
+    assert argmax.shape == entropy.shape == (0,)
     torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
     grad_lse = 0.0
     if square is not None:
@@ -43,7 +48,7 @@ def with_grad_case(device, logits, target, grad_scale, grad_lse_square=None, wei
     assert_lse_where_read(lse, expected, target, ignore_index)
     assert_grad(grad, expected)
     version = logits._version
-    loss_, lse_ = ops.cross_entropy_with_grad_(logits, target, grad_scale, square, weight, **options)
+    loss_, lse_, *_ = ops.cross_entropy_with_grad_(logits, target, grad_scale, square, weight, **options)
     assert logits._version > version
     # Not bit for bit: rows of other strides may take another kernel.
     assert_loss(loss_, expected)
@@ -125,6 +130,30 @@ def test_realistic_scales(device, dtype, std, softcap):
     with_grad_case(device, logits, target, torch.tensor(1 / 8), square, softcap=softcap)
 
 
+@pytest.mark.parametrize("rows", [2, 5])  # fewer and more than the interpreter's processors
+@pytest.mark.parametrize("name", ["plain", "all"])
+@pytest.mark.parametrize("dtype, vocabulary", [(torch.float32, 1000), (torch.bfloat16, 1003), (torch.float16, 37)])
+def test_statistics(device, dtype, vocabulary, name, rows):
+    """Those of the forward operator, and nothing else changes; of an ignored row -1 and 0, whatever it holds."""
+    logits = realistic_logits(rows, vocabulary, dtype=dtype).to(device)
+    logits[1] = float("nan")
+    logits[0, [3, 30]] = logits[0].max()  # a tie
+    target = torch.arange(rows, device=device)
+    target[1] = -100
+    given = (logits, target, torch.tensor(0.5, device=device), torch.tensor(0.1, device=device))
+    options = OPTIONS[name]
+    plain = ops.cross_entropy_with_grad(*given, **options)
+    _, _, argmax, entropy = ops.cross_entropy_forward(logits, target, None, True, True, **options)
+    argmax[1], entropy[1] = -1, 0.0
+    for wanted in itertools.product((False, True), repeat=2):
+        made = ops.cross_entropy_with_grad(*given, None, *wanted, **options)
+        over = logits.clone()
+        for results in (made, (*ops.cross_entropy_with_grad_(over, *given[1:], None, *wanted, **options), over)):
+            torch.testing.assert_close([*results[:2], results[-1]], [*plain[:2], plain[-1]])
+            assert torch.equal(results[2], argmax if wanted[0] else argmax[:0])
+            torch.testing.assert_close(results[3], entropy if wanted[1] else entropy[:0])
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_rows_of_padding_may_hold_anything(device, in_place):
     x = torch.randn(4, 100, device=device)
@@ -135,7 +164,7 @@ def test_rows_of_padding_may_hold_anything(device, in_place):
     if in_place:
         ops.cross_entropy_with_grad_(x, target, scale, square)
     else:
-        grad = ops.cross_entropy_with_grad(x, target, scale, square)[2]
+        grad = ops.cross_entropy_with_grad(x, target, scale, square)[-1]
     # An ignored row passes nothing back; 0 * inf of the third row's lse is torch's own arithmetic.
     assert grad[[0, 1, 3]].isfinite().all() and grad[1].count_nonzero() == 0
 
@@ -151,7 +180,7 @@ def test_weight_of_an_ignored_class_may_be_infinite(device, plain, rows):
     (wanted,) = torch.autograd.grad(theirs.sum(), x)
     one = torch.ones((), device=device)
     kernel = (FlatOptions(reference) if plain else ops).cross_entropy_with_grad
-    loss, _, grad = kernel(x.detach(), target, one, None, weight, ignore_index=0)
+    loss, *_, grad = kernel(x.detach(), target, one, None, weight, ignore_index=0)
     torch.testing.assert_close(loss, theirs.detach())
     torch.testing.assert_close(grad, wanted)
     assert grad[0].count_nonzero() == 0
@@ -216,7 +245,7 @@ def test_rows_that_programs_share(dtype, classes):
     some = slice(20)  # for the oracle takes its time
     upstream = torch.where(target != -100, 2 * square * first[1], 0)[some]
     expected = oracle(logits[some], target[some], grad_loss=scale, grad_lse=upstream)
-    for loss, lse, grad in (first, (*ops.cross_entropy_with_grad_(over, target, scale, square), over)):
+    for loss, lse, *_, grad in (first, (*ops.cross_entropy_with_grad_(over, target, scale, square), over)):
         assert_loss(loss[some], expected)
         assert_lse_where_read(lse[some], expected, target[some])
         assert_grad(grad[some], expected)
@@ -231,7 +260,7 @@ def test_rows_that_programs_share(dtype, classes):
 
     x[14], x[15, 0], x[16, -1] = float("nan"), float("nan"), float("inf")
     target[15], target[16], target[17] = 5, 6, classes
-    loss, _, grad = ops.cross_entropy_with_grad(x, target, scale)
+    loss, *_, grad = ops.cross_entropy_with_grad(x, target, scale)
     assert loss[14] == 0 and grad[14].count_nonzero() == 0
     for row in (15, 16, 17):
         assert loss[row].isnan() and grad[row].isnan().all(), row
@@ -247,7 +276,7 @@ def test_target_out_of_range(device, raises_out_of_range):
             with pytest.raises(IndexError, match=rf"target {bad} is out of bounds: valid are 0 to 49"):
                 ops.cross_entropy_with_grad_(x, target, scale)
             continue
-        loss, _, grad = ops.cross_entropy_with_grad(x, target, scale)
+        loss, *_, grad = ops.cross_entropy_with_grad(x, target, scale)
         assert loss.isnan().tolist() == [False, True, False]
         assert grad.isnan().all(-1).tolist() == grad.isnan().any(-1).tolist() == [False, True, False]
 

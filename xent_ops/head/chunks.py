@@ -21,6 +21,7 @@ from torch import Tensor
 from ..kernels import reductions, reference
 from ..kernels.options import DEFAULTS, Chunking, LossOptions, Options
 from . import float16
+from .packing import ComputedRows
 from .products import Products, rows_to_compute
 
 _ops = torch.ops.xent
@@ -63,18 +64,23 @@ def statistics(
         _ops.cross_entropy_forward(logits, indices[chunk], weight, with_argmax, with_entropy, **keywords)
         for chunk, logits in products.chunks()
     ]
-    values = []
-    for chunks, wanted, unread in zip(
-        zip(*made, strict=True), (True, True, with_argmax, with_entropy), _UNREAD, strict=True
-    ):
-        if not wanted:
-            values.append(chunks[0])
-            continue
-        value = rows.give(torch.cat(chunks), 0).view(target.shape)
-        if how.skip_ignored:
-            value = value.masked_fill(~reference.is_counted(target, options.ignore_index), unread)
-        values.append(value)
+    wanted = (True, True, with_argmax, with_entropy)
+    values = _of_rows(rows, target, made, wanted)
+    if how.skip_ignored:  # those that are computed nevertheless, where nothing skips them
+        ignored = ~reference.is_counted(target, options.ignore_index)
+        values = [
+            value.masked_fill(ignored, unread) if want else value
+            for value, want, unread in zip(values, wanted, _UNREAD, strict=True)
+        ]
     return tuple(values)
+
+
+def _of_rows(rows: ComputedRows, target: Tensor, made: list[Any], wanted: Sequence[bool]) -> list[Tensor]:
+    """(loss, lse, argmax, entropy), each of the target's shape, of those of chunks; (0,) where they are not wanted."""
+    return [
+        rows.give(torch.cat(chunks), unread).view(target.shape) if want else chunks[0]
+        for chunks, want, unread in zip(zip(*made, strict=True), wanted, _UNREAD, strict=True)
+    ]
 
 
 def gradients(
@@ -181,15 +187,18 @@ def with_grad(
     token_weight: Tensor | None = None,
     output_mask: Sequence[bool] = (True, True, True),
     accumulate_dtype: torch.dtype | None = None,
+    with_argmax: bool = False,
+    with_entropy: bool = False,
     *,
     options: Options = DEFAULTS,
     lse_square_scale: float = 0.0,
     reduction: str = "mean",
     **chunking: Any,
 ) -> tuple[Tensor, ...]:
-    """(value, divided_by, lse, gradients). The gradients of the weight and the bias are as they were added up.
+    """(value, divided_by, loss, lse, argmax, entropy, gradients), the last but three of rows.
 
-    They are those of value; for float16 those of value * divisor_after_products(divided_by).
+    argmax and entropy are (0,) where they are not wanted. The gradients of the weight and the bias are as they were
+    added up. They are those of value; for float16 those of value * divisor_after_products(divided_by).
     """
     loss, dtype = LossOptions(options, lse_square_scale, reduction), reference.accumulator(input)
     divisors = divided_by(target, weight, divisor, linear_weight.shape[0], dtype, loss, token_weight)
@@ -206,16 +215,16 @@ def with_grad(
     products = Products(rows, flat, linear_weight, linear_bias, how.chunk_rows, output_mask, accumulate_dtype)
     indices = rows.indices()
     for chunk, logits in products.chunks():
-        made.append(_ops.cross_entropy_with_grad_(logits, indices[chunk], *factors(chunk), weight, **keywords))
+        of_chunk = (indices[chunk], *factors(chunk), weight, with_argmax, with_entropy)
+        made.append(_ops.cross_entropy_with_grad_(logits, *of_chunk, **keywords))
         products.add(chunk, logits)
-    losses, lses = (torch.cat(chunks) for chunks in zip(*made, strict=True))
-    row_loss, lse = rows.give(losses, 0.0).view(target.shape), rows.give(lses, float("inf")).view(target.shape)
+    statistics = _of_rows(rows, target, made, (True, True, with_argmax, with_entropy))
     mean = loss._replace(reduction="mean")
-    value = reductions.reduce_rows(row_loss, lse, target, divisors, mean, token_weight).value
+    value = reductions.reduce_rows(*statistics[:2], target, divisors, mean, token_weight).value
     return (
         value,
         divisors,
-        lse,
+        *statistics,
         products.input.view(input.shape if output_mask[0] else 0),
         products.weight,
         products.bias,

@@ -245,8 +245,8 @@ class _Hooks:
         if self.model.training:
             self.loss = linear_cross_entropy(input, weight, target, divisor=divisor, **options)
             return
-        outputs = linear_cross_entropy_outputs(input, weight, target, **options)
-        self.loss = outputs.loss if divisor is None else outputs.loss / divisor
+        outputs = linear_cross_entropy_outputs(input, weight, target, divisor=divisor, **options)
+        self.loss = outputs.loss
         self.predicted = {"predictions": outputs.predictions, "accuracy": outputs.accuracy}
 
     def loss_function(

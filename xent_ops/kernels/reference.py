@@ -264,17 +264,23 @@ def cross_entropy_with_grad(
     grad_scale: Tensor,
     grad_lse_square: Tensor | None = None,
     weight: Tensor | None = None,
+    with_argmax: bool = False,
+    with_entropy: bool = False,
     *,
     options: Options = DEFAULTS,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, lse, gradient of grad_scale * loss + grad_lse_square * lse^2 summed over counted rows).
+) -> tuple[Tensor, ...]:
+    """(loss, lse, argmax, entropy, gradient of grad_scale * loss + grad_lse_square * lse^2 summed over counted rows).
 
-    The lse is infinite in ignored rows, as that of ``cross_entropy_reduced``.
+    The lse of an ignored row is infinite, as that of ``cross_entropy_reduced``, its argmax -1 and its entropy 0.
     """
-    loss, lse = cross_entropy_forward(logits, target, weight, options=options)
+    loss, lse, argmax, entropy = statistics(logits, target, weight, with_argmax, with_entropy, options=options)
     lse = infinite_where_ignored(lse, target, options.ignore_index)
+    counted = is_counted(target, options.ignore_index)
+    argmax = torch.where(counted, argmax, -1) if with_argmax else argmax
+    entropy = torch.where(counted, entropy, 0.0) if with_entropy else entropy
     grad_lse = grad_lse_of_square(grad_lse_square, lse, target, options.ignore_index)
-    return loss, lse, cross_entropy_backward(grad_scale, grad_lse, logits, target, lse, weight, options=options)
+    gradient = cross_entropy_backward(grad_scale, grad_lse, logits, target, lse, weight, options=options)
+    return loss, lse, argmax, entropy, gradient
 
 
 def scale_grad_(grad: Tensor, factor: Tensor) -> None:

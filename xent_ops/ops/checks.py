@@ -261,6 +261,8 @@ def index_with_grad(
     grad_scale: Tensor,
     grad_lse_square: Tensor | None = None,
     weight: Tensor | None = None,
+    with_argmax: bool = False,
+    with_entropy: bool = False,
     *,
     options: Options = DEFAULTS,
 ) -> None:

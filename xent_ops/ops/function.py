@@ -33,24 +33,43 @@ def cross_entropy(
     target: Tensor,  # (...), class indices
     weight: Tensor | None,
     loss: LossOptions,
+    token_weight: Tensor | None = None,
     *,
     inplace_backward: bool = False,
     grad_in_forward: bool = False,
 ) -> Tensor:
     """The loss by whichever way the call wants: see the module."""
+    if grad_in_forward and wants_gradient(logits):
+        return with_grad(logits, target, weight, loss, token_weight, inplace_backward)[0]
+    if token_weight is not None:
+        return by_rows(logits, target, weight, loss, token_weight)
     if transforms.functorch_is_active() or transforms.forward_mode():
         return by_rows(logits, target, weight, loss)
-    if transforms.is_traced() or not (logits.requires_grad and torch.is_grad_enabled()):
+    if not wants_gradient(logits):
         return _ops.cross_entropy(logits, target, weight, **loss.keywords())
     checks.weight_without_grad(weight)
-    in_place = inplace_backward
-    if in_place:
-        _refuse_a_leaf(logits)
-        overwriting.writable("logits", logits)
-        in_place = not transforms.in_saved_tensors_hooks() and not logits.is_neg()
-    if grad_in_forward:
-        return GradInForwardFunction.apply(logits, target, weight, loss, in_place)
-    return _apply(logits, target, weight, loss, in_place)
+    return _apply(logits, target, weight, loss, inplace_backward and _may_overwrite(logits))
+
+
+def wants_gradient(logits: Tensor) -> bool:
+    """Is this an eager call that autograd records?"""
+    plain = not (transforms.functorch_is_active() or transforms.forward_mode() or transforms.is_traced())
+    return plain and logits.requires_grad and torch.is_grad_enabled()
+
+
+def with_grad(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    loss: LossOptions,
+    token_weight: Tensor | None,
+    in_place: bool = False,
+    with_statistics: bool = False,
+) -> tuple[Tensor, ...]:
+    """(value, loss, lse, argmax, entropy): a loss whose gradient is made in forward, and constants of its rows."""
+    checks.weight_without_grad(weight)
+    in_place = in_place and _may_overwrite(logits)
+    return GradInForwardFunction.apply(logits, target, weight, token_weight, loss, in_place, with_statistics)
 
 
 def by_rows(
@@ -67,6 +86,13 @@ def by_rows(
         row_loss, lse, *_ = _ops.cross_entropy_forward(logits, target, weight, **loss.rows.keywords())
     divisor, _ = reductions.cross_entropy_divisor(logits, target, weight, token_weight, options=loss.rows)
     return reductions.reduce_rows(row_loss, lse, target, divisor, loss, token_weight).value
+
+
+def _may_overwrite(logits: Tensor) -> bool:
+    """Raises where the caller may not ask for it."""
+    _refuse_a_leaf(logits)
+    overwriting.writable("logits", logits)
+    return not transforms.in_saved_tensors_hooks() and not logits.is_neg()
 
 
 def _refuse_a_leaf(logits: Tensor) -> None:
@@ -180,28 +206,37 @@ class GradInForwardFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions, in_place: bool
-    ) -> Tensor:
-        options, ignore_index = loss.rows.keywords(), loss.rows.ignore_index
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        token_weight: Tensor | None,
+        loss: LossOptions,
+        in_place: bool,
+        with_statistics: bool,
+    ) -> tuple[Tensor, ...]:
+        options, dtype = loss.rows.keywords(), reference.accumulator(logits)
+        divisor, inverse = None, torch.ones(2, dtype=dtype, device=logits.device)
         if loss.reduction == "mean":  # inverse: one over what each row's loss, and its z-loss, is divided by
-            divisor, inverse = below_autograd(
-                _ops.cross_entropy_divisor.default, logits, target, weight, ignore_index=ignore_index
-            )
-        else:
-            divisor, inverse = None, torch.ones(2, dtype=reference.accumulator(logits), device=logits.device)
-        square = None if loss.lse_square_scale == 0.0 else loss.lse_square_scale * inverse[1]
-        arguments = (logits, target, inverse[0], square, weight)
+            divisor, inverse = _divisor(logits, target, weight, token_weight, loss)
+        factors = [inverse[0], None if loss.lse_square_scale == 0.0 else loss.lse_square_scale * inverse[1]]
+        if token_weight is not None:
+            factors = [None if factor is None else factor * token_weight.to(dtype) for factor in factors]
+        arguments = (logits, target, *factors, weight, with_statistics, with_statistics)
         if in_place:
-            row_loss, lse = below_autograd(_ops.cross_entropy_with_grad_.default, *arguments, **options)
+            rows = below_autograd(_ops.cross_entropy_with_grad_.default, *arguments, **options)
             ctx.save_for_backward(logits)
         else:
-            row_loss, lse, gradient = below_autograd(_ops.cross_entropy_with_grad.default, *arguments, **options)
+            *rows, gradient = below_autograd(_ops.cross_entropy_with_grad.default, *arguments, **options)
             ctx.save_for_backward(gradient)
         ctx.spent = False
-        return reductions.reduce_rows(row_loss, lse, target, divisor, loss).value
+        ctx.mark_non_differentiable(*rows)
+        ctx.set_materialize_grads(False)
+        value = reductions.reduce_rows(*rows[:2], target, divisor, loss, token_weight).value
+        return value.clone() if value is rows[0] else value, *rows
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         _refuse_derivatives("grad_in_forward", grad)
         if ctx.spent:
             raise RuntimeError(
@@ -212,4 +247,14 @@ class GradInForwardFunction(torch.autograd.Function):
         gradient = gradient.detach()
         below_autograd(_ops.scale_grad_.default, gradient, grad)
         ctx.spent = True
-        return gradient, None, None, None, None
+        return gradient, *(None,) * 6
+
+
+def _divisor(
+    logits: Tensor, target: Tensor, weight: Tensor | None, token_weight: Tensor | None, loss: LossOptions
+) -> tuple[Tensor, Tensor]:
+    """(divisor, 1 / divisor) of a mean, each (2,)."""
+    if token_weight is not None:
+        return reductions.cross_entropy_divisor(logits, target, weight, token_weight, options=loss.rows)
+    ignore_index = loss.rows.ignore_index
+    return below_autograd(_ops.cross_entropy_divisor.default, logits, target, weight, ignore_index=ignore_index)

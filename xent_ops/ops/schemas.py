@@ -71,8 +71,9 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     # Loss and gradient in one visit of the logits; what a mean divides by, before there are losses; and what applies
     # an upstream gradient afterwards.
     "cross_entropy_with_grad": (
-        "(Tensor logits, Tensor target, Tensor grad_scale, Tensor? grad_lse_square=None, Tensor? weight=None, *, "
-        f"{OPTIONS}) -> (Tensor loss, Tensor lse, Tensor grad_logits)",
+        "(Tensor logits, Tensor target, Tensor grad_scale, Tensor? grad_lse_square=None, Tensor? weight=None, "
+        f"{STATISTICS}, *, {OPTIONS}) "
+        "-> (Tensor loss, Tensor lse, Tensor argmax, Tensor entropy, Tensor grad_logits)",
         "logits",
     ),
     "cross_entropy_divisor": (
@@ -128,11 +129,12 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         f"-> ({LINEAR_GRADS})",
         None,
     ),
-    # One pass: a reduced loss and its gradients, three products in all; and what applies the upstream gradient.
+    # One pass: a reduced loss, the losses and statistics of its rows and its gradients, three products in all; and what
+    # applies the upstream gradient.
     "linear_cross_entropy_with_grad": (
-        f"({LINEAR}, {DIVISOR}, {TOKEN_WEIGHT}, {OUTPUT_MASK}, {ACCUMULATE}, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}, "
-        f"{CHUNKING}) "
-        f"-> (Tensor value, Tensor divided_by, Tensor lse, {LINEAR_GRADS})",
+        f"({LINEAR}, {DIVISOR}, {TOKEN_WEIGHT}, {OUTPUT_MASK}, {ACCUMULATE}, {STATISTICS}, *, {OPTIONS}, {LSE_SQUARE}, "
+        f"{REDUCTION}, {CHUNKING}) -> (Tensor value, Tensor divided_by, Tensor loss, Tensor lse, Tensor argmax, "
+        f"Tensor entropy, {LINEAR_GRADS})",
         None,
     ),
     "linear_scale_grad": ("(Tensor grad, Tensor factor) -> Tensor", None),

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..kernels import reductions, reference
 from . import checks
-from .cross_entropy import rows
-from .library import autograd, operator, save_nothing
+from .cross_entropy import statistics_of
+from .library import Outputs, autograd, operator, save_nothing
 
 
 def _no_derivative(ctx: Any, *grads: Tensor) -> NoReturn:
@@ -22,10 +22,23 @@ def _no_derivative(ctx: Any, *grads: Tensor) -> NoReturn:
     )
 
 
+def _outputs(
+    logits: Tensor,
+    target: Tensor,
+    grad_scale: Tensor,
+    grad_lse_square: Tensor | None = None,
+    weight: Tensor | None = None,
+    with_argmax: bool = False,
+    with_entropy: bool = False,
+) -> Outputs:
+    rows = statistics_of(logits, logits.shape[:-1], with_argmax, with_entropy)
+    return (*rows, (logits.shape, logits.dtype))
+
+
 operator(
     "cross_entropy_with_grad",
     check=checks.index_with_grad,
-    outputs=lambda logits, *_: (*rows(logits), (logits.shape, logits.dtype)),
+    outputs=_outputs,
     reference=reference.cross_entropy_with_grad,
     check_values=checks.index_values,
     ascend=True,

@@ -14,7 +14,7 @@ from ..rows import class_weight, dense, per_row, rows
 from . import configs
 from .backward import backward_kernel
 from .common import cores, features, indices, launcher, on
-from .launch_forward import cross_entropy_forward_skipping
+from .launch_forward import forward_skipping
 
 
 def _backward(
@@ -117,15 +117,18 @@ def cross_entropy_with_grad(
     grad_scale: Tensor,
     grad_lse_square: Tensor | None = None,
     weight: Tensor | None = None,
+    with_argmax: bool = False,
+    with_entropy: bool = False,
     *,
     options: Options = DEFAULTS,
     backward: Callable[..., Tensor | None] = cross_entropy_backward,
 ) -> tuple[Tensor, ...]:
     """By two kernels: a row does not fit into a vector core's memory, so the logits are read twice anyway."""
-    loss, lse = cross_entropy_forward_skipping(logits, target, weight, options=options)
+    statistics = forward_skipping(logits, target, weight, with_argmax, with_entropy, options)
+    lse = statistics[1]
     grad_lse = grad_lse_of_square(grad_lse_square, lse, target, options.ignore_index)
     gradient = backward(grad_scale, grad_lse, logits, target, lse, weight, options=options)
-    return (loss, lse) if gradient is None else (loss, lse, gradient)
+    return statistics if gradient is None else (*statistics, gradient)
 
 
 @launcher

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import reductions
 from ..options import DEFAULTS, Options
+from ..reference import is_counted
 from ..rows import class_weight, rows
 from . import configs
 from .common import cores, features, indices, launcher, on
@@ -28,8 +29,8 @@ def _forward(
     classes, itemsize = logits.shape[-1], logits.element_size()
     loss = logits.new_empty(logits.shape[:-1], dtype=torch.float32)
     lse = torch.empty_like(loss)
-    argmax = torch.empty_like(loss, dtype=torch.int64) if with_argmax else lse
-    entropy = torch.empty_like(loss) if with_entropy else lse
+    argmax = torch.empty_like(loss, dtype=torch.int64) if with_argmax else loss.new_empty(0, dtype=torch.int64)
+    entropy = torch.empty_like(loss) if with_entropy else loss.new_empty(0)
     view = rows(logits)
     if view.number == 0:
         return loss, lse, argmax, entropy
@@ -70,22 +71,31 @@ def cross_entropy_forward(
     *,
     options: Options = DEFAULTS,
 ) -> tuple[Tensor, ...]:
-    loss, lse, argmax, entropy = _forward(
-        logits, target, weight, options, with_argmax=with_argmax, with_entropy=with_entropy
+    return _forward(logits, target, weight, options, with_argmax=with_argmax, with_entropy=with_entropy)
+
+
+def forward_skipping(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    with_argmax: bool,
+    with_entropy: bool,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Without reading ignored rows: their lse is infinite, their argmax -1, their entropy 0."""
+    made = _forward(
+        logits, target, weight, options, with_argmax=with_argmax, with_entropy=with_entropy, skip_ignored=True
     )
-    return (
-        loss,
-        lse,
-        argmax if with_argmax else logits.new_empty(0, dtype=torch.int64),
-        entropy if with_entropy else lse.new_empty(0),
-    )
+    counted = is_counted(target, options.ignore_index)
+    loss, lse, argmax, entropy = made
+    argmax = torch.where(counted, argmax, -1) if with_argmax else argmax
+    return loss, lse, argmax, torch.where(counted, entropy, 0.0) if with_entropy else entropy
 
 
 def cross_entropy_forward_skipping(
     logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
 ) -> tuple[Tensor, Tensor]:
-    """Without reading ignored rows, whose lse is infinite."""
-    return _forward(logits, target, weight, options, skip_ignored=True)[:2]
+    return forward_skipping(logits, target, weight, False, False, options)[:2]
 
 
 @launcher

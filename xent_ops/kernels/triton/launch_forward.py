@@ -15,7 +15,7 @@ from ..rows import dense_like
 from ..sizes import traced
 from . import configs
 from .cached import Launch
-from .common import RowLayout, Run, class_weights, edges, launcher, new_rows, new_tensor, row_layout
+from .common import RowLayout, Run, class_weights, edges, launcher, new_tensor, row_layout
 from .flags import Flags, flags_of
 from .forward import forward_kernel
 from .short import short_kernel
@@ -66,10 +66,10 @@ def prepare_forward(
     with_argmax: bool = False,
     with_entropy: bool = False,
     skip_ignored: bool = False,
-) -> Callable[..., tuple[Tensor, ...]]:
-    """``forward(logits, target, weight)`` -> (loss, lse, argmax, entropy), without those that are not wanted.
+) -> Callable[..., None]:
+    """``forward(logits, target, weight, loss, lse, argmax, entropy)`` writes the last four, as far as they are wanted.
 
-    ``skip_ignored``: the logits of ignored rows are not read, and their lse is infinite.
+    ``skip_ignored``: the logits of ignored rows are not read; their lse is infinite, their argmax -1, their entropy 0.
     """
     layout, launch = row_layout(logits), None
     if traced(layout.number) > 0:
@@ -79,19 +79,24 @@ def prepare_forward(
     # Where weights are multiplied by what is read beside them; else only the target's is read.
     shifted = options.label_smoothing > 0.0 and edges(logits.shape[-1], logits.element_size(), layout.strides) != 0
     as_rows, as_targets = layout.as_rows, dense_like(target)
-    new_row, new_argmax = new_rows(logits), new_rows(logits, torch.int64)
 
-    def forward(logits: Tensor, target: Tensor, weight: Tensor | None = None) -> tuple[Tensor, ...]:
-        loss, lse = new_row(), new_row()
-        argmax = new_argmax() if with_argmax else lse
-        entropy = new_row() if with_entropy else lse
+    def forward(logits: Tensor, target: Tensor, weight: Tensor | None, *outputs: Tensor) -> None:
         if launch is not None:
-            weights = class_weights(weight, lse, shifted)
-            launch(as_rows(logits), as_targets(target), weights, loss, lse, argmax, entropy)
-        made = (argmax,) if with_argmax else ()
-        return (loss, lse, *made, entropy) if with_entropy else (loss, lse, *made)
+            weights = class_weights(weight, outputs[0], shifted)
+            launch(as_rows(logits), as_targets(target), weights, *outputs)
 
     return forward
+
+
+def new_statistics(
+    logits: Tensor, with_argmax: bool, with_entropy: bool
+) -> Callable[[], tuple[Tensor, ...]]:
+    """``new()`` -> loss, lse, argmax, entropy, which kernels write; (0,) where they are not wanted."""
+    shape, dtype, device = logits.shape[:-1], accumulator(logits), logits.device
+    new_row = new_tensor(shape, dtype, device)
+    new_argmax = new_tensor(shape if with_argmax else (0,), torch.int64, device)
+    new_entropy = new_tensor(shape if with_entropy else (0,), dtype, device)
+    return lambda: (new_row(), new_row(), new_argmax(), new_entropy())
 
 
 @launcher
@@ -105,12 +110,11 @@ def cross_entropy_forward(
     options: Options = DEFAULTS,
 ) -> Run:
     forward = prepare_forward(logits, target, weight, options, with_argmax, with_entropy)
-    no_argmax = new_tensor((0,), torch.int64, logits.device)
-    no_entropy = new_tensor((0,), accumulator(logits), logits.device)
+    new_outputs = new_statistics(logits, with_argmax, with_entropy)
 
     def run(logits: Tensor, target: Tensor, weight: Tensor | None = None, *_: bool) -> tuple[Tensor, ...]:
-        loss, lse, *made = forward(logits, target, weight)
-        argmax = made.pop(0) if with_argmax else no_argmax()
-        return loss, lse, argmax, made[0] if with_entropy else no_entropy()
+        outputs = new_outputs()
+        forward(logits, target, weight, *outputs)
+        return outputs
 
     return run

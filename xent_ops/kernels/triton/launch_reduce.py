@@ -13,7 +13,7 @@ from ..rows import dense_like
 from ..sizes import size_to_serve
 from . import configs
 from .cached import Launch
-from .common import Run, launcher, new_tensor
+from .common import Run, launcher, new_rows, new_tensor
 from .flags import SumFlags
 from .launch_forward import prepare_forward
 from .reduce import join_sums_kernel, reduce_kernel
@@ -122,11 +122,13 @@ def cross_entropy_reduced(
     forward = prepare_forward(logits, target, weight, options, skip_ignored=True)
     reduce = prepare_reduce(logits, target, options, lse_square_scale, reduction, weighted=weight is not None)
     as_weights = None if weight is None else dense_like(weight, accumulator(logits))
+    new_row = new_rows(logits)
 
     def run(logits: Tensor, target: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         if as_weights is not None and weight is not None:
             weight = as_weights(weight)  # once for both
-        loss, lse = forward(logits, target, weight)
+        loss, lse = new_row(), new_row()
+        forward(logits, target, weight, loss, lse, lse, lse)
         value, divisor = reduce(loss, lse, target, lse if weight is None else weight)
         return value, divisor, lse
 

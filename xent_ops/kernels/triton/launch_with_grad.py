@@ -24,12 +24,11 @@ from .common import (
     edges,
     launcher,
     new_gradient,
-    new_rows,
     row_layout,
 )
 from .flags import flags_of
 from .launch_backward import prepare_backward
-from .launch_forward import prepare_forward
+from .launch_forward import new_statistics, prepare_forward
 from .recording import RECORDING
 from .with_grad import scale_kernel, with_grad_kernel
 
@@ -63,18 +62,20 @@ class _Call(NamedTuple):
     grad_scale: Tensor
     grad_lse_square: Tensor | None
     weight: Tensor | None
+    with_argmax: bool
+    with_entropy: bool
     options: Options
 
 
-# ``kernel(gradient, logits, target, grad_scale, grad_lse_square, weight)`` -> (loss, lse), of logits with that layout.
-Kernel = Callable[..., tuple[Tensor, Tensor]]
+# ``kernel(outputs, gradient, logits, target, grad_scale, grad_lse_square, weight)`` writes (loss, lse, argmax, entropy)
+# and the gradient, of logits with that layout.
+Kernel = Callable[..., None]
 
 
 def _prepare_with_grad(call: _Call) -> Kernel:
     logits, number = call.logits, call.layout.number
     if traced(number) == 0:
-        new_row = new_rows(logits)
-        return lambda *_tensors: (new_row(), new_row())
+        return lambda *_tensors: None
     shared = _prepare_shared(call)
     # A program a row would leave some processors idle.
     few = traced(number) < processors(logits.device)
@@ -82,9 +83,9 @@ def _prepare_with_grad(call: _Call) -> Kernel:
     if shared is None:
         return general
 
-    def choose(gradient: Tensor, logits: Tensor, *rest: Tensor | None) -> tuple[Tensor, Tensor]:
+    def choose(outputs: tuple[Tensor, ...], gradient: Tensor, logits: Tensor, *rest: Tensor | None) -> None:
         kernel = general if logits.data_ptr() % 16 else shared
-        return kernel(gradient, logits, *rest)
+        kernel(outputs, gradient, logits, *rest)
 
     return choose
 
@@ -93,7 +94,7 @@ def _prepare_shared(call: _Call) -> Kernel | None:
     """By the kernel that keeps a row in shared memory; None where it cannot."""
     logits, strides, options = call.logits, call.layout.strides, call.options
     classes, itemsize = logits.shape[-1], logits.element_size()
-    plain = call.weight is None and options.only_scale is not None
+    plain = call.weight is None and options.only_scale is not None and not (call.with_argmax or call.with_entropy)
     same_rows = strides == call.out_strides
     # Copies to shared memory take whole 16-byte vectors.
     vectors = same_rows or not edges(classes, itemsize, strides, call.out_strides)
@@ -110,7 +111,7 @@ def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
     options = call.options
     as_scale, scale_stride = per_row_like(call.grad_scale)
     as_square, square_stride = per_row_like(call.grad_lse_square)
-    as_targets, new_row = dense_like(call.target), new_rows(logits)
+    as_targets = dense_like(call.target)
     border = edges(classes, itemsize, strides, out_strides)
     numbers = (classes, *strides, *out_strides, scale_stride, square_stride, options.ignore_index)
     with_square = call.grad_lse_square is not None
@@ -139,7 +140,9 @@ def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
             number,
             *numbers,
             *options.numbers()[1:],
-            FLAGS=flags_of(options, weighted, itemsize)._replace(lse_square=with_square, skip_ignored=True),
+            FLAGS=flags_of(options, weighted, itemsize)._replace(
+                lse_square=with_square, skip_ignored=True, argmax=call.with_argmax, entropy=call.with_entropy
+            ),
             SAME_ROWS=strides == out_strides,
             BLOCK=config.block,
             num_warps=config.num_warps,
@@ -148,21 +151,22 @@ def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
         )
 
     def kernel(
+        outputs: tuple[Tensor, ...],
         gradient: Tensor,
         logits: Tensor,
         target: Tensor,
         grad_scale: Tensor,
         grad_lse_square: Tensor | None,
         weight: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        loss, lse = new_row(), new_row()
+    ) -> None:
+        lse = outputs[1]
         if words:
             extra = torch.zeros(words, dtype=torch.int64, device=lse.device)
         else:
             extra = class_weights(weight, lse, options.label_smoothing > 0.0 and border != 0)
         square = lse if grad_lse_square is None else as_square(grad_lse_square)
-        launch(logits, as_targets(target), as_scale(grad_scale), square, extra, loss, lse, gradient)
-        return loss, lse
+        written = outputs if shared is None else outputs[:2]
+        launch(logits, as_targets(target), as_scale(grad_scale), square, extra, *written, gradient)
 
     return kernel
 
@@ -171,24 +175,27 @@ def _prepare_two_visits(call: _Call) -> Kernel:
     """Forward and backward, each over many programs; few rows are still in the L2 cache at the second visit."""
     logits, target, weight, options = call.logits, call.target, call.weight, call.options
     row = torch.empty(tuple(logits.shape[:-1]), dtype=accumulator(logits), device="meta")  # like the lse
-    forward = prepare_forward(logits, target, weight, options, skip_ignored=True)
+    forward = prepare_forward(
+        logits, target, weight, options, call.with_argmax, call.with_entropy, skip_ignored=True
+    )
     grad_lse = None if call.grad_lse_square is None else row
     backward = prepare_backward(
         call.out_strides, call.grad_scale, grad_lse, logits, target, row, weight, options=options
     )
 
     def kernel(
+        outputs: tuple[Tensor, ...],
         gradient: Tensor,
         logits: Tensor,
         target: Tensor,
         grad_scale: Tensor,
         grad_lse_square: Tensor | None,
         weight: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        loss, lse = forward(logits, target, weight)
+    ) -> None:
+        lse = outputs[1]
+        forward(logits, target, weight, *outputs)
         grad_lse = grad_lse_of_square(grad_lse_square, lse, target, options.ignore_index)
         backward(gradient, grad_scale, grad_lse, logits, target, lse, weight)
-        return loss, lse
 
     return kernel
 
@@ -200,12 +207,15 @@ def cross_entropy_with_grad(
     grad_scale: Tensor,
     grad_lse_square: Tensor | None = None,
     weight: Tensor | None = None,
+    with_argmax: bool = False,
+    with_entropy: bool = False,
     *,
     options: Options = DEFAULTS,
 ) -> Run:
-    layout, tensors = row_layout(logits), (target, grad_scale, grad_lse_square, weight)
-    kernel = _prepare_with_grad(_Call(logits, layout, dense_rows(logits.shape), *tensors, options))
+    layout, rest = row_layout(logits), (target, grad_scale, grad_lse_square, weight, with_argmax, with_entropy)
+    kernel = _prepare_with_grad(_Call(logits, layout, dense_rows(logits.shape), *rest, options))
     as_rows, new_grad = layout.as_rows, new_gradient(logits)
+    new_outputs = new_statistics(logits, with_argmax, with_entropy)
 
     def run(
         logits: Tensor,
@@ -213,9 +223,11 @@ def cross_entropy_with_grad(
         grad_scale: Tensor,
         grad_lse_square: Tensor | None = None,
         weight: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        grad = new_grad()
-        return *kernel(grad, as_rows(logits), target, grad_scale, grad_lse_square, weight), grad
+        *_: bool,
+    ) -> tuple[Tensor, ...]:
+        outputs, grad = new_outputs(), new_grad()
+        kernel(outputs, grad, as_rows(logits), target, grad_scale, grad_lse_square, weight)
+        return *outputs, grad
 
     return run
 
@@ -227,13 +239,15 @@ def cross_entropy_with_grad_(
     grad_scale: Tensor,
     grad_lse_square: Tensor | None = None,
     weight: Tensor | None = None,
+    with_argmax: bool = False,
+    with_entropy: bool = False,
     *,
     options: Options = DEFAULTS,
 ) -> Run:
     # Rows that no two strides describe are copied: the gradient is written over the copy, and then back.
-    layout, tensors = row_layout(logits), (target, grad_scale, grad_lse_square, weight)
-    kernel = _prepare_with_grad(_Call(logits, layout, layout.strides, *tensors, options))
-    as_rows = layout.as_rows
+    layout, rest = row_layout(logits), (target, grad_scale, grad_lse_square, weight, with_argmax, with_entropy)
+    kernel = _prepare_with_grad(_Call(logits, layout, layout.strides, *rest, options))
+    as_rows, new_outputs = layout.as_rows, new_statistics(logits, with_argmax, with_entropy)
 
     def run(
         logits: Tensor,
@@ -241,9 +255,10 @@ def cross_entropy_with_grad_(
         grad_scale: Tensor,
         grad_lse_square: Tensor | None = None,
         weight: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        written = as_rows(logits)
-        outputs = kernel(written, written, target, grad_scale, grad_lse_square, weight)
+        *_: bool,
+    ) -> tuple[Tensor, ...]:
+        written, outputs = as_rows(logits), new_outputs()
+        kernel(outputs, written, written, target, grad_scale, grad_lse_square, weight)
         _wrote(written, logits)
         return outputs
 

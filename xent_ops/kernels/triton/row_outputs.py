@@ -71,6 +71,11 @@ def finish(
         entropy = log_total - moment / total
         if FLAGS.softcap == 2:  # as above
             entropy = tl.maximum(entropy, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        if FLAGS.skip_ignored:
+            entropy = tl.where(target == ignore_index, 0.0, entropy)
         tl.store(entropy_ptr + row, entropy, mask=exists)
     if FLAGS.argmax:
-        tl.store(argmax_ptr + row, tl.where(first < n_cols, first, 0).to(tl.int64), mask=exists)
+        first = tl.where(first < n_cols, first, 0)
+        if FLAGS.skip_ignored:
+            first = tl.where(target == ignore_index, -1, first)
+        tl.store(argmax_ptr + row, first.to(tl.int64), mask=exists)

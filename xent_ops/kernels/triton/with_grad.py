@@ -30,6 +30,8 @@ def with_grad_kernel(
     weight_ptr,  # (V,) in the accumulator's dtype
     loss_ptr,  # (N,)
     lse_ptr,  # (N,)
+    argmax_ptr,  # (N,) int64
+    entropy_ptr,  # (N,)
     grad_ptr,  # (outer, inner, V): may be the logits themselves
     n_cols,
     n_inner,
@@ -74,7 +76,7 @@ def with_grad_kernel(
     x_target = target_logit(row_ptr, target, valid, act, FLAGS)
     finish(
         row, True, n_cols, target, valid, x_target, shift, maximum, total, moment, smooth, weights, first,
-        weight_ptr, loss_ptr, lse_ptr, lse_ptr, lse_ptr, ignore_index, label_smoothing, FLAGS,
+        weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing, FLAGS,
     )  # fmt: skip
     lse = without_infinity(maximum) + tl.log2(total) * LN2
 

@@ -199,6 +199,8 @@ def with_grad(
     token_weight: Tensor | None = None,
     output_mask: Sequence[bool] = (True, True, True),
     accumulate_dtype: torch.dtype | None = None,
+    with_argmax: bool = False,
+    with_entropy: bool = False,
     *,
     options: Options = DEFAULTS,
     lse_square_scale: float = 0.0,

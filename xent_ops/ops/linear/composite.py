@@ -13,7 +13,7 @@ from torch._guards import TracingContext
 
 from ...head import chunks
 from ...kernels.options import Chunking, LossOptions, Options
-from ...kernels.reductions import Reduced, reduce_rows
+from ...kernels.reductions import reduce_rows
 from .. import arguments, transforms
 from .. import checks as row_checks
 from ..library import LIBRARY, define
@@ -49,6 +49,15 @@ def gradients_in_forward(*tensors: Tensor | None) -> bool:
     return wanted and not forward_runs_twice()
 
 
+def with_grad(
+    head: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], *rest: Any, **keywords: Any
+) -> tuple[Tensor, ...]:
+    """``linear_cross_entropy_with_grad`` with the gradients that are wanted; ``rest``: its arguments but for the mask."""
+    input, linear_weight, _, linear_bias, _ = head
+    wanted = [tensor is not None and tensor.requires_grad for tensor in (input, linear_weight, linear_bias)]
+    return _ops.linear_cross_entropy_with_grad(*head, *rest[:2], wanted, *rest[2:], **keywords)
+
+
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -75,39 +84,27 @@ def linear_cross_entropy(
     head = (input, linear_weight, target, linear_bias, weight)
     how = Chunking(chunk_rows, skip_ignored).keywords()
     if reduction != "none" and gradients_in_forward(input, linear_weight, linear_bias):
-        wanted = [tensor is not None and tensor.requires_grad for tensor in (input, linear_weight, linear_bias)]
-        made = _ops.linear_cross_entropy_with_grad(
-            *head,
-            divisor,
-            token_weight,
-            wanted,
-            accumulate_dtype,
-            lse_square_scale=lse_square_scale,
-            reduction=reduction,
-            **how,
-            **options,
-        )
-        return made[0]
+        return with_grad(head, divisor, token_weight, accumulate_dtype, **how, **loss.keywords())[0]
     rows = _ops.linear_cross_entropy_forward(*head, accumulate_dtype=accumulate_dtype, **how, **options)
     row_loss, lse = rows[:2]
-    return reduced(row_loss, lse, target, weight, divisor, linear_weight.shape[0], loss, token_weight).value
+    divided = divisors_of(target, weight, divisor, linear_weight.shape[0], lse.dtype, loss, token_weight)
+    return reduce_rows(row_loss, lse, target, *divided, token_weight).value
 
 
-def reduced(
-    row_loss: Tensor,
-    lse: Tensor,
+def divisors_of(
     target: Tensor,
     weight: Tensor | None,
     divisor: Tensor | None,
     classes: int,
+    dtype: torch.dtype,
     loss: LossOptions,
     token_weight: Tensor | None = None,
-) -> Reduced:
-    """The losses of rows to one number, or with "none" to themselves, each with the z-loss."""
+) -> tuple[Tensor | None, LossOptions]:
+    """What ``reduce_rows`` takes: what sums and means are divided by, and a reduction that does so; none for "none"."""
     if loss.reduction == "none":
-        return reduce_rows(row_loss, lse, target, None, loss, token_weight)
-    divisors = chunks.divided_by(target, weight, divisor, classes, lse.dtype, loss, token_weight)
-    return reduce_rows(row_loss, lse, target, divisors, loss._replace(reduction="mean"), token_weight)
+        return None, loss
+    divisors = chunks.divided_by(target, weight, divisor, classes, dtype, loss, token_weight)
+    return divisors, loss._replace(reduction="mean")
 
 
 define("linear_cross_entropy")

@@ -49,13 +49,15 @@ def _with_grad_outputs(
     token_weight: Tensor | None = None,
     output_mask: Any = (True, True, True),
     accumulate_dtype: torch.dtype | None = None,
+    with_argmax: bool = False,
+    with_entropy: bool = False,
 ) -> Outputs:
     dtype = reference.accumulator(input)
     grad_input, grad_weight, grad_bias = _gradients_of(input, linear_weight, output_mask)
     return (
         ((), dtype),
         ((2,), dtype),
-        (input.shape[:-1], dtype),
+        *statistics_of(input, input.shape[:-1], with_argmax, with_entropy),
         grad_input,
         (grad_weight[0], accumulator_of_weight(input.dtype, accumulate_dtype)),
         (grad_bias[0], dtype),
@@ -104,15 +106,15 @@ def _rows_backward(
 
 
 def _save_with_grad(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    input, linear_weight, target, linear_bias, weight, _, token_weight, made, ctx.accumulate_dtype = inputs
+    input, linear_weight, target, linear_bias, weight, _, token_weight, made, ctx.accumulate_dtype, *_ = inputs
     ctx.mask = [bool(wanted and needed) for wanted, needed in zip(made, _mask(ctx), strict=True)]
     if needs_grad(ctx, 4):
         weight_needs_grad()
     if needs_grad(ctx, 5):
         checks.divisor_needs_grad()
-    _value, divided_by, lse, *gradients = output
+    _value, divided_by, row_loss, lse, argmax, entropy, *gradients = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.mark_non_differentiable(divided_by, row_loss, argmax, entropy, *gradients)
     ctx.save_for_backward(input, linear_weight, target, lse, linear_bias, weight, divided_by, token_weight)
     ctx.options = dict(keyword_only_inputs)
     ctx.options.pop("reduction", None)
@@ -120,9 +122,11 @@ def _save_with_grad(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict
     ctx.gradients = gradients
 
 
-def _with_grad_backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    if grad_value is None:
-        return (None,) * 9
+def _with_grad_backward(
+    ctx: Any, grad_value: Tensor | None, _divided_by: None, _loss: None, grad_lse: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
+    if grad_value is None and grad_lse is None:
+        return (None,) * 11
     input, linear_weight, target, lse, linear_bias, weight, divided_by, token_weight = ctx.saved_tensors
     gradients = ctx.gradients
     # Compiled autograd traces this, and replays no change of ctx: there the gradients stay as they are.
@@ -130,7 +134,9 @@ def _with_grad_backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[
     if not traced:
         ctx.gradients = None
     differentiable = torch.is_grad_enabled()  # create_graph=True
-    if gradients is None or differentiable:
+    if grad_value is None:
+        grad_value = lse.new_zeros(())
+    if gradients is None or differentiable or grad_lse is not None:
         if differentiable:  # made again, since it depends on the logits
             head = (input, linear_weight, target, linear_bias, weight)
             options = {name: value for name, value in ctx.options.items() if name != "lse_square_scale"}
@@ -138,7 +144,7 @@ def _with_grad_backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[
         rows = (input, linear_weight, target, lse, linear_bias, weight, divided_by)
         gradients = _ops.linear_cross_entropy_backward(
             grad_value if token_weight is None else grad_value * token_weight.to(grad_value.dtype),
-            None,
+            grad_lse,
             *rows,
             *(None,) * 3,
             0,
@@ -147,12 +153,12 @@ def _with_grad_backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[
             accumulate_dtype=ctx.accumulate_dtype,
             **ctx.options,
         )
-        return _of_inputs(ctx.mask, gradients, 5)
+        return _of_inputs(ctx.mask, gradients, 7)
     factor = grad_value
     if input.dtype == torch.float16:
         factor = grad_value / divisor_after_products(divided_by)
     keep = traced or transforms.is_batch(grad_value)
-    return _of_inputs(ctx.mask, given_away(gradients, factor, ctx.mask, input.dtype, keep), 5)
+    return _of_inputs(ctx.mask, given_away(gradients, factor, ctx.mask, input.dtype, keep), 7)
 
 
 def given_away(
