@@ -214,10 +214,11 @@ def cross_entropy_outputs(
 ) -> CrossEntropyOutputs:
     """``cross_entropy`` with what one logs beside it, from the same pass: see ``CrossEntropyOutputs``.
 
-    Arguments, dtypes and errors are those of ``cross_entropy``; the target must be class indices. The loss and the lse
-    are differentiable, with reduction="none" the z-loss too.
+    Dtypes and errors are those of ``cross_entropy``. The loss and the lse are differentiable, with reduction="none" the
+    z-loss too.
 
     Args:
+        others: as for ``cross_entropy``; the target must be class indices.
         grad_in_forward: as for ``cross_entropy``: one visit for the loss, its gradient and everything else. The lse is
             then a constant.
 

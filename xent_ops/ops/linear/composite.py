@@ -52,7 +52,7 @@ def gradients_in_forward(*tensors: Tensor | None) -> bool:
 def with_grad(
     head: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], *rest: Any, **keywords: Any
 ) -> tuple[Tensor, ...]:
-    """``linear_cross_entropy_with_grad`` with the gradients that are wanted; ``rest``: its arguments but for the mask."""
+    """``linear_cross_entropy_with_grad`` of the gradients that are wanted. ``rest``: its arguments without the mask."""
     input, linear_weight, _, linear_bias, _ = head
     wanted = [tensor is not None and tensor.requires_grad for tensor in (input, linear_weight, linear_bias)]
     return _ops.linear_cross_entropy_with_grad(*head, *rest[:2], wanted, *rest[2:], **keywords)
