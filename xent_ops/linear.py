@@ -170,9 +170,7 @@ def linear_cross_entropy_outputs(
         rows = _ops.linear_cross_entropy_forward(
             *head, True, True, accumulate_dtype=accumulate_dtype, **how.keywords(), **loss.rows.keywords()
         )
-    divided = composite.divisors_of(
-        target, weight, divisor, linear_weight.shape[0], rows[1].dtype, loss, token_weight
-    )
+    divided = composite.divisors_of(target, weight, divisor, linear_weight.shape[0], rows[1].dtype, loss, token_weight)
     return outputs_of_rows(value, rows, target, *divided, token_weight)
 
 

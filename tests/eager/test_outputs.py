@@ -15,9 +15,7 @@ def test_outputs(device, reduction, grad_in_forward):
     target[:, ::3] = torch.randint(0, 300, target[:, ::3].shape, device=device)
     target[0, 7:12] = -100
     options = {"reduction": reduction, "label_smoothing": 0.125, "dim": -1}
-    out = xent_ops.cross_entropy_outputs(
-        x, target, lse_square_scale=0.25, grad_in_forward=grad_in_forward, **options
-    )
+    out = xent_ops.cross_entropy_outputs(x, target, lse_square_scale=0.25, grad_in_forward=grad_in_forward, **options)
     loss, whole = (xent_ops.cross_entropy(x, target, lse_square_scale=z, **options) for z in (0.0, 0.25))
     counted, lse = target != -100, torch.logsumexp(x, -1)
     torch.testing.assert_close(out.loss, whole)

@@ -88,9 +88,7 @@ def prepare_forward(
     return forward
 
 
-def new_statistics(
-    logits: Tensor, with_argmax: bool, with_entropy: bool
-) -> Callable[[], tuple[Tensor, ...]]:
+def new_statistics(logits: Tensor, with_argmax: bool, with_entropy: bool) -> Callable[[], tuple[Tensor, ...]]:
     """``new()`` -> loss, lse, argmax, entropy, which kernels write; (0,) where they are not wanted."""
     shape, dtype, device = logits.shape[:-1], accumulator(logits), logits.device
     new_row = new_tensor(shape, dtype, device)

@@ -175,9 +175,7 @@ def _prepare_two_visits(call: _Call) -> Kernel:
     """Forward and backward, each over many programs; few rows are still in the L2 cache at the second visit."""
     logits, target, weight, options = call.logits, call.target, call.weight, call.options
     row = torch.empty(tuple(logits.shape[:-1]), dtype=accumulator(logits), device="meta")  # like the lse
-    forward = prepare_forward(
-        logits, target, weight, options, call.with_argmax, call.with_entropy, skip_ignored=True
-    )
+    forward = prepare_forward(logits, target, weight, options, call.with_argmax, call.with_entropy, skip_ignored=True)
     grad_lse = None if call.grad_lse_square is None else row
     backward = prepare_backward(
         call.out_strides, call.grad_scale, grad_lse, logits, target, row, weight, options=options
