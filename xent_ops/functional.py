@@ -13,6 +13,7 @@ from .kernels.options import LossOptions, Reduction
 from .kernels.reductions import cross_entropy_divisor
 from .kernels.rows import dense_classes
 from .ops import arguments, checks, function, soft_checks, transforms
+from .ops.token_logits import target_and_ids
 from .outputs import CrossEntropyOutputs, TokenLogProbs, log_probs_of_rows, outputs_of_rows
 
 
@@ -265,13 +266,14 @@ def token_log_probs(
 
     Args:
         input: logits as for ``cross_entropy``.
-        target: class indices, the input's shape without ``dim``.
+        target: class indices, the input's shape without ``dim``; or several of each row, with K places behind it. A
+            place of ignore_index counts for nothing, and a row is ignored where all of its places are.
         ignore_index, softcap, logit_scale: as for ``cross_entropy``; logit_scale is one over the temperature.
         dim: the class dimension, by default the last one.
 
     Returns:
-        ``TokenLogProbs(log_probs, entropy, lse)``, each float32 (float64 for float64 input) of the target's shape.
-        Errors are those of ``cross_entropy``.
+        ``TokenLogProbs(log_probs, entropy, lse)``, each float32 (float64 for float64 input) with a number a row;
+        log_probs has the target's shape. Errors are those of ``cross_entropy``.
 
     Examples:
         >>> logits, actions = torch.randn(4, 10, requires_grad=True), torch.tensor([1, 3, 3, 7])
@@ -283,5 +285,11 @@ def token_log_probs(
     arguments.tensors(input, target)
     rows = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, dtype=input.dtype).rows
     logits = classes_last(input, dim)
-    loss, lse, _, entropy = torch.ops.xent.cross_entropy_forward(logits, target, None, False, True, **rows.keywords())
-    return log_probs_of_rows(loss, lse, entropy, target, rows)
+    target, ids = target_and_ids(target, input.dim() - 1, rows.ignore_index)
+    if ids is not None:
+        of_classes, lse, entropy = torch.ops.xent.token_logits(logits, ids, True, **rows.keywords())
+    else:
+        of_classes, lse, _, entropy = torch.ops.xent.cross_entropy_forward(
+            logits, target, None, False, True, **rows.keywords()
+        )
+    return log_probs_of_rows(of_classes, lse, entropy, target, ids, rows)

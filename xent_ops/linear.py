@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import few_classes
 from .functional import cross_entropy, is_dtensor, refuse_dtensors
-from .kernels.options import Reduction
+from .kernels.options import LossOptions, Reduction
+from .kernels.reference import is_counted
+from .kernels.reference_ids import first_counted
 from .ops import arguments, checks, transforms
 from .ops.linear import checks as linear_checks
 from .ops.linear import composite
+from .ops.token_logits import target_and_ids
 from .outputs import CrossEntropyOutputs, TokenLogProbs, log_probs_of_rows, outputs_of_rows
+from .token_loss import linear_token_loss
 
 _ops = torch.ops.xent
 
@@ -31,6 +38,8 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     divisor: Tensor | float | None = None,
     token_weight: Tensor | None = None,
+    target_probs: Tensor | None = None,
+    tail: bool = False,
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
@@ -54,6 +63,12 @@ def linear_cross_entropy(
             of counted targets of all micro-batches, gradients add up to those of one mean over all of them. The float 0
             is refused. A tensor is not read, which would wait for the device: 0 in it gives inf, or NaN.
         token_weight: as for ``cross_entropy``. It takes no other product and no other visit of the logits.
+        target_probs: (..., K), floating point, a constant: probabilities p of the K classes that the target, then of
+            that shape, names of each row, as a teacher's top k. The loss of a row is -sum_k p_k log q_k, with q the
+            softmax; places of ignore_index count for nothing, equal classes add up, and a row is ignored where all of
+            its places are. A mean divides by the number of counted rows. Without ``weight`` and ``label_smoothing``.
+        tail: with target_probs: all other classes form one more, of probability 1 - sum_k p_k (NaN where that is below
+            -0.001). Without it, a loss of probabilities that add up to less than one is not least where q is p.
         accumulate_dtype: in which the chunks' parts of linear_weight's gradient are added up. None: the input's dtype,
             and float32 for float16. torch.float32 is more exact for bfloat16, and takes V x H float32 for a while.
         chunk_rows: rows of a chunk. Fewer need less memory, chunk_rows x V logits, and more time. None: the default.
@@ -83,6 +98,14 @@ def linear_cross_entropy(
         ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction, input.dtype
     )
     arguments.optional("token_weight", token_weight)
+    if target_probs is not None:
+        refuse_dtensors("xent_ops.linear_cross_entropy with target_probs", input, linear_weight, target, target_probs)
+        few_classes.checked(target, target_probs, tail, weight, loss, token_weight)
+        linear_checks.reduced_by(arguments.divisor(divisor, input), input, reduction)
+        more: dict[str, Any] = {"ignore_index": ignore_index, "softcap": softcap, "logit_scale": logit_scale}
+        more |= {"accumulate_dtype": accumulate_dtype, "chunk_rows": chunk_rows, "skip_ignored": skip_ignored}
+        of_head = (input, linear_weight, target, target_probs, tail, loss, divisor, token_weight)
+        return _of_few_classes(*of_head, linear_bias=linear_bias, **more)
     if any(map(is_dtensor, (input, linear_weight, target, linear_bias, weight, token_weight))):
         from .distributed import linear_tensor  # imported for DTensors only: it takes a while
 
@@ -114,6 +137,33 @@ def linear_cross_entropy(
         **how.keywords(),
         **loss.keywords(),
     )
+
+
+def _of_few_classes(
+    input: Tensor,
+    linear_weight: Tensor,
+    ids: Tensor,
+    target_probs: Tensor,
+    tail: bool,
+    loss: LossOptions,
+    divisor: Tensor | float | None,
+    token_weight: Tensor | None,
+    **head: Any,  # as for linear_token_loss
+) -> Tensor:
+    if ids.shape[-1] == 1 and not tail and loss.lse_square_scale == 0.0:  # one class a row, with a weight
+        factor = target_probs[..., 0] if token_weight is None else target_probs[..., 0] * token_weight
+        if loss.reduction == "mean":
+            divisor = few_classes.divisor_of_mean(input, ids, token_weight, loss.rows.ignore_index)
+        reduction = "none" if loss.reduction == "none" else "sum"
+        more = {"divisor": divisor, "token_weight": factor, "reduction": reduction, **head}
+        return linear_cross_entropy(input, linear_weight, ids[..., 0], **more)
+    fn, rows, divisor = few_classes.as_function(input, ids, target_probs, tail, loss, divisor, token_weight)
+    if loss.reduction != "none":
+        return linear_token_loss(input, linear_weight, ids, fn, rows=rows, divisor=divisor, **head)
+    stats = linear_token_log_probs(input, linear_weight, ids, **head)
+    counted = is_counted(first_counted(ids, loss.rows.ignore_index), loss.rows.ignore_index)
+    of_counted = stats._replace(lse=torch.where(counted, stats.lse, 0.0))
+    return torch.where(counted, fn(of_counted, *rows), 0.0)
 
 
 def linear_cross_entropy_outputs(
@@ -194,13 +244,14 @@ def linear_token_log_probs(
 
     Args:
         input, linear_weight, linear_bias: (..., H), (V, H) and (V,), as for ``linear_cross_entropy``.
-        target: (...), class indices.
+        target: (...), class indices; or (..., K), several of each row, as for ``token_log_probs``.
         ignore_index, softcap, logit_scale: as for ``token_log_probs``.
         accumulate_dtype, chunk_rows, skip_ignored: as for ``linear_cross_entropy``. Of an ignored row that is skipped
             the entropy is 0 and the lse infinite.
 
     Returns:
-        ``TokenLogProbs(log_probs, entropy, lse)``, each float32 (float64 for float64 input) of the target's shape.
+        ``TokenLogProbs(log_probs, entropy, lse)``, each float32 (float64 for float64 input) with a number a row;
+        log_probs has the target's shape.
 
     Examples:
         >>> hidden, weight = torch.randn(4, 16, requires_grad=True), torch.randn(1000, 16)
@@ -214,16 +265,11 @@ def linear_token_log_probs(
     rows = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, dtype=input.dtype).rows
     accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored)
     input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
-    loss, lse, _, entropy = _ops.linear_cross_entropy_forward(
-        input,
-        linear_weight,
-        target,
-        linear_bias,
-        None,
-        False,
-        True,
-        accumulate_dtype=accumulate_dtype,
-        **how.keywords(),
-        **rows.keywords(),
-    )
-    return log_probs_of_rows(loss, lse, entropy, target, rows)
+    keywords = {"accumulate_dtype": accumulate_dtype, **how.keywords(), **rows.keywords()}
+    target, ids = target_and_ids(target, input.dim() - 1, rows.ignore_index)
+    if ids is not None:
+        of_classes, lse, entropy = _ops.linear_token_logits(input, linear_weight, ids, linear_bias, True, **keywords)
+    else:
+        of_head = (input, linear_weight, target, linear_bias, None)
+        of_classes, lse, _, entropy = _ops.linear_cross_entropy_forward(*of_head, False, True, **keywords)
+    return log_probs_of_rows(of_classes, lse, entropy, target, ids, rows)

@@ -70,7 +70,9 @@ def _options_with_defaults(function: Callable[..., Tensor], *given: str) -> dict
 
 
 _OF_LOGITS = _options_with_defaults(functional.cross_entropy, "token_weight")
-_OF_HEAD = _options_with_defaults(linear.linear_cross_entropy, "linear_bias", "weight", "divisor", "token_weight")
+_OF_HEAD = _options_with_defaults(
+    linear.linear_cross_entropy, "linear_bias", "weight", "divisor", "token_weight", "target_probs", "tail"
+)
 
 
 def _options_of(module: nn.Module, names: Iterable[str]) -> dict[str, Any]:
@@ -120,8 +122,9 @@ class LinearCrossEntropyLoss(nn.Module):
         device, dtype: of the parameters, as in nn.Linear.
         others: as for ``xent_ops.linear_cross_entropy``.
 
-    ``forward(input, target, divisor=None, token_weight=None)`` takes input (..., H) and class indices (...). It runs
-    the module's hooks, so FSDP2 gathers the weight once for forward and backward.
+    ``forward(input, target, divisor=None, token_weight=None, target_probs=None, tail=False)`` takes input (..., H) and
+    class indices (...), or (..., K) with their probabilities. It runs the module's hooks, so FSDP2 gathers the weight
+    once for forward and backward.
 
     Examples:
         >>> embedding = torch.nn.Embedding(1000, 16)
@@ -188,6 +191,8 @@ class LinearCrossEntropyLoss(nn.Module):
         target: Tensor,
         divisor: Tensor | float | None = None,
         token_weight: Tensor | None = None,
+        target_probs: Tensor | None = None,
+        tail: bool = False,
     ) -> Tensor:
         return linear.linear_cross_entropy(
             input,
@@ -197,6 +202,8 @@ class LinearCrossEntropyLoss(nn.Module):
             weight=self.class_weight,
             divisor=divisor,
             token_weight=token_weight,
+            target_probs=target_probs,
+            tail=tail,
             **_options_of(self, _OF_HEAD),
         )
 

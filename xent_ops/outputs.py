@@ -42,7 +42,7 @@ class TokenLogProbs(NamedTuple):
     """What ``token_log_probs`` returns, each of the target's shape and differentiable.
 
     Attributes:
-        log_probs: of the target; 0 in ignored rows.
+        log_probs: of the target; 0 in ignored rows. Of several classes a row, ids (..., K), of each; 0 of ignored ids.
         entropy: of the softmax, in nats; 0 in ignored rows.
         lse: the logsumexp of the row.
     """
@@ -79,6 +79,15 @@ def outputs_of_rows(
     )
 
 
-def log_probs_of_rows(loss: Tensor, lse: Tensor, entropy: Tensor, target: Tensor, options: Options) -> TokenLogProbs:
+def log_probs_of_ids(at_ids: Tensor, lse: Tensor, ids: Tensor, ignore_index: int) -> Tensor:
+    """(..., K), from x of the ids; 0 of ignored ones."""
+    return torch.where(is_counted(ids, ignore_index), at_ids - lse.unsqueeze(-1), 0.0)
+
+
+def log_probs_of_rows(
+    of_classes: Tensor, lse: Tensor, entropy: Tensor, target: Tensor, ids: Tensor | None, options: Options
+) -> TokenLogProbs:
+    """``of_classes``: losses; of several classes a row, ids, x of each."""
     counted = is_counted(target, options.ignore_index)
-    return TokenLogProbs(-loss, torch.where(counted, entropy, 0.0), lse)
+    log_probs = -of_classes if ids is None else log_probs_of_ids(of_classes, lse, ids, options.ignore_index)
+    return TokenLogProbs(log_probs, torch.where(counted, entropy, 0.0), lse)

@@ -16,7 +16,7 @@ from .kernels.reference import is_counted
 from .ops import transforms
 from .ops.linear import checks as linear_checks
 from .ops.shown import kind_of, shown
-from .outputs import TokenLogProbs
+from .outputs import TokenLogProbs, log_probs_of_ids
 
 Function = Callable[..., Tensor]
 """``fn(stats, *rows)``: stats is a TokenLogProbs of n tokens; returns (n,)."""
@@ -28,20 +28,32 @@ _INSTEAD = "xent_ops.linear_token_log_probs (token_log_probs of logits), which i
 class TokenFunction:
     """A function that was tried on two tokens of zeros: what it reads is known, and that it returns one number a token.
 
-    ``rows`` have the target's shape in front.
+    ``rows`` have the target's shape in front, and so have ``ids``, the classes of a token where it has several: what is
+    said of rows below holds for them, which stand last.
     """
 
-    def __init__(self, fn: Function, rows: Any, target: Tensor, ignore_index: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        fn: Function,
+        rows: Any,
+        target: Tensor,
+        ignore_index: int,
+        dtype: torch.dtype,
+        ids: Tensor | None = None,
+    ) -> None:
         if not callable(fn):
             raise TypeError(f"fn must be a function of (stats, *rows), got {kind_of(fn)}")
-        self.fn, self.rows = fn, _checked_rows(rows, target)
+        self.fn, self.rows, self.several = fn, _checked_rows(rows, target), ids is not None
+        if ids is not None:
+            self.rows.append(ids)
         self.ignore_index, self.dtype, self.number = ignore_index, dtype, target.numel()
         self._rest = [row.shape[target.dim() :] for row in self.rows]  # of a token
         self.reads_entropy = self._try(target)
 
     def _try(self, target: Tensor) -> bool:
-        stats = _Recorder(target.new_zeros(_PROBED, dtype=self.dtype))
+        zeros = target.new_zeros(_PROBED, dtype=self.dtype)
         rows = [row.new_zeros((_PROBED, *rest)) for row, rest in zip(self.rows, self._rest, strict=True)]
+        stats = _Recorder(zeros, rows.pop().to(self.dtype) if self.several else zeros)
         with torch.enable_grad():
             self._refuse(self._tried(stats, rows), _PROBED, target)
         return stats.entropy_was_read
@@ -77,6 +89,10 @@ class TokenFunction:
                 f"be learned, {_INSTEAD}"
             )
 
+    def ids(self, parts: int = 1) -> Tensor | None:
+        """(parts, tokens, K), or None where a token has one class."""
+        return self._rows(parts, self.number // parts)[-1] if self.several else None
+
     def arrange(self, order: Callable[[Tensor], Tensor], number: int | None = None) -> None:
         """Put the tokens of each of the rows in another order, or take so many of them."""
         self.rows = [order(row) for row in self.rows]
@@ -100,43 +116,63 @@ class TokenFunction:
                 kept = self._kept(TokenLogProbs(log_probs, entropy, lse), given, counted)
                 return kept.sum(), kept
 
-            of_tokens = self._statistics(statistics.loss, statistics.lse, statistics.entropy, counted)
+            of_classes = statistics.loss if statistics.at_ids is None else statistics.at_ids
+            of_tokens = self._statistics(of_classes, statistics.lse, statistics.entropy, given, counted)
             derivatives, value = torch.func.grad(summed, (0, 1, 2) if self.reads_entropy else (0, 1), has_aux=True)(
                 of_tokens.log_probs, of_tokens.lse, of_tokens.entropy
             )
             # An ignored row's may be NaN, as zero times infinity is.
-            a, b, *c = [torch.where(counted, derivative / divisors[0], 0.0) for derivative in derivatives]
+            a, b, *c = [derivative / divisors[0] for derivative in derivatives]
+            b, *c = [torch.where(counted, derivative, 0.0) for derivative in (b, *c)]
             values.append(value)
-            return Coefficients(-a, b, c[0] if c else None)
+            of_entropy = c[0] if c else None
+            if part.ids is None:
+                return Coefficients(-torch.where(counted, a, 0.0), b, of_entropy)
+            a = torch.where(is_counted(part.ids, self.ignore_index), a, 0.0)
+            return Coefficients(b.new_zeros(()), b - a.sum(-1), of_entropy, grad_ids=a)
 
         return between
 
-    def of_all(self, loss: Tensor, lse: Tensor, entropy: Tensor, target: Tensor) -> Tensor:
-        """(N,): the numbers of all tokens, 0 in ignored rows. Differentiable. Values have the target's shape."""
-        counted = is_counted(target, self.ignore_index).reshape(-1)
-        stats = self._statistics(loss.reshape(-1), lse.reshape(-1), entropy.reshape(-1), counted)
-        return self._kept(stats, self._rows(self.number), counted)
+    def of_all(self, of_classes: Tensor, lse: Tensor, entropy: Tensor, target: Tensor) -> Tensor:
+        """(N,): the numbers of all tokens, 0 in ignored rows. Differentiable.
 
-    def _statistics(self, loss: Tensor, lse: Tensor, entropy: Tensor, counted: Tensor) -> TokenLogProbs:
-        """Of tokens, (n,). Nothing flows back to ignored rows, whatever their derivatives are."""
+        Values have the target's shape: its losses, or with K places behind it x of the ids.
+        """
+        stats, rows, counted = self._of_all(of_classes, lse, entropy, target)
+        return self._kept(stats, rows, counted)
+
+    def _of_all(
+        self, of_classes: Tensor, lse: Tensor, entropy: Tensor, target: Tensor
+    ) -> tuple[TokenLogProbs, list[Tensor], Tensor]:
+        counted, rows = is_counted(target, self.ignore_index).reshape(-1), self._rows(self.number)
+        of_classes = of_classes.reshape(self.number, *of_classes.shape[target.dim() :])
+        return self._statistics(of_classes, lse.reshape(-1), entropy.reshape(-1), rows, counted), rows, counted
+
+    def _statistics(
+        self, of_classes: Tensor, lse: Tensor, entropy: Tensor, rows: Sequence[Tensor], counted: Tensor
+    ) -> TokenLogProbs:
+        """Of tokens, (n,) or (n, K). Nothing flows back to ignored rows, whatever their derivatives are."""
         if not self.reads_entropy:
             entropy = lse.new_full((), float("nan")).expand(lse.shape)
         lse = torch.where(counted, lse, lse.detach())
-        return TokenLogProbs(-torch.where(counted, loss, 0.0), torch.where(counted, entropy, 0.0), lse)
+        if self.several:
+            log_probs = log_probs_of_ids(of_classes, lse, rows[-1], self.ignore_index)
+        else:
+            log_probs = -torch.where(counted, of_classes, 0.0)
+        return TokenLogProbs(log_probs, torch.where(counted, entropy, 0.0), lse)
 
     def _kept(self, stats: TokenLogProbs, rows: Sequence[Tensor], counted: Tensor) -> Tensor:
-        value = self.fn(stats, *rows)
+        value = self.fn(stats, *(rows[:-1] if self.several else rows))
         if tuple(value.shape) != tuple(counted.shape):
             self._refuse(value.detach(), counted.shape[0], counted)
         return torch.where(counted, value.to(self.dtype), 0.0)
 
-    def check(self, loss: Tensor, lse: Tensor, entropy: Tensor, target: Tensor) -> None:
+    def check(self, of_classes: Tensor, lse: Tensor, entropy: Tensor, target: Tensor) -> None:
         """Raise where a token's number depends on which others are beside it. Reads values, so it synchronises."""
         if torch.compiler.is_compiling():
             raise RuntimeError("check=True compares values, which a compiled graph cannot: use it in eager")
         with torch.no_grad():
-            counted, rows = is_counted(target, self.ignore_index).reshape(-1), self._rows(self.number)
-            stats = self._statistics(loss.reshape(-1), lse.reshape(-1), entropy.reshape(-1), counted)
+            stats, rows, counted = self._of_all(of_classes, lse, entropy, target)
             size = max(-(-self.number // 3), 1)
             parts = [slice(start, start + size) for start in range(0, max(self.number, 1), size)]
             together = self._kept(stats, rows, counted)
@@ -176,7 +212,8 @@ def of_chunks(
     if packed is not None:
         rows, target, how["count"] = packed.take_rows(input.detach()), packed.indices(), packed.count
         function.arrange(packed.take_rows, packed.number)
-    between = function.of_part(ranks.world if how.get("scattered") else 1, within, values)
+    parts = ranks.world if how.get("scattered") else 1
+    between, how["ids"] = function.of_part(parts, within, values), function.ids(parts)
     made = loop.gradients(rows, target, head, loss, between, ranks, wanted, entropy=function.reads_entropy, **how)
     if packed is not None and wanted[0]:
         made = made._replace(input=packed.give_rows(made.input).view(input.shape))
@@ -215,8 +252,8 @@ def _checked_rows(rows: Any, target: Tensor) -> list[Tensor]:
 class _Recorder:
     """A TokenLogProbs of zeros that knows whether its entropy was read."""
 
-    def __init__(self, zeros: Tensor) -> None:
-        self.log_probs, self.lse, self._zeros, self.entropy_was_read = zeros, zeros, zeros, False
+    def __init__(self, zeros: Tensor, log_probs: Tensor) -> None:
+        self.log_probs, self.lse, self._zeros, self.entropy_was_read = log_probs, zeros, zeros, False
 
     @property
     def entropy(self) -> Tensor:

@@ -13,6 +13,7 @@ from .kernels.reference import accumulator
 from .ops import arguments, transforms
 from .ops.linear import checks as linear_checks
 from .ops.linear import composite
+from .ops.token_logits import target_and_ids
 from .token_function import Function, TokenFunction, divided, of_chunks
 
 _ops = torch.ops.xent
@@ -44,7 +45,9 @@ def linear_token_loss(
 
     Args:
         input, linear_weight, linear_bias: (..., H), (V, H) and (V,), as for ``linear_cross_entropy``.
-        target: (...), class indices.
+        target: (...), class indices; or several of each token, (..., K), any of which may be ignore_index: then
+            ``log_probs`` is (n, K), 0 at ignored places, and a token is ignored where all of its places are. Equal ids
+            add up.
         fn: gets ``TokenLogProbs(log_probs, entropy, lse)`` of n tokens, each (n,), float32 (float64 for float64 input),
             and n rows of each of ``rows``; returns (n,), floating point. A token's number must not depend on the other
             tokens. ``torch.func.grad`` derives it; compiled steps trace it. It
@@ -81,10 +84,13 @@ def linear_token_loss(
     transforms.refuse(name)
     arguments.linear(input, linear_weight, target, linear_bias)
     loss = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, 0.0, "sum", input.dtype)
+    target, ids = target_and_ids(target, input.dim() - 1, loss.rows.ignore_index)
     arguments.boolean("check", check)
     if any(map(is_dtensor, (input, linear_weight, target, linear_bias))):
         from .distributed import linear_tensor  # imported for DTensors only: it takes a while
 
+        if ids is not None:
+            raise NotImplementedError(f"{name} of DTensors takes one class a row, not ids (..., K)")
         given = (linear_weight, linear_bias, None, accumulate_dtype, chunk_rows, skip_ignored)
         return linear_tensor.linear_token_loss(input, target, fn, rows, given, loss, divisor, check)
     divisor = arguments.divisor(divisor, input)
@@ -94,10 +100,14 @@ def linear_token_loss(
     if not transforms.is_traced():  # else the operators check before anything runs
         more: dict[str, Any] = {"options": loss.rows, "accumulate_dtype": accumulate_dtype, **how.keywords()}
         linear_checks.rows(input, linear_weight, target, linear_bias, **more)
-    function = TokenFunction(fn, rows, target, loss.rows.ignore_index, accumulator(input))
+    function = TokenFunction(fn, rows, target, loss.rows.ignore_index, accumulator(input), ids)
     head = (linear_weight, linear_bias, None)
 
     def statistics() -> tuple[Tensor, Tensor, Tensor]:
+        keywords: dict[str, Any] = {"accumulate_dtype": accumulate_dtype, **how.keywords(), **loss.rows.keywords()}
+        if ids is not None:
+            of_head = (input, linear_weight, ids, linear_bias)
+            return _ops.linear_token_logits(*of_head, function.reads_entropy, **keywords)
         row_loss, lse, _, entropy = _ops.linear_cross_entropy_forward(
             input,
             linear_weight,
@@ -106,9 +116,7 @@ def linear_token_loss(
             None,
             False,
             function.reads_entropy,
-            accumulate_dtype=accumulate_dtype,
-            **how.keywords(),
-            **loss.rows.keywords(),
+            **keywords,
         )
         return row_loss, lse, entropy
 
@@ -138,7 +146,7 @@ def token_loss(
 
     Args:
         input: logits as for ``token_log_probs``.
-        target: class indices, the input's shape without ``dim``.
+        target: class indices, the input's shape without ``dim``; or several of each token, with K places behind it.
         fn, rows, divisor, check: as for ``linear_token_loss``; fn is called on all tokens at once, and autograd derives
             it.
         ignore_index, softcap, logit_scale, dim: as for ``token_log_probs``.
@@ -160,11 +168,15 @@ def token_loss(
     divisor = arguments.divisor(divisor, input)
     linear_checks.reduced_by(divisor, input, "sum")
     arguments.boolean("check", check)
-    logits = classes_last(input, dim)
-    function = TokenFunction(fn, rows, target, loss.rows.ignore_index, accumulator(input))
-    row_loss, lse, _, entropy = _ops.cross_entropy_forward(
-        logits, target, None, False, function.reads_entropy, **loss.rows.keywords()
-    )
+    logits, options = classes_last(input, dim), loss.rows
+    target, ids = target_and_ids(target, input.dim() - 1, options.ignore_index)
+    function = TokenFunction(fn, rows, target, options.ignore_index, accumulator(input), ids)
+    if ids is not None:
+        of_classes, lse, entropy = _ops.token_logits(logits, ids, function.reads_entropy, **options.keywords())
+    else:
+        of_classes, lse, _, entropy = _ops.cross_entropy_forward(
+            logits, target, None, False, function.reads_entropy, **options.keywords()
+        )
     if check:
-        function.check(row_loss, lse, entropy, target)
-    return divided(function.of_all(row_loss, lse, entropy, target), divisor)
+        function.check(of_classes, lse, entropy, target)
+    return divided(function.of_all(of_classes, lse, entropy, target), divisor)

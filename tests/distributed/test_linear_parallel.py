@@ -4,6 +4,7 @@ import bench_cases as bench
 import linear_compiled_cases as compiled
 import linear_dtensor_cases as dtensor
 import linear_error_cases as errors
+import linear_few_classes_cases as few_classes
 import linear_log_prob_cases as log_probs
 import linear_parallel_cases as cases
 import linear_token_loss_cases as token_loss
@@ -58,6 +59,17 @@ def test_behaviour_of_log_probs(pool, device, world):
 @pytest.mark.parametrize("kind", ["chunk", "uneven", "empty", "padded"])
 def test_token_loss(pool, device, world, kind):
     pool(world, device).run(token_loss.values, kind)
+
+
+@pytest.mark.parametrize("world", FEW)
+@pytest.mark.parametrize("kind", ["chunk", "uneven", "empty", "padded"])
+def test_few_classes(pool, device, world, kind):
+    pool(world, device).run(few_classes.values, kind)
+
+
+@pytest.mark.parametrize("world", FEW)
+def test_few_classes_without_gradients(pool, device, world):
+    pool(world, device).run(few_classes.without_gradients_and_errors)
 
 
 @pytest.mark.parametrize("world", FEW)

@@ -84,10 +84,27 @@ def of_indices(x, target, weight, options, **square):
         yield call("cross_entropy_with_grad", fixed, target, *upstream, weight)
     for wanted in ((True, False), (True, True)):
         yield call("cross_entropy_with_grad", fixed, target, row, scalar, weight, *wanted)
+    if "label_smoothing" not in options:
+        yield from of_ids(x, target, call)
     for factor in (scalar, row):
         yield call("scale_grad_", fixed.clone(), factor)
     if x.numel():
         yield call("cross_entropy_divisor", fixed, target, weight)
+
+
+def several(target):
+    """Three classes of each row: the target, another, and the target again."""
+    return torch.stack([target, target.clamp(max=0), target], -1)
+
+
+def of_ids(x, target, call):
+    """Several classes a row, of given logits."""
+    numbers, ids = _numbers(x), several(target)
+    row, places = numbers(target.shape), numbers(ids.shape)
+    for entropy in (False, True):
+        yield call("token_logits", x, ids, entropy)
+    yield call("token_logits_backward", places, row, row, x.detach(), ids, row, row)
+    yield call("token_logits_backward", places, None, None, x.detach(), ids, row)
 
 
 def of_probabilities(x, target, weight, options):
@@ -149,6 +166,15 @@ def of_head(x, head, target, bias, weight, options, **square):
         if x.numel():
             for factors, more in ((None, {}), (token_weight, {"with_argmax": True, "with_entropy": True})):
                 yield call("linear_cross_entropy_with_grad", *given, None, factors, mask, **more, **square)
+    if "label_smoothing" not in options:
+        ids = several(target)
+        row, places = numbers(target.shape), numbers(ids.shape)
+        for entropy in (False, True):
+            yield call("linear_token_logits", x, head, ids, bias, entropy)
+        saved = (x.detach(), head.detach(), ids, row, None if bias is None else bias.detach())
+        yield call("linear_token_logits_backward", places, row, row, *saved, row)
+        for mask in MASKS[1:]:
+            yield call("linear_token_logits_backward", places, None, None, *saved, None, mask)
     for factor in (numbers(()), numbers(len(head))):
         yield call("linear_scale_grad", head.detach(), factor)
 
@@ -193,6 +219,13 @@ def of_chunk(x, head, target, place, bias, weight, options, **square):
         yield call("linear_cross_entropy_chunk_grad_", logits.clone(), numbers(()), None, *saved, *rest, **square)
     rest = (None, row, row, coefficient)
     yield call("linear_cross_entropy_chunk_grad_", logits.clone(), row, row, *saved, *rest)
+    if "label_smoothing" not in options and weight is None:
+        ids = several(target)
+        yield call("linear_cross_entropy_chunk", *shard, True, count, None, ids)
+        places = (ids, numbers(ids.shape))
+        yield call(
+            "linear_cross_entropy_chunk_grad_", logits.clone(), row, row, *saved, *rest, True, None, None, *places
+        )
     sums, none = (numbers(head.shape).to(head.dtype), numbers(len(head))), (head.new_empty(0).detach(), numbers(0))
     for first, wanted in ((True, sums), (False, sums), (True, (sums[0], none[1])), (False, (none[0], sums[1]))):
         copies = [tensor.clone() for tensor in wanted]

@@ -70,8 +70,8 @@ def test_a_changed_formula_and_a_changed_decomposition_are_used(tmp_path):
     lowering = changed_copy(
         tmp_path / "lowering",
         "kernels/reference.py",
-        "    grad = grad * _activation_derivative(x, options)\n",
-        "    grad = 5 * grad * _activation_derivative(x, options)\n",
+        "    grad = grad * activation_derivative(x, options)\n",
+        "    grad = 5 * grad * activation_derivative(x, options)\n",
     )
     first = run_step(original, cache)
     again = run_step(original, cache)

@@ -17,21 +17,17 @@ collective is a ``_c10d_functional`` node between operators. The gathers run bel
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 
-from ..head.loop import HeadSlice
-from ..kernels.options import LossOptions, Reduction
-from ..ops import arguments, checks, transforms
+from .. import few_classes
+from ..kernels.options import Reduction
+from ..ops import arguments
 from ..ops.linear import checks as linear_checks
-from ..ops.linear import composite
 from ..outputs import TokenLogProbs, log_probs_of_rows
-from . import consistency
-from .groups import Group, Ranks, ranks_of
-from .parts import all_gather, refuse_dtensor, shard_range_of_width
-from .pipelined import chosen
+from . import consistency, token_loss
+from .bound import bound_call, by_ranks, checked_call, gathered_input
+from .groups import Group, ranks_of
 from .pipelined import loss as pipelined_loss
 from .sharded_rows import reduced, sharded_rows
 
@@ -55,6 +51,8 @@ def vocab_parallel_linear_cross_entropy(
     logit_scale: float = 1.0,
     divisor: Tensor | float | None = None,
     token_weight: Tensor | None = None,
+    target_probs: Tensor | None = None,
+    tail: bool = False,
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
@@ -82,6 +80,8 @@ def vocab_parallel_linear_cross_entropy(
         weight: (classes of this rank,), this rank's slice of the class weights; on every rank or on none.
         divisor: for reduction="sum", as for ``xent_ops.linear_cross_entropy``; the same on every rank.
         token_weight: as in ``xent_ops.cross_entropy``, of all targets, the same on every rank.
+        target_probs, tail: as for ``xent_ops.linear_cross_entropy``, the same on every rank, for a mean or a sum: three
+            products of all rows, whatever ``pipelined`` and ``skip_ignored`` say.
         accumulate_dtype, chunk_rows, skip_ignored: as for ``xent_ops.linear_cross_entropy``, of this rank's products.
         pipelined: True: three products. The forward gathers a chunk's numbers while the next chunk's product runs, and
             makes the gradients, which the backward multiplies by the upstream gradient, in place; two chunks of logits.
@@ -112,6 +112,33 @@ def vocab_parallel_linear_cross_entropy(
         >>> function(hidden, head.weight, target, num_classes=1024).backward()
     """
     options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
+    if target_probs is not None:
+        arguments.linear(input, weight_shard, target, bias_shard, weight, names=("weight_shard", "bias_shard"))
+        loss = arguments.loss_options(*options, input.dtype)
+        few_classes.checked(target, target_probs, tail, weight, loss, token_weight)
+        if reduction == "none":
+            raise ValueError('target_probs over ranks takes reduction="mean" or "sum", got "none"')
+        linear_checks.reduced_by(arguments.divisor(divisor, input), input, reduction)
+        fn, rows, divisor = few_classes.as_function(input, target, target_probs, tail, loss, divisor, token_weight)
+        return token_loss.vocab_parallel_linear_token_loss(
+            input,
+            weight_shard,
+            target,
+            fn,
+            group,
+            num_classes=num_classes,
+            class_start=class_start,
+            rows=rows,
+            bias_shard=bias_shard,
+            sequence_parallel=sequence_parallel,
+            divisor=divisor,
+            ignore_index=ignore_index,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            accumulate_dtype=accumulate_dtype,
+            chunk_rows=chunk_rows,
+            check=check,
+        )
     call = (input, weight_shard, target, bias_shard, weight, num_classes, class_start, sequence_parallel, options)
     chunks = (divisor, token_weight, accumulate_dtype, chunk_rows, skip_ignored)
     name, ranks = "vocab_parallel_linear_cross_entropy", ranks_of(group)
@@ -172,102 +199,10 @@ def vocab_parallel_linear_token_log_probs(
     target, input, head, loss, _, split = bound_call(name, ranks, False, *call, *chunks)[:6]
     gathered, target = gathered_input(input, target, split, ranks)
     rows, entropy = sharded_rows(input, target, head, ranks, loss, gathered, entropy=True)
-    values = log_probs_of_rows(rows.loss, rows.lse, entropy, target, loss.rows)
+    values = log_probs_of_rows(rows.loss, rows.lse, entropy, target, None, loss.rows)
     return TokenLogProbs(*(_as_target(value, split) for value in values))
-
-
-def gathered_input(input: Tensor, target: Tensor, split: int | None, ranks: Ranks) -> tuple[Tensor | None, Tensor]:
-    """(the inputs of all ranks, the target in their order), both (ranks, ...); where nothing is split, as they were."""
-    if split is None:
-        return None, target
-    return all_gather(input.detach().unsqueeze(0).contiguous(), ranks), by_ranks(target, split, ranks)
-
-
-def by_ranks(target: Tensor, split: int | None, ranks: Ranks) -> Tensor:
-    """The target in the order of the ranks' inputs, (ranks, ...); where nothing is split, as it was."""
-    if split is None:
-        return target
-    return target.unflatten(split, (ranks.world, -1)).movedim(split, 0).contiguous()
 
 
 def _as_target(value: Tensor, split: int | None) -> Tensor:
     """A value for each row, in the target's own order."""
     return value if split is None else value.movedim(0, split).flatten(split, split + 1)
-
-
-class Bound(NamedTuple):
-    """A call as the operators take it; consistency.py compares all of it."""
-
-    target: Tensor
-    input: Tensor
-    head: HeadSlice
-    loss: LossOptions
-    divisor: Tensor | None
-    sequence_dim: int | None  # the dimension of the target along which sequence_parallel splits the input
-    pipelined: bool
-    token_weight: Tensor | None
-
-
-def bound_call(
-    name: str,
-    ranks: Ranks,
-    pipelined: bool | None,
-    input: Any,
-    linear_weight: Any,
-    target: Any,
-    linear_bias: Any,
-    class_weight: Any,
-    num_classes: Any,
-    class_start: Any,
-    sequence_parallel: bool,
-    options: tuple[Any, Any, Any, Any, Any, str],  # as arguments.loss_options takes them
-    divisor: Any,
-    token_weight: Any,
-    accumulate_dtype: Any,
-    *chunking: Any,
-) -> Bound:
-    """Raises every error that this rank can detect by itself, but for the values of targets."""
-    transforms.refuse(f"xent_ops.distributed.{name}")
-    names = ("weight_shard", "bias_shard")
-    arguments.linear(input, linear_weight, target, linear_bias, class_weight, names=names)
-    for argument, tensor in (("input", input), ("weight_shard", linear_weight), ("target", target)):
-        refuse_dtensor(argument, tensor, "xent_ops.linear_cross_entropy")
-    loss = arguments.loss_options(*options, input.dtype)
-    divisor = arguments.divisor(divisor, input)
-    linear_checks.reduced_by(divisor, input, loss.reduction)
-    arguments.optional("token_weight", token_weight)
-    checks.token_weight(token_weight, target)
-    accumulate_dtype, how = arguments.chunks(accumulate_dtype, *chunking)
-    checks.weight_without_grad(class_weight)
-    input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
-    linear_checks.head(input, linear_weight, linear_bias, accumulate_dtype, how, True, names)
-    shard_range = shard_range_of_width(linear_weight.shape[0], num_classes, class_start, ranks)
-    split = _split_dimension(input, target, ranks.world) if sequence_parallel and ranks.world > 1 else None
-    if not transforms.is_traced():  # else the operators check before anything runs
-        rows = input if split is None else input.new_empty(()).expand(*target.shape, input.shape[-1])  # its shape
-        linear_checks.shard(rows, linear_weight, target, *shard_range, linear_bias, class_weight, options=loss.rows)
-    head = HeadSlice(linear_weight, linear_bias, class_weight, shard_range, accumulate_dtype, how)
-    three_products = chosen(pipelined, input, head, loss)
-    return Bound(target, input, head, loss, divisor, split, three_products, token_weight)
-
-
-def checked_call(name: str, ranks: Ranks, pipelined: bool | None, *call: Any) -> Bound:
-    """Raises what depends on values too."""
-    bound = bound_call(name, ranks, pipelined, *call)
-    checks.target_values(bound.target, bound.head.shard_range[1], bound.loss.rows.ignore_index)
-    return bound
-
-
-def _split_dimension(input: Tensor, target: Tensor, world: int) -> int:
-    """The dimension of the target of which each rank's input has its share."""
-    shape = input.shape[:-1]
-    if len(shape) == target.dim():
-        for dim in range(target.dim()):
-            whole = (*shape[:dim], world * shape[dim], *shape[dim + 1 :])
-            if all(size == wanted for size, wanted in zip(target.shape, whole, strict=True)):
-                return dim
-    raise ValueError(
-        f"target has shape {tuple(target.shape)} and this rank's input {tuple(input.shape)}; with "
-        f"sequence_parallel=True one dimension of the target must be {world} times as long as that of the input, and "
-        "the others equal"
-    )

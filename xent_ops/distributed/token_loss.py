@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from ..kernels.reference import accumulator
-from ..ops import arguments
+from ..ops import arguments, checks
+from ..ops.token_logits import check_ids, target_and_ids
 from ..token_function import Function, TokenFunction, divided, of_chunks
 from . import consistency
+from .bound import Bound, bound_call, by_ranks, checked_call, gathered_input
 from .groups import Group, ranks_of
-from .linear import Bound, bound_call, by_ranks, checked_call, gathered_input
 from .pipelined import Collectives
 from .sharded_rows import sharded_rows
 
@@ -63,8 +64,9 @@ def vocab_parallel_linear_token_loss(
         divisor, ignore_index, softcap, logit_scale, accumulate_dtype, chunk_rows: as for
             ``xent_ops.linear_token_loss``.
         skip_ignored: as for ``vocab_parallel_linear_cross_entropy``: four products, of the counted rows.
+            Of several classes a row three, of all rows.
         check: as for ``vocab_parallel_linear_cross_entropy``; compares the values of ``rows``, and fn on all tokens
-            with fn on parts of them.
+            with fn on parts of them (not where a row has several classes).
 
     Returns:
         The loss, float32 (float64 for float64 input), (). Errors are those of ``xent_ops.linear_token_loss`` and
@@ -79,15 +81,21 @@ def vocab_parallel_linear_token_loss(
     """
     name, ranks = "vocab_parallel_linear_token_loss", ranks_of(group)
     options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "sum")
+    arguments.linear(input, weight_shard, target, bias_shard, names=("weight_shard", "bias_shard"))
+    target, ids = target_and_ids(target, input.dim() - 1, arguments.integer("ignore_index", ignore_index))
     call = (input, weight_shard, target, bias_shard, None, num_classes, class_start, sequence_parallel, options)
     arguments.boolean("check", check)
     given: tuple[Any, ...] = (*call, divisor, None, accumulate_dtype, chunk_rows, skip_ignored)
 
     def function_of(target: Tensor, options: Any) -> TokenFunction:
-        return TokenFunction(fn, rows, target, options.ignore_index, accumulator(input))
+        if ids is not None:
+            check_ids(ids, "input", target.shape, input, input.new_empty(()).expand(num_classes), options)
+        return TokenFunction(fn, rows, target, options.ignore_index, accumulator(input), ids)
 
     def checked() -> _Bound:
         bound = checked_call(name, ranks, None, *given)
+        if ids is not None:
+            checks.target_values(ids, num_classes, bound.loss.rows.ignore_index)
         function = function_of(bound.target, bound.loss.rows)
         return _Bound(bound, function.rows, function.reads_entropy)
 
@@ -96,13 +104,15 @@ def vocab_parallel_linear_token_loss(
     target, input, head, loss, divisor, split, three_products, _ = bound_call(name, ranks, None, *given)
     function = function_of(target, loss.rows)
     function.arrange(lambda row: by_ranks(row, split, ranks))
+    if ids is not None:  # by the loop, of all rows: no other way knows several classes a row
+        three_products, head = True, head._replace(chunking=head.chunking._replace(skip_ignored=False))
 
     def of_rows() -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
         gathered, ordered = gathered_input(input, target, split, ranks)
         made, entropy = sharded_rows(input, ordered, head, ranks, loss, gathered, entropy=function.reads_entropy)
         return (made.loss, made.lse, entropy), ordered
 
-    if check:
+    if check and ids is None:
         with torch.no_grad():
             statistics, ordered = of_rows()
             function.check(*statistics, ordered)

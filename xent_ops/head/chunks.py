@@ -220,7 +220,8 @@ def with_grad(
         products.add(chunk, logits)
     statistics = _of_rows(rows, target, made, (True, True, with_argmax, with_entropy))
     mean = loss._replace(reduction="mean")
-    value = reductions.reduce_rows(*statistics[:2], target, divisors, mean, token_weight).value
+    row_loss, lse, *_ = statistics
+    value = reductions.reduce_rows(row_loss, lse, target, divisors, mean, token_weight).value
     return (
         value,
         divisors,

@@ -69,6 +69,7 @@ class Coefficients(NamedTuple):
     grad_lse: Tensor | None = None
     grad_entropy: Tensor | None = None
     divisor: Tensor | None = None  # (2,): what grad_loss and the gradient of the z-loss are divided by
+    grad_ids: Tensor | None = None  # (n, K)
 
 
 class Gradients(NamedTuple):
@@ -85,6 +86,7 @@ class Part(NamedTuple):
     start: int  # no slice: Dynamo would specialise the ends of one
     stop: int
     target: Tensor  # (n,)
+    ids: Tensor | None = None  # (n, K)
 
     def of(self, values: Tensor) -> Tensor:
         """(ranks, N, ...) to (n, ...)."""
@@ -117,6 +119,7 @@ def gradients(
     scattered: bool = False,  # the input is this rank's part of the rows
     summed: bool = True,  # over the ranks; else the input's gradient is this rank's part of a sum
     entropy: bool = False,
+    ids: Tensor | None = None,  # several classes of each row, (parts, N, K) as the targets are arranged
 ) -> Gradients:
     """The gradients of all rows. ``between`` sees each chunk's statistics once, in the order of the rows."""
     weight, bias, class_weight, shard_range, accumulate_dtype, _ = head
@@ -136,11 +139,12 @@ def gradients(
     def begin(i: int, after: Tensor | None) -> _Chunk:
         x = ranks.wait(inputs[i]) if scattered else inputs[i]
         start, stop = ends[i], ends[i + 1]
-        t = targets[:, start:stop].reshape(-1)
-        stats, logits = _ops.linear_cross_entropy_chunk(
-            x, frozen, t, *shard_range, frozen_bias, class_weight, entropy, counts[i], after, **loss.rows.keywords()
-        )
-        return _Chunk(x, Part(start, stop, t), logits, stats, ranks.gather(stats))
+        part = Part(start, stop, targets[:, start:stop].reshape(-1))
+        if ids is not None:
+            part = part._replace(ids=part.of(ids))
+        of_head = (frozen, part.target, *shard_range, frozen_bias, class_weight, entropy)
+        stats, logits = _ops.linear_cross_entropy_chunk(x, *of_head, counts[i], after, part.ids, **loss.rows.keywords())
+        return _Chunk(x, part, logits, stats, ranks.gather(stats))
 
     sums = accumulator_of_weight(input.dtype, accumulate_dtype)
     grad_weight, grad_bias = room_for_head(frozen, frozen.shape, wanted[1:], sums)
@@ -159,32 +163,36 @@ def gradients(
         if ahead and i + 1 < len(inputs):
             chunk = begin(i + 1, done)
             after = chunk.stats
+        of_slice, places = (shard_range, weight_of_classes), 0 if part.ids is None else part.ids.shape[1]
         of_rows = shard.joined(
-            ranks.wait(gathered), logits[:, :columns], part.target, shard_range, weight_of_classes, entropy, loss.rows
+            ranks.wait(gathered), logits[:, :columns], part.target, *of_slice, entropy, loss.rows, places
         )
-        grad_loss, grad_lse, grad_entropy, divisor = between(of_rows, part)
-        grad_input, done = _ops.linear_cross_entropy_chunk_grad_(
-            logits,
-            grad_loss,
-            grad_lse,
-            frozen,
-            part.target,
-            of_rows.lse,
-            *shard_range,
-            class_weight,
-            divisor,
-            grad_entropy,
-            None if grad_entropy is None else of_rows.entropy,
-            None if class_weight is None else of_rows.coefficient,
-            wanted[0],
-            counts[i],
-            after,
-            **loss.backward_keywords(),
-        )
-        if wanted[0]:
-            grad_inputs.append(ranks.sum(grad_input, scattered) if summed else grad_input)
-        if wanted[1] or wanted[2]:
-            _ops.linear_cross_entropy_chunk_add_(grad_weight, grad_bias, logits, x, columns, i == 0, counts[i])
+        grad_loss, grad_lse, grad_entropy, divisor, grad_ids = between(of_rows, part)
+        if any(wanted):
+            grad_input, done = _ops.linear_cross_entropy_chunk_grad_(
+                logits,
+                grad_loss,
+                grad_lse,
+                frozen,
+                part.target,
+                of_rows.lse,
+                *shard_range,
+                class_weight,
+                divisor,
+                grad_entropy,
+                None if grad_entropy is None else of_rows.entropy,
+                None if class_weight is None else of_rows.coefficient,
+                wanted[0],
+                counts[i],
+                after,
+                None if grad_ids is None else part.ids,
+                grad_ids,
+                **loss.backward_keywords(),
+            )
+            if wanted[0]:
+                grad_inputs.append(ranks.sum(grad_input, scattered) if summed else grad_input)
+            if wanted[1] or wanted[2]:
+                _ops.linear_cross_entropy_chunk_add_(grad_weight, grad_bias, logits, x, columns, i == 0, counts[i])
         del logits
         if not ahead and i + 1 < len(inputs):
             chunk = begin(i + 1, done)
@@ -208,7 +216,8 @@ def _ends(number: int, parts: int, rows: Tensor, head: HeadSlice, world: int) ->
 
 
 def wanted_gradients(input: Tensor, head: HeadSlice) -> list[bool]:
-    return [tensor is not None and tensor.requires_grad for tensor in (input, head.weight, head.bias)]
+    enabled = torch.is_grad_enabled()
+    return [enabled and tensor is not None and tensor.requires_grad for tensor in (input, head.weight, head.bias)]
 
 
 def value(value: Tensor, input: Tensor, head: HeadSlice, made: Gradients, divisor: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ class ComputedRows:
     """All rows, (N,). Chunks see ``number`` of them."""
 
     def __init__(self, target: Tensor) -> None:
-        self.target = target.reshape(-1)
+        self.target, self.dims = target.reshape(-1), target.dim()
         self.number = self.target.shape[0]
 
     def take(self, values: Tensor) -> Tensor:
@@ -29,6 +29,14 @@ class ComputedRows:
     def give(self, values: Tensor, otherwise: float) -> Tensor:
         """(number,) to (N,), with that value in rows that no chunk sees."""
         return values
+
+    def take_rows(self, values: Tensor) -> Tensor:
+        """(..., *) with the target's shape in front to (number, *)."""
+        return values.reshape(self.target.shape[0], *values.shape[self.dims :])
+
+    def give_rows(self, rows: Tensor, otherwise: float = 0.0) -> Tensor:
+        """(number, *) to (N, *), with that value in rows that no chunk sees."""
+        return rows
 
     def indices(self) -> Tensor:
         """The targets, (number,)."""
@@ -47,7 +55,6 @@ class PackedRows(ComputedRows):
 
     def __init__(self, target: Tensor, order: Tensor, count: Tensor | None = None, kernels: Any = None) -> None:
         super().__init__(target)
-        self.dims = target.dim()
         self.order, self.number, self.count, self.kernels = order, order.shape[0], count, kernels
 
     def take(self, values: Tensor) -> Tensor:
@@ -60,13 +67,10 @@ class PackedRows(ComputedRows):
         return input.index_select(0, self.order[chunk])
 
     def take_rows(self, values: Tensor) -> Tensor:
-        """(..., *) with the target's shape in front to (number, *)."""
-        shape = values.shape[self.dims :]
-        return values.reshape(self.target.shape[0], *shape).index_select(0, self.order)
+        return super().take_rows(values).index_select(0, self.order)
 
-    def give_rows(self, rows: Tensor) -> Tensor:
-        """(number, *) to (N, *), with zeros for the others."""
-        return rows.new_zeros((self.target.shape[0], *rows.shape[1:])).index_copy(0, self.order, rows)
+    def give_rows(self, rows: Tensor, otherwise: float = 0.0) -> Tensor:
+        return rows.new_full((self.target.shape[0], *rows.shape[1:]), otherwise).index_copy(0, self.order, rows)
 
 
 def counted_rows(target: Tensor, ignore_index: int, kernels: Any) -> ComputedRows:

@@ -17,6 +17,8 @@ from torch import Tensor
 from ..kernels import reference, reference_shard
 from ..kernels.options import DEFAULTS, Chunking, Options
 from .chunks import as_rows, classes_of
+from .ids import gathered as at_ids
+from .ids import gradient
 from .products import Products, add_product, add_rows, counting_kernels, logits_of, rows_to_compute, zero_behind
 from .sizes import padded_classes
 
@@ -26,9 +28,9 @@ _UNREAD = (float("-inf"), 0.0, 0.0, 0.0)  # the statistics of a row that is skip
 _NOWHERE = -1  # the target of a row whose class is on another rank, or that is ignored
 
 
-def width(rows: int, weighted: bool, entropy: bool) -> int:
+def width(rows: int, weighted: bool, entropy: bool, places: int = 0) -> int:
     """How many numbers a rank hands over."""
-    return reference_shard.width(rows, weighted) + (rows if entropy else 0)
+    return reference_shard.width(rows, weighted) + (rows if entropy else 0) + places * rows
 
 
 def stats(
@@ -115,7 +117,7 @@ def join(
 ) -> tuple[Tensor, ...]:
     # The join of rows reads no logits, only their shape.
     logits = input.new_empty(()).expand(*target.shape, linear_weight.shape[0])
-    loss, lse, target_weight, coefficient, entropies = joined(
+    loss, lse, target_weight, coefficient, entropies, _ = joined(
         gathered, logits, target, (class_start, num_classes), weight, entropy, options
     )
     assert target_weight is not None and coefficient is not None
@@ -134,6 +136,7 @@ class RowStatistics(NamedTuple):
     target_weight: Tensor | None  # None: all classes are here
     coefficient: Tensor | None  # likewise
     entropy: Tensor  # (0,) where it is not wanted
+    at_ids: Tensor | None = None  # (n, K): x of several classes a row, where they were asked for
 
 
 def joined(
@@ -144,12 +147,19 @@ def joined(
     weight: Tensor | None,
     entropy: bool,
     options: Options,
+    places: int = 0,  # ids of a row
 ) -> RowStatistics:
     """From what all ranks handed over. Of the logits the join reads the shape alone."""
     class_start, num_classes = shard_range
     if num_classes is None:
-        loss, lse, *of_entropy = gathered.unbind()
-        return RowStatistics(loss, lse, None, None, of_entropy[0] if entropy else loss.new_empty(0))
+        loss, lse, *rest = gathered.unbind()
+        entropies = rest[0] if entropy else loss.new_empty(0)
+        return RowStatistics(loss, lse, None, None, entropies, gathered[-places:].t() if places else None)
+    at_ids = None
+    if places:
+        last = gathered.shape[1] - places * target.numel()
+        at_ids = gathered[:, last:].sum(0).view(places, -1).t()
+        gathered = gathered[:, :last]
     number = target.numel() if entropy else 0
     of_ranks = gathered[:, : gathered.shape[1] - number]
     loss, lse, target_weight, coefficient = _ops.cross_entropy_shard_join(
@@ -161,7 +171,7 @@ def joined(
         share = (of_rank - of_all).exp()
         parts = share * (gathered[:, gathered.shape[1] - number :] + of_all - of_rank)
         entropies = torch.where(share == 0.0, 0.0, parts).sum(0).view(target.shape)
-    return RowStatistics(loss, lse, target_weight, coefficient, entropies)
+    return RowStatistics(loss, lse, target_weight, coefficient, entropies, at_ids)
 
 
 # A chunk at a time, for loop.py; its logits (rows, padded_classes) live from the first to the last.
@@ -178,6 +188,7 @@ def chunk(
     entropy: bool = False,
     count: Tensor | None = None,
     after: Tensor | None = None,
+    ids: Tensor | None = None,
     *,
     options: Options = DEFAULTS,
 ) -> tuple[Tensor, Tensor]:
@@ -193,15 +204,19 @@ def chunk(
     else:
         kernels.logits(input, head, bias, count, of_classes)
     logits[:, columns:].zero_()  # the result of an operator holds nothing that nobody wrote
+    places = None if ids is None else at_ids(of_classes, ids, options, class_start, num_classes).t()  # they come last
     if num_classes is None:
         loss, lse, _, entropies = _ops.cross_entropy_forward(
             of_classes, target, weight, False, entropy, **options.keywords()
         )
-        return torch.stack([loss, lse, entropies] if entropy else [loss, lse]), logits
+        rows = torch.stack([loss, lse, entropies] if entropy else [loss, lse])
+        return rows if places is None else torch.cat([rows, places]), logits
     of_slice = (of_classes, target, class_start, num_classes, weight)
     if entropy:
-        return _handed_over(_numbers(*of_slice, entropy, options), class_start, columns, weight, entropy), logits
-    return _ops.cross_entropy_shard(*of_slice, **options.keywords()), logits
+        stats = _handed_over(_numbers(*of_slice, entropy, options), class_start, columns, weight, entropy)
+    else:
+        stats = _ops.cross_entropy_shard(*of_slice, **options.keywords())
+    return stats if places is None else torch.cat([stats, places.reshape(1, -1)], 1), logits
 
 
 def chunk_grad_(
@@ -221,16 +236,22 @@ def chunk_grad_(
     with_grad_input: bool = True,
     count: Tensor | None = None,
     after: Tensor | None = None,
+    ids: Tensor | None = None,
+    grad_ids: Tensor | None = None,
     *,
     options: Options = DEFAULTS,
     lse_square_scale: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     head, _, weight, _ = classes_of(linear_weight, None, weight, class_start, num_classes)
     of_classes = logits[:, : head.shape[0]]
-    rest = (weight, divisor, grad_entropy, entropy, coefficient, class_start, num_classes)
-    _ops.cross_entropy_backward_(
-        grad_loss, grad_lse, of_classes, target, lse, *rest, lse_square_scale=lse_square_scale, **options.keywords()
-    )
+    if ids is not None and grad_ids is not None:
+        of_rows = (grad_lse, grad_entropy, lse, entropy)
+        gradient(of_classes, grad_ids, ids, *of_rows, options, class_start, num_classes, in_place=True)
+    else:
+        rest = (weight, divisor, grad_entropy, entropy, coefficient, class_start, num_classes)
+        _ops.cross_entropy_backward_(
+            grad_loss, grad_lse, of_classes, target, lse, *rest, lse_square_scale=lse_square_scale, **options.keywords()
+        )
     done = logits.new_empty(0)
     if not with_grad_input:
         return logits.new_empty(0), done

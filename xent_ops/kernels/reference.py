@@ -32,7 +32,7 @@ def activation(logits: Tensor, options: Options) -> Tensor:
     return x if options.softcap is None else options.softcap * torch.tanh(x / options.softcap)
 
 
-def _activation_derivative(x: Tensor, options: Options) -> Tensor | float:
+def activation_derivative(x: Tensor, options: Options) -> Tensor | float:
     if options.softcap is None:
         return options.logit_scale
     return options.logit_scale * (1 - (x / options.softcap).square())
@@ -114,7 +114,7 @@ def statistics(
     return loss, lse, argmax, entropy
 
 
-def _softmax_gradient(
+def softmax_gradient(
     x: Tensor, lse: Tensor, total: Tensor, entropy: Tensor | None = None, grad_entropy: Tensor | None = None
 ) -> Tensor:
     """``A softmax_j``, and what flows back from the entropy H: ``-grad_entropy softmax_j (log softmax_j + H)``."""
@@ -134,7 +134,7 @@ def _finish(grad: Tensor, x: Tensor, lse: Tensor, row_grads: Tensor, logits: Ten
     A row that passes nothing back gets exact zeros even where its logits are not finite (0 * NaN is NaN): such
     rows are padding that was never written.
     """
-    grad = grad * _activation_derivative(x, options)
+    grad = grad * activation_derivative(x, options)
     dead = (row_grads == 0) & ~lse.isfinite()
     return torch.where(dead.unsqueeze(-1), 0.0, grad).to(logits.dtype).contiguous()
 
@@ -225,7 +225,7 @@ def cross_entropy_backward(
     passed = passed + total.abs()
     if grad_entropy is not None:
         passed = passed + grad_entropy.to(x.dtype).abs()
-    grad = _softmax_gradient(x, lse, total, entropy, grad_entropy)
+    grad = softmax_gradient(x, lse, total, entropy, grad_entropy)
     # No column where ignored: 0 times the weight of an ignored class, which may be infinite, would be NaN.
     local = torch.where(counted, target.to(torch.int64) - class_start, -1).unsqueeze(-1)
     column = torch.arange(width, device=logits.device)

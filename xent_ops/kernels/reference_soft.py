@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .options import DEFAULTS, Options
-from .reference import _finish, _logsumexp, _softmax_gradient, activation
+from .reference import _finish, _logsumexp, activation, softmax_gradient
 
 
 def weighted_probabilities(target: Tensor, weight: Tensor | None, label_smoothing: float, dtype: torch.dtype) -> Tensor:
@@ -55,7 +55,7 @@ def soft_cross_entropy_backward(
     total = a * torch.where(unread, 0.0, mass)
     if grad_lse is not None:
         total = total + grad_lse.to(x.dtype)
-    grad = _softmax_gradient(x, lse, total) - a.unsqueeze(-1) * q
+    grad = softmax_gradient(x, lse, total) - a.unsqueeze(-1) * q
     return _finish(grad, x, lse, total.abs() + a.abs(), logits, options)
 
 

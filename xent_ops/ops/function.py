@@ -232,8 +232,9 @@ class GradInForwardFunction(torch.autograd.Function):
         ctx.spent = False
         ctx.mark_non_differentiable(*rows)
         ctx.set_materialize_grads(False)
-        value = reductions.reduce_rows(*rows[:2], target, divisor, loss, token_weight).value
-        return value.clone() if value is rows[0] else value, *rows
+        row_loss, lse, *_ = rows
+        value = reductions.reduce_rows(row_loss, lse, target, divisor, loss, token_weight).value
+        return value.clone() if value is row_loss else value, *rows
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:

@@ -27,13 +27,18 @@ CHUNKING = "SymInt? chunk_rows=None, bool skip_ignored=False"
 COUNT = "Tensor? count=None"  # of the first rows of a chunk, (): those after them are ignored ones
 # Not read: what was made before, whatever reorders a graph. "done", (0,), is such a tensor.
 AFTER = "Tensor? after=None"
+IDS = "Tensor? ids=None"  # several classes of each row of a chunk, (n, K)
 LINEAR_GRADS = "Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias"
 
 # Made of the others for every device: no kernels of their own.
 COMPOSITES = ("cross_entropy", "linear_cross_entropy")
 
-# Not in libxent_ops.so: a process without Python has no collectives to put between them.
+# Not in libxent_ops.so. A process without Python has no collectives to put between those of shards and chunks.
 PYTHON_ONLY = (
+    "token_logits",
+    "token_logits_backward",
+    "linear_token_logits",
+    "linear_token_logits_backward",
     "linear_cross_entropy_shard",
     "linear_cross_entropy_shard_join",
     "linear_cross_entropy_chunk",
@@ -82,6 +87,17 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         None,
     ),
     "scale_grad_": ("(Tensor(a!) grad, Tensor factor) -> ()", None),
+    # Several classes a row, ids (..., K): x of each, which with the lse gives their log-probabilities.
+    "token_logits": (
+        f"(Tensor logits, Tensor ids, bool with_entropy=False, *, {OPTIONS}) "
+        "-> (Tensor at_ids, Tensor lse, Tensor entropy)",
+        None,
+    ),
+    "token_logits_backward": (
+        "(Tensor grad_ids, Tensor? grad_lse, Tensor? grad_entropy, Tensor logits, Tensor ids, Tensor lse, "
+        f"Tensor? entropy=None, *, {OPTIONS}) -> Tensor",
+        None,
+    ),
     # Class probabilities as targets, (..., V) like the logits.
     "soft_cross_entropy_forward": (
         f"(Tensor logits, Tensor target, Tensor? weight=None, *, {SOFT_OPTIONS}) -> (Tensor loss, Tensor lse)",
@@ -129,6 +145,18 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         f"-> ({LINEAR_GRADS})",
         None,
     ),
+    # The same of several classes a row.
+    "linear_token_logits": (
+        "(Tensor input, Tensor linear_weight, Tensor ids, Tensor? linear_bias=None, bool with_entropy=False, *, "
+        f"{OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> (Tensor at_ids, Tensor lse, Tensor entropy)",
+        None,
+    ),
+    "linear_token_logits_backward": (
+        "(Tensor grad_ids, Tensor? grad_lse, Tensor? grad_entropy, Tensor input, Tensor linear_weight, Tensor ids, "
+        f"Tensor lse, Tensor? linear_bias=None, Tensor? entropy=None, {OUTPUT_MASK}, *, {OPTIONS}, {ACCUMULATE}, "
+        f"{CHUNKING}) -> ({LINEAR_GRADS})",
+        None,
+    ),
     # One pass: a reduced loss, the losses and statistics of its rows and its gradients, three products in all; and what
     # applies the upstream gradient.
     "linear_cross_entropy_with_grad": (
@@ -156,15 +184,15 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     # statistics, a function of a row's statistics. Three products. Of a slice where num_classes is given.
     "linear_cross_entropy_chunk": (
         f"(Tensor input, Tensor linear_weight, Tensor target, {SLICE}, Tensor? linear_bias=None, "
-        f"Tensor? weight=None, bool entropy=False, {COUNT}, {AFTER}, *, {OPTIONS}) "
+        f"Tensor? weight=None, bool entropy=False, {COUNT}, {AFTER}, {IDS}, *, {OPTIONS}) "
         "-> (Tensor stats, Tensor logits)",
         None,
     ),
     "linear_cross_entropy_chunk_grad_": (
         "(Tensor(a!) logits, Tensor grad_loss, Tensor? grad_lse, Tensor linear_weight, Tensor target, Tensor lse, "
         f"{SLICE}, Tensor? weight=None, Tensor? divisor=None, Tensor? grad_entropy=None, Tensor? entropy=None, "
-        f"Tensor? coefficient=None, bool with_grad_input=True, {COUNT}, {AFTER}, *, {OPTIONS}, "
-        f"{LSE_SQUARE}) -> (Tensor grad_input, Tensor done)",
+        f"Tensor? coefficient=None, bool with_grad_input=True, {COUNT}, {AFTER}, {IDS}, Tensor? grad_ids=None, *, "
+        f"{OPTIONS}, {LSE_SQUARE}) -> (Tensor grad_input, Tensor done)",
         None,
     ),
     "linear_cross_entropy_chunk_add_": (

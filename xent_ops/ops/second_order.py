@@ -20,9 +20,9 @@ def save_all(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, A
 def no_second_derivative() -> NoReturn:
     # The lse depends on the logits of all ranks: this rank's part of a second derivative would be wrong without a word.
     raise RuntimeError(
-        "the cross entropy of DTensors, or of a vocabulary split over ranks, or linear_token_loss, has no second "
-        "derivative: call xent_ops.cross_entropy or xent_ops.linear_token_log_probs on plain tensors of all classes "
-        "(full_tensor()) for one"
+        "the cross entropy of DTensors, or of a vocabulary split over ranks, or of several classes a row, or "
+        "linear_token_loss, has no second derivative: call xent_ops.cross_entropy or xent_ops.linear_token_log_probs "
+        "on plain tensors of all classes (full_tensor()), with one class a row, for one"
     )
 
 

@@ -3,7 +3,8 @@
 The loop is head/loop.py's. The logits of a chunk live from the first operator to the third::
 
     linear_cross_entropy_chunk        a chunk's logits and their statistics: (loss, lse), with entropies (loss, lse,
-                                      entropy), (2, n) or (3, n); of a slice what cross_entropy_shard returns
+                                      entropy), (2, n) or (3, n); of a slice what cross_entropy_shard returns; after
+                                      them x of the ids, (K, n)
     linear_cross_entropy_chunk_grad_  from the coefficients of rows: the gradient, written over the logits, and the
                                       input's gradient, of a slice this rank's part of it
     linear_cross_entropy_chunk_add_   the chunk's part of the weight's and the bias' gradient
@@ -20,11 +21,13 @@ from torch import Tensor
 from ...head import shard
 from ...head.sizes import padded_classes
 from ...kernels import reference
+from ...kernels.options import DEFAULTS, Options
 from ...kernels.reference import columns_of
 from .. import backward_checks, transforms
 from .. import checks as row_checks
 from ..library import Outputs, autograd, operator
 from ..second_order import no_second_derivative
+from ..token_logits import check_ids, check_values
 from . import checks
 from .operators import given_away
 
@@ -40,10 +43,13 @@ def _check_chunk(
     entropy: bool = False,
     count: Tensor | None = None,
     after: Tensor | None = None,
+    ids: Tensor | None = None,
     **options: Any,
 ) -> None:
     _two_dimensions(input)
     _check_count(count, input)
+    if ids is not None:
+        check_ids(ids, "input", target.shape, input, linear_weight.t(), options.get("options", DEFAULTS))
     if num_classes is None:
         checks.rows(input, linear_weight, target, linear_bias, weight, **options)
     else:
@@ -71,12 +77,14 @@ def _chunk_outputs(
     _linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     entropy: bool = False,
-    *_: Any,
+    _count: Tensor | None = None,
+    _after: Tensor | None = None,
+    ids: Tensor | None = None,
 ) -> Outputs:
-    rows = target.numel()
-    stats = (3 if entropy else 2, rows)
+    rows, places = target.numel(), 0 if ids is None else ids.shape[1]
+    stats = ((3 if entropy else 2) + places, rows)
     if num_classes is not None:
-        stats = (1, shard.width(rows, weight is not None, entropy))
+        stats = (1, shard.width(rows, weight is not None, entropy, places))
     columns = columns_of(linear_weight.shape[0], class_start, num_classes)
     logits = (rows, padded_classes(columns, input.dtype))
     return (stats, reference.accumulator(input)), (logits, input.dtype)
@@ -99,9 +107,16 @@ def _check_grad(
     with_grad_input: bool = True,
     count: Tensor | None = None,
     after: Tensor | None = None,
+    ids: Tensor | None = None,
+    grad_ids: Tensor | None = None,
     **options: Any,
 ) -> None:
     _check_count(count, logits)
+    if ids is not None and grad_ids is not None:
+        check_ids(ids, "logits", target.shape, logits, linear_weight.t(), options.get("options", DEFAULTS))
+        row_checks.same_shape("grad_ids", grad_ids.shape, ids.shape, "one number for each of the ids")
+    if (ids is None) != (grad_ids is None):
+        raise ValueError("ids and grad_ids go together: expected both or neither")
     if num_classes is not None:
         row_checks.shard_range(linear_weight.shape[0], class_start, num_classes)
     columns = columns_of(linear_weight.shape[0], class_start, num_classes)
@@ -188,7 +203,14 @@ def _value_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
     return None, *scaled, *(None,) * 4
 
 
-operator("linear_cross_entropy_chunk", check=_check_chunk, outputs=_chunk_outputs, reference=shard.chunk, composed=True)
+def _chunk(input: Tensor, linear_weight: Tensor, *rest: Any, options: Options = DEFAULTS) -> tuple[Tensor, Tensor]:
+    ids, classes = rest[8] if len(rest) > 8 else None, rest[2] if len(rest) > 2 else None
+    if ids is not None:
+        check_values(ids, linear_weight.shape[0] if classes is None else classes, options)
+    return shard.chunk(input, linear_weight, *rest, options=options)
+
+
+operator("linear_cross_entropy_chunk", check=_check_chunk, outputs=_chunk_outputs, reference=_chunk, composed=True)
 operator(
     "linear_cross_entropy_chunk_grad_",
     check=_check_grad,

@@ -31,10 +31,10 @@ def _statistics(input: Tensor, *args: Any) -> Outputs:
 
 def _gradients(*args: Any) -> Outputs:
     """Of a backward: (grad_loss, grad_lse, input, linear_weight, ..., output_mask)."""
-    return _gradients_of(args[2], args[3], args[14] if len(args) > 14 else (True, True, True))
+    return gradients_of(args[2], args[3], args[14] if len(args) > 14 else (True, True, True))
 
 
-def _gradients_of(input: Tensor, linear_weight: Tensor, mask: Any) -> Outputs:
+def gradients_of(input: Tensor, linear_weight: Tensor, mask: Any) -> Outputs:
     shapes = (input.shape, linear_weight.shape, linear_weight.shape[:1])
     return tuple((shape if wanted else (0,), input.dtype) for shape, wanted in zip(shapes, mask, strict=True))
 
@@ -53,7 +53,7 @@ def _with_grad_outputs(
     with_entropy: bool = False,
 ) -> Outputs:
     dtype = reference.accumulator(input)
-    grad_input, grad_weight, grad_bias = _gradients_of(input, linear_weight, output_mask)
+    grad_input, grad_weight, grad_bias = gradients_of(input, linear_weight, output_mask)
     return (
         ((), dtype),
         ((2,), dtype),

@@ -1,0 +1,88 @@
+"""Several classes a row, of a head over ranks; run on every rank by test_linear_parallel.py."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from linear_log_prob_cases import close
+from linear_parallel_cases import head_of
+from vocab_parallel_cases import V, same_bits_everywhere, shard_of, split
+
+import xent_ops
+from xent_ops.distributed import vocab_parallel_linear_cross_entropy, vocab_parallel_linear_token_loss
+
+
+def problem(dtype, shape):
+    """input, head, bias, ids with a tie, an ignored place and an ignored row, and their probabilities."""
+    input, head, bias, _, target = head_of(dtype, shape)
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.rand(*target.shape, V, generator=generator).topk(4).indices
+    flat = ids.view(-1, 4)
+    flat[0, 1], flat[1, 2], flat[2] = flat[0, 0], -100, -100
+    return input, head, bias, ids, torch.rand(ids.shape, generator=generator) / 4
+
+
+def one(device, kind, dtype, function, sequence_dim=None, shape=(9,)):
+    """``function(over_ranks, x, w, ids, probs, ...)`` of ranks, and of one process in float64."""
+    world, rank, place = dist.get_world_size(), dist.get_rank(), split(kind, V)
+    input, head, bias, ids, probs = problem(dtype, shape)
+    mine = input if sequence_dim is None else input.chunk(world, sequence_dim)[rank]
+    shards = (mine, shard_of(head.t(), place).t().contiguous(), shard_of(bias, place))
+    x, w, b = (tensor.clone().to(device).requires_grad_() for tensor in shards)
+    how = {"num_classes": V, "class_start": None if kind == "chunk" else place[0], "bias_shard": b}
+    loss = function(True, x, w, ids.to(device), probs.to(device), sequence_parallel=sequence_dim is not None, **how)
+    assert loss.shape == ()
+    whole = [tensor.double().requires_grad_() for tensor in (input, head, bias)]
+    wanted = function(False, *whole[:2], ids, probs, linear_bias=whole[2])
+    same_bits_everywhere(loss)
+    close(loss, wanted.detach(), dtype)
+    of_input, *others = torch.autograd.grad(wanted, whole)
+    of_input = of_input if sequence_dim is None else of_input.chunk(world, sequence_dim)[rank]
+    start, size, _ = place
+    made = torch.autograd.grad(loss, (x, w, b))
+    close(made[0], of_input, dtype)
+    for grad, part in zip(made[1:], others, strict=True):
+        close(grad[:size], part[start : start + size], dtype)
+        assert grad[size:].count_nonzero() == 0
+
+
+def probabilities(ranks, x, w, ids, probs, **how):
+    options = {"softcap": 20.0, "logit_scale": 0.8, "lse_square_scale": 0.1, "chunk_rows": 4, "tail": True}
+    function = vocab_parallel_linear_cross_entropy if ranks else xent_ops.linear_cross_entropy
+    return function(x, w, ids, target_probs=probs, **options, **how)
+
+
+def plain(ranks, x, w, ids, probs, **how):
+    function = vocab_parallel_linear_cross_entropy if ranks else xent_ops.linear_cross_entropy
+    return function(x, w, ids, target_probs=probs, reduction="sum", divisor=3.0, **how)
+
+
+def of_a_function(ranks, x, w, ids, probs, **how):
+    function = vocab_parallel_linear_token_loss if ranks else xent_ops.linear_token_loss
+
+    def fn(stats, probs):
+        return (stats.log_probs * probs).square().sum(-1) - 0.1 * stats.entropy + 0.01 * stats.lse
+
+    return function(x, w, ids, fn, rows=(probs,), chunk_rows=5, **how)
+
+
+def values(device, kind):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for function in (probabilities, plain, of_a_function):
+            one(device, kind, dtype, function)
+    world = dist.get_world_size()
+    for shape, dim in (((3, 2 * world), 1), ((2 * world, 3), 0)):
+        one(device, kind, torch.float32, of_a_function, sequence_dim=dim, shape=shape)
+        one(device, kind, torch.float32, probabilities, sequence_dim=dim, shape=shape)
+
+
+def without_gradients_and_errors(device):
+    place = split("chunk", V)
+    input, head, _, ids, probs = problem(torch.float32, (9,))
+    tensors = (input.to(device), shard_of(head.t(), place).t().contiguous().to(device), ids.to(device))
+    wanted = xent_ops.linear_cross_entropy(input, head, ids, target_probs=probs, tail=True)
+    how = {"target_probs": probs.to(device), "num_classes": V, "check": True}
+    close(vocab_parallel_linear_cross_entropy(*tensors, tail=True, **how), wanted, torch.float32)
+    with pytest.raises(ValueError, match='target_probs over ranks takes reduction="mean" or "sum"'):
+        vocab_parallel_linear_cross_entropy(*tensors, reduction="none", **how)
+    with pytest.raises(ValueError, match=r"target 500 is out of bounds|IndexError"):
+        vocab_parallel_linear_cross_entropy(tensors[0], tensors[1], torch.full_like(tensors[2], 500), **how)

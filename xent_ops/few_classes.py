@@ -1,0 +1,103 @@
+"""Cross entropy with the probabilities of a few classes a row, a teacher's top k: as a function of tokens.
+
+With q the softmax, ids the classes that a row names and p_k their probabilities:
+
+    loss = -sum_k p_k log q_k  -  tail (1 - sum_k p_k) log(1 - sum of q over the ids)
+
+Without a tail the loss is not least at q = p where the probabilities add up to less than one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .kernels.options import LossOptions
+from .kernels.reference import accumulator, is_counted
+from .kernels.reference_ids import first_counted
+from .ops import arguments, checks
+from .outputs import TokenLogProbs
+from .token_function import Function
+
+_OVER = 1e-3  # how far above one probabilities may add up, as rounded ones do
+
+
+def checked(
+    ids: Tensor, target_probs: Any, tail: Any, weight: Tensor | None, loss: LossOptions, token_weight: Tensor | None
+) -> None:
+    """Raises where a call cannot be one with probabilities of few classes."""
+    arguments.boolean("tail", tail)
+    arguments.optional("target_probs", target_probs)
+    if ids.is_floating_point():
+        raise TypeError(f"target has dtype {ids.dtype}; with target_probs it holds class indices (..., K)")
+    checks.dtype("target_probs", target_probs, checks.FLOATS)
+    checks.same_shape("target_probs", target_probs.shape, ids.shape, "a probability for each class of the target")
+    checks.same_device("target_probs", target_probs, ids, "target is")
+    if target_probs.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("target_probs requires grad, and the loss has no derivative for it: detach it")
+    if weight is not None:
+        raise ValueError("weight is for one target a row: multiply target_probs by the classes' weights instead")
+    if loss.rows.label_smoothing != 0.0:
+        raise ValueError("label_smoothing is for one target a row: smooth target_probs instead")
+    checks.token_weight(token_weight, ids[..., 0])
+
+
+def as_function(
+    input: Tensor,
+    ids: Tensor,
+    target_probs: Tensor,
+    tail: bool,
+    loss: LossOptions,
+    divisor: Any,
+    token_weight: Tensor | None,
+) -> tuple[Function, tuple[Tensor, ...], Any]:
+    """(fn, rows, divisor) of ``linear_token_loss``."""
+    ignore_index = loss.rows.ignore_index
+    counted = is_counted(ids, ignore_index)
+    rows = [torch.where(counted, target_probs, 0.0)]
+    if tail:
+        rows.append(counted & _is_first(ids))
+    if token_weight is not None:
+        rows.append(token_weight)
+    if loss.reduction == "mean":
+        divisor = divisor_of_mean(input, ids, token_weight, ignore_index)
+    return _function(tail, loss.lse_square_scale, token_weight is not None), tuple(rows), divisor
+
+
+def divisor_of_mean(input: Tensor, ids: Tensor, token_weight: Tensor | None, ignore_index: int) -> Tensor:
+    """(): the number of counted rows, or the sum of their weights."""
+    counted, dtype = is_counted(first_counted(ids, ignore_index), ignore_index), accumulator(input)
+    if token_weight is None:
+        return counted.sum().to(dtype)
+    return torch.where(counted, token_weight.to(dtype), 0.0).sum()
+
+
+def _is_first(ids: Tensor) -> Tensor:
+    """(..., K): no earlier place of the row has the same id. By sorting: to compare all pairs takes K times as much."""
+    values, order = ids.to(torch.int64).sort(dim=-1, stable=True)
+    first = torch.cat([torch.ones_like(values[..., :1], dtype=torch.bool), values[..., 1:] != values[..., :-1]], -1)
+    return torch.empty_like(first).scatter(-1, order, first)
+
+
+def _function(tail: bool, lse_square_scale: float, weighted: bool) -> Function:
+    def fn(stats: TokenLogProbs, probs: Tensor, *rest: Tensor) -> Tensor:
+        log_q = stats.log_probs
+        probs = probs.to(log_q.dtype)
+        loss = -torch.where(probs == 0.0, 0.0, probs * log_q).sum(-1)  # 0 log 0 is 0
+        if tail:
+            mass = probs.sum(-1)
+            left = torch.where(mass > 1.0 + _OVER, float("nan"), (1.0 - mass).clamp(min=0.0))
+            named = torch.where(rest[0], log_q.exp(), 0.0).sum(-1)
+            # What is not named has at least the probability that float32 tells from zero.
+            others = torch.log((1.0 - named).clamp(min=torch.finfo(log_q.dtype).eps))
+            loss = loss - torch.where(left == 0.0, 0.0, left * others)
+        if lse_square_scale != 0.0:
+            loss = loss + lse_square_scale * stats.lse.square()
+        if not weighted:
+            return loss
+        token_weight = rest[-1].to(loss.dtype)
+        return torch.where(token_weight == 0.0, 0.0, token_weight * loss)
+
+    return fn

@@ -1,0 +1,159 @@
+"""Several classes a row, ``ids`` (..., K): x of each, lse and entropy, of given logits and of a head's by chunks.
+
+The row operators serve the lse and the entropy, with the row's first counted id for its target; plain torch serves the
+ids: kernels/reference_ids.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import reference_ids
+from ..kernels.options import DEFAULTS, Chunking, Options
+from . import float16
+from .chunks import Gradients, as_rows
+from .products import Products, rows_to_compute
+
+_ops = torch.ops.xent
+
+
+def gathered(logits: Tensor, ids: Tensor, options: Options, class_start: int = 0, num_classes: Any = None) -> Tensor:
+    """(n, K): x of the ids, of logits (n, columns), which may be a slice of the classes."""
+    at = reference_ids.columns(ids, logits.shape[1], class_start, num_classes, options.ignore_index)
+    return reference_ids.gather(logits, at, options)
+
+
+def statistics_of_rows(
+    logits: Tensor, ids: Tensor, with_entropy: bool = False, *, options: Options = DEFAULTS
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x of the ids (..., K), lse (...), entropy (...) or (0,)) of logits (..., V)."""
+    flat = ids.reshape(-1, ids.shape[-1])
+    target = reference_ids.first_counted(ids, options.ignore_index)
+    _, lse, _, entropy = _ops.cross_entropy_forward(logits, target, None, False, with_entropy, **options.keywords())
+    return gathered(as_rows(logits), flat, options).view(ids.shape), lse, entropy
+
+
+def gradient_of_rows(
+    grad_ids: Tensor,
+    grad_lse: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    ids: Tensor,
+    lse: Tensor,
+    entropy: Tensor | None = None,
+    *,
+    options: Options = DEFAULTS,
+) -> Tensor:
+    """The gradient of logits (..., V)."""
+    upstream, places = (value.reshape(-1, ids.shape[-1]) for value in (grad_ids, ids))
+    b, c, h = (None if value is None else value.reshape(-1) for value in (grad_lse, grad_entropy, entropy))
+    return gradient(as_rows(logits), upstream, places, b, c, lse.reshape(-1), h, options).view(logits.shape)
+
+
+def gradient(
+    logits: Tensor,  # (n, columns)
+    grad_ids: Tensor,  # (n, K)
+    ids: Tensor,
+    grad_lse: Tensor | None,  # (n,), as the others
+    grad_entropy: Tensor | None,
+    lse: Tensor,
+    entropy: Tensor | None,
+    options: Options,
+    class_start: int = 0,
+    num_classes: int | None = None,
+    in_place: bool = False,
+) -> Tensor:
+    """(n, columns). ``in_place``: written over the logits."""
+    at = reference_ids.columns(ids, logits.shape[1], class_start, num_classes, options.ignore_index)
+    grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse.to(lse.dtype)
+    grad_lse = torch.where(at.invalid.any(-1), float("nan"), grad_lse)
+    target = reference_ids.first_counted(ids, options.ignore_index)
+    of_slice = (None, None, grad_entropy, entropy, None, class_start, num_classes)
+    given = (lse.new_zeros(()), grad_lse, logits, target, lse, *of_slice)
+    raw = logits.gather(1, at.place) if logits.shape[1] > 0 else None
+    if in_place:
+        _ops.cross_entropy_backward_(*given, **options.keywords())
+        made = logits
+    else:
+        made = _ops.cross_entropy_backward(*given, **options.keywords())
+    if raw is not None:
+        made.scatter_(
+            1,
+            at.place,
+            reference_ids.gradient(raw, at, grad_ids, grad_lse, lse, grad_entropy, entropy, options),
+        )
+    return made
+
+
+def statistics(
+    input: Tensor,
+    linear_weight: Tensor,
+    ids: Tensor,
+    linear_bias: Tensor | None = None,
+    with_entropy: bool = False,
+    *,
+    options: Options = DEFAULTS,
+    accumulate_dtype: torch.dtype | None = None,  # for the backward
+    **chunking: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x of the ids (..., K), lse (...), entropy (...) or (0,)) of a head's logits."""
+    flat, how, target = as_rows(input), Chunking(**chunking), reference_ids.first_counted(ids, options.ignore_index)
+    rows = rows_to_compute(target, flat, linear_weight, options, how)
+    products, places = Products(rows, flat, linear_weight, linear_bias, how.chunk_rows), rows.take_rows(ids)
+    made = [
+        statistics_of_rows(logits, places[chunk], with_entropy, options=options) for chunk, logits in products.chunks()
+    ]
+    at_ids, lse, entropy = (torch.cat(chunks) for chunks in zip(*made, strict=True))
+    return (
+        rows.give_rows(at_ids, 0.0).view(ids.shape),
+        rows.give(lse, float("inf")).view(target.shape),
+        rows.give(entropy, 0.0).view(target.shape) if with_entropy else entropy,
+    )
+
+
+def gradients(
+    grad_ids: Tensor,
+    grad_lse: Tensor | None,
+    grad_entropy: Tensor | None,
+    input: Tensor,
+    linear_weight: Tensor,
+    ids: Tensor,
+    lse: Tensor,
+    linear_bias: Tensor | None = None,
+    entropy: Tensor | None = None,
+    output_mask: Sequence[bool] = (True, True, True),
+    *,
+    options: Options = DEFAULTS,
+    accumulate_dtype: torch.dtype | None = None,
+    **chunking: Any,
+) -> Gradients:
+    """Makes the logits again. In the inputs' dtype; (0,) where the mask does not want one."""
+    flat, how, target = as_rows(input), Chunking(**chunking), reference_ids.first_counted(ids, options.ignore_index)
+    rows = rows_to_compute(target, flat, linear_weight, options, how)
+    places, upstream = rows.take_rows(ids), rows.take_rows(grad_ids.to(lse.dtype))
+    of_rows = [None if value is None else rows.take(value) for value in (grad_lse, grad_entropy, lse, entropy)]
+    factor = None
+    if input.dtype == torch.float16:
+        magnitudes = (upstream.abs().amax(-1), of_rows[0], of_rows[1])
+        factor = float16.largest(rows.indices(), None, None, linear_weight.shape[0], options, *magnitudes)
+        upstream = upstream / factor
+        of_rows[:2] = [None if value is None else value / factor for value in of_rows[:2]]
+    products = Products(rows, flat, linear_weight, linear_bias, how.chunk_rows, output_mask, accumulate_dtype)
+    for chunk, logits in products.chunks():
+        b, c, z, h = (None if value is None else value[chunk] for value in of_rows)
+        assert z is not None
+        gradient(logits, upstream[chunk], places[chunk], b, c, z, h, options, in_place=True)
+        products.add(chunk, logits)
+    made = (products.input, products.padded_weight, products.padded_bias)
+    if factor is not None:
+        for of_input in made:
+            _ops.scale_grad_(of_input, factor)
+    return (
+        made[0].view(input.shape if output_mask[0] else 0),
+        made[1].to(input.dtype),
+        made[2].to(input.dtype),
+    )
