@@ -1,5 +1,6 @@
 """``python -m xent_ops bench --linear`` on the CPU with tiny shapes: figures mean nothing, the check and reports must."""
 
+import dataclasses
 import json
 
 import pytest
@@ -202,6 +203,29 @@ def test_losses_of_tokens(loss, tmp_path):
         for which in (0, 1):
             problem.use_targets(which)
             assert problem.check(problem.bind(variant)(), variant).ok == (of == loss)
+
+
+def test_a_teachers_top_k(tmp_path):
+    """Each way is right, for both targets; without the tail the loss is another."""
+    figures = tmp_path / "x.json"
+    arguments = ["--token-loss", "topk", "--shapes", "34x640", "--only", "eager,log-probs"]
+    assert bench(*arguments, "--json", str(figures)) == 0
+    _, results = of_results(figures)
+    ours = ["xent target_probs eager", "xent log-probs compiled"]
+    assert list(results) == ["three products", *ours, "three products again"]
+    assert all(result["status"] == "ok" for result in results.values())
+
+    problem = token_loss.problem("topk", HeadShape(34, 640, 16), torch.float32, CPU, ignored=0.2)
+    (right, *_) = token_loss.variants("topk")
+    wrong = dataclasses.replace(
+        right,
+        load=lambda: (
+            lambda hidden, matrix, _, ids, probs: xent_ops.linear_cross_entropy(hidden, matrix, ids, target_probs=probs)
+        ),
+    )
+    for which in (0, 1):
+        problem.use_targets(which)
+        assert problem.check(problem.bind(right)(), right).ok and not problem.check(problem.bind(wrong)(), wrong).ok
 
 
 def test_chunk_rows_are_of_linear(capsys):

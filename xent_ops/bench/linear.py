@@ -46,9 +46,10 @@ def kind(run: Run, variants: Sequence[LinearVariant]) -> Kind:
 
     def measured(title: str, shape: HeadShape) -> list[Result]:
         given = (shape, run.dtype, run.device)
-        problem = LinearProblem(*given, ignored=arguments.ignored)
         if arguments.token_loss:
-            problem = token_loss.TokenProblem(arguments.token_loss, *given, ignored=arguments.ignored)
+            problem = token_loss.problem(arguments.token_loss, *given, ignored=arguments.ignored)
+        else:
+            problem = LinearProblem(*given, ignored=arguments.ignored)
         # Before the clock starts: it brings a GPU to the temperature and the clock rate at which all are measured, and
         # if memory is short, no variant takes the blame.
         problem.expected()

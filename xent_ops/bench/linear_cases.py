@@ -79,6 +79,11 @@ def _ours(hidden: Tensor, matrix: Tensor, target: Tensor, **options: Any) -> Ten
     return xent_ops.linear_cross_entropy(hidden, matrix, target, **options)
 
 
+def _outputs(hidden: Tensor, matrix: Tensor, target: Tensor, **options: Any) -> Tensor:
+    """Everything that one logs is computed, and the loss alone differentiated."""
+    return xent_ops.linear_cross_entropy_outputs(hidden, matrix, target, **options).loss
+
+
 def unfused_ours(hidden: Tensor, matrix: Tensor, target: Tensor) -> Tensor:
     return xent_ops.cross_entropy(F.linear(hidden, matrix), target)
 
@@ -111,6 +116,7 @@ def _own(dtype: torch.dtype, chunk_rows: Sequence[int | None]) -> list[LinearVar
     ways: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("xent eager", {}, {}),
         ("xent compiled", {}, {"compiled": True}),
+        ("xent outputs", {}, {}),
     ]
     if dtype == torch.bfloat16:  # the others add up in float32 or wider by themselves
         ways.append(("xent float32 dW", {"accumulate_dtype": torch.float32}, {}))
@@ -121,7 +127,8 @@ def _own(dtype: torch.dtype, chunk_rows: Sequence[int | None]) -> list[LinearVar
     found = []
     for name, keywords, how in ways:
         for rows in chunk_rows:
-            load = functools.partial(functools.partial, _ours, chunk_rows=rows, **keywords)
+            loss = _outputs if name == "xent outputs" else _ours
+            load = functools.partial(functools.partial, loss, chunk_rows=rows, **keywords)
             chunked = "" if rows is None else name
             found.append(LinearVariant(by_chunks(name, rows), "ours", load, chunked=chunked, **how))
     return found

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import xent_ops
 
-from . import check
+from . import check, few_classes
 from .linear_cases import LinearVariant
 from .linear_problem import LinearProblem
 from .sizes import HeadShape
@@ -65,6 +65,8 @@ def _in_torch(hidden: Tensor, matrix: Tensor, target: Tensor) -> Stats:
 
 
 def variants(loss: str) -> list[LinearVariant]:
+    if loss == few_classes.NAME:
+        return few_classes.variants()
     fn = LOSSES[loss]
     function = functools.partial(functools.partial, _by_function, fn)
     log_probs = functools.partial(functools.partial, _of_statistics, fn, xent_ops.linear_token_log_probs)
@@ -135,3 +137,9 @@ class TokenProblem(LinearProblem):
 
     def float64(self, options: check.Options) -> check.Reference:
         return _Reference(self.target, self.weight, self.fn, self.of_tokens())
+
+
+def problem(loss: str, *given: Any, ignored: float | None = None) -> LinearProblem:
+    if loss == few_classes.NAME:
+        return few_classes.FewClassesProblem(*given, ignored=ignored)
+    return TokenProblem(loss, *given, ignored=ignored)
