@@ -103,8 +103,10 @@ def of_ids(x, target, call):
     row, places = numbers(target.shape), numbers(ids.shape)
     for entropy in (False, True):
         yield call("token_logits", x, ids, entropy)
-    yield call("token_logits_backward", places, row, row, x.detach(), ids, row, row)
-    yield call("token_logits_backward", places, None, None, x.detach(), ids, row)
+    yield call("token_logits_backward", places, row, row, x.detach(), ids, places, row, row)
+    yield call("token_logits_backward", places, None, None, x.detach(), ids, places, row)
+    yield call("ids_grad_", x.detach().clone(), ids, places, places, row, row)
+    yield call("ids_grad_", x.detach().clone(), ids, places, places, row, row, row, row, 1, 2 * x.shape[-1])
 
 
 def of_probabilities(x, target, weight, options):
@@ -171,7 +173,7 @@ def of_head(x, head, target, bias, weight, options, **square):
         row, places = numbers(target.shape), numbers(ids.shape)
         for entropy in (False, True):
             yield call("linear_token_logits", x, head, ids, bias, entropy)
-        saved = (x.detach(), head.detach(), ids, row, None if bias is None else bias.detach())
+        saved = (x.detach(), head.detach(), ids, places, row, None if bias is None else bias.detach())
         yield call("linear_token_logits_backward", places, row, row, *saved, row)
         for mask in MASKS[1:]:
             yield call("linear_token_logits_backward", places, None, None, *saved, None, mask)
@@ -222,7 +224,7 @@ def of_chunk(x, head, target, place, bias, weight, options, **square):
     if "label_smoothing" not in options and weight is None:
         ids = several(target)
         yield call("linear_cross_entropy_chunk", *shard, True, count, None, ids)
-        places = (ids, numbers(ids.shape))
+        places = (ids, numbers(ids.shape), numbers(ids.shape))
         yield call(
             "linear_cross_entropy_chunk_grad_", logits.clone(), row, row, *saved, *rest, True, None, None, *places
         )

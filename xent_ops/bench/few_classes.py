@@ -72,6 +72,8 @@ class _Reference(check.Reference):
 class FewClassesProblem(LinearProblem):
     """The named classes have 0.9 of the teacher's probability, in falling shares; the target is the first of them."""
 
+    slack = 2.0  # the probability that is left over has the error of all logits
+
     def __init__(
         self, shape: HeadShape, dtype: torch.dtype, device: torch.device, *, ignored: float | None = None
     ) -> None:

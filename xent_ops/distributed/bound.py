@@ -41,6 +41,9 @@ class Bound(NamedTuple):
     sequence_dim: int | None  # the dimension of the target along which sequence_parallel splits the input
     pipelined: bool
     token_weight: Tensor | None
+    ids: Tensor | None = None  # several classes a row
+    target_probs: Tensor | None = None  # of these
+    tail: bool = False
 
 
 def bound_call(

@@ -17,16 +17,19 @@ collective is a ``_c10d_functional`` node between operators. The gathers run bel
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import few_classes
-from ..kernels.options import Reduction
-from ..ops import arguments
+from ..kernels.options import LossOptions, Reduction
+from ..kernels.reference_ids import first_counted
+from ..ops import arguments, checks
 from ..ops.linear import checks as linear_checks
 from ..outputs import TokenLogProbs, log_probs_of_rows
 from . import consistency, token_loss
-from .bound import bound_call, by_ranks, checked_call, gathered_input
+from .bound import Bound, bound_call, by_ranks, checked_call, gathered_input
 from .groups import Group, ranks_of
 from .pipelined import loss as pipelined_loss
 from .sharded_rows import reduced, sharded_rows
@@ -112,14 +115,35 @@ def vocab_parallel_linear_cross_entropy(
         >>> function(hidden, head.weight, target, num_classes=1024).backward()
     """
     options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
-    if target_probs is not None:
+    chunks = (divisor, token_weight, accumulate_dtype, chunk_rows, skip_ignored)
+    name, ranks = "vocab_parallel_linear_cross_entropy", ranks_of(group)
+
+    def call_with(target: Tensor) -> tuple[Any, ...]:
+        of_head = (input, weight_shard, target, bias_shard, weight, num_classes, class_start, sequence_parallel)
+        return *of_head, options, *chunks
+
+    def few() -> LossOptions:
         arguments.linear(input, weight_shard, target, bias_shard, weight, names=("weight_shard", "bias_shard"))
         loss = arguments.loss_options(*options, input.dtype)
         few_classes.checked(target, target_probs, tail, weight, loss, token_weight)
         if reduction == "none":
             raise ValueError('target_probs over ranks takes reduction="mean" or "sum", got "none"')
         linear_checks.reduced_by(arguments.divisor(divisor, input), input, reduction)
-        fn, rows, divisor = few_classes.as_function(input, target, target_probs, tail, loss, divisor, token_weight)
+        return loss
+
+    def checked() -> Bound:
+        if target_probs is None:
+            return checked_call(name, ranks, pipelined, *call_with(target))._replace(tail=tail)
+        ignore_index = few().rows.ignore_index
+        checks.target_values(target, num_classes, ignore_index)
+        bound = checked_call(name, ranks, None, *call_with(first_counted(target, ignore_index)))
+        return bound._replace(ids=target, target_probs=target_probs, tail=tail)
+
+    if check:
+        consistency.check(name, group, ranks, checked)
+    if target_probs is not None:
+        of_few = (target_probs, tail, few(), divisor, token_weight)
+        fn, rows, divisor = few_classes.as_function(input, target, *of_few)
         return token_loss.vocab_parallel_linear_token_loss(
             input,
             weight_shard,
@@ -137,14 +161,8 @@ def vocab_parallel_linear_cross_entropy(
             logit_scale=logit_scale,
             accumulate_dtype=accumulate_dtype,
             chunk_rows=chunk_rows,
-            check=check,
         )
-    call = (input, weight_shard, target, bias_shard, weight, num_classes, class_start, sequence_parallel, options)
-    chunks = (divisor, token_weight, accumulate_dtype, chunk_rows, skip_ignored)
-    name, ranks = "vocab_parallel_linear_cross_entropy", ranks_of(group)
-    if check:
-        consistency.check(name, group, ranks, lambda: checked_call(name, ranks, pipelined, *call, *chunks))
-    bound = bound_call(name, ranks, pipelined, *call, *chunks)
+    bound = bound_call(name, ranks, pipelined, *call_with(target))
     target, input, head, loss, divisor, split = bound[:6]
     if bound.token_weight is not None:
         token_weight = by_ranks(bound.token_weight, split, ranks)

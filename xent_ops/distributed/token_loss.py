@@ -6,7 +6,8 @@ numbers, and gets the same bits. The collectives are those of linear.py, with 4 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,28 +82,29 @@ def vocab_parallel_linear_token_loss(
     """
     name, ranks = "vocab_parallel_linear_token_loss", ranks_of(group)
     options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "sum")
-    arguments.linear(input, weight_shard, target, bias_shard, names=("weight_shard", "bias_shard"))
-    target, ids = target_and_ids(target, input.dim() - 1, arguments.integer("ignore_index", ignore_index))
-    call = (input, weight_shard, target, bias_shard, None, num_classes, class_start, sequence_parallel, options)
+    of_head = (bias_shard, None, num_classes, class_start, sequence_parallel, options)
+    chunks = (divisor, None, accumulate_dtype, chunk_rows, skip_ignored)
     arguments.boolean("check", check)
-    given: tuple[Any, ...] = (*call, divisor, None, accumulate_dtype, chunk_rows, skip_ignored)
 
-    def function_of(target: Tensor, options: Any) -> TokenFunction:
+    def bound_by(bind: Callable[..., Bound]) -> tuple[Bound, TokenFunction, Tensor | None]:
+        arguments.linear(input, weight_shard, target, bias_shard, names=("weight_shard", "bias_shard"))
+        of_rows, ids = target_and_ids(target, input.dim() - 1, arguments.integer("ignore_index", ignore_index))
+        bound = bind(name, ranks, None, input, weight_shard, of_rows, *of_head, *chunks)
+        options = bound.loss.rows
         if ids is not None:
-            check_ids(ids, "input", target.shape, input, input.new_empty(()).expand(num_classes), options)
-        return TokenFunction(fn, rows, target, options.ignore_index, accumulator(input), ids)
+            check_ids(ids, "input", of_rows.shape, input, input.new_empty(()).expand(num_classes), options)
+        return bound, TokenFunction(fn, rows, of_rows, options.ignore_index, accumulator(input), ids), ids
 
     def checked() -> _Bound:
-        bound = checked_call(name, ranks, None, *given)
+        bound, function, ids = bound_by(checked_call)
         if ids is not None:
             checks.target_values(ids, num_classes, bound.loss.rows.ignore_index)
-        function = function_of(bound.target, bound.loss.rows)
         return _Bound(bound, function.rows, function.reads_entropy)
 
     if check:
         consistency.check(name, group, ranks, checked)
-    target, input, head, loss, divisor, split, three_products, _ = bound_call(name, ranks, None, *given)
-    function = function_of(target, loss.rows)
+    bound, function, ids = bound_by(bound_call)
+    target, input, head, loss, by, split, three_products, *_ = bound
     function.arrange(lambda row: by_ranks(row, split, ranks))
     if ids is not None:  # by the loop, of all rows: no other way knows several classes a row
         three_products, head = True, head._replace(chunking=head.chunking._replace(skip_ignored=False))
@@ -118,6 +120,6 @@ def vocab_parallel_linear_token_loss(
             function.check(*statistics, ordered)
     if not three_products:
         statistics, ordered = of_rows()
-        return divided(function.of_all(*statistics, ordered), divisor)
+        return divided(function.of_all(*statistics, ordered), by)
     ordered, scattered = by_ranks(target, split, ranks), split is not None
-    return of_chunks(function, input, ordered, head, loss, divisor, Collectives(ranks), scattered=scattered)
+    return of_chunks(function, input, ordered, head, loss, by, Collectives(ranks), scattered=scattered)

@@ -21,71 +21,43 @@ from .products import Products, rows_to_compute
 _ops = torch.ops.xent
 
 
-def gathered(logits: Tensor, ids: Tensor, options: Options, class_start: int = 0, num_classes: Any = None) -> Tensor:
-    """(n, K): x of the ids, of logits (n, columns), which may be a slice of the classes."""
-    at = reference_ids.columns(ids, logits.shape[1], class_start, num_classes, options.ignore_index)
-    return reference_ids.gather(logits, at, options)
-
-
 def statistics_of_rows(
     logits: Tensor, ids: Tensor, with_entropy: bool = False, *, options: Options = DEFAULTS
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(x of the ids (..., K), lse (...), entropy (...) or (0,)) of logits (..., V)."""
-    flat = ids.reshape(-1, ids.shape[-1])
     target = reference_ids.first_counted(ids, options.ignore_index)
     _, lse, _, entropy = _ops.cross_entropy_forward(logits, target, None, False, with_entropy, **options.keywords())
-    return gathered(as_rows(logits), flat, options).view(ids.shape), lse, entropy
+    return reference_ids.gather(logits, ids, 0, None, options), lse, entropy
 
 
-def gradient_of_rows(
-    grad_ids: Tensor,
-    grad_lse: Tensor | None,
+def gradient(
+    grad_ids: Tensor,  # (..., K)
+    grad_lse: Tensor | None,  # (...)
     grad_entropy: Tensor | None,
-    logits: Tensor,
+    logits: Tensor,  # (..., columns)
     ids: Tensor,
+    at_ids: Tensor,
     lse: Tensor,
     entropy: Tensor | None = None,
     *,
     options: Options = DEFAULTS,
-) -> Tensor:
-    """The gradient of logits (..., V)."""
-    upstream, places = (value.reshape(-1, ids.shape[-1]) for value in (grad_ids, ids))
-    b, c, h = (None if value is None else value.reshape(-1) for value in (grad_lse, grad_entropy, entropy))
-    return gradient(as_rows(logits), upstream, places, b, c, lse.reshape(-1), h, options).view(logits.shape)
-
-
-def gradient(
-    logits: Tensor,  # (n, columns)
-    grad_ids: Tensor,  # (n, K)
-    ids: Tensor,
-    grad_lse: Tensor | None,  # (n,), as the others
-    grad_entropy: Tensor | None,
-    lse: Tensor,
-    entropy: Tensor | None,
-    options: Options,
     class_start: int = 0,
     num_classes: int | None = None,
     in_place: bool = False,
 ) -> Tensor:
-    """(n, columns). ``in_place``: written over the logits."""
-    at = reference_ids.columns(ids, logits.shape[1], class_start, num_classes, options.ignore_index)
+    """(..., columns). ``in_place``: written over the logits."""
     grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse.to(lse.dtype)
-    grad_lse = torch.where(at.invalid.any(-1), float("nan"), grad_lse)
-    target = reference_ids.first_counted(ids, options.ignore_index)
+    grad_lse = torch.where(at_ids.isnan().any(-1), float("nan"), grad_lse)  # that of an id that is no class, too
+    target, keywords = reference_ids.first_counted(ids, options.ignore_index), options.keywords()
     of_slice = (None, None, grad_entropy, entropy, None, class_start, num_classes)
     given = (lse.new_zeros(()), grad_lse, logits, target, lse, *of_slice)
-    raw = logits.gather(1, at.place) if logits.shape[1] > 0 else None
     if in_place:
-        _ops.cross_entropy_backward_(*given, **options.keywords())
+        _ops.cross_entropy_backward_(*given, **keywords)
         made = logits
     else:
-        made = _ops.cross_entropy_backward(*given, **options.keywords())
-    if raw is not None:
-        made.scatter_(
-            1,
-            at.place,
-            reference_ids.gradient(raw, at, grad_ids, grad_lse, lse, grad_entropy, entropy, options),
-        )
+        made = _ops.cross_entropy_backward(*given, **keywords)
+    of_rows = (grad_lse, lse, grad_entropy, entropy)
+    _ops.ids_grad_(made, ids, at_ids, grad_ids, *of_rows, class_start, num_classes, **keywords)
     return made
 
 
@@ -122,6 +94,7 @@ def gradients(
     input: Tensor,
     linear_weight: Tensor,
     ids: Tensor,
+    at_ids: Tensor,
     lse: Tensor,
     linear_bias: Tensor | None = None,
     entropy: Tensor | None = None,
@@ -134,7 +107,7 @@ def gradients(
     """Makes the logits again. In the inputs' dtype; (0,) where the mask does not want one."""
     flat, how, target = as_rows(input), Chunking(**chunking), reference_ids.first_counted(ids, options.ignore_index)
     rows = rows_to_compute(target, flat, linear_weight, options, how)
-    places, upstream = rows.take_rows(ids), rows.take_rows(grad_ids.to(lse.dtype))
+    places, upstream, x = (rows.take_rows(value) for value in (ids, grad_ids.to(lse.dtype), at_ids))
     of_rows = [None if value is None else rows.take(value) for value in (grad_lse, grad_entropy, lse, entropy)]
     factor = None
     if input.dtype == torch.float16:
@@ -146,7 +119,7 @@ def gradients(
     for chunk, logits in products.chunks():
         b, c, z, h = (None if value is None else value[chunk] for value in of_rows)
         assert z is not None
-        gradient(logits, upstream[chunk], places[chunk], b, c, z, h, options, in_place=True)
+        gradient(upstream[chunk], b, c, logits, places[chunk], x[chunk], z, h, options=options, in_place=True)
         products.add(chunk, logits)
     made = (products.input, products.padded_weight, products.padded_bias)
     if factor is not None:

@@ -185,8 +185,7 @@ def gradients(
                 wanted[0],
                 counts[i],
                 after,
-                None if grad_ids is None else part.ids,
-                grad_ids,
+                *((None,) * 3 if grad_ids is None else (part.ids, of_rows.at_ids, grad_ids)),
                 **loss.backward_keywords(),
             )
             if wanted[0]:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..kernels import reference, reference_shard
 from ..kernels.options import DEFAULTS, Chunking, Options
+from ..kernels.reference_ids import gather
 from .chunks import as_rows, classes_of
-from .ids import gathered as at_ids
 from .ids import gradient
 from .products import Products, add_product, add_rows, counting_kernels, logits_of, rows_to_compute, zero_behind
 from .sizes import padded_classes
@@ -204,7 +204,7 @@ def chunk(
     else:
         kernels.logits(input, head, bias, count, of_classes)
     logits[:, columns:].zero_()  # the result of an operator holds nothing that nobody wrote
-    places = None if ids is None else at_ids(of_classes, ids, options, class_start, num_classes).t()  # they come last
+    places = None if ids is None else gather(of_classes, ids, class_start, num_classes, options).t()  # they come last
     if num_classes is None:
         loss, lse, _, entropies = _ops.cross_entropy_forward(
             of_classes, target, weight, False, entropy, **options.keywords()
@@ -237,6 +237,7 @@ def chunk_grad_(
     count: Tensor | None = None,
     after: Tensor | None = None,
     ids: Tensor | None = None,
+    at_ids: Tensor | None = None,
     grad_ids: Tensor | None = None,
     *,
     options: Options = DEFAULTS,
@@ -244,9 +245,9 @@ def chunk_grad_(
 ) -> tuple[Tensor, Tensor]:
     head, _, weight, _ = classes_of(linear_weight, None, weight, class_start, num_classes)
     of_classes = logits[:, : head.shape[0]]
-    if ids is not None and grad_ids is not None:
-        of_rows = (grad_lse, grad_entropy, lse, entropy)
-        gradient(of_classes, grad_ids, ids, *of_rows, options, class_start, num_classes, in_place=True)
+    if ids is not None and at_ids is not None and grad_ids is not None:
+        given = (grad_ids, grad_lse, grad_entropy, of_classes, ids, at_ids, lse, entropy)
+        gradient(*given, options=options, class_start=class_start, num_classes=num_classes, in_place=True)
     else:
         rest = (weight, divisor, grad_entropy, entropy, coefficient, class_start, num_classes)
         _ops.cross_entropy_backward_(

@@ -33,7 +33,8 @@ def problem() -> str | None:
 def kernel(name: str) -> Callable[..., Any] | None:
     """The kernel of ``xent::name``, which also checks its arguments and raises IndexError for a target out of range."""
     if problem() is None:
-        return getattr(torch.ops.xent_cpu, name).default
+        found = getattr(torch.ops.xent_cpu, name, None)  # some operators are for Python alone
+        return None if found is None else found.default
     if _extension.MODULE.exists():
         warnings.warn(
             f"xent_ops runs its slower plain-torch kernels on CPU tensors: {problem()}. This builds it again: "

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .options import Options
-from .reference import activation, activation_derivative, is_counted, softmax_gradient
+from .options import DEFAULTS, Options
+from .reference import accumulator, activation, activation_derivative, is_counted, softmax_gradient
 
 _PAIRS = 4096  # of places of a row that are compared at a time: with 2048 rows 32 MiB, whatever K is
 
@@ -31,9 +31,9 @@ def first_counted(ids: Tensor, ignore_index: int) -> Tensor:
 class Columns(NamedTuple):
     """Where the ids of rows are among the columns of a slice of the classes."""
 
-    place: Tensor  # (n, K), safe to gather with
-    here: Tensor  # (n, K): counted, and a column of this slice
-    invalid: Tensor  # (n, K): counted, and no class
+    place: Tensor  # (..., K), safe to gather with
+    here: Tensor  # likewise: counted, and a column of this slice
+    invalid: Tensor  # counted, and no class
 
 
 def columns(ids: Tensor, width: int, class_start: int, num_classes: int | None, ignore_index: int) -> Columns:
@@ -44,41 +44,57 @@ def columns(ids: Tensor, width: int, class_start: int, num_classes: int | None, 
     return Columns(torch.where(here, column, 0), here, counted & ((ids < 0) | (ids >= classes)))
 
 
-def gather(logits: Tensor, at: Columns, options: Options) -> Tensor:
-    """(n, K): x of the ids; 0 of those that are ignored or not here, NaN of those that are no class."""
-    if logits.shape[1] == 0:
-        x = logits.new_zeros(at.place.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
+def gather(logits: Tensor, ids: Tensor, class_start: int, num_classes: int | None, options: Options) -> Tensor:
+    """(..., K): x of the ids; 0 of those that are ignored or not here, NaN of those that are no class."""
+    at = columns(ids, logits.shape[-1], class_start, num_classes, options.ignore_index)
+    if logits.shape[-1] == 0:
+        x = logits.new_zeros(ids.shape, dtype=accumulator(logits))
     else:
-        x = torch.where(at.here, activation(logits.gather(1, at.place), options), 0.0)
+        x = torch.where(at.here, activation(logits.gather(-1, at.place), options), 0.0)
     return torch.where(at.invalid, float("nan"), x)
 
 
-def gradient(
-    raw: Tensor,  # (n, K): the logits of the ids, gathered
-    at: Columns,
-    grad_ids: Tensor,  # (n, K)
-    grad_lse: Tensor,  # (n,)
+def ids_grad_(
+    grad_logits: Tensor,  # (..., columns)
+    ids: Tensor,  # (..., K)
+    at_ids: Tensor,  # likewise: x
+    grad_ids: Tensor,
+    grad_lse: Tensor,  # (...)
     lse: Tensor,
-    grad_entropy: Tensor | None,
-    entropy: Tensor | None,
-    options: Options,
-) -> Tensor:
-    """(n, K): what belongs into the columns ``at.place`` of the logits' gradient."""
-    x = activation(raw, options)
+    grad_entropy: Tensor | None = None,
+    entropy: Tensor | None = None,
+    class_start: int = 0,
+    num_classes: int | None = None,
+    *,
+    options: Options = DEFAULTS,
+) -> None:
+    """Writes the columns of the ids that are here."""
+    width = grad_logits.shape[-1]
+    if width == 0:
+        return
+    at = columns(ids, width, class_start, num_classes, options.ignore_index)
+    x = at_ids.to(lse.dtype)
     of_row = softmax_gradient(x, lse, grad_lse.to(x.dtype), entropy, grad_entropy)
-    passed = _added_up(at.place, torch.where(at.here, grad_ids.to(x.dtype), 0.0))
-    # A row that passes nothing back gets exact zeros, whatever it holds; places that are ignored stand at column 0.
+    passed = _added_up(at, grad_ids.to(x.dtype))
     live = (grad_lse != 0) if grad_entropy is None else (grad_lse != 0) | (grad_entropy != 0)
-    live = live.unsqueeze(-1) | (passed != 0)
-    return torch.where(live, (of_row + passed) * activation_derivative(x, options), 0.0).to(raw.dtype)
+    value = torch.where(live.unsqueeze(-1), of_row, 0.0) + passed
+    # Exact zeros where nothing is passed back, whatever x is.
+    value = torch.where(value != 0, value * activation_derivative(x, options), 0.0).to(grad_logits.dtype)
+    # Places that are not here write what the first place does that is; without one, what stands in column 0.
+    first = at.here.to(torch.int8).argmax(-1, keepdim=True)
+    place = torch.where(at.here, at.place, at.place.gather(-1, first))
+    value = torch.where(at.here, value, value.gather(-1, first))
+    value = torch.where(at.here.any(-1, keepdim=True), value, grad_logits.gather(-1, place))
+    grad_logits.scatter_(-1, place, value)
 
 
-def _added_up(index: Tensor, values: Tensor) -> Tensor:
-    """(n, K): of each place the sum of the values at the places of the same column."""
-    places = index.shape[1]
+def _added_up(at: Columns, values: Tensor) -> Tensor:
+    """(..., K): of each place the sum of the values at all places of its class."""
+    places = at.place.shape[-1]
     step = max(_PAIRS // places, 1)
-    total = torch.zeros_like(values)
+    values, total = torch.where(at.here, values, 0.0), torch.zeros_like(values)
     for start in range(0, places, step):
-        same = index.unsqueeze(2) == index[:, None, start : start + step]
-        total = total + torch.where(same, values[:, None, start : start + step], 0.0).sum(2)
+        part = slice(start, start + step)
+        same = at.place.unsqueeze(-1) == at.place[..., part].unsqueeze(-2)
+        total = total + torch.where(same, values[..., part].unsqueeze(-2), 0.0).sum(-1)
     return total

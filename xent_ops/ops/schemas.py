@@ -37,6 +37,7 @@ COMPOSITES = ("cross_entropy", "linear_cross_entropy")
 PYTHON_ONLY = (
     "token_logits",
     "token_logits_backward",
+    "ids_grad_",
     "linear_token_logits",
     "linear_token_logits_backward",
     "linear_cross_entropy_shard",
@@ -94,8 +95,14 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         None,
     ),
     "token_logits_backward": (
-        "(Tensor grad_ids, Tensor? grad_lse, Tensor? grad_entropy, Tensor logits, Tensor ids, Tensor lse, "
-        f"Tensor? entropy=None, *, {OPTIONS}) -> Tensor",
+        "(Tensor grad_ids, Tensor? grad_lse, Tensor? grad_entropy, Tensor logits, Tensor ids, Tensor at_ids, "
+        f"Tensor lse, Tensor? entropy=None, *, {OPTIONS}) -> Tensor",
+        None,
+    ),
+    # Writes the columns of the ids, where cross_entropy_backward has written the others.
+    "ids_grad_": (
+        "(Tensor(a!) grad_logits, Tensor ids, Tensor at_ids, Tensor grad_ids, Tensor grad_lse, Tensor lse, "
+        f"Tensor? grad_entropy=None, Tensor? entropy=None, {SLICE}, *, {OPTIONS}) -> ()",
         None,
     ),
     # Class probabilities as targets, (..., V) like the logits.
@@ -153,8 +160,8 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     ),
     "linear_token_logits_backward": (
         "(Tensor grad_ids, Tensor? grad_lse, Tensor? grad_entropy, Tensor input, Tensor linear_weight, Tensor ids, "
-        f"Tensor lse, Tensor? linear_bias=None, Tensor? entropy=None, {OUTPUT_MASK}, *, {OPTIONS}, {ACCUMULATE}, "
-        f"{CHUNKING}) -> ({LINEAR_GRADS})",
+        f"Tensor at_ids, Tensor lse, Tensor? linear_bias=None, Tensor? entropy=None, {OUTPUT_MASK}, *, {OPTIONS}, "
+        f"{ACCUMULATE}, {CHUNKING}) -> ({LINEAR_GRADS})",
         None,
     ),
     # One pass: a reduced loss, the losses and statistics of its rows and its gradients, three products in all; and what
@@ -191,8 +198,8 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     "linear_cross_entropy_chunk_grad_": (
         "(Tensor(a!) logits, Tensor grad_loss, Tensor? grad_lse, Tensor linear_weight, Tensor target, Tensor lse, "
         f"{SLICE}, Tensor? weight=None, Tensor? divisor=None, Tensor? grad_entropy=None, Tensor? entropy=None, "
-        f"Tensor? coefficient=None, bool with_grad_input=True, {COUNT}, {AFTER}, {IDS}, Tensor? grad_ids=None, *, "
-        f"{OPTIONS}, {LSE_SQUARE}) -> (Tensor grad_input, Tensor done)",
+        f"Tensor? coefficient=None, bool with_grad_input=True, {COUNT}, {AFTER}, {IDS}, Tensor? at_ids=None, "
+        f"Tensor? grad_ids=None, *, {OPTIONS}, {LSE_SQUARE}) -> (Tensor grad_input, Tensor done)",
         None,
     ),
     "linear_cross_entropy_chunk_add_": (

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..head import ids as of_ids
+from ..kernels import reference_ids
 from ..kernels.options import DEFAULTS, Options
 from ..kernels.reference import accumulator
 from ..kernels.reference_ids import first_counted
@@ -46,16 +47,23 @@ def check_upstream(
     ids: Tensor,
     like: Tensor,
     owner: str,
+    at_ids: Tensor,
     grad_ids: Tensor,
     grad_lse: Tensor | None,
     grad_entropy: Tensor | None,
     lse: Tensor,
     entropy: Tensor | None,
 ) -> None:
-    checks.dtype("grad_ids", grad_ids, checks.FLOATS)
-    checks.same_shape("grad_ids", grad_ids.shape, ids.shape, "one number for each of the ids")
+    check_places(ids, at_ids=at_ids, grad_ids=grad_ids)
     checks.rows_of(like, owner, grad_lse=grad_lse, lse=lse)
     backward_checks.with_entropy(owner, like, grad_entropy, entropy)
+
+
+def check_places(ids: Tensor, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        checks.dtype(name, tensor, checks.FLOATS)
+        checks.same_shape(name, tensor.shape, ids.shape, "one number for each of the ids")
+        checks.same_device(name, tensor, ids, "ids is")
 
 
 def check_values(ids: Tensor, classes: int, options: Options) -> None:
@@ -81,13 +89,14 @@ def _check_backward(
     grad_entropy: Tensor | None,
     logits: Tensor,
     ids: Tensor,
+    at_ids: Tensor,
     lse: Tensor,
     entropy: Tensor | None = None,
     *,
     options: Options = DEFAULTS,
 ) -> None:
     _check(logits, ids, options=options)
-    check_upstream(ids, logits, "logits", grad_ids, grad_lse, grad_entropy, lse, entropy)
+    check_upstream(ids, logits, "logits", at_ids, grad_ids, grad_lse, grad_entropy, lse, entropy)
 
 
 def _statistics(
@@ -99,11 +108,11 @@ def _statistics(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
     logits, ids, with_entropy = inputs
-    _, lse, entropy = output
+    at_ids, lse, entropy = output
     ctx.set_materialize_grads(False)
     if not with_entropy:
         ctx.mark_non_differentiable(entropy)
-    ctx.save_for_backward(logits, ids, lse, entropy if with_entropy else None)
+    ctx.save_for_backward(logits, ids, at_ids, lse, entropy if with_entropy else None)
     ctx.options = keyword_only_inputs
 
 
@@ -112,12 +121,12 @@ def _backward(
 ) -> tuple[Tensor | None, None, None]:
     if grad_ids is None and grad_lse is None and grad_entropy is None:
         return None, None, None
-    logits, ids, lse, entropy = ctx.saved_tensors
+    logits, ids, at_ids, lse, entropy = ctx.saved_tensors
     if grad_ids is None:
         grad_ids = lse.new_zeros(ids.shape)
     entropy = None if grad_entropy is None else entropy
-    made = _ops.token_logits_backward(grad_ids, grad_lse, grad_entropy, logits, ids, lse, entropy, **ctx.options)
-    return made, None, None
+    saved = (logits, ids, at_ids, lse, entropy)
+    return _ops.token_logits_backward(grad_ids, grad_lse, grad_entropy, *saved, **ctx.options), None, None
 
 
 def save_for_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any, **keywords: Any) -> None:
@@ -129,6 +138,33 @@ def refuse_derivatives(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         no_second_derivative()
     return (None,) * ctx.number
 
+
+def _check_ids_grad(
+    grad_logits: Tensor,
+    ids: Tensor,
+    at_ids: Tensor,
+    grad_ids: Tensor,
+    grad_lse: Tensor,
+    lse: Tensor,
+    grad_entropy: Tensor | None = None,
+    entropy: Tensor | None = None,
+    class_start: int = 0,
+    num_classes: int | None = None,
+    *,
+    options: Options = DEFAULTS,
+) -> None:
+    checks.floating_logits(grad_logits, may_be_empty=True)
+    check_ids(ids, "logits", grad_logits.shape[:-1], grad_logits, grad_logits, options)
+    check_upstream(ids, grad_logits, "logits", at_ids, grad_ids, grad_lse, grad_entropy, lse, entropy)
+
+
+operator(
+    "ids_grad_",
+    check=_check_ids_grad,
+    outputs=lambda *_: (),
+    reference=reference_ids.ids_grad_,
+    overwrites="grad_logits",
+)
 
 operator(
     "token_logits",
@@ -143,7 +179,7 @@ operator(
     "token_logits_backward",
     check=_check_backward,
     outputs=lambda grad_ids, grad_lse, grad_entropy, logits, *_: ((logits.shape, logits.dtype),),
-    reference=of_ids.gradient_of_rows,
+    reference=of_ids.gradient,
     composed=True,
 )
 autograd("token_logits_backward", refuse_derivatives, save_for_nothing)

@@ -6,7 +6,15 @@ captured in a CUDA graph. What is allocated is an output, a few numbers a row or
 describe the rows, a copy of the logits.
 """
 
-from . import launch_backward, launch_forward, launch_reduce, launch_shard, launch_soft, launch_with_grad  # noqa: F401
+from . import (  # noqa: F401
+    launch_backward,
+    launch_forward,
+    launch_ids,
+    launch_reduce,
+    launch_shard,
+    launch_soft,
+    launch_with_grad,
+)
 from .common import LAUNCHERS
 
 __all__ = ["LAUNCHERS"]

@@ -27,7 +27,7 @@ from .. import backward_checks, transforms
 from .. import checks as row_checks
 from ..library import Outputs, autograd, operator
 from ..second_order import no_second_derivative
-from ..token_logits import check_ids, check_values
+from ..token_logits import check_ids, check_places, check_values
 from . import checks
 from .operators import given_away
 
@@ -108,15 +108,16 @@ def _check_grad(
     count: Tensor | None = None,
     after: Tensor | None = None,
     ids: Tensor | None = None,
+    at_ids: Tensor | None = None,
     grad_ids: Tensor | None = None,
     **options: Any,
 ) -> None:
     _check_count(count, logits)
-    if ids is not None and grad_ids is not None:
+    if ids is not None and at_ids is not None and grad_ids is not None:
         check_ids(ids, "logits", target.shape, logits, linear_weight.t(), options.get("options", DEFAULTS))
-        row_checks.same_shape("grad_ids", grad_ids.shape, ids.shape, "one number for each of the ids")
-    if (ids is None) != (grad_ids is None):
-        raise ValueError("ids and grad_ids go together: expected both or neither")
+        check_places(ids, at_ids=at_ids, grad_ids=grad_ids)
+    elif not (ids is None and at_ids is None and grad_ids is None):
+        raise ValueError("ids, at_ids and grad_ids go together: expected all of them or none")
     if num_classes is not None:
         row_checks.shard_range(linear_weight.shape[0], class_start, num_classes)
     columns = columns_of(linear_weight.shape[0], class_start, num_classes)

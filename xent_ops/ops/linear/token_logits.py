@@ -47,6 +47,7 @@ def _check_backward(
     input: Tensor,
     linear_weight: Tensor,
     ids: Tensor,
+    at_ids: Tensor,
     lse: Tensor,
     linear_bias: Tensor | None = None,
     entropy: Tensor | None = None,
@@ -55,7 +56,7 @@ def _check_backward(
 ) -> None:
     _check(input, linear_weight, ids, linear_bias, **options)
     checks.gradient_mask(output_mask)
-    check_upstream(ids, input, "input", grad_ids, grad_lse, grad_entropy, lse, entropy)
+    check_upstream(ids, input, "input", at_ids, grad_ids, grad_lse, grad_entropy, lse, entropy)
 
 
 def _statistics(
@@ -77,11 +78,11 @@ def _outputs(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
     input, linear_weight, ids, linear_bias, with_entropy = inputs
-    _, lse, entropy = output
+    at_ids, lse, entropy = output
     ctx.set_materialize_grads(False)
     if not with_entropy:
         ctx.mark_non_differentiable(entropy)
-    ctx.save_for_backward(input, linear_weight, ids, lse, linear_bias, entropy if with_entropy else None)
+    ctx.save_for_backward(input, linear_weight, ids, at_ids, lse, linear_bias, entropy if with_entropy else None)
     ctx.options = keyword_only_inputs
 
 
@@ -90,11 +91,11 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     if grad_ids is None and grad_lse is None and grad_entropy is None:
         return (None,) * 5
-    input, linear_weight, ids, lse, linear_bias, entropy = ctx.saved_tensors
+    input, linear_weight, ids, at_ids, lse, linear_bias, entropy = ctx.saved_tensors
     if grad_ids is None:
         grad_ids = lse.new_zeros(ids.shape)
     mask = [needs_grad(ctx, position) for position in (0, 1, 3)]
-    rest = (lse, linear_bias, None if grad_entropy is None else entropy, mask)
+    rest = (at_ids, lse, linear_bias, None if grad_entropy is None else entropy, mask)
     made = _ops.linear_token_logits_backward(
         grad_ids, grad_lse, grad_entropy, input, linear_weight, ids, *rest, **ctx.options
     )
@@ -103,7 +104,7 @@ def _backward(
 
 
 def _gradients(*args: Any) -> Outputs:
-    return gradients_of(args[3], args[4], args[9] if len(args) > 9 else (True, True, True))
+    return gradients_of(args[3], args[4], args[10] if len(args) > 10 else (True, True, True))
 
 
 operator("linear_token_logits", check=_check, outputs=_outputs, reference=_statistics, composed=True)
