@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 import gluon_emulator
 
+from xent_ops.kernels import reference
 from xent_ops.kernels.triton import cached, configs, launch_with_grad, with_grad_shared
 from xent_ops.testing import assert_grad, assert_loss, assert_lse, oracle, realistic_logits
 
@@ -21,6 +22,8 @@ def emulated(monkeypatch):
     launched = []
 
     def emulate(self, *tensors):
+        if self.kernel is with_grad_shared.join_statistics_kernel:
+            return join(*tensors)
         assert self.kernel is KERNEL
         launched.append(self.grid)
         parameters = [name for name in inspect.signature(KERNEL.fn).parameters if name not in self.constants]
@@ -32,6 +35,12 @@ def emulated(monkeypatch):
     monkeypatch.setattr(cached.Launch, "__call__", emulate)
     monkeypatch.setattr(launch_with_grad, "_shared_memory", lambda device: (232448, 32))
     return launched
+
+
+def join(tops, firsts, entropies, argmax, entropy):
+    """What join_statistics_kernel does, in torch."""
+    argmax.copy_(torch.where(tops == tops.amax(1, keepdim=True), firsts, 2**31 - 1).amin(1))
+    entropy.copy_(entropies.sum(1))
 
 
 def run(launcher, *args):
@@ -65,6 +74,28 @@ def test_rows_of_any_parts(monkeypatch, emulated, dtype, classes, parts, tiles):
         assert_lse(lse[counted], expected)
         assert_grad(grad[counted], expected)
         assert loss[6] == 0 and grad[6].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("parts, tiles", [(1, 5), (2, 3), (5, 1)])
+@pytest.mark.parametrize("dtype, classes", [(torch.bfloat16, 1003), (torch.float32, 1001)], ids=str)
+def test_statistics_of_any_parts(monkeypatch, emulated, dtype, classes, parts, tiles):
+    """Ties within a part and over two, the edges, -inf; of an ignored row -1 and 0, and of one that passes nothing."""
+    monkeypatch.setattr(configs, "with_grad_shared", lambda *args: configs.Shared(parts, 256, tiles, 1))
+    logits = realistic_logits(7, classes, dtype=dtype)
+    logits[0, [3, 500, 990]] = logits[1, [classes - 1]] = logits[2, [0, 1]] = 60.0
+    logits[3, :400] = float("-inf")
+    logits[4, 3] = float("nan")  # in the row that is not counted
+    target = torch.tensor([0, 5, classes - 1, 700, -100, 511, 4])
+    scale = torch.tensor([0.5, 1.0, 0.25, 1.0, 1.0, 0.0, 1.0])
+    given = (logits, target, scale, None, None)
+    plain = run(launch_with_grad.cross_entropy_with_grad, *given)
+    loss, lse, argmax, entropy, grad = run(launch_with_grad.cross_entropy_with_grad, *given, True, True)
+    assert all(map(torch.equal, (loss, lse, grad), (*plain[:2], plain[-1])))
+    wanted = reference.statistics(logits.double(), target, None, True, True)
+    assert argmax[4] == -1 and entropy[4] == 0
+    counted = target != -100
+    assert torch.equal(argmax[counted], wanted[2][counted])
+    torch.testing.assert_close(entropy[counted].double(), wanted[3][counted], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

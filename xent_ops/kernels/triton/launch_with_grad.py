@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton import next_power_of_2
 
 from .. import accelerators
 from ..accelerators import processors
@@ -24,6 +25,7 @@ from .common import (
     edges,
     launcher,
     new_gradient,
+    new_tensor,
     row_layout,
 )
 from .flags import flags_of
@@ -94,7 +96,7 @@ def _prepare_shared(call: _Call) -> Kernel | None:
     """By the kernel that keeps a row in shared memory; None where it cannot."""
     logits, strides, options = call.logits, call.layout.strides, call.options
     classes, itemsize = logits.shape[-1], logits.element_size()
-    plain = call.weight is None and options.only_scale is not None and not (call.with_argmax or call.with_entropy)
+    plain = call.weight is None and options.only_scale is not None
     same_rows = strides == call.out_strides
     # Copies to shared memory take whole 16-byte vectors.
     vectors = same_rows or not edges(classes, itemsize, strides, call.out_strides)
@@ -116,9 +118,9 @@ def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
     numbers = (classes, *strides, *out_strides, scale_stride, square_stride, options.ignore_index)
     with_square = call.grad_lse_square is not None
     tiling: dict[str, Any] = {"EDGES": border, "VECTOR": configs.vector(itemsize)}
-    words = 0  # what programs exchange
+    words, parts = 0, 0  # what programs exchange; those of a row, where they have statistics to join
     if shared is not None:
-        from .with_grad_shared import with_grad_shared_kernel
+        from .with_grad_shared import join_statistics_kernel, with_grad_shared_kernel
 
         tiling |= {"PARTS": shared.parts, "TILE": shared.tile, "TILES": shared.tiles, "WARPS": shared.num_warps}
         programs = number * shared.parts
@@ -128,11 +130,19 @@ def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
             *numbers,
             options.only_scale,
             HAS_LSE_SQUARE=with_square,
+            STATISTICS=call.with_argmax or call.with_entropy,
             num_warps=shared.num_warps,
             **tiling,
         )
         if shared.parts > 1:
             words = 1 + programs
+        if call.with_argmax or call.with_entropy:
+            parts = shared.parts
+            flags = {"PARTS": parts, "SLOTS": next_power_of_2(parts)}
+            flags |= {"ARGMAX": call.with_argmax, "ENTROPY": call.with_entropy}
+            join = Launch(join_statistics_kernel, number, classes, **flags, num_warps=1, num_stages=1)
+            new_tops = new_tensor((number, parts), torch.float32, logits.device)
+            new_firsts = new_tensor((number, parts), torch.int32, logits.device)
     else:
         config = configs.with_grad(classes, itemsize)
         launch = Launch(
@@ -165,8 +175,14 @@ def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
         else:
             extra = class_weights(weight, lse, options.label_smoothing > 0.0 and border != 0)
         square = lse if grad_lse_square is None else as_square(grad_lse_square)
-        written = outputs if shared is None else outputs[:2]
-        launch(logits, as_targets(target), as_scale(grad_scale), square, extra, *written, gradient)
+        of_rows = outputs
+        if parts:
+            of_rows = (*outputs[:2], new_tops(), new_firsts(), new_tops())
+        elif shared is not None:
+            of_rows = (*outputs[:2], lse, lse, lse)
+        launch(logits, as_targets(target), as_scale(grad_scale), square, extra, *of_rows, gradient)
+        if parts:
+            join(*of_rows[2:], *outputs[2:])
 
     return kernel
 

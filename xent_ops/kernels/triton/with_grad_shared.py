@@ -6,10 +6,12 @@ are plain); with_grad.py has every option and runs everywhere.
 """
 
 import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+NO_COLUMN = gl.constexpr(2147483647)  # more than any column
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 
@@ -64,6 +66,14 @@ def _exchange(words_ptr, part, pivot, total, PARTS: gl.constexpr, WARPS: gl.cons
 
 
 @gluon.jit
+def _moments(exponent, inside, MASKED: gl.constexpr):
+    """Of each lane the sum of 2^exponent times the exponent: 0 where that is -inf, and outside."""
+    if MASKED:
+        exponent = gl.where(inside, exponent, float("-inf"))
+    return gl.sum(gl.exp2(exponent) * gl.maximum(exponent, -1e4), axis=1)
+
+
+@gluon.jit
 def _row_offset(row, n_inner, stride_outer, stride_inner):
     outer = row // n_inner
     return outer.to(gl.int64) * stride_outer + (row - outer * n_inner).to(gl.int64) * stride_inner
@@ -78,6 +88,9 @@ def with_grad_shared_kernel(
     words_ptr,  # (1 + N * PARTS,) int64, all 0: a counter, and a word for each part. Not read where PARTS is 1.
     loss_ptr,  # (N,)
     lse_ptr,  # (N,)
+    tops_ptr,  # (N, PARTS), as the next two: read by join_statistics_kernel, not written without STATISTICS
+    firsts_ptr,  # int32
+    entropies_ptr,
     grad_ptr,  # (outer, inner, V): may be the logits themselves
     n_cols,
     n_inner,
@@ -91,6 +104,7 @@ def with_grad_shared_kernel(
     ignore_index: "i64",
     logit_scale: "fp64",
     HAS_LSE_SQUARE: gl.constexpr,
+    STATISTICS: gl.constexpr,  # argmax and entropy
     EDGES: gl.constexpr,  # as in numerics.aligned_body; where it is not 0, logits and gradient have equal strides
     PARTS: gl.constexpr,  # programs that share a row
     TILE: gl.constexpr,
@@ -152,6 +166,7 @@ def with_grad_shared_kernel(
 
     pivot = gl.full([LANES], float("-inf"), gl.float32, layout=lanes)
     total = gl.full([LANES], 0.0, gl.float32, layout=lanes)
+    top, top_tile = pivot, gl.full([LANES], 0, gl.int32, layout=lanes)  # largest logit of each lane, and its tile
     if EDGES:  # of one column each, in the first lanes of a tile, by the first part
         edge = gl.arange(0, LANES, layout=lanes)
         edge_columns = gl.where(edge < head, edge, edge + body)
@@ -165,6 +180,10 @@ def with_grad_shared_kernel(
         if i >= RAGGED:
             z = gl.where(i * TILE + columns < mine, z, float("-inf"))
         pivot, total = _fold(pivot, total, z, k)
+        if STATISTICS:
+            of_tile = gl.max(z, axis=1)
+            top_tile = gl.where(of_tile > top, i, top_tile)
+            top = gl.maximum(top, of_tile)
 
     row_pivot, row_total = _join(pivot, total)
     if PARTS > 1:
@@ -187,15 +206,17 @@ def with_grad_shared_kernel(
     # The softmax is relative to the pivot as well: with the rounded lse it would be off by 2^-24 |lse|.
     factor = upstream * scale / row_total
     dtype: gl.constexpr = grad_ptr.dtype.element_ty
+    moment = gl.full([LANES], 0.0, gl.float32, layout=lanes)
     if (upstream != 0.0) | (a != 0.0):
         for j in gl.static_range(TILES - 1, -1, -1):
             z = kept.index(j).load(layout).to(gl.float32)
-            grad = factor * gl.exp2(gl.fma(z, k, -row_pivot))
+            exponent = gl.fma(z, k, -row_pivot)
+            e = gl.exp2(exponent)
+            inside = j * TILE + columns < mine
+            if STATISTICS:
+                moment += _moments(exponent, inside, j >= RAGGED)
             gl.store(
-                out_row_ptr + (j * TILE + columns),
-                grad.to(dtype),
-                mask=j * TILE + columns < mine,
-                eviction_policy="evict_first",
+                out_row_ptr + (j * TILE + columns), (factor * e).to(dtype), mask=inside, eviction_policy="evict_first"
             )
         if EDGES:
             grad = factor * gl.exp2(gl.fma(z_edge, k, -row_pivot))
@@ -206,6 +227,64 @@ def with_grad_shared_kernel(
     else:  # exact zeros, whatever the logits hold
         zero = gl.full([LANES, VECTOR], 0.0, dtype, layout=layout)
         for j in gl.static_range(TILES):
-            gl.store(out_row_ptr + (j * TILE + columns), zero, mask=j * TILE + columns < mine)
+            inside = j * TILE + columns < mine
+            if STATISTICS:
+                z = kept.index(j).load(layout).to(gl.float32)
+                moment += _moments(gl.fma(z, k, -row_pivot), inside, True)
+            gl.store(out_row_ptr + (j * TILE + columns), zero, mask=inside)
         if EDGES:
             gl.store(grad_ptr + out_offset + edge_columns, gl.full([LANES], 0.0, dtype, layout=lanes), mask=is_edge)
+    if STATISTICS:
+        # The first of equal logits is in the first tile in which a lane has met one, for tiles follow each other.
+        part_top = gl.max(top, axis=0)
+        tile = gl.minimum(gl.min(gl.where(top == part_top, top_tile, TILES), axis=0), TILES - 1)
+        z = kept.index(tile).load(layout).to(gl.float32)
+        is_top = (z == part_top) & (tile * TILE + columns < mine)
+        found = gl.where(is_top, head + part * SPAN + tile * TILE + columns, NO_COLUMN)
+        first = gl.min(gl.min(found, axis=1), axis=0)
+        if EDGES:
+            edge_top = gl.max(gl.where(is_edge, z_edge, float("-inf")), axis=0)
+            first_edge = gl.min(gl.where(is_edge & (z_edge == edge_top), edge_columns, NO_COLUMN), axis=0)
+            first = gl.where(
+                edge_top > part_top, first_edge, gl.where(edge_top == part_top, gl.minimum(first, first_edge), first)
+            )
+            part_top = gl.maximum(part_top, edge_top)
+            moment += _moments(gl.fma(z_edge, k, -row_pivot)[:, None], is_edge[:, None], True)
+        # The parts of an entropy add up: ln 2 (log2 of the total, less the moments over the total).
+        share = -gl.sum(moment, axis=0) / row_total
+        if PARTS == 1:
+            share += log2_sum
+        else:
+            share = gl.where(part == 0, log2_sum + share, share)
+        place = row.to(gl.int64) * PARTS + part
+        gl.store(tops_ptr + place, part_top)
+        gl.store(firsts_ptr + place, gl.where(ignored, -1, first))
+        gl.store(entropies_ptr + place, gl.where(ignored, 0.0, share * LN2))
+
+
+@triton.jit
+def join_statistics_kernel(
+    tops_ptr,  # (N, PARTS): the largest of a part
+    firsts_ptr,  # (N, PARTS): its first column
+    entropies_ptr,  # (N, PARTS): the part's share of the entropy
+    argmax_ptr,  # (N,) int64
+    entropy_ptr,  # (N,)
+    n_cols,
+    PARTS: tl.constexpr,
+    SLOTS: tl.constexpr,  # PARTS or more
+    ARGMAX: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    """One program a row."""
+    row = tl.program_id(0)
+    slot = tl.arange(0, SLOTS)
+    exists = slot < PARTS
+    place = tl.cast(row, tl.int64) * PARTS + slot
+    if ARGMAX:
+        tops = tl.load(tops_ptr + place, mask=exists, other=float("-inf"))
+        firsts = tl.load(firsts_ptr + place, mask=exists, other=0)
+        best = exists & (tops == tl.max(tops, axis=0))
+        first = tl.min(tl.where(best, firsts, 2147483647), axis=0)
+        tl.store(argmax_ptr + row, tl.where(first < n_cols, first, 0).to(tl.int64))
+    if ENTROPY:
+        tl.store(entropy_ptr + row, tl.sum(tl.load(entropies_ptr + place, mask=exists, other=0.0), axis=0))
