@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 from vocab_parallel_cases import OPTIONS, Collectives, V, same_bits_everywhere, shard_of, split
 
 from xent_ops.distributed import vocab_parallel_linear_cross_entropy
@@ -179,6 +180,23 @@ def what_is_communicated(device):
     with Collectives() as mode, torch.no_grad():
         assert not vocab_parallel_linear_cross_entropy(x, head, target, num_classes=V).requires_grad
     assert mode.seen == [stats]
+
+
+def flops(device):
+    """A rank's products are those with its classes: three chunk by chunk, four where the logits are made again."""
+    world = dist.get_world_size()
+    x, head, _, target = leaves(device, *head_of(torch.float32, (6 * world,)))
+    part = x.detach().chunk(world)[dist.get_rank()].clone().requires_grad_()
+    head = head.detach().narrow(0, 0, V // world).clone().requires_grad_()
+    target, product = target.clamp(max=V // world - 1), 2 * 6 * world * H * (V // world)
+    for input, sequence_parallel in ((x, False), (part, True)):
+        for pipelined, products in ((True, 3), (False, 4)):
+            with FlopCounterMode(display=False) as counter:
+                vocab_parallel_linear_cross_entropy(
+                    input, head, target, num_classes=len(head) * world, pipelined=pipelined,
+                    sequence_parallel=sequence_parallel, chunk_rows=2 * world,
+                ).backward()  # fmt: skip
+            assert counter.get_total_flops() == products * product
 
 
 def groups_of_one_and_some(device):

@@ -28,6 +28,7 @@ def test_values(pool, device, world, kind, dtype):
     [
         cases.sequence_parallel,
         cases.what_is_communicated,
+        cases.flops,
         cases.groups_of_one_and_some,
         cases.edge_rows,
         cases.backward_again,

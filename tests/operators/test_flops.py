@@ -1,0 +1,159 @@
+"""torch.utils.flop_counter sees the products of every operator, in steps and in the graphs that compilers cost."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import samples
+from helpers.graphs import AotEagerAndRecordGraphs
+from helpers.processes import run_python
+from torch.utils.flop_counter import FlopCounterMode
+
+import xent_ops
+from xent_ops.ops.flops import PRODUCTS
+from xent_ops.ops.library import OPERATORS
+from xent_ops.ops.schemas import COMPOSITES
+
+N, H, V = 50, 8, 37
+
+
+def counted(function, *args, **options):
+    with FlopCounterMode(display=False) as counter:
+        function(*args, **options)
+    return counter.get_total_flops()
+
+
+def calls():
+    """Samples of every operator of a head: whole, of a slice with padding, by chunks, of several dimensions."""
+    x, head, bias, weight = (torch.randn(shape) for shape in ((6, H), (V, H), (V,), (V,)))
+    target, weight = torch.tensor([0, 29, 5, -100, 7, 8]), weight.abs()
+    chunks = {"chunk_rows": 4}
+    yield from samples.of_head(x, head, target, bias, weight, {**chunks, "softcap": 5.0}, lse_square_scale=0.1)
+    yield from samples.of_head(
+        x.view(2, 3, H), head, target.view(2, 3), None, None, {"accumulate_dtype": torch.float32}
+    )
+    yield from samples.of_head(x[:0], head, target[:0], None, None, {})
+    for place in ((0, 30), (20, 60)):
+        yield from samples.of_head_shard(x, head, target, place, bias, None, chunks)
+    yield from samples.of_indices(x, target % H, None, {})
+    yield from samples.of_shard(x, target % H, None, (0, H), {})
+
+
+def test_formulas_count_what_the_reference_multiplies():
+    seen = set()
+    for name, args, options in calls():
+        if name in COMPOSITES:
+            continue
+        operator = OPERATORS[name]
+        if operator.overwrites is not None:
+            args = (*args[: operator.position], args[operator.position].clone(), *args[operator.position + 1 :])
+        products = counted(operator.reference, *args, **operator.keywords(options))
+        assert counted(getattr(torch.ops.xent, name), *args, **options) == products, (name, args, options)
+        if products:
+            seen.add(name)
+    assert seen == set(PRODUCTS)
+
+
+def tensors(wanted=(True, True), dtype=torch.float32, rows=N):
+    shapes = ((rows, H), (V, H))
+    made = [torch.randn(shape).to(dtype).requires_grad_(grad) for shape, grad in zip(shapes, wanted, strict=True)]
+    return *made, torch.randint(0, V, (rows,))
+
+
+def plain(x, w, target):
+    return F.cross_entropy(F.linear(x, w), target)
+
+
+def one_pass(x, w, target):
+    return xent_ops.linear_cross_entropy(x, w, target, chunk_rows=16)
+
+
+def with_bias(x, w, target):
+    return xent_ops.linear_cross_entropy(x, w, target, linear_bias=torch.zeros(V, dtype=x.dtype, requires_grad=True))
+
+
+def rows(x, w, target):
+    return xent_ops.linear_cross_entropy(x, w, target, reduction="none").sum()
+
+
+def log_probs(x, w, target):
+    return xent_ops.linear_token_log_probs(x, w, target).log_probs.sum()
+
+
+def several_classes(x, w, target):
+    return xent_ops.linear_token_log_probs(x, w, samples.several(target)).log_probs.sum()
+
+
+def token_loss(x, w, target):
+    return xent_ops.linear_token_loss(x, w, target, lambda stats: -stats.log_probs, chunk_rows=16)
+
+
+def ignoring(x, w, target):
+    return xent_ops.linear_cross_entropy(x, w, target.index_fill(0, torch.arange(9), -100), skip_ignored=True)
+
+
+# Where the logits are made again with two gradients wanted, there is a fourth product.
+AGAIN = (rows, log_probs, several_classes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("loss", [one_pass, with_bias, ignoring, token_loss, *AGAIN], ids=lambda f: f.__name__)
+def test_a_step_counts_as_in_torch(loss, dtype):
+    """Whatever of it is frozen; rows that are skipped count too."""
+    product = 2 * N * H * V
+    for wanted in ((True, True), (True, False), (False, True)):
+        given = tensors(wanted, dtype)
+        if loss is with_bias and wanted == (False, True):
+            continue  # plain has no bias
+        usual = counted(lambda: plain(*given).backward())  # noqa: B023
+        assert usual == (1 + sum(wanted)) * product
+        assert counted(lambda: loss(*given).backward()) == usual + (product if loss in AGAIN else 0)  # noqa: B023
+    with torch.no_grad():
+        assert counted(loss, *tensors(dtype=dtype)) == product
+
+
+def test_modules_of_a_model():
+    """The counter names the module that the products stand in."""
+    model = xent_ops.LinearCrossEntropyLoss(H, V)
+    x, _, target = tensors()
+    with FlopCounterMode(display=False) as counter:
+        model(x, target).backward()
+    (found,) = counter.get_flop_counts()["LinearCrossEntropyLoss"]
+    assert found is torch.ops.xent.linear_cross_entropy_with_grad
+
+
+@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")  # torch's own recording backend
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("loss", [one_pass, *AGAIN], ids=lambda f: f.__name__)
+def test_graphs_count_as_eager(loss, dynamic):
+    """Inductor's estimate, operator by operator, of the forward and the backward.
+
+    Not of the open loop, whose operators that write are wrapped in such a graph, and count for nothing.
+    """
+    from torch._inductor.fx_utils import count_flops_fx
+
+    given, graphs = tensors(), AotEagerAndRecordGraphs()
+    torch.compile(loss, backend=graphs, fullgraph=True, dynamic=dynamic)(*given).backward()
+    nodes = [node for gm in (*graphs.fw_graphs, *graphs.bw_graphs) for node in gm.graph.nodes]
+    total = sum(flops for node in nodes if (flops := count_flops_fx(node)) is not None)
+    if isinstance(total, torch.SymInt):
+        total = total.node.hint
+    assert total == counted(lambda: loss(*given).backward())
+
+
+def test_nothing_imports_the_counter():
+    """It takes Triton with it. The formulas are there whichever is imported first, and whoever looks for it."""
+    for imports in (
+        "import torch, xent_ops; assert 'torch.utils.flop_counter' not in sys.modules",
+        "import torch.utils.flop_counter, xent_ops",
+        "import torch, xent_ops, importlib.util as u; assert u.find_spec('torch.utils.flop_counter').loader.get_source",
+    ):
+        run_python(f"""
+            import sys
+            {imports}
+            from torch.utils import flop_counter
+            assert torch.ops.xent.linear_cross_entropy_with_grad in flop_counter.flop_registry
+            x, head, target = torch.ones(4, 8), torch.ones(16, 8), torch.zeros(4, dtype=torch.int64)
+            with flop_counter.FlopCounterMode(display=False) as counter:
+                xent_ops.linear_cross_entropy(x, head, target)
+            assert counter.get_total_flops() == 2 * 4 * 8 * 16
+        """)

@@ -1,0 +1,109 @@
+"""The floating-point operations of operators that hold products, as torch.utils.flop_counter counts them.
+
+A product of (n, H) and (H, V) counts 2 n H V, and nothing else counts, as of nn.Linear and F.cross_entropy. All rows
+that an operator gets count: how many of them ``skip_ignored`` leaves out stands on the device.
+
+Importing torch.utils.flop_counter imports Triton, 0.1 s, so the formulas wait until it is imported by someone else.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from ..kernels.reference import columns_of
+from .library import OPERATORS
+
+_MODULE = "torch.utils.flop_counter"
+
+Call = SimpleNamespace  # the arguments of a call by name, those that are left out at their defaults
+
+
+def _forward(call: Call) -> int:
+    return 1
+
+
+def _with_logits(call: Call) -> int:
+    """The logits, and what the mask wants; a bias' gradient is a sum."""
+    return 1 + sum(call.output_mask[:2])
+
+
+# The products of each operator. The others have none.
+PRODUCTS: dict[str, Callable[[Call], int]] = {
+    "linear_cross_entropy_forward": _forward,
+    "linear_cross_entropy_backward": _with_logits,
+    "linear_cross_entropy_with_grad": _with_logits,
+    "linear_token_logits": _forward,
+    "linear_token_logits_backward": _with_logits,
+    "linear_cross_entropy_shard": _forward,
+    "linear_cross_entropy_chunk": _forward,
+    "linear_cross_entropy_chunk_grad_": lambda call: int(call.with_grad_input),
+    "linear_cross_entropy_chunk_add_": lambda call: int(call.grad_linear_weight.dim() == 2),
+}
+
+
+def _of_one_product(call: Call) -> int:
+    """Of a slice of the classes, those of the slice; of a chunk, its rows."""
+    if hasattr(call, "columns"):  # what is added to may have no shape, as the logits have padding
+        return 2 * call.input.shape[0] * call.input.shape[1] * call.columns
+    classes, features = call.linear_weight.shape
+    rows = call.logits.shape[:1] if hasattr(call, "logits") else call.input.shape[:-1]
+    columns = columns_of(classes, getattr(call, "class_start", 0), getattr(call, "num_classes", None))
+    return 2 * math.prod(rows) * features * columns
+
+
+def formula(name: str) -> Callable[..., int]:
+    """What flop_counter calls with the operator's arguments, and with keywords of its own."""
+    arguments = OPERATORS[name].overload._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in arguments}
+
+    def flops(*args: Any, **keywords: Any) -> int:
+        call = Call(**defaults | dict(zip(defaults, args, strict=False)) | keywords)
+        number = PRODUCTS[name](call)
+        return number * _of_one_product(call) if number else 0
+
+    return flops
+
+
+def register(flop_counter: ModuleType) -> None:
+    for name in PRODUCTS:
+        operator = getattr(torch.ops.xent, name)
+        if operator not in flop_counter.flop_registry:
+            flop_counter.register_flop_formula(operator, get_raw=True)(formula(name))
+
+
+class _WhenImported:
+    """Finds flop_counter as the other finders do, and has its loader register the formulas at the end."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != _MODULE:
+            return None
+        others = (finder for finder in list(sys.meta_path) if finder is not self)
+        spec = next((spec for finder in others if (spec := finder.find_spec(name, path, target))), None)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def then_register(module: ModuleType) -> None:
+            execute(module)
+            register(module)
+
+        spec.loader.exec_module = then_register  # type: ignore[method-assign]
+        return spec
+
+
+def install() -> None:
+    """Once all operators are there."""
+    if _MODULE in sys.modules:
+        register(sys.modules[_MODULE])
+    else:
+        sys.meta_path.insert(0, _WhenImported())
