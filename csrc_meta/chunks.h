@@ -13,6 +13,7 @@ namespace xent::operators {
 // Of the sizes of chunks: those of the CPU in sizes.py.
 constexpr int64_t ROWS = 512;
 constexpr int64_t MULTIPLE = 128;
+constexpr int64_t MOST_BYTES = int64_t{1} << 30;  // of a chunk's logits
 
 using Mask = std::vector<bool>;  // which gradients are wanted: of input, linear_weight and linear_bias
 
@@ -139,8 +140,13 @@ class Rows {
 
 inline int64_t divided_up(int64_t number, int64_t by) { return (number + by - 1) / by; }
 
-inline int64_t rows_of_chunk(const Tensor& input, std::optional<int64_t> chunk_rows) {
-  const int64_t number = std::max<int64_t>(input.size(0), 1), rows = chunk_rows.value_or(ROWS);
+inline int64_t rows_of_chunk(const Tensor& input, int64_t classes, std::optional<int64_t> chunk_rows) {
+  const int64_t number = std::max<int64_t>(input.size(0), 1);
+  const int64_t row_bytes = classes * static_cast<int64_t>(input.element_size());
+  int64_t rows = chunk_rows.value_or(ROWS);
+  while (!chunk_rows && rows > 1 && rows * row_bytes > MOST_BYTES) {
+    rows /= 2;
+  }
   if (chunk_rows || number <= rows) {
     return std::min(number, rows);
   }
@@ -161,7 +167,7 @@ inline void multiply_and_add(const Tensor& out, const Tensor& added, const Tenso
 template <class Body>
 void for_each_chunk(const Head& head, const Tensor& input, const Body& body) {
   const int64_t number = input.size(0), classes = head.linear_weight.size(0);
-  const int64_t size = rows_of_chunk(input, head.chunk_rows);
+  const int64_t size = rows_of_chunk(input, classes, head.chunk_rows);
   // As padded_classes of head/sizes.py, with zeros behind the classes.
   const int64_t step = 16 / static_cast<int64_t>(input.element_size());
   const std::vector<int64_t> shape{size, divided_up(classes, step) * step};

@@ -71,7 +71,8 @@ def linear_cross_entropy(
             -0.001). Without it, a loss of probabilities that add up to less than one is not least where q is p.
         accumulate_dtype: in which the chunks' parts of linear_weight's gradient are added up. None: the input's dtype,
             and float32 for float16. torch.float32 is more exact for bfloat16, and takes V x H float32 for a while.
-        chunk_rows: rows of a chunk. Fewer need less memory, chunk_rows x V logits, and more time. None: the default.
+        chunk_rows: rows of a chunk. Fewer need less memory, chunk_rows x V logits, and more time. None: the default, of
+            1 GiB of logits at most (2 where accumulate_dtype has more bytes than the input's).
         skip_ignored: compute the counted rows alone, packed to the front, however many there are: without a
             synchronisation, and in a CUDA graph of any other number of them. Time is that of the counted rows. Needs a
             CPU, or bfloat16 or float16 on a GPU of compute capability 9 (H100, H200), a contiguous linear_weight and H

@@ -72,7 +72,7 @@ class Products:
             self.weight, self.bias = self.weight[:classes], self.bias[:classes]
             zero_behind(self.padded_weight, self.padded_bias, classes)
         wider = output_mask[1] and sums != input.dtype
-        self.size = rows_of_chunk(traced(rows.number), input, classes, wider, chunk_rows)
+        self.size = rows_of_chunk(traced(rows.number), input, traced(classes), wider, chunk_rows)
         self.kernels = rows.kernels if isinstance(rows, PackedRows) else None
         if self.kernels is not None:
             assert isinstance(rows, PackedRows) and rows.count is not None

@@ -22,6 +22,9 @@ rows, bfloat16 1.00, .96, 1.03 and 1.35.
 On a GPU little is to be had above 2048 rows. The product for the weight's gradient reads and writes all of it in each
 chunk, the row kernel takes what a copy of the logits takes (.03 at H = 4096, .12 at 1024). Sizes in between are worse
 where they leave the last wave of tiles of the input's gradient half empty: docs/lab/2026-11-linear.md.
+
+No more than 1 GiB of logits: 2048 rows would be 2 GB at 500,000 classes and 40 GB at ten million, where hidden sizes
+are small, and so the gradients beside them. Fewer rows cost little, 1.03 times the time at H = 64: docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ import torch
 from torch import Tensor
 
 _BYTES = 256 * 2**20  # of a chunk's logits; small vocabularies get more rows than the least
+_MOST_BYTES = 2**30  # likewise, of large ones; csrc_meta/chunks.h has it too
 _ROWS_ON_CPU = 512
 _MULTIPLE = 128
 
@@ -42,16 +46,17 @@ def rows_of_chunk(number: int, input: Tensor, classes: int, wider: bool, chunk_r
     number, features = max(number, 1), input.shape[1]
     if chunk_rows is not None:
         return min(number, chunk_rows)
-    rows = _ROWS_ON_CPU
-    if input.device.type != "cpu":
-        itemsize = input.element_size()
-        # Products of wider numbers take longer, so fewer rows will do.
-        rows = least = 4096 // itemsize
-        while rows < number and 2 * rows * classes * itemsize <= _BYTES:
-            rows *= 2
-        if wider and rows < features:
-            # At the end the sum and its copy are there at once. Until then a chunk of H rows takes the copy's place.
-            rows = min(features // least * least, 2 * rows)
+    on_cpu, itemsize = input.device.type == "cpu", input.element_size()
+    # Products of wider numbers take longer, so fewer rows will do.
+    rows = least = _ROWS_ON_CPU if on_cpu else 4096 // itemsize
+    while not on_cpu and rows < number and 2 * rows * classes * itemsize <= _BYTES:
+        rows *= 2
+    # By comparing alone: of a symbolic number of classes the rows are a number, and the guard is a range.
+    while rows > 1 and rows * classes * itemsize > _MOST_BYTES:
+        rows //= 2
+    if wider and not on_cpu and rows < features:
+        # At the end the sum and its copy are there at once. Until then a chunk of H rows takes the copy's place.
+        rows = max(rows, min(features // least * least, 2 * rows))
     if number <= rows:
         return number
     even = -(-number // -(-number // rows))  # a short last chunk costs almost as much as a full one

@@ -1,0 +1,102 @@
+"""How many rows a chunk of logits has by default: their memory, at sizes that no test could hold."""
+
+import itertools
+
+import pytest
+import torch
+from helpers.graphs import CompileCounterWithBackend
+from helpers.processes import run_python
+
+import xent_ops
+from xent_ops import _extension
+from xent_ops.head.sizes import rows_of_chunk
+
+GIB = 2**30
+N = 1 << 20  # many rows, of which a chunk takes as many as it wants
+
+
+def rows_by_default(device, dtype, features, classes, wider=False):
+    """On an accelerator (a meta tensor stands for one) or a CPU, without memory."""
+    input = torch.empty(1, device=device, dtype=dtype).expand(N, features)
+    return rows_of_chunk(N, input, classes, wider, None)
+
+
+# (dtype, H, V, is the weight's gradient added up in more bytes): rows on an accelerator
+DEFAULTS = {
+    (torch.bfloat16, 1024, 32000, False): 4096,
+    (torch.bfloat16, 4096, 128256, False): 2048,
+    (torch.bfloat16, 4096, 128256, True): 4096,
+    (torch.float16, 8192, 128256, True): 4096,
+    (torch.float32, 4096, 128256, False): 1024,
+    (torch.bfloat16, 4096, 151936, True): 4096,
+    (torch.bfloat16, 2304, 256000, False): 2048,
+    (torch.bfloat16, 2304, 256000, True): 2048,
+    (torch.bfloat16, 64, 500_000, False): 1024,
+    (torch.bfloat16, 64, 500_000, True): 1024,
+    (torch.float32, 64, 500_000, False): 512,
+    (torch.bfloat16, 64, 10_000_000, False): 32,
+    (torch.bfloat16, 64, 10_000_000, True): 32,
+}
+
+
+@pytest.mark.parametrize("case", DEFAULTS, ids=str)
+def test_defaults(case):
+    assert rows_by_default("meta", *case) == DEFAULTS[case]
+
+
+def test_no_default_takes_more_than_a_gibibyte():
+    """Nor less than half of it for that reason. A sum in more bytes: twice that at most, in what its copy takes later."""
+    sizes = (64, 256, 4096), (1000, 32000, 128256, 262145, 500_000, 10_000_000, 2**31)
+    for device, dtype in itertools.product(("meta", "cpu"), (torch.bfloat16, torch.float32, torch.float64)):
+        for features, classes in itertools.product(*sizes):
+            rows = rows_by_default(device, dtype, features, classes)
+            taken = rows * classes * dtype.itemsize
+            assert (taken <= GIB or rows == 1) and rows >= 1
+            at_least = 512 if device == "cpu" else 4096 // dtype.itemsize
+            assert rows >= at_least or 2 * taken > GIB
+            wider = rows_by_default(device, dtype, features, classes, True)
+            assert rows <= wider <= (rows if device == "cpu" or rows >= features else min(2 * rows, features))
+
+
+def test_a_number_of_the_caller_s_counts():
+    input = torch.empty(1, device="meta", dtype=torch.bfloat16).expand(N, 64)
+    assert rows_of_chunk(N, input, 10_000_000, False, 4096) == 4096
+
+
+def test_symbolic_sizes_stay_symbolic():
+    """In the open loop, whose chunks tracers see."""
+
+    def step(x, head, target):
+        return xent_ops.linear_token_loss(x, head, target, lambda stats: -stats.log_probs)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled, frames = torch.compile(step, fullgraph=True, backend=counter, dynamic=True), []
+    for rows, classes in ((48, 100), (40, 200), (9, 37), (300, 1000)):
+        x, head, target = torch.randn(rows, 16), torch.randn(classes, 16), torch.arange(rows) % classes
+        grads = []
+        for function in (compiled, step):
+            leaf = x.clone().requires_grad_()
+            function(leaf, head, target).backward()
+            grads.append(leaf.grad)
+        torch.testing.assert_close(*grads)
+        frames.append(counter.frame_count)
+    assert len(set(frames)) == 1
+
+
+@pytest.mark.slow
+def test_cpp_takes_the_same():
+    """160 rows of 1.7 million classes are more than 1 GiB: two chunks of 128, though 512 rows are one otherwise."""
+    if not _extension.LIBRARY.exists():
+        pytest.skip("built without C++ (XENT_OPS_BUILD_CPP=0)")
+    classes = 1_700_000
+    assert rows_by_default("cpu", torch.float32, 1, classes) == 128
+    run_python(f"""
+        import torch
+        torch.ops.load_library({str(_extension.LIBRARY)!r})
+        x, head, target = torch.ones(160, 1), torch.zeros({classes}, 1), torch.zeros(160, dtype=torch.int64)
+        for chunk_rows, products in ((None, 2), (160, 1)):
+            with torch.profiler.profile() as profile:
+                torch.ops.xent.linear_cross_entropy_forward(x, head, target, chunk_rows=chunk_rows)
+            found = [event.count for event in profile.key_averages() if event.key == "aten::mm"]
+            assert found == [products], found
+    """)
