@@ -66,13 +66,17 @@ def statistics(
     ]
     wanted = (True, True, with_argmax, with_entropy)
     values = _of_rows(rows, target, made, wanted)
-    if how.skip_ignored:  # those that are computed nevertheless, where nothing skips them
-        ignored = ~reference.is_counted(target, options.ignore_index)
-        values = [
-            value.masked_fill(ignored, unread) if want else value
-            for value, want, unread in zip(values, wanted, _UNREAD, strict=True)
-        ]
-    return tuple(values)
+    # Those that are computed nevertheless, where nothing skips them.
+    return tuple(without_ignored(values, wanted, target, options) if how.skip_ignored else values)
+
+
+def without_ignored(values: Sequence[Tensor], wanted: Sequence[bool], target: Tensor, options: Options) -> list[Tensor]:
+    """(loss, lse, argmax, entropy), in ignored rows as of rows that were skipped."""
+    ignored = ~reference.is_counted(target, options.ignore_index)
+    return [
+        value.masked_fill(ignored, unread) if want else value
+        for value, want, unread in zip(values, wanted, _UNREAD, strict=True)
+    ]
 
 
 def _of_rows(rows: ComputedRows, target: Tensor, made: list[Any], wanted: Sequence[bool]) -> list[Tensor]:
@@ -177,6 +181,12 @@ def divided_by(
     return divisor.to(dtype).expand(2).contiguous()
 
 
+def factors(inverse: Tensor, token_weight: Tensor | None, lse_square_scale: float) -> tuple[Tensor, Tensor | None]:
+    """Of the gradients of losses and squares of lse: (), or one a row. ``inverse``: of the divisors, (2,)."""
+    both = inverse if token_weight is None else inverse.unsqueeze(-1) * token_weight
+    return both[0], None if lse_square_scale == 0.0 else lse_square_scale * both[1]
+
+
 def with_grad(
     input: Tensor,
     linear_weight: Tensor,
@@ -206,16 +216,11 @@ def with_grad(
     flat, keywords, how, made = as_rows(input), options.keywords(), Chunking(**chunking), []
     rows = rows_to_compute(target, flat, linear_weight, options, how)
     of_rows = None if token_weight is None else rows.take(token_weight.to(dtype))
-
-    def factors(chunk: slice) -> tuple[Tensor, Tensor | None]:
-        """Of the gradients of a chunk's losses and squares of lse: (), or one a row."""
-        both = inverse if of_rows is None else inverse.unsqueeze(-1) * of_rows[chunk]
-        return both[0], None if lse_square_scale == 0.0 else lse_square_scale * both[1]
-
     products = Products(rows, flat, linear_weight, linear_bias, how.chunk_rows, output_mask, accumulate_dtype)
     indices = rows.indices()
     for chunk, logits in products.chunks():
-        of_chunk = (indices[chunk], *factors(chunk), weight, with_argmax, with_entropy)
+        scales = factors(inverse, None if of_rows is None else of_rows[chunk], lse_square_scale)
+        of_chunk = (indices[chunk], *scales, weight, with_argmax, with_entropy)
         made.append(_ops.cross_entropy_with_grad_(logits, *of_chunk, **keywords))
         products.add(chunk, logits)
     statistics = _of_rows(rows, target, made, (True, True, with_argmax, with_entropy))

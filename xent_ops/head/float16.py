@@ -60,4 +60,4 @@ def largest(
             of_targets = of_targets.abs() + weight.to(grad_loss.dtype).abs().mean()
         masses = masses * of_targets
     rows = [masses, *(grad for grad in grads if grad is not None)]
-    return divisible(torch.cat([grad_loss.new_zeros(1), *rows]).abs().max())
+    return divisible(torch.cat([grad_loss.new_zeros(1), *rows]).abs().amax())

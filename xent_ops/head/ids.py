@@ -44,8 +44,9 @@ def gradient(
     class_start: int = 0,
     num_classes: int | None = None,
     in_place: bool = False,
+    out_of_place: bool = False,
 ) -> Tensor:
-    """(..., columns). ``in_place``: written over the logits."""
+    """(..., columns). ``in_place``: written over the logits; ``out_of_place``: over nothing, as exporters want it."""
     grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse.to(lse.dtype)
     grad_lse = torch.where(at_ids.isnan().any(-1), float("nan"), grad_lse)  # that of an id that is no class, too
     target, keywords = reference_ids.first_counted(ids, options.ignore_index), options.keywords()
@@ -56,8 +57,10 @@ def gradient(
         made = logits
     else:
         made = _ops.cross_entropy_backward(*given, **keywords)
-    of_rows = (grad_lse, lse, grad_entropy, entropy)
-    _ops.ids_grad_(made, ids, at_ids, grad_ids, *of_rows, class_start, num_classes, **keywords)
+    rest = (ids, at_ids, grad_ids, grad_lse, lse, grad_entropy, entropy, class_start, num_classes)
+    if out_of_place:
+        return reference_ids.ids_grad(made, *rest, options=options)
+    _ops.ids_grad_(made, *rest, **keywords)
     return made
 
 

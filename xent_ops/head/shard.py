@@ -54,13 +54,13 @@ def stats(
     made[0] = float("-inf")
     products = Products(rows, flat, head, bias, how.chunk_rows)
     for chunk, logits in products.chunks() if len(head) > 0 else ():
-        for value, of_chunk in zip(made, _numbers(logits, indices[chunk], *shard, entropy, options), strict=True):
+        for value, of_chunk in zip(made, numbers(logits, indices[chunk], *shard, entropy, options), strict=True):
             value[chunk] = of_chunk
     given = [rows.give(values, otherwise) for values, otherwise in zip(made, _UNREAD, strict=False)]
-    return _handed_over(given, class_start, len(head), weight, entropy)
+    return handed_over(given, class_start, len(head), weight, entropy)
 
 
-def _numbers(
+def numbers(
     logits: Tensor,
     target: Tensor,
     class_start: int,
@@ -81,7 +81,7 @@ def _numbers(
     return lse, torch.ones_like(lse), loss, entropies
 
 
-def _handed_over(
+def handed_over(
     numbers: Sequence[Tensor], class_start: int, columns: int, weight: Tensor | None, entropy: bool
 ) -> Tensor:
     """(1, width): the numbers of rows, and a header before the entropies."""
@@ -204,19 +204,34 @@ def chunk(
     else:
         kernels.logits(input, head, bias, count, of_classes)
     logits[:, columns:].zero_()  # the result of an operator holds nothing that nobody wrote
-    places = None if ids is None else gather(of_classes, ids, class_start, num_classes, options).t()  # they come last
+    return statistics_of_chunk(of_classes, target, class_start, num_classes, weight, entropy, ids, options), logits
+
+
+def statistics_of_chunk(
+    logits: Tensor,  # (n, columns)
+    target: Tensor,
+    class_start: int,
+    num_classes: int | None,
+    weight: Tensor | None,
+    entropy: bool,
+    ids: Tensor | None,
+    options: Options,
+) -> Tensor:
+    """What ``joined`` takes of this rank."""
+    places = None if ids is None else gather(logits, ids, class_start, num_classes, options).t()  # they come last
     if num_classes is None:
         loss, lse, _, entropies = _ops.cross_entropy_forward(
-            of_classes, target, weight, False, entropy, **options.keywords()
+            logits, target, weight, False, entropy, **options.keywords()
         )
         rows = torch.stack([loss, lse, entropies] if entropy else [loss, lse])
-        return rows if places is None else torch.cat([rows, places]), logits
-    of_slice = (of_classes, target, class_start, num_classes, weight)
+        return rows if places is None else torch.cat([rows, places])
+    of_slice = (logits, target, class_start, num_classes, weight)
     if entropy:
-        stats = _handed_over(_numbers(*of_slice, entropy, options), class_start, columns, weight, entropy)
+        made = numbers(*of_slice, entropy, options)
+        stats = handed_over(made, class_start, logits.shape[1], weight, entropy)
     else:
         stats = _ops.cross_entropy_shard(*of_slice, **options.keywords())
-    return stats if places is None else torch.cat([stats, places.reshape(1, -1)], 1), logits
+    return stats if places is None else torch.cat([stats, places.reshape(1, -1)], 1)
 
 
 def chunk_grad_(

@@ -283,6 +283,12 @@ def cross_entropy_with_grad(
     return loss, lse, argmax, entropy, gradient
 
 
+def scaled_grad(grad: Tensor, factor: Tensor) -> Tensor:
+    """What ``scale_grad_`` writes, out of place."""
+    factor = factor.unsqueeze(-1)
+    return torch.where(factor == 0, 0.0, grad * factor).to(grad.dtype)
+
+
 def scale_grad_(grad: Tensor, factor: Tensor) -> None:
     """grad (..., V) times factor, () or (...). Zero times anything is zero, as in a row that passes nothing back."""
     if factor.device.type == "cpu" and bool((factor == 1).all()):

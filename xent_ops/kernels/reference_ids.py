@@ -10,7 +10,7 @@ is added up before it is rounded, and equal ids write equal numbers, so that bit
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,7 +54,20 @@ def gather(logits: Tensor, ids: Tensor, class_start: int, num_classes: int | Non
     return torch.where(at.invalid, float("nan"), x)
 
 
-def ids_grad_(
+def ids_grad_(grad_logits: Tensor, *args: Any, **keywords: Any) -> None:
+    """Writes the columns of the ids that are here. The arguments are those of ``_of_columns``."""
+    if grad_logits.shape[-1] > 0:
+        grad_logits.scatter_(-1, *_of_columns(grad_logits, *args, **keywords))
+
+
+def ids_grad(grad_logits: Tensor, *args: Any, **keywords: Any) -> Tensor:
+    """The same of a copy."""
+    if grad_logits.shape[-1] == 0:
+        return grad_logits.clone()
+    return grad_logits.scatter(-1, *_of_columns(grad_logits, *args, **keywords))
+
+
+def _of_columns(
     grad_logits: Tensor,  # (..., columns)
     ids: Tensor,  # (..., K)
     at_ids: Tensor,  # likewise: x
@@ -67,12 +80,9 @@ def ids_grad_(
     num_classes: int | None = None,
     *,
     options: Options = DEFAULTS,
-) -> None:
-    """Writes the columns of the ids that are here."""
-    width = grad_logits.shape[-1]
-    if width == 0:
-        return
-    at = columns(ids, width, class_start, num_classes, options.ignore_index)
+) -> tuple[Tensor, Tensor]:
+    """(column, value), each (..., K): what is to be written where."""
+    at = columns(ids, grad_logits.shape[-1], class_start, num_classes, options.ignore_index)
     x = at_ids.to(lse.dtype)
     of_row = softmax_gradient(x, lse, grad_lse.to(x.dtype), entropy, grad_entropy)
     passed = _added_up(at, grad_ids.to(x.dtype))
@@ -85,7 +95,7 @@ def ids_grad_(
     place = torch.where(at.here, at.place, at.place.gather(-1, first))
     value = torch.where(at.here, value, value.gather(-1, first))
     value = torch.where(at.here.any(-1, keepdim=True), value, grad_logits.gather(-1, place))
-    grad_logits.scatter_(-1, place, value)
+    return place, value
 
 
 def _added_up(at: Columns, values: Tensor) -> Tensor:

@@ -1,0 +1,68 @@
+"""Our operators as core aten, for compilers that have none: ``ExportedProgram.run_decompositions``, ONNX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from .head import exported, ids
+from .ops.library import OPERATORS, Operator
+
+# In the place of kernels that write to memory or read values; the other operators have a reference in plain torch.
+_FORMS: dict[str, Callable[..., Any]] = {
+    "token_logits": ids.statistics_of_rows,
+    "token_logits_backward": exported.token_logits_gradient_of_rows,
+    "linear_cross_entropy_forward": exported.statistics,
+    "linear_cross_entropy_backward": exported.gradients,
+    "linear_cross_entropy_with_grad": exported.with_grad,
+    "linear_token_logits": exported.token_logits,
+    "linear_token_logits_backward": exported.token_logits_gradients,
+    "linear_scale_grad": exported.scaled,
+    "linear_cross_entropy_shard": exported.stats,
+    "linear_cross_entropy_chunk": exported.chunk,
+}
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Core aten for every operator of xent_ops, beside torch's own table: for compilers that know aten alone.
+
+    Returns:
+        A new table, ``torch.export.default_decompositions()`` with ours, for ``ExportedProgram.run_decompositions``.
+        What it makes of a program holds core aten alone; ``torch.onnx.export`` and other backends take it.
+
+    The formulas are those of the plain-torch kernels, in float32 (float64 for float64). A target out of range gives
+    NaN, as on a GPU. Of a linear loss a known number of rows becomes as many chunks as the operator would have, and a
+    dynamic one a single chunk, with all logits. Rows that ``skip_ignored`` would leave out are computed.
+
+    The entries of operators that write to an argument, which a training step has, raise NotImplementedError.
+
+    Examples:
+        >>> model = xent_ops.LinearCrossEntropyLoss(16, 100).requires_grad_(False)
+        >>> program = torch.export.export(model, (torch.randn(8, 16), torch.arange(8)))
+        >>> program = program.run_decompositions(xent_ops.decompositions())
+    """
+    table = torch.export.default_decompositions()
+    for operator in OPERATORS.values():
+        table[operator.overload] = _refused(operator) if operator.overwrites else _decomposition(operator)
+    return table
+
+
+def _decomposition(operator: Operator) -> Callable[..., Any]:
+    function = _FORMS.get(operator.name, operator.reference)
+
+    def decomposition(*args: Any, **given: Any) -> Any:
+        return function(*args, **operator.keywords(given))
+
+    return decomposition
+
+
+def _refused(operator: Operator) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **given: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"xent::{operator.name} writes to {operator.overwrites}, which core aten cannot: export a loss without its "
+            "training step, below torch.no_grad() or of parameters that require no grad"
+        )
+
+    return refuse
