@@ -11,6 +11,7 @@ from . import ops as _ops  # noqa: F401 (registers the operators)
 from ._extension import library_path
 from ._version import __version__
 from .export import decompositions
+from .distillation import distillation_loss, linear_distillation_loss
 from .functional import check_targets, cross_entropy, cross_entropy_outputs, token_log_probs
 from .kernels.options import Reduction
 from .linear import linear_cross_entropy, linear_cross_entropy_outputs, linear_token_log_probs
@@ -32,11 +33,13 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_outputs",
     "decompositions",
+    "distillation_loss",
     "distributed",
     "inductor",
     "library_path",
     "linear_cross_entropy",
     "linear_cross_entropy_outputs",
+    "linear_distillation_loss",
     "linear_token_log_probs",
     "linear_token_loss",
     "token_log_probs",

@@ -20,16 +20,17 @@ def prompts_ignored(ids: torch.Tensor) -> torch.Tensor:
     return ids.masked_fill(torch.arange(ids.shape[1]) < prompt[:, None], -100)
 
 
-def tiny_llama():
-    """A Llama of random weights, the same at each call."""
+def tiny_llama(**sizes):
+    """A Llama of random weights, the same at each call with the same sizes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, use_cache=False, bos_token_id=1, eos_token_id=2,
-        pad_token_id=0,
-    )  # fmt: skip
+    default = {
+        "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "use_cache": False,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    config = LlamaConfig(**(default | sizes))
     return LlamaForCausalLM(config)
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import xent_ops
 from xent_ops.__main__ import main
-from xent_ops.bench import linear_cases, linear_problem, timing, token_loss
+from xent_ops.bench import distillation, linear_cases, linear_problem, timing, token_loss
 from xent_ops.bench.linear_cases import LinearVariant
 from xent_ops.bench.linear_problem import LinearProblem
 from xent_ops.bench.outputs import Outputs
@@ -176,6 +176,9 @@ def test_peak_memory_on_the_cpu():
         (["--only", "nothing"], "here are xent eager, xent compiled"),
         (["--token-loss", "grpo", "--chunk-rows", "8"], "leave out --chunk-rows"),
         (["--token-loss", "ppo"], "invalid choice: 'ppo'"),
+        (["--distillation", "8", "--token-loss", "grpo"], "leave out --chunk-rows and --token-loss"),
+        (["--distillation", "8", "--beta", "2"], "'2' is not a number from 0 to 1"),
+        (["--beta", "0.5"], "--beta is for --distillation"),
     ],
 )
 def test_refusals(arguments, text, capsys):
@@ -228,10 +231,33 @@ def test_a_teachers_top_k(tmp_path):
         assert problem.check(problem.bind(right)(), right).ok and not problem.check(problem.bind(wrong)(), wrong).ok
 
 
-def test_chunk_rows_are_of_linear(capsys):
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_distillation(beta, tmp_path, capsys):
+    """Each way is right, for both targets, and in multiples of four products; another beta is wrong."""
+    figures = tmp_path / "x.json"
+    arguments = ["--distillation", "24", "--beta", str(beta), "--shapes", "34x64", "--only", "xent eager,xent skipping"]
+    assert bench(*arguments, "--dtype", "bfloat16", "--json", str(figures)) == 0
+    content, results = of_results(figures)
+    assert content["settings"]["distillation"] == 24 and content["settings"]["beta"] == beta
+    assert list(results) == ["four products", "xent eager", "xent skipping", "four products again"]
+    assert all(result["status"] == "ok" for result in results.values()), results
+    assert results["xent eager"]["ratio"] == results["xent eager"]["ms"] / results["four products"]["ms"]
+    assert f"distillation of a teacher of 24, beta {beta}; 1 = " in capsys.readouterr().out
+
+    problem = distillation.DistillationProblem((24, beta), HeadShape(34, 64, 16), torch.float32, CPU)
+    for of in (beta, 0.25):
+        for variant in distillation.variants(of)[0][:5]:
+            variant = dataclasses.replace(variant, compiled=False)
+            for which in (0, 1):
+                problem.use_targets(which)
+                assert problem.check(problem.bind(variant)(), variant).ok == (of == beta), variant.name
+
+
+@pytest.mark.parametrize("argument", ["--chunk-rows", "--distillation"])
+def test_what_is_of_linear(argument, capsys):
     with pytest.raises(SystemExit):
-        main(["bench", "--device", "cpu", "--chunk-rows", "8"])
-    assert "--chunk-rows is for --linear" in capsys.readouterr().err
+        main(["bench", "--device", "cpu", argument, "8"])
+    assert "for --linear" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

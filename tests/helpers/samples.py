@@ -118,6 +118,20 @@ def of_probabilities(x, target, weight, options):
 
 
 @_with_twins
+def of_distillation(x, teacher, target, options, num_classes=None):
+    """Of a student's logits and its teacher's."""
+    call, numbers, fixed = functools.partial(_call, options), _numbers(x), x.detach()
+    scalar, row, statistics = numbers(()), numbers(target.shape), numbers(4, *target.shape)
+    for beta, more in ((0.0, {}), (1.0, {"hard_weight": 0.5}), (0.5, {"hard_weight": 0.5, "temperature": 2.0})):
+        more = {"beta": beta, "num_classes": num_classes, **more}
+        yield call("distillation_forward", x, teacher, target, **more)
+        yield call("distillation_backward", row, fixed, teacher, target, statistics, **more)
+        yield call("distillation_with_grad", fixed, teacher, target, scalar, **more)
+    yield call("distillation_backward", scalar, fixed, teacher, target, statistics, **more)
+    yield call("distillation_with_grad", fixed, teacher, target, row, **more)
+
+
+@_with_twins
 def of_shard(x, target, weight, place, options, **square):
     """Logits of the classes from place[0] on, of place[1] in all. Each rank has these logits."""
     call, fixed = functools.partial(_call, options), x.detach()  # the join alone is differentiable, and but once
@@ -138,6 +152,7 @@ def of_launchers(x, target, weight, place, options, **square):
     families = (
         of_indices(x, target, weight, options, **square),
         of_probabilities(x, x, weight, options),
+        of_distillation(x.detach(), x.detach().clone(), target, options),
         of_shard(x, target, weight, place, options, **square),
     )
     return [sample for sample in itertools.chain(*families) if sample.name in launched()]
@@ -179,6 +194,21 @@ def of_head(x, head, target, bias, weight, options, **square):
             yield call("linear_token_logits_backward", places, None, None, *saved, None, mask)
     for factor in (numbers(()), numbers(len(head))):
         yield call("linear_scale_grad", head.detach(), factor)
+
+
+def of_two_heads(x, head, teacher, teacher_head, target, biases, options, num_classes=None):
+    """Distillation of a student's head and its teacher's. ``biases``: of both."""
+    call = functools.partial(_call, options)
+    more = {"beta": 0.5, "hard_weight": 0.5, "temperature": 2.0, "num_classes": num_classes}
+    both = (x, head, target, teacher, teacher_head, *biases)
+    fixed = [tensor if tensor is None else tensor.detach() for tensor in both]  # which have no gradient
+    yield call("linear_distillation_forward", *fixed, **more)
+    if x.numel():
+        # A positive loss: the backward scales the gradients in place, and opcheck's is that of its magnitude.
+        token_weight, divisor = torch.rand(target.shape, device=x.device), torch.tensor(3, device=x.device)
+        for mask in MASKS:
+            yield call("linear_distillation_with_grad", *both, None, None, mask, **more)
+        yield call("linear_distillation_with_grad", *both, divisor, token_weight, reduction="sum", **more)
 
 
 def of_head_shard(x, head, target, place, bias, weight, options, **square):

@@ -21,6 +21,7 @@ RECIPES = {
     "nanogpt": (),
     "timm_classifier": ("timm", "torchvision"),
     "torchtitan_loss": ("torchtitan", "spmd_types"),
+    "trl_gkd": ("trl", "datasets", "accelerate"),
     "trl_grpo": ("trl", "datasets", "accelerate"),
     "trl_sft": ("trl", "datasets", "accelerate"),
     "vision_classifier": ("transformers",),

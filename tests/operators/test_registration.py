@@ -32,6 +32,12 @@ def calls(device, dtype, requires_grad):
     yield from samples.of_indices(logits[:0], target[:0], None, {}, **square)
     yield from samples.of_probabilities(logits, soft, None, {})
     yield from samples.of_probabilities(logits, soft, weight.to(dtype), full)
+    fixed, teacher_options = logits.detach(), {"softcap": 5.0, "teacher_softcap": 3.0, "logit_scale": 1.5}
+    yield from samples.of_distillation(logits, fixed.clone(), target, {})
+    yield from samples.of_distillation(
+        batched[:, :-1], batched.detach()[:, 1:, :9].float(), target[:1].expand(2, 4), teacher_options, 9
+    )
+    yield from samples.of_distillation(logits[:0], fixed[:0], target[:0], {})
     yield from samples.of_shard(logits, target, None, (0, 37), {}, **square)
     yield from samples.of_shard(logits, target, weight, (20, 60), {"ignore_index": -100, **full}, **square)
     yield from samples.of_shard(logits, target, None, (5, 40), full, **square)
@@ -46,6 +52,12 @@ def calls(device, dtype, requires_grad):
         )
         yield from samples.of_head(x[0], head, target[0], None, None, {"label_smoothing": 0.5}, **square)
         yield from samples.of_head(x[:0], head, target[:0], None, None, {}, **square)
+    teacher, teacher_head = torch.randn(6, 4, device=device), torch.randn(40, 4, device=device)
+    yield from samples.of_two_heads(
+        x, head, teacher, teacher_head[:37], target, (bias, teacher_head[:37, 0].clone()), chunks
+    )
+    more = {**teacher_options, **wide, "skip_ignored": True, "chunk_rows": 4}
+    yield from samples.of_two_heads(x, head, teacher, teacher_head, target.clamp(max=29), (None, None), more, 30)
     yield from samples.of_head_shard(x, head, target, (0, 37), bias, None, chunks, **square)
     yield from samples.of_head_shard(x, head, target, (0, 37), bias, weight, {**chunks, **full}, **square)
     for options in (full, {"softcap": 5.0}):  # with padding

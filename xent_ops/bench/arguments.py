@@ -43,6 +43,16 @@ def _fraction(text: str) -> float:
     return value
 
 
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return value
+
+
 def _list(text: str) -> list[int]:
     return [_positive(part.strip()) for part in text.split(",")]
 
@@ -94,6 +104,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --linear: a loss of tokens: GRPO with an entropy bonus, cross entropy with token weights, or with a "
         "teacher's 64 most probable classes and the rest of its probability",
     )
+    parser.add_argument(
+        "--distillation",
+        type=_positive,
+        metavar="TEACHER_HIDDEN",
+        help="with --linear: distillation from a teacher of this hidden size",
+    )
+    parser.add_argument("--beta", type=_share, help="with --distillation: of its divergence (default: 0, forward KL)")
     parser.add_argument(
         "--model",
         type=_model,

@@ -18,6 +18,7 @@ from .outputs import Outputs
 
 UNIT = "three products"
 FORWARD_UNIT = "one product"
+TEACHER_UNIT = "four products"  # three of the student, one of the teacher
 AUTO_CHUNKER: dict[str, Any] = {
     "auto_chunker.enable": True,
     # Above these thresholds alone it chunks. They ask for logits 8 times as large as the inputs of their product, which
@@ -30,7 +31,7 @@ AUTO_CHUNKER: dict[str, Any] = {
 }
 AUTO_CHUNKS = (4, 8)  # 8 is what auto_chunker takes by itself; fewer are faster and need more memory
 
-Products = Callable[[Tensor, Tensor], Outputs]
+Products = Callable[..., Outputs]  # of hidden states, matrix and what else a problem's losses take
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,16 @@ class LinearVariant(Variant):
 L = TypeVar("L", bound=LinearVariant)
 
 
-def _three_products(hidden: Tensor, matrix: Tensor) -> Outputs:
+def _three_products(hidden: Tensor, matrix: Tensor, *_: Tensor) -> Outputs:
     return Outputs(hidden.new_zeros(()), products(hidden, matrix))
 
 
-def _one_product(hidden: Tensor, matrix: Tensor) -> Outputs:
+def _four_products(hidden: Tensor, matrix: Tensor, teacher: Tensor, teacher_matrix: Tensor) -> Outputs:
+    torch.mm(teacher, teacher_matrix.t())
+    return _three_products(hidden, matrix)
+
+
+def _one_product(hidden: Tensor, matrix: Tensor, *_: Tensor) -> Outputs:
     torch.mm(hidden, matrix.t())
     return Outputs(hidden.new_zeros(()), ())
 
@@ -67,7 +73,8 @@ def _no_loss() -> Loss:
 
 
 def unit(of: str, name: str | None = None, against: str = "") -> LinearVariant:
-    products = {UNIT: _three_products, FORWARD_UNIT: _one_product}[of]
+    units: dict[str, Products] = {UNIT: _three_products, TEACHER_UNIT: _four_products, FORWARD_UNIT: _one_product}
+    products = units[of]
     return LinearVariant(name or of, "torch", _no_loss, against=against, products=products)
 
 

@@ -58,7 +58,7 @@ class LinearProblem(StepProblem):
         matrix = self.matrix.detach().requires_grad_()
         target, products = self.target.detach(), variant.products
         if products is not None:
-            return lambda: products(hidden.detach(), matrix.detach())
+            return lambda: products(hidden.detach(), matrix.detach(), *self.of_tokens())
         loss_of = variant.build()
 
         def forward() -> Outputs:

@@ -115,6 +115,8 @@ def main(arguments: argparse.Namespace) -> int:
             raise ValueError("--chunk-rows is for --linear HIDDEN, which makes logits by chunks of rows")
         elif arguments.token_loss:
             raise ValueError("--token-loss is for --linear HIDDEN: a loss of tokens from hidden states")
+        elif arguments.distillation or arguments.beta is not None:
+            raise ValueError("--distillation and --beta are for --linear HIDDEN: of the student's hidden states")
         if arguments.tails and (arguments.plot or arguments.dynamic):
             raise ValueError("--tails is a table of static shapes: leave out --plot and --dynamic")
         if arguments.tails:

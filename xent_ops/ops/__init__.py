@@ -1,7 +1,27 @@
 """The operators of the namespace ``xent``; importing this registers them."""
 
-from . import composite, cross_entropy, flops, linear, shard, soft_cross_entropy, token_logits, with_grad
+from . import (
+    composite,
+    cross_entropy,
+    distillation,
+    flops,
+    linear,
+    shard,
+    soft_cross_entropy,
+    token_logits,
+    with_grad,
+)
 
-__all__ = ["composite", "cross_entropy", "flops", "linear", "shard", "soft_cross_entropy", "token_logits", "with_grad"]
+__all__ = [
+    "composite",
+    "cross_entropy",
+    "distillation",
+    "flops",
+    "linear",
+    "shard",
+    "soft_cross_entropy",
+    "token_logits",
+    "with_grad",
+]
 
 flops.install()

@@ -128,6 +128,10 @@ def optional(name: str, value: Any) -> None:
         _refuse_tensors(((name, value),))
 
 
+def required(name: str, value: Any) -> None:
+    _refuse_tensors(((name, value),))
+
+
 def class_indices(target: Any) -> None:
     _refuse_tensors((("target", target),))
 

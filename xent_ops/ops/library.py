@@ -17,7 +17,7 @@ from ..kernels import accelerators, cpu, devices
 from ..kernels.options import Options, as_record
 from . import overwriting
 from .launch_cache import LaunchCache, call_signature
-from .schemas import DECLARED, SCHEMAS
+from .schemas import DECLARED, PYTHON_ONLY, SCHEMAS
 
 try:
     LIBRARY = torch.library.Library("xent", "DEF")
@@ -108,7 +108,8 @@ class Operator:
     def on_cpu(self, *args: Any, **given: Any) -> Any:
         keywords = self.keywords(given)
         self.check(args, keywords)
-        kernel = cpu.kernel(self.name)  # checks the targets' values itself
+        # Which checks the targets' values itself.
+        kernel = None if self.name in PYTHON_ONLY else cpu.kernel(self.name)
         if kernel is not None:
             return kernel(*args, **given)
         if self.check_values is not None:
@@ -155,8 +156,9 @@ def operator(
     Args:
         check: raises on what no kernel can take; sees the operator's arguments, with ``options`` as one record.
         outputs: shape and dtype of each output, from the positional arguments.
-        reference: the kernel in plain torch. The CPU runs the C++ kernel ``xent_cpu::name`` where it is built, CUDA and
-            ROCm what the ``@launcher`` of this name in kernels/triton/ prepares.
+        reference: the kernel in plain torch. The CPU runs the C++ kernel ``xent_cpu::name`` where it is built, unless
+            schemas.PYTHON_ONLY names the operator, CUDA and ROCm what the ``@launcher`` of this name in kernels/triton/
+            prepares.
         check_values: like ``check``, for the CPU without C++, where reading values does not synchronise.
         ascend: kernels/ascend/ has a ``@launcher`` of this name. Else NPUs run the reference, and import no Triton.
         composed: of other operators: ``reference`` is the kernel of every device. Autograd and tracers still see one

@@ -28,13 +28,29 @@ COUNT = "Tensor? count=None"  # of the first rows of a chunk, (): those after th
 # Not read: what was made before, whatever reorders a graph. "done", (0,), is such a tensor.
 AFTER = "Tensor? after=None"
 IDS = "Tensor? ids=None"  # several classes of each row of a chunk, (n, K)
+DISTILLATION = (
+    "SymInt ignore_index=-100, SymInt? num_classes=None, float beta=0.0, float temperature=1.0, float hard_weight=0.0, "
+    "float? softcap=None, float logit_scale=1.0, float? teacher_softcap=None, float teacher_logit_scale=1.0"
+)
+TWO_HEADS = (
+    "Tensor input, Tensor linear_weight, Tensor target, Tensor teacher_input, Tensor teacher_weight, "
+    "Tensor? linear_bias=None, Tensor? teacher_bias=None"
+)
 LINEAR_GRADS = "Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias"
 
 # Made of the others for every device: no kernels of their own.
 COMPOSITES = ("cross_entropy", "linear_cross_entropy")
 
-# Not in libxent_ops.so. A process without Python has no collectives to put between those of shards and chunks.
+# Not in libxent_ops.so, and plain torch on a CPU. A process without Python has no collectives to put between those of
+# shards and chunks.
 PYTHON_ONLY = (
+    "distillation_forward",
+    "distillation_backward",
+    "distillation_backward_",
+    "distillation_with_grad",
+    "distillation_with_grad_",
+    "linear_distillation_forward",
+    "linear_distillation_with_grad",
     "token_logits",
     "token_logits_backward",
     "ids_grad_",
@@ -115,6 +131,21 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         f"{SOFT_OPTIONS}) -> Tensor",
         None,
     ),
+    # A teacher's logits beside the student's: losses of rows, what the backward wants of them, and its gradient.
+    "distillation_forward": (
+        f"(Tensor logits, Tensor teacher_logits, Tensor target, *, {DISTILLATION}) -> (Tensor loss, Tensor statistics)",
+        None,
+    ),
+    "distillation_backward": (
+        "(Tensor grad_loss, Tensor logits, Tensor teacher_logits, Tensor target, Tensor statistics, *, "
+        f"{DISTILLATION}) -> Tensor",
+        "logits",
+    ),
+    "distillation_with_grad": (
+        f"(Tensor logits, Tensor teacher_logits, Tensor target, Tensor grad_scale, *, {DISTILLATION}) "
+        "-> (Tensor loss, Tensor grad_logits)",
+        "logits",
+    ),
     # One rank's shard of the vocabulary. The caller's all-gather of (1, L) to (ranks, L) stands between
     # cross_entropy_shard and the two that join: to losses of rows, or to a reduced loss.
     "cross_entropy_shard": (
@@ -170,6 +201,13 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         f"({LINEAR}, {DIVISOR}, {TOKEN_WEIGHT}, {OUTPUT_MASK}, {ACCUMULATE}, {STATISTICS}, *, {OPTIONS}, {LSE_SQUARE}, "
         f"{REDUCTION}, {CHUNKING}) -> (Tensor value, Tensor divided_by, Tensor loss, Tensor lse, Tensor argmax, "
         f"Tensor entropy, {LINEAR_GRADS})",
+        None,
+    ),
+    # The same of a teacher's head beside the student's: losses of rows, two products; or one pass, four.
+    "linear_distillation_forward": (f"({TWO_HEADS}, *, {DISTILLATION}, {CHUNKING}) -> Tensor", None),
+    "linear_distillation_with_grad": (
+        f"({TWO_HEADS}, {DIVISOR}, {TOKEN_WEIGHT}, {OUTPUT_MASK}, {ACCUMULATE}, *, {DISTILLATION}, {REDUCTION}, "
+        f"{CHUNKING}) -> (Tensor value, Tensor divided_by, {LINEAR_GRADS})",
         None,
     ),
     "linear_scale_grad": ("(Tensor grad, Tensor factor) -> Tensor", None),

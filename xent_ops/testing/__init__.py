@@ -8,16 +8,20 @@ The format is that of the tensor under test: its dtype is for you to check. And 
 of lse changes the softmax (1e6 in float32): there the budget of a gradient exceeds it.
 """
 
+from .distillation import DistillationExpected, assert_distillation, distillation_oracle
 from .linear import LinearExpected, assert_linear, linear_oracle
 from .rows import Expected, assert_grad, assert_loss, assert_lse, oracle, realistic_logits
 
 __all__ = [
+    "DistillationExpected",
     "Expected",
     "LinearExpected",
+    "assert_distillation",
     "assert_grad",
     "assert_linear",
     "assert_loss",
     "assert_lse",
+    "distillation_oracle",
     "linear_oracle",
     "oracle",
     "realistic_logits",

@@ -18,7 +18,7 @@ from ...kernels.sizes import symbolic, traced
 from ...ops.library import OPERATORS
 
 # Where arguments have the number of classes, by which kernels are chosen that do not serve all others.
-_CLASSES = {"logits": -1, "grad": -1, "linear_weight": 0}
+_CLASSES = {"logits": -1, "teacher_logits": -1, "grad": -1, "linear_weight": 0, "teacher_weight": 0}
 
 
 def packs(args: tuple[Any, ...]) -> bool:

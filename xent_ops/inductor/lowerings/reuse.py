@@ -77,6 +77,7 @@ def install() -> None:
         {
             torch.ops.xent.linear_cross_entropy_with_grad.default: save.results,
             torch.ops.xent.linear_cross_entropy_value.default: save.gradients,
+            torch.ops.xent.linear_distillation_with_grad.default: save.results,
         }
     )
     for op, (inplace, position) in INPLACE.items():

@@ -1,4 +1,4 @@
-"""Has the partitioner save the gradients that a linear cross entropy has made, whatever else it recomputes.
+"""Has the partitioner save the gradients that a linear loss has made, whatever else it recomputes.
 
 The forward makes them in three products. A checkpoint, a memory budget or aggressive recomputation would do so in the
 backward once more: six products, where rows take four. A formula of the operator's flops does not prevent that.

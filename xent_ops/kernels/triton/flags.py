@@ -34,6 +34,20 @@ def flags_of(options: Options, weighted: bool, itemsize: int) -> Flags:
     return Flags(weighted, options.label_smoothing > 0.0, configs.softcap(options.softcap, itemsize))
 
 
+class DistillationFlags(NamedTuple):
+    """The constexpr HOW of distillation_kernel."""
+
+    beta: int  # 0, 1, or 2 for what is in between
+    hard: int  # cross entropy on the target: 0 for none, 2 where its temperature is another than the divergence's
+    statistics: bool  # made; else they are read
+    gradient: bool
+    rest: bool  # columns are no multiple of those of a lane
+    padded: bool  # there are columns behind the classes
+
+    def __repr__(self) -> str:
+        return _expression(self)
+
+
 class SumFlags(NamedTuple):
     """The constexpr FLAGS of reduce_kernel and join_sums_kernel."""
 

@@ -8,6 +8,7 @@ describe the rows, a copy of the logits.
 
 from . import (  # noqa: F401
     launch_backward,
+    launch_distillation,
     launch_forward,
     launch_ids,
     launch_reduce,

@@ -25,18 +25,19 @@ def head(
     chunking: Chunking = DEFAULT_CHUNKING,
     may_be_empty: bool = False,
     names: tuple[str, str] = NAMES,
+    input_name: str = "input",
 ) -> None:
     """``names``: what the caller calls weight and bias."""
     weight_name, bias_name = names
-    checks.dtype("input", input, checks.FLOATS)
+    checks.dtype(input_name, input, checks.FLOATS)
     if input.dim() < 1:
-        raise ValueError("input has no dimension; expected shape (..., H), the features last")
+        raise ValueError(f"{input_name} has no dimension; expected shape (..., H), the features last")
     if linear_weight.dim() != 2:
         raise ValueError(
             f"{weight_name} has shape {tuple(linear_weight.shape)}; expected (V, H), as nn.Linear has it"
             f"{_swapped(weight_name, input, linear_weight, linear_weight.shape[:-1])}"
         )
-    _as_input(weight_name, linear_weight, input)
+    _as_input(weight_name, linear_weight, input, input_name)
     (classes, width), features = linear_weight.shape, input.shape[-1]
     if not (type(width) is type(features) is int and width == features):
         torch._check_value(width == features, lambda: _other_features(weight_name, linear_weight, features))
@@ -47,7 +48,7 @@ def head(
             lambda: f"{weight_name} of shape {tuple(linear_weight.shape)} has 0 classes; expected at least 1",
         )
     if linear_bias is not None:
-        _as_input(bias_name, linear_bias, input)
+        _as_input(bias_name, linear_bias, input, input_name)
         checks.same_shape(bias_name, linear_bias.shape, linear_weight.shape[:1], "one number a class")
     if accumulate_dtype not in (None, input.dtype) and (accumulate_dtype, input.dtype) not in _WIDER:
         raise TypeError(
@@ -110,11 +111,11 @@ def rows(
     checks.row_options(weight, linear_weight.t(), options)
 
 
-def _as_input(name: str, tensor: Tensor, input: Tensor) -> None:
-    checks.same_device(name, tensor, input, "input is")
+def _as_input(name: str, tensor: Tensor, input: Tensor, input_name: str) -> None:
+    checks.same_device(name, tensor, input, f"{input_name} is")
     if tensor.dtype != input.dtype:
         raise TypeError(
-            f"{name} has dtype {tensor.dtype} but input {input.dtype}; both must be the same, as for nn.Linear "
+            f"{name} has dtype {tensor.dtype} but {input_name} {input.dtype}; both must be the same, as for nn.Linear "
             "(torch.autocast casts both)"
         )
 

@@ -1,0 +1,115 @@
+"""Distillation compiled: one graph each way, gradients that are made once and scaled in place, any number of rows."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.graphs import (
+    AotEagerAndRecordGraphs,
+    CompileCounterWithBackend,
+    Partitioned,
+    calls_of,
+    inductor_code,
+    operator_names,
+)
+from torch._functorch import config
+
+import xent_ops
+
+V, H, TEACHER_H, N = 40, 16, 8, 24
+LINEAR = "linear_distillation_with_grad"
+
+
+def inputs(device, rows=N, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(2)
+    shapes = ((rows, H), (V, H), (rows, TEACHER_H), (V, TEACHER_H))
+    x, head, teacher, teacher_head = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    target = torch.randint(V, (rows,), generator=generator)
+    target[::5] = -100
+    return x.requires_grad_(), head.requires_grad_(), teacher, teacher_head, target.to(device)
+
+
+def of_heads(x, head, teacher, teacher_head, target):
+    options = {"beta": 0.5, "hard_weight": 0.5, "temperature": 2.0, "chunk_rows": 10}
+    return xent_ops.linear_distillation_loss(x.sin(), head, teacher, teacher_head, target=target, **options)
+
+
+def of_logits(x, head, teacher, teacher_head, target):
+    logits, teacher_logits = F.linear(x.sin(), head), F.linear(teacher, teacher_head)
+    return xent_ops.distillation_loss(logits, teacher_logits, target=target, beta=0.5, softcap=5.0)
+
+
+def without_target(x, head, teacher, teacher_head, target):
+    return xent_ops.linear_distillation_loss(x.sin(), head, teacher, teacher_head, beta=1.0)
+
+
+STEPS = [of_heads, of_logits, without_target]
+
+
+def gradients(step, x, head, *rest):
+    loss = step(x, head, *rest)
+    return loss.detach(), *torch.autograd.grad(loss, (x, head))
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_one_graph(device, step, backend):
+    tensors = inputs(device)
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    torch.testing.assert_close(gradients(compiled, *tensors), gradients(step, *tensors))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*tensors), step(*tensors))
+
+
+def test_the_graphs(device):
+    """One operator has all the products; the backward scales what it made."""
+    backend, tensors = AotEagerAndRecordGraphs(), inputs(device)
+    torch.compile(of_heads, fullgraph=True, backend=backend)(*tensors).backward()
+    (forward,), (backward,) = backend.fw_graphs, backend.bw_graphs
+    assert [name for name in operator_names(forward) if name.startswith("xent.")] == [f"xent.{LINEAR}.default"]
+    ours = [name for name in operator_names(backward) if name.startswith("xent.")]
+    assert ours == ["xent.linear_scale_grad.default"] * 2
+    assert not any("mm" in name for graph in (forward, backward) for name in operator_names(graph))
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_any_number_of_rows(device, step):
+    """As long as the number of chunks is the same."""
+    count = CompileCounterWithBackend("aot_eager")
+    compiled, graphs = torch.compile(step, fullgraph=True, backend=count, dynamic=True), []
+    for rows in (N, 28, 30):
+        tensors = inputs(device, rows)
+        torch.testing.assert_close(gradients(compiled, *tensors), gradients(step, *tensors))
+        graphs.append(count.frame_count)
+    assert graphs[0] == graphs[-1]
+
+
+@pytest.mark.usefixtures("cpu_as_cuda")
+def test_the_gradient_is_written_over_the_logits(device):
+    code = inductor_code(torch.compile(of_logits, fullgraph=True), *inputs(device))
+    assert calls_of("distillation_backward_", code) == 1 and calls_of("distillation_backward", code) == 0
+
+
+def test_the_gradients_are_scaled_in_place(device):
+    code = inductor_code(torch.compile(of_heads, fullgraph=True), *inputs(device, dtype=torch.bfloat16))
+    assert calls_of("scale_grad_", code) == 2 and calls_of("linear_scale_grad", code) == 0
+
+
+def test_the_one_pass_runs_once(device):
+    """Whatever else a memory budget has made again."""
+    tensors, backend = inputs(device), Partitioned()
+
+    def step(x, head, *rest):
+        return of_heads(((x @ head.t()).sin() @ head).cos(), head, *rest)
+
+    with config.patch(activation_memory_budget=0.3):
+        made = gradients(torch.compile(step, fullgraph=True, backend=backend), *tensors)
+    torch.testing.assert_close(made, gradients(step, *tensors))
+    assert backend.calls(LINEAR) == [1, 0]
+
+
+def test_refused_while_tracing(device):
+    x, head, teacher, teacher_head, target = inputs(device)
+    for more, text in (((teacher.clone().requires_grad_(), teacher_head), "teacher_input requires grad"),):
+        with pytest.raises(Exception, match=text):
+            torch.compile(of_heads, fullgraph=True, backend="aot_eager")(x, head, *more, target)
+        torch.compiler.reset()

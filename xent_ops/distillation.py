@@ -1,0 +1,240 @@
+"""Distillation as users call it: of given logits, and of the hidden states of a student and its teacher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .functional import is_dtensor, refuse_dtensors
+from .kernels.distillation import Distillation
+from .kernels.options import LossOptions, Options, Reduction
+from .kernels.reductions import reduce_rows
+from .ops import arguments, checks, distillation_checks, transforms
+from .ops.linear import checks as linear_checks
+from .ops.linear import composite
+
+_ops = torch.ops.xent
+
+
+def distillation_loss(
+    input: Tensor,
+    teacher_input: Tensor,
+    *,
+    target: Tensor | None = None,
+    beta: float = 0.0,
+    temperature: float = 1.0,
+    hard_weight: float = 0.0,
+    reduction: Reduction = "mean",
+    divisor: Tensor | float | None = None,
+    ignore_index: int = -100,
+    num_classes: int | None = None,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0,
+    token_weight: Tensor | None = None,
+) -> Tensor:
+    """The generalised Jensen-Shannon divergence between the logits of a student and of its teacher.
+
+    With s and t the softmax of the student's and the teacher's x / temperature, x as for ``cross_entropy``, and
+    m = (1 - beta) s + beta t, the loss of a row is
+
+        beta KL(t || m) + (1 - beta) KL(s || m)         for beta between 0 and 1
+        KL(t || s) for beta = 0, forward KL;            KL(s || t) for beta = 1, reverse KL
+
+    plus ``hard_weight`` times the student's cross entropy on the target, which is not divided by the temperature. No
+    factor temperature^2: where gradients should not shrink with it, multiply the loss.
+
+    Args:
+        input: logits of the student, (..., V), the classes last; float32, bfloat16, float16 or float64.
+        teacher_input: logits of the teacher, with the same rows, of any of these dtypes: a constant, which must not
+            require grad.
+        target: (...), class indices, int64, int32 or uint8: which rows are ignored, and what the cross entropy of
+            hard_weight is of. None: all rows count.
+        beta: from 0 to 1.
+        temperature: above 0.
+        hard_weight: of the cross entropy; 0 for none.
+        reduction: "mean" divides the sum by the number of counted rows (TRL's "batchmean" with labels), or by the sum
+            of their token_weight; "sum"; or "none", a number a row, 0 in ignored ones.
+        divisor: for "sum", as for ``linear_cross_entropy``.
+        ignore_index: rows with this target add neither loss nor gradient.
+        num_classes: how many columns are classes, where one or both are padded behind them: those behind have no
+            probability, on both sides, and their gradient is 0. None: all, of as many on both sides.
+        softcap, logit_scale: as for ``cross_entropy``, of the student.
+        teacher_softcap, teacher_logit_scale: of the teacher.
+        token_weight: a factor of each row's loss, of the target's shape, as for ``cross_entropy``.
+
+    A class masked by -inf on both sides has no part. One that has probability for the one and none for the other makes
+    the loss infinite where the formula says so: where the student lacks it at beta = 0, where the teacher lacks it at
+    beta = 1, and in between never.
+
+    Returns:
+        The loss, float32 (float64 for float64 input): (), or with "none" the shape of the rows. No second derivatives,
+        no torch.func, no forward-mode AD, no DTensors.
+
+    Errors are those of ``cross_entropy``; and RuntimeError for a teacher that requires grad.
+
+    Source: generalized_jsd_loss of TRL's GKDTrainer (Agarwal et al., 2023, arXiv 2306.13649).
+
+    Examples:
+        >>> logits, teacher_logits = torch.randn(4, 10, requires_grad=True), torch.randn(4, 10)
+        >>> loss = xent_ops.distillation_loss(logits, teacher_logits, beta=0.5, temperature=2.0)
+        >>> loss.backward()
+    """
+    name = "xent_ops.distillation_loss"
+    transforms.refuse(name)
+    target, ignore_index = _target_of(input, target, ignore_index, hard_weight)
+    _refuse(name, input, teacher_input, target, token_weight)
+    arguments.tensors(input, target)
+    arguments.required("teacher_input", teacher_input)
+    how = _how(
+        ignore_index,
+        softcap,
+        logit_scale,
+        (num_classes, beta, temperature, hard_weight, teacher_softcap, teacher_logit_scale),
+    )
+    loss = LossOptions(Options(how.options.ignore_index), reduction=reduction)
+    checks.reduction(reduction)
+    divisor = _divisor(divisor, input, token_weight, target, reduction)
+    distillation_checks.teacher_is_constant("teacher_input", teacher_input)
+    row_loss, _ = _ops.distillation_forward(input, teacher_input, target, **how.keywords())
+    return _reduced(row_loss, target, divisor, loss, token_weight)
+
+
+def linear_distillation_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    *,
+    target: Tensor | None = None,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    beta: float = 0.0,
+    temperature: float = 1.0,
+    hard_weight: float = 0.0,
+    reduction: Reduction = "mean",
+    divisor: Tensor | float | None = None,
+    ignore_index: int = -100,
+    num_classes: int | None = None,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0,
+    token_weight: Tensor | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+    skip_ignored: bool = False,
+) -> Tensor:
+    """``distillation_loss`` of the hidden states and heads of a student and its teacher, without their logits.
+
+    Two chunks of logits exist at a time. Where gradients are wanted, the forward makes them too: three products of the
+    student's head and one of the teacher's; the backward multiplies them by the upstream gradient, in place. Without
+    gradients, one product of each.
+
+    Args:
+        input, linear_weight, linear_bias: (..., H), (V, H) and (V,), of the student, as for ``linear_cross_entropy``.
+        teacher_input, teacher_weight, teacher_bias: (..., H'), (V', H') and (V',), of the teacher, with the same rows;
+            another size of features, and another dtype than the student's, are fine. Constants: they must not require
+            grad. Below torch.autocast they are cast, too.
+        num_classes: where V and V' differ, because heads are padded: how many rows of both are classes.
+        target, beta, temperature, hard_weight, reduction, ignore_index, token_weight: as for ``distillation_loss``, but
+            "none" without gradients alone.
+        softcap, teacher_softcap, logit_scale, teacher_logit_scale: likewise.
+        divisor, accumulate_dtype, chunk_rows: as for ``linear_cross_entropy``.
+        skip_ignored: as for ``linear_cross_entropy``, of the products of both heads, where both can be.
+
+    Returns:
+        The loss, float32 (float64 for float64 input): (), or with "none" the shape of the rows. Gradients are those of
+        the student's input, weight and bias, in their dtype. Restrictions and errors are as for ``distillation_loss``.
+
+    Sources: as for ``distillation_loss``; Liger-Kernel's fused linear JSD for the chunks.
+
+    Examples:
+        >>> head, teacher_head = torch.nn.Linear(16, 1000, bias=False), torch.nn.Linear(32, 1000, bias=False)
+        >>> hidden, teacher_hidden = torch.randn(2, 5, 16, requires_grad=True), torch.randn(2, 5, 32)
+        >>> teacher_weight = teacher_head.weight.detach()
+        >>> loss = xent_ops.linear_distillation_loss(hidden, head.weight, teacher_hidden, teacher_weight, beta=0.5)
+        >>> loss.backward()
+    """
+    name = "xent_ops.linear_distillation_loss"
+    transforms.refuse(name)
+    target, ignore_index = _target_of(input, target, ignore_index, hard_weight)
+    _refuse(name, input, linear_weight, teacher_input, teacher_weight, target, token_weight, linear_bias, teacher_bias)
+    arguments.linear(input, linear_weight, target, linear_bias)
+    arguments.required("teacher_input", teacher_input)
+    arguments.required("teacher_weight", teacher_weight)
+    arguments.optional("teacher_bias", teacher_bias)
+    for which, tensor in (("input", teacher_input), ("weight", teacher_weight), ("bias", teacher_bias)):
+        distillation_checks.teacher_is_constant(f"teacher_{which}", tensor)
+    how = _how(
+        ignore_index,
+        softcap,
+        logit_scale,
+        (num_classes, beta, temperature, hard_weight, teacher_softcap, teacher_logit_scale),
+    )
+    loss = LossOptions(Options(how.options.ignore_index), reduction=reduction)
+    checks.reduction(reduction)
+    divisor = _divisor(divisor, input, token_weight, target, reduction)
+    accumulate_dtype, chunking = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored)
+    student = composite.cast_for_autocast(input, linear_weight, linear_bias)
+    teacher = composite.cast_for_autocast(teacher_input, teacher_weight, teacher_bias)
+    heads = (*student[:2], target, *teacher[:2], student[2], teacher[2])
+    keywords: dict[str, Any] = {**chunking.keywords(), **how.keywords()}
+    wanted = [tensor is not None and tensor.requires_grad for tensor in student]
+    if not (torch.is_grad_enabled() and any(wanted)):
+        return _reduced(_ops.linear_distillation_forward(*heads, **keywords), target, divisor, loss, token_weight)
+    if reduction == "none":
+        raise NotImplementedError(
+            f'{name} has no gradient for reduction="none", whose upstream gradients would be known only after the '
+            "logits are gone: weigh the rows by token_weight, or pass all logits to xent_ops.distillation_loss"
+        )
+    rest = (divisor, token_weight, wanted, accumulate_dtype)
+    return _ops.linear_distillation_with_grad(*heads, *rest, reduction=reduction, **keywords)[0]
+
+
+def _target_of(input: Any, target: Any, ignore_index: Any, hard_weight: Any) -> tuple[Any, Any]:
+    """A target that ignores nothing, where there is none."""
+    if target is not None:
+        return target, ignore_index
+    if arguments.number("hard_weight", hard_weight) != 0.0:
+        raise ValueError(f"hard_weight={hard_weight} is of the cross entropy on the target: pass target=")
+    if not isinstance(input, Tensor) or is_dtensor(input) or input.dim() == 0:  # which is refused behind this
+        return torch.zeros(0, dtype=torch.int64), ignore_index
+    return input.new_zeros(input.shape[:-1], dtype=torch.int64), -100
+
+
+def _refuse(name: str, *tensors: Any) -> None:
+    refuse_dtensors(name, *[tensor for tensor in tensors if isinstance(tensor, Tensor)])
+
+
+def _how(ignore_index: Any, softcap: Any, logit_scale: Any, rest: tuple[Any, ...]) -> Distillation:
+    """The options in the types that kernels take."""
+    num_classes, beta, temperature, hard_weight, teacher_softcap, teacher_logit_scale = rest
+    options = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale).rows
+    return Distillation(
+        options,
+        None if num_classes is None else arguments.integer("num_classes", num_classes),
+        arguments.number("beta", beta),
+        arguments.number("temperature", temperature),
+        arguments.number("hard_weight", hard_weight),
+        None if teacher_softcap is None else arguments.number("teacher_softcap", teacher_softcap),
+        arguments.number("teacher_logit_scale", teacher_logit_scale),
+    )
+
+
+def _divisor(value: Any, input: Tensor, token_weight: Any, target: Tensor, reduction: str) -> Tensor | None:
+    divisor = arguments.divisor(value, input)
+    linear_checks.reduced_by(divisor, input, reduction)
+    arguments.optional("token_weight", token_weight)
+    checks.token_weight(token_weight, target)
+    return divisor
+
+
+def _reduced(
+    row_loss: Tensor, target: Tensor, divisor: Tensor | None, loss: LossOptions, token_weight: Tensor | None
+) -> Tensor:
+    divided = composite.divisors_of(target, None, divisor, 1, row_loss.dtype, loss, token_weight)
+    return reduce_rows(row_loss, row_loss, target, *divided, token_weight).value

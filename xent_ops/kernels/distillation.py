@@ -1,0 +1,47 @@
+"""How a student's distribution is drawn to its teacher's: the options of a distillation as one record."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .options import DEFAULTS, Options
+
+
+class Distillation(NamedTuple):
+    """As the operators take them, ``options`` spelled out (``as_record``)."""
+
+    options: Options = DEFAULTS  # ignore_index, and what makes x of the student's logits at a temperature of one
+    num_classes: int | None = None
+    beta: float = 0.0
+    temperature: float = 1.0
+    hard_weight: float = 0.0
+    teacher_softcap: float | None = None
+    teacher_logit_scale: float = 1.0
+
+    def keywords(self) -> dict[str, Any]:
+        """As operators take them. Those at their defaults are left out, as in ``Options.keywords``."""
+        given = self.options.keywords()
+        given.pop("label_smoothing", None)
+        for name, value, default in zip(self._fields[1:], self[1:], Distillation()[1:], strict=True):
+            if torch.compiler.is_compiling() or value != default:
+                given[name] = value
+        return given
+
+    def student(self) -> Options:
+        """What makes x of the student's logits: the temperature divides both the cap and the scale."""
+        return _divided(self.options, self.temperature)
+
+    def teacher(self) -> Options:
+        options = self.options._replace(softcap=self.teacher_softcap, logit_scale=self.teacher_logit_scale)
+        return _divided(options, self.temperature)
+
+    def columns(self, logits: torch.Tensor) -> int:
+        """How many of the columns are classes."""
+        return logits.shape[-1] if self.num_classes is None else self.num_classes
+
+
+def _divided(options: Options, temperature: float) -> Options:
+    softcap = None if options.softcap is None else options.softcap / temperature
+    return options._replace(softcap=softcap, logit_scale=options.logit_scale / temperature)

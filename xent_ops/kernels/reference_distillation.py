@@ -1,0 +1,118 @@
+"""The generalised Jensen-Shannon divergence between a student and its teacher, in plain torch.
+
+Per row, with s and t the softmax of the student's and the teacher's x, each divided by the temperature, and
+m = (1 - beta) s + beta t:
+
+    loss     = beta KL(t || m) + (1 - beta) KL(s || m) + hard_weight * cross entropy of the student
+    grad_x_j = (1 - beta) s_j (log s_j - log m_j - KL(s || m)) + ...
+
+At its ends it is another formula: beta 0 is KL(t || s), whose gradient is s_j - t_j, and 1 is KL(s || t), whose
+gradient is s_j (log s_j - log t_j - KL(s || t)). The cross entropy is that of a temperature of one.
+
+A probability of 0 adds nothing: 0 log 0 = 0. Where a class has a probability for the one and none for the other, the
+divergence is infinite where the formula says so. The gradient of KL(s || t) is then +inf in that class,
+-inf in others.
+
+Source: generalized_jsd_loss of TRL's GKDTrainer (Agarwal et al., 2023, On-Policy Distillation of Language Models).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .distillation import Distillation
+from .options import Options
+from .reference import _logsumexp, accumulator, activation, activation_derivative, gather_target, is_counted
+
+STATISTICS = 4  # lse of the student and the teacher; KL(student || teacher or mixture); the cross entropy's own lse
+
+
+def _log_softmax(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(log softmax, lse)."""
+    maximum, log_sum = _logsumexp(x)
+    return x - maximum - log_sum, (maximum + log_sum).squeeze(-1)  # not x - lse, which has been rounded
+
+
+def _x(logits: Tensor, options: Options, columns: int, dtype: torch.dtype) -> Tensor:
+    return activation(logits[..., :columns].to(dtype), options)
+
+
+def _expectation(probabilities: Tensor, values: Tensor) -> Tensor:
+    """The sum over the classes; those without probability add nothing."""
+    return torch.where(probabilities == 0.0, 0.0, probabilities * values).sum(-1)
+
+
+def _log_mixture(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
+    return torch.logaddexp(log_s + math.log1p(-beta), log_t + math.log(beta))
+
+
+def distillation_forward(logits: Tensor, teacher_logits: Tensor, target: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    """(loss (...), statistics (4, ...)): 0 and anything in ignored rows."""
+    how, dtype = Distillation(**given), accumulator(logits)
+    columns = how.columns(logits)
+    log_s, lse = _log_softmax(_x(logits, how.student(), columns, dtype))
+    log_t, teacher_lse = _log_softmax(_x(teacher_logits, how.teacher(), columns, dtype))
+    s, t = log_s.exp(), log_t.exp()
+    if how.beta == 0.0:
+        loss = _expectation(t, log_t - log_s)
+        of_student = torch.zeros_like(loss)
+    elif how.beta == 1.0:
+        loss = of_student = _expectation(s, log_s - log_t)
+    else:
+        log_m = _log_mixture(log_s, log_t, how.beta)
+        of_student = _expectation(s, log_s - log_m)
+        loss = how.beta * _expectation(t, log_t - log_m) + (1 - how.beta) * of_student
+    hard_lse = lse
+    if how.hard_weight != 0.0:
+        index, _, invalid = gather_target(target, columns, how.options.ignore_index)
+        log_p = log_s
+        if how.temperature != 1.0:
+            log_p, hard_lse = _log_softmax(_x(logits, how.options, columns, dtype))
+        cross_entropy = -log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+        loss = loss + how.hard_weight * cross_entropy.masked_fill(invalid, float("nan"))
+    loss = torch.where(is_counted(target, how.options.ignore_index), loss, 0.0)
+    return loss, torch.stack([lse, teacher_lse, of_student, hard_lse])
+
+
+def distillation_backward(
+    grad_loss: Tensor, logits: Tensor, teacher_logits: Tensor, target: Tensor, statistics: Tensor, **given: Any
+) -> Tensor:
+    """grad_logits (..., V) in the logits' dtype. grad_loss is () or (...)."""
+    how, dtype = Distillation(**given), accumulator(logits)
+    columns = how.columns(logits)
+    lse, teacher_lse, of_student, hard_lse = statistics.unbind(0)
+    x = _x(logits, how.student(), columns, dtype)
+    log_s = x - lse.unsqueeze(-1)
+    log_t = _x(teacher_logits, how.teacher(), columns, dtype) - teacher_lse.unsqueeze(-1)
+    s = log_s.exp()
+    if how.beta == 0.0:
+        grad = s - log_t.exp()
+    else:
+        log_m = log_t if how.beta == 1.0 else _log_mixture(log_s, log_t, how.beta)
+        ratio = log_s - log_m
+        distance = torch.where(ratio == math.inf, math.inf, ratio - of_student.unsqueeze(-1))  # not inf - inf
+        grad = torch.where(s == 0.0, 0.0, s * distance)
+        if how.beta != 1.0:
+            grad = (1 - how.beta) * grad
+    grad = grad * activation_derivative(x, how.student())
+    index, counted, invalid = gather_target(target, columns, how.options.ignore_index)
+    if how.hard_weight != 0.0:
+        p = s if how.temperature == 1.0 else (how.temperature * x - hard_lse.unsqueeze(-1)).exp()
+        p = p - (torch.arange(columns, device=p.device) == index.unsqueeze(-1)).to(dtype)
+        p = p * (activation_derivative(x, how.student()) * how.temperature)
+        grad = grad + how.hard_weight * p.masked_fill(invalid.unsqueeze(-1), float("nan"))
+    a = torch.where(counted, grad_loss.to(dtype), 0.0).unsqueeze(-1)
+    grad = torch.where(a == 0.0, 0.0, a * grad).to(logits.dtype)
+    return torch.nn.functional.pad(grad, (0, logits.shape[-1] - columns)).contiguous()
+
+
+def distillation_with_grad(
+    logits: Tensor, teacher_logits: Tensor, target: Tensor, grad_scale: Tensor, **given: Any
+) -> tuple[Tensor, Tensor]:
+    """(loss, gradient of grad_scale * loss summed over counted rows)."""
+    loss, statistics = distillation_forward(logits, teacher_logits, target, **given)
+    return loss, distillation_backward(grad_scale, logits, teacher_logits, target, statistics, **given)

@@ -1,0 +1,312 @@
+"""Student and teacher side by side: statistics of a row, the divergence, its gradient.
+
+The formulas are in reference_distillation.py.
+
+One kernel, in which each part may be left out. A program has a row, of the student and of the teacher:
+
+    statistics      one visit of both: each one's maximum and sum, and where beta is 0 or 1 the divergence, a sum of
+                    differences weighted with the running softmax. In between, the mixture is known only after it: one
+                    visit more.
+    gradient        one visit more, of the columns that were read last first: the L2 cache still has some of them.
+"""
+
+import triton
+import triton.language as tl
+
+from .numerics import LN2, LOG2E, activate, activation_of, row_offset, scale_of, tanh_slope, without_infinity
+
+
+@triton.jit
+def _load(row_ptr, columns, inside, act, FLAGS: tl.constexpr, ACC: tl.constexpr, EVICTION: tl.constexpr):
+    """x of a tile; -inf where there is no class."""
+    z = tl.load(row_ptr + columns, mask=inside, other=0.0, eviction_policy=EVICTION).to(ACC)
+    return tl.where(inside, activate(z, act, FLAGS), float("-inf"))
+
+
+@triton.jit
+def _moved(maximum, total, moment, other_maximum, pivot, other_pivot):
+    """(total, moment) relative to other pivots. moment: the sum of e^(y - pivot) ((y - pivot) - (x - other_pivot))."""
+    total_there = total * tl.exp2((maximum - pivot) * LOG2E)
+    shift = (without_infinity(maximum) - pivot) - (without_infinity(other_maximum) - other_pivot)
+    moment = (moment + total * shift) * tl.exp2((maximum - pivot) * LOG2E)
+    return total_there, tl.where(total_there == 0.0, 0.0, moment)  # which may be infinite
+
+
+@triton.jit
+def _weighted(distance, other_distance, e):
+    """What a tile adds to a moment. A probability of 0 adds 0; one whose counterpart is 0, infinity."""
+    return tl.sum(tl.where(e == 0.0, 0.0, e * (distance - other_distance)), axis=1)
+
+
+@triton.jit
+def _visit(state, x, y, temperature, HOW: tl.constexpr):
+    """Fold a tile of the student's x and the teacher's y into the running sums of each lane.
+
+    One maximum a lane: nothing crosses threads inside the loop, as in forward.py.
+    """
+    maximum, total, teacher_maximum, teacher_total, moment, hard_total = state
+    new_maximum = tl.maximum(maximum, tl.max(x, axis=1))
+    new_teacher = tl.maximum(teacher_maximum, tl.max(y, axis=1))
+    state = _relative_to(state, without_infinity(new_maximum), without_infinity(new_teacher), temperature, HOW)
+    _, total, _, teacher_total, moment, hard_total = state
+    distance = x - without_infinity(new_maximum)[:, None]
+    teacher_distance = y - without_infinity(new_teacher)[:, None]
+    e = tl.exp2(distance * LOG2E)
+    teacher_e = tl.exp2(teacher_distance * LOG2E)
+    if HOW.beta == 0:
+        moment += _weighted(teacher_distance, distance, teacher_e)
+    elif HOW.beta == 1:
+        moment += _weighted(distance, teacher_distance, e)
+    if HOW.hard == 2:
+        hard_total += tl.sum(tl.exp2(distance * (temperature * LOG2E)), axis=1)
+    total += tl.sum(e, axis=1)
+    teacher_total += tl.sum(teacher_e, axis=1)
+    return new_maximum, total, new_teacher, teacher_total, moment, hard_total
+
+
+@triton.jit
+def _relative_to(state, pivot, teacher_pivot, temperature, HOW: tl.constexpr):
+    """The sums of a state relative to other, finite pivots; its maxima stay."""
+    maximum, total, teacher_maximum, teacher_total, moment, hard_total = state
+    if HOW.beta == 0:
+        total *= tl.exp2((maximum - pivot) * LOG2E)
+        teacher_total, moment = _moved(teacher_maximum, teacher_total, moment, maximum, teacher_pivot, pivot)
+    elif HOW.beta == 1:
+        teacher_total *= tl.exp2((teacher_maximum - teacher_pivot) * LOG2E)
+        total, moment = _moved(maximum, total, moment, teacher_maximum, pivot, teacher_pivot)
+    else:
+        total *= tl.exp2((maximum - pivot) * LOG2E)
+        teacher_total *= tl.exp2((teacher_maximum - teacher_pivot) * LOG2E)
+    if HOW.hard == 2:
+        hard_total *= tl.exp2((maximum - pivot) * (temperature * LOG2E))
+    return maximum, total, teacher_maximum, teacher_total, moment, hard_total
+
+
+@triton.jit
+def _mixture(log_s, log_t, beta):
+    """(s, t, log s - log m, log t - log m) of m = (1 - beta) s + beta t: anything where s, or t, is 0."""
+    higher = tl.maximum(log_s, log_t)
+    ratio = tl.exp2(-tl.abs(log_s - log_t) * LOG2E)  # of the lesser to the greater
+    ratio = tl.where(higher == float("-inf"), 0.0, ratio)
+    teacher_leads = log_t >= log_s
+    share = tl.where(teacher_leads, beta + (1.0 - beta) * ratio, (1.0 - beta) + beta * ratio)
+    log_m = higher + tl.log2(share) * LN2
+    greater = tl.exp2(higher * LOG2E)
+    s = greater * tl.where(teacher_leads, ratio, 1.0)
+    t = greater * tl.where(teacher_leads, 1.0, ratio)
+    return s, t, log_s - log_m, log_t - log_m
+
+
+@triton.jit
+def _divergences(log_s, log_t, beta):
+    """What a tile adds to KL(s || m) and KL(t || m)."""
+    s, t, s_over_m, t_over_m = _mixture(log_s, log_t, beta)
+    of_student = tl.sum(tl.where(s == 0.0, 0.0, s * s_over_m), axis=1)
+    return of_student, tl.sum(tl.where(t == 0.0, 0.0, t * t_over_m), axis=1)
+
+
+@triton.jit
+def _gradient(
+    x, y, columns, a, lse, teacher_lse, of_student, hard_lse, target, beta, temperature, hard_weight, act,
+    FLAGS: tl.constexpr, HOW: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a tile of the student's logits."""
+    log_s = x - lse
+    log_t = y - teacher_lse
+    s = tl.exp2(log_s * LOG2E)
+    if HOW.beta == 0:
+        grad = s - tl.exp2(log_t * LOG2E)
+    else:
+        if HOW.beta == 1:
+            ratio = log_s - log_t
+        else:
+            s, _t, ratio, _t_over_m = _mixture(log_s, log_t, beta)
+        distance = tl.where(ratio == float("inf"), float("inf"), ratio - of_student)  # not inf - inf
+        grad = tl.where(s == 0.0, 0.0, s * distance)
+        if HOW.beta == 2:
+            grad *= 1.0 - beta
+    if HOW.hard != 0:
+        p = s
+        if HOW.hard == 2:
+            p = tl.exp2((temperature * x - hard_lse) * LOG2E)
+        grad += (hard_weight * temperature) * (p - tl.where(columns == target, 1.0, 0.0))
+    grad *= a * scale_of(act)
+    if FLAGS.softcap:
+        grad *= tanh_slope(x, act)
+    return grad
+
+
+@triton.jit(
+    do_not_specialize=["ignore_index", "n_rows"],
+    do_not_specialize_on_alignment=["n_inner", "n_teacher_inner", "n_out_inner"],
+)
+def distillation_kernel(
+    logits_ptr,  # (outer, inner, width), rows of any stride
+    teacher_ptr,  # (outer, inner, its width), rows of any stride
+    target_ptr,  # (N,), contiguous, any integer dtype
+    upstream_ptr,  # (N,) with a stride, 0 for a scalar: what the gradient is multiplied by
+    loss_ptr,  # (N,)
+    statistics_ptr,  # (4, N): see reference_distillation.py; read by a gradient without statistics
+    grad_ptr,  # (outer, inner, width): may be the logits themselves
+    n_rows: "i64",
+    n_cols,  # classes
+    width,
+    n_inner,
+    stride_outer,
+    stride_inner,
+    n_teacher_inner,
+    teacher_stride_outer,
+    teacher_stride_inner,
+    n_out_inner,
+    out_stride_outer,
+    out_stride_inner,
+    upstream_stride,
+    ignore_index: "i64",
+    beta: "fp64",
+    temperature: "fp64",
+    hard_weight: "fp64",
+    softcap: "fp64",
+    logit_scale: "fp64",
+    teacher_softcap: "fp64",
+    teacher_logit_scale: "fp64",
+    FLAGS: tl.constexpr,
+    TEACHER_FLAGS: tl.constexpr,
+    HOW: tl.constexpr,  # flags.DistillationFlags
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,  # elements of a lane
+):
+    ACC: tl.constexpr = statistics_ptr.dtype.element_ty
+    LANES: tl.constexpr = BLOCK // VECTOR
+    row = tl.program_id(0)
+    row_ptr = logits_ptr + row_offset(row, n_inner, stride_outer, stride_inner)
+    teacher_row_ptr = teacher_ptr + row_offset(row, n_teacher_inner, teacher_stride_outer, teacher_stride_inner)
+    act = activation_of(softcap, logit_scale, ACC)
+    teacher_act = activation_of(teacher_softcap, teacher_logit_scale, ACC)
+    beta = tl.cast(beta, ACC)
+    temperature = tl.cast(temperature, ACC)
+    hard_weight = tl.cast(hard_weight, ACC)
+    target = tl.load(target_ptr + row).to(tl.int64)
+    live = target != ignore_index
+    a = tl.cast(0.0, ACC)
+    if HOW.gradient:
+        a = tl.load(upstream_ptr + tl.cast(row, tl.int64) * upstream_stride).to(ACC)
+    if not HOW.statistics:
+        live = live & (a != 0.0)  # a row that passes nothing back is not read
+    tile = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    n_read = tl.where(live, n_cols, 0)
+    body = n_read // VECTOR * VECTOR  # whole lanes: such a mask may be vectorised whatever n_cols is
+    n_blocks = tl.cdiv(body, BLOCK)
+    REST: tl.constexpr = HOW.rest  # n_cols is no multiple of VECTOR
+    KEEP: tl.constexpr = "evict_last" if HOW.gradient or HOW.beta == 2 else ""
+    zero = tl.cast(0.0, ACC)
+
+    stats_ptr = statistics_ptr + row
+    n_rows = tl.cast(n_rows, tl.int64)
+    if HOW.statistics:
+        zeros = tl.zeros([LANES], ACC)
+        least = tl.full([LANES], float("-inf"), ACC)
+        state = (least, zeros, least, zeros, zeros, zeros)
+        for block in tl.range(0, n_blocks):
+            columns = block * BLOCK + tile
+            x = _load(row_ptr, columns, columns < body, act, FLAGS, ACC, KEEP)
+            y = _load(teacher_row_ptr, columns, columns < body, teacher_act, TEACHER_FLAGS, ACC, KEEP)
+            state = _visit(state, x, y, temperature, HOW)
+        if REST:
+            columns = body + tile
+            x = _load(row_ptr, columns, columns < n_read, act, FLAGS, ACC, KEEP)
+            y = _load(teacher_row_ptr, columns, columns < n_read, teacher_act, TEACHER_FLAGS, ACC, KEEP)
+            state = _visit(state, x, y, temperature, HOW)
+        pivot = without_infinity(tl.max(state[0], axis=0))
+        teacher_pivot = without_infinity(tl.max(state[2], axis=0))
+        state = _relative_to(state, pivot, teacher_pivot, temperature, HOW)
+        _, lanes_total, _, lanes_teacher, lanes_moment, lanes_hard = state
+        total = tl.sum(lanes_total, axis=0)
+        teacher_total = tl.sum(lanes_teacher, axis=0)
+        log_total = tl.log2(total) * LN2
+        teacher_log_total = tl.log2(teacher_total) * LN2
+        lse = pivot + log_total
+        teacher_lse = teacher_pivot + teacher_log_total
+        hard_lse = lse
+        if HOW.hard == 2:
+            hard_lse = temperature * pivot + tl.log2(tl.sum(lanes_hard, axis=0)) * LN2
+        of_student = zero
+        if HOW.beta == 0:
+            loss = tl.sum(lanes_moment, axis=0) / teacher_total - teacher_log_total + log_total
+        elif HOW.beta == 1:
+            loss = tl.sum(lanes_moment, axis=0) / total - log_total + teacher_log_total
+            of_student = loss
+        else:
+            lanes_student = zeros
+            lanes_of_teacher = zeros
+            for block in tl.range(0, n_blocks):
+                columns = (n_blocks - 1 - block) * BLOCK + tile  # the end of the row was read last
+                x = _load(row_ptr, columns, columns < body, act, FLAGS, ACC, KEEP)
+                y = _load(teacher_row_ptr, columns, columns < body, teacher_act, TEACHER_FLAGS, ACC, KEEP)
+                added, teacher_added = _divergences(x - lse, y - teacher_lse, beta)
+                lanes_student += added
+                lanes_of_teacher += teacher_added
+            if REST:
+                columns = body + tile
+                x = _load(row_ptr, columns, columns < n_read, act, FLAGS, ACC, KEEP)
+                y = _load(teacher_row_ptr, columns, columns < n_read, teacher_act, TEACHER_FLAGS, ACC, KEEP)
+                added, teacher_added = _divergences(x - lse, y - teacher_lse, beta)
+                lanes_student += added
+                lanes_of_teacher += teacher_added
+            of_student = tl.sum(lanes_student, axis=0)
+            loss = beta * tl.sum(lanes_of_teacher, axis=0) + (1.0 - beta) * of_student
+        if HOW.hard != 0:
+            valid = (target >= 0) & (target < n_cols)
+            at_target = tl.load(row_ptr + target, mask=valid & live, other=0.0).to(ACC)
+            cross_entropy = hard_lse - temperature * activate(at_target, act, FLAGS)
+            loss += hard_weight * tl.where(valid, cross_entropy, float("nan"))
+        tl.store(loss_ptr + row, tl.where(live, loss, 0.0))
+        if not HOW.gradient:
+            tl.store(stats_ptr, lse)
+            tl.store(stats_ptr + n_rows, teacher_lse)
+            tl.store(stats_ptr + 2 * n_rows, of_student)
+            tl.store(stats_ptr + 3 * n_rows, hard_lse)
+    else:
+        lse = tl.load(stats_ptr)
+        teacher_lse = tl.load(stats_ptr + n_rows)
+        of_student = tl.load(stats_ptr + 2 * n_rows)
+        hard_lse = tl.load(stats_ptr + 3 * n_rows)
+
+    if HOW.gradient:
+        out_ptr = grad_ptr + row_offset(row, n_out_inner, out_stride_outer, out_stride_inner)
+        live = live & (a != 0.0)
+        if HOW.hard != 0:
+            invalid = live & ((target < 0) | (target >= n_cols))
+            a = tl.where(invalid, float("nan"), a)
+        n_read = tl.where(live, n_cols, 0)
+        # Where the gradient is written over the logits, no thread may begin before all have read the target's logit.
+        tl.debug_barrier()
+        body = n_cols // VECTOR * VECTOR
+        n_blocks = tl.cdiv(body, BLOCK)
+        for block in tl.range(0, n_blocks):
+            if HOW.statistics and HOW.beta != 2:
+                columns = (n_blocks - 1 - block) * BLOCK + tile
+            else:
+                columns = block * BLOCK + tile
+            inside = columns < tl.where(live, body, 0)
+            x = _load(row_ptr, columns, inside, act, FLAGS, ACC, "evict_first")
+            y = _load(teacher_row_ptr, columns, inside, teacher_act, TEACHER_FLAGS, ACC, "evict_first")
+            grad = _gradient(
+                x, y, columns, a, lse, teacher_lse, of_student, hard_lse, target, beta, temperature, hard_weight, act,
+                FLAGS, HOW,
+            )  # fmt: skip
+            grad = tl.where(live, grad, 0.0)
+            tl.store(out_ptr + columns, grad.to(grad_ptr.dtype.element_ty), mask=columns < body)
+        if REST:
+            columns = body + tile
+            x = _load(row_ptr, columns, columns < n_read, act, FLAGS, ACC, "")
+            y = _load(teacher_row_ptr, columns, columns < n_read, teacher_act, TEACHER_FLAGS, ACC, "")
+            grad = _gradient(
+                x, y, columns, a, lse, teacher_lse, of_student, hard_lse, target, beta, temperature, hard_weight, act,
+                FLAGS, HOW,
+            )  # fmt: skip
+            grad = tl.where(live, grad, 0.0)
+            tl.store(out_ptr + columns, grad.to(grad_ptr.dtype.element_ty), mask=columns < n_cols)
+        if HOW.padded:
+            for start in tl.range(n_cols, width, BLOCK):
+                columns = start + tile
+                tl.store(out_ptr + columns, tl.zeros_like(columns).to(grad_ptr.dtype.element_ty), mask=columns < width)

@@ -1,0 +1,219 @@
+"""Launchers of the operators for distillation; see launch.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import next_power_of_2
+
+from ..distillation import Distillation
+from ..reference import accumulator
+from ..reference_distillation import STATISTICS
+from ..rows import dense_like, dense_rows, per_row_like
+from ..sizes import traced
+from . import configs
+from .cached import Launch
+from .common import Run, Strides, launcher, new_gradient, new_rows, new_tensor, row_layout
+from .distillation import distillation_kernel
+from .flags import DistillationFlags, flags_of
+
+
+def config(classes: int, itemsize: int, gradient: bool, loaded: bool) -> configs.Config:
+    """A program walks over a row of each. Many warps keep the rows in flight few, for the L2 cache.
+
+    ``loaded``: a softcap, a beta between 0 and 1, a cross entropy of another temperature, or columns that are no whole
+    vectors. More than 8 elements a thread would spill then.
+    """
+    row = max(next_power_of_2(classes), 128)
+    if itemsize == 8:
+        return configs.Config(min(row, 512), 4, 1)
+    if row <= 4096:
+        return configs.Config(min(row, 512 if loaded else 1024), 2, 1)
+    if row <= 8192 or loaded:
+        return configs.Config(2048, 8, 1)
+    return configs.Config(4096, 16 if gradient else 8, 1)
+
+
+class _Call:
+    """What the first stage looks at, and the launch that follows from it."""
+
+    def __init__(
+        self,
+        logits: Tensor,
+        teacher_logits: Tensor,
+        target: Tensor,
+        upstream: Tensor | None,
+        out_strides: Strides | None,  # of the rows that the gradient is written to
+        statistics: bool,
+        how: Distillation,
+    ) -> None:
+        number, strides, self.rows, _ = row_layout(logits)
+        _, teacher_strides, self.teacher_rows, _ = row_layout(teacher_logits)
+        self.target = dense_like(target)
+        self.upstream, upstream_stride = per_row_like(upstream)
+        self.empty = traced(number) == 0
+        width, classes = logits.shape[-1], how.columns(logits)
+        itemsize = min(logits.element_size(), teacher_logits.element_size())
+        vector = configs.vector(itemsize)
+        student, teacher = how.student(), how.teacher()
+        flags = DistillationFlags(
+            beta=0 if how.beta == 0.0 else 1 if how.beta == 1.0 else 2,
+            hard=0 if how.hard_weight == 0.0 else 1 if how.temperature == 1.0 else 2,
+            statistics=statistics,
+            gradient=out_strides is not None,
+            rest=classes % vector != 0,
+            padded=classes < width,
+        )
+        capped = student.softcap is not None or teacher.softcap is not None
+        loaded = capped or flags.rest or flags.beta == 2 or flags.hard == 2
+        block, num_warps, num_stages = config(classes, logits.element_size(), flags.gradient, loaded)
+        ignore_index, _, *activation = student.numbers()
+        self.launch = Launch(
+            distillation_kernel,
+            number,
+            number,
+            classes,
+            width,
+            *strides,
+            *teacher_strides,
+            *(out_strides or strides),
+            upstream_stride,
+            ignore_index,
+            how.beta,
+            how.temperature,
+            how.hard_weight,
+            *activation,
+            *teacher.numbers()[2:],
+            FLAGS=flags_of(student, False, logits.element_size()),
+            TEACHER_FLAGS=flags_of(teacher, False, teacher_logits.element_size()),
+            HOW=flags,
+            BLOCK=block,
+            VECTOR=vector,
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
+
+    def __call__(
+        self,
+        logits: Tensor,
+        teacher_logits: Tensor,
+        target: Tensor,
+        upstream: Tensor | None,
+        loss: Tensor,
+        statistics: Tensor,
+        grad: Tensor | None,
+    ) -> None:
+        if self.empty:
+            return
+        self.launch(
+            self.rows(logits),
+            self.teacher_rows(teacher_logits),
+            self.target(target),
+            loss if upstream is None else self.upstream(upstream),
+            loss,
+            statistics,
+            logits if grad is None else grad,
+        )
+
+
+@launcher
+def distillation_forward(logits: Tensor, teacher_logits: Tensor, target: Tensor, **given: Any) -> Run:
+    call = _Call(logits, teacher_logits, target, None, None, True, Distillation(**given))
+    new_loss = new_rows(logits)
+    new_statistics = new_tensor((STATISTICS, *target.shape), accumulator(logits), logits.device)
+
+    def run(logits: Tensor, teacher_logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        loss, statistics = new_loss(), new_statistics()
+        call(logits, teacher_logits, target, None, loss, statistics, None)
+        return loss, statistics
+
+    return run
+
+
+def _backward_apart(
+    grad_loss: Tensor, logits: Tensor, teacher_logits: Tensor, target: Tensor, statistics: Tensor, **given: Any
+) -> Run:
+    how, strides = Distillation(**given), dense_rows(logits.shape)
+    call = _Call(logits, teacher_logits, target, grad_loss, strides, False, how)
+    new_grad, as_statistics = new_gradient(logits), dense_like(statistics, accumulator(logits))
+
+    def run(grad_loss: Tensor, logits: Tensor, teacher_logits: Tensor, target: Tensor, statistics: Tensor) -> Tensor:
+        grad, statistics = new_grad(), as_statistics(statistics)
+        call(logits, teacher_logits, target, grad_loss, statistics, statistics, grad)
+        return grad
+
+    return run
+
+
+@launcher
+def distillation_backward(*args: Tensor, **given: Any) -> Run:
+    return _backward_apart(*args, **given)
+
+
+@launcher
+def distillation_backward_(
+    grad_loss: Tensor, logits: Tensor, teacher_logits: Tensor, target: Tensor, statistics: Tensor, **given: Any
+) -> Run:
+    layout = row_layout(logits)
+    if layout.copied:
+        apart = _backward_apart(grad_loss, logits, teacher_logits, target, statistics, **given)
+
+        def copy_back(grad_loss: Tensor, logits: Tensor, *rest: Tensor) -> None:
+            logits.copy_(apart(grad_loss, logits, *rest))
+
+        return copy_back
+    call = _Call(logits, teacher_logits, target, grad_loss, layout.strides, False, Distillation(**given))
+    as_statistics = dense_like(statistics, accumulator(logits))
+
+    def run(grad_loss: Tensor, logits: Tensor, teacher_logits: Tensor, target: Tensor, statistics: Tensor) -> None:
+        statistics = as_statistics(statistics)
+        call(logits, teacher_logits, target, grad_loss, statistics, statistics, logits)
+        torch.autograd.graph.increment_version(logits)  # autograd does not see a launch
+
+    return run
+
+
+def _with_grad_apart(logits: Tensor, teacher_logits: Tensor, target: Tensor, grad_scale: Tensor, **given: Any) -> Run:
+    how, strides = Distillation(**given), dense_rows(logits.shape)
+    call = _Call(logits, teacher_logits, target, grad_scale, strides, True, how)
+    new_loss, new_grad = new_rows(logits), new_gradient(logits)
+
+    def run(logits: Tensor, teacher_logits: Tensor, target: Tensor, grad_scale: Tensor) -> tuple[Tensor, Tensor]:
+        loss, grad = new_loss(), new_grad()
+        call(logits, teacher_logits, target, grad_scale, loss, loss, grad)
+        return loss, grad
+
+    return run
+
+
+@launcher
+def distillation_with_grad(*args: Tensor, **given: Any) -> Run:
+    return _with_grad_apart(*args, **given)
+
+
+@launcher
+def distillation_with_grad_(
+    logits: Tensor, teacher_logits: Tensor, target: Tensor, grad_scale: Tensor, **given: Any
+) -> Run:
+    layout = row_layout(logits)
+    if layout.copied:
+        apart = _with_grad_apart(logits, teacher_logits, target, grad_scale, **given)
+
+        def copy_back(logits: Tensor, *rest: Tensor) -> Tensor:
+            loss, grad = apart(logits, *rest)
+            logits.copy_(grad)
+            return loss
+
+        return copy_back
+    call = _Call(logits, teacher_logits, target, grad_scale, layout.strides, True, Distillation(**given))
+    new_loss = new_rows(logits)
+
+    def run(logits: Tensor, teacher_logits: Tensor, target: Tensor, grad_scale: Tensor) -> Tensor:
+        loss = new_loss()
+        call(logits, teacher_logits, target, grad_scale, loss, loss, logits)
+        torch.autograd.graph.increment_version(logits)  # autograd does not see a launch
+        return loss
+
+    return run

@@ -1,0 +1,153 @@
+"""Operators of distillation from hidden states: losses of rows, and the one pass that makes the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...head import distillation as of_heads
+from ...head.float16 import divisor_after_products
+from ...head.products import accumulator_of_weight
+from ...kernels.distillation import Distillation
+from ...kernels.options import Chunking
+from ...kernels.reference import accumulator
+from .. import checks as row_checks
+from .. import distillation_checks, transforms
+from ..distillation import refuse_derivatives, save_for_nothing
+from ..library import Outputs, autograd, needs_grad, operator
+from . import checks
+from .operators import given_away, gradients_of
+
+_TEACHER = ("teacher_weight", "teacher_bias")
+
+
+def check(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    *,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+    skip_ignored: bool = False,
+    **given: Any,
+) -> None:
+    how, chunking = Distillation(**given), Chunking(chunk_rows, skip_ignored)
+    checks.head(input, linear_weight, linear_bias, accumulate_dtype, chunking)
+    checks.head(teacher_input, teacher_weight, teacher_bias, names=_TEACHER, input_name="teacher_input")
+    row_checks.same_device("teacher_input", teacher_input, input, "input is")
+    rows = input.shape[:-1]
+    row_checks.same_shape("teacher_input", teacher_input.shape[:-1], rows, "the rows of input, before the features")
+    row_checks.dtype("target", target, row_checks.INDICES)
+    row_checks.same_shape("target", target.shape, rows, "one class index for each row of the input")
+    row_checks.same_device("target", target, input, "input is")
+    distillation_checks.options(how, input, teacher_input)
+    widths = linear_weight.shape[0], teacher_weight.shape[0]
+    distillation_checks.classes(how, *widths, ("linear_weight", "teacher_weight"))
+
+
+def check_with_grad(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    divisor: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    output_mask: Sequence[bool] = (True, True, True),
+    accumulate_dtype: torch.dtype | None = None,
+    *,
+    reduction: str = "mean",
+    **more: Any,
+) -> None:
+    heads = (input, linear_weight, target, teacher_input, teacher_weight, linear_bias, teacher_bias)
+    check(*heads, accumulate_dtype=accumulate_dtype, **more)
+    checks.gradient_mask(output_mask)
+    row_checks.token_weight(token_weight, target)
+    row_checks.reduction(reduction, ("mean", "sum"))
+    checks.reduced_by(divisor, input, reduction)
+
+
+def _outputs(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    divisor: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    output_mask: Any = (True, True, True),
+    accumulate_dtype: torch.dtype | None = None,
+) -> Outputs:
+    dtype = accumulator(input)
+    grad_input, grad_weight, grad_bias = gradients_of(input, linear_weight, output_mask)
+    sums = accumulator_of_weight(input.dtype, accumulate_dtype)
+    return ((), dtype), ((2,), dtype), grad_input, (grad_weight[0], sums), (grad_bias[0], dtype)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+    made = inputs[9]
+    needed = [needs_grad(ctx, position) for position in (0, 1, 5)]
+    ctx.mask = [bool(wanted and need) for wanted, need in zip(made, needed, strict=True)]
+    for position, name in ((3, "teacher_input"), (4, "teacher_weight"), (6, "teacher_bias")):
+        if needs_grad(ctx, position):
+            distillation_checks.teacher_needs_grad(name)
+    if needs_grad(ctx, 7):
+        checks.divisor_needs_grad()
+    _value, divided_by, *gradients = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(divided_by, *gradients)
+    ctx.dtype = inputs[0].dtype
+    # Attributes, not saved tensors: the first backward scales the gradients in place and gives them away.
+    ctx.gradients, ctx.divided_by = gradients, divided_by
+
+
+def _backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if grad_value is None:
+        return (None,) * 11
+    if torch.is_grad_enabled():  # create_graph=True
+        ctx.number = 11
+        refuse_derivatives(ctx)
+    if ctx.gradients is None:
+        raise RuntimeError(
+            "the gradients of this loss were given away by its first backward, which did not ask for retain_graph=True"
+        )
+    gradients, factor = ctx.gradients, grad_value
+    if ctx.dtype == torch.float16:
+        factor = grad_value / divisor_after_products(ctx.divided_by)
+    # Compiled autograd traces this, and replays no change of ctx: there the gradients stay as they are.
+    traced = torch.compiler.is_compiling()
+    keep = traced or transforms.is_batch(grad_value) or torch._C._autograd._get_current_graph_task_keep_graph()
+    if not keep:
+        ctx.gradients = None
+    of_input, of_weight, of_bias = given_away(gradients, factor, ctx.mask, ctx.dtype, keep)
+    return of_input, of_weight, None, None, None, of_bias, *(None,) * 5
+
+
+operator(
+    "linear_distillation_forward",
+    check=check,
+    outputs=lambda input, weight, target, *_: ((target.shape, accumulator(input)),),
+    reference=of_heads.losses,
+    composed=True,
+)
+autograd("linear_distillation_forward", refuse_derivatives, save_for_nothing)
+
+operator(
+    "linear_distillation_with_grad",
+    check=check_with_grad,
+    outputs=_outputs,
+    reference=of_heads.with_grad,
+    composed=True,
+)
+autograd("linear_distillation_with_grad", _backward, _save)
