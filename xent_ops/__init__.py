@@ -10,8 +10,8 @@ from . import inductor
 from . import ops as _ops  # noqa: F401 (registers the operators)
 from ._extension import library_path
 from ._version import __version__
-from .export import decompositions
 from .distillation import distillation_loss, linear_distillation_loss
+from .export import decompositions
 from .functional import check_targets, cross_entropy, cross_entropy_outputs, token_log_probs
 from .kernels.options import Reduction
 from .linear import linear_cross_entropy, linear_cross_entropy_outputs, linear_token_log_probs

@@ -17,6 +17,8 @@ _FORMS: dict[str, Callable[..., Any]] = {
     "linear_cross_entropy_forward": exported.statistics,
     "linear_cross_entropy_backward": exported.gradients,
     "linear_cross_entropy_with_grad": exported.with_grad,
+    "linear_distillation_forward": exported.distillation_losses,
+    "linear_distillation_with_grad": exported.distillation_with_grad,
     "linear_token_logits": exported.token_logits,
     "linear_token_logits_backward": exported.token_logits_gradients,
     "linear_scale_grad": exported.scaled,

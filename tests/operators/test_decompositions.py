@@ -42,7 +42,13 @@ def as_tuple(outputs):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", sorted(set(OPERATORS) - set(WRITERS)))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if "backward" in name or "grad" in name else ())
+        for name in sorted(set(OPERATORS) - set(WRITERS))
+    ],
+)
 def test_values(name, dtype):
     """Those of the CPU's kernels, with shapes, dtypes and strides."""
     table, overload = dict(xent_ops.decompositions().items()), OPERATORS[name].overload

@@ -32,6 +32,8 @@ def calls():
         x.view(2, 3, H), head, target.view(2, 3), None, None, {"accumulate_dtype": torch.float32}
     )
     yield from samples.of_head(x[:0], head, target[:0], None, None, {})
+    teacher, teacher_head = torch.randn(6, 2 * H), torch.randn(V + 3, 2 * H)
+    yield from samples.of_two_heads(x, head, teacher, teacher_head, target, (bias, None), chunks, num_classes=V)
     for place in ((0, 30), (20, 60)):
         yield from samples.of_head_shard(x, head, target, place, bias, None, chunks)
     yield from samples.of_indices(x, target % H, None, {})

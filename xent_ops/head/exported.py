@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import reductions, reference, reference_ids
+from ..kernels import reductions, reference, reference_distillation, reference_ids
+from ..kernels.distillation import Distillation
 from ..kernels.options import DEFAULTS, Chunking, LossOptions, Options
 from ..kernels.sizes import symbolic, traced
 from . import chunks, float16, shard
@@ -216,6 +217,64 @@ def with_grad(
     row_loss, lse, *_ = statistics
     value = reductions.reduce_rows(row_loss, lse, target, divisors, loss._replace(reduction="mean"), token_weight).value
     return value, divisors, *statistics, *loop.gradients(input.shape)
+
+
+def distillation_losses(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    *,
+    chunk_rows: int | None = None,
+    skip_ignored: bool = False,
+    **given: Any,
+) -> Tensor:
+    def of_rows(logits: Tensor, target: Tensor, teacher: Tensor) -> Sequence[Tensor]:
+        teacher_logits = logits_of(teacher, teacher_weight, teacher_bias)
+        return reference_distillation.distillation_forward(logits, teacher_logits, target, **given)[:1]
+
+    loop = _Loop(as_rows(input), linear_weight, linear_bias, Chunking(chunk_rows, skip_ignored))
+    return loop(of_rows, target.reshape(-1), as_rows(teacher_input))[0].view(target.shape)
+
+
+def distillation_with_grad(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    divisor: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    output_mask: Sequence[bool] = (True, True, True),
+    accumulate_dtype: torch.dtype | None = None,
+    *,
+    reduction: str = "mean",
+    chunk_rows: int | None = None,
+    skip_ignored: bool = False,
+    **given: Any,
+) -> tuple[Tensor, ...]:
+    dtype, options = reference.accumulator(input), Distillation(**given).options
+    loss = LossOptions(Options(options.ignore_index), reduction=reduction)
+    divisors = chunks.divided_by(target, None, divisor, linear_weight.shape[0], dtype, loss, token_weight)
+    inverse = float16.split_divisors(input.dtype, divisors)[0][0].reciprocal()
+    indices = target.reshape(-1)
+    factors = inverse.expand(indices.shape) if token_weight is None else inverse * token_weight.to(dtype).reshape(-1)
+
+    def of_rows(logits: Tensor, target: Tensor, teacher: Tensor, factor: Tensor) -> Sequence[Tensor]:
+        teacher_logits = logits_of(teacher, teacher_weight, teacher_bias)
+        return reference_distillation.distillation_with_grad(logits, teacher_logits, target, factor, **given)
+
+    how = Chunking(chunk_rows, skip_ignored)
+    loop = _Loop(as_rows(input), linear_weight, linear_bias, how, output_mask, accumulate_dtype)
+    row_loss = loop(of_rows, indices, as_rows(teacher_input), factors)[0].view(target.shape)
+    mean = loss._replace(reduction="mean")
+    value = reductions.reduce_rows(row_loss, row_loss, target, divisors, mean, token_weight).value
+    return value, divisors, *loop.gradients(input.shape)
 
 
 def token_logits(

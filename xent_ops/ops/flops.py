@@ -35,13 +35,15 @@ def _with_logits(call: Call) -> int:
     return 1 + sum(call.output_mask[:2])
 
 
-# The products of each operator. The others have none.
+# The products of each operator, beside a teacher's one. The others have none.
 PRODUCTS: dict[str, Callable[[Call], int]] = {
     "linear_cross_entropy_forward": _forward,
     "linear_cross_entropy_backward": _with_logits,
     "linear_cross_entropy_with_grad": _with_logits,
     "linear_token_logits": _forward,
     "linear_token_logits_backward": _with_logits,
+    "linear_distillation_forward": _forward,
+    "linear_distillation_with_grad": _with_logits,
     "linear_cross_entropy_shard": _forward,
     "linear_cross_entropy_chunk": _forward,
     "linear_cross_entropy_chunk_grad_": lambda call: int(call.with_grad_input),
@@ -59,6 +61,11 @@ def _of_one_product(call: Call) -> int:
     return 2 * math.prod(rows) * features * columns
 
 
+def _of_the_teacher(call: Call) -> int:
+    """Its logits."""
+    return 2 * math.prod(call.input.shape[:-1]) * math.prod(call.teacher_weight.shape)
+
+
 def formula(name: str) -> Callable[..., int]:
     """What flop_counter calls with the operator's arguments, and with keywords of its own."""
     arguments = OPERATORS[name].overload._schema.arguments
@@ -67,7 +74,8 @@ def formula(name: str) -> Callable[..., int]:
     def flops(*args: Any, **keywords: Any) -> int:
         call = Call(**defaults | dict(zip(defaults, args, strict=False)) | keywords)
         number = PRODUCTS[name](call)
-        return number * _of_one_product(call) if number else 0
+        of_teacher = _of_the_teacher(call) if hasattr(call, "teacher_weight") else 0
+        return of_teacher + (number * _of_one_product(call) if number else 0)
 
     return flops
 
