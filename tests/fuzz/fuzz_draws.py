@@ -7,6 +7,7 @@ program's own torch.manual_seed; all that decides about a program (shapes, targe
 import inspect
 import random
 
+import fuzz_distillation
 import torch
 from fuzz_program import Draw
 
@@ -24,6 +25,7 @@ ALONE = (
     "linear_cross_entropy_outputs",
     "linear_token_log_probs",
     "linear_token_loss",
+    *fuzz_distillation.NAMES,
 )
 OVER_RANKS = (
     "vocab_parallel_cross_entropy",
@@ -57,7 +59,10 @@ def parameters_of(name):
 
 
 def draw(seed, *, device="cpu", names=ALONE, backend=None, ranks=1):
-    return _Program(random.Random(seed), seed, device, names, backend, ranks).draw()
+    program = _Program(random.Random(seed), seed, device, names, backend, ranks)
+    if program.name in fuzz_distillation.NAMES:
+        return fuzz_distillation.draw(program.random, seed, device, program.name, backend)
+    return program.draw()
 
 
 class _Program:

@@ -19,6 +19,8 @@ class DistillationExpected(NamedTuple):
     grad: Tensor  # (..., V)
     loss_bound: Tensor
     grad_bound: Tensor
+    loss_scale: Tensor  # (...): the sum of the absolute parts that cancel in the loss
+    grad_scale: Tensor  # (..., V): likewise of the gradient
 
 
 def distillation_oracle(
@@ -89,7 +91,9 @@ def distillation_oracle(
         bound = bound + torch.finfo(accumulate).tiny * 4 * parts.amax(-1, keepdim=True).clamp(min=1.0)
         bound = F.pad(bound, (0, logits.shape[-1] - classes))
         bound = torch.where(counted.unsqueeze(-1), bound + info.eps * grad.abs() + info.tiny * info.eps, 0.0)
-    return DistillationExpected(loss.detach(), grad, loss_bound, bound)
+        parts = F.pad(torch.where(counted.unsqueeze(-1), parts, 0.0), (0, logits.shape[-1] - classes))
+        scale = torch.where(counted, far + sizes, 0.0)
+    return DistillationExpected(loss.detach(), grad, loss_bound, bound, scale, parts)
 
 
 def assert_distillation(loss: Tensor, grad: Tensor, expected: DistillationExpected) -> None:
