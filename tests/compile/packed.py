@@ -76,6 +76,30 @@ def linear_inputs(rows, classes, features, dtype, device, ignored=7):
     )
 
 
+class Distillation(nn.Module):
+    """The operators of distillation, of given logits and by chunks."""
+
+    def __init__(self, chunk_rows):
+        super().__init__()
+        self.chunk_rows = chunk_rows
+
+    def forward(self, hidden, head, target, bias, rows):
+        """As Linear; rows (N,): some numbers. The teacher is the student, seen in a mirror."""
+        options = {"ignore_index": 7, "beta": 0.5, "hard_weight": 0.5, "temperature": 2.0, "softcap": 30.0}
+        chunks = {"chunk_rows": self.chunk_rows, "ignore_index": 7}
+        logits, teacher = hidden @ head.t(), hidden @ head.flip(0).t()
+        loss, statistics = ops.distillation_forward(logits, teacher, target, **options)
+        gradient = ops.distillation_backward(rows, logits, teacher, target, statistics, **options)
+        with_grad = ops.distillation_with_grad(logits, teacher, target, rows, ignore_index=7, beta=1.0)
+        heads = (hidden, head, target, hidden, head.flip(0), bias)
+        of_rows = ops.linear_distillation_forward(*heads, **chunks)
+        return loss, gradient, *with_grad, of_rows, *ops.linear_distillation_with_grad(*heads, **chunks)
+
+
+def distillation_inputs(rows, classes, features, dtype, device):
+    return *linear_inputs(rows, classes, features, dtype, device), torch.randn(rows, device=device)
+
+
 class Shard(nn.Module):
     """The operators of one rank's columns, [256, 512) of 1024; ``gathered`` is what all four ranks have made."""
 

@@ -113,6 +113,19 @@ def test_linear(monkeypatch, tmp_path, dtype, chunk_rows):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("chunk_rows", [None, 500], ids=["one", "four"])
+def test_distillation(monkeypatch, tmp_path, chunk_rows):
+    """Losses of rows and gradients, of given logits and of heads, as many chunks for every number of rows."""
+    module, path = packed.Distillation(chunk_rows), tmp_path / "distillation.pt2"
+    given = packed.distillation_inputs(2000, 4099, 128, torch.bfloat16, "cuda")
+    package = pack(module, given, path, (True, False, True, False, True))
+    assert sorted(launches(source(path))) == sorted(launches_of(monkeypatch, module, given))
+    for rows in (2000, 3, 4097):
+        given = packed.distillation_inputs(rows, 4099, 128, torch.bfloat16, "cuda")
+        assert_near(package(*given), module(*given), torch.bfloat16)
+
+
+@pytest.mark.timeout(300)
 def test_shards_and_class_probabilities(monkeypatch, tmp_path):
     module, path = packed.Shard(), tmp_path / "shard.pt2"
     given = packed.shard_inputs(300, torch.bfloat16, "cuda")

@@ -178,6 +178,18 @@ def test_linear_has_as_many_chunks_for_every_number_of_rows():
     assert len(graph.graph.find_nodes(op="call_function", target=torch.ops.aten.addmm.out)) == 4
 
 
+def test_distillation_has_as_many_chunks_for_every_number_of_rows():
+    module, rows = packed.Distillation(100), {0: Dim.DYNAMIC}
+    given = packed.distillation_inputs(350, 101, 16, torch.bfloat16, "cpu")
+    hidden, head, target, bias, _ = placeholders(module, given, (rows, None, rows, None, rows))
+    with hidden.fake_mode:
+        heads = [hidden, head, target, hidden, head, bias]
+        graph = packages.traced_launches("linear_distillation_with_grad", heads, {"chunk_rows": 100})
+    calls = lambda op: len(graph.graph.find_nodes(op="call_function", target=op))  # noqa: E731
+    assert calls(packed.ops.distillation_with_grad_.default) == 4
+    assert calls(torch.ops.aten.addmm.out) == 4 + 3 and calls(torch.ops.aten.mm.out) == 4 + 1 + 4  # with dW and dH
+
+
 def counted_rows(logits, target):
     """What the operator gets of a model that leaves rows out by an index."""
 
