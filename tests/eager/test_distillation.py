@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import xent_ops
 from xent_ops.ops.library import OPERATORS
@@ -254,6 +255,15 @@ def test_autocast(device):
     assert torch.equal(loss, wanted)
     for got, right in zip(torch.autograd.grad(loss, student), torch.autograd.grad(wanted, leaves), strict=True):
         assert got.dtype == torch.float32 and torch.equal(got, right.float())
+
+
+def test_inside_a_checkpoint(device):
+    """Which runs the forward twice: right, and dear."""
+    student, teacher, target = problem(device)
+    step = lambda x: of_heads([x.sin(), *student[1:]], teacher, target)  # noqa: E731
+    wanted = torch.autograd.grad(step(student[0]), student)
+    made = torch.autograd.grad(checkpoint(step, student[0], use_reentrant=False), student)
+    assert all(map(torch.equal, made, wanted))
 
 
 def test_backward_again(device):

@@ -107,7 +107,9 @@ def distillation_backward(
         grad = grad + how.hard_weight * p.masked_fill(invalid.unsqueeze(-1), float("nan"))
     a = torch.where(counted, grad_loss.to(dtype), 0.0).unsqueeze(-1)
     grad = torch.where(a == 0.0, 0.0, a * grad).to(logits.dtype)
-    return torch.nn.functional.pad(grad, (0, logits.shape[-1] - columns)).contiguous()
+    if how.num_classes is not None:
+        grad = torch.nn.functional.pad(grad, (0, logits.shape[-1] - columns))
+    return grad.contiguous()
 
 
 def distillation_with_grad(

@@ -295,7 +295,8 @@ def distillation_kernel(
                 FLAGS, HOW,
             )  # fmt: skip
             grad = tl.where(live, grad, 0.0)
-            tl.store(out_ptr + columns, grad.to(grad_ptr.dtype.element_ty), mask=columns < body)
+            written = grad.to(grad_ptr.dtype.element_ty)
+            tl.store(out_ptr + columns, written, mask=columns < body, eviction_policy="evict_first")
         if REST:
             columns = body + tile
             x = _load(row_ptr, columns, columns < n_read, act, FLAGS, ACC, "")
