@@ -21,6 +21,7 @@ _FORMS: dict[str, Callable[..., Any]] = {
     "linear_distillation_with_grad": exported.distillation_with_grad,
     "linear_token_logits": exported.token_logits,
     "linear_token_logits_backward": exported.token_logits_gradients,
+    "linear_token_logits_with_grad": exported.token_logits_with_grad,
     "linear_scale_grad": exported.scaled,
     "linear_cross_entropy_shard": exported.stats,
     "linear_cross_entropy_chunk": exported.chunk,

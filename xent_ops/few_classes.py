@@ -14,13 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .head import float16, loop
+from .head.loop import HeadSlice
 from .kernels.options import LossOptions
 from .kernels.reference import accumulator, is_counted
 from .kernels.reference_ids import first_counted
 from .ops import arguments, checks
-from .outputs import TokenLogProbs
-from .token_function import Function
+from .outputs import TokenLogProbs, log_probs_of_ids
+from .token_function import Function, divided
 
+_ops = torch.ops.xent
 _OVER = 1e-3  # how far above one probabilities may add up, as rounded ones do
 
 
@@ -64,6 +67,41 @@ def as_function(
     if loss.reduction == "mean":
         divisor = divisor_of_mean(input, ids, token_weight, ignore_index)
     return _function(tail, loss.lse_square_scale, token_weight is not None), tuple(rows), divisor
+
+
+def in_one_visit(
+    input: Tensor,
+    head: HeadSlice,
+    ids: Tensor,
+    rows: tuple[Tensor, ...],
+    fn: Function,
+    loss: LossOptions,
+    divisor: Tensor | None,
+    token_weight: Tensor | None,
+) -> Tensor:
+    """A mean or a sum without a tail, whose derivatives are known before the statistics. ``rows``: as_function's."""
+    dtype, ignore_index = accumulator(input), loss.rows.ignore_index
+    counted = is_counted(first_counted(ids, ignore_index), ignore_index)
+    divisors = torch.ones((), dtype=dtype, device=input.device) if divisor is None else divisor.to(dtype)
+    within, later = float16.split_divisors(input.dtype, divisors.expand(2).contiguous())
+    factor = counted.to(dtype) if token_weight is None else torch.where(counted, token_weight.to(dtype), 0.0)
+    factor = factor / within[0]
+    square = None if loss.lse_square_scale == 0.0 else loss.lse_square_scale * factor
+    at_ids, lse, *made = _ops.linear_token_logits_with_grad(
+        input.detach(),
+        head.weight.detach(),
+        ids,
+        -rows[0].to(dtype) * factor.unsqueeze(-1),
+        square,
+        None if head.bias is None else head.bias.detach(),
+        loop.wanted_gradients(input, head),
+        head.accumulate_dtype,
+        **head.chunking.keywords(),
+        **loss.rows.keywords(),
+    )
+    log_probs = log_probs_of_ids(at_ids, lse, ids, ignore_index)
+    values = torch.where(counted, fn(TokenLogProbs(log_probs, lse, torch.where(counted, lse, 0.0)), *rows), 0.0)
+    return loop.value(divided(values, divisor), input, head, loop.Gradients(*made), later)
 
 
 def divisor_of_mean(input: Tensor, ids: Tensor, token_weight: Tensor | None, ignore_index: int) -> Tensor:

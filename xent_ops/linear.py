@@ -10,7 +10,8 @@ from torch import Tensor
 
 from . import few_classes
 from .functional import cross_entropy, is_dtensor, refuse_dtensors
-from .kernels.options import LossOptions, Reduction
+from .head.loop import HeadSlice
+from .kernels.options import Chunking, LossOptions, Reduction
 from .kernels.reference import is_counted
 from .kernels.reference_ids import first_counted
 from .ops import arguments, checks, transforms
@@ -160,6 +161,15 @@ def _of_few_classes(
         return linear_cross_entropy(input, linear_weight, ids[..., 0], **more)
     fn, rows, divisor = few_classes.as_function(input, ids, target_probs, tail, loss, divisor, token_weight)
     if loss.reduction != "none":
+        if tail:
+            return linear_token_loss(input, linear_weight, ids, fn, rows=rows, divisor=divisor, **head)
+        accumulate_dtype, how = arguments.chunks(*(head[name] for name in ("accumulate_dtype", *Chunking._fields)))
+        x, weight, bias = composite.cast_for_autocast(input, linear_weight, head["linear_bias"])
+        if composite.gradients_in_forward(x, weight, bias):
+            transforms.refuse("xent_ops.linear_cross_entropy with target_probs")
+            whole = HeadSlice(weight, bias, None, accumulate_dtype=accumulate_dtype, chunking=how)
+            divisor = arguments.divisor(divisor, input)
+            return few_classes.in_one_visit(x, whole, ids, rows, fn, loss, divisor, token_weight)
         return linear_token_loss(input, linear_weight, ids, fn, rows=rows, divisor=divisor, **head)
     stats = linear_token_log_probs(input, linear_weight, ids, **head)
     counted = is_counted(first_counted(ids, loss.rows.ignore_index), loss.rows.ignore_index)

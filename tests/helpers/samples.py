@@ -192,6 +192,10 @@ def of_head(x, head, target, bias, weight, options, **square):
         yield call("linear_token_logits_backward", places, row, row, *saved, row)
         for mask in MASKS[1:]:
             yield call("linear_token_logits_backward", places, None, None, *saved, None, mask)
+        fixed = (x.detach(), head.detach(), ids, places)
+        yield call("linear_token_logits_with_grad", *fixed)
+        for mask in MASKS:
+            yield call("linear_token_logits_with_grad", *fixed, row, saved[-1], mask)
     for factor in (numbers(()), numbers(len(head))):
         yield call("linear_scale_grad", head.detach(), factor)
 

@@ -342,6 +342,37 @@ def token_logits_gradients(
     return _times(loop.gradients(input.shape), factor, input.dtype)
 
 
+def token_logits_with_grad(
+    input: Tensor,
+    linear_weight: Tensor,
+    ids: Tensor,
+    grad_log_probs: Tensor,
+    grad_lse_square: Tensor | None = None,
+    linear_bias: Tensor | None = None,
+    output_mask: Sequence[bool] = (True, True, True),
+    accumulate_dtype: torch.dtype | None = None,
+    *,
+    options: Options = DEFAULTS,
+    **chunking: Any,
+) -> tuple[Tensor, ...]:
+    shape, how = (math.prod(ids.shape[:-1]), ids.shape[-1]), Chunking(**chunking)
+    upstream = torch.where(reference.is_counted(ids, options.ignore_index), grad_log_probs, 0.0).reshape(shape)
+    squares = None if grad_lse_square is None else grad_lse_square.reshape(-1)
+
+    def of_rows(logits: Tensor, places: Tensor, upstream: Tensor, square: Any) -> Sequence[Tensor]:
+        at_ids, lse, _ = of_ids.statistics_of_rows(logits, places, options=options)
+        target = reference_ids.first_counted(places, options.ignore_index)
+        lse = reference.infinite_where_ignored(lse, target, options.ignore_index)
+        of_square = reference.grad_lse_of_square(square, lse, target, options.ignore_index)
+        total = -upstream.sum(-1) if of_square is None else of_square - upstream.sum(-1)
+        given = (upstream, total, None, logits, places, at_ids, lse)
+        return at_ids, lse, of_ids.gradient(*given, options=options, out_of_place=True)
+
+    loop = _Loop(as_rows(input), linear_weight, linear_bias, how, output_mask, accumulate_dtype)
+    at_ids, lse = loop(of_rows, ids.reshape(shape), upstream, squares)[:2]
+    return at_ids.view(ids.shape), lse.view(ids.shape[:-1]), *loop.gradients(input.shape)
+
+
 def token_logits_gradient_of_rows(*args: Any, **keywords: Any) -> Tensor:
     """Of given logits."""
     return of_ids.gradient(*args, out_of_place=True, **keywords)

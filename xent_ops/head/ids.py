@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import reference_ids
+from ..kernels import reference, reference_ids
 from ..kernels.options import DEFAULTS, Chunking, Options
 from . import float16
 from .chunks import Gradients, as_rows
@@ -132,4 +132,50 @@ def gradients(
         made[0].view(input.shape if output_mask[0] else 0),
         made[1].to(input.dtype),
         made[2].to(input.dtype),
+    )
+
+
+def with_grad(
+    input: Tensor,
+    linear_weight: Tensor,
+    ids: Tensor,
+    grad_log_probs: Tensor,
+    grad_lse_square: Tensor | None = None,
+    linear_bias: Tensor | None = None,
+    output_mask: Sequence[bool] = (True, True, True),
+    accumulate_dtype: torch.dtype | None = None,
+    *,
+    options: Options = DEFAULTS,
+    **chunking: Any,
+) -> tuple[Tensor, ...]:
+    """(x of the ids, lse, the gradients as they were added up).
+
+    The gradients are those of the sum of grad_log_probs * log_probs and of grad_lse_square * lse^2, over counted rows.
+    """
+    flat, how, keywords = as_rows(input), Chunking(**chunking), options.keywords()
+    target = reference_ids.first_counted(ids, options.ignore_index)
+    rows = rows_to_compute(target, flat, linear_weight, options, how)
+    upstream = torch.where(reference.is_counted(ids, options.ignore_index), grad_log_probs, 0.0)
+    places, indices, upstream = rows.take_rows(ids), rows.indices(), rows.take_rows(upstream)
+    mass, square = -upstream.sum(-1), None if grad_lse_square is None else rows.take(grad_lse_square)
+    products = Products(rows, flat, linear_weight, linear_bias, how.chunk_rows, output_mask, accumulate_dtype)
+    made = []
+    for chunk, logits in products.chunks():
+        at_ids = reference_ids.gather(logits, places[chunk], 0, None, options)
+        of_chunk = None if square is None else square[chunk]
+        # The kernel takes the first id for the target, whose column is written again with those of the others.
+        scale = torch.where(at_ids.isnan().any(-1), float("nan"), mass[chunk])
+        _, lse, *_ = _ops.cross_entropy_with_grad_(logits, indices[chunk], scale, of_chunk, **keywords)
+        of_square = reference.grad_lse_of_square(of_chunk, lse, indices[chunk], options.ignore_index)
+        total = scale if of_square is None else scale + of_square
+        _ops.ids_grad_(logits, places[chunk], at_ids, upstream[chunk], total, lse, **keywords)
+        products.add(chunk, logits)
+        made.append((at_ids, lse))
+    at_ids, lse = (torch.cat(chunks) for chunks in zip(*made, strict=True))
+    return (
+        rows.give_rows(at_ids, 0.0).view(ids.shape),
+        rows.give(lse, float("inf")).view(target.shape),
+        products.input.view(input.shape if output_mask[0] else 0),
+        products.weight,
+        products.bias,
     )

@@ -42,6 +42,7 @@ PRODUCTS: dict[str, Callable[[Call], int]] = {
     "linear_cross_entropy_with_grad": _with_logits,
     "linear_token_logits": _forward,
     "linear_token_logits_backward": _with_logits,
+    "linear_token_logits_with_grad": _with_logits,
     "linear_distillation_forward": _forward,
     "linear_distillation_with_grad": _with_logits,
     "linear_cross_entropy_shard": _forward,

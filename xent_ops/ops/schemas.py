@@ -56,6 +56,7 @@ PYTHON_ONLY = (
     "ids_grad_",
     "linear_token_logits",
     "linear_token_logits_backward",
+    "linear_token_logits_with_grad",
     "linear_cross_entropy_shard",
     "linear_cross_entropy_shard_join",
     "linear_cross_entropy_chunk",
@@ -193,6 +194,13 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         "(Tensor grad_ids, Tensor? grad_lse, Tensor? grad_entropy, Tensor input, Tensor linear_weight, Tensor ids, "
         f"Tensor at_ids, Tensor lse, Tensor? linear_bias=None, Tensor? entropy=None, {OUTPUT_MASK}, *, {OPTIONS}, "
         f"{ACCUMULATE}, {CHUNKING}) -> ({LINEAR_GRADS})",
+        None,
+    ),
+    # With constants for the derivatives of their log-probabilities, (..., K), and of lse^2, (...): one visit of logits.
+    "linear_token_logits_with_grad": (
+        "(Tensor input, Tensor linear_weight, Tensor ids, Tensor grad_log_probs, Tensor? grad_lse_square=None, "
+        f"Tensor? linear_bias=None, {OUTPUT_MASK}, {ACCUMULATE}, *, {OPTIONS}, {CHUNKING}) "
+        f"-> (Tensor at_ids, Tensor lse, {LINEAR_GRADS})",
         None,
     ),
     # One pass: a reduced loss, the losses and statistics of its rows and its gradients, three products in all; and what

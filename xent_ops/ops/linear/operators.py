@@ -53,14 +53,21 @@ def _with_grad_outputs(
     with_entropy: bool = False,
 ) -> Outputs:
     dtype = reference.accumulator(input)
-    grad_input, grad_weight, grad_bias = gradients_of(input, linear_weight, output_mask)
     return (
         ((), dtype),
         ((2,), dtype),
         *statistics_of(input, input.shape[:-1], with_argmax, with_entropy),
+        *sums_of(input, linear_weight, output_mask, accumulate_dtype),
+    )
+
+
+def sums_of(input: Tensor, linear_weight: Tensor, mask: Any, accumulate_dtype: torch.dtype | None) -> Outputs:
+    """The gradients in the dtypes in which they are added up."""
+    grad_input, grad_weight, grad_bias = gradients_of(input, linear_weight, mask)
+    return (
         grad_input,
         (grad_weight[0], accumulator_of_weight(input.dtype, accumulate_dtype)),
-        (grad_bias[0], dtype),
+        (grad_bias[0], reference.accumulator(input)),
     )
 
 

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from ...head import ids as of_ids
 from ...kernels.options import DEFAULTS, Chunking, Options
+from .. import checks as row_checks
 from ..library import Outputs, autograd, needs_grad, operator
 from ..token_logits import (
     check_ids,
+    check_places,
     check_upstream,
     check_values,
     outputs_of,
@@ -20,7 +22,7 @@ from ..token_logits import (
     save_for_nothing,
 )
 from . import checks
-from .operators import gradients_of
+from .operators import gradients_of, sums_of
 
 _ops = torch.ops.xent
 
@@ -118,3 +120,50 @@ operator(
     composed=True,
 )
 autograd("linear_token_logits_backward", refuse_derivatives, save_for_nothing)
+
+
+def _check_with_grad(
+    input: Tensor,
+    linear_weight: Tensor,
+    ids: Tensor,
+    grad_log_probs: Tensor,
+    grad_lse_square: Tensor | None = None,
+    linear_bias: Tensor | None = None,
+    output_mask: Sequence[bool] = (True, True, True),
+    accumulate_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> None:
+    _check(input, linear_weight, ids, linear_bias, accumulate_dtype=accumulate_dtype, **options)
+    checks.gradient_mask(output_mask)
+    check_places(ids, grad_log_probs=grad_log_probs)
+    row_checks.rows_of(input, "input", grad_lse_square=grad_lse_square)
+
+
+def _with_grad(
+    input: Tensor, linear_weight: Tensor, ids: Tensor, *rest: Any, options: Options = DEFAULTS, **how: Any
+) -> tuple[Tensor, ...]:
+    check_values(ids, linear_weight.shape[0], options)
+    return of_ids.with_grad(input, linear_weight, ids, *rest, options=options, **how)
+
+
+def _with_grad_outputs(
+    input: Tensor,
+    linear_weight: Tensor,
+    ids: Tensor,
+    grad_log_probs: Tensor,
+    grad_lse_square: Tensor | None = None,
+    linear_bias: Tensor | None = None,
+    output_mask: Sequence[bool] = (True, True, True),
+    accumulate_dtype: torch.dtype | None = None,
+) -> Outputs:
+    return *outputs_of(input, ids, False)[:2], *sums_of(input, linear_weight, output_mask, accumulate_dtype)
+
+
+operator(
+    "linear_token_logits_with_grad",
+    check=_check_with_grad,
+    outputs=_with_grad_outputs,
+    reference=_with_grad,
+    composed=True,
+)
+autograd("linear_token_logits_with_grad", refuse_derivatives, save_for_nothing)
