@@ -115,6 +115,11 @@ def token_loss(x, head, target):
     return xent_ops.linear_token_loss(x, head, target, lambda stats: -stats.log_probs - 0.1 * stats.entropy)
 
 
+def distillation(x, head, target):
+    how = {"target": target, "beta": 0.5, "temperature": 2.0, "hard_weight": 0.5}
+    return xent_ops.linear_distillation_loss(x, head, x.flip(1), head.flip(0), **how)
+
+
 OPTIONS = {"label_smoothing": 0.1, "softcap": 5.0, "logit_scale": 0.5, "lse_square_scale": 0.1}
 LOSSES = {
     "mean": Loss(xent_ops.cross_entropy),
@@ -129,6 +134,7 @@ LOSSES = {
     "log_probs": Loss(log_probs),
     "several classes": Loss(several_classes),
     "token_loss": Loss(token_loss),
+    "distillation": Loss(distillation),
 }
 
 

@@ -6,10 +6,11 @@ import torch.nn.functional as F
 from helpers import samples
 from helpers.graphs import AotEagerAndRecordGraphs
 from helpers.processes import run_python
+from test_registration import calls
 from torch.utils.flop_counter import FlopCounterMode
 
 import xent_ops
-from xent_ops.ops.flops import PRODUCTS
+from xent_ops.ops.flops import FLOPS
 from xent_ops.ops.library import OPERATORS
 from xent_ops.ops.schemas import COMPOSITES
 
@@ -22,28 +23,10 @@ def counted(function, *args, **options):
     return counter.get_total_flops()
 
 
-def calls():
-    """Samples of every operator of a head: whole, of a slice with padding, by chunks, of several dimensions."""
-    x, head, bias, weight = (torch.randn(shape) for shape in ((6, H), (V, H), (V,), (V,)))
-    target, weight = torch.tensor([0, 29, 5, -100, 7, 8]), weight.abs()
-    chunks = {"chunk_rows": 4}
-    yield from samples.of_head(x, head, target, bias, weight, {**chunks, "softcap": 5.0}, lse_square_scale=0.1)
-    yield from samples.of_head(
-        x.view(2, 3, H), head, target.view(2, 3), None, None, {"accumulate_dtype": torch.float32}
-    )
-    yield from samples.of_head(x[:0], head, target[:0], None, None, {})
-    teacher, teacher_head = torch.randn(6, 2 * H), torch.randn(V + 3, 2 * H)
-    yield from samples.of_two_heads(x, head, teacher, teacher_head, target, (bias, None), chunks, num_classes=V)
-    for place in ((0, 30), (20, 60)):
-        yield from samples.of_head_shard(x, head, target, place, bias, None, chunks)
-    yield from samples.of_indices(x, target % H, None, {})
-    yield from samples.of_shard(x, target % H, None, (0, H), {})
-
-
 def test_formulas_count_what_the_reference_multiplies():
     seen = set()
-    for name, args, options in calls():
-        if name in COMPOSITES:
+    for name, args, options in calls("cpu", torch.float32, False):
+        if name in COMPOSITES or options.get("skip_ignored"):
             continue
         operator = OPERATORS[name]
         if operator.overwrites is not None:
@@ -52,7 +35,7 @@ def test_formulas_count_what_the_reference_multiplies():
         assert counted(getattr(torch.ops.xent, name), *args, **options) == products, (name, args, options)
         if products:
             seen.add(name)
-    assert seen == set(PRODUCTS)
+    assert seen == set(FLOPS)
 
 
 def tensors(wanted=(True, True), dtype=torch.float32, rows=N):
@@ -89,6 +72,12 @@ def token_loss(x, w, target):
     return xent_ops.linear_token_loss(x, w, target, lambda stats: -stats.log_probs, chunk_rows=16)
 
 
+def of_teacher(x, w, target):
+    """With a teacher of twice the features; rows of both heads behind the last class are multiplied too."""
+    teacher = (torch.ones(len(x), 2 * H, dtype=x.dtype), torch.ones(V, 2 * H, dtype=x.dtype))
+    return xent_ops.linear_distillation_loss(x, w, *teacher, target=target.clamp(max=V - 6), num_classes=V - 5)
+
+
 def ignoring(x, w, target):
     return xent_ops.linear_cross_entropy(x, w, target.index_fill(0, torch.arange(9), -100), skip_ignored=True)
 
@@ -111,6 +100,13 @@ def test_a_step_counts_as_in_torch(loss, dtype):
         assert counted(lambda: loss(*given).backward()) == usual + (product if loss in AGAIN else 0)  # noqa: B023
     with torch.no_grad():
         assert counted(loss, *tensors(dtype=dtype)) == product
+
+
+def test_a_teacher_s_product_counts():
+    product = 2 * N * H * V
+    assert counted(lambda: of_teacher(*tensors()).backward()) == 5 * product
+    with torch.no_grad():
+        assert counted(of_teacher, *tensors()) == 3 * product
 
 
 def test_modules_of_a_model():

@@ -26,45 +26,43 @@ _MODULE = "torch.utils.flop_counter"
 Call = SimpleNamespace  # the arguments of a call by name, those that are left out at their defaults
 
 
-def _forward(call: Call) -> int:
-    return 1
-
-
-def _with_logits(call: Call) -> int:
-    """The logits, and what the mask wants; a bias' gradient is a sum."""
-    return 1 + sum(call.output_mask[:2])
-
-
-# The products of each operator, beside a teacher's one. The others have none.
-PRODUCTS: dict[str, Callable[[Call], int]] = {
-    "linear_cross_entropy_forward": _forward,
-    "linear_cross_entropy_backward": _with_logits,
-    "linear_cross_entropy_with_grad": _with_logits,
-    "linear_token_logits": _forward,
-    "linear_token_logits_backward": _with_logits,
-    "linear_token_logits_with_grad": _with_logits,
-    "linear_distillation_forward": _forward,
-    "linear_distillation_with_grad": _with_logits,
-    "linear_cross_entropy_shard": _forward,
-    "linear_cross_entropy_chunk": _forward,
-    "linear_cross_entropy_chunk_grad_": lambda call: int(call.with_grad_input),
-    "linear_cross_entropy_chunk_add_": lambda call: int(call.grad_linear_weight.dim() == 2),
-}
-
-
-def _of_one_product(call: Call) -> int:
-    """Of a slice of the classes, those of the slice; of a chunk, its rows."""
-    if hasattr(call, "columns"):  # what is added to may have no shape, as the logits have padding
-        return 2 * call.input.shape[0] * call.input.shape[1] * call.columns
+def _product(call: Call) -> int:
+    """One with the head. Of a slice of the classes, those of the slice; of a chunk, its rows."""
     classes, features = call.linear_weight.shape
     rows = call.logits.shape[:1] if hasattr(call, "logits") else call.input.shape[:-1]
-    columns = columns_of(classes, getattr(call, "class_start", 0), getattr(call, "num_classes", None))
-    return 2 * math.prod(rows) * features * columns
+    if hasattr(call, "class_start"):
+        classes = columns_of(classes, call.class_start, call.num_classes)
+    return 2 * math.prod(rows) * features * classes
 
 
-def _of_the_teacher(call: Call) -> int:
-    """Its logits."""
-    return 2 * math.prod(call.input.shape[:-1]) * math.prod(call.teacher_weight.shape)
+def _of_teacher(call: Call) -> int:
+    return 2 * math.prod(call.teacher_input.shape[:-1]) * math.prod(call.teacher_weight.shape)
+
+
+def _with_grads(call: Call) -> int:
+    """The logits, and what the mask wants; a bias' gradient is a sum."""
+    return (1 + sum(call.output_mask[:2])) * _product(call)
+
+
+def _of_grad_weight(call: Call) -> int:
+    return 2 * math.prod(call.input.shape) * call.columns if call.grad_linear_weight.dim() == 2 else 0
+
+
+# Of the operators that hold products.
+FLOPS: dict[str, Callable[[Call], int]] = {
+    "linear_cross_entropy_forward": _product,
+    "linear_cross_entropy_backward": _with_grads,
+    "linear_cross_entropy_with_grad": _with_grads,
+    "linear_token_logits": _product,
+    "linear_token_logits_backward": _with_grads,
+    "linear_token_logits_with_grad": _with_grads,
+    "linear_distillation_forward": lambda call: _product(call) + _of_teacher(call),
+    "linear_distillation_with_grad": lambda call: _with_grads(call) + _of_teacher(call),
+    "linear_cross_entropy_shard": _product,
+    "linear_cross_entropy_chunk": _product,
+    "linear_cross_entropy_chunk_grad_": lambda call: _product(call) if call.with_grad_input else 0,
+    "linear_cross_entropy_chunk_add_": _of_grad_weight,
+}
 
 
 def formula(name: str) -> Callable[..., int]:
@@ -73,16 +71,13 @@ def formula(name: str) -> Callable[..., int]:
     defaults = {argument.name: argument.default_value for argument in arguments}
 
     def flops(*args: Any, **keywords: Any) -> int:
-        call = Call(**defaults | dict(zip(defaults, args, strict=False)) | keywords)
-        number = PRODUCTS[name](call)
-        of_teacher = _of_the_teacher(call) if hasattr(call, "teacher_weight") else 0
-        return of_teacher + (number * _of_one_product(call) if number else 0)
+        return FLOPS[name](Call(**defaults | dict(zip(defaults, args, strict=False)) | keywords))
 
     return flops
 
 
 def register(flop_counter: ModuleType) -> None:
-    for name in PRODUCTS:
+    for name in FLOPS:
         operator = getattr(torch.ops.xent, name)
         if operator not in flop_counter.flop_registry:
             flop_counter.register_flop_formula(operator, get_raw=True)(formula(name))
