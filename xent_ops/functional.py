@@ -220,8 +220,8 @@ def cross_entropy_outputs(
 
     Args:
         others: as for ``cross_entropy``; the target must be class indices.
-        grad_in_forward: as for ``cross_entropy``: one visit for the loss, its gradient and everything else. The lse is
-            then a constant.
+        grad_in_forward: as for ``cross_entropy``: one visit for the loss, its gradient and everything else. The loss
+            alone is differentiable then.
 
     Examples:
         >>> outputs = xent_ops.cross_entropy_outputs(torch.eye(3), torch.tensor([0, 1, 1]))
@@ -243,11 +243,12 @@ def cross_entropy_outputs(
     if grad_in_forward and function.wants_gradient(logits):
         value, *rows = function.with_grad(logits, target, weight, loss, token_weight, with_statistics=True)
     else:
-        keywords = loss.rows.keywords()
-        row_loss, lse, *more = torch.ops.xent.cross_entropy_forward(logits, target, weight, True, True, **keywords)
-        rows = [row_loss, lse.detach() if grad_in_forward else lse, *more]
+        rows = torch.ops.xent.cross_entropy_forward(logits, target, weight, True, True, **loss.rows.keywords())
     divisor, _ = cross_entropy_divisor(logits, target, weight, token_weight, options=loss.rows)
-    return outputs_of_rows(value, rows, target, divisor, loss, token_weight)
+    outputs = outputs_of_rows(value, rows, target, divisor, loss, token_weight)
+    if grad_in_forward:  # compiled, too
+        outputs = outputs._replace(lse=outputs.lse.detach(), z_loss=outputs.z_loss.detach())
+    return outputs
 
 
 def token_log_probs(

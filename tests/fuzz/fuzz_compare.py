@@ -244,6 +244,10 @@ class _Values:
         wanted = rows.reduced(rows.square, rows.divide[1] if rows.z_scale else torch.tensor(1.0))
         return wanted, rows.reduced(self._sums(self.of_square), rows.divide[1])
 
+    def token_losses(self):
+        bound = 16 * self.accumulator * self.rows.forward.loss_scale + 8 * self.eps * self.far
+        return self.rows.forward.loss, torch.where(self.rows.counted, bound + 4 * self.cap, 0.0)
+
     def log_probs(self):
         bound = 16 * self.accumulator * self.rows.forward.loss_scale + 4 * self.eps * self.far
         return -self.rows.forward.loss, bound + 2 * self.cap

@@ -34,7 +34,7 @@ OVER_RANKS = (
     "vocab_parallel_linear_token_loss",
 )
 OUTPUTS = {
-    "outputs": ("loss", "z_loss", "lse", "predictions", "accuracy"),
+    "outputs": ("loss", "z_loss", "lse", "predictions", "accuracy", "token_losses", "entropy"),
     "log_probs": ("log_probs", "entropy", "lse"),
 }
 STATISTICS = OUTPUTS["log_probs"]  # of which a function of tokens is a sum, with a row of factors for each
@@ -162,7 +162,7 @@ class _Program:
         self.of_tokens = "token_weight" in names and not both and self.maybe(0.3)
         if "grad_in_forward" in names and not self.of_tokens:
             for name in ("inplace_backward", "grad_in_forward"):
-                if self.maybe(0.25):
+                if self.maybe(0.25) and name in names:
                     options[name] = True
         self.function = self.random.sample(STATISTICS, self.random.randint(1, 3)) if "fn" in names else []
         sums = self.function or options.get("reduction") == "sum"
@@ -349,8 +349,11 @@ class _Program:
         results = "results" if self.kind in OUTPUTS else "[results]"
         self.say(f"outputs = dict(zip({list(names)}, {results}, strict=True))")
         possible = [name for name in names if name in DIFFERENTIABLE]
-        if "lse_square_scale" not in self.options and "z_loss" in possible:
-            possible.remove("z_loss")  # zeros, without a derivative
+        if self.kind == "outputs":  # what is a constant there
+            ahead = self.options.get("grad_in_forward", False)
+            of_rows = self.options.get("reduction") == "none" and "lse_square_scale" in self.options
+            constants = {"entropy", *(["lse"] if ahead else []), *([] if of_rows and not ahead else ["z_loss"])}
+            possible = [name for name in possible if name not in constants]
         chosen = [possible[0]] if self.maybe() else [name for name in possible if self.maybe()] or [possible[0]]
         self.say("upstream = {}")
         limit = not self.options.get("grad_in_forward") and self.dtype != "torch.float16"
@@ -373,6 +376,8 @@ class _Program:
         )
         unknown = ("inplace_backward", "grad_in_forward", "pipelined", "check")
         more = [f"{name}={value!r}" for name, value in self.options.items() if name not in unknown]
+        if self.kind == "outputs" and "skip_ignored" not in self.options:
+            more.append("skip_ignored=True")  # an ignored row's lse is infinite in any case
         if self.weights is not None:
             more.insert(0, "weight=weight")
         if self.of_tokens:

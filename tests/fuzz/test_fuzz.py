@@ -76,6 +76,7 @@ def test_every_option_is_drawn(name):
     found = set().union(*(one.keywords for one in draws))
     tensors = {"input", "logits_shard", "linear_weight", "weight_shard", "target"}
     others = {"group", "in_features", "num_classes", "device", "dtype"} if ranks == 1 else {"group"}
+    others |= {"target_probs", "tail"}  # of several classes a row, which tests/eager/test_several_classes.py has
     assert set(parameters_of(name)) - tensors - others <= found
 
 
