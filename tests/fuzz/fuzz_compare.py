@@ -232,7 +232,7 @@ class _Values:
         of_loss = (16 * self.accumulator + 2 * self.cap) * rows.forward.loss_scale
         of_loss = of_loss + 4 * self.accumulator * math.sqrt(1 + loss.numel()) * loss.abs()
         divide = rows.divide[0].abs()
-        bound = rows.reduced(of_loss, divide) + rows.reduced(self._sums(self.of_square), rows.divide[1])
+        bound = rows.reduced(of_loss, divide) + rows.reduced(self._sums(self.of_square), rows.divide[1].abs())
         return rows.reduced(loss, rows.divide[0]) + rows.reduced(square, rows.divide[1]), bound
 
     def _sums(self, bound):
@@ -242,7 +242,7 @@ class _Values:
         rows = self.rows
         # Without a z-loss zeros, where a mean of nothing would be NaN.
         wanted = rows.reduced(rows.square, rows.divide[1] if rows.z_scale else torch.tensor(1.0))
-        return wanted, rows.reduced(self._sums(self.of_square), rows.divide[1])
+        return wanted, rows.reduced(self._sums(self.of_square), rows.divide[1].abs())
 
     def token_losses(self):
         bound = 16 * self.accumulator * self.rows.forward.loss_scale + 8 * self.eps * self.far

@@ -84,8 +84,8 @@ def of_indices(x, target, weight, options, **square):
         yield call("cross_entropy_with_grad", fixed, target, *upstream, weight)
     for wanted in ((True, False), (True, True)):
         yield call("cross_entropy_with_grad", fixed, target, row, scalar, weight, *wanted)
-    if "label_smoothing" not in options:
-        yield from of_ids(x, target, call)
+    rest = {name: value for name, value in options.items() if name != "label_smoothing"}
+    yield from of_ids(x, target, functools.partial(_call, rest))
     for factor in (scalar, row):
         yield call("scale_grad_", fixed.clone(), factor)
     if x.numel():
