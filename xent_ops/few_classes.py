@@ -20,6 +20,7 @@ from .kernels.options import LossOptions
 from .kernels.reference import accumulator, is_counted
 from .kernels.reference_ids import first_counted
 from .ops import arguments, checks
+from .ops.linear import checks as linear_checks
 from .outputs import TokenLogProbs, log_probs_of_ids
 from .token_function import Function, divided
 
@@ -80,6 +81,8 @@ def in_one_visit(
     token_weight: Tensor | None,
 ) -> Tensor:
     """A mean or a sum without a tail, whose derivatives are known before the statistics. ``rows``: as_function's."""
+    if divisor is not None and divisor.requires_grad:
+        linear_checks.divisor_needs_grad()
     dtype, ignore_index = accumulator(input), loss.rows.ignore_index
     counted = is_counted(first_counted(ids, ignore_index), ignore_index)
     divisors = torch.ones((), dtype=dtype, device=input.device) if divisor is None else divisor.to(dtype)

@@ -279,6 +279,10 @@ def test_errors(device):
         call(x, head, ids, target_probs=0.5)
     with pytest.raises(TypeError, match="tail must be"):
         call(x, head, ids, target_probs=probs, tail="yes")
+    divisor = torch.ones((), device=device, requires_grad=True)
+    for tail in (False, True):
+        with pytest.raises(RuntimeError, match="divisor requires grad"):
+            call(x, head, ids, target_probs=probs, reduction="sum", divisor=divisor, tail=tail)
     with pytest.raises(ValueError, match="no class a row"):
         xent_ops.linear_token_log_probs(x, head, ids[:, :0])
     with pytest.raises(ValueError, match=r"ids has shape \(8, 4\); expected \(9, 4\), K classes of each row"):
