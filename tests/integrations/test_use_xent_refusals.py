@@ -141,6 +141,16 @@ class Int8Linear(nn.Linear):
         return super().forward(input)
 
 
+def test_heads_that_zero_3_has_partitioned():
+    """DeepSpeed marks its parameters by attributes, and is not needed to see them."""
+    model = tiny.make()
+    model.lm_head.weight.ds_id = 0
+    with pytest.raises(TypeError, match=r"partitioned by DeepSpeed's ZeRO-3, .* a xent_ops.LinearCrossEntropyLoss"):
+        use_xent(model)
+    del model.lm_head.weight.ds_id
+    use_xent(model)
+
+
 def test_quantised_heads():
     model = tiny.make()
     model.lm_head = Int8Linear(16, 64, bias=False)

@@ -41,6 +41,15 @@ def product(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     return torch.cat(inputs, -1), torch.cat(weights, 1), bias
 
 
+def refuse_partitioned(head: nn.Module) -> None:
+    """Weights of DeepSpeed's ZeRO-3, which marks its parameters: its hooks hang on what the head returns."""
+    if any(hasattr(parameter, "ds_id") for parameter in head.parameters()):
+        raise TypeError(
+            "the head's weight is partitioned by DeepSpeed's ZeRO-3, which gathers it for what the head returns alone, "
+            "and our loss is made inside: make the head a xent_ops.LinearCrossEntropyLoss, whose forward is the loss"
+        )
+
+
 def adapters(head: Any) -> list[str]:
     """The names of the LoRA adapters that count now."""
     return _active_adapters(head) if _of_peft(head, "lora.layer.Linear") else []

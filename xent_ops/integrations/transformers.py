@@ -82,7 +82,8 @@ def use_xent(
         A ``Report`` of what was replaced.
 
     Raises:
-        TypeError: not such a model; a head that is not nn.Linear, a quantised one, DoRA on it.
+        TypeError: not such a model; a head that is not nn.Linear, a quantised one, DoRA on it; one whose weight is
+            partitioned by DeepSpeed's ZeRO-3, for which there is LinearCrossEntropyLoss.
         ValueError: a model with a loss of its own, one that calls its head more than once, one that reads its logits
             beside the loss, or changes them otherwise than by a softcap or a scale.
         TypeError, ValueError: options that ``linear_cross_entropy`` refuses.
@@ -109,6 +110,7 @@ def use_xent(
     head = base.get_output_embeddings()
     if head is None:
         raise ValueError(f"{type(base).__name__} has no head: get_output_embeddings() is None")
+    heads.refuse_partitioned(head)
     tail = tails.find(base, head)
     loss = arguments.loss_options(-100, label_smoothing, *tail, lse_square_scale)
     checks.row_options(None, head.weight, loss.rows)
