@@ -185,7 +185,13 @@ struct Everything {
     scale_grad(problem, over.write(), each, threads);
     add(dtype, over.bytes);
     over.bytes = logits.bytes;
-    with_grad(in_place, same, each, values(rows), values(rows), over.write(), threads);
+    with_grad(in_place, same, each, values(rows), values(rows), argmax.data(), values(rows), over.write(), threads);
+    add(dtype, over.bytes);
+    for (const int64_t column : argmax) {
+      if (column < -1 || column >= classes) std::abort();
+    }
+    over.bytes = logits.bytes;
+    with_grad(in_place, same, none, values(rows), values(rows), nullptr, nullptr, over.write(), threads);
     add(dtype, over.bytes);
     soft_forward(problem, target_dtype, probabilities.read(), values(rows), values(rows), threads);
     gradient([&](Matrix& to) {
