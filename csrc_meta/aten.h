@@ -117,6 +117,15 @@ inline Tensor narrow(Tensor tensor, int64_t dim, int64_t start, int64_t length) 
   return torch::stable::narrow(tensor, dim, start, length);
 }
 
+// Where a gradient in this dtype lies that was written over the logits: in the front of each row, if it is narrower.
+inline Tensor front_of(const Tensor& logits, ScalarType dtype) {
+  if (dtype == logits.scalar_type()) {
+    return logits;
+  }
+  const int64_t last = logits.dim() - 1;
+  return narrow(call("aten::view", "dtype", logits, dtype), last, 0, logits.size(last));
+}
+
 inline Tensor mul(const Tensor& one, const Tensor& other) {
   return call("aten::mul", "Tensor", one, other);
 }

@@ -303,7 +303,8 @@ void scale_grad(const Tensor& grad, const Tensor& factor) {
 
 void linear(const Tensor& input, const Tensor& linear_weight, const Tensor& target, const MaybeTensor& linear_bias,
             const MaybeTensor& weight, const Options& options, std::optional<ScalarType> accumulate_dtype,
-            std::optional<int64_t> chunk_rows) {
+            std::optional<int64_t> chunk_rows, std::optional<ScalarType> logits_dtype,
+            const std::optional<std::string>& products) {
   const auto as_input = [&](const char* name, const Tensor& tensor) {
     same_device(name, tensor, input, "input is");
     require(tensor.scalar_type() == input.scalar_type(), name, " has dtype torch.", name_of(tensor.scalar_type()),
@@ -351,16 +352,29 @@ void linear(const Tensor& input, const Tensor& linear_weight, const Tensor& targ
     as_input("linear_bias", *linear_bias);
     same_shape("linear_bias", *linear_bias, linear_weight, 0, 1, "one number a class");
   }
-  const ScalarType dtype = input.scalar_type(), sums = accumulate_dtype.value_or(dtype);
-  const bool wider = sums == ScalarType::Float && (dtype == ScalarType::BFloat16 || dtype == ScalarType::Half);
-  require(sums == dtype || wider, "accumulate_dtype must be None, the input's torch.", name_of(dtype),
-          " or, for 16-bit inputs, torch.float32; got torch.", name_of(sums));
+  const ScalarType dtype = input.scalar_type();
+  const auto may_be_wider = [&](const char* name, std::optional<ScalarType> given) {
+    const ScalarType kept = given.value_or(dtype);
+    const bool wider = kept == ScalarType::Float && (dtype == ScalarType::BFloat16 || dtype == ScalarType::Half);
+    require(kept == dtype || wider, name, " must be None, the input's torch.", name_of(dtype),
+            " or, for 16-bit inputs, torch.float32; got torch.", name_of(kept));
+  };
+  may_be_wider("accumulate_dtype", accumulate_dtype);
+  may_be_wider("logits_dtype", logits_dtype);
+  require(!products, "products of 8-bit numbers are made from Python alone");
   require(chunk_rows.value_or(1) >= 1, "chunk_rows must be at least 1, or None for the default, got ",
           chunk_rows.value_or(1));
   check_dtype("target", target, INDICES);
   same_shape("target", target, input, 0, last, "one class index for each row of the input", swapped(sizes_of(target)));
   same_device("target", target, input, "input is");
   check_options(weight, logits, options);
+}
+
+void narrower(std::optional<ScalarType> grad_dtype, const Tensor& logits) {
+  const ScalarType dtype = logits.scalar_type(), given = grad_dtype.value_or(dtype);
+  const bool sixteen = given == ScalarType::BFloat16 || given == ScalarType::Half;
+  require(given == dtype || (dtype == ScalarType::Float && sixteen), "grad_dtype must be None, the logits' torch.",
+          name_of(dtype), " or, for float32 logits, torch.bfloat16 or torch.float16; got torch.", name_of(given));
 }
 
 void output_mask(const std::vector<bool>& mask) {

@@ -42,10 +42,14 @@ void scalar_or_row_values(const char* owner, const Tensor& matrix, const char* n
 
 void scale_grad(const Tensor& grad, const Tensor& factor);
 
+// A gradient of 16 bits of float32 logits.
+void narrower(std::optional<ScalarType> grad_dtype, const Tensor& logits);
+
 // Of xent_ops/ops/linear/checks.py.
 void linear(const Tensor& input, const Tensor& linear_weight, const Tensor& target, const MaybeTensor& linear_bias,
             const MaybeTensor& weight, const Options& options, std::optional<ScalarType> accumulate_dtype,
-            std::optional<int64_t> chunk_rows);
+            std::optional<int64_t> chunk_rows, std::optional<ScalarType> logits_dtype,
+            const std::optional<std::string>& products);
 
 void output_mask(const std::vector<bool>& mask);
 

@@ -38,17 +38,25 @@ struct Head {
   std::optional<ScalarType> accumulate_dtype;
   std::optional<int64_t> chunk_rows;
   bool skip_ignored = false;
+  std::optional<ScalarType> logits_dtype;
+  std::optional<std::string> products;
 
   void read_chunking(Stack& stack) {
     chunk_rows = stack.next<std::optional<int64_t>>();
     skip_ignored = stack.next<bool>();
+    logits_dtype = stack.next<std::optional<ScalarType>>();
+    products = stack.next<std::optional<std::string>>();
   }
 
   void check() const {
-    checks::linear(input, linear_weight, target, linear_bias, weight, options, accumulate_dtype, chunk_rows);
+    checks::linear(input, linear_weight, target, linear_bias, weight, options, accumulate_dtype, chunk_rows,
+                   logits_dtype, products);
   }
 
   ScalarType dtype() const { return input.scalar_type(); }
+
+  // Of the gradient of the logits.
+  std::optional<ScalarType> grad_dtype() const { return logits_dtype ? std::optional(dtype()) : std::nullopt; }
 
   // In which the chunks' parts of linear_weight's gradient are added up.
   ScalarType sums() const {
@@ -154,6 +162,11 @@ inline int64_t rows_of_chunk(const Tensor& input, int64_t classes, std::optional
   return std::min(rows, divided_up(even, MULTIPLE) * MULTIPLE);
 }
 
+inline void zero(const Tensor& rows, int64_t first, int64_t last) {
+  Tensor columns = aten::narrow(rows, 1, first, last - first);
+  torch::stable::zero_(columns);
+}
+
 inline void multiply(const Tensor& out, const Tensor& left, const Tensor& right) {
   aten::call("aten::mm", "out", left, right, out);
 }
@@ -168,21 +181,23 @@ template <class Body>
 void for_each_chunk(const Head& head, const Tensor& input, const Body& body) {
   const int64_t number = input.size(0), classes = head.linear_weight.size(0);
   const int64_t size = rows_of_chunk(input, classes, head.chunk_rows);
-  // As padded_classes of head/sizes.py, with zeros behind the classes.
+  // As in head/sizes.py, with zeros behind the classes. Wider logits are those of wider operands.
+  const ScalarType dtype = head.logits_dtype.value_or(input.scalar_type());
   const int64_t step = 16 / static_cast<int64_t>(input.element_size());
   const std::vector<int64_t> shape{size, divided_up(classes, step) * step};
-  const Tensor padded = torch::stable::new_empty(input, shape);
-  Tensor behind = aten::narrow(padded, 1, classes, shape[1] - classes);
-  torch::stable::zero_(behind);
+  const Tensor padded = torch::stable::new_empty(input, shape, dtype);
+  zero(padded, classes, shape[1]);
   const Tensor memory = aten::narrow(padded, 1, 0, classes);
-  const Tensor columns = aten::call("aten::t", "", head.linear_weight);
+  const Tensor columns = aten::call("aten::t", "", aten::to(head.linear_weight, dtype));
+  const MaybeTensor bias = head.linear_bias ? MaybeTensor(aten::to(*head.linear_bias, dtype)) : std::nullopt;
   for (int64_t first = 0; first < std::max<int64_t>(number, 1); first += size) {
     const Chunk chunk{first, std::min(size, number - first)};
     const Tensor logits = aten::narrow(memory, 0, 0, chunk.rows);
-    if (head.linear_bias) {
-      multiply_and_add(logits, *head.linear_bias, chunk.of(input), columns);
+    const Tensor rows = aten::to(chunk.of(input), dtype);
+    if (bias) {
+      multiply_and_add(logits, *bias, rows, columns);
     } else {
-      multiply(logits, chunk.of(input), columns);
+      multiply(logits, rows, columns);
     }
     body(chunk, logits);
   }
@@ -197,7 +212,12 @@ class Products {
         input_(input),
         mask_(mask) {}
 
-  void add(const Chunk& chunk, const Tensor& gradient) {
+  void add(const Chunk& chunk, const Tensor& logits) {
+    const Tensor gradient = aten::front_of(logits, input_.scalar_type());
+    if (gradient.scalar_type() != logits.scalar_type()) {  // as gradient_in of head/products.py
+      const Tensor all = aten::call("aten::view", "dtype", logits, gradient.scalar_type());
+      zero(all, logits.size(1), std::min(logits.size(1) + 64, all.size(1)));
+    }
     if (mask_[0]) {
       multiply(chunk.of(made[0]), gradient, head_);
     }

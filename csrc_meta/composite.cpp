@@ -41,6 +41,8 @@ void linear_cross_entropy(Stack& stack) {
   const auto accumulate_dtype = stack.next<std::optional<ScalarType>>();
   const auto chunk_rows = stack.next<std::optional<int64_t>>();
   const bool skip_ignored = stack.next<bool>();
+  const auto logits_dtype = stack.next<std::optional<ScalarType>>();
+  const auto products = stack.next<std::optional<std::string>>();
   checks::reduction(reduction);
   checks::lse_square_scale(lse_square_scale, input);
   checks::sum_divisor(divisor, input, reduction);
@@ -48,7 +50,7 @@ void linear_cross_entropy(Stack& stack) {
 
   const auto rows = aten::call_all<4>("xent::linear_cross_entropy_forward", "", input, linear_weight, target,
                                       linear_bias, weight, false, false, fields(options), accumulate_dtype,
-                                      chunk_rows, skip_ignored);
+                                      chunk_rows, skip_ignored, logits_dtype, products);
   MaybeTensor divisors;
   if (reduction != "none") {
     divisors = divided_by(linear_weight, target, weight, divisor, token_weight, options.ignore_index,

@@ -181,7 +181,7 @@ void linear_cross_entropy_backward(Stack& stack) {
       *one = *one ? MaybeTensor(chunk.of(**one)) : *one;
     }
     aten::call_all<0>("xent::cross_entropy_backward_", "", *a, b, logits, *target, *z, head.weight, MaybeTensor(), c, h,
-                      MaybeTensor(), int64_t{0}, std::optional<int64_t>(), fields(head.options), 0.0);
+                      MaybeTensor(), int64_t{0}, std::optional<int64_t>(), head.grad_dtype(), fields(head.options), 0.0);
     products.add(chunk, logits);
   });
   products.made[0] = mask[0] ? rows.give(products.made[0], head.input, 0.0) : products.made[0];
@@ -252,7 +252,7 @@ void linear_cross_entropy_with_grad(Stack& stack) {
     const auto made =
         head.rows<4>("xent::cross_entropy_with_grad_", logits, indices, of_rows ? chunk.of(scale) : scale,
                      of_rows && square ? MaybeTensor(chunk.of(*square)) : square, head.weight, with_argmax,
-                     with_entropy);
+                     with_entropy, head.grad_dtype());
     values.put(chunk, made);
     products.add(chunk, logits);
   });

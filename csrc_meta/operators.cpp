@@ -43,6 +43,7 @@ struct Backward {
         coefficient(stack.maybe_tensor()),
         class_start(stack.integer()),
         num_classes(stack.next<std::optional<int64_t>>()),
+        grad_dtype(stack.next<std::optional<ScalarType>>()),
         options(stack.options()),
         lse_square_scale(stack.number()) {
     if (num_classes) {
@@ -50,6 +51,7 @@ struct Backward {
     } else {
       checks::index_forward(logits, target, weight, options);
     }
+    checks::narrower(grad_dtype, logits);
     checks::slice_of(class_start, num_classes, weight, coefficient);
     checks::scalar_or_row_values("logits", logits, "grad_loss", grad_loss);
     checks::row_values("grad_lse", grad_lse, logits);
@@ -83,6 +85,7 @@ struct Backward {
   MaybeTensor coefficient;
   int64_t class_start;
   std::optional<int64_t> num_classes;
+  std::optional<ScalarType> grad_dtype;
   Options options;
   double lse_square_scale;
 };
@@ -96,7 +99,9 @@ struct WithGrad {
         weight(stack.maybe_tensor()),
         with_argmax(stack.next<bool>()),
         with_entropy(stack.next<bool>()),
+        grad_dtype(stack.next<std::optional<ScalarType>>()),
         options(stack.options()) {
+    checks::narrower(grad_dtype, logits);
     checks::index_forward(logits, target, weight, options);
     checks::scalar_or_row_values("logits", logits, "grad_scale", grad_scale);
     checks::scalar_or_row_values("logits", logits, "grad_lse_square", grad_lse_square);
@@ -121,6 +126,7 @@ struct WithGrad {
   MaybeTensor weight;
   bool with_argmax;
   bool with_entropy;
+  std::optional<ScalarType> grad_dtype;
   Options options;
 };
 

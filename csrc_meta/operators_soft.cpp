@@ -7,6 +7,8 @@ namespace xent::operators {
 namespace {
 
 struct SoftBackward {
+  static constexpr std::optional<ScalarType> grad_dtype{};
+
   explicit SoftBackward(Stack& stack)
       : grad_loss(stack.tensor()),
         grad_lse(stack.maybe_tensor()),

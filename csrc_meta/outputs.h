@@ -61,16 +61,22 @@ class Reduction {
 //   outputs()                        the other results
 //   write(outputs, values, grad)     reads the logits from `values` and writes their gradient to `grad`, which may be
 //                                    the same memory. So logits that the kernels cannot read in place are copied once.
+//   grad_dtype                       of the gradient, where that is not the logits'
 template <class In, bool in_place>
 void write_gradient(Stack& stack) {
   const In in(stack);
   std::vector<Tensor> outputs = in.outputs();
+  const ScalarType dtype = in.grad_dtype.value_or(in.logits.scalar_type());
   if constexpr (in_place) {
     if (!stack.meta) {
       checks::writable("logits", in.logits);
       const bridge::Write grad(in.logits);
       in.write(outputs, grad.memory(), grad.rows);
       grad.finish();
+      if (dtype != in.logits.scalar_type()) {
+        Tensor front = aten::front_of(in.logits, dtype);
+        torch::stable::copy_(front, aten::to(in.logits, dtype));
+      }
     }
   } else {
     // Contiguous, whatever the strides of the logits.
@@ -78,7 +84,7 @@ void write_gradient(Stack& stack) {
     if (!stack.meta) {
       in.write(outputs, in.logits, bridge::Write(grad).rows);
     }
-    outputs.push_back(grad);
+    outputs.push_back(aten::to(grad, dtype));
   }
   stack.returns(outputs);
 }

@@ -182,7 +182,7 @@ def linear_distillation_loss(
     student = composite.cast_for_autocast(input, linear_weight, linear_bias)
     teacher = composite.cast_for_autocast(teacher_input, teacher_weight, teacher_bias)
     heads = (*student[:2], target, *teacher[:2], student[2], teacher[2])
-    keywords: dict[str, Any] = {**chunking.keywords(), **how.keywords()}
+    keywords: dict[str, Any] = {"chunk_rows": chunking.chunk_rows, "skip_ignored": skip_ignored, **how.keywords()}
     wanted = [tensor is not None and tensor.requires_grad for tensor in student]
     if not (torch.is_grad_enabled() and any(wanted)):
         return _reduced(_ops.linear_distillation_forward(*heads, **keywords), target, divisor, loss, token_weight)

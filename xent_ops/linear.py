@@ -11,7 +11,7 @@ from torch import Tensor
 from . import few_classes
 from .functional import cross_entropy, is_dtensor, refuse_dtensors
 from .head.loop import HeadSlice
-from .kernels.options import Chunking, LossOptions, Reduction
+from .kernels.options import Chunking, HeadProducts, LossOptions, Reduction
 from .kernels.reference import is_counted
 from .kernels.reference_ids import first_counted
 from .ops import arguments, checks, transforms
@@ -44,6 +44,8 @@ def linear_cross_entropy(
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
+    logits_dtype: torch.dtype | None = None,
+    products: HeadProducts | None = None,
 ) -> Tensor:
     """``cross_entropy(F.linear(input, linear_weight, linear_bias), target)`` without the logits as a whole.
 
@@ -78,6 +80,14 @@ def linear_cross_entropy(
             synchronisation, and in a CUDA graph of any other number of them. Time is that of the counted rows. Needs a
             CPU, or bfloat16 or float16 on a GPU of compute capability 9 (H100, H200), a contiguous linear_weight and H
             a multiple of 8; elsewhere all rows are computed. Where no row is ignored it takes up to 4 % longer.
+        logits_dtype: torch.float32 keeps the logits of 16-bit inputs in float32, as their products are added up, and
+            rounds nothing to 16 bits before the softmax: log-probabilities come 100 times nearer, for 4 % of the time
+            and a chunk of logits twice as large. Gradients are rounded to 16 bits as ever. With skip_ignored, on a GPU
+            all rows are computed. None: the input's dtype.
+        products: "fp8" multiplies 8-bit numbers (e4m3) in all three products, "fp8_gradients" in those of the gradients
+            alone, with today's loss and statistics. For bfloat16 and float16 and H a multiple of 16, on GPUs of compute
+            capability 8.9 or more; on a CPU plain torch, rounded alike. Gradients have an error of 3 % in their norm,
+            without a bias: docs/precision.md says when to use it. None: 16-bit products.
 
     Returns:
         The loss, float32 (float64 for float64 input): (), or with "none" the target's shape. Gradients have their
@@ -106,20 +116,26 @@ def linear_cross_entropy(
         linear_checks.reduced_by(arguments.divisor(divisor, input), input, reduction)
         more: dict[str, Any] = {"ignore_index": ignore_index, "softcap": softcap, "logit_scale": logit_scale}
         more |= {"accumulate_dtype": accumulate_dtype, "chunk_rows": chunk_rows, "skip_ignored": skip_ignored}
+        more |= {"logits_dtype": logits_dtype, "products": products}
         of_head = (input, linear_weight, target, target_probs, tail, loss, divisor, token_weight)
         return _of_few_classes(*of_head, linear_bias=linear_bias, **more)
     if any(map(is_dtensor, (input, linear_weight, target, linear_bias, weight, token_weight))):
         from .distributed import linear_tensor  # imported for DTensors only: it takes a while
 
-        chunks = (accumulate_dtype, chunk_rows, skip_ignored)
+        chunks = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
         head = (linear_weight, linear_bias, weight, *chunks)
         return linear_tensor.linear_cross_entropy(input, target, head, loss, divisor, token_weight)
     divisor = arguments.divisor(divisor, input)
     linear_checks.reduced_by(divisor, input, reduction)
-    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored)
+    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
     probabilities = target.is_floating_point()
     if probabilities or transforms.functorch_is_active() or transforms.forward_mode():
         input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
+        if how.logits_dtype not in (None, input.dtype) or how.products is not None:
+            raise NotImplementedError(
+                "class probabilities, torch.func and forward-mode AD make all logits, by the products of nn.Linear: "
+                "without logits_dtype and products"
+            )
         if not torch.jit.is_tracing():  # to jit.trace sizes are tensors
             linear_checks.head(input, linear_weight, linear_bias, accumulate_dtype, how)
         logits = F.linear(input, linear_weight, linear_bias)
@@ -195,6 +211,8 @@ def linear_cross_entropy_outputs(
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
+    logits_dtype: torch.dtype | None = None,
+    products: HeadProducts | None = None,
 ) -> CrossEntropyOutputs:
     """``linear_cross_entropy`` with what one logs beside it, from the same three products: see ``CrossEntropyOutputs``.
 
@@ -217,7 +235,7 @@ def linear_cross_entropy_outputs(
     )
     divisor = arguments.divisor(divisor, input)
     linear_checks.reduced_by(divisor, input, reduction)
-    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored)
+    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
     checks.weight_without_grad(weight)
     arguments.optional("token_weight", token_weight)
     checks.token_weight(token_weight, target)
@@ -247,6 +265,8 @@ def linear_token_log_probs(
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
+    logits_dtype: torch.dtype | None = None,
+    products: HeadProducts | None = None,
 ) -> TokenLogProbs:
     """``token_log_probs`` of ``F.linear(input, linear_weight, linear_bias)`` without the logits as a whole.
 
@@ -259,6 +279,7 @@ def linear_token_log_probs(
         ignore_index, softcap, logit_scale: as for ``token_log_probs``.
         accumulate_dtype, chunk_rows, skip_ignored: as for ``linear_cross_entropy``. Of an ignored row that is skipped
             the entropy is 0 and the lse infinite.
+        logits_dtype, products: as for ``linear_cross_entropy``.
 
     Returns:
         ``TokenLogProbs(log_probs, entropy, lse)``, each float32 (float64 for float64 input) with a number a row;
@@ -274,7 +295,7 @@ def linear_token_log_probs(
     refuse_dtensors(name, input, linear_weight, target)
     arguments.linear(input, linear_weight, target, linear_bias)
     rows = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, dtype=input.dtype).rows
-    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored)
+    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
     input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
     keywords = {"accumulate_dtype": accumulate_dtype, **how.keywords(), **rows.keywords()}
     target, ids = target_and_ids(target, input.dim() - 1, rows.ignore_index)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import functional, linear
-from .kernels.options import Reduction
+from .kernels.options import HeadProducts, Reduction
 from .ops import arguments
 from .ops.linear import checks as linear_checks
 from .ops.shown import kind_of
@@ -152,6 +152,8 @@ class LinearCrossEntropyLoss(nn.Module):
         accumulate_dtype: torch.dtype | None = None,
         chunk_rows: int | None = None,
         skip_ignored: bool = False,
+        logits_dtype: torch.dtype | None = None,
+        products: HeadProducts | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -159,9 +161,10 @@ class LinearCrossEntropyLoss(nn.Module):
         loss = arguments.loss_options(ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
         rows, self.lse_square_scale, self.reduction = loss
         self.ignore_index, self.label_smoothing, self.softcap, self.logit_scale = rows
-        self.accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored)
+        chunks = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
+        self.accumulate_dtype, how = arguments.chunks(*chunks)
         linear_checks.sizes_of(how)
-        self.chunk_rows, self.skip_ignored = how
+        self.chunk_rows, self.skip_ignored, self.logits_dtype, self.products = how
         in_features, num_classes = _size("in_features", in_features), _size("num_classes", num_classes)
         if tied_weight is None:
             if in_features is None or num_classes is None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .functional import classes_last, is_dtensor, refuse_dtensors
 from .head import loop
+from .kernels.options import HeadProducts
 from .kernels.reference import accumulator
 from .ops import arguments, transforms
 from .ops.linear import checks as linear_checks
@@ -34,6 +35,8 @@ def linear_token_loss(
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
+    logits_dtype: torch.dtype | None = None,
+    products: HeadProducts | None = None,
     check: bool = False,
 ) -> Tensor:
     """Any loss that is a sum of one number a token, from hidden states, in the three products of cross entropy.
@@ -59,6 +62,7 @@ def linear_token_loss(
         ignore_index, softcap, logit_scale: as for ``cross_entropy``.
         accumulate_dtype, chunk_rows, skip_ignored: as for ``linear_cross_entropy``; compiled for a CPU, all rows are
             computed.
+        logits_dtype, products: as for ``linear_cross_entropy``; with products the loss takes four of them.
         check: compare fn on all tokens with fn on parts of them, and raise where they differ. Costs a product and
             synchronises; not in compiled graphs.
 
@@ -91,11 +95,11 @@ def linear_token_loss(
 
         if ids is not None:
             raise NotImplementedError(f"{name} of DTensors takes one class a row, not ids (..., K)")
-        given = (linear_weight, linear_bias, None, accumulate_dtype, chunk_rows, skip_ignored)
+        given = (linear_weight, linear_bias, None, accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
         return linear_tensor.linear_token_loss(input, target, fn, rows, given, loss, divisor, check)
     divisor = arguments.divisor(divisor, input)
     linear_checks.reduced_by(divisor, input, "sum")
-    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored)
+    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
     input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
     if not transforms.is_traced():  # else the operators check before anything runs
         more: dict[str, Any] = {"options": loss.rows, "accumulate_dtype": accumulate_dtype, **how.keywords()}
@@ -123,7 +127,7 @@ def linear_token_loss(
     if check:
         with torch.no_grad():
             function.check(*statistics(), target)
-    if not composite.gradients_in_forward(input, linear_weight, linear_bias):
+    if how.products is not None or not composite.gradients_in_forward(input, linear_weight, linear_bias):
         return divided(function.of_all(*statistics(), target), divisor)
     whole = loop.HeadSlice(*head, accumulate_dtype=accumulate_dtype, chunking=how)
     return of_chunks(function, input, target, whole, loss, divisor, loop.OneRank())

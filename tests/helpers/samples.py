@@ -84,6 +84,10 @@ def of_indices(x, target, weight, options, **square):
         yield call("cross_entropy_with_grad", fixed, target, *upstream, weight)
     for wanted in ((True, False), (True, True)):
         yield call("cross_entropy_with_grad", fixed, target, row, scalar, weight, *wanted)
+    if x.dtype == torch.float32:  # a gradient of 16 bits
+        saved = (fixed, target, row, weight, None, None, None, None, 0, None, torch.bfloat16)
+        yield call("cross_entropy_backward", row, row, *saved)
+        yield call("cross_entropy_with_grad", fixed, target, row, None, weight, False, True, torch.bfloat16)
     rest = {name: value for name, value in options.items() if name != "label_smoothing"}
     yield from of_ids(x, target, functools.partial(_call, rest))
     for factor in (scalar, row):
@@ -198,6 +202,14 @@ def of_head(x, head, target, bias, weight, options, **square):
             yield call("linear_token_logits_with_grad", *fixed, row, saved[-1], mask)
     for factor in (numbers(()), numbers(len(head))):
         yield call("linear_scale_grad", head.detach(), factor)
+
+
+def of_head_in_8_bits(x, head, target, bias, weight, options, **square):
+    """Products of 8-bit numbers: what ``of_head`` has, but for several classes a row."""
+    for products in ("fp8", "fp8_gradients"):
+        for sample in of_head(x, head, target, bias, weight, {**options, "products": products}, **square):
+            if "token_logits" not in sample.name and "scale_grad" not in sample.name:
+                yield sample
 
 
 def of_two_heads(x, head, teacher, teacher_head, target, biases, options, num_classes=None):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import xent_ops
 from xent_ops.head.packing import ComputedRows
 from xent_ops.head.products import Products
+from xent_ops.kernels.options import Chunking
 from xent_ops.testing import assert_linear, linear_oracle
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -65,7 +66,7 @@ def test_no_product_depends_on_what_memory_held(device):
     """On CPUs with AMX those of bfloat16 multiply what is behind a row of logits by zero (oneDNN issue 5717)."""
     x, head, target, bias, weight = problem(290, 33, 131, torch.bfloat16, device)
     check(x, head, target, bias, weight, chunk_rows=48)
-    for _, logits in Products(ComputedRows(target), x, head, bias, 48, (True, True, True)).chunks():
+    for _, logits in Products(ComputedRows(target), x, head, bias, Chunking(48), (True, True, True)).chunks():
         rows, (pitch, _) = len(logits), logits.stride()
         assert pitch == 136 and logits.isfinite().all()
         assert device != "cpu" or (logits.as_strided((rows, 5), (pitch, 1), 131) == 0).all()

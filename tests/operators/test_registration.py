@@ -45,6 +45,11 @@ def calls(device, dtype, requires_grad):
     wide = {"accumulate_dtype": None if dtype == torch.float64 else torch.float32}
     yield from samples.of_head(x, head, target, None, None, chunks, **square)
     yield from samples.of_head(x, head, target, None, None, {**chunks, "skip_ignored": True}, **square)
+    if dtype == torch.bfloat16:
+        precise = {**chunks, "logits_dtype": torch.float32}
+        yield from samples.of_head(x, head, target, bias, weight, {**precise, **full}, **square)
+        yield from samples.of_chunk(x, head, target, (0, None), bias, None, precise, **square)
+        yield from samples.of_head_in_8_bits(leaf(6, 16), leaf(37, 16), target, bias, weight, chunks, **square)
     if dtype == torch.float32:
         yield from samples.of_head(x, head, target, bias, weight, {**chunks, **wide, **full}, **square)
         yield from samples.of_head(

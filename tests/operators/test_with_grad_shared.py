@@ -124,3 +124,21 @@ def test_rows_that_no_device_holds():
             found = configs.with_grad_shared(size // 2, 2, capacity, most_parts=33)
             part = found.tile * found.tiles * 2
             assert found.parts * part >= size // 2 * 2 and part + 1024 <= capacity
+
+
+@pytest.mark.parametrize("parts, tiles", [(1, 4), (3, 2), (5, 1)])
+def test_a_narrower_gradient_in_the_front_of_rows(monkeypatch, emulated, parts, tiles):
+    """16 bits over float32 logits: over those of other parts, which must have read theirs."""
+    classes = 1008
+    monkeypatch.setattr(configs, "with_grad_shared", lambda *args: configs.Shared(parts, 256, tiles, 1))
+    logits = realistic_logits(9, classes, dtype=torch.float32)
+    target = torch.tensor([0, 5, classes - 1, 255, 256, 511, -100, 700, classes - 4])
+    scale = torch.rand(9, generator=torch.Generator().manual_seed(0))
+    expected = reference.cross_entropy_with_grad(logits, target, scale, None, None, True, True)
+    over, given = logits.clone(), (target, scale, None, None, True, True, torch.bfloat16)
+    made = run(launch_with_grad.cross_entropy_with_grad_, over, *given)
+    assert emulated == [9 * parts]
+    for value, wanted in zip(made, expected, strict=False):
+        torch.testing.assert_close(value, wanted)
+    gradient = over.view(torch.bfloat16)[:, :classes]
+    torch.testing.assert_close(gradient.float(), expected[-1], rtol=2**-7, atol=1e-8)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .. import few_classes
-from ..kernels.options import LossOptions, Reduction
+from ..kernels.options import HeadProducts, LossOptions, Reduction
 from ..kernels.reference_ids import first_counted
 from ..ops import arguments, checks
 from ..ops.linear import checks as linear_checks
@@ -59,6 +59,8 @@ def vocab_parallel_linear_cross_entropy(
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
+    logits_dtype: torch.dtype | None = None,
+    products: HeadProducts | None = None,
     pipelined: bool | None = None,
     check: bool = False,
 ) -> Tensor:
@@ -85,7 +87,8 @@ def vocab_parallel_linear_cross_entropy(
         token_weight: as in ``xent_ops.cross_entropy``, of all targets, the same on every rank.
         target_probs, tail: as for ``xent_ops.linear_cross_entropy``, the same on every rank, for a mean or a sum: three
             products of all rows, whatever ``pipelined`` and ``skip_ignored`` say.
-        accumulate_dtype, chunk_rows, skip_ignored: as for ``xent_ops.linear_cross_entropy``, of this rank's products.
+        accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products: as for ``xent_ops.linear_cross_entropy``, of
+            this rank's products. With ``products`` four of them: not pipelined.
         pipelined: True: three products. The forward gathers a chunk's numbers while the next chunk's product runs, and
             makes the gradients, which the backward multiplies by the upstream gradient, in place; two chunks of logits.
             False: four. The forward gathers the numbers of all rows at once, and the backward makes the logits again;
@@ -115,7 +118,7 @@ def vocab_parallel_linear_cross_entropy(
         >>> function(hidden, head.weight, target, num_classes=1024).backward()
     """
     options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
-    chunks = (divisor, token_weight, accumulate_dtype, chunk_rows, skip_ignored)
+    chunks = (divisor, token_weight, accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
     name, ranks = "vocab_parallel_linear_cross_entropy", ranks_of(group)
 
     def call_with(target: Tensor) -> tuple[Any, ...]:
@@ -161,6 +164,8 @@ def vocab_parallel_linear_cross_entropy(
             logit_scale=logit_scale,
             accumulate_dtype=accumulate_dtype,
             chunk_rows=chunk_rows,
+            logits_dtype=logits_dtype,
+            products=products,
         )
     bound = bound_call(name, ranks, pipelined, *call_with(target))
     target, input, head, loss, divisor, split = bound[:6]
@@ -191,6 +196,8 @@ def vocab_parallel_linear_token_log_probs(
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
+    logits_dtype: torch.dtype | None = None,
+    products: HeadProducts | None = None,
     check: bool = False,
 ) -> TokenLogProbs:
     """``xent_ops.linear_token_log_probs`` of a head whose rows (classes) are split between the ranks of a group.
@@ -210,7 +217,7 @@ def vocab_parallel_linear_token_log_probs(
     """
     options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "none")
     call = (input, weight_shard, target, bias_shard, None, num_classes, class_start, sequence_parallel, options)
-    chunks = (None, None, accumulate_dtype, chunk_rows, skip_ignored)
+    chunks = (None, None, accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
     name, ranks = "vocab_parallel_linear_token_log_probs", ranks_of(group)
     if check:
         consistency.check(name, group, ranks, lambda: checked_call(name, ranks, False, *call, *chunks))

@@ -56,11 +56,12 @@ def chosen(asked: bool | None, input: Tensor, head: HeadSlice, loss: LossOptions
     """Does this call take the way of this file? All ranks answer alike."""
     if not (asked is None or isinstance(asked, bool)):
         raise TypeError(f"pipelined must be True, False or None, got {shown(asked)}")
-    possible = loss.reduction != "none" and not head.chunking.skip_ignored
+    how = head.chunking
+    possible = loss.reduction != "none" and not how.skip_ignored and how.products is None
     if asked and not possible:
         raise ValueError(
             'pipelined=True makes the gradients of a mean or a sum of all rows: expected reduction="mean" or "sum", '
-            "without skip_ignored"
+            "without skip_ignored and products"
         )
     return asked is not False and possible and composite.gradients_in_forward(input, head.weight, head.bias)
 

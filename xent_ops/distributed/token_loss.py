@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.options import HeadProducts
 from ..kernels.reference import accumulator
 from ..ops import arguments, checks
 from ..ops.token_logits import check_ids, target_and_ids
@@ -50,6 +51,8 @@ def vocab_parallel_linear_token_loss(
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
+    logits_dtype: torch.dtype | None = None,
+    products: HeadProducts | None = None,
     check: bool = False,
 ) -> Tensor:
     """``xent_ops.linear_token_loss`` of a head whose rows (classes) are split between the ranks of a group.
@@ -62,7 +65,7 @@ def vocab_parallel_linear_token_loss(
             ``vocab_parallel_linear_cross_entropy``.
         fn, rows: as for ``xent_ops.linear_token_loss``, of all tokens, the same on every rank: with
             ``sequence_parallel`` too.
-        divisor, ignore_index, softcap, logit_scale, accumulate_dtype, chunk_rows: as for
+        divisor, ignore_index, softcap, logit_scale, accumulate_dtype, chunk_rows, logits_dtype, products: as for
             ``xent_ops.linear_token_loss``.
         skip_ignored: as for ``vocab_parallel_linear_cross_entropy``: four products, of the counted rows.
             Of several classes a row three, of all rows.
@@ -83,7 +86,7 @@ def vocab_parallel_linear_token_loss(
     name, ranks = "vocab_parallel_linear_token_loss", ranks_of(group)
     options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "sum")
     of_head = (bias_shard, None, num_classes, class_start, sequence_parallel, options)
-    chunks = (divisor, None, accumulate_dtype, chunk_rows, skip_ignored)
+    chunks = (divisor, None, accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
     arguments.boolean("check", check)
 
     def bound_by(bind: Callable[..., Bound]) -> tuple[Bound, TokenFunction, Tensor | None]:

@@ -22,7 +22,7 @@ from ..kernels import reductions, reference
 from ..kernels.options import DEFAULTS, Chunking, LossOptions, Options
 from . import float16
 from .packing import ComputedRows
-from .products import Products, rows_to_compute
+from .products import products, rows_to_compute
 
 _ops = torch.ops.xent
 
@@ -59,10 +59,10 @@ def statistics(
     """(loss, lse, argmax, entropy), (0,) where they are not wanted."""
     flat, keywords, how = as_rows(input), options.keywords(), Chunking(**chunking)
     rows = rows_to_compute(target, flat, linear_weight, options, how)
-    products, indices = Products(rows, flat, linear_weight, linear_bias, how.chunk_rows), rows.indices()
+    head, indices = products(rows, flat, linear_weight, linear_bias, how), rows.indices()
     made = [
         _ops.cross_entropy_forward(logits, indices[chunk], weight, with_argmax, with_entropy, **keywords)
-        for chunk, logits in products.chunks()
+        for chunk, logits in head.chunks()
     ]
     wanted = (True, True, with_argmax, with_entropy)
     values = _of_rows(rows, target, made, wanted)
@@ -113,7 +113,7 @@ def gradients(
 
     Of a slice of the classes grad_input is its part of a sum.
     """
-    flat, keywords, how = as_rows(input), options.keywords(), Chunking(**chunking)
+    flat, how = as_rows(input), Chunking(**chunking)
     head, bias, weight, padding = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
     if head.shape[0] == 0:
         shapes = (input.shape, linear_weight.shape, linear_weight.shape[:1])
@@ -130,20 +130,20 @@ def gradients(
     if input.dtype == torch.float16:
         factor = float16.largest(indices, weight, of_rows[5], head.shape[0], options, *of_rows[:3])
         of_rows[:3] = [None if value is None else value / factor for value in of_rows[:3]]
-    products = Products(rows, flat, head, bias, how.chunk_rows, output_mask, accumulate_dtype, padding)
-    for chunk, logits in products.chunks():
+    made = products(rows, flat, head, bias, how, output_mask, accumulate_dtype, padding)
+    for chunk, logits in made.chunks():
         a, b, c, z, h, coefficients = [None if value is None else value[chunk] for value in of_rows]
-        rest = (weight, None, c, h, coefficients, class_start, num_classes)
-        _ops.cross_entropy_backward_(a, b, logits, indices[chunk], z, *rest, **keywords)
-        products.add(chunk, logits)
-    made = (products.input, products.padded_weight, products.padded_bias)
+        assert a is not None and z is not None
+        of_slice = (class_start, num_classes, options)
+        made.backward(chunk, a, b, logits, indices[chunk], z, weight, c, h, coefficients, *of_slice)
+    sums = (made.input, made.padded_weight, made.padded_bias)
     if factor is not None:
-        for gradient in made:
+        for gradient in sums:
             _ops.scale_grad_(gradient, factor)
     return (
-        made[0].view(input.shape if output_mask[0] else 0),
-        made[1].to(input.dtype),
-        made[2].to(input.dtype),
+        sums[0].view(input.shape if output_mask[0] else 0),
+        sums[1].to(input.dtype),
+        sums[2].to(input.dtype),
     )
 
 
@@ -213,16 +213,14 @@ def with_grad(
     loss, dtype = LossOptions(options, lse_square_scale, reduction), reference.accumulator(input)
     divisors = divided_by(target, weight, divisor, linear_weight.shape[0], dtype, loss, token_weight)
     inverse = float16.split_divisors(input.dtype, divisors)[0].reciprocal()
-    flat, keywords, how, made = as_rows(input), options.keywords(), Chunking(**chunking), []
+    flat, how, made = as_rows(input), Chunking(**chunking), []
     rows = rows_to_compute(target, flat, linear_weight, options, how)
     of_rows = None if token_weight is None else rows.take(token_weight.to(dtype))
-    products = Products(rows, flat, linear_weight, linear_bias, how.chunk_rows, output_mask, accumulate_dtype)
-    indices = rows.indices()
-    for chunk, logits in products.chunks():
+    head, indices = products(rows, flat, linear_weight, linear_bias, how, output_mask, accumulate_dtype), rows.indices()
+    for chunk, logits in head.chunks():
         scales = factors(inverse, None if of_rows is None else of_rows[chunk], lse_square_scale)
-        of_chunk = (indices[chunk], *scales, weight, with_argmax, with_entropy)
-        made.append(_ops.cross_entropy_with_grad_(logits, *of_chunk, **keywords))
-        products.add(chunk, logits)
+        of_chunk = (indices[chunk], *scales, weight, with_argmax, with_entropy, options)
+        made.append(head.with_grad(chunk, logits, *of_chunk))
     statistics = _of_rows(rows, target, made, (True, True, with_argmax, with_entropy))
     mean = loss._replace(reduction="mean")
     row_loss, lse, *_ = statistics
@@ -231,7 +229,7 @@ def with_grad(
         value,
         divisors,
         *statistics,
-        products.input.view(input.shape if output_mask[0] else 0),
-        products.weight,
-        products.bias,
+        head.input.view(input.shape if output_mask[0] else 0),
+        head.weight,
+        head.bias,
     )

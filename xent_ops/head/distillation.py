@@ -43,8 +43,8 @@ class _Both:
 
     def __init__(self, target: Tensor, student: Head, teacher: Head, how: Distillation, chunking: Chunking, *more: Any):
         self.rows = _rows_to_compute(target, (student, teacher), how, chunking)
-        self.student = Products(self.rows, *student, chunking.chunk_rows, *more)
-        self.teacher = Products(self.rows, *teacher, self.student.size)
+        self.student = Products(self.rows, *student, chunking, *more)
+        self.teacher = Products(self.rows, *teacher, Chunking(self.student.size))
 
     def chunks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """(which of the rows, the student's logits, which may be overwritten, the teacher's)."""

@@ -40,7 +40,9 @@ class _Loop:
         mask: Sequence[bool] = (False, False, False),
         accumulate_dtype: torch.dtype | None = None,
     ) -> None:
-        self.input, self.head, self.bias, self.mask = input, head, bias, mask
+        if how.products is not None:
+            raise NotImplementedError(f"products={how.products!r} cannot be exported: core aten has no such products")
+        self.input, self.head, self.bias, self.mask, self.dtype = input, head, bias, mask, how.logits_dtype
         self.sums = accumulator_of_weight(input.dtype, accumulate_dtype)
         self.starts, self.size = _starts(input, head, how)
         self.of_input: list[Tensor] = []
@@ -51,11 +53,11 @@ class _Loop:
         made = []
         for start in self.starts:
             x = self._part(self.input, start)
-            logits = logits_of(x, self.head, self.bias)
+            logits = logits_of(x, self.head, self.bias, self.dtype)
             numbers = of_rows(logits, *(None if value is None else self._part(value, start) for value in values))
             if any(self.mask):
                 *numbers, gradient = numbers
-                self._add(x, gradient)
+                self._add(x, gradient.to(x.dtype))
             made.append(numbers)
         return [_joined(parts) for parts in zip(*made, strict=True)]
 
@@ -96,7 +98,9 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def logits_of(input: Tensor, head: Tensor, bias: Tensor | None) -> Tensor:
+def logits_of(input: Tensor, head: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    if dtype not in (None, input.dtype):
+        input, head, bias = input.to(dtype), head.to(dtype), None if bias is None else bias.to(dtype)
     return torch.mm(input, head.t()) if bias is None else torch.addmm(bias, input, head.t())
 
 
@@ -413,12 +417,13 @@ def chunk(
     count: Tensor | None = None,
     after: Tensor | None = None,
     ids: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
     *,
     options: Options = DEFAULTS,
 ) -> tuple[Tensor, Tensor]:
     head, bias, weight, _ = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
-    logits = logits_of(input, head, bias)
-    behind = padded_classes(head.shape[0], input.dtype) - head.shape[0]
+    logits = logits_of(input, head, bias, logits_dtype)
+    behind = padded_classes(head.shape[0], logits.dtype) - head.shape[0]
     given = (target, class_start, num_classes, weight, entropy, ids, options)
     return shard.statistics_of_chunk(logits, *given), torch.nn.functional.pad(logits, (0, behind))
 

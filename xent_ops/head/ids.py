@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..kernels import reference, reference_ids
 from ..kernels.options import DEFAULTS, Chunking, Options
+from ..kernels.rows import front_of
 from . import float16
 from .chunks import Gradients, as_rows
 from .products import Products, rows_to_compute
@@ -43,18 +44,19 @@ def gradient(
     options: Options = DEFAULTS,
     class_start: int = 0,
     num_classes: int | None = None,
+    grad_dtype: torch.dtype | None = None,
     in_place: bool = False,
     out_of_place: bool = False,
 ) -> Tensor:
-    """(..., columns). ``in_place``: written over the logits; ``out_of_place``: over nothing, as exporters want it."""
+    """(..., columns). ``in_place``: over the logits, in grad_dtype; ``out_of_place``: over nothing, for exporters."""
     grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse.to(lse.dtype)
     grad_lse = torch.where(at_ids.isnan().any(-1), float("nan"), grad_lse)  # that of an id that is no class, too
     target, keywords = reference_ids.first_counted(ids, options.ignore_index), options.keywords()
-    of_slice = (None, None, grad_entropy, entropy, None, class_start, num_classes)
+    of_slice = (None, None, grad_entropy, entropy, None, class_start, num_classes, grad_dtype)
     given = (lse.new_zeros(()), grad_lse, logits, target, lse, *of_slice)
     if in_place:
         _ops.cross_entropy_backward_(*given, **keywords)
-        made = logits
+        made = front_of(logits, grad_dtype)
     else:
         made = _ops.cross_entropy_backward(*given, **keywords)
     rest = (ids, at_ids, grad_ids, grad_lse, lse, grad_entropy, entropy, class_start, num_classes)
@@ -78,7 +80,7 @@ def statistics(
     """(x of the ids (..., K), lse (...), entropy (...) or (0,)) of a head's logits."""
     flat, how, target = as_rows(input), Chunking(**chunking), reference_ids.first_counted(ids, options.ignore_index)
     rows = rows_to_compute(target, flat, linear_weight, options, how)
-    products, places = Products(rows, flat, linear_weight, linear_bias, how.chunk_rows), rows.take_rows(ids)
+    products, places = Products(rows, flat, linear_weight, linear_bias, how), rows.take_rows(ids)
     made = [
         statistics_of_rows(logits, places[chunk], with_entropy, options=options) for chunk, logits in products.chunks()
     ]
@@ -118,11 +120,12 @@ def gradients(
         factor = float16.largest(rows.indices(), None, None, linear_weight.shape[0], options, *magnitudes)
         upstream = upstream / factor
         of_rows[:2] = [None if value is None else value / factor for value in of_rows[:2]]
-    products = Products(rows, flat, linear_weight, linear_bias, how.chunk_rows, output_mask, accumulate_dtype)
+    products = Products(rows, flat, linear_weight, linear_bias, how, output_mask, accumulate_dtype)
     for chunk, logits in products.chunks():
         b, c, z, h = (None if value is None else value[chunk] for value in of_rows)
         assert z is not None
-        gradient(upstream[chunk], b, c, logits, places[chunk], x[chunk], z, h, options=options, in_place=True)
+        given = (upstream[chunk], b, c, logits, places[chunk], x[chunk], z, h)
+        gradient(*given, options=options, grad_dtype=products.grad_dtype, in_place=True)
         products.add(chunk, logits)
     made = (products.input, products.padded_weight, products.padded_bias)
     if factor is not None:
@@ -158,17 +161,19 @@ def with_grad(
     upstream = torch.where(reference.is_counted(ids, options.ignore_index), grad_log_probs, 0.0)
     places, indices, upstream = rows.take_rows(ids), rows.indices(), rows.take_rows(upstream)
     mass, square = -upstream.sum(-1), None if grad_lse_square is None else rows.take(grad_lse_square)
-    products = Products(rows, flat, linear_weight, linear_bias, how.chunk_rows, output_mask, accumulate_dtype)
+    products = Products(rows, flat, linear_weight, linear_bias, how, output_mask, accumulate_dtype)
     made = []
     for chunk, logits in products.chunks():
         at_ids = reference_ids.gather(logits, places[chunk], 0, None, options)
         of_chunk = None if square is None else square[chunk]
         # The kernel takes the first id for the target, whose column is written again with those of the others.
         scale = torch.where(at_ids.isnan().any(-1), float("nan"), mass[chunk])
-        _, lse, *_ = _ops.cross_entropy_with_grad_(logits, indices[chunk], scale, of_chunk, **keywords)
+        more = (None, False, False, products.grad_dtype)
+        _, lse, *_ = _ops.cross_entropy_with_grad_(logits, indices[chunk], scale, of_chunk, *more, **keywords)
         of_square = reference.grad_lse_of_square(of_chunk, lse, indices[chunk], options.ignore_index)
         total = scale if of_square is None else scale + of_square
-        _ops.ids_grad_(logits, places[chunk], at_ids, upstream[chunk], total, lse, **keywords)
+        made_before = front_of(logits, products.grad_dtype)
+        _ops.ids_grad_(made_before, places[chunk], at_ids, upstream[chunk], total, lse, **keywords)
         products.add(chunk, logits)
         made.append((at_ids, lse))
     at_ids, lse = (torch.cat(chunks) for chunks in zip(*made, strict=True))

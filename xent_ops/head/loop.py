@@ -143,7 +143,8 @@ def gradients(
         if ids is not None:
             part = part._replace(ids=part.of(ids))
         of_head = (frozen, part.target, *shard_range, frozen_bias, class_weight, entropy)
-        stats, logits = _ops.linear_cross_entropy_chunk(x, *of_head, counts[i], after, part.ids, **loss.rows.keywords())
+        more = (counts[i], after, part.ids, head.chunking.logits_dtype)
+        stats, logits = _ops.linear_cross_entropy_chunk(x, *of_head, *more, **loss.rows.keywords())
         return _Chunk(x, part, logits, stats, ranks.gather(stats))
 
     sums = accumulator_of_weight(input.dtype, accumulate_dtype)

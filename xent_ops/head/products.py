@@ -11,9 +11,12 @@ from torch import Tensor
 
 from ..kernels import accelerators, devices, reference
 from ..kernels.options import Chunking, Options
+from ..kernels.rows import front_of
 from ..kernels.sizes import symbolic, traced
 from .packing import ComputedRows, PackedRows, counted_rows
 from .sizes import padded_classes, rows_of_chunk
+
+_ops = torch.ops.xent
 
 
 def accumulator_of_weight(dtype: torch.dtype, accumulate_dtype: torch.dtype | None) -> torch.dtype:
@@ -43,7 +46,25 @@ def rows_to_compute(
 ) -> ComputedRows:
     if not how.skip_ignored:
         return ComputedRows(target)
-    return counted_rows(target, options.ignore_index, counting_kernels(flat, linear_weight))
+    plain = how.logits_dtype in (None, flat.dtype) and how.products is None
+    kernels = counting_kernels(flat, linear_weight) if plain else None
+    return counted_rows(target, options.ignore_index, kernels)
+
+
+def products(
+    rows: ComputedRows,
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    how: Chunking,
+    *rest: Any,
+) -> Products:
+    """As ``how`` says; arguments as for ``Products``."""
+    if how.products is None:
+        return Products(rows, input, linear_weight, linear_bias, how, *rest)
+    from .fp8 import Fp8Products  # which is made of Products
+
+    return Fp8Products(rows, input, linear_weight, linear_bias, how, *rest)
 
 
 class Products:
@@ -55,29 +76,40 @@ class Products:
         input: Tensor,
         linear_weight: Tensor,
         linear_bias: Tensor | None,
-        chunk_rows: int | None,
+        how: Chunking,
         output_mask: Sequence[bool] = (False, False, False),
         accumulate_dtype: torch.dtype | None = None,
         padding: int = 0,  # rows of zeros behind the gradients of linear_weight and linear_bias
     ) -> None:
+        self.logits_dtype = how.logits_dtype or input.dtype
+        self.grad_dtype = None if self.logits_dtype == input.dtype else input.dtype
         self.rows, self.all_input, self.head, self.head_bias = rows, input, linear_weight, linear_bias
         self.mask, sums = output_mask, accumulator_of_weight(input.dtype, accumulate_dtype)
         new = input.new_zeros if isinstance(rows, PackedRows) else input.new_empty
         self.input = new(input.shape if output_mask[0] else 0)
         classes, features = linear_weight.shape
         shape = (classes + padding, features)
-        self.padded_weight, self.padded_bias = room_for_head(input, shape, output_mask[1:], sums)
+        self.padded_weight, self.padded_bias = self._room(shape, sums)
         self.weight, self.bias = self.padded_weight, self.padded_bias
         if padding > 0:
             self.weight, self.bias = self.weight[:classes], self.bias[:classes]
             zero_behind(self.padded_weight, self.padded_bias, classes)
         wider = output_mask[1] and sums != input.dtype
-        self.size = rows_of_chunk(traced(rows.number), input, traced(classes), wider, chunk_rows)
+        self.size = self._rows_of_chunk(traced(rows.number), traced(classes), wider, how.chunk_rows)
         self.kernels = rows.kernels if isinstance(rows, PackedRows) else None
         if self.kernels is not None:
             assert isinstance(rows, PackedRows) and rows.count is not None
             firsts = torch.arange(0, rows.number, self.size, device=input.device)
             self.counts = (rows.count - firsts).clamp_(0, self.size).to(torch.int32)  # of each chunk
+
+    def _room(self, shape: tuple[int, int], sums: torch.dtype) -> tuple[Tensor, Tensor]:
+        return room_for_head(self.all_input, shape, self.mask[1:], sums)
+
+    def _columns(self) -> int:
+        return self.head.shape[0]
+
+    def _rows_of_chunk(self, number: int, classes: int, wider: bool, chunk_rows: int | None) -> int:
+        return rows_of_chunk(number, self.all_input, classes, wider, chunk_rows)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """(which of the rows, their logits, which may be overwritten). Without rows one empty chunk."""
@@ -87,20 +119,65 @@ class Products:
             size = -(-number // chunks)
         # The counting kernels leave out rows that forward operators read, if only to mask what they make of them.
         new = self.all_input.new_empty if self.kernels is None or any(self.mask) else self.all_input.new_zeros
-        memory = room_for_logits(new, size, classes, self.all_input)[:, :classes]
+        memory = room_for_logits(new, size, self._columns(), self.logits_dtype)[:, :classes]
         for self.index in range(chunks):
             start, stop = (torch.sym_min(index * size, number) for index in (self.index, self.index + 1))
             chunk = slice(start, stop)
             logits, self.part = memory[: stop - start], self.rows.of(self.all_input, chunk)
-            if self.kernels is not None:
-                self.count = self.counts[self.index]
-                self.kernels.logits(self.part, self.head, self.head_bias, self.count, logits)
-            else:
-                logits_of(self.part, self.head, self.head_bias, logits)
+            self._make(chunk, logits)
             yield chunk, logits
 
-    def add(self, chunk: slice, gradient: Tensor) -> None:
-        """The gradient of the logits that ``chunks`` has yielded last."""
+    def _make(self, chunk: slice, logits: Tensor) -> None:
+        if self.kernels is not None:
+            self.count = self.counts[self.index]
+            self.kernels.logits(self.part, self.head, self.head_bias, self.count, logits)
+        else:
+            logits_of(self.part, self.head, self.head_bias, logits)
+
+    # The gradient of the logits that ``chunks`` has yielded last, over them, and its products.
+
+    def with_grad(
+        self,
+        chunk: slice,
+        logits: Tensor,
+        target: Tensor,
+        grad_scale: Tensor,
+        grad_lse_square: Tensor | None,
+        weight: Tensor | None,
+        with_argmax: bool,
+        with_entropy: bool,
+        options: Options,
+    ) -> Sequence[Tensor]:
+        """(loss, lse, argmax, entropy), with ``cross_entropy_with_grad_``, whose arguments these are."""
+        of_rows = (target, grad_scale, grad_lse_square, weight, with_argmax, with_entropy, self.grad_dtype)
+        made = _ops.cross_entropy_with_grad_(logits, *of_rows, **options.keywords())
+        self.add(chunk, logits)
+        return made
+
+    def backward(
+        self,
+        chunk: slice,
+        grad_loss: Tensor,
+        grad_lse: Tensor | None,
+        logits: Tensor,
+        target: Tensor,
+        lse: Tensor,
+        weight: Tensor | None,
+        grad_entropy: Tensor | None,
+        entropy: Tensor | None,
+        coefficient: Tensor | None,
+        class_start: int,
+        num_classes: int | None,
+        options: Options,
+    ) -> None:
+        """With ``cross_entropy_backward_``, whose arguments these are."""
+        rest = (weight, None, grad_entropy, entropy, coefficient, class_start, num_classes, self.grad_dtype)
+        _ops.cross_entropy_backward_(grad_loss, grad_lse, logits, target, lse, *rest, **options.keywords())
+        self.add(chunk, logits)
+
+    def add(self, chunk: slice, logits: Tensor) -> None:
+        """The logits that ``chunks`` has yielded last, with their gradient over them."""
+        gradient = gradient_in(logits, self.grad_dtype)
         if self.kernels is not None and self.mask[1]:
             self.kernels.grad_weight(gradient, self.part, self.count, self.weight, add=self.index > 0)
         elif self.mask[1]:
@@ -117,12 +194,22 @@ class Products:
             add_rows(self.bias, gradient, self.index == 0)
 
 
-def room_for_logits(new: Callable[..., Tensor], rows: int, classes: int, input: Tensor) -> Tensor:
+def room_for_logits(new: Callable[..., Tensor], rows: int, classes: int, dtype: torch.dtype) -> Tensor:
     """(rows, padded_classes), by ``new``, one of the input's."""
-    padded = new((rows, padded_classes(classes, input.dtype)))
-    if input.device.type == "cpu":  # see padded_classes
+    padded = new((rows, padded_classes(classes, dtype)), dtype=dtype)
+    if padded.device.type == "cpu":  # see padded_classes
         padded[:, classes:].zero_()
     return padded
+
+
+def gradient_in(logits: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The gradient in this dtype that was written over the logits, as products take it."""
+    gradient = front_of(logits, dtype)
+    if gradient is not logits and logits.device.type == "cpu":
+        # See padded_classes. What stands there are halves of float32 numbers, and oneDNN reads a block of 64.
+        classes = logits.shape[1]
+        logits.view(gradient.dtype)[:, classes : classes + 64].zero_()
+    return gradient
 
 
 def room_for_head(
@@ -143,10 +230,23 @@ def zero_behind(grad_weight: Tensor, grad_bias: Tensor, classes: int) -> None:
 
 
 def logits_of(input: Tensor, head: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """In the dtype of ``out``, which may be float32 for operands of 16 bits: then nothing is rounded to these."""
+    wider: dict[str, Any] = {}
+    if out.dtype != input.dtype:
+        bias = None if bias is None else bias.to(out.dtype)
+        if multiplies_into_float32(out):
+            wider["out_dtype"] = out.dtype
+        else:
+            input, head = input.to(out.dtype), head.to(out.dtype)
     if bias is None:
-        torch.mm(input, head.t(), out=out)
+        torch.mm(input, head.t(), out=out, **wider)
     else:
-        torch.addmm(bias, input, head.t(), out=out)
+        torch.addmm(bias, input, head.t(), out=out, **wider)
+
+
+def multiplies_into_float32(tensor: Tensor) -> bool:
+    accelerator = accelerators.of(tensor.device)
+    return accelerator is not None and accelerator.multiplies_into_float32
 
 
 def add_rows(total: Tensor, rows: Tensor, first: bool) -> None:
@@ -159,7 +259,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None
     """total += left @ right, which ``first`` starts from zero."""
     if total.dtype == left.dtype:
         torch.mm(left, right, out=total) if first else torch.addmm(total, left, right, out=total)
-    elif (accelerator := accelerators.of(total.device)) is not None and accelerator.multiplies_into_float32:
+    elif multiplies_into_float32(total):
         if first:
             torch.mm(left, right, out_dtype=total.dtype, out=total)
         else:

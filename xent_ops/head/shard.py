@@ -17,9 +17,19 @@ from torch import Tensor
 from ..kernels import reference, reference_shard
 from ..kernels.options import DEFAULTS, Chunking, Options
 from ..kernels.reference_ids import gather
+from ..kernels.rows import front_of
 from .chunks import as_rows, classes_of
 from .ids import gradient
-from .products import Products, add_product, add_rows, counting_kernels, logits_of, rows_to_compute, zero_behind
+from .products import (
+    add_product,
+    add_rows,
+    counting_kernels,
+    gradient_in,
+    logits_of,
+    products,
+    rows_to_compute,
+    zero_behind,
+)
 from .sizes import padded_classes
 
 _ops = torch.ops.xent
@@ -52,8 +62,8 @@ def stats(
     indices, shard = rows.indices(), (class_start, num_classes, weight)
     made = flat.new_full((3 + (entropy or weight is not None), rows.number), 0.0, dtype=reference.accumulator(input))
     made[0] = float("-inf")
-    products = Products(rows, flat, head, bias, how.chunk_rows)
-    for chunk, logits in products.chunks() if len(head) > 0 else ():
+    made_by = products(rows, flat, head, bias, how)
+    for chunk, logits in made_by.chunks() if len(head) > 0 else ():
         for value, of_chunk in zip(made, numbers(logits, indices[chunk], *shard, entropy, options), strict=True):
             value[chunk] = of_chunk
     given = [rows.give(values, otherwise) for values, otherwise in zip(made, _UNREAD, strict=False)]
@@ -189,15 +199,17 @@ def chunk(
     count: Tensor | None = None,
     after: Tensor | None = None,
     ids: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
     *,
     options: Options = DEFAULTS,
 ) -> tuple[Tensor, Tensor]:
     """(what ``joined`` takes of this rank, the logits). Rows behind the count may have logits of 0."""
     head, bias, weight, _ = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
     columns = head.shape[0]
-    kernels = None if count is None else counting_kernels(input, head)
+    dtype = logits_dtype or input.dtype
+    kernels = None if count is None or dtype != input.dtype else counting_kernels(input, head)
     new = input.new_empty if kernels is None else input.new_zeros
-    logits = new((input.shape[0], padded_classes(columns, input.dtype)))
+    logits = new((input.shape[0], padded_classes(columns, dtype)), dtype=dtype)
     of_classes = logits[:, :columns]
     if kernels is None:
         logits_of(input, head, bias, of_classes)
@@ -260,21 +272,25 @@ def chunk_grad_(
 ) -> tuple[Tensor, Tensor]:
     head, _, weight, _ = classes_of(linear_weight, None, weight, class_start, num_classes)
     of_classes = logits[:, : head.shape[0]]
+    dtype = None if logits.dtype == linear_weight.dtype else linear_weight.dtype
     if ids is not None and at_ids is not None and grad_ids is not None:
         given = (grad_ids, grad_lse, grad_entropy, of_classes, ids, at_ids, lse, entropy)
-        gradient(*given, options=options, class_start=class_start, num_classes=num_classes, in_place=True)
+        of_slice: dict[str, Any] = {"class_start": class_start, "num_classes": num_classes, "grad_dtype": dtype}
+        gradient(*given, options=options, **of_slice, in_place=True)
     else:
-        rest = (weight, divisor, grad_entropy, entropy, coefficient, class_start, num_classes)
+        rest = (weight, divisor, grad_entropy, entropy, coefficient, class_start, num_classes, dtype)
         _ops.cross_entropy_backward_(
             grad_loss, grad_lse, of_classes, target, lse, *rest, lse_square_scale=lse_square_scale, **options.keywords()
         )
-    done = logits.new_empty(0)
+    done, written = linear_weight.new_empty(0), gradient_in(of_classes, dtype)
     if not with_grad_input:
-        return logits.new_empty(0), done
+        return linear_weight.new_empty(0), done
     shape = (logits.shape[0], head.shape[1])
-    kernels = None if count is None else counting_kernels(logits.new_empty(()).expand(shape), head)
+    counts = count is not None and dtype is None
+    kernels = counting_kernels(logits.new_empty(()).expand(shape), head) if counts else None
     if kernels is None:
-        return torch.mm(of_classes, head), done
+        return torch.mm(written, head), done
+    assert count is not None
     grad_input = logits.new_zeros(shape)
     kernels.grad_input(of_classes, head, count, torch.arange(shape[0], device=logits.device), grad_input)
     return grad_input, done
@@ -290,10 +306,11 @@ def chunk_add_(
     count: Tensor | None = None,
 ) -> None:
     """A gradient of shape (0,) is not wanted. ``first``: what is there counts for nothing."""
-    of_classes = grad_logits[:, :columns]
+    of_classes = front_of(grad_logits[:, :columns], input.dtype)
     if grad_linear_weight.dim() == 2:
         total = grad_linear_weight[:columns]
-        kernels = None if count is None else counting_kernels(input, total)
+        counts = count is not None and grad_logits.dtype == input.dtype
+        kernels = counting_kernels(input, total) if counts else None
         if kernels is None:
             add_product(total, of_classes.t(), input, first)
         else:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from ..kernels.options import HeadProducts
 from ..linear import linear_cross_entropy, linear_cross_entropy_outputs
 from ..ops import arguments, checks
 from ..ops.linear import checks as linear_checks
@@ -58,6 +59,8 @@ def use_xent(
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
+    logits_dtype: torch.dtype | None = None,
+    products: HeadProducts | None = None,
 ) -> Report:
     """Make ``model`` compute its loss by ``xent_ops.linear_cross_entropy`` in training, eager and compiled.
 
@@ -75,6 +78,7 @@ def use_xent(
             at each position (-1 where the label is ignored), and ``accuracy`` (), in the place of logits.
         label_smoothing: as for ``cross_entropy``, and as Trainer's ``label_smoothing_factor``, which needs the logits.
         lse_square_scale: of the z-loss, as for ``cross_entropy``.
+        logits_dtype, products: as for ``linear_cross_entropy``.
         accumulate_dtype, chunk_rows, skip_ignored: as for ``linear_cross_entropy``. With skip_ignored the prompts of
             fine-tuning take no time in the head.
 
@@ -114,7 +118,7 @@ def use_xent(
     tail = tails.find(base, head)
     loss = arguments.loss_options(-100, label_smoothing, *tail, lse_square_scale)
     checks.row_options(None, head.weight, loss.rows)
-    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored)
+    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
     linear_checks.sizes_of(how)
     options: dict[str, Any] = {"label_smoothing": label_smoothing, "lse_square_scale": lse_square_scale}
     options |= {"accumulate_dtype": accumulate_dtype, **how._asdict(), **tail._asdict()}

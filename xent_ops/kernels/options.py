@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -88,11 +88,18 @@ class LossOptions(NamedTuple):
         return given
 
 
+HeadProducts = Literal["fp8", "fp8_gradients"]
+"""What the products of a head multiply, where it is not what they are given: for type checkers."""
+HEAD_PRODUCTS = get_args(HeadProducts)
+
+
 class Chunking(NamedTuple):
-    """Which rows a linear cross entropy computes, and how many at a time."""
+    """How a head's logits are made: of which rows, how many at a time, in which dtype, by which products."""
 
     chunk_rows: int | None = None
     skip_ignored: bool = False
+    logits_dtype: torch.dtype | None = None  # None: that of the input
+    products: str | None = None
 
     def keywords(self) -> dict[str, Any]:
         """As operators take them."""

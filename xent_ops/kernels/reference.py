@@ -128,15 +128,15 @@ def softmax_gradient(
     return grad
 
 
-def _finish(grad: Tensor, x: Tensor, lse: Tensor, row_grads: Tensor, logits: Tensor, options: Options) -> Tensor:
-    """Through the activation and into the logits' dtype, contiguous whatever the logits' strides.
+def _finish(grad: Tensor, x: Tensor, lse: Tensor, row_grads: Tensor, dtype: torch.dtype, options: Options) -> Tensor:
+    """Through the activation and into this dtype, contiguous whatever the logits' strides.
 
     A row that passes nothing back gets exact zeros even where its logits are not finite (0 * NaN is NaN): such
     rows are padding that was never written.
     """
     grad = grad * activation_derivative(x, options)
     dead = (row_grads == 0) & ~lse.isfinite()
-    return torch.where(dead.unsqueeze(-1), 0.0, grad).to(logits.dtype).contiguous()
+    return torch.where(dead.unsqueeze(-1), 0.0, grad).to(dtype).contiguous()
 
 
 def row_grads(
@@ -178,11 +178,14 @@ def cross_entropy_backward(
     coefficient: Tensor | None = None,
     class_start: int = 0,
     num_classes: int | None = None,
+    grad_dtype: torch.dtype | None = None,
     *,
     options: Options = DEFAULTS,
     lse_square_scale: float = 0.0,
 ) -> Tensor:
-    """grad_logits (..., V) in the logits' dtype. Pointwise but for sum(weight): Inductor makes one kernel of it.
+    """grad_logits (..., V). Pointwise but for sum(weight): Inductor makes one kernel of it.
+
+    In grad_dtype, which is the logits' where it is None.
 
     Of a reduced loss: grad_loss is (), divisor and lse_square_scale are those of ``cross_entropy_reduced``. Of a slice
     of ``num_classes`` classes: lse is that of all, coefficient that of ``cross_entropy_shard_join`` (1 if None), and
@@ -202,27 +205,17 @@ def cross_entropy_backward(
     width = logits.shape[-1]
     classes = width if num_classes is None else num_classes
     x = activation(logits, options)
-    index, counted, invalid = gather_target(target, classes, options.ignore_index)
     grad_loss, grad_lse = row_grads(
         grad_loss, grad_lse, target, lse, divisor, options.ignore_index, lse_square_scale, x.dtype
     )
-    a = torch.where(counted, grad_loss, 0.0).masked_fill(invalid, float("nan"))
-    at_target, by_class = a * (1 - options.label_smoothing), a * (options.label_smoothing / classes)
     weight = None if weight is None else weight.to(x.dtype)
-    total, passed = a, a.abs()
-    if coefficient is not None:
-        total = a * coefficient.to(x.dtype)
-    elif weight is not None:
-        total = at_target = at_target * torch.where(counted, weights_at(weight, index), 0.0)
-        passed = total.abs() + by_class.abs()
-        if options.label_smoothing > 0.0:
-            total = total + by_class * weight.sum()
+    total, at_target, by_class, passed = coefficients(
+        grad_loss, grad_lse, target, classes, weight, coefficient, options, x.dtype
+    )
+    counted = is_counted(target, options.ignore_index)
     at_target = at_target.unsqueeze(-1)
     if weight is not None and coefficient is not None:  # by column: no target of another slice is gathered
         at_target = at_target * weight
-    if grad_lse is not None:
-        total = total + grad_lse.to(x.dtype)
-    passed = passed + total.abs()
     if grad_entropy is not None:
         passed = passed + grad_entropy.to(x.dtype).abs()
     grad = softmax_gradient(x, lse, total, entropy, grad_entropy)
@@ -232,9 +225,39 @@ def cross_entropy_backward(
     grad = grad - torch.where(column == local, at_target, 0.0)
     if options.label_smoothing > 0.0:
         grad = grad - (by_class.unsqueeze(-1) if weight is None else by_class.unsqueeze(-1) * weight)
-    grad = _finish(grad, x, lse, passed, logits, options)
+    grad = _finish(grad, x, lse, passed, grad_dtype or logits.dtype, options)
     columns = columns_of(width, class_start, classes)
     return grad if columns == width else torch.where(column < columns, grad, 0.0)
+
+
+def coefficients(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    target: Tensor,
+    classes: int,
+    weight: Tensor | None,
+    coefficient: Tensor | None,
+    options: Options,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(A, B, C, a sum of what a row passes back, which is zero where it passes nothing back), each (...).
+
+    Letters as in ``cross_entropy_backward``. Of a slice with class weights B lacks the target's.
+    """
+    index, counted, invalid = gather_target(target, classes, options.ignore_index)
+    a = torch.where(counted, grad_loss, 0.0).masked_fill(invalid, float("nan"))
+    at_target, by_class = a * (1 - options.label_smoothing), a * (options.label_smoothing / classes)
+    total, passed = a, a.abs()
+    if coefficient is not None:
+        total = a * coefficient.to(dtype)
+    elif weight is not None:
+        total = at_target = at_target * torch.where(counted, weights_at(weight, index), 0.0)
+        passed = total.abs() + by_class.abs()
+        if options.label_smoothing > 0.0:
+            total = total + by_class * weight.sum()
+    if grad_lse is not None:
+        total = total + grad_lse.to(dtype)
+    return total, at_target, by_class, passed + total.abs()
 
 
 def columns_of(width: int, class_start: int, num_classes: int | None) -> int:
@@ -266,6 +289,7 @@ def cross_entropy_with_grad(
     weight: Tensor | None = None,
     with_argmax: bool = False,
     with_entropy: bool = False,
+    grad_dtype: torch.dtype | None = None,
     *,
     options: Options = DEFAULTS,
 ) -> tuple[Tensor, ...]:
@@ -279,7 +303,8 @@ def cross_entropy_with_grad(
     argmax = torch.where(counted, argmax, -1) if with_argmax else argmax
     entropy = torch.where(counted, entropy, 0.0) if with_entropy else entropy
     grad_lse = grad_lse_of_square(grad_lse_square, lse, target, options.ignore_index)
-    gradient = cross_entropy_backward(grad_scale, grad_lse, logits, target, lse, weight, options=options)
+    rest = (None, None, None, None, 0, None, grad_dtype)
+    gradient = cross_entropy_backward(grad_scale, grad_lse, logits, target, lse, weight, *rest, options=options)
     return loss, lse, argmax, entropy, gradient
 
 

@@ -56,7 +56,7 @@ def soft_cross_entropy_backward(
     if grad_lse is not None:
         total = total + grad_lse.to(x.dtype)
     grad = softmax_gradient(x, lse, total) - a.unsqueeze(-1) * q
-    return _finish(grad, x, lse, total.abs() + a.abs(), logits, options)
+    return _finish(grad, x, lse, total.abs() + a.abs(), logits.dtype, options)
 
 
 def soft_target_gradients(

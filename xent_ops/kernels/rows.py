@@ -90,6 +90,18 @@ def dense_rows(shape: tuple[int, ...]) -> tuple[int, int, int]:
     return 1, shape[-1], 0
 
 
+def front_of(logits: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Where a gradient in this dtype lies that is written over the logits: if narrower, in the front of each row."""
+    if dtype is None or not is_narrower(dtype, logits):
+        return logits
+    return logits.view(dtype)[..., : logits.shape[-1]]
+
+
+def is_narrower(dtype: torch.dtype | None, logits: Tensor) -> bool:
+    """ops/checks.py lets no other dtype than the logits' through."""
+    return dtype is not None and dtype != logits.dtype
+
+
 def dense(tensor: Tensor) -> Tensor:
     """One value a row, contiguous and flat; a copy of N numbers where needed."""
     if tensor.dim() == 1 and tensor.is_contiguous():

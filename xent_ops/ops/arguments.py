@@ -154,13 +154,17 @@ def _is_zero(value: float) -> bool:
     return value == 0
 
 
-def chunks(accumulate_dtype: Any, chunk_rows: Any, skip_ignored: Any) -> tuple[torch.dtype | None, Chunking]:
+def chunks(
+    accumulate_dtype: Any, chunk_rows: Any, skip_ignored: Any, logits_dtype: Any = None, products: Any = None
+) -> tuple[torch.dtype | None, Chunking]:
     """What tells how the chunks of a linear cross entropy are made and added up."""
-    if not (accumulate_dtype is None or isinstance(accumulate_dtype, torch.dtype)):
-        raise TypeError(f"accumulate_dtype must be a torch.dtype or None, got {shown(accumulate_dtype)}")
+    for name, dtype in (("accumulate_dtype", accumulate_dtype), ("logits_dtype", logits_dtype)):
+        if not (dtype is None or isinstance(dtype, torch.dtype)):
+            raise TypeError(f"{name} must be a torch.dtype or None, got {shown(dtype)}")
     boolean("skip_ignored", skip_ignored)
+    checks.head_products(products)
     chunk_rows = None if chunk_rows is None else integer("chunk_rows", chunk_rows)
-    return accumulate_dtype, Chunking(chunk_rows, skip_ignored)
+    return accumulate_dtype, Chunking(chunk_rows, skip_ignored, logits_dtype, products)
 
 
 def _refuse_tensors(values: Iterable[tuple[str, Any]]) -> None:

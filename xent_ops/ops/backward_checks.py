@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..kernels.options import DEFAULTS, Options
@@ -21,10 +22,12 @@ def index_backward(
     coefficient: Tensor | None = None,
     class_start: int = 0,
     num_classes: int | None = None,
+    grad_dtype: torch.dtype | None = None,
     *,
     options: Options = DEFAULTS,
     lse_square_scale: float = 0.0,
 ) -> None:
+    checks.narrower(grad_dtype, logits)
     if num_classes is None:
         checks.index_forward(logits, target, weight, options=options)
     else:

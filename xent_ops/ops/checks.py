@@ -14,7 +14,8 @@ from typing import Any, NoReturn, get_args
 import torch
 from torch import Tensor
 
-from ..kernels.options import DEFAULTS, Options, Reduction
+from ..kernels.options import DEFAULTS, HEAD_PRODUCTS, Options, Reduction
+from ..kernels.sizes import known
 from .shown import shown
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -263,11 +264,32 @@ def index_with_grad(
     weight: Tensor | None = None,
     with_argmax: bool = False,
     with_entropy: bool = False,
+    grad_dtype: torch.dtype | None = None,
     *,
     options: Options = DEFAULTS,
 ) -> None:
+    narrower(grad_dtype, logits)
     index_forward(logits, target, weight, options=options)
     scalar_or_rows_of("logits", logits, grad_scale=grad_scale, grad_lse_square=grad_lse_square)
+
+
+def head_products(value: Any) -> None:
+    if value is not None and value not in HEAD_PRODUCTS:
+        expected = ", ".join(map(repr, HEAD_PRODUCTS))
+        raise ValueError(f"products must be one of {expected}, or None for those of the operands, got {shown(value)}")
+
+
+def narrower(grad_dtype: torch.dtype | None, logits: Tensor) -> None:
+    """In place such a gradient is written to the front of each row, whose elements must lie side by side."""
+    if grad_dtype in (None, logits.dtype):
+        return
+    if logits.dtype != torch.float32 or grad_dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(
+            f"grad_dtype must be None, the logits' {logits.dtype} or, for float32 logits, torch.bfloat16 or "
+            f"torch.float16; got {grad_dtype}"
+        )
+    if logits.dim() > 0 and not known(logits.stride(-1) == 1):
+        raise ValueError(f"a gradient in {grad_dtype} needs logits with the classes side by side, stride 1")
 
 
 def scale_grad(grad: Tensor, factor: Tensor) -> None:

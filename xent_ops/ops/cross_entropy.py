@@ -26,8 +26,8 @@ def _reduced(logits: Tensor, *_: Any) -> Outputs:
     return ((), dtype), ((2,), dtype), (logits.shape[:-1], dtype)
 
 
-def gradient(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *_: Any) -> Outputs:
-    return ((logits.shape, logits.dtype),)
+def gradient(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any) -> Outputs:
+    return ((logits.shape, (rest[9] if len(rest) > 9 else None) or logits.dtype),)
 
 
 def _statistics(
@@ -101,15 +101,16 @@ def _reduced_backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[Te
 
 
 def _save_backward(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    *tensors, _class_start, ctx.num_classes = inputs
+    *tensors, _class_start, ctx.num_classes, ctx.grad_dtype = inputs
     save_all(ctx, tuple(tensors), keyword_only_inputs, output)
 
 
 def _second_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    if ctx.num_classes is not None:
+    if ctx.num_classes is not None or ctx.grad_dtype is not None:
         no_second_derivative()
     needs = [needs_grad(ctx, position) for position in range(len(ctx.saved_tensors))]
-    return *differentiate(reference.cross_entropy_backward, ctx.saved_tensors, needs, ctx.options, grad), None, None
+    given = differentiate(reference.cross_entropy_backward, ctx.saved_tensors, needs, ctx.options, grad)
+    return *given, None, None, None
 
 
 operator(

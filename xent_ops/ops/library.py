@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..kernels import accelerators, cpu, devices
 from ..kernels.options import Options, as_record
+from ..kernels.rows import front_of
 from . import overwriting
 from .launch_cache import LaunchCache, call_signature
 from .schemas import DECLARED, PYTHON_ONLY, SCHEMAS
@@ -131,8 +132,10 @@ class Operator:
     def on_npu(self, *args: Any, **given: Any) -> Any:
         keywords = self.keywords(given)
         self.check(args, keywords)
-        # The vector cores have no float64.
-        if not self.ascend or any(isinstance(arg, Tensor) and arg.dtype == torch.float64 for arg in args):
+        # The vector cores have no float64, and our kernels there write gradients in the logits' dtype.
+        if not self.ascend or any(
+            isinstance(arg, torch.dtype) or (isinstance(arg, Tensor) and arg.dtype == torch.float64) for arg in args
+        ):
             return self.reference(*args, **keywords)
         return devices.ascend_launchers()[self.name](*args, **keywords)
 
@@ -191,7 +194,7 @@ def _in_place(function: Callable[..., Any], position: int) -> Callable[..., Any]
     def write(*args: Any, **keywords: Any) -> Any:
         made = function(*args, **keywords)
         *others, written = made if isinstance(made, tuple) else (made,)
-        args[position].copy_(written)
+        front_of(args[position], written.dtype).copy_(written)
         return _returned(others)
 
     return write

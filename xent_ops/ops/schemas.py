@@ -23,7 +23,11 @@ DIVISOR = "Tensor? divisor=None"
 TOKEN_WEIGHT = "Tensor? token_weight=None"
 OUTPUT_MASK = "bool[3] output_mask=[True, True, True]"
 ACCUMULATE = "ScalarType? accumulate_dtype=None"
-CHUNKING = "SymInt? chunk_rows=None, bool skip_ignored=False"
+LOGITS_DTYPE = "ScalarType? logits_dtype=None"
+CHUNKS = "SymInt? chunk_rows=None, bool skip_ignored=False"
+CHUNKING = f"{CHUNKS}, {LOGITS_DTYPE}, str? products=None"
+# Of float32 logits a gradient of 16 bits; in place it is written to the front of each row.
+GRAD_DTYPE = "ScalarType? grad_dtype=None"
 COUNT = "Tensor? count=None"  # of the first rows of a chunk, (): those after them are ignored ones
 # Not read: what was made before, whatever reorders a graph. "done", (0,), is such a tensor.
 AFTER = "Tensor? after=None"
@@ -88,14 +92,14 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     "cross_entropy_backward": (
         "(Tensor grad_loss, Tensor? grad_lse, Tensor logits, Tensor target, Tensor lse, Tensor? weight=None, "
         "Tensor? divisor=None, Tensor? grad_entropy=None, Tensor? entropy=None, Tensor? coefficient=None, "
-        f"{SLICE}, *, {OPTIONS}, {LSE_SQUARE}) -> Tensor",
+        f"{SLICE}, {GRAD_DTYPE}, *, {OPTIONS}, {LSE_SQUARE}) -> Tensor",
         "logits",
     ),
     # Loss and gradient in one visit of the logits; what a mean divides by, before there are losses; and what applies
     # an upstream gradient afterwards.
     "cross_entropy_with_grad": (
         "(Tensor logits, Tensor target, Tensor grad_scale, Tensor? grad_lse_square=None, Tensor? weight=None, "
-        f"{STATISTICS}, *, {OPTIONS}) "
+        f"{STATISTICS}, {GRAD_DTYPE}, *, {OPTIONS}) "
         "-> (Tensor loss, Tensor lse, Tensor argmax, Tensor entropy, Tensor grad_logits)",
         "logits",
     ),
@@ -212,10 +216,10 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         None,
     ),
     # The same of a teacher's head beside the student's: losses of rows, two products; or one pass, four.
-    "linear_distillation_forward": (f"({TWO_HEADS}, *, {DISTILLATION}, {CHUNKING}) -> Tensor", None),
+    "linear_distillation_forward": (f"({TWO_HEADS}, *, {DISTILLATION}, {CHUNKS}) -> Tensor", None),
     "linear_distillation_with_grad": (
         f"({TWO_HEADS}, {DIVISOR}, {TOKEN_WEIGHT}, {OUTPUT_MASK}, {ACCUMULATE}, *, {DISTILLATION}, {REDUCTION}, "
-        f"{CHUNKING}) -> (Tensor value, Tensor divided_by, {LINEAR_GRADS})",
+        f"{CHUNKS}) -> (Tensor value, Tensor divided_by, {LINEAR_GRADS})",
         None,
     ),
     "linear_scale_grad": ("(Tensor grad, Tensor factor) -> Tensor", None),
@@ -237,7 +241,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     # statistics, a function of a row's statistics. Three products. Of a slice where num_classes is given.
     "linear_cross_entropy_chunk": (
         f"(Tensor input, Tensor linear_weight, Tensor target, {SLICE}, Tensor? linear_bias=None, "
-        f"Tensor? weight=None, bool entropy=False, {COUNT}, {AFTER}, {IDS}, *, {OPTIONS}) "
+        f"Tensor? weight=None, bool entropy=False, {COUNT}, {AFTER}, {IDS}, {LOGITS_DTYPE}, *, {OPTIONS}) "
         "-> (Tensor stats, Tensor logits)",
         None,
     ),

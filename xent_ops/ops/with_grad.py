@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from ..kernels import reductions, reference
@@ -30,9 +31,10 @@ def _outputs(
     weight: Tensor | None = None,
     with_argmax: bool = False,
     with_entropy: bool = False,
+    grad_dtype: torch.dtype | None = None,
 ) -> Outputs:
     rows = statistics_of(logits, logits.shape[:-1], with_argmax, with_entropy)
-    return (*rows, (logits.shape, logits.dtype))
+    return (*rows, (logits.shape, grad_dtype or logits.dtype))
 
 
 operator(

@@ -38,11 +38,13 @@ def linear_oracle(
     ignore_index: int = -100,
     chunk_rows: int | None = None,
     accumulate_dtype: torch.dtype | None = None,
+    logits_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> LinearExpected:
     """Linear cross entropy with all its logits in float64, by ``oracle``, and error budgets from formats and chunks.
 
-    Logits are rounded once to the input's dtype, and so is their gradient; products are added up in float32 (float64).
+    Logits are rounded once to ``logits_dtype`` (None: the input's), and their gradient to the input's; products are
+    added up in float32 (float64).
     The gradient of linear_weight is rounded to ``accumulate_dtype`` (None: the input's; float32 for float16) after each
     chunk of ``chunk_rows`` rows (None: all), and like the others to the input's dtype before and after it is multiplied
     by the upstream gradient. float16 gradients of logits are made for upstream gradients that are at most about one.
@@ -92,7 +94,7 @@ def linear_oracle(
 
     # What rounded logits do: to x, lse, softmax and the gradient.
     of_logits, tanh, scale = activated(logits, **options)
-    error = half * logits.abs() + of_sum(x.shape[1]) * magnitude + tiny
+    error = eps(logits_dtype or dtype) / 2 * logits.abs() + of_sum(x.shape[1]) * magnitude + tiny
     error_x = torch.nan_to_num(error * scale, posinf=0.0)
     slope, bend = torch.full_like(logits, scale), torch.zeros_like(logits)
     if (cap := options.get("softcap")) is not None:

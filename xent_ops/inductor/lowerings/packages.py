@@ -101,6 +101,8 @@ def refuse(name: str, args: list[Any], options: dict[str, Any]) -> None:
         raise NotImplementedError(f"xent::{name} cannot be packed for CUDA in float64")
     if options.get("skip_ignored"):
         raise NotImplementedError(f"xent::{name} cannot be packed for CUDA with skip_ignored")
+    if options.get("products"):
+        raise NotImplementedError(f"xent::{name} cannot be packed for CUDA with products of 8-bit numbers")
     given = dict(zip(OPERATORS[name].arguments, args, strict=False))
     classes = [given[argument].shape[place] for argument, place in _CLASSES.items() if argument in given]
     if any(isinstance(size, torch.SymInt) for size in classes):

@@ -88,9 +88,8 @@ def gradient(
 
 
 @triton.jit
-def write(
+def of_tile(
     pointers,  # into the logits of a row
-    out_pointers,  # into its gradient
     columns,
     inside,  # which columns exist
     read,  # which of them are read: none in a row that passes nothing back
@@ -106,7 +105,7 @@ def write(
     FLAGS: tl.constexpr,
     COMPARE: tl.constexpr,  # whether there may be a target
 ):
-    """The gradient of one tile."""
+    """The gradient of one tile, in the accumulator's dtype."""
     z = tl.load(pointers, mask=read, other=0.0).to(lse.dtype)
     weight = 0.0
     if FLAGS.smoothing and FLAGS.weight:
@@ -116,8 +115,42 @@ def write(
     )  # fmt: skip
     if COMPARE:
         grad -= tl.where(columns == target, b, 0.0)
-    grad *= slope
-    tl.store(out_pointers, grad.to(out_pointers.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+    return grad * slope
+
+
+@triton.jit
+def store(pointers, grad, inside):
+    tl.store(pointers, grad.to(pointers.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+
+
+@triton.jit
+def write(
+    pointers,
+    out_pointers,  # into the gradient of a row; the rest as for ``of_tile``
+    columns,
+    inside,
+    read,
+    weight_pointers,
+    lse,
+    total,
+    b,
+    c,
+    entropy,
+    grad_entropy,
+    act,
+    target,
+    FLAGS: tl.constexpr,
+    COMPARE: tl.constexpr,
+    NARROW: tl.constexpr = False,  # as in backward_kernel
+):
+    """The gradient of one tile."""
+    grad = of_tile(
+        pointers, columns, inside, read, weight_pointers, lse, total, b, c, entropy, grad_entropy, act, target, FLAGS,
+        COMPARE,
+    )  # fmt: skip
+    if NARROW:
+        tl.debug_barrier()  # all threads have read this tile; what is written lies in it or before it
+    store(out_pointers, grad, inside)
 
 
 @triton.jit(
@@ -158,6 +191,7 @@ def backward_kernel(
     EDGES: tl.constexpr,  # as in numerics.aligned_body
     SAME_ROWS: tl.constexpr,  # logits and gradient have the same strides
     COMPARE: tl.constexpr,  # columns are compared with the target; else its element is written apart
+    NARROW: tl.constexpr,  # the gradient has fewer bytes and is written over the logits' first: one program a row
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,  # of BLOCK columns, that a program visits
     VECTOR: tl.constexpr,  # elements in 16 bytes
@@ -245,14 +279,22 @@ def backward_kernel(
         if has_target:
             tl.debug_barrier()
     body_weight_ptr = weights_from(weight_ptr, head, n_cols, EDGES)
+    if EDGES and NARROW:  # read before they are overwritten
+        edges, exist = edge_columns(head, body, n_cols, EDGES)
+        of_edges = of_tile(
+            logits_ptr + offset + edges, edges, exist, exist & (edges < tl.where(live, n_cols, 0)), weight_ptr + edges,
+            lse, total, b, c, entropy, grad_entropy, act, compared, FLAGS, COMPARE,
+        )  # fmt: skip
     for tile in tl.range(0, TILES):
         columns = start + tile * BLOCK + tl.arange(0, BLOCK)
         write(
             logits_ptr + boundary + columns, grad_ptr + out_boundary + columns, head + columns, columns < body,
             columns < tl.where(live, body, 0), body_weight_ptr + columns, lse, total, b, c, entropy, grad_entropy,
-            act, compared, FLAGS, COMPARE,
+            act, compared, FLAGS, COMPARE, NARROW,
         )  # fmt: skip
-    if EDGES:  # noqa: SIM102 (known when compiling, the next when running)
+    if EDGES and NARROW:
+        store(grad_ptr + out_offset + edges, of_edges, exist)
+    elif EDGES:  # noqa: SIM102 (known when compiling, the next when running)
         if start == 0:
             edges, exist = edge_columns(head, body, n_cols, EDGES)
             write(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import accelerators
 from ..reference import accumulator
-from ..rows import class_weight, dense_rows, rows, rows_like
+from ..rows import class_weight, dense_rows, front_of, is_narrower, rows, rows_like
 from ..sizes import known
 from . import configs
 from .recording import RECORDING
@@ -64,8 +64,8 @@ def new_rows(logits: Tensor, dtype: torch.dtype | None = None) -> Callable[[], T
     return new_tensor(logits.shape[:-1], dtype or accumulator(logits), logits.device)
 
 
-def new_gradient(logits: Tensor) -> Callable[[], Tensor]:
-    return new_tensor(logits.shape, logits.dtype, logits.device)
+def new_gradient(logits: Tensor, dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
+    return new_tensor(logits.shape, dtype or logits.dtype, logits.device)
 
 
 class RowLayout(NamedTuple):
@@ -82,6 +82,12 @@ def row_layout(tensor: Tensor) -> RowLayout:
     like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     view = rows(like)
     return RowLayout(view.number, view[2:], rows_like(like, view), view.tensor is not like)
+
+
+def front_strides(strides: Strides, logits: Tensor, grad_dtype: torch.dtype | None) -> Strides:
+    """Those of ``front_of`` logits with these."""
+    wider = 1 if grad_dtype is None else logits.element_size() // grad_dtype.itemsize
+    return strides[0], wider * strides[1], wider * strides[2]
 
 
 def edges(classes: int, itemsize: int, *layouts: Strides) -> int:
@@ -110,15 +116,22 @@ def class_weights(weight: Tensor | None, absent: Tensor, shifted: bool) -> Tenso
 
 
 # A backward operator and its in-place twin. ``prepare`` is called with the strides of the rows that the gradient is
-# written to and the operator's arguments; it returns ``write(gradient, *args)``.
+# written to and the operator's arguments; it returns ``write(gradient, *args)``. With a ``grad_dtype`` in place of the
+# logits' the twin writes to the front of each row, for which ``prepare`` gets ``narrow``.
 
 
 def into_empty(
-    prepare: Callable[..., Run], grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
+    prepare: Callable[..., Run],
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    logits: Tensor,
+    *rest: Any,
+    grad_dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> Run:
     """The operator: its gradient is a dense tensor of its own."""
     write = prepare(dense_rows(logits.shape), grad_loss, grad_lse, logits, *rest, **options)
-    gradient = new_gradient(logits)
+    gradient = new_gradient(logits, grad_dtype)
 
     def backward(*args: Any) -> Tensor:
         grad = gradient()
@@ -129,21 +142,29 @@ def into_empty(
 
 
 def over_logits(
-    prepare: Callable[..., Run], grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
+    prepare: Callable[..., Run],
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    logits: Tensor,
+    *rest: Any,
+    grad_dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> Run:
     """The twin: the gradient is written over the logits."""
     layout = row_layout(logits)
     if layout.copied:
-        operator = into_empty(prepare, grad_loss, grad_lse, logits, *rest, **options)
+        operator = into_empty(prepare, grad_loss, grad_lse, logits, *rest, grad_dtype=grad_dtype, **options)
 
         def copy_back(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any) -> None:
-            logits.copy_(operator(grad_loss, grad_lse, logits, *rest))
+            front_of(logits, grad_dtype).copy_(operator(grad_loss, grad_lse, logits, *rest))
 
         return copy_back
-    write = prepare(layout.strides, grad_loss, grad_lse, logits, *rest, **options)
+    if is_narrower(grad_dtype, logits):
+        options["narrow"] = True
+    write = prepare(front_strides(layout.strides, logits, grad_dtype), grad_loss, grad_lse, logits, *rest, **options)
 
     def backward(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any) -> None:
-        write(logits, grad_loss, grad_lse, logits, *rest)
+        write(front_of(logits, grad_dtype), grad_loss, grad_lse, logits, *rest)
         torch.autograd.graph.increment_version(logits)  # autograd does not see a launch
 
     return backward

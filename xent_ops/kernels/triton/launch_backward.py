@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..options import DEFAULTS, Options
@@ -32,9 +33,11 @@ def prepare_backward(
     coefficient: Tensor | None = None,
     class_start: int = 0,
     num_classes: int | None = None,
+    grad_dtype: torch.dtype | None = None,
     *,
     options: Options = DEFAULTS,
     lse_square_scale: float = 0.0,
+    narrow: bool = False,
 ) -> Run:
     """``write(gradient, grad_loss, ..., coefficient)``. Of a slice, columns beyond the last class get zeros."""
     width, shard = logits.shape[-1], num_classes is not None
@@ -55,8 +58,11 @@ def prepare_backward(
     as_entropy = dense_like(lse if entropy is None else entropy, dtype)
     as_coefficient = dense_like(lse if coefficient is None else coefficient, dtype)
     sum_of = prepare_sum(classes, dtype, logits.device) if weighted and smoothing and not shard else None
-    border = edges(classes, itemsize, strides, out_strides)
+    written = itemsize if grad_dtype is None else grad_dtype.itemsize
+    border = edges(classes, written, strides, out_strides)
     config = configs.backward(classes, itemsize, configs.load(options, weighted))
+    if narrow:
+        config = configs.backward_in_order(classes)
     blocks = -(-classes // (config.block * config.tiles))
     flags = flags_of(options, weighted, itemsize)._replace(
         entropy=grad_entropy is not None,
@@ -82,10 +88,11 @@ def prepare_backward(
         FLAGS=flags,
         EDGES=border,
         SAME_ROWS=strides == out_strides,
-        COMPARE=blocks < 8,
+        COMPARE=blocks < 8 and not narrow,
+        NARROW=narrow,
         BLOCK=config.block,
         TILES=config.tiles,
-        VECTOR=configs.vector(itemsize),
+        VECTOR=configs.vector(written),
         num_warps=config.num_warps,
         num_stages=1,
     )
@@ -102,7 +109,7 @@ def prepare_backward(
         grad_entropy: Tensor | None = None,
         entropy: Tensor | None = None,
         coefficient: Tensor | None = None,
-        *_slice: int | None,
+        *_rest: Any,
     ) -> None:
         if padded:
             gradient[..., columns:].zero_()
@@ -132,9 +139,13 @@ def prepare_backward(
 
 @launcher
 def cross_entropy_backward(*args: Any, **options: Any) -> Run:
-    return into_empty(prepare_backward, *args, **options)
+    return into_empty(prepare_backward, *args, grad_dtype=_grad_dtype(*args), **options)
 
 
 @launcher
 def cross_entropy_backward_(*args: Any, **options: Any) -> Run:
-    return over_logits(prepare_backward, *args, **options)
+    return over_logits(prepare_backward, *args, grad_dtype=_grad_dtype(*args), **options)
+
+
+def _grad_dtype(*args: Any) -> torch.dtype | None:
+    return args[12] if len(args) > 12 else None

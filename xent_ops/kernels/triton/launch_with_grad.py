@@ -13,7 +13,7 @@ from .. import accelerators
 from ..accelerators import processors
 from ..options import DEFAULTS, Options
 from ..reference import accumulator, grad_lse_of_square
-from ..rows import dense_like, dense_rows, per_row_like
+from ..rows import dense_like, dense_rows, front_of, is_narrower, per_row_like
 from ..sizes import size_to_serve, traced
 from . import configs
 from .cached import Launch
@@ -23,6 +23,7 @@ from .common import (
     Strides,
     class_weights,
     edges,
+    front_strides,
     launcher,
     new_gradient,
     new_tensor,
@@ -66,7 +67,9 @@ class _Call(NamedTuple):
     weight: Tensor | None
     with_argmax: bool
     with_entropy: bool
+    grad_dtype: torch.dtype | None
     options: Options
+    narrow: bool = False  # the gradient is written to the front of each row of logits
 
 
 # ``kernel(outputs, gradient, logits, target, grad_scale, grad_lse_square, weight)`` writes (loss, lse, argmax, entropy)
@@ -80,7 +83,7 @@ def _prepare_with_grad(call: _Call) -> Kernel:
         return lambda *_tensors: None
     shared = _prepare_shared(call)
     # A program a row would leave some processors idle.
-    few = traced(number) < processors(logits.device)
+    few = traced(number) < processors(logits.device) or is_narrower(call.grad_dtype, logits)
     general = _prepare_two_visits(call) if few else _prepare_launch(call, None)
     if shared is None:
         return general
@@ -99,7 +102,8 @@ def _prepare_shared(call: _Call) -> Kernel | None:
     plain = call.weight is None and options.only_scale is not None
     same_rows = strides == call.out_strides
     # Copies to shared memory take whole 16-byte vectors.
-    vectors = same_rows or not edges(classes, itemsize, strides, call.out_strides)
+    written = itemsize if call.grad_dtype is None else call.grad_dtype.itemsize
+    vectors = (same_rows and written == itemsize) or not edges(classes, written, strides, call.out_strides)
     if not (plain and itemsize < 8 and vectors):
         return None
     config = configs.with_grad_shared(classes, itemsize, *_shared_memory(logits.device))
@@ -193,9 +197,9 @@ def _prepare_two_visits(call: _Call) -> Kernel:
     row = torch.empty(tuple(logits.shape[:-1]), dtype=accumulator(logits), device="meta")  # like the lse
     forward = prepare_forward(logits, target, weight, options, call.with_argmax, call.with_entropy, skip_ignored=True)
     grad_lse = None if call.grad_lse_square is None else row
-    backward = prepare_backward(
-        call.out_strides, call.grad_scale, grad_lse, logits, target, row, weight, options=options
-    )
+    rest = (weight, None, None, None, None, 0, None, call.grad_dtype)
+    given = (call.grad_scale, grad_lse, logits, target, row, *rest)
+    backward = prepare_backward(call.out_strides, *given, options=options, narrow=call.narrow)
 
     def kernel(
         outputs: tuple[Tensor, ...],
@@ -223,12 +227,14 @@ def cross_entropy_with_grad(
     weight: Tensor | None = None,
     with_argmax: bool = False,
     with_entropy: bool = False,
+    grad_dtype: torch.dtype | None = None,
     *,
     options: Options = DEFAULTS,
 ) -> Run:
-    layout, rest = row_layout(logits), (target, grad_scale, grad_lse_square, weight, with_argmax, with_entropy)
+    rest = (target, grad_scale, grad_lse_square, weight, with_argmax, with_entropy, grad_dtype)
+    layout = row_layout(logits)
     kernel = _prepare_with_grad(_Call(logits, layout, dense_rows(logits.shape), *rest, options))
-    as_rows, new_grad = layout.as_rows, new_gradient(logits)
+    as_rows, new_grad = layout.as_rows, new_gradient(logits, grad_dtype)
     new_outputs = new_statistics(logits, with_argmax, with_entropy)
 
     def run(
@@ -237,7 +243,7 @@ def cross_entropy_with_grad(
         grad_scale: Tensor,
         grad_lse_square: Tensor | None = None,
         weight: Tensor | None = None,
-        *_: bool,
+        *_: Any,
     ) -> tuple[Tensor, ...]:
         outputs, grad = new_outputs(), new_grad()
         kernel(outputs, grad, as_rows(logits), target, grad_scale, grad_lse_square, weight)
@@ -255,12 +261,16 @@ def cross_entropy_with_grad_(
     weight: Tensor | None = None,
     with_argmax: bool = False,
     with_entropy: bool = False,
+    grad_dtype: torch.dtype | None = None,
     *,
     options: Options = DEFAULTS,
 ) -> Run:
     # Rows that no two strides describe are copied: the gradient is written over the copy, and then back.
-    layout, rest = row_layout(logits), (target, grad_scale, grad_lse_square, weight, with_argmax, with_entropy)
-    kernel = _prepare_with_grad(_Call(logits, layout, layout.strides, *rest, options))
+    rest = (target, grad_scale, grad_lse_square, weight, with_argmax, with_entropy, grad_dtype)
+    layout = row_layout(logits)
+    out_strides = front_strides(layout.strides, logits, grad_dtype)
+    narrow = is_narrower(grad_dtype, logits)
+    kernel = _prepare_with_grad(_Call(logits, layout, out_strides, *rest, options, narrow))
     as_rows, new_outputs = layout.as_rows, new_statistics(logits, with_argmax, with_entropy)
 
     def run(
@@ -269,10 +279,10 @@ def cross_entropy_with_grad_(
         grad_scale: Tensor,
         grad_lse_square: Tensor | None = None,
         weight: Tensor | None = None,
-        *_: bool,
+        *_: Any,
     ) -> tuple[Tensor, ...]:
         written, outputs = as_rows(logits), new_outputs()
-        kernel(outputs, written, written, target, grad_scale, grad_lse_square, weight)
+        kernel(outputs, front_of(written, grad_dtype), written, target, grad_scale, grad_lse_square, weight)
         _wrote(written, logits)
         return outputs
 

@@ -91,7 +91,7 @@ def with_grad_shared_kernel(
     tops_ptr,  # (N, PARTS), as the next two: read by join_statistics_kernel, not written without STATISTICS
     firsts_ptr,  # int32
     entropies_ptr,
-    grad_ptr,  # (outer, inner, V): may be the logits themselves
+    grad_ptr,  # (outer, inner, V): may be the logits themselves, or in fewer bytes the front of each of their rows
     n_cols,
     n_inner,
     stride_outer,
@@ -187,6 +187,11 @@ def with_grad_shared_kernel(
 
     row_pivot, row_total = _join(pivot, total)
     if PARTS > 1:
+        if logits_ptr.dtype.element_ty != grad_ptr.dtype.element_ty:
+            # A narrower gradient goes to the front of the row, over other parts' logits. These know by a part's word
+            # that it has read its own: the target's too, on which the word depends without being changed by it.
+            own = gl.where(valid & owner & (target != ignore_index), z_target * k, float("-inf"))
+            row_pivot = gl.maximum(row_pivot, own)
         row_words_ptr = words_ptr + 1 + row.to(gl.int64) * PARTS
         pivots, totals = _exchange(row_words_ptr, part, row_pivot, row_total, PARTS, WARPS)
         row_pivot, row_total = _join(pivots, totals)

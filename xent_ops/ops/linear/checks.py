@@ -8,11 +8,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ...head import fp8
 from ...kernels.options import DEFAULT_CHUNKING, DEFAULTS, Chunking, Options
 from ...kernels.sizes import known_equal
 from .. import backward_checks, checks
 
-_WIDER = ((torch.float32, torch.bfloat16), (torch.float32, torch.float16))  # (accumulate_dtype, dtype of the input)
+_WIDER = ((torch.float32, torch.bfloat16), (torch.float32, torch.float16))  # (of sums or logits, of the input)
 
 NAMES = ("linear_weight", "linear_bias")  # of the operators' arguments
 
@@ -55,7 +56,37 @@ def head(
             f"accumulate_dtype must be None, the input's {input.dtype} or, for 16-bit inputs, torch.float32; got "
             f"{accumulate_dtype}"
         )
+    wider(chunking.logits_dtype, input)
+    multiplied(chunking, input, linear_weight)
     sizes_of(chunking)
+
+
+def wider(logits_dtype: torch.dtype | None, input: Tensor) -> None:
+    if logits_dtype in (None, input.dtype) or (logits_dtype, input.dtype) in _WIDER:
+        return
+    raise TypeError(
+        f"logits_dtype must be None, the input's {input.dtype} or, for 16-bit inputs, torch.float32; got {logits_dtype}"
+    )
+
+
+def multiplied(chunking: Chunking, input: Tensor, linear_weight: Tensor) -> None:
+    """By which products, and whether these operands have such."""
+    products = chunking.products
+    if products is None:
+        return
+    checks.head_products(products)
+    what = f"products={products!r}"
+    if input.dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(f"{what} makes 8-bit numbers of torch.bfloat16 and torch.float16, got {input.dtype}")
+    features = linear_weight.shape[1]
+    if features % fp8.MULTIPLE or features == 0:
+        raise ValueError(
+            f"{what} needs a number of features that is a multiple of {fp8.MULTIPLE}, as products of 8-bit numbers do; "
+            f"got {features}"
+        )
+    reason = fp8.why_not(input.device)
+    if reason is not None:
+        raise RuntimeError(f"{what} is not to be had on this device: {reason}")
 
 
 def sizes_of(chunking: Chunking) -> None:

@@ -44,9 +44,11 @@ def _check_chunk(
     count: Tensor | None = None,
     after: Tensor | None = None,
     ids: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> None:
     _two_dimensions(input)
+    checks.wider(logits_dtype, input)
     _check_count(count, input)
     if ids is not None:
         check_ids(ids, "input", target.shape, input, linear_weight.t(), options.get("options", DEFAULTS))
@@ -80,14 +82,15 @@ def _chunk_outputs(
     _count: Tensor | None = None,
     _after: Tensor | None = None,
     ids: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Outputs:
     rows, places = target.numel(), 0 if ids is None else ids.shape[1]
     stats = ((3 if entropy else 2) + places, rows)
     if num_classes is not None:
         stats = (1, shard.width(rows, weight is not None, entropy, places))
     columns = columns_of(linear_weight.shape[0], class_start, num_classes)
-    logits = (rows, padded_classes(columns, input.dtype))
-    return (stats, reference.accumulator(input)), (logits, input.dtype)
+    dtype = logits_dtype or input.dtype
+    return (stats, reference.accumulator(input)), ((rows, padded_classes(columns, dtype)), dtype)
 
 
 def _check_grad(
@@ -134,7 +137,8 @@ def _grad_outputs(
     logits: Tensor, _grad_loss: Tensor, _grad_lse: Tensor | None, linear_weight: Tensor, *rest: Any
 ) -> Outputs:
     wanted = len(rest) < 10 or rest[9]
-    return ((logits.shape[0], linear_weight.shape[1]) if wanted else (0,), logits.dtype), ((0,), logits.dtype)
+    dtype = linear_weight.dtype
+    return ((logits.shape[0], linear_weight.shape[1]) if wanted else (0,), dtype), ((0,), dtype)
 
 
 def _check_add(
@@ -150,7 +154,7 @@ def _check_add(
     _check_count(count, input)
     row_checks.same_shape("grad_logits", grad_logits.shape[:1], input.shape[:1], "as many rows as the input")
     torch._check_value(
-        padded_classes(columns, input.dtype) == grad_logits.shape[1],
+        padded_classes(columns, grad_logits.dtype) == grad_logits.shape[1],
         lambda: f"grad_logits has shape {tuple(grad_logits.shape)}, which {columns} classes do not have",
     )
 

@@ -72,6 +72,8 @@ def linear_cross_entropy(
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
+    logits_dtype: torch.dtype | None = None,
+    products: str | None = None,
     **options: Any,
 ) -> Tensor:
     arguments.linear(input, linear_weight, target, linear_bias, weight, divisor)
@@ -82,7 +84,7 @@ def linear_cross_entropy(
     transforms.refuse("torch.ops.xent.linear_cross_entropy")
     input, linear_weight, linear_bias = cast_for_autocast(input, linear_weight, linear_bias)
     head = (input, linear_weight, target, linear_bias, weight)
-    how = Chunking(chunk_rows, skip_ignored).keywords()
+    how = Chunking(chunk_rows, skip_ignored, logits_dtype, products).keywords()
     if reduction != "none" and gradients_in_forward(input, linear_weight, linear_bias):
         return with_grad(head, divisor, token_weight, accumulate_dtype, **how, **loss.keywords())[0]
     rows = _ops.linear_cross_entropy_forward(*head, accumulate_dtype=accumulate_dtype, **how, **options)

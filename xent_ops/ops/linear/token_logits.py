@@ -38,7 +38,10 @@ def _check(
     accumulate_dtype: torch.dtype | None = None,
     **chunking: Any,
 ) -> None:
-    checks.head(input, linear_weight, linear_bias, accumulate_dtype, Chunking(**chunking))
+    how = Chunking(**chunking)
+    checks.head(input, linear_weight, linear_bias, accumulate_dtype, how)
+    if how.products is not None:
+        raise NotImplementedError(f"several classes a row take no products={how.products!r}: leave it at None")
     check_ids(ids, "input", input.shape[:-1], input, linear_weight.t(), options)
 
 

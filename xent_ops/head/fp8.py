@@ -1,0 +1,254 @@
+"""The three products of a head with 8-bit numbers (e4m3): kernels/reference_fp8.py says how these are made.
+
+``products="fp8"`` makes all three of them so, "fp8_gradients" those of the gradients, from the logits and statistics of
+16-bit products. An 8-bit operand must lie along the sum of its product, so each matrix is there in the layouts that its
+products want:
+
+    logits       input (N, H)                       weight (V, H)
+    grad_input   gradient (n, V) of a chunk         weight (H, V)
+    grad_weight  gradient (V, S) of a block         input (H, S), times each row's bound
+    S            rows of a block of chunks: all, up to 1 GiB of V x S
+
+A row's bound is what its gradient was divided by, which the rows of grad_input are multiplied by afterwards. The
+product for the weight is made once a block: added up over chunks of 2048 rows it would read and write the gradient of
+the weight each time (.15 of the three products at 8192 x 4096 x 128256). Where there is one block, the weight's 8-bit
+copies lie in the memory of its gradient, which that product is the last to write.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import accelerators, devices, reference_fp8
+from ..kernels.options import Chunking, Options
+from ..kernels.reference import grad_lse_of_square, infinite_where_ignored, is_counted
+from ..kernels.reference_fp8 import DTYPE, LARGEST
+from .packing import PackedRows
+from .products import Products, room_for_head
+from .sizes import rows_of_chunk
+
+_ops = torch.ops.xent
+
+MULTIPLE = 16  # of the sizes along a product's sum
+CAPABILITY = (8, 9)  # the first that multiplies 8-bit numbers
+_BLOCK_BYTES = 2**30  # of the gradient of a block, where that is of all rows
+_PART_BYTES = 2**29  # else: the weight's copies then have memory of their own
+_SLAB = 4096  # classes of a product that is added to the gradient of the weight
+
+
+def why_not(device: torch.device) -> str | None:
+    """Why there are no products of 8-bit numbers; None where there are. On a CPU they are plain torch."""
+    accelerator = accelerators.of(device)
+    if device.type in ("cpu", "meta"):
+        return None
+    if accelerator is None or (capability := accelerator.capability(device)) is None:
+        return f"they were written for NVIDIA's GPUs, and for the CPU in plain torch, not for {device.type}"
+    if capability < CAPABILITY:
+        return f"they need compute capability 8.9, which this GPU, with {capability[0]}.{capability[1]}, has not"
+    return None
+
+
+def _kernels(device: torch.device) -> Any:
+    if accelerators.of(device) is None:
+        return reference_fp8
+    devices.triton_launchers()  # which says what to do where there is no Triton
+    return importlib.import_module("xent_ops.kernels.triton.launch_fp8")
+
+
+def _multiple(number: int) -> int:
+    return -(-number // MULTIPLE) * MULTIPLE
+
+
+class Fp8Products(Products):
+    """``Products`` of 8-bit numbers. The gradient of a chunk's logits is not over them, but in both layouts."""
+
+    def __init__(
+        self,
+        rows: Any,
+        input: Tensor,
+        linear_weight: Tensor,
+        linear_bias: Tensor | None,
+        how: Chunking,
+        *rest: Any,
+    ) -> None:
+        self.fp8 = _kernels(input.device)
+        self.classes = _multiple(linear_weight.shape[0])
+        self.all_in_8_bits = how.products == "fp8"
+        super().__init__(rows, input, linear_weight, linear_bias, how, *rest)
+        number, features = rows.number, linear_weight.shape[1]
+        self.block = self._rows_of_block(number)
+        largest = torch.linalg.vector_norm(linear_weight, float("inf"), dtype=torch.float32)
+        self.scale_of_weight = reference_fp8.scale_of(largest)
+        self.of_gradient = largest.new_full((), 1 / LARGEST)
+        head = self._memory(self.all_in_8_bits, self.mask[0])
+        self.head8 = head[0].view(self.classes, features) if self.all_in_8_bits else None
+        self.head8_t = head[1].view(features, self.classes) if self.mask[0] else None
+        self.fp8.quantize(linear_weight, self.scale_of_weight, None, self.head8, self.head8_t)
+        if self.all_in_8_bits:
+            largest = torch.linalg.vector_norm(input, float("inf"), dtype=torch.float32)
+            self.scale_of_input = reference_fp8.scale_of(largest)
+            self.input8 = input.new_empty(input.shape, dtype=DTYPE)
+            self.fp8.quantize(input, self.scale_of_input, None, self.input8)
+        if self.mask[0]:
+            self.gradient8 = input.new_empty((self.size, self.classes), dtype=DTYPE)
+        if self.mask[1] or self.mask[2]:
+            self.gradient8_t = input.new_empty((self.classes, _multiple(self.block)), dtype=DTYPE)
+            self.bounds = input.new_empty(_multiple(self.block), dtype=torch.float32)
+
+    def _room(self, shape: tuple[int, int], sums: torch.dtype) -> tuple[Tensor, Tensor]:
+        most = (max(shape[0], self.classes), shape[1])  # room for two 8-bit copies of the weight
+        weight, bias = room_for_head(self.all_input, most, self.mask[1:], sums)
+        return weight[: shape[0]] if self.mask[1] else weight, bias[: shape[0]]
+
+    def _memory(self, *wanted: bool) -> list[Tensor]:
+        """For 8-bit copies of the weight; empty where they are not wanted."""
+        number = self.classes * self.head.shape[1]
+        if self.mask[1] and self.block >= self.rows.number:
+            base = self.padded_weight
+            whole = base.as_strided((max(base.shape[0], self.classes), base.shape[1]), base.stride())
+            memory = whole.view(DTYPE).view(-1)
+        else:
+            memory = self.all_input.new_empty(number * sum(wanted), dtype=DTYPE)
+        starts = [number * sum(wanted[:i]) for i in range(len(wanted))]
+        return [memory[start : start + number * want] for start, want in zip(starts, wanted, strict=True)]
+
+    def _rows_of_chunk(self, number: int, classes: int, wider: bool, chunk_rows: int | None) -> int:
+        """Half of what 16-bit products take: a chunk has its gradient beside its logits."""
+        size = rows_of_chunk(number, self.all_input, classes, False, chunk_rows)
+        return size if chunk_rows is not None or not any(self.mask) or size < MULTIPLE * 2 else _multiple(size // 2)
+
+    def _rows_of_block(self, number: int) -> int:
+        """A multiple of the rows of a chunk."""
+        if number * self.classes <= _BLOCK_BYTES:
+            return max(number, 1)
+        return max(_PART_BYTES // self.classes // self.size, 1) * self.size
+
+    def _columns(self) -> int:
+        return self.classes
+
+    def _make(self, chunk: slice, logits: Tensor) -> None:
+        if self.head8 is None:
+            super()._make(chunk, logits)
+            return
+        part = self.rows.of(self.input8, chunk)
+        of_classes = logits.as_strided((logits.shape[0], self.classes), logits.stride())  # there is room
+        self.fp8.product(part, self.head8, self.scale_of_input, self.scale_of_weight, of_classes)
+        if self.head_bias is not None:
+            logits.add_(self.head_bias)
+
+    def with_grad(
+        self,
+        chunk: slice,
+        logits: Tensor,
+        target: Tensor,
+        grad_scale: Tensor,
+        grad_lse_square: Tensor | None,
+        weight: Tensor | None,
+        with_argmax: bool,
+        with_entropy: bool,
+        options: Options,
+    ) -> list[Tensor]:
+        wanted = (with_argmax, with_entropy)
+        made = list(_ops.cross_entropy_forward(logits, target, weight, *wanted, **options.keywords()))
+        # As rows that are not read.
+        counted = is_counted(target, options.ignore_index)
+        lse = made[1] = infinite_where_ignored(made[1], target, options.ignore_index)
+        made[2] = torch.where(counted, made[2], -1) if with_argmax else made[2]
+        made[3] = torch.where(counted, made[3], 0.0) if with_entropy else made[3]
+        grad_lse = grad_lse_of_square(grad_lse_square, lse, target, options.ignore_index)
+        rest = (weight, None, None, None, 0, None, options)
+        self.backward(chunk, grad_scale, grad_lse, logits, target, lse, *rest)
+        return made
+
+    def backward(
+        self,
+        chunk: slice,
+        grad_loss: Tensor,
+        grad_lse: Tensor | None,
+        logits: Tensor,
+        target: Tensor,
+        lse: Tensor,
+        weight: Tensor | None,
+        grad_entropy: Tensor | None,
+        entropy: Tensor | None,
+        coefficient: Tensor | None,
+        class_start: int,
+        num_classes: int | None,
+        options: Options,
+    ) -> None:
+        start, stop = chunk.start, chunk.stop
+        if start == stop:
+            self.padded_weight.zero_()
+            self.padded_bias.zero_()
+            return
+        place = start % self.block
+        weight = None if weight is None else weight.to(lse.dtype).contiguous()
+        of_rows = reference_fp8.gradient_rows(
+            grad_loss,
+            grad_lse,
+            target,
+            lse,
+            logits.shape[1],
+            weight,
+            grad_entropy,
+            entropy,
+            coefficient,
+            class_start,
+            num_classes,
+            options,
+            start,
+        )
+        rows = self.gradient8[: stop - start] if self.mask[0] else None
+        summed = self.mask[1] or self.mask[2]
+        columns = self.gradient8_t[:, place : place + stop - start] if summed else None
+        self.fp8.gradient(logits, of_rows, weight, options, rows, columns)
+        if rows is not None and self.head8_t is not None:
+            direct = not isinstance(self.rows, PackedRows)
+            out = self.input[chunk] if direct else self.input.new_empty((stop - start, self.head.shape[1]))
+            self.fp8.product(rows, self.head8_t, self.of_gradient, self.scale_of_weight, out)
+            out.mul_(of_rows.bound.unsqueeze(1))
+            if isinstance(self.rows, PackedRows):
+                self.input.index_copy_(0, self.rows.order[chunk], out)
+        if summed:
+            self.bounds[place : place + stop - start] = of_rows.bound
+            if stop == self.rows.number or stop % self.block == 0:
+                self._add_block(start - place, stop)
+
+    def _add_block(self, start: int, stop: int) -> None:
+        """The products of the gradient of these rows for the weight's and the bias'."""
+        number, first = stop - start, start == 0
+        width, classes = _multiple(number), self.head.shape[0]
+        gradient, bounds = self.gradient8_t[:classes, :width], self.bounds[:number]
+        if width > number:
+            self.gradient8_t.view(torch.uint8)[:, number:width].zero_()
+        if self.mask[1]:
+            input = self.rows.of(self.all_input, slice(start, stop))
+            largest = torch.linalg.vector_norm(input, float("inf"), dim=1, dtype=torch.float32)
+            scale = reference_fp8.scale_of((largest * bounds).amax())
+            input8_t = input.new_empty((input.shape[1], width), dtype=DTYPE)
+            self.fp8.quantize(input, scale, bounds, None, input8_t)
+            self._add_product(gradient, input8_t, scale, first)
+        if self.mask[2]:
+            scale = reference_fp8.scale_of(bounds.amax())
+            ones = bounds.new_zeros((MULTIPLE, width), dtype=DTYPE)
+            self.fp8.quantize(bounds.unsqueeze(0), scale, None, ones)
+            of_bias = bounds.new_empty((classes, MULTIPLE))
+            self.fp8.product(gradient, ones, self.of_gradient, scale, of_bias)
+            self.bias.copy_(of_bias[:, 0]) if first else self.bias.add_(of_bias[:, 0])
+
+    def _add_product(self, gradient: Tensor, input8_t: Tensor, scale: Tensor, first: bool) -> None:
+        if first:  # and the weight's copies are read no more, where they lie in this memory
+            self.fp8.product(gradient, input8_t, self.of_gradient, scale, self.weight)
+            return
+        for part in range(0, self.weight.shape[0], _SLAB):  # so many are added while they are in the L2 cache
+            slab = slice(part, part + _SLAB)
+            added = torch.empty_like(self.weight[slab])
+            self.fp8.product(gradient[slab], input8_t, self.of_gradient, scale, added)
+            self.weight[slab] += added
+
+    def add(self, chunk: slice, logits: Tensor) -> None:
+        raise AssertionError("with_grad and backward have added it")

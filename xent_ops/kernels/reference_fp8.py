@@ -1,0 +1,157 @@
+"""Products of 8-bit numbers in plain torch: rounded as a GPU rounds them, multiplied in float32.
+
+e4m3 has 4 bits of exponent and 3 of mantissa: 2^-9 to 448, infinities nowhere. A matrix is kept with one scale, its
+largest magnitude over 448. The gradient of the logits has one for each row, for which nothing is searched: with A, B
+and C as in reference.cross_entropy_backward, no element of a row is larger than
+
+    bound = logit_scale (max(|A|, |B|, |A - B|) + |C| max w + |grad_entropy| max(1/e, log V))
+
+So rows may differ by any factor. Weights and inputs are rounded to nearest; the gradient up or down at random, with the
+probabilities that make the mean right: to nearest, what is below 2.2e-6 of a row's bound would be zero, which is most
+of the classes. The random bits are a hash of the row's lse, its number and the class, so that the same call gives the
+same bits. The hash's constants are Knuth's and those of Chris Wellons' lowbias32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .options import Options
+
+DTYPE = torch.float8_e4m3fn
+LARGEST = 448.0
+LEAST_NORMAL = 2.0**-6
+_WORD = 0xFFFFFFFF
+
+
+class GradientRows(NamedTuple):
+    """What the gradients of rows are made of, (n,) each."""
+
+    total: Tensor  # A, B and C, float32
+    at_target: Tensor
+    by_class: Tensor
+    lse: Tensor
+    entropy: Tensor | None
+    grad_entropy: Tensor | None
+    column: Tensor  # of the target, int64; -1 for none
+    bound: Tensor  # float32
+    seed: Tensor  # int32
+
+
+def gradient_rows(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    target: Tensor,
+    lse: Tensor,
+    width: int,  # columns
+    weight: Tensor | None,  # (width,)
+    grad_entropy: Tensor | None,
+    entropy: Tensor | None,
+    coefficient: Tensor | None,
+    class_start: int,
+    num_classes: int | None,
+    options: Options,
+    first_row: int,
+) -> GradientRows:
+    """Arguments as for reference.cross_entropy_backward. ``first_row``: the number of the first of these rows."""
+    classes = width if num_classes is None else num_classes
+    weight = None if weight is None else weight.to(lse.dtype)
+    total, b, c, _ = reference.coefficients(
+        grad_loss.expand(lse.shape), grad_lse, target, classes, weight, coefficient, options, lse.dtype
+    )
+    counted = reference.is_counted(target, options.ignore_index)
+    local = torch.where(counted, target.to(torch.int64) - class_start, -1)
+    column = torch.where((local >= 0) & (local < width), local, -1)
+    if weight is not None and coefficient is not None:
+        b = b * torch.where(column >= 0, reference.weights_at(weight, column.clamp_min(0)), 0.0)
+    bound = torch.maximum(torch.maximum(total.abs(), b.abs()), (total - b).abs())
+    if options.label_smoothing > 0.0:
+        bound = bound + c.abs() * (1.0 if weight is None else weight.abs().amax())
+    if grad_entropy is not None:
+        bound = bound + grad_entropy.to(lse.dtype).abs() * max(1 / math.e, math.log(classes))
+    number = torch.arange(first_row, first_row + lse.shape[0], device=lse.device)
+    seed = lse.view(torch.int32) ^ ((number * 0x85EBCA6B) & 0x7FFFFFFF).to(torch.int32)
+    return GradientRows(total, b, c, lse, entropy, grad_entropy, column, bound * abs(options.logit_scale), seed)
+
+
+def scale_of(largest: Tensor) -> Tensor:
+    """What numbers of this largest magnitude, (), are divided by."""
+    return torch.where(largest == 0.0, 1.0, largest.to(torch.float32) / LARGEST)
+
+
+def quantize(
+    values: Tensor,  # (R, C)
+    scale: Tensor,  # ()
+    factor: Tensor | None = None,  # (R,): the rows are multiplied by it
+    rows: Tensor | None = None,  # written: at least (R, C)
+    transposed: Tensor | None = None,  # written: at least (C, R)
+) -> None:
+    """To nearest. Behind the values zeros are written; both have room for as many."""
+    numbers = values.to(torch.float32)
+    if factor is not None:
+        numbers = numbers * factor.unsqueeze(1)
+    made = (numbers / scale).clamp(-LARGEST, LARGEST).to(DTYPE)
+    if rows is not None:
+        _fill(rows, made)
+    if transposed is not None:
+        _fill(transposed, made.t())
+
+
+def _fill(place: Tensor, values: Tensor) -> None:
+    place.view(torch.uint8).zero_()  # zero in 8 bits; torch 2.11 fills no float8 on a CPU
+    place[: values.shape[0], : values.shape[1]].copy_(values)
+
+
+def gradient(
+    logits: Tensor,  # (n, width)
+    of_rows: GradientRows,
+    weight: Tensor | None,  # (width,), float32
+    options: Options,
+    rows: Tensor | None,  # written: (n, at least width), zeros behind it
+    transposed: Tensor | None,  # written: (at least width, n)
+) -> None:
+    """The gradient of the logits over bound, times 448."""
+    x, classes = reference.activation(logits, options), logits.shape[1]
+    made = reference.softmax_gradient(x, of_rows.lse, of_rows.total, of_rows.entropy, of_rows.grad_entropy)
+    column = torch.arange(classes, device=logits.device)
+    made = made - torch.where(column == of_rows.column.unsqueeze(1), of_rows.at_target.unsqueeze(1), 0.0)
+    if options.label_smoothing > 0.0:
+        by_class = of_rows.by_class.unsqueeze(1)
+        made = made - (by_class if weight is None else by_class * weight)
+    made = made * reference.activation_derivative(x, options)
+    bound = of_rows.bound.unsqueeze(1)
+    made = torch.where(bound == 0.0, 0.0, made * (LARGEST / bound))
+    made = round_at_random(made, random_bits(column, of_rows.seed.unsqueeze(1))).to(DTYPE)
+    if rows is not None:
+        _fill(rows, made)
+    if transposed is not None:
+        transposed[:classes].copy_(made.t())
+
+
+def random_bits(column: Tensor, seed: Tensor) -> Tensor:
+    """The upper 16 of 20 bits, int32. Two columns share a hash."""
+    mixed = (column // 2 * 0x9E3779B1 + seed.to(torch.int64)) & _WORD
+    mixed = ((mixed ^ (mixed >> 16)) * 0x7FEB352D) & _WORD
+    mixed = mixed ^ (mixed >> 15)
+    return (torch.where(column % 2 == 0, mixed & 0xFFFF, mixed >> 16) << 4).to(torch.int32)
+
+
+def round_at_random(values: Tensor, bits: Tensor) -> Tensor:
+    """float32 to numbers that e4m3 has, up with the probability that is left: added below the third bit, cut off there.
+
+    Below 2^-6 the numbers of e4m3 are as far apart as from there to 2^-5, so there they are rounded 2^-6 higher.
+    """
+    size = values.abs()
+    higher = torch.where(size < LEAST_NORMAL, LEAST_NORMAL, 0.0)
+    cut = (((size + higher).view(torch.int32) + bits) & -(2**20)).view(torch.float32) - higher
+    return torch.copysign(cut.clamp_max(LARGEST), values)
+
+
+def product(left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor, out: Tensor) -> None:
+    """out (M, N) = scale_left * left (M, K) @ scale_right * right (N, K).T, added up in float32."""
+    out.copy_(torch.mm(left.to(torch.float32), right.to(torch.float32).t()) * (scale_left * scale_right))
