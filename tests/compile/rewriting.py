@@ -15,10 +15,10 @@ V = 37
 class Rewriting:
     """A backend for torch.compile: our pass alone, then eager. Keeps the last graph."""
 
-    def __init__(self, previous=None, linear="auto"):
+    def __init__(self, previous=None, linear="auto", products=None):
         from xent_ops.inductor.rewriting.graph_pass import ReplaceCrossEntropy
 
-        self.run = ReplaceCrossEntropy(previous, linear)
+        self.run = ReplaceCrossEntropy(previous, linear, products)
         inductor.rewriting.report.clear()
 
     def __call__(self, gm, example_inputs):

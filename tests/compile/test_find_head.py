@@ -65,6 +65,64 @@ def test_part_of_a_weight():
     assert node.args[1].target == "t"
 
 
+UPCAST = {
+    "F.linear": lambda x, w, b: F.linear(x.float(), w.float(), b.float()),
+    "@ w.float().t()": lambda x, w, b: x.float() @ w.float().t() + b.float(),
+    "@ w.t().float()": lambda x, w, b: torch.addmm(b.float(), x.view(-1, H).float(), w.t().to(torch.float32)),
+    "einsum": lambda x, w, b: torch.einsum("bsh,vh->bsv", x.float(), w.float()) + b.float(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("product", UPCAST)
+def test_operands_that_are_upcast(product, dtype):
+    """The product of the 16-bit operands, with float32 logits: the same loss. The logits' gradient has 16 bits."""
+    x, w, b, t = inputs(dtype)
+
+    def loss(x, w, b, t):
+        return 2 * ce(5 * UPCAST[product](x, w, b), t)
+
+    call, node = assert_taken(loss, x, w, b, t, rtol=0.05, atol=2e-3)
+    assert node.kwargs["logits_dtype"] == torch.float32 and "logits_dtype=torch.float32" in str(call)
+    assert [node.args[place].meta["example_value"].dtype for place in (0, 1)] == [dtype] * 2
+    compiled = torch.compile(loss, backend=Rewriting(linear=True))
+    torch.testing.assert_close(compiled(x, w, b, t), loss(x, w, b, t), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("products", ["fp8", "fp8_gradients"])
+def test_products_that_are_asked_for(products):
+    """By heads that have them; others stay, and the report says why."""
+    x, w, _, t = inputs(torch.bfloat16)
+    compiled = torch.compile(lambda x, w, t: ce(x @ w.t(), t), backend=Rewriting(linear=True, products=products))
+    loss = compiled(x, w, t)
+    expected = xent_ops.linear_cross_entropy(x, w, t, products=products)
+    assert torch.equal(loss, expected.to(loss.dtype))
+    assert products in str(xent_ops.inductor.last_report())
+    compiled = torch.compile(lambda x, w, t: ce(x @ w.t(), t), backend=Rewriting(linear=True, products=products))
+    compiled(*(tensor.float().detach() for tensor in (x, w)), t)
+    report = str(xent_ops.inductor.last_report())
+    assert f"head left alone (products={products!r} makes 8-bit numbers of torch.bfloat16" in report
+    with pytest.raises(ValueError, match="products must be one of"):
+        xent_ops.inductor.options(products="fp4")
+
+
+def test_operands_that_are_not_all_upcast():
+    """A weight in float32, of which no bit is lost: the float32 product, as ever."""
+    x, w, _, t = inputs()
+    call, node = assert_taken(lambda x, w, t: ce(x.float() @ w.t(), t), x.detach().bfloat16(), w, t)
+    assert call.logits_dtype is None and "logits_dtype" not in node.kwargs
+
+    def written(x, w, t):
+        wide = w.float()
+        w.data.mul_(2)
+        return ce(F.linear(x.float(), wide), t)
+
+    x, w, _, t = inputs(torch.bfloat16)
+    backend = Rewriting(linear=True)
+    torch.compile(written, backend=backend)(x, w, t)
+    assert not heads_of(backend.graph), "something writes to the weight between the cast and the product"
+
+
 LOSSES = {
     "F.cross_entropy": lambda y, t: F.cross_entropy(y, t),
     "sum": lambda y, t: F.cross_entropy(y, t, reduction="sum"),

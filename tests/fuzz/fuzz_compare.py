@@ -12,7 +12,7 @@ from xent_ops.testing import assert_grad, linear_oracle, oracle
 from xent_ops.testing.rows import assert_within, eps
 
 OF_ROWS = ("ignore_index", "label_smoothing", "softcap", "logit_scale")
-OF_HEADS = (*OF_ROWS, "reduction", "lse_square_scale", "divisor", "chunk_rows", "accumulate_dtype")
+OF_HEADS = (*OF_ROWS, "reduction", "lse_square_scale", "divisor", "chunk_rows", "accumulate_dtype", "logits_dtype")
 
 
 def expect(

@@ -174,6 +174,8 @@ class _Program:
             return
         if self.dtype in DTYPES[1:3] and self.maybe(0.3):
             options["accumulate_dtype"] = _Text("torch.float32")
+        if "logits_dtype" in names and self.dtype in DTYPES[1:3] and self.maybe(0.3):
+            options["logits_dtype"] = _Text("torch.float32")
         if self.maybe():
             options["chunk_rows"] = pick((1, 3, 16, 100))
         if self.maybe(0.2):

@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..kernels.options import HeadProducts
 from ..ops.library import BEFORE_TRACING
 from . import cache_tag
 from .rewriting.report import Call, Report, last_report
@@ -37,7 +38,12 @@ def _before_tracing() -> None:
 BEFORE_TRACING.append(_before_tracing)
 
 
-def options(base: Mapping[str, Any] | str | None = None, *, linear: bool | str = "auto") -> dict[str, Any]:
+def options(
+    base: Mapping[str, Any] | str | None = None,
+    *,
+    linear: bool | str = "auto",
+    products: HeadProducts | None = None,
+) -> dict[str, Any]:
     """Options for ``torch.compile`` that replace ``F.cross_entropy`` in what is compiled with them.
 
     Args:
@@ -47,9 +53,11 @@ def options(base: Mapping[str, Any] | str | None = None, *, linear: bool | str =
         linear: whether the head before the loss becomes one operator with it, ``xent::linear_cross_entropy``, which
             never holds all logits. ``"auto"``: where they are large and nothing else reads them. True: small ones too,
             and with ``reduction="none"``, which takes a fourth product. False: only ``F.linear_cross_entropy`` does.
+        products: of these heads, as for ``xent_ops.linear_cross_entropy``; a head that cannot have them stays, and the
+            report says why.
 
-    Clears the report. Raises ValueError for another ``linear``, and for a mode that torch does not have or that runs no
-    passes.
+    Clears the report. Raises ValueError for another ``linear`` or ``products``, and for a mode that torch does not have
+    or that runs no passes.
 
     Examples:
         >>> model = torch.nn.Linear(16, 16)
@@ -57,16 +65,16 @@ def options(base: Mapping[str, Any] | str | None = None, *, linear: bool | str =
     """
     from .rewriting import graph_pass, report
 
-    settings = graph_pass.settings(graph_pass.of_mode(base) if isinstance(base, str) else base or {}, linear)
+    settings = graph_pass.settings(graph_pass.of_mode(base) if isinstance(base, str) else base or {}, linear, products)
     report.clear()
     return settings
 
 
-def enable(*, linear: bool | str = "auto") -> None:
+def enable(*, linear: bool | str = "auto", products: HeadProducts | None = None) -> None:
     """Replace ``F.cross_entropy`` in everything that Inductor compiles from now on in this thread. Idempotent.
 
     Code that is compiled already does not change (``torch.compiler.reset()`` discards it). Passes that are set already
-    run before ours. Clears the report. ``linear``: as in ``options``.
+    run before ours. Clears the report. ``linear``, ``products``: as in ``options``.
 
     Examples:
         >>> xent_ops.inductor.enable()
@@ -78,7 +86,7 @@ def enable(*, linear: bool | str = "auto") -> None:
     from .rewriting import graph_pass, report
 
     report.clear()
-    for name, value in graph_pass.settings({}, linear).items():
+    for name, value in graph_pass.settings({}, linear, products).items():
         setattr(config, name, value)
 
 
@@ -100,7 +108,7 @@ def disable() -> None:
 
 
 @contextlib.contextmanager
-def replace_cross_entropy(*, linear: bool | str = "auto") -> Iterator[None]:
+def replace_cross_entropy(*, linear: bool | str = "auto", products: HeadProducts | None = None) -> Iterator[None]:
     """``enable()`` for the compilations inside the block: a function compiles at its first call, not where it is
     decorated. Clears the report on entry.
 
@@ -116,5 +124,5 @@ def replace_cross_entropy(*, linear: bool | str = "auto") -> Iterator[None]:
     from .rewriting import graph_pass, report
 
     report.clear()
-    with config.patch(**graph_pass.settings({}, linear)):
+    with config.patch(**graph_pass.settings({}, linear, products)):
         yield

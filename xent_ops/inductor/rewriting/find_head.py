@@ -21,7 +21,7 @@ from .heads import FoundHead, is_asked_for
 from .links import LeftAlone, Link, activation_of, asks_for_sizes, link_of, walk, with_own
 from .losses import Loss, Start
 from .modes import gradient_modes, modes
-from .nodes import name_of, value_of, viewed_by, where
+from .nodes import name_of, position, value_of, viewed_by, where
 from .products import Product
 
 # linear="auto" takes up logits of this many bytes and more. One H200, bfloat16, head and loss, the operator beside
@@ -50,6 +50,11 @@ class Found:
         return self.start.upcast or any(link.kind == "upcast" for link in self.links)
 
     @property
+    def logits_dtype(self) -> torch.dtype | None:
+        """None: that of the operands."""
+        return value_of(self.product.node).dtype if self.product.casts else None
+
+    @property
     def views(self) -> list[fx.Node]:
         """From the product to the loss, in order."""
         return [link.node for link in reversed(self.links) if link.kind == "view"] + self.start.views
@@ -64,6 +69,7 @@ def find(loss: Loss, linear: bool | str) -> Found | None:
         _refuse_other_products(source, loss)
         return None
     _refuse_not_worthwhile(loss, product, linear)
+    product = products.before_casts(product)
     found = Found(product, links, start, with_own(activation_of(links), loss.given))
     _refuse_probabilities(loss)
     _refuse_readers(loss, found)
@@ -169,11 +175,13 @@ def _refuse_modes(loss: Loss, found: Found) -> None:
 def _refuse_writers(loss: Loss, found: Found) -> None:
     """Raise LeftAlone if something writes between the product and the loss to what the operator will read there."""
     product = found.product
+    order = position(loss.node.graph)
+    first = min((product.node, *product.casts), key=lambda node: order[node])
     inputs = writers.inputs_of(loss.node.graph)
     for name, node in (("input", product.input), ("weight", product.weight), ("bias", product.bias)):
         if node is None:
             continue
-        writer = writers.between(product.node, loss.node, value_of(node), inputs, set(found.nodes))
+        writer = writers.between(first, loss.node, value_of(node), inputs, set(found.nodes))
         if writer is not None:
             raise LeftAlone(f"{writer.name} may write to the {name} of the head before the loss")
 
@@ -184,9 +192,10 @@ def emitted(emit: Emitter, found: Found, loss: Loss) -> FoundHead:
     weight = emit("t", product.weight) if product.transposed else product.weight
     options = {name: loss.given[name] for name in ("lse_square_scale",) if name in loss.given}
     options |= found.activation.keywords()
-    return FoundHead(
-        _hidden(emit, found, loss), weight, product.bias, value_of(product.node).dtype, options, found.nodes
-    )
+    if found.logits_dtype is not None:
+        options["logits_dtype"] = found.logits_dtype
+    dtype = value_of(product.input if product.casts else product.node).dtype
+    return FoundHead(_hidden(emit, found, loss), weight, product.bias, dtype, options, found.nodes)
 
 
 def _hidden(emit: Emitter, found: Found, loss: Loss) -> fx.Node:

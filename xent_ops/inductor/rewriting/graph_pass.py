@@ -9,6 +9,7 @@ from torch import fx
 from torch._inductor import config, list_mode_options
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from ...ops import checks
 from .. import cache_tag
 from ..lowerings import decomposition
 from . import report, rewrite
@@ -17,16 +18,16 @@ from . import report, rewrite
 class ReplaceCrossEntropy(CustomGraphPass):
     """Runs ``previous``, a value of ``torch._inductor.config.pre_grad_custom_pass``, then replaces F.cross_entropy.
 
-    With the head before it as ``linear`` says: xent_ops.inductor.options.
+    With the head before it as ``linear`` and ``products`` say: xent_ops.inductor.options.
 
     One object rather than a list of passes: torch 2.11 takes no list.
     """
 
-    def __init__(self, previous: Any = None, linear: bool | str = "auto") -> None:
+    def __init__(self, previous: Any = None, linear: bool | str = "auto", products: str | None = None) -> None:
         if not (isinstance(linear, bool) or linear == "auto"):
             raise ValueError(f'linear must be "auto", True or False, got {linear!r}')
-        self.previous = previous
-        self.linear = linear
+        checks.head_products(products)
+        self.previous, self.linear, self.products = previous, linear, products
         self.timing_before = getattr(config, "pre_grad_pass_timing", None)  # what disable() puts back
         # Inductor picks its decompositions before it runs the pass, which may bring the first of our operators.
         decomposition.install()
@@ -34,7 +35,7 @@ class ReplaceCrossEntropy(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         for other in _passes(self.previous):
             other(graph)
-        report.record(rewrite.replace_cross_entropy(graph, self.linear))
+        report.record(rewrite.replace_cross_entropy(graph, self.linear, self.products))
 
     def uuid(self) -> Any:
         """Our part of the keys of torch's compile caches: our sources' hash, our option, the other passes' identifiers.
@@ -47,7 +48,8 @@ class ReplaceCrossEntropy(CustomGraphPass):
             if not identifier:
                 return None
             others.append(identifier)
-        return ("replace_cross_entropy", cache_tag.tag(), f"linear={self.linear}", *others)
+        asked = f"linear={self.linear}" if self.products is None else f"linear={self.linear}, {self.products}"
+        return ("replace_cross_entropy", cache_tag.tag(), asked, *others)
 
 
 def _passes(value: Any) -> tuple[Any, ...]:
@@ -69,14 +71,14 @@ def of_mode(name: str) -> dict[str, Any]:
     return modes[name]
 
 
-def settings(base: Mapping[str, Any], linear: bool | str) -> dict[str, Any]:
+def settings(base: Mapping[str, Any], linear: bool | str, products: str | None = None) -> dict[str, Any]:
     """``base``, and the settings by which Inductor runs our pass after the one in ``base``, or the one set now."""
     if not isinstance(base, Mapping):
         raise TypeError(f"base must be a dict of Inductor's options, or the name of a mode, got {type(base).__name__}")
     if not base.get(_RUNS, True):
         raise ValueError(f"{_RUNS}=False keeps Inductor from running the pass, and F.cross_entropy would stay")
     current = base.get("pre_grad_custom_pass", config.pre_grad_custom_pass)
-    merged = {**base, "pre_grad_custom_pass": with_ours(current, linear)}
+    merged = {**base, "pre_grad_custom_pass": with_ours(current, linear, products)}
     if hasattr(config, "pre_grad_pass_timing"):
         # torch 2.13 runs passes with a uuid() only on graphs that are in no cache, and the report would miss the
         # others. "early" runs the pass first and looks up the graph that it made, as older versions do.
@@ -88,14 +90,14 @@ def ours_in(current: Any) -> ReplaceCrossEntropy | None:
     return next((one for one in _passes(current) if isinstance(one, ReplaceCrossEntropy)), None)
 
 
-def with_ours(current: Any, linear: bool | str) -> Any:
+def with_ours(current: Any, linear: bool | str, products: str | None = None) -> Any:
     """The value for ``pre_grad_custom_pass`` that runs ``current``, then ours: ``current`` if it contains ours."""
     ours = ours_in(current)
     if ours is None:
-        return ReplaceCrossEntropy(current, linear)
-    if ours.linear == linear:
+        return ReplaceCrossEntropy(current, linear, products)
+    if (ours.linear, ours.products) == (linear, products):
         return current
-    other = ReplaceCrossEntropy(ours.previous, linear)
+    other = ReplaceCrossEntropy(ours.previous, linear, products)
     other.timing_before = ours.timing_before
     return other if current is ours else type(current)(other if one is ours else one for one in current)
 

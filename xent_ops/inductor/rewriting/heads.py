@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...kernels.options import Chunking
+from ...ops.linear import checks
 from ...ops.linear.composite import cast_for_autocast
 from . import writers
 from .emitter import Emitter
@@ -66,7 +68,7 @@ def is_asked_for(node: fx.Node) -> bool:
     return all(part in frame for part in _PLAIN)
 
 
-def emit(emit: Emitter, head: FoundHead, given: dict[str, Any]) -> fx.Node:
+def emit(emit: Emitter, head: FoundHead, given: dict[str, Any], products: str | None = None) -> fx.Node:
     """The node of our operator. Raises LeftAlone."""
     tensors = (head.input, head.linear_weight, given["target"], head.linear_bias, given.get("weight"))
     for tensor in tensors:
@@ -80,6 +82,9 @@ def emit(emit: Emitter, head: FoundHead, given: dict[str, Any]) -> fx.Node:
         (cast,) = cast_for_autocast(value)
     if cast.dtype != head.dtype:
         raise LeftAlone(f"torch computes it in {_name(head.dtype)} under autocast, ours would in {_name(cast.dtype)}")
+    options = dict(head.options)
+    if products is not None:
+        options["products"] = _possible(products, cast, value_of(head.linear_weight))
     if value_of(emit.loss).requires_grad:
         saved = [value_of(head.input), value_of(head.linear_weight)]
         if (writer := writers.after(emit.loss, saved)) is not None:
@@ -90,8 +95,16 @@ def emit(emit: Emitter, head: FoundHead, given: dict[str, Any]) -> fx.Node:
         ignore_index=given.get("ignore_index", -100),
         label_smoothing=given.get("label_smoothing", 0.0),
         reduction=given.get("reduction", "mean"),
-        **head.options,
+        **options,
     )
+
+
+def _possible(products: str, input: Tensor, linear_weight: Tensor) -> str:
+    try:
+        checks.multiplied(Chunking(products=products), input, linear_weight)
+    except (TypeError, ValueError, RuntimeError) as reason:
+        raise LeftAlone(str(reason)) from None
+    return products
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -9,9 +9,10 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
-from .nodes import name_of, value_of, viewed_by
+from .nodes import is_cast, name_of, value_of, viewed_by
 
 _ADDITIONS = {"add", "add_", "iadd"}
 _ARGUMENTS = {
@@ -34,6 +35,7 @@ class Product:
     transposed: bool  # the weight is (H, V), not (V, H)
     bias: fx.Node | None = None  # (V,)
     addition: fx.Node | None = None  # adds the bias, where the product does not
+    casts: tuple[fx.Node, ...] = ()  # to float32, of the 16-bit operands that input, weight and bias are here
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -54,6 +56,28 @@ def of(node: fx.Node) -> Product | None:
     if weight.dim() != 2 or input.dim() < 1 or made.dim() != input.dim():
         return None
     return _seen_through(product)
+
+
+def before_casts(product: Product) -> Product:
+    """A float32 product whose operands were all 16-bit numbers, as the product of these: with float32 logits."""
+    operands = [product.input, product.weight, product.bias]
+    sources = [None if node is None else _half_of(node) for node in operands]
+    dtypes = {value_of(source).dtype for source, node in zip(sources, operands, strict=True) if source is not None}
+    missing = any(source is None and node is not None for source, node in zip(sources, operands, strict=True))
+    if missing or len(dtypes) != 1 or value_of(product.node).dtype != torch.float32:
+        return product
+    input, weight, bias = sources
+    assert input is not None and weight is not None
+    casts = tuple(node for node in operands if node is not None)
+    return _seen_through(replace(product, input=input, weight=weight, bias=bias, casts=casts))
+
+
+def _half_of(node: fx.Node) -> fx.Node | None:
+    """What a node casts to float32 from 16 bits."""
+    if not is_cast(node) or value_of(node).dtype != torch.float32:
+        return None
+    source: Any = node.args[0]
+    return source if value_of(source).dtype in (torch.bfloat16, torch.float16) else None
 
 
 def _of_two(node: fx.Node) -> Product | None:

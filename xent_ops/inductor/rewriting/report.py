@@ -41,12 +41,18 @@ class Call:
     logit_scale: float = 1.0
     why: str = ""  # why it was not replaced
     head: bool = False  # the product before it is part of what replaced it
+    products: str | None = None  # of the head, as asked for
+    logits_dtype: Any = None  # torch.float32: of a product whose 16-bit operands were upcast before it
     head_left: str = ""  # why the product before it was not taken up
 
     def __str__(self) -> str:
         outcome = "replaced" if self.replaced else "left alone"
         if self.head:
             outcome += " with the head"
+        if self.products is not None:
+            outcome += f", products={self.products!r}"
+        if self.logits_dtype is not None:
+            outcome += f", logits_dtype={self.logits_dtype}"
         if self.softcap is not None:
             outcome += f", softcap={self.softcap!r}"
         if self.logit_scale != 1.0:

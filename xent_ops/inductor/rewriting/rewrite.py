@@ -6,6 +6,7 @@ The new nodes are operators and methods of torch, not our functions, because tor
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable
 
@@ -28,35 +29,39 @@ _OWN = {*Activation._fields, "lse_square_scale"}
 _LEGACY = ("size_average", "reduce")
 
 
-def replace_cross_entropy(graph: fx.Graph, linear: bool | str) -> list[Call]:
-    """Replace what can be replaced, in place, and return a record of each call. ``linear``: heads as well?"""
+def replace_cross_entropy(graph: fx.Graph, linear: bool | str, products: str | None = None) -> list[Call]:
+    """Replace what can be replaced, in place, and return a record of each call. ``linear``: heads as well?
+
+    ``products``: of heads.
+    """
     written_out = [Call(where(node), what, False, why=LOG_PROBS) for node, what in lookalikes(graph)]
     calls = []
     for loss in losses(graph):
         if isinstance(loss, fx.Node):
             calls.append(Call(where(loss), "a loss of torch.nn", False, why="Dynamo did not inline this module"))
-        elif (call := _replace(loss, linear, Call(where(loss.node), _describe(loss), False))) is not None:
+        elif (call := _replace(loss, linear, products, Call(where(loss.node), _describe(loss), False))) is not None:
             calls.append(call)
     return calls + written_out
 
 
-def _replace(loss: Loss, linear: bool | str, call: Call) -> Call | None:
+def _replace(loss: Loss, linear: bool | str, products: str | None, call: Call) -> Call | None:
     """Replace one loss, with its head or without, and return the record. None: one of ours without a head."""
     try:
         if loss.transformed:
             raise LeftAlone("it is inside a torch.func transform")
         if loss.is_chunked:
             chunked = heads.of_chunked(loss.node, loss.given)
-            _put(loss, chunked.nodes, lambda emit: heads.emit(emit, chunked, loss.given))
-            return dataclasses.replace(call, replaced=True, head=True)
+            _put(loss, chunked.nodes, lambda emit: heads.emit(emit, chunked, loss.given, products))
+            return dataclasses.replace(call, replaced=True, head=True, products=products)
         _refuse(loss)
     except LeftAlone as reason:
         return None if loss.is_own else dataclasses.replace(call, why=str(reason))
     try:
         found = find_head.find(loss, linear) if linear is not False or heads.is_asked_for(loss.node) else None
         if found is not None:
-            _put(loss, found.nodes, lambda emit: heads.emit(emit, find_head.emitted(emit, found, loss), loss.given))
-            taken = found.activation._asdict()
+            made = functools.partial(find_head.emitted, found=found, loss=loss)
+            _put(loss, found.nodes, lambda emit: heads.emit(emit, made(emit), loss.given, products))
+            taken = found.activation._asdict() | {"logits_dtype": found.logits_dtype, "products": products}
             return Call(call.where, call.what, True, found.upcast, **taken, head=True)
     except LeftAlone as reason:
         call = dataclasses.replace(call, head_left=str(reason))
