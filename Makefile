@@ -84,6 +84,6 @@ release: env  ## sdist, pure and manylinux wheel in dist/, checked and each trie
 	$(PY) tools/release.py dist
 
 clean:  ## remove caches, build products and the private environment
-	rm -rf build dist site *.egg-info xent_ops/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis train_lm.png grpo_step.png
+	rm -rf build dist site *.egg-info xent_ops/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis train_lm.png grpo_step.png fp8_head.png
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 	for venv in $(VENV) $(VENV)-ascend $(DOCS); do if [ -e $$venv/made-by-make ]; then rm -rf $$venv; fi; done

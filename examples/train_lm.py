@@ -29,7 +29,7 @@ import xent_ops
 from xent_ops.bench import timing
 
 VOCABULARY = 32768
-CHARACTERS = 5_000_000  # read no more text: the tokenizer's training would take longer than the model's
+CHARACTERS = 5_000_000  # the demo reads no more text: the tokenizer's training would take longer than the model's
 CHUNK = 10  # steps between two readings of the clock and the loss, which wait for the device
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden states, the weight of the head, targets
@@ -56,8 +56,8 @@ SIZES = {
 }
 
 
-def read_text(source: Path | None) -> list[str]:
-    """The text of a file, of every UTF-8 file in a folder, or of the standard library."""
+def read_text(source: Path | None, characters: int = CHARACTERS) -> list[str]:
+    """So much text of a file, of every UTF-8 file in a folder, or of the standard library."""
     if source is None:
         # Without tests and data tables, which some systems leave out, and without installed packages.
         skip = {"test", "tests", "encodings", "idlelib", "lib2to3", "pydoc_data"}
@@ -69,7 +69,7 @@ def read_text(source: Path | None) -> list[str]:
     else:
         files = [path for path in source.rglob("*") if path.is_file()]
     texts: list[str] = []
-    left = CHARACTERS
+    left = characters
     for path in sorted(files):
         try:
             texts.append(path.read_text(encoding="utf-8")[:left])

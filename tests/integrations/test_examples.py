@@ -1,5 +1,5 @@
 """Each recipe of examples/integrations: its losses are those of the same run without us, which it asserts itself. And
-examples/grpo_step.py."""
+examples/grpo_step.py and fp8_head.py."""
 
 import importlib.util
 import os
@@ -76,3 +76,19 @@ def test_a_policy_learns_and_its_loss_is_that_of_plain_torch(monkeypatch, capsys
     assert float(before) < 0.4 and float(after) > 0.8
     assert "20/20: mean reward" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_heads_of_8_bits_train_alike(tmp_path):
+    for package in ("matplotlib", "rich", "tokenizers"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    picture = tmp_path / "picture.png"
+    options = ["--device", "cpu", "--steps", "12", "--seeds", "2", "--characters", "400000", "--plot", str(picture)]
+    result = subprocess.run(
+        [sys.executable, str(FOLDER.parent / "fp8_head.py"), *options], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert picture.stat().st_size > 10_000
+    found = dict(re.findall(r"│ (fp8\w*) .*│ ([+-]0\.\d{4}) +│", result.stdout))
+    assert set(found) == {"fp8", "fp8_gradients"}
+    assert all(abs(float(apart)) < 0.02 for apart in found.values())

@@ -31,6 +31,9 @@ AUTO_CHUNKER: dict[str, Any] = {
 }
 AUTO_CHUNKS = (4, 8)  # 8 is what auto_chunker takes by itself; fewer are faster and need more memory
 
+# Relative errors of gradients, in the 2-norm, and of the loss beside those of its dtype. docs/precision.md has those of
+# large heads; fewer features and classes make them larger.
+IN_8_BITS = {"fp8": (5e-2, 3e-3), "fp8_gradients": (4e-2, 0.0)}
 Products = Callable[..., Outputs]  # of hidden states, matrix and what else a problem's losses take
 
 
@@ -44,6 +47,7 @@ class LinearVariant(Variant):
     inductor: dict[str, Any] = field(default_factory=dict)  # options of torch.compile
     auto_chunked: bool = False  # Inductor has to chunk it, or it is another contestant
     chunked: str = ""  # ours with a chunk size of its own: the name without the number
+    in_8_bits: tuple[float, float] | None = None  # tolerances of gradients and loss where products have 8-bit numbers
 
     def build(self) -> Loss:
         if not self.compiled:
@@ -82,7 +86,7 @@ def by_chunks(name: str, rows: int | None) -> str:
     return name if rows is None else f"{name} {rows}"
 
 
-def _ours(hidden: Tensor, matrix: Tensor, target: Tensor, **options: Any) -> Tensor:
+def ours(hidden: Tensor, matrix: Tensor, target: Tensor, **options: Any) -> Tensor:
     return xent_ops.linear_cross_entropy(hidden, matrix, target, **options)
 
 
@@ -127,6 +131,9 @@ def _own(dtype: torch.dtype, chunk_rows: Sequence[int | None]) -> list[LinearVar
     ]
     if dtype == torch.bfloat16:  # the others add up in float32 or wider by themselves
         ways.append(("xent float32 dW", {"accumulate_dtype": torch.float32}, {}))
+    if dtype in (torch.bfloat16, torch.float16):
+        ways.append(("xent float32 logits", {"logits_dtype": torch.float32}, {}))
+        ways += [(f"xent {products}", {"products": products}, {"in_8_bits": of}) for products, of in IN_8_BITS.items()]
     ways += [
         ("xent skipping", {"skip_ignored": True}, {}),
         ("xent forward", {}, {"forward_alone": True, "against": FORWARD_UNIT}),
@@ -134,7 +141,7 @@ def _own(dtype: torch.dtype, chunk_rows: Sequence[int | None]) -> list[LinearVar
     found = []
     for name, keywords, how in ways:
         for rows in chunk_rows:
-            loss = _outputs if name == "xent outputs" else _ours
+            loss = _outputs if name == "xent outputs" else ours
             load = functools.partial(functools.partial, loss, chunk_rows=rows, **keywords)
             chunked = "" if rows is None else name
             found.append(LinearVariant(by_chunks(name, rows), "ours", load, chunked=chunked, **how))

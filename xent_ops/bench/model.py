@@ -45,8 +45,8 @@ def check(arguments: argparse.Namespace, device: torch.device) -> _Step:
     return step
 
 
-def chosen(only: str | None) -> list[ModelVariant]:
-    known, missing = model_cases.variants()
+def chosen(only: str | None, dtype: torch.dtype) -> list[ModelVariant]:
+    known, missing = model_cases.variants(dtype)
     return cases.choose(known, only, model_cases.PEERS, missing)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 import xent_ops
@@ -35,7 +38,7 @@ def _skipping(hidden: Tensor, matrix: Tensor, target: Tensor) -> Tensor:
     return xent_ops.linear_cross_entropy(hidden, matrix, target, skip_ignored=True)
 
 
-def variants() -> tuple[list[ModelVariant], list[str]]:
+def variants(dtype: torch.dtype) -> tuple[list[ModelVariant], list[str]]:
     """(the contestants, what is left out and why)."""
     found = [
         ModelVariant(BODY, "torch", lambda: _no_head, compiled=True, body_alone=True),
@@ -46,6 +49,11 @@ def variants() -> tuple[list[ModelVariant], list[str]]:
         ModelVariant(LINEAR, "ours", lambda: xent_ops.linear_cross_entropy, compiled=True),
         ModelVariant("xent skipping", "ours", lambda: _skipping, compiled=True, against=LINEAR),
     ]
+    if dtype in (torch.bfloat16, torch.float16):
+        for products, tolerances in linear_cases.IN_8_BITS.items():
+            loss = functools.partial(functools.partial, linear_cases.ours, products=products)
+            how: dict[str, Any] = {"compiled": True, "against": LINEAR, "in_8_bits": tolerances}
+            found.append(ModelVariant(f"xent {products}", "ours", loss, **how))
     # By itself it takes the product that makes most of its inputs: the head.
     chunked, missing = auto_chunked(ModelVariant, {"auto_chunker": {}})
     peers, absent = of_peers(ModelVariant, PEERS)

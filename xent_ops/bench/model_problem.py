@@ -123,6 +123,8 @@ class ModelProblem(Problem):
         limit = depth * max(check.tolerance(self.dtype), 1e-4)  # float32: the products' own rounding, seen through exp
         rounding = depth * torch.finfo(self.dtype).eps / math.sqrt(self.shape.rows)
         of_loss = max(rounding, 3e-5) + 4 * torch.finfo(outputs.loss.dtype).eps
+        if variant.in_8_bits is not None:
+            limit, of_loss = limit + variant.in_8_bits[0], of_loss + variant.in_8_bits[1]
         if variant.body_alone:
             return check.Verdict(0.0, 0.0, limit)
         if outputs.loss.shape != () or len(outputs.grads) != len(self.parameters):

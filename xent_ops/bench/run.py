@@ -127,7 +127,7 @@ def main(arguments: argparse.Namespace) -> int:
         dtype = getattr(torch, arguments.dtype or ("float32" if on_cpu and not arguments.tails else "bfloat16"))
         step = model.check(arguments, device) if arguments.model is not None else None
         heads = linear.chosen(arguments, dtype) if arguments.linear else None
-        whole = model.chosen(arguments.only) if step else []
+        whole = model.chosen(arguments.only, dtype) if step else []
         variants = [] if heads or step else _variants(arguments, dtype, device)
     except (ValueError, RuntimeError) as error:
         arguments.parser.error(str(error))
