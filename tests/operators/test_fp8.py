@@ -26,9 +26,10 @@ def room(device, *shape):
     return torch.full(shape, 0x31, dtype=torch.uint8, device=device).view(DTYPE)
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("factor", [False, True], ids=["plain", "factor"])
 def test_matrices(device, factor):
-    """To nearest, in both layouts, with zeros behind them. Triton's interpreter rounds to 8 bits otherwise."""
+    """To nearest, in both layouts, with zeros behind them."""
     values = torch.randn(70, 50, device=device).bfloat16()
     values[3], values[4, 5] = 0.0, 1000.0
     factors = torch.rand(70, device=device) if factor else None
@@ -42,6 +43,19 @@ def test_matrices(device, factor):
     torch.testing.assert_close(rows.float(), expected, rtol=0.07, atol=2**-9)  # a division apart: the next number
     assert (rows.float() != expected).float().mean() < 0.01
     assert torch.equal(transposed.float(), rows.float().t())
+
+
+@pytest.mark.interpreter
+def test_every_number_is_rounded_to_the_nearest(device):
+    """Each of e4m3, what lies half-way and next to that, beyond the largest, and NaN: as torch rounds them."""
+    numbers = torch.arange(127, dtype=torch.uint8).view(DTYPE).float()
+    halves = (numbers[1:] + numbers[:-1]) / 2
+    values = torch.cat([numbers, halves, halves * (1 + 2.0**-16), halves * (1 - 2.0**-16), torch.tensor([460.0, 1e30])])
+    values = torch.cat([values, -values, torch.tensor([float("nan")])]).to(device).unsqueeze(0)
+    rows, columns = room(device, 1, values.shape[1]), room(device, values.shape[1], 1)
+    kernels_of(device).quantize(values, torch.ones((), device=device), None, rows, columns)
+    torch.testing.assert_close(rows.float(), values.clamp(-448, 448).to(DTYPE).float(), equal_nan=True, rtol=0, atol=0)
+    torch.testing.assert_close(columns.float(), rows.float().t(), equal_nan=True, rtol=0, atol=0)
 
 
 def rows_of(logits, target, options, **given):
@@ -116,7 +130,9 @@ def test_rounding_is_right_in_the_mean():
     for value in (0.0, 2.0**-9, 0.5, 448.0, float("inf")):
         made = reference_fp8.round_at_random(torch.full((1000,), value), bits[:1000])
         assert (made == min(value, LARGEST)).all()
-    assert reference_fp8.round_at_random(torch.tensor([float("nan")]), bits[:1]).isnan()
+    for word in (0x7FC00000, 0x7FFFFFFF, -1):  # a CPU's NaN, a GPU's, and a negative one
+        broken = torch.tensor([word], dtype=torch.int32).view(torch.float32)
+        assert reference_fp8.round_at_random(broken, bits[1:2]).isnan()
 
 
 def problem(device, rows, features, classes, dtype=torch.bfloat16):
@@ -140,7 +156,7 @@ def error(found, exact):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_of_heads(device, products, dtype):
     """3.2e-2 of their norm from float64; "fp8_gradients" has the loss of 16-bit products, to the bit."""
-    x, head, target = problem(device, 256, 128, 32000, dtype)
+    x, head, target = problem(device, 256, 512, 32000, dtype)
 
     def loss(x, head, **how):
         return xent_ops.linear_cross_entropy(x, head, target, **how)
@@ -168,8 +184,10 @@ def test_there_is_no_bias(device, products):
     _, (of_input, of_head) = gradients(
         lambda x, head: xent_ops.linear_cross_entropy(x, head, target, reduction="sum", products=products), x + 1, head
     )
-    # p is 1 / 16384, of which 448 are 14 steps of the least number. Of 16384 that were rounded at random:
-    assert of_input.double().abs().max() < 0.1 and of_input.double().mean().abs() < 1e-3
+    # Each p is 1 / 16384, times 448 14 steps of the least number. A tensor core adds what stands beside the target's
+    # 448, the products of 128 classes or so, with 14 bits: these are lost, whatever the number of classes.
+    lost = 128 / classes if device == "cuda" else 0.0
+    assert of_input.double().abs().max() < 0.1 and of_input.double().mean().abs() < 1e-3 + lost
     expected = rows / classes
     assert abs(of_head[1:].double().mean() / expected - 1) < 1e-2
     assert (of_head[1:].double().mean(1) / expected - 1).abs().max() < 0.2

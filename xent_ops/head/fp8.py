@@ -35,6 +35,7 @@ _ops = torch.ops.xent
 
 MULTIPLE = 16  # of the sizes along a product's sum
 CAPABILITY = (8, 9)  # the first that multiplies 8-bit numbers
+_CHUNK_BYTES = 2**29  # of a chunk's logits and their gradient in rows
 _BLOCK_BYTES = 2**30  # of the gradient of a block, where that is of all rows
 _PART_BYTES = 2**29  # else: the weight's copies then have memory of their own
 _SLAB = 4096  # classes of a product that is added to the gradient of the weight
@@ -117,9 +118,12 @@ class Fp8Products(Products):
         return [memory[start : start + number * want] for start, want in zip(starts, wanted, strict=True)]
 
     def _rows_of_chunk(self, number: int, classes: int, wider: bool, chunk_rows: int | None) -> int:
-        """Half of what 16-bit products take: a chunk has its gradient beside its logits."""
+        """Fewer than for 16-bit products where these are large: a chunk has its gradient beside its logits."""
         size = rows_of_chunk(number, self.all_input, classes, False, chunk_rows)
-        return size if chunk_rows is not None or not any(self.mask) or size < MULTIPLE * 2 else _multiple(size // 2)
+        bytes_of_row = classes * (self.all_input.element_size() + 1)
+        while chunk_rows is None and size > MULTIPLE and size * bytes_of_row > _CHUNK_BYTES:
+            size = _multiple(size // 2)
+        return size
 
     def _rows_of_block(self, number: int) -> int:
         """A multiple of the rows of a chunk."""

@@ -149,7 +149,7 @@ def round_at_random(values: Tensor, bits: Tensor) -> Tensor:
     size = values.abs()
     higher = torch.where(size < LEAST_NORMAL, LEAST_NORMAL, 0.0)
     cut = (((size + higher).view(torch.int32) + bits) & -(2**20)).view(torch.float32) - higher
-    return torch.copysign(cut.clamp_max(LARGEST), values)
+    return torch.where(values.isnan(), values, torch.copysign(cut.clamp_max(LARGEST), values))
 
 
 def product(left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor, out: Tensor) -> None:
