@@ -7,6 +7,7 @@ import linear_error_cases as errors
 import linear_few_classes_cases as few_classes
 import linear_log_prob_cases as log_probs
 import linear_parallel_cases as cases
+import linear_precision_cases as precision
 import linear_token_loss_cases as token_loss
 import pytest
 import torch
@@ -60,6 +61,12 @@ def test_behaviour_of_log_probs(pool, device, world):
 @pytest.mark.parametrize("kind", ["chunk", "uneven", "empty", "padded"])
 def test_token_loss(pool, device, world, kind):
     pool(world, device).run(token_loss.values, kind)
+
+
+@pytest.mark.parametrize("world", FEW)
+@pytest.mark.parametrize("case", [precision.float32_logits, precision.eight_bits], ids=lambda case: case.__name__)
+def test_precision(pool, device, world, case):
+    pool(world, device).run(case)
 
 
 @pytest.mark.parametrize("world", FEW)

@@ -28,7 +28,7 @@ from ..kernels.options import Chunking, Options
 from ..kernels.reference import grad_lse_of_square, infinite_where_ignored, is_counted
 from ..kernels.reference_fp8 import DTYPE, LARGEST
 from .packing import PackedRows
-from .products import Products, room_for_head
+from .products import Products, room_for_head, zero_behind
 from .sizes import rows_of_chunk
 
 _ops = torch.ops.xent
@@ -247,6 +247,7 @@ class Fp8Products(Products):
     def _add_product(self, gradient: Tensor, input8_t: Tensor, scale: Tensor, first: bool) -> None:
         if first:  # and the weight's copies are read no more, where they lie in this memory
             self.fp8.product(gradient, input8_t, self.of_gradient, scale, self.weight)
+            zero_behind(self.padded_weight, self.padded_bias, self.weight.shape[0])
             return
         for part in range(0, self.weight.shape[0], _SLAB):  # so many are added while they are in the L2 cache
             slab = slice(part, part + _SLAB)
