@@ -10,7 +10,7 @@ from .sizes import Shape, Sizes
 
 HELP = "time this package's loss beside torch's and its peers' on your device; each is checked against float64 first"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-TOKEN_LOSSES = ("grpo", "weights", "topk")
+TOKEN_LOSSES = ("grpo", "clip", "weights", "topk")
 KEYS = ("batch", "tokens", *Sizes._fields)  # of --model
 
 
@@ -101,8 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--token-loss",
         choices=TOKEN_LOSSES,
-        help="with --linear: a loss of tokens: GRPO with an entropy bonus, cross entropy with token weights, or with a "
-        "teacher's 64 most probable classes and the rest of its probability",
+        help="with --linear: a loss of tokens: GRPO with an entropy bonus, or without (clip), cross entropy with token "
+        "weights, or with a teacher's 64 most probable classes and the rest of its probability",
     )
     parser.add_argument(
         "--distillation",

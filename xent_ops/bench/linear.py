@@ -35,7 +35,7 @@ def chosen(arguments: argparse.Namespace, dtype: torch.dtype) -> list[LinearVari
     """With the products first, and at the end again: a GPU that slows down as it warms up is seen there."""
     known, missing = linear_cases.variants(dtype, arguments.chunk_rows or [None])
     if arguments.token_loss:
-        known, missing = token_loss.variants(arguments.token_loss), []
+        known, missing = token_loss.variants(arguments.token_loss)
     elif arguments.distillation:
         known, missing = distillation.variants(_beta(arguments))
     variants = cases.choose(known, arguments.only, linear_cases.PEERS, missing)

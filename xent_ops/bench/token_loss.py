@@ -13,6 +13,7 @@ from torch import Tensor
 import xent_ops
 
 from . import check, few_classes
+from .cases import Peer, imported, of_peers
 from .linear_cases import LinearVariant
 from .linear_problem import LinearProblem
 from .sizes import HeadShape
@@ -20,10 +21,15 @@ from .sizes import HeadShape
 Stats = xent_ops.TokenLogProbs
 
 
-def grpo(stats: Stats, old: Tensor, factor: Tensor) -> Tensor:
-    """With an entropy bonus; the factors are advantages."""
+def clip(stats: Stats, old: Tensor, factor: Tensor) -> Tensor:
+    """GRPO without a bonus, as Liger-Kernel has it; the factors are advantages."""
     ratio = (stats.log_probs - old).exp()
-    return -torch.minimum(ratio * factor, ratio.clamp(0.8, 1.2) * factor) - 0.01 * stats.entropy
+    return -torch.minimum(ratio * factor, ratio.clamp(0.8, 1.2) * factor)
+
+
+def grpo(stats: Stats, old: Tensor, factor: Tensor) -> Tensor:
+    """With an entropy bonus."""
+    return clip(stats, old, factor) - 0.01 * stats.entropy
 
 
 def weights(stats: Stats, old: Tensor, factor: Tensor) -> Tensor:
@@ -31,7 +37,8 @@ def weights(stats: Stats, old: Tensor, factor: Tensor) -> Tensor:
     return -factor * stats.log_probs
 
 
-LOSSES = {"grpo": grpo, "weights": weights}
+LOSSES = {"grpo": grpo, "clip": clip, "weights": weights}
+SEQUENCE = 1024  # tokens that share an advantage, where so many divide the rows; else all do
 
 # What follows takes (hidden, matrix, target, old, factor): old log-probabilities and factors of tokens. A loss is the
 # sum over counted tokens by their number.
@@ -64,9 +71,33 @@ def _in_torch(hidden: Tensor, matrix: Tensor, target: Tensor) -> Stats:
     return Stats(log_probs.gather(-1, index).squeeze(-1), entropy, lse)
 
 
-def variants(loss: str) -> list[LinearVariant]:
+def _load_liger() -> Any:
+    """Its GRPO of sequences, with the mean over tokens ("bnpo"): it takes (sequences, tokens, H)."""
+    kind = imported("liger_kernel.chunked_loss", "LigerFusedLinearGRPOLoss")
+    grpo = kind(beta=0.0, loss_type="bnpo", use_ref_model=False)
+
+    def loss(hidden: Tensor, matrix: Tensor, target: Tensor, old: Tensor, factor: Tensor) -> Tensor:
+        length = _sequence(target.numel())
+        target, old, factor = (values.view(-1, length) for values in (target, old, factor))
+        mask = (target != check.IGNORE_INDEX).float()
+        rows = hidden.view(*target.shape, -1)
+        value: Tensor = grpo(rows, matrix, target.clamp(min=0), mask, factor[:, 0], old_per_token_logps=old)[0]
+        return value
+
+    return loss
+
+
+def _sequence(rows: int) -> int:
+    return SEQUENCE if rows % SEQUENCE == 0 else rows
+
+
+PEERS = (Peer(("liger-kernel", "liger-kernel-nightly"), "liger_kernel", _load_liger),)
+
+
+def variants(loss: str) -> tuple[list[LinearVariant], list[str]]:
+    """(the contestants, what is left out and why)."""
     if loss == few_classes.NAME:
-        return few_classes.variants()
+        return few_classes.variants(), []
     fn = LOSSES[loss]
     function = functools.partial(functools.partial, _by_function, fn)
     log_probs = functools.partial(functools.partial, _of_statistics, fn, xent_ops.linear_token_log_probs)
@@ -79,11 +110,13 @@ def variants(loss: str) -> list[LinearVariant]:
         for name, kind, load in ways
         for how in ("eager", "compiled")
     ]
+    peers, absent = of_peers(LinearVariant, PEERS if loss == "clip" else ())
     return [
         *found,
         LinearVariant("xent log-probs compiled", "ours", log_probs, compiled=True),
         LinearVariant("torch compiled", "torch", in_torch, compiled=True),
-    ]
+        *peers,
+    ], absent
 
 
 class _Reference(check.Reference):
@@ -117,6 +150,9 @@ class TokenProblem(LinearProblem):
         super().__init__(shape, dtype, device, ignored=ignored)
         self.fn = LOSSES[loss]
         self.factor = torch.rand(shape.rows, generator=self.generator, device=device) + 0.5
+        if loss == "clip":  # of a sequence each
+            length = _sequence(shape.rows)
+            self.factor = self.factor.view(-1, length)[:, :1].expand(-1, length).flatten()
         noise = torch.rand(shape.rows, generator=self.generator, device=device) * 0.18 - 0.09
         self.olds = [self._log_probs(target) + noise for target in self.targets]
         self.old = self.olds[0].clone()
