@@ -89,6 +89,53 @@ def test_operands_that_are_upcast(product, dtype):
     torch.testing.assert_close(compiled(x, w, b, t), loss(x, w, b, t), rtol=1e-6, atol=1e-6)
 
 
+SCALES = {
+    "x * s": lambda y, s: y * s,
+    "s * x": lambda y, s: s * y,
+    "x / s": lambda y, s: y / s,
+    "two, and a number": lambda y, s: torch.mul(2 * (y / s), s.exp()),
+    "in place": lambda y, s: y.mul_(s),
+    "before a softcap": lambda y, s: 5 * torch.tanh(y * s / 5),
+}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_temperature_that_is_a_tensor(scale):
+    """Learned or not, it scales the features, and the bias; its gradient is right."""
+    x, w, b, t = inputs()
+    for s in (torch.tensor(0.7, requires_grad=True), torch.tensor(0.7), torch.tensor(2)):
+        if scale == "two, and a number" and s.dtype == torch.int64:
+            continue
+        call, _ = assert_taken(lambda x, w, b, s, t: ce(SCALES[scale](F.linear(x, w, b), s), t), x, w, b, s, t)
+        assert call.softcap == (5.0 if scale == "before a softcap" else None)
+    half = [tensor.detach().bfloat16().requires_grad_() for tensor in (x, w)]
+    s = torch.tensor(0.7, requires_grad=True)
+    assert_taken(lambda x, w, s, t: ce(SCALES[scale](x @ w.t(), s).float(), t), *half, s, t, rtol=0.05, atol=0.02)
+
+
+CONVOLUTIONS = {
+    "conv1d": lambda x, w, b: F.conv1d(x.transpose(1, 2), w[:, :, None], b),
+    "conv2d": lambda x, w, b: F.conv2d(x.transpose(1, 2)[..., None], w[:, :, None, None], b, padding=0),
+    "stride": lambda x, w, b: F.conv2d(x.transpose(1, 2)[..., None], w[:, :, None, None], bias=b, stride=(1, 1)),
+    "without bias": lambda x, w, b: torch.conv3d(x.transpose(1, 2)[..., None, None], w[:, :, None, None, None]),
+    "transposed": lambda x, w, b: F.conv1d(x.transpose(1, 2), w[:, :, None], b).transpose(1, 2).reshape(-1, V),
+}
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_a_convolution_of_one_element(kind):
+    """A head of each pixel, as segmentation has it: the classes are the second dimension."""
+    x, w, b, t = inputs()
+
+    def loss(x, w, b, t):
+        logits = CONVOLUTIONS[kind](x, w, b)
+        t = t.flatten() if logits.dim() == 2 else t.view(B, S, *[1] * (logits.dim() - 3))
+        return F.cross_entropy(logits, t) + 0 * b.sum()
+
+    _, node = assert_taken(loss, x, w, b, t)
+    assert node.args[1].meta["example_value"].shape == (V, H)
+
+
 @pytest.mark.parametrize("products", ["fp8", "fp8_gradients"])
 def test_products_that_are_asked_for(products):
     """By heads that have them; others stay, and the report says why."""

@@ -255,10 +255,9 @@ def test_gradients_for_the_loss_alone():
 
 
 def test_no_head_at_all():
-    """A convolution, a product and a sum, logits that are an input: nothing to say of a head."""
+    """A product and a sum, logits that are an input: nothing to say of a head."""
     x, w, _, t = inputs()
     for function in (
-        lambda x, w, t: ce(F.conv1d(x.transpose(1, 2), w[:, :, None]).transpose(1, 2).contiguous(), t),
         lambda x, w, t: ce((x[..., None] * w.T).sum(-2), t),
         lambda x, w, t: xent_ops.cross_entropy(x.view(-1, H), t.flatten() % H) + w.sum(),
     ):
@@ -266,6 +265,78 @@ def test_no_head_at_all():
         compiled = torch.compile(function, backend=backend, fullgraph=True)
         torch.testing.assert_close(compiled(x, w, t), function(x, w, t))
         assert not heads_of(backend.graph) and not any(call.head_left for call in inductor.last_report().calls)
+
+
+def test_logits_from_outside():
+    """Behind a graph break the report says that the head is before it; of logits that are a leaf there is none."""
+    x, w, _, t = inputs()
+
+    def broken(x, w, t):
+        logits = x @ w.T
+        torch._dynamo.graph_break()
+        return ce(logits, t)
+
+    torch.compile(broken, backend=Rewriting(linear=True))(x, w, t)
+    (call,) = inductor.last_report().calls
+    assert call.replaced and "come into the graph from outside: a graph break or an uncompiled head" in call.head_left
+    torch.compile(lambda y, t: ce(y, t), backend=Rewriting())((x @ w.T).detach().requires_grad_(), t)
+    assert not inductor.last_report().calls[0].head_left
+
+
+def test_an_empty_report_says_what_it_may_mean():
+    inductor.options()
+    assert "nothing was compiled since" in str(inductor.last_report())
+    torch.compile(lambda x: x * 2, backend=Rewriting())(torch.randn(3))
+    assert "compile the function that computes the loss" in str(inductor.last_report())
+
+
+SCALES_LEFT = {
+    "behind a softcap": (lambda x, w, s, t: ce(5 * torch.tanh(x @ w.T / 5) * s, t), "by a tensor behind a softcap"),
+    "written": (lambda x, w, s, t: _written_scale(x, w, s, t), "may write to the scale of the logits"),
+}
+
+
+def _written_scale(x, w, s, t):
+    s = s * 1
+    y = (x @ w.T) * s
+    with torch.no_grad():
+        s.mul_(2)
+    return ce(y, t)
+
+
+@pytest.mark.parametrize("case", SCALES_LEFT)
+def test_a_scale_that_must_stay(case):
+    x, w, _, t = inputs()
+    function, why = SCALES_LEFT[case]
+    backend = Rewriting(linear=True)
+    scale = torch.tensor(0.7)
+    with torch.no_grad():
+        found = torch.compile(function, backend=backend)(x, w, scale.clone(), t)
+        torch.testing.assert_close(found, function(x, w, scale.clone(), t))
+    assert not heads_of(backend.graph) and why in str(inductor.last_report())
+
+
+CONVOLUTIONS_LEFT = {
+    "stride": lambda x, w: F.conv1d(x, w[:, :, None], stride=2),
+    "padding": lambda x, w: F.conv1d(x, w[:, :, None], padding=1)[..., 1:-1],
+    "groups": lambda x, w: F.conv1d(x, w[:36, :8, None], groups=2),
+    "larger kernel": lambda x, w: F.conv1d(x, w[:, :, None].expand(-1, -1, 3)),
+    "a vector behind it": lambda x, w: F.conv1d(x, w[:, :, None]) + torch.ones(x.shape[-1]),
+}
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS_LEFT)
+def test_a_convolution_that_is_no_head(case):
+    x, w, _, _ = inputs()
+    pixels = x.detach().transpose(1, 2).repeat(1, 1, V)[..., :V].contiguous()  # as many as classes
+
+    def loss(x, w):
+        logits = CONVOLUTIONS_LEFT[case](x, w)
+        return F.cross_entropy(logits, torch.zeros(logits.shape[0], logits.shape[2], dtype=torch.int64))
+
+    backend = Rewriting(linear=True)
+    torch.testing.assert_close(torch.compile(loss, backend=backend)(pixels, w), loss(pixels, w))
+    assert not heads_of(backend.graph)
 
 
 SIZES = [(128, 1024, False), (4096, 4096, True)]  # 512 KiB and 64 MiB of float32

@@ -18,7 +18,7 @@ from ...kernels.options import Activation
 from . import products, writers
 from .emitter import Emitter
 from .heads import FoundHead, is_asked_for
-from .links import LeftAlone, Link, activation_of, asks_for_sizes, link_of, walk, with_own
+from .links import BY_TENSOR, LeftAlone, Link, activation_of, asks_for_sizes, link_of, walk, with_own
 from .losses import Loss, Start
 from .modes import gradient_modes, modes
 from .nodes import name_of, position, value_of, viewed_by, where
@@ -63,18 +63,21 @@ class Found:
 def find(loss: Loss, linear: bool | str) -> Found | None:
     """The head before ``loss``; None where there is none. Raises LeftAlone where it cannot be taken up."""
     start = loss.start()
-    links, source = walk(start.logits, start.reader)
+    links, source = walk(start.logits, start.reader, tensors=True)
     product = products.of(source)
     if product is None:
         _refuse_other_products(source, loss)
+        _refuse_from_outside(source)
         return None
     _refuse_not_worthwhile(loss, product, linear)
-    product = products.before_casts(product)
+    if not any(link.tensor for link in links):  # by which 16-bit features would be rounded
+        product = products.before_casts(product)
     found = Found(product, links, start, with_own(activation_of(links), loss.given))
     _refuse_probabilities(loss)
     _refuse_readers(loss, found)
     _refuse_modes(loss, found)
     _refuse_writers(loss, found)
+    _refuse_scales(loss, found)
     return found
 
 
@@ -91,8 +94,31 @@ def _refuse_other_products(source: fx.Node, loss: Loss) -> None:
         while (link := link_of(before)) is not None:
             before = link.source
         product = products.of(before)
-        if product is not None and (source is parts or _hint(value_of(product.node).shape[-1]) == _classes(loss)):
+        if product is None:
+            continue
+        if source is parts or _hint(value_of(product.node).shape[product.dim]) == _classes(loss):
             raise LeftAlone(f"{source.name} stands between the head and the loss")
+
+
+def _refuse_from_outside(source: fx.Node) -> None:
+    """Raise LeftAlone, for the report, where the logits were computed before this graph."""
+    value = value_of(source)
+    if source.op == "placeholder" and isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
+        raise LeftAlone("its logits come into the graph from outside: a graph break or an uncompiled head before it")
+
+
+def _refuse_scales(loss: Loss, found: Found) -> None:
+    """Raise LeftAlone where a tensor that scales the logits cannot scale the features."""
+    inputs, tanh_behind = writers.inputs_of(loss.node.graph), False
+    for link in reversed(found.links):  # from the product on
+        tanh_behind = tanh_behind or link.kind == "tanh"
+        if link.tensor is None:
+            continue
+        if tanh_behind:
+            raise LeftAlone(f"{link.node.name} scales the logits by a tensor behind a softcap")
+        writer = writers.between(link.node, loss.node, value_of(link.tensor), inputs, set(found.nodes))
+        if writer is not None:
+            raise LeftAlone(f"{writer.name} may write to the scale of the logits before the loss")
 
 
 def _classes(loss: Loss) -> int:
@@ -189,22 +215,37 @@ def _refuse_writers(loss: Loss, found: Found) -> None:
 def emitted(emit: Emitter, found: Found, loss: Loss) -> FoundHead:
     """What our operator gets, in nodes before the loss. Raises LeftAlone."""
     product = found.product
-    weight = emit("t", product.weight) if product.transposed else product.weight
     options = {name: loss.given[name] for name in ("lse_square_scale",) if name in loss.given}
     options |= found.activation.keywords()
     if found.logits_dtype is not None:
         options["logits_dtype"] = found.logits_dtype
     dtype = value_of(product.input if product.casts else product.node).dtype
-    return FoundHead(_hidden(emit, found, loss), weight, product.bias, dtype, options, found.nodes)
+    weight = _matrix(emit, product)
+    input, bias = _scaled(emit, found, product.input), _scaled(emit, found, product.bias)
+    return FoundHead(_hidden(emit, input, found, loss), weight, bias, dtype, options, found.nodes)
 
 
-def _hidden(emit: Emitter, found: Found, loss: Loss) -> fx.Node:
+def _matrix(emit: Emitter, product: Product) -> fx.Node:
+    """The weight as (V, H)."""
+    if value_of(product.weight).dim() > 2:  # of a convolution, (V, H, 1, ...)
+        return emit("flatten", product.weight, 1)
+    return emit("t", product.weight) if product.transposed else product.weight
+
+
+def _scaled(emit: Emitter, found: Found, operand: Any) -> Any:
+    """Input or bias by the tensors that scale the logits."""
+    for link in reversed(found.links):
+        if operand is not None and link.tensor is not None:
+            operand = emit("mul" if link.kind == BY_TENSOR["mul"] else "div", operand, link.tensor)
+    return operand
+
+
+def _hidden(emit: Emitter, hidden: fx.Node, found: Found, loss: Loss) -> fx.Node:
     """The hidden states of the rows that the loss reads, (*target.shape, H): the views of the logits, done to these."""
-    hidden = found.product.input
-    features = value_of(hidden).shape[-1]
+    dim = found.product.dim
+    features = value_of(hidden).shape[dim]
     if not isinstance(features, int):
-        features = emit("size", hidden, -1)
-    dim = value_of(found.product.node).dim() - 1
+        features = emit("size", hidden, dim)
     for view in found.views:
         if name_of(view) == "contiguous":
             continue

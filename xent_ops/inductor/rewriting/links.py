@@ -30,6 +30,8 @@ STEPS = {
     **dict.fromkeys(("neg", "negative", "neg_", "negative_"), "neg"),
     **dict.fromkeys(("tanh", "tanh_"), "tanh"),
 }
+# A product scales its features by a tensor before it as well as its classes behind it; the loss has no option for one.
+BY_TENSOR = {"mul": "mul_tensor", "div": "div_tensor"}
 _SIZES = {"dim", "element_size", "is_contiguous", "numel", "size", "storage_offset", "stride", "sym_size", "sym_stride"}
 
 
@@ -43,8 +45,9 @@ class Link:
 
     node: fx.Node
     source: fx.Node  # the tensor that it reads
-    kind: str  # "view", "same" (a cast that changes nothing), "upcast", or a value of STEPS
+    kind: str  # "view", "same" (a cast that changes nothing), "upcast", a value of STEPS, or one of BY_TENSOR
     number: float = 1.0  # the factor or divisor
+    tensor: fx.Node | None = None  # the same, of one of BY_TENSOR: (), a temperature that is learned or not
     shared_with: fx.Node | None = None  # a reader of the node outside the tail
 
     @property
@@ -56,17 +59,18 @@ class Link:
         return self.computes and share_memory(value_of(self.node), value_of(self.source))
 
 
-def walk(node: fx.Node, reader: fx.Node) -> tuple[list[Link], fx.Node]:
-    """(the links from the loss backwards, the first node that is no link)."""
+def walk(node: fx.Node, reader: fx.Node, tensors: bool = False) -> tuple[list[Link], fx.Node]:
+    """(the links from the loss backwards, the first node that is no link). ``tensors``: with those of BY_TENSOR."""
     order = position(node.graph)
     links: list[Link] = []
     while True:
         # ``x.div_(c)`` as a statement: later nodes read x, not its result.
         before = [user for user in node.users if not user.users and order[user] < order[reader]]
-        statements = [link for user in before if (link := link_of(user)) and link.in_place and link.source is node]
+        found = [link for user in before if (link := link_of(user, tensors)) is not None]
+        statements = [link for link in found if link.in_place and link.source is node]
         statements.sort(key=lambda link: order[link.node], reverse=True)
         links += statements
-        link = link_of(node)
+        link = link_of(node, tensors)
         if link is None:
             return links, node
         mine = {reader, *(statement.node for statement in statements)}
@@ -76,13 +80,13 @@ def walk(node: fx.Node, reader: fx.Node) -> tuple[list[Link], fx.Node]:
         reader, node = node, link.source
 
 
-def link_of(node: fx.Node) -> Link | None:
+def link_of(node: fx.Node, tensors: bool = False) -> Link | None:
     """``node`` as a link, or None if the operator has no option for it."""
     name, made = name_of(node), value_of(node)
     if name is None or not isinstance(made, Tensor):
         return None
     if name in STEPS:
-        return _step(node, STEPS[name])
+        return _step(node, STEPS[name]) or (_by_tensor(node, STEPS[name]) if tensors else None)
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node) or not isinstance(value_of(source), Tensor):
         return None
@@ -115,6 +119,22 @@ def _step(node: fx.Node, kind: str) -> Link | None:
     if not isinstance(before, Tensor) or before.dtype not in _FLOATS or before.dtype != made.dtype:
         return None
     return Link(node, operands[0], "mul" if kind == "neg" else kind, number)
+
+
+def _by_tensor(node: fx.Node, kind: str) -> Link | None:
+    """``x * s``, ``s * x``, ``x / s`` with a tensor s of shape ()."""
+    if kind not in BY_TENSOR or node.kwargs or len(node.args) != 2:
+        return None
+    one, other = node.args
+    if kind == "mul" and isinstance(value_of(one), Tensor) and value_of(one).dim() == 0:
+        one, other = other, one
+    values = value_of(one), value_of(other)
+    if not (isinstance(one, fx.Node) and isinstance(other, fx.Node) and all(isinstance(v, Tensor) for v in values)):
+        return None
+    logits, by = values
+    if by.dim() != 0 or logits.dim() == 0 or logits.dtype not in _FLOATS or value_of(node).dtype != logits.dtype:
+        return None
+    return Link(node, one, BY_TENSOR[kind], tensor=other)
 
 
 def _number(operand: Any) -> float | None:

@@ -22,7 +22,9 @@ _ARGUMENTS = {
     "mm": ("input", "mat2"),
     "addmm": ("input", "mat1", "mat2", "beta", "alpha"),
 }
-NAMES = {*_ARGUMENTS, "einsum", "tensordot", "bmm", "baddbmm", "addbmm"}  # of products of matrices, of heads or not
+_CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}
+# Of products of matrices, of heads or not.
+NAMES = {*_ARGUMENTS, *_CONVOLUTIONS, "einsum", "tensordot", "bmm", "baddbmm", "addbmm"}
 
 
 @dataclass
@@ -35,7 +37,12 @@ class Product:
     transposed: bool  # the weight is (H, V), not (V, H)
     bias: fx.Node | None = None  # (V,)
     addition: fx.Node | None = None  # adds the bias, where the product does not
+    class_dim: int = -1  # of the logits; the features of the input have the same
     casts: tuple[fx.Node, ...] = ()  # to float32, of the 16-bit operands that input, weight and bias are here
+
+    @property
+    def dim(self) -> int:
+        return self.class_dim % int(value_of(self.node).dim())
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -47,6 +54,8 @@ def of(node: fx.Node) -> Product | None:
     """The head that makes ``node``, or None."""
     if name_of(node) in _ADDITIONS:
         return _with_bias(node)
+    if name_of(node) in _CONVOLUTIONS:
+        return _of_convolution(node)
     product = _of_einsum(node) if name_of(node) == "einsum" else _of_two(node)
     if product is None:
         return None
@@ -121,6 +130,26 @@ def _of_einsum(node: fx.Node) -> Product | None:
     return None
 
 
+def _of_convolution(node: fx.Node) -> Product | None:
+    """Whose kernel has one element: a head of each pixel, (N, H, ...) to (N, V, ...)."""
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
+    input, weight, bias = (given.get(name) for name in names[:3])
+    values = value_of(input), value_of(weight), value_of(node)
+    if not given.keys() <= {*names} or not all(isinstance(value, Tensor) for value in values):
+        return None
+    usual = {"stride": 1, "padding": 0, "groups": 1}
+    plain = all(_is_all(given.get(name, value), value) for name, value in usual.items())
+    if not plain or any(size != 1 for size in values[1].shape[2:]) or values[0].dim() != values[1].dim():
+        return None
+    assert isinstance(input, fx.Node) and isinstance(weight, fx.Node)
+    return Product(node, input, weight, False, bias, class_dim=1)
+
+
+def _is_all(value: Any, usual: int) -> bool:
+    return all(one == usual for one in value) if isinstance(value, (tuple, list)) else value == usual
+
+
 def _with_bias(node: fx.Node) -> Product | None:
     """A product that nobody else reads, plus a vector of one number a class."""
     if len(node.args) != 2 or node.kwargs:
@@ -132,6 +161,8 @@ def _with_bias(node: fx.Node) -> Product | None:
         product = None if name_of(logits) in _ADDITIONS else of(logits)
         before, vector, made = value_of(logits), value_of(bias), value_of(node)
         if product is None or product.bias is not None or len(logits.users) > 1 or not isinstance(vector, Tensor):
+            continue
+        if product.class_dim != -1:  # a vector is added along the last dimension
             continue
         if vector.shape == before.shape[-1:] and vector.dtype == before.dtype == made.dtype:
             return replace(product, bias=bias, addition=node)

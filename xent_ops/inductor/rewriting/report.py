@@ -28,7 +28,9 @@ class Call:
     - they are too small, or the target is class probabilities,
     - product and loss run under another autocast, inference or gradient mode,
     - something may write to input, weight or bias between them, or to input and weight after the loss,
-    - the product has another form: of batches, tensordot, an einsum whose result has the classes elsewhere,
+    - the logits come into the graph from outside, from before a graph break or from a head that is not compiled,
+    - a tensor scales the logits behind a softcap, or may be written before the loss,
+    - the product has another form: of batches, a convolution with more than one element, tensordot, an einsum whose result has the classes elsewhere,
     - something else stands between them: a mask, a second bias, split, chunk, unbind, a view of some of the classes,
     - the logits leave a checkpointed part.
     """
@@ -86,8 +88,22 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"{len(self.replaced)} replaced, {len(self.left_alone)} left alone, in {self.graphs} graphs"]
-        lines += [f"  {call}" for call in self.calls]
+        lines += [f"  {call}" for call in self.calls] or [f"  {line}" for line in self._nothing()]
         return "\n".join(lines)
+
+
+    def _nothing(self) -> list[str]:
+        """What it may mean that there is no call, and what to do."""
+        if self.graphs == 0:
+            return [
+                "nothing was compiled since: a model compiles at its first call, and the pass sees what is compiled",
+                "with options(), after enable() or in the block; torch.compiler.reset() forgets what was before",
+            ]
+        return [
+            "no loss is in these graphs: compile the function that computes the loss, not the model alone;",
+            "or Dynamo skipped its frame, or broke the graph before it (TORCH_LOGS=graph_breaks, fullgraph=True tell);",
+            "or a torch.autograd.Function of another package computes it, which no pass sees into",
+        ]
 
 
 # (compilation, attempt, calls in one graph). One compilation may have several graphs: a checkpointed part is a graph
@@ -114,7 +130,7 @@ def last_report() -> Report:
 
     Examples:
         >>> _ = xent_ops.inductor.options()  # a new report
-        >>> print(xent_ops.inductor.last_report())
+        >>> print(str(xent_ops.inductor.last_report()).splitlines()[0])
         0 replaced, 0 left alone, in 0 graphs
     """
     return Report(len(_graphs), tuple(call for *_, calls in _graphs for call in calls))
