@@ -30,8 +30,8 @@ class Call:
     - something may write to input, weight or bias between them, or to input and weight after the loss,
     - the logits come into the graph from outside, from before a graph break or from a head that is not compiled,
     - a tensor scales the logits behind a softcap, or may be written before the loss,
-    - the product has another form: of batches, a convolution of more than one element, tensordot, an einsum whose result
-      has the classes elsewhere,
+    - the product has another form: of batches, a convolution of more than one element, tensordot, an einsum whose
+      result has the classes elsewhere,
     - something else stands between them: a mask, a second bias, split, chunk, unbind, a view of some of the classes,
     - the logits leave a checkpointed part.
     """
@@ -91,7 +91,6 @@ class Report:
         lines = [f"{len(self.replaced)} replaced, {len(self.left_alone)} left alone, in {self.graphs} graphs"]
         lines += [f"  {call}" for call in self.calls] or [f"  {line}" for line in self._nothing()]
         return "\n".join(lines)
-
 
     def _nothing(self) -> list[str]:
         """What it may mean that there is no call, and what to do."""
