@@ -39,7 +39,7 @@ def mean_over_all(hidden, matrix, target):
 def test_json_png_and_table(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     figures, picture, again = tmp_path / "x.json", tmp_path / "x.png", tmp_path / "again.png"
-    arguments = ["--shapes", "34x64", "--dtype", "bfloat16", "--only", "xent eager,xent float32,xent forward"]
+    arguments = ["--shapes", "34x64", "--dtype", "bfloat16", "--only", "xent eager,xent float32 dW,xent forward"]
     assert bench(*arguments, "--json", str(figures), "--plot", str(picture)) == 0
     content, results = of_results(figures)
     assert content["settings"]["linear"] == [16] and content["settings"]["dtype"] == "bfloat16"
