@@ -46,6 +46,20 @@ def test_matrices(device, factor):
 
 
 @pytest.mark.interpreter
+def test_more_rows_than_a_launch_takes(device, monkeypatch):
+    kernels = kernels_of(device)
+    values, factor = torch.randn(150, 20, device=device), torch.rand(150, device=device)
+    made = []
+    for most in (None, 64):
+        if most is not None:
+            monkeypatch.setattr(kernels, "_MOST_ROWS", most, raising=False)
+        made.append((room(device, 160, 32), room(device, 32, 160)))
+        kernels.quantize(values, torch.tensor(0.01, device=device), factor, *made[-1])
+    for one, other in zip(*made, strict=True):
+        assert torch.equal(one.float(), other.float())
+
+
+@pytest.mark.interpreter
 def test_every_number_is_rounded_to_the_nearest(device):
     """Each of e4m3, what lies half-way and next to that, beyond the largest, and NaN: as torch rounds them."""
     numbers = torch.arange(127, dtype=torch.uint8).view(DTYPE).float()

@@ -36,6 +36,7 @@ _ops = torch.ops.xent
 MULTIPLE = 16  # of the sizes along a product's sum
 CAPABILITY = (8, 9)  # the first that multiplies 8-bit numbers
 _CHUNK_BYTES = 2**29  # of a chunk's logits and their gradient in rows
+_MOST_ROWS = 2**20  # of a chunk: a launch has no more than 65535 tiles of rows
 _BLOCK_BYTES = 2**30  # of the gradient of a block, where that is of all rows
 _PART_BYTES = 2**29  # else: the weight's copies then have memory of their own
 _SLAB = 4096  # classes of a product that is added to the gradient of the weight
@@ -119,7 +120,7 @@ class Fp8Products(Products):
 
     def _rows_of_chunk(self, number: int, classes: int, wider: bool, chunk_rows: int | None) -> int:
         """Fewer than for 16-bit products where these are large: a chunk has its gradient beside its logits."""
-        size = rows_of_chunk(number, self.all_input, classes, False, chunk_rows)
+        size = min(rows_of_chunk(number, self.all_input, classes, False, chunk_rows), _MOST_ROWS)
         bytes_of_row = classes * (self.all_input.element_size() + 1)
         while chunk_rows is None and size > MULTIPLE and size * bytes_of_row > _CHUNK_BYTES:
             size = _multiple(size // 2)
@@ -138,7 +139,7 @@ class Fp8Products(Products):
         if self.head8 is None:
             super()._make(chunk, logits)
             return
-        part = self.rows.of(self.input8, chunk)
+        part = self.rows.of(self.input8.view(torch.uint8), chunk).view(DTYPE)
         of_classes = logits.as_strided((logits.shape[0], self.classes), logits.stride())  # there is room
         self.fp8.product(part, self.head8, self.scale_of_input, self.scale_of_weight, of_classes)
         if self.head_bias is not None:
@@ -238,7 +239,7 @@ class Fp8Products(Products):
             self._add_product(gradient, input8_t, scale, first)
         if self.mask[2]:
             scale = reference_fp8.scale_of(bounds.amax())
-            ones = bounds.new_zeros((MULTIPLE, width), dtype=DTYPE)
+            ones = bounds.new_empty((MULTIPLE, width), dtype=DTYPE)  # times their rows' bounds
             self.fp8.quantize(bounds.unsqueeze(0), scale, None, ones)
             of_bias = bounds.new_empty((classes, MULTIPLE))
             self.fp8.product(gradient, ones, self.of_gradient, scale, of_bias)

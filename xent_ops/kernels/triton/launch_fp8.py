@@ -16,6 +16,9 @@ from .fp8 import gradient_fp8_kernel, quantize_kernel
 _TILE = {"BLOCK_R": 128, "BLOCK_C": 64, "num_warps": 8}
 
 
+_MOST_ROWS = 65535 * _TILE["BLOCK_R"]  # of a launch: CUDA takes no more programs along that dimension
+
+
 def _grid(rows: int, columns: int) -> tuple[int, int]:
     return triton.cdiv(columns, _TILE["BLOCK_C"]), triton.cdiv(rows, _TILE["BLOCK_R"])
 
@@ -35,6 +38,13 @@ def quantize(
     most = [values.shape[0], values.shape[1]]
     for made in (rows, None if transposed is None else transposed.t()):
         most = most if made is None else [max(most[0], made.shape[0]), max(most[1], made.shape[1])]
+    if most[0] > _MOST_ROWS:
+        for start in range(0, most[0], _MOST_ROWS):
+            part = slice(start, start + _MOST_ROWS)
+            some_factor, some_rows = (None if tensor is None else tensor[part] for tensor in (factor, rows))
+            columns = None if transposed is None else transposed[:, part]
+            quantize(values[part], scale, some_factor, some_rows, columns)
+        return
     quantize_kernel[_grid(*most)](
         values,
         scale,
