@@ -24,6 +24,7 @@ RECIPES = {
     "trl_gkd": ("trl", "datasets", "accelerate"),
     "trl_grpo": ("trl", "datasets", "accelerate"),
     "trl_sft": ("trl", "datasets", "accelerate"),
+    "verl_log_probs": ("verl", "transformers"),
     "vision_classifier": ("transformers",),
 }
 COMPILED = ("huggingface_trainer", "nanogpt")

@@ -8,9 +8,10 @@ for package in ("torchtitan", "spmd_types"):
     pytest.importorskip(package, reason=f"{package} is not installed")
 
 from torch import nn  # noqa: E402
-from torchtitan.components.loss import CrossEntropyLoss, MSELoss  # noqa: E402
+from torchtitan.components.loss import CrossEntropyLoss, MSELoss, compute_logprobs  # noqa: E402
 from torchtitan.config import CompileConfig  # noqa: E402
 
+import xent_ops  # noqa: E402
 from xent_ops.integrations.torchtitan import XentCrossEntropyLoss, XentLinearLoss  # noqa: E402
 
 B, S, H, V = 2, 8, 16, 37
@@ -64,3 +65,14 @@ def test_compiled_as_its_config_says():
 def test_another_inner_loss_is_refused():
     with pytest.raises(ValueError, match="loss_fn is MSELoss; expected a CrossEntropyLoss"):
         XentLinearLoss.Config(loss_fn=MSELoss.Config()).build()
+
+
+def test_log_probabilities_of_its_rl():
+    """docs/integrations.md has this function in the place of torchtitan's."""
+    logits, labels = torch.randn(2, 5, 33), torch.randint(33, (2, 5))
+    labels[1, 3] = -100
+    stats = xent_ops.token_log_probs(logits, labels)
+    log_probs, entropy = compute_logprobs(logits, labels, return_entropy=True)
+    torch.testing.assert_close(stats.log_probs, log_probs)
+    counted = labels != -100
+    torch.testing.assert_close(stats.entropy[counted], entropy[counted])
