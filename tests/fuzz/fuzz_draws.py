@@ -168,7 +168,8 @@ class _Program:
         sums = self.function or options.get("reduction") == "sum"
         if "divisor" in names and not self.module and sums and self.maybe():
             options["divisor"] = pick((3.0, 1000.0, -2.0))
-        if "check" in names and self.maybe(0.2):
+        # In a compiled graph "check" is refused.
+        if "check" in names and self.backend is None and self.maybe(0.2):
             options["check"] = True
         if not self.linear:
             return
