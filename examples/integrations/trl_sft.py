@@ -1,27 +1,15 @@
-"""TRL's SFTTrainer: the model's own loss, which is ours, in place of TRL's head of its own.
+"""TRL's SFTTrainer: ``use_xent(trainer)``, then loss, entropy and token accuracy come from xent_ops.
 
-    python examples/integrations/trl_sft.py
-
-SFTTrainer of TRL 1.16 gives the model another forward, with log-probabilities in chunks. ``ModelLoss`` asks the model
-for its loss instead, as transformers' Trainer does. TRL's metrics of entropy and token accuracy, which come from that
-head, are left out.
+python examples/integrations/trl_sft.py
 """
 
 import tempfile
 
 from common import compare, prompts_ignored, text, tiny_llama
 from datasets import Dataset
-from transformers import Trainer
 from trl import SFTConfig, SFTTrainer
 
-from xent_ops.integrations.transformers import use_xent
-
-
-class ModelLoss(SFTTrainer):
-    """SFTTrainer with the loss that the model computes."""
-
-    def compute_loss(self, *args, **kwargs):
-        return Trainer.compute_loss(self, *args, **kwargs)
+from xent_ops.integrations.trl import use_xent
 
 
 class Recorded:
@@ -33,18 +21,11 @@ class Recorded:
         return loss
 
 
-class Without(Recorded, SFTTrainer):
-    pass
-
-
-class WithXent(Recorded, ModelLoss):
+class RecordedSFT(Recorded, SFTTrainer):
     pass
 
 
 def run(with_xent: bool) -> list[float]:
-    model = tiny_llama()
-    if with_xent:
-        print(use_xent(model))
     ids = text(16, 64)
     data = Dataset.from_dict({"input_ids": ids.tolist(), "labels": prompts_ignored(ids).tolist()})
     with tempfile.TemporaryDirectory() as folder:
@@ -61,9 +42,9 @@ def run(with_xent: bool) -> list[float]:
             disable_tqdm=True,
             dataset_kwargs={"skip_prepare_dataset": True},
         )
-        trainer = (WithXent if with_xent else Without)(
-            model, arguments, train_dataset=data, processing_class=byte_tokenizer()
-        )
+        trainer = RecordedSFT(tiny_llama(), arguments, train_dataset=data, processing_class=byte_tokenizer())
+        if with_xent:
+            print(use_xent(trainer))
         trainer.train()
     return trainer.losses
 

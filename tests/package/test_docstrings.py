@@ -18,7 +18,11 @@ from xent_ops import _extension
 
 API = Path(__file__).parents[2] / "docs" / "api.md"
 REFERENCE = re.findall(r"^::: xent_ops\.([\w.]+)$", API.read_text(), re.MULTILINE)
-INTEGRATIONS = {"integrations.transformers": ["transformers"], "integrations.torchtitan": ["torchtitan", "spmd_types"]}
+INTEGRATIONS = {
+    "integrations.transformers": ["transformers"],
+    "integrations.trl": ["trl", "datasets"],
+    "integrations.torchtitan": ["torchtitan", "spmd_types"],
+}
 
 
 def described():
@@ -88,7 +92,7 @@ def one_rank(request):
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("name", [name for name, value in DESCRIBED.items() if has_example(value)])
-def test_the_example_runs(name):
+def test_the_example_runs(name, tmp_path, monkeypatch):
     """One section of one to six lines of code, which does and prints what it says."""
     if name == "library_path" and not _extension.LIBRARY.exists():
         pytest.skip("libxent_ops.so is not built")
@@ -99,6 +103,9 @@ def test_the_example_runs(name):
     names = {"torch": torch, "xent_ops": xent_ops}
     if "." in name:  # as after an import from the module
         names |= vars(inspect.getmodule(value)) | names
+    if name.startswith("integrations.trl."):
+        monkeypatch.syspath_prepend(Path(__file__).parents[1] / "integrations")
+        names["trainer"] = importlib.import_module("trainers").make("SFT", tmp_path)
     test = doctest.DocTestParser().get_doctest(text, names, name, None, None)
     report = []
     results = doctest.DocTestRunner(verbose=False).run(test, out=report.append)

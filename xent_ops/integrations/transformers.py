@@ -289,7 +289,8 @@ class _Hooks:
             return None
         if loss is None:
             raise RuntimeError(
-                "the model did not call its head: its forward is not that of transformers (TRL's trainers replace it)"
+                "the model did not call its head: its forward is not that of transformers. For TRL's trainers, which "
+                "replace it, there is xent_ops.integrations.trl.use_xent(trainer)"
             )
         if not returned:
             raise RuntimeError("the model did not call its loss_function: it was replaced after use_xent")

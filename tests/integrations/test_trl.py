@@ -1,0 +1,184 @@
+"""use_xent of TRL's trainers: losses, metrics and weights of each step are those of the untouched trainer."""
+
+import pytest
+import torch
+
+for package in ("trl", "datasets", "peft"):
+    pytest.importorskip(package, reason=f"{package} is not installed")
+
+import peft  # noqa: E402
+import tiny  # noqa: E402
+import trainers  # noqa: E402
+import trl.trainer.utils  # noqa: E402
+from torch._dynamo.utils import counters  # noqa: E402
+
+from xent_ops.integrations.trl import remove_xent, use_xent  # noqa: E402
+
+KINDS = ("SFT", "DPO", "KTO", "GRPO", "RLOO")
+
+
+@pytest.fixture
+def compared(tmp_path, monkeypatch):
+    """compared(kind, ...): both runs, of which the one by xent_ops must not reach TRL's function."""
+
+    def compare(kind, rel=1e-5, only_ours=None, **options):
+        def before_training(trainer):
+            use_xent(trainer)
+            monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", None)
+
+        want = trainers.run(kind, tmp_path, lambda trainer: None, **options)
+        got = trainers.run(kind, tmp_path, before_training, **(options | (only_ours or {})))
+        trainers.assert_same_run(got, want, rel)
+        return got
+
+    return compare
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps(kind, compared):
+    compared(kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("SFT", {"loss_type": "dft"}),
+        ("SFT", {"label_smoothing_factor": 0.1}),
+        ("SFT", {"average_tokens_across_devices": False}),
+        ("DPO", {"use_weighting": True, "loss_type": ["sigmoid", "ipo"]}),
+        ("DPO", {"precompute_ref_log_probs": True}),
+        ("GRPO", {"num_iterations": 2, "importance_sampling_level": "sequence"}),
+        ("GRPO", {"entropy_coef": 0.1, "top_entropy_quantile": 0.5, "loss_type": "cispo"}),
+    ],
+    ids=str,
+)
+def test_options_of_the_trainer(kind, options, compared):
+    compared(kind, **options)
+
+
+@pytest.mark.parametrize("name", ["Cohere", "Gemma2", "Granite", "Mixtral", "Phi", "Qwen2"])
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_models(kind, name, compared):
+    """A softcap, scales, an auxiliary loss, a bias, a tied head. DPO asks for the mean of the logits, and of p^2."""
+    compared(kind, name=name, **({"use_weighting": True} if kind == "DPO" else {}))
+
+
+def lora(**options):
+    return peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_and_checkpointing(kind, compared):
+    got = compared(kind, peft_config=lora(), gradient_checkpointing=True, learning_rate=10.0)
+    assert all("lora" in name for name in got[2])
+
+
+def test_a_head_that_is_trained_beside_adapters(compared):
+    got = compared("SFT", peft_config=lora(modules_to_save=["lm_head"]))
+    assert any("lm_head" in name for name in got[2])
+
+
+def test_prompt_tuning(compared):
+    """peft puts tokens before the labels."""
+    compared("SFT", peft_config=peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled(kind, backend, compared):
+    torch.compiler.reset()
+    counters.clear()
+    compared(kind, only_ours={"torch_compile": True, "torch_compile_backend": backend})
+    assert not counters["graph_break"] and counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_evaluation(kind, compared):
+    eval_data = trainers.data(kind).select(range(6))
+    got = compared(kind, eval_dataset=eval_data, eval_strategy="steps", eval_steps=2)
+    assert any("eval_entropy" in step for step in got[1])
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_bfloat16_autocast(kind, compared):
+    """accelerate has wrapped the forward of the reference by then."""
+    compared(kind, bf16=True, rel=2e-2)
+
+
+def test_bfloat16_compiled(compared):
+    torch.compiler.reset()
+    compared("DPO", bf16=True, rel=2e-2, only_ours={"torch_compile": True, "torch_compile_backend": "aot_eager"})
+
+
+def test_remove_xent_below_autocast(tmp_path, monkeypatch):
+    """accelerate has wrapped our forward by the end of a training."""
+    trainer = trainers.make("SFT", tmp_path, bf16=True)
+    use_xent(trainer)
+    trainer.train()
+    remove_xent(trainer)
+    monkeypatch.setattr(trl.trainer.utils._ChunkedLogProbFunction, "apply", None)
+    ids, labels = tiny.batch()
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        trainer.compute_loss(trainer.model, {"input_ids": ids, "labels": labels})
+
+
+def test_three_products_where_the_loss_is_a_sum(tmp_path):
+    trainer = trainers.make("SFT", tmp_path)
+    assert use_xent(trainer).head_products == 3
+    remove_xent(trainer)
+    trainer.compute_loss = type(trainer).compute_loss.__get__(trainer)
+    assert use_xent(trainer).head_products == 4
+    assert use_xent(trainers.make("SFT", tmp_path, loss_type="dft")).head_products == 4
+
+
+def test_a_loss_of_the_users_own(tmp_path):
+    """One that weighs the tokens gets the gradient of each."""
+
+    class Weighted(trainers.trl.SFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            log_probs = model(**inputs, fused_lm_head=True).log_probs
+            return -(log_probs * torch.arange(log_probs.shape[1])).sum()
+
+    trainer = trainers.make("SFT", tmp_path, base=Weighted)
+    ids, labels = tiny.batch()
+    found = []
+    for lean in (False, True):
+        if lean:
+            use_xent(trainer)
+        trainer.model.zero_grad()
+        trainer.compute_loss(trainer.model, {"input_ids": ids, "labels": labels}).backward()
+        found.append(trainer.model.lm_head.weight.grad.clone())
+    assert (found[1] - found[0]).norm() <= 1e-5 * found[0].norm()
+
+
+def test_rows_without_a_label(tmp_path):
+    """The loss is 0, and so is each gradient."""
+    trainer = trainers.make("SFT", tmp_path)
+    use_xent(trainer)
+    ids = tiny.batch()[0]
+    inputs = {"input_ids": ids, "labels": torch.full_like(ids, -100), "attention_mask": torch.ones_like(ids)}
+    loss = trainer.compute_loss(trainer.model, inputs)
+    loss.backward()
+    assert loss == 0.0
+    assert all(not p.grad.any() for p in trainer.model.parameters() if p.grad is not None)
+
+
+def test_remove_xent(tmp_path):
+    trainer = trainers.make("DPO", tmp_path)
+    theirs = trainer.model.forward, trainer.ref_model.forward
+    report = use_xent(trainer)
+    assert report.models == ["LlamaForCausalLM"] * 2 and "4 products" in str(report)
+    assert trainer.model.forward != theirs[0]
+    remove_xent(trainer)
+    assert (trainer.model.forward, trainer.ref_model.forward) == theirs
+    with pytest.raises(RuntimeError, match="use_xent is not on for this trainer"):
+        remove_xent(trainer)
+
+
+def test_saving_and_generating(tmp_path):
+    trainer = trainers.make("SFT", tmp_path)
+    ids = tiny.batch()[0]
+    want = trainer.model.generate(ids, max_new_tokens=4, do_sample=False)
+    use_xent(trainer)
+    assert torch.equal(trainer.model.generate(ids, max_new_tokens=4, do_sample=False), want)
+    trainer.save_model(str(tmp_path / "saved"))

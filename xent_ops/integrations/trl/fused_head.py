@@ -1,0 +1,166 @@
+"""The fused head that TRL gives a model, with our operators in the place of TRL's.
+
+``add_fused_lm_head`` of trl.trainer.utils replaces ``model.forward``: called with ``fused_lm_head=True``, the model
+returns numbers of each next token in the place of logits. SFT, DPO, KTO, GRPO and RLOO make their losses and metrics of
+these, so this forward is all that is replaced for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from trl.trainer.utils import FusedCausalLMOutput  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+from ... import linear
+from ...kernels.options import Activation, Reduction
+from .. import heads, tails
+
+
+class Asked(NamedTuple):
+    """What a trainer asked of its fused head: arguments of ``add_fused_lm_head``, by their names there."""
+
+    temperature: float
+    cast_lm_head_to_fp32: bool
+    outputs: tuple[str, ...]
+
+
+class FusedHead:
+    """Of one model: its forward is ours until ``remove``.
+
+    Args:
+        model: causal language model of transformers whose forward is TRL's.
+        options: of the linear losses, for each call.
+        loss_is_sum: the trainer's loss is the sum of the log-probabilities times a number, so that its gradient is that
+            of a cross entropy: three products in the place of four.
+        autocast: the context of the forward where accelerate has wrapped TRL's.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, options: dict[str, Any], loss_is_sum: bool, autocast: Callable[[], Any]
+    ) -> None:
+        self.model, self.options, self.loss_is_sum = model, options, loss_is_sum
+        self.asked, wrapped = _asked(model)
+        self.autocast = autocast if wrapped else contextlib.nullcontext
+        if self.asked.cast_lm_head_to_fp32:
+            raise ValueError("cast_lm_head_to_fp32: give logits_dtype=torch.float32 to use_xent instead")
+        head = model.get_output_embeddings()
+        heads.refuse_partitioned(head)
+        cap, scale = tails.find(model, head)
+        heat = self.asked.temperature  # behind the softcap: cap tanh(s z / cap) / T
+        self.tail = Activation(None if cap is None else cap / heat, scale / heat)
+        self.is_on = True
+        self.theirs: Any = model.forward
+        self.ours = types.MethodType(self._forward(), model)
+        model.forward = self.ours
+
+    def remove(self) -> None:
+        self.is_on = False  # for whatever wraps ours by now, as accelerate does where it trains under autocast
+        if self.model.forward is self.ours:
+            self.model.forward = self.theirs
+
+    def _forward(self) -> Callable[..., Any]:
+        @functools.wraps(type(self.model).forward)  # generate looks at its signature, as TRL's forward says
+        def forward(model: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+            if not (fused_lm_head and self.is_on):
+                return self.theirs(*args, fused_lm_head=fused_lm_head, **kwargs)
+            with self.autocast():
+                return self.outputs(*args, **kwargs)
+
+        return forward
+
+    def outputs(
+        self,
+        *args: Any,
+        labels: Tensor | None = None,  # (B, S)
+        shift_labels: Tensor | None = None,  # (B, S)
+        num_items_in_batch: Any = None,
+        **kwargs: Any,
+    ) -> FusedCausalLMOutput:
+        config = self.model.config.get_text_config()
+        kwargs["use_cache"] = False
+        if getattr(config, "output_router_logits", False):
+            kwargs.setdefault("output_router_logits", True)
+        of_backbone = self.model.base_model(*args, **kwargs)
+        hidden = of_backbone.last_hidden_state  # (B, S, H)
+        if shift_labels is not None:
+            target = shift_labels
+        elif labels is not None:
+            hidden, target = hidden[:, :-1], labels[:, 1:]
+        else:
+            raise ValueError("fused_lm_head=True wants labels or shift_labels")
+        target = target.to(hidden.device)
+        counted = target != -100
+        found = self._of_tokens(hidden, target, counted)
+        log_probs = found["log_probs"]
+        loss = -log_probs.sum() / (counted.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+        aux_loss: Any = None
+        if kwargs.get("output_router_logits"):
+            experts = (config.num_experts, config.num_experts_per_tok)
+            aux_loss = load_balancing_loss_func(of_backbone.router_logits, *experts, kwargs.get("attention_mask"))
+            loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
+        return FusedCausalLMOutput(loss=loss, label_mask=counted, aux_loss=aux_loss, **found)
+
+    def _of_tokens(self, hidden: Tensor, target: Tensor, counted: Tensor) -> dict[str, Tensor]:
+        """Each (B, S), 0 where the target is ignored."""
+        head = self.model.get_output_embeddings()
+        input, weight, bias = heads.product(head, hidden)
+        given: dict[str, Any] = {"linear_bias": bias, **self.options, **self.tail._asdict()}
+        wanted = self.asked.outputs
+        found, sum_of_losses = {}, None
+        if "is_top1" in wanted:
+            reduction: Reduction = "sum" if self.loss_is_sum else "none"
+            of_rows = linear.linear_cross_entropy_outputs(input, weight, target, reduction=reduction, **given)
+            found["log_probs"] = -(of_rows.token_losses if self.loss_is_sum else of_rows.loss)
+            sum_of_losses = of_rows.loss if self.loss_is_sum else None
+            entropy, lse = of_rows.entropy, of_rows.lse
+            found["is_top1"] = of_rows.predictions == target
+        else:
+            found["log_probs"], entropy, lse = linear.linear_token_log_probs(input, weight, target, **given)
+        if "entropy" in wanted:
+            found["entropy"] = entropy
+        with torch.no_grad():
+            if "mean_logits" in wanted:
+                found["mean_logits"] = self._mean_logits(input, weight, bias, target, lse, given)
+            if "log_sum_sq_probs" in wanted:
+                # sum p^2 = sum exp(2 x) / exp(2 lse): the lse of twice the logits.
+                cap, scale = self.tail
+                twice = Activation(None if cap is None else 2 * cap, 2 * scale)
+                of_squares = linear.linear_token_log_probs(input, weight, target, **(given | twice._asdict())).lse
+                found["log_sum_sq_probs"] = of_squares - 2 * lse
+        found = {name: value.masked_fill(~counted, 0) for name, value in found.items()}
+        if sum_of_losses is not None:
+            # Values without a gradient, plus 0 with that of their sum: upstream has one number for all tokens.
+            zero = (sum_of_losses.detach() - sum_of_losses) / max(target.numel(), 1)
+            found["log_probs"] = found["log_probs"] + zero
+        return found
+
+    def _mean_logits(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor, given: dict[str, Any]
+    ) -> Tensor:
+        if self.tail.softcap is not None:  # with label smoothing of 1 a loss is lse - mean x
+            smooth = linear.linear_cross_entropy(input, weight, target, reduction="none", label_smoothing=1.0, **given)
+            return lse - smooth
+        mean = input.float() @ weight.mean(0, dtype=torch.float32)
+        return self.tail.logit_scale * (mean if bias is None else mean + bias.float().mean())
+
+
+def _asked(model: PreTrainedModel) -> tuple[Asked, bool]:
+    """What TRL's forward closes over, and has accelerate wrapped that forward?"""
+    for forward, wrapped in ((model.forward, False), (vars(model).get("_original_forward"), True)):
+        if inspect.ismethod(forward):
+            nonlocals = inspect.getclosurevars(forward).nonlocals
+            if all(name in nonlocals for name in Asked._fields):
+                return Asked(**{name: nonlocals[name] for name in Asked._fields}), wrapped
+    raise RuntimeError(
+        f"the forward of {type(model).__name__} is not that of TRL's add_fused_lm_head: this version of TRL does it in "
+        "another way, or something else replaced the forward"
+    )
