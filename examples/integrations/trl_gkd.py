@@ -2,48 +2,21 @@
 
     python examples/integrations/trl_gkd.py
 
-GKDTrainer has the student write some of the completions and draws its distribution of each token to the teacher's.
-``XentGKD`` computes that divergence by ``linear_distillation_loss``; the teacher may be of another size. It is written
-for text models whose head is an nn.Linear, in one process or below DDP, as trl_grpo.py.
+GKDTrainer has the student write some of the completions and draws its distribution of each token to the teacher's. With
+``use_xent(trainer)`` that divergence is ``linear_distillation_loss``; the teacher may be of another size.
 """
 
 import tempfile
 
-import torch
 from common import compare, text, tiny_llama
 from datasets import Dataset
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl_sft import Recorded, byte_tokenizer
 
-import xent_ops
+from xent_ops.integrations.trl import use_xent
 
 
-class XentGKD(GKDTrainer):
-    """GKDTrainer whose loss comes from hidden states and the heads' weights."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        student, teacher = (self.accelerator.unwrap_model(one) for one in (model, self.teacher_model.eval()))
-        given = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"], "use_cache": False}
-        with torch.no_grad():
-            teacher_hidden = teacher.model(**given).last_hidden_state[:, :-1]
-        loss = xent_ops.linear_distillation_loss(
-            student.model(**given).last_hidden_state[:, :-1],
-            student.get_output_embeddings().weight,
-            teacher_hidden,
-            teacher.get_output_embeddings().weight.detach(),
-            target=inputs["labels"][:, 1:],
-            beta=self.beta,
-            reduction="mean" if num_items_in_batch is None else "sum",
-            divisor=num_items_in_batch,
-        )
-        return (loss, {}) if return_outputs else loss
-
-
-class Without(Recorded, GKDTrainer):
-    pass
-
-
-class WithXent(Recorded, XentGKD):
+class RecordedGKD(Recorded, GKDTrainer):
     pass
 
 
@@ -74,9 +47,9 @@ def run(with_xent: bool) -> list[float]:
             bf16=False,
             disable_tqdm=True,
         )
-        trainer = (WithXent if with_xent else Without)(
-            tiny_llama(), teacher, arguments, train_dataset=data, processing_class=tokenizer
-        )
+        trainer = RecordedGKD(tiny_llama(), teacher, arguments, train_dataset=data, processing_class=tokenizer)
+        if with_xent:
+            print(use_xent(trainer))
         trainer.train()
     return trainer.losses
 

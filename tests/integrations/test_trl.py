@@ -26,6 +26,7 @@ def compared(tmp_path, monkeypatch):
             use_xent(trainer)
             monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", None)
 
+        monkeypatch.undo()
         want = trainers.run(kind, tmp_path, lambda trainer: None, **options)
         got = trainers.run(kind, tmp_path, before_training, **(options | (only_ours or {})))
         trainers.assert_same_run(got, want, rel)
@@ -167,7 +168,7 @@ def test_remove_xent(tmp_path):
     trainer = trainers.make("DPO", tmp_path)
     theirs = trainer.model.forward, trainer.ref_model.forward
     report = use_xent(trainer)
-    assert report.models == ["LlamaForCausalLM"] * 2 and "4 products" in str(report)
+    assert report.replaced == ["LlamaForCausalLM: softcap None, logit_scale 1"] * 2 and "4 products" in str(report)
     assert trainer.model.forward != theirs[0]
     remove_xent(trainer)
     assert (trainer.model.forward, trainer.ref_model.forward) == theirs

@@ -42,7 +42,7 @@ MODELS = {
 def make(name="Llama", dtype=torch.float32, **options):
     """The model in training mode, without dropout, its logits large enough for a softcap or a scale to show."""
     kind, sizes, *_ = MODELS[name]
-    config = getattr(transformers, kind)(**sizes, **TOKENS, **options)
+    config = getattr(transformers, kind)(**(sizes | TOKENS | options))
     for dropout in [key for key in vars(config) if "dropout" in key or key.endswith("pdrop")]:
         setattr(config, dropout, 0.0)
     model = transformers.AutoModelForCausalLM.from_config(config)

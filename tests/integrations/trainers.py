@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 import trl
+import trl.experimental.gkd
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -47,6 +48,13 @@ def data(kind):
         "SFT": {"prompt": prompts, "completion": good},
         "DPO": {"prompt": prompts, "chosen": good, "rejected": bad},
         "KTO": {"prompt": prompts, "completion": good, "label": [row % 3 > 0 for row in range(16)]},
+        "GKD": {
+            "prompt": prompts,
+            "messages": [
+                [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
+                for prompt, text in zip(prompts, good, strict=True)
+            ],
+        },
     }
     return Dataset.from_dict(columns.get(kind, {"prompt": prompts}))
 
@@ -63,7 +71,7 @@ def recorded(base, seen):
     return Recorded
 
 
-def make(kind, folder, name="Llama", base=None, seen=None, **options):
+def make(kind, folder, name="Llama", teacher="Llama", base=None, seen=None, **options):
     """A trainer of 4 steps. SGD, since Adam makes steps of rounding errors where the gradient is 0.
 
     The model is saved first: the trainer reads it, and its reference once more.
@@ -77,12 +85,24 @@ def make(kind, folder, name="Llama", base=None, seen=None, **options):
     if kind in ("GRPO", "RLOO"):
         given |= {"num_generations": 4, "max_completion_length": 8, "temperature": 0.9, "beta": 0.1}
         more["reward_funcs"] = reward
+    words = tokenizer()
+    if kind in ("GKD", "Distillation"):
+        torch.manual_seed(1)
+        tiny.make(teacher, hidden_size=24, intermediate_size=48).save_pretrained(folder / "teacher")
+        more["teacher_model"] = str(folder / "teacher")
+        words.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    if kind == "GKD":  # half of the batches are of the student's own writing
+        given |= {"lmbda": 0.5, "beta": 0.3, "max_new_tokens": 6, "max_length": 28}
+    elif kind == "Distillation":
+        given |= {"max_completion_length": 8, "temperature": 0.9}
+        del more["eval_dataset"]
     torch.manual_seed(0)
     tiny.make(name).save_pretrained(folder / "model")
-    arguments = getattr(trl, f"{kind}Config")(str(folder / "out"), **(given | options))
-    kind_of_trainer = recorded(base or getattr(trl, f"{kind}Trainer"), [] if seen is None else seen)
+    package = trl.experimental.gkd if kind == "GKD" else trl
+    arguments = getattr(package, f"{kind}Config")(str(folder / "out"), **(given | options))
+    kind_of_trainer = recorded(base or getattr(package, f"{kind}Trainer"), [] if seen is None else seen)
     return kind_of_trainer(
-        str(folder / "model"), args=arguments, train_dataset=data(kind), processing_class=tokenizer(), **more
+        str(folder / "model"), args=arguments, train_dataset=data(kind), processing_class=words, **more
     )
 
 

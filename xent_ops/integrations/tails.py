@@ -57,6 +57,12 @@ def find(model: Any, head: nn.Module) -> Activation:
     )
 
 
+def with_temperature(tail: Activation, temperature: float) -> Activation:
+    """The tail, and then a division: cap tanh(s z / cap) / T."""
+    cap, scale = tail
+    return Activation(None if cap is None else cap / temperature, scale / temperature)
+
+
 def _ramp(logits: Tensor) -> Tensor:
     """(V,), far beyond any softcap: the logits of a model that nobody trained are too small to show one."""
     return torch.linspace(-200.0, 200.0, logits.shape[-1], device=logits.device)

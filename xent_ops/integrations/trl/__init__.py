@@ -10,33 +10,36 @@ from typing import Any, NamedTuple
 
 import torch
 import trl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from transformers import PreTrainedModel
 
-from ...kernels.options import Activation, HeadProducts
+from ...kernels.options import HeadProducts
 from ...ops import arguments
 from ...ops.linear import checks as linear_checks
 from ..transformers import _base
+from .distillation import Divergence, GkdLoss
 from .fused_head import FusedHead
 
 VERSIONS = ("1.16",)  # of TRL, that tests have run with
 
-# The classes of TRL that are known, of which a trainer may be a subclass of the user's own.
+# The classes of TRL that are known: a trainer is of one, or of a subclass that is not TRL's.
 _FUSED = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
+_DISTILLING = ("GKDTrainer", "DistillationTrainer")
 
 
 class Report(NamedTuple):
     """What ``use_xent`` replaced; ``str`` of it is one line each."""
 
     trainer: str
-    models: list[str]
-    tails: list[Activation]
+    replaced: list[str]
     head_products: int
 
     def __str__(self) -> str:
-        lines = [f"{self.trainer}: its loss takes {self.head_products} products of the head, by xent_ops"]
-        for model, tail in zip(self.models, self.tails, strict=True):
-            lines.append(f"  {model}: softcap {tail.softcap}, logit_scale {tail.logit_scale:g}")
-        lines.append("  not replaced: generation, and what asks for logits (compute_metrics, label smoothing)")
-        return "\n".join(lines)
+        lines = [
+            f"{self.trainer}: its loss takes {self.head_products} products of the head, by xent_ops",
+            *self.replaced,
+        ]
+        lines.append("not replaced: generation, and what asks for logits (compute_metrics, label smoothing)")
+        return "\n  ".join(lines)
 
 
 def use_xent(
@@ -55,10 +58,11 @@ def use_xent(
     trainer and ``trainer.train()``. Each model is run twice on four tokens to see what it does to its logits.
 
     Args:
-        trainer: an SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer or RLOOTrainer, or of a subclass. Its model, and its
-            reference where it has one, are changed in place.
+        trainer: an SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer, DistillationTrainer or GKDTrainer, or
+            of a subclass of yours. It is changed in place, and so are its model and its reference.
         any_version: also with a version of TRL that has not been seen.
-        accumulate_dtype, chunk_rows, logits_dtype, products: as for ``linear_cross_entropy``.
+        accumulate_dtype, chunk_rows: as for ``linear_cross_entropy``.
+        logits_dtype, products: likewise, but of distillation.
         skip_ignored: as for ``linear_cross_entropy``: tokens without a label, as prompts, take no time in the head.
 
     Returns:
@@ -88,26 +92,25 @@ def use_xent(
     accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
     linear_checks.sizes_of(how)
     options: dict[str, Any] = {"accumulate_dtype": accumulate_dtype, **how._asdict()}
+    if kind.__name__ in _DISTILLING:
+        options = _of_distillation(options)
+    replaced: list[FusedHead | Divergence | GkdLoss] = []
     loss_is_sum = _loss_is_sum(trainer, kind)
-    autocast = trainer.accelerator.autocast
-    given = [trainer.model, getattr(trainer, "ref_model", None)]  # the reference is wrapped and compiled already
-    unwrap = trainer.accelerator.unwrap_model
-    models = [_base(unwrap(one, keep_torch_compile=False)) for one in given if one is not None]
-    fused: list[FusedHead] = []
     try:
-        for model in models:
-            fused.append(FusedHead(model, options, loss_is_sum, autocast))
+        if kind.__name__ == "DistillationTrainer":
+            replaced.append(Divergence(trainer, options))
+        else:
+            models = [trainer.model, getattr(trainer, "ref_model", None)]
+            for model in (model for model in models if model is not None):
+                replaced.append(FusedHead(_bare(trainer, model), options, loss_is_sum, trainer.accelerator.autocast))
+        if kind.__name__ == "GKDTrainer":
+            replaced.append(GkdLoss(trainer, _bare(trainer, trainer.teacher_model)))
     except Exception:
-        for one in fused:
+        for one in replaced:
             one.remove()
         raise
-    vars(trainer)["_xent"] = fused
-    return Report(
-        trainer=type(trainer).__name__,
-        models=[type(one.model).__name__ for one in fused],
-        tails=[one.tail for one in fused],
-        head_products=3 if loss_is_sum else 4,
-    )
+    vars(trainer)["_xent"] = replaced
+    return Report(type(trainer).__name__, [one.what for one in replaced], 3 if loss_is_sum else 4)
 
 
 def remove_xent(trainer: Any) -> None:
@@ -128,11 +131,25 @@ def _kind_of(trainer: Any) -> type:
     """The class of TRL that a trainer is of."""
     for kind in type(trainer).__mro__:
         if kind.__module__.split(".")[0] == "trl":
-            if kind.__name__ in _FUSED:
+            if kind.__name__ in _FUSED + _DISTILLING:
                 return kind
             break
     found = f"{type(trainer).__module__}.{type(trainer).__qualname__}"
-    raise TypeError(f"got a {found}; expected a trainer of TRL, or of a subclass of one: {', '.join(_FUSED)}")
+    raise TypeError(
+        f"got a {found}; expected a trainer of TRL, or of a subclass of one: {', '.join(_FUSED + _DISTILLING)}"
+    )
+
+
+def _bare(trainer: Any, model: Any) -> PreTrainedModel:
+    """The model of transformers; accelerate has wrapped and compiled references and teachers already."""
+    return _base(trainer.accelerator.unwrap_model(model, keep_torch_compile=False))
+
+
+def _of_distillation(options: dict[str, Any]) -> dict[str, Any]:
+    for name in ("logits_dtype", "products"):
+        if options.pop(name) is not None:
+            raise ValueError(f"{name} is not of linear_distillation_loss, which this trainer takes")
+    return options
 
 
 def _loss_is_sum(trainer: Any, kind: type) -> bool:

@@ -23,6 +23,7 @@ from trl.trainer.utils import FusedCausalLMOutput  # type: ignore[import-not-fou
 from ... import linear
 from ...kernels.options import Activation, Reduction
 from .. import heads, tails
+from .distillation import Teacher
 
 
 class Asked(NamedTuple):
@@ -54,9 +55,9 @@ class FusedHead:
             raise ValueError("cast_lm_head_to_fp32: give logits_dtype=torch.float32 to use_xent instead")
         head = model.get_output_embeddings()
         heads.refuse_partitioned(head)
-        cap, scale = tails.find(model, head)
-        heat = self.asked.temperature  # behind the softcap: cap tanh(s z / cap) / T
-        self.tail = Activation(None if cap is None else cap / heat, scale / heat)
+        self.tail = tails.with_temperature(tails.find(model, head), self.asked.temperature)
+        cap, scale = self.tail
+        self.what = f"{type(model).__name__}: softcap {cap}, logit_scale {scale:g}"
         self.is_on = True
         self.theirs: Any = model.forward
         self.ours = types.MethodType(self._forward(), model)
@@ -83,8 +84,9 @@ class FusedHead:
         labels: Tensor | None = None,  # (B, S)
         shift_labels: Tensor | None = None,  # (B, S)
         num_items_in_batch: Any = None,
+        teacher: Teacher | None = None,
         **kwargs: Any,
-    ) -> FusedCausalLMOutput:
+    ) -> FusedCausalLMOutput | Tensor:
         config = self.model.config.get_text_config()
         kwargs["use_cache"] = False
         if getattr(config, "output_router_logits", False):
@@ -98,6 +100,10 @@ class FusedHead:
         else:
             raise ValueError("fused_lm_head=True wants labels or shift_labels")
         target = target.to(hidden.device)
+        if teacher is not None:  # of GKD: its divergence alone
+            student = heads.product(self.model.get_output_embeddings(), hidden)
+            teacher = teacher._replace(hidden=teacher.hidden[:, :-1])
+            return teacher.divergence(student, target, self.tail, num_items_in_batch, self.options)
         counted = target != -100
         found = self._of_tokens(hidden, target, counted)
         log_probs = found["log_probs"]

@@ -1,0 +1,114 @@
+"""use_xent of TRL's GKDTrainer and DistillationTrainer: losses, metrics and weights are those of the untouched trainer."""
+
+import pytest
+
+for package in ("trl", "datasets", "peft"):
+    pytest.importorskip(package, reason=f"{package} is not installed")
+
+import peft  # noqa: E402
+import torch  # noqa: E402
+import trainers  # noqa: E402
+import trl.experimental.gkd  # noqa: E402
+from torch._dynamo.utils import counters  # noqa: E402
+from trl.trainer import distillation_trainer  # noqa: E402
+
+from xent_ops.integrations.trl import remove_xent, use_xent  # noqa: E402
+
+KINDS = ("GKD", "Distillation")
+
+
+@pytest.fixture
+def compared(tmp_path, monkeypatch):
+    """compared(kind, ...): both runs, of which the one by xent_ops must not reach TRL's divergences."""
+
+    def compare(kind, rel=1e-5, only_ours=None, **options):
+        def before_training(trainer):
+            use_xent(trainer)
+            monkeypatch.setattr(trl.experimental.gkd.GKDTrainer, "generalized_jsd_loss", None)
+            monkeypatch.setattr(distillation_trainer, "ChunkedDivergenceFunction", None)
+
+        monkeypatch.undo()
+        want = trainers.run(kind, tmp_path, lambda trainer: None, **options)
+        got = trainers.run(kind, tmp_path, before_training, **(options | (only_ours or {})))
+        trainers.assert_same_run(got, want, rel)
+        return got
+
+    return compare
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps(kind, beta, compared):
+    compared(kind, beta=beta)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tails_of_both(kind, compared):
+    compared(kind, name="Gemma2", teacher="Granite")
+    compared(kind, name="Phi", teacher="Phi")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_checkpointing_and_counts(kind, compared):
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    compared(kind, peft_config=config, gradient_checkpointing=True, learning_rate=10.0)
+
+
+def test_a_mean_of_each_batch(compared):
+    compared("GKD", average_tokens_across_devices=False, gradient_accumulation_steps=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_autocast(kind, compared):
+    compared(kind, bf16=True, rel=2e-2)
+
+
+def test_compiled(compared):
+    """GKD alone: DistillationTrainer of TRL calls what is in the compiled model."""
+    torch.compiler.reset()
+    counters.clear()
+    compared("GKD", lmbda=0.0, only_ours={"torch_compile": True, "torch_compile_backend": "aot_eager"})
+    assert not counters["graph_break"] and counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation(kind, tmp_path):
+    trainer = trainers.make(kind, tmp_path)
+    data, losses = trainers.data(kind).select(range(4)), []
+    for lean in (False, True):
+        if lean:
+            use_xent(trainer)
+        torch.manual_seed(0)  # of the student's texts
+        losses.append(trainer.evaluate(data)["eval_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_logits_where_they_are_asked_for(tmp_path):
+    trainer = trainers.make("GKD", tmp_path)
+    use_xent(trainer)
+    inputs = trainer.data_collator([trainer.train_dataset[0]])
+    loss, outputs = trainer.compute_loss(trainer.model, inputs, return_outputs=True)
+    assert outputs.logits.shape[-1] == 64
+    torch.testing.assert_close(trainer.compute_loss(trainer.model, inputs), loss, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_remove_xent(kind, tmp_path):
+    trainer = trainers.make(kind, tmp_path)
+    before = set(vars(trainer))
+    assert "4 products" in str(use_xent(trainer))
+    assert vars(trainer).keys() != before
+    remove_xent(trainer)
+    assert vars(trainer).keys() == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_refusals(kind, tmp_path):
+    trainer = trainers.make(kind, tmp_path)
+    with pytest.raises(ValueError, match="logits_dtype is not of linear_distillation_loss"):
+        use_xent(trainer, logits_dtype=torch.float32)
+    if kind == "GKD":
+        trainer.is_fsdp_enabled = True
+        with pytest.raises(TypeError, match="GKDTrainer below FSDP"):
+            use_xent(trainer)
+        assert "_xent" not in vars(trainer) and "compute_loss" not in vars(trainer)
