@@ -64,6 +64,36 @@ def test_models(kind, name, compared):
     compared(kind, name=name, **({"use_weighting": True} if kind == "DPO" else {}))
 
 
+@pytest.mark.parametrize("given", ["labels", "shift_labels", "num_items_in_batch"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_outputs_of_the_forward(kind, given, tmp_path):
+    """All that TRL's forward returns, and gradients of what has some."""
+    trainer = trainers.make(kind, tmp_path, name="Mixtral")
+    ids, labels = tiny.batch()
+    options = {"input_ids": ids, "labels": labels, "output_router_logits": True}
+    if given == "shift_labels":
+        options = options | {"labels": None, "shift_labels": labels.roll(-1, 1)}
+    elif given == "num_items_in_batch":
+        options = options | {"num_items_in_batch": torch.tensor(17)}
+    found = []
+    for lean in (False, True):
+        if lean:
+            use_xent(trainer)
+        trainer.model.zero_grad()
+        outputs = trainer.model(**options, fused_lm_head=True)
+        outputs.loss.backward(retain_graph=True)
+        if kind == "GRPO":  # whose entropy has a gradient too
+            (outputs.entropy * outputs.log_probs.detach()).sum().backward()
+        found.append((dict(outputs), [p.grad.clone() for p in trainer.model.parameters() if p.grad is not None]))
+    (theirs, their_grads), (ours, our_grads) = found
+    torch.testing.assert_close(
+        ours, {name: value for name, value in theirs.items() if name in ours}, rtol=1e-5, atol=1e-6
+    )
+    assert ours.keys() == theirs.keys()
+    for got, want in zip(our_grads, their_grads, strict=True):
+        assert (got - want).norm() <= 1e-5 * want.norm() + 1e-8
+
+
 def lora(**options):
     return peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
 

@@ -71,11 +71,17 @@ def recorded(base, seen):
     return Recorded
 
 
-def make(kind, folder, name="Llama", teacher="Llama", base=None, seen=None, **options):
-    """A trainer of 4 steps. SGD, since Adam makes steps of rounding errors where the gradient is 0.
+def saved(folder, name, **sizes):
+    """Where a model lies, which a trainer reads, and a reference of it once more."""
+    path = folder / "-".join([name, *map(str, sizes.values())])
+    if not path.exists():
+        torch.manual_seed(len(sizes))
+        tiny.make(name, **sizes).save_pretrained(path)
+    return str(path)
 
-    The model is saved first: the trainer reads it, and its reference once more.
-    """
+
+def make(kind, folder, name="Llama", teacher="Llama", base=None, seen=None, **options):
+    """A trainer of 4 steps. SGD, since Adam makes steps of rounding errors where the gradient is 0."""
     given = {
         "max_steps": 4, "learning_rate": 0.1, "optim": "sgd", "per_device_train_batch_size": 4, "logging_steps": 1,
         "gradient_accumulation_steps": 2, "save_strategy": "no", "report_to": [], "use_cpu": True, "bf16": False,
@@ -87,23 +93,18 @@ def make(kind, folder, name="Llama", teacher="Llama", base=None, seen=None, **op
         more["reward_funcs"] = reward
     words = tokenizer()
     if kind in ("GKD", "Distillation"):
-        torch.manual_seed(1)
-        tiny.make(teacher, hidden_size=24, intermediate_size=48).save_pretrained(folder / "teacher")
-        more["teacher_model"] = str(folder / "teacher")
+        more["teacher_model"] = saved(folder, teacher, hidden_size=24, intermediate_size=48)
         words.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     if kind == "GKD":  # half of the batches are of the student's own writing
         given |= {"lmbda": 0.5, "beta": 0.3, "max_new_tokens": 6, "max_length": 28}
     elif kind == "Distillation":
         given |= {"max_completion_length": 8, "temperature": 0.9}
         del more["eval_dataset"]
-    torch.manual_seed(0)
-    tiny.make(name).save_pretrained(folder / "model")
+    model = saved(folder, name)
     package = trl.experimental.gkd if kind == "GKD" else trl
     arguments = getattr(package, f"{kind}Config")(str(folder / "out"), **(given | options))
     kind_of_trainer = recorded(base or getattr(package, f"{kind}Trainer"), [] if seen is None else seen)
-    return kind_of_trainer(
-        str(folder / "model"), args=arguments, train_dataset=data(kind), processing_class=words, **more
-    )
+    return kind_of_trainer(model, args=arguments, train_dataset=data(kind), processing_class=words, **more)
 
 
 def run(kind, folder, before_training, **options):
