@@ -23,7 +23,7 @@ QUICK = tests/operators tests/eager tests/compile/test_graph_snapshots.py --igno
 	--ignore=tests/operators/test_with_grad_shared.py -k "not opcheck"
 QUICK_INTERPRETED = tests/eager/test_launch_cache.py tests/operators/test_values.py -k "launch_cache or combination or divisor or target"
 
-.PHONY: help env demo test test-quick test-full test-ascend lint format release clean
+.PHONY: help env demo test test-quick test-full test-ascend test-integrations lint format release clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -56,6 +56,10 @@ test-ascend: env  ## the Ascend kernels through triton-ascend's passes, in an en
 		env -u TRITON_INTERPRET TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $$PY $(TESTS) tests/ascend/test_ascend_*.py \
 		|| test $$? = 75
 
+test-integrations: env  ## trainers of other packages, the newest of each, in an environment of their own
+	@$(PY) tools/setup_integrations.py $(VENV)-integrations
+	env -u TRITON_INTERPRET TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $(VENV)-integrations/bin/python $(TESTS) tests/integrations
+
 .PHONY: docs docs-env
 docs: docs-env  ## the documentation site, into site/; a broken link or reference is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
@@ -86,4 +90,4 @@ release: env  ## sdist, pure and manylinux wheel in dist/, checked and each trie
 clean:  ## remove caches, build products and the private environment
 	rm -rf build dist site *.egg-info xent_ops/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis train_lm.png grpo_step.png fp8_head.png
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
-	for venv in $(VENV) $(VENV)-ascend $(DOCS); do if [ -e $$venv/made-by-make ]; then rm -rf $$venv; fi; done
+	for venv in $(VENV) $(VENV)-ascend $(VENV)-integrations $(DOCS); do if [ -e $$venv/made-by-make ]; then rm -rf $$venv; fi; done
