@@ -2,12 +2,14 @@
 
     python tools/use_xent_step.py                          # 1.5 B parameters, bfloat16, compiled, on a GPU
     python tools/use_xent_step.py --eager
+    python tools/use_xent_step.py --trl                    # the loss of TRL's SFTTrainer, whose head is fused already
     python tools/use_xent_step.py --device cpu --eager --hidden 64 --layers 1 --heads 4 --vocab 512 --tokens 64
 
 A step is forward and backward; the optimizer takes the same time for both. Each way runs in a process of its own.
 """
 
 import argparse
+import contextlib
 import multiprocessing
 import statistics
 import time
@@ -30,13 +32,24 @@ def _measure(arguments, with_xent, pipe):
     with torch.device(arguments.device):
         model = LlamaForCausalLM(config).to(torch.bfloat16).train()
         ids = torch.randint(0, arguments.vocab, (arguments.batch, arguments.tokens))
-    if with_xent:
+    if arguments.trl:
+        from trl.trainer.utils import add_fused_lm_head
+
+        from xent_ops.integrations.trl.fused_head import FusedHead
+
+        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+        if with_xent:
+            FusedHead(model, {"skip_ignored": True}, True, contextlib.nullcontext)
+    elif with_xent:
         use_xent(model)
     call = model if arguments.eager else torch.compile(model)
 
     def step():
         model.zero_grad(set_to_none=False)  # as with gradients that the optimizer keeps
-        loss = call(input_ids=ids, labels=ids).loss
+        if arguments.trl:
+            loss = -call(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.sum() / ids[:, 1:].numel()
+        else:
+            loss = call(input_ids=ids, labels=ids).loss
         loss.backward()
         return loss
 
@@ -61,6 +74,7 @@ def main():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--eager", action="store_true", help="do not compile")
+    parser.add_argument("--trl", action="store_true", help="a model of TRL's SFTTrainer, with its entropy and accuracy")
     ways = ("untouched", "use_xent")
     parser.add_argument("--only", choices=ways, help="one of the two, where a command has little time")
     arguments = parser.parse_args()

@@ -136,6 +136,20 @@ def test_bfloat16_autocast(kind, compared):
     compared(kind, bf16=True, rel=2e-2)
 
 
+def test_options_of_the_head(tmp_path):
+    """They reach the operators: chunks of other sizes, and logits in float32 where the body is bfloat16."""
+    losses = []
+    for options in ({}, {"chunk_rows": 3, "skip_ignored": False}, {"logits_dtype": torch.float32}):
+        trainer = trainers.make("GRPO", tmp_path)
+        trainer.model.to(torch.bfloat16)
+        use_xent(trainer, **options)
+        torch.manual_seed(0)
+        ids, labels = tiny.batch()
+        losses.append(trainer.model(input_ids=ids, labels=labels, fused_lm_head=True).loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[2] != losses[0] and losses[2] == pytest.approx(losses[0], rel=1e-2)
+
+
 def test_bfloat16_compiled(compared):
     torch.compiler.reset()
     compared("DPO", bf16=True, rel=2e-2, only_ours={"torch_compile": True, "torch_compile_backend": "aot_eager"})

@@ -7,7 +7,7 @@ for package in ("trl", "datasets", "peft"):
 
 import torch  # noqa: E402
 import trainers  # noqa: E402
-import trl  # noqa: E402
+import trl.experimental.gmpo  # noqa: E402
 
 from xent_ops.integrations.trl import use_xent  # noqa: E402
 
@@ -21,11 +21,10 @@ def test_another_version(tmp_path, monkeypatch):
 
 
 def test_another_trainer(tmp_path):
-    class Reward(trl.RewardTrainer):
-        def __init__(self):
-            pass
-
-    for trainer in (Reward(), trainers.make("SFT", tmp_path).model):
+    """One of TRL that is derived from a known one is not known."""
+    bases = (trl.RewardTrainer, trl.experimental.gmpo.GMPOTrainer)
+    others = [type("Other", (base,), {"__init__": lambda self: None})() for base in bases]
+    for trainer in (*others, trainers.make("SFT", tmp_path).model):
         with pytest.raises(
             TypeError, match="expected a trainer of TRL, or of a subclass of one: SFTTrainer, DPOTrainer"
         ):

@@ -34,12 +34,9 @@ class Report(NamedTuple):
     head_products: int
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.trainer}: its loss takes {self.head_products} products of the head, by xent_ops",
-            *self.replaced,
-        ]
-        lines.append("not replaced: generation, and what asks for logits (compute_metrics, label smoothing)")
-        return "\n  ".join(lines)
+        first = f"{self.trainer}: its loss takes {self.head_products} products of the head, by xent_ops"
+        last = "not replaced: generation, and what asks for logits (compute_metrics, label smoothing)"
+        return "\n  ".join([first, *self.replaced, last])
 
 
 def use_xent(
@@ -57,12 +54,15 @@ def use_xent(
     The values of losses, metrics and gradients are TRL's. ``remove_xent(trainer)`` undoes it. Call it between the
     trainer and ``trainer.train()``. Each model is run twice on four tokens to see what it does to its logits.
 
+    With SFTTrainer's own "nll", the log-probabilities that the model returns have the gradient of their sum alone: that
+    takes three products instead of four. A ``compute_loss`` of a subclass gets the gradient of each.
+
     Args:
         trainer: an SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer, DistillationTrainer or GKDTrainer, or
             of a subclass of yours. It is changed in place, and so are its model and its reference.
         any_version: also with a version of TRL that has not been seen.
         accumulate_dtype, chunk_rows: as for ``linear_cross_entropy``.
-        logits_dtype, products: likewise, but of distillation.
+        logits_dtype, products: likewise; not for the two trainers that distil.
         skip_ignored: as for ``linear_cross_entropy``: tokens without a label, as prompts, take no time in the head.
 
     Returns:
