@@ -1,27 +1,16 @@
 """Makes the environment of `make test-integrations`: setup_integrations.py FOLDER, run by that of the main environment.
 
-It holds packages that train with our loss (the extra "integrations" of pyproject.toml), the newest of each that the
-index has now, and takes everything else from the main environment, which comes later on sys.path: torch, and
-transformers and peft at versions that go together.
+It holds the newest of each of PACKAGES that the index has now. The rest comes from the main environment, which is
+later on sys.path: torch, and transformers, accelerate and peft at versions that go together.
 """
 
-import re
 import subprocess
 import sys
 import sysconfig
-from importlib import metadata
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("datasets", "lightning", "trl")  # that train with our loss, and what these need
 OURS = "made-by-make"  # a folder without it belongs to someone else
-
-
-def packages() -> list[str]:
-    """Those of the extra that the main environment lacks, where they are pinned."""
-    ours = metadata.requires("xent-ops") or []
-    extra = {line.split(";")[0].strip() for line in ours if re.search(r"extra == .integrations.", line)}
-    pinned = {line.split("==")[0] for line in (ROOT / "requirements-dev.txt").read_text().splitlines()}
-    return sorted(extra - pinned)
 
 
 def main() -> None:
@@ -37,8 +26,8 @@ def main() -> None:
         (own,) = venv.glob("lib/python*/site-packages")
         (own / "main-environment.pth").write_text(f"import site; site.addsitedir({main_packages!r})\n")
     pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--upgrade"]
-    subprocess.run([*pip, *packages()], check=True)
-    versions = "; ".join(f"{name} {version(python, name)}" for name in packages())
+    subprocess.run([*pip, *PACKAGES], check=True)
+    versions = "; ".join(f"{name} {version(python, name)}" for name in PACKAGES)
     print(f"test-integrations: {versions}", flush=True)
 
 

@@ -114,7 +114,10 @@ def test_prompt_tuning(compared):
     compared("SFT", peft_config=peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("DPO", "GRPO")]  # 20 s and more to trace
+
+
+@pytest.mark.parametrize("kind", ["SFT", *SLOW])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled(kind, backend, compared):
     torch.compiler.reset()
@@ -150,6 +153,7 @@ def test_options_of_the_head(tmp_path):
     assert losses[2] != losses[0] and losses[2] == pytest.approx(losses[0], rel=1e-2)
 
 
+@pytest.mark.slow
 def test_bfloat16_compiled(compared):
     torch.compiler.reset()
     compared("DPO", bf16=True, rel=2e-2, only_ours={"torch_compile": True, "torch_compile_backend": "aot_eager"})

@@ -63,6 +63,7 @@ def test_bfloat16_autocast(kind, compared):
     compared(kind, bf16=True, rel=2e-2)
 
 
+@pytest.mark.slow
 def test_compiled(compared):
     """GKD alone: DistillationTrainer of TRL calls what is in the compiled model."""
     torch.compiler.reset()
