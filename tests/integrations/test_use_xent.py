@@ -44,6 +44,29 @@ def test_losses_and_gradients(name, way):
         assert got[0].aux_loss > 0
 
 
+class Float32Product(torch.nn.Linear):
+    def forward(self, input):
+        return torch.nn.functional.linear(input.float(), self.weight.float())
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_a_head_that_upcasts_its_operands(way):
+    """The loss is that of its float32 product. The gradient of the logits has 16 bits, as without the upcast."""
+    model = tiny.make("Gemma2", torch.bfloat16)
+    model.lm_head.__class__ = Float32Product
+    ids, labels = tiny.batch()
+    want = tiny.step(model, model, ids, labels)
+    report = use_xent(model)
+    assert report.logits_dtype is torch.float32 and "logits in torch.float32" in str(report)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if way == "compiled" else model
+    got = tiny.step(model, call, ids, labels)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-6, atol=0.0)
+    tiny.assert_same((got[0], want[1], got[2]), want, rtol=2e-2)
+    remove_xent(model)
+    model.lm_head.__class__ = torch.nn.Linear
+    assert abs(tiny.step(model, model, ids, labels)[1] - want[1]) > 1e-5 * want[1]
+
+
 @pytest.mark.slow  # Inductor compiles whole models with a C++ compiler
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "Mixtral"])
 def test_through_inductor(name):

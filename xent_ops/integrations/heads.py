@@ -5,21 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.checks import FLOATS
 from ..ops.shown import shown
 
 
-def product(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def product(head: Any, hidden: Tensor, upcast: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     """(input, weight, bias) whose product is ``head(hidden)``; raises where the head is none that can be taken.
 
     Called inside the head's forward, where FSDP has gathered the weight and the caller's autocast is on.
+
+    Args:
+        upcast: what ``upcasts(head)`` has found; the product is then that of the operands in float32.
     """
     if _of_peft(head, "ModulesToSaveWrapper"):
         return product(_active_copy(head), hidden)
     if not _of_peft(head, "lora.layer.Linear"):
-        _check_linear(head)
+        _check_linear(head, upcast)
         return hidden, head.weight, head.bias
     base = head.get_base_layer()
     _check_linear(base)
@@ -39,6 +43,22 @@ def product(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         return hidden, base.weight, bias
     # W + s B A, as columns beside W: a sum in bfloat16 would round the delta to W's last bit, and lose a small one.
     return torch.cat(inputs, -1), torch.cat(weights, 1), bias
+
+
+def upcasts(head: Any) -> bool:
+    """Is the forward one of its own that multiplies 16-bit operands in float32, F.linear(x.float(), weight.float())?
+
+    Seen by a call of it with four random rows: logits that were rounded to 16 bits differ.
+    """
+    if not isinstance(head, nn.Linear) or type(head).forward is nn.Linear.forward:
+        return False
+    if type(head.weight) not in (Tensor, nn.Parameter) or head.weight.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    with torch.no_grad(), torch.random.fork_rng([head.weight.device] if head.weight.is_cuda else []):
+        x = torch.randn(4, head.in_features, device=head.weight.device).to(head.weight.dtype)
+        made = type(head).forward(head, x)
+        wanted = F.linear(x.float(), head.weight.float(), None if head.bias is None else head.bias.float())
+    return made.dtype == torch.float32 and bool((made - wanted).norm() <= 1e-5 * wanted.norm())
 
 
 def refuse_partitioned(head: nn.Module) -> None:
@@ -85,10 +105,14 @@ def _of_peft(head: Any, name: str) -> bool:
     return kind.__module__.startswith("peft.") and f"{kind.__module__}.{kind.__qualname__}".endswith(f".{name}")
 
 
-def _check_linear(head: Any) -> None:
+def _check_linear(head: Any, upcast: bool = False) -> None:
     kind = f"{type(head).__module__}.{type(head).__qualname__}"
-    if getattr(type(head), "forward", None) is not nn.Linear.forward:  # FSDP2's subclass of nn.Linear keeps it
-        raise TypeError(f"the head is a {kind}; expected torch.nn.Linear, plain or with peft's LoRA on it")
+    # FSDP2's subclass of nn.Linear keeps it
+    if getattr(type(head), "forward", None) is not nn.Linear.forward and not upcast:
+        raise TypeError(
+            f"the head is a {kind}; expected torch.nn.Linear, plain or with peft's LoRA on it, or a subclass that "
+            "multiplies 16-bit operands in float32"
+        )
     if "forward" in vars(head):
         raise TypeError(
             "the forward of the head is replaced (accelerate does so where a model is dispatched over devices): its "

@@ -29,15 +29,15 @@ def candidates(config: Any) -> list[Activation]:
     return [Activation(cap, scale) for cap in (None, *values(_SOFTCAPS)) for scale in dict.fromkeys(scales)]
 
 
-def find(model: Any, head: nn.Module) -> Activation:
-    """The tail of a model and its head.
+def find(model: Any, head: nn.Module, upcast: bool = False) -> Activation:
+    """The tail of a model and its head; ``upcast`` as for ``heads.product``.
 
     Two forwards of four tokens in evaluation mode. In the first a ramp takes the place of the head's output; in the
     second nothing does, since no logits are there in training either: a model that reads them beside its loss shows.
     """
     name = type(model).__name__
-    ramped, loss = _run(model, head, ramp=True)
-    _, without_logits = _run(model, head, ramp=False)
+    ramped, loss = _run(model, head, upcast, ramp=True)
+    _, without_logits = _run(model, head, upcast, ramp=False)
     if not torch.equal(loss, without_logits):
         raise ValueError(
             f"{name} reads its logits beside the loss (its loss is {loss:g}, and {without_logits:g} "
@@ -68,7 +68,7 @@ def _ramp(logits: Tensor) -> Tensor:
     return torch.linspace(-200.0, 200.0, logits.shape[-1], device=logits.device)
 
 
-def _run(model: Any, head: nn.Module, *, ramp: bool) -> tuple[Tensor, Tensor]:
+def _run(model: Any, head: nn.Module, upcast: bool, *, ramp: bool) -> tuple[Tensor, Tensor]:
     """(the logits that loss_function is given, the loss that the model returns), where loss_function returns 0."""
     name = type(model).__name__
     ids = torch.arange(4, device=model.get_input_embeddings().weight.device)[None]
@@ -76,7 +76,7 @@ def _run(model: Any, head: nn.Module, *, ramp: bool) -> tuple[Tensor, Tensor]:
     losses_seen: list[tuple[Any, ...]] = []
 
     def head_hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        classes = heads.product(module, args[0])[1].shape[0]
+        classes = heads.product(module, args[0], upcast)[1].shape[0]
         if output.dim() != 3 or output.shape[-1] != classes:
             raise ValueError(f"the head's output has shape {tuple(output.shape)}; expected (1, 4, {classes})")
         heads_seen.append(output)

@@ -35,16 +35,18 @@ class Report(NamedTuple):
     adapters: list[str]
     softcap: float | None
     logit_scale: float
+    logits_dtype: torch.dtype | None
     in_eval: bool
 
     def __str__(self) -> str:
         of_head = [f"{self.features} features", f"{self.classes} classes"]
         of_head += ["tied to the embedding"] if self.tied else []
         of_head += [f"adapters {', '.join(self.adapters)}"] if self.adapters else []
+        of_logits = "" if self.logits_dtype is None else f", logits in {self.logits_dtype}"
         where = "in training and evaluation" if self.in_eval else "in training"
         lines = [
             f"{self.model}: {self.head} ({', '.join(of_head)}) and its loss are xent_ops.linear_cross_entropy {where}",
-            f"  softcap {self.softcap}, logit_scale {self.logit_scale:g}",
+            f"  softcap {self.softcap}, logit_scale {self.logit_scale:g}" + of_logits,
             "  not replaced: calls without labels" + ("" if self.in_eval else ", evaluation"),
         ]
         return "\n".join(lines)
@@ -78,7 +80,8 @@ def use_xent(
             at each position (-1 where the label is ignored), and ``accuracy`` (), in the place of logits.
         label_smoothing: as for ``cross_entropy``, and as Trainer's ``label_smoothing_factor``, which needs the logits.
         lse_square_scale: of the z-loss, as for ``cross_entropy``.
-        logits_dtype, products: as for ``linear_cross_entropy``.
+        logits_dtype, products: as for ``linear_cross_entropy``. A head with a forward of its own that multiplies its
+            16-bit operands in float32 gets float32 logits, from the 16-bit operands.
         accumulate_dtype, chunk_rows, skip_ignored: as for ``linear_cross_entropy``. With skip_ignored the prompts of
             fine-tuning take no time in the head.
 
@@ -115,14 +118,16 @@ def use_xent(
     if head is None:
         raise ValueError(f"{type(base).__name__} has no head: get_output_embeddings() is None")
     heads.refuse_partitioned(head)
-    tail = tails.find(base, head)
+    upcast = heads.upcasts(head)
+    logits_dtype = torch.float32 if upcast else logits_dtype
+    tail = tails.find(base, head, upcast)
     loss = arguments.loss_options(-100, label_smoothing, *tail, lse_square_scale)
     checks.row_options(None, head.weight, loss.rows)
     accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
     linear_checks.sizes_of(how)
     options: dict[str, Any] = {"label_smoothing": label_smoothing, "lse_square_scale": lse_square_scale}
     options |= {"accumulate_dtype": accumulate_dtype, **how._asdict(), **tail._asdict()}
-    vars(base)["_xent"] = _Hooks(base, head, options, in_eval)
+    vars(base)["_xent"] = _Hooks(base, head, upcast, options, in_eval)
     weight = head.weight
     return Report(
         model=type(base).__name__,
@@ -132,6 +137,7 @@ def use_xent(
         tied=weight is base.get_input_embeddings().weight,
         adapters=heads.adapters(head),
         **tail._asdict(),
+        logits_dtype=how.logits_dtype,
         in_eval=in_eval,
     )
 
@@ -173,8 +179,8 @@ class _Call(NamedTuple):
 class _Hooks:
     """The hooks of one model, as methods: a deep copy of the model has copies of them that know the copy alone."""
 
-    def __init__(self, model: Any, head: Any, options: dict[str, Any], in_eval: bool) -> None:
-        self.model, self.head, self.options, self.in_eval = model, head, options, in_eval
+    def __init__(self, model: Any, head: Any, upcast: bool, options: dict[str, Any], in_eval: bool) -> None:
+        self.model, self.head, self.upcast, self.options, self.in_eval = model, head, upcast, options, in_eval
         self.labels_position = list(inspect.signature(model.forward).parameters).index("labels")
         self._forget()
         self.handles = [
@@ -242,7 +248,7 @@ class _Hooks:
         if target is None:
             target = F.pad(call.labels, (0, 1), value=call.ignore_index)[..., 1:]
         target = target.to(hidden.device)
-        input, weight, bias = heads.product(head, hidden)
+        input, weight, bias = heads.product(head, hidden, self.upcast)
         divisor = call.num_items_in_batch
         if isinstance(divisor, Tensor):
             divisor = divisor.to(hidden.device)
