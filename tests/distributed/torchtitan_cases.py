@@ -1,17 +1,23 @@
 """Our losses in the place of torchtitan's over ranks, against these; run on every rank by test_torchtitan_parallel.py."""
 
 import contextlib
+from unittest import mock
 
+import spmd_types as spmd
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.distributed import parallel_dims
 from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend
+from torchtitan.models.common.decoder_sharding import dense_activation_placement, dense_param_placement
+from torchtitan.models.common.linear import Linear
+from torchtitan.protocols.sharding import ShardingConfig
 
 from xent_ops.integrations.torchtitan import XentCrossEntropyLoss, XentLinearLoss
 
@@ -87,6 +93,55 @@ def chunks_of_a_split_head(device):
     torch.testing.assert_close(made, expected)
 
 
+def _split(device, backend, loss_of):
+    """(loss, gradients of hidden states and head) of a head that torchtitan splits over two ranks, as its models do.
+
+    With four ranks the rows of each part are sharded by FSDP2.
+    """
+    torch.manual_seed(0)
+    ranks = dist.get_world_size()
+    dims = parallel_dims.ParallelDims(
+        dp_replicate=1, dp_shard=ranks // 2, cp=1, tp=2, pp=1, ep=1, world_size=ranks, spmd_backend=backend
+    )
+    with mock.patch.object(parallel_dims, "device_type", device):  # which it takes of the torch that is installed
+        dims.build_mesh()
+    replicated = dense_activation_placement(tp=spmd.R)
+    logits = dense_activation_placement(tp=spmd.S(-1))
+    sharding = ShardingConfig(
+        state_shardings={"weight": dense_param_placement(tp=spmd.S(0))},
+        in_src_shardings={"input": replicated},
+        in_dst_shardings={"input": replicated},
+        out_src_shardings=logits,
+        out_dst_shardings=logits,
+    )
+    head = Linear.Config(in_features=H, out_features=V, sharding_config=sharding).build().to(device)
+    labels, valid = _labels(device)
+    hidden = torch.randn(B, S, H, device=device)
+    head.parallelize(dims)
+    mesh = head.weight.device_mesh
+    if ranks > 2:  # all have the same tokens
+        fully_shard(head, mesh=dims.get_mesh("fsdp"))
+    given = hidden, labels
+    if backend == "full_dtensor":
+        given = [distribute_tensor(one, mesh, [Replicate()] * mesh.ndim) for one in given]
+    hidden, labels = given[0].detach().requires_grad_(), given[1]
+    loss_of.set_lm_head(head)
+    with _spmd_backend(backend):
+        loss, _ = loss_of(hidden, labels, valid)
+        loss.backward()
+        made = tuple(_whole(one) for one in (loss.detach(), hidden.grad, head.weight.grad))
+        with torch.no_grad():
+            validated, _ = loss_of(hidden.detach(), labels, valid)
+    torch.testing.assert_close(_whole(validated), made[0])
+    return made
+
+
+def heads_that_torchtitan_splits(device, backend):
+    expected = _split(device, backend, ChunkedLossWrapper.Config(num_chunks=4).build())
+    made = _split(device, backend, XentLinearLoss.Config().build())
+    torch.testing.assert_close(made, expected)
+
+
 def split_heads_are_refused(device):
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tp",))
     head = parallelize_module(nn.Linear(H, V, bias=False, device=device), mesh, ColwiseParallel())
@@ -95,7 +150,7 @@ def split_heads_are_refused(device):
     try:
         loss_of(torch.randn(B, S, H, device=device), _labels(device)[0])
     except ValueError as error:
-        assert "split over tensor-parallel ranks" in str(error)
+        assert "or by parallelize_module, which" in str(error)
     else:
         raise AssertionError("a head of two ranks was taken for a whole one")
 

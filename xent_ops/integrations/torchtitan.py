@@ -14,7 +14,7 @@ from torchtitan.distributed.spmd_types import (  # type: ignore[import-not-found
     spmd_mesh_size,
 )
 
-from ..distributed import vocab_parallel_cross_entropy
+from ..distributed import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from ..functional import cross_entropy
 from ..linear import linear_cross_entropy
 
@@ -60,11 +60,12 @@ class XentLinearLoss(titan.ChunkedLossWrapper):  # type: ignore[misc, unused-ign
 
     Takes the place of torchtitan's ``ChunkedLossWrapper`` around a ``CrossEntropyLoss``. The trainer gives it the head,
     and the decoder returns hidden states. The head's forward becomes the head and the loss, so that FSDP's hooks gather
-    the weight for it once. ``num_chunks`` has no meaning here: ``chunk_rows`` is chosen by the operator.
+    the weight for it once. A head whose classes are split over tensor-parallel ranks stays split. ``num_chunks`` has no
+    meaning here: ``chunk_rows`` is chosen by the operator.
 
     Raises:
-        ValueError: the head is split over tensor-parallel ranks (give ``XentCrossEntropyLoss`` to
-            ``ChunkedLossWrapper``), or ``loss_fn`` is no CrossEntropyLoss.
+        ValueError: the head is split by the backend "spmd_types", or by parallelize_module (give
+            ``XentCrossEntropyLoss`` to ``ChunkedLossWrapper``); or ``loss_fn`` is no CrossEntropyLoss.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -88,24 +89,38 @@ class XentLinearLoss(titan.ChunkedLossWrapper):  # type: ignore[misc, unused-ign
         self, pred: Tensor, labels: Tensor, global_valid_tokens: Tensor | None = None, **loss_inputs: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """pred (B, S, H), labels (B, S). ``loss_inputs``, such as positions, are not read, as by CrossEntropyLoss."""
-        weight = self.lm_head.weight
-        names = weight.device_mesh.mesh_dim_names if isinstance(weight, DTensor) else None
-        if spmd_mesh_size("tp") > 1 or "tp" in (names or ()):
+        split = isinstance(self.lm_head.weight, DTensor)
+        if (not split and spmd_mesh_size("tp") > 1) or (split and _expects_logits(self.lm_head)):
             raise ValueError(
-                "the head is split over tensor-parallel ranks, which XentLinearLoss does not take; give "
-                "XentCrossEntropyLoss.Config(...) as loss_fn to ChunkedLossWrapper.Config"
+                'the head is split by the backend "spmd_types" or by parallelize_module, which XentLinearLoss does '
+                "not take; give XentCrossEntropyLoss.Config(...) as loss_fn to ChunkedLossWrapper.Config"
             )
         return self.lm_head(pred, labels, global_valid_tokens, self.skip_ignored), {}
 
 
+def _expects_logits(lm_head: nn.Module) -> bool:
+    """Has parallelize_module put hooks on it that place its output?"""
+    hooks = lm_head._forward_hooks.values()
+    return any(getattr(hook, "__module__", "").startswith("torch.distributed.tensor") for hook in hooks)
+
+
 def _head_and_loss(self: Any, hidden: Tensor, labels: Tensor, divisor: Tensor | None, skip_ignored: bool) -> Tensor:
-    return linear_cross_entropy(
+    options: dict[str, Any] = {"ignore_index": titan.IGNORE_INDEX, "reduction": "sum", "skip_ignored": skip_ignored}
+    weight, bias = self.weight, self.bias
+    if not isinstance(weight, DTensor):
+        return linear_cross_entropy(hidden, weight, labels, linear_bias=bias, divisor=divisor, **options)
+    if isinstance(labels, DTensor):  # the backend "full_dtensor"
+        loss = linear_cross_entropy(hidden, weight, labels, linear_bias=bias, **options)
+        return loss if divisor is None else loss / divisor
+    if isinstance(hidden, DTensor):  # the same on each rank
+        hidden = hidden.to_local()
+    return vocab_parallel_linear_cross_entropy(
         hidden,
-        self.weight,
+        weight.to_local(),
         labels,
-        linear_bias=self.bias,
-        ignore_index=titan.IGNORE_INDEX,
-        reduction="sum",
+        weight.device_mesh.get_group("tp"),
+        num_classes=weight.shape[0],
+        bias_shard=None if bias is None else bias.to_local(),
         divisor=divisor,
-        skip_ignored=skip_ignored,
+        **options,
     )
