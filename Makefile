@@ -84,7 +84,7 @@ format: env  ## mend formatting and what lint can mend
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-release: env  ## sdist, pure and manylinux wheel in dist/, checked and each tried in a fresh environment; uploads nothing
+release: env  ## sdist, wheels and a kernels-hub repository in dist/, each tried in a fresh environment; uploads nothing
 	$(PY) tools/release.py dist
 
 clean:  ## remove caches, build products and the private environment

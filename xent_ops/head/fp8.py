@@ -58,7 +58,7 @@ def _kernels(device: torch.device) -> Any:
     if accelerators.of(device) is None:
         return reference_fp8
     devices.triton_launchers()  # which says what to do where there is no Triton
-    return importlib.import_module("xent_ops.kernels.triton.launch_fp8")
+    return importlib.import_module("..kernels.triton.launch_fp8", __package__)
 
 
 def _multiple(number: int) -> int:

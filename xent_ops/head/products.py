@@ -38,7 +38,7 @@ def counting_kernels(input: Tensor, linear_weight: Tensor) -> Any:
 
 def _counting() -> Any:
     devices.triton_launchers()  # which says what to do where there is no Triton
-    return importlib.import_module("xent_ops.kernels.triton.launch_product")
+    return importlib.import_module("..kernels.triton.launch_product", __package__)
 
 
 def rows_to_compute(

@@ -23,7 +23,7 @@ def problem() -> str | None:
     if sources not in (None, _extension.built_hash(_extension.MODULE)):
         return "the C++ extension was built from other sources than those beside it"
     try:
-        importlib.import_module("xent_ops._C")
+        importlib.import_module("._C", _extension.__package__)
     except ImportError as error:
         return f"the C++ extension cannot be loaded: {error}"
     return None

@@ -7,9 +7,13 @@ from typing import Any
 
 import torch
 
+from ... import _copies
 from ...kernels import accelerators
 from ...ops.schemas import COMPOSITES, SCHEMAS
 from . import packages
+
+# This package in generated code, which has no imports of ours. ``__import__`` returns the outermost of a name's parts.
+_PACKAGE = ".".join([f"__import__({_copies.PACKAGE!r})", *_copies.PACKAGE.split(".")[1:]])
 
 
 def install() -> None:
@@ -45,15 +49,14 @@ def _name_the_kernel(op: Any) -> None:
     """Have Inductor's Python code call our Triton kernel instead of the dispatcher, which has nothing to do there.
 
     A compiled step of 64 x 4096 outside a CUDA graph takes the host 1.2 times as long as one of F.cross_entropy, and
-    1.7 to 1.9 times without this (H200, torch 2.11, 2026-11-22). Generated code has no imports of ours, so the name
-    holds one.
+    1.7 to 1.9 times without this (H200, torch 2.11, 2026-11-22).
     """
     from torch._inductor.virtualized import V
 
     call: Any = next(made for made in reversed(V.graph.operations) if getattr(made, "op_overload", None) is op)
     if accelerators.of(call.get_device()) is not None and not (V.graph.cpp_wrapper or V.graph.aot_mode):
         name = op._schema.name.removeprefix("xent::")
-        call.set_python_kernel_name(f"__import__('xent_ops').ops.library.OPERATORS[{name!r}].on_triton")
+        call.set_python_kernel_name(f"{_PACKAGE}.ops.library.OPERATORS[{name!r}].on_triton")
 
 
 def _packed(op: Any, options: dict[str, Any]) -> dict[str, Any]:

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import operator
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+_PACKAGE = Path(__file__).parents[2]
 _LOSSES = (
-    "torch/nn/modules/loss.py", "torch/nn/functional.py", "xent_ops/functional.py", "xent_ops/modules.py",
-    "xent_ops/ops/function.py",
+    "torch/nn/modules/loss.py", "torch/nn/functional.py",
+    *(str(_PACKAGE / name) for name in ("functional.py", "modules.py", "ops/function.py")),
 )  # fmt: skip
 _OWNERS = (torch, Tensor, operator, F, torch._C._nn)
 
