@@ -214,6 +214,17 @@ def test_pictures_have_their_numbers():
         assert len(values) - values.count(None) >= 5, label
 
 
+def test_pictures_show_every_rival_that_is_measured():
+    text = docs_plots.BENCHMARKS.read_text()
+    line = next(line for line in text.splitlines() if line.startswith("| all logits, F.cross_entropy, compiled |"))
+    rivals = [f"| {name} 0.9 | 1.041 | 3071 | 2.5e-3 | 2.5e-3 |" for name in docs_plots.MAY_BE_MISSING]
+    drawn = docs_plots.figures(text.replace(line, "\n".join([line, *rivals])))
+    for name in docs_plots.MAY_BE_MISSING:
+        label = docs_plots.HEADS[name]
+        assert drawn["head-time"][label] == 1.041 and drawn["head-memory"][label] == 3071
+        assert ("all logits" in name) == ("all logits" in label)
+
+
 def test_the_price_of_skipping_is_measured():
     """skip_ignored where no row is ignored: help and recipe have the largest one of the table."""
     found = docs_plots.tables(docs_plots.BENCHMARKS.read_text())
