@@ -99,6 +99,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --linear: a line of ours for each number of rows a chunk",
     )
     parser.add_argument(
+        "--interleaved",
+        action="store_true",
+        help="with --linear: a sample of each variant in turn, for the same clock rates; holds the memory of all",
+    )
+    parser.add_argument(
         "--token-loss",
         choices=TOKEN_LOSSES,
         help="with --linear: a loss of tokens: GRPO with an entropy bonus, or without (clip), cross entropy with token "

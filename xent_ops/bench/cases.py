@@ -176,13 +176,20 @@ class Peer:
     module: str
     load: Callable[[], Loss]
     also_compiled: bool = False  # it promises to compile
+    label: str = ""  # the name shown, where a distribution has several losses
+    also: tuple[tuple[str, str], ...] = ()  # (distribution, module) of what else it imports
 
     @property
     def name(self) -> str:
-        return self.distributions[0]
+        return self.label or self.distributions[0]
+
+    def missing(self) -> list[str]:
+        """The distributions that are not installed."""
+        needed = ((self.distributions[0], self.module), *self.also)
+        return [distribution for distribution, module in needed if importlib.util.find_spec(module) is None]
 
     def installed(self) -> bool:
-        return importlib.util.find_spec(self.module) is not None
+        return not self.missing()
 
 
 PEERS = (
@@ -205,7 +212,12 @@ def _peers() -> list[Variant]:
 def of_peers(kind: type[V], peers: Sequence[Peer]) -> tuple[list[V], list[str]]:
     """(those that are installed, a line for each that is not)."""
     found = [kind(peer.name, "peer", peer.load) for peer in peers if peer.installed()]
-    return found, [f"{peer.name}: not installed" for peer in peers if not peer.installed()]
+    absent = [(peer, peer.missing()) for peer in peers]
+    return found, [
+        f"{peer.name}: not installed" + (f" ({', '.join(missing)})" if peer.also else "")
+        for peer, missing in absent
+        if missing
+    ]
 
 
 _with_grad_in_place = functools.partial(own, grad_in_forward=True, inplace_backward=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -110,6 +111,22 @@ def _torch_chunked() -> Loss:
     )
 
 
+def _liger_cute() -> Loss:
+    """Of the architecture. LIGER_KERNEL_IMPL=cutedsl leads to the one of 10.0 alone, which raises on 9.0 (0.8.5)."""
+    folder = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy"
+    if torch.cuda.get_device_capability()[0] == 9:
+        return imported(f"{folder}_sm90", "liger_fused_linear_cross_entropy_sm90")
+    function = importlib.import_module(folder).LigerFusedLinearCrossEntropyFunction
+    return lambda *given: function.apply(*given)[0]
+
+
+def _quack_all_logits() -> Loss:
+    """One chunk of all rows, and the pipeline without exponentials in its products."""
+    loss = _load_quack(use_scaled_exp=False)
+    return lambda hidden, matrix, target: loss(hidden, matrix, target, chunk_size=len(hidden))
+
+
+_CUTLASS = ("nvidia-cutlass-dsl", "cutlass")
 _load_quack = functools.partial(imported, "quack.linear_cross_entropy", "chunked_linear_cross_entropy")
 PEERS = (
     Peer(
@@ -117,9 +134,16 @@ PEERS = (
         "liger_kernel",
         lambda: imported("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"),
     ),
+    Peer(
+        ("liger-kernel", "liger-kernel-nightly"),
+        "liger_kernel",
+        _liger_cute,
+        label="liger-kernel CuTe all logits",
+        also=(_CUTLASS,),
+    ),
     Peer(("cut-cross-entropy",), "cut_cross_entropy", lambda: imported("cut_cross_entropy", "linear_cross_entropy")),
     # It tunes its products in the first call, for minutes.
-    Peer(("quack-kernels",), "quack", _load_quack),
+    Peer(("quack-kernels",), "quack", _load_quack, also=(_CUTLASS, ("apache-tvm-ffi", "tvm_ffi"))),
 )
 
 
@@ -173,10 +197,14 @@ def variants(dtype: torch.dtype, chunk_rows: Sequence[int | None]) -> tuple[list
     unfused = LinearVariant("unfused xent compiled", "ours", lambda: unfused_ours, compiled=True)
     of_torch, missing = _from_torch()
     peers, absent = of_peers(LinearVariant, PEERS)
-    untuned = [
-        replace(peer, name=f"{peer.name} untuned", load=functools.partial(_load_quack, tuned=False))
+    of_quack = [
+        replace(peer, name=f"{peer.name} {how}", load=load)
         for peer in peers
         if peer.load is _load_quack
+        for how, load in (
+            ("untuned", functools.partial(_load_quack, tuned=False)),
+            ("all logits", _quack_all_logits),
+        )
     ]
     return [
         *_own(dtype, chunk_rows),
@@ -184,5 +212,5 @@ def variants(dtype: torch.dtype, chunk_rows: Sequence[int | None]) -> tuple[list
         replace(unfused, name="unfused F compiled", kind="torch", load=lambda: unfused_torch),
         *of_torch,
         *peers,
-        *untuned,
+        *of_quack,
     ], [*missing, *absent]

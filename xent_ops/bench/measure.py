@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ class Settings:
     graph: bool
     memory: bool
     budget_ms: float
+    interleaved: bool = False
     busy: str | None = None  # why every time is to be doubted: the machine was busy before
     wall: bool = True  # where a GPU is timed by calls: also a call in a row of calls, 55 of them and more
 
@@ -81,18 +82,66 @@ def _clock(run: timing.Action, before: timing.Action | None, problem: Problem, s
 
 def measure(problem: Problem, variant: Variant, copy: timing.Times | None, settings: Settings) -> Result:
     """``copy``: times of the unit; None where there is none."""
-    result = Result(problem.reported_shape, variant.name, variant.kind)
-    torch.compiler.reset()  # a second shape would compile for any shape, and be another contestant
+    result, run = _prepared(problem, variant, settings)
+    if run is not None:
+        with _failures(result):
+            before = problem.restore if result.overwrites_input else None
+            _report(_clock(run, before, problem, settings), run, copy, problem, settings, result)
+    run = None
+    _collect(problem.device)
+    return result
+
+
+def measure_interleaved(
+    problem: Problem, variants: Sequence[Variant], settings: Settings, step: Callable[[str], None]
+) -> list[Result]:
+    """All are made ready, and then timed a sample of each in turn, so that all meet the same clock rates.
+
+    What each needs of memory stays allocated.
+    """
+    ready, done = [], []
+    for variant in variants:
+        step(variant.name)
+        result, run = _prepared(problem, variant, settings)
+        _collect(problem.device)
+        done.append(result)
+        if run is not None:
+            ready.append((run, result))
+    problem.use_targets(0)
+    clock = timing.by_events_in_turn if problem.device.type == "cuda" else timing.by_wall_in_turn
+    found = clock([run for run, _ in ready], settings.budget_ms, problem.device)
+    for (run, result), times in zip(ready, found, strict=True):
+        with _failures(result):
+            if isinstance(times, Exception):
+                raise times
+            _report(times, run, None, problem, settings, result)
+    return done
+
+
+@contextlib.contextmanager
+def _failures(result: Result) -> Iterator[None]:
+    """An error is part of the result."""
     try:
-        problem.use_targets(0)
-        _measure(problem, variant, copy, settings, result)
+        yield
     except Exception as error:
         result.status, result.note = "error", timing.reason(error)
         result.ms = result.copies = None
-    finally:
-        with contextlib.suppress(RuntimeError):  # the device's own failure, which the result tells already
-            timing.collect(problem.device)
-    return result
+
+
+def _collect(device: torch.device) -> None:
+    with contextlib.suppress(RuntimeError):  # the device's own failure, which the result tells already
+        timing.collect(device)
+
+
+def _prepared(problem: Problem, variant: Variant, settings: Settings) -> tuple[Result, timing.Action | None]:
+    """Checked, its memory measured, and captured where that was asked for; no run where something is wrong."""
+    result = Result(problem.reported_shape, variant.name, variant.kind)
+    torch.compiler.reset()  # a second shape would compile for any shape, and be another contestant
+    run = None
+    with _failures(result):
+        problem.use_targets(0)
+        run = _ready(problem, variant, settings, result)
+    return result, run
 
 
 def _left(call: inductor.Call, variant: Variant) -> str:
@@ -102,10 +151,10 @@ def _left(call: inductor.Call, variant: Variant) -> str:
     return f"head left alone: {call.head_left or 'not found'}" if variant.head and not call.head else ""
 
 
-def _measure(problem: Problem, variant: Variant, copy: timing.Times | None, settings: Settings, result: Result) -> None:
+def _ready(problem: Problem, variant: Variant, settings: Settings, result: Result) -> timing.Action | None:
     eager = problem.bind(variant)
     if not _right(problem, variant, eager, result):
-        return
+        return None
     if variant.replaced:
         result.note = "; ".join(filter(None, (_left(call, variant) for call in inductor.last_report().calls)))
     run: timing.Run = eager
@@ -131,9 +180,19 @@ def _measure(problem: Problem, variant: Variant, copy: timing.Times | None, sett
         problem.use_targets(1)
         if not _right(problem, variant, run, result):
             result.note = f"replayed on other targets: {result.note}"
-            return
+            return None
         problem.use_targets(0)
-    times = _clock(run, problem.restore if result.overwrites_input else None, problem, settings)
+    return run
+
+
+def _report(
+    times: timing.Times,
+    run: timing.Action,
+    copy: timing.Times | None,
+    problem: Problem,
+    settings: Settings,
+    result: Result,
+) -> None:
     result.ms, result.low_ms, result.high_ms = times
     busy = "the machine was busy" if settings.busy else "the copy was unsteady" if copy and copy.unsteady else ""
     result.note = "; ".join(filter(None, (busy, times.doubt, result.note)))

@@ -151,7 +151,10 @@ def environment(device: torch.device, command_line: Sequence[str], peers: Sequen
         "device": str(device),
         "cpu": _environment.cpu_name(),
         "threads": torch.get_num_threads(),
-        "peers": {peer.name: _environment.distribution_version(*peer.distributions) for peer in peers},
+        "peers": {
+            peer.name: _environment.distribution_version(*peer.distributions) if peer.installed() else None
+            for peer in peers
+        },
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -117,6 +117,8 @@ def main(arguments: argparse.Namespace) -> int:
             raise ValueError("--token-loss is for --linear HIDDEN: a loss of tokens from hidden states")
         elif arguments.distillation or arguments.beta is not None:
             raise ValueError("--distillation and --beta are for --linear HIDDEN: of the student's hidden states")
+        if arguments.interleaved and not arguments.linear:
+            raise ValueError("--interleaved is for --linear HIDDEN: its losses overwrite none of their inputs")
         if arguments.tails and (arguments.plot or arguments.dynamic):
             raise ValueError("--tails is a table of static shapes: leave out --plot and --dynamic")
         if arguments.tails:
@@ -143,6 +145,7 @@ def main(arguments: argparse.Namespace) -> int:
     settings = Settings(
         graph=graph,
         memory=arguments.memory,
+        interleaved=arguments.interleaved,
         budget_ms=arguments.budget,
         busy=None if graph else timing.busy(),  # a captured graph does not wait for the host
         wall=not step,

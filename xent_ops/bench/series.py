@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import cases, compare, plot, report, timing
-from .measure import Result, Settings, measure, ours_failed, set_ratios
+from .measure import Result, Settings, measure, measure_interleaved, ours_failed, set_ratios
 from .problems import Problem
 
 
@@ -45,7 +45,9 @@ class Run:
     ) -> list[Result]:
         done = []
         with report.progress(title, len(variants)) as step:
-            for variant in variants:
+            if self.settings.interleaved:
+                done = measure_interleaved(problem, variants, self.settings, step)
+            for variant in variants[len(done) :]:
                 step(variant.name)
                 done.append(measure(problem, variant, copy, self.settings))
         set_ratios(variants, done)

@@ -8,7 +8,7 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -83,27 +83,70 @@ def _samples(estimate_ms: float, budget_ms: float) -> int:
     return max(MIN_SAMPLES, min(MAX_SAMPLES, int(budget_ms / max(estimate_ms, 1e-3))))
 
 
+def _event_pair(run: Action, before: Action | None, flush: torch.Tensor) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Around a call that finds nothing in the L2."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    if before:
+        before()
+    flush.zero_()
+    start.record()
+    run()
+    end.record()
+    return start, end
+
+
 def by_events(run: Action, before: Action | None, budget_ms: float, device: torch.device) -> Times:
     """On the GPU's own clock, the L2 flushed and ``before`` called between the samples."""
     flush = torch.empty(L2_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
 
-    def sample() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        if before:
-            before()
-        flush.zero_()
-        start.record()
-        run()
-        end.record()
-        return start, end
-
     def measure(count: int) -> Times:
-        pairs = [sample() for _ in range(count)]
+        pairs = [_event_pair(run, before, flush) for _ in range(count)]
         torch.cuda.synchronize(device)
         return Times.of([start.elapsed_time(end) for start, end in pairs])
 
     measure(3)  # warms up
     return measure(_samples(measure(5).ms, budget_ms))
+
+
+def by_events_in_turn(runs: Sequence[Action], budget_ms: float, device: torch.device) -> list[Times | Exception]:
+    """As ``by_events``, a sample of each in turn."""
+    flush = torch.empty(L2_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+
+    def rounds(alive: Sequence[Action], count: int) -> list[list[float]]:
+        pairs = [[_event_pair(run, None, flush) for run in alive] for _ in range(count)]
+        torch.cuda.synchronize(device)
+        return [[start.elapsed_time(end) for start, end in of_run] for of_run in zip(*pairs, strict=True)]
+
+    return _in_turn(runs, rounds, budget_ms)
+
+
+def by_wall_in_turn(runs: Sequence[Action], budget_ms: float, device: torch.device) -> list[Times | Exception]:
+    """As ``by_wall``, a call of each in turn."""
+
+    def rounds(alive: Sequence[Action], count: int) -> list[list[float]]:
+        samples = [[_wall_ms(run, device) for run in alive] for _ in range(count)]
+        return [list(of_run) for of_run in zip(*samples, strict=True)]
+
+    return _in_turn(runs, rounds, budget_ms)
+
+
+def _in_turn(
+    runs: Sequence[Action], rounds: Callable[[Sequence[Action], int], list[list[float]]], budget_ms: float
+) -> list[Times | Exception]:
+    """As many samples of each as the budgets of all have room for; of one that raises, the error."""
+    found: list[Any] = []
+    for run in runs:
+        try:
+            rounds([run], 3)  # warms up, and compiles again what a reset has dropped
+            found.append(run)
+        except Exception as error:
+            found.append(error)
+    alive = [run for run in found if not isinstance(run, Exception)]
+    if not alive:
+        return found
+    mean = statistics.mean(statistics.median(samples) for samples in rounds(alive, 3))
+    times = iter([Times.of(samples) for samples in rounds(alive, _samples(mean, budget_ms))])
+    return [run if isinstance(run, Exception) else next(times) for run in found]
 
 
 def by_wall(run: Action, before: Action | None, budget_ms: float, device: torch.device) -> Times:
@@ -113,15 +156,19 @@ def by_wall(run: Action, before: Action | None, budget_ms: float, device: torch.
 
     def sample() -> float:
         before()
-        synchronize(device)
-        start = time.perf_counter()
-        run()
-        synchronize(device)
-        return 1e3 * (time.perf_counter() - start)
+        return _wall_ms(run, device)
 
     sample()
     estimate = statistics.median(sample() for _ in range(3))
     return Times.of([sample() for _ in range(_samples(estimate, budget_ms))])
+
+
+def _wall_ms(run: Action, device: torch.device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return 1e3 * (time.perf_counter() - start)
 
 
 def _timer(run: Action) -> benchmark.Timer:
