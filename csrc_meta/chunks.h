@@ -148,9 +148,12 @@ class Rows {
 
 inline int64_t divided_up(int64_t number, int64_t by) { return (number + by - 1) / by; }
 
-inline int64_t rows_of_chunk(const Tensor& input, int64_t classes, std::optional<int64_t> chunk_rows) {
+inline int64_t rows_of_chunk(const Tensor& input, int64_t classes, std::optional<int64_t> chunk_rows,
+                             std::optional<ScalarType> logits_dtype) {
   const int64_t number = std::max<int64_t>(input.size(0), 1);
-  const int64_t row_bytes = classes * static_cast<int64_t>(input.element_size());
+  // The logits may be wider than the input, in float32 alone.
+  const int64_t least = logits_dtype == ScalarType::Float ? 4 : 1;
+  const int64_t row_bytes = classes * std::max<int64_t>(input.element_size(), least);
   int64_t rows = chunk_rows.value_or(ROWS);
   while (!chunk_rows && rows > 1 && rows * row_bytes > MOST_BYTES) {
     rows /= 2;
@@ -180,7 +183,7 @@ inline void multiply_and_add(const Tensor& out, const Tensor& added, const Tenso
 template <class Body>
 void for_each_chunk(const Head& head, const Tensor& input, const Body& body) {
   const int64_t number = input.size(0), classes = head.linear_weight.size(0);
-  const int64_t size = rows_of_chunk(input, classes, head.chunk_rows);
+  const int64_t size = rows_of_chunk(input, classes, head.chunk_rows, head.logits_dtype);
   // As in head/sizes.py, with zeros behind the classes. Wider logits are those of wider operands.
   const ScalarType dtype = head.logits_dtype.value_or(input.scalar_type());
   const int64_t step = 16 / static_cast<int64_t>(input.element_size());

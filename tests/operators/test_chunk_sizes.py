@@ -15,13 +15,13 @@ GIB = 2**30
 N = 1 << 20  # many rows, of which a chunk takes as many as it wants
 
 
-def rows_by_default(device, dtype, features, classes, wider=False):
+def rows_by_default(device, dtype, features, classes, wider=False, logits_dtype=None):
     """On an accelerator (a meta tensor stands for one) or a CPU, without memory."""
     input = torch.empty(1, device=device, dtype=dtype).expand(N, features)
-    return rows_of_chunk(N, input, classes, wider, None)
+    return rows_of_chunk(N, input, classes, wider, None, logits_dtype)
 
 
-# (dtype, H, V, is the weight's gradient added up in more bytes): rows on an accelerator
+# (dtype, H, V, is the weight's gradient added up in more bytes, the logits' dtype): rows on an accelerator
 DEFAULTS = {
     (torch.bfloat16, 1024, 32000, False): 4096,
     (torch.bfloat16, 4096, 128256, False): 2048,
@@ -36,6 +36,9 @@ DEFAULTS = {
     (torch.float32, 64, 500_000, False): 512,
     (torch.bfloat16, 64, 10_000_000, False): 32,
     (torch.bfloat16, 64, 10_000_000, True): 32,
+    (torch.bfloat16, 4096, 128256, False, torch.float32): 2048,
+    (torch.bfloat16, 64, 500_000, False, torch.float32): 512,
+    (torch.bfloat16, 64, 500_000, False, torch.bfloat16): 1024,
 }
 
 
@@ -56,6 +59,9 @@ def test_no_default_takes_more_than_a_gibibyte():
             assert rows >= at_least or 2 * taken > GIB
             wider = rows_by_default(device, dtype, features, classes, True)
             assert rows <= wider <= (rows if device == "cpu" or rows >= features else min(2 * rows, features))
+            if dtype == torch.bfloat16:
+                in_float32 = rows_by_default(device, dtype, features, classes, logits_dtype=torch.float32)
+                assert in_float32 * classes * 4 <= GIB or in_float32 == 1
 
 
 def test_a_number_of_the_caller_s_counts():
@@ -90,13 +96,20 @@ def test_cpp_takes_the_same():
         pytest.skip("built without C++ (XENT_OPS_BUILD_CPP=0)")
     classes = 1_700_000
     assert rows_by_default("cpu", torch.float32, 1, classes) == 128
+    assert rows_by_default("cpu", torch.bfloat16, 1, classes, logits_dtype=torch.float32) == 128
     run_python(f"""
         import torch
         torch.ops.load_library({str(_extension.LIBRARY)!r})
         x, head, target = torch.ones(160, 1), torch.zeros({classes}, 1), torch.zeros(160, dtype=torch.int64)
-        for chunk_rows, products in ((None, 2), (160, 1)):
+        halves = x.bfloat16(), head.bfloat16()
+        for chunk_rows, products, given, logits_dtype in (
+            (None, 2, (x, head), None), (160, 1, (x, head), None),
+            (None, 2, halves, torch.float32), (None, 1, halves, torch.bfloat16),
+        ):
             with torch.profiler.profile() as profile:
-                torch.ops.xent.linear_cross_entropy_forward(x, head, target, chunk_rows=chunk_rows)
+                torch.ops.xent.linear_cross_entropy_forward(
+                    *given, target, chunk_rows=chunk_rows, logits_dtype=logits_dtype
+                )
             found = [event.count for event in profile.key_averages() if event.key == "aten::mm"]
             assert found == [products], found
     """)

@@ -90,7 +90,7 @@ def _starts(input: Tensor, head: Tensor, how: Chunking) -> tuple[Sequence[int], 
     number = input.shape[0]
     if symbolic(number) or symbolic(how.chunk_rows):
         return (0,), number
-    size = rows_of_chunk(number, input, traced(head.shape[0]), False, how.chunk_rows)
+    size = rows_of_chunk(number, input, traced(head.shape[0]), False, how.chunk_rows, how.logits_dtype)
     return range(0, max(number, 1), size), size
 
 

@@ -210,7 +210,8 @@ def _ends(number: int, parts: int, rows: Tensor, head: HeadSlice, world: int) ->
     8192 x 4096 x 32064; docs/lab/2026-11-linear.md).
     """
     num_classes = head.weight.shape[0] if head.shard_range[1] is None else head.shard_range[1]
-    size = rows_of_chunk(parts * number, rows, -(-num_classes // world), False, head.chunking.chunk_rows)
+    how = head.chunking
+    size = rows_of_chunk(parts * number, rows, -(-num_classes // world), False, how.chunk_rows, how.logits_dtype)
     count = max(-(-(parts * number) // size), 1)
     return [number * i // count for i in range(count + 1)]
 

@@ -109,7 +109,7 @@ class Products:
         return self.head.shape[0]
 
     def _rows_of_chunk(self, number: int, classes: int, wider: bool, chunk_rows: int | None) -> int:
-        return rows_of_chunk(number, self.all_input, classes, wider, chunk_rows)
+        return rows_of_chunk(number, self.all_input, classes, wider, chunk_rows, self.logits_dtype)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """(which of the rows, their logits, which may be overwritten). Without rows one empty chunk."""

@@ -38,7 +38,14 @@ _ROWS_ON_CPU = 512
 _MULTIPLE = 128
 
 
-def rows_of_chunk(number: int, input: Tensor, classes: int, wider: bool, chunk_rows: int | None) -> int:
+def rows_of_chunk(
+    number: int,
+    input: Tensor,
+    classes: int,
+    wider: bool,
+    chunk_rows: int | None,
+    logits_dtype: torch.dtype | None = None,
+) -> int:
     """For that number of rows of input (N, H) and this number of classes.
 
     ``wider``: the gradient of the weight is added up in more bytes than it has in the end.
@@ -52,7 +59,8 @@ def rows_of_chunk(number: int, input: Tensor, classes: int, wider: bool, chunk_r
     while not on_cpu and rows < number and 2 * rows * classes * itemsize <= _BYTES:
         rows *= 2
     # By comparing alone: of a symbolic number of classes the rows are a number, and the guard is a range.
-    while rows > 1 and rows * classes * itemsize > _MOST_BYTES:
+    of_logits = (logits_dtype or input.dtype).itemsize
+    while rows > 1 and rows * classes * of_logits > _MOST_BYTES:
         rows //= 2
     if wider and not on_cpu and rows < features:
         # At the end the sum and its copy are there at once. Until then a chunk of H rows takes the copy's place.
