@@ -34,9 +34,9 @@ TRY = """
 import torch
 import torch.nn.functional as F
 
-def try_it(package, backend):
-    x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(9, 8, requires_grad=True)
-    target = torch.tensor([1, 2, 8, -100, 0])
+def try_it(package, backend, device="cpu"):
+    x, weight = (torch.randn(n, 8, device=device, requires_grad=True) for n in (5, 9))
+    target = torch.tensor([1, 2, 8, -100, 0], device=device)
     want = F.cross_entropy(x @ weight.T, target)
     grads = torch.autograd.grad(want, (x, weight))
     for loss in (
@@ -110,6 +110,15 @@ def test_it_alone(hub):
             assert "is a copy of the kernels hub" in str(error), error
         else:
             raise AssertionError("no FileNotFoundError")
+        assert "xent_ops" not in sys.modules
+    """)
+
+
+@pytest.mark.gpu
+def test_it_alone_on_a_gpu(hub):
+    run(f"""
+        hub = load({str(hub)!r})
+        try_it(hub, "inductor", "cuda")
         assert "xent_ops" not in sys.modules
     """)
 
