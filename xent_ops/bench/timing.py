@@ -206,6 +206,7 @@ def _synchronising_is_an_error() -> Iterator[None]:
 class Captured:
     graph: torch.cuda.CUDAGraph
     outputs: Any  # overwritten by each replay
+    run: Action  # kept, for the graph reads the memory of tensors that it holds
 
     def __call__(self) -> Any:
         self.graph.replay()
@@ -244,7 +245,7 @@ def capture(run: Action, device: torch.device) -> Captured:
             first = first.__context__
         raise NotCapturable(reason(first)) from error
     torch.cuda.synchronize(device)
-    return Captured(graph, outputs)
+    return Captured(graph, outputs, run)
 
 
 @dataclass(frozen=True)
