@@ -87,6 +87,7 @@ def test_inductor(device):
         torch.testing.assert_close(mine, eager, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.slow  # Inductor compiles a loop of four chunks
 def test_one_chunk_after_the_other(device):
     """Also where what is computed of all chunks reads one tensor: it must not be one kernel."""
     tensors = inputs(device)

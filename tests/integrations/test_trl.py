@@ -1,5 +1,7 @@
 """use_xent of TRL's trainers: losses, metrics and weights of each step are those of the untouched trainer."""
 
+import functools
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from torch._dynamo.utils import counters  # noqa: E402
 from xent_ops.integrations.trl import remove_xent, use_xent  # noqa: E402
 
 KINDS = ("SFT", "DPO", "KTO", "GRPO", "RLOO")
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.fixture
@@ -44,11 +47,11 @@ def test_steps(kind, compared):
     ("kind", "options"),
     [
         ("SFT", {"loss_type": "dft"}),
-        ("SFT", {"label_smoothing_factor": 0.1}),
-        ("SFT", {"average_tokens_across_devices": False}),
+        slow("SFT", {"label_smoothing_factor": 0.1}),
+        slow("SFT", {"average_tokens_across_devices": False}),
         ("DPO", {"use_weighting": True, "loss_type": ["sigmoid", "ipo"]}),
-        ("DPO", {"precompute_ref_log_probs": True}),
-        ("GRPO", {"num_iterations": 2, "importance_sampling_level": "sequence"}),
+        slow("DPO", {"precompute_ref_log_probs": True}),
+        slow("GRPO", {"num_iterations": 2, "importance_sampling_level": "sequence"}),
         ("GRPO", {"entropy_coef": 0.1, "top_entropy_quantile": 0.5, "loss_type": "cispo"}),
     ],
     ids=str,
@@ -57,7 +60,7 @@ def test_options_of_the_trainer(kind, options, compared):
     compared(kind, **options)
 
 
-@pytest.mark.parametrize("name", ["Cohere", "Gemma2", "Granite", "Mixtral", "Phi", "Qwen2"])
+@pytest.mark.parametrize("name", ["Gemma2", *map(slow, ("Cohere", "Granite", "Mixtral", "Phi", "Qwen2"))])
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
 def test_models(kind, name, compared):
     """A softcap, scales, an auxiliary loss, a bias, a tied head. DPO asks for the mean of the logits, and of p^2."""
@@ -98,7 +101,7 @@ def lora(**options):
     return peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["SFT", *map(slow, KINDS[1:])])
 def test_adapters_and_checkpointing(kind, compared):
     got = compared(kind, peft_config=lora(), gradient_checkpointing=True, learning_rate=10.0)
     assert all("lora" in name for name in got[2])
@@ -114,11 +117,8 @@ def test_prompt_tuning(compared):
     compared("SFT", peft_config=peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("DPO", "GRPO")]  # 20 s and more to trace
-
-
-@pytest.mark.parametrize("kind", ["SFT", *SLOW])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["SFT", slow("DPO"), slow("GRPO")])  # 20 s and more to trace
+@pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
 def test_compiled(kind, backend, compared):
     torch.compiler.reset()
     counters.clear()
@@ -133,7 +133,7 @@ def test_evaluation(kind, compared):
     assert any("eval_entropy" in step for step in got[1])
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+@pytest.mark.parametrize("kind", ["SFT", slow("DPO")])
 def test_bfloat16_autocast(kind, compared):
     """accelerate has wrapped the forward of the reference by then."""
     compared(kind, bf16=True, rel=2e-2)

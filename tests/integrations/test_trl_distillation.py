@@ -42,12 +42,13 @@ def test_steps(kind, beta, compared):
     compared(kind, beta=beta)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["GKD", pytest.param("Distillation", marks=pytest.mark.slow)])
 def test_tails_of_both(kind, compared):
     compared(kind, name="Gemma2", teacher="Granite")
     compared(kind, name="Phi", teacher="Phi")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_checkpointing_and_counts(kind, compared):
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
@@ -58,6 +59,7 @@ def test_a_mean_of_each_batch(compared):
     compared("GKD", average_tokens_across_devices=False, gradient_accumulation_steps=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_autocast(kind, compared):
     compared(kind, bf16=True, rel=2e-2)

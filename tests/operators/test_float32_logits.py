@@ -157,7 +157,8 @@ def test_every_way_has_the_same_logits():
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
-def test_compiled():
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled(backend):
     """Fullgraph, and bits as in eager: the loop over chunks is in the graph."""
     target = torch.randint(300, (50,))
 
@@ -169,7 +170,7 @@ def test_compiled():
 
     wanted = {"logits_dtype": torch.float32, "chunk_rows": 16}
     made = []
-    for function in (both, torch.compile(both, fullgraph=True)):
+    for function in (both, torch.compile(both, fullgraph=True, backend=backend)):
         torch.manual_seed(1)
         x, head = torch.randn(50, 32).bfloat16().requires_grad_(), torch.randn(300, 32).bfloat16().requires_grad_()
         losses = function(x, head, wanted)

@@ -167,7 +167,7 @@ def error(found, exact):
 
 
 @BOTH
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 def test_gradients_of_heads(device, products, dtype):
     """3.2e-2 of their norm from float64; "fp8_gradients" has the loss of 16-bit products, to the bit."""
     x, head, target = problem(device, 256, 512, 32000, dtype)
