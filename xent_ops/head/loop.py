@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -93,113 +93,186 @@ class Part(NamedTuple):
         return values[:, self.start : self.stop].flatten(0, 1)
 
 
-class _Chunk(NamedTuple):
-    """What the first product of a chunk leaves. Collectives in flight are waited for where they are read."""
+Kept = tuple[Tensor, ...]  # what a chunk keeps from the first product to the last; its logits come first
 
-    input: Tensor  # (n, H)
-    part: Part
-    logits: Tensor
-    stats: Tensor
-    gathered: Tensor
+
+class Steps(Protocol):
+    """What a loss does to a chunk of rows, before its statistics are gathered and behind that."""
+
+    def begin(
+        self, inputs: Sequence[Tensor], part: Part, count: Tensor | None, after: Tensor | None
+    ) -> tuple[Tensor, Kept]:
+        """(statistics, what is kept). ``inputs``: (n, H), the chunk's rows of each of the loop's."""
+
+    def end(
+        self,
+        kept: Kept,
+        part: Part,
+        gathered: Tensor,  # which is waited for where it is read
+        wanted: Sequence[bool],  # which gradients
+        count: Tensor | None,
+        after: Tensor | None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """(the input's gradient, done), with that of the logits over them; None where no gradient is wanted."""
 
 
 Between = Callable[[RowStatistics, Part], Coefficients]
 
 
+class _CrossEntropy:
+    """Statistics and gradient of rows of logits, with the caller's function between them."""
+
+    def __init__(self, head: HeadSlice, loss: LossOptions, between: Between, ranks: OneRank, entropy: bool) -> None:
+        self.weight, self.bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
+        self.head, self.loss, self.between, self.ranks, self.entropy = head, loss, between, ranks, entropy
+        self.columns = columns_of(head.weight.shape[0], *head.shard_range)
+
+    def begin(
+        self, inputs: Sequence[Tensor], part: Part, count: Tensor | None, after: Tensor | None
+    ) -> tuple[Tensor, Kept]:
+        of_head = (self.weight, part.target, *self.head.shard_range, self.bias, self.head.class_weight, self.entropy)
+        more = (count, after, part.ids, self.head.chunking.logits_dtype)
+        stats, logits = _ops.linear_cross_entropy_chunk(inputs[0], *of_head, *more, **self.loss.rows.keywords())
+        return stats, (logits,)
+
+    def end(
+        self,
+        kept: Kept,
+        part: Part,
+        gathered: Tensor,
+        wanted: Sequence[bool],
+        count: Tensor | None,
+        after: Tensor | None,
+    ) -> tuple[Tensor, Tensor] | None:
+        (logits,), shard_range, class_weight = kept, self.head.shard_range, self.head.class_weight
+        weight_of_classes = None if class_weight is None else class_weight[: self.columns]
+        of_slice, places = (shard_range, weight_of_classes), 0 if part.ids is None else part.ids.shape[1]
+        of_rows = shard.joined(
+            self.ranks.wait(gathered),
+            logits[:, : self.columns],
+            part.target,
+            *of_slice,
+            self.entropy,
+            self.loss.rows,
+            places,
+        )
+        grad_loss, grad_lse, grad_entropy, divisor, grad_ids = self.between(of_rows, part)
+        if not any(wanted):
+            return None
+        return _ops.linear_cross_entropy_chunk_grad_(
+            logits,
+            grad_loss,
+            grad_lse,
+            self.weight,
+            part.target,
+            of_rows.lse,
+            *shard_range,
+            class_weight,
+            divisor,
+            grad_entropy,
+            None if grad_entropy is None else of_rows.entropy,
+            None if class_weight is None else of_rows.coefficient,
+            wanted[0],
+            count,
+            after,
+            *((None,) * 3 if grad_ids is None else (part.ids, of_rows.at_ids, grad_ids)),
+            **self.loss.backward_keywords(),
+        )
+
+
 def gradients(
-    input: Tensor,  # (..., H) of this rank
-    target: Tensor,  # of all rows: (...), or (ranks, ...) where ``scattered``
+    input: Tensor,  # as ``of_steps`` takes them
+    target: Tensor,
     head: HeadSlice,
     loss: LossOptions,
     between: Between,
     ranks: OneRank,
+    wanted: Sequence[bool],
+    *,
+    entropy: bool = False,
+    **how: Any,
+) -> Gradients:
+    """The gradients of all rows. ``between`` sees each chunk's statistics once, in the order of the rows."""
+    steps = _CrossEntropy(head, loss, between, ranks, entropy)
+    return of_steps(steps, (input,), target, head, ranks, wanted, **how)
+
+
+class _Chunk(NamedTuple):
+    """What the first product of a chunk leaves. Collectives in flight are waited for where they are read."""
+
+    input: Tensor  # (n, H)
+    part: Part
+    kept: Kept
+    stats: Tensor
+    gathered: Tensor
+
+
+def of_steps(
+    steps: Steps,
+    inputs: Sequence[Tensor],  # (..., H) of this rank: the one that gradients are of, and what else has these rows
+    target: Tensor,  # of all rows: (...), or (ranks, ...) where ``scattered``
+    head: HeadSlice,
+    ranks: OneRank,
     wanted: Sequence[bool],  # which gradients
     *,
     count: Tensor | None = None,  # (): how many of the rows come first that are counted
-    scattered: bool = False,  # the input is this rank's part of the rows
+    scattered: bool = False,  # the inputs are this rank's part of the rows
     summed: bool = True,  # over the ranks; else the input's gradient is this rank's part of a sum
-    entropy: bool = False,
     ids: Tensor | None = None,  # several classes of each row, (parts, N, K) as the targets are arranged
 ) -> Gradients:
-    """The gradients of all rows. ``between`` sees each chunk's statistics once, in the order of the rows."""
-    weight, bias, class_weight, shard_range, accumulate_dtype, _ = head
-    parts = ranks.world if scattered else 1
-    rows, targets = as_rows(input.detach()), target.reshape(parts, -1)
-    ends = _ends(targets.shape[1], parts, rows, head, ranks.world)
-    frozen, frozen_bias = weight.detach(), None if bias is None else bias.detach()
-    inputs = [rows[start:end] for start, end in itertools.pairwise(ends)]
+    """The loop."""
+    input, parts = inputs[0], ranks.world if scattered else 1
+    flat, targets = [as_rows(rows.detach()) for rows in inputs], target.reshape(parts, -1)
+    ends = _ends(targets.shape[1], parts, flat[0], head, ranks.world)
+    of_chunks = [[rows[start:end] for rows in flat] for start, end in itertools.pairwise(ends)]
     if scattered:
-        inputs = [ranks.gather(part.contiguous()) for part in inputs]
+        of_chunks = [[ranks.gather(part.contiguous()) for part in of_chunk] for of_chunk in of_chunks]
 
-    counts: list[Tensor | None] = [None] * len(inputs)
+    counts: list[Tensor | None] = [None] * len(of_chunks)
     if count is not None:
-        of_chunks = [(count - start).clamp(0, stop - start) for start, stop in itertools.pairwise(ends)]
-        counts = [number.to(torch.int32) for number in of_chunks]
+        numbers = [(count - start).clamp(0, stop - start) for start, stop in itertools.pairwise(ends)]
+        counts = [number.to(torch.int32) for number in numbers]
 
     def begin(i: int, after: Tensor | None) -> _Chunk:
-        x = ranks.wait(inputs[i]) if scattered else inputs[i]
+        mine = [ranks.wait(part) for part in of_chunks[i]] if scattered else of_chunks[i]
         start, stop = ends[i], ends[i + 1]
         part = Part(start, stop, targets[:, start:stop].reshape(-1))
         if ids is not None:
             part = part._replace(ids=part.of(ids))
-        of_head = (frozen, part.target, *shard_range, frozen_bias, class_weight, entropy)
-        more = (counts[i], after, part.ids, head.chunking.logits_dtype)
-        stats, logits = _ops.linear_cross_entropy_chunk(x, *of_head, *more, **loss.rows.keywords())
-        return _Chunk(x, part, logits, stats, ranks.gather(stats))
+        stats, kept = steps.begin(mine, part, counts[i], after)
+        return _Chunk(mine[0], part, kept, stats, ranks.gather(stats))
 
-    sums = accumulator_of_weight(input.dtype, accumulate_dtype)
-    grad_weight, grad_bias = room_for_head(frozen, frozen.shape, wanted[1:], sums)
-    columns = columns_of(weight.shape[0], *shard_range)
-    weight_of_classes = None if class_weight is None else class_weight[:columns]
+    sums = accumulator_of_weight(input.dtype, head.accumulate_dtype)
+    grad_weight, grad_bias = room_for_head(head.weight.detach(), head.weight.shape, wanted[1:], sums)
+    columns = columns_of(head.weight.shape[0], *head.shard_range)
     grad_inputs: list[Tensor] = []
     # ``after`` keeps the order of the loop in a graph. What a function computes of two chunks' rows may be fused where
     # both read one tensor, a divisor for example: then the logits of all chunks would have to be there before the first
     # gradient (of 8192 x 4096 x 128256 3026 MiB, not 1568, 2026-11-25).
     ahead, done = ranks.world > 1, None
     chunk = begin(0, None)
-    for i in range(len(inputs)):
-        x, part, logits, _, gathered = chunk
+    for i in range(len(of_chunks)):
+        x, part, kept, _, gathered = chunk
         del chunk  # which holds the logits
         after = None
-        if ahead and i + 1 < len(inputs):
+        if ahead and i + 1 < len(of_chunks):
             chunk = begin(i + 1, done)
             after = chunk.stats
-        of_slice, places = (shard_range, weight_of_classes), 0 if part.ids is None else part.ids.shape[1]
-        of_rows = shard.joined(
-            ranks.wait(gathered), logits[:, :columns], part.target, *of_slice, entropy, loss.rows, places
-        )
-        grad_loss, grad_lse, grad_entropy, divisor, grad_ids = between(of_rows, part)
-        if any(wanted):
-            grad_input, done = _ops.linear_cross_entropy_chunk_grad_(
-                logits,
-                grad_loss,
-                grad_lse,
-                frozen,
-                part.target,
-                of_rows.lse,
-                *shard_range,
-                class_weight,
-                divisor,
-                grad_entropy,
-                None if grad_entropy is None else of_rows.entropy,
-                None if class_weight is None else of_rows.coefficient,
-                wanted[0],
-                counts[i],
-                after,
-                *((None,) * 3 if grad_ids is None else (part.ids, of_rows.at_ids, grad_ids)),
-                **loss.backward_keywords(),
-            )
+        made = steps.end(kept, part, gathered, wanted, counts[i], after)
+        if made is not None:
+            grad_input, done = made
             if wanted[0]:
                 grad_inputs.append(ranks.sum(grad_input, scattered) if summed else grad_input)
             if wanted[1] or wanted[2]:
-                _ops.linear_cross_entropy_chunk_add_(grad_weight, grad_bias, logits, x, columns, i == 0, counts[i])
-        del logits
-        if not ahead and i + 1 < len(inputs):
+                _ops.linear_cross_entropy_chunk_add_(grad_weight, grad_bias, kept[0], x, columns, i == 0, counts[i])
+            del grad_input, made
+        del kept
+        if not ahead and i + 1 < len(of_chunks):
             chunk = begin(i + 1, done)
     total = input.new_empty(0)
     if wanted[0]:
         parts_of_total = [ranks.wait(part) for part in grad_inputs] if summed else grad_inputs
-        total = (parts_of_total[0] if len(inputs) == 1 else torch.cat(parts_of_total)).view(input.shape)
+        total = (parts_of_total[0] if len(of_chunks) == 1 else torch.cat(parts_of_total)).view(input.shape)
     return Gradients(total, grad_weight, grad_bias)
 
 
