@@ -25,6 +25,7 @@ _FORMS: dict[str, Callable[..., Any]] = {
     "linear_scale_grad": exported.scaled,
     "linear_cross_entropy_shard": exported.stats,
     "linear_cross_entropy_chunk": exported.chunk,
+    "linear_distillation_chunk": exported.distillation_chunk,
 }
 
 

@@ -133,6 +133,11 @@ def of_distillation(x, teacher, target, options, num_classes=None):
         yield call("distillation_with_grad", fixed, teacher, target, scalar, **more)
     yield call("distillation_backward", scalar, fixed, teacher, target, statistics, **more)
     yield call("distillation_with_grad", fixed, teacher, target, row, **more)
+    classes, both = num_classes or x.shape[-1], (fixed, teacher, target)  # the last of twice as many
+    for beta, given in ((0.0, (None,)), (1.0, (None,)), (0.5, (None,)), (0.5, (statistics,))):
+        more.update(beta=beta, num_classes=2 * classes)
+        yield call("distillation_forward", *both, *given, classes, **more)
+        yield call("distillation_backward", row, *both, statistics, classes, **more)
 
 
 @_with_twins
@@ -225,6 +230,22 @@ def of_two_heads(x, head, teacher, teacher_head, target, biases, options, num_cl
         for mask in MASKS:
             yield call("linear_distillation_with_grad", *both, None, None, mask, **more)
         yield call("linear_distillation_with_grad", *both, divisor, token_weight, reduction="sum", **more)
+
+
+def of_two_slices(x, head, teacher, teacher_head, target, place, biases, options):
+    """A chunk of rows of a rank's slices of both heads, from place[0] on, of place[1] in all."""
+    call, numbers = functools.partial(_call, options), _numbers(x)
+    tensors = (x, head, target, teacher, teacher_head, *biases)
+    *both, bias, teacher_bias = [tensor if tensor is None else tensor.detach() for tensor in tensors]
+    for beta, hard_weight, temperature in ((0.0, 0.0, 1.0), (1.0, 0.5, 1.0), (0.5, 0.5, 2.0)):
+        more = {"beta": beta, "hard_weight": hard_weight, "temperature": temperature, "num_classes": place[1]}
+        given = (*both, place[0], bias, teacher_bias)
+        yield call("linear_distillation_chunk", *given, **more)
+        fitting = _fitting("linear_distillation_chunk", {**options, **more})
+        _, logits, teacher_logits = ops.linear_distillation_chunk(*given, numbers(3), **fitting)
+        saved = (teacher_logits, both[1], target, numbers(4, len(target)), place[0])
+        for factor, rest in ((numbers(()), ()), (numbers(len(target)), (False, numbers(3)))):
+            yield call("linear_distillation_chunk_grad_", logits.clone(), factor, *saved, *rest, **more)
 
 
 def of_head_shard(x, head, target, place, bias, weight, options, **square):

@@ -63,6 +63,9 @@ def calls(device, dtype, requires_grad):
     )
     more = {**teacher_options, **wide, "skip_ignored": True, "chunk_rows": 4}
     yield from samples.of_two_heads(x, head, teacher, teacher_head, target.clamp(max=29), (None, None), more, 30)
+    both = (x, head, teacher, teacher_head[:37], target)
+    yield from samples.of_two_slices(*both, (5, 50), (bias, teacher_head[:37, 0].clone()), {})
+    yield from samples.of_two_slices(*both[:3], teacher_head, target, (20, 40), (None, None), teacher_options)
     yield from samples.of_head_shard(x, head, target, (0, 37), bias, None, chunks, **square)
     yield from samples.of_head_shard(x, head, target, (0, 37), bias, weight, {**chunks, **full}, **square)
     for options in (full, {"softcap": 5.0}):  # with padding

@@ -17,7 +17,7 @@ from ..kernels import reductions, reference, reference_distillation, reference_i
 from ..kernels.distillation import Distillation
 from ..kernels.options import DEFAULTS, Chunking, LossOptions, Options
 from ..kernels.sizes import symbolic, traced
-from . import chunks, float16, shard
+from . import chunks, distillation_shard, float16, shard
 from . import ids as of_ids
 from .chunks import Gradients, as_rows, classes_of
 from .products import accumulator_of_weight
@@ -426,6 +426,28 @@ def chunk(
     behind = padded_classes(head.shape[0], logits.dtype) - head.shape[0]
     given = (target, class_start, num_classes, weight, entropy, ids, options)
     return shard.statistics_of_chunk(logits, *given), torch.nn.functional.pad(logits, (0, behind))
+
+
+def distillation_chunk(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    class_start: int,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    after: Tensor | None = None,
+    **given: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    how, made = Distillation(**given), []
+    for rows, weight, bias in ((input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)):
+        head, bias, _, _ = classes_of(weight, bias, None, class_start, how.num_classes)
+        made.append(logits_of(rows, head, bias))
+    stats = distillation_shard.statistics_of_chunk(made[0], made[1], target, class_start, how)
+    behind = [padded_classes(logits.shape[1], logits.dtype) - logits.shape[1] for logits in made]
+    padded = [torch.nn.functional.pad(logits, (0, more)) for logits, more in zip(made, behind, strict=True)]
+    return stats, padded[0], padded[1]
 
 
 def scaled(grad: Tensor, factor: Tensor) -> Tensor:

@@ -205,8 +205,20 @@ def chunk(
 ) -> tuple[Tensor, Tensor]:
     """(what ``joined`` takes of this rank, the logits). Rows behind the count may have logits of 0."""
     head, bias, weight, _ = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
-    columns = head.shape[0]
-    dtype = logits_dtype or input.dtype
+    logits = padded_logits(input, head, bias, count, logits_dtype)
+    of_classes = logits[:, : head.shape[0]]
+    return statistics_of_chunk(of_classes, target, class_start, num_classes, weight, entropy, ids, options), logits
+
+
+def padded_logits(
+    input: Tensor,
+    head: Tensor,
+    bias: Tensor | None,
+    count: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """(rows, padded_classes)."""
+    columns, dtype = head.shape[0], logits_dtype or input.dtype
     kernels = None if count is None or dtype != input.dtype else counting_kernels(input, head)
     new = input.new_empty if kernels is None else input.new_zeros
     logits = new((input.shape[0], padded_classes(columns, dtype)), dtype=dtype)
@@ -216,7 +228,7 @@ def chunk(
     else:
         kernels.logits(input, head, bias, count, of_classes)
     logits[:, columns:].zero_()  # the result of an operator holds nothing that nobody wrote
-    return statistics_of_chunk(of_classes, target, class_start, num_classes, weight, entropy, ids, options), logits
+    return logits
 
 
 def statistics_of_chunk(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .options import DEFAULTS, Options
+from .reference import columns_of
 
 
 class Distillation(NamedTuple):
@@ -37,8 +38,10 @@ class Distillation(NamedTuple):
         options = self.options._replace(softcap=self.teacher_softcap, logit_scale=self.teacher_logit_scale)
         return _divided(options, self.temperature)
 
-    def columns(self, logits: torch.Tensor) -> int:
-        """How many of the columns are classes."""
+    def columns(self, logits: torch.Tensor, class_start: int | None = None) -> int:
+        """How many of the columns are classes. With a class_start they are a slice of num_classes."""
+        if class_start is not None:
+            return columns_of(logits.shape[-1], class_start, self.num_classes)
         return logits.shape[-1] if self.num_classes is None else self.num_classes
 
 

@@ -9,6 +9,11 @@ m = (1 - beta) s + beta t:
 At its ends it is another formula: beta 0 is KL(t || s), whose gradient is s_j - t_j, and 1 is KL(s || t), whose
 gradient is s_j (log s_j - log t_j - KL(s || t)). The cross entropy is that of a temperature of one.
 
+Over a slice of the classes (a rank's, with a ``class_start``) the forward gives the lse's of the slice and, where beta
+is 0 or 1, the divergence between the two distributions within it; head/distillation_shard.py joins them. In between,
+the mixture is known once the lse's of all classes are. A second call gets these as ``joined``, and gives the slice's
+part of the sums. The cross entropy on the target is left to the join. The backward takes the statistics of all classes.
+
 A probability of 0 adds nothing: 0 log 0 = 0. Where a class has a probability for the one and none for the other, the
 divergence is infinite where the formula says so. The gradient of KL(s || t) is then +inf in that class,
 -inf in others.
@@ -27,12 +32,16 @@ from torch import Tensor
 from .distillation import Distillation
 from .options import Options
 from .reference import _logsumexp, accumulator, activation, activation_derivative, gather_target, is_counted
+from .reference_ids import Columns
+from .reference_ids import columns as columns_of_ids
 
 STATISTICS = 4  # lse of the student and the teacher; KL(student || teacher or mixture); the cross entropy's own lse
 
 
 def _log_softmax(x: Tensor) -> tuple[Tensor, Tensor]:
     """(log softmax, lse)."""
+    if x.shape[-1] == 0:  # a slice without classes
+        return x, x.new_full(x.shape[:-1], -math.inf)
     maximum, log_sum = _logsumexp(x)
     return x - maximum - log_sum, (maximum + log_sum).squeeze(-1)  # not x - lse, which has been rounded
 
@@ -50,14 +59,28 @@ def _log_mixture(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
     return torch.logaddexp(log_s + math.log1p(-beta), log_t + math.log(beta))
 
 
-def distillation_forward(logits: Tensor, teacher_logits: Tensor, target: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+def distillation_forward(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    target: Tensor,
+    joined: Tensor | None = None,  # the statistics of all classes, without the KL
+    class_start: int | None = None,
+    **given: Any,
+) -> tuple[Tensor, Tensor]:
     """(loss (...), statistics (4, ...)): 0 and anything in ignored rows."""
     how, dtype = Distillation(**given), accumulator(logits)
-    columns = how.columns(logits)
-    log_s, lse = _log_softmax(_x(logits, how.student(), columns, dtype))
-    log_t, teacher_lse = _log_softmax(_x(teacher_logits, how.teacher(), columns, dtype))
+    columns, whole = how.columns(logits, class_start), class_start is None
+    x, y = _x(logits, how.student(), columns, dtype), _x(teacher_logits, how.teacher(), columns, dtype)
+    if joined is None:
+        (log_s, lse), (log_t, teacher_lse) = _log_softmax(x), _log_softmax(y)
+        hard_lse = lse
+    else:
+        lse, teacher_lse, _, hard_lse = joined.to(dtype).unbind(0)
+        log_s, log_t = x - lse.unsqueeze(-1), y - teacher_lse.unsqueeze(-1)
     s, t = log_s.exp(), log_t.exp()
-    if how.beta == 0.0:
+    if joined is None and not whole and 0.0 < how.beta < 1.0:
+        loss = of_student = torch.zeros_like(lse)
+    elif how.beta == 0.0:
         loss = _expectation(t, log_t - log_s)
         of_student = torch.zeros_like(loss)
     elif how.beta == 1.0:
@@ -66,25 +89,35 @@ def distillation_forward(logits: Tensor, teacher_logits: Tensor, target: Tensor,
         log_m = _log_mixture(log_s, log_t, how.beta)
         of_student = _expectation(s, log_s - log_m)
         loss = how.beta * _expectation(t, log_t - log_m) + (1 - how.beta) * of_student
-    hard_lse = lse
-    if how.hard_weight != 0.0:
+    log_p = log_s
+    if joined is None and how.hard_weight != 0.0 and how.temperature != 1.0:
+        log_p, hard_lse = _log_softmax(_x(logits, how.options, columns, dtype))
+    if whole and how.hard_weight != 0.0:
         index, _, invalid = gather_target(target, columns, how.options.ignore_index)
-        log_p = log_s
-        if how.temperature != 1.0:
-            log_p, hard_lse = _log_softmax(_x(logits, how.options, columns, dtype))
         cross_entropy = -log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1)
         loss = loss + how.hard_weight * cross_entropy.masked_fill(invalid, float("nan"))
     loss = torch.where(is_counted(target, how.options.ignore_index), loss, 0.0)
     return loss, torch.stack([lse, teacher_lse, of_student, hard_lse])
 
 
+def _targets(target: Tensor, columns: int, class_start: int | None, how: Distillation) -> Columns:
+    of_slice = (0, None) if class_start is None else (class_start, how.num_classes)
+    return columns_of_ids(target, columns, *of_slice, how.options.ignore_index)
+
+
 def distillation_backward(
-    grad_loss: Tensor, logits: Tensor, teacher_logits: Tensor, target: Tensor, statistics: Tensor, **given: Any
+    grad_loss: Tensor,
+    logits: Tensor,
+    teacher_logits: Tensor,
+    target: Tensor,
+    statistics: Tensor,
+    class_start: int | None = None,
+    **given: Any,
 ) -> Tensor:
     """grad_logits (..., V) in the logits' dtype. grad_loss is () or (...)."""
     how, dtype = Distillation(**given), accumulator(logits)
-    columns = how.columns(logits)
-    lse, teacher_lse, of_student, hard_lse = statistics.unbind(0)
+    columns = how.columns(logits, class_start)
+    lse, teacher_lse, of_student, hard_lse = statistics.to(dtype).unbind(0)
     x = _x(logits, how.student(), columns, dtype)
     log_s = x - lse.unsqueeze(-1)
     log_t = _x(teacher_logits, how.teacher(), columns, dtype) - teacher_lse.unsqueeze(-1)
@@ -99,13 +132,13 @@ def distillation_backward(
         if how.beta != 1.0:
             grad = (1 - how.beta) * grad
     grad = grad * activation_derivative(x, how.student())
-    index, counted, invalid = gather_target(target, columns, how.options.ignore_index)
     if how.hard_weight != 0.0:
+        at = _targets(target, columns, class_start, how)
         p = s if how.temperature == 1.0 else (how.temperature * x - hard_lse.unsqueeze(-1)).exp()
-        p = p - (torch.arange(columns, device=p.device) == index.unsqueeze(-1)).to(dtype)
-        p = p * (activation_derivative(x, how.student()) * how.temperature)
-        grad = grad + how.hard_weight * p.masked_fill(invalid.unsqueeze(-1), float("nan"))
-    a = torch.where(counted, grad_loss.to(dtype), 0.0).unsqueeze(-1)
+        hot = at.here.unsqueeze(-1) & (torch.arange(columns, device=p.device) == at.place.unsqueeze(-1))
+        p = (p - hot.to(dtype)) * (activation_derivative(x, how.student()) * how.temperature)
+        grad = grad + how.hard_weight * p.masked_fill(at.invalid.unsqueeze(-1), float("nan"))
+    a = torch.where(is_counted(target, how.options.ignore_index), grad_loss.to(dtype), 0.0).unsqueeze(-1)
     grad = torch.where(a == 0.0, 0.0, a * grad).to(logits.dtype)
     if how.num_classes is not None:
         grad = torch.nn.functional.pad(grad, (0, logits.shape[-1] - columns))

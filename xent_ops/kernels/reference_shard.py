@@ -84,8 +84,15 @@ def header(class_start: int, columns: int, sum_weights: Tensor) -> Tensor:
     return torch.cat([*(sum_weights.new_full((1,), integer) for integer in integers), sum_weights.reshape(1)])
 
 
-def _tiles(starts: Tensor, sizes: Tensor, num_classes: int) -> Tensor:
+def places(headers: Tensor) -> tuple[Tensor, Tensor]:
+    """(first class, number of classes) of each shard, (ranks,), from the headers, (ranks, HEADER)."""
+    digits = headers[:, :4].to(torch.int64)
+    return digits[:, 0] * DIGIT + digits[:, 1], digits[:, 2] * DIGIT + digits[:, 3]
+
+
+def tiles(headers: Tensor, num_classes: int) -> Tensor:
     """Do the shards tile [0, num_classes)? Each starts where no other does, at 0 or where another one ends."""
+    starts, sizes = places(headers)
     filled = sizes > 0
     same = (filled & (starts.unsqueeze(-1) == starts)).sum(-1)
     before = (filled & (starts.unsqueeze(-1) == starts + sizes)).sum(-1)
@@ -109,10 +116,8 @@ def cross_entropy_shard_join(
     """
     shape, number = target.shape, target.numel()
     headers = gathered[:, -HEADER:]
-    digits = headers[:, :4].to(torch.int64)
-    starts = digits[:, 0] * DIGIT + digits[:, 1]
-    sizes = digits[:, 2] * DIGIT + digits[:, 3]
-    tiled = _tiles(starts, sizes, num_classes)
+    starts, sizes = places(headers)
+    tiled = tiles(headers, num_classes)
     numbers = gathered[:, :-HEADER].reshape(gathered.shape[0], 3 if weight is None else 4, number)
     maximum, total, part = numbers[:, 0], numbers[:, 1], numbers[:, 2]
 

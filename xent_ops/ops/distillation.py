@@ -13,7 +13,7 @@ from . import distillation_checks as checks
 from .library import Outputs, autograd, needs_grad, operator
 
 
-def _rows(logits: Tensor, teacher_logits: Tensor, target: Tensor) -> Outputs:
+def _rows(logits: Tensor, teacher_logits: Tensor, target: Tensor, *_: Any) -> Outputs:
     dtype = accumulator(logits)
     return (target.shape, dtype), ((reference.STATISTICS, *target.shape), dtype)
 
@@ -23,9 +23,14 @@ def _with_grad(logits: Tensor, teacher_logits: Tensor, target: Tensor, grad_scal
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    logits, teacher_logits, target = inputs
+    logits, teacher_logits, target, _, class_start = inputs
     if needs_grad(ctx, 1):
         checks.teacher_needs_grad("teacher_logits")
+    if class_start is not None and needs_grad(ctx, 0):
+        raise RuntimeError(
+            "the divergence over a slice of the classes has no derivative: call xent::distillation_forward on detached "
+            "logits, or use xent_ops.distributed.vocab_parallel_linear_distillation_loss"
+        )
     _loss, statistics = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(statistics)
@@ -33,10 +38,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any]
     ctx.options = keyword_only_inputs
 
 
-def _backward(ctx: Any, grad_loss: Tensor | None, _: None) -> tuple[Tensor | None, None, None]:
+def _backward(ctx: Any, grad_loss: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad_loss is None:
-        return None, None, None
-    return torch.ops.xent.distillation_backward(grad_loss, *ctx.saved_tensors, **ctx.options), None, None
+        return (None,) * 5
+    return torch.ops.xent.distillation_backward(grad_loss, *ctx.saved_tensors, **ctx.options), *(None,) * 4
 
 
 def save_for_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any, **keywords: Any) -> None:

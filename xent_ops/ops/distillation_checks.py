@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.distillation import Distillation
+from ..kernels.reference import columns_of
 from ..kernels.reference_distillation import STATISTICS
 from . import checks
 
@@ -54,9 +55,51 @@ def classes(how: Distillation, width: int, teacher_width: int, names: tuple[str,
     torch._check_value(number >= 1, lambda: f"num_classes must be at least 1, got {number}")
 
 
-def forward(logits: Tensor, teacher_logits: Tensor, target: Tensor, **given: Any) -> None:
+def slices(how: Distillation, class_start: int | None, width: int, teacher_width: int, names: tuple[str, str]) -> None:
+    """Without a class_start all classes, as ``classes``; else both must be split at the same classes."""
+    if class_start is None:
+        classes(how, width, teacher_width, names)
+        return
+    number = how.num_classes
+    if number is None:
+        raise ValueError(f"class_start={class_start} is of a slice: num_classes must say how many classes all have")
+    for size in (width, teacher_width):
+        checks.shard_range(size, class_start, number)
+    columns, others = (columns_of(size, class_start, number) for size in (width, teacher_width))
+    torch._check_value(
+        columns == others,
+        lambda: (
+            f"{names[0]} has {columns} of the {number} classes from class_start={class_start} on but {names[1]} "
+            f"{others}; the student's head and the teacher's must be split at the same classes"
+        ),
+    )
+
+
+def joined(tensor: Tensor | None, class_start: int | None, how: Distillation, target: Tensor, like: Tensor) -> None:
+    if tensor is None:
+        return
+    if class_start is None or not 0.0 < how.beta < 1.0:
+        raise ValueError("joined statistics are for a slice of the classes, class_start=, at a beta between 0 and 1")
+    _statistics("joined", tensor, target, like)
+
+
+def _statistics(name: str, tensor: Tensor, target: Tensor, logits: Tensor) -> None:
+    checks.dtype(name, tensor, checks.FLOATS)
+    expected = torch.Size((STATISTICS, *target.shape))
+    checks.same_shape(name, tensor.shape, expected, "those that distillation_forward makes of each row")
+    checks.same_device(name, tensor, logits)
+
+
+def forward(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    target: Tensor,
+    of_all: Tensor | None = None,
+    class_start: int | None = None,
+    **given: Any,
+) -> None:
     how = Distillation(**given)
-    checks.floating_logits(logits)
+    checks.floating_logits(logits, may_be_empty=class_start is not None)
     checks.dtype("teacher_logits", teacher_logits, checks.FLOATS)
     rows = logits.shape[:-1]
     if teacher_logits.dim() != logits.dim():
@@ -69,7 +112,8 @@ def forward(logits: Tensor, teacher_logits: Tensor, target: Tensor, **given: Any
     checks.same_shape("target", target.shape, rows, "one class index for each row of the logits")
     checks.same_device("target", target, logits)
     options(how, logits, teacher_logits)
-    classes(how, logits.shape[-1], teacher_logits.shape[-1], ("logits", "teacher_logits"))
+    slices(how, class_start, logits.shape[-1], teacher_logits.shape[-1], ("logits", "teacher_logits"))
+    joined(of_all, class_start, how, target, logits)
 
 
 def values(logits: Tensor, teacher_logits: Tensor, target: Tensor, *_: Any, **given: Any) -> None:
@@ -85,14 +129,17 @@ def with_grad(logits: Tensor, teacher_logits: Tensor, target: Tensor, grad_scale
 
 
 def backward(
-    grad_loss: Tensor, logits: Tensor, teacher_logits: Tensor, target: Tensor, statistics: Tensor, **given: Any
+    grad_loss: Tensor,
+    logits: Tensor,
+    teacher_logits: Tensor,
+    target: Tensor,
+    statistics: Tensor,
+    class_start: int | None = None,
+    **given: Any,
 ) -> None:
-    forward(logits, teacher_logits, target, **given)
+    forward(logits, teacher_logits, target, None, class_start, **given)
     checks.scalar_or_rows_of("logits", logits, grad_loss=grad_loss)
-    checks.dtype("statistics", statistics, checks.FLOATS)
-    expected = torch.Size((STATISTICS, *target.shape))
-    checks.same_shape("statistics", statistics.shape, expected, "those that distillation_forward makes of each row")
-    checks.same_device("statistics", statistics, logits)
+    _statistics("statistics", statistics, target, logits)
 
 
 def backward_values(grad_loss: Tensor, *rest: Any, **given: Any) -> None:

@@ -36,7 +36,10 @@ def _product(call: Call) -> int:
 
 
 def _of_teacher(call: Call) -> int:
-    return 2 * math.prod(call.teacher_input.shape[:-1]) * math.prod(call.teacher_weight.shape)
+    classes, features = call.teacher_weight.shape
+    if hasattr(call, "class_start"):
+        classes = columns_of(classes, call.class_start, call.num_classes)
+    return 2 * math.prod(call.teacher_input.shape[:-1]) * features * classes
 
 
 def _with_grads(call: Call) -> int:
@@ -58,6 +61,8 @@ FLOPS: dict[str, Callable[[Call], int]] = {
     "linear_token_logits_with_grad": _with_grads,
     "linear_distillation_forward": lambda call: _product(call) + _of_teacher(call),
     "linear_distillation_with_grad": lambda call: _with_grads(call) + _of_teacher(call),
+    "linear_distillation_chunk": lambda call: _product(call) + _of_teacher(call),
+    "linear_distillation_chunk_grad_": lambda call: _product(call) if call.with_grad_input else 0,
     "linear_cross_entropy_shard": _product,
     "linear_cross_entropy_chunk": _product,
     "linear_cross_entropy_chunk_grad_": lambda call: _product(call) if call.with_grad_input else 0,

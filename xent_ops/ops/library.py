@@ -63,10 +63,11 @@ class Operator:
         ascend: bool,
         composed: bool,
         overwrites: str | None,
+        sized_by_options: bool,
     ) -> None:
         self.name, self.overload = name, define(name)
         self.check_arguments, self.check_values = check, check_values
-        self.outputs, self.reference = outputs, reference
+        self.outputs, self.reference, self.sized_by_options = outputs, reference, sized_by_options
         self.ascend, self.composed, self.overwrites = ascend, composed, overwrites
         self.arguments = [argument.name for argument in self.overload._schema.arguments]
         self.position = self.arguments.index(overwrites) if overwrites is not None else -1
@@ -99,9 +100,11 @@ class Operator:
         """Outputs without values, for tracing; serves the meta device too."""
         for prepare in BEFORE_TRACING:
             prepare()
-        self.check_arguments(*args, **self.keywords(given))
+        keywords = self.keywords(given)
+        self.check_arguments(*args, **keywords)
         like = next(arg for arg in args if isinstance(arg, Tensor))
-        return _returned([like.new_empty(shape, dtype=dtype) for shape, dtype in self.outputs(*args)])
+        outputs = self.outputs(*args, **keywords) if self.sized_by_options else self.outputs(*args)
+        return _returned([like.new_empty(shape, dtype=dtype) for shape, dtype in outputs])
 
     def on_reference(self, *args: Any, **given: Any) -> Any:
         keywords = self.keywords(given)
@@ -155,6 +158,7 @@ def operator(
     ascend: bool = False,
     composed: bool = False,
     overwrites: str | None = None,
+    sized_by_options: bool = False,
 ) -> Any:
     """Define and register ``xent::name``, and its in-place twin where schemas.py has one; return the overload.
 
@@ -169,12 +173,14 @@ def operator(
         composed: of other operators: ``reference`` is the kernel of every device. Autograd and tracers still see one
             operator, unlike a composite (composite.py).
         overwrites: the argument that the operator itself writes to.
+        sized_by_options: ``outputs`` sees the keywords of ``check`` too.
     """
     shared: dict[str, Any] = {
         "check": check,
         "check_values": check_values,
         "ascend": ascend,
         "composed": composed,
+        "sized_by_options": sized_by_options,
     }
     OPERATORS[name] = Operator(name, outputs=outputs, reference=reference, overwrites=overwrites, **shared)
     written_over = DECLARED[name][1]

@@ -55,6 +55,8 @@ PYTHON_ONLY = (
     "distillation_with_grad_",
     "linear_distillation_forward",
     "linear_distillation_with_grad",
+    "linear_distillation_chunk",
+    "linear_distillation_chunk_grad_",
     "token_logits",
     "token_logits_backward",
     "ids_grad_",
@@ -136,14 +138,16 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         f"{SOFT_OPTIONS}) -> Tensor",
         None,
     ),
-    # A teacher's logits beside the student's: losses of rows, what the backward wants of them, and its gradient.
+    # A teacher's logits beside the student's: losses of rows, what the backward wants of them, and its gradient. With a
+    # class_start both are a slice of num_classes, of which the forward gives parts for a join.
     "distillation_forward": (
-        f"(Tensor logits, Tensor teacher_logits, Tensor target, *, {DISTILLATION}) -> (Tensor loss, Tensor statistics)",
+        "(Tensor logits, Tensor teacher_logits, Tensor target, Tensor? joined=None, SymInt? class_start=None, *, "
+        f"{DISTILLATION}) -> (Tensor loss, Tensor statistics)",
         None,
     ),
     "distillation_backward": (
-        "(Tensor grad_loss, Tensor logits, Tensor teacher_logits, Tensor target, Tensor statistics, *, "
-        f"{DISTILLATION}) -> Tensor",
+        "(Tensor grad_loss, Tensor logits, Tensor teacher_logits, Tensor target, Tensor statistics, "
+        f"SymInt? class_start=None, *, {DISTILLATION}) -> Tensor",
         "logits",
     ),
     "distillation_with_grad": (
@@ -255,6 +259,19 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     "linear_cross_entropy_chunk_add_": (
         "(Tensor(a!) grad_linear_weight, Tensor(b!) grad_linear_bias, Tensor grad_logits, Tensor input, "
         f"SymInt columns, bool first, {COUNT}) -> ()",
+        None,
+    ),
+    # The same of a student's and a teacher's slices; the other two operators are those above and below.
+    "linear_distillation_chunk": (
+        "(Tensor input, Tensor linear_weight, Tensor target, Tensor teacher_input, Tensor teacher_weight, "
+        f"SymInt class_start, Tensor? linear_bias=None, Tensor? teacher_bias=None, {AFTER}, *, {DISTILLATION}) "
+        "-> (Tensor stats, Tensor logits, Tensor teacher_logits)",
+        None,
+    ),
+    "linear_distillation_chunk_grad_": (
+        "(Tensor(a!) logits, Tensor grad_loss, Tensor teacher_logits, Tensor linear_weight, Tensor target, "
+        f"Tensor statistics, SymInt class_start, bool with_grad_input=True, {AFTER}, *, {DISTILLATION}) "
+        "-> (Tensor grad_input, Tensor done)",
         None,
     ),
     "linear_cross_entropy_value": (

@@ -8,6 +8,9 @@ One kernel, in which each part may be left out. A program has a row, of the stud
                     differences weighted with the running softmax. In between, the mixture is known only after it: one
                     visit more.
     gradient        one visit more, of the columns that were read last first: the L2 cache still has some of them.
+
+Of a slice of the classes, a rank's, the statistics are those of the slice. The visits of the mixture and of the
+gradient read those of all classes, which the caller has joined.
 """
 
 import triton
@@ -137,7 +140,7 @@ def _gradient(
 
 
 @triton.jit(
-    do_not_specialize=["ignore_index", "n_rows"],
+    do_not_specialize=["class_start", "n_classes", "ignore_index", "n_rows"],
     do_not_specialize_on_alignment=["n_inner", "n_teacher_inner", "n_out_inner"],
 )
 def distillation_kernel(
@@ -146,7 +149,8 @@ def distillation_kernel(
     target_ptr,  # (N,), contiguous, any integer dtype
     upstream_ptr,  # (N,) with a stride, 0 for a scalar: what the gradient is multiplied by
     loss_ptr,  # (N,)
-    statistics_ptr,  # (4, N): see reference_distillation.py; read by a gradient without statistics
+    joined_ptr,  # (4, N): the statistics that are read where none are made
+    statistics_ptr,  # (4, N): see reference_distillation.py
     grad_ptr,  # (outer, inner, width): may be the logits themselves
     n_rows: "i64",
     n_cols,  # classes
@@ -161,6 +165,8 @@ def distillation_kernel(
     out_stride_outer,
     out_stride_inner,
     upstream_stride,
+    class_start: "i64",  # of a part: the class of the first column
+    n_classes: "i64",  # likewise: of all parts together
     ignore_index: "i64",
     beta: "fp64",
     temperature: "fp64",
@@ -190,8 +196,14 @@ def distillation_kernel(
     a = tl.cast(0.0, ACC)
     if HOW.gradient:
         a = tl.load(upstream_ptr + tl.cast(row, tl.int64) * upstream_stride).to(ACC)
-    if not HOW.statistics:
+    if not (HOW.statistics or HOW.divergence):
         live = live & (a != 0.0)  # a row that passes nothing back is not read
+    total_classes = tl.cast(n_cols, tl.int64)
+    column = target
+    if HOW.part:
+        total_classes = n_classes
+        column = target - class_start
+    valid = (target >= 0) & (target < total_classes)
     tile = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     n_read = tl.where(live, n_cols, 0)
     body = n_read // VECTOR * VECTOR  # whole lanes: such a mask may be vectorised whatever n_cols is
@@ -202,6 +214,8 @@ def distillation_kernel(
 
     stats_ptr = statistics_ptr + row
     n_rows = tl.cast(n_rows, tl.int64)
+    of_student = zero
+    loss = zero
     if HOW.statistics:
         zeros = tl.zeros([LANES], ACC)
         least = tl.full([LANES], float("-inf"), ACC)
@@ -229,33 +243,38 @@ def distillation_kernel(
         hard_lse = lse
         if HOW.hard == 2:
             hard_lse = temperature * pivot + tl.log2(tl.sum(lanes_hard, axis=0)) * LN2
-        of_student = zero
         if HOW.beta == 0:
             loss = tl.sum(lanes_moment, axis=0) / teacher_total - teacher_log_total + log_total
         elif HOW.beta == 1:
             loss = tl.sum(lanes_moment, axis=0) / total - log_total + teacher_log_total
             of_student = loss
-        else:
-            lanes_student = zeros
-            lanes_of_teacher = zeros
-            for block in tl.range(0, n_blocks):
-                columns = (n_blocks - 1 - block) * BLOCK + tile  # the end of the row was read last
-                x = _load(row_ptr, columns, columns < body, act, FLAGS, ACC, KEEP)
-                y = _load(teacher_row_ptr, columns, columns < body, teacher_act, TEACHER_FLAGS, ACC, KEEP)
-                added, teacher_added = _divergences(x - lse, y - teacher_lse, beta)
-                lanes_student += added
-                lanes_of_teacher += teacher_added
-            if REST:
-                columns = body + tile
-                x = _load(row_ptr, columns, columns < n_read, act, FLAGS, ACC, KEEP)
-                y = _load(teacher_row_ptr, columns, columns < n_read, teacher_act, TEACHER_FLAGS, ACC, KEEP)
-                added, teacher_added = _divergences(x - lse, y - teacher_lse, beta)
-                lanes_student += added
-                lanes_of_teacher += teacher_added
-            of_student = tl.sum(lanes_student, axis=0)
-            loss = beta * tl.sum(lanes_of_teacher, axis=0) + (1.0 - beta) * of_student
-        if HOW.hard != 0:
-            valid = (target >= 0) & (target < n_cols)
+    else:
+        lse = tl.load(joined_ptr + row)
+        teacher_lse = tl.load(joined_ptr + row + n_rows)
+        hard_lse = tl.load(joined_ptr + row + 3 * n_rows)
+        if not HOW.divergence:
+            of_student = tl.load(joined_ptr + row + 2 * n_rows)
+    if HOW.divergence:
+        lanes_student = tl.zeros([LANES], ACC)
+        lanes_of_teacher = tl.zeros([LANES], ACC)
+        for block in tl.range(0, n_blocks):
+            columns = (n_blocks - 1 - block) * BLOCK + tile  # the end of the row was read last
+            x = _load(row_ptr, columns, columns < body, act, FLAGS, ACC, KEEP)
+            y = _load(teacher_row_ptr, columns, columns < body, teacher_act, TEACHER_FLAGS, ACC, KEEP)
+            added, teacher_added = _divergences(x - lse, y - teacher_lse, beta)
+            lanes_student += added
+            lanes_of_teacher += teacher_added
+        if REST:
+            columns = body + tile
+            x = _load(row_ptr, columns, columns < n_read, act, FLAGS, ACC, KEEP)
+            y = _load(teacher_row_ptr, columns, columns < n_read, teacher_act, TEACHER_FLAGS, ACC, KEEP)
+            added, teacher_added = _divergences(x - lse, y - teacher_lse, beta)
+            lanes_student += added
+            lanes_of_teacher += teacher_added
+        of_student = tl.sum(lanes_student, axis=0)
+        loss = beta * tl.sum(lanes_of_teacher, axis=0) + (1.0 - beta) * of_student
+    if HOW.statistics or HOW.divergence:
+        if HOW.hard != 0 and not HOW.part:
             at_target = tl.load(row_ptr + target, mask=valid & live, other=0.0).to(ACC)
             cross_entropy = hard_lse - temperature * activate(at_target, act, FLAGS)
             loss += hard_weight * tl.where(valid, cross_entropy, float("nan"))
@@ -265,18 +284,12 @@ def distillation_kernel(
             tl.store(stats_ptr + n_rows, teacher_lse)
             tl.store(stats_ptr + 2 * n_rows, of_student)
             tl.store(stats_ptr + 3 * n_rows, hard_lse)
-    else:
-        lse = tl.load(stats_ptr)
-        teacher_lse = tl.load(stats_ptr + n_rows)
-        of_student = tl.load(stats_ptr + 2 * n_rows)
-        hard_lse = tl.load(stats_ptr + 3 * n_rows)
 
     if HOW.gradient:
         out_ptr = grad_ptr + row_offset(row, n_out_inner, out_stride_outer, out_stride_inner)
         live = live & (a != 0.0)
         if HOW.hard != 0:
-            invalid = live & ((target < 0) | (target >= n_cols))
-            a = tl.where(invalid, float("nan"), a)
+            a = tl.where(live & ~valid, float("nan"), a)
         n_read = tl.where(live, n_cols, 0)
         # Where the gradient is written over the logits, no thread may begin before all have read the target's logit.
         tl.debug_barrier()
@@ -291,7 +304,7 @@ def distillation_kernel(
             x = _load(row_ptr, columns, inside, act, FLAGS, ACC, "evict_first")
             y = _load(teacher_row_ptr, columns, inside, teacher_act, TEACHER_FLAGS, ACC, "evict_first")
             grad = _gradient(
-                x, y, columns, a, lse, teacher_lse, of_student, hard_lse, target, beta, temperature, hard_weight, act,
+                x, y, columns, a, lse, teacher_lse, of_student, hard_lse, column, beta, temperature, hard_weight, act,
                 FLAGS, HOW,
             )  # fmt: skip
             grad = tl.where(live, grad, 0.0)
@@ -302,7 +315,7 @@ def distillation_kernel(
             x = _load(row_ptr, columns, columns < n_read, act, FLAGS, ACC, "")
             y = _load(teacher_row_ptr, columns, columns < n_read, teacher_act, TEACHER_FLAGS, ACC, "")
             grad = _gradient(
-                x, y, columns, a, lse, teacher_lse, of_student, hard_lse, target, beta, temperature, hard_weight, act,
+                x, y, columns, a, lse, teacher_lse, of_student, hard_lse, column, beta, temperature, hard_weight, act,
                 FLAGS, HOW,
             )  # fmt: skip
             grad = tl.where(live, grad, 0.0)

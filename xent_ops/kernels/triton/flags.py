@@ -40,9 +40,11 @@ class DistillationFlags(NamedTuple):
     beta: int  # 0, 1, or 2 for what is in between
     hard: int  # cross entropy on the target: 0 for none, 2 where its temperature is another than the divergence's
     statistics: bool  # made; else they are read
+    divergence: bool  # to the mixture, which is known after the statistics
     gradient: bool
     rest: bool  # columns are no multiple of those of a lane
     padded: bool  # there are columns behind the classes
+    part: bool  # the columns are some of the classes; targets count from the first class of all
 
     def __repr__(self) -> str:
         return _expression(self)

@@ -48,23 +48,28 @@ class _Call:
         out_strides: Strides | None,  # of the rows that the gradient is written to
         statistics: bool,
         how: Distillation,
+        class_start: int | None = None,
+        joined: bool = False,  # what all slices' statistics make is given
     ) -> None:
         number, strides, self.rows, _ = row_layout(logits)
         _, teacher_strides, self.teacher_rows, _ = row_layout(teacher_logits)
         self.target = dense_like(target)
         self.upstream, upstream_stride = per_row_like(upstream)
         self.empty = traced(number) == 0
-        width, classes = logits.shape[-1], how.columns(logits)
+        width, classes = logits.shape[-1], how.columns(logits, class_start)
         itemsize = min(logits.element_size(), teacher_logits.element_size())
         vector = configs.vector(itemsize)
         student, teacher = how.student(), how.teacher()
+        beta, part = 0 if how.beta == 0.0 else 1 if how.beta == 1.0 else 2, class_start is not None
         flags = DistillationFlags(
-            beta=0 if how.beta == 0.0 else 1 if how.beta == 1.0 else 2,
+            beta=beta,
             hard=0 if how.hard_weight == 0.0 else 1 if how.temperature == 1.0 else 2,
             statistics=statistics,
+            divergence=joined or (statistics and beta == 2 and not part),
             gradient=out_strides is not None,
             rest=classes % vector != 0,
             padded=classes < width,
+            part=part,
         )
         capped = student.softcap is not None or teacher.softcap is not None
         loaded = capped or flags.rest or flags.beta == 2 or flags.hard == 2
@@ -80,6 +85,8 @@ class _Call:
             *teacher_strides,
             *(out_strides or strides),
             upstream_stride,
+            class_start or 0,
+            how.num_classes or 0,
             ignore_index,
             how.beta,
             how.temperature,
@@ -102,6 +109,7 @@ class _Call:
         target: Tensor,
         upstream: Tensor | None,
         loss: Tensor,
+        joined: Tensor,
         statistics: Tensor,
         grad: Tensor | None,
     ) -> None:
@@ -113,63 +121,92 @@ class _Call:
             self.target(target),
             loss if upstream is None else self.upstream(upstream),
             loss,
+            joined,
             statistics,
             logits if grad is None else grad,
         )
 
 
 @launcher
-def distillation_forward(logits: Tensor, teacher_logits: Tensor, target: Tensor, **given: Any) -> Run:
-    call = _Call(logits, teacher_logits, target, None, None, True, Distillation(**given))
-    new_loss = new_rows(logits)
-    new_statistics = new_tensor((STATISTICS, *target.shape), accumulator(logits), logits.device)
+def distillation_forward(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    target: Tensor,
+    joined: Tensor | None = None,
+    class_start: int | None = None,
+    **given: Any,
+) -> Run:
+    made = joined is None
+    call = _Call(logits, teacher_logits, target, None, None, made, Distillation(**given), class_start, not made)
+    new_loss, dtype = new_rows(logits), accumulator(logits)
+    new_statistics = new_tensor((STATISTICS, *target.shape), dtype, logits.device)
+    as_joined = None if joined is None else dense_like(joined, dtype)
 
-    def run(logits: Tensor, teacher_logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def run(
+        logits: Tensor, teacher_logits: Tensor, target: Tensor, joined: Tensor | None = None, *_: Any
+    ) -> tuple[Tensor, Tensor]:
         loss, statistics = new_loss(), new_statistics()
-        call(logits, teacher_logits, target, None, loss, statistics, None)
+        of_all = statistics if as_joined is None or joined is None else as_joined(joined)
+        call(logits, teacher_logits, target, None, loss, of_all, statistics, None)
         return loss, statistics
 
     return run
 
 
 def _backward_apart(
-    grad_loss: Tensor, logits: Tensor, teacher_logits: Tensor, target: Tensor, statistics: Tensor, **given: Any
+    grad_loss: Tensor,
+    logits: Tensor,
+    teacher_logits: Tensor,
+    target: Tensor,
+    statistics: Tensor,
+    class_start: int | None = None,
+    **given: Any,
 ) -> Run:
     how, strides = Distillation(**given), dense_rows(logits.shape)
-    call = _Call(logits, teacher_logits, target, grad_loss, strides, False, how)
+    call = _Call(logits, teacher_logits, target, grad_loss, strides, False, how, class_start)
     new_grad, as_statistics = new_gradient(logits), dense_like(statistics, accumulator(logits))
 
-    def run(grad_loss: Tensor, logits: Tensor, teacher_logits: Tensor, target: Tensor, statistics: Tensor) -> Tensor:
+    def run(
+        grad_loss: Tensor, logits: Tensor, teacher_logits: Tensor, target: Tensor, statistics: Tensor, *_: Any
+    ) -> Tensor:
         grad, statistics = new_grad(), as_statistics(statistics)
-        call(logits, teacher_logits, target, grad_loss, statistics, statistics, grad)
+        call(logits, teacher_logits, target, grad_loss, statistics, statistics, statistics, grad)
         return grad
 
     return run
 
 
 @launcher
-def distillation_backward(*args: Tensor, **given: Any) -> Run:
+def distillation_backward(*args: Any, **given: Any) -> Run:
     return _backward_apart(*args, **given)
 
 
 @launcher
 def distillation_backward_(
-    grad_loss: Tensor, logits: Tensor, teacher_logits: Tensor, target: Tensor, statistics: Tensor, **given: Any
+    grad_loss: Tensor,
+    logits: Tensor,
+    teacher_logits: Tensor,
+    target: Tensor,
+    statistics: Tensor,
+    class_start: int | None = None,
+    **given: Any,
 ) -> Run:
     layout = row_layout(logits)
     if layout.copied:
-        apart = _backward_apart(grad_loss, logits, teacher_logits, target, statistics, **given)
+        apart = _backward_apart(grad_loss, logits, teacher_logits, target, statistics, class_start, **given)
 
-        def copy_back(grad_loss: Tensor, logits: Tensor, *rest: Tensor) -> None:
+        def copy_back(grad_loss: Tensor, logits: Tensor, *rest: Any) -> None:
             logits.copy_(apart(grad_loss, logits, *rest))
 
         return copy_back
-    call = _Call(logits, teacher_logits, target, grad_loss, layout.strides, False, Distillation(**given))
+    call = _Call(logits, teacher_logits, target, grad_loss, layout.strides, False, Distillation(**given), class_start)
     as_statistics = dense_like(statistics, accumulator(logits))
 
-    def run(grad_loss: Tensor, logits: Tensor, teacher_logits: Tensor, target: Tensor, statistics: Tensor) -> None:
+    def run(
+        grad_loss: Tensor, logits: Tensor, teacher_logits: Tensor, target: Tensor, statistics: Tensor, *_: Any
+    ) -> None:
         statistics = as_statistics(statistics)
-        call(logits, teacher_logits, target, grad_loss, statistics, statistics, logits)
+        call(logits, teacher_logits, target, grad_loss, statistics, statistics, statistics, logits)
         torch.autograd.graph.increment_version(logits)  # autograd does not see a launch
 
     return run
@@ -182,7 +219,7 @@ def _with_grad_apart(logits: Tensor, teacher_logits: Tensor, target: Tensor, gra
 
     def run(logits: Tensor, teacher_logits: Tensor, target: Tensor, grad_scale: Tensor) -> tuple[Tensor, Tensor]:
         loss, grad = new_loss(), new_grad()
-        call(logits, teacher_logits, target, grad_scale, loss, loss, grad)
+        call(logits, teacher_logits, target, grad_scale, loss, loss, loss, grad)
         return loss, grad
 
     return run
@@ -212,7 +249,7 @@ def distillation_with_grad_(
 
     def run(logits: Tensor, teacher_logits: Tensor, target: Tensor, grad_scale: Tensor) -> Tensor:
         loss = new_loss()
-        call(logits, teacher_logits, target, grad_scale, loss, loss, logits)
+        call(logits, teacher_logits, target, grad_scale, loss, loss, loss, logits)
         torch.autograd.graph.increment_version(logits)  # autograd does not see a launch
         return loss
 

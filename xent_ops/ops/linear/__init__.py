@@ -1,5 +1,5 @@
 """The head and the loss as one: operators of linear cross entropy, which never hold all logits."""
 
-from . import chunk, composite, distillation, operators, shard, token_logits
+from . import chunk, composite, distillation, distillation_chunk, operators, shard, token_logits
 
-__all__ = ["chunk", "composite", "distillation", "operators", "shard", "token_logits"]
+__all__ = ["chunk", "composite", "distillation", "distillation_chunk", "operators", "shard", "token_logits"]

@@ -61,6 +61,11 @@ def head(
     sizes_of(chunking)
 
 
+def two_dimensions(input: Tensor) -> None:
+    if input.dim() != 2:
+        raise ValueError(f"input has shape {tuple(input.shape)}; expected (rows, H), the rows of one chunk")
+
+
 def wider(logits_dtype: torch.dtype | None, input: Tensor) -> None:
     if logits_dtype in (None, input.dtype) or (logits_dtype, input.dtype) in _WIDER:
         return

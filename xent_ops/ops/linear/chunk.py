@@ -47,7 +47,7 @@ def _check_chunk(
     logits_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> None:
-    _two_dimensions(input)
+    checks.two_dimensions(input)
     checks.wider(logits_dtype, input)
     _check_count(count, input)
     if ids is not None:
@@ -63,11 +63,6 @@ def _check_count(count: Tensor | None, like: Tensor) -> None:
         row_checks.dtype("count", count, (torch.int32,))
         row_checks.same_shape("count", count.shape, torch.Size(()), "one number")
         row_checks.same_device("count", count, like, "the chunk is")
-
-
-def _two_dimensions(input: Tensor) -> None:
-    if input.dim() != 2:
-        raise ValueError(f"input has shape {tuple(input.shape)}; expected (rows, H), the rows of one chunk")
 
 
 def _chunk_outputs(
@@ -150,7 +145,7 @@ def _check_add(
     first: bool,
     count: Tensor | None = None,
 ) -> None:
-    _two_dimensions(input)
+    checks.two_dimensions(input)
     _check_count(count, input)
     row_checks.same_shape("grad_logits", grad_logits.shape[:1], input.shape[:1], "as many rows as the input")
     torch._check_value(

@@ -21,8 +21,6 @@ from ..library import Outputs, autograd, needs_grad, operator
 from . import checks
 from .operators import given_away, gradients_of
 
-_TEACHER = ("teacher_weight", "teacher_bias")
-
 
 def check(
     input: Tensor,
@@ -38,9 +36,26 @@ def check(
     skip_ignored: bool = False,
     **given: Any,
 ) -> None:
-    how, chunking = Distillation(**given), Chunking(chunk_rows, skip_ignored)
-    checks.head(input, linear_weight, linear_bias, accumulate_dtype, chunking)
-    checks.head(teacher_input, teacher_weight, teacher_bias, names=_TEACHER, input_name="teacher_input")
+    checks.sizes_of(Chunking(chunk_rows, skip_ignored))
+    student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
+    check_heads(student, target, teacher, Distillation(**given), accumulate_dtype=accumulate_dtype)
+
+
+def check_heads(
+    student: tuple[Tensor, Tensor, Tensor | None],  # input, weight, bias
+    target: Tensor,
+    teacher: tuple[Tensor, Tensor, Tensor | None],
+    how: Distillation,
+    class_start: int | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    names: tuple[str, str] = checks.NAMES,
+    teacher_names: tuple[str, str] = ("teacher_weight", "teacher_bias"),
+) -> None:
+    """Of all classes, or with a class_start of a slice, which may be empty. ``names``: of weights and biases."""
+    (input, linear_weight, _), (teacher_input, teacher_weight, _) = student, teacher
+    of_slice: dict[str, Any] = {"may_be_empty": class_start is not None}
+    checks.head(*student, accumulate_dtype, names=names, **of_slice)
+    checks.head(*teacher, names=teacher_names, input_name="teacher_input", **of_slice)
     row_checks.same_device("teacher_input", teacher_input, input, "input is")
     rows = input.shape[:-1]
     row_checks.same_shape("teacher_input", teacher_input.shape[:-1], rows, "the rows of input, before the features")
@@ -49,7 +64,7 @@ def check(
     row_checks.same_device("target", target, input, "input is")
     distillation_checks.options(how, input, teacher_input)
     widths = linear_weight.shape[0], teacher_weight.shape[0]
-    distillation_checks.classes(how, *widths, ("linear_weight", "teacher_weight"))
+    distillation_checks.slices(how, class_start, *widths, (names[0], teacher_names[0]))
 
 
 def check_with_grad(
