@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from .functional import is_dtensor, refuse_dtensors
-from .kernels.distillation import Distillation
 from .kernels.options import LossOptions, Options, Reduction
 from .kernels.reductions import reduce_rows
-from .ops import arguments, checks, distillation_checks, transforms
+from .ops import arguments, checks, distillation_arguments, distillation_checks, transforms
 from .ops.linear import checks as linear_checks
 from .ops.linear import composite
 
@@ -89,7 +88,7 @@ def distillation_loss(
     _refuse(name, input, teacher_input, target, token_weight)
     arguments.tensors(input, target)
     arguments.required("teacher_input", teacher_input)
-    how = _how(
+    how = distillation_arguments.how(
         ignore_index,
         softcap,
         logit_scale,
@@ -169,7 +168,7 @@ def linear_distillation_loss(
     arguments.optional("teacher_bias", teacher_bias)
     for which, tensor in (("input", teacher_input), ("weight", teacher_weight), ("bias", teacher_bias)):
         distillation_checks.teacher_is_constant(f"teacher_{which}", tensor)
-    how = _how(
+    how = distillation_arguments.how(
         ignore_index,
         softcap,
         logit_scale,
@@ -196,33 +195,13 @@ def linear_distillation_loss(
 
 
 def _target_of(input: Any, target: Any, ignore_index: Any, hard_weight: Any) -> tuple[Any, Any]:
-    """A target that ignores nothing, where there is none."""
-    if target is not None:
-        return target, ignore_index
-    if arguments.number("hard_weight", hard_weight) != 0.0:
-        raise ValueError(f"hard_weight={hard_weight} is of the cross entropy on the target: pass target=")
-    if not isinstance(input, Tensor) or is_dtensor(input) or input.dim() == 0:  # which is refused behind this
-        return torch.zeros(0, dtype=torch.int64), ignore_index
-    return input.new_zeros(input.shape[:-1], dtype=torch.int64), -100
+    refused = not isinstance(input, Tensor) or is_dtensor(input) or input.dim() == 0
+    rows = None if refused else input.shape[:-1]
+    return distillation_arguments.target_of(target, ignore_index, hard_weight, input, rows)
 
 
 def _refuse(name: str, *tensors: Any) -> None:
     refuse_dtensors(name, *[tensor for tensor in tensors if isinstance(tensor, Tensor)])
-
-
-def _how(ignore_index: Any, softcap: Any, logit_scale: Any, rest: tuple[Any, ...]) -> Distillation:
-    """The options in the types that kernels take."""
-    num_classes, beta, temperature, hard_weight, teacher_softcap, teacher_logit_scale = rest
-    options = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale).rows
-    return Distillation(
-        options,
-        None if num_classes is None else arguments.integer("num_classes", num_classes),
-        arguments.number("beta", beta),
-        arguments.number("temperature", temperature),
-        arguments.number("hard_weight", hard_weight),
-        None if teacher_softcap is None else arguments.number("teacher_softcap", teacher_softcap),
-        arguments.number("teacher_logit_scale", teacher_logit_scale),
-    )
 
 
 def _divisor(value: Any, input: Tensor, token_weight: Any, target: Tensor, reduction: str) -> Tensor | None:

@@ -1,6 +1,7 @@
 """The head and the loss over ranks in real processes. Every rank runs the cases of linear_*cases.py beside this."""
 
 import bench_cases as bench
+import distillation_cases as distillation
 import linear_compiled_cases as compiled
 import linear_dtensor_cases as dtensor
 import linear_error_cases as errors
@@ -63,6 +64,30 @@ def test_token_loss(pool, device, world, kind):
     pool(world, device).run(token_loss.values, kind)
 
 
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["chunk", "uneven", "empty", "padded"])
+def test_distillation(pool, device, world, kind):
+    if kind == "empty" and world == 1:
+        pytest.skip("the one rank has all classes")
+    pool(world, device).run(distillation.values, kind)
+
+
+@pytest.mark.parametrize("world", [1, *FEW])
+@pytest.mark.parametrize(
+    "case",
+    [
+        distillation.sequence_parallel,
+        distillation.masks_and_edges,
+        distillation.ignored_rows_of_nan,
+        distillation.behaviour,
+        distillation.errors,
+    ],
+    ids=lambda case: case.__name__,
+)
+def test_behaviour_of_distillation(pool, device, world, case):
+    pool(world, device).run(case)
+
+
 @pytest.mark.parametrize("world", FEW)
 @pytest.mark.parametrize("case", [precision.float32_logits, precision.eight_bits], ids=lambda case: case.__name__)
 def test_precision(pool, device, world, case):
@@ -100,6 +125,8 @@ def test_compiled(pool, device, world, backend):
     "case",
     [
         compiled.graph,
+        distillation.graph,
+        pytest.param(distillation.inductor, marks=pytest.mark.slow),
         pytest.param(compiled.order_of_the_pipeline, marks=pytest.mark.slow),
         compiled.bad_input_while_tracing,
         compiled.gradients_are_made_once_in_a_checkpoint,

@@ -1,4 +1,4 @@
-"""Random calls of the two functions of distillation, as fuzz_draws.py makes those of the others."""
+"""Random calls of the functions of distillation, as fuzz_draws.py makes those of the others."""
 
 import math
 
@@ -10,6 +10,7 @@ from xent_ops.testing import assert_distillation, distillation_oracle
 from xent_ops.testing.rows import assert_within, eps
 
 NAMES = ("distillation_loss", "linear_distillation_loss")
+OVER_RANKS = "vocab_parallel_linear_distillation_loss"
 DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16", "torch.float64")
 OPTIONS = {
     "beta": (0.0, 0.25, 0.875, 1.0),
@@ -22,21 +23,24 @@ OPTIONS = {
 }
 
 
-def draw(random, seed, device, name, backend):
-    linear, given, lines = name.startswith("linear"), {}, []
+def draw(random, seed, device, name, backend, ranks=1):
+    linear, given, lines, split, sequence = "linear" in name, {}, [], ranks > 1, None
     maybe, pick = (lambda share=0.5: random.random() < share), random.choice
     dtype, teacher_dtype = pick(DTYPES), pick(DTYPES)
     if "torch.float64" in (dtype, teacher_dtype):
         teacher_dtype = dtype
     classes, shape = pick((1, 2, 17, 64, 130, 1003)), pick([(), (0,), (1,), (7,), (33,), (2, 3), (2, 0), (2, 3, 2)])
-    padding, teacher_padding = (pick((0, 3, 5)), pick((0, 1, 8))) if maybe(0.3) else (0, 0)
+    if split and maybe(0.3):  # of this dimension each rank has its part of the inputs
+        sequence = pick((0, 1))
+        shape = (2 * ranks, 3) if sequence == 0 else (3, 2 * ranks)
+    padding, teacher_padding = (pick((0, 3, 5)), pick((0, 1, 8))) if maybe(0.3) and not split else (0, 0)
     ignored, rows = pick((-100, -1, classes + 9)), torch.Size(shape).numel()
     targets = [ignored if maybe(0.3) else random.randrange(classes) for _ in range(rows)]
     for option, choices in OPTIONS.items():
         if maybe(0.4):
             given[option] = pick(choices)
     with_target = "hard_weight" in given or maybe(0.7)
-    if padding != teacher_padding or maybe(0.1):
+    if padding != teacher_padding or maybe(0.1) or split:
         given["num_classes"] = classes
     else:
         padding = teacher_padding = 0
@@ -46,8 +50,12 @@ def draw(random, seed, device, name, backend):
         given["divisor"] = pick((3.0, -2.0))
     if linear and maybe():
         given["chunk_rows"] = pick((1, 3, 16))
-    if linear and maybe(0.2):
+    if linear and not split and maybe(0.2):
         given["skip_ignored"] = True
+    if split and maybe(0.3):
+        given["check"] = True
+    if sequence is not None:
+        given["sequence_parallel"] = True
     if linear and dtype in DTYPES[1:3] and maybe(0.3):
         given["accumulate_dtype"] = torch.float32
     if with_target and (ignored != -100):
@@ -72,36 +80,65 @@ def draw(random, seed, device, name, backend):
         leaves, teacher = [*leaves, "head"], [*teacher, "teacher_head"]
         if maybe():
             tensor("bias", dtype, widths[0])
-            leaves, texts = [*leaves, "bias"], [*texts, "linear_bias=bias"]
+            leaves, texts = [*leaves, "bias"], [*texts, "bias_shard=my_bias" if split else "linear_bias=bias"]
         if maybe():
             tensor("teacher_bias", teacher_dtype, widths[1])
-            teacher, texts = [*teacher, "teacher_bias"], [*texts, "teacher_bias=teacher_bias"]
+            teacher.append("teacher_bias")
+            texts.append("teacher_bias_shard=my_teacher_bias" if split else "teacher_bias=teacher_bias")
     else:
         tensor("student", dtype, *shape, widths[0], scale=3.0)
         tensor("teacher", teacher_dtype, *shape, widths[1], scale=3.0)
     if maybe(0.3):
         lines.append(f"token_weight = torch.rand({shape}).to({device!r}) + 0.25")
         texts.append("token_weight=token_weight")
+    heads = f"[{', '.join(leaves)}], [{', '.join(teacher)}]"
+    if split:
+        lines += _parts(random, classes, ranks, sequence, [*leaves, *teacher])
+        leaves, teacher = ([f"my_{name}" for name in names] for names in (leaves, teacher))
+        texts.append("class_start=start")
     lines += [f"{name}.requires_grad_()" for name in leaves]
-    function = f"xent_ops.{name}"
+    function = f"xent_ops.distributed.{name}" if split else f"xent_ops.{name}"
     if backend is not None:
         function = f"torch.compile({function}, fullgraph=True, backend={backend!r})"
     operands = [*leaves[:2], *teacher[:2]] if linear else [leaves[0], teacher[0]]
     lines.append(f"loss = {function}({', '.join([*operands, *texts])})")
     lines.append("upstream = torch.randn(loss.shape).to(loss)")
     lines.append(f"grads = torch.autograd.grad(loss, [{', '.join(leaves)}], upstream)")
-    texts = [text for text in texts if not text.startswith(("linear_bias", "teacher_bias"))]
-    heads = f"[{', '.join(leaves)}], [{', '.join(teacher)}]"
+    used = {text.split("=")[0] for text in texts} | {"teacher_input", "teacher_weight", "teacher_weight_shard"}
+    unknown = ("linear_bias", "bias_shard", "teacher_bias", "class_start", "sequence_parallel", "check")
+    texts = [text for text in texts if not text.startswith(unknown)]
+    if split:
+        texts += ["shard=(start, stop)", f"part={None if sequence is None else (sequence, ranks)}"]
     lines.append(f"expect(loss, grads, upstream, {heads}, {', '.join(texts)})")
-    used = {text.split("=")[0] for text in texts} | {"teacher_input", "teacher_weight", "linear_bias", "teacher_bias"}
-    return Draw(seed, name, "\n".join(lines) + "\n", frozenset(used), 1, device)
+    return Draw(seed, name, "\n".join(lines) + "\n", frozenset(used), ranks, device)
+
+
+def _parts(random, classes, ranks, sequence, names):
+    """Lines that make this rank's parts of the tensors; each head has padding of its own."""
+    ends = sorted(random.randint(0, classes) for _ in range(ranks - 1))
+    places = list(zip([0, *ends], [*ends, classes], strict=True))
+    lines = ["rank = torch.distributed.get_rank()", f"start, stop = {places}[rank]"]
+    for side in ("", "teacher_"):
+        lines.append(f"{side}padding = {random.choice((0, 1, 2))} if start < stop == {classes} else 0")
+    for name in names:
+        side = "teacher_" if name.startswith("teacher") else ""
+        if name in ("student", "teacher"):
+            text = name if sequence is None else f"{name}.chunk({ranks}, {sequence})[rank]"
+        else:
+            zeros = "0, 0, 0, " if name.endswith("head") else "0, "
+            text = f"torch.nn.functional.pad({name}[start:stop], ({zeros}{side}padding), value=7.0)"
+        lines.append(f"my_{name} = {text}.clone()")
+    return lines
 
 
 def expect(
     loss, grads, upstream, student, teacher, target=None, token_weight=None, reduction="mean", divisor=1.0,
-    chunk_rows=None, skip_ignored=False, accumulate_dtype=None, **options
+    chunk_rows=None, skip_ignored=False, accumulate_dtype=None, shard=None, part=None, **options
 ):  # fmt: skip
-    """Of given logits to the budgets of the oracle; through heads to a part of the largest number."""
+    """Of given logits to the budgets of the oracle; through heads to a part of the largest number.
+
+    ``shard``: the classes of this rank, whose gradients these are. ``part``: (dimension, ranks) of the input's.
+    """
     own, linear = student[0].dtype, len(student) > 1
     logits, teacher_logits = (
         F.linear(*[tensor.detach().double().cpu() for tensor in head]) if linear else head[0].detach()
@@ -140,6 +177,15 @@ def expect(
     )
     wanted = (g @ head, g.t() @ flat, g.sum(0))
     scales = (scale @ head.abs(), scale.t() @ flat.abs(), scale.sum(0))
+    if shard is not None:
+        mine, number = slice(*shard), shard[1] - shard[0]
+        assert all(grad[number:].count_nonzero() == 0 for grad in grads[1:]), "padding got a gradient"
+        grads = (grads[0], *(grad[:number] for grad in grads[1:]))
+        wanted = (wanted[0], *(of_classes[mine] for of_classes in wanted[1:]))
+    if part is not None:
+        dim, ranks = part
+        of_input = wanted[0].view(*shape, -1).chunk(ranks, dim)[torch.distributed.get_rank()]
+        wanted = (of_input, *wanted[1:])
     for name, grad, right, parts in zip(("input", "head", "bias"), grads, wanted, scales, strict=False):
         bound = far * (float(parts.max()) if parts.numel() else 0.0) + tiny
         assert_within(name, grad.reshape(right.shape), right, torch.full_like(right, bound))

@@ -32,6 +32,7 @@ OVER_RANKS = (
     "vocab_parallel_linear_cross_entropy",
     "vocab_parallel_linear_token_log_probs",
     "vocab_parallel_linear_token_loss",
+    fuzz_distillation.OVER_RANKS,
 )
 OUTPUTS = {
     "outputs": ("loss", "z_loss", "lse", "predictions", "accuracy", "token_losses", "entropy"),
@@ -60,8 +61,8 @@ def parameters_of(name):
 
 def draw(seed, *, device="cpu", names=ALONE, backend=None, ranks=1):
     program = _Program(random.Random(seed), seed, device, names, backend, ranks)
-    if program.name in fuzz_distillation.NAMES:
-        return fuzz_distillation.draw(program.random, seed, device, program.name, backend)
+    if program.name in (*fuzz_distillation.NAMES, fuzz_distillation.OVER_RANKS):
+        return fuzz_distillation.draw(program.random, seed, device, program.name, backend, ranks)
     return program.draw()
 
 

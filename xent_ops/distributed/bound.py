@@ -30,6 +30,11 @@ def by_ranks(target: Tensor, split: int | None, ranks: Ranks) -> Tensor:
     return target.unflatten(split, (ranks.world, -1)).movedim(split, 0).contiguous()
 
 
+def as_target(value: Tensor, split: int | None) -> Tensor:
+    """A value for each row in that order, (ranks, ...), in the target's own."""
+    return value if split is None else value.movedim(0, split).flatten(split, split + 1)
+
+
 class Bound(NamedTuple):
     """A call as the operators take it; consistency.py compares all of it."""
 

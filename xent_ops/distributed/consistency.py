@@ -40,6 +40,12 @@ _TENSORS: dict[str, tuple[str, dict[str, Callable[[Tensor], Any]]]] = {
     ),
     "weight": ("weight_shard", {"weight_shard.requires_grad": _wants_grad}),  # shape and dtype follow from the input's
     "bias": ("bias_shard", {"bias_shard.requires_grad": _wants_grad}),
+    "teacher_input": (
+        "teacher_input",
+        {"teacher_input.shape": lambda t: tuple(t.shape), "teacher_input.dtype": lambda t: t.dtype},
+    ),
+    "teacher_weight": ("teacher_weight_shard", {}),
+    "teacher_bias": ("teacher_bias_shard", {}),
     "class_weight": ("weight (class weights)", {}),
     "token_weight": (
         "token_weight",

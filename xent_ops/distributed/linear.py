@@ -29,7 +29,7 @@ from ..ops import arguments, checks
 from ..ops.linear import checks as linear_checks
 from ..outputs import TokenLogProbs, log_probs_of_rows
 from . import consistency, token_loss
-from .bound import Bound, bound_call, by_ranks, checked_call, gathered_input
+from .bound import Bound, as_target, bound_call, by_ranks, checked_call, gathered_input
 from .groups import Group, ranks_of
 from .pipelined import loss as pipelined_loss
 from .sharded_rows import reduced, sharded_rows
@@ -177,7 +177,7 @@ def vocab_parallel_linear_cross_entropy(
     gathered, target = gathered_input(input, target, split, ranks)
     rows, _ = sharded_rows(input, target, head, ranks, loss, gathered)
     value = reduced(rows, target, loss, divisor, token_weight)
-    return _as_target(value, split) if reduction == "none" else value
+    return as_target(value, split) if reduction == "none" else value
 
 
 def vocab_parallel_linear_token_log_probs(
@@ -225,9 +225,4 @@ def vocab_parallel_linear_token_log_probs(
     gathered, target = gathered_input(input, target, split, ranks)
     rows, entropy = sharded_rows(input, target, head, ranks, loss, gathered, entropy=True)
     values = log_probs_of_rows(rows.loss, rows.lse, entropy, target, None, loss.rows)
-    return TokenLogProbs(*(_as_target(value, split) for value in values))
-
-
-def _as_target(value: Tensor, split: int | None) -> Tensor:
-    """A value for each row, in the target's own order."""
-    return value if split is None else value.movedim(0, split).flatten(split, split + 1)
+    return TokenLogProbs(*(as_target(value, split) for value in values))

@@ -33,10 +33,15 @@ def _at_an_end(how: Distillation) -> bool:
     return how.beta == 0.0 or how.beta == 1.0
 
 
+def _numbers(how: Distillation) -> int:
+    """Of a row."""
+    hard = how.hard_weight != 0.0
+    return 2 + _at_an_end(how) + hard + (hard and how.temperature != 1.0)
+
+
 def width(rows: int, how: Distillation) -> int:
     """How many numbers a rank hands over."""
-    hard = how.hard_weight != 0.0
-    return (2 + _at_an_end(how) + hard + (hard and how.temperature != 1.0)) * rows + HEADER
+    return _numbers(how) * rows + HEADER
 
 
 def statistics_of_chunk(
@@ -70,7 +75,7 @@ def joined(gathered: Tensor, target: Tensor, how: Distillation) -> Rows:
     """From what all ranks handed over, (ranks, width). Of a beta between 0 and 1 without the divergence."""
     assert how.num_classes is not None
     tiled = tiles(gathered[:, -HEADER:], how.num_classes)
-    of_slices = gathered[:, :-HEADER].view(gathered.shape[0], -1, target.shape[0])
+    of_slices = gathered[:, :-HEADER].view(gathered.shape[0], _numbers(how), target.shape[0])
     values = iter(of_slices.unbind(1))
     of_slice, of_teacher = next(values), next(values)
     lse, teacher_lse = of_slice.logsumexp(0), of_teacher.logsumexp(0)

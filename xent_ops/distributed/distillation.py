@@ -1,0 +1,260 @@
+"""Distillation where each rank holds some rows of the student's head and of the teacher's.
+
+The loop of pipelined.py with two heads: a chunk's statistics of both go in one all-gather, beside the next chunk's
+products. Where beta is between 0 and 1, the mixture is known behind the join alone: two numbers a row more are gathered
+there, and the gradient waits for them. head/distillation_shard.py has the formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..functional import refuse_dtensors
+from ..head import chunks, distillation_shard, float16, loop
+from ..head.loop import HeadSlice, Kept, Part
+from ..kernels import reductions
+from ..kernels.distillation import Distillation
+from ..kernels.options import Reduction
+from ..kernels.reference import accumulator, columns_of
+from ..ops import arguments, checks, distillation_arguments, distillation_checks, transforms
+from ..ops.linear import checks as linear_checks
+from ..ops.linear import composite
+from ..ops.linear.distillation import check_heads
+from . import consistency
+from .bound import Bound, as_target, bound_call, by_ranks
+from .groups import Group, Ranks, ranks_of
+from .pipelined import Collectives
+
+_ops = torch.ops.xent
+_NAMES = ("weight_shard", "bias_shard")
+_TEACHER = ("teacher_weight_shard", "teacher_bias_shard")
+
+
+class _Teacher(NamedTuple):
+    teacher_input: Tensor  # (..., H') of this rank
+    teacher_weight: Tensor
+    teacher_bias: Tensor | None
+
+
+class _Bound(NamedTuple):
+    """A call as the loop takes it; consistency.py compares all of it."""
+
+    student: Bound
+    teacher: _Teacher
+    how: Distillation
+
+
+def vocab_parallel_linear_distillation_loss(
+    input: Tensor,
+    weight_shard: Tensor,
+    teacher_input: Tensor,
+    teacher_weight_shard: Tensor,
+    group: Group = None,
+    *,
+    num_classes: int,
+    class_start: int | None = None,
+    target: Tensor | None = None,
+    bias_shard: Tensor | None = None,
+    teacher_bias_shard: Tensor | None = None,
+    sequence_parallel: bool = False,
+    beta: float = 0.0,
+    temperature: float = 1.0,
+    hard_weight: float = 0.0,
+    reduction: Reduction = "mean",
+    divisor: Tensor | float | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0,
+    token_weight: Tensor | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+    check: bool = False,
+) -> Tensor:
+    """``xent_ops.linear_distillation_loss`` of two heads whose rows (classes) are split between the ranks of a group.
+
+    Every rank gets the loss, bit for bit the same, and in backward the gradient of its own rows of the student's head
+    and the whole gradient of the student's input: four products of its classes, and two chunks of logits of each model
+    at a time. 3 numbers a row are all-gathered (2, and 2 more, where beta is between 0 and 1; with ``hard_weight`` one
+    more, at another temperature than one 2), and the gradient of the input is all-reduced.
+
+    Args:
+        input, weight_shard, bias_shard: of the student, as for ``vocab_parallel_linear_cross_entropy``.
+        teacher_input, teacher_weight_shard, teacher_bias_shard: (..., H'), (classes of this rank, H') and (classes of
+            this rank,), of the teacher, whose head is split at the same classes; constants, as for
+            ``xent_ops.linear_distillation_loss``. The input is the same on every rank.
+        group, num_classes, class_start: as for ``vocab_parallel_linear_cross_entropy``, of both heads. Both may have
+            rows of padding behind ``num_classes``, as many as they like.
+        target: (...), class indices of the whole vocabulary, the same on every rank: which rows are ignored, and what
+            the cross entropy of hard_weight is of. None: all rows count.
+        sequence_parallel: as for ``vocab_parallel_linear_cross_entropy``, of both inputs: the student's and the
+            teacher's are this rank's part of the same rows. Both are gathered, chunk by chunk; the gradient of the
+            student's is reduce-scattered.
+        beta, temperature, hard_weight, reduction, divisor, ignore_index, token_weight: as for
+            ``xent_ops.linear_distillation_loss``, the same on every rank; targets and token_weight are of all rows,
+            with ``sequence_parallel`` too.
+        softcap, teacher_softcap, logit_scale, teacher_logit_scale: likewise.
+        accumulate_dtype, chunk_rows: as for ``xent_ops.linear_cross_entropy``, of this rank's products; the same on
+            every rank.
+        check: as for ``vocab_parallel_linear_cross_entropy``.
+
+    Returns:
+        The loss, float32 (float64 for float64 input): (), or with "none" the shape of all rows, without gradients.
+
+    Errors are those of ``xent_ops.linear_distillation_loss`` and ``vocab_parallel_linear_cross_entropy``. Shards that
+    do not tile the vocabulary give NaN on every rank.
+
+    Examples:
+        >>> world = torch.distributed.get_world_size()
+        >>> hidden, weight_shard = torch.randn(8, 16), torch.randn(1024 // world, 16, requires_grad=True)
+        >>> teacher_hidden, teacher_shard = torch.randn(8, 32), torch.randn(1024 // world, 32)
+        >>> function = xent_ops.distributed.vocab_parallel_linear_distillation_loss
+        >>> function(hidden, weight_shard, teacher_hidden, teacher_shard, num_classes=1024, beta=0.5).backward()
+    """
+    name, ranks = "vocab_parallel_linear_distillation_loss", ranks_of(group)
+    arguments.boolean("check", check)
+    teacher = (teacher_input, teacher_weight_shard, teacher_bias_shard)
+    of_pair = (beta, temperature, hard_weight, teacher_softcap, teacher_logit_scale)
+
+    def bound() -> _Bound:
+        transforms.refuse(f"xent_ops.distributed.{name}")
+        tensors = (input, weight_shard, bias_shard, *teacher, target, token_weight)
+        refuse_dtensors(f"xent_ops.distributed.{name}", *[t for t in tensors if isinstance(t, Tensor)])
+        world = ranks.world if sequence_parallel else 1
+        rows = _rows(input, token_weight, world, reduction) if target is None else None
+        given = distillation_arguments.target_of(target, ignore_index, hard_weight, input, rows)
+        options = (given[1], 0.0, softcap, logit_scale, 0.0, reduction)
+        of_student = (input, weight_shard, given[0], bias_shard, None, num_classes, class_start, sequence_parallel)
+        rest = (divisor, token_weight, accumulate_dtype, chunk_rows, False)
+        student = bound_call(name, ranks, None, *of_student, options, *rest)
+        how = distillation_arguments.how(given[1], softcap, logit_scale, (student.head.shard_range[1], *of_pair))
+        return _Bound(student, _bound_teacher(teacher, student, how), how)
+
+    def checked() -> _Bound:
+        made = bound()
+        if made.how.hard_weight != 0.0:
+            checks.target_values(made.student.target, made.student.head.shard_range[1], made.how.options.ignore_index)
+        return made
+
+    if check:
+        consistency.check(name, group, ranks, checked)
+    return _loss(name, bound(), ranks)
+
+
+def _rows(input: Any, token_weight: Any, world: int, reduction: Any) -> Sequence[int] | None:
+    """The shape of all rows where no target has it; None where the input is refused behind this."""
+    if not isinstance(input, Tensor) or input.dim() == 0:
+        return None
+    shape = input.shape[:-1]
+    if world == 1 or len(shape) == 0:
+        return shape
+    if isinstance(token_weight, Tensor):
+        return token_weight.shape
+    if reduction == "none":
+        raise ValueError(
+            "without a target nothing says along which dimension sequence_parallel=True splits the rows: pass one with "
+            'reduction="none"'
+        )
+    return world * shape[0], *shape[1:]  # of a sum all orders are one
+
+
+def _bound_teacher(given: tuple[Any, Any, Any], student: Bound, how: Distillation) -> _Teacher:
+    for which, value in zip(("input", "weight_shard"), given, strict=False):
+        arguments.required(f"teacher_{which}", value)
+    arguments.optional("teacher_bias_shard", given[2])
+    for which, tensor in zip(("input", "weight_shard", "bias_shard"), given, strict=True):
+        distillation_checks.teacher_is_constant(f"teacher_{which}", tensor)
+    teacher = _Teacher(*composite.cast_for_autocast(*given))
+    if not transforms.is_traced():  # else the operators check before anything runs
+        head, rows = student.head, student.target
+        if student.sequence_dim is not None:  # this rank's part of them
+            rows = rows.new_empty(()).expand(student.input.shape[:-1])
+        of_student, class_start = (student.input, head.weight, head.bias), head.shard_range[0]
+        check_heads(of_student, rows, teacher, how, class_start, head.accumulate_dtype, _NAMES, _TEACHER)
+    return teacher
+
+
+class _Steps:
+    """What distillation does to a chunk, for head/loop.py. ``losses`` are those of the rows of chunks."""
+
+    def __init__(
+        self,
+        student: HeadSlice,
+        teacher: _Teacher,
+        how: Distillation,
+        ranks: Collectives,
+        factor: Callable[[Part], Tensor],
+    ) -> None:
+        self.weight, self.bias = student.weight.detach(), None if student.bias is None else student.bias.detach()
+        self.teacher_weight, self.teacher_bias = teacher.teacher_weight, teacher.teacher_bias
+        self.class_start, self.how, self.ranks, self.factor = student.shard_range[0], how, ranks, factor
+        self.columns = columns_of(student.weight.shape[0], *student.shard_range)
+        self.losses: list[Tensor] = []
+
+    def begin(
+        self, inputs: Sequence[Tensor], part: Part, count: Tensor | None, after: Tensor | None
+    ) -> tuple[Tensor, Kept]:
+        heads = (inputs[0], self.weight, part.target, inputs[1], self.teacher_weight)
+        rest = (self.class_start, self.bias, self.teacher_bias, after)
+        stats, *logits = _ops.linear_distillation_chunk(*heads, *rest, **self.how.keywords())
+        return stats, tuple(logits)
+
+    def end(
+        self,
+        kept: Kept,
+        part: Part,
+        gathered: Tensor,
+        wanted: Sequence[bool],
+        count: Tensor | None,
+        after: Tensor | None,
+    ) -> tuple[Tensor, Tensor] | None:
+        rows = distillation_shard.joined(self.ranks.wait(gathered), part.target, self.how)
+        of_classes = [logits[:, : self.columns] for logits in kept]
+        sums = distillation_shard.parts(of_classes[0], of_classes[1], part.target, rows, self.class_start, self.how)
+        if sums is not None:
+            of_all = self.ranks.wait(self.ranks.gather(sums))
+            rows = distillation_shard.with_parts(rows, of_all, part.target, self.how)
+        self.losses.append(rows.loss)
+        if not any(wanted):
+            return None
+        logits, teacher_logits = kept
+        saved = (teacher_logits, self.weight, part.target, rows.statistics, self.class_start, wanted[0], after)
+        return _ops.linear_distillation_chunk_grad_(logits, self.factor(part), *saved, **self.how.keywords())
+
+
+def _loss(name: str, bound: _Bound, ranks: Ranks) -> Tensor:
+    (target, input, head, loss, divisor, split, _, token_weight, *_), teacher, how = bound
+    wanted, dtype = loop.wanted_gradients(input, head), accumulator(input)
+    if any(wanted) and loss.reduction == "none":
+        raise NotImplementedError(
+            f'xent_ops.distributed.{name} has no gradient for reduction="none", whose upstream gradients would be '
+            "known only after the logits are gone: weigh the rows by token_weight"
+        )
+    if any(wanted) and divisor is not None and divisor.requires_grad:
+        linear_checks.divisor_needs_grad()
+    ordered, parts = by_ranks(target, split, ranks), 1 if split is None else ranks.world
+    weights = None if token_weight is None else by_ranks(token_weight.to(dtype), split, ranks)
+    if loss.reduction == "none":
+        divisors = within = target.new_ones(2, dtype=dtype)
+        later = None
+    else:
+        divisors = chunks.divided_by(ordered, None, divisor, 1, dtype, loss, weights)
+        within, later = float16.split_divisors(input.dtype, divisors)
+    inverse = within[0].reciprocal()
+    factors = None if weights is None else inverse * weights.reshape(parts, -1)
+    steps = _Steps(
+        head, teacher, how, Collectives(ranks), lambda part: inverse if factors is None else part.of(factors)
+    )
+    inputs = (input, teacher.teacher_input)
+    made = loop.of_steps(steps, inputs, ordered, head, steps.ranks, wanted, scattered=split is not None)
+    rows = torch.cat([values.view(parts, -1) for values in steps.losses], 1).view(ordered.shape)
+    if loss.reduction == "none":
+        return as_target(reductions.reduce_rows(rows, rows, ordered, None, loss, weights).value, split)
+    mean = loss._replace(reduction="mean")
+    value = reductions.reduce_rows(rows, rows, ordered, divisors, mean, weights).value
+    return loop.value(value, input, head, made, later) if any(wanted) else value

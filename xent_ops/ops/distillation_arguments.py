@@ -1,0 +1,39 @@
+"""What users pass to the functions of distillation, as the operators take it: of one rank and over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..kernels.distillation import Distillation
+from . import arguments
+
+
+def target_of(
+    target: Any, ignore_index: Any, hard_weight: Any, input: Any, rows: Sequence[int] | None
+) -> tuple[Any, Any]:
+    """A target of these rows that ignores nothing, where there is none; None where the input is refused behind this."""
+    if target is not None:
+        return target, ignore_index
+    if arguments.number("hard_weight", hard_weight) != 0.0:
+        raise ValueError(f"hard_weight={hard_weight} is of the cross entropy on the target: pass target=")
+    if rows is None:
+        return torch.zeros(0, dtype=torch.int64), ignore_index
+    return input.new_zeros(rows, dtype=torch.int64), -100
+
+
+def how(ignore_index: Any, softcap: Any, logit_scale: Any, rest: tuple[Any, ...]) -> Distillation:
+    """The options in the types that kernels take."""
+    num_classes, beta, temperature, hard_weight, teacher_softcap, teacher_logit_scale = rest
+    options = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale).rows
+    return Distillation(
+        options,
+        None if num_classes is None else arguments.integer("num_classes", num_classes),
+        arguments.number("beta", beta),
+        arguments.number("temperature", temperature),
+        arguments.number("hard_weight", hard_weight),
+        None if teacher_softcap is None else arguments.number("teacher_softcap", teacher_softcap),
+        arguments.number("teacher_logit_scale", teacher_logit_scale),
+    )
