@@ -131,7 +131,7 @@ def linear_distillation_loss(
 
     Two chunks of logits exist at a time. Where gradients are wanted, the forward makes them too: three products of the
     student's head and one of the teacher's; the backward multiplies them by the upstream gradient, in place. Without
-    gradients, one product of each.
+    gradients, one product of each. With ``reduction="none"`` the backward makes both logits again: six products.
 
     Args:
         input, linear_weight, linear_bias: (..., H), (V, H) and (V,), of the student, as for ``linear_cross_entropy``.
@@ -139,8 +139,7 @@ def linear_distillation_loss(
             another size of features, and another dtype than the student's, are fine. Constants: they must not require
             grad. Below torch.autocast they are cast, too.
         num_classes: where V and V' differ, because heads are padded: how many rows of both are classes.
-        target, beta, temperature, hard_weight, reduction, ignore_index, token_weight: as for ``distillation_loss``, but
-            "none" without gradients alone.
+        target, beta, temperature, hard_weight, reduction, ignore_index, token_weight: as for ``distillation_loss``.
         softcap, teacher_softcap, logit_scale, teacher_logit_scale: likewise.
         divisor, accumulate_dtype, chunk_rows: as for ``linear_cross_entropy``.
         skip_ignored: as for ``linear_cross_entropy``, of the products of both heads, where both can be.
@@ -183,13 +182,9 @@ def linear_distillation_loss(
     heads = (*student[:2], target, *teacher[:2], student[2], teacher[2])
     keywords: dict[str, Any] = {"chunk_rows": chunking.chunk_rows, "skip_ignored": skip_ignored, **how.keywords()}
     wanted = [tensor is not None and tensor.requires_grad for tensor in student]
-    if not (torch.is_grad_enabled() and any(wanted)):
-        return _reduced(_ops.linear_distillation_forward(*heads, **keywords), target, divisor, loss, token_weight)
-    if reduction == "none":
-        raise NotImplementedError(
-            f'{name} has no gradient for reduction="none", whose upstream gradients would be known only after the '
-            "logits are gone: weigh the rows by token_weight, or pass all logits to xent_ops.distillation_loss"
-        )
+    if reduction == "none" or not (torch.is_grad_enabled() and any(wanted)):
+        row_loss, _ = _ops.linear_distillation_forward(*heads, accumulate_dtype=accumulate_dtype, **keywords)
+        return _reduced(row_loss, target, divisor, loss, token_weight)
     rest = (divisor, token_weight, wanted, accumulate_dtype)
     return _ops.linear_distillation_with_grad(*heads, *rest, reduction=reduction, **keywords)[0]
 

@@ -18,6 +18,7 @@ _FORMS: dict[str, Callable[..., Any]] = {
     "linear_cross_entropy_backward": exported.gradients,
     "linear_cross_entropy_with_grad": exported.with_grad,
     "linear_distillation_forward": exported.distillation_losses,
+    "linear_distillation_backward": exported.distillation_gradients,
     "linear_distillation_with_grad": exported.distillation_with_grad,
     "linear_token_logits": exported.token_logits,
     "linear_token_logits_backward": exported.token_logits_gradients,

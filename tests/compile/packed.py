@@ -92,8 +92,9 @@ class Distillation(nn.Module):
         gradient = ops.distillation_backward(rows, logits, teacher, target, statistics, **options)
         with_grad = ops.distillation_with_grad(logits, teacher, target, rows, ignore_index=7, beta=1.0)
         heads = (hidden, head, target, hidden, head.flip(0), bias)
-        of_rows = ops.linear_distillation_forward(*heads, **chunks)
-        return loss, gradient, *with_grad, of_rows, *ops.linear_distillation_with_grad(*heads, **chunks)
+        of_rows, statistics = ops.linear_distillation_forward(*heads, **chunks)
+        again = ops.linear_distillation_backward(rows, statistics, *heads, **chunks)
+        return loss, gradient, *with_grad, of_rows, *again, *ops.linear_distillation_with_grad(*heads, **chunks)
 
 
 def distillation_inputs(rows, classes, features, dtype, device):

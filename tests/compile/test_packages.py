@@ -181,13 +181,21 @@ def test_linear_has_as_many_chunks_for_every_number_of_rows():
 def test_distillation_has_as_many_chunks_for_every_number_of_rows():
     module, rows = packed.Distillation(100), {0: Dim.DYNAMIC}
     given = packed.distillation_inputs(350, 101, 16, torch.bfloat16, "cpu")
-    hidden, head, target, bias, _ = placeholders(module, given, (rows, None, rows, None, rows))
+    hidden, head, target, bias, upstream = placeholders(module, given, (rows, None, rows, None, rows))
+    heads, dw_and_dh = [hidden, head, target, hidden, head, bias], (3, 1 + 4)  # by addmm and by mm
     with hidden.fake_mode:
-        heads = [hidden, head, target, hidden, head, bias]
-        graph = packages.traced_launches("linear_distillation_with_grad", heads, {"chunk_rows": 100})
-    calls = lambda op: len(graph.graph.find_nodes(op="call_function", target=op))  # noqa: E731
-    assert calls(packed.ops.distillation_with_grad_.default) == 4
-    assert calls(torch.ops.aten.addmm.out) == 4 + 3 and calls(torch.ops.aten.mm.out) == 4 + 1 + 4  # with dW and dH
+        saved = [upstream, upstream.new_empty((4, *upstream.shape))]
+        for name, args, of_rows, (added, written) in (
+            ("linear_distillation_with_grad", heads, packed.ops.distillation_with_grad_, dw_and_dh),
+            ("linear_distillation_forward", heads, packed.ops.distillation_forward, (0, 0)),
+            ("linear_distillation_backward", [*saved, *heads], packed.ops.distillation_backward_, dw_and_dh),
+        ):
+            graph = packages.traced_launches(name, args, {"chunk_rows": 100}).graph
+            calls = [
+                len(graph.find_nodes(op="call_function", target=op))
+                for op in (of_rows.default, torch.ops.aten.addmm.out, torch.ops.aten.mm.out)
+            ]
+            assert calls == [4, 4 + added, 4 + written], name
 
 
 def counted_rows(logits, target):

@@ -118,13 +118,36 @@ def test_reductions(device, way, reduction, weighted, skip_ignored):
         options["divisor"] = 3.0
     how = {"skip_ignored": skip_ignored} if way is of_heads else {}
     wanted = expected_loss(student, teacher, target, **options)
-    if way is of_heads and reduction == "none":
-        with pytest.raises(NotImplementedError, match=r"has no gradient for reduction=.none.*token_weight"):
-            way(student, teacher, target, **options, **how)
-        with torch.no_grad():
-            torch.testing.assert_close(way(student, teacher, target, **options, **how), wanted)
-        return
     assert_close(way(student, teacher, target, **options, **how), student, wanted, torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(way(student, teacher, target, **options, **how), wanted.detach())
+
+
+@pytest.mark.parametrize("skip_ignored", [False, True], ids=["", "skip_ignored"])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows(device, dtype, beta, name, skip_ignored):
+    """Upstream gradients of each row, far from one; a second backward; frozen tensors; no second derivative."""
+    student, teacher, target = problem(device, dtype)
+    options = {"beta": beta, **OPTIONS[name]}
+    rows = of_heads(student, teacher, target, reduction="none", skip_ignored=skip_ignored, **options)
+    wanted = expected_loss(student, teacher, target, reduction="none", **options)
+    factors = 2.0**-8 * (1 + torch.rand(N, dtype=torch.float64).to(device))
+    correct = torch.autograd.grad(wanted, student, factors)
+    for retain_graph in (True, False):
+        made = torch.autograd.grad(rows, student, factors.to(rows), retain_graph=retain_graph)
+        for got, right in zip(made, correct, strict=True):
+            assert got.dtype == dtype and got.is_contiguous()
+            size = right.abs().max().item()
+            torch.testing.assert_close(got.double() / size, right.double() / size, **CLOSE[dtype])
+    frozen = [tensor.detach() for tensor in student]
+    frozen[1].requires_grad_()
+    rows = of_heads(frozen, teacher, target, reduction="none", skip_ignored=skip_ignored, **options)
+    (again,) = torch.autograd.grad(rows, frozen[1], factors.to(rows), create_graph=True)
+    assert torch.equal(again, made[1])
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        torch.autograd.grad(again.sum(), frozen[1])
 
 
 def generalized_jsd_loss(student_logits, teacher_logits, labels=None, beta=0.5, temperature=1.0, reduction="batchmean"):

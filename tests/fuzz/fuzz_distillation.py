@@ -45,7 +45,7 @@ def draw(random, seed, device, name, backend, ranks=1):
     else:
         padding = teacher_padding = 0
     if maybe(0.8):
-        given["reduction"] = pick(("mean", "sum") if linear else ("mean", "sum", "none"))
+        given["reduction"] = pick(("mean", "sum") if split else ("mean", "sum", "none"))
     if given.get("reduction") == "sum" and maybe():
         given["divisor"] = pick((3.0, -2.0))
     if linear and maybe():

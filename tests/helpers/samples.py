@@ -223,7 +223,10 @@ def of_two_heads(x, head, teacher, teacher_head, target, biases, options, num_cl
     more = {"beta": 0.5, "hard_weight": 0.5, "temperature": 2.0, "num_classes": num_classes}
     both = (x, head, target, teacher, teacher_head, *biases)
     fixed = [tensor if tensor is None else tensor.detach() for tensor in both]  # which have no gradient
-    yield call("linear_distillation_forward", *fixed, **more)
+    yield call("linear_distillation_forward", *both, **more)
+    numbers = _numbers(x)
+    for factor, rest in ((numbers(target.shape), ()), (numbers(()), (*fixed[5:], MASKS[2]))):
+        yield call("linear_distillation_backward", factor, numbers(4, *target.shape), *fixed[:5], *rest, **more)
     if x.numel():
         # A positive loss: the backward scales the gradients in place, and opcheck's is that of its magnitude.
         token_weight, divisor = torch.rand(target.shape, device=x.device), torch.tensor(3, device=x.device)

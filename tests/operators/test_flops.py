@@ -78,6 +78,12 @@ def of_teacher(x, w, target):
     return xent_ops.linear_distillation_loss(x, w, *teacher, target=target.clamp(max=V - 6), num_classes=V - 5)
 
 
+def rows_of_teacher(x, w, target):
+    """With a teacher of as many features, whose logits are made again too."""
+    how = {"target": target, "reduction": "none"}
+    return xent_ops.linear_distillation_loss(x, w, torch.ones_like(x), torch.ones_like(w), **how).sum()
+
+
 def ignoring(x, w, target):
     return xent_ops.linear_cross_entropy(x, w, target.index_fill(0, torch.arange(9), -100), skip_ignored=True)
 
@@ -105,8 +111,10 @@ def test_a_step_counts_as_in_torch(loss, dtype):
 def test_a_teacher_s_product_counts():
     product = 2 * N * H * V
     assert counted(lambda: of_teacher(*tensors()).backward()) == 5 * product
+    assert counted(lambda: rows_of_teacher(*tensors()).backward()) == 6 * product
     with torch.no_grad():
         assert counted(of_teacher, *tensors()) == 3 * product
+        assert counted(rows_of_teacher, *tensors()) == 2 * product
 
 
 def test_modules_of_a_model():

@@ -17,7 +17,7 @@ from ..kernels.distillation import Distillation
 from ..kernels.options import Chunking, LossOptions, Options
 from ..kernels.reference import accumulator
 from . import float16
-from .chunks import as_rows, divided_by
+from .chunks import Gradients, as_rows, divided_by
 from .packing import ComputedRows, counted_rows
 from .products import Products, counting_kernels
 
@@ -61,21 +61,64 @@ def losses(
     linear_bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
     *,
+    accumulate_dtype: torch.dtype | None = None,  # for the backward
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
     **given: Any,
-) -> Tensor:
-    """Those of the rows, (...)."""
+) -> tuple[Tensor, Tensor]:
+    """(losses of the rows, (...), statistics, (4, ...)), as of distillation_forward."""
     how = Distillation(**given)
     student = Head(as_rows(input), linear_weight, linear_bias)
     teacher = Head(as_rows(teacher_input), teacher_weight, teacher_bias)
     both = _Both(target, student, teacher, how, Chunking(chunk_rows, skip_ignored))
     indices, keywords = both.rows.indices(), how.keywords()
     made = [
-        _ops.distillation_forward(logits, teacher_logits, indices[chunk], **keywords)[0]
+        _ops.distillation_forward(logits, teacher_logits, indices[chunk], **keywords)
         for chunk, logits, teacher_logits in both.chunks()
     ]
-    return both.rows.give(torch.cat(made), 0.0).view(target.shape)
+    row_loss, statistics = (torch.cat(values, -1) for values in zip(*made, strict=True))
+    of_rows = torch.stack([both.rows.give(values, 0.0) for values in statistics.unbind()])
+    return both.rows.give(row_loss, 0.0).view(target.shape), of_rows.view(len(of_rows), *target.shape)
+
+
+def gradients(
+    grad_loss: Tensor,
+    statistics: Tensor,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    output_mask: Sequence[bool] = (True, True, True),
+    *,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+    skip_ignored: bool = False,
+    **given: Any,
+) -> Gradients:
+    """Makes the logits of both again. Gradients in the student's dtype; (0,) where the mask does not want one."""
+    how, dtype = Distillation(**given), accumulator(input)
+    student = Head(as_rows(input), linear_weight, linear_bias)
+    teacher = Head(as_rows(teacher_input), teacher_weight, teacher_bias)
+    both = _Both(target, student, teacher, how, Chunking(chunk_rows, skip_ignored), output_mask, accumulate_dtype)
+    indices, keywords = both.rows.indices(), how.keywords()
+    upstream, factor = both.rows.take(grad_loss.to(dtype).expand(target.shape)), None
+    if input.dtype == torch.float16:
+        factor = float16.largest(indices, None, None, linear_weight.shape[0], how.options, upstream)
+        upstream = upstream / factor
+    of_rows = torch.stack([both.rows.take(values) for values in statistics.unbind()])
+    for chunk, logits, teacher_logits in both.chunks():
+        given_rows = (teacher_logits, indices[chunk], of_rows[:, chunk])
+        _ops.distillation_backward_(upstream[chunk], logits, *given_rows, **keywords)
+        both.student.add(chunk, logits)
+    sums = (both.student.input, both.student.weight, both.student.bias)
+    if factor is not None:
+        for gradient in sums:
+            _ops.scale_grad_(gradient, factor)
+    of_input, of_weight, of_bias = (gradient.to(input.dtype) for gradient in sums)
+    return of_input.view(input.shape if output_mask[0] else 0), of_weight, of_bias
 
 
 def with_grad(

@@ -232,16 +232,58 @@ def distillation_losses(
     linear_bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
     *,
+    accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
     **given: Any,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     def of_rows(logits: Tensor, target: Tensor, teacher: Tensor) -> Sequence[Tensor]:
         teacher_logits = logits_of(teacher, teacher_weight, teacher_bias)
-        return reference_distillation.distillation_forward(logits, teacher_logits, target, **given)[:1]
+        loss, statistics = reference_distillation.distillation_forward(logits, teacher_logits, target, **given)
+        return loss, *statistics.unbind()
 
     loop = _Loop(as_rows(input), linear_weight, linear_bias, Chunking(chunk_rows, skip_ignored))
-    return loop(of_rows, target.reshape(-1), as_rows(teacher_input))[0].view(target.shape)
+    loss, *statistics = loop(of_rows, target.reshape(-1), as_rows(teacher_input))
+    if skip_ignored:
+        ignored = ~reference.is_counted(target, Distillation(**given).options.ignore_index).reshape(-1)
+        statistics = [values.masked_fill(ignored, 0.0) for values in statistics]
+    return loss.view(target.shape), torch.stack(statistics).view(len(statistics), *target.shape)
+
+
+def distillation_gradients(
+    grad_loss: Tensor,
+    statistics: Tensor,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    output_mask: Sequence[bool] = (True, True, True),
+    *,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+    skip_ignored: bool = False,
+    **given: Any,
+) -> Gradients:
+    indices, how = target.reshape(-1), Distillation(**given)
+    upstream, factor = grad_loss.to(reference.accumulator(input)).expand(target.shape).reshape(-1), None
+    if input.dtype == torch.float16:
+        factor = float16.largest(indices, None, None, linear_weight.shape[0], how.options, upstream)
+        upstream = upstream / factor
+
+    def of_rows(
+        logits: Tensor, target: Tensor, teacher: Tensor, upstream: Tensor, statistics: Tensor
+    ) -> Sequence[Tensor]:
+        rows = (logits_of(teacher, teacher_weight, teacher_bias), target, statistics.t())
+        return (reference_distillation.distillation_backward(upstream, logits, *rows, **given),)
+
+    chunking = Chunking(chunk_rows, skip_ignored)
+    loop = _Loop(as_rows(input), linear_weight, linear_bias, chunking, output_mask, accumulate_dtype)
+    if any(output_mask):
+        loop(of_rows, indices, as_rows(teacher_input), upstream, statistics.reshape(len(statistics), -1).t())
+    return _times(loop.gradients(input.shape), factor, input.dtype)
 
 
 def distillation_with_grad(

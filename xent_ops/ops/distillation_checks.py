@@ -80,10 +80,10 @@ def joined(tensor: Tensor | None, class_start: int | None, how: Distillation, ta
         return
     if class_start is None or not 0.0 < how.beta < 1.0:
         raise ValueError("joined statistics are for a slice of the classes, class_start=, at a beta between 0 and 1")
-    _statistics("joined", tensor, target, like)
+    statistics_of_rows("joined", tensor, target, like)
 
 
-def _statistics(name: str, tensor: Tensor, target: Tensor, logits: Tensor) -> None:
+def statistics_of_rows(name: str, tensor: Tensor, target: Tensor, logits: Tensor) -> None:
     checks.dtype(name, tensor, checks.FLOATS)
     expected = torch.Size((STATISTICS, *target.shape))
     checks.same_shape(name, tensor.shape, expected, "those that distillation_forward makes of each row")
@@ -139,7 +139,7 @@ def backward(
 ) -> None:
     forward(logits, teacher_logits, target, None, class_start, **given)
     checks.scalar_or_rows_of("logits", logits, grad_loss=grad_loss)
-    _statistics("statistics", statistics, target, logits)
+    statistics_of_rows("statistics", statistics, target, logits)
 
 
 def backward_values(grad_loss: Tensor, *rest: Any, **given: Any) -> None:

@@ -60,6 +60,7 @@ FLOPS: dict[str, Callable[[Call], int]] = {
     "linear_token_logits_backward": _with_grads,
     "linear_token_logits_with_grad": _with_grads,
     "linear_distillation_forward": lambda call: _product(call) + _of_teacher(call),
+    "linear_distillation_backward": lambda call: _with_grads(call) + _of_teacher(call),
     "linear_distillation_with_grad": lambda call: _with_grads(call) + _of_teacher(call),
     "linear_distillation_chunk": lambda call: _product(call) + _of_teacher(call),
     "linear_distillation_chunk_grad_": lambda call: _product(call) if call.with_grad_input else 0,

@@ -54,6 +54,7 @@ PYTHON_ONLY = (
     "distillation_with_grad",
     "distillation_with_grad_",
     "linear_distillation_forward",
+    "linear_distillation_backward",
     "linear_distillation_with_grad",
     "linear_distillation_chunk",
     "linear_distillation_chunk_grad_",
@@ -219,8 +220,17 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         f"Tensor entropy, {LINEAR_GRADS})",
         None,
     ),
-    # The same of a teacher's head beside the student's: losses of rows, two products; or one pass, four.
-    "linear_distillation_forward": (f"({TWO_HEADS}, *, {DISTILLATION}, {CHUNKS}) -> Tensor", None),
+    # The same of a teacher's head beside the student's: losses of rows, two products, and four in the backward; or one
+    # pass, four.
+    "linear_distillation_forward": (
+        f"({TWO_HEADS}, *, {DISTILLATION}, {ACCUMULATE}, {CHUNKS}) -> (Tensor loss, Tensor statistics)",
+        None,
+    ),
+    "linear_distillation_backward": (
+        f"(Tensor grad_loss, Tensor statistics, {TWO_HEADS}, {OUTPUT_MASK}, *, {DISTILLATION}, {ACCUMULATE}, {CHUNKS}) "
+        f"-> ({LINEAR_GRADS})",
+        None,
+    ),
     "linear_distillation_with_grad": (
         f"({TWO_HEADS}, {DIVISOR}, {TOKEN_WEIGHT}, {OUTPUT_MASK}, {ACCUMULATE}, *, {DISTILLATION}, {REDUCTION}, "
         f"{CHUNKS}) -> (Tensor value, Tensor divided_by, {LINEAR_GRADS})",

@@ -14,6 +14,7 @@ from ...head.products import accumulator_of_weight
 from ...kernels.distillation import Distillation
 from ...kernels.options import Chunking
 from ...kernels.reference import accumulator
+from ...kernels.reference_distillation import STATISTICS
 from .. import checks as row_checks
 from .. import distillation_checks, transforms
 from ..distillation import refuse_derivatives, save_for_nothing
@@ -110,13 +111,17 @@ def _outputs(
     return ((), dtype), ((2,), dtype), grad_input, (grad_weight[0], sums), (grad_bias[0], dtype)
 
 
+def _refuse_gradients_of_teacher(ctx: Any) -> None:
+    for position, name in ((3, "teacher_input"), (4, "teacher_weight"), (6, "teacher_bias")):
+        if needs_grad(ctx, position):
+            distillation_checks.teacher_needs_grad(name)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
     made = inputs[9]
     needed = [needs_grad(ctx, position) for position in (0, 1, 5)]
     ctx.mask = [bool(wanted and need) for wanted, need in zip(made, needed, strict=True)]
-    for position, name in ((3, "teacher_input"), (4, "teacher_weight"), (6, "teacher_bias")):
-        if needs_grad(ctx, position):
-            distillation_checks.teacher_needs_grad(name)
+    _refuse_gradients_of_teacher(ctx)
     if needs_grad(ctx, 7):
         checks.divisor_needs_grad()
     _value, divided_by, *gradients = output
@@ -149,14 +154,69 @@ def _backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[Tensor | N
     return of_input, of_weight, None, None, None, of_bias, *(None,) * 5
 
 
+def check_backward(
+    grad_loss: Tensor,
+    statistics: Tensor,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    output_mask: Sequence[bool] = (True, True, True),
+    **more: Any,
+) -> None:
+    check(input, linear_weight, target, teacher_input, teacher_weight, linear_bias, teacher_bias, **more)
+    checks.gradient_mask(output_mask)
+    row_checks.scalar_or_rows_of("input", input, grad_loss=grad_loss)
+    distillation_checks.statistics_of_rows("statistics", statistics, target, input)
+
+
+def _rows(input: Tensor, linear_weight: Tensor, target: Tensor, *_: Any) -> Outputs:
+    dtype = accumulator(input)
+    return (target.shape, dtype), ((STATISTICS, *target.shape), dtype)
+
+
+def _gradients(_grad_loss: Tensor, _statistics: Tensor, input: Tensor, linear_weight: Tensor, *rest: Any) -> Outputs:
+    return gradients_of(input, linear_weight, rest[5] if len(rest) > 5 else (True, True, True))
+
+
+def _save_rows(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+    _refuse_gradients_of_teacher(ctx)
+    _loss, statistics = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(statistics)
+    ctx.save_for_backward(statistics, *inputs)
+    ctx.options = keyword_only_inputs
+
+
+def _rows_backward(ctx: Any, grad_loss: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad_loss is None:
+        return (None,) * 7
+    mask = [needs_grad(ctx, position) for position in (0, 1, 5)]
+    made = torch.ops.xent.linear_distillation_backward(grad_loss, *ctx.saved_tensors, mask, **ctx.options)
+    of_input, of_weight, of_bias = (grad if wanted else None for grad, wanted in zip(made, mask, strict=True))
+    return of_input, of_weight, None, None, None, of_bias, None
+
+
 operator(
     "linear_distillation_forward",
     check=check,
-    outputs=lambda input, weight, target, *_: ((target.shape, accumulator(input)),),
+    outputs=_rows,
     reference=of_heads.losses,
     composed=True,
 )
-autograd("linear_distillation_forward", refuse_derivatives, save_for_nothing)
+autograd("linear_distillation_forward", _rows_backward, _save_rows)
+
+operator(
+    "linear_distillation_backward",
+    check=check_backward,
+    outputs=_gradients,
+    reference=of_heads.gradients,
+    composed=True,
+)
+autograd("linear_distillation_backward", refuse_derivatives, save_for_nothing)
 
 operator(
     "linear_distillation_with_grad",
