@@ -27,7 +27,8 @@ def _probabilities(x, target, weight):
 
 
 def _floats(results):
-    return sum(value.sum() for value in results if value.is_floating_point())
+    """Without the lse of ignored rows, which is infinite."""
+    return sum(value.masked_fill(value.isinf(), 0.0).sum() for value in results if value.is_floating_point())
 
 
 # Each a scalar function of logits and class indices.

@@ -20,7 +20,8 @@ class Options(NamedTuple):
 
     def keywords(self) -> dict[str, Any]:
         """As operators take them. Those at their defaults are left out: each takes the dispatcher 0.4 us."""
-        if torch.compiler.is_compiling():  # to ask would specialise a symbolic option
+        # To ask would specialise a symbolic option. torch 2.11 also traces where it says that it does not compile.
+        if torch.compiler.is_compiling() or isinstance(self.ignore_index, torch.SymInt):
             return self._asdict()
         if self == DEFAULTS:
             return {}

@@ -282,7 +282,7 @@ def distillation_kernel(
         if not HOW.gradient:
             tl.store(stats_ptr, lse)
             tl.store(stats_ptr + n_rows, teacher_lse)
-            tl.store(stats_ptr + 2 * n_rows, of_student)
+            tl.store(stats_ptr + 2 * n_rows, tl.where(live, of_student, 0.0))  # not 0 / 0
             tl.store(stats_ptr + 3 * n_rows, hard_lse)
 
     if HOW.gradient:
