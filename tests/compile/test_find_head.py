@@ -218,6 +218,15 @@ LINKS = {
         y[:, :-1].contiguous().float().view(-1, V), t[:, 1:].contiguous().view(-1)
     ),
     "narrow, select": lambda y, t: F.cross_entropy(y.narrow(1, 1, 3).select(1, 2), t[:, 0].clamp(min=0)),
+    "split": lambda y, t: F.cross_entropy(y.split([S - 1, 1], 1)[0].reshape(-1, V), t[:, 1:].flatten()),
+    "split by size": lambda y, t: F.cross_entropy(torch.split(y, 3, dim=1)[1].mT, t[:, :2]),
+    "split, upcast, scaled": lambda y, t: F.cross_entropy((y / 2).view(-1, V).split(4)[1].float(), t.flatten()[4:8]),
+    "upcast, split": lambda y, t: F.cross_entropy(y.float().chunk(2)[-1].view(-1, V), t[1]),
+    "split with all classes": lambda y, t: F.cross_entropy(y.split(V, -1)[0].view(-1, V), t.view(-1)),
+    "chunk": lambda y, t: F.cross_entropy(y.chunk(2)[1].transpose(1, 2), t[1:]),
+    "tensor_split": lambda y, t: F.cross_entropy(y.view(-1, V).tensor_split(3)[2], t.flatten()[7:]),
+    "unbind": lambda y, t: F.cross_entropy(y.unbind(1)[-1], t[:, -1]),
+    "nll_loss, split": lambda y, t: F.nll_loss(y.log_softmax(-1).split((1, 4), dim=1)[1].mT, t[:, 1:]),
     "last token": lambda y, t: F.cross_entropy(y[:, -1], t[:, 0]),
     "transposed": lambda y, t: F.cross_entropy(y.transpose(1, 2), t),
     "mT": lambda y, t: F.cross_entropy(y.mT, t),
@@ -251,7 +260,7 @@ def test_what_stands_between(link, dtype):
         assert call.softcap == pytest.approx({"softcap, shifted": 3.0, "xent_ops behind a softcap": 2.5}.get(link, 5.0))
 
 
-_UPCASTS = ("upcast", "shifted, contiguous", "softcap", "softcap, shifted")
+_UPCASTS = ("upcast", "shifted, contiguous", "softcap", "softcap, shifted", "split, upcast, scaled", "upcast, split")
 
 
 def test_a_shift_slices_the_hidden_states():
@@ -259,6 +268,25 @@ def test_a_shift_slices_the_hidden_states():
     x, w, _, t = inputs()
     _, node = assert_taken(lambda x, w, t: LINKS["shifted"](x @ w.T, t), x, w, t)
     assert node.args[0].meta["example_value"].shape == (B * (S - 1), H)
+    _, node = assert_taken(lambda x, w, t: LINKS["split"](x @ w.T, t), x, w, t)
+    assert node.args[0].meta["example_value"].shape == (B * (S - 1), H)
+
+
+def test_a_split_of_any_number_of_rows():
+    """One compilation, whose sizes are symbols."""
+    x, w, _, t = inputs()
+    x, t = x.detach().view(-1, H), t.flatten()
+    backend = Rewriting(linear=True)
+
+    def loss(x, w, t):
+        n = x.shape[0] - 2
+        return F.cross_entropy((x @ w.T).split([n, 2])[0], t.split([n, 2])[0])
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, backend=backend, dynamic=True, fullgraph=True)
+    for rows in (10, 7):
+        torch.testing.assert_close(compiled(x[:rows], w, t[:rows]), loss(x[:rows], w, t[:rows]))
+    assert len(heads_of(backend.graph)) == xent_ops.inductor.last_report().graphs == 1
 
 
 def test_bfloat16_against_float64():

@@ -123,9 +123,13 @@ def _by_rows(x, w, b, t):
     return sum(F.cross_entropy(y, u, reduction="sum") for y, u in zip(parts, t.flatten().split(4), strict=True))
 
 
-def _two_in_one(x, w, b, t):
-    y, z = F.linear(x, torch.cat([w, 2 * w])).chunk(2, -1)
-    return ce(y.contiguous(), t) + ce(z.contiguous(), t)
+def _two_in_one(x, w, b, t, read=(0, 1)):
+    parts = F.linear(x, torch.cat([w, 2 * w])).chunk(2, -1)
+    return sum(ce(parts[part].contiguous(), t) for part in read)
+
+
+def _some_classes(y, t):
+    return F.cross_entropy(y.transpose(1, 2), t.clamp(max=3))
 
 
 def _checkpointed(x, w, b, t):
@@ -153,8 +157,10 @@ LEFT = {
     "weight first": (_weight_first, "the classes of the loss are not those of the product"),
     "classes split": (_classes_split, "does not keep the classes in one dimension"),
     "probabilities": (_probabilities, "its target is class probabilities"),
-    "by rows": (_by_rows, "split stands between the head and the loss"),
-    "two in one": (_two_in_one, "chunk stands between the head and the loss"),
+    "by rows": (_by_rows, "its logits are read by y_1 too"),
+    "two in one": (_two_in_one, "its logits are read by getitem_1 too"),
+    "one in two": (lambda x, w, b, t: _two_in_one(x, w, b, t, (0,)), "chunk selects classes"),
+    "some classes": (lambda x, w, b, t: _some_classes(F.linear(x, w, b).split([30, 7], -1)[0], t), "selects classes"),
     "checkpointed": (_checkpointed, "its logits are made inside of tag_activation_checkpoint"),
     "masked": (lambda x, w, b, t: ce(F.linear(x, w).masked_fill(t[..., None] == 0, 1.0), t), "masked_fill stands between"),
     "shifted by a number": (lambda x, w, b, t: ce(x @ w.T + 1.0, t), "add stands between the head and the loss"),

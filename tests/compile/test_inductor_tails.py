@@ -46,6 +46,7 @@ VIEWS = {
     "shifted": lambda x, cap, t: F.cross_entropy(
         cap(x.view(2, 3, V))[..., :-1, :].contiguous().view(-1, V).float(), t.view(2, 3)[:, 1:].reshape(-1)
     ),
+    "split": lambda x, cap, t: F.cross_entropy(cap(x.float()).split((2, 4))[1], t[2:]),
     "transposed": lambda x, cap, t: F.cross_entropy(cap(x.view(2, 3, V)).transpose(1, 2), t.view(2, 3)),
 }
 
@@ -215,6 +216,10 @@ def _parts(x, t):
     return F.cross_entropy(y, t) + y.sum()
 
 
+def _by_rows(x, t):
+    return sum(F.cross_entropy(y, u) for y, u in zip((x / 4).split(3), t.split(3), strict=True))
+
+
 def _returned(x, t):
     y = 30 * torch.tanh(x / 30)
     return F.cross_entropy(y.float(), t), y
@@ -345,3 +350,8 @@ def test_through_inductor(tail):
     torch.testing.assert_close(got.double(), want.detach(), rtol=0.01, atol=1e-3)
     want_grad = exact[0].detach().T @ logits64.grad
     assert (w.grad.double() - want_grad).norm() < 0.01 * want_grad.norm()
+
+
+def test_a_scaled_value_that_is_split_for_several_losses():
+    _, report = assert_same(lambda h, w, t: _by_rows(h @ w, t), *inputs(), replaced=0, left=2)
+    assert [call.why for call in report.calls] == ["split is read by y_1 as well", "split is read by y as well"]

@@ -21,7 +21,7 @@ from .heads import FoundHead, is_asked_for
 from .links import BY_TENSOR, LeftAlone, Link, activation_of, asks_for_sizes, link_of, walk, with_own
 from .losses import Loss, Start
 from .modes import gradient_modes, modes
-from .nodes import name_of, position, value_of, viewed_by, where
+from .nodes import name_of, parts_of, position, value_of, viewed_by, where
 from .products import Product
 
 # linear="auto" takes up logits of this many bytes and more. One H200, bfloat16, head and loss, the operator beside
@@ -247,7 +247,7 @@ def _hidden(emit: Emitter, hidden: fx.Node, found: Found, loss: Loss) -> fx.Node
     if not isinstance(features, int):
         features = emit("size", hidden, dim)
     for view in found.views:
-        if name_of(view) == "contiguous":
+        if name_of(view) == "contiguous" or isinstance(value_of(view), (tuple, list)):  # of several results: below
             continue
         dim = _followed(view, dim)
         wanted = [_hint(size) for size in value_of(view).shape]
@@ -258,6 +258,8 @@ def _hidden(emit: Emitter, hidden: fx.Node, found: Found, loss: Loss) -> fx.Node
             shape = list(args[0]) if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
             shape[dim] = features
             args = [tuple(shape)]
+        if (parts := parts_of(view)) is not None:
+            hidden = emit(parts.target, hidden, *parts.args[1:], **parts.kwargs)
         hidden = emit(target, hidden, *args, **view.kwargs)
         if [_hint(size) for size in value_of(hidden).shape] != wanted:
             raise LeftAlone(f"{view.name} selects classes")
@@ -268,20 +270,23 @@ def _hidden(emit: Emitter, hidden: fx.Node, found: Found, loss: Loss) -> fx.Node
 
 def _followed(view: fx.Node, dim: int) -> int:
     """Where a view of the logits puts the dimension of the classes, in real numbers: no guard on a symbolic size."""
-    before: Tensor = value_of(view.args[0])
+    parts = parts_of(view)
+    calls = [view] if parts is None else [parts, view]
+    before: Tensor = value_of(calls[0].args[0])
     sizes, classes = [_hint(size) for size in before.shape], _hint(before.shape[dim])
     # A probe with stride 1 in this dimension and 0 in the others.
     strides = [0] * len(sizes)
     strides[dim] = 1
-    probe = torch.empty_strided(sizes, strides, device="meta")
-    args, kwargs = fx.node.map_arg((view.args[1:], view.kwargs), lambda node: _hint(value_of(node)))
-    target: Any = "reshape" if view.target == "view" else view.target
-    made = getattr(probe, target)(*args, **kwargs) if isinstance(target, str) else target(probe, *args, **kwargs)
+    made: Any = torch.empty_strided(sizes, strides, device="meta")
+    for call in calls:
+        args, kwargs = fx.node.map_arg((call.args[1:], call.kwargs), lambda node: _hint(value_of(node)))
+        target: Any = "reshape" if call.target == "view" else call.target
+        made = getattr(made, target)(*args, **kwargs) if isinstance(target, str) else target(made, *args, **kwargs)
     found = [index for index, stride in enumerate(made.stride()) if stride != 0 and made.shape[index] != 1]
     if len(found) != 1:
-        raise LeftAlone(f"{view.name} does not keep the classes in one dimension")
+        raise LeftAlone(f"{calls[0].name} does not keep the classes in one dimension")
     if made.shape[found[0]] != classes:
-        raise LeftAlone(f"{view.name} selects classes")
+        raise LeftAlone(f"{calls[0].name} selects classes")
     return found[0]
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from ...kernels.options import Activation
-from .nodes import is_cast, name_of, position, share_memory, value_of
+from .nodes import is_cast, name_of, parts_of, position, share_memory, tensor_of, value_of
 
 _HALF = (torch.bfloat16, torch.float16)
 _FLOATS = (*_HALF, torch.float32, torch.float64)
@@ -24,6 +24,8 @@ _VIEWS = {
     "T", "contiguous", "flatten", "mT", "movedim", "narrow", "permute", "reshape", "select", "squeeze", "swapaxes",
     "swapdims", "t", "transpose", "unflatten", "unsqueeze", "view",
 }  # fmt: skip
+# The same, with several results: a view takes one of them by getitem, and both nodes are links.
+_PARTS = {"chunk", "split", "split_with_sizes", "tensor_split", "unbind"}
 STEPS = {
     **dict.fromkeys(("mul", "multiply", "mul_", "multiply_", "imul"), "mul"),
     **dict.fromkeys(("div", "divide", "true_divide", "truediv", "div_", "divide_", "true_divide_", "itruediv"), "div"),
@@ -83,12 +85,12 @@ def walk(node: fx.Node, reader: fx.Node, tensors: bool = False) -> tuple[list[Li
 def link_of(node: fx.Node, tensors: bool = False) -> Link | None:
     """``node`` as a link, or None if the operator has no option for it."""
     name, made = name_of(node), value_of(node)
-    if name is None or not isinstance(made, Tensor):
+    if name is None or not isinstance(tensor_of(node), Tensor):
         return None
     if name in STEPS:
         return _step(node, STEPS[name]) or (_by_tensor(node, STEPS[name]) if tensors else None)
     source = node.args[0] if node.args else None
-    if not isinstance(source, fx.Node) or not isinstance(value_of(source), Tensor):
+    if not isinstance(source, fx.Node):
         return None
     before = value_of(source)
     if is_cast(node):
@@ -149,14 +151,17 @@ def _number(operand: Any) -> float | None:
 
 def is_view(node: fx.Node) -> bool:
     """Does it select or rearrange elements of its first argument?"""
-    name, made, source = name_of(node), value_of(node), value_of(node.args[0]) if node.args else None
+    if (parts := parts_of(node)) is not None:
+        return is_view(parts) and isinstance(node.args[1], int)
+    name, made, source = name_of(node), tensor_of(node), value_of(node.args[0]) if node.args else None
     if not isinstance(made, Tensor) or not isinstance(source, Tensor) or made.dtype != source.dtype:
         return False  # view(dtype) reads the bits as something else
     if name == "getitem":
         index = node.args[1]
         return all(_is_basic(part) for part in (index if isinstance(index, tuple) else (index,)))
     others = [n for n in node.all_input_nodes if n is not node.args[0]]
-    return name in _VIEWS and not any(isinstance(value_of(n), Tensor) for n in others)
+    names = _VIEWS if made is value_of(node) else _PARTS
+    return name in names and not any(isinstance(value_of(n), Tensor) for n in others)
 
 
 def _is_basic(part: Any) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from . import heads
 from .links import LeftAlone, is_view
-from .nodes import is_cast, name_of, value_of, viewed_by
+from .nodes import is_cast, name_of, tensor_of, value_of, viewed_by
 from .tail import Tail, find
 
 _SIGNATURES = {F.cross_entropy: inspect.signature(F.cross_entropy), F.nll_loss: inspect.signature(F.nll_loss)}
@@ -58,7 +58,7 @@ class Loss:
             raise LeftAlone(f"{log_softmax.name} makes {made.dtype} of {before.dtype}")
         if made.requires_grad != before.requires_grad:
             raise LeftAlone(f"{log_softmax.name} was made without gradients")
-        upcast = made.dtype != before.dtype or any(value_of(link).dtype != made.dtype for link in links)
+        upcast = made.dtype != before.dtype or any(tensor_of(link).dtype != made.dtype for link in links)
         return Start(source, log_softmax, [log_softmax, *links], upcast)
 
     def tail(self) -> Tail:
@@ -123,7 +123,7 @@ def _log_softmax(loss: fx.Node, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     for one in (node, *links):
         if len(one.users) > 1:
             raise LeftAlone(f"{one.name} has {len(one.users)} uses")
-        if value_of(one).requires_grad != value_of(node).requires_grad:
+        if tensor_of(one).requires_grad != value_of(node).requires_grad:
             raise LeftAlone(f"{one.name} was made without gradients")
     return node, links
 

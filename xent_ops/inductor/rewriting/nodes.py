@@ -46,6 +46,12 @@ def value_of(node: Any) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
+def tensor_of(node: Any) -> Any:
+    """The fake tensor of a node; of one with several results, as split has them, the first."""
+    value = value_of(node)
+    return value[0] if isinstance(value, (tuple, list)) and value else value
+
+
 def name_of(node: fx.Node) -> str | None:
     """The same name for ``x.reshape(...)`` and ``torch.reshape(x, ...)``.
 
@@ -111,7 +117,15 @@ def viewed_by(node: fx.Node) -> fx.Node | None:
     made = value_of(node)
     if node.op not in ("call_function", "call_method"):
         return None
+    if (parts := parts_of(node)) is not None:
+        node = parts
     return next((one for one in node.all_input_nodes if share_memory(value_of(one), made)), None)
+
+
+def parts_of(node: fx.Node) -> fx.Node | None:
+    """The node with several results, as split, of which ``node`` is one."""
+    source = node.args[0] if name_of(node) == "getitem" else None
+    return source if isinstance(source, fx.Node) and isinstance(value_of(source), (tuple, list)) else None
 
 
 def position(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -32,7 +32,7 @@ class Call:
     - a tensor scales the logits behind a softcap, or may be written before the loss,
     - the product has another form: of batches, a convolution of more than one element, tensordot, an einsum whose
       result has the classes elsewhere,
-    - something else stands between them: a mask, a second bias, split, chunk, unbind, a view of some of the classes,
+    - something else stands between them: a mask, a second bias, a view of some of the classes,
     - the logits leave a checkpointed part.
     """
 

@@ -15,7 +15,7 @@ from ...kernels.options import Activation
 from . import writers
 from .links import STEPS, LeftAlone, Link, activation_of, walk
 from .modes import gradient_modes, modes
-from .nodes import is_cast, is_pointwise, name_of, position, share_memory, value_of, viewed_by
+from .nodes import is_cast, is_pointwise, name_of, position, share_memory, tensor_of, value_of, viewed_by
 
 
 @dataclass
@@ -45,7 +45,7 @@ def find(loss: fx.Node, logits: fx.Node, reader: fx.Node) -> Tail:
     source = links[-1].source
     _refuse_shared(links, loss)
     _refuse_unsafe_in_place(links, source, mine)
-    if any(value_of(link.node).requires_grad != value_of(source).requires_grad for link in links):
+    if any(tensor_of(link.node).requires_grad != value_of(source).requires_grad for link in links):
         raise LeftAlone("what stands before it was made without gradients")
     mode_of, gradients = modes(loss.graph), gradient_modes(loss.graph)
     for link in links:
