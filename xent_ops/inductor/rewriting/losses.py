@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from . import heads
+from . import heads, writers
 from .links import LeftAlone, is_view
 from .nodes import is_cast, name_of, tensor_of, value_of, viewed_by
 from .tail import Tail, find
@@ -58,6 +58,10 @@ class Loss:
             raise LeftAlone(f"{log_softmax.name} makes {made.dtype} of {before.dtype}")
         if made.requires_grad != before.requires_grad:
             raise LeftAlone(f"{log_softmax.name} was made without gradients")
+        graph_inputs = writers.inputs_of(self.node.graph)
+        writer = writers.between(log_softmax, self.node, before, graph_inputs, {log_softmax, *links})
+        if writer is not None:  # ours would read the logits where the loss stands
+            raise LeftAlone(f"{writer.name} may write to the logits between {log_softmax.name} and it")
         upcast = made.dtype != before.dtype or any(tensor_of(link).dtype != made.dtype for link in links)
         return Start(source, log_softmax, [log_softmax, *links], upcast)
 
