@@ -52,7 +52,7 @@ def options(
             pass that is set in ``torch._inductor.config`` now does.
         linear: whether the head before the loss becomes one operator with it, ``xent::linear_cross_entropy``, which
             never holds all logits. ``"auto"``: where they are large and nothing else reads them. True: small ones too,
-            and with ``reduction="none"``, which takes a fourth product. False: only ``F.linear_cross_entropy`` does.
+            and of losses of rows, which take a fourth product. False: only ``F.linear_cross_entropy`` does.
         products: of these heads, as for ``xent_ops.linear_cross_entropy``; a head that cannot have them stays, and the
             report says why.
 

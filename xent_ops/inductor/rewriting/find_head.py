@@ -63,7 +63,7 @@ class Found:
 def find(loss: Loss, linear: bool | str) -> Found | None:
     """The head before ``loss``; None where there is none. Raises LeftAlone where it cannot be taken up."""
     start = loss.start()
-    links, source = walk(start.logits, start.reader, tensors=True)
+    links, source = walk(start.logits, start.readers, tensors=True)
     product = products.of(source)
     if product is None:
         _refuse_other_products(source, loss)
@@ -123,12 +123,7 @@ def _refuse_scales(loss: Loss, found: Found) -> None:
 
 def _classes(loss: Loss) -> int:
     shape = value_of(loss.given["input"]).shape
-    return _hint(shape[_class_dim(loss)])
-
-
-def _class_dim(loss: Loss) -> int:
-    dims: int = value_of(loss.given["input"]).dim()
-    return dims - 1 if loss.is_own or dims == 1 else 1
+    return _hint(shape[loss.class_dim])
 
 
 def _refuse_not_worthwhile(loss: Loss, product: Product, linear: bool | str) -> None:
@@ -147,7 +142,7 @@ def _refuse_not_worthwhile(loss: Loss, product: Product, linear: bool | str) -> 
     if size < least:
         raise LeftAlone(f"too small: logits of {_mib(size)} MiB, and {_mib(least)} MiB pay; linear=True takes it")
     if loss.given.get("reduction", "mean") == "none" and value_of(loss.node).requires_grad:
-        raise LeftAlone('reduction="none" would take a fourth product; linear=True takes it')
+        raise LeftAlone("losses of rows would take a fourth product for gradients; linear=True takes it")
 
 
 def _is_part(graph: fx.Graph) -> bool:
@@ -170,7 +165,7 @@ def _mib(size: int) -> str:
 
 
 def _refuse_probabilities(loss: Loss) -> None:
-    if value_of(loss.given["target"]).dim() == value_of(loss.given["input"]).dim():
+    if loss.is_soft:
         raise LeftAlone("its target is class probabilities, for which all logits are made")
 
 
@@ -263,7 +258,7 @@ def _hidden(emit: Emitter, hidden: fx.Node, found: Found, loss: Loss) -> fx.Node
         hidden = emit(target, hidden, *args, **view.kwargs)
         if [_hint(size) for size in value_of(hidden).shape] != wanted:
             raise LeftAlone(f"{view.name} selects classes")
-    if dim != _class_dim(loss):
+    if dim != loss.class_dim:
         raise LeftAlone("the classes of the loss are not those of the product")
     return hidden if dim == value_of(hidden).dim() - 1 else emit("movedim", hidden, dim, -1)
 

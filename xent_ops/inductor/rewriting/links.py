@@ -61,13 +61,14 @@ class Link:
         return self.computes and share_memory(value_of(self.node), value_of(self.source))
 
 
-def walk(node: fx.Node, reader: fx.Node, tensors: bool = False) -> tuple[list[Link], fx.Node]:
+def walk(node: fx.Node, readers: set[fx.Node], tensors: bool = False) -> tuple[list[Link], fx.Node]:
     """(the links from the loss backwards, the first node that is no link). ``tensors``: with those of BY_TENSOR."""
     order = position(node.graph)
     links: list[Link] = []
     while True:
         # ``x.div_(c)`` as a statement: later nodes read x, not its result.
-        before = [user for user in node.users if not user.users and order[user] < order[reader]]
+        first = min(order[reader] for reader in readers)
+        before = [user for user in node.users if not user.users and order[user] < first]
         found = [link for user in before if (link := link_of(user, tensors)) is not None]
         statements = [link for link in found if link.in_place and link.source is node]
         statements.sort(key=lambda link: order[link.node], reverse=True)
@@ -75,11 +76,11 @@ def walk(node: fx.Node, reader: fx.Node, tensors: bool = False) -> tuple[list[Li
         link = link_of(node, tensors)
         if link is None:
             return links, node
-        mine = {reader, *(statement.node for statement in statements)}
+        mine = {*readers, *(statement.node for statement in statements)}
         others = [user for user in node.users if user not in mine and not asks_for_sizes(user)]
         link.shared_with = others[0] if others else None
         links.append(link)
-        reader, node = node, link.source
+        readers, node = {node}, link.source
 
 
 def link_of(node: fx.Node, tensors: bool = False) -> Link | None:

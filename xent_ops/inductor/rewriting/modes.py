@@ -40,6 +40,21 @@ def gradient_modes(graph: fx.Graph) -> dict[fx.Node, bool]:
     return found
 
 
+def transformed(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes inside of a functorch transform or a level of forward-mode AD."""
+    found: set[fx.Node] = set()
+    depth = 0
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if name.endswith("increment_nesting") or name == "_enter_dual_level":
+            depth += 1
+        elif name.endswith("decrement_nesting") or name == "_exit_dual_level":
+            depth -= 1
+        elif depth > 0:
+            found.add(node)
+    return found
+
+
 def autocasts(node: fx.Node) -> list[tuple[Any, ...]]:
     """The arguments of torch.autocast, of the open contexts of a node."""
     contexts = modes(node.graph)[node]

@@ -10,7 +10,7 @@ from typing import Any
 @dataclass(frozen=True)
 class Call:
     """One call of F.cross_entropy, F.nll_loss or F.linear_cross_entropy in a compiled graph, or code that computes the
-    same; and xent_ops.cross_entropy behind a head.
+    same (log-softmax and gather, ...); and xent_ops.cross_entropy behind a head.
 
     A call is left alone where
 
@@ -20,7 +20,9 @@ class Call:
     - something may write to the logits while they are needed,
     - it has ``size_average``, ``reduce`` or class weights that require grad, or is inside a torch.func transform,
     - logits, targets or weights are no plain tensors, or have a dtype or device without a kernel,
-    - F.nll_loss reads something other than a log_softmax of the graph that nothing else reads.
+    - F.nll_loss reads something other than a log_softmax of the graph that nothing else reads,
+    - it is written out, and what it is made of is read by something else as well; or it takes several classes of a row,
+      or an index in brackets.
 
     A head is left alone where
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Callable
 
@@ -16,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...kernels.options import Activation
 from ...ops import checks
-from . import find_head, heads, writers
+from . import find_by_hand, find_head, heads, writers
 from .emitter import Emitter
 from .links import LeftAlone
-from .losses import LOG_PROBS, Loss, lookalikes, losses
+from .losses import Loss, losses
 from .nodes import value_of, where
 from .report import Call
 from .tail import Tail
@@ -34,14 +35,13 @@ def replace_cross_entropy(graph: fx.Graph, linear: bool | str, products: str | N
 
     ``products``: of heads.
     """
-    written_out = [Call(where(node), what, False, why=LOG_PROBS) for node, what in lookalikes(graph)]
     calls = []
-    for loss in losses(graph):
+    for loss in itertools.chain(losses(graph), find_by_hand.losses(graph)):
         if isinstance(loss, fx.Node):
             calls.append(Call(where(loss), "a loss of torch.nn", False, why="Dynamo did not inline this module"))
         elif (call := _replace(loss, linear, products, Call(where(loss.node), _describe(loss), False))) is not None:
             calls.append(call)
-    return calls + written_out
+    return calls
 
 
 def _replace(loss: Loss, linear: bool | str, products: str | None, call: Call) -> Call | None:
@@ -55,12 +55,12 @@ def _replace(loss: Loss, linear: bool | str, products: str | None, call: Call) -
             return dataclasses.replace(call, replaced=True, head=True, products=products)
         _refuse(loss)
     except LeftAlone as reason:
-        return None if loss.is_own else dataclasses.replace(call, why=str(reason))
+        return None if loss.is_own else dataclasses.replace(call, why=f"{reason}{loss.remedy}")
     try:
         found = find_head.find(loss, linear) if linear is not False or heads.is_asked_for(loss.node) else None
         if found is not None:
             made = functools.partial(find_head.emitted, found=found, loss=loss)
-            _put(loss, found.nodes, lambda emit: heads.emit(emit, made(emit), loss.given, products))
+            _put(loss, found.nodes, lambda emit: heads.emit(emit, made(emit), loss.arguments(emit), products))
             taken = found.activation._asdict() | {"logits_dtype": found.logits_dtype, "products": products}
             return Call(call.where, call.what, True, found.upcast, **taken, head=True)
     except LeftAlone as reason:
@@ -71,7 +71,7 @@ def _replace(loss: Loss, linear: bool | str, products: str | None, call: Call) -
         tail = loss.tail()
         _put(loss, tail.nodes, lambda emit: _emit_loss(emit, _with_views(emit, tail), loss, tail))
     except LeftAlone as reason:
-        return dataclasses.replace(call, why=str(reason))
+        return dataclasses.replace(call, why=f"{reason}{loss.remedy}")
     taken = tail.activation._asdict()
     return Call(call.where, call.what, True, tail.upcast, **taken, head_left=call.head_left)
 
@@ -79,6 +79,8 @@ def _replace(loss: Loss, linear: bool | str, products: str | None, call: Call) -
 def _refuse(loss: Loss) -> None:
     """Raise LeftAlone for arguments that our operators do not take, or interpret differently than F.cross_entropy."""
     given = loss.given
+    if loss.why:
+        raise LeftAlone(loss.why)
     for name in _LEGACY:
         if given.get(name) is not None:
             raise LeftAlone(f"the deprecated argument {name} is given; use reduction")
@@ -87,15 +89,14 @@ def _refuse(loss: Loss) -> None:
             raise LeftAlone(f"the argument {name} is unknown to xent_ops")
     for name in ("input", "target", "weight"):
         tensor = value_of(given.get(name))
-        if name == "weight" and tensor is None:
+        if given.get(name) is None:
             continue
         if not isinstance(tensor, FakeTensor):
             raise LeftAlone(f"{name} is a {type(tensor).__name__}, not a plain tensor")
         valid = checks.FLOATS if name != "target" else checks.FLOATS + checks.INDICES
         if tensor.dtype not in valid:
             raise LeftAlone(f"{name} has dtype {tensor.dtype}")
-    logits, target = value_of(given["input"]), value_of(given["target"])
-    soft = _is_soft(logits, target)
+    logits, soft = value_of(given["input"]), loss.is_soft
     if loss.is_nll and soft:
         raise LeftAlone("target has as many dimensions as input")
     if isinstance(given.get("label_smoothing"), fx.Node):
@@ -112,15 +113,11 @@ def _refuse(loss: Loss) -> None:
         raise LeftAlone(f"xent_ops has no kernel for the device {logits.device.type}")
 
 
-def _is_soft(logits: Tensor, target: Tensor) -> bool:
-    return target.dim() == logits.dim()
-
-
 def _put(loss: Loss, dead: list[fx.Node], make: Callable[[Emitter], fx.Node]) -> None:
     """What ``make`` emits in the place of the loss, without the nodes before it that it took up."""
     emit = Emitter(loss.node)
     try:
-        result = _as_wanted(emit, make(emit))
+        result = _as_wanted(emit, loss.finished(emit, make(emit)))
     except Exception as error:  # a view that the source does not allow, a scale that the operator refuses
         emit.undo()
         raise LeftAlone(_first_line(error)) from error
@@ -156,22 +153,21 @@ def _with_views(emit: Emitter, tail: Tail) -> fx.Node:
     return node
 
 
-def _classes_last(emit: Emitter, tensor: fx.Node) -> fx.Node:
-    if value_of(tensor).dim() <= 2:
+def _classes_last(emit: Emitter, tensor: fx.Node, dim: int) -> fx.Node:
+    if dim == value_of(tensor).dim() - 1:
         return tensor
-    tensor = emit("movedim", tensor, 1, -1)
+    tensor = emit("movedim", tensor, dim, -1)
     # Dense already where the model made its (N, C, d1) by transposing.
     return tensor if value_of(tensor).stride(-1) == 1 else emit("contiguous", tensor)
 
 
 def _emit_loss(emit: Emitter, logits: fx.Node, call: Loss, tail: Tail) -> fx.Node:
-    given = call.given
+    given = call.arguments(emit)
     weight, reduction = given.get("weight"), given.get("reduction", "mean")
     smoothing = given.get("label_smoothing", 0.0)
     options = tail.activation.keywords()
-    logits = _classes_last(emit, logits)
-    soft = _is_soft(value_of(logits), value_of(given["target"]))
-    target = _classes_last(emit, given["target"]) if soft else given["target"]
+    logits, soft = _classes_last(emit, logits, call.class_dim), call.is_soft
+    target = _classes_last(emit, given["target"], call.class_dim) if soft else given["target"]
     # F.cross_entropy saves class indices and weights too, so torch itself refuses a write to them. Of class
     # probabilities it may save a copy.
     saved = [value_of(tensor) for tensor in (logits, *((target,) if soft else ()))]
@@ -215,7 +211,6 @@ def _describe(loss: Loss) -> str:
     what = type(logits).__name__
     if isinstance(logits, Tensor):
         what = f"{str(logits.dtype).removeprefix('torch.')} ({', '.join(map(str, logits.shape))})"
-    for name, is_it in {"nll_loss": loss.is_nll, "linear_cross_entropy": loss.is_chunked, "xent": loss.is_own}.items():
-        if is_it:
-            what = f"{name} of {what}"
+    if loss.title:
+        what = f"{loss.title} of {what}"
     return ", ".join([what, *options])

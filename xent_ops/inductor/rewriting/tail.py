@@ -27,9 +27,9 @@ class Tail:
     activation: Activation
 
 
-def find(loss: fx.Node, logits: fx.Node, reader: fx.Node) -> Tail:
-    """The tail of ``logits``, which ``reader`` reads for ``loss``. Raises LeftAlone."""
-    links, source = walk(logits, reader)
+def find(loss: fx.Node, logits: fx.Node, readers: set[fx.Node]) -> Tail:
+    """The tail of ``logits``, which ``readers`` read for ``loss``. Raises LeftAlone."""
+    links, source = walk(logits, readers)
     _refuse_fused(source)
     taken = len(links)
     while taken and not links[taken - 1].computes:  # views of the source may stay, even with other readers
@@ -66,14 +66,15 @@ def _refuse_fused(source: fx.Node) -> None:
     """Raise LeftAlone if the walk ended at a node that Inductor would have fused."""
     node: fx.Node | None = source
     while node is not None:
-        if _is_fused(node):
+        if is_fused(node):
             raise LeftAlone(
                 f"{node.name} stands before it: no view, upcast to float32, softcap or scale by a Python number"
             )
         node = viewed_by(node)
 
 
-def _is_fused(node: fx.Node) -> bool:
+def is_fused(node: fx.Node) -> bool:
+    """Does Inductor fuse it with what reads it?"""
     made = value_of(node)
     if is_cast(node):
         return isinstance(made, Tensor) and made.dtype != value_of(node.args[0]).dtype

@@ -1,0 +1,380 @@
+"""Log-probabilities that a model gathers by itself, as DPO, GRPO and contrastive losses read them, become a row loss."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from finding_heads import HEAD
+from rewriting import Rewriting, V, assert_same
+
+from xent_ops import inductor
+from xent_ops.inductor.rewriting.by_hand import NEVER
+from xent_ops.kernels import reference
+from xent_ops.kernels.options import Options
+
+LOSS = torch.ops.xent.cross_entropy.default
+B, S, H = 2, 3, 8
+
+
+def rows(dtype=torch.float64):
+    """(logits (6, V), targets (6,))"""
+    return torch.randn(6, V, dtype=dtype, requires_grad=True), torch.randint(0, V, (6,))
+
+
+def batch(dtype=torch.float64):
+    """(logits (B, S, V), targets (B, S))"""
+    x, t = rows(dtype)
+    return x.detach().view(B, S, V).requires_grad_(), t.view(B, S)
+
+
+def _trl(x, t):
+    """Of float32 logits; TRL's ``selective_log_softmax``."""
+    t = t.unsqueeze(-1)
+    picked = torch.gather(x, dim=-1, index=t)
+    return (picked - torch.stack([torch.logsumexp(one, dim=-1) for one in x]).unsqueeze(-1)).squeeze(-1)
+
+
+def _trl_half(x, t):
+    """Of bfloat16 logits."""
+    found = []
+    for one, index in zip(x, t.unsqueeze(-1), strict=True):
+        found.append(F.log_softmax(one, dim=-1).gather(dim=-1, index=index))
+    return torch.stack(found).squeeze(-1)
+
+
+def _trl_squeezed(x, t):
+    pairs = zip(x.unbind(), t, strict=True)
+    return torch.stack([y.log_softmax(-1).gather(-1, u.unsqueeze(-1)).squeeze(-1) for y, u in pairs])
+
+
+OF_ROWS = {
+    "gather": lambda x, t: F.log_softmax(x, -1).gather(-1, t[:, None]).squeeze(-1),
+    "torch.gather": lambda x, t: -torch.gather(x.log_softmax(1), 1, t.unsqueeze(1)),
+    "keywords": lambda x, t: torch.gather(input=torch.log_softmax(input=x, dim=1), dim=1, index=t.view(-1, 1)),
+    "take_along_dim": lambda x, t: -torch.take_along_dim(x.log_softmax(-1), t[:, None], 1).mean(),
+    "take_along_dim, keywords": lambda x, t: torch.take_along_dim(x.log_softmax(-1), indices=t[:, None], dim=-1),
+    "views behind": lambda x, t: x.view(B, S, V).log_softmax(-1)[:, :-1].gather(2, t.view(B, S, 1)[:, 1:]).flatten(),
+    "one row": lambda x, t: x[0].log_softmax(0).gather(0, t[:1]),
+    "logsumexp": lambda x, t: (x.logsumexp(-1) - x.gather(-1, t[:, None]).squeeze(-1)).mean(),
+    "logsumexp, keepdim": lambda x, t: x.gather(-1, t[:, None]) - torch.logsumexp(x, 1, keepdim=True),
+    "logsumexp, indexed": lambda x, t: torch.subtract(x.gather(1, t[:, None])[:, 0], torch.logsumexp(x, dim=(1,))),
+    "logsumexp, unsqueezed": lambda x, t: x.logsumexp(-1)[:, None] - x.gather(-1, t[:, None]),
+    "logsumexp, viewed": lambda x, t: x.gather(1, t[:, None]).view(B, S) - x.logsumexp(-1).reshape(B, S),
+    "diagonal": lambda x, t: -(x.diagonal() - x.logsumexp(1)).mean(),
+    "diagonal first": lambda x, t: (torch.logsumexp(x, -1) - torch.diagonal(x, 0)).sum(),
+    "diag": lambda x, t: (torch.diag(x) - x.logsumexp(1)).mean(),
+    "diagonal of columns": lambda x, t: x[:, :6].diagonal() - x[:, 30:].sum() - 0 * x[:, :6].logsumexp(0),
+    "scaled": lambda x, t: (x / 0.7).log_softmax(-1).gather(-1, t[:, None]),
+    "softcap": lambda x, t: (lambda y: y.gather(-1, t[:, None]) - y.logsumexp(-1, keepdim=True))(5 * torch.tanh(x / 5)),
+}
+OF_ROWS["diagonal of columns"] = lambda x, t: (lambda y: y.diagonal() - y.logsumexp(0))(x[:, :6])
+OF_BATCHES = {
+    "TRL": _trl,
+    "TRL, a temperature": lambda x, t: _trl(x / 0.7, t),
+    "TRL, rows": lambda x, t: (
+        x.gather(-1, t[..., None]).squeeze(-1) - torch.stack([y.logsumexp(-1) for y in x.unbind()])
+    ),
+    "TRL, half": _trl_half,
+    "TRL, half, a temperature": lambda x, t: _trl_half(x[:, :-1] / 2, t[:, 1:]),
+    "TRL, half, squeezed": _trl_squeezed,
+    "shifted, masked": lambda x, t: x[:, :-1].log_softmax(-1).gather(2, t[:, 1:, None]).squeeze(2) * (t[:, 1:] != 3),
+    "classes in dimension 1": lambda x, t: x.mT.contiguous().log_softmax(1).gather(1, t[:, None]),
+}
+SCALES = {"scaled": 1 / 0.7, "TRL, a temperature": 1 / 0.7, "TRL, half, a temperature": 0.5}
+
+
+def _names(graph):
+    return {str(getattr(node.target, "__name__", node.target)) for node in graph.nodes}
+
+
+@pytest.mark.parametrize("case", [*OF_ROWS, *OF_BATCHES])
+def test_replaced(case):
+    """Value and gradients in float64, and nothing of what was written out stays."""
+    function, tensors = (OF_ROWS[case], rows()) if case in OF_ROWS else (OF_BATCHES[case], batch())
+    backend, report = assert_same(function, *tensors, stays=None, rtol=1e-12, atol=1e-12)
+    (call,) = report.calls
+    wrote = "diagonal" if "diag" in case else "gather"
+    assert wrote in call.what and "float64" in call.what and "test_inductor_by_hand.py" in call.where
+    assert call.logit_scale == pytest.approx(SCALES.get(case, 1.0)) and call.softcap == (
+        5.0 if case == "softcap" else None
+    )
+    assert not _names(backend.graph) & {
+        "gather",
+        "take_along_dim",
+        "log_softmax",
+        "logsumexp",
+        "diagonal",
+        "diag",
+        "tanh",
+    }
+    (node,) = [node for node in backend.graph.nodes if node.target is LOSS]
+    assert node.kwargs["ignore_index"] == NEVER and node.kwargs["reduction"] == "none"
+
+
+@pytest.mark.parametrize("case", ["gather", "logsumexp", "diagonal"])
+def test_any_number_of_rows(case):
+    """Sizes that are symbols, from the first call on or from the second; one compilation more is no price."""
+    x, t = rows()
+    for dynamic in (True, None):
+        torch.compiler.reset()
+        compiled = torch.compile(OF_ROWS[case], backend=Rewriting(), dynamic=dynamic, fullgraph=True)
+        for n in (6, 4, 5):
+            given = x[:n].detach(), t[:n].clone()
+            torch.testing.assert_close(compiled(*given), OF_ROWS[case](*given))
+        report = inductor.last_report()
+        assert len(report.replaced) == report.graphs == (1 if dynamic else 2)
+
+
+def test_fewer_targets_than_rows_after_a_compilation():
+    """gather takes them, the operator does not. From the second call on there is a symbol for each, with a guard."""
+    x, t = rows()
+    compiled = torch.compile(OF_ROWS["gather"], backend=Rewriting(), fullgraph=True)
+    for n, m in ((6, 6), (5, 5), (4, 4), (5, 3)):
+        given = x[:n].detach(), t[:m].clone()
+        torch.testing.assert_close(compiled(*given), OF_ROWS["gather"](*given))
+    assert [call.replaced for call in inductor.last_report().calls] == [True, True, False]
+
+
+WIDER = {
+    "before": lambda x, t: x.float().log_softmax(-1).gather(-1, t[..., None]),
+    "as dtype": lambda x, t: F.log_softmax(x, -1, dtype=torch.float32).gather(-1, t[..., None]),
+    "of the sum": lambda x, t: x.gather(-1, t[..., None]) - x.float().logsumexp(-1, keepdim=True),
+    "of both": lambda x, t: _trl(x.float(), t),
+    "in 16 bits": _trl_half,
+}
+
+
+@pytest.mark.parametrize("case", WIDER)
+def test_bfloat16_is_as_exact_as_float64_allows(case):
+    x, t = batch(torch.bfloat16)
+    exact = x.detach().double().requires_grad_()
+    want = exact.log_softmax(-1).gather(-1, t[..., None])
+    want.sum().backward()
+    backend = Rewriting()
+    got = torch.compile(WIDER[case], backend=backend, fullgraph=True)(x, t)
+    got.sum().backward()
+    assert got.dtype == WIDER[case](x, t).dtype
+    (call,) = inductor.last_report().calls
+    assert call.replaced and call.upcast_removed == (case != "in 16 bits")
+    torch.testing.assert_close(
+        got.view(-1).double(), want.view(-1), rtol=1e-6 if call.upcast_removed else 1 / 256, atol=1e-6
+    )
+    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=1 / 128, atol=1e-6)
+    wide = [node.meta.get("example_value") for node in backend.graph.nodes]
+    assert not [v for v in wide if isinstance(v, torch.Tensor) and v.dtype == torch.float32 and v.numel() > B * S]
+
+
+@pytest.mark.parametrize("bad", [V, -1, -100, 2**40, -(2**63)])
+def test_a_target_out_of_range_is_an_error(bad):
+    """As gather has it, on a CPU; no target is ignored. Where nothing checks it, it gives NaN."""
+    x, t = rows(torch.float32)
+    t[1] = bad
+    for function in (OF_ROWS["gather"], OF_ROWS["logsumexp, keepdim"]):
+        with pytest.raises((IndexError, RuntimeError)):
+            function(x, t)
+        with pytest.raises(IndexError, match="out of bounds"):
+            torch.compile(function, backend=Rewriting())(x, t)
+        assert inductor.last_report().calls[0].replaced
+    loss, _ = reference.cross_entropy_forward(x, t, options=Options(ignore_index=NEVER))
+    assert loss.isnan().tolist() == [False, True, False, False, False, False]
+
+
+HEADS = {
+    "gather": lambda h, w, t: (h @ w.T).log_softmax(-1).gather(-1, t[..., None]).squeeze(-1),
+    "shifted": lambda h, w, t: F.linear(h, w)[:, :-1].float().log_softmax(-1).gather(-1, t[:, 1:, None]),
+    "TRL": lambda h, w, t: _trl(F.linear(h, w) / 0.7, t),
+    "TRL, half": lambda h, w, t: _trl_half(F.linear(h, w), t),
+    "diagonal": lambda h, w, t: (lambda x: x.diagonal() - x.logsumexp(1))(20 * h[0] @ w.T),
+}
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_the_head_is_taken_too(case, monkeypatch):
+    """Where it is asked for, or without gradients, as of a reference model, where it pays."""
+    h, w = torch.randn(B, S, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+    t = torch.randint(0, V, (B, S))
+    backend, report = assert_same(HEADS[case], h, w, t, stays=None, linear=True, rtol=1e-4, atol=1e-5)
+    assert report.calls[0].head and HEAD in backend.targets() and LOSS not in backend.targets()
+    monkeypatch.setattr(inductor.rewriting.find_head, "WORTHWHILE", {"cpu": 0})
+    _, report = assert_same(HEADS[case], h, w, t, stays=None, rtol=1e-4, atol=1e-5)
+    assert "would take a fourth product for gradients; linear=True takes it" in report.calls[0].head_left
+    with torch.no_grad():
+        torch.compile(HEADS[case], backend=Rewriting())(h, w, t)
+    assert inductor.last_report().calls[0].head
+
+
+def _read(x, t):
+    log_probs = x.log_softmax(-1)
+    return log_probs.gather(-1, t[:, None]).sum() - (log_probs.exp() * log_probs).sum()
+
+
+def _z_loss(x, t):
+    lse = x.logsumexp(-1)
+    return (lse - x.gather(-1, t[:, None]).squeeze(-1) + 1e-4 * lse.square()).sum()
+
+
+def _returned(x, t):
+    picked = x.gather(-1, t[:, None])
+    return (picked - x.logsumexp(-1, keepdim=True)).sum() + picked.sum()
+
+
+def _without_grad(x, t):
+    with torch.no_grad():
+        total = x.logsumexp(-1)
+    return total - x.gather(-1, t[:, None]).squeeze(-1)
+
+
+def _other_autocast(x, t):
+    with torch.autocast("cpu", torch.bfloat16):
+        total = x.logsumexp(-1)
+    return total - x.gather(-1, t[:, None]).squeeze(-1)
+
+
+def _logits_written(x, t):
+    y = x.detach() * 1
+    picked = y.gather(-1, t[:, None])
+    y.index_fill_(0, t[:1] % 6, 1.0)
+    return picked.squeeze(-1) - y.logsumexp(-1) + x.sum()
+
+
+def _target_written(x, t):
+    u, y = t + 0, x.detach()
+    picked = y.gather(-1, u[:, None])
+    u.zero_()
+    return picked.squeeze(-1) - y.logsumexp(-1) + x.sum() + u
+
+
+def _target_written_after(x, t):
+    u = t + 0
+    picked = torch.take_along_dim(x.log_softmax(-1), u[:, None], 1)
+    u.zero_()
+    return picked
+
+
+def _in_place(x, t):
+    total = x.logsumexp(-1)
+    picked = x.gather(-1, t[:, None]).squeeze(-1)
+    picked.mul_(2)
+    return total - picked
+
+
+def _swapped(x, t):
+    """Not of the same rows: each is a loss by itself, their stack is not."""
+    return torch.stack([x[i : i + 2].log_softmax(-1).gather(-1, t[None, 1 - i : 2 - i].expand(2, 1)) for i in (0, 1)])
+
+
+LEFT = {
+    "brackets": (lambda x, t: -x.log_softmax(-1)[torch.arange(6), t].mean(), "may count from the end"),
+    "several classes": (lambda x, t: x.log_softmax(-1).gather(-1, t.view(2, 3).repeat(3, 1)), "several classes of a row"),
+    "fewer rows": (lambda x, t: x.log_softmax(-1).gather(-1, t[:4, None]), "or not of each row"),
+    "no dim": (lambda x, t: torch.take_along_dim(x.log_softmax(-1), t), "no dim"),
+    "another dim": (lambda x, t: x.log_softmax(0).gather(-1, t[:, None]), "is not the one of its classes"),
+    "other dims": (lambda x, t: (lambda y: y.gather(0, t[None, :] % 6) - y.logsumexp(1))(x[:, :6]), "not those of the other"),
+    "broadcast": (lambda x, t: x.gather(-1, t[:, None]) - x.logsumexp(-1), "are not those of the other operand"),
+    "two views": (lambda x, t: x[1:].gather(-1, t[1:, None]) - x[:-1].logsumexp(-1, keepdim=True), "two views of the logits"),
+    "entropy as well": (_read, "has 3 uses"),
+    "z-loss": (_z_loss, "lse is read by square as well"),
+    "picked logits as well": (_returned, "picked is read by sum_2 as well"),
+    "no_grad": (_without_grad, "total was made without gradients"),
+    "autocast": (_other_autocast, "total runs under another autocast"),
+    "written": (_logits_written, "index_fill_ may write to the logits"),
+    "target written": (_target_written, "zero_ may write to the target"),
+    "target written afterwards": (_target_written_after, "zero_ may write to the target after it"),
+    "in place": (_in_place, "is read by mul_ as well"),
+    "a shift": (lambda x, t: (x + 1).log_softmax(-1).gather(-1, t[:, None]), "add stands before it"),
+    "rounded before": (lambda x, t: (lambda y: y.logsumexp(-1) - y.gather(-1, t[:, None])[:, 0])(x.float()), "stands before it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_left_alone_with_the_reason(case):
+    """Nothing of the graph changes."""
+    function, why = LEFT[case]
+    graphs = []
+    backend = Rewriting(lambda graph: graphs.append([str(node.format_node()) for node in graph.nodes]))
+    x, t = rows()
+    want, got = function(x, t), torch.compile(function, backend=backend, fullgraph=True)(x, t)
+    torch.testing.assert_close(got, want)
+    (call,) = inductor.last_report().calls
+    assert not call.replaced and why in call.why and "xent_ops.token_log_probs" in call.why, str(call)
+    assert [str(node.format_node()) for node in backend.graph.nodes] == graphs[-1]
+
+
+OTHERS = {
+    "softmax": lambda x, t: x.softmax(-1).gather(-1, t[:, None]) - x.sum(-1, keepdim=True),
+    "a sum of log-probabilities": lambda x, t: x.log_softmax(-1)[1:3].sum() + x.logsumexp(-1).mean(),
+    "of other logits": lambda x, t: x.gather(-1, t[:, None]) - x.sin().logsumexp(-1, keepdim=True),
+    "another diagonal": lambda x, t: x.diagonal(1) - x[:, :6].logsumexp(1),
+    "anti-diagonal": lambda x, t: x.flip(1)[:, :6].diagonal() - x.logsumexp(1),
+    "transposed": lambda x, t: x.gather(-1, t.view(2, 3).repeat(3, 1)).T - x.logsumexp(-1),
+    "another stack": lambda x, t: x.gather(-1, t[:, None]).squeeze(-1) - torch.stack([x[i].logsumexp(-1) for i in (1, 0, 2, 3, 4, 5)]),
+    "a part of a stack": lambda x, t: x[:4].gather(-1, t[:4, None]).squeeze(-1) - torch.stack([x[i].logsumexp(-1) for i in range(4)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_something_else(case):
+    """Not in the report, and not touched."""
+    x, t = rows()
+    _, report = assert_same(OTHERS[case], x, t, replaced=0)
+    assert report.calls == ()
+
+
+def test_pairs_of_other_rows_are_losses_by_themselves():
+    _, report = assert_same(_swapped, *rows(), replaced=2, stays=None)
+    assert [call.what for call in report.calls] == ["log_softmax, gather of float64 (2, 37), reduction='none'"] * 2
+
+
+def _dpo(policy, reference_logits, t):
+    mask, t = t[:, 1:] != -100, t[:, 1:].clamp(min=0)
+    sums = [
+        (x[:, :-1].log_softmax(-1).gather(2, t.unsqueeze(2)).squeeze(2) * mask).sum(-1)
+        for x in (policy, reference_logits)
+    ]
+    ratio = sums[0] - sums[1].detach()
+    return -F.logsigmoid(0.1 * (ratio[0::2] - ratio[1::2])).mean()
+
+
+def _grpo(x, old, advantage, t):
+    ratio = (_trl(x / 0.9, t) - old).exp()
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+
+
+def _contrastive(a, b):
+    scores = 20 * F.normalize(a, dim=-1) @ F.normalize(b, dim=-1).T
+    return -(scores.diagonal() - scores.logsumexp(1)).mean()
+
+
+@pytest.mark.parametrize("loss, found", [(_dpo, 2), (_grpo, 1), (_contrastive, 1)], ids=["DPO", "GRPO", "contrastive"])
+def test_through_inductor(loss, found):
+    """Whole losses, compiled with what stands behind the log-probabilities: masks, ratios, means."""
+    x, t = batch(torch.float32)
+    t[0, 2] = -100 if loss is _dpo else 3
+    inputs = {
+        _dpo: (x, torch.randn(B, S, V), t),
+        _grpo: (x, torch.randn(B, S), torch.randn(B, S), t),
+        _contrastive: (torch.randn(6, H, requires_grad=True), torch.randn(9, H, requires_grad=True)),
+    }[loss]
+    leaves = [one for one in inputs if one.requires_grad]
+    want = loss(*inputs)
+    want_grads = torch.autograd.grad(want, leaves)
+    got = torch.compile(loss, options=inductor.options(), fullgraph=True)(*inputs)
+    assert [call.replaced for call in inductor.last_report().calls] == [True] * found, str(inductor.last_report())
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.autograd.grad(got, leaves), want_grads, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_trl_itself(dtype):
+    """Its function, whose copies are above, with a temperature and a mask of rows."""
+    utils = pytest.importorskip("trl.trainer.utils")
+
+    def loss(x, t):
+        return utils.selective_log_softmax(x, t, temperature=0.7, row_mask=t > 3)
+
+    x, t = batch(dtype)
+    want = loss(x.detach().double(), t)
+    got = torch.compile(loss, backend=Rewriting(), fullgraph=True)(x, t)
+    (call,) = inductor.last_report().calls
+    assert call.replaced and call.logit_scale == pytest.approx(1 / 0.7) and "trl/trainer/utils.py" in call.where
+    torch.testing.assert_close(got.double(), want, rtol=1e-5 if dtype == torch.float32 else 1 / 128, atol=1e-6)

@@ -1,0 +1,107 @@
+"""A loss that a model writes out, without F.cross_entropy, in the place of which our operator's loss of rows is put."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ...kernels.sizes import known, known_equal
+from . import writers
+from .emitter import Emitter
+from .links import LeftAlone, asks_for_sizes
+from .losses import Loss, Start
+from .modes import modes
+from .nodes import is_cast, position, value_of
+
+# gather ignores no target: this one is no class, nor what a cast makes of NaN or infinity, nor a usual mark. One out of
+# range stays an error or NaN.
+NEVER = -(2**63) // 3
+
+GATHER, SUM, DIAGONAL = "log_softmax, gather", "gather, logsumexp", "diagonal, logsumexp"
+
+
+@dataclass
+class ByHand(Loss):
+    """Its node is the log-probability of each row, or minus that."""
+
+    what: str = ""
+    dim: int = -1  # of the classes
+    negative: bool = True  # the node is minus the loss
+    reads_target: fx.Node | None = None  # the first node that does
+    between: list[fx.Node] = field(default_factory=list)  # all nodes from given["input"] to this one
+    reads_logits: bool = False  # given["input"] is the logits, not a log-softmax of them
+
+    @property
+    def class_dim(self) -> int:
+        return self.dim
+
+    @property
+    def is_soft(self) -> bool:
+        return False
+
+    @property
+    def title(self) -> str:
+        return self.what
+
+    @property
+    def remedy(self) -> str:
+        return "; xent_ops.token_log_probs computes them"
+
+    def start(self) -> Start:
+        graph = self.node.graph
+        order, mode_of, inputs = position(graph), modes(graph), writers.inputs_of(graph)
+        logits: fx.Node = self.given["input"]
+        if self.reads_logits:
+            start = Start(logits, {node for node in self.between if logits in node.all_input_nodes}, [])
+        else:
+            start = self.behind_log_softmax()
+        start.behind = sorted({*start.behind, *self.between}, key=lambda node: order[node])
+        source: Tensor = value_of(start.logits)
+        for node in start.behind:
+            mine = {*start.behind, self.node}
+            if others := [user for user in node.users if user not in mine and not asks_for_sizes(user)]:
+                raise LeftAlone(f"{node.name} is read by {others[0].name} as well")
+            made = value_of(node)
+            if isinstance(made, Tensor) and made.requires_grad != source.requires_grad:
+                raise LeftAlone(f"{node.name} was made without gradients")
+            if isinstance(made, Tensor) and made.dtype not in (source.dtype, torch.float32):
+                raise LeftAlone(f"{node.name} has dtype {made.dtype}, and the logits {source.dtype}")
+            if mode_of[node] != mode_of[self.node]:
+                raise LeftAlone(f"{node.name} runs under another autocast or inference mode")
+        start.upcast |= any(is_cast(node) and value_of(node).dtype != source.dtype for node in start.behind)
+        memory = [(start.behind[0], "logits", source)]
+        if self.reads_target is not None and self.given["target"] is not None:
+            memory.append((self.reads_target, "target", value_of(self.given["target"])))
+        for first, what, tensor in memory:  # which ours reads where the node stands
+            if (writer := writers.between(first, self.node, tensor, inputs, set(start.behind))) is not None:
+                raise LeftAlone(f"{writer.name} may write to the {what} between {first.name} and {self.node.name}")
+        target = [value_of(self.given["target"])] if self.given["target"] is not None else []
+        writer = writers.after(self.node, target) if value_of(self.node).requires_grad else None
+        if writer is not None:  # take_along_dim saves a copy of it
+            raise LeftAlone(f"{writer.name} may write to the target after it, whose backward needs it")
+        return start
+
+    def arguments(self, emit: Emitter) -> dict[str, Any]:
+        if self.what == DIAGONAL:
+            rows = value_of(self.given["input"]).shape[1 - self.dim]
+            if not isinstance(rows, int):
+                rows = emit("size", self.given["input"], 1 - self.dim)
+            device = value_of(self.given["input"]).device
+            return {**self.given, "target": emit(torch.arange, rows, device=device)}
+        target = self.given["target"]
+        whole = value_of(target).dim() == value_of(self.given["input"]).dim()
+        return {**self.given, "target": emit("squeeze", target, self.dim) if whole else target}
+
+    def finished(self, emit: Emitter, loss: fx.Node) -> fx.Node:
+        """The sign and the shape of the node, from the loss of each row."""
+        wanted, rows = value_of(self.node), value_of(loss)
+        if self.negative:
+            loss = emit("neg", loss)
+        if known_equal(wanted.shape, rows.shape):
+            return loss
+        if wanted.dim() == rows.dim() + 1 and known(wanted.shape[self.dim] == 1):
+            return emit("unsqueeze", loss, self.dim)
+        return emit("reshape", loss, tuple(wanted.shape))
