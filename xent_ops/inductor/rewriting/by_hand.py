@@ -20,12 +20,12 @@ from .nodes import is_cast, position, value_of
 # range stays an error or NaN.
 NEVER = -(2**63) // 3
 
-GATHER, SUM, DIAGONAL = "log_softmax, gather", "gather, logsumexp", "diagonal, logsumexp"
+GATHER, SUM, DIAGONAL, SOFT = "log_softmax, gather", "gather, logsumexp", "diagonal, logsumexp", "log_softmax, sum"
 
 
 @dataclass
 class ByHand(Loss):
-    """Its node is the log-probability of each row, or minus that."""
+    """Its node is the log-probability of each row, or the sum over the classes; or minus that."""
 
     what: str = ""
     dim: int = -1  # of the classes
@@ -40,7 +40,7 @@ class ByHand(Loss):
 
     @property
     def is_soft(self) -> bool:
-        return False
+        return self.what == SOFT
 
     @property
     def title(self) -> str:
@@ -48,7 +48,8 @@ class ByHand(Loss):
 
     @property
     def remedy(self) -> str:
-        return "; xent_ops.token_log_probs computes them"
+        one = "cross_entropy takes class probabilities" if self.is_soft else "token_log_probs computes them"
+        return f"; xent_ops.{one}"
 
     def start(self) -> Start:
         graph = self.node.graph
@@ -85,6 +86,8 @@ class ByHand(Loss):
         return start
 
     def arguments(self, emit: Emitter) -> dict[str, Any]:
+        if self.is_soft:
+            return self.given
         if self.what == DIAGONAL:
             rows = value_of(self.given["input"]).shape[1 - self.dim]
             if not isinstance(rows, int):
@@ -104,4 +107,6 @@ class ByHand(Loss):
             return loss
         if wanted.dim() == rows.dim() + 1 and known(wanted.shape[self.dim] == 1):
             return emit("unsqueeze", loss, self.dim)
+        if self.is_soft and wanted.dim() == 0:
+            return emit("sum", loss)
         return emit("reshape", loss, tuple(wanted.shape))

@@ -1,7 +1,9 @@
-"""Finds losses that a model writes out: log-probabilities of targets, as DPO, GRPO and contrastive losses read them.
+"""Finds losses that a model writes out: log-probabilities of targets, as DPO, GRPO and contrastive losses read them,
+and the cross entropy of soft targets.
 
     log_softmax(x).gather(t)                                    minus xent::cross_entropy(x, t, reduction="none")
     x.gather(t) - logsumexp(x), x.diagonal() - logsumexp(x)     the same
+    sum(log_softmax(x) * p)                                     minus xent::soft_cross_entropy_forward(x, p)
 
 A mask, a mean or a ratio behind them stays as it is. Inductor would scatter the gradient of gather into zeros of the
 logits' size, beside that of the log-softmax.
@@ -16,10 +18,11 @@ import torch
 from torch import Tensor, fx
 
 from ...kernels.sizes import known, known_equal
-from .by_hand import DIAGONAL, GATHER, NEVER, SUM, ByHand
+from .by_hand import DIAGONAL, GATHER, NEVER, SOFT, SUM, ByHand
 from .links import is_view, link_of
 from .modes import transformed
 from .nodes import is_cast, name_of, parts_of, position, value_of, viewed_by
+from .tail import is_fused
 
 _GATHERS = {"gather": ("input", "dim", "index"), "take_along_dim": ("input", "index", "dim")}
 _PICKS = {*_GATHERS, "diagonal", "diag"}
@@ -182,11 +185,60 @@ def _whole(parts: list[Any]) -> tuple[fx.Node | None, list[fx.Node]]:
     return (found[0], nodes) if isinstance(value, Tensor) and known(value.shape[0] == len(found)) else (None, [])
 
 
+def _soft(node: fx.Node) -> ByHand | None:
+    """``torch.sum(-p * F.log_softmax(x, -1), dim=-1)``, and without a dim, over all."""
+    given = _arguments(node, ("input", "dim", "keepdim"))
+    product, negative, between = given.pop("input", None), True, []
+    if _is_negated(product):
+        between.append(product)
+        product, negative = product.args[0], False
+    if not isinstance(product, fx.Node) or name_of(product) not in ("mul", "multiply"):
+        return None
+    if len(product.args) != 2 or product.kwargs:
+        return None
+    operands: list[Any] = list(product.args)
+    made = [_is_log_softmax(_behind(one)) for one in operands]
+    if sum(made) != 1 or not isinstance(value_of(operands[made.index(False)]), Tensor):
+        return None
+    log_probs, target = operands if made[0] else operands[::-1]
+    reads = product
+    if _is_negated(target):
+        reads, target, negative = target, target.args[0], not negative
+    own = (_behind(log_probs), _input(_behind(log_probs)))
+    if name_of(target) in ("exp", "softmax") and _behind(_input(target)) in own:  # an entropy
+        return None
+    why, dim = _why_not_soft(log_probs, target, given)
+    arguments = {"input": log_probs, "target": target, "reduction": "none"}
+    return ByHand(node, arguments, False, why, SOFT, dim, negative, reads, [*between, product])
+
+
+def _why_not_soft(log_probs: fx.Node, target: fx.Node, given: dict[str, Any]) -> tuple[str, int]:
+    """(why not, dim of the classes)."""
+    logits, probs = value_of(log_probs), value_of(target)
+    dim = _one_dim(given.get("dim"))
+    if given.get("dim") is None and _is_log_softmax(log_probs):
+        dim = _dim_of(log_probs)
+    if not given.keys() <= {"dim", "keepdim"} or dim is None:
+        return "it sums over something other than the classes, or all", -1
+    dim %= max(logits.dim(), 1)
+    if not known_equal(logits.shape, probs.shape):
+        return "its target has another shape than the logits", dim
+    if probs.requires_grad:
+        return "its target requires grad, and has a gradient of the logits' size", dim
+    node: fx.Node | None = target
+    while node is not None:
+        if is_fused(node) or name_of(node) in ("softmax", "log_softmax"):
+            return f"its target is made by {node.name}, which Inductor fuses with it", dim
+        node = viewed_by(node)
+    return "", dim
+
+
 _FINDERS = {
     **dict.fromkeys(_GATHERS, _gathered),
     "getitem": _indexed,
     **dict.fromkeys(("sub", "subtract"), _difference),
     "stack": _stacked_gathers,
+    "sum": _soft,
 }
 
 
@@ -219,6 +271,10 @@ def _is_log_softmax(node: Any) -> bool:
 
 def _dim_of(log_softmax: fx.Node) -> int | None:
     return _one_dim(log_softmax.args[1] if len(log_softmax.args) > 1 else log_softmax.kwargs.get("dim"))
+
+
+def _is_negated(node: Any) -> bool:
+    return isinstance(node, fx.Node) and name_of(node) in ("neg", "negative") and bool(node.args)
 
 
 def _behind(node: Any) -> Any:
