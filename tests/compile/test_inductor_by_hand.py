@@ -63,6 +63,11 @@ OF_ROWS = {
     "diagonal first": lambda x, t: (torch.logsumexp(x, -1) - torch.diagonal(x, 0)).sum(),
     "diag": lambda x, t: (torch.diag(x) - x.logsumexp(1)).mean(),
     "diagonal of columns": lambda x, t: x[:, :6].diagonal() - x[:, 30:].sum() - 0 * x[:, :6].logsumexp(0),
+    "brackets": lambda x, t: -x.log_softmax(-1)[torch.arange(6), t].mean(),
+    "brackets, any rows": lambda x, t: x.log_softmax(1)[torch.arange(x.size(0)), t - V],
+    "brackets, logsumexp": lambda x, t: x[torch.arange(0, len(x)), t] - x.logsumexp(1),
+    "brackets, two aranges": lambda x, t: x.logsumexp(1) - x[torch.arange(6), torch.arange(3, 9)],
+    "cat of one": lambda x, t: x.gather(1, t[:, None])[:, 0] - torch.cat([x], dim=1).logsumexp(1),
     "scaled": lambda x, t: (x / 0.7).log_softmax(-1).gather(-1, t[:, None]),
     "softcap": lambda x, t: (lambda y: y.gather(-1, t[:, None]) - y.logsumexp(-1, keepdim=True))(5 * torch.tanh(x / 5)),
 }
@@ -93,6 +98,7 @@ def test_replaced(case):
     backend, report = assert_same(function, *tensors, stays=None, rtol=1e-12, atol=1e-12)
     (call,) = report.calls
     wrote = "diagonal" if "diag" in case else "gather"
+    assert ("where" in _names(backend.graph)) == (case in ("brackets", "brackets, any rows", "brackets, logsumexp"))
     assert wrote in call.what and "float64" in call.what and "test_inductor_by_hand.py" in call.where
     assert call.logit_scale == pytest.approx(SCALES.get(case, 1.0)) and call.softcap == (
         5.0 if case == "softcap" else None
@@ -163,6 +169,19 @@ def test_bfloat16_is_as_exact_as_float64_allows(case):
     assert not [v for v in wide if isinstance(v, torch.Tensor) and v.dtype == torch.float32 and v.numel() > B * S]
 
 
+def test_brackets_count_from_the_end():
+    """As far as there are classes."""
+    x, t = rows()
+    for least in (-V, -1):
+        t[1] = least
+        for case in ("brackets", "brackets, logsumexp"):
+            assert_same(OF_ROWS[case], x, t, stays=None, rtol=1e-12, atol=1e-12)
+    for bad in (-V - 1, V):
+        t[1] = bad
+        with pytest.raises(IndexError, match="out of bounds"):
+            torch.compile(OF_ROWS["brackets"], backend=Rewriting())(x, t)
+
+
 @pytest.mark.parametrize("bad", [V, -1, -100, 2**40, -(2**63)])
 def test_a_target_out_of_range_is_an_error(bad):
     """As gather has it, on a CPU; no target is ignored. Where nothing checks it, it gives NaN."""
@@ -183,6 +202,7 @@ HEADS = {
     "shifted": lambda h, w, t: F.linear(h, w)[:, :-1].float().log_softmax(-1).gather(-1, t[:, 1:, None]),
     "TRL": lambda h, w, t: _trl(F.linear(h, w) / 0.7, t),
     "TRL, half": lambda h, w, t: _trl_half(F.linear(h, w), t),
+    "brackets": lambda h, w, t: (h[0] @ w.T).log_softmax(-1)[torch.arange(S), t[0]],
     "diagonal": lambda h, w, t: (lambda x: x.diagonal() - x.logsumexp(1))(20 * h[0] @ w.T),
 }
 
@@ -250,6 +270,12 @@ def _target_written_after(x, t):
     return picked
 
 
+def _rows_written(x, t):
+    numbers = torch.arange(6)
+    numbers[0] = 5
+    return x.log_softmax(-1)[numbers, t]
+
+
 def _in_place(x, t):
     total = x.logsumexp(-1)
     picked = x.gather(-1, t[:, None]).squeeze(-1)
@@ -263,7 +289,12 @@ def _swapped(x, t):
 
 
 LEFT = {
-    "brackets": (lambda x, t: -x.log_softmax(-1)[torch.arange(6), t].mean(), "may count from the end"),
+    "brackets, fewer rows": (lambda x, t: x.log_softmax(-1)[torch.arange(4), t[:4]], "are not [torch.arange(rows), targets]"),
+    "brackets, other rows": (lambda x, t: x.log_softmax(-1)[torch.arange(6).flip(0), t], "are not [torch.arange(rows)"),
+    "brackets, from 1": (lambda x, t: x[:5].log_softmax(-1)[torch.arange(1, 5), t[:4]], "are not [torch.arange(rows)"),
+    "brackets, every second": (lambda x, t: x[:3].log_softmax(-1)[torch.arange(0, 3, 2), t[:2]], "are not [torch.arange(rows)"),
+    "brackets, one class": (lambda x, t: x.log_softmax(-1)[torch.arange(6), t[:1]], "are not [torch.arange(rows), targets]"),
+    "brackets, written": (_rows_written, "are not [torch.arange(rows), targets]"),
     "several classes": (lambda x, t: x.log_softmax(-1).gather(-1, t.view(2, 3).repeat(3, 1)), "several classes of a row"),
     "fewer rows": (lambda x, t: x.log_softmax(-1).gather(-1, t[:4, None]), "or not of each row"),
     "no dim": (lambda x, t: torch.take_along_dim(x.log_softmax(-1), t), "no dim"),
@@ -344,7 +375,15 @@ def _contrastive(a, b):
     return -(scores.diagonal() - scores.logsumexp(1)).mean()
 
 
-@pytest.mark.parametrize("loss, found", [(_dpo, 2), (_grpo, 1), (_contrastive, 1)], ids=["DPO", "GRPO", "contrastive"])
+def _sentences(a, b):
+    """As MultipleNegativesRankingLoss of sentence-transformers 5 has it, for one direction."""
+    numbers = torch.arange(a.size(0))
+    matrices = {"query_to_doc": torch.mm(F.normalize(a[numbers], dim=-1), F.normalize(b, dim=-1).transpose(0, 1)) * 20}
+    positive = matrices["query_to_doc"][numbers, torch.arange(0, a.size(0))]
+    return -(positive - torch.logsumexp(torch.cat(list(matrices.values()), dim=1), dim=1)).mean()
+
+
+@pytest.mark.parametrize("loss, found", [(_dpo, 2), (_grpo, 1), (_contrastive, 1), (_sentences, 1)])
 def test_through_inductor(loss, found):
     """Whole losses, compiled with what stands behind the log-probabilities: masks, ratios, means."""
     x, t = batch(torch.float32)
@@ -352,8 +391,7 @@ def test_through_inductor(loss, found):
     inputs = {
         _dpo: (x, torch.randn(B, S, V), t),
         _grpo: (x, torch.randn(B, S), torch.randn(B, S), t),
-        _contrastive: (torch.randn(6, H, requires_grad=True), torch.randn(9, H, requires_grad=True)),
-    }[loss]
+    }.get(loss, (torch.randn(6, H, requires_grad=True), torch.randn(9, H, requires_grad=True)))
     leaves = [one for one in inputs if one.requires_grad]
     want = loss(*inputs)
     want_grads = torch.autograd.grad(want, leaves)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from .emitter import Emitter
 from .links import LeftAlone, asks_for_sizes
 from .losses import Loss, Start
 from .modes import modes
-from .nodes import is_cast, position, value_of
+from .nodes import is_cast, name_of, position, share_memory, value_of
 
 # gather ignores no target: this one is no class, nor what a cast makes of NaN or infinity, nor a usual mark. One out of
 # range stays an error or NaN.
@@ -33,6 +34,7 @@ class ByHand(Loss):
     reads_target: fx.Node | None = None  # the first node that does
     between: list[fx.Node] = field(default_factory=list)  # all nodes from given["input"] to this one
     reads_logits: bool = False  # given["input"] is the logits, not a log-softmax of them
+    in_brackets: bool = False  # the target may count from the end
 
     @property
     def class_dim(self) -> int:
@@ -94,9 +96,16 @@ class ByHand(Loss):
                 rows = emit("size", self.given["input"], 1 - self.dim)
             device = value_of(self.given["input"]).device
             return {**self.given, "target": emit(torch.arange, rows, device=device)}
-        target = self.given["target"]
-        whole = value_of(target).dim() == value_of(self.given["input"]).dim()
-        return {**self.given, "target": emit("squeeze", target, self.dim) if whole else target}
+        target, logits = self.given["target"], value_of(self.given["input"])
+        if value_of(target).dim() == logits.dim():
+            target = emit("squeeze", target, self.dim)
+        elif self.in_brackets and first_of_arange(target, -1) < 0:
+            classes: Any = logits.shape[self.dim]
+            if not isinstance(classes, int):
+                classes = emit("size", self.given["input"], self.dim)
+            above = emit(operator.add, target, classes)
+            target = emit(torch.where, emit(operator.lt, target, 0), above, target)
+        return {**self.given, "target": target}
 
     def finished(self, emit: Emitter, loss: fx.Node) -> fx.Node:
         """The sign and the shape of the node, from the loss of each row."""
@@ -110,3 +119,15 @@ class ByHand(Loss):
         if self.is_soft and wanted.dim() == 0:
             return emit("sum", loss)
         return emit("reshape", loss, tuple(wanted.shape))
+
+
+def first_of_arange(node: Any, otherwise: int | None = None) -> Any:
+    """The first number of ``torch.arange``, whose numbers go up by one, and to which nothing writes."""
+    if not isinstance(node, fx.Node) or name_of(node) != "arange" or value_of(node).dtype != torch.int64:
+        return otherwise
+    start = node.kwargs.get("start", node.args[0] if len(node.args) > 1 else 0)
+    step = node.kwargs.get("step", node.args[2] if len(node.args) > 2 else 1)
+    if type(start) is not int or step != 1 or len(node.args) > 3:
+        return otherwise
+    written = (one for other in node.graph.nodes for one in writers.written_by(other))
+    return otherwise if any(share_memory(value_of(one), value_of(node)) for one in written) else start

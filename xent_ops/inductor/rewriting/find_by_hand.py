@@ -18,13 +18,17 @@ import torch
 from torch import Tensor, fx
 
 from ...kernels.sizes import known, known_equal
-from .by_hand import DIAGONAL, GATHER, NEVER, SOFT, SUM, ByHand
+from .by_hand import DIAGONAL, GATHER, NEVER, SOFT, SUM, ByHand, first_of_arange
 from .links import is_view, link_of
 from .modes import transformed
 from .nodes import is_cast, name_of, parts_of, position, value_of, viewed_by
 from .tail import is_fused
 
-_GATHERS = {"gather": ("input", "dim", "index"), "take_along_dim": ("input", "index", "dim")}
+_GATHERS = {
+    "gather": ("input", "dim", "index"),
+    "take_along_dim": ("input", "index", "dim"),
+    "getitem": ("input", "index"),
+}
 _PICKS = {*_GATHERS, "diagonal", "diag"}
 _IN_ORDER = {"contiguous", "flatten", "reshape", "squeeze", "unflatten", "unsqueeze", "view"}
 
@@ -42,30 +46,20 @@ def losses(graph: fx.Graph) -> Iterator[ByHand]:
 
 
 def _gathered(node: fx.Node) -> ByHand | None:
-    """``log_softmax(x).gather(-1, t[..., None])``."""
+    """``log_softmax(x).gather(-1, t[..., None])``, ``log_softmax(x)[torch.arange(len(x)), t]``."""
     input, dim, index, why = _one_a_row(node)
     if input is None or not _is_log_softmax(_behind(input)):
         return None
     given = {"input": input, "target": index, "ignore_index": NEVER, "reduction": "none"}
-    return ByHand(node, given, False, why, GATHER, dim)
-
-
-def _indexed(node: fx.Node) -> ByHand | None:
-    """``log_softmax(x)[rows, t]``."""
-    index: Any = node.args[1]
-    last = value_of(index[-1]) if isinstance(index, tuple) and len(index) > 1 else None
-    if not isinstance(last, Tensor) or last.is_floating_point() or last.dtype == torch.bool:
-        return None
-    if not _is_log_softmax(_behind(node.args[0])):
-        return None
-    given = {"input": node.args[0], "target": index[-1], "reduction": "none"}
-    return ByHand(node, given, False, "an index in brackets may count from the end, a target may not", GATHER)
+    return ByHand(node, given, False, why, GATHER, dim, in_brackets=name_of(node) == "getitem")
 
 
 def _one_a_row(node: fx.Node) -> tuple[Any, int, Any, str]:
     """(input, dim, index, why not) of a gather of one class of each row. The input is None where it is no gather."""
     given = _arguments(node, _GATHERS.get(name_of(node) or "", ()))
     input, dim, index = given.get("input"), given.get("dim"), given.get("index")
+    if name_of(node) == "getitem":
+        return _in_brackets(input, index)
     logits, indices = value_of(input), value_of(index)
     if not (isinstance(input, fx.Node) and isinstance(logits, Tensor) and isinstance(indices, Tensor)):
         return None, -1, None, ""
@@ -76,6 +70,24 @@ def _one_a_row(node: fx.Node) -> tuple[Any, int, Any, str]:
     if not _equal(indices.shape, [*shape[:dim], 1, *shape[dim + 1 :]]):
         return input, dim, index, "it gathers several classes of a row, or not of each row"
     return input, dim, index, ""
+
+
+def _in_brackets(input: Any, index: Any) -> tuple[Any, int, Any, str]:
+    """The same of ``x[rows, t]``."""
+    logits, indices = value_of(input), value_of(index[-1]) if isinstance(index, tuple) and len(index) > 1 else None
+    if not (isinstance(input, fx.Node) and isinstance(logits, Tensor) and isinstance(indices, Tensor)):
+        return None, -1, None, ""
+    if indices.is_floating_point() or indices.dtype == torch.bool:
+        return None, -1, None, ""
+    rows = index[0]
+    every = len(index) == logits.dim() == 2 and first_of_arange(rows) == 0
+    if (
+        not every
+        or not known_equal(value_of(rows).shape, logits.shape[:1])
+        or not _equal(indices.shape, logits.shape[:1])
+    ):
+        return input, 1, index[-1], "its brackets are not [torch.arange(rows), targets]"
+    return input, 1, index[-1], ""
 
 
 def _difference(node: fx.Node) -> ByHand | None:
@@ -95,6 +107,8 @@ def _difference(node: fx.Node) -> ByHand | None:
         what, input = DIAGONAL, _input(picked)
         if value_of(logits).dim() != 2 or picked.kwargs or picked.args[1:] not in ((), (0,), (0, 0, 1), (0, -2, -1)):
             return None
+    if input is None:
+        return None
     source, casts = _upcast(input)
     if source is not logits:
         if _behind(source) is not _behind(logits):
@@ -104,7 +118,8 @@ def _difference(node: fx.Node) -> ByHand | None:
         why = "the rows of logsumexp are not those of the other operand"
     given = {"input": logits, "target": index, "ignore_index": NEVER, "reduction": "none"}
     between = [*views, picked, *casts, *sums, *rest]
-    return ByHand(node, given, False, why, what, dim, negative, picked, between, reads_logits=True)
+    in_brackets = name_of(picked) == "getitem"
+    return ByHand(node, given, False, why, what, dim, negative, picked, between, True, in_brackets)
 
 
 def _logsumexp(node: fx.Node) -> tuple[fx.Node | None, int, list[fx.Node]]:
@@ -152,7 +167,7 @@ def _stacked_gathers(node: fx.Node) -> ByHand | None:
     given = {"input": logits, "target": target, "ignore_index": NEVER, "reduction": "none"}
     order = position(node.graph)
     first = min(between, key=lambda one: order[one])
-    return ByHand(node, given, False, "", GATHER, dim, True, first, [*between, *rows], reads_logits=True)
+    return ByHand(node, given, False, "", GATHER, dim, True, first, [*between, *rows], True)
 
 
 def _stacked(node: fx.Node) -> list[fx.Node] | None:
@@ -235,7 +250,6 @@ def _why_not_soft(log_probs: fx.Node, target: fx.Node, given: dict[str, Any]) ->
 
 _FINDERS = {
     **dict.fromkeys(_GATHERS, _gathered),
-    "getitem": _indexed,
     **dict.fromkeys(("sub", "subtract"), _difference),
     "stack": _stacked_gathers,
     "sum": _soft,

@@ -26,6 +26,7 @@ _VIEWS = {
 }  # fmt: skip
 # The same, with several results: a view takes one of them by getitem, and both nodes are links.
 _PARTS = {"chunk", "split", "split_with_sizes", "tensor_split", "unbind"}
+_CAT = {"cat", "concat", "concatenate"}  # of one tensor
 STEPS = {
     **dict.fromkeys(("mul", "multiply", "mul_", "multiply_", "imul"), "mul"),
     **dict.fromkeys(("div", "divide", "true_divide", "truediv", "div_", "divide_", "true_divide_", "itruediv"), "div"),
@@ -47,7 +48,7 @@ class Link:
 
     node: fx.Node
     source: fx.Node  # the tensor that it reads
-    kind: str  # "view", "same" (a cast that changes nothing), "upcast", a value of STEPS, or one of BY_TENSOR
+    kind: str  # "view", "same" (a cast or a cat that changes nothing), "upcast", a value of STEPS, or one of BY_TENSOR
     number: float = 1.0  # the factor or divisor
     tensor: fx.Node | None = None  # the same, of one of BY_TENSOR: (), a temperature that is learned or not
     shared_with: fx.Node | None = None  # a reader of the node outside the tail
@@ -91,6 +92,8 @@ def link_of(node: fx.Node, tensors: bool = False) -> Link | None:
     if name in STEPS:
         return _step(node, STEPS[name]) or (_by_tensor(node, STEPS[name]) if tensors else None)
     source = node.args[0] if node.args else None
+    if name in _CAT and isinstance(source, (list, tuple)) and len(source) == 1 and isinstance(source[0], fx.Node):
+        return Link(node, source[0], "same") if value_of(source[0]).dtype == made.dtype else None
     if not isinstance(source, fx.Node):
         return None
     before = value_of(source)

@@ -22,7 +22,7 @@ class Call:
     - logits, targets or weights are no plain tensors, or have a dtype or device without a kernel,
     - F.nll_loss reads something other than a log_softmax of the graph that nothing else reads,
     - it is written out, and what it is made of is read by something else as well; or it takes several classes of a row,
-      or an index in brackets, or probabilities that require grad or that Inductor fuses with it.
+      or brackets with other rows, or probabilities that require grad or that Inductor fuses with it.
 
     A head is left alone where
 
