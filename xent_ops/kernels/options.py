@@ -6,6 +6,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
+from .sizes import symbolic
+
 Reduction = Literal["none", "mean", "sum"]
 """How a loss reduces the losses of its rows: for type checkers."""
 
@@ -21,7 +23,7 @@ class Options(NamedTuple):
     def keywords(self) -> dict[str, Any]:
         """As operators take them. Those at their defaults are left out: each takes the dispatcher 0.4 us."""
         # To ask would specialise a symbolic option. torch 2.11 also traces where it says that it does not compile.
-        if torch.compiler.is_compiling() or isinstance(self.ignore_index, torch.SymInt):
+        if torch.compiler.is_compiling() or symbolic(self.ignore_index):
             return self._asdict()
         if self == DEFAULTS:
             return {}
