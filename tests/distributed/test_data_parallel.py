@@ -9,7 +9,7 @@ CASES.append(pytest.param("DDP of compiled", "inductor", marks=pytest.mark.slow)
 
 
 # The ways are those of test_the_head_and_the_loss_as_one; this counts graphs too.
-QUICK = ("DDP of compiled", "compiled FSDP")
+QUICK = ("compiled FSDP",)
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,11 @@ RECIPES = {
     "verl_log_probs": ("verl", "transformers"),
     "vision_classifier": ("transformers",),
 }
-COMPILED = ("huggingface_trainer", "nanogpt")
+SLOW = ("huggingface_trainer", "nanogpt", "accelerate_loop", "trl_gkd", "trl_grpo")  # compiled, or as others are
 
 
 def _parameter(name):
-    return pytest.param(name, marks=pytest.mark.slow if name in COMPILED else ())
+    return pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
 
 
 @pytest.mark.parametrize("name", [_parameter(name) for name in RECIPES])

@@ -52,7 +52,7 @@ def test_steps(kind, compared):
         ("DPO", {"use_weighting": True, "loss_type": ["sigmoid", "ipo"]}),
         slow("DPO", {"precompute_ref_log_probs": True}),
         slow("GRPO", {"num_iterations": 2, "importance_sampling_level": "sequence"}),
-        ("GRPO", {"entropy_coef": 0.1, "top_entropy_quantile": 0.5, "loss_type": "cispo"}),
+        slow("GRPO", {"entropy_coef": 0.1, "top_entropy_quantile": 0.5, "loss_type": "cispo"}),
     ],
     ids=str,
 )
@@ -61,7 +61,7 @@ def test_options_of_the_trainer(kind, options, compared):
 
 
 @pytest.mark.parametrize("name", ["Gemma2", *map(slow, ("Cohere", "Granite", "Mixtral", "Phi", "Qwen2"))])
-@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+@pytest.mark.parametrize("kind", ["SFT", slow("DPO")])
 def test_models(kind, name, compared):
     """A softcap, scales, an auxiliary loss, a bias, a tied head. DPO asks for the mean of the logits, and of p^2."""
     compared(kind, name=name, **({"use_weighting": True} if kind == "DPO" else {}))
@@ -133,7 +133,8 @@ def test_evaluation(kind, compared):
     assert any("eval_entropy" in step for step in got[1])
 
 
-@pytest.mark.parametrize("kind", ["SFT", slow("DPO")])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
 def test_bfloat16_autocast(kind, compared):
     """accelerate has wrapped the forward of the reference by then."""
     compared(kind, bf16=True, rel=2e-2)

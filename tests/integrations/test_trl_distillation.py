@@ -36,13 +36,14 @@ def compared(tmp_path, monkeypatch):
     return compare
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("beta", [0.5, *(pytest.param(beta, marks=pytest.mark.slow) for beta in (0.0, 1.0))])
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps(kind, beta, compared):
     compared(kind, beta=beta)
 
 
-@pytest.mark.parametrize("kind", ["GKD", pytest.param("Distillation", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_tails_of_both(kind, compared):
     compared(kind, name="Gemma2", teacher="Granite")
     compared(kind, name="Phi", teacher="Phi")

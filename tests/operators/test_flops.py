@@ -146,6 +146,7 @@ def test_graphs_count_as_eager(loss, dynamic):
     assert total == counted(lambda: loss(*given).backward())
 
 
+@pytest.mark.slow  # three processes
 def test_nothing_imports_the_counter():
     """It takes Triton with it. The formulas are there whichever is imported first, and whoever looks for it."""
     for imports in (

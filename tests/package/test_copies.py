@@ -153,7 +153,7 @@ def test_its_triton_kernels_are_its_own(hub):
     )
 
 
-@pytest.mark.parametrize("first", ["hub", "installed"])
+@pytest.mark.parametrize("first", ["hub", pytest.param("installed", marks=pytest.mark.slow)])
 def test_two_copies_of_one_version(hub, first):
     """The second is another name of the first: functions, modules and operators are the first's, in whatever order."""
     order = [f"hub = load({str(hub)!r})", "import xent_ops"]

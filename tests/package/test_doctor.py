@@ -67,6 +67,7 @@ def test_python_headers_are_missing(monkeypatch, no_python_headers):
     assert problem.startswith("ERROR: Python's C headers are missing (Debian: apt-get install python3-dev"), problem
 
 
+@pytest.mark.slow
 def test_no_compiler_on_the_path(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
