@@ -188,7 +188,9 @@ def test_refusals(arguments, text, capsys):
     assert text in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("loss", ["grpo", "clip", "weights"])
+@pytest.mark.parametrize(
+    "loss", ["clip", *(pytest.param(name, marks=pytest.mark.slow) for name in ("grpo", "weights"))]
+)
 def test_losses_of_tokens(loss, tmp_path):
     """Each way is right; the loss of one is wrong for the other."""
     figures = tmp_path / "x.json"
@@ -208,6 +210,7 @@ def test_losses_of_tokens(loss, tmp_path):
             assert problem.check(problem.bind(variant)(), variant).ok == (of == loss)
 
 
+@pytest.mark.slow
 def test_a_teachers_top_k(tmp_path):
     """Each way is right, for both targets; without the tail the loss is another."""
     figures = tmp_path / "x.json"

@@ -197,7 +197,7 @@ def test_two_folders_of_the_hub(hub, tmp_path):
     """)
 
 
-@pytest.mark.parametrize("first", ["hub", "installed"])
+@pytest.mark.parametrize("first", ["hub", pytest.param("installed", marks=pytest.mark.slow)])
 def test_two_copies_of_two_versions(other, first):
     """The error names both versions and both folders; the first one works on."""
     order = [f"hub = load({str(other / 'hub')!r})", "import xent_ops"]
