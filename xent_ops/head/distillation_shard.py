@@ -21,7 +21,7 @@ from torch import Tensor
 from ..kernels.distillation import Distillation
 from ..kernels.reference import is_counted
 from ..kernels.reference_ids import gather
-from ..kernels.reference_shard import HEADER, header, tiles
+from ..kernels.reference_shard import HEADER, header, places, tiles
 from .chunks import classes_of
 from .shard import padded_logits
 
@@ -74,7 +74,7 @@ class Rows(NamedTuple):
 def joined(gathered: Tensor, target: Tensor, how: Distillation) -> Rows:
     """From what all ranks handed over, (ranks, width). Of a beta between 0 and 1 without the divergence."""
     assert how.num_classes is not None
-    tiled = tiles(gathered[:, -HEADER:], how.num_classes)
+    tiled = tiles(*places(gathered[:, -HEADER:]), how.num_classes)
     of_slices = gathered[:, :-HEADER].view(gathered.shape[0], _numbers(how), target.shape[0])
     values = iter(of_slices.unbind(1))
     of_slice, of_teacher = next(values), next(values)

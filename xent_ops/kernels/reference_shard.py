@@ -90,9 +90,8 @@ def places(headers: Tensor) -> tuple[Tensor, Tensor]:
     return digits[:, 0] * DIGIT + digits[:, 1], digits[:, 2] * DIGIT + digits[:, 3]
 
 
-def tiles(headers: Tensor, num_classes: int) -> Tensor:
+def tiles(starts: Tensor, sizes: Tensor, num_classes: int) -> Tensor:
     """Do the shards tile [0, num_classes)? Each starts where no other does, at 0 or where another one ends."""
-    starts, sizes = places(headers)
     filled = sizes > 0
     same = (filled & (starts.unsqueeze(-1) == starts)).sum(-1)
     before = (filled & (starts.unsqueeze(-1) == starts + sizes)).sum(-1)
@@ -117,7 +116,7 @@ def cross_entropy_shard_join(
     shape, number = target.shape, target.numel()
     headers = gathered[:, -HEADER:]
     starts, sizes = places(headers)
-    tiled = tiles(headers, num_classes)
+    tiled = tiles(starts, sizes, num_classes)
     numbers = gathered[:, :-HEADER].reshape(gathered.shape[0], 3 if weight is None else 4, number)
     maximum, total, part = numbers[:, 0], numbers[:, 1], numbers[:, 2]
 
