@@ -54,8 +54,8 @@ def upcasts(head: Any) -> bool:
         return False
     if type(head.weight) not in (Tensor, nn.Parameter) or head.weight.dtype not in (torch.bfloat16, torch.float16):
         return False
-    with torch.no_grad(), torch.random.fork_rng([head.weight.device] if head.weight.is_cuda else []):
-        x = torch.randn(4, head.in_features, device=head.weight.device).to(head.weight.dtype)
+    with torch.no_grad():
+        x = torch.randn(4, head.in_features, generator=torch.Generator().manual_seed(0)).to(head.weight)
         made = type(head).forward(head, x)
         wanted = F.linear(x.float(), head.weight.float(), None if head.bias is None else head.bias.float())
     return made.dtype == torch.float32 and bool((made - wanted).norm() <= 1e-5 * wanted.norm())
