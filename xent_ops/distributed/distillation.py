@@ -19,7 +19,7 @@ from ..head.loop import HeadSlice, Kept, Part
 from ..kernels import reductions
 from ..kernels.distillation import Distillation
 from ..kernels.options import Reduction
-from ..kernels.reference import accumulator, columns_of
+from ..kernels.reference import accumulator
 from ..ops import arguments, checks, distillation_arguments, distillation_checks, transforms
 from ..ops.linear import checks as linear_checks
 from ..ops.linear import composite
@@ -193,7 +193,7 @@ class _Steps:
         self.weight, self.bias = student.weight.detach(), None if student.bias is None else student.bias.detach()
         self.teacher_weight, self.teacher_bias = teacher.teacher_weight, teacher.teacher_bias
         self.class_start, self.how, self.ranks, self.factor = student.shard_range[0], how, ranks, factor
-        self.columns = columns_of(student.weight.shape[0], *student.shard_range)
+        self.columns = student.columns()
         self.losses: list[Tensor] = []
 
     def begin(

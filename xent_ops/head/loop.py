@@ -45,6 +45,10 @@ class HeadSlice(NamedTuple):
     accumulate_dtype: torch.dtype | None = None
     chunking: Chunking = DEFAULT_CHUNKING
 
+    def columns(self) -> int:
+        """How many of the rows are classes; those behind them are padding."""
+        return columns_of(self.weight.shape[0], *self.shard_range)
+
 
 class OneRank:
     """The collectives of one rank. Those of several begin where ``wait`` ends them: distributed/pipelined.py."""
@@ -125,7 +129,7 @@ class _CrossEntropy:
     def __init__(self, head: HeadSlice, loss: LossOptions, between: Between, ranks: OneRank, entropy: bool) -> None:
         self.weight, self.bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
         self.head, self.loss, self.between, self.ranks, self.entropy = head, loss, between, ranks, entropy
-        self.columns = columns_of(head.weight.shape[0], *head.shard_range)
+        self.columns = head.columns()
 
     def begin(
         self, inputs: Sequence[Tensor], part: Part, count: Tensor | None, after: Tensor | None
@@ -244,7 +248,7 @@ def of_steps(
 
     sums = accumulator_of_weight(input.dtype, head.accumulate_dtype)
     grad_weight, grad_bias = room_for_head(head.weight.detach(), head.weight.shape, wanted[1:], sums)
-    columns = columns_of(head.weight.shape[0], *head.shard_range)
+    columns = head.columns()
     grad_inputs: list[Tensor] = []
     # ``after`` keeps the order of the loop in a graph. What a function computes of two chunks' rows may be fused where
     # both read one tensor, a divisor for example: then the logits of all chunks would have to be there before the first
