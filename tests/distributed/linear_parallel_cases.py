@@ -187,8 +187,9 @@ def flops(device):
     world = dist.get_world_size()
     x, head, _, target = leaves(device, *head_of(torch.float32, (6 * world,)))
     part = x.detach().chunk(world)[dist.get_rank()].clone().requires_grad_()
-    head = head.detach().narrow(0, 0, V // world).clone().requires_grad_()
-    target, product = target.clamp(max=V // world - 1), 2 * 6 * world * H * (V // world)
+    classes = V // (2 * world)  # as many on each rank; the fewest that a rank has are more
+    head = head.detach().narrow(0, 0, classes).clone().requires_grad_()
+    target, product = target.clamp(max=classes - 1), 2 * 6 * world * H * classes
     for input, sequence_parallel in ((x, False), (part, True)):
         for pipelined, products in ((True, 3), (False, 4)):
             with FlopCounterMode(display=False) as counter:

@@ -35,8 +35,9 @@ def _at_an_end(how: Distillation) -> bool:
 
 def _numbers(how: Distillation) -> int:
     """Of a row."""
-    hard = how.hard_weight != 0.0
-    return 2 + _at_an_end(how) + hard + (hard and how.temperature != 1.0)
+    # Conditions, not sums of booleans: to Dynamo the numbers of `how` may be symbols, which torch 2.11 cannot add up.
+    of_target = (1 if how.temperature == 1.0 else 2) if how.hard_weight != 0.0 else 0
+    return (3 if _at_an_end(how) else 2) + of_target
 
 
 def width(rows: int, how: Distillation) -> int:
