@@ -113,6 +113,11 @@ inline Tensor cat(const std::vector<Tensor>& tensors) {
   return call("aten::cat", "", tensors, int64_t{0});
 }
 
+// (4, ...): what has four numbers for each of these.
+inline Tensor four_times(const Tensor& tensor) {
+  return cat(std::vector<Tensor>(4, aten::unsqueeze(tensor, 0)));
+}
+
 inline Tensor narrow(Tensor tensor, int64_t dim, int64_t start, int64_t length) {
   return torch::stable::narrow(tensor, dim, start, length);
 }

@@ -2,6 +2,7 @@
 // is a std::invalid_argument here.
 #pragma once
 
+#include "distilled.h"
 #include "stack.h"
 
 #include <cstdint>
@@ -44,6 +45,14 @@ void scale_grad(const Tensor& grad, const Tensor& factor);
 
 // A gradient of 16 bits of float32 logits.
 void narrower(std::optional<ScalarType> grad_dtype, const Tensor& logits);
+
+// Of xent_ops/ops/distillation_checks.py. A class_start: both are a slice of the classes.
+void distillation(const Tensor& logits, const Tensor& teacher_logits, const Tensor& target,
+                  std::optional<int64_t> class_start, const Distilled& how);
+void distillation_options(const Distilled& how, const Tensor& student, const Tensor& teacher);
+void joined(const MaybeTensor& tensor, std::optional<int64_t> class_start, const Distilled& how, const Tensor& target,
+            const Tensor& logits);
+void distillation_statistics(const char* name, const Tensor& tensor, const Tensor& target, const Tensor& logits);
 
 // Of xent_ops/ops/linear/checks.py.
 void linear(const Tensor& input, const Tensor& linear_weight, const Tensor& target, const MaybeTensor& linear_bias,

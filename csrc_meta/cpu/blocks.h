@@ -22,6 +22,33 @@ struct Gradient {
   const A* subtracted;  // null: none
 };
 
+// Of a row, its lse in two parts: x - pivot - log_total loses no digits to a large pivot.
+template <class A>
+struct Lse {
+  A pivot, log_total;
+};
+
+// m = t: KL(s || t); m = s: KL(t || s).
+enum class Middle : std::int32_t { student, teacher, mixture };
+
+// With s_j = exp(x_j - lse), t_j = exp(y_j - teacher_lse), m = (1 - beta) s + beta t and p_j = exp(temperature x_j -
+// hard_lse): grad_j = factor dx_j/dz_j (D_j + hard_weight temperature (p_j - hot)), where D_j is s_j - t_j if m is s,
+// else (1 - beta) s_j (log s_j - log m_j - of_student), without its first factor if m is t.
+template <class A>
+struct Divergence {
+  Lse<A> lse, teacher_lse, hard_lse;
+  Middle middle;
+  A share, log_share, log_teacher_share;  // 1 - beta, its logarithm and that of beta
+  A of_student;                           // sum_j s_j (log s_j - log m_j)
+  A scale, softcap, factor;               // as in Gradient
+  A temperature, hard_weight, hot;
+};
+
+struct DivergenceSums {
+  double of_student = 0;  // sum_j s_j (log s_j - log m_j)
+  double of_teacher = 0;  // sum_j t_j (log t_j - log m_j)
+};
+
 template <class A>
 struct Blocks {
   const char* name;
@@ -42,6 +69,8 @@ struct Blocks {
   void (*gradient)(DType, const Gradient<A>&, const void* from, void* to, std::int64_t n);
   // x_j *= factor, in place, of elements as they are stored.
   void (*scale)(DType, void* x, std::int64_t n, A factor);
+  // The sums of a block; and where `to` is not null the gradient, stored in this dtype.
+  DivergenceSums (*divergence)(DType, const Divergence<A>&, const A* x, const A* y, void* to, std::int64_t n);
 };
 
 // The loops for the best instruction set of this processor: see `instruction_set`.

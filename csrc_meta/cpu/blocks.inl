@@ -150,6 +150,56 @@ void scale_as(T* x, std::int64_t n, A factor) {
   for_vectors<A>(n, [=](std::int64_t j, int left) ALWAYS_INLINE { store(x + j, load(x + j, left) * factor, left); });
 }
 
+// log(exp(a) + exp(b)); NaN where both are -inf.
+template <class V>
+inline V log_of_sum(V a, V b) {
+  return larger(a, b) + log_one_plus(exp(-absolute(a - b)));
+}
+
+template <class A>
+inline Vector<A> below(Vector<A> x, const Lse<A>& lse) {
+  return x - lse.pivot - lse.log_total;
+}
+
+template <class T, class A>
+DivergenceSums divergence_as(const Divergence<A>& given, const A* x, const A* y, T* to, std::int64_t n) {
+  typedef Vector<A> V;
+  const A infinity = A(__builtin_inf());
+  const A per_cap = given.softcap != 0 ? 1 / given.softcap : 0;
+  DivergenceSums sums;
+  sums.of_teacher = add_parts<A>(n, [&, how = given](std::int64_t begin, std::int64_t end) ALWAYS_INLINE {
+    V of_student = {}, of_teacher = {};
+    for_vectors<A>(end - begin, [&](std::int64_t place, int left) ALWAYS_INLINE {
+      const std::int64_t j = begin + place;
+      const V z = read<V>(x + j, left);
+      const V log_s = below(z, how.lse), log_t = below(read<V>(y + j, left), how.teacher_lse);
+      const V s = exp(log_s), t = exp(log_t);
+      V log_m = how.middle == Middle::student ? log_s : log_t;
+      if (how.middle == Middle::mixture) log_m = log_of_sum(log_s + how.log_share, log_t + how.log_teacher_share);
+      V student = s == 0 ? V{} : s * (log_s - log_m), teacher = t == 0 ? V{} : t * (log_t - log_m);
+      for (int lane = left; lane < kLanes<A>; ++lane) student[lane] = teacher[lane] = 0;
+      of_student += student;
+      of_teacher += teacher;
+      if (to == nullptr) return;
+      V d = s - t;
+      if (how.middle != Middle::student) {
+        const V ratio = log_s - log_m;
+        d = s == 0 ? V{} : s * (ratio == infinity ? splat(infinity) : ratio - how.of_student);  // not inf - inf
+        if (how.middle == Middle::mixture) d *= how.share;
+      }
+      if (how.hard_weight != 0) {
+        const V p = exp(below(z * how.temperature, how.hard_lse));
+        d += how.hard_weight * how.temperature * (p - how.hot);
+      }
+      if (how.softcap != 0) d *= 1 - (z * per_cap) * (z * per_cap);
+      store(to + j, d * how.scale * how.factor, left);
+    });
+    sums.of_student += add_lanes(of_student);
+    return of_teacher;
+  });
+  return sums;
+}
+
 // Calls body with a pointer to the type that the logits are stored as.
 template <class Body>
 inline auto as_stored(DType dtype, const void* elements, Body body) {
@@ -185,5 +235,15 @@ void scale_float(DType dtype, void* x, std::int64_t n, float factor) {
 
 void scale_double(DType, void* x, std::int64_t n, double factor) { scale_as(static_cast<double*>(x), n, factor); }
 
+DivergenceSums divergence_float(
+    DType dtype, const Divergence<float>& how, const float* x, const float* y, void* to, std::int64_t n) {
+  return as_stored(dtype, to, [=, &how](auto* stored) { return divergence_as(how, x, y, writable(stored, to), n); });
+}
+
+DivergenceSums divergence_double(
+    DType, const Divergence<double>& how, const double* x, const double* y, void* to, std::int64_t n) {
+  return divergence_as(how, x, y, static_cast<double*>(to), n);
+}
+
 #define XENT_BLOCKS(name, A) \
-  {name, load_##A, cap<A>, exponentials<A>, distance<A>, sum<A>, gradient_##A, scale_##A}
+  {name, load_##A, cap<A>, exponentials<A>, distance<A>, sum<A>, gradient_##A, scale_##A, divergence_##A}

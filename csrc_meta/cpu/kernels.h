@@ -125,6 +125,29 @@ void soft_backward(
     MutableRows grad_logits,
     const Threads&);
 
+// A student's logits beside its teacher's, of the same rows: xent_ops/kernels/reference_distillation.py.
+struct Distillation {
+  Problem student;  // of all columns; with the options of a temperature of one
+  Problem teacher;
+  Slice slice;
+  bool whole = true;  // else the cross entropy is left to the join, and of a mixture all but the lse's
+  double beta = 0.0;
+  double temperature = 1.0;
+  double hard_weight = 0.0;
+};
+
+// statistics, joined: (4, N). joined: those of all classes, for the parts of a mixture's sums; or null.
+void distillation_forward(
+    const Distillation&, const void* joined, void* loss, void* statistics, const Threads&);
+
+// Columns behind the last class get zeros.
+void distillation_backward(
+    const Distillation&, PerRow grad_loss, const void* statistics, MutableRows grad_logits, const Threads&);
+
+// The loss, and the gradient of grad_scale times it. Of all classes.
+void distillation_with_grad(
+    const Distillation&, PerRow grad_scale, void* loss, MutableRows grad_logits, const Threads&);
+
 // (2,): the sum of the counted targets' class weights (or of `target_weight`, (N,), where it is given), and the number
 // of counted rows. inverse, 1 / divisor, is optional (null). The logits are not read.
 void divisor(const Problem&, const void* target_weight, void* divisor, void* inverse);

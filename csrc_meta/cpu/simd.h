@@ -162,6 +162,19 @@ inline f64 exp(f64 x) {
   return (2.0 * odd / (even - odd) + 1.0) * bits<f64>((bits<u64>(shifted) + 1023u) << 52);
 }
 
+// log(1 + u) = 2 artanh(u / (2 + u)) for 0 <= u <= 1, by its series in z = u / (2 + u) <= 1/3: what is left out is
+// less than z^(2 terms) / (2 terms + 1) of the result.
+template <class A, int terms>
+inline Vector<A> log_one_plus_of(Vector<A> u) {
+  const Vector<A> z = u / (u + 2), square = z * z;
+  Vector<A> sum = {};
+  for (int k = terms - 1; k >= 0; --k) sum = sum * square + A(1) / A(2 * k + 1);
+  return 2 * z * sum;
+}
+
+inline f32 log_one_plus(f32 u) { return log_one_plus_of<float, 8>(u); }
+inline f64 log_one_plus(f64 u) { return log_one_plus_of<double, 17>(u); }
+
 template <class V>
 inline V absolute(V x) {
   return x < 0 ? -x : x;
