@@ -94,73 +94,94 @@ void scale_grad(const Tensor& grad, const Tensor& factor) {
   scalar_or_row_values("grad", grad, "factor", factor);
 }
 
-void linear(const Tensor& input, const Tensor& linear_weight, const Tensor& target, const MaybeTensor& linear_bias,
-            const MaybeTensor& weight, const Options& options, std::optional<ScalarType> accumulate_dtype,
-            std::optional<int64_t> chunk_rows, std::optional<ScalarType> logits_dtype,
-            const std::optional<std::string>& products) {
+namespace {
+
+// Has this weight the rows that the input should have? (Liger-Kernel's order of arguments.)
+std::string swapped(const Tensor& input, const Tensor& weight, const char* name,
+                    std::optional<std::vector<int64_t>> rows) {
+  const auto head = sizes_of(weight), sizes = sizes_of(input);
+  if (!rows || !head || !sizes || sizes->size() != 2) {
+    return "";
+  }
+  rows->push_back(sizes->back());
+  return rows != head ? ""
+                      : text(": input and ", name, " seem to be swapped, the order is input, ", name,
+                             ", target (Liger-Kernel's has the weight first)");
+}
+
+void may_be_wider(const char* name, std::optional<ScalarType> given, const Tensor& input) {
+  const ScalarType dtype = input.scalar_type(), kept = given.value_or(dtype);
+  const bool wider = kept == ScalarType::Float && (dtype == ScalarType::BFloat16 || dtype == ScalarType::Half);
+  require(kept == dtype || wider, name, " must be None, the input's torch.", name_of(dtype),
+          " or, for 16-bit inputs, torch.float32; got torch.", name_of(kept));
+}
+
+}  // namespace
+
+void head(const Tensor& input, const Tensor& weight, const MaybeTensor& bias,
+          std::optional<ScalarType> accumulate_dtype, const HeadNames& names) {
+  const std::string input_is = text(names.input, " is");
   const auto as_input = [&](const char* name, const Tensor& tensor) {
-    same_device(name, tensor, input, "input is");
+    same_device(name, tensor, input, input_is.c_str());
     require(tensor.scalar_type() == input.scalar_type(), name, " has dtype torch.", name_of(tensor.scalar_type()),
-            " but input torch.", name_of(input.scalar_type()),
+            " but ", names.input, " torch.", name_of(input.scalar_type()),
             "; both must be the same, as for nn.Linear (torch.autocast casts both)");
   };
-  check_dtype("input", input, FLOATS);
+  check_dtype(names.input, input, FLOATS);
   const int64_t last = input.dim() - 1;
-  require(last >= 0, "input has no dimension; expected shape (..., H), the features last");
-  const auto head = sizes_of(linear_weight), sizes = sizes_of(input);
-  // Has linear_weight the rows that the input should have? (Liger-Kernel's order of arguments.)
-  const auto swapped = [&](std::optional<std::vector<int64_t>> rows) {
-    if (!rows || !head || !sizes || sizes->size() != 2) {
-      return "";
-    }
-    rows->push_back(sizes->back());
-    return rows != head ? "" : ": input and linear_weight seem to be swapped, the order is input, linear_weight, target "
-                               "(Liger-Kernel's has the weight first)";
-  };
-  if (linear_weight.dim() != 2) {
+  require(last >= 0, names.input, " has no dimension; expected shape (..., H), the features last");
+  const auto head = sizes_of(weight), sizes = sizes_of(input);
+  if (weight.dim() != 2) {
     auto rows = head;
     if (rows && !rows->empty()) {
       rows->pop_back();
     }
-    require(false, "linear_weight has shape ", shape(head), "; expected (V, H), as nn.Linear has it", swapped(rows));
+    require(false, names.weight, " has shape ", shape(head), "; expected (V, H), as nn.Linear has it",
+            swapped(input, weight, names.weight, rows));
   }
-  as_input("linear_weight", linear_weight);
+  as_input(names.weight, weight);
   const auto same_features = [&] {
-    return aten::call<bool>("aten::is_same_size", "", part_of(linear_weight, 1, 2), part_of(input, last, last + 1));
+    return aten::call<bool>("aten::is_same_size", "", part_of(weight, 1, 2), part_of(input, last, last + 1));
   };
   if (!(sizes ? head->back() == sizes->back() : same_features())) {
     const bool transposed = sizes && head->front() == sizes->back();
     const auto expected = sizes ? std::optional(std::vector{transposed ? head->back() : head->front(), sizes->back()})
                                 : std::nullopt;
-    require(false, "linear_weight has shape ", shape(head), "; expected ", shape(expected),
+    require(false, names.weight, " has shape ", shape(head), "; expected ", shape(expected),
             ", one row of the input's features for each class",
-            transposed ? ": it is transposed, pass linear_weight.t()" : "");
+            transposed ? text(": it is transposed, pass ", names.weight, ".t()") : "");
   }
-  const Tensor logits = aten::call("aten::t", "", linear_weight);  // of its last dimension
   if (!head) {
-    aten::amax(logits);  // raises where there is no class
+    aten::amax(aten::call("aten::t", "", weight));  // raises where there is no class
   }
-  require(!head || head->front() > 0, "linear_weight of shape ", shape(head), " has 0 classes; expected at least 1");
-  if (linear_bias) {
-    as_input("linear_bias", *linear_bias);
-    same_shape("linear_bias", *linear_bias, linear_weight, 0, 1, "one number a class");
+  require(!head || head->front() > 0, names.weight, " of shape ", shape(head), " has 0 classes; expected at least 1");
+  if (bias) {
+    as_input(names.bias, *bias);
+    same_shape(names.bias, *bias, weight, 0, 1, "one number a class");
   }
-  const ScalarType dtype = input.scalar_type();
-  const auto may_be_wider = [&](const char* name, std::optional<ScalarType> given) {
-    const ScalarType kept = given.value_or(dtype);
-    const bool wider = kept == ScalarType::Float && (dtype == ScalarType::BFloat16 || dtype == ScalarType::Half);
-    require(kept == dtype || wider, name, " must be None, the input's torch.", name_of(dtype),
-            " or, for 16-bit inputs, torch.float32; got torch.", name_of(kept));
-  };
-  may_be_wider("accumulate_dtype", accumulate_dtype);
-  may_be_wider("logits_dtype", logits_dtype);
-  require(!products, "products of 8-bit numbers are made from Python alone");
-  require(chunk_rows.value_or(1) >= 1, "chunk_rows must be at least 1, or None for the default, got ",
-          chunk_rows.value_or(1));
+  may_be_wider("accumulate_dtype", accumulate_dtype, input);
+}
+
+void chunk_rows(std::optional<int64_t> number) {
+  require(number.value_or(1) >= 1, "chunk_rows must be at least 1, or None for the default, got ", number.value_or(1));
+}
+
+void target_of_head(const Tensor& input, const Tensor& target, const std::string& hint) {
   check_dtype("target", target, INDICES);
-  same_shape("target", target, input, 0, last, "one class index for each row of the input", swapped(sizes_of(target)));
+  same_shape("target", target, input, 0, input.dim() - 1, "one class index for each row of the input", hint);
   same_device("target", target, input, "input is");
-  check_options(weight, logits, options);
+}
+
+void linear(const Tensor& input, const Tensor& linear_weight, const Tensor& target, const MaybeTensor& linear_bias,
+            const MaybeTensor& weight, const Options& options, std::optional<ScalarType> accumulate_dtype,
+            std::optional<int64_t> rows, std::optional<ScalarType> logits_dtype,
+            const std::optional<std::string>& products) {
+  head(input, linear_weight, linear_bias, accumulate_dtype, {});
+  may_be_wider("logits_dtype", logits_dtype, input);
+  require(!products, "products of 8-bit numbers are made from Python alone");
+  chunk_rows(rows);
+  target_of_head(input, target, swapped(input, linear_weight, "linear_weight", sizes_of(target)));
+  check_options(weight, aten::call("aten::t", "", linear_weight), options);  // of its last dimension
 }
 
 void narrower(std::optional<ScalarType> grad_dtype, const Tensor& logits) {

@@ -50,11 +50,24 @@ void narrower(std::optional<ScalarType> grad_dtype, const Tensor& logits);
 void distillation(const Tensor& logits, const Tensor& teacher_logits, const Tensor& target,
                   std::optional<int64_t> class_start, const Distilled& how);
 void distillation_options(const Distilled& how, const Tensor& student, const Tensor& teacher);
+void distillation_heads(const Tensor& input, const Tensor& linear_weight, const MaybeTensor& linear_bias,
+                        const Tensor& target, const Tensor& teacher_input, const Tensor& teacher_weight,
+                        const MaybeTensor& teacher_bias, const Distilled& how,
+                        std::optional<ScalarType> accumulate_dtype);
 void joined(const MaybeTensor& tensor, std::optional<int64_t> class_start, const Distilled& how, const Tensor& target,
             const Tensor& logits);
 void distillation_statistics(const char* name, const Tensor& tensor, const Tensor& target, const Tensor& logits);
 
 // Of xent_ops/ops/linear/checks.py.
+struct HeadNames {
+  const char* input = "input";
+  const char* weight = "linear_weight";
+  const char* bias = "linear_bias";
+};
+void head(const Tensor& input, const Tensor& weight, const MaybeTensor& bias,
+          std::optional<ScalarType> accumulate_dtype, const HeadNames& names);
+void chunk_rows(std::optional<int64_t> number);
+void target_of_head(const Tensor& input, const Tensor& target, const std::string& hint = "");
 void linear(const Tensor& input, const Tensor& linear_weight, const Tensor& target, const MaybeTensor& linear_bias,
             const MaybeTensor& weight, const Options& options, std::optional<ScalarType> accumulate_dtype,
             std::optional<int64_t> chunk_rows, std::optional<ScalarType> logits_dtype,

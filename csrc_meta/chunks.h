@@ -41,9 +41,13 @@ struct Head {
   std::optional<ScalarType> logits_dtype;
   std::optional<std::string> products;
 
-  void read_chunking(Stack& stack) {
+  void read_chunks(Stack& stack) {
     chunk_rows = stack.next<std::optional<int64_t>>();
     skip_ignored = stack.next<bool>();
+  }
+
+  void read_chunking(Stack& stack) {
+    read_chunks(stack);
     logits_dtype = stack.next<std::optional<ScalarType>>();
     products = stack.next<std::optional<std::string>>();
   }
@@ -179,30 +183,51 @@ inline void multiply_and_add(const Tensor& out, const Tensor& added, const Tenso
   aten::succeed(aoti_torch_cpu_addmm_out(out.get(), added.get(), left.get(), right.get(), 1.0, 1.0), "aten::addmm");
 }
 
+// The product of a chunk of rows with a head, in memory that all chunks share.
+class ChunkLogits {
+ public:
+  ChunkLogits(const Tensor& input, const Tensor& linear_weight, const MaybeTensor& linear_bias, int64_t size,
+              std::optional<ScalarType> logits_dtype = std::nullopt)
+      : input_(input),
+        dtype_(logits_dtype.value_or(input.scalar_type())),
+        columns_(aten::call("aten::t", "", aten::to(linear_weight, dtype_))),
+        bias_(linear_bias ? MaybeTensor(aten::to(*linear_bias, dtype_)) : std::nullopt) {
+    // As in head/sizes.py, with zeros behind the classes. Wider logits are those of wider operands.
+    const int64_t classes = linear_weight.size(0), step = 16 / static_cast<int64_t>(input.element_size());
+    const std::vector<int64_t> shape{size, divided_up(classes, step) * step};
+    const Tensor padded = torch::stable::new_empty(input, shape, dtype_);
+    zero(padded, classes, shape[1]);
+    memory_ = aten::narrow(padded, 1, 0, classes);
+  }
+
+  Tensor of(const Chunk& chunk) const {
+    const Tensor logits = aten::narrow(*memory_, 0, 0, chunk.rows);
+    const Tensor rows = aten::to(chunk.of(input_), dtype_);
+    if (bias_) {
+      multiply_and_add(logits, *bias_, rows, columns_);
+    } else {
+      multiply(logits, rows, columns_);
+    }
+    return logits;
+  }
+
+ private:
+  Tensor input_;
+  ScalarType dtype_;
+  Tensor columns_;
+  MaybeTensor bias_;
+  MaybeTensor memory_;
+};
+
 // Calls body(chunk, its logits, which may be overwritten) for each chunk; without rows for one that is empty.
 template <class Body>
 void for_each_chunk(const Head& head, const Tensor& input, const Body& body) {
-  const int64_t number = input.size(0), classes = head.linear_weight.size(0);
-  const int64_t size = rows_of_chunk(input, classes, head.chunk_rows, head.logits_dtype);
-  // As in head/sizes.py, with zeros behind the classes. Wider logits are those of wider operands.
-  const ScalarType dtype = head.logits_dtype.value_or(input.scalar_type());
-  const int64_t step = 16 / static_cast<int64_t>(input.element_size());
-  const std::vector<int64_t> shape{size, divided_up(classes, step) * step};
-  const Tensor padded = torch::stable::new_empty(input, shape, dtype);
-  zero(padded, classes, shape[1]);
-  const Tensor memory = aten::narrow(padded, 1, 0, classes);
-  const Tensor columns = aten::call("aten::t", "", aten::to(head.linear_weight, dtype));
-  const MaybeTensor bias = head.linear_bias ? MaybeTensor(aten::to(*head.linear_bias, dtype)) : std::nullopt;
+  const int64_t number = input.size(0);
+  const int64_t size = rows_of_chunk(input, head.linear_weight.size(0), head.chunk_rows, head.logits_dtype);
+  const ChunkLogits logits(input, head.linear_weight, head.linear_bias, size, head.logits_dtype);
   for (int64_t first = 0; first < std::max<int64_t>(number, 1); first += size) {
     const Chunk chunk{first, std::min(size, number - first)};
-    const Tensor logits = aten::narrow(memory, 0, 0, chunk.rows);
-    const Tensor rows = aten::to(chunk.of(input), dtype);
-    if (bias) {
-      multiply_and_add(logits, *bias, rows, columns);
-    } else {
-      multiply(logits, rows, columns);
-    }
-    body(chunk, logits);
+    body(chunk, logits.of(chunk));
   }
 }
 

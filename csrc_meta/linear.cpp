@@ -1,5 +1,6 @@
 // The head and the loss as one: operators by chunks of rows, for the CPU and for meta tensors.
 #include "chunks.h"
+#include "float16.h"
 #include "operators.h"
 
 #include <array>
@@ -30,38 +31,6 @@ std::pair<Tensor, MaybeTensor> row_grads(const Tensor& grad_loss, const MaybeTen
   const Tensor both = aten::mul(lse, aten::mul(aten::scalar(2 * lse_square_scale, dtype), per_row));
   const Tensor square = aten::where(is_counted(target, ignore_index), both, aten::scalar(0.0, dtype));
   return {a, grad_lse ? aten::add(square, aten::to(*grad_lse, dtype)) : square};
-}
-
-// What to divide by, (): the number, or 1 in place of zero, infinity and NaN.
-Tensor divisible(const Tensor& number) {
-  const ScalarType dtype = number.scalar_type();
-  const Tensor good = aten::call("aten::logical_and", "", number, aten::call("aten::isfinite", "", number));
-  return aten::where(good, number, aten::scalar(1.0, dtype));
-}
-
-// What to divide upstream gradients by, so that none is above one, with its class weights. grad_loss, target: (N,).
-Tensor largest(const Head& head, const Tensor& target, Tensor grad_loss, std::initializer_list<MaybeTensor> others) {
-  const ScalarType dtype = grad_loss.scalar_type();
-  const Tensor zero = aten::scalar(0.0, dtype);
-  if (head.weight) {
-    const Tensor weight = aten::to(*head.weight, dtype);
-    const Tensor index = aten::call("aten::clamp", "Tensor", aten::to(target, ScalarType::Long),
-                                    MaybeTensor(aten::scalar(0)), MaybeTensor(aten::scalar(weight.size(0) - 1)));
-    Tensor masses = aten::call("aten::index_select", "", weight, int64_t{0}, index);
-    if (head.options.label_smoothing > 0.0) {
-      masses = aten::add(aten::call("aten::abs", "", masses),
-                         aten::call("aten::mean", "", aten::call("aten::abs", "", weight), std::optional(dtype)));
-    }
-    grad_loss = aten::mul(grad_loss, masses);
-  }
-  std::vector<Tensor> all{aten::unsqueeze(zero, 0),
-                          aten::where(is_counted(target, head.options.ignore_index), grad_loss, zero)};
-  for (const MaybeTensor& other : others) {
-    if (other) {
-      all.push_back(*other);
-    }
-  }
-  return divisible(aten::call("aten::max", "", aten::call("aten::abs", "", aten::cat(all))));
 }
 
 // loss, lse, argmax and entropy of the rows that are computed, as far as they are wanted.

@@ -32,7 +32,7 @@ class Problem : public cpu::Distillation {
     beta = how.beta;
     temperature = how.temperature;
     hard_weight = how.hard_weight;
-    if (hard_weight != 0.0 && whole) {
+    if (hard_weight != 0.0) {
       student_.check_targets(slice.num_classes);
     }
   }

@@ -46,7 +46,7 @@ class Distiller {
   // From those of all classes: student, teacher, KL(s || m), hard.
   Divergence<A> given_lse(const A* statistics, std::int64_t row) const {
     const auto at_row = [&](std::int64_t which) { return statistics[which * student.rows + row]; };
-    Divergence<A> made = with_lse({at_row(0), 0}, {at_row(1), 0}, {at_row(3), 0});
+    Divergence<A> made = with_lse({at_row(0), 0}, {at_row(1), 0}, {at_row(other_lse_ ? 3 : 0), 0});
     made.of_student = at_row(2);
     return made;
   }

@@ -110,6 +110,10 @@ struct Everything {
   Matrix logits{dtype, rows, classes, any_bits};
   DType target_dtype = one_of({DType::float32, DType::bfloat16, DType::float16, DType::float64});
   Matrix probabilities{target_dtype, rows, classes, any_bits};
+  int64_t teacher_classes = classes + below(4);
+  Matrix teacher{dtype, rows, teacher_classes, any_bits};
+  Bytes statistics = elements(accumulator, 4 * rows, any_bits);
+  Distillation distillation;
   std::vector<int64_t> target;
   Bytes weight = per_class(), grad = per_row(), saved = per_row();
   Problem problem;
@@ -137,6 +141,13 @@ struct Everything {
     if (one_of({0.0, 1.0}) > 0) problem.softcap = 5.0;
     problem.logit_scale = one_of({1.0, -0.5, 0.0});
     shard.num_classes = shard.class_start + one_of<int64_t>({0, 1, classes, classes + 9});
+    distillation.student = distillation.teacher = problem;
+    distillation.teacher.classes = teacher_classes;
+    distillation.teacher.logits = teacher.read();
+    distillation.slice = {0, std::max<int64_t>(classes - below(3), 1)};
+    distillation.beta = one_of({0.0, 0.4, 1.0});
+    distillation.temperature = one_of({1.0, 2.0});
+    distillation.hard_weight = one_of({0.0, 0.5});
     gathered = elements(accumulator, ranks * shard_width(problem), below(2) != 0);
   }
 
@@ -157,7 +168,7 @@ struct Everything {
       call(to);
       add(dtype, to.bytes);
     };
-    out.reserve(64);
+    out.reserve(96);
     std::vector<int64_t> argmax(rows);
     forward(problem, values(rows), values(rows), argmax.data(), values(rows), threads);
     forward(problem, values(rows), values(rows), nullptr, nullptr, threads);
@@ -205,6 +216,20 @@ struct Everything {
                  to.write(), threads);
       });
     }
+    const auto distil = [&](Distillation how) {
+      distillation_forward(how, nullptr, values(rows), values(4 * rows), threads);
+      gradient([&](Matrix& to) { distillation_backward(how, each, statistics.data(), to.write(), threads); });
+      over.bytes = logits.bytes;
+      how.student.logits = over.read();
+      distillation_with_grad(how, same, values(rows), over.write(), threads);
+      add(dtype, over.bytes);
+    };
+    distil(distillation);
+    Distillation of_slice = distillation;
+    of_slice.whole = false;
+    of_slice.slice = {2, 2 + distillation.slice.num_classes};
+    distil(of_slice);
+    distillation_forward(of_slice, statistics.data(), values(rows), values(4 * rows), threads);
     return out;
   }
 };

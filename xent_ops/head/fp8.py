@@ -29,13 +29,14 @@ from ..kernels.reference import grad_lse_of_square, infinite_where_ignored, is_c
 from ..kernels.reference_fp8 import DTYPE, LARGEST
 from .packing import PackedRows
 from .products import Products, room_for_head, zero_behind
-from .sizes import rows_of_chunk
+from .sizes import evenly
 
 _ops = torch.ops.xent
 
 MULTIPLE = 16  # of the sizes along a product's sum
 CAPABILITY = (8, 9)  # the first that multiplies 8-bit numbers
 _CHUNK_BYTES = 2**29  # of a chunk's logits and their gradient in rows
+_STEP = 128  # of the rows of a chunk, where they are not fewer
 _MOST_ROWS = 2**20  # of a chunk: a launch has no more than 65535 tiles of rows
 _BLOCK_BYTES = 2**30  # of the gradient of a block, where that is of all rows
 _PART_BYTES = 2**29  # else: the weight's copies then have memory of their own
@@ -119,12 +120,12 @@ class Fp8Products(Products):
         return [memory[start : start + number * want] for start, want in zip(starts, wanted, strict=True)]
 
     def _rows_of_chunk(self, number: int, classes: int, wider: bool, chunk_rows: int | None) -> int:
-        """Fewer than for 16-bit products where these are large: a chunk has its gradient beside its logits."""
-        size = min(rows_of_chunk(number, self.all_input, classes, False, chunk_rows), _MOST_ROWS)
-        bytes_of_row = classes * (self.all_input.element_size() + 1)
-        while chunk_rows is None and size > MULTIPLE and size * bytes_of_row > _CHUNK_BYTES:
-            size = _multiple(size // 2)
-        return size
+        """As many as have their logits, and beside them their gradient, in so many bytes."""
+        if chunk_rows is not None:
+            return min(max(number, 1), chunk_rows, _MOST_ROWS)
+        most = min(_CHUNK_BYTES // (classes * (self.all_input.element_size() + 1)), _MOST_ROWS)
+        step = _STEP if most >= _STEP else MULTIPLE
+        return evenly(max(number, 1), max(most // step * step, MULTIPLE))
 
     def _rows_of_block(self, number: int) -> int:
         """A multiple of the rows of a chunk."""

@@ -65,10 +65,15 @@ def rows_of_chunk(
     if wider and not on_cpu and rows < features:
         # At the end the sum and its copy are there at once. Until then a chunk of H rows takes the copy's place.
         rows = max(rows, min(features // least * least, 2 * rows))
-    if number <= rows:
+    return evenly(number, rows)
+
+
+def evenly(number: int, most: int) -> int:
+    """The rows of a chunk where as few chunks as can be share them: a short last one costs almost as much as a full."""
+    if number <= most:
         return number
-    even = -(-number // -(-number // rows))  # a short last chunk costs almost as much as a full one
-    return min(rows, -(-even // _MULTIPLE) * _MULTIPLE)
+    even = -(-number // -(-number // most))
+    return min(most, -(-even // _MULTIPLE) * _MULTIPLE)
 
 
 def padded_classes(classes: int, dtype: torch.dtype) -> int:

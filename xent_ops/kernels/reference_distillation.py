@@ -67,7 +67,7 @@ def distillation_forward(
     class_start: int | None = None,
     **given: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(loss (...), statistics (4, ...)): 0 and anything in ignored rows."""
+    """(loss (...), statistics (4, ...)); 0 in ignored rows, where other kernels' statistics may hold anything."""
     how, dtype = Distillation(**given), accumulator(logits)
     columns, whole = how.columns(logits, class_start), class_start is None
     x, y = _x(logits, how.student(), columns, dtype), _x(teacher_logits, how.teacher(), columns, dtype)
@@ -96,8 +96,9 @@ def distillation_forward(
         index, _, invalid = gather_target(target, columns, how.options.ignore_index)
         cross_entropy = -log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1)
         loss = loss + how.hard_weight * cross_entropy.masked_fill(invalid, float("nan"))
-    loss = torch.where(is_counted(target, how.options.ignore_index), loss, 0.0)
-    return loss, torch.stack([lse, teacher_lse, of_student, hard_lse])
+    counted = is_counted(target, how.options.ignore_index)
+    statistics = torch.stack([lse, teacher_lse, of_student, hard_lse])
+    return torch.where(counted, loss, 0.0), torch.where(counted, statistics, 0.0)
 
 
 def _targets(target: Tensor, columns: int, class_start: int | None, how: Distillation) -> Columns:

@@ -48,9 +48,6 @@ COMPOSITES = ("cross_entropy", "linear_cross_entropy")
 # Not in libxent_ops.so, and plain torch on a CPU. A process without Python has no collectives to put between those of
 # shards and chunks.
 PYTHON_ONLY = (
-    "linear_distillation_forward",
-    "linear_distillation_backward",
-    "linear_distillation_with_grad",
     "linear_distillation_chunk",
     "linear_distillation_chunk_grad_",
     "token_logits",

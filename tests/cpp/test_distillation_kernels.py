@@ -1,0 +1,278 @@
+"""Distillation in C++: rows against plain torch, and heads in a process without Python's package."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from helpers.processes import run_python
+from hypothesis import given
+from hypothesis import strategies as st
+from problems import FLOATS, assert_same, in_float64, many, problems, rows_like
+from torch.export import export
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import xent_ops
+from xent_ops import _extension
+from xent_ops.kernels import cpu, reference, reference_distillation
+from xent_ops.kernels.options import as_record
+
+pytestmark = pytest.mark.skipif(cpu.problem() is not None, reason=f"plain torch serves the CPU here: {cpu.problem()}")
+
+BETAS = (0.0, 1.0, 0.5, 0.03, 1e-60)
+
+
+@st.composite
+def distilled(draw):
+    """(logits, teacher_logits, target, options, generator); the classes behind num_classes are padding."""
+    logits, target, _, given, generator = draw(problems())
+    width = logits.shape[-1]
+    classes = draw(st.sampled_from([None, width, max(1, width - 3)]))
+    teacher_width = width if classes is None else classes + draw(st.integers(0, 2))
+    # A class that one of them masks makes the divergence infinite where the other's probability is not zero: no
+    # probability that is zero or not by how exp treats numbers below 2**-126.
+    masked = not logits.isfinite().all() or draw(st.booleans())
+    most = 10 if masked else 2000  # far beyond, plain torch's lse of two equal logits is one of them
+    logits = logits.clamp(-most, most).where(logits.isfinite(), logits)
+    teacher = torch.randn((*logits.shape[:-1], teacher_width), generator=generator) * (1 if masked else 30)
+    teacher = teacher.to(draw(st.sampled_from(FLOATS)))
+    for one in (teacher, *((logits, teacher) if draw(st.booleans()) else ())):
+        if masked and one.numel() and draw(st.booleans()):
+            one[..., :: draw(st.integers(3, 9))] = -math.inf
+    options = {
+        "ignore_index": given["ignore_index"],
+        "softcap": given["softcap"],
+        "logit_scale": given["logit_scale"],
+        "num_classes": classes,
+        "beta": draw(st.sampled_from(BETAS)),
+        "temperature": draw(st.sampled_from([1.0, 1.0, 2.0, 0.5])),
+        "hard_weight": draw(st.sampled_from([0.0, 0.0, 0.7, -0.2])),
+        "teacher_softcap": draw(st.sampled_from([None, 4.0])),
+        "teacher_logit_scale": draw(st.sampled_from([1.0, -0.7])),
+    }
+    ignored = target.to(torch.int64) == options["ignore_index"]
+    inside = target.to(torch.int64).clamp(0, (classes or width) - 1)
+    return logits, teacher, torch.where(ignored, options["ignore_index"], inside), options, generator
+
+
+def check(name, arguments, options, logits, counted=None):
+    """As plain torch. ``counted``: the rows whose statistics mean something."""
+    before = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
+    actual = cpu.kernel(name)(*arguments, **options)
+    for was, now in zip(before, arguments, strict=True):
+        if isinstance(was, torch.Tensor):
+            torch.testing.assert_close(now, was, rtol=0, atol=0, equal_nan=True)
+    function, record = getattr(reference_distillation, name), as_record(dict(options))
+    compared = [actual, function(*arguments, **record), function(*in_float64(arguments), **record)]
+    if counted is not None:
+        compared = [(loss, statistics[:, counted]) for loss, statistics in compared]
+    assert_same(*compared, logits)
+    return actual
+
+
+@many
+@given(data=st.data())
+def test_rows(data):
+    """Values, gradients, both in one, and over the logits."""
+    logits, teacher, target, options, generator = data.draw(distilled())
+    counted = target != options["ignore_index"]
+    rows = logits, teacher, target
+    check("distillation_forward", rows, options, logits, counted)
+    statistics = reference_distillation.distillation_forward(*rows, **as_record(dict(options)))[1]
+    grad = rows_like(target, data.draw(st.sampled_from(FLOATS)), generator, expanded=data.draw(st.booleans()))
+    saved = *rows, statistics
+    gradient = check("distillation_backward", (grad, *saved), options, logits)
+    over = logits.contiguous().clone()
+    cpu.kernel("distillation_backward_")(grad, over, *saved[1:], **options)
+    torch.testing.assert_close(over, gradient, rtol=0, atol=0, equal_nan=True)
+
+    loss, gradient = check("distillation_with_grad", (*rows, grad), options, logits)
+    over = logits.contiguous().clone()
+    again = cpu.kernel("distillation_with_grad_")(over, *rows[1:], grad, **options)
+    torch.testing.assert_close((again, over), (loss, gradient), rtol=0, atol=0, equal_nan=True)
+
+
+@many
+@given(data=st.data())
+def test_slices(data):
+    logits, teacher, target, options, generator = data.draw(distilled())
+    columns = options["num_classes"] or logits.shape[-1]
+    logits, teacher = logits[..., :columns], teacher[..., :columns]
+    start = data.draw(st.sampled_from([0, 3, columns]))
+    options["num_classes"] = start + columns + data.draw(st.integers(0, 4))
+    counted = target != options["ignore_index"]
+    target = torch.where(counted, (target + data.draw(st.integers(0, 5))) % options["num_classes"], target)
+    counted = target != options["ignore_index"]
+    check("distillation_forward", (logits, teacher, target, None, start), options, logits, counted)
+    dtype = reference.accumulator(logits)
+    plain = reference_distillation.distillation_forward
+    of_slice = plain(logits, teacher, target, None, start, **as_record(dict(options)))[1]
+    joined = of_slice + torch.rand((4, *target.shape), generator=generator).to(dtype)  # of more classes
+    if options["temperature"] == 1.0 or options["hard_weight"] == 0.0:
+        joined[3] = joined[0]  # one lse serves both
+    if 0.0 < options["beta"] < 1.0:
+        check("distillation_forward", (logits, teacher, target, joined, start), options, logits, counted)
+    grad = rows_like(target, dtype, generator)
+    check("distillation_backward", (grad, logits, teacher, target, joined, start), options, logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_bits_for_any_number_of_threads(dtype):
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher = (torch.randn(65, 9000, generator=generator).mul(4).to(dtype) for _ in range(2))
+    target = torch.randint(9000, (65,), generator=generator)
+    threads, made = torch.get_num_threads(), []
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            options = {"beta": 0.3, "hard_weight": 0.5, "temperature": 2.0}
+            made.append(torch.ops.xent.distillation_with_grad(logits, teacher, target, torch.ones(()), **options))
+    finally:
+        torch.set_num_threads(threads)
+    for others in made[1:]:
+        for one, other in zip(made[0], others, strict=True):
+            assert torch.equal(one, other)
+
+
+def calls(dtype):
+    """(operator, arguments, options) of heads."""
+    for shape, bias, chunk_rows in itertools.product(((), (7,), (2, 3), (2, 0)), (False, True), (None, 2)):
+        x, head, teacher_input, teacher = (
+            torch.randn(*size).to(dtype) for size in ((*shape, 6), (9, 6), (*shape, 4), (11, 4))
+        )
+        target = torch.where(torch.rand(shape) < 0.2, 7, torch.randint(9, shape))
+        biases = (torch.randn(9).to(dtype), torch.randn(11).to(dtype)) if bias else (None, None)
+        heads = x, head, target, teacher_input, teacher, *biases
+        for beta, temperature in ((0.0, 1.0), (0.3, 2.0)):
+            options = {"ignore_index": 7, "num_classes": 9, "beta": beta, "temperature": temperature, "softcap": 5.0}
+            options |= {"hard_weight": 0.5, "chunk_rows": chunk_rows, "skip_ignored": bool(chunk_rows)}
+            yield "linear_distillation_forward", heads, options
+            _, statistics = torch.ops.xent.linear_distillation_forward(*heads, **options)
+            for grad, mask in ((torch.tensor(0.5), [True] * 3), (torch.randn(shape), [bias, True, False])):
+                yield "linear_distillation_backward", (grad, statistics, *heads, mask), options
+            sums = torch.float32 if chunk_rows and dtype == torch.bfloat16 else None
+            for token_weight, divisor in ((None, None), (torch.rand(shape) + 0.5, torch.tensor(4.0))):
+                reduction = {"reduction": "mean" if divisor is None else "sum"}
+                arguments = *heads, divisor, token_weight, [True, bias, bias], sums
+                yield "linear_distillation_with_grad", arguments, options | reduction
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16])
+def test_heads_without_python(dtype, tmp_path):
+    """The numbers of Python's loop over chunks; of meta tensors shapes, dtypes and strides."""
+    made = []
+    for name, arguments, options in calls(dtype):
+        made.append((name, arguments, options, getattr(torch.ops.xent, name)(*arguments, **options)))
+    torch.save(made, tmp_path / "calls")
+    run_python(
+        f"""
+import sys, torch
+torch.ops.load_library({str(_extension.LIBRARY)!r})
+for name, arguments, options, expected in torch.load({str(tmp_path / "calls")!r}):
+    function = getattr(torch.ops.xent, name)
+    made = function(*arguments, **options)
+    meta = function(*(a.to("meta") if isinstance(a, torch.Tensor) else a for a in arguments), **options)
+    for got, wanted, like in zip(made, expected, meta, strict=True):
+        close = dict(rtol=2e-6, atol=2e-6) if wanted.dtype == torch.float32 else {{}}
+        torch.testing.assert_close(got, wanted, equal_nan=True, **close, msg=lambda text: f"{{name}} {{options}} {{text}}")
+        assert (got.shape, got.dtype, got.stride()) == (like.shape, like.dtype, like.stride()), name
+assert "xent_ops" not in sys.modules
+"""
+    )
+
+
+def step(x, head, target, teacher_input, teacher):
+    """Loss and gradients by the one pass and by rows."""
+    leaves = [value.detach().requires_grad_() for value in (x, head)]
+    given = {"target": target, "beta": 0.3, "hard_weight": 0.5, "chunk_rows": 3}
+    loss = xent_ops.linear_distillation_loss(*leaves, teacher_input, teacher, **given)
+    rows = xent_ops.linear_distillation_loss(*leaves, teacher_input, teacher, reduction="none", **given)
+    return loss.detach(), *torch.autograd.grad(loss + rows.square().sum(), leaves)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="packages of torch 2.11 hand over float64 for float32")
+def test_a_package_without_python(tmp_path):
+    """AOTInductor's, of a training step, where xent_ops is never imported."""
+    arguments = torch.randn(7, 6), torch.randn(9, 6), torch.randint(9, (7,)), torch.randn(7, 4), torch.randn(9, 4)
+    program = export(make_fx(step)(*arguments), arguments)
+    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "step.pt2"))
+    torch.save((arguments, step(*arguments)), tmp_path / "expected")
+    run_python(
+        f"""
+import sys, torch
+torch.ops.load_library({str(_extension.LIBRARY)!r})
+arguments, expected = torch.load({str(tmp_path / "expected")!r})
+results = torch._inductor.aoti_load_package({str(tmp_path / "step.pt2")!r})(*arguments)
+torch.testing.assert_close(tuple(results), expected)
+assert "xent_ops" not in sys.modules
+"""
+    )
+
+
+def bad_calls():
+    x, y, t, rows, statistics = torch.randn(4, 9), torch.randn(4, 9), torch.arange(4), torch.ones(4), torch.ones(4, 4)
+    forward, backward, with_grad = (f"distillation_{name}" for name in ("forward", "backward", "with_grad"))
+    for teacher in (y.long(), y[0], y[:3], y[:, :8], y.view(2, 2, 9)):
+        yield forward, (x, teacher, t), {}
+    yield forward, (x.long(), y, t), {}
+    yield forward, (x, y, t[:3]), {}
+    yield forward, (x, y, t.float()), {}
+    yield forward, (x, y, t + 6), {"hard_weight": 0.5}
+    for wrong in (
+        {"beta": 1.5},
+        {"beta": -0.1},
+        {"temperature": 0.0},
+        {"temperature": math.inf},
+        {"hard_weight": math.nan},
+    ):
+        yield forward, (x, y, t), wrong
+    for wrong in ({"softcap": 0.0}, {"teacher_softcap": -1.0}, {"logit_scale": 0.0}, {"teacher_logit_scale": math.inf}):
+        yield forward, (x, y, t), {"temperature": 2.0, **wrong}
+    for classes in (0, 10):
+        yield forward, (x, y, t), {"num_classes": classes}
+    yield forward, (x, y[:, :8], t), {"num_classes": 9}
+    yield forward, (x, y, t, None, 0), {}
+    yield forward, (x, y, t, None, 20), {"num_classes": 18}
+    yield forward, (x, y[:, :8], t, None, 0), {"num_classes": 18}
+    yield forward, (x, y, t, statistics, 0), {"num_classes": 18}
+    yield forward, (x, y, t, statistics[:3], 0), {"num_classes": 18, "beta": 0.5}
+    yield backward, (rows[1:], x, y, t, statistics), {}
+    yield backward, (rows, x, y, t, statistics.long()), {}
+    yield backward, (rows, x, y, t, statistics[1:]), {}
+    yield with_grad, (x, y, t, rows[1:]), {}
+    yield with_grad, (x, y, t - 1, rows), {"hard_weight": 1.0}
+    yield f"{with_grad}_", (x[:1].expand(4, 9), y, t, rows), {}
+    h, w, g, u = torch.randn(4, 6), torch.randn(9, 6), torch.randn(4, 3), torch.randn(9, 3)
+    linear, linear_with_grad = "linear_distillation_forward", "linear_distillation_with_grad"
+    for heads in (
+        (h, w.t(), t, g, u),
+        (h, w, t, g, u.t()),
+        (h, w, t, g.double(), u),
+        (h, w, t, g[0, 0], u),
+        (h, w, t, g[1:], u),
+    ):
+        yield linear, heads, {}
+    yield linear, (h, w, t[1:], g, u), {}
+    yield linear, (h, w, t, g, u[:8]), {}
+    yield linear, (h, w, t, g, u), {"num_classes": 10}
+    yield linear, (h, w, t, g, u, None, rows), {}
+    yield linear, (h, w, t, g, u), {"chunk_rows": 0}
+    yield linear, (h, w, t, g, u), {"teacher_softcap": 0.0}
+    yield linear, (h, w, t + 6, g, u), {"hard_weight": 1.0}
+    yield "linear_distillation_backward", (rows[1:], statistics, h, w, t, g, u), {}
+    yield "linear_distillation_backward", (rows, statistics[1:], h, w, t, g, u), {}
+    yield "linear_distillation_backward", (rows, statistics, h, w, t, g, u, None, None, [True]), {}
+    yield linear_with_grad, (h, w, t, g, u, None, None, rows[0]), {}
+    yield linear_with_grad, (h, w, t, g, u, None, None, None, rows[1:]), {}
+    yield linear_with_grad, (h, w, t, g, u), {"reduction": "none"}
+
+
+@pytest.mark.parametrize("name, arguments, options", [*bad_calls()])
+def test_the_same_errors(name, arguments, options):
+    with pytest.raises((ValueError, TypeError, IndexError, RuntimeError)) as python:
+        getattr(torch.ops.xent, name)(*arguments, **options)
+    kinds = {TypeError: (ValueError, RuntimeError), ValueError: (ValueError, RuntimeError)}
+    with pytest.raises(kinds.get(python.type, python.type)) as library:
+        cpu.kernel(name)(*arguments, **options)
+    assert str(library.value) == str(python.value)
