@@ -48,15 +48,18 @@ void soft_cross_entropy_forward(Stack& stack) {
   const Tensor logits = stack.tensor();
   const Tensor target = stack.tensor();
   const MaybeTensor weight = stack.maybe_tensor();
+  const bool check_target = stack.next<bool>();
   const Options options = stack.soft_options();
   checks::soft_forward(logits, target, weight, options);
   const Tensor column = aten::select(logits, -1, 0);
   const Tensor loss = per_row(logits, column), lse = per_row(logits, column);
   if (!stack.meta) {
     const bridge::Read probabilities = bridge::read(target);
-    checks::soft_values(cpu::soft_forward(bridge::Problem(logits, std::nullopt, weight, options), bridge::dtype(target),
-                                          probabilities.rows, loss.mutable_data_ptr(), lse.mutable_data_ptr(),
-                                          bridge::threads()));
+    const double least =
+        cpu::soft_forward(bridge::Problem(logits, std::nullopt, weight, options), bridge::dtype(target),
+                          probabilities.rows, check_target, loss.mutable_data_ptr(), lse.mutable_data_ptr(),
+                          bridge::threads());
+    checks::soft_values(least);
   }
   stack.returns({loss, lse});
 }

@@ -52,7 +52,11 @@ _name = "{id}"
 if _name not in sys.modules:
     _spec = importlib.util.spec_from_file_location(_name, Path(__file__).parents[1] / "__init__.py")
     sys.modules[_name] = importlib.util.module_from_spec(_spec)
-    _spec.loader.exec_module(sys.modules[_name])
+    try:
+        _spec.loader.exec_module(sys.modules[_name])
+    except BaseException:  # else a second import would find half of it
+        del sys.modules[_name]
+        raise
 globals().update({{name: value for name, value in vars(sys.modules[_name]).items() if not name.startswith("__")}})
 __all__ = sys.modules[_name].__all__
 __version__ = sys.modules[_name].__version__
@@ -68,7 +72,7 @@ def make(package: Path, folder: Path) -> None:
     (folder / "build.toml").write_text(build)
     source = folder / "torch-ext" / module
     shutil.copytree(package, source, ignore=shutil.ignore_patterns(*LEFT_OUT, "__pycache__", "*.so"))
-    unique = hashlib.sha256("".join(digests(source).values()).encode()).hexdigest()[:7]
+    unique = hashlib.sha256(json.dumps(digests(source)).encode()).hexdigest()[:7]
     for name, backend in BACKENDS.items():
         variant = folder / "build" / f"torch-{name}"
         shutil.copytree(source, variant)

@@ -112,8 +112,8 @@ void backward(
     const Threads&);
 
 // probabilities: (N, V) of any dtype and strides. Returns the smallest of the rows that add up to less than 0 (as those
-// of log-probabilities do), or 0 where no row does.
-double soft_forward(const Problem&, DType, Rows probabilities, void* loss, void* lse, const Threads&);
+// of log-probabilities do), or 0 where no row does, or they are not to be checked.
+double soft_forward(const Problem&, DType, Rows probabilities, bool check, void* loss, void* lse, const Threads&);
 
 // Uses only loss and lse of upstream.
 void soft_backward(

@@ -37,7 +37,12 @@ double least_of_negative_rows(const Problem& problem, const Probabilities<A>& pr
 
 template <class A>
 double forward_as(
-    const Problem& problem, const Probabilities<A>& probabilities, A* loss, A* lse, const Threads& threads) {
+    const Problem& problem,
+    const Probabilities<A>& probabilities,
+    bool check,
+    A* loss,
+    A* lse,
+    const Threads& threads) {
   // Smoothing alone gives a row this much; 0.999: what rounding may take of it in a row of zeros.
   const double classes = double(problem.classes);
   double least_mass = 0.999 * problem.label_smoothing / classes;
@@ -60,7 +65,7 @@ double forward_as(
   };
   const auto nothing = [](std::int64_t, Nothing, std::int64_t, std::int64_t) {};
   visit<Nothing>(problem.rows, problem.classes, threads, true, false, scan, finish, nothing);
-  return suspicious ? least_of_negative_rows(problem, probabilities) : 0.0;
+  return check && suspicious ? least_of_negative_rows(problem, probabilities) : 0.0;
 }
 
 template <class A>
@@ -97,11 +102,18 @@ void backward_as(
 }  // namespace
 
 double soft_forward(
-    const Problem& problem, DType dtype, Rows probabilities, void* loss, void* lse, const Threads& threads) {
+    const Problem& problem,
+    DType dtype,
+    Rows probabilities,
+    bool check,
+    void* loss,
+    void* lse,
+    const Threads& threads) {
   double least = 0;
   dispatch(problem, [&](auto a) {
     using A = decltype(a);
-    least = forward_as<A>(problem, {problem, dtype, probabilities}, static_cast<A*>(loss), static_cast<A*>(lse), threads);
+    least = forward_as<A>(
+        problem, {problem, dtype, probabilities}, check, static_cast<A*>(loss), static_cast<A*>(lse), threads);
   });
   return least;
 }

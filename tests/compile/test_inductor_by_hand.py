@@ -72,6 +72,7 @@ OF_ROWS = {
     "softcap": lambda x, t: (lambda y: y.gather(-1, t[:, None]) - y.logsumexp(-1, keepdim=True))(5 * torch.tanh(x / 5)),
 }
 OF_ROWS["diagonal of columns"] = lambda x, t: (lambda y: y.diagonal() - y.logsumexp(0))(x[:, :6])
+OF_ROWS["brackets, end="] = lambda x, t: x.log_softmax(1)[torch.arange(6), torch.arange(-3, end=3)]
 OF_BATCHES = {
     "TRL": _trl,
     "TRL, a temperature": lambda x, t: _trl(x / 0.7, t),
@@ -98,7 +99,9 @@ def test_replaced(case):
     backend, report = assert_same(function, *tensors, stays=None, rtol=1e-12, atol=1e-12)
     (call,) = report.calls
     wrote = "diagonal" if "diag" in case else "gather"
-    assert ("where" in _names(backend.graph)) == (case in ("brackets", "brackets, any rows", "brackets, logsumexp"))
+    assert ("where" in _names(backend.graph)) == (
+        case in ("brackets", "brackets, any rows", "brackets, logsumexp", "brackets, end=")
+    )
     assert wrote in call.what and "float64" in call.what and "test_inductor_by_hand.py" in call.where
     assert call.logit_scale == pytest.approx(SCALES.get(case, 1.0)) and call.softcap == (
         5.0 if case == "softcap" else None
@@ -328,6 +331,45 @@ def test_left_alone_with_the_reason(case):
     (call,) = inductor.last_report().calls
     assert not call.replaced and why in call.why and "xent_ops.token_log_probs" in call.why, str(call)
     assert [str(node.format_node()) for node in backend.graph.nodes] == graphs[-1]
+
+
+def _copied(x, t):
+    found = []
+    for one, index in zip(x.view(B, S, V), t.view(S, B).T, strict=True):
+        own = index.contiguous()
+        own.copy_(own.flip(0))
+        found.append(one.log_softmax(-1).gather(-1, own[:, None]).squeeze(-1))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_copies_of_targets_that_are_written_to(dynamic):
+    """The rows of a stack are losses by themselves then, and what they read is the copies."""
+    x, t = rows()
+    compiled = torch.compile(_copied, backend=Rewriting(), dynamic=dynamic)
+    torch.testing.assert_close(compiled(x, t), _copied(x, t))
+
+
+def test_several_sizes_that_change():
+    """Their loss is viewed as what no symbol can say: left alone, and compiled as without the pass."""
+
+    def loss(x, t):
+        y, u = x[:, 1:].reshape(-1, V), t[:, 1:].reshape(-1)
+        return y.gather(1, u[:, None]).view(x.shape[0], -1) - y.logsumexp(-1).view(x.shape[0], -1)
+
+    x, t = batch()
+    torch.testing.assert_close(torch.compile(loss, options=inductor.options(), dynamic=True)(x, t), loss(x, t))
+    assert "has several sizes that change" in inductor.last_report().left_alone[0].why
+    torch.compiler.reset()
+    assert_same(loss, x, t, stays=None)
+
+
+def test_one_number_has_no_classes():
+    x, w = torch.randn(7), torch.tensor(0.5)
+    _, report = assert_same(
+        lambda x, w: (x.log_softmax(0)[1] * w).sum(-1), x.requires_grad_(), w, replaced=0, left=1, stays=None
+    )
+    assert "one number" in report.calls[0].why
 
 
 OTHERS = {

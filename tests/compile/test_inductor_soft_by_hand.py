@@ -43,6 +43,15 @@ def test_replaced(case):
     assert LOSS in backend.targets() and not {F.log_softmax, torch.log_softmax, "log_softmax"} & {*backend.targets()}
 
 
+@pytest.mark.parametrize("weights", ["advantages", "log-probabilities"])
+def test_weights_that_are_no_probabilities(weights):
+    """As in policy gradients: a sum that is written out takes any numbers, of which the operator checks none."""
+    x, p = inputs()
+    assert_same(
+        SAME["timm"], x, p - p.mean() if weights == "advantages" else p.log(), stays=None, rtol=1e-12, atol=1e-12
+    )
+
+
 @pytest.mark.parametrize("case", ["timm", "over all"])
 def test_any_number_of_rows(case):
     x, p = inputs()
@@ -99,7 +108,15 @@ def _written_after(x, p):
     return loss
 
 
+def _minus_written(x, p):
+    minus = -p
+    minus[:, 0] = 0
+    return (minus * x.log_softmax(-1)).sum(-1)
+
+
 LEFT = {
+    "what is written to is not what is behind it": (_minus_written, "made by minus, which Inductor fuses"),
+    "integers": (lambda x, p: -((p > 0.01).long() * x.log_softmax(-1)).sum(-1), "its target has dtype torch.int64"),
     "probabilities that require grad": (
         lambda x, p: -(x.sin() * x.log_softmax(-1)).sum(-1),
         "its target requires grad",

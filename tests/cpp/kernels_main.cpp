@@ -204,7 +204,7 @@ struct Everything {
     over.bytes = logits.bytes;
     with_grad(in_place, same, none, values(rows), values(rows), nullptr, nullptr, over.write(), threads);
     add(dtype, over.bytes);
-    soft_forward(problem, target_dtype, probabilities.read(), values(rows), values(rows), threads);
+    soft_forward(problem, target_dtype, probabilities.read(), below(2) != 0, values(rows), values(rows), threads);
     gradient([&](Matrix& to) {
       soft_backward(problem, target_dtype, probabilities.read(), {each, none, none}, saved.data(), to.write(), threads);
     });

@@ -13,6 +13,8 @@ from torch._dynamo.utils import counters  # noqa: E402
 from trl.trainer import distillation_trainer  # noqa: E402
 
 from xent_ops.integrations.trl import remove_xent, use_xent  # noqa: E402
+from xent_ops.integrations.trl.distillation import Teacher  # noqa: E402
+from xent_ops.kernels.options import Activation  # noqa: E402
 
 KINDS = ("GKD", "Distillation")
 
@@ -85,6 +87,14 @@ def test_evaluation(kind, tmp_path):
         torch.manual_seed(0)  # of the student's texts
         losses.append(trainer.evaluate(data)["eval_loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_batch_without_a_counted_token():
+    """Zero, as TRL's, where a mean over nothing is NaN."""
+    divergence = Teacher(torch.randn(2, 4, 6), torch.randn(11, 6), None, Activation(), 0.5).divergence
+    student = torch.randn(2, 4, 8, requires_grad=True), torch.randn(11, 8), None
+    loss = divergence(student, torch.full((2, 4), -100), Activation(), None, {})
+    assert loss == 0 and not torch.autograd.grad(loss, student[0])[0].any()
 
 
 def test_logits_where_they_are_asked_for(tmp_path):

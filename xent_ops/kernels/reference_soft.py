@@ -25,6 +25,7 @@ def soft_cross_entropy_forward(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
+    check_target: bool = True,  # ops/soft_checks.py has it
     *,
     options: Options = DEFAULTS,
 ) -> tuple[Tensor, Tensor]:

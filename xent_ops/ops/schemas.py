@@ -123,7 +123,8 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     ),
     # Class probabilities as targets, (..., V) like the logits.
     "soft_cross_entropy_forward": (
-        f"(Tensor logits, Tensor target, Tensor? weight=None, *, {SOFT_OPTIONS}) -> (Tensor loss, Tensor lse)",
+        f"(Tensor logits, Tensor target, Tensor? weight=None, bool check_target=True, *, {SOFT_OPTIONS}) "
+        "-> (Tensor loss, Tensor lse)",
         None,
     ),
     "soft_cross_entropy_backward": (

@@ -15,6 +15,7 @@ def forward(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
+    check_target: bool = True,
     *,
     options: Options = DEFAULTS,
 ) -> None:
@@ -25,8 +26,12 @@ def forward(
     checks.row_options(weight, logits, options)
 
 
-def values(logits: Tensor, target: Tensor, *_: Any, **_options: Any) -> None:
+def values(
+    logits: Tensor, target: Tensor, weight: Tensor | None = None, check_target: bool = True, **_options: Any
+) -> None:
     """Probabilities, or what was passed by mistake? A row of log-probabilities adds up to less than 0."""
+    if not check_target:
+        return
     negative = target.sum(-1) < 0
     if bool(negative.any()):
         least = target[negative].min().to(torch.float64 if logits.dtype == torch.float64 else torch.float32)

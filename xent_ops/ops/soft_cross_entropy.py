@@ -16,7 +16,7 @@ from .second_order import differentiate, save_all
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    logits, target, weight = inputs
+    logits, target, weight, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(logits, target, output[1], weight)
     ctx.options = keyword_only_inputs
@@ -24,7 +24,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[
 
 def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad_loss is None and grad_lse is None:
-        return None, None, None
+        return (None,) * 4
     logits, target, lse, weight = ctx.saved_tensors
     if grad_loss is None:
         grad_loss = lse.new_zeros(()).expand(lse.shape)
@@ -38,7 +38,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None) -> tu
         grad_target, grad_weight = reference_soft.soft_target_gradients(
             grad_loss, logits, target, lse, weight, options=Options(**ctx.options)
         )
-    return grad_logits, grad_target if needs_target else None, grad_weight if needs_weight else None
+    return grad_logits, grad_target if needs_target else None, grad_weight if needs_weight else None, None
 
 
 def _second_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

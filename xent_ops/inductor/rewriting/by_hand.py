@@ -118,14 +118,19 @@ class ByHand(Loss):
             return emit("unsqueeze", loss, self.dim)
         if self.is_soft and wanted.dim() == 0:
             return emit("sum", loss)
-        return emit("reshape", loss, tuple(wanted.shape))
+        # The sizes of a fake tensor may be symbols, and a graph takes nodes.
+        sizes = [size if isinstance(size, int) else -1 for size in wanted.shape]
+        if sizes.count(-1) > 1 or (-1 in sizes and 0 in sizes):
+            raise LeftAlone(f"{self.node.name} has several sizes that change")
+        return emit("reshape", loss, tuple(sizes))
 
 
 def first_of_arange(node: Any, otherwise: int | None = None) -> Any:
     """The first number of ``torch.arange``, whose numbers go up by one, and to which nothing writes."""
     if not isinstance(node, fx.Node) or name_of(node) != "arange" or value_of(node).dtype != torch.int64:
         return otherwise
-    start = node.kwargs.get("start", node.args[0] if len(node.args) > 1 else 0)
+    several = len(node.args) + ("end" in node.kwargs) > 1
+    start = node.kwargs.get("start", node.args[0] if several else 0)
     step = node.kwargs.get("step", node.args[2] if len(node.args) > 2 else 1)
     if type(start) is not int or step != 1 or len(node.args) > 3:
         return otherwise

@@ -21,7 +21,7 @@ from ...kernels.sizes import known, known_equal
 from .by_hand import DIAGONAL, GATHER, NEVER, SOFT, SUM, ByHand, first_of_arange
 from .links import is_view, link_of
 from .modes import transformed
-from .nodes import is_cast, name_of, parts_of, position, value_of, viewed_by
+from .nodes import is_cast, name_of, parts_of, position, share_memory, value_of, viewed_by
 from .tail import is_fused
 
 _GATHERS = {
@@ -152,7 +152,10 @@ def _stacked_gathers(node: fx.Node) -> ByHand | None:
             return None
         source, casts = _upcast(_input(log_probs))
         inputs.append(source)
-        targets.append(_in_order(index)[0])
+        row = _in_order(index)[0]
+        if not share_memory(value_of(row), value_of(index)):  # a copy, which sees no writes
+            return None
+        targets.append(row)
         between += [*views, picked, log_probs, *casts]
         dims.add(dim + 1)
     logits, rows = _whole(inputs)
@@ -217,7 +220,7 @@ def _soft(node: fx.Node) -> ByHand | None:
         return None
     log_probs, target = operands if made[0] else operands[::-1]
     reads = product
-    if _is_negated(target):
+    if _is_negated(target) and len(target.users) == 1:  # else somebody may write to it
         reads, target, negative = target, target.args[0], not negative
     own = (_behind(log_probs), _input(_behind(log_probs)))
     if name_of(target) in ("exp", "softmax") and _behind(_input(target)) in own:  # an entropy
@@ -236,6 +239,8 @@ def _why_not_soft(log_probs: fx.Node, target: fx.Node, given: dict[str, Any]) ->
     if not given.keys() <= {"dim", "keepdim"} or dim is None:
         return "it sums over something other than the classes, or all", -1
     dim %= max(logits.dim(), 1)
+    if not probs.is_floating_point():
+        return f"its target has dtype {probs.dtype}", dim
     if not known_equal(logits.shape, probs.shape):
         return "its target has another shape than the logits", dim
     if probs.requires_grad:

@@ -163,6 +163,8 @@ def _refuse_log_softmax(node: fx.Node, links: list[fx.Node], given: Tensor, clas
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     if type(dim) is not int:
         raise LeftAlone(f"{node.name} names no dimension")
+    if given.dim() == 0 or made.dim() == 0:
+        raise LeftAlone("its input is one number")
     # A probe with stride 1 in this dimension and 0 in the others: the views show where the dimension goes.
     strides = [0] * made.dim()
     strides[dim] = 1

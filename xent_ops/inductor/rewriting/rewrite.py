@@ -188,7 +188,8 @@ def _emit_loss(emit: Emitter, logits: fx.Node, call: Loss, tail: Tail) -> fx.Nod
         )
     else:
         soft_forward = torch.ops.xent.soft_cross_entropy_forward.default
-        rows = emit(soft_forward, logits, target, weight, label_smoothing=smoothing, **options)
+        # torch takes any numbers as probabilities, and sums that are written out have other uses, as policy gradients.
+        rows = emit(soft_forward, logits, target, weight, False, label_smoothing=smoothing, **options)
         loss = emit(operator.getitem, rows, 0)
         if reduction != "none":
             loss = emit(reduction, loss)  # the methods sum and mean

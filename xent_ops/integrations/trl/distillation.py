@@ -39,8 +39,12 @@ class Teacher(NamedTuple):
         num_items_in_batch: Any,
         options: dict[str, Any],
     ) -> Tensor:
-        """Over the tokens of this batch, or a count of several batches' tokens."""
+        """Over the tokens of this batch, of which there may be none, or a count of several batches' tokens."""
         input, weight, bias = student
+        if num_items_in_batch is None:
+            num_items_in_batch = (target != -100).sum().clamp(min=1)
+        elif isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(input.device)
         return distillation.linear_distillation_loss(
             input,
             weight,
@@ -51,7 +55,7 @@ class Teacher(NamedTuple):
             teacher_bias=None if self.bias is None else self.bias.detach(),
             beta=self.beta,
             temperature=self.temperature,
-            reduction="mean" if num_items_in_batch is None else "sum",
+            reduction="sum",
             divisor=num_items_in_batch,
             softcap=tail.softcap,
             logit_scale=tail.logit_scale,

@@ -14,7 +14,12 @@ from .soft import soft_backward_kernel, soft_forward_kernel
 
 @launcher
 def soft_cross_entropy_forward(
-    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    check_target: bool = True,
+    *,
+    options: Options = DEFAULTS,
 ) -> tuple[Tensor, Tensor]:
     classes, sizes = logits.shape[-1], (logits.element_size(), target.element_size())
     loss = logits.new_empty(logits.shape[:-1], dtype=torch.float32)

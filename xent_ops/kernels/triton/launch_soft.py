@@ -30,7 +30,12 @@ def _constants(logits: Tensor, options: Options, weighted: bool, grad_lse: bool)
 
 @launcher
 def soft_cross_entropy_forward(
-    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    check_target: bool = True,
+    *,
+    options: Options = DEFAULTS,
 ) -> Run:
     (number, strides, as_rows, _), (_, target_strides, as_targets, _) = row_layout(logits), row_layout(target)
     empty = traced(number) == 0
@@ -45,7 +50,7 @@ def soft_cross_entropy_forward(
     )
     new_row = new_rows(logits)
 
-    def run(logits: Tensor, target: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def run(logits: Tensor, target: Tensor, weight: Tensor | None = None, *_: Any) -> tuple[Tensor, Tensor]:
         loss, lse = new_row(), new_row()
         if not empty:
             launch(as_rows(logits), as_targets(target), class_weight(weight, lse), loss, lse)
