@@ -39,12 +39,16 @@ def _rows_to_compute(target: Tensor, heads: Sequence[Head], how: Distillation, c
 
 
 class _Both:
-    """The products of both heads, whose chunks are of the same rows."""
+    """The products of both heads, whose chunks are of the same rows, and what the rows' operators are given."""
 
-    def __init__(self, target: Tensor, student: Head, teacher: Head, how: Distillation, chunking: Chunking, *more: Any):
+    def __init__(
+        self, student: Head, target: Tensor, teacher: Head, how: Distillation, chunking: Chunking, *more: Any
+    ) -> None:
+        student, teacher = (head._replace(input=as_rows(head.input)) for head in (student, teacher))
         self.rows = _rows_to_compute(target, (student, teacher), how, chunking)
         self.student = Products(self.rows, *student, chunking, *more)
         self.teacher = Products(self.rows, *teacher, Chunking(self.student.size))
+        self.indices, self.keywords = self.rows.indices(), how.keywords()
 
     def chunks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """(which of the rows, the student's logits, which may be overwritten, the teacher's)."""
@@ -68,12 +72,10 @@ def losses(
 ) -> tuple[Tensor, Tensor]:
     """(losses of the rows, (...), statistics, (4, ...)), as of distillation_forward."""
     how = Distillation(**given)
-    student = Head(as_rows(input), linear_weight, linear_bias)
-    teacher = Head(as_rows(teacher_input), teacher_weight, teacher_bias)
-    both = _Both(target, student, teacher, how, Chunking(chunk_rows, skip_ignored))
-    indices, keywords = both.rows.indices(), how.keywords()
+    student, teacher = Head(input, linear_weight, linear_bias), Head(teacher_input, teacher_weight, teacher_bias)
+    both = _Both(student, target, teacher, how, Chunking(chunk_rows, skip_ignored))
     made = [
-        _ops.distillation_forward(logits, teacher_logits, indices[chunk], **keywords)
+        _ops.distillation_forward(logits, teacher_logits, both.indices[chunk], **both.keywords)
         for chunk, logits, teacher_logits in both.chunks()
     ]
     row_loss, statistics = (torch.cat(values, -1) for values in zip(*made, strict=True))
@@ -100,18 +102,16 @@ def gradients(
 ) -> Gradients:
     """Makes the logits of both again. Gradients in the student's dtype; (0,) where the mask does not want one."""
     how, dtype = Distillation(**given), accumulator(input)
-    student = Head(as_rows(input), linear_weight, linear_bias)
-    teacher = Head(as_rows(teacher_input), teacher_weight, teacher_bias)
-    both = _Both(target, student, teacher, how, Chunking(chunk_rows, skip_ignored), output_mask, accumulate_dtype)
-    indices, keywords = both.rows.indices(), how.keywords()
+    student, teacher = Head(input, linear_weight, linear_bias), Head(teacher_input, teacher_weight, teacher_bias)
+    both = _Both(student, target, teacher, how, Chunking(chunk_rows, skip_ignored), output_mask, accumulate_dtype)
     upstream, factor = both.rows.take(grad_loss.to(dtype).expand(target.shape)), None
     if input.dtype == torch.float16:
-        factor = float16.largest(indices, None, None, linear_weight.shape[0], how.options, upstream)
+        factor = float16.largest(both.indices, None, None, linear_weight.shape[0], how.options, upstream)
         upstream = upstream / factor
     of_rows = torch.stack([both.rows.take(values) for values in statistics.unbind()])
     for chunk, logits, teacher_logits in both.chunks():
-        given_rows = (teacher_logits, indices[chunk], of_rows[:, chunk])
-        _ops.distillation_backward_(upstream[chunk], logits, *given_rows, **keywords)
+        given_rows = (teacher_logits, both.indices[chunk], of_rows[:, chunk])
+        _ops.distillation_backward_(upstream[chunk], logits, *given_rows, **both.keywords)
         both.student.add(chunk, logits)
     sums = (both.student.input, both.student.weight, both.student.bias)
     if factor is not None:
@@ -144,15 +144,13 @@ def with_grad(
     loss = LossOptions(Options(how.options.ignore_index), reduction=reduction)
     divisors = divided_by(target, None, divisor, linear_weight.shape[0], dtype, loss, token_weight)
     inverse = float16.split_divisors(input.dtype, divisors)[0][0].reciprocal()
-    student = Head(as_rows(input), linear_weight, linear_bias)
-    teacher = Head(as_rows(teacher_input), teacher_weight, teacher_bias)
-    chunking = Chunking(chunk_rows, skip_ignored)
-    both = _Both(target, student, teacher, how, chunking, output_mask, accumulate_dtype)
-    indices, keywords, made = both.rows.indices(), how.keywords(), []
+    student, teacher = Head(input, linear_weight, linear_bias), Head(teacher_input, teacher_weight, teacher_bias)
+    chunking, made = Chunking(chunk_rows, skip_ignored), []
+    both = _Both(student, target, teacher, how, chunking, output_mask, accumulate_dtype)
     factors = None if token_weight is None else inverse * both.rows.take(token_weight.to(dtype))
     for chunk, logits, teacher_logits in both.chunks():
         factor = inverse if factors is None else factors[chunk]
-        made.append(_ops.distillation_with_grad_(logits, teacher_logits, indices[chunk], factor, **keywords))
+        made.append(_ops.distillation_with_grad_(logits, teacher_logits, both.indices[chunk], factor, **both.keywords))
         both.student.add(chunk, logits)
     row_loss = both.rows.give(torch.cat(made), 0.0).view(target.shape)
     mean = loss._replace(reduction="mean")
