@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from ..ops.checks import FLOATS
 from ..ops.shown import shown
 
-_UPCAST = (torch.bfloat16, torch.float16, torch.float32)  # what a head in float32 may hold
-
 
 def product(head: Any, hidden: Tensor, upcast: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     """(input, weight, bias) whose product is ``head(hidden)``; raises where the head is none that can be taken.
@@ -48,13 +46,13 @@ def product(head: Any, hidden: Tensor, upcast: bool = False) -> tuple[Tensor, Te
 
 
 def upcasts(head: Any) -> bool:
-    """Is the forward one of its own that multiplies in float32, F.linear(x.float(), weight.float())?
+    """Is the forward one of its own that multiplies 16-bit operands in float32, F.linear(x.float(), weight.float())?
 
     Seen by a call of it with four random rows: logits that were rounded to 16 bits differ.
     """
     if not isinstance(head, nn.Linear) or type(head).forward is nn.Linear.forward:
         return False
-    if type(head.weight) not in (Tensor, nn.Parameter) or head.weight.dtype not in _UPCAST:
+    if type(head.weight) not in (Tensor, nn.Parameter) or head.weight.dtype not in (torch.bfloat16, torch.float16):
         return False
     with torch.no_grad():
         x = torch.randn(4, head.in_features, generator=torch.Generator().manual_seed(0)).to(head.weight)
