@@ -135,7 +135,8 @@ def test_other_backends_keep_one_opaque_node_each_way(device):
     assert [name for name in backward if name.startswith("xent.")] == [BACKWARD]
 
 
-@pytest.mark.parametrize("vectors", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["scalar", "vectors"])
+@pytest.mark.slow
+@pytest.mark.parametrize("vectors", [False, True], ids=["scalar", "vectors"])
 def test_lowering_holds_when_something_was_compiled_before_the_import(vectors):
     """Inductor caches its table of decompositions at the first compile of a process. (With the CPU's vector
     instructions too, as users run it: Inductor tries them for 10 s.)"""

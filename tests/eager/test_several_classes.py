@@ -231,7 +231,7 @@ def test_nearly_everything_is_named(device):
     assert loss.isfinite() and all(grad.isfinite().all() for grad in torch.autograd.grad(loss, (x, head)))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled(device, backend):
     """A teacher's top k with its tail, the tenth published loss: one graph, the numbers of eager, three products."""
     x, head, _, ids, probs = problem(device, torch.float32)

@@ -58,6 +58,7 @@ def test_adapters_checkpointing_and_counts(kind, compared):
     compared(kind, peft_config=config, gradient_checkpointing=True, learning_rate=10.0)
 
 
+@pytest.mark.slow
 def test_a_mean_of_each_batch(compared):
     compared("GKD", average_tokens_across_devices=False, gradient_accumulation_steps=2)
 
@@ -77,6 +78,7 @@ def test_compiled(compared):
     assert not counters["graph_break"] and counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluation(kind, tmp_path):
     trainer = trainers.make(kind, tmp_path)

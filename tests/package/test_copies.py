@@ -91,6 +91,7 @@ def test_nothing_in_it_imports_the_package_by_a_name(hub):
     assert [path.name for path in sources if absolute.search(path.read_text())] == []
 
 
+@pytest.mark.slow
 def test_it_alone(hub):
     """Compiled with fullgraph by Inductor; the pass finds a loss; what is not there says so."""
     run(f"""
@@ -197,7 +198,8 @@ def test_two_folders_of_the_hub(hub, tmp_path):
     """)
 
 
-@pytest.mark.parametrize("first", ["hub", pytest.param("installed", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["hub", "installed"])
 def test_two_copies_of_two_versions(other, first):
     """The error names both versions and both folders; the first one works on."""
     order = [f"hub = load({str(other / 'hub')!r})", "import xent_ops"]
