@@ -39,4 +39,17 @@ inline Tensor largest(const Head& head, const Tensor& target, Tensor grad_loss, 
   return divisible(aten::call("aten::max", "", aten::call("aten::abs", "", aten::cat(all))));
 }
 
+// The gradients of a backward: of all rows, times what their upstream gradients were divided by, in the input's dtype.
+inline std::vector<Tensor> given_back(std::vector<Tensor> made, const Head& head, const Rows& rows, const Mask& mask,
+                                      const MaybeTensor& factor) {
+  made[0] = mask[0] ? rows.give(made[0], head.input, 0.0) : made[0];
+  for (Tensor& gradient : made) {
+    if (factor) {
+      aten::call_all<0>("xent::scale_grad_", "", gradient, *factor);
+    }
+    gradient = aten::to(gradient, head.dtype());
+  }
+  return made;
+}
+
 }  // namespace xent::operators

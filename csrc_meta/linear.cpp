@@ -153,14 +153,7 @@ void linear_cross_entropy_backward(Stack& stack) {
                       MaybeTensor(), int64_t{0}, std::optional<int64_t>(), head.grad_dtype(), fields(head.options), 0.0);
     products.add(chunk, logits);
   });
-  products.made[0] = mask[0] ? rows.give(products.made[0], head.input, 0.0) : products.made[0];
-  for (Tensor& gradient : products.made) {
-    if (factor) {
-      aten::call_all<0>("xent::scale_grad_", "", gradient, *factor);
-    }
-    gradient = aten::to(gradient, head.dtype());
-  }
-  stack.returns(products.made);
+  stack.returns(given_back(products.made, head, rows, mask, factor));
 }
 
 void linear_cross_entropy_with_grad(Stack& stack) {

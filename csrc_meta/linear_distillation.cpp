@@ -121,14 +121,7 @@ void linear_distillation_backward(Stack& stack) {
                       how.fields());
     products.add(chunk, logits);
   });
-  products.made[0] = mask[0] ? rows.give(products.made[0], student.input, 0.0) : products.made[0];
-  for (Tensor& gradient : products.made) {
-    if (factor) {
-      aten::call_all<0>("xent::scale_grad_", "", gradient, *factor);
-    }
-    gradient = aten::to(gradient, student.dtype());
-  }
-  stack.returns(products.made);
+  stack.returns(given_back(products.made, student, rows, mask, factor));
 }
 
 void linear_distillation_with_grad(Stack& stack) {

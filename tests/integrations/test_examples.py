@@ -27,14 +27,8 @@ RECIPES = {
     "verl_log_probs": ("verl", "transformers"),
     "vision_classifier": ("transformers",),
 }
-SLOW = (
-    "huggingface_trainer",
-    "nanogpt",
-    "accelerate_loop",
-    "trl_gkd",
-    "trl_grpo",
-    "trl_sft",
-)  # compiled, or as others are
+# Compiled, or as others are.
+SLOW = ("huggingface_trainer", "nanogpt", "accelerate_loop", "trl_gkd", "trl_grpo", "trl_sft")
 
 
 def _parameter(name):
