@@ -7,26 +7,27 @@ from typing import Any, NoReturn
 
 import torch
 
-from .head import exported, ids
+from .head import ids
+from .head.exported import cross_entropy, distillation, loop, shards, token_logits
 from .ops.library import OPERATORS, Operator
 
 # In the place of kernels that write to memory or read values; the other operators have a reference in plain torch.
 _FORMS: dict[str, Callable[..., Any]] = {
     "token_logits": ids.statistics_of_rows,
-    "token_logits_backward": exported.token_logits_gradient_of_rows,
-    "linear_cross_entropy_forward": exported.statistics,
-    "linear_cross_entropy_backward": exported.gradients,
-    "linear_cross_entropy_with_grad": exported.with_grad,
-    "linear_distillation_forward": exported.distillation_losses,
-    "linear_distillation_backward": exported.distillation_gradients,
-    "linear_distillation_with_grad": exported.distillation_with_grad,
-    "linear_token_logits": exported.token_logits,
-    "linear_token_logits_backward": exported.token_logits_gradients,
-    "linear_token_logits_with_grad": exported.token_logits_with_grad,
-    "linear_scale_grad": exported.scaled,
-    "linear_cross_entropy_shard": exported.stats,
-    "linear_cross_entropy_chunk": exported.chunk,
-    "linear_distillation_chunk": exported.distillation_chunk,
+    "token_logits_backward": token_logits.gradient_of_rows,
+    "linear_cross_entropy_forward": cross_entropy.statistics,
+    "linear_cross_entropy_backward": cross_entropy.gradients,
+    "linear_cross_entropy_with_grad": cross_entropy.with_grad,
+    "linear_distillation_forward": distillation.losses,
+    "linear_distillation_backward": distillation.gradients,
+    "linear_distillation_with_grad": distillation.with_grad,
+    "linear_token_logits": token_logits.statistics,
+    "linear_token_logits_backward": token_logits.gradients,
+    "linear_token_logits_with_grad": token_logits.with_grad,
+    "linear_scale_grad": loop.scaled,
+    "linear_cross_entropy_shard": shards.statistics,
+    "linear_cross_entropy_chunk": shards.chunk,
+    "linear_distillation_chunk": shards.distillation_chunk,
 }
 
 

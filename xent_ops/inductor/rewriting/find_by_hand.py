@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, fx
 
 from ...kernels.sizes import known, known_equal
-from .by_hand import DIAGONAL, GATHER, NEVER, SOFT, SUM, ByHand, first_of_arange
-from .links import is_view, link_of
+from . import find_soft
+from .by_hand import DIAGONAL, GATHER, NEVER, SUM, ByHand, first_of_arange
 from .modes import transformed
-from .nodes import is_cast, name_of, parts_of, position, share_memory, value_of, viewed_by
-from .tail import is_fused
+from .nodes import name_of, parts_of, position, share_memory, value_of
+from .reading import arguments_of, behind, input_of, is_log_softmax, one_dim, softmax_dim, upcast
 
 _GATHERS = {
     "gather": ("input", "dim", "index"),
@@ -30,7 +30,6 @@ _GATHERS = {
     "getitem": ("input", "index"),
 }
 _PICKS = {*_GATHERS, "diagonal", "diag"}
-_IN_ORDER = {"contiguous", "flatten", "reshape", "squeeze", "unflatten", "unsqueeze", "view"}
 
 
 def losses(graph: fx.Graph) -> Iterator[ByHand]:
@@ -48,7 +47,7 @@ def losses(graph: fx.Graph) -> Iterator[ByHand]:
 def _gathered(node: fx.Node) -> ByHand | None:
     """``log_softmax(x).gather(-1, t[..., None])``, ``log_softmax(x)[torch.arange(len(x)), t]``."""
     input, dim, index, why = _one_a_row(node)
-    if input is None or not _is_log_softmax(_behind(input)):
+    if input is None or not is_log_softmax(behind(input)):
         return None
     given = {"input": input, "target": index, "ignore_index": NEVER, "reduction": "none"}
     return ByHand(node, given, False, why, GATHER, dim, in_brackets=name_of(node) == "getitem")
@@ -56,7 +55,7 @@ def _gathered(node: fx.Node) -> ByHand | None:
 
 def _one_a_row(node: fx.Node) -> tuple[Any, int, Any, str]:
     """(input, dim, index, why not) of a gather of one class of each row. The input is None where it is no gather."""
-    given = _arguments(node, _GATHERS.get(name_of(node) or "", ()))
+    given = arguments_of(node, _GATHERS.get(name_of(node) or "", ()))
     input, dim, index = given.get("input"), given.get("dim"), given.get("index")
     if name_of(node) == "getitem":
         return _in_brackets(input, index)
@@ -94,7 +93,7 @@ def _difference(node: fx.Node) -> ByHand | None:
     """``x.gather(-1, t[..., None]) - x.logsumexp(-1, keepdim=True)``, or the other way round."""
     if len(node.args) != 2 or node.kwargs or not all(isinstance(value_of(one), Tensor) for one in node.args):
         return None
-    operands: list[Any] = [_in_order(one) for one in node.args]
+    operands: list[Any] = [upcast(one, views=True) for one in node.args]
     negative = name_of(operands[0][0]) in _PICKS
     (picked, views), (total, sums) = operands if negative else operands[::-1]
     logits, total_dim, rest = _logsumexp(total)
@@ -104,14 +103,14 @@ def _difference(node: fx.Node) -> ByHand | None:
     if name_of(picked) in _GATHERS:
         input, dim, index, why = _one_a_row(picked)
     else:
-        what, input = DIAGONAL, _input(picked)
+        what, input = DIAGONAL, input_of(picked)
         if value_of(logits).dim() != 2 or picked.kwargs or picked.args[1:] not in ((), (0,), (0, 0, 1), (0, -2, -1)):
             return None
     if input is None:
         return None
-    source, casts = _upcast(input)
+    source, casts = upcast(input)
     if source is not logits:
-        if _behind(source) is not _behind(logits):
+        if behind(source) is not behind(logits):
             return None
         why = "it reads two views of the logits"
     if not why and (dim != total_dim or not known_equal(*(value_of(one).shape for one in node.args))):
@@ -130,14 +129,14 @@ def _logsumexp(node: fx.Node) -> tuple[fx.Node | None, int, list[fx.Node]]:
         dims = {dim for _, dim, _ in found}
         if len(dims) != 1:
             return None, -1, []
-        logits, casts = (None, []) if logits is None else _upcast(logits)
+        logits, casts = (None, []) if logits is None else upcast(logits)
         return logits, dims.pop() + 1, [node, *nodes, *casts, *(one for *_, rest in found for one in rest)]
-    given = _arguments(node, ("input", "dim", "keepdim"))
-    dim = _one_dim(given.get("dim"))
+    given = arguments_of(node, ("input", "dim", "keepdim"))
+    dim = one_dim(given.get("dim"))
     named = name_of(node) == "logsumexp" and given.keys() <= {"input", "dim", "keepdim"}
     if not named or dim is None or not isinstance(given.get("input"), fx.Node):
         return None, -1, []
-    source, casts = _upcast(given["input"])
+    source, casts = upcast(given["input"])
     return source, dim % max(value_of(source).dim(), 1), [node, *casts]
 
 
@@ -146,13 +145,13 @@ def _stacked_gathers(node: fx.Node) -> ByHand | None:
     between, inputs, targets = [], [], []
     dims: set[int] = set()
     for part in _stacked(node) or ():
-        picked, views = _in_order(part)
+        picked, views = upcast(part, views=True)
         log_probs, dim, index, why = _one_a_row(picked)
-        if why or not _is_log_softmax(log_probs) or _dim_of(log_probs) not in (dim, dim - value_of(log_probs).dim()):
+        if why or not is_log_softmax(log_probs) or softmax_dim(log_probs) not in (dim, dim - value_of(log_probs).dim()):
             return None
-        source, casts = _upcast(_input(log_probs))
+        source, casts = upcast(input_of(log_probs))
         inputs.append(source)
-        row = _in_order(index)[0]
+        row = upcast(index, views=True)[0]
         if not share_memory(value_of(row), value_of(index)):  # a copy, which sees no writes
             return None
         targets.append(row)
@@ -175,7 +174,7 @@ def _stacked_gathers(node: fx.Node) -> ByHand | None:
 
 def _stacked(node: fx.Node) -> list[fx.Node] | None:
     """What ``torch.stack`` puts side by side along a new first dimension."""
-    given = _arguments(node, ("tensors", "dim"))
+    given = arguments_of(node, ("tensors", "dim"))
     parts: Any = given.get("tensors")
     if name_of(node) != "stack" or not given.keys() <= {"tensors", "dim"} or given.get("dim", 0) != 0:
         return None
@@ -203,61 +202,11 @@ def _whole(parts: list[Any]) -> tuple[fx.Node | None, list[fx.Node]]:
     return (found[0], nodes) if isinstance(value, Tensor) and known(value.shape[0] == len(found)) else (None, [])
 
 
-def _soft(node: fx.Node) -> ByHand | None:
-    """``torch.sum(-p * F.log_softmax(x, -1), dim=-1)``, and without a dim, over all."""
-    given = _arguments(node, ("input", "dim", "keepdim"))
-    product, negative, between = given.pop("input", None), True, []
-    if _is_negated(product):
-        between.append(product)
-        product, negative = product.args[0], False
-    if not isinstance(product, fx.Node) or name_of(product) not in ("mul", "multiply"):
-        return None
-    if len(product.args) != 2 or product.kwargs:
-        return None
-    operands: list[Any] = list(product.args)
-    made = [_is_log_softmax(_behind(one)) for one in operands]
-    if sum(made) != 1 or not isinstance(value_of(operands[made.index(False)]), Tensor):
-        return None
-    log_probs, target = operands if made[0] else operands[::-1]
-    reads = product
-    if _is_negated(target) and len(target.users) == 1:  # else somebody may write to it
-        reads, target, negative = target, target.args[0], not negative
-    own = (_behind(log_probs), _input(_behind(log_probs)))
-    if name_of(target) in ("exp", "softmax") and _behind(_input(target)) in own:  # an entropy
-        return None
-    why, dim = _why_not_soft(log_probs, target, given)
-    arguments = {"input": log_probs, "target": target, "reduction": "none"}
-    return ByHand(node, arguments, False, why, SOFT, dim, negative, reads, [*between, product])
-
-
-def _why_not_soft(log_probs: fx.Node, target: fx.Node, given: dict[str, Any]) -> tuple[str, int]:
-    """(why not, dim of the classes)."""
-    logits, probs = value_of(log_probs), value_of(target)
-    dim = _one_dim(given.get("dim"))
-    if given.get("dim") is None and _is_log_softmax(log_probs):
-        dim = _dim_of(log_probs)
-    if not given.keys() <= {"dim", "keepdim"} or dim is None:
-        return "it sums over something other than the classes, or all", -1
-    dim %= max(logits.dim(), 1)
-    if not probs.is_floating_point():
-        return f"its target has dtype {probs.dtype}", dim
-    if not known_equal(logits.shape, probs.shape):
-        return "its target has another shape than the logits", dim
-    if probs.requires_grad:
-        return "its target requires grad, and has a gradient of the logits' size", dim
-    node: fx.Node | None = target
-    while node is not None:
-        if is_fused(node) or name_of(node) in ("softmax", "log_softmax"):
-            return f"its target is made by {node.name}, which Inductor fuses with it", dim
-        node = viewed_by(node)
-    return "", dim
-
-
 _FINDERS = {
     **dict.fromkeys(_GATHERS, _gathered),
     **dict.fromkeys(("sub", "subtract"), _difference),
     "stack": _stacked_gathers,
-    "sum": _soft,
+    "sum": find_soft.loss_of,
 }
 
 
@@ -266,71 +215,3 @@ def _equal(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
     pairs = list(zip(sizes, others, strict=False))
     now = [one.node.hint if isinstance(one, torch.SymInt) else one for pair in pairs for one in pair]
     return len(sizes) == len(others) and None not in now and now[::2] == now[1::2]
-
-
-def _arguments(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
-    """By name; more than ``names`` where it has others."""
-    given = dict(zip((*names, *map(str, range(len(node.args)))), node.args, strict=False)) | node.kwargs
-    return {"index" if name == "indices" else name: value for name, value in given.items()}
-
-
-def _input(node: fx.Node) -> Any:
-    return node.args[0] if node.args else node.kwargs.get("input")
-
-
-def _one_dim(dim: Any) -> int | None:
-    if isinstance(dim, (tuple, list)) and len(dim) == 1:
-        dim = dim[0]
-    return dim if type(dim) is int else None
-
-
-def _is_log_softmax(node: Any) -> bool:
-    return isinstance(node, fx.Node) and name_of(node) == "log_softmax"
-
-
-def _dim_of(log_softmax: fx.Node) -> int | None:
-    return _one_dim(log_softmax.args[1] if len(log_softmax.args) > 1 else log_softmax.kwargs.get("dim"))
-
-
-def _is_negated(node: Any) -> bool:
-    return isinstance(node, fx.Node) and name_of(node) in ("neg", "negative") and bool(node.args)
-
-
-def _behind(node: Any) -> Any:
-    """The node behind views and casts."""
-    while isinstance(node, fx.Node):
-        through = viewed_by(node) or (node.args[0] if is_cast(node) else None)
-        if through is None:
-            break
-        node = through
-    return node
-
-
-def _upcast(node: Any) -> tuple[fx.Node, list[fx.Node]]:
-    """(the node behind casts to float32, these)."""
-    casts: list[fx.Node] = []
-    while (link := link_of(node)) is not None and link.kind in ("same", "upcast"):
-        casts.append(node)
-        node = link.source
-    return node, casts
-
-
-def _in_order(node: Any) -> tuple[fx.Node, list[fx.Node]]:
-    """(the node behind casts to float32 and views that keep every element and their order, these)."""
-    nodes = []
-    while (link := link_of(node)) is not None:
-        if link.kind == "view" and not _keeps_order(node):
-            break
-        if link.kind not in ("view", "same", "upcast"):
-            break
-        nodes.append(node)
-        node = link.source
-    return node, nodes
-
-
-def _keeps_order(node: fx.Node) -> bool:
-    if name_of(node) in _IN_ORDER:
-        return True
-    made, source = value_of(node), value_of(node.args[0])
-    whole = isinstance(made, Tensor) and isinstance(source, Tensor) and is_view(node)
-    return whole and name_of(node) == "getitem" and known(made.numel() == source.numel())

@@ -1,6 +1,6 @@
 """Finds the losses in a graph: F.cross_entropy, F.nll_loss of a log-softmax, which is the same, and our own.
 
-find_by_hand.py finds those that a model writes out.
+find_by_hand.py and find_soft.py find those that a model writes out.
 """
 
 from __future__ import annotations

@@ -1,0 +1,70 @@
+"""How the arguments of a loss that a model writes out are read, through what stands before them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, fx
+
+from ...kernels.sizes import known
+from .links import is_view, link_of
+from .nodes import is_cast, name_of, value_of, viewed_by
+
+_IN_ORDER = {"contiguous", "flatten", "reshape", "squeeze", "unflatten", "unsqueeze", "view"}
+
+
+def arguments_of(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
+    """By name; more than ``names`` where it has others."""
+    given = dict(zip((*names, *map(str, range(len(node.args)))), node.args, strict=False)) | node.kwargs
+    return {"index" if name == "indices" else name: value for name, value in given.items()}
+
+
+def input_of(node: fx.Node) -> Any:
+    return node.args[0] if node.args else node.kwargs.get("input")
+
+
+def one_dim(dim: Any) -> int | None:
+    if isinstance(dim, (tuple, list)) and len(dim) == 1:
+        dim = dim[0]
+    return dim if type(dim) is int else None
+
+
+def is_log_softmax(node: Any) -> bool:
+    return isinstance(node, fx.Node) and name_of(node) == "log_softmax"
+
+
+def softmax_dim(log_softmax: fx.Node) -> int | None:
+    return one_dim(log_softmax.args[1] if len(log_softmax.args) > 1 else log_softmax.kwargs.get("dim"))
+
+
+def is_negated(node: Any) -> bool:
+    return isinstance(node, fx.Node) and name_of(node) in ("neg", "negative") and bool(node.args)
+
+
+def behind(node: Any) -> Any:
+    """The node behind views and casts."""
+    while isinstance(node, fx.Node):
+        through = viewed_by(node) or (node.args[0] if is_cast(node) else None)
+        if through is None:
+            break
+        node = through
+    return node
+
+
+def upcast(node: Any, views: bool = False) -> tuple[fx.Node, list[fx.Node]]:
+    """(the node behind casts to float32, these). ``views``: and behind those that keep every element in its order."""
+    nodes: list[fx.Node] = []
+    while (link := link_of(node)) is not None:
+        if link.kind not in ("same", "upcast") and not (views and link.kind == "view" and _keeps_order(node)):
+            break
+        nodes.append(node)
+        node = link.source
+    return node, nodes
+
+
+def _keeps_order(node: fx.Node) -> bool:
+    if name_of(node) in _IN_ORDER:
+        return True
+    made, source = value_of(node), value_of(node.args[0])
+    whole = isinstance(made, Tensor) and isinstance(source, Tensor) and is_view(node)
+    return whole and name_of(node) == "getitem" and known(made.numel() == source.numel())
