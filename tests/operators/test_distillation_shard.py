@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from helpers.covering import pairs_if_interpreted
+from helpers.interpreter import INTERPRETED
 
 from xent_ops.head import distillation_shard
 from xent_ops.kernels.distillation import Distillation
@@ -89,7 +90,7 @@ def test_values(device, place, name, beta, dtype):
     scale = torch.randn(len(target), generator=torch.Generator().manual_seed(3)).to(device)
     expected = distillation_oracle(logits, teacher, target, grad_loss=scale, **options)
     how = record(classes, **options)
-    for padding in (0, 5):
+    for padding in (5,) if INTERPRETED else (0, 5):
         parts = slices(logits, teacher, starts, padding)
         rows = joined(parts, target, how)
         for made in gradients(parts, target, rows, how, scale):

@@ -30,7 +30,7 @@ def front(logits, dtype):
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "options"])
 def test_gradients_of_rows(device, dtype, classes, full):
     """In place and out of place: those of the float32 operators, rounded once."""
-    rows = 7
+    rows = 4 if INTERPRETED else 7
     logits = padded(rows, classes).to(device)
     target = torch.arange(rows, device=device) * (classes - 1) // (rows - 1)
     target[2] = -100

@@ -6,6 +6,7 @@ That the CPU's operators raise instead is with the tests of each family. Backwar
 import pytest
 import torch
 from flat_options import FlatOptions
+from helpers.covering import pairs_if_interpreted
 from helpers.interpreter import INTERPRETED
 
 from xent_ops.kernels import reference, reference_shard
@@ -21,7 +22,7 @@ ALL = {"label_smoothing": 0.125, "softcap": 16.0, "logit_scale": 0.5}
 OPTIONS = pytest.mark.parametrize(("options", "weighted"), [({}, False), (ALL, True)], ids=["plain", "all"])
 # Rows and classes: that a tile holds, that a loop reads, that programs share. A GPU gives few rows to several programs.
 SHAPES = [(6, 50), (6, 5003), (2, 30011)]
-MANY = pytest.param((1200, 5003), marks=pytest.mark.gpu)
+MANY = [pytest.param((1200, 5003), bad, full, marks=pytest.mark.gpu) for bad in BAD for full in (False, True)]
 
 
 def problem(device, shape, bad, weighted):
@@ -39,11 +40,10 @@ def assert_nan(values):
     assert values[1].all() and not values[[0, *range(2, len(values))]].any()
 
 
-@OPTIONS
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("shape", [*SHAPES, MANY], ids=str)
-def test_rows(device, kernels, raises_out_of_range, shape, bad, options, weighted):
-    logits, target, weight = problem(device, shape, bad, weighted)
+@pytest.mark.parametrize("shape, bad, full", [*pairs_if_interpreted(SHAPES, BAD, [False, True]), *MANY], ids=str)
+def test_rows(device, kernels, raises_out_of_range, shape, bad, full):
+    options = ALL if full else {}
+    logits, target, weight = problem(device, shape, bad, weighted=full)
     lse = torch.logsumexp(logits * options.get("logit_scale", 1.0), -1)
     ones, entropy = torch.ones_like(lse), torch.zeros_like(lse)
     assert_nan(kernels.cross_entropy_backward(ones, None, logits, target, lse, weight, **options))
