@@ -9,7 +9,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
-PACKAGES = ("datasets", "lightning", "trl")  # that train with our loss, and what these need
+PACKAGES = ("datasets", "kernels", "lightning", "torchtitan", "trl")  # that train with our loss, and what these need
+ALONE = ("verl",)  # without what it needs, of which its recipe reads nothing: an older transformers, ray
 OURS = "made-by-make"  # a folder without it belongs to someone else
 
 
@@ -27,7 +28,8 @@ def main() -> None:
         (own / "main-environment.pth").write_text(f"import site; site.addsitedir({main_packages!r})\n")
     pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--upgrade"]
     subprocess.run([*pip, *PACKAGES], check=True)
-    versions = "; ".join(f"{name} {version(python, name)}" for name in PACKAGES)
+    subprocess.run([*pip, "--no-deps", *ALONE], check=True)
+    versions = "; ".join(f"{name} {version(python, name)}" for name in (*PACKAGES, *ALONE))
     print(f"test-integrations: {versions}", flush=True)
 
 

@@ -9,7 +9,8 @@ import torch  # noqa: E402
 import trainers  # noqa: E402
 import trl.experimental.gmpo  # noqa: E402
 
-from xent_ops.integrations.trl import use_xent  # noqa: E402
+from xent_ops.integrations import transformers  # noqa: E402
+from xent_ops.integrations.trl import remove_xent, use_xent  # noqa: E402
 
 
 def test_another_version(tmp_path, monkeypatch):
@@ -66,3 +67,26 @@ def test_options(tmp_path):
         use_xent(trainer, chunk_rows=-1)
     with pytest.raises(TypeError, match="any_version"):
         use_xent(trainer, any_version="yes")
+
+
+@pytest.mark.parametrize("kind, name", [("SFT", "model"), ("Distillation", "model"), ("Distillation", "teacher_model")])
+def test_heads_that_zero_3_has_partitioned(tmp_path, kind, name):
+    trainer = trainers.make(kind, tmp_path)
+    getattr(trainer, name).get_output_embeddings().weight.ds_id = 0
+    with pytest.raises(TypeError, match=r"partitioned by DeepSpeed's ZeRO-3"):
+        use_xent(trainer)
+    assert "_xent" not in vars(trainer)
+
+
+def test_a_model_that_has_a_loss_of_ours(tmp_path):
+    trainer = trainers.make("SFT", tmp_path)
+    transformers.use_xent(trainer.model)
+    with pytest.raises(RuntimeError, match=r"use_xent\(model\) of xent_ops.integrations.transformers is on for Llama"):
+        use_xent(trainer)
+    transformers.remove_xent(trainer.model)
+    use_xent(trainer)
+
+
+def test_remove_xent_of_something_else():
+    with pytest.raises(TypeError, match=r"got a builtins\.object; expected a trainer of TRL"):
+        remove_xent(object())

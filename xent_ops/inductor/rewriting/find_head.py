@@ -103,7 +103,8 @@ def _refuse_other_products(source: fx.Node, loss: Loss) -> None:
 def _refuse_from_outside(source: fx.Node) -> None:
     """Raise LeftAlone, for the report, where the logits were computed before this graph."""
     value = value_of(source)
-    if source.op == "placeholder" and isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
+    leaf = isinstance(value, Tensor) and value.requires_grad and value.is_leaf  # nobody's result
+    if source.op == "placeholder" and not leaf:
         raise LeftAlone("its logits come into the graph from outside: a graph break or an uncompiled head before it")
 
 

@@ -6,6 +6,7 @@ the methods of TRL that are replaced, and the test that notices where one change
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -72,7 +73,8 @@ def use_xent(
         TypeError: another trainer; a head that is not nn.Linear, or whose weight is quantised, split over ranks or
             partitioned by DeepSpeed's ZeRO-3.
         ValueError: a model that changes its logits otherwise than by a softcap or a scale.
-        RuntimeError: another version of TRL; a forward that is not TRL's any more; use_xent is on already.
+        RuntimeError: another version of TRL; a forward that is not TRL's any more; use_xent is on already, of the
+            trainer or of its model.
         TypeError, ValueError: options that ``linear_cross_entropy`` refuses.
 
     Examples:
@@ -98,13 +100,12 @@ def use_xent(
     loss_is_sum = _loss_is_sum(trainer, kind)
     try:
         if kind.__name__ == "DistillationTrainer":
-            replaced.append(Divergence(trainer, options))
+            replaced.append(Divergence(trainer, _bare_ones(trainer, "model", "teacher_model"), options))
         else:
-            models = [trainer.model, getattr(trainer, "ref_model", None)]
-            for model in (model for model in models if model is not None):
-                replaced.append(FusedHead(_bare(trainer, model), options, loss_is_sum, trainer.accelerator.autocast))
+            for model in _bare_ones(trainer, "model", "ref_model"):
+                replaced.append(FusedHead(model, options, loss_is_sum, trainer.accelerator.autocast))
         if kind.__name__ == "GKDTrainer":
-            replaced.append(GkdLoss(trainer, _bare(trainer, trainer.teacher_model)))
+            replaced.append(GkdLoss(trainer, *_bare_ones(trainer, "teacher_model")))
     except Exception:
         for one in replaced:
             one.remove()
@@ -120,6 +121,7 @@ def remove_xent(trainer: Any) -> None:
         >>> report = use_xent(trainer)
         >>> remove_xent(trainer)
     """
+    _kind_of(trainer)
     replaced = vars(trainer).pop("_xent", None)
     if replaced is None:
         raise RuntimeError("use_xent is not on for this trainer")
@@ -140,9 +142,18 @@ def _kind_of(trainer: Any) -> type:
     )
 
 
-def _bare(trainer: Any, model: Any) -> PreTrainedModel:
-    """The model of transformers; accelerate has wrapped and compiled references and teachers already."""
-    return _base(trainer.accelerator.unwrap_model(model, keep_torch_compile=False))
+def _bare_ones(trainer: Any, *names: str) -> list[PreTrainedModel]:
+    """The models of transformers that a trainer has; accelerate has wrapped and compiled all but the first."""
+    models = [getattr(trainer, name, None) for name in names]
+    unwrap = functools.partial(trainer.accelerator.unwrap_model, keep_torch_compile=False)
+    found = [_base(unwrap(model)) for model in models if model is not None]
+    for model in found:
+        if "_xent" in vars(model):
+            raise RuntimeError(
+                f"use_xent(model) of xent_ops.integrations.transformers is on for {type(model).__name__}, and gives "
+                "no log-probabilities: call its remove_xent(model) first"
+            )
+    return found
 
 
 def _of_distillation(options: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ trainer computes its loss. ``GKDTrainer`` makes one of logits: its ``compute_los
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +68,9 @@ class Teacher(NamedTuple):
 class Divergence:
     """Of a DistillationTrainer: its divergence is ours until ``remove``."""
 
-    def __init__(self, trainer: Any, options: dict[str, Any]) -> None:
+    def __init__(self, trainer: Any, models: Sequence[PreTrainedModel], options: dict[str, Any]) -> None:
+        for model in models:  # student, teacher
+            heads.refuse_partitioned(model.get_output_embeddings())
         self.trainer, self.options, self.theirs = trainer, options, trainer._compute_loss
         self.what = f"{distillation_trainer._chunked_divergence_loss.__name__}, within the trainer's _compute_loss"
         trainer._compute_loss = self.compute_loss
