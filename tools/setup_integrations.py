@@ -9,7 +9,14 @@ import sys
 import sysconfig
 from pathlib import Path
 
-PACKAGES = ("datasets", "kernels", "lightning", "torchtitan", "trl")  # that train with our loss, and what these need
+PACKAGES = (
+    "datasets",
+    "deepspeed",
+    "kernels",
+    "lightning",
+    "torchtitan",
+    "trl",
+)  # that train with our loss, and what these need
 ALONE = ("verl",)  # without what it needs, of which its recipe reads nothing: an older transformers, ray
 OURS = "made-by-make"  # a folder without it belongs to someone else
 

@@ -123,8 +123,7 @@ def test_refusals(kind, tmp_path):
     trainer = trainers.make(kind, tmp_path)
     with pytest.raises(ValueError, match="logits_dtype is not of linear_distillation_loss"):
         use_xent(trainer, logits_dtype=torch.float32)
-    if kind == "GKD":
-        trainer.is_fsdp_enabled = True
-        with pytest.raises(TypeError, match="GKDTrainer below FSDP"):
-            use_xent(trainer)
-        assert "_xent" not in vars(trainer) and "compute_loss" not in vars(trainer)
+    trainer.is_fsdp_enabled = True
+    with pytest.raises(TypeError, match=f"{kind}Trainer below FSDP"):
+        use_xent(trainer)
+    assert not vars(trainer).keys() & {"_xent", "compute_loss", "_compute_loss"}

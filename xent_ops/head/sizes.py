@@ -24,7 +24,8 @@ chunk, the row kernel takes what a copy of the logits takes (.03 at H = 4096, .1
 where they leave the last wave of tiles of the input's gradient half empty: docs/lab/2026-11-linear.md.
 
 No more than 1 GiB of logits: 2048 rows would be 2 GB at 500,000 classes and 40 GB at ten million, where hidden sizes
-are small, and so the gradients beside them. Fewer rows cost little, 1.03 times the time at H = 64: docs/benchmarks.md.
+are small, and so the gradients beside them. Fewer rows cost 1.04 times the time at H = 64. Twice as much where the
+weight's gradient is added up in more bytes than it has in the end, in memory that the sum's copy takes later.
 """
 
 from __future__ import annotations

@@ -69,6 +69,8 @@ class Divergence:
     """Of a DistillationTrainer: its divergence is ours until ``remove``."""
 
     def __init__(self, trainer: Any, models: Sequence[PreTrainedModel], options: dict[str, Any]) -> None:
+        if trainer.is_fsdp_enabled:
+            raise TypeError("DistillationTrainer below FSDP, which splits the heads' weights over ranks")
         for model in models:  # student, teacher
             heads.refuse_partitioned(model.get_output_embeddings())
         self.trainer, self.options, self.theirs = trainer, options, trainer._compute_loss

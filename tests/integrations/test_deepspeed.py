@@ -1,0 +1,25 @@
+"""DeepSpeed's ZeRO on two ranks. What runs on each is deepspeed_on_ranks.py."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("deepspeed") is None:  # whose import prints and looks for compilers
+    pytest.skip("deepspeed is not installed", allow_module_level=True)
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+@pytest.mark.parametrize("case", ["module", "tied", "use_xent"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_ranks(case, stage):
+    script = str(Path(__file__).with_name("deepspeed_on_ranks.py"))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *launcher, script, case, str(stage)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert all(f"rank {rank} of 2: right" in result.stdout for rank in range(2))
