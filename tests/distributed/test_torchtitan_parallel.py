@@ -17,7 +17,10 @@ def test_chunks_of_a_split_head(pool, device):
     pool(2, device).run(cases.chunks_of_a_split_head)
 
 
-@pytest.mark.parametrize("backend, ranks", [("partial_dtensor", 2), ("partial_dtensor", 4), ("full_dtensor", 2)])
+@pytest.mark.parametrize(
+    "backend, ranks",
+    [("partial_dtensor", 2), ("full_dtensor", 2), pytest.param("partial_dtensor", 4, marks=pytest.mark.slow)],
+)
 def test_heads_that_torchtitan_splits(pool, device, backend, ranks):
     pool(ranks, device).run(cases.heads_that_torchtitan_splits, backend)
 

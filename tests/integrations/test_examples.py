@@ -85,7 +85,7 @@ def test_heads_of_8_bits_train_alike(tmp_path):
     for package in ("matplotlib", "rich", "tokenizers"):
         pytest.importorskip(package, reason=f"{package} is not installed")
     picture = tmp_path / "picture.png"
-    options = ["--device", "cpu", "--steps", "12", "--seeds", "2", "--characters", "400000", "--plot", str(picture)]
+    options = ["--device", "cpu", "--steps", "12", "--seeds", "1", "--characters", "400000", "--plot", str(picture)]
     result = subprocess.run(
         [sys.executable, str(FOLDER.parent / "fp8_head.py"), *options], capture_output=True, text=True
     )

@@ -185,7 +185,16 @@ def test_dynamic_classes():
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # torch's exporter of torch
 @pytest.mark.parametrize(
-    "name, dynamic", [*((name, False) for name in LOSSES), ("mean", True), ("linear", True)], ids=str
+    "name, dynamic",
+    [
+        *(
+            pytest.param(name, False, marks=() if name in ("mean", "log_probs") else pytest.mark.slow)
+            for name in LOSSES
+        ),
+        ("mean", True),
+        ("linear", True),
+    ],
+    ids=str,
 )
 def test_onnx(name, dynamic):
     """An evaluation loss runs in onnxruntime."""

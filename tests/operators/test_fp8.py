@@ -166,8 +166,16 @@ def error(found, exact):
     return ((found.double() - exact).norm() / exact.norm()).item()
 
 
-@BOTH
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "products, dtype",
+    [
+        ("fp8", torch.bfloat16),
+        pytest.param("fp8", torch.float16, marks=pytest.mark.slow),
+        pytest.param("fp8_gradients", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("fp8_gradients", torch.float16, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_gradients_of_heads(device, products, dtype):
     """3.2e-2 of their norm from float64; "fp8_gradients" has the loss of 16-bit products, to the bit."""
     x, head, target = problem(device, 256, 512, 32000, dtype)

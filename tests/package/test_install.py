@@ -91,13 +91,11 @@ def test_a_folder(python, repository, tmp_path):
     smoke(python, tmp_path)
 
 
-@pytest.mark.parametrize("how", ["folder", "repository"])
-def test_the_command_of_doctor_builds_the_cpp_part(how, python, repository, tmp_path):
+def test_the_command_of_doctor_builds_the_cpp_part(python, repository, tmp_path):
     """After an installation without it, and with whichever setuptools a new environment has. `make env` is editable."""
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     (site / "torch.pth").write_text(f"{only_torch(tmp_path)}\n")
-    sources = {"folder": repository, "repository": f"git+file://{repository}"}[how]
-    pip(python, sources)
+    pip(python, f"git+file://{repository}")
     ask = "import xent_ops; print(xent_ops._extension.build_command()); from xent_ops.kernels import cpu; print(cpu.problem())"
     status, said = run(python, "-c", ask, cwd=tmp_path)
     assert status == 0, said
