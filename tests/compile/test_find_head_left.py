@@ -273,8 +273,9 @@ def test_no_head_at_all():
         assert not heads_of(backend.graph) and not any(call.head_left for call in inductor.last_report().calls)
 
 
-def test_logits_from_outside():
-    """Behind a graph break the report says that the head is before it; of logits that are a leaf there is none."""
+@pytest.mark.parametrize("gradients", [True, False], ids=["", "no_grad"])
+def test_logits_from_outside(gradients):
+    """Behind a graph break the report says that the head is before it; of logits that are trained there is none."""
     x, w, _, t = inputs()
 
     def broken(x, w, t):
@@ -282,7 +283,8 @@ def test_logits_from_outside():
         torch._dynamo.graph_break()
         return ce(logits, t)
 
-    torch.compile(broken, backend=Rewriting(linear=True))(x, w, t)
+    with torch.set_grad_enabled(gradients):
+        torch.compile(broken, backend=Rewriting(linear=True))(x, w, t)
     (call,) = inductor.last_report().calls
     assert call.replaced and "come into the graph from outside: a graph break or an uncompiled head" in call.head_left
     torch.compile(lambda y, t: ce(y, t), backend=Rewriting())((x @ w.T).detach().requires_grad_(), t)
@@ -294,6 +296,10 @@ def test_an_empty_report_says_what_it_may_mean():
     assert "nothing was compiled since" in str(inductor.last_report())
     torch.compile(lambda x: x * 2, backend=Rewriting())(torch.randn(3))
     assert "compile the function that computes the loss" in str(inductor.last_report())
+    inductor.options()
+    x, _, _, t = inputs()
+    torch.compile(lambda x, t: (x.log_softmax(-1) * t[..., None]).mean(), backend=Rewriting())(x, t)
+    assert "written out in a form that the pass does not know" in str(inductor.last_report())
 
 
 SCALES_LEFT = {
