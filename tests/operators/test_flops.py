@@ -133,7 +133,7 @@ def test_modules_of_a_model():
 def test_graphs_count_as_eager(loss, dynamic):
     """Inductor's estimate, operator by operator, of the forward and the backward.
 
-    Not of the open loop, whose operators that write are wrapped in such a graph, and count for nothing.
+    Not of the open loop, whose operators that write are wrapped in these graphs until Inductor lowers them.
     """
     from torch._inductor.fx_utils import count_flops_fx
 
@@ -144,6 +144,22 @@ def test_graphs_count_as_eager(loss, dynamic):
     if isinstance(total, torch.SymInt):
         total = total.node.hint
     assert total == counted(lambda: loss(*given).backward())
+
+
+def test_the_open_loop_counts_as_it_is_lowered(monkeypatch):
+    from torch._inductor.fx_utils import count_flops_fx
+    from torch._inductor.graph import GraphLowering
+
+    found, lower = [], GraphLowering.run_node
+
+    def count(self, node):
+        found.append(count_flops_fx(node) or 0)
+        return lower(self, node)
+
+    monkeypatch.setattr(GraphLowering, "run_node", count)
+    given = tensors()
+    torch.compile(token_loss, fullgraph=True)(*given).backward()
+    assert sum(found) == 3 * 2 * N * H * V == counted(lambda: token_loss(*given).backward())
 
 
 @pytest.mark.slow  # three processes
