@@ -354,6 +354,20 @@ def test_importing_the_package_imports_none_of_it():
     assert done.stdout.strip() == "[]"
 
 
+def test_every_variant_of_ours_has_the_loss():
+    logits, target, weight = torch.randn(6, 40), torch.randint(40, (6,)), torch.rand(40)
+    target[1] = check.IGNORE_INDEX
+    ours = [variant for variant in cases.losses(torch.float32, CPU, dynamic=True) if variant.kind == "ours"]
+    for one in (variant for variant in ours if variant.options == cases.PLAIN):
+        leaf = logits.clone().requires_grad_()
+        expected = F.cross_entropy(leaf, target)
+        (right,) = torch.autograd.grad(expected, leaf)
+        loss = one.load()(leaf * 1 if one.in_place else leaf, target, weight)
+        loss, gradient = loss if one.gives_grad else (loss, *torch.autograd.grad(loss, leaf))
+        torch.testing.assert_close((loss, gradient), (expected, right), msg=one.name)
+    assert sum(one.gives_grad for one in ours) == 1
+
+
 @pytest.mark.gpu
 def test_graph_memory_and_step_on_a_gpu(tmp_path):
     """In CUDA graphs by default, replayed on other targets; ours need no buffer beside the gradient."""

@@ -95,7 +95,7 @@ def unweighted(loss: Callable[[Tensor, Tensor], Any]) -> Loss:
 def _ours_with_grad(logits: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """The operator itself, as a graph of one's own would call it."""
     scale = 1 / (target != IGNORE_INDEX).sum().to(torch.float32)
-    loss, _, grad = torch.ops.xent.cross_entropy_with_grad(logits, target, scale)
+    loss, *_, grad = torch.ops.xent.cross_entropy_with_grad(logits, target, scale)
     return loss.sum() * scale, grad
 
 
