@@ -5,6 +5,7 @@ import pytest
 for package in ("torchtitan", "spmd_types"):
     pytest.importorskip(package, reason=f"{package} is not installed")
 
+import torch  # noqa: E402
 import torchtitan_cases as cases  # noqa: E402
 
 
@@ -29,5 +30,6 @@ def test_split_heads_are_refused(pool, device):
     pool(2, device).run(cases.split_heads_are_refused)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="torchtitan's own loss crashes in the backward of torch 2.11")
 def test_norm_and_head_in_one_group(pool, device):
     pool(2, device).run(cases.norm_and_head_in_one_group)
