@@ -273,6 +273,8 @@ def test_shapes_that_are_none(text, capsys):
     ],
 )
 def test_refusals(arguments, text, capsys):
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     with pytest.raises(SystemExit) as stopped:
         bench(*arguments)
     assert stopped.value.code == 2
