@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-if importlib.util.find_spec("deepspeed") is None:  # whose import prints and looks for compilers
-    pytest.skip("deepspeed is not installed", allow_module_level=True)
-pytest.importorskip("transformers", reason="transformers is not installed")
+PACKAGES = ("deepspeed", "transformers")
+ABSENT = [name for name in PACKAGES if importlib.util.find_spec(name) is None]  # importing DeepSpeed asks for compilers
+pytestmark = pytest.mark.skipif(bool(ABSENT), reason=f"{', '.join(ABSENT)} not installed")
 
 
 @pytest.mark.parametrize("case", ["module", "tied", "use_xent"])

@@ -22,7 +22,7 @@ from . import find_soft
 from .by_hand import DIAGONAL, GATHER, NEVER, SUM, ByHand, first_of_arange
 from .modes import transformed
 from .nodes import name_of, parts_of, position, share_memory, value_of
-from .reading import arguments_of, behind, input_of, is_log_softmax, one_dim, softmax_dim, upcast
+from .reading import arguments_of, before_upcasts, behind, input_of, is_log_softmax, one_dim, softmax_dim
 
 _GATHERS = {
     "gather": ("input", "dim", "index"),
@@ -93,7 +93,7 @@ def _difference(node: fx.Node) -> ByHand | None:
     """``x.gather(-1, t[..., None]) - x.logsumexp(-1, keepdim=True)``, or the other way round."""
     if len(node.args) != 2 or node.kwargs or not all(isinstance(value_of(one), Tensor) for one in node.args):
         return None
-    operands: list[Any] = [upcast(one, views=True) for one in node.args]
+    operands: list[Any] = [before_upcasts(one, views=True) for one in node.args]
     negative = name_of(operands[0][0]) in _PICKS
     (picked, views), (total, sums) = operands if negative else operands[::-1]
     logits, total_dim, rest = _logsumexp(total)
@@ -108,7 +108,7 @@ def _difference(node: fx.Node) -> ByHand | None:
             return None
     if input is None:
         return None
-    source, casts = upcast(input)
+    source, casts = before_upcasts(input)
     if source is not logits:
         if behind(source) is not behind(logits):
             return None
@@ -129,14 +129,14 @@ def _logsumexp(node: fx.Node) -> tuple[fx.Node | None, int, list[fx.Node]]:
         dims = {dim for _, dim, _ in found}
         if len(dims) != 1:
             return None, -1, []
-        logits, casts = (None, []) if logits is None else upcast(logits)
+        logits, casts = (None, []) if logits is None else before_upcasts(logits)
         return logits, dims.pop() + 1, [node, *nodes, *casts, *(one for *_, rest in found for one in rest)]
     given = arguments_of(node, ("input", "dim", "keepdim"))
     dim = one_dim(given.get("dim"))
     named = name_of(node) == "logsumexp" and given.keys() <= {"input", "dim", "keepdim"}
     if not named or dim is None or not isinstance(given.get("input"), fx.Node):
         return None, -1, []
-    source, casts = upcast(given["input"])
+    source, casts = before_upcasts(given["input"])
     return source, dim % max(value_of(source).dim(), 1), [node, *casts]
 
 
@@ -145,13 +145,13 @@ def _stacked_gathers(node: fx.Node) -> ByHand | None:
     between, inputs, targets = [], [], []
     dims: set[int] = set()
     for part in _stacked(node) or ():
-        picked, views = upcast(part, views=True)
+        picked, views = before_upcasts(part, views=True)
         log_probs, dim, index, why = _one_a_row(picked)
         if why or not is_log_softmax(log_probs) or softmax_dim(log_probs) not in (dim, dim - value_of(log_probs).dim()):
             return None
-        source, casts = upcast(input_of(log_probs))
+        source, casts = before_upcasts(input_of(log_probs))
         inputs.append(source)
-        row = upcast(index, views=True)[0]
+        row = before_upcasts(index, views=True)[0]
         if not share_memory(value_of(row), value_of(index)):  # a copy, which sees no writes
             return None
         targets.append(row)

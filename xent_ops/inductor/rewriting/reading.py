@@ -51,7 +51,7 @@ def behind(node: Any) -> Any:
     return node
 
 
-def upcast(node: Any, views: bool = False) -> tuple[fx.Node, list[fx.Node]]:
+def before_upcasts(node: Any, views: bool = False) -> tuple[fx.Node, list[fx.Node]]:
     """(the node behind casts to float32, these). ``views``: and behind those that keep every element in its order."""
     nodes: list[fx.Node] = []
     while (link := link_of(node)) is not None:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from ...kernels.options import HeadProducts
 from ...ops import arguments
 from ...ops.linear import checks as linear_checks
+from .. import heads
 from ..transformers import _base
 from .distillation import Divergence, GkdLoss
 from .fused_head import FusedHead
@@ -96,16 +97,19 @@ def use_xent(
     options: dict[str, Any] = {"accumulate_dtype": accumulate_dtype, **how._asdict()}
     if kind.__name__ in _DISTILLING:
         options = _of_distillation(options)
+        if trainer.is_fsdp_enabled:
+            raise TypeError(f"{kind.__name__} below FSDP, which splits the weights of both heads over ranks")
+    models = _models(trainer, kind)
     replaced: list[FusedHead | Divergence | GkdLoss] = []
     loss_is_sum = _loss_is_sum(trainer, kind)
     try:
         if kind.__name__ == "DistillationTrainer":
-            replaced.append(Divergence(trainer, _bare_ones(trainer, "model", "teacher_model"), options))
+            replaced.append(Divergence(trainer, options))
         else:
-            for model in _bare_ones(trainer, "model", "ref_model"):
+            for model in (models[name] for name in ("model", "ref_model") if name in models):
                 replaced.append(FusedHead(model, options, loss_is_sum, trainer.accelerator.autocast))
         if kind.__name__ == "GKDTrainer":
-            replaced.append(GkdLoss(trainer, *_bare_ones(trainer, "teacher_model")))
+            replaced.append(GkdLoss(trainer, models["teacher_model"]))
     except Exception:
         for one in replaced:
             one.remove()
@@ -142,18 +146,23 @@ def _kind_of(trainer: Any) -> type:
     )
 
 
-def _bare_ones(trainer: Any, *names: str) -> list[PreTrainedModel]:
-    """The models of transformers that a trainer has; accelerate has wrapped and compiled all but the first."""
-    models = [getattr(trainer, name, None) for name in names]
+def _models(trainer: Any, kind: type) -> dict[str, PreTrainedModel]:
+    """The models of transformers whose heads are multiplied, by their names in the trainer.
+
+    Accelerate has wrapped and compiled references and teachers already. Raises where the head of one cannot be taken.
+    """
+    second = "teacher_model" if kind.__name__ in _DISTILLING else "ref_model"
+    found = {name: getattr(trainer, name, None) for name in ("model", second)}
     unwrap = functools.partial(trainer.accelerator.unwrap_model, keep_torch_compile=False)
-    found = [_base(unwrap(model)) for model in models if model is not None]
-    for model in found:
+    models = {name: _base(unwrap(model)) for name, model in found.items() if model is not None}
+    for model in models.values():
         if "_xent" in vars(model):
             raise RuntimeError(
                 f"use_xent(model) of xent_ops.integrations.transformers is on for {type(model).__name__}, and gives "
                 "no log-probabilities: call its remove_xent(model) first"
             )
-    return found
+        heads.refuse_partitioned(model.get_output_embeddings())
+    return models
 
 
 def _of_distillation(options: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ trainer computes its loss. ``GKDTrainer`` makes one of logits: its ``compute_los
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -68,11 +68,7 @@ class Teacher(NamedTuple):
 class Divergence:
     """Of a DistillationTrainer: its divergence is ours until ``remove``."""
 
-    def __init__(self, trainer: Any, models: Sequence[PreTrainedModel], options: dict[str, Any]) -> None:
-        if trainer.is_fsdp_enabled:
-            raise TypeError("DistillationTrainer below FSDP, which splits the heads' weights over ranks")
-        for model in models:  # student, teacher
-            heads.refuse_partitioned(model.get_output_embeddings())
+    def __init__(self, trainer: Any, options: dict[str, Any]) -> None:
         self.trainer, self.options, self.theirs = trainer, options, trainer._compute_loss
         self.what = f"{distillation_trainer._chunked_divergence_loss.__name__}, within the trainer's _compute_loss"
         trainer._compute_loss = self.compute_loss
@@ -137,11 +133,8 @@ class GkdLoss:
     """Of a GKDTrainer: its ``compute_loss`` is ours until ``remove``. The student's fused head makes the divergence."""
 
     def __init__(self, trainer: Any, teacher: PreTrainedModel) -> None:
-        if trainer.is_fsdp_enabled:
-            raise TypeError("GKDTrainer below FSDP, which gathers a teacher's weights for its own forward alone")
         self.trainer, self.teacher, self.theirs = trainer, teacher, trainer.compute_loss
         head = teacher.get_output_embeddings()
-        heads.refuse_partitioned(head)
         self.tail = tails.find(teacher, head)
         cap, scale = self.tail
         self.what = f"compute_loss; teacher {type(teacher).__name__}: softcap {cap}, logit_scale {scale:g}"
