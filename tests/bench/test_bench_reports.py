@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from helpers.processes import run_python
 
 from xent_ops.__main__ import main
-from xent_ops.bench import cases, measure, report, timing
+from xent_ops.bench import cases, measure, plot, report, timing
+from xent_ops.bench.measure import Result
+from xent_ops.bench.sizes import Shape
 
 CPU = torch.device("cpu")
 TINY = ["bench", "--device", "cpu", "--budget", "1", "--shapes", "34x64"]
@@ -92,6 +94,35 @@ def test_a_table_can_be_pasted():
         "| a\\|b        | ~1.5 | ok |\n"
         "| a long name |    - | ERROR: no |\n"
     )
+
+
+def test_the_title_is_one_line(capsys):
+    """However narrow the figures are: the table beside it is narrower than the title."""
+    pytest.importorskip("rich", reason="rich is not installed")
+    title = "34x64x16 bfloat16, " + "distillation of a teacher of 12, beta 0.5; " * 2
+    report.show(title, [Result(Shape(34, 64), "a", "ours", "ok")], (["variant", "ms"], [["a", "1"]]), False)
+    assert capsys.readouterr().out.splitlines()[0] == title
+
+
+@pytest.mark.parametrize("classes", [[64], [64, 96, 128]])  # bars, lines
+def test_unsteady_figures_and_every_bar_are_named_in_the_picture(tmp_path, classes):
+    matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    shapes = [Shape(32, size) for size in classes]
+    steady = [Result(shape, "steady", "ours", "ok", copies=1.5) for shape in shapes]
+    doubted = [Result(shape, "doubted", "torch", "ok", copies=0.71, unsteady=["copies"]) for shape in shapes]
+    untimed = [Result(shape, "memory alone", "torch", "ok", peak_logits=1.0) for shape in shapes]
+
+    def texts(results):
+        path = tmp_path / "picture.svg"
+        with matplotlib.rc_context({"svg.fonttype": "none"}):  # words stay words
+            plot.draw(path, results, "title", plot.of_loss(None))
+        return path.read_text()
+
+    drawn = texts([*steady, *doubted, *untimed])
+    assert "unsteady: measure it again" in drawn
+    assert ("~0.71" in drawn) == (len(classes) == 1)
+    assert ">memory alone<" in drawn
+    assert "unsteady" not in texts([*steady, *untimed])
 
 
 def test_progress_is_drawn_on_a_terminal_and_told_by_lines_elsewhere(monkeypatch, capsys):

@@ -1,11 +1,12 @@
 """A picture of a run: lines over the vocabulary where at least three sizes were timed, bars where fewer.
 
-Times above; below, where it was measured, the peak memory as bars.
+Times above; below, where it was measured, the peak memory as bars. Unsteady times have a hollow marker or a hatched bar.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ FORMATS = (".png", ".pdf", ".svg")
 
 _AnyShape = Shape | HeadShape | ModelShape
 _Values = Mapping[tuple[str, _AnyShape], float]
+_Unsteady = Collection[tuple[str, _AnyShape]]
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ _COLOURS = {
 _MARKERS = {"ours": "o", "torch": "s", "peer": "^"}
 _LINES = {"ours": "-", "torch": "--", "peer": "--"}
 _AGAIN = (":", "-.")  # the lines of those for whom no colour is left
+_UNSTEADY = "///"
 
 
 def title(environment: Mapping[str, Any], dtype: str) -> str:
@@ -82,12 +85,21 @@ def _styles(variants: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
 
 
 def _lines(
-    axes: Any, shapes: Sequence[_AnyShape], styles: Mapping[str, dict[str, Any]], values: _Values, label: str
+    axes: Any,
+    shapes: Sequence[_AnyShape],
+    styles: Mapping[str, dict[str, Any]],
+    values: _Values,
+    label: str,
+    unsteady: _Unsteady,
 ) -> None:
     for name, style in styles.items():
         points = [(shape.classes, values[name, shape]) for shape in shapes if (name, shape) in values]
         if points:
             axes.plot(*zip(*points, strict=True), label=name, **style)
+        hollow = [(shape.classes, values[name, shape]) for shape in shapes if (name, shape) in unsteady]
+        if hollow:
+            look = {**style, "linestyle": "none", "markerfacecolor": "white", "zorder": 3}
+            axes.plot(*zip(*hollow, strict=True), **look)
     axes.set_xscale("log", base=2)
     axes.set_xticks([shape.classes for shape in shapes], [str(shape) for shape in shapes], rotation=30, ha="right")
     axes.minorticks_off()
@@ -95,15 +107,24 @@ def _lines(
 
 
 def _bars(
-    axes: Any, shapes: Sequence[_AnyShape], styles: Mapping[str, dict[str, Any]], values: _Values, label: str
+    axes: Any,
+    shapes: Sequence[_AnyShape],
+    styles: Mapping[str, dict[str, Any]],
+    values: _Values,
+    label: str,
+    unsteady: _Unsteady = (),
 ) -> None:
     width = 0.8 / max(len(styles), 1)
     for index, (name, style) in enumerate(styles.items()):
         places = [place + index * width for place, shape in enumerate(shapes) if (name, shape) in values]
         heights = [values[name, shape] for shape in shapes if (name, shape) in values]
+        doubted = [(name, shape) in unsteady for shape in shapes if (name, shape) in values]
         if heights:
             bars = axes.bar(places, heights, width * 0.9, label=name, color=style["color"])
-            axes.bar_label(bars, fmt=label, rotation=90, fontsize=7 if len(shapes) < 4 else 5, padding=2)
+            for bar in itertools.compress(bars, doubted):
+                bar.set(hatch=_UNSTEADY, edgecolor="white")
+            texts = ["~" * doubt + label % height for height, doubt in zip(heights, doubted, strict=True)]
+            axes.bar_label(bars, texts, rotation=90, fontsize=7 if len(shapes) < 4 else 5, padding=2)
     middle = (len(styles) - 1) * width / 2
     axes.set_xticks([place + middle for place in range(len(shapes))], [str(shape) for shape in shapes])
     axes.set_xlabel(_axis(shapes))
@@ -118,6 +139,7 @@ def draw(path: Path, results: Sequence[Result], title: str, figures: Figures) ->
     import matplotlib
 
     matplotlib.use("Agg")  # no display needed
+    from matplotlib import lines, patches
     from matplotlib import pyplot as plt
 
     variants = list(dict.fromkeys((result.variant, result.kind) for result in results))
@@ -129,6 +151,11 @@ def draw(path: Path, results: Sequence[Result], title: str, figures: Figures) ->
         return {key: value for key, value in found.items() if value is not None}
 
     copies, peaks = values(figures.times), values(figures.memory)
+    unsteady = {
+        (result.variant, result.shape)
+        for result in results
+        if figures.times in result.unsteady and (result.variant, result.shape) in copies
+    }
     sweep = len({shape.classes for shape in shapes}) == len(shapes) >= 3
     width = 9.0 if sweep else max(7.0, 2.0 + 0.22 * len(variants) * len(shapes))
     panels = 2 if peaks else 1
@@ -139,7 +166,7 @@ def draw(path: Path, results: Sequence[Result], title: str, figures: Figures) ->
     if sweep:
         shapes.sort(key=lambda shape: shape.classes)
     show = _lines if sweep else _bars
-    show(times, shapes, styles, copies, figures.times_format)
+    show(times, shapes, styles, copies, figures.times_format, unsteady)
     if sweep:
         times.set_yscale("log", base=2)
         times.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -153,8 +180,17 @@ def draw(path: Path, results: Sequence[Result], title: str, figures: Figures) ->
     times.set_title(title, fontsize=10)
     for axes in (times, *memory):
         axes.grid(axis="y", alpha=0.3)
-    handles, labels = times.get_legend_handles_labels()
+    # Of both panels: what was not timed may have a bar in the lower one.
+    handles = {
+        label: handle
+        for axes in (*memory, times)
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    if unsteady:
+        hollow = lines.Line2D([], [], color="black", linestyle="none", marker="o", markerfacecolor="white")
+        hatched = patches.Patch(facecolor="grey", edgecolor="white", hatch=_UNSTEADY)
+        handles["unsteady: measure it again"] = hollow if sweep else hatched
     if handles:
-        figure.legend(handles, labels, loc="outside right upper", fontsize=8)
+        figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=150)
     plt.close(figure)

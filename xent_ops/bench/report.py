@@ -104,13 +104,14 @@ def table(results: Sequence[Result], memory: bool) -> Table:
 def show(title: str, results: Sequence[Result], columns: Table, markdown: bool) -> None:
     """One line a result: by rich in colour; with ``markdown``, or without rich, as text that can be pasted."""
     head, rows = columns
+    print(title)  # a line of its own: rich would wrap it at the width of the figures
     if markdown or not have("rich"):
-        print(f"{title}\n\n{as_markdown(columns)}")
+        print(f"\n{as_markdown(columns)}")
     else:
         from rich.console import Console
         from rich.table import Table as RichTable
 
-        shown = RichTable(title=title, title_justify="left")
+        shown = RichTable()
         for column, name in enumerate(head):
             text = column in (0, len(head) - 1)
             shown.add_column(name, justify="left" if text else "right", no_wrap=not text, overflow="fold")
