@@ -458,3 +458,44 @@ def test_trl_itself(dtype):
     (call,) = inductor.last_report().calls
     assert call.replaced and call.logit_scale == pytest.approx(1 / 0.7) and "trl/trainer/utils.py" in call.where
     torch.testing.assert_close(got.double(), want, rtol=1e-5 if dtype == torch.float32 else 1 / 128, atol=1e-6)
+
+
+def _label_smoother(x, t):
+    """transformers' LabelSmoother."""
+    log_probs = -F.log_softmax(x, -1)
+    return log_probs.gather(-1, t[:, None]).mean() + 0.1 * log_probs.sum(-1).mean()
+
+
+UNKNOWN = {
+    "log_softmax of float32 (2, 1024)": _label_smoother,
+    "logsumexp of float32 (2, 1024)": lambda x, t: torch.distributions.Categorical(logits=x).log_prob(t),
+    "log of a softmax of float32 (2, 1024)": lambda x, t: x.softmax(-1).gather(1, t[:, None]).squeeze(1).log(),
+    "log of a softmax of float32 (2, 1024) ": lambda x, t: (x.float().softmax(-1)[torch.arange(2), t] + 1e-9).log(),
+    "log of a sum of exps of float32 (2, 1024)": lambda x, t: x.exp().sum(-1, keepdim=True).log() - x[:, :1],
+}
+
+
+@pytest.mark.parametrize("what", UNKNOWN)
+def test_a_log_softmax_that_stays_is_named(what):
+    """The graph stays as it is, and the report says where and why; of few classes, as routers have them, nothing."""
+    function, t = UNKNOWN[what], torch.tensor([3, 5])
+    for classes in (1024, 64):
+        x = torch.randn(2, classes, requires_grad=True)
+        torch.compiler.reset()
+        torch.testing.assert_close(torch.compile(function, backend=Rewriting(), fullgraph=True)(x, t), function(x, t))
+        report = inductor.last_report()
+        assert [call.what for call in report.calls] == ([what.strip()] if classes == 1024 else [])
+        assert all("test_inductor_by_hand.py" in call.where or "categorical.py" in call.where for call in report.calls)
+        assert all("reads it" in call.why and "token_log_probs" in call.why for call in report.left_alone)
+
+
+def test_a_loss_and_its_log_softmax_are_one_line():
+    """Where the pass knows the loss and leaves it alone, the log-softmax has no line of its own."""
+    x, t = torch.randn(2, 1024, requires_grad=True), torch.tensor([3, 5])
+
+    def left(x, t):
+        log_probs = x.log_softmax(-1)
+        return log_probs.gather(-1, t[:, None]).mean() + log_probs.exp().sum(), F.nll_loss(x.exp().log_softmax(-1), t)
+
+    torch.compile(left, backend=Rewriting(), fullgraph=True)(x, t)
+    assert [call.what.split(" of ")[0] for call in inductor.last_report().calls] == ["nll_loss", "log_softmax, gather"]

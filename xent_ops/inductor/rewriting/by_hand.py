@@ -37,6 +37,10 @@ class ByHand(Loss):
     in_brackets: bool = False  # the target may count from the end
 
     @property
+    def nodes(self) -> set[fx.Node]:
+        return {*super().nodes, *self.between}
+
+    @property
     def class_dim(self) -> int:
         return self.dim
 

@@ -19,6 +19,7 @@ from .emitter import Emitter
 from .links import LeftAlone, is_view
 from .modes import transformed
 from .nodes import is_cast, name_of, tensor_of, value_of
+from .reading import behind
 from .tail import Tail, find
 
 _SIGNATURES = {F.cross_entropy: inspect.signature(F.cross_entropy), F.nll_loss: inspect.signature(F.nll_loss)}
@@ -52,6 +53,11 @@ class Loss:
     def is_soft(self) -> bool:
         """Is the target class probabilities?"""
         return bool(value_of(self.given["target"]).dim() == value_of(self.given["input"]).dim())
+
+    @property
+    def nodes(self) -> set[fx.Node]:
+        """It and a log-softmax that it reads."""
+        return {self.node, behind(self.given.get("input"))}
 
     @property
     def class_dim(self) -> int:

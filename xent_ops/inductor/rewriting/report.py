@@ -10,7 +10,8 @@ from typing import Any
 @dataclass(frozen=True)
 class Call:
     """One call of F.cross_entropy, F.nll_loss or F.linear_cross_entropy in a compiled graph, or code that computes the
-    same (log-softmax and gather, ...); and xent_ops.cross_entropy behind a head.
+    same (log-softmax and gather, ...); and xent_ops.cross_entropy behind a head. A log-softmax over 1024 classes or
+    more in which the pass knows no loss is a call that is left alone, with the name of the node that reads it.
 
     A call is left alone where
 
@@ -105,7 +106,7 @@ class Report:
             "no loss is in these graphs: compile the function that computes the loss, not the model alone;",
             "or Dynamo skipped its frame, or broke the graph before it (TORCH_LOGS=graph_breaks, fullgraph=True tell);",
             "or a torch.autograd.Function of another package computes it, which no pass sees into;",
-            "or it is written out in a form that the pass does not know (docs/compile.md has those that it knows)",
+            "or it is written out, over fewer than 1024 classes, in a form that the pass does not know (docs/compile.md)",
         ]
 
 

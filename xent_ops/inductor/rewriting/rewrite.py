@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...kernels.options import Activation
 from ...ops import checks
-from . import find_by_hand, find_head, heads, writers
+from . import find_by_hand, find_head, heads, other_forms, writers
 from .emitter import Emitter
 from .links import LeftAlone
 from .losses import Loss, losses
@@ -36,11 +36,15 @@ def replace_cross_entropy(graph: fx.Graph, linear: bool | str, products: str | N
     ``products``: of heads.
     """
     calls = []
+    reported: set[fx.Node] = set()
     for loss in itertools.chain(losses(graph), find_by_hand.losses(graph)):
         if isinstance(loss, fx.Node):
             calls.append(Call(where(loss), "a loss of torch.nn", False, why="Dynamo did not inline this module"))
         elif (call := _replace(loss, linear, products, Call(where(loss.node), _describe(loss), False))) is not None:
             calls.append(call)
+            reported |= loss.nodes
+    for node, what, logits, why in other_forms.left(graph, reported):
+        calls.append(Call(where(node), f"{what} of {_shape(logits)}", False, why=why))
     return calls
 
 
@@ -202,6 +206,10 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
+def _shape(logits: Tensor) -> str:
+    return f"{str(logits.dtype).removeprefix('torch.')} ({', '.join(map(str, logits.shape))})"
+
+
 def _describe(loss: Loss) -> str:
     given = loss.given
     logits = value_of(given["input"])
@@ -211,7 +219,7 @@ def _describe(loss: Loss) -> str:
         options.append("weight")
     what = type(logits).__name__
     if isinstance(logits, Tensor):
-        what = f"{str(logits.dtype).removeprefix('torch.')} ({', '.join(map(str, logits.shape))})"
+        what = _shape(logits)
     if loss.title:
         what = f"{loss.title} of {what}"
     return ", ".join([what, *options])

@@ -1,0 +1,63 @@
+"""Names the log-softmaxes over many classes in which the pass knows no loss: each is a line of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from torch import Tensor, fx
+
+from ...kernels.sizes import known
+from .nodes import is_cast, name_of, value_of, viewed_by
+from .reading import arguments_of, behind, input_of, one_dim
+
+MANY = 1024  # classes; a router of experts takes its logsumexp over fewer
+_PICKS = ("gather", "take_along_dim", "getitem", "index_select")
+_SHIFTS = ("add", "clamp", "clamp_min", "clip")  # against a log of zero
+_WHY = (
+    "{} reads it, and the pass knows the log-probability of one class of each row and sums with probabilities; "
+    "xent_ops.token_log_probs computes log-probabilities, logsumexps and entropies"
+)
+
+
+def left(graph: fx.Graph, reported: Collection[fx.Node]) -> Iterator[tuple[fx.Node, str, Any, str]]:
+    """(node, what it computes, its logits, why it stays) of each that is read and not ``reported`` already."""
+    for node in graph.nodes:
+        what, logits, dim = _log_softmax(node)
+        value = value_of(logits)
+        if node in reported or not node.users or dim is None or not isinstance(value, Tensor) or not value.dim():
+            continue
+        if known(value.shape[dim] >= MANY):
+            yield node, what, value, _WHY.format(_reader(node).name)
+
+
+def _log_softmax(node: fx.Node) -> tuple[str, Any, int | None]:
+    """(form, logits, dim of the classes); no dim where it is no log-softmax."""
+    name = name_of(node)
+    if name in ("log_softmax", "logsumexp"):
+        return name, *_operand(node)
+    if name == "log":
+        source = input_of(node)
+        while isinstance(source, fx.Node) and name_of(source := behind(source)) in (*_PICKS, *_SHIFTS):
+            source = input_of(source)
+        if isinstance(source, fx.Node) and name_of(source) == "softmax":
+            return "log of a softmax", *_operand(source)
+        exps, dim = _operand(source) if isinstance(source, fx.Node) and name_of(source) == "sum" else (None, None)
+        if isinstance(exps, fx.Node) and name_of(exps) == "exp":
+            return "log of a sum of exps", input_of(exps), dim
+    return "", None, None
+
+
+def _operand(node: fx.Node) -> tuple[Any, int | None]:
+    given = arguments_of(node, ("input", "dim"))
+    return given.get("input"), one_dim(given.get("dim"))
+
+
+def _reader(node: fx.Node) -> fx.Node:
+    """The first node behind views and casts that reads it."""
+    while len(node.users) == 1:
+        user = next(iter(node.users))
+        if user.op == "output" or not (is_cast(user) or viewed_by(user) is node):
+            return user
+        node = user
+    return next(iter(node.users))
