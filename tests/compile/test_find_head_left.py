@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from finding_heads import CLOSE, B, H, S, V, assert_left, assert_taken, ce, heads_of, inputs
+from helpers.processes import run_python
 from rewriting import Rewriting, assert_same
 from torch.utils.checkpoint import checkpoint
 
@@ -429,3 +430,46 @@ def test_two_inputs_that_share_memory(shared):
     torch.testing.assert_close(found, loss_of(function), **CLOSE)
     (call,) = inductor.last_report().calls
     assert not call.head and "zero_ may write to the" in call.head_left
+
+
+def _twice_normalized(x, w, t):
+    """The NormalizedSoftmaxLoss of pytorch-metric-learning."""
+    weight = F.normalize(F.normalize(w, dim=0).t(), dim=1)
+    return F.cross_entropy(F.linear(x, weight) / 0.05, t)
+
+
+def test_a_weight_that_is_normalised_twice():
+    x, t = torch.randn(6, H), torch.randint(0, V, (6,))
+    w = torch.randn(H, V, requires_grad=True)
+    if torch.__version__ < "2.14":
+        assert_left(_twice_normalized, x, w, t, why="normalised twice")
+    else:
+        assert_taken(_twice_normalized, x, w, t)
+    once = lambda x, w, t: F.cross_entropy(F.linear(x, F.normalize(w.t(), dim=1)), t)  # noqa: E731
+    assert_taken(once, x, w, t)
+
+
+@pytest.mark.parametrize("program", ["F.cross_entropy(x @ n(w).t() / 0.05, t)", "(n(w) * g).sum()"])
+def test_torch_makes_a_wrong_gradient_of_it(program):
+    """The reason: torch 2.13 alone, in the second program, is wrong where something other than Inductor's own code
+    makes the gradient that comes in (issue 185702). With the head left alone the loss is right. Both with the CPU's
+    vector instructions, as users compile."""
+    wrong = "sum" in program and torch.__version__ < "2.14"
+    if wrong and (torch.__version__ < "2.13" or torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX")):
+        pytest.skip("known of torch 2.13 with vector instructions")
+    run_python(
+        f"""
+        import torch, torch.nn.functional as F, xent_ops
+        def n(w):
+            return F.normalize(F.normalize(w, dim=0).t(), dim=1)
+        x, g, t = torch.randn(64, 16), torch.randn(500, 16), torch.randint(0, 500, (64,))
+        w = torch.randn(16, 500, requires_grad=True)
+        function = lambda w: {program}
+        options = None if {"sum" in program} else xent_ops.inductor.options(linear=True)
+        found = [torch.autograd.grad(f(w), w)[0] for f in (torch.compile(function, options=options), function)]
+        error = (found[0] - found[1]).norm() / found[1].norm()
+        assert {wrong} or error < 1e-5, error
+        assert not {wrong} or error > 0.1, "torch has mended it: find_head._refuse_twice_normalized, docs/compile.md"
+        """,
+        TORCHINDUCTOR_VEC_ISA_OK="",
+    )

@@ -23,6 +23,7 @@ from .losses import Loss, Start
 from .modes import gradient_modes, modes
 from .nodes import name_of, parts_of, position, value_of, viewed_by, where
 from .products import Product
+from .reading import behind, input_of
 
 # linear="auto" takes up logits of this many bytes and more. One H200, bfloat16, head and loss, the operator beside
 # compiled F (`bench --linear 2048`): 125 MiB of logits take as long, 250 MiB 7 and 12 % less with the same memory, and
@@ -70,6 +71,7 @@ def find(loss: Loss, linear: bool | str) -> Found | None:
         _refuse_from_outside(source)
         return None
     _refuse_not_worthwhile(loss, product, linear)
+    _refuse_twice_normalized(product)
     if not any(link.tensor for link in links):  # by which 16-bit features would be rounded
         product = products.before_casts(product)
     found = Found(product, links, start, with_own(activation_of(links), loss.given))
@@ -144,6 +146,20 @@ def _refuse_not_worthwhile(loss: Loss, product: Product, linear: bool | str) -> 
         raise LeftAlone(f"too small: logits of {_mib(size)} MiB, and {_mib(least)} MiB pay; linear=True takes it")
     if loss.given.get("reduction", "mean") == "none" and value_of(loss.node).requires_grad:
         raise LeftAlone("losses of rows would take a fourth product for gradients; linear=True takes it")
+
+
+def _refuse_twice_normalized(product: Product) -> None:
+    """Raise LeftAlone where Inductor's code for a CPU makes a wrong gradient of the weight: pytorch issue 185702.
+
+    A gradient that Inductor does not fuse with F.normalize of F.normalize is enough, as any operator's is. Torch 2.13
+    is wrong, 2.14.1 right.
+    """
+    if torch.__version__ >= "2.14":
+        return
+    node, value = behind(product.weight), value_of(product.weight)
+    twice = name_of(node) == "normalize" == name_of(behind(input_of(node))) if isinstance(node, fx.Node) else False
+    if twice and value.device.type == "cpu":
+        raise LeftAlone("of a weight that is normalised twice Inductor makes a wrong gradient on a CPU")
 
 
 def _is_part(graph: fx.Graph) -> bool:

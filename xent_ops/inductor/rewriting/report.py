@@ -106,7 +106,7 @@ class Report:
             "no loss is in these graphs: compile the function that computes the loss, not the model alone;",
             "or Dynamo skipped its frame, or broke the graph before it (TORCH_LOGS=graph_breaks, fullgraph=True tell);",
             "or a torch.autograd.Function of another package computes it, which no pass sees into;",
-            "or it is written out, over fewer than 1024 classes, in a form that the pass does not know (docs/compile.md)",
+            "or it is written out in a form that the pass does not know, over fewer than 1024 classes (docs/compile.md)",
         ]
 
 
