@@ -449,6 +449,7 @@ def test_a_weight_that_is_normalised_twice():
     assert_taken(once, x, w, t)
 
 
+@pytest.mark.slow  # Inductor tries vector instructions for 10 s in each process
 @pytest.mark.parametrize("program", ["F.cross_entropy(x @ n(w).t() / 0.05, t)", "(n(w) * g).sum()"])
 def test_torch_makes_a_wrong_gradient_of_it(program):
     """The reason: torch 2.13 alone, in the second program, is wrong where something other than Inductor's own code
