@@ -182,3 +182,40 @@ def test_on_another_device_than_the_current():
             grads = torch.autograd.grad(loss, args)
             expected = linear_oracle(h, w, target, b, weight, accumulate_dtype=sums, chunk_rows=24)
             assert_linear(loss, grads, expected)
+
+
+@pytest.fixture
+def unwritten_is_nan():
+    """Memory that nothing has written holds NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+OPEN_ENDED = {
+    "outputs": lambda h, w, t: xent_ops.linear_cross_entropy_outputs(h, w, t, chunk_rows=256, skip_ignored=True),
+    "log-probabilities": lambda h, w, t: xent_ops.linear_token_log_probs(h, w, t, chunk_rows=256, skip_ignored=True),
+    "several classes": lambda h, w, t: xent_ops.linear_token_log_probs(
+        h, w, torch.stack([t, t], -1), chunk_rows=256, skip_ignored=True
+    ),
+    "distillation": lambda h, w, t: (
+        xent_ops.linear_distillation_loss(
+            h, w, h.detach() * 0.9, w.detach(), t, chunk_rows=256, skip_ignored=True, reduction="none"
+        ),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize("function", OPEN_ENDED)
+def test_rows_that_no_product_makes_reach_no_gradient(function, unwritten_is_nan):
+    """Gradients of all rows are passed in, those that were skipped too."""
+    h, w, _, target, _ = batch(0, 700, 1000, 96)
+    grads = []
+    for rows in (torch.arange(700, device="cuda"), (target != -100).nonzero().squeeze(1)):
+        args = h[rows].requires_grad_(), w.detach().requires_grad_()
+        values = [value for value in OPEN_ENDED[function](*args, target[rows]) if value.requires_grad]
+        grads.append(torch.autograd.grad(values, args, [torch.ones_like(value) for value in values]))
+    assert grads[0][0][target == -100].abs().max() == 0
+    torch.testing.assert_close(grads[0][0][target != -100], grads[1][0])
+    torch.testing.assert_close(*(grad for _, grad in grads), rtol=2e-2, atol=1e-2)

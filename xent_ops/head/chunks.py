@@ -124,8 +124,8 @@ def gradients(
     )
     rows = rows_to_compute(target, flat, head, options, how)
     indices = rows.indices()
-    values = (*upstream, grad_entropy, lse, entropy, coefficient)
-    of_rows = [None if value is None else rows.take(value) for value in values]
+    of_rows = [None if value is None else rows.take_grads(value) for value in (*upstream, grad_entropy)]
+    of_rows += [None if value is None else rows.take(value) for value in (lse, entropy, coefficient)]
     factor = None
     if input.dtype == torch.float16:
         factor = float16.largest(indices, weight, of_rows[5], head.shape[0], options, *of_rows[:3])

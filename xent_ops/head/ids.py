@@ -113,7 +113,8 @@ def gradients(
     flat, how, target = as_rows(input), Chunking(**chunking), reference_ids.first_counted(ids, options.ignore_index)
     rows = rows_to_compute(target, flat, linear_weight, options, how)
     places, upstream, x = (rows.take_rows(value) for value in (ids, grad_ids.to(lse.dtype), at_ids))
-    of_rows = [None if value is None else rows.take(value) for value in (grad_lse, grad_entropy, lse, entropy)]
+    of_rows = [None if value is None else rows.take_grads(value) for value in (grad_lse, grad_entropy)]
+    of_rows += [None if value is None else rows.take(value) for value in (lse, entropy)]
     factor = None
     if input.dtype == torch.float16:
         magnitudes = (upstream.abs().amax(-1), of_rows[0], of_rows[1])

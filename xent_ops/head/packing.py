@@ -26,6 +26,10 @@ class ComputedRows:
         """One value a row, (...) to (number,)."""
         return values.reshape(-1)
 
+    def take_grads(self, values: Tensor) -> Tensor:
+        """The same of what is passed back to each row: 0 in the rows that are not computed."""
+        return self.take(values)
+
     def give(self, values: Tensor, otherwise: float) -> Tensor:
         """(number,) to (N,), with that value in rows that no chunk sees."""
         return values
@@ -59,6 +63,14 @@ class PackedRows(ComputedRows):
 
     def take(self, values: Tensor) -> Tensor:
         return values.reshape(-1).index_select(0, self.order)
+
+    def take_grads(self, values: Tensor) -> Tensor:
+        taken = self.take(values)
+        if self.count is None:
+            return taken
+        # No product writes the logits of rows behind the count. Backward operators read those of every row that passes
+        # something back, and the head's gradients add up whole tiles of rows.
+        return torch.where(torch.arange(self.number, device=taken.device) < self.count, taken, 0.0)
 
     def give(self, values: Tensor, otherwise: float) -> Tensor:
         return values.new_full(self.target.shape, otherwise).index_copy_(0, self.order, values)
