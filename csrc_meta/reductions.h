@@ -17,15 +17,21 @@ inline Tensor is_counted(const Tensor& target, int64_t ignore_index) {
   return aten::call("aten::ne", "Tensor", aten::to(target, ScalarType::Long), aten::scalar(ignore_index));
 }
 
+// The weights of rows, 0 in ignored ones, whatever theirs are.
+inline Tensor counted_weights(const Tensor& token_weight, const Tensor& target, int64_t ignore_index,
+                              ScalarType dtype) {
+  return aten::where(is_counted(target, ignore_index), aten::to(token_weight, dtype), aten::scalar(0.0, dtype));
+}
+
 // (2,): what the reduced loss of a linear cross entropy and its z-loss are divided by.
 inline Tensor divided_by(const Tensor& linear_weight, const Tensor& target, const MaybeTensor& weight,
                          const MaybeTensor& divisor, const MaybeTensor& token_weight, int64_t ignore_index,
                          ScalarType dtype, const std::string& reduction) {
   if (reduction == "mean" && token_weight) {
-    const Tensor zero = aten::scalar(0.0, dtype), counted = is_counted(target, ignore_index);
-    const Tensor of_tokens = aten::where(counted, aten::to(*token_weight, dtype), zero);
+    const Tensor of_tokens = counted_weights(*token_weight, target, ignore_index, dtype);
     Tensor of_targets = of_tokens;
     if (weight) {
+      const Tensor counted = is_counted(target, ignore_index);
       const Tensor index = aten::where(counted, aten::to(target, ScalarType::Long), aten::scalar(0));
       const Tensor flat = aten::call("aten::reshape", "", index, std::vector<int64_t>{-1});
       const Tensor found = aten::call("aten::index_select", "", aten::to(*weight, dtype), int64_t{0}, flat);
@@ -54,7 +60,7 @@ inline Tensor reduced(const Tensor& loss, const Tensor& lse, const Tensor& targe
                       const MaybeTensor& token_weight, int64_t ignore_index, double lse_square_scale) {
   const auto reduce = [&](Tensor rows, int64_t divisor) {
     if (token_weight) {
-      const Tensor factor = aten::to(*token_weight, rows.scalar_type());
+      const Tensor factor = counted_weights(*token_weight, target, ignore_index, rows.scalar_type());
       const Tensor zero = aten::scalar(0.0, rows.scalar_type());
       rows = aten::where(aten::call("aten::ne", "Tensor", factor, zero), aten::mul(rows, factor), zero);
     }

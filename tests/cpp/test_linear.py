@@ -64,7 +64,7 @@ def calls(dtype):
             yield f"{HEAD}_backward", arguments, {**options, **sums, **square}
         for reduction, divisor in (("mean", None), ("sum", None), ("sum", torch.tensor(4))):
             options["reduction"] = reduction
-            for token_weight in (None, torch.randn(shape) + 1.0):
+            for token_weight in (None, (torch.randn(shape) + 1.0).masked_fill(target == 7, float("nan"))):
                 arguments = *inputs, divisor, token_weight, mask, sums.get("accumulate_dtype")
                 yield f"{HEAD}_with_grad", arguments, {**options, **square}
                 yield HEAD, (*inputs, divisor, token_weight), {**options, **square, **sums}

@@ -92,6 +92,8 @@ def token_weights(device):
     """Of the head and of given logits; rows, classes and both sharded; weights placed as the target, or plain."""
     input, head, _, weight, target = head_of(torch.float64, (7, 3))
     factors = torch.rand(7, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64) - 0.2
+    assert (target == -100).any()
+    factors[target == -100] = float("nan")
     for mesh, cases in meshes(device):
         for (of_input, of_head), reduction in itertools.product(cases, ("none", "sum", "mean")):
             x = distribute_tensor(input.to(device), mesh, of_input).requires_grad_()

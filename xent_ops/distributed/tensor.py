@@ -190,7 +190,8 @@ def reduced(
         value = reduce_rows(outputs.loss, outputs.lse, target, None, loss, token_weight).value
         stride = torch.empty(shape, device="meta").stride()
         return from_local(value.contiguous(), mesh, rows, read, shape=shape, stride=stride)
-    sums = torch.stack([times(term, token_weight).sum() for term in _terms_of_rows(outputs, target, loss)])
+    of_rows = (token_weight, target, loss.rows.ignore_index)
+    sums = torch.stack([times(term, *of_rows).sum() for term in _terms_of_rows(outputs, target, loss)])
     partial = [Partial() if isinstance(placement, Shard) else Replicate() for placement in rows]
     replicated: list[Placement] = [Replicate()] * mesh.ndim
     if partial != replicated:

@@ -29,21 +29,26 @@ def target_weights(
     return torch.where(counted & ~invalid, weights_at(weight.to(dtype), index), 0.0)
 
 
+def counted_weights(token_weight: Tensor, target: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """(...): 0 in ignored rows, whatever theirs are."""
+    return torch.where(is_counted(target, ignore_index), token_weight.to(dtype), 0.0)
+
+
 def divisor_of(target_weight: Tensor, target: Tensor, ignore_index: int, token_weight: Tensor | None = None) -> Tensor:
     """(2,): the sum of the counted targets' class weights, and the number of counted rows; each times token_weight."""
-    counted = is_counted(target, ignore_index)
+    dtype = target_weight.dtype
     if token_weight is not None:
-        of_tokens = torch.where(counted, token_weight.to(target_weight.dtype), 0.0)
+        of_tokens = counted_weights(token_weight, target, ignore_index, dtype)
         return torch.stack([(target_weight * of_tokens).sum(), of_tokens.sum()])
-    return torch.stack([target_weight.sum(), counted.sum().to(target_weight.dtype)])
+    return torch.stack([target_weight.sum(), is_counted(target, ignore_index).sum().to(dtype)])
 
 
-def times(values: Tensor, token_weight: Tensor | None) -> Tensor:
+def times(values: Tensor, token_weight: Tensor | None, target: Tensor, ignore_index: int) -> Tensor:
     """The values of rows times their weights; 0 where the weight is, whatever the value."""
     if token_weight is None:
         return values
-    token_weight = token_weight.to(values.dtype)
-    return torch.where(token_weight == 0.0, 0.0, values * token_weight)
+    factors = counted_weights(token_weight, target, ignore_index, values.dtype)
+    return torch.where(factors == 0.0, 0.0, values * factors)
 
 
 def z_losses(lse: Tensor, target: Tensor, ignore_index: int, lse_square_scale: float) -> Tensor:
@@ -72,9 +77,10 @@ def reduce_rows(
     and the z-loss ``lse_square_scale * lse^2`` by the number of counted rows, as Liger-Kernel and flash-attn do:
     the two numbers of the divisor, which no other reduction reads. Both are multiplied by token_weight first.
     """
-    row_loss, z_loss = times(row_loss, token_weight), None
+    of_rows = (token_weight, target, loss.rows.ignore_index)
+    row_loss, z_loss = times(row_loss, *of_rows), None
     if loss.lse_square_scale != 0.0:
-        z_loss = times(z_losses(lse, target, loss.rows.ignore_index, loss.lse_square_scale), token_weight)
+        z_loss = times(z_losses(lse, target, loss.rows.ignore_index, loss.lse_square_scale), *of_rows)
     if loss.reduction != "none":
         row_loss = row_loss.sum()
         z_loss = None if z_loss is None else z_loss.sum()
