@@ -19,13 +19,13 @@ from .head.loop import HeadSlice
 from .kernels.options import LossOptions
 from .kernels.reference import accumulator, is_counted
 from .kernels.reference_ids import first_counted
-from .ops import arguments, checks
+from .ops import arguments, checks, soft_checks, transforms
 from .ops.linear import checks as linear_checks
 from .outputs import TokenLogProbs, log_probs_of_ids
 from .token_function import Function, divided
 
 _ops = torch.ops.xent
-_OVER = 1e-3  # how far above one probabilities may add up, as rounded ones do
+_OVER = 1e-3  # how far above one probabilities may add up
 
 
 def checked(
@@ -33,7 +33,7 @@ def checked(
 ) -> None:
     """Raises where a call cannot be one with probabilities of few classes."""
     arguments.boolean("tail", tail)
-    arguments.optional("target_probs", target_probs)
+    arguments.required("target_probs", target_probs)
     if ids.is_floating_point():
         raise TypeError(f"target has dtype {ids.dtype}; with target_probs it holds class indices (..., K)")
     checks.dtype("target_probs", target_probs, checks.FLOATS)
@@ -46,6 +46,24 @@ def checked(
     if loss.rows.label_smoothing != 0.0:
         raise ValueError("label_smoothing is for one target a row: smooth target_probs instead")
     checks.token_weight(token_weight, ids[..., 0])
+    if target_probs.device.type == "cpu" and not transforms.is_traced():  # elsewhere: probabilities
+        soft_checks.refuse_log_probabilities("target_probs", _of_counted(ids, target_probs, loss.rows.ignore_index))
+
+
+def without_probs(tail: Any) -> None:
+    """Raises where a call without target_probs cannot have this tail."""
+    if arguments.boolean("tail", tail):
+        raise ValueError("tail=True is for target_probs, whose remainder it is: pass these, or leave it out")
+
+
+def _of_counted(ids: Tensor, target_probs: Tensor, ignore_index: int) -> Tensor:
+    return torch.where(is_counted(ids, ignore_index), target_probs, 0.0)
+
+
+def probabilities(ids: Tensor, target_probs: Tensor, ignore_index: int) -> Tensor:
+    """(..., K): 0 of ignored ids; NaN in a row that adds up to less than 0, as log-probabilities do."""
+    probs = _of_counted(ids, target_probs, ignore_index)
+    return torch.where(probs.sum(-1, keepdim=True) < 0.0, float("nan"), probs)
 
 
 def as_function(
@@ -59,10 +77,9 @@ def as_function(
 ) -> tuple[Function, tuple[Tensor, ...], Any]:
     """(fn, rows, divisor) of ``linear_token_loss``."""
     ignore_index = loss.rows.ignore_index
-    counted = is_counted(ids, ignore_index)
-    rows = [torch.where(counted, target_probs, 0.0)]
+    rows = [probabilities(ids, target_probs, ignore_index)]
     if tail:
-        rows.append(counted & _is_first(ids))
+        rows.append(is_counted(ids, ignore_index) & _is_first(ids))
     if token_weight is not None:
         rows.append(token_weight)
     if loss.reduction == "mean":
@@ -125,11 +142,13 @@ def _is_first(ids: Tensor) -> Tensor:
 def _function(tail: bool, lse_square_scale: float, weighted: bool) -> Function:
     def fn(stats: TokenLogProbs, probs: Tensor, *rest: Tensor) -> Tensor:
         log_q = stats.log_probs
+        # Each is rounded, and their sum where they were divided by it: twice half of eps.
+        over = max(_OVER, torch.finfo(probs.dtype).eps)
         probs = probs.to(log_q.dtype)
         loss = -torch.where(probs == 0.0, 0.0, probs * log_q).sum(-1)  # 0 log 0 is 0
         if tail:
             mass = probs.sum(-1)
-            left = torch.where(mass > 1.0 + _OVER, float("nan"), (1.0 - mass).clamp(min=0.0))
+            left = torch.where(mass > 1.0 + over, float("nan"), (1.0 - mass).clamp(min=0.0))
             named = torch.where(rest[0], log_q.exp(), 0.0).sum(-1)
             # What is not named has at least the probability that float32 tells from zero.
             others = torch.log((1.0 - named).clamp(min=torch.finfo(log_q.dtype).eps))

@@ -71,7 +71,7 @@ def linear_cross_entropy(
             softmax; places of ignore_index count for nothing, equal classes add up, and a row is ignored where all of
             its places are. A mean divides by the number of counted rows. Without ``weight`` and ``label_smoothing``.
         tail: with target_probs: all other classes form one more, of probability 1 - sum_k p_k (NaN where that is below
-            -0.001). Without it, a loss of probabilities that add up to less than one is not least where q is p.
+            -0.001, or below the rounding of their dtype, -0.0078 for bfloat16). Without it, a loss of probabilities that add up to less than one is not least where q is p.
         accumulate_dtype: in which the chunks' parts of linear_weight's gradient are added up. None: the input's dtype,
             and float32 for float16. torch.float32 is more exact for bfloat16, and takes V x H float32 for a while.
         chunk_rows: rows of a chunk. Fewer need less memory, chunk_rows x V logits, and more time. None: the default, of
@@ -119,6 +119,7 @@ def linear_cross_entropy(
         more |= {"logits_dtype": logits_dtype, "products": products}
         of_head = (input, linear_weight, target, target_probs, tail, loss, divisor, token_weight)
         return _of_few_classes(*of_head, linear_bias=linear_bias, **more)
+    few_classes.without_probs(tail)
     if any(map(is_dtensor, (input, linear_weight, target, linear_bias, weight, token_weight))):
         from .distributed import linear_tensor  # imported for DTensors only: it takes a while
 
@@ -169,7 +170,8 @@ def _of_few_classes(
     **head: Any,  # as for linear_token_loss
 ) -> Tensor:
     if ids.shape[-1] == 1 and not tail and loss.lse_square_scale == 0.0:  # one class a row, with a weight
-        factor = target_probs[..., 0] if token_weight is None else target_probs[..., 0] * token_weight
+        probs = few_classes.probabilities(ids, target_probs, loss.rows.ignore_index)[..., 0]
+        factor = probs if token_weight is None else probs * token_weight
         if loss.reduction == "mean":
             divisor = few_classes.divisor_of_mean(input, ids, token_weight, loss.rows.ignore_index)
         reduction = "none" if loss.reduction == "none" else "sum"

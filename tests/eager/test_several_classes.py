@@ -221,6 +221,44 @@ def test_the_tail(device):
     assert over.isnan()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_rounded_probabilities_add_up_to_more_than_one(device, dtype):
+    """A teacher's top k that hold nearly everything, in its dtype."""
+    generator = torch.Generator().manual_seed(0)
+    x, head = (torch.randn(n, 16, generator=generator).to(device).requires_grad_() for n in (512, 64))
+    probs, ids = (8 * torch.randn(512, 64, generator=generator)).softmax(-1).topk(16)
+    probs = (probs.to(dtype) / probs.to(dtype).sum(-1, keepdim=True)).to(device)
+    if dtype == torch.bfloat16:
+        assert probs.double().sum(-1).max() > 1.002
+    for reduction in ("mean", "none"):
+        loss = xent_ops.linear_cross_entropy(
+            x, head, ids.to(device), target_probs=probs, tail=True, reduction=reduction
+        )
+        assert loss.isfinite().all()
+        assert all(grad.isfinite().all() for grad in torch.autograd.grad(loss.sum(), (x, head)))
+    over = 1 + 2 * max(torch.finfo(dtype).eps, 1e-3)
+    loss = xent_ops.linear_cross_entropy(x[:1], head, ids[:1].to(device), target_probs=over * probs[:1], tail=True)
+    assert loss.isnan()
+
+
+@pytest.mark.parametrize("places", [1, 4])
+def test_log_probabilities_are_refused(device, places):
+    """In words on a CPU; elsewhere, and in a compiled step, they give NaN."""
+    x, head, _, ids, probs = problem(device, torch.float32)
+    ids, wrong = ids[:, :places], (probs + 0.1)[:, :places].log()
+
+    def loss(tail=False):
+        return xent_ops.linear_cross_entropy(x, head, ids, target_probs=wrong, tail=tail)
+
+    for tail in (False, True):
+        if device == "cpu":
+            with pytest.raises(ValueError, match=r"target_probs has -\d.* pass target_probs.exp\(\) of log-prob"):
+                loss(tail)
+        else:
+            assert loss(tail).isnan()
+        assert torch.compile(loss, backend="aot_eager", fullgraph=True)(tail).isnan()
+
+
 def test_nearly_everything_is_named(device):
     """The probability of the rest is below float32's step at one: no infinity, no NaN."""
     x, head = torch.tensor([[30.0]], device=device, requires_grad=True), torch.tensor([[1.0], [0.0]], device=device)
@@ -279,6 +317,8 @@ def test_errors(device):
         call(x, head, ids, target_probs=0.5)
     with pytest.raises(TypeError, match="tail must be"):
         call(x, head, ids, target_probs=probs, tail="yes")
+    with pytest.raises(ValueError, match="tail=True is for target_probs"):
+        call(x, head, ids[:, 0], tail=True)
     divisor = torch.ones((), device=device, requires_grad=True)
     for tail in (False, True):
         with pytest.raises(RuntimeError, match="divisor requires grad"):

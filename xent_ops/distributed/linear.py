@@ -86,7 +86,7 @@ def vocab_parallel_linear_cross_entropy(
         divisor: for reduction="sum", as for ``xent_ops.linear_cross_entropy``; the same on every rank.
         token_weight: as in ``xent_ops.cross_entropy``, of all targets, the same on every rank.
         target_probs, tail: as for ``xent_ops.linear_cross_entropy``, the same on every rank, for a mean or a sum: three
-            products of all rows, whatever ``pipelined`` and ``skip_ignored`` say.
+            products of all rows, without ``pipelined`` and ``skip_ignored``.
         accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products: as for ``xent_ops.linear_cross_entropy``, of
             this rank's products. With ``products`` four of them: not pipelined.
         pipelined: True: three products. The forward gathers a chunk's numbers while the next chunk's product runs, and
@@ -131,11 +131,18 @@ def vocab_parallel_linear_cross_entropy(
         few_classes.checked(target, target_probs, tail, weight, loss, token_weight)
         if reduction == "none":
             raise ValueError('target_probs over ranks takes reduction="mean" or "sum", got "none"')
+        for option, value, kept in (("pipelined", pipelined, None), ("skip_ignored", skip_ignored, False)):
+            if value is not kept:
+                raise ValueError(
+                    f"{option}={value!r} is not offered beside target_probs over ranks, which takes three products of "
+                    "all rows: leave it out"
+                )
         linear_checks.reduced_by(arguments.divisor(divisor, input), input, reduction)
         return loss
 
     def checked() -> Bound:
         if target_probs is None:
+            few_classes.without_probs(tail)
             return checked_call(name, ranks, pipelined, *call_with(target))._replace(tail=tail)
         ignore_index = few().rows.ignore_index
         checks.target_values(target, num_classes, ignore_index)
@@ -167,6 +174,7 @@ def vocab_parallel_linear_cross_entropy(
             logits_dtype=logits_dtype,
             products=products,
         )
+    few_classes.without_probs(tail)
     bound = bound_call(name, ranks, pipelined, *call_with(target))
     target, input, head, loss, divisor, split = bound[:6]
     if bound.token_weight is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.options import DEFAULTS, Options
+from ..kernels.reference import accumulator
 from . import checks
 
 
@@ -29,15 +30,18 @@ def forward(
 def values(
     logits: Tensor, target: Tensor, weight: Tensor | None = None, check_target: bool = True, **_options: Any
 ) -> None:
+    if check_target:
+        refuse_log_probabilities("target of class probabilities", target, accumulator(logits))
+
+
+def refuse_log_probabilities(name: str, values: Tensor, dtype: torch.dtype = torch.float32) -> None:
     """Probabilities, or what was passed by mistake? A row of log-probabilities adds up to less than 0."""
-    if not check_target:
-        return
-    negative = target.sum(-1) < 0
+    negative = values.sum(-1) < 0
     if bool(negative.any()):
-        least = target[negative].min().to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+        least, variable = values[negative].min().to(dtype), name.split()[0]
         raise ValueError(
-            f"target of class probabilities has {float(least)} in a row that adds up to less than 0: "
-            "pass target.exp() of log-probabilities, target.softmax(dim) of logits"
+            f"{name} has {float(least)} in a row that adds up to less than 0: "
+            f"pass {variable}.exp() of log-probabilities, {variable}.softmax(dim) of logits"
         )
 
 
