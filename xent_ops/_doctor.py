@@ -19,6 +19,7 @@ from torch.utils import collect_env
 import xent_ops
 
 from . import _compile_check, _doctor_npu, _environment, _extension, testing
+from ._private import LEFT_OUT
 from .head import products
 from .kernels import cpu
 from .kernels.devices import interpreter_is_set
@@ -129,6 +130,10 @@ def _slow_cpu() -> str | None:
     )
 
 
+def _interpreted() -> str:
+    return "TRITON_INTERPRET is set: a process with a GPU would run Triton kernels a thousand times slower"
+
+
 def _library() -> tuple[str, str | None]:
     """What there is for processes without Python, and what is wrong with it."""
     if not _extension.LIBRARY.exists():
@@ -207,8 +212,9 @@ def main(arguments: argparse.Namespace) -> int:
     problems += ["TRITON_INTERPRET is set on a machine with a GPU"] if gpus and interpreted else []
     problems += [each["problem"] and f"{each['device']}, {each['way']}: {each['problem']}" for each in checks]
     wrong = [problem for problem in problems if problem]
-    notes = [note for note in (_slow_cpu(),) if note]
-    everything = "Nothing is wrong, but one thing is slow:" if notes else "Everything is right."
+    notes = [note for note in (_slow_cpu(), _interpreted() if interpreted and not gpus else None) if note]
+    notes += [f"torch {torch.__version__} does not serve {what}: {cost}" for what, cost in LEFT_OUT.items()]
+    everything = "Nothing is wrong, but:" if notes else "Everything is right."
     say("\nSomething is wrong:" if wrong else f"\n{everything}")
     for each in wrong + notes:
         say(f"  {each}")

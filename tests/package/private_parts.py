@@ -23,6 +23,9 @@ def of_file(path):
             meant |= {alias.asname: alias.name for alias in node.names if alias.asname}
     found = {name for name in meant.values() if is_private(name)}
     for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "private":  # xent_ops._private
+            found.add(node.args[0].value)
+            continue
         parts = []
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
             node, last = node.args[0], node.args[1]

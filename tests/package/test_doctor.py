@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import xent_ops
-from xent_ops import _compile_check, _doctor, _doctor_npu, _extension
+from xent_ops import _compile_check, _doctor, _doctor_npu, _extension, _private
 from xent_ops.__main__ import main
 from xent_ops.kernels import cpu
 from xent_ops.ops import library
@@ -190,6 +190,22 @@ def test_raising_kernel(monkeypatch, compiled_elsewhere, capsys):
     assert "ERROR: RuntimeError: the driver is too old" in capsys.readouterr().out
 
 
+def test_what_torch_does_not_serve_is_said(compiled_elsewhere, monkeypatch, capsys):
+    monkeypatch.setitem(_private.LEFT_OUT, "the lowerings", "a second buffer of logits")
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert f"torch {torch.__version__} does not serve the lowerings: a second buffer of logits" in out
+    assert "Everything is right" not in out
+
+
+def test_the_interpreter_is_a_note(compiled_elsewhere, monkeypatch, capsys):
+    monkeypatch.setattr(_doctor, "devices", lambda: [torch.device("cpu")])
+    monkeypatch.setattr(_doctor, "interpreter_is_set", lambda: True)
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "Everything is right" not in out and "TRITON_INTERPRET is set: a process" in out
+
+
 def test_missing_triton_is_wrong_where_there_is_a_gpu(monkeypatch, compiled_elsewhere, capsys):
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.setattr(_doctor, "devices", lambda: [torch.device("cuda", 0)])
@@ -223,7 +239,7 @@ def test_no_extension_is_said(forget_extension, compiled_elsewhere, monkeypatch,
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "built without its C++ extension" in out and "Everything is right" not in out
-    verdict = out[out.index("Nothing is wrong, but one thing is slow:") :]
+    verdict = out[out.index("Nothing is wrong, but:") :]
     assert "Plain torch serves the CPU" in verdict and verdict.endswith(f"    {_extension.build_command()}\n")
     assert main(["doctor", "--json"]) == 0
     (note,) = json.loads(capsys.readouterr().out)["notes"]

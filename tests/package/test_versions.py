@@ -1,10 +1,15 @@
 """docs/versions.md says which private parts of torch and Triton are used; CITATION.cff which version this is."""
 
+import json
+import os
 import re
+import subprocess
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
 import private_parts
+import pytest
 
 import xent_ops
 
@@ -28,6 +33,41 @@ def test_the_page_names_tests_that_are_there():
         for test in tests.split(", "):
             file, _, function = test.partition("::")
             assert f"def {function}(" in (ROOT / file).read_text(), f"{names}: there is no {test}"
+
+
+NAMES = sorted(
+    name
+    for name in private_parts.of_folder(Path(xent_ops.__file__).parent, without={"bench"})
+    if name.startswith("torch.")
+)
+# One for each kind of guard: a lowering, the mark, the pass, what every operator asks.
+SOME = [
+    "torch._inductor.lowering.register_lowering",
+    "torch._functorch.compile_utils.fx_graph_cse",
+    "torch._subclasses.fake_tensor.FakeTensor",
+    "torch._C._get_tracing_state",
+]
+GROUPS = [pytest.param(SOME, id="some")]
+GROUPS += [pytest.param(NAMES[first::8], id=str(first), marks=pytest.mark.slow) for first in range(8)]
+
+
+@pytest.mark.parametrize("names", GROUPS)
+def test_without_a_private_name_numbers_stay_right(names):
+    """Meta call, eager step, export, aot_eager, Inductor and the pass beside plain torch; one warning for each part."""
+    environment = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("hidden_names.py"), "nothing", *names],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+    answers = dict(map(json.loads, done.stdout.splitlines()))
+    assert answers.keys() == {"nothing", *names}, done.stderr
+    assert answers.pop("nothing") == {"failed": {}, "left out": {}, "warnings": []}
+    for name, answer in answers.items():
+        assert not answer["failed"], (name, answer)
+        assert len(answer["warnings"]) == len(answer["left out"]) <= 2, (name, answer)
+        assert names is not SOME or answer["warnings"], f"nothing noticed that {name} is gone"
 
 
 def test_private_parts_are_found(tmp_path):

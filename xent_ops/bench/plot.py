@@ -1,6 +1,7 @@
 """A picture of a run: lines over the vocabulary where at least three sizes were timed, bars where fewer.
 
-Times above; below, where it was measured, the peak memory as bars. Unsteady times have a hollow marker or a hatched bar.
+Times above; below, where it was measured, the peak memory as bars. Unsteady times have a hollow marker or a hatched
+bar.
 """
 
 from __future__ import annotations

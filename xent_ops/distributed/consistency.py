@@ -7,6 +7,7 @@ needs an entry in ``_TENSORS``, else ``report`` raises.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._private import private
 from ..kernels.reference import columns_of
 from .groups import Group, Ranks, process_group
+
+_without_transforms = private(
+    "torch._C._DisableFuncTorch", contextlib.nullcontext, "check=True fails inside torch.func"
+)
 
 
 def _wants_grad(tensor: Tensor) -> bool:
@@ -73,7 +79,7 @@ def check(name: str, group: Group, ranks: Ranks, bound: Callable[[], Any]) -> No
     except Exception as error:  # the other ranks must get a report, or they wait for this one
         found = {"error": f"{type(error).__name__}: {error}"}
     reports: list[dict[str, Any]] = [{} for _ in range(ranks.world)]
-    with torch._C._DisableFuncTorch():  # a rank below a transform must report that error too
+    with _without_transforms():  # a rank below a transform must report that error too
         dist.all_gather_object(reports, found, group=process_group(group))
     problem = _compare(reports)
     if problem is not None:

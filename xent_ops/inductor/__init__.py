@@ -13,9 +13,10 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from .._private import unless_gone
 from ..kernels.options import HeadProducts
 from ..ops.library import BEFORE_TRACING
-from . import cache_tag
+from . import cache_tag, lowerings
 from .rewriting.report import Call, Report, last_report
 
 __all__ = ["Call", "Report", "disable", "enable", "last_report", "options", "replace_cross_entropy"]
@@ -30,12 +31,23 @@ def _before_tracing() -> None:
     possible, because importing Inductor's tables takes over a second; Inductor needs them before it compiles.
     """
     cache_tag.install()
-    from .lowerings import decomposition
-
-    decomposition.install()
+    lowerings.install()
 
 
 BEFORE_TRACING.append(_before_tracing)
+
+
+@unless_gone(
+    "the pass that replaces F.cross_entropy",
+    "losses stay as they are written, and a mode of torch.compile is not made into options",
+    lambda base, *_: dict(base) if isinstance(base, Mapping) else {},
+)
+def _settings(base: Mapping[str, Any] | str | None, linear: bool | str, products: HeadProducts | None) -> Any:
+    from .rewriting import graph_pass, report
+
+    settings = graph_pass.settings(graph_pass.of_mode(base) if isinstance(base, str) else base or {}, linear, products)
+    report.clear()
+    return settings
 
 
 def options(
@@ -63,11 +75,7 @@ def options(
         >>> model = torch.nn.Linear(16, 16)
         >>> compiled = torch.compile(model, options=xent_ops.inductor.options())
     """
-    from .rewriting import graph_pass, report
-
-    settings = graph_pass.settings(graph_pass.of_mode(base) if isinstance(base, str) else base or {}, linear, products)
-    report.clear()
-    return settings
+    return _settings(base, linear, products)
 
 
 def enable(*, linear: bool | str = "auto", products: HeadProducts | None = None) -> None:
@@ -83,10 +91,7 @@ def enable(*, linear: bool | str = "auto", products: HeadProducts | None = None)
     """
     from torch._inductor import config
 
-    from .rewriting import graph_pass, report
-
-    report.clear()
-    for name, value in graph_pass.settings({}, linear, products).items():
+    for name, value in _settings(None, linear, products).items():
         setattr(config, name, value)
 
 
@@ -121,8 +126,5 @@ def replace_cross_entropy(*, linear: bool | str = "auto", products: HeadProducts
     """
     from torch._inductor import config
 
-    from .rewriting import graph_pass, report
-
-    report.clear()
-    with config.patch(**graph_pass.settings({}, linear, products)):
+    with config.patch(**_settings(None, linear, products)):
         yield

@@ -14,10 +14,17 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .._private import private
 from ..kernels.options import Chunking, LossOptions, Options
 from ..kernels.reference import accumulator
-from . import checks
+from . import checks, transforms
 from .shown import kind_of, shown
+
+_is_wrapped = private(
+    "torch._C._functorch.is_functorch_wrapped_tensor",
+    lambda tensor: False,
+    "an option that is a tensor of torch.func is not refused in words",
+)
 
 _DENSE, _FLOATS = torch.strided, checks.FLOATS  # found sooner than as attributes
 
@@ -290,9 +297,9 @@ def _transformed(tensor: Tensor) -> bool:
     """Is this a tensor of torch.func, or one with a tangent? Dynamo has no tensors with hidden levels."""
     if torch.compiler.is_compiling():
         return False
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if _is_wrapped(tensor):
         return True
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+    return transforms.dual_level() and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _readable(name: str, tensor: Tensor, what: str, instead: str = "") -> None:

@@ -1,7 +1,7 @@
 """What no kernel can take, refused before any kernel runs, eager and while tracing.
 
 Only ``target_values`` reads the values of a tensor on a GPU, which synchronises it: for ``xent_ops.check_targets`` and
-``check=True``. Sizes may be symbolic, so they are compared through ``torch._check_value``, which guards them and keeps
+``check=True``. Sizes may be symbolic, so they are compared through ``check_value``, which guards them and keeps
 the text.
 """
 
@@ -14,10 +14,18 @@ from typing import Any, NoReturn, get_args
 import torch
 from torch import Tensor
 
+from .._private import private
 from ..kernels.options import DEFAULTS, HEAD_PRODUCTS, Options, Reduction
 from ..kernels.sizes import known
 from .shown import shown
 
+
+def _raise_value(condition: Any, message: Callable[[], str]) -> None:
+    if not condition:
+        raise ValueError(message())
+
+
+check_value = private("torch._check_value", _raise_value, "a size that depends on data cannot be compiled")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDICES = (torch.int64, torch.int32, torch.uint8)
 DIVISORS = (*FLOATS, torch.int64)
@@ -30,7 +38,7 @@ def names(dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def _static(sizes: Iterable[int]) -> bool:
-    """Plain integers? torch._check_value takes symbols too, but costs microseconds for each size."""
+    """Plain integers? check_value takes symbols too, but costs microseconds for each size."""
     for size in sizes:  # noqa: SIM110 (all() of a generator takes three times as long)
         if type(size) is not int:
             return False
@@ -47,9 +55,9 @@ def same_shape(
     def message() -> str:
         return f"{name} has shape {tuple(shape)}; expected {tuple(expected)}, {meaning}{hint() if hint else ''}"
 
-    torch._check_value(len(shape) == len(expected), message)
+    check_value(len(shape) == len(expected), message)
     for size, wanted in zip(shape, expected, strict=True):
-        torch._check_value(size == wanted, message)
+        check_value(size == wanted, message)
 
 
 def same_device(name: str, tensor: Tensor, other: Tensor, owner: str = "logits are") -> None:
@@ -69,9 +77,7 @@ def floating_logits(logits: Tensor, may_be_empty: bool = False) -> None:
     classes = logits.shape[-1]
     if may_be_empty or (type(classes) is int and classes > 0):
         return
-    torch._check_value(
-        classes > 0, lambda: f"logits of shape {tuple(logits.shape)} have 0 classes; expected at least 1"
-    )
+    check_value(classes > 0, lambda: f"logits of shape {tuple(logits.shape)} have 0 classes; expected at least 1")
 
 
 def row_options(weight: Tensor | None, logits: Tensor, options: Options) -> None:
@@ -196,8 +202,8 @@ def shard_range(columns: int, class_start: int, num_classes: int) -> None:
         and class_start + (columns > 0) <= num_classes
     ):
         return
-    torch._check_value(num_classes > 0, lambda: f"num_classes must be at least 1, got {num_classes}")
-    torch._check_value(
+    check_value(num_classes > 0, lambda: f"num_classes must be at least 1, got {num_classes}")
+    check_value(
         class_start >= 0 and class_start + (columns > 0) <= num_classes,
         lambda: (
             f"class_start={class_start} with {columns} columns lies beyond num_classes={num_classes}: a "

@@ -38,7 +38,7 @@ def classes(how: Distillation, width: int, teacher_width: int, names: tuple[str,
     if number is None:
         if type(width) is type(teacher_width) is int and width == teacher_width:
             return
-        torch._check_value(
+        checks.check_value(
             width == teacher_width,
             lambda: (
                 f"{names[0]} has {width} classes but {names[1]} {teacher_width}; where one is padded behind the "
@@ -49,10 +49,10 @@ def classes(how: Distillation, width: int, teacher_width: int, names: tuple[str,
     if type(number) is type(width) is type(teacher_width) is int and 1 <= number <= min(width, teacher_width):
         return
     for size, name in ((width, names[0]), (teacher_width, names[1])):
-        torch._check_value(
+        checks.check_value(
             number <= size, lambda name=name, size=size: f"num_classes={number} is more than the {size} of {name}"
         )
-    torch._check_value(number >= 1, lambda: f"num_classes must be at least 1, got {number}")
+    checks.check_value(number >= 1, lambda: f"num_classes must be at least 1, got {number}")
 
 
 def slices(how: Distillation, class_start: int | None, width: int, teacher_width: int, names: tuple[str, str]) -> None:
@@ -66,7 +66,7 @@ def slices(how: Distillation, class_start: int | None, width: int, teacher_width
     for size in (width, teacher_width):
         checks.shard_range(size, class_start, number)
     columns, others = (columns_of(size, class_start, number) for size in (width, teacher_width))
-    torch._check_value(
+    checks.check_value(
         columns == others,
         lambda: (
             f"{names[0]} has {columns} of the {number} classes from class_start={class_start} on but {names[1]} "

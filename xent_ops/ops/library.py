@@ -7,6 +7,7 @@ Everything here needs torch alone; Triton is imported when a tensor first arrive
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import _copies
+from .._private import private
 from ..kernels import accelerators, cpu, devices
 from ..kernels.options import Options, as_record
 from ..kernels.rows import front_of
@@ -39,6 +41,8 @@ _REFERENCE_DEVICES = ("MPS", "XPU")
 
 # What runs whenever one of our operators is traced; inductor/ adds to it.
 BEFORE_TRACING: list[Callable[[], None]] = []
+
+_below_autograd = private("torch._C._AutoDispatchBelowAutograd", contextlib.nullcontext, "some microseconds a call")
 
 Outputs = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # shape and dtype of each
 
@@ -98,11 +102,12 @@ class Operator:
 
     def fake(self, *args: Any, **given: Any) -> Any:
         """Outputs without values, for tracing; serves the meta device too."""
-        for prepare in BEFORE_TRACING:
-            prepare()
+        like = next(arg for arg in args if isinstance(arg, Tensor))
+        if like.device.type != "meta":  # a fake tensor shows the device that it stands for
+            for prepare in BEFORE_TRACING:
+                prepare()
         keywords = self.keywords(given)
         self.check_arguments(*args, **keywords)
-        like = next(arg for arg in args if isinstance(arg, Tensor))
         outputs = self.outputs(*args, **keywords) if self.sized_by_options else self.outputs(*args)
         return _returned([like.new_empty(shape, dtype=dtype) for shape, dtype in outputs])
 
@@ -239,5 +244,5 @@ def below_autograd(overload: Any, *args: Any, **options: Any) -> Any:
     """
     if torch.compiler.is_compiling():  # compiled autograd traces the backward
         return overload(*args, **options)
-    with torch._C._AutoDispatchBelowAutograd():
+    with _below_autograd():
         return overload(*args, **options)

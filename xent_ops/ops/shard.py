@@ -36,7 +36,7 @@ def check_gathered(gathered: Tensor, like: Tensor, target: Tensor, weight: Tenso
     """The statistics of all ranks, for logits or an input that are like this tensor."""
     width = reference_shard.width(target.numel(), weight is not None)
     if type(width) is not int or gathered.dim() != 2 or gathered.shape[1] != width:
-        torch._check_value(
+        checks.check_value(
             gathered.dim() == 2 and gathered.shape[1] == width,
             lambda: (
                 f"gathered has shape {tuple(gathered.shape)}; expected (ranks, {width}), one result of "

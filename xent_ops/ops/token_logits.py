@@ -36,7 +36,7 @@ def check_ids(ids: Tensor, owner: str, rows: torch.Size, device_of: Tensor, clas
         raise ValueError("ids has no dimension; expected (..., K), K classes of each row")
     expected = torch.Size((*rows, ids.shape[-1]))
     checks.same_shape("ids", ids.shape, expected, f"K classes of each row of the {owner}")
-    torch._check_value(ids.shape[-1] > 0, lambda: f"ids has shape {tuple(ids.shape)}; expected at least one a row")
+    checks.check_value(ids.shape[-1] > 0, lambda: f"ids has shape {tuple(ids.shape)}; expected at least one a row")
     checks.same_device("ids", ids, device_of, f"{owner} is" if owner == "input" else "logits are")
     checks.row_options(None, classes, options)
     if options.label_smoothing != 0.0:

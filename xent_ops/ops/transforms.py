@@ -6,39 +6,73 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-functorch_is_active = torch._C._are_functorch_transforms_active  # Dynamo answers it too
+from .._private import left_out, private
+
+_UNSEEN = "transforms of torch.func around a loss are not seen"
+functorch_is_active = private(  # Dynamo answers it too
+    "torch._C._are_functorch_transforms_active", lambda: False, _UNSEEN
+)
+_interpreters = private("torch._C._functorch.get_interpreter_stack", lambda: None, _UNSEEN)
+_jvp = private("torch._C._functorch.TransformType.Jvp", None, _UNSEEN)
+_is_legacy_batch = private(
+    "torch._C._functorch.is_legacy_batchedtensor", lambda tensor: False, "no is_grads_batched=True"
+)
+_tracing_state = private("torch._C._get_tracing_state", lambda: torch.jit.is_tracing() or None, "nothing")
+_saved_tensors_hooks = private(
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    lambda ignore_is_tracing: (),
+    "a loss of hidden states takes four products, as in a checkpoint, and no gradient is written in place",
+)
+keep_graph = private(
+    "torch._C._autograd._get_current_graph_task_keep_graph",
+    lambda: True,
+    "gradients that the forward has made are copied in the backward",
+)
+if not hasattr(forward_ad, "_current_level"):
+    left_out("torch.autograd.forward_ad._current_level", "a microsecond a call", "it is not there")
 
 
 def in_saved_tensors_hooks() -> bool:
     """Inside a non-reentrant checkpoint, ``save_on_cpu`` or other hooks?"""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # also while tracing
+    return _saved_tensors_hooks(True) is not None  # also while tracing
+
+
+def dual_level() -> bool:
+    """Inside a level of forward-mode AD, in eager?"""
+    level = getattr(forward_ad, "_current_level", None)
+    if level is not None:
+        return bool(level >= 0)
+    try:
+        with forward_ad.dual_level():
+            return False
+    except RuntimeError:  # levels do not nest
+        return True
 
 
 def is_traced() -> bool:
     """Is Dynamo or torch.jit.trace recording this call? Modes and subclasses see the operators anyway."""
-    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    return torch.compiler.is_compiling() or _tracing_state() is not None
 
 
 def active() -> bool:
     """Is a functorch transform, or a level of forward-mode AD, around this call in eager?"""
-    return not torch.compiler.is_compiling() and (functorch_is_active() or forward_ad._current_level >= 0)
+    return not torch.compiler.is_compiling() and (functorch_is_active() or dual_level())
 
 
 def forward_mode() -> bool:
     """Does this eager call have to propagate tangents? Operators of torch.library cannot."""
     if torch.compiler.is_compiling():
         return False
-    if forward_ad._current_level >= 0 or not functorch_is_active():
-        return forward_ad._current_level >= 0
-    stack = torch._C._functorch.get_interpreter_stack() or []
-    return any(level.key() == torch._C._functorch.TransformType.Jvp for level in stack)
+    if not functorch_is_active():
+        return dual_level()
+    return dual_level() or any(level.key() == _jvp for level in _interpreters() or [])
 
 
 def is_batch(grad: Tensor) -> bool:
     """Is this upstream gradient a batch of them: vmap over a backward, or is_grads_batched=True?"""
     if torch.compiler.is_compiling():
         return False
-    return torch._C._functorch.is_legacy_batchedtensor(grad) or functorch_is_active()
+    return _is_legacy_batch(grad) or functorch_is_active()
 
 
 def refuse(name: str) -> None:

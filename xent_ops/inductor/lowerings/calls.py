@@ -6,11 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+from torch._inductor.virtualized import V
 
 from ... import _copies
+from ..._private import unless_gone
 from ...kernels import accelerators
 from ...ops.schemas import COMPOSITES, SCHEMAS
-from . import packages
+from . import packages, products_into
 
 # This package in generated code, which has no imports of ours. ``__import__`` returns the outermost of a name's parts.
 _PACKAGE = ".".join([f"__import__({_copies.PACKAGE!r})", *_copies.PACKAGE.split(".")[1:]])
@@ -18,10 +21,6 @@ _PACKAGE = ".".join([f"__import__({_copies.PACKAGE!r})", *_copies.PACKAGE.split(
 
 def install() -> None:
     """Register a lowering for every operator that has none."""
-    from torch._inductor.lowering import lowerings, register_lowering
-
-    from . import products_into
-
     products_into.install()
     for name in SCHEMAS.keys() - set(COMPOSITES):
         op = getattr(torch.ops.xent, name).default
@@ -31,8 +30,6 @@ def install() -> None:
 
 def lowering(op: Any) -> Callable[..., Any]:
     """A lowering that calls ``op``."""
-    from torch._inductor.lowering import fallback_handler
-
     opaque = fallback_handler(op, add_to_fallback_set=False)
 
     def lower(*args: Any, **options: Any) -> Any:
@@ -45,28 +42,26 @@ def lowering(op: Any) -> Callable[..., Any]:
     return lower
 
 
+@unless_gone("direct calls of kernels in Inductor's code", "it goes through the dispatcher", lambda op: None)
 def _name_the_kernel(op: Any) -> None:
     """Have Inductor's Python code call our Triton kernel instead of the dispatcher, which has nothing to do there.
 
     A compiled step of 64 x 4096 outside a CUDA graph takes the host 1.2 times as long as one of F.cross_entropy, and
     1.7 to 1.9 times without this (H200, torch 2.11, 2026-11-22).
     """
-    from torch._inductor.virtualized import V
-
     call: Any = next(made for made in reversed(V.graph.operations) if getattr(made, "op_overload", None) is op)
     if accelerators.of(call.get_device()) is not None and not (V.graph.cpp_wrapper or V.graph.aot_mode):
         name = op._schema.name.removeprefix("xent::")
         call.set_python_kernel_name(f"{_PACKAGE}.ops.library.OPERATORS[{name!r}].on_triton")
 
 
+@unless_gone("defaults in packages", "AOTInductor may refuse integers", lambda op, options: options)
 def _packed(op: Any, options: dict[str, Any]) -> dict[str, Any]:
     """``options`` as in the graph; for an AOTInductor package with the defaults spelled out.
 
     An option at its default is not in the graph. AOTInductor of torch 2.13 then omits it from the description of the
     call, but passes its integers, and the program ends with "Mismatch between ints consumed and num_ints".
     """
-    from torch._inductor.virtualized import V
-
     if not V.graph.aot_mode:
         return options
     return {arg.name: arg.default_value for arg in op._schema.arguments if arg.kwarg_only} | options

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._inductor import decomposition
 
 from ...kernels import reference, reference_soft
 from ...kernels.options import as_record
@@ -40,13 +41,13 @@ def _unless_reused(function: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def install() -> None:
     """Register everything. Clears a table that Inductor filled at an earlier compile, which lacks our entries."""
-    from torch._inductor import decomposition
-
-    for op, function in DECOMPOSITIONS.items():
-        decomposition.decompositions[op] = _unless_reused(function)
-    decomposition.fast_random_decomps.cache_clear()
+    forget = decomposition.fast_random_decomps.cache_clear
     reuse.install()
     calls.install()
+    # Last: if anything before is missing, Inductor makes a fallback of each operator, and refuses one that has both.
+    for op, function in DECOMPOSITIONS.items():
+        decomposition.decompositions[op] = _unless_reused(function)
+    forget()
 
 
 @contextlib.contextmanager
@@ -56,7 +57,6 @@ def opaque_backward() -> Iterator[None]:
     Compile caches are off inside, because their keys do not hold decompositions.
     """
     from torch._functorch import config
-    from torch._inductor import decomposition
 
     install()
     ours = {op: decomposition.decompositions.pop(op) for op in DECOMPOSITIONS}

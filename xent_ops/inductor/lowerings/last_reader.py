@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch.compile_utils import fx_graph_cse
+from torch._inductor.fx_passes import joint_graph
 
+from ..._private import unless_gone
 from ...ops import overwriting
 
 MARK = "last_reader"
@@ -51,8 +53,6 @@ def is_marked(node: fx.Node) -> bool:
 
 def install(positions: dict[Any, int]) -> None:
     """Mark last readers in every joint graph of Inductor. ``positions``: operator -> position of its logits."""
-    from torch._inductor.fx_passes import joint_graph
-
     if not any(isinstance(patterns, _Pass) for patterns in joint_graph.pass_patterns):
         joint_graph.pass_patterns.append(_Pass(positions))  # type: ignore[arg-type]
 
@@ -63,6 +63,7 @@ class _Pass:
     def __init__(self, positions: dict[Any, int]) -> None:
         self.positions = positions
 
+    @unless_gone("the mark of last readers", "a compiled loss takes a second buffer of logits", lambda *_: 0)
     def apply(self, graph: fx.Graph) -> int:
         if not self._candidates(graph):
             return 0

@@ -10,9 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._inductor import config
+from torch._inductor.ir import ExternKernel, IRNode, TensorBox, as_storage_and_layout, ir_node_to_tensor
+from torch._inductor.lowering import process_subgraph_nodes
+from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from ..._private import unless_gone
 from ...kernels import accelerators
 from ...kernels.sizes import symbolic, traced
 from ...ops.library import OPERATORS
@@ -21,25 +26,19 @@ from ...ops.library import OPERATORS
 _CLASSES = {"logits": -1, "teacher_logits": -1, "grad": -1, "linear_weight": 0, "teacher_weight": 0}
 
 
+@unless_gone("kernels in packages for CUDA", "AOTInductor makes none", lambda args: False)
 def packs(args: tuple[Any, ...]) -> bool:
     """Is a package made, of a call with these arguments, whose kernels Python would launch?"""
-    from torch._inductor import ir
-    from torch._inductor.virtualized import V
-
-    first = next(arg for arg in args if isinstance(arg, ir.IRNode))
+    first = next(arg for arg in args if isinstance(arg, IRNode))
     device = first.get_device()
     return V.graph.aot_mode and device is not None and device.type == accelerators.CUDA.type
 
 
 def lower(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Lower a call of ``xent::name``."""
-    from torch._inductor import ir
-    from torch._inductor.lowering import process_subgraph_nodes
-    from torch._inductor.virtualized import V
-
-    boxes = {index: _in_memory(arg) for index, arg in enumerate(args) if isinstance(arg, ir.IRNode)}
+    boxes = {index: _in_memory(arg) for index, arg in enumerate(args) if isinstance(arg, IRNode)}
     with V.graph.fake_mode:
-        fakes = [ir.ir_node_to_tensor(boxes[index]) if index in boxes else arg for index, arg in enumerate(args)]
+        fakes = [ir_node_to_tensor(boxes[index]) if index in boxes else arg for index, arg in enumerate(args)]
         refuse(name, fakes, options)
         graph = traced_launches(name, fakes, options)
     (outputs,) = process_subgraph_nodes(graph, list(boxes.values()))
@@ -83,17 +82,13 @@ def _has_effects(node: torch.fx.Node) -> bool:
 
 def _in_memory(arg: Any) -> Any:
     """The argument where it lies, its strides fixed."""
-    from torch._inductor import ir
-
-    box = ir.TensorBox(ir.ExternKernel.realize_input(arg))
-    ir.as_storage_and_layout(box, freeze=True)
+    box = TensorBox(ExternKernel.realize_input(arg))
+    as_storage_and_layout(box, freeze=True)
     return box
 
 
 def refuse(name: str, args: list[Any], options: dict[str, Any]) -> None:
     """Raise on what cannot be packed."""
-    from torch._inductor import config
-
     if config.aot_inductor.emit_multi_arch_kernel:
         raise NotImplementedError("a package for several architectures cannot hold the kernels of xent_ops")
     if any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float64 for arg in args):

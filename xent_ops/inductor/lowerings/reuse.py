@@ -11,7 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._inductor.ir import DonatedBuffer
+from torch._inductor.lowering import lowerings, register_lowering
+from torch._inductor.virtualized import V
 
+from ..._private import unless_gone
 from ...kernels import accelerators, cpu
 from ...ops.library import OPERATORS
 from ...ops.schemas import DECLARED
@@ -40,15 +44,14 @@ def writes_over(device: str) -> bool:
     return device in DEVICES and (device != "cpu" or cpu.problem() is None)
 
 
-def _dies_here(node: torch.fx.Node, position: int, in_package: bool) -> bool:
-    """Is ``node`` the last reader of its logits, the argument at ``position``, and their only one in this graph?
+@unless_gone("gradients written over logits", "a compiled loss takes a second buffer of logits", lambda *_: False)
+def _dies_here(position: int, in_package: bool) -> bool:
+    """Is the node that is lowered the last reader of its logits, the argument at ``position``, and their only one here?
 
     The graph of a package has forward and backward. There others may read before ``node``, but not by a view, whose
     readers may come later; Inductor lets them read before anything is written.
     """
-    from torch._inductor import ir
-    from torch._inductor.virtualized import V
-
+    node = V.graph.current_node
     source: Any = node.args[position]
     reader = node
     while True:
@@ -62,7 +65,7 @@ def _dies_here(node: torch.fx.Node, position: int, in_package: bool) -> bool:
         source, reader = source.args[0], source
     if source.op == "placeholder":
         saved = V.graph.graph_inputs_original.get(str(source.target))
-        return last_reader.is_marked(node) and isinstance(saved, ir.DonatedBuffer)
+        return last_reader.is_marked(node) and isinstance(saved, DonatedBuffer)
     return source.target in _PRODUCTS
 
 
@@ -85,9 +88,6 @@ def install() -> None:
 
 
 def _install(op: Any, inplace: Any, position: int) -> None:
-    from torch._inductor.lowering import lowerings, register_lowering
-    from torch._inductor.virtualized import V
-
     if op in lowerings:
         return
     opaque, in_place = calls.lowering(op), calls.lowering(inplace)
@@ -96,7 +96,7 @@ def _install(op: Any, inplace: Any, position: int) -> None:
     def lower(*args: Any, **options: Any) -> Any:
         written = args[position]
         served = op is _SCALE or writes_over(written.get_device().type)
-        if not (served and _dies_here(V.graph.current_node, position, packages.packs(args))):
+        if not (served and _dies_here(position, packages.packs(args))):
             return opaque(*args, **options)
         written.realize()
         outputs = in_place(*args, **options)

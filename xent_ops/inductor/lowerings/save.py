@@ -11,7 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import fx
+from torch._inductor.fx_passes import joint_graph
 
+from ..._private import unless_gone
 from .last_reader import reached
 
 _SMALLEST_BUDGET = 1e-6
@@ -20,8 +22,6 @@ _REGION = "_region_activation_memory_budget"  # torch.autograd.graph.region_acti
 
 def install(made: dict[Any, Callable[[fx.Node], Any]]) -> None:
     """Mark what calls have made in every joint graph of Inductor, before it is partitioned: operator -> nodes."""
-    from torch._inductor.fx_passes import joint_graph
-
     if not any(isinstance(patterns, _Pass) for patterns in joint_graph.pass_patterns):
         passes: list[Any] = [_Pass(op, nodes) for op, nodes in made.items()]
         joint_graph.pass_patterns += passes
@@ -52,6 +52,7 @@ class _Pass:
     def __init__(self, op: Any, made: Callable[[fx.Node], Any]) -> None:
         self.op, self.made = op, made
 
+    @unless_gone("the mark of made gradients", "a checkpoint or a memory budget makes them twice", lambda *_: 0)
     def apply(self, graph: fx.Graph) -> int:
         from torch.utils.checkpoint import CheckpointPolicy
 

@@ -9,9 +9,9 @@ from torch import fx
 from torch._inductor import config, list_mode_options
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from ..._private import unless_gone
 from ...ops import checks
-from .. import cache_tag
-from ..lowerings import decomposition
+from .. import cache_tag, lowerings
 from . import report, rewrite
 
 
@@ -30,11 +30,15 @@ class ReplaceCrossEntropy(CustomGraphPass):
         self.previous, self.linear, self.products = previous, linear, products
         self.timing_before = getattr(config, "pre_grad_pass_timing", None)  # what disable() puts back
         # Inductor picks its decompositions before it runs the pass, which may bring the first of our operators.
-        decomposition.install()
+        lowerings.install()
 
     def __call__(self, graph: fx.Graph) -> None:
         for other in _passes(self.previous):
             other(graph)
+        self._replace(graph)
+
+    @unless_gone("a run of the pass over a graph", "losses there may stay as they are written", lambda *_: None)
+    def _replace(self, graph: fx.Graph) -> None:
         report.record(rewrite.replace_cross_entropy(graph, self.linear, self.products))
 
     def uuid(self) -> Any:

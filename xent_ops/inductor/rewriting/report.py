@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..._private import private
+
 
 @dataclass(frozen=True)
 class Call:
@@ -106,9 +108,13 @@ class Report:
             "no loss is in these graphs: compile the function that computes the loss, not the model alone;",
             "or Dynamo skipped its frame, or broke the graph before it (TORCH_LOGS=graph_breaks, fullgraph=True tell);",
             "or a torch.autograd.Function of another package computes it, which no pass sees into;",
-            "or it is written out in a form that the pass does not know, over fewer than 1024 classes (docs/compile.md)",
+            "or it is written out in a form that the pass does not know, of fewer than 1024 classes (docs/compile.md)",
         ]
 
+
+_compile_context = private(
+    "torch._guards.CompileContext.try_get", lambda: None, "a graph that torch traces again is in the report twice"
+)
 
 # (compilation, attempt, calls in one graph). One compilation may have several graphs: a checkpointed part is a graph
 # inside a graph.
@@ -141,7 +147,5 @@ def last_report() -> Report:
 
 
 def _current_compilation() -> tuple[Any, Any]:
-    from torch._guards import CompileContext
-
-    context = CompileContext.try_get()
+    context = _compile_context()
     return (None, None) if context is None else (context, context.attempt)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..._private import private
 from .. import accelerators
 from ..reference import accumulator
 from ..rows import class_weight, dense_rows, front_of, is_narrower, rows, rows_like
@@ -55,7 +56,10 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     if RECORDING.get():
         # Of one dimension or more: Inductor fills a tensor of none, for which it launches a kernel.
         return lambda: torch.empty(tuple(shape) or (1,), dtype=dtype, device=device).view(tuple(shape))
-    empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}")
+    guards = private("torch._C._dynamo.guards", None, "a microsecond a launch")
+    empty = getattr(guards, f"_empty_strided_{device.type}", None)
+    if empty is None:
+        return functools.partial(torch.empty, tuple(shape), dtype=dtype, device=device)
     return functools.partial(empty, tuple(shape), torch.empty(shape, device="meta").stride(), dtype)
 
 

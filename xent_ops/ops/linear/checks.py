@@ -41,10 +41,10 @@ def head(
     _as_input(weight_name, linear_weight, input, input_name)
     (classes, width), features = linear_weight.shape, input.shape[-1]
     if not (type(width) is type(features) is int and width == features):
-        torch._check_value(width == features, lambda: _other_features(weight_name, linear_weight, features))
+        checks.check_value(width == features, lambda: _other_features(weight_name, linear_weight, features))
     # Dynamo runs this before the logits of a transform are made, and that of torch 2.11 refuses _check_value there.
     if not (may_be_empty or (type(classes) is int and classes > 0)):
-        torch._check_value(
+        checks.check_value(
             classes > 0,
             lambda: f"{weight_name} of shape {tuple(linear_weight.shape)} has 0 classes; expected at least 1",
         )
@@ -98,7 +98,7 @@ def sizes_of(chunking: Chunking) -> None:
     number = chunking.chunk_rows
     if number is None or (type(number) is int and number >= 1):
         return
-    torch._check_value(number >= 1, lambda: f"chunk_rows must be at least 1, or None for the default, got {number}")
+    checks.check_value(number >= 1, lambda: f"chunk_rows must be at least 1, or None for the default, got {number}")
 
 
 def _other_features(name: str, linear_weight: Tensor, features: int) -> str:

@@ -148,7 +148,7 @@ def _check_add(
     checks.two_dimensions(input)
     _check_count(count, input)
     row_checks.same_shape("grad_logits", grad_logits.shape[:1], input.shape[:1], "as many rows as the input")
-    torch._check_value(
+    row_checks.check_value(
         padded_classes(columns, grad_logits.dtype) == grad_logits.shape[1],
         lambda: f"grad_logits has shape {tuple(grad_logits.shape)}, which {columns} classes do not have",
     )
@@ -196,7 +196,7 @@ def _value_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
     gradients, factor = ctx.gradients, grad if ctx.divisor is None else grad / ctx.divisor
     # Compiled autograd traces this, and replays no change of ctx: there the gradients stay as they are.
     traced = torch.compiler.is_compiling()
-    keep = traced or transforms.is_batch(grad) or torch._C._autograd._get_current_graph_task_keep_graph()
+    keep = traced or transforms.is_batch(grad) or transforms.keep_graph()
     if not keep:
         ctx.gradients = None
     scaled = given_away(gradients, factor, ctx.needs_input_grad[1:4], ctx.dtype, keep)

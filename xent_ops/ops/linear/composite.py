@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
 
+from ..._private import private
 from ...head import chunks
 from ...kernels.options import Chunking, LossOptions, Options
 from ...kernels.reductions import reduce_rows
@@ -18,6 +18,10 @@ from .. import arguments, transforms
 from .. import checks as row_checks
 from ..library import LIBRARY, define
 from . import checks
+
+_tracing_context = private(
+    "torch._guards.TracingContext.try_get", lambda: None, "a compiled selective checkpoint takes four products"
+)
 
 _ops = torch.ops.xent
 
@@ -39,7 +43,7 @@ def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
 def forward_runs_twice() -> bool:
     """Inside saved-tensor hooks, of which an eager checkpoint is made: there one product is better than three."""
     # torch 2.11 makes a compiled selective checkpoint of hooks too, where only the context tells that it is traced.
-    traced = transforms.is_traced() or TracingContext.try_get() is not None
+    traced = transforms.is_traced() or _tracing_context() is not None
     return not traced and transforms.in_saved_tensors_hooks()
 
 

@@ -147,7 +147,7 @@ def _backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[Tensor | N
         factor = grad_value / divisor_after_products(ctx.divided_by)
     # Compiled autograd traces this, and replays no change of ctx: there the gradients stay as they are.
     traced = torch.compiler.is_compiling()
-    keep = traced or transforms.is_batch(grad_value) or torch._C._autograd._get_current_graph_task_keep_graph()
+    keep = traced or transforms.is_batch(grad_value) or transforms.keep_graph()
     if not keep:
         ctx.gradients = None
     of_input, of_weight, of_bias = given_away(gradients, factor, ctx.mask, ctx.dtype, keep)

@@ -1,0 +1,58 @@
+"""Private names of torch. Where a version lacks one, something else is done, with one warning a process for each."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+LEFT_OUT: dict[str, str] = {}  # what is left out, and what that costs: for doctor
+
+
+def left_out(what: str, cost: str, error: object) -> None:
+    """Warn once that ``what`` is left out because of ``error``."""
+    if what not in LEFT_OUT:
+        LEFT_OUT[what] = cost
+        warnings.warn(
+            f"xent_ops leaves out {what}, which torch {torch.__version__} does not serve ({error}): {cost}. "
+            "A newer xent_ops may know this torch.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def private(name: str, otherwise: Any, cost: str) -> Any:
+    """What torch has under this full name; ``otherwise`` where it has none."""
+    found: Any = torch
+    try:
+        for part in name.split(".")[1:]:
+            found = getattr(found, part)
+    except AttributeError as error:
+        left_out(name, cost, error)
+        return otherwise
+    return found
+
+
+def unless_gone(
+    what: str, cost: str, otherwise: Callable[..., Any], errors: tuple[type[Exception], ...] = ()
+) -> Callable[[Any], Any]:
+    """A decorator: what ``otherwise`` returns of the same arguments, where the function meets a name that is gone.
+
+    ``errors``: what else shows that a name means something else.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def guarded(*args: Any, **keywords: Any) -> Any:
+            try:
+                return function(*args, **keywords)
+            except (ImportError, AttributeError, *errors) as error:
+                left_out(what, cost, error)
+                return otherwise(*args, **keywords)
+
+        return guarded
+
+    return decorate
