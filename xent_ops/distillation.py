@@ -182,7 +182,7 @@ def linear_distillation_loss(
     heads = (*student[:2], target, *teacher[:2], student[2], teacher[2])
     keywords: dict[str, Any] = {"chunk_rows": chunking.chunk_rows, "skip_ignored": skip_ignored, **how.keywords()}
     wanted = [tensor is not None and tensor.requires_grad for tensor in student]
-    if reduction == "none" or not (torch.is_grad_enabled() and any(wanted)):
+    if reduction == "none" or not (torch.is_grad_enabled() and any(wanted)) or transforms.is_jit_traced():
         row_loss, _ = _ops.linear_distillation_forward(*heads, accumulate_dtype=accumulate_dtype, **keywords)
         return _reduced(row_loss, target, divisor, loss, token_weight)
     rest = (divisor, token_weight, wanted, accumulate_dtype)

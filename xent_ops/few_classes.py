@@ -37,7 +37,8 @@ def checked(
     if ids.is_floating_point():
         raise TypeError(f"target has dtype {ids.dtype}; with target_probs it holds class indices (..., K)")
     checks.dtype("target_probs", target_probs, checks.FLOATS)
-    checks.same_shape("target_probs", target_probs.shape, ids.shape, "a probability for each class of the target")
+    if not transforms.is_jit_traced():
+        checks.same_shape("target_probs", target_probs.shape, ids.shape, "a probability for each class of the target")
     checks.same_device("target_probs", target_probs, ids, "target is")
     if target_probs.requires_grad and torch.is_grad_enabled():
         raise RuntimeError("target_probs requires grad, and the loss has no derivative for it: detach it")

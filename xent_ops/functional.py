@@ -45,7 +45,10 @@ def classes_last(tensor: Tensor, dim: int, name: str = "input") -> Tensor:
 
 
 def is_dtensor(tensor: Tensor | None) -> bool:
-    return hasattr(tensor, "device_mesh")
+    if not hasattr(tensor, "device_mesh"):
+        return False
+    arguments.refuse_proxy(tensor)  # which has every attribute
+    return True
 
 
 def refuse_dtensors(name: str, *tensors: Tensor) -> None:

@@ -138,7 +138,7 @@ def linear_cross_entropy(
                 "class probabilities, torch.func and forward-mode AD make all logits, by the products of nn.Linear: "
                 "without logits_dtype and products"
             )
-        if not torch.jit.is_tracing():  # to jit.trace sizes are tensors
+        if not transforms.is_jit_traced():
             linear_checks.head(input, linear_weight, linear_bias, accumulate_dtype, how)
         logits = F.linear(input, linear_weight, linear_bias)
         scale = loss.lse_square_scale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -54,7 +55,8 @@ class TokenFunction:
         zeros = target.new_zeros(_PROBED, dtype=self.dtype)
         rows = [row.new_zeros((_PROBED, *rest)) for row, rest in zip(self.rows, self._rest, strict=True)]
         stats = _Recorder(zeros, rows.pop().to(self.dtype) if self.several else zeros)
-        with torch.enable_grad():
+        # A gradient mode of its own would leave an empty submodule in an exported program, which then cannot be loaded.
+        with contextlib.nullcontext() if torch.compiler.is_exporting() else torch.enable_grad():
             self._refuse(self._tried(stats, rows), _PROBED, target)
         return stats.entropy_was_read
 

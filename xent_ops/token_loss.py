@@ -11,6 +11,7 @@ from .functional import classes_last, is_dtensor, refuse_dtensors
 from .head import loop
 from .kernels.options import HeadProducts
 from .kernels.reference import accumulator
+from .kernels.sizes import depend_on_data
 from .ops import arguments, transforms
 from .ops.linear import checks as linear_checks
 from .ops.linear import composite
@@ -127,7 +128,10 @@ def linear_token_loss(
     if check:
         with torch.no_grad():
             function.check(*statistics(), target)
-    if how.products is not None or not composite.gradients_in_forward(input, linear_weight, linear_bias):
+    made = composite.gradients_in_forward(input, linear_weight, linear_bias)
+    # A program that torch.export makes of torch.func.grad, which derives fn, fails when it runs. And a loop over a
+    # number of rows that depends on data has no number of chunks.
+    if how.products is not None or not made or torch.compiler.is_exporting() or depend_on_data(input):
         return divided(function.of_all(*statistics(), target), divisor)
     whole = loop.HeadSlice(*head, accumulate_dtype=accumulate_dtype, chunking=how)
     return of_chunks(function, input, target, whole, loss, divisor, loop.OneRank())

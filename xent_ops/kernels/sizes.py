@@ -22,6 +22,15 @@ def size_to_serve(size: Any, many: int) -> int:
     return max(traced(size), many) if symbolic(size) else size
 
 
+def depend_on_data(tensor: torch.Tensor) -> bool:
+    """Does a graph that is compiled not know the sizes, as those of rows that a mask picks?"""
+    if not torch.compiler.is_compiling():
+        return False
+    from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
+
+    return has_free_unbacked_symbols(tensor)
+
+
 def known(condition: Any) -> bool:
     """Does it hold for all sizes of the range? No guard: a package has none."""
     if isinstance(condition, bool):

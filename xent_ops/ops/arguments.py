@@ -150,7 +150,10 @@ def divisor(value: Any, input: Tensor) -> Tensor | None:
     value = number("divisor", value)
     if _is_zero(value):
         raise ValueError(f"divisor must not be 0, by which no sum can be divided, got {value}")
-    return torch.full((), value, dtype=accumulator(input), device=input.device)
+    dtype = accumulator(input)
+    if torch.compiler.is_compiling():  # for each value that is filled in, AOTAutograd would compile again
+        return torch.ones((), dtype=dtype, device=input.device) * value
+    return torch.full((), value, dtype=dtype, device=input.device)
 
 
 def _is_zero(value: float) -> bool:
@@ -174,11 +177,21 @@ def chunks(
     return accumulate_dtype, Chunking(chunk_rows, skip_ignored, logits_dtype, products)
 
 
+def refuse_proxy(value: Any) -> None:
+    """Raises where torch.fx.symbolic_trace calls a function."""
+    if isinstance(value, torch.fx.Proxy):
+        raise TypeError(
+            "torch.fx.symbolic_trace calls with proxies, which have no shape or dtype that a loss could check: use "
+            "torch.export, make_fx or torch.compile, or wrap the loss by torch.fx.wrap"
+        )
+
+
 def _refuse_tensors(values: Iterable[tuple[str, Any]]) -> None:
     for name, value in values:
         if value is None and name == "weight":
             continue
         if not isinstance(value, Tensor):
+            refuse_proxy(value)
             found = "None" if value is None else kind_of(value)
             raise TypeError(f"{name} must be a torch.Tensor, got {found}{way_to_tensor(name, value)}")
         if value.is_nested:

@@ -12,7 +12,7 @@ from ..kernels import reference_ids
 from ..kernels.options import DEFAULTS, Options
 from ..kernels.reference import accumulator
 from ..kernels.reference_ids import first_counted
-from . import backward_checks, checks
+from . import backward_checks, checks, transforms
 from .library import Outputs, autograd, needs_grad, operator
 from .second_order import no_second_derivative
 
@@ -36,7 +36,8 @@ def check_ids(ids: Tensor, owner: str, rows: torch.Size, device_of: Tensor, clas
         raise ValueError("ids has no dimension; expected (..., K), K classes of each row")
     expected = torch.Size((*rows, ids.shape[-1]))
     checks.same_shape("ids", ids.shape, expected, f"K classes of each row of the {owner}")
-    checks.check_value(ids.shape[-1] > 0, lambda: f"ids has shape {tuple(ids.shape)}; expected at least one a row")
+    if not transforms.is_jit_traced():
+        checks.check_value(ids.shape[-1] > 0, lambda: f"ids has shape {tuple(ids.shape)}; expected at least one a row")
     checks.same_device("ids", ids, device_of, f"{owner} is" if owner == "input" else "logits are")
     checks.row_options(None, classes, options)
     if options.label_smoothing != 0.0:

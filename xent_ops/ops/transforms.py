@@ -51,7 +51,12 @@ def dual_level() -> bool:
 
 def is_traced() -> bool:
     """Is Dynamo or torch.jit.trace recording this call? Modes and subclasses see the operators anyway."""
-    return torch.compiler.is_compiling() or _tracing_state() is not None
+    return torch.compiler.is_compiling() or is_jit_traced()
+
+
+def is_jit_traced() -> bool:
+    """By torch.jit.trace, to which sizes are tensors, and which records no operator with a list of bools."""
+    return not torch.compiler.is_compiling() and _tracing_state() is not None
 
 
 def active() -> bool:

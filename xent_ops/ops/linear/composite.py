@@ -50,7 +50,7 @@ def forward_runs_twice() -> bool:
 def gradients_in_forward(*tensors: Tensor | None) -> bool:
     """Is it the forward that makes the gradients of a reduced loss? These tensors are input, weight and bias."""
     wanted = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    return wanted and not forward_runs_twice()
+    return wanted and not forward_runs_twice() and not transforms.is_jit_traced()
 
 
 def with_grad(
