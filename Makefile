@@ -23,11 +23,11 @@ QUICK = tests/operators tests/eager tests/compile/test_graph_snapshots.py --igno
 	--ignore=tests/operators/test_with_grad_shared.py -k "not opcheck"
 QUICK_INTERPRETED = tests/eager/test_launch_cache.py tests/operators/test_values.py -k "launch_cache or combination or divisor or target"
 
-.PHONY: help env demo test test-quick test-full test-ascend test-integrations lint format release clean
+.PHONY: help env demo test test-quick test-full test-ascend test-integrations sanitize-gpu lint format release clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
-		printf '  make %-11s %s\n' "$$name" "$$text"; done
+		printf '  make %-12s %s\n' "$$name" "$$text"; done
 
 env:  ## set up the private environment; the other targets do it too
 	@command -v $(BASE) >/dev/null || { echo "This machine lacks $(BASE). Debian: sudo apt-get install" \
@@ -49,6 +49,9 @@ test-quick: env  ## the inner loop, under two minutes: values on the CPU and in 
 
 test-full: env  ## the slower tests that `make test` leaves out: more dtypes, targets and processes, C++ builds, sanitizers
 	$(COMPILED) tests -m slow
+
+sanitize-gpu: env  ## compute-sanitizer over all kernels on an NVIDIA GPU; ARGS="racecheck" for one of its tools
+	env -u TRITON_INTERPRET $(PY) tools/sanitize_gpu.py $(ARGS)
 
 test-ascend: env  ## the Ascend kernels through triton-ascend's passes, in an environment of their own, without a device
 	@# 75: the environment cannot be had here, and the script has said why.
