@@ -67,6 +67,31 @@ def test_values(device, dtype, places, name):
     torch.testing.assert_close(plain.double().cpu(), correct, **exact)
 
 
+HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+MIXED = {  # grad_logits, ids, at_ids, grad_ids, grad_lse, lse, grad_entropy, entropy
+    "float32 beside bfloat16": (HALF, torch.int32, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE),
+    "bfloat16 beside float32": (SINGLE, torch.int64, HALF, HALF, HALF, SINGLE, HALF, HALF),
+    "float16 all over": (torch.float16, torch.int32, *[torch.float16] * 6),
+    "bfloat16 lse": (SINGLE, torch.int64, SINGLE, SINGLE, SINGLE, HALF, SINGLE, SINGLE),
+    "float64 lse": (SINGLE, torch.int64, SINGLE, SINGLE, HALF, DOUBLE, SINGLE, HALF),
+    "float64 beside float32": (SINGLE, torch.int32, DOUBLE, DOUBLE, DOUBLE, SINGLE, DOUBLE, DOUBLE),
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_mixed_dtypes(device, case):
+    """Each tensor of its own; the sums are those of float32, or of the lse where that is float64."""
+    given = problem(device, torch.float64, 7, True)
+    mixed = [value.to(dtype) for value, dtype in zip(given, MIXED[case], strict=False)]
+    correct = wanted(mixed[0], mixed[1], *[value.cpu().double() for value in mixed[2:]], *given[8:], Options())
+    made, plain = mixed[0].clone(), mixed[0].clone()
+    torch.ops.xent.ids_grad_(made, *mixed[1:], *given[8:])
+    reference_ids.ids_grad_(plain, *mixed[1:], *given[8:])
+    for result in (made, plain):
+        exact = {"rtol": torch.finfo(made.dtype).eps * 4, "atol": 1e-6}
+        torch.testing.assert_close(result.double().cpu(), correct, **exact)
+
+
 def test_rows_of_any_stride(device):
     _, *rest = problem(device, torch.float32, 7, True)
     storage = torch.randn(ROWS, V + 9, device=device)

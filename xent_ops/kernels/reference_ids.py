@@ -83,8 +83,9 @@ def _of_columns(
 ) -> tuple[Tensor, Tensor]:
     """(column, value), each (..., K): what is to be written where."""
     at = columns(ids, grad_logits.shape[-1], class_start, num_classes, options.ignore_index)
-    x = at_ids.to(lse.dtype)
-    of_row = softmax_gradient(x, lse, grad_lse.to(x.dtype), entropy, grad_entropy)
+    x, lse, grad_of_lse = (value.to(accumulator(lse)) for value in (at_ids, lse, grad_lse))
+    entropy = None if entropy is None else entropy.to(x.dtype)
+    of_row = softmax_gradient(x, lse, grad_of_lse, entropy, grad_entropy)
     passed = _added_up(at, grad_ids.to(x.dtype))
     live = (grad_lse != 0) if grad_entropy is None else (grad_lse != 0) | (grad_entropy != 0)
     value = torch.where(live.unsqueeze(-1), of_row, 0.0) + passed

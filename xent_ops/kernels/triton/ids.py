@@ -10,7 +10,7 @@ from .numerics import row_offset
 def ids_grad_kernel(
     grad_ptr,  # (outer, inner, V), rows of any stride: where the other columns are written already
     ids_ptr,  # (N, K), contiguous, any integer dtype
-    at_ids_ptr,  # (N, K), contiguous, as the next
+    at_ids_ptr,  # (N, K), contiguous, of any dtype, as all that follow
     grad_ids_ptr,
     grad_lse_ptr,  # (N,), contiguous
     lse_ptr,  # (N,)
@@ -31,7 +31,7 @@ def ids_grad_kernel(
     STEP: tl.constexpr,  # places that are compared with all at a time
 ):
     """One program a row. Equal ids write equal numbers: each adds up what flows to all of them, in one order."""
-    ACC: tl.constexpr = lse_ptr.dtype.element_ty
+    ACC: tl.constexpr = tl.float64 if lse_ptr.dtype.element_ty == tl.float64 else tl.float32
     row = tl.program_id(0)
     offset = tl.cast(row, tl.int64) * n_places
     place = tl.arange(0, PLACES)
@@ -47,7 +47,7 @@ def ids_grad_kernel(
         values = tl.load(grad_ids_ptr + offset + other, mask=inside, other=0.0).to(ACC)
         same = (ids[:, None] == other_ids[None, :]) & inside[None, :]
         passed += tl.sum(tl.where(same, values[None, :], 0.0), axis=1)
-    log_p = x - tl.load(lse_ptr + row)
+    log_p = x - tl.load(lse_ptr + row).to(ACC)
     p = tl.exp(log_p)
     b = tl.load(grad_lse_ptr + row).to(ACC)
     grad = b * p
