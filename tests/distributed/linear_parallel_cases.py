@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.exact_numbers import DIVISOR, exact_problem
 from torch.utils.flop_counter import FlopCounterMode
 from vocab_parallel_cases import OPTIONS, Collectives, V, same_bits_everywhere, shard_of, split
 
@@ -315,3 +316,33 @@ def autocast(device):
     assert torch.equal(loss, wanted) and loss.dtype == torch.float32
     grads = torch.autograd.grad(loss, (x, w, b))
     assert all(grad.dtype == torch.float32 for grad in grads)
+
+
+def exact_numbers(device):
+    """The bits of one product, however the classes are split, with chunks of any size and rows split over the ranks."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for dtype, kind, chunk_rows, sequence_parallel, skip_ignored in itertools.product(
+        (torch.bfloat16, torch.float16), ("chunk", "uneven"), (5, None), (False, True), (False, True)
+    ):
+        (x, head, target), (of_input, of_head) = exact_problem(dtype)
+        place = split(kind, len(head))
+        start, size, _ = place
+        if sequence_parallel:
+            x, of_input = x.chunk(world)[rank].clone(), of_input.chunk(world)[rank]
+        x, shard = (tensor.to(device).requires_grad_() for tensor in (x, shard_of(head.t(), place).t().contiguous()))
+        loss = vocab_parallel_linear_cross_entropy(
+            x,
+            shard,
+            target.to(device),
+            num_classes=len(head),
+            class_start=None if kind == "chunk" else start,
+            reduction="sum",
+            divisor=DIVISOR,
+            chunk_rows=chunk_rows,
+            sequence_parallel=sequence_parallel,
+            skip_ignored=skip_ignored,
+        )
+        grads = torch.autograd.grad(loss, (x, shard))
+        assert torch.equal(grads[0].cpu(), of_input) and torch.equal(
+            grads[1][:size].cpu(), of_head[start : start + size]
+        )

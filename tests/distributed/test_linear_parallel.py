@@ -33,6 +33,7 @@ def test_values(pool, device, world, kind, dtype):
         cases.flops,
         cases.groups_of_one_and_some,
         cases.edge_rows,
+        cases.exact_numbers,
         cases.backward_again,
         cases.batch_of_upstream_gradients,
         cases.checkpoint,
