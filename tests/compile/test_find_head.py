@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from finding_heads import CLOSE, B, H, S, V, assert_taken, ce, heads_of, inputs
+from finding_heads import CLOSE, IN_BFLOAT16, B, H, S, V, assert_taken, ce, heads_of, inputs
 from rewriting import Rewriting
 from torch import nn
 
@@ -110,7 +110,7 @@ def test_a_temperature_that_is_a_tensor(scale):
         assert call.softcap == (5.0 if scale == "before a softcap" else None)
     half = [tensor.detach().bfloat16().requires_grad_() for tensor in (x, w)]
     s = torch.tensor(0.7, requires_grad=True)
-    assert_taken(lambda x, w, s, t: ce(SCALES[scale](x @ w.t(), s).float(), t), *half, s, t, rtol=0.05, atol=0.02)
+    assert_taken(lambda x, w, s, t: ce(SCALES[scale](x @ w.t(), s).float(), t), *half, s, t, **IN_BFLOAT16)
 
 
 CONVOLUTIONS = {
@@ -315,29 +315,28 @@ def test_explicit_casts_are_kept():
     def function(x, w, t):
         return ce(F.linear(x.bfloat16(), w.to(torch.bfloat16)).float(), t)
 
-    _, node = assert_taken(function, x, w, t, rtol=0.05, atol=0.02)
+    _, node = assert_taken(function, x, w, t, **IN_BFLOAT16)
     assert [node.args[index].meta["example_value"].dtype for index in (0, 1)] == [torch.bfloat16] * 2
 
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_autocast(inside):
-    """What nn.Linear casts, the operator casts: products of bfloat16, and a float32 loss."""
-    x, *_, t = inputs()
-    model = nn.Linear(H, V)
+    """What F.linear casts, the operator casts: products of bfloat16, and a float32 loss."""
+    x, w, b, t = inputs()
 
-    def plain(x, t):
-        return ce(model(x), t)
+    def plain(x, w, b, t):
+        return ce(F.linear(x, w, b), t)
 
-    def function(x, t):
+    def function(x, w, b, t):
         with torch.autocast("cpu", torch.bfloat16):
-            return plain(torch.tanh(x) @ torch.eye(H), t)  # a bfloat16 input for a float32 weight
+            return plain(torch.tanh(x) @ torch.eye(H), w, b, t)  # a bfloat16 input for a float32 weight
 
     if inside:
-        _, node = assert_taken(function, x, t, rtol=0.05, atol=0.02)
+        _, node = assert_taken(function, x, w, b, t, **IN_BFLOAT16)
         assert [node.args[index].meta["example_value"].dtype for index in (0, 1)] == [torch.bfloat16, torch.float32]
     else:
         with torch.autocast("cpu", torch.bfloat16):
-            assert_taken(plain, x, t, rtol=0.05, atol=0.02)
+            assert_taken(plain, x, w, b, t, **IN_BFLOAT16)
 
 
 def test_tied_to_an_embedding():

@@ -95,10 +95,9 @@ def test_gradients_are_those_of_eager(device, name, dynamic):
 
     grads, code = run_and_get_code(run, torch.compile(outputs, fullgraph=True, dynamic=dynamic))
     assert calls_of(IN_PLACE, "".join(code)) == (name in ALONE)
+    share = 2e-2 if "upcast" in name else 1e-5  # upcasts are of bfloat16; what is written over is off by .05 and more
     for grad, wanted in zip(grads, run(outputs), strict=True):
-        torch.testing.assert_close(
-            grad, wanted, rtol=1e-4, atol=2e-2 * wanted.abs().max().item()
-        )  # bfloat16; wrong is 0.05 and more
+        torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=share * wanted.abs().max().item())
 
 
 class Unscaled(torch.autograd.Function):

@@ -11,6 +11,11 @@ from helpers.token_losses import LOSSES, focal, grpo, rows_of
 import xent_ops
 
 V, H, N = 40, 16, 24
+HOOKS_REFUSED = pytest.mark.xfail(
+    tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13),
+    raises=NotImplementedError,
+    reason="torch.func.grad of torch 2.13 refuses a checkpoint's saved-tensor hooks, that of 2.11 does not",
+)
 
 
 def inputs(device, rows=N, dtype=torch.float32):
@@ -125,10 +130,10 @@ def test_without_gradients_one_product(device):
     assert sum("linear_cross_entropy" in name for name in names) == 1
 
 
+@HOOKS_REFUSED
 def test_inside_a_checkpoint(device):
-    """Which has nothing to spare here. torch 2.11 takes it; torch.func.grad of 2.13 refuses its saved-tensor hooks."""
-    run_python(  # by itself: torch 2.13 leaves hooks refused in all of the process
-        f"""
+    """Which has nothing to spare here."""
+    program = f"""
         import torch, xent_ops
         from torch.utils.checkpoint import checkpoint
 
@@ -136,26 +141,29 @@ def test_inside_a_checkpoint(device):
             return xent_ops.linear_token_loss(x.sin(), head, target, lambda s: -(1 - s.log_probs.exp()) * s.log_probs)
 
         x, head = (torch.randn(n, 8, device={device!r}, requires_grad=True) for n in (6, 9))
-        target, compiled = torch.arange(6, device={device!r}), lambda *args: checkpoint(step, *args, use_reentrant=False)
-        try:
-            loss = torch.compile(compiled, fullgraph=True, backend="aot_eager")(x, head, target)
-        except Exception as error:
-            assert "don't yet support saved tensor hooks" in str(error), error
-        else:
-            wanted = torch.autograd.grad(step(x, head, target), (x, head))
+        target, saved = torch.arange(6, device={device!r}), lambda *args: checkpoint(step, *args, use_reentrant=False)
+        wanted = torch.autograd.grad(step(x, head, target), (x, head))
+        for function in (saved, torch.compile(saved, fullgraph=True, backend="aot_eager")):
+            loss = function(x, head, target)
             torch.testing.assert_close(torch.autograd.grad(loss, (x, head)), wanted)
         """
-    )
+    try:
+        run_python(program)  # by itself: torch 2.13 leaves hooks refused in all of the process
+    except AssertionError as error:
+        if "don't yet support saved tensor hooks" in str(error):
+            raise NotImplementedError("torch refuses saved-tensor hooks") from error
+        raise
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_skipping(device, backend):
     """On a GPU packed, with as many rows as the device says; on a CPU all rows."""
     tensors = inputs(device, 48, torch.float32 if device == "cpu" else torch.bfloat16)
+    tolerances = {} if device == "cpu" else {"rtol": 2e-2, "atol": 2e-2}
     step = step_of(focal, chunk_rows=20, skip_ignored=True)
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     for mine, eager in zip(gradients(compiled, *tensors), gradients(step, *tensors), strict=True):
-        torch.testing.assert_close(mine, eager, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(mine, eager, **tolerances)
 
 
 @pytest.mark.gpu

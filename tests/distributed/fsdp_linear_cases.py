@@ -113,7 +113,7 @@ def mixed_precision(device):
             total += grad.float() / world
     for parameter, wanted in zip(model.parameters(), grads, strict=True):
         assert parameter.dtype == parameter.grad.dtype == torch.float32
-        torch.testing.assert_close(parameter.grad.full_tensor(), wanted, rtol=1e-2, atol=1e-4)
+        torch.testing.assert_close(parameter.grad.full_tensor(), wanted, rtol=1e-5, atol=1e-7)
 
 
 def tied_embedding(device):
