@@ -188,22 +188,23 @@ void linear_cross_entropy_with_grad(Stack& stack) {
   const int64_t ignore_index = head.options.ignore_index;
   const Tensor divisors =
       divided_by(head.linear_weight, head.target, head.weight, divisor, token_weight, ignore_index, dtype, reduction);
-  Tensor inverse = aten::call("aten::reciprocal", "", divisors);
-  if (head.dtype() == ScalarType::Half) {
-    // What float16 gradients are divided by after the products.
-    inverse = aten::mul(inverse, divisible(aten::select(divisors, 0, 1)));
-  }
+  const Tensor inverse = aten::call("aten::reciprocal", "", divisors);
   Tensor scale = aten::select(inverse, 0, 0);
   MaybeTensor square;
   if (lse_square_scale != 0.0) {
     square = aten::mul(aten::scalar(lse_square_scale, dtype), aten::select(inverse, 0, 1));
   }
   const Rows rows(head);
-  const MaybeTensor of_rows = rows.take_values(token_weight);
+  const MaybeTensor of_rows = rows.take_values(counted_weights(token_weight, head.target, ignore_index, dtype));
   if (of_rows) {
-    const Tensor factor = aten::to(*of_rows, dtype);
-    scale = aten::mul(scale, factor);
-    square = square ? MaybeTensor(aten::mul(*square, factor)) : square;
+    scale = aten::mul(scale, *of_rows);
+    square = square ? MaybeTensor(aten::mul(*square, *of_rows)) : square;
+  }
+  if (head.dtype() == ScalarType::Half) {  // the formula multiplies by it after the products
+    const auto of_each = [&](const Tensor& factor) { return aten::call("aten::expand_as", "", factor, rows.target); };
+    const Tensor factor = largest(head, rows.target, of_each(scale), {square ? MaybeTensor(of_each(*square)) : square});
+    scale = aten::div(scale, factor);
+    square = square ? MaybeTensor(aten::div(*square, factor)) : square;
   }
   const Tensor input = rows.take(as_rows(head.input));
   const Statistics values(rows, rows_of, with_argmax, with_entropy);

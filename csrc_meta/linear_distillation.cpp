@@ -151,13 +151,15 @@ void linear_distillation_with_grad(Stack& stack) {
   const Tensor divisors = divided_by(student.linear_weight, student.target, std::nullopt, divisor, token_weight,
                                      how.ignore_index, dtype, reduction);
   Tensor scale = aten::call("aten::reciprocal", "", aten::select(divisors, 0, 0));
-  if (student.dtype() == ScalarType::Half) {
-    scale = aten::mul(scale, divisible(aten::select(divisors, 0, 1)));  // divided by that after the products
-  }
   const Rows rows(student);
-  const MaybeTensor of_rows = rows.take_values(token_weight);
+  const MaybeTensor of_rows =
+      rows.take_values(counted_weights(token_weight, student.target, how.ignore_index, dtype));
   if (of_rows) {
-    scale = aten::mul(scale, aten::to(*of_rows, dtype));
+    scale = aten::mul(scale, *of_rows);
+  }
+  if (student.dtype() == ScalarType::Half) {  // the formula multiplies by it after the products
+    const Tensor of_each = aten::call("aten::expand_as", "", scale, rows.target);
+    scale = aten::div(scale, largest(student, rows.target, of_each, {}));
   }
   const Tensor input = rows.take(as_rows(student.input)), losses = rows.new_values(dtype);
   Products products(student, input, mask);

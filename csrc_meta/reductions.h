@@ -23,6 +23,11 @@ inline Tensor counted_weights(const Tensor& token_weight, const Tensor& target, 
   return aten::where(is_counted(target, ignore_index), aten::to(token_weight, dtype), aten::scalar(0.0, dtype));
 }
 
+inline MaybeTensor counted_weights(const MaybeTensor& token_weight, const Tensor& target, int64_t ignore_index,
+                                   ScalarType dtype) {
+  return token_weight ? MaybeTensor(counted_weights(*token_weight, target, ignore_index, dtype)) : token_weight;
+}
+
 // (2,): what the reduced loss of a linear cross entropy and its z-loss are divided by.
 inline Tensor divided_by(const Tensor& linear_weight, const Tensor& target, const MaybeTensor& weight,
                          const MaybeTensor& divisor, const MaybeTensor& token_weight, int64_t ignore_index,

@@ -104,7 +104,9 @@ def in_one_visit(
     dtype, ignore_index = accumulator(input), loss.rows.ignore_index
     counted = is_counted(first_counted(ids, ignore_index), ignore_index)
     divisors = torch.ones((), dtype=dtype, device=input.device) if divisor is None else divisor.to(dtype)
-    within, later = float16.split_divisors(input.dtype, divisors.expand(2).contiguous())
+    within, later = float16.split_divisors(
+        input.dtype, divisors.expand(2), first_counted(ids, ignore_index), token_weight, loss=loss
+    )
     factor = counted.to(dtype) if token_weight is None else torch.where(counted, token_weight.to(dtype), 0.0)
     factor = factor / within[0]
     square = None if loss.lse_square_scale == 0.0 else loss.lse_square_scale * factor

@@ -206,7 +206,7 @@ def of_chunks(
     if divisor is not None and divisor.requires_grad:
         linear_checks.divisor_needs_grad()
     divisors = chunks.divided_by(target, None, divisor, 1, function.dtype, loss)
-    within, later = float16.split_divisors(input.dtype, divisors)
+    within, later = float16.split_divisors(input.dtype, divisors, target, loss=loss)
     values: list[Tensor] = []
     rows, packed, wanted = input, None, loop.wanted_gradients(input, head)
     if head.chunking.skip_ignored:

@@ -63,7 +63,8 @@ def linear_token_loss(
         ignore_index, softcap, logit_scale: as for ``cross_entropy``.
         accumulate_dtype, chunk_rows, skip_ignored: as for ``linear_cross_entropy``; compiled for a CPU, all rows are
             computed.
-        logits_dtype, products: as for ``linear_cross_entropy``; with products the loss takes four of them.
+        logits_dtype, products: as for ``linear_cross_entropy``; with products, and in float16, the loss takes four of
+            them.
         check: compare fn on all tokens with fn on parts of them, and raise where they differ. Costs a product and
             synchronises; not in compiled graphs.
 
@@ -129,9 +130,11 @@ def linear_token_loss(
         with torch.no_grad():
             function.check(*statistics(), target)
     made = composite.gradients_in_forward(input, linear_weight, linear_bias)
-    # A program that torch.export makes of torch.func.grad, which derives fn, fails when it runs. And a loop over a
-    # number of rows that depends on data has no number of chunks.
-    if how.products is not None or not made or torch.compiler.is_exporting() or depend_on_data(input):
+    # A program that torch.export makes of torch.func.grad, which derives fn, fails when it runs. A loop over a number
+    # of rows that depends on data has no number of chunks. And only the derivatives of all rows tell what keeps their
+    # products in float16's range.
+    made = made and not torch.compiler.is_exporting() and not depend_on_data(input) and input.dtype != torch.float16
+    if how.products is not None or not made:
         return divided(function.of_all(*statistics(), target), divisor)
     whole = loop.HeadSlice(*head, accumulate_dtype=accumulate_dtype, chunking=how)
     return of_chunks(function, input, target, whole, loss, divisor, loop.OneRank())

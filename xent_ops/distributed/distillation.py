@@ -244,7 +244,7 @@ def _loss(name: str, bound: _Bound, ranks: Ranks) -> Tensor:
         later = None
     else:
         divisors = chunks.divided_by(ordered, None, divisor, 1, dtype, loss, weights)
-        within, later = float16.split_divisors(input.dtype, divisors)
+        within, later = float16.split_divisors(input.dtype, divisors, ordered, weights, loss=loss)
     inverse = within[0].reciprocal()
     factors = None if weights is None else inverse * weights.reshape(parts, -1)
     steps = _Steps(

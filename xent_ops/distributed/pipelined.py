@@ -84,7 +84,8 @@ def loss(
     if divisor is not None and divisor.requires_grad:
         linear_checks.divisor_needs_grad()
     divisors = _divisors(target, head, ranks, options, divisor, reference.accumulator(input), token_weight)
-    within, later = float16.split_divisors(input.dtype, divisors)
+    # Without class weights, which are other ranks' too.
+    within, later = float16.split_divisors(input.dtype, divisors, target, token_weight, loss=options)
     one = within.new_ones(())
     if token_weight is not None:
         token_weight = token_weight.to(one.dtype).reshape(ranks.world if scattered else 1, -1)

@@ -208,11 +208,13 @@ def with_grad(
     """(value, divided_by, loss, lse, argmax, entropy, gradients), the last but three of rows.
 
     argmax and entropy are (0,) where they are not wanted. The gradients of the weight and the bias are as they were
-    added up. They are those of value; for float16 those of value * divisor_after_products(divided_by).
+    added up. They are those of value; for float16 those of value times what split_divisors divides by later.
     """
     loss, dtype = LossOptions(options, lse_square_scale, reduction), reference.accumulator(input)
     divisors = divided_by(target, weight, divisor, linear_weight.shape[0], dtype, loss, token_weight)
-    inverse = float16.split_divisors(input.dtype, divisors)[0].reciprocal()
+    inverse = float16.split_divisors(input.dtype, divisors, target, token_weight, weight, linear_weight.shape[0], loss)[
+        0
+    ].reciprocal()
     flat, how, made = as_rows(input), Chunking(**chunking), []
     rows = rows_to_compute(target, flat, linear_weight, options, how)
     of_rows = None if token_weight is None else rows.take(token_weight.to(dtype))

@@ -143,7 +143,7 @@ def with_grad(
     how, dtype = Distillation(**given), accumulator(input)
     loss = LossOptions(Options(how.options.ignore_index), reduction=reduction)
     divisors = divided_by(target, None, divisor, linear_weight.shape[0], dtype, loss, token_weight)
-    inverse = float16.split_divisors(input.dtype, divisors)[0][0].reciprocal()
+    inverse = float16.split_divisors(input.dtype, divisors, target, token_weight, loss=loss)[0][0].reciprocal()
     student, teacher = Head(input, linear_weight, linear_bias), Head(teacher_input, teacher_weight, teacher_bias)
     chunking, made = Chunking(chunk_rows, skip_ignored), []
     both = _Both(student, target, teacher, how, chunking, output_mask, accumulate_dtype)

@@ -1,7 +1,8 @@
-"""float16 has no numbers for a gradient that was divided by the number of rows.
+"""float16 has no numbers for a gradient that was divided by the number of rows, or multiplied by a large weight.
 
 With 32768 rows and 128256 classes almost all of it is zero. So the gradient of float16 logits is made for upstream
-gradients of about one, and the rest of the factor is applied to the products, whose sums over chunks are float32.
+gradients of which the largest is one, and what they were divided by multiplies the products, whose sums over chunks are
+float32.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor
 
 from ..kernels import reductions, reference
-from ..kernels.options import Options
+from ..kernels.options import LossOptions, Options
+
+DEFAULT_LOSS = LossOptions()
 
 
 def divisible(number: Tensor) -> Tensor:
@@ -20,20 +23,30 @@ def divisible(number: Tensor) -> Tensor:
     return torch.where((number != 0.0) & number.isfinite(), number, 1.0)
 
 
-def divisor_after_products(divided_by: Tensor) -> Tensor:
-    """(): what float16 gradients are divided by after the products: the number of counted rows, or the divisor.
+def split_divisors(
+    dtype: torch.dtype,
+    divided_by: Tensor,
+    target: Tensor,
+    token_weight: Tensor | None = None,
+    weight: Tensor | None = None,
+    classes: int = 1,
+    loss: LossOptions = DEFAULT_LOSS,
+) -> tuple[Tensor, Tensor | None]:
+    """(what the gradients of a chunk's logits are divided by, (2,), and what their products are, ()).
 
-    Not the sum of their class weights, which may be far from one. Zero and infinity are divided by at once.
+    Of the gradients of a reduced loss and its z-loss, whose rows have these weights.
     """
-    return divisible(divided_by[1])
-
-
-def split_divisors(dtype: torch.dtype, divided_by: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(what the gradients of a chunk's logits are divided by, (2,), and what their products are, ())."""
     if dtype != torch.float16:
         return divided_by, None
-    later = divisor_after_products(divided_by)
-    return divided_by / later, later
+    target, options = target.reshape(-1), loss.rows
+    factors = divided_by.reciprocal().unsqueeze(-1).expand(2, target.shape[0])
+    if token_weight is not None:
+        factors = factors * reductions.counted_weights(
+            token_weight.reshape(-1), target, options.ignore_index, divided_by.dtype
+        )
+    square = factors[1] * loss.lse_square_scale if loss.lse_square_scale != 0.0 else None
+    factor = largest(target, weight, None, classes, options, factors[0], square)
+    return divided_by * factor, factor.reciprocal()
 
 
 def largest(

@@ -100,7 +100,7 @@ def with_grad(
     dtype, options = reference.accumulator(input), Distillation(**given).options
     loss = LossOptions(Options(options.ignore_index), reduction=reduction)
     divisors = chunks.divided_by(target, None, divisor, linear_weight.shape[0], dtype, loss, token_weight)
-    inverse = float16.split_divisors(input.dtype, divisors)[0][0].reciprocal()
+    inverse = float16.split_divisors(input.dtype, divisors, target, token_weight, loss=loss)[0][0].reciprocal()
     indices = target.reshape(-1)
     factors = inverse.expand(indices.shape) if token_weight is None else inverse * token_weight.to(dtype).reshape(-1)
 

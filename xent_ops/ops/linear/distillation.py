@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ...head import distillation as of_heads
-from ...head.float16 import divisor_after_products
+from ...head.float16 import split_divisors
 from ...head.products import accumulator_of_weight
 from ...kernels.distillation import Distillation
-from ...kernels.options import Chunking
+from ...kernels.options import Chunking, LossOptions, Options
 from ...kernels.reference import accumulator
 from ...kernels.reference_distillation import STATISTICS
 from .. import checks as row_checks
@@ -128,8 +128,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(divided_by, *gradients)
     ctx.dtype = inputs[0].dtype
-    # Attributes, not saved tensors: the first backward scales the gradients in place and gives them away.
-    ctx.gradients, ctx.divided_by = gradients, divided_by
+    ctx.loss = LossOptions(Options(keyword_only_inputs.get("ignore_index", -100)))
+    if ctx.dtype == torch.float16:
+        ctx.save_for_backward(divided_by, inputs[2], inputs[8])
+    # An attribute, not saved tensors: the first backward scales the gradients in place and gives them away.
+    ctx.gradients = gradients
 
 
 def _backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -144,7 +147,7 @@ def _backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[Tensor | N
         )
     gradients, factor = ctx.gradients, grad_value
     if ctx.dtype == torch.float16:
-        factor = grad_value / divisor_after_products(ctx.divided_by)
+        factor = grad_value / split_divisors(ctx.dtype, *ctx.saved_tensors, loss=ctx.loss)[1]
     # Compiled autograd traces this, and replays no change of ctx: there the gradients stay as they are.
     traced = torch.compiler.is_compiling()
     keep = traced or transforms.is_batch(grad_value) or transforms.keep_graph()
