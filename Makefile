@@ -15,6 +15,9 @@ COMPILED = env -u TRITON_INTERPRET $(PYTEST)
 INTERPRETED = env TRITON_INTERPRET=1 $(PYTEST)
 # What the runs of one target passed, failed and skipped: the last line counts both, and both run where one fails.
 COUNTS = $(VENV)/counts.json
+# `make test` lists its slowest tests, and warns (it does not fail) where it takes this many minutes.
+SLOWEST = --durations 20 --durations-min 3
+BUDGET = 12
 
 export PYTHON TORCH TORCH_INDEX_URL XENT_OPS_BUILD_CPP
 
@@ -40,8 +43,10 @@ demo: env  ## train a small GPT with F.cross_entropy and both losses of xent_ops
 
 test: env  ## the tests that this machine can run: 10 minutes on two cores
 	@rm -f $(COUNTS)
-	$(COMPILED) tests -m "not slow" --add-counts $(COUNTS); first=$$?; \
-		$(INTERPRETED) tests -m "interpreter and not slow" --add-counts $(COUNTS) && exit $$first
+	begun=$$(date +%s); $(COMPILED) tests -m "not slow" $(SLOWEST) --add-counts $(COUNTS); first=$$?; \
+		$(INTERPRETED) tests -m "interpreter and not slow" $(SLOWEST) --add-counts $(COUNTS); second=$$?; \
+		minutes=$$((($$(date +%s) - begun) / 60)); [ $$minutes -lt $(BUDGET) ] || echo "This took $$minutes minutes," \
+		"the budget on two idle cores is $(BUDGET): the slowest tests are listed above." >&2; [ $$second = 0 ] && exit $$first
 
 test-quick: env  ## the inner loop, under two minutes: values on the CPU and in the interpreter, eager, graph snapshots
 	$(COMPILED) $(QUICK) -m "not slow and not gpu"

@@ -9,6 +9,7 @@ import vocab_parallel_error_cases as errors
 from worlds import every_kind_and_dtype
 
 WORLDS = [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+QUICK = [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4, 8))]  # what no third rank changes
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
@@ -22,7 +23,7 @@ def test_values_through_the_dispatcher(pool, device, dtype):
     pool(2, device).run(cases.values_through_the_dispatcher, "uneven", dtype)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", QUICK)
 @pytest.mark.parametrize(
     "case",
     [
@@ -47,7 +48,7 @@ def test_behaviour(pool, device, world, case):
     pool(world, device).run(case)
 
 
-@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4, 8))])
+@pytest.mark.parametrize("world", QUICK)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled(pool, device, world, backend):
     if backend == "inductor" and world > 2 and device == "cpu":

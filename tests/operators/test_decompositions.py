@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_registration import calls
+from test_registration import calls_of
 from torch.export import Dim, export
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -52,7 +52,7 @@ def as_tuple(outputs):
 def test_values(name, dtype):
     """Those of the CPU's kernels, with shapes, dtypes and strides."""
     table, overload = dict(xent_ops.decompositions().items()), OPERATORS[name].overload
-    samples = [sample for sample in calls("cpu", dtype, False) if sample.name == name]
+    samples = calls_of(name, "cpu", dtype, False)
     samples = [sample for sample in samples if not sample.options.get("products")]  # core aten has no such
     assert samples
     for _, args, options in samples:

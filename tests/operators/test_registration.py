@@ -1,5 +1,7 @@
 """Registration: schemas, fakes, autograd, errors. test_values.py tests the values."""
 
+import collections
+import functools
 import itertools
 
 import pytest
@@ -72,23 +74,34 @@ def calls(device, dtype, requires_grad):
         yield from samples.of_head_shard(x, head, target.clamp(max=29), (0, 30), bias, None, options, **square)
 
 
+@functools.cache
+def _samples(device, dtype, requires_grad):
+    found = collections.defaultdict(list)
+    for sample in calls(device, dtype, requires_grad):
+        found[sample.name].append(sample)
+    return found
+
+
+def calls_of(name, device, dtype, requires_grad):
+    """Samples of one operator, made once for all tests: copy what is written to, as opcheck does."""
+    return _samples(device, dtype, requires_grad)[name]
+
+
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["", "grad"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_opcheck(device, dtype, requires_grad, name):
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
-    for sample in calls(device, dtype, requires_grad):
-        if sample.name == name:
-            torch.library.opcheck(getattr(ops, name).default, *sample[1:], test_utils=utilities)
+    for sample in calls_of(name, device, dtype, requires_grad):
+        torch.library.opcheck(getattr(ops, name).default, *sample[1:], test_utils=utilities)
 
 
 def traced_differently(device, dtype, name):
     """Calls of an operator; without gradients where there is none with them, which traces the forward as well."""
     found = {}
     for requires_grad in (True, False):
-        for sample in calls(device, dtype, requires_grad):
-            if sample.name == name:
-                found.setdefault(_form(*sample[1:]), sample[1:])
+        for sample in calls_of(name, device, dtype, requires_grad):
+            found.setdefault(_form(*sample[1:]), sample[1:])
     return list(found.values())
 
 
