@@ -84,7 +84,6 @@ def loss(
     if divisor is not None and divisor.requires_grad:
         linear_checks.divisor_needs_grad()
     divisors = _divisors(target, head, ranks, options, divisor, reference.accumulator(input), token_weight)
-    # Without class weights, which are other ranks' too.
     within, later = float16.split_divisors(input.dtype, divisors, target, token_weight, loss=options)
     one = within.new_ones(())
     if token_weight is not None:

@@ -34,7 +34,8 @@ def split_divisors(
 ) -> tuple[Tensor, Tensor | None]:
     """(what the gradients of a chunk's logits are divided by, (2,), and what their products are, ()).
 
-    Of the gradients of a reduced loss and its z-loss, whose rows have these weights.
+    Of the gradients of a reduced loss and its z-loss, whose rows have these weights. Without ``weight`` class weights
+    count as their mean, the quotient of the two divisors: a rank does not have those of all targets.
     """
     if dtype != torch.float16:
         return divided_by, None
@@ -45,7 +46,8 @@ def split_divisors(
             token_weight.reshape(-1), target, options.ignore_index, divided_by.dtype
         )
     square = factors[1] * loss.lse_square_scale if loss.lse_square_scale != 0.0 else None
-    factor = largest(target, weight, None, classes, options, factors[0], square)
+    of_loss = factors[1] if weight is None else factors[0]
+    factor = largest(target, weight, None, classes, options, of_loss, square)
     return divided_by * factor, factor.reciprocal()
 
 
