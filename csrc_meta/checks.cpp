@@ -149,7 +149,7 @@ void head(const Tensor& input, const Tensor& weight, const MaybeTensor& bias,
                                 : std::nullopt;
     require(false, names.weight, " has shape ", shape(head), "; expected ", shape(expected),
             ", one row of the input's features for each class",
-            transposed ? text(": it is transposed, pass ", names.weight, ".t()") : "");
+            transposed ? text(": it is transposed, pass ", names.weight, ".t(); LinearCrossEntropyLoss takes (H, V)") : "");
   }
   if (!head) {
     aten::amax(aten::call("aten::t", "", weight));  // raises where there is no class
@@ -268,9 +268,15 @@ void target_values(const Tensor& target, int64_t num_classes, int64_t ignore_ind
       first = bad++ ? first : values[i];
     }
   }
-  require<std::out_of_range>(bad == 0, "target ", first, " is out of bounds: valid are 0 to ", num_classes - 1,
+  if (bad == 0) {
+    return;
+  }
+  const std::string mark = std::to_string(first);
+  const std::string hint = first < 0 ? "to ignore targets of " + mark + ", pass ignore_index=" + mark
+                                     : "a part of a sharded head, as weight.to_local(), has a part of the classes";
+  require<std::out_of_range>(false, "target ", first, " is out of bounds: valid are 0 to ", num_classes - 1,
                              " and ignore_index=", ignore_index, " (", bad, " of ", number,
-                             " targets are out of bounds)");
+                             " targets are out of bounds); ", hint);
 }
 
 }  // namespace xent::checks

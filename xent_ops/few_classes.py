@@ -29,13 +29,26 @@ _OVER = 1e-3  # how far above one probabilities may add up
 
 
 def checked(
-    ids: Tensor, target_probs: Any, tail: Any, weight: Tensor | None, loss: LossOptions, token_weight: Tensor | None
+    ids: Tensor,
+    rows: int,
+    target_probs: Any,
+    tail: Any,
+    weight: Tensor | None,
+    loss: LossOptions,
+    token_weight: Tensor | None,
 ) -> None:
-    """Raises where a call cannot be one with probabilities of few classes."""
+    """Raises where a call cannot be one with probabilities of few classes. ``rows``: how many dimensions rows have."""
     arguments.boolean("tail", tail)
     arguments.required("target_probs", target_probs)
     if ids.is_floating_point():
         raise TypeError(f"target has dtype {ids.dtype}; with target_probs it holds class indices (..., K)")
+    if ids.dim() != rows + 1:
+        raise ValueError(
+            f"target has shape {tuple(ids.shape)}; with target_probs it has {rows + 1} dimensions, (..., K): K classes "
+            "of each row"
+        )
+    if not transforms.is_jit_traced() and ids.shape[-1] == 0:
+        raise ValueError(f"target has shape {tuple(ids.shape)}: no class a row; expected (..., K), at least one")
     checks.dtype("target_probs", target_probs, checks.FLOATS)
     if not transforms.is_jit_traced():
         checks.same_shape("target_probs", target_probs.shape, ids.shape, "a probability for each class of the target")

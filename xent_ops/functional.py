@@ -30,9 +30,9 @@ def check_targets(target: Tensor, num_classes: int, ignore_index: int = -100) ->
 
     Examples:
         >>> xent_ops.check_targets(torch.tensor([0, 2, -100]), num_classes=3)
-        >>> xent_ops.check_targets(torch.tensor([0, 3, -100]), num_classes=3)
+        >>> xent_ops.check_targets(torch.tensor([0, 3, -100]), num_classes=3)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        IndexError: target 3 is out of bounds: valid are 0 to 2 and ignore_index=-100 (1 of 3 targets are out of bounds)
+        IndexError: target 3 is out of bounds: valid are 0 to 2 and ignore_index=-100 (1 of 3 targets are out of ...
     """
     arguments.class_indices(target)
     num_classes = arguments.at_least_one("num_classes", num_classes)

@@ -113,7 +113,7 @@ def linear_cross_entropy(
     arguments.optional("token_weight", token_weight)
     if target_probs is not None:
         refuse_dtensors("xent_ops.linear_cross_entropy with target_probs", input, linear_weight, target, target_probs)
-        few_classes.checked(target, target_probs, tail, weight, loss, token_weight)
+        few_classes.checked(target, input.dim() - 1, target_probs, tail, weight, loss, token_weight)
         linear_checks.reduced_by(arguments.divisor(divisor, input), input, reduction)
         more: dict[str, Any] = {"ignore_index": ignore_index, "softcap": softcap, "logit_scale": logit_scale}
         more |= {"accumulate_dtype": accumulate_dtype, "chunk_rows": chunk_rows, "skip_ignored": skip_ignored}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -117,7 +118,8 @@ class LinearCrossEntropyLoss(nn.Module):
         num_classes: V.
         bias: does the head have one?
         tied_weight: a Parameter (V, H) to use as the head's weight, an embedding's for example. The sizes may then be
-            left out.
+            left out. Where something replaces the module's Parameter, as ``to_empty`` does, the next call raises: tie
+            it again by ``head.weight = embedding.weight``.
         class_weight: (V,), a rescaling of each class. Moves with the module, and is not in its state_dict.
         device, dtype: of the parameters, as in nn.Linear.
         others: as for ``xent_ops.linear_cross_entropy``.
@@ -178,7 +180,25 @@ class LinearCrossEntropyLoss(nn.Module):
             self.bias = nn.Parameter(self.weight.new_empty(self.num_classes))
         self.register_buffer("class_weight", class_weight, persistent=False)
         self.tied = tied_weight is not None
+        self._untied: nn.Parameter | None = None
         self.reset_parameters()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LinearCrossEntropyLoss:
+        with self._tie_is_watched():
+            super()._apply(fn, recurse)
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **keywords: Any) -> None:
+        with self._tie_is_watched():
+            super()._load_from_state_dict(*args, **keywords)
+
+    @contextlib.contextmanager
+    def _tie_is_watched(self) -> Iterator[None]:
+        """to_empty(), to() of another kind of device and load_state_dict(assign=True) put new Parameters here."""
+        before = self.weight
+        yield
+        if self.tied and self.weight is not before:
+            object.__setattr__(self, "_untied", self.weight)  # no second name of a parameter
 
     def reset_parameters(self) -> None:
         """As nn.Linear; a tied weight stays what it is."""
@@ -197,6 +217,11 @@ class LinearCrossEntropyLoss(nn.Module):
         target_probs: Tensor | None = None,
         tail: bool = False,
     ) -> Tensor:
+        if self._untied is self.weight:
+            raise RuntimeError(
+                "the tied weight of LinearCrossEntropyLoss has become a Parameter of its own, as to_empty(), "
+                'to("meta") and load_state_dict(assign=True) make it: tie it again, head.weight = embedding.weight'
+            )
         return linear.linear_cross_entropy(
             input,
             self.weight,

@@ -68,8 +68,8 @@ class TokenFunction:
         except Exception as error:
             add_note = getattr(error, "add_note", lambda text: None)  # Python 3.11 has it
             add_note(
-                f"raised by fn, which is tried on {_PROBED} tokens of zeros before anything is computed: what it reads "
-                f"of all tokens it must get by rows=, here {len(rows)} of them"
+                f"raised by fn, which is called on parts of the tokens, first on {_PROBED} of zeros to see what it "
+                f"reads: a tensor of all tokens, as (B, S), must come by rows=, here {len(rows)} of them"
             )
             raise
 
@@ -265,6 +265,10 @@ class _Recorder:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"TokenLogProbs has no {name!r}; it has log_probs, entropy and lse")
 
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        raise TypeError("fn gets (stats, *rows), and stats is no tensor: it has stats.log_probs, .entropy and .lse")
+
     def __iter__(self) -> Iterator[Tensor]:
         return iter((self.log_probs, self.entropy, self.lse))
 
@@ -273,3 +277,13 @@ class _Recorder:
 
     def __len__(self) -> int:
         return 3
+
+
+def _no_tensor(*_: Any) -> Any:
+    _Recorder.__torch_function__()
+
+
+for _name in ("neg", "abs", "add", "sub", "mul", "truediv", "pow", "matmul", "lt", "le", "gt", "ge"):
+    setattr(_Recorder, f"__{_name}__", _no_tensor)
+for _name in ("add", "sub", "mul", "truediv", "pow", "matmul"):
+    setattr(_Recorder, f"__r{_name}__", _no_tensor)

@@ -42,7 +42,7 @@ def linear_token_loss(
 ) -> Tensor:
     """Any loss that is a sum of one number a token, from hidden states, in the three products of cross entropy.
 
-    ``fn(*linear_token_log_probs(input, linear_weight, target), *rows).sum() / divisor`` over the counted tokens, with
+    ``fn(linear_token_log_probs(input, linear_weight, target), *rows).sum() / divisor`` over the counted tokens, with
     ``fn(stats, *rows)`` called on a chunk of tokens at a time, between the chunk's statistics and its gradient: policy
     gradients (GRPO, DAPO, CISPO, PPO), token weights, focal, entropy-regularised losses. The forward makes the
     gradients, and the backward multiplies them by the upstream gradient, in place.

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -137,6 +138,16 @@ def tied_embedding(device):
     torch.testing.assert_close(value / world, wanted.detach())
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def outside_of_its_module(device):
+    """There the weight of a head in a group of its own is this rank's part."""
+    world, rank, mesh = dist.get_world_size(), dist.get_rank(), _mesh(device)
+    h, target = _batch(device, [3] * world)
+    model = _model().to(device)
+    fully_shard(model.head, mesh=mesh)
+    with pytest.raises(TypeError, match=r"With FSDP2 \(fully_shard\).* as xent_ops\.LinearCrossEntropyLoss does"):
+        xent_ops.linear_cross_entropy(h[rank], model.head.weight, target[rank])
 
 
 def _as_one_process(model, whole, loss, h, target):

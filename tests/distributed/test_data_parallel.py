@@ -27,7 +27,13 @@ def test_the_head_and_the_loss_as_one(pool, device, way, backend):
 
 @pytest.mark.parametrize(
     "case",
-    [fsdp.collectives, fsdp.accumulation_without_sync, fsdp.mixed_precision, fsdp.tied_embedding],
+    [
+        fsdp.collectives,
+        fsdp.accumulation_without_sync,
+        fsdp.mixed_precision,
+        fsdp.tied_embedding,
+        fsdp.outside_of_its_module,
+    ],
     ids=lambda case: case.__name__,
 )
 def test_fsdp_of_the_head_and_the_loss(pool, device, case):

@@ -281,6 +281,42 @@ def test_a_tied_module(device):
     assert embedding.weight.grad.shape == (9, 5)
 
 
+@pytest.mark.parametrize("kind", ["to_empty", "meta", "assign", "overwriting"])
+def test_a_broken_tie_is_an_error(device, kind):
+    """Untied, the head would have a weight that nobody has made, or one that its embedding does not learn."""
+    embedding = torch.nn.Embedding(9, 5, device=device)
+    model = torch.nn.ModuleList([embedding, xent_ops.LinearCrossEntropyLoss(tied_weight=embedding.weight)])
+    x, target = torch.randn(6, 5, device=device), TARGET.to(device)
+    if kind == "assign":
+        model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+    elif kind == "overwriting":
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        try:
+            model.double()
+        finally:
+            torch.__future__.set_overwrite_module_params_on_conversion(False)
+        x = x.double()
+    else:
+        model.to("meta")
+        if kind == "to_empty":
+            model.to_empty(device=device)
+        else:
+            x, target = x.to("meta"), target.to("meta")
+    with pytest.raises(RuntimeError, match=r"tie it again, head\.weight = embedding\.weight"):
+        model[1](x, target)
+    model[1].weight = model[0].weight
+    assert model[1](x, target).shape == ()
+
+
+def test_arguments_in_another_order(device):
+    x, target = torch.randn(6, 5, device=device), TARGET.to(device)
+    with pytest.raises(ValueError, match=r"transposed.*LinearCrossEntropyLoss takes \(H, V\)"):
+        xent_ops.LinearCrossEntropyLoss(9, 5, device=device)(x, target)
+    module = xent_ops.LinearCrossEntropyLoss(5, 9, device=device)
+    with pytest.raises(ValueError, match="Liger-Kernel's is weight, input, target"):
+        module(module.weight, x, target)
+
+
 def test_a_module_on_the_meta_device(device):
     module = xent_ops.LinearCrossEntropyLoss(5, 9, bias=True, device="meta")
     module.to_empty(device=device).reset_parameters()

@@ -317,6 +317,12 @@ def test_errors(device):
         call(x, head, ids, target_probs=0.5)
     with pytest.raises(TypeError, match="tail must be"):
         call(x, head, ids, target_probs=probs, tail="yes")
+    with pytest.raises(ValueError, match=r"target has shape \(9,\); with target_probs it has 2 dimensions"):
+        call(x, head, ids[:, 0], target_probs=probs[:, 0])
+    with pytest.raises(ValueError, match=r"target has shape \(9, 0\): no class a row"):
+        call(x, head, ids[:, :0], target_probs=probs[:, :0])
+    with pytest.raises(ValueError, match="num_items_in_batch is 0 where all labels of a step are ignored"):
+        call(x, head, ids[:, 0], reduction="sum", divisor=0)
     with pytest.raises(ValueError, match="tail=True is for target_probs"):
         call(x, head, ids[:, 0], tail=True)
     divisor = torch.ones((), device=device, requires_grad=True)

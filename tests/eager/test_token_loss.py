@@ -269,6 +269,17 @@ def test_refused(function, what):
         function(x, head, target, fn, **options)
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [lambda s: -s, lambda s: s * 2, lambda s: 2 - s, lambda s: torch.exp(s), lambda s: torch.stack([s, s]), abs],
+    ids=["neg", "mul", "rsub", "exp", "stack", "abs"],
+)
+def test_stats_are_no_tensor(fn):
+    x, w, target = torch.randn(4, 3), torch.randn(7, 3), torch.arange(4)
+    with pytest.raises(TypeError, match=r"stats is no tensor: it has stats\.log_probs"):
+        xent_ops.linear_token_loss(x, w, target, fn)
+
+
 def test_what_an_error_of_the_function_says():
     x, head, _, target = problem("cpu")
     of_all = torch.ones(4, 5).view(-1)

@@ -90,3 +90,5 @@ def test_a_model_that_has_a_loss_of_ours(tmp_path):
 def test_remove_xent_of_something_else():
     with pytest.raises(TypeError, match=r"got a builtins\.object; expected a trainer of TRL"):
         remove_xent(object())
+    with pytest.raises(TypeError, match=r"for a model there is xent_ops\.integrations\.transformers\.use_xent"):
+        remove_xent(torch.nn.Linear(1, 1))

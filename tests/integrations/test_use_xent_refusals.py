@@ -1,5 +1,7 @@
 """What use_xent does not take: each with the reason, before a wrong number or a silent loss of the gain."""
 
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -18,6 +20,9 @@ def patched(model, forward):
 
 
 def test_something_else():
+    trainer = types.SimpleNamespace(accelerator=None)
+    with pytest.raises(TypeError, match=r"pass trainer\.model, or a trainer of TRL to xent_ops\.integrations\.trl"):
+        use_xent(trainer)
     with pytest.raises(TypeError, match=r"expected a model of transformers.*got torch.nn.modules.linear.Linear"):
         use_xent(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="OptimizedModule"):

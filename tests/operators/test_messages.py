@@ -204,6 +204,8 @@ def test_check_targets():
         ((t, 4, 1.5), TypeError, "ignore_index must be an integer, got 1.5$"),
         ((t.float(), 4), TypeError, "target has dtype torch.float32; expected one of int64, int32, uint8$"),
         ((t, 3), IndexError, "target 3 is out of bounds: valid are 0 to 2 and ignore_index=-100"),
+        ((t, 3), IndexError, r".*; a part of a sharded head, as weight.to_local\(\), has a part of the classes$"),
+        ((torch.tensor([0, -1]), 3), IndexError, ".*; to ignore targets of -1, pass ignore_index=-1$"),
     ):
         with pytest.raises(error, match=f"^{text}"):
             xent_ops.check_targets(*arguments)

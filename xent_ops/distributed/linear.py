@@ -128,7 +128,7 @@ def vocab_parallel_linear_cross_entropy(
     def few() -> LossOptions:
         arguments.linear(input, weight_shard, target, bias_shard, weight, names=("weight_shard", "bias_shard"))
         loss = arguments.loss_options(*options, input.dtype)
-        few_classes.checked(target, target_probs, tail, weight, loss, token_weight)
+        few_classes.checked(target, input.dim() - 1, target_probs, tail, weight, loss, token_weight)
         if reduction == "none":
             raise ValueError('target_probs over ranks takes reduction="mean" or "sum", got "none"')
         for option, value, kept in (("pipelined", pipelined, None), ("skip_ignored", skip_ignored, False)):

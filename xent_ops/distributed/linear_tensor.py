@@ -166,8 +166,10 @@ def _mesh_of(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -
         if value is not None and not isinstance(value, DTensor):
             raise TypeError(
                 f"{name} is a plain tensor but another argument a DTensor: input, linear_weight and linear_bias must "
-                f"all be DTensors, or none of them. DTensor.from_local({name}, mesh, placements) makes one: with "
-                "[Replicate()] where every rank holds the same"
+                "all be DTensors, or none of them. With FSDP2 (fully_shard) parameters are plain inside of the forward "
+                "of the module that owns them: call the loss there, as xent_ops.LinearCrossEntropyLoss does. With "
+                f"tensor parallelism, where every rank holds the same {name}, DTensor.from_local({name}, mesh, "
+                "[Replicate()]) makes a DTensor of it"
             )
     assert isinstance(input, DTensor) and isinstance(linear_weight, DTensor)
     for name, value in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):

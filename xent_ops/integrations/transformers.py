@@ -160,9 +160,12 @@ def remove_xent(model: nn.Module) -> None:
 def _base(model: Any) -> Any:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, PreTrainedModel):
+        hint = ""
+        if hasattr(model, "accelerator"):  # a trainer's
+            hint = ": pass trainer.model, or a trainer of TRL to xent_ops.integrations.trl.use_xent"
         raise TypeError(
             f"expected a model of transformers, or a PeftModel around one, before it is compiled or wrapped; got "
-            f"{type(model).__module__}.{type(model).__qualname__}"
+            f"{type(model).__module__}.{type(model).__qualname__}{hint}"
         )
     return base
 

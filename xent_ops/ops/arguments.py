@@ -149,7 +149,10 @@ def divisor(value: Any, input: Tensor) -> Tensor | None:
         return value
     value = number("divisor", value)
     if _is_zero(value):
-        raise ValueError(f"divisor must not be 0, by which no sum can be divided, got {value}")
+        raise ValueError(
+            f"divisor must not be 0, by which no sum can be divided, got {value}: num_items_in_batch is 0 where all "
+            "labels of a step are ignored, a step to leave out"
+        )
     dtype = accumulator(input)
     if torch.compiler.is_compiling():  # for each value that is filled in, AOTAutograd would compile again
         return torch.ones((), dtype=dtype, device=input.device) * value

@@ -144,9 +144,13 @@ def target_values(target: Tensor, num_classes: int, ignore_index: int) -> None:
     indices = target.to(torch.int64)  # uint8 compared with -100 would wrap around
     bad = ((indices < 0) | (indices >= num_classes)) & (indices != ignore_index)
     if bool(bad.any()):
+        first = int(indices[bad][0])
+        hint = "a part of a sharded head, as weight.to_local(), has a part of the classes"
+        if first < 0:
+            hint = f"to ignore targets of {first}, pass ignore_index={first}"
         raise IndexError(
-            f"target {int(indices[bad][0])} is out of bounds: valid are 0 to {num_classes - 1} and "
-            f"ignore_index={ignore_index} ({int(bad.sum())} of {target.numel()} targets are out of bounds)"
+            f"target {first} is out of bounds: valid are 0 to {num_classes - 1} and ignore_index={ignore_index} "
+            f"({int(bad.sum())} of {target.numel()} targets are out of bounds); {hint}"
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import trl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import nn
 from transformers import PreTrainedModel
 
 from ...kernels.options import HeadProducts
@@ -141,8 +142,11 @@ def _kind_of(trainer: Any) -> type:
                 return kind
             break
     found = f"{type(trainer).__module__}.{type(trainer).__qualname__}"
+    hint = (
+        "; for a model there is xent_ops.integrations.transformers.use_xent" if isinstance(trainer, nn.Module) else ""
+    )
     raise TypeError(
-        f"got a {found}; expected a trainer of TRL, or of a subclass of one: {', '.join(_FUSED + _DISTILLING)}"
+        f"got a {found}; expected a trainer of TRL, or of a subclass of one: {', '.join(_FUSED + _DISTILLING)}{hint}"
     )
 
 

@@ -104,7 +104,7 @@ def sizes_of(chunking: Chunking) -> None:
 def _other_features(name: str, linear_weight: Tensor, features: int) -> str:
     rows, columns = linear_weight.shape
     transposed = known_equal((rows,), (features,))
-    hint = f": it is transposed, pass {name}.t()" if transposed else ""
+    hint = f": it is transposed, pass {name}.t(); LinearCrossEntropyLoss takes (H, V)" if transposed else ""
     return (
         f"{name} has shape {(rows, columns)}; expected {(columns if transposed else rows, features)}, one row "
         f"of the input's features for each class{hint}"
@@ -255,6 +255,11 @@ def with_grad(
 def reduced_by(divisor: Tensor | None, input: Tensor, reduction: str) -> None:
     if divisor is None:
         return
+    if divisor.dim() > 0 and not divisor.is_floating_point():
+        raise ValueError(
+            f"divisor has shape {tuple(divisor.shape)} and integers, as a target has: the order is input, "
+            "linear_weight, target, of LinearCrossEntropyLoss input, target (Liger-Kernel's is weight, input, target)"
+        )
     if reduction != "sum":
         raise ValueError(f'divisor is what a sum is divided by: expected reduction="sum", got {reduction!r}')
     checks.dtype("divisor", divisor, checks.DIVISORS)
