@@ -89,6 +89,7 @@ class Upstream : public cpu::Upstream {
 };
 
 // torch's intra-op threads, as set by torch.set_num_threads, at::set_num_threads or OMP_NUM_THREADS.
-cpu::Threads threads();
+// What is subnormal in the float32 arithmetic of float32 and bfloat16 logits becomes 0.
+cpu::Threads threads(const Tensor& logits);
 
 }  // namespace xent::bridge

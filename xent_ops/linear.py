@@ -72,7 +72,8 @@ def linear_cross_entropy(
             its places are. A mean divides by the number of counted rows. Without ``weight`` and ``label_smoothing``.
         tail: with target_probs: all other classes form one more, of probability 1 - sum_k p_k (NaN where that is below
             -0.001, or below the rounding of their dtype, -0.0078 for bfloat16). Without it, a loss of probabilities
-            that add up to less than one is not least where q is p.
+            that add up to less than one is not least where q is p. Its probability is what float32 leaves of 1: below
+            1e-6 it has no digits.
         accumulate_dtype: in which the chunks' parts of linear_weight's gradient are added up. None: the input's dtype,
             and float32 for float16. torch.float32 is more exact for bfloat16, and takes V x H float32 for a while.
         chunk_rows: rows of a chunk. Fewer need less memory, chunk_rows x V logits, and more time. None: the default, of

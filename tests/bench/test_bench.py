@@ -53,8 +53,9 @@ def test_json_png_and_table(tmp_path, capsys):
     assert math.isclose(one["copies"], one["ms"] / copy[34, 64])
     assert results[34, 64, "xent in-place"]["overwrites_input"] and not one["overwrites_input"]
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert "34x64 bfloat16" in out and "xent in-place" in out
+    assert err.startswith("15 measurements: about 30 s")  # five variants of three shapes, said first
 
 
 @pytest.mark.parametrize("shapes", ["34x64,20x96,18x128", "34x64"])  # lines, bars

@@ -186,3 +186,18 @@ def test_out_of_range_targets_still_raise():
     compiled = torch.compile(lambda x, t: F.cross_entropy(x, t), backend=Rewriting())
     with pytest.raises(IndexError, match="out of bounds"):
         compiled(torch.randn(2, V), torch.tensor([0, V]))
+
+
+@pytest.mark.parametrize(
+    "shape, why",
+    [((8, 383), "of fewer than 384 classes"), ((8, 384), ""), ((2, 500, 3), "where classes are not dense")],
+    ids=str,
+)
+def test_what_is_slower_on_a_cpu_is_left_alone(monkeypatch, shape, why):
+    monkeypatch.undo()  # of conftest.py
+    x, t = torch.randn(shape, requires_grad=True), torch.zeros(shape[0], *shape[2:], dtype=torch.int64)
+    torch.testing.assert_close(
+        torch.compile(F.cross_entropy, backend=Rewriting(), fullgraph=True)(x, t), F.cross_entropy(x, t)
+    )
+    (call,) = inductor.last_report().calls
+    assert call.replaced == (not why) and why in call.why

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import FLOATS, as_record, assert_same, check, lse_of, many, problems, rows_like
 
+import xent_ops
 from xent_ops.kernels import cpu, reductions, reference, reference_shard, reference_soft
 
 pytestmark = pytest.mark.skipif(cpu.problem() is not None, reason=f"plain torch serves the CPU here: {cpu.problem()}")
@@ -320,3 +321,19 @@ def test_the_same_bits_for_any_number_of_threads(dtype, rows, classes):
                 assert torch.equal(one, other)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_gradient_is_subnormal_on_a_cpu(dtype):
+    """Products crawl on such numbers, of which a sure model's gradient, divided by the rows, is full."""
+    logits, target = (16 * torch.randn(64, 1000)).to(dtype), torch.arange(64)
+    logits[:, 5] = 90.0 - torch.arange(64)  # probabilities around the smallest normal number
+    tiny = torch.finfo(dtype).tiny
+    plain = reference.cross_entropy_with_grad(logits, target, torch.tensor(1 / 64))[-1]
+    assert ((plain != 0) & (plain.abs() < tiny)).any()
+    x = logits.clone().requires_grad_()
+    grads = [torch.autograd.grad(xent_ops.cross_entropy(x, target), x)[0]]
+    grads.append(torch.ops.xent.cross_entropy_with_grad(logits, target, torch.tensor(1 / 64))[-1])
+    for grad in grads:
+        assert not ((grad != 0) & (grad.abs() < tiny)).any()
+        torch.testing.assert_close(grad, plain, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=2 * tiny)

@@ -82,6 +82,7 @@ def kind(run: Run, variants: Sequence[LinearVariant]) -> Kind:
     return Kind(
         {name: getattr(arguments, name) for name in ("linear", "chunk_rows", "token_loss", "distillation", "beta")},
         [HeadShape(shape.rows, shape.classes, hidden) for hidden in arguments.linear for shape in given],
+        len(variants),
         measured,
         shown,
         lambda results: plot.OF_LINEAR,

@@ -65,6 +65,15 @@ def say_if_unmeasured(memory: bool, device: torch.device) -> None:
         print(f"peak memory is not measured on {device}: neither CUDA's allocator nor Linux counts it", file=sys.stderr)
 
 
+def say_how_long(measurements: int, seconds: float) -> None:
+    """On stderr, before the first."""
+    total = measurements * seconds
+    about = f"{total:.0f} s" if total < 100 else f"{total / 60:.0f} minutes"
+    print(
+        f"{measurements} measurements: about {about}, longer with larger shapes or budgets", file=sys.stderr, flush=True
+    )
+
+
 def number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 

@@ -186,6 +186,7 @@ def _losses(run: Run, variants: Sequence[cases.Variant]) -> Kind:
     return Kind(
         {"step": arguments.step, "tails": arguments.tails},
         arguments.shapes or shapes(DEFAULT_SHAPES["cpu" if run.device.type == "cpu" else "cuda"]),
+        len(variants),
         measured,
         shown,
         lambda results: plot.of_loss(arguments.step),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +21,15 @@ class Kind(NamedTuple):
 
     settings: dict[str, Any]  # as --json has them, beside those of all kinds
     shapes: Sequence[Any]
+    variants: int  # on each shape
     measured: Callable[[str, Any], Iterable[Result]]  # of a title for the progress, and a shape
     shown: Callable[[Any, Sequence[Result]], tuple[str, report.Table]]  # a title, and the table below it
     figures: Callable[[Sequence[Result]], plot.Figures]
     drawn: Callable[[Sequence[Result]], Sequence[Result]] = lambda results: results
     conclude: Callable[[Sequence[Result]], None] = lambda results: None  # after the last table
     peers: Sequence[cases.Peer] = cases.PEERS
+    # A measurement of the default shapes, compilation included: 2 cores of an EPYC, an H100 (2026-11-26).
+    seconds: Mapping[str, float] = MappingProxyType({"cpu": 2, "cuda": 4})
 
 
 @dataclass
@@ -58,6 +62,8 @@ class Run:
         arguments, content = self.arguments, self.content
         environment = report.environment(self.device, arguments.command_line, kind.peers)
         report.show_environment(environment, self.settings.busy, kind.peers)
+        place = "cpu" if self.device.type == "cpu" else "cuda"
+        report.say_how_long(len(kind.shapes) * kind.variants, kind.seconds[place])
         own = {"dtype": self.name, "step": None, **kind.settings, "ignored": arguments.ignored}
         content |= {"environment": environment, "settings": own | vars(self.settings), "results": []}
         results: list[Result] = []

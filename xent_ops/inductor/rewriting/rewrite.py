@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...kernels import sizes
 from ...kernels.options import Activation
 from ...ops import checks
 from . import find_by_hand, find_head, heads, other_forms, writers
+from .by_hand import ByHand
 from .emitter import Emitter
 from .links import LeftAlone
 from .losses import Loss, losses
@@ -72,6 +74,7 @@ def _replace(loss: Loss, linear: bool | str, products: str | None, call: Call) -
     if loss.is_own:
         return dataclasses.replace(call, why="it is ours already") if call.head_left else None
     try:
+        _refuse_few_classes(loss)
         tail = loss.tail()
         _put(loss, tail.nodes, lambda emit: _emit_loss(emit, _with_views(emit, tail), loss, tail))
     except LeftAlone as reason:
@@ -115,6 +118,19 @@ def _refuse(loss: Loss) -> None:
     key = torch._C._dispatch_key_for_device(logits.device.type)
     if not torch._C._dispatch_has_kernel_for_dispatch_key(operation, key):
         raise LeftAlone(f"xent_ops has no kernel for the device {logits.device.type}")
+
+
+def _refuse_few_classes(loss: Loss) -> None:
+    """Raise LeftAlone where F.cross_entropy of class indices is faster as it is."""
+    logits: Tensor = value_of(loss.given["input"])
+    few = sizes.FEW_CLASSES.get(logits.device.type)
+    if few is None or loss.is_soft or isinstance(loss, ByHand):
+        return
+    classes = logits.shape[loss.class_dim]
+    if sizes.known(classes < few):
+        raise LeftAlone(f"F.cross_entropy is faster of fewer than {few} classes on a {logits.device.type.upper()}")
+    if sizes.known(logits.stride(loss.class_dim) != 1):
+        raise LeftAlone(f"F.cross_entropy is faster on a {logits.device.type.upper()} where classes are not dense")
 
 
 def _put(loss: Loss, dead: list[fx.Node], make: Callable[[Emitter], fx.Node]) -> None:
