@@ -200,7 +200,7 @@ OPEN_ENDED = {
     ),
     "distillation": lambda h, w, t: (
         xent_ops.linear_distillation_loss(
-            h, w, h.detach() * 0.9, w.detach(), t, chunk_rows=256, skip_ignored=True, reduction="none"
+            h, w, h.detach() * 0.9, w.detach(), target=t, chunk_rows=256, skip_ignored=True, reduction="none"
         ),
     ),
 }
