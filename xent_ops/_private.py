@@ -44,12 +44,14 @@ def unless_gone(
     ``errors``: what else shows that a name means something else.
     """
 
+    expected: tuple[type[Exception], ...] = (ImportError, AttributeError, *errors)
+
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def guarded(*args: Any, **keywords: Any) -> Any:
             try:
                 return function(*args, **keywords)
-            except (ImportError, AttributeError, *errors) as error:
+            except expected as error:
                 left_out(what, cost, error)
                 return otherwise(*args, **keywords)
 

@@ -56,7 +56,7 @@ class TokenFunction:
         rows = [row.new_zeros((_PROBED, *rest)) for row, rest in zip(self.rows, self._rest, strict=True)]
         stats = _Recorder(zeros, rows.pop().to(self.dtype) if self.several else zeros)
         # A gradient mode of its own would leave an empty submodule in an exported program, which then cannot be loaded.
-        with contextlib.nullcontext() if torch.compiler.is_exporting() else torch.enable_grad():
+        with contextlib.nullcontext() if transforms.is_exported() else torch.enable_grad():
             self._refuse(self._tried(stats, rows), _PROBED, target)
         return stats.entropy_was_read
 

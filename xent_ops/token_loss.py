@@ -133,7 +133,7 @@ def linear_token_loss(
     # A program that torch.export makes of torch.func.grad, which derives fn, fails when it runs. A loop over a number
     # of rows that depends on data has no number of chunks. And only the derivatives of all rows tell what keeps their
     # products in float16's range.
-    made = made and not torch.compiler.is_exporting() and not depend_on_data(input) and input.dtype != torch.float16
+    made = made and not transforms.is_exported() and not depend_on_data(input) and input.dtype != torch.float16
     if how.products is not None or not made:
         return divided(function.of_all(*statistics(), target), divisor)
     whole = loop.HeadSlice(*head, accumulate_dtype=accumulate_dtype, chunking=how)

@@ -79,8 +79,8 @@ def kind(run: Run, step: _Step, variants: Sequence[ModelVariant]) -> Kind:
     shape = ModelShape(step.batch, step.tokens, step.sizes.layers, step.sizes.hidden, step.sizes.classes)
     own = {"model": step.as_json()}
     # On an H100 at least 22 s each: nine were not done after 200 s.
-    how = {"peers": model_cases.PEERS, "seconds": {"cpu": 4, "cuda": 30}}
-    return Kind(own, [shape], 1 + len(variants), measured, shown, figures, **how)
+    seconds = {"cpu": 4, "cuda": 30}
+    return Kind(own, [shape], 1 + len(variants), measured, shown, figures, peers=model_cases.PEERS, seconds=seconds)
 
 
 def _set_head_ms(result: Result, body: Result | None, against: Result | None) -> None:

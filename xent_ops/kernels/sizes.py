@@ -11,6 +11,7 @@ import torch
 # .89 of our time with 300 classes, .27 with 21, .16 with 2, but 1.18 with 384 (docs/benchmarks.md, "On a CPU"). Where
 # the classes are not the last dimension, ours copy the logits: F takes .35 to .55 of the time with 512 to 8192 too.
 FEW_CLASSES = {"cpu": 384}
+_DYNAMO_ANSWERS = torch.__version__ >= "2.13"
 
 
 def symbolic(size: Any) -> bool:
@@ -28,8 +29,9 @@ def size_to_serve(size: Any, many: int) -> int:
 
 
 def depend_on_data(tensor: torch.Tensor) -> bool:
-    """Does a graph that is compiled not know the sizes, as those of rows that a mask picks?"""
-    if not torch.compiler.is_compiling():
+    """Does a graph that is compiled not know the sizes, as those of rows that a mask picks? Dynamo of torch 2.11 cannot
+    answer."""
+    if not (_DYNAMO_ANSWERS and torch.compiler.is_compiling()):
         return False
     from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 

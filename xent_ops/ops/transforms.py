@@ -8,6 +8,7 @@ from torch.autograd import forward_ad
 
 from .._private import left_out, private
 
+_ANSWERS_ALWAYS = torch.__version__ < "2.13"
 _UNSEEN = "transforms of torch.func around a loss are not seen"
 functorch_is_active = private(  # Dynamo answers it too
     "torch._C._are_functorch_transforms_active", lambda: False, _UNSEEN
@@ -57,6 +58,11 @@ def is_traced() -> bool:
 def is_jit_traced() -> bool:
     """By torch.jit.trace, to which sizes are tensors, and which records no operator with a list of bools."""
     return not torch.compiler.is_compiling() and _tracing_state() is not None
+
+
+def is_exported() -> bool:
+    """By torch.export. Dynamo of torch 2.11 answers so in every compilation, and a strict export is one to it."""
+    return torch.compiler.is_exporting() and not (_ANSWERS_ALWAYS and torch.compiler.is_dynamo_compiling())
 
 
 def active() -> bool:

@@ -147,7 +147,9 @@ def _backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[Tensor | N
         )
     gradients, factor = ctx.gradients, grad_value
     if ctx.dtype == torch.float16:
-        factor = grad_value / split_divisors(ctx.dtype, *ctx.saved_tensors, loss=ctx.loss)[1]
+        divided_by, target, token_weight = ctx.saved_tensors
+        later: Any = split_divisors(ctx.dtype, divided_by, target, token_weight, loss=ctx.loss)[1]
+        factor = grad_value / later
     # Compiled autograd traces this, and replays no change of ctx: there the gradients stay as they are.
     traced = torch.compiler.is_compiling()
     keep = traced or transforms.is_batch(grad_value) or transforms.keep_graph()
