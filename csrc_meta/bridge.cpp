@@ -187,13 +187,13 @@ class FlushToZero {
 
 }  // namespace
 
-cpu::Threads threads(const Tensor& logits) {
+cpu::Threads threads(const Tensor& logits, const std::optional<double>& softcap) {
   cpu::Threads result;
   uint32_t number = 1;
   aten::succeed(torch_get_num_threads(&number), "torch_get_num_threads");
   result.number = number;
   const ScalarType dtype = logits.scalar_type();
-  const bool flushes = dtype == ScalarType::Float || dtype == ScalarType::BFloat16;
+  const bool flushes = !softcap && (dtype == ScalarType::Float || dtype == ScalarType::BFloat16);
   result.loop = [flushes](int64_t begin, int64_t end, int64_t grain, const cpu::Threads::Body& body) {
     const cpu::Threads::Body flushing = [&body](int64_t first, int64_t last) {
       const FlushToZero flush;

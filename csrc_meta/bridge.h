@@ -89,7 +89,8 @@ class Upstream : public cpu::Upstream {
 };
 
 // torch's intra-op threads, as set by torch.set_num_threads, at::set_num_threads or OMP_NUM_THREADS.
-// What is subnormal in the float32 arithmetic of float32 and bfloat16 logits becomes 0.
-cpu::Threads threads(const Tensor& logits);
+// What is subnormal in the float32 arithmetic of float32 and bfloat16 logits becomes 0; not with a softcap, of which the
+// reciprocal may be subnormal.
+cpu::Threads threads(const Tensor& logits, const std::optional<double>& softcap);
 
 }  // namespace xent::bridge

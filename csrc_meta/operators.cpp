@@ -70,7 +70,7 @@ struct Backward {
     const bridge::Upstream upstream(logits, grad_loss, grad_lse, grad_entropy, divisor, lse_square_scale);
     const bridge::Problem problem(values, target, weight, options);
     cpu::backward(problem, {class_start, num_classes.value_or(problem.classes)}, upstream, dense_lse.const_data_ptr(),
-                  bridge::data(dense_entropy), bridge::data(dense_coefficient), grad, bridge::threads(logits));
+                  bridge::data(dense_entropy), bridge::data(dense_coefficient), grad, bridge::threads(logits, problem.softcap));
   }
 
   Tensor grad_loss;
@@ -116,7 +116,7 @@ struct WithGrad {
     const bridge::PerRow scale(grad_scale, dtype), lse_square(grad_lse_square, dtype);
     cpu::with_grad(problem, scale.values, lse_square.values, outputs[0].mutable_data_ptr(),
                    outputs[1].mutable_data_ptr(), with_argmax ? outputs[2].mutable_data_ptr<int64_t>() : nullptr,
-                   with_entropy ? outputs[3].mutable_data_ptr() : nullptr, grad, bridge::threads(logits));
+                   with_entropy ? outputs[3].mutable_data_ptr() : nullptr, grad, bridge::threads(logits, problem.softcap));
   }
 
   Tensor logits;
@@ -140,7 +140,7 @@ void cross_entropy_forward(Stack& stack) {
   if (!stack.meta) {
     cpu::forward(in.problem(), made[0].mutable_data_ptr(), made[1].mutable_data_ptr(),
                  with_argmax ? made[2].mutable_data_ptr<int64_t>() : nullptr,
-                 with_entropy ? made[3].mutable_data_ptr() : nullptr, bridge::threads(in.logits));
+                 with_entropy ? made[3].mutable_data_ptr() : nullptr, bridge::threads(in.logits, in.options.softcap));
   }
   stack.returns(made);
 }
@@ -153,7 +153,7 @@ void cross_entropy_reduced(Stack& stack) {
   if (!stack.meta) {
     const Tensor loss = in.row_values();
     const bridge::Problem problem = in.problem();
-    cpu::forward_counted(problem, loss.mutable_data_ptr(), lse.mutable_data_ptr(), bridge::threads(in.logits));
+    cpu::forward_counted(problem, loss.mutable_data_ptr(), lse.mutable_data_ptr(), bridge::threads(in.logits, problem.softcap));
     reduction.write(problem, loss, lse, nullptr, divisor, value);
   }
   stack.returns({value, divisor, lse});
@@ -186,7 +186,7 @@ void scale_grad_(Stack& stack) {
     const bridge::Write out(grad);
     const bridge::PerRow values(factor, bridge::accumulator(grad));
     cpu::scale_grad(bridge::Problem(out.memory(), std::nullopt, std::nullopt, Options(), false), out.rows,
-                    values.values, bridge::threads(grad));
+                    values.values, bridge::threads(grad, std::nullopt));
     out.finish();
   }
   stack.returns({});

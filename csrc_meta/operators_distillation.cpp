@@ -70,7 +70,7 @@ struct Backward {
     const ScalarType dtype = bridge::accumulator(logits);
     const Tensor of_rows = bridge::dense(statistics, dtype);
     cpu::distillation_backward(Problem(both, values, class_start, how), bridge::PerRow(grad_loss, dtype).values,
-                               of_rows.const_data_ptr(), grad, bridge::threads(logits));
+                               of_rows.const_data_ptr(), grad, bridge::threads(logits, how.softcap ? how.softcap : how.teacher_softcap));
   }
 
   Tensor grad_loss;
@@ -94,7 +94,7 @@ struct WithGrad {
   void write(const std::vector<Tensor>& outputs, const Tensor& values, cpu::MutableRows grad) const {
     const bridge::PerRow scale(grad_scale, bridge::accumulator(logits));
     cpu::distillation_with_grad(Problem(both, values, std::nullopt, how), scale.values, outputs[0].mutable_data_ptr(),
-                                grad, bridge::threads(logits));
+                                grad, bridge::threads(logits, how.softcap ? how.softcap : how.teacher_softcap));
   }
 
   Both both;
@@ -116,7 +116,7 @@ void distillation_forward(Stack& stack) {
   if (!stack.meta) {
     const MaybeTensor of_all = bridge::dense(joined, bridge::accumulator(both.logits));
     cpu::distillation_forward(Problem(both, both.logits, class_start, how), bridge::data(of_all),
-                              loss.mutable_data_ptr(), statistics.mutable_data_ptr(), bridge::threads(both.logits));
+                              loss.mutable_data_ptr(), statistics.mutable_data_ptr(), bridge::threads(both.logits, how.softcap ? how.softcap : how.teacher_softcap));
   }
   stack.returns({loss, statistics});
 }

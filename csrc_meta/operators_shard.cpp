@@ -40,7 +40,7 @@ struct Join {
     const bridge::Problem problem(logits, target, place.weight, options, false);
     cpu::shard_join(problem, place.shard, dense.const_data_ptr(), dense.size(0), loss.mutable_data_ptr(),
                     lse.mutable_data_ptr(), target_weight.mutable_data_ptr(), coefficient.mutable_data_ptr(),
-                    bridge::threads(logits));
+                    bridge::threads(logits, problem.softcap));
     return problem;
   }
 
@@ -66,7 +66,7 @@ void cross_entropy_shard(Stack& stack) {
     if (out.numel() != cpu::shard_width(problem)) {
       throw std::logic_error("xent: the kernel hands over another number of values than was allocated");
     }
-    cpu::shard_forward(problem, place.shard, out.mutable_data_ptr(), bridge::threads(logits));
+    cpu::shard_forward(problem, place.shard, out.mutable_data_ptr(), bridge::threads(logits, problem.softcap));
   }
   stack.returns({out});
 }

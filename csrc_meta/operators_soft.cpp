@@ -30,7 +30,7 @@ struct SoftBackward {
     const Tensor dense_lse = bridge::dense(lse, bridge::accumulator(logits));
     cpu::soft_backward(bridge::Problem(values, std::nullopt, weight, options), bridge::dtype(target),
                        probabilities.rows, bridge::Upstream(logits, grad_loss, grad_lse), dense_lse.const_data_ptr(),
-                       grad, bridge::threads(logits));
+                       grad, bridge::threads(logits, options.softcap));
   }
 
   Tensor grad_loss;
@@ -58,7 +58,7 @@ void soft_cross_entropy_forward(Stack& stack) {
     const double least =
         cpu::soft_forward(bridge::Problem(logits, std::nullopt, weight, options), bridge::dtype(target),
                           probabilities.rows, check_target, loss.mutable_data_ptr(), lse.mutable_data_ptr(),
-                          bridge::threads(logits));
+                          bridge::threads(logits, options.softcap));
     checks::soft_values(least);
   }
   stack.returns({loss, lse});
