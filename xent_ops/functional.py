@@ -54,9 +54,11 @@ def is_dtensor(tensor: Tensor | None) -> bool:
 def refuse_dtensors(name: str, *tensors: Tensor) -> None:
     if any(map(is_dtensor, tensors)):
         raise NotImplementedError(
-            f"{name} of DTensors is not supported: pass full_tensor(), or to_local() where that has all classes. Of "
-            "DTensors there are cross_entropy, linear_cross_entropy and linear_token_loss, and of a rank's part of the "
-            "classes xent_ops.distributed has functions"
+            f"{name} of DTensors is not supported. With FSDP2 (fully_shard) call it inside of the forward of the "
+            "module that owns the weight, where that is a plain tensor; full_tensor() is right where every rank has "
+            "the same rows, and to_local() where that has all classes. Of DTensors there are cross_entropy, "
+            "linear_cross_entropy and linear_token_loss, and of a rank's part of the classes xent_ops.distributed has "
+            "functions"
         )
 
 
