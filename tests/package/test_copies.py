@@ -102,7 +102,7 @@ def test_it_alone(hub):
         def plain(x, target):
             return F.cross_entropy(x, target)
 
-        torch.compile(plain, options=hub.inductor.options())(torch.randn(5, 9), torch.tensor([1, 2, 8, 3, 0]))
+        torch.compile(plain, options=hub.inductor.options())(torch.randn(5, 400), torch.tensor([1, 2, 8, 3, 0]))
         assert "1 replaced" in str(hub.inductor.last_report()), hub.inductor.last_report()
         assert hub.distributed.vocab_parallel_cross_entropy
         try:
