@@ -17,10 +17,12 @@ from torch import Tensor
 from .head import float16, loop
 from .head.loop import HeadSlice
 from .kernels.options import LossOptions
+from .kernels.reductions import counted_weights
 from .kernels.reference import accumulator, is_counted
 from .kernels.reference_ids import first_counted
 from .ops import arguments, checks, soft_checks, transforms
 from .ops.linear import checks as linear_checks
+from .ops.token_logits import at_least_one_class
 from .outputs import TokenLogProbs, log_probs_of_ids
 from .token_function import Function, divided
 
@@ -47,10 +49,9 @@ def checked(
             f"target has shape {tuple(ids.shape)}; with target_probs it has {rows + 1} dimensions, (..., K): K classes "
             "of each row"
         )
-    if not transforms.is_jit_traced() and ids.shape[-1] == 0:
-        raise ValueError(f"target has shape {tuple(ids.shape)}: no class a row; expected (..., K), at least one")
     checks.dtype("target_probs", target_probs, checks.FLOATS)
     if not transforms.is_jit_traced():
+        at_least_one_class(ids)
         checks.same_shape("target_probs", target_probs.shape, ids.shape, "a probability for each class of the target")
     checks.same_device("target_probs", target_probs, ids, "target is")
     if target_probs.requires_grad and torch.is_grad_enabled():
@@ -115,12 +116,13 @@ def in_one_visit(
     if divisor is not None and divisor.requires_grad:
         linear_checks.divisor_needs_grad()
     dtype, ignore_index = accumulator(input), loss.rows.ignore_index
-    counted = is_counted(first_counted(ids, ignore_index), ignore_index)
+    target = first_counted(ids, ignore_index)
+    counted = is_counted(target, ignore_index)
     divisors = torch.ones((), dtype=dtype, device=input.device) if divisor is None else divisor.to(dtype)
-    within, later = float16.split_divisors(
-        input.dtype, divisors.expand(2), first_counted(ids, ignore_index), token_weight, loss=loss
-    )
-    factor = counted.to(dtype) if token_weight is None else torch.where(counted, token_weight.to(dtype), 0.0)
+    within, later = float16.split_divisors(input.dtype, divisors.expand(2), target, token_weight, loss=loss)
+    factor = counted.to(dtype)
+    if token_weight is not None:
+        factor = counted_weights(token_weight, target, ignore_index, dtype)
     factor = factor / within[0]
     square = None if loss.lse_square_scale == 0.0 else loss.lse_square_scale * factor
     at_ids, lse, *made = _ops.linear_token_logits_with_grad(
@@ -142,10 +144,10 @@ def in_one_visit(
 
 def divisor_of_mean(input: Tensor, ids: Tensor, token_weight: Tensor | None, ignore_index: int) -> Tensor:
     """(): the number of counted rows, or the sum of their weights."""
-    counted, dtype = is_counted(first_counted(ids, ignore_index), ignore_index), accumulator(input)
+    target, dtype = first_counted(ids, ignore_index), accumulator(input)
     if token_weight is None:
-        return counted.sum().to(dtype)
-    return torch.where(counted, token_weight.to(dtype), 0.0).sum()
+        return is_counted(target, ignore_index).sum().to(dtype)
+    return counted_weights(token_weight, target, ignore_index, dtype).sum()
 
 
 def _is_first(ids: Tensor) -> Tensor:

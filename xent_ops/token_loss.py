@@ -129,12 +129,14 @@ def linear_token_loss(
     if check:
         with torch.no_grad():
             function.check(*statistics(), target)
-    made = composite.gradients_in_forward(input, linear_weight, linear_bias)
+    in_forward = composite.gradients_in_forward(input, linear_weight, linear_bias)
     # A program that torch.export makes of torch.func.grad, which derives fn, fails when it runs. A loop over a number
     # of rows that depends on data has no number of chunks. And only the derivatives of all rows tell what keeps their
     # products in float16's range.
-    made = made and not transforms.is_exported() and not depend_on_data(input) and input.dtype != torch.float16
-    if how.products is not None or not made:
+    in_forward = (
+        in_forward and not transforms.is_exported() and not depend_on_data(input) and input.dtype != torch.float16
+    )
+    if how.products is not None or not in_forward:
         return divided(function.of_all(*statistics(), target), divisor)
     whole = loop.HeadSlice(*head, accumulate_dtype=accumulate_dtype, chunking=how)
     return of_chunks(function, input, target, whole, loss, divisor, loop.OneRank())

@@ -457,7 +457,7 @@ def test_torch_makes_a_wrong_gradient_of_it(program):
     vector instructions, as users compile."""
     wrong = "sum" in program and torch.__version__ < "2.14"
     if wrong and (torch.__version__ < "2.13" or torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX")):
-        pytest.skip("known of torch 2.13 with vector instructions")
+        pytest.skip("torch is known to be wrong in 2.13 alone, on CPUs with vector instructions")
     run_python(
         f"""
         import torch, torch.nn.functional as F, xent_ops

@@ -190,7 +190,7 @@ def test_out_of_range_targets_still_raise():
 
 @pytest.mark.parametrize(
     "shape, why",
-    [((8, 383), "of fewer than 384 classes"), ((8, 384), ""), ((2, 500, 3), "where classes are not dense")],
+    [((8, 383), "with fewer than 384 classes"), ((8, 384), ""), ((2, 500, 3), "where classes are not dense")],
     ids=str,
 )
 def test_what_is_slower_on_a_cpu_is_left_alone(monkeypatch, shape, why):

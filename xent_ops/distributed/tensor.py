@@ -19,7 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..kernels.options import LossOptions
-from ..kernels.reductions import reduce_rows, times, z_losses
+from ..kernels.reductions import counted_weights, reduce_rows, times, z_losses
 from ..kernels.reference import is_counted
 from ..kernels.rows import dense_classes
 from ..ops import arguments, checks, transforms
@@ -190,8 +190,10 @@ def reduced(
         value = reduce_rows(outputs.loss, outputs.lse, target, None, loss, token_weight).value
         stride = torch.empty(shape, device="meta").stride()
         return from_local(value.contiguous(), mesh, rows, read, shape=shape, stride=stride)
-    of_rows = (token_weight, target, loss.rows.ignore_index)
-    sums = torch.stack([times(term, *of_rows).sum() for term in _terms_of_rows(outputs, target, loss)])
+    factors = None
+    if token_weight is not None:
+        factors = counted_weights(token_weight, target, loss.rows.ignore_index, outputs.loss.dtype)
+    sums = torch.stack([times(term, factors).sum() for term in _terms_of_rows(outputs, target, loss)])
     partial = [Partial() if isinstance(placement, Shard) else Replicate() for placement in rows]
     replicated: list[Placement] = [Replicate()] * mesh.ndim
     if partial != replicated:

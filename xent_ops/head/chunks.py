@@ -212,9 +212,10 @@ def with_grad(
     """
     loss, dtype = LossOptions(options, lse_square_scale, reduction), reference.accumulator(input)
     divisors = divided_by(target, weight, divisor, linear_weight.shape[0], dtype, loss, token_weight)
-    inverse = float16.split_divisors(input.dtype, divisors, target, token_weight, weight, linear_weight.shape[0], loss)[
-        0
-    ].reciprocal()
+    within, _ = float16.split_divisors(
+        input.dtype, divisors, target, token_weight, weight, linear_weight.shape[0], loss
+    )
+    inverse = within.reciprocal()
     flat, how, made = as_rows(input), Chunking(**chunking), []
     rows = rows_to_compute(target, flat, linear_weight, options, how)
     of_rows = None if token_weight is None else rows.take(token_weight.to(dtype))

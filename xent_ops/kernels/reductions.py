@@ -43,12 +43,9 @@ def divisor_of(target_weight: Tensor, target: Tensor, ignore_index: int, token_w
     return torch.stack([target_weight.sum(), is_counted(target, ignore_index).sum().to(dtype)])
 
 
-def times(values: Tensor, token_weight: Tensor | None, target: Tensor, ignore_index: int) -> Tensor:
-    """The values of rows times their weights; 0 where the weight is, whatever the value."""
-    if token_weight is None:
-        return values
-    factors = counted_weights(token_weight, target, ignore_index, values.dtype)
-    return torch.where(factors == 0.0, 0.0, values * factors)
+def times(values: Tensor, factors: Tensor | None) -> Tensor:
+    """The values of rows times their ``counted_weights``; 0 where the weight is, whatever the value."""
+    return values if factors is None else torch.where(factors == 0.0, 0.0, values * factors)
 
 
 def z_losses(lse: Tensor, target: Tensor, ignore_index: int, lse_square_scale: float) -> Tensor:
@@ -77,10 +74,12 @@ def reduce_rows(
     and the z-loss ``lse_square_scale * lse^2`` by the number of counted rows, as Liger-Kernel and flash-attn do:
     the two numbers of the divisor, which no other reduction reads. Both are multiplied by token_weight first.
     """
-    of_rows = (token_weight, target, loss.rows.ignore_index)
-    row_loss, z_loss = times(row_loss, *of_rows), None
+    ignore_index, factors = loss.rows.ignore_index, None
+    if token_weight is not None:
+        factors = counted_weights(token_weight, target, ignore_index, row_loss.dtype)
+    row_loss, z_loss = times(row_loss, factors), None
     if loss.lse_square_scale != 0.0:
-        z_loss = times(z_losses(lse, target, loss.rows.ignore_index, loss.lse_square_scale), *of_rows)
+        z_loss = times(z_losses(lse, target, ignore_index, loss.lse_square_scale), factors)
     if loss.reduction != "none":
         row_loss = row_loss.sum()
         z_loss = None if z_loss is None else z_loss.sum()

@@ -24,9 +24,13 @@ def target_and_ids(target: Tensor, rows: int, ignore_index: int) -> tuple[Tensor
     if target.dim() != rows + 1:
         return target, None
     checks.dtype("target", target, checks.INDICES)
+    at_least_one_class(target)
+    return first_counted(target, ignore_index), target
+
+
+def at_least_one_class(target: Tensor) -> None:
     if target.shape[-1] == 0:
         raise ValueError(f"target has shape {tuple(target.shape)}: no class a row; expected (..., K), at least one")
-    return first_counted(target, ignore_index), target
 
 
 def check_ids(ids: Tensor, owner: str, rows: torch.Size, device_of: Tensor, classes: Tensor, options: Options) -> None:

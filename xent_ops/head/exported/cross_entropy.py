@@ -109,9 +109,10 @@ def with_grad(
 ) -> tuple[Tensor, ...]:
     loss, dtype = LossOptions(options, lse_square_scale, reduction), reference.accumulator(input)
     divisors = chunks.divided_by(target, weight, divisor, linear_weight.shape[0], dtype, loss, token_weight)
-    inverse = float16.split_divisors(input.dtype, divisors, target, token_weight, weight, linear_weight.shape[0], loss)[
-        0
-    ].reciprocal()
+    within, _ = float16.split_divisors(
+        input.dtype, divisors, target, token_weight, weight, linear_weight.shape[0], loss
+    )
+    inverse = within.reciprocal()
     of_tokens = None if token_weight is None else token_weight.to(dtype).reshape(-1)
     flat, indices = as_rows(input), target.reshape(-1)
     factors = chunks.factors(inverse, of_tokens, lse_square_scale)

@@ -24,12 +24,12 @@ from .modes import transformed
 from .nodes import name_of, parts_of, position, share_memory, value_of
 from .reading import arguments_of, before_upcasts, behind, input_of, is_log_softmax, one_dim, softmax_dim
 
-_GATHERS = {
+GATHERS = {
     "gather": ("input", "dim", "index"),
     "take_along_dim": ("input", "index", "dim"),
     "getitem": ("input", "index"),
 }
-_PICKS = {*_GATHERS, "diagonal", "diag"}
+_PICKS = {*GATHERS, "diagonal", "diag"}
 
 
 def losses(graph: fx.Graph) -> Iterator[ByHand]:
@@ -55,7 +55,7 @@ def _gathered(node: fx.Node) -> ByHand | None:
 
 def _one_a_row(node: fx.Node) -> tuple[Any, int, Any, str]:
     """(input, dim, index, why not) of a gather of one class of each row. The input is None where it is no gather."""
-    given = arguments_of(node, _GATHERS.get(name_of(node) or "", ()))
+    given = arguments_of(node, GATHERS.get(name_of(node) or "", ()))
     input, dim, index = given.get("input"), given.get("dim"), given.get("index")
     if name_of(node) == "getitem":
         return _in_brackets(input, index)
@@ -100,7 +100,7 @@ def _difference(node: fx.Node) -> ByHand | None:
     if logits is None or name_of(picked) not in _PICKS:
         return None
     what, dim, index, why = SUM, total_dim, None, ""
-    if name_of(picked) in _GATHERS:
+    if name_of(picked) in GATHERS:
         input, dim, index, why = _one_a_row(picked)
     else:
         what, input = DIAGONAL, input_of(picked)
@@ -203,7 +203,7 @@ def _whole(parts: list[Any]) -> tuple[fx.Node | None, list[fx.Node]]:
 
 
 _FINDERS = {
-    **dict.fromkeys(_GATHERS, _gathered),
+    **dict.fromkeys(GATHERS, _gathered),
     **dict.fromkeys(("sub", "subtract"), _difference),
     "stack": _stacked_gathers,
     "sum": find_soft.loss_of,

@@ -159,7 +159,7 @@ def _refuse_twice_normalized(product: Product) -> None:
     node, value = behind(product.weight), value_of(product.weight)
     twice = name_of(node) == "normalize" == name_of(behind(input_of(node))) if isinstance(node, fx.Node) else False
     if twice and value.device.type == "cpu":
-        raise LeftAlone("of a weight that is normalised twice Inductor makes a wrong gradient on a CPU")
+        raise LeftAlone("Inductor makes a wrong gradient of a weight that is normalised twice, on a CPU")
 
 
 def _is_part(graph: fx.Graph) -> bool:

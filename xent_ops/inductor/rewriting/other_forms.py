@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor, fx
 
 from ...kernels.sizes import known
+from .find_by_hand import GATHERS
 from .nodes import is_cast, name_of, value_of, viewed_by
 from .reading import arguments_of, behind, input_of, one_dim
 
 MANY = 1024  # classes; a router of experts takes its logsumexp over fewer
-_PICKS = ("gather", "take_along_dim", "getitem", "index_select")
+_PICKS = (*GATHERS, "index_select")
 _SHIFTS = ("add", "clamp", "clamp_min", "clip")  # against a log of zero
 _WHY = (
     "{} reads it, and the pass knows the log-probability of one class of each row and sums with probabilities; "

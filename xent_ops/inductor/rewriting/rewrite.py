@@ -128,7 +128,7 @@ def _refuse_few_classes(loss: Loss) -> None:
         return
     classes = logits.shape[loss.class_dim]
     if sizes.known(classes < few):
-        raise LeftAlone(f"F.cross_entropy is faster of fewer than {few} classes on a {logits.device.type.upper()}")
+        raise LeftAlone(f"F.cross_entropy is faster with fewer than {few} classes on a {logits.device.type.upper()}")
     if sizes.known(logits.stride(loss.class_dim) != 1):
         raise LeftAlone(f"F.cross_entropy is faster on a {logits.device.type.upper()} where classes are not dense")
 

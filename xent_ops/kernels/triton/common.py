@@ -17,6 +17,8 @@ from ..sizes import known
 from . import configs
 from .recording import RECORDING
 
+_GUARDS = private("torch._C._dynamo.guards", None, "a microsecond a launch")
+
 Strides = tuple[int, int, int]  # the last three of RowView
 Run = Callable[..., Any]  # the second stage of a launcher
 
@@ -56,8 +58,7 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     if RECORDING.get():
         # Of one dimension or more: Inductor fills a tensor of none, for which it launches a kernel.
         return lambda: torch.empty(tuple(shape) or (1,), dtype=dtype, device=device).view(tuple(shape))
-    guards = private("torch._C._dynamo.guards", None, "a microsecond a launch")
-    empty = getattr(guards, f"_empty_strided_{device.type}", None)
+    empty = getattr(_GUARDS, f"_empty_strided_{device.type}", None)
     if empty is None:
         return functools.partial(torch.empty, tuple(shape), dtype=dtype, device=device)
     return functools.partial(empty, tuple(shape), torch.empty(shape, device="meta").stride(), dtype)

@@ -118,7 +118,7 @@ def _refuse_gradients_of_teacher(ctx: Any) -> None:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    made = inputs[9]
+    input, _, target, _, _, _, _, _, token_weight, made, *_ = inputs
     needed = [needs_grad(ctx, position) for position in (0, 1, 5)]
     ctx.mask = [bool(wanted and need) for wanted, need in zip(made, needed, strict=True)]
     _refuse_gradients_of_teacher(ctx)
@@ -127,10 +127,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any]
     _value, divided_by, *gradients = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(divided_by, *gradients)
-    ctx.dtype = inputs[0].dtype
+    ctx.dtype = input.dtype
     ctx.loss = LossOptions(Options(keyword_only_inputs.get("ignore_index", -100)))
     if ctx.dtype == torch.float16:
-        ctx.save_for_backward(divided_by, inputs[2], inputs[8])
+        ctx.save_for_backward(divided_by, target, token_weight)
     # An attribute, not saved tensors: the first backward scales the gradients in place and gives them away.
     ctx.gradients = gradients
 
@@ -148,7 +148,8 @@ def _backward(ctx: Any, grad_value: Tensor | None, *_: None) -> tuple[Tensor | N
     gradients, factor = ctx.gradients, grad_value
     if ctx.dtype == torch.float16:
         divided_by, target, token_weight = ctx.saved_tensors
-        later: Any = split_divisors(ctx.dtype, divided_by, target, token_weight, loss=ctx.loss)[1]
+        later = split_divisors(ctx.dtype, divided_by, target, token_weight, loss=ctx.loss)[1]
+        assert later is not None
         factor = grad_value / later
     # Compiled autograd traces this, and replays no change of ctx: there the gradients stay as they are.
     traced = torch.compiler.is_compiling()

@@ -13,7 +13,7 @@ from ...head import chunks
 from ...head.float16 import split_divisors
 from ...head.products import accumulator_of_weight
 from ...kernels import reference, reference_linear
-from ...kernels.options import Chunking, LossOptions, Options, as_record
+from ...kernels.options import Chunking, LossOptions, as_record
 from .. import transforms
 from ..checks import scale_grad, weight_needs_grad
 from ..cross_entropy import statistics_of
@@ -163,24 +163,13 @@ def _with_grad_backward(
         return _of_inputs(ctx.mask, gradients, 7)
     factor = grad_value
     if input.dtype == torch.float16:
-        factor = grad_value / _divided_later(ctx, input, linear_weight, target, weight, divided_by, token_weight)
+        given = as_record(ctx.options)
+        loss, classes = LossOptions(given["options"], given.get("lse_square_scale", 0.0)), linear_weight.shape[0]
+        later = split_divisors(input.dtype, divided_by, target, token_weight, weight, classes, loss)[1]
+        assert later is not None
+        factor = grad_value / later
     keep = traced or transforms.is_batch(grad_value)
     return _of_inputs(ctx.mask, given_away(gradients, factor, ctx.mask, input.dtype, keep), 7)
-
-
-def _divided_later(
-    ctx: Any,
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    divided_by: Tensor,
-    token_weight: Tensor | None,
-) -> Any:
-    """What chunks.with_grad has left to divide by."""
-    rows = Options(**{name: value for name, value in ctx.options.items() if name in Options._fields})
-    loss = LossOptions(rows, ctx.options.get("lse_square_scale", 0.0))
-    return split_divisors(input.dtype, divided_by, target, token_weight, weight, linear_weight.shape[0], loss)[1]
 
 
 def given_away(
