@@ -58,7 +58,7 @@ def distillation_loss(
         reduction: "mean" divides the sum by the number of counted rows (TRL's "batchmean" with labels), or by the sum
             of their token_weight; "sum"; or "none", a number a row, 0 in ignored ones.
         divisor: for "sum", as for ``linear_cross_entropy``.
-        ignore_index: rows with this target add neither loss nor gradient.
+        ignore_index: rows with this target add neither loss nor gradient. Refused without a target.
         num_classes: how many columns are classes, where one or both are padded behind them: those behind have no
             probability, on both sides, and their gradient is 0. None: all, of as many on both sides.
         softcap, logit_scale: as for ``cross_entropy``, of the student.
@@ -142,7 +142,8 @@ def linear_distillation_loss(
         target, beta, temperature, hard_weight, reduction, ignore_index, token_weight: as for ``distillation_loss``.
         softcap, teacher_softcap, logit_scale, teacher_logit_scale: likewise.
         divisor, accumulate_dtype, chunk_rows: as for ``linear_cross_entropy``.
-        skip_ignored: as for ``linear_cross_entropy``, of the products of both heads, where both can be.
+        skip_ignored: as for ``linear_cross_entropy``, of the products of both heads, where both can be. Without a
+            target no row is ignored, so it saves nothing.
 
     Returns:
         The loss, float32 (float64 for float64 input): (), or with "none" the shape of the rows. Gradients are those of

@@ -58,7 +58,8 @@ def linear_cross_entropy(
         linear_weight: (V, H), the weight of the head as in nn.Linear, of the input's dtype. Below torch.autocast both
             are cast, as for nn.Linear.
         target: (...), class indices, int64, int32 or uint8; or class probabilities (..., V), floating point, for which
-            all logits are made.
+            all logits are made at once: ``chunk_rows``, ``accumulate_dtype`` and ``skip_ignored`` have no effect, and
+            ``products`` and another ``logits_dtype`` are refused.
         linear_bias: (V,), of the input's dtype.
         weight, ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale: as for
             ``cross_entropy``.
@@ -69,7 +70,8 @@ def linear_cross_entropy(
         target_probs: (..., K), floating point, a constant: probabilities p of the K classes that the target, then of
             that shape, names of each row, as a teacher's top k. The loss of a row is -sum_k p_k log q_k, with q the
             softmax; places of ignore_index count for nothing, equal classes add up, and a row is ignored where all of
-            its places are. A mean divides by the number of counted rows. Without ``weight`` and ``label_smoothing``.
+            its places are. A mean divides by the number of counted rows. Without ``weight``, ``label_smoothing``
+            and ``products``.
         tail: with target_probs: all other classes form one more, of probability 1 - sum_k p_k (NaN where that is below
             -0.001, or below the rounding of their dtype, -0.0078 for bfloat16). Without it, a loss of probabilities
             that add up to less than one is not least where q is p. Its probability is what float32 leaves of 1: below
@@ -95,7 +97,8 @@ def linear_cross_entropy(
         The loss, float32 (float64 for float64 input): (), or with "none" the target's shape. Gradients have their
         inputs' dtype and are the same bits in every run.
 
-    Below torch.func transforms and forward-mode AD, and for second derivatives, all logits are made.
+    Below torch.func transforms and forward-mode AD, and for second derivatives, all logits are made at once:
+    ``chunk_rows``, ``accumulate_dtype`` and ``skip_ignored`` have no effect there.
 
     Errors are those of ``cross_entropy``.
 

@@ -94,7 +94,13 @@ def _size(name: str, value: Any) -> int | None:
     return None if value is None else arguments.at_least_one(name, value)
 
 
-def _tied(weight: Any, num_classes: int | None, in_features: int | None) -> nn.Parameter:
+def _tied(
+    weight: Any,
+    num_classes: int | None,
+    in_features: int | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> nn.Parameter:
     expected = "tied_weight must be a torch.nn.Parameter of shape (V, H), got"
     if not isinstance(weight, nn.Parameter):
         hint = "" if isinstance(weight, Tensor) else arguments.way_to_tensor("tied_weight", weight)
@@ -104,7 +110,14 @@ def _tied(weight: Any, num_classes: int | None, in_features: int | None) -> nn.P
     rows, columns = weight.shape
     wanted = (num_classes or rows, in_features or columns)
     if wanted != (rows, columns):
-        raise ValueError(f"tied_weight has shape {(rows, columns)}; expected {wanted}")
+        raise ValueError(f"tied_weight has shape {(rows, columns)}; expected {wanted}, (num_classes, in_features)")
+    if device is not None or dtype is not None:
+        like = weight.new_empty(0, device=device, dtype=dtype)
+        if (like.device, like.dtype) != (weight.device, weight.dtype):
+            raise ValueError(
+                f"device={device} and dtype={dtype} are of parameters that are made here, but tied_weight is there "
+                f"already, {weight.dtype} on {weight.device}: leave them out"
+            )
     return weight
 
 
@@ -121,7 +134,7 @@ class LinearCrossEntropyLoss(nn.Module):
             left out. Where something replaces the module's Parameter, as ``to_empty`` does, the next call raises: tie
             it again by ``head.weight = embedding.weight``.
         class_weight: (V,), a rescaling of each class. Moves with the module, and is not in its state_dict.
-        device, dtype: of the parameters, as in nn.Linear.
+        device, dtype: of the parameters, as in nn.Linear. A tied weight has its own.
         others: as for ``xent_ops.linear_cross_entropy``.
 
     ``forward(input, target, divisor=None, token_weight=None, target_probs=None, tail=False)`` takes input (..., H) and
@@ -173,7 +186,7 @@ class LinearCrossEntropyLoss(nn.Module):
                 raise TypeError("LinearCrossEntropyLoss needs in_features and num_classes, or a tied_weight")
             self.weight = nn.Parameter(torch.empty((num_classes, in_features), device=device, dtype=dtype))
         else:
-            self.weight = _tied(tied_weight, num_classes, in_features)
+            self.weight = _tied(tied_weight, num_classes, in_features, device, dtype)
         self.num_classes, self.in_features = self.weight.shape
         self.register_parameter("bias", None)
         if arguments.boolean("bias", bias):

@@ -86,7 +86,7 @@ def vocab_parallel_linear_cross_entropy(
         divisor: for reduction="sum", as for ``xent_ops.linear_cross_entropy``; the same on every rank.
         token_weight: as in ``xent_ops.cross_entropy``, of all targets, the same on every rank.
         target_probs, tail: as for ``xent_ops.linear_cross_entropy``, the same on every rank, for a mean or a sum: three
-            products of all rows, without ``pipelined`` and ``skip_ignored``.
+            products of all rows, without ``pipelined``, ``skip_ignored`` and ``products``.
         accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products: as for ``xent_ops.linear_cross_entropy``, of
             this rank's products. With ``products`` four of them: not pipelined.
         pipelined: True: three products. The forward gathers a chunk's numbers while the next chunk's product runs, and

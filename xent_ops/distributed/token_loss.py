@@ -15,7 +15,7 @@ from torch import Tensor
 from ..kernels.options import HeadProducts
 from ..kernels.reference import accumulator
 from ..ops import arguments, checks
-from ..ops.token_logits import check_ids, target_and_ids
+from ..ops.token_logits import check_ids, refuse_products, target_and_ids
 from ..token_function import Function, TokenFunction, divided, of_chunks
 from . import consistency
 from .bound import Bound, bound_call, by_ranks, checked_call, gathered_input
@@ -68,7 +68,7 @@ def vocab_parallel_linear_token_loss(
         divisor, ignore_index, softcap, logit_scale, accumulate_dtype, chunk_rows, logits_dtype, products: as for
             ``xent_ops.linear_token_loss``.
         skip_ignored: as for ``vocab_parallel_linear_cross_entropy``: four products, of the counted rows.
-            Of several classes a row three, of all rows.
+            Of several classes a row three, of all rows: there it has no effect, and ``products`` are refused.
         check: as for ``vocab_parallel_linear_cross_entropy``; compares the values of ``rows``, and fn on all tokens
             with fn on parts of them (not where a row has several classes).
 
@@ -95,6 +95,7 @@ def vocab_parallel_linear_token_loss(
         bound = bind(name, ranks, None, input, weight_shard, of_rows, *of_head, *chunks)
         options = bound.loss.rows
         if ids is not None:
+            refuse_products(bound.head.chunking.products)
             check_ids(ids, "input", of_rows.shape, input, input.new_empty(()).expand(num_classes), options)
         return bound, TokenFunction(fn, rows, of_rows, options.ignore_index, accumulator(input), ids), ids
 

@@ -19,6 +19,8 @@ def target_of(
         return target, ignore_index
     if arguments.number("hard_weight", hard_weight) != 0.0:
         raise ValueError(f"hard_weight={hard_weight} is of the cross entropy on the target: pass target=")
+    if arguments.integer("ignore_index", ignore_index) != -100:
+        raise ValueError(f"ignore_index={ignore_index} is of the target, which is None: pass target=, or leave it out")
     if rows is None:
         return torch.zeros(0, dtype=torch.int64), ignore_index
     return input.new_zeros(rows, dtype=torch.int64), -100

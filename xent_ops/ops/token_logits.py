@@ -48,6 +48,11 @@ def check_ids(ids: Tensor, owner: str, rows: torch.Size, device_of: Tensor, clas
         raise ValueError(f"label_smoothing is for one target a row: expected 0.0, got {options.label_smoothing}")
 
 
+def refuse_products(products: str | None) -> None:
+    if products is not None:
+        raise NotImplementedError(f"several classes a row take no products={products!r}: leave it at None")
+
+
 def check_upstream(
     ids: Tensor,
     like: Tensor,

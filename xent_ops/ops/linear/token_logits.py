@@ -19,6 +19,7 @@ from ..token_logits import (
     check_values,
     outputs_of,
     refuse_derivatives,
+    refuse_products,
     save_for_nothing,
 )
 from . import checks
@@ -40,8 +41,7 @@ def _check(
 ) -> None:
     how = Chunking(**chunking)
     checks.head(input, linear_weight, linear_bias, accumulate_dtype, how)
-    if how.products is not None:
-        raise NotImplementedError(f"several classes a row take no products={how.products!r}: leave it at None")
+    refuse_products(how.products)
     check_ids(ids, "input", input.shape[:-1], input, linear_weight.t(), options)
 
 

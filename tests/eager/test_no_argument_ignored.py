@@ -1,0 +1,349 @@
+"""Each parameter of every public function, alone and beside each other: it has an effect, or is refused in words.
+
+The effect is another result, value or gradients, bit for bit. Parameters of EXECUTION change time, memory or rounding
+by their docstrings: of these it may be other operators, or other options of them.
+"""
+
+import inspect
+import itertools
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import xent_ops
+from xent_ops import distributed
+
+N, H, V, K = 6, 16, 7, 3  # tokens, features, classes, classes of a token
+
+EXECUTION = {
+    "accumulate_dtype",
+    "check",
+    "chunk_rows",
+    "grad_in_forward",
+    "inplace_backward",
+    "pipelined",
+    "skip_ignored",
+}
+# What has no effect, by its docstring or because there is one rank here, by the function and the name of its base.
+ONE_RANK = {"class_start is ignored", "group is ignored", "sequence_parallel is ignored"}
+OF_PROBABILITIES = {f"{name} is ignored" for name in ("accumulate_dtype", "chunk_rows", "skip_ignored")}
+AS_BY_DEFAULT = {"pipelined beside skip_ignored is ignored", "pipelined beside products is ignored"}  # False
+NO_EFFECT = {
+    "linear_cross_entropy-class probabilities": OF_PROBABILITIES,
+    "linear_cross_entropy-sum, class probabilities": OF_PROBABILITIES,
+    "LinearCrossEntropyLoss-class probabilities": OF_PROBABILITIES,
+    "LinearCrossEntropyLoss-sum, class probabilities": OF_PROBABILITIES,
+    "distributed.vocab_parallel_linear_cross_entropy-mean": AS_BY_DEFAULT,
+    "distributed.vocab_parallel_linear_cross_entropy-sum": AS_BY_DEFAULT,
+    "distributed.vocab_parallel_linear_cross_entropy-none": {"pipelined is ignored"},
+    "distributed.vocab_parallel_linear_token_loss-several classes": {"skip_ignored is ignored"},
+}
+CALLED = {"class_weight": "weight", "in_features": "input's features"}  # by an error of the function behind a module
+
+
+def randn(*shape, seed=1):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def of_tokens(stats, *rows):
+    value = stats.lse - 0.3 * stats.entropy - stats.log_probs.reshape(len(stats.lse), -1).sum(-1)
+    return value * rows[0] if rows else value
+
+
+# What calls are made of
+
+TARGET = torch.tensor([3, 1, 0, 3, 4, 2])
+IDS = torch.tensor([[3, 1, 0], [0, 3, 2], [4, 2, 1], [3, 0, 4], [1, 2, 3], [4, 0, 2]])
+FEW = {"target": IDS, "target_probs": 0.8 * randn(N, K).softmax(-1)}
+IMAGE = {"input": randn(V, V, V), "target": TARGET.repeat(9)[: V * V].view(V, V)}  # the classes in any dimension
+HEAD = {"input": randn(N, H).bfloat16(), "linear_weight": randn(V, H, seed=2).bfloat16()}
+LINEAR = {**HEAD, "target": TARGET}
+TEACHER = {"teacher_input": randn(N, 8, seed=3), "teacher_weight": randn(V, 8, seed=4)}
+SOFT = randn(N, V, seed=5).softmax(-1)
+SHARDS = {"linear_weight": "weight_shard", "linear_bias": "bias_shard", "teacher_weight": "teacher_weight_shard"}
+
+
+def as_shards(bases):
+    return {
+        label: {"num_classes": V} | {SHARDS.get(name, name): value for name, value in base.items()}
+        for label, base in bases.items()
+    }
+
+
+def as_module(bases):
+    return {
+        label: {"tied_weight": torch.nn.Parameter(base["linear_weight"])}
+        | {name: value for name, value in base.items() if name != "linear_weight"}
+        for label, base in bases.items()
+    }
+
+
+def each_reduction(base):
+    return {"mean": base, "sum": base | {"reduction": "sum"}, "none": base | {"reduction": "none"}}
+
+
+LOSS = {**each_reduction(IMAGE), "class probabilities": {**IMAGE, "target": randn(V, V, V, seed=5).softmax(1)}}
+ROWS = each_reduction({"logits_shard": randn(N, V), "target": TARGET, "num_classes": V})
+PLACED = ("input", "linear_weight", "linear_bias", "target")  # DTensors where any is
+LINEAR_LOSS = {
+    **each_reduction(LINEAR),
+    "class probabilities": {**LINEAR, "target": SOFT},
+    "sum, class probabilities": {**LINEAR, "target": SOFT, "reduction": "sum"},
+    "few classes": {**LINEAR, **FEW},
+    "few classes, tail": {**LINEAR, **FEW, "tail": True},
+    "sum, few classes": {**LINEAR, **FEW, "reduction": "sum"},
+    "none, few classes": {**LINEAR, **FEW, "reduction": "none"},
+}
+RANKS_LOSS = {label: base for label, base in LINEAR_LOSS.items() if "class prob" not in label and "none, " not in label}
+LOG_PROBS = {"one class": LINEAR, "several classes": {**LINEAR, "target": IDS}}
+TOKENS = {label: {**base, "fn": of_tokens} for label, base in LOG_PROBS.items()}
+DISTILLATION = {
+    "no target": {**HEAD, **TEACHER},
+    "target": {**LINEAR, **TEACHER},
+    "hard target": {**LINEAR, **TEACHER, "hard_weight": 0.25, "reduction": "sum"},
+    "mixture": {**LINEAR, **TEACHER, "beta": 0.25, "reduction": "none"},
+}
+
+
+def of_logits(bases):
+    """The same with logits."""
+    made = {}
+    for label, base in bases.items():
+        made[label] = {name: value for name, value in base.items() if name not in ("linear_weight", "teacher_weight")}
+        made[label]["input"] = (base["input"] @ base["linear_weight"].t()).float()
+        made[label]["teacher_input"] = base["teacher_input"] @ base["teacher_weight"].t()
+    return made
+
+
+SQUARE = {"one class": IMAGE, "several classes": {**IMAGE, "target": IMAGE["target"].unsqueeze(-1) + torch.arange(K)}}
+
+CALLS = {  # of each function, its bases
+    "cross_entropy": {**LOSS, "DTensors": IMAGE},
+    "cross_entropy_outputs": each_reduction(IMAGE),
+    "token_log_probs": SQUARE,
+    "token_loss": {label: {**base, "fn": of_tokens} for label, base in SQUARE.items()},
+    "distillation_loss": of_logits(DISTILLATION),
+    "linear_cross_entropy": {**LINEAR_LOSS, "DTensors": LINEAR},
+    "linear_cross_entropy_outputs": each_reduction(LINEAR),
+    "linear_token_log_probs": LOG_PROBS,
+    "linear_token_loss": {**TOKENS, "DTensors": TOKENS["one class"]},
+    "linear_distillation_loss": DISTILLATION,
+    "CrossEntropyLoss": LOSS,
+    "LinearCrossEntropyLoss": as_module(LINEAR_LOSS)
+    | {
+        "its own weight": {
+            "input": HEAD["input"],
+            "target": TARGET,
+            "in_features": H,
+            "num_classes": V,
+            "dtype": torch.bfloat16,
+        }
+    },
+    "distributed.vocab_parallel_cross_entropy": ROWS,
+    "distributed.vocab_parallel_linear_cross_entropy": as_shards(RANKS_LOSS),
+    "distributed.vocab_parallel_linear_token_log_probs": as_shards({"": LINEAR}),
+    "distributed.vocab_parallel_linear_token_loss": as_shards(TOKENS),
+    "distributed.vocab_parallel_linear_distillation_loss": as_shards(
+        DISTILLATION | {"mixture": {**DISTILLATION["mixture"], "reduction": "mean"}}
+    ),
+}
+NO_LOSSES = {"check_targets", "decompositions", "library_path"}  # with tests of their own
+
+
+def number_a_row(base):
+    return randn(
+        *(base["target"] if "target" in base else base["input"][..., 0]).shape[: base_rows(base)], seed=6
+    ).abs()
+
+
+def base_rows(base):
+    return base.get("input", base.get("logits_shard")).dim() - 1
+
+
+def of_input(*shape):
+    return lambda base: randn(*shape, seed=7).to(base["input"].dtype)
+
+
+VALUES = {  # of each parameter with a default, another value; a function is called with the base
+    "accumulate_dtype": torch.float32,
+    "beta": 0.5,
+    "bias": True,
+    "bias_shard": of_input(V),
+    "check": True,
+    "chunk_rows": 2,
+    "class_start": 0,
+    "class_weight": randn(V, seed=8).abs(),
+    "device": "meta",
+    "dim": 0,
+    "divisor": 3.0,
+    "dtype": torch.float32,
+    "grad_in_forward": True,
+    "group": lambda base: dist.group.WORLD,
+    "hard_weight": 0.5,
+    "ignore_index": 3,
+    "in_features": H + 1,
+    "inplace_backward": True,
+    "label_smoothing": 0.1,
+    "linear_bias": of_input(V),
+    "logit_scale": 0.5,
+    "logits_dtype": torch.float32,
+    "lse_square_scale": 0.1,
+    "num_classes": 5,
+    "pipelined": False,
+    "products": "fp8",
+    "reduction": lambda base: "mean" if base.get("reduction") == "sum" else "sum",
+    "rows": lambda base: (number_a_row(base),),
+    "sequence_parallel": True,
+    "skip_ignored": True,
+    "softcap": 2.0,
+    "tail": lambda base: not base.get("tail", False),
+    "target": torch.tensor([-100, 3, 0, 1, 4, 3]),
+    "target_probs": lambda base: 0.5 * FEW["target_probs"],
+    "teacher_bias": randn(V, seed=9),
+    "teacher_bias_shard": randn(V, seed=9),
+    "teacher_logit_scale": 0.75,
+    "teacher_softcap": 3.0,
+    "temperature": 2.0,
+    "tied_weight": lambda base: torch.nn.Parameter(randn(V, H, seed=10).bfloat16()),
+    "token_weight": number_a_row,
+    "weight": randn(V, seed=8).abs(),
+}
+LEARNED = ("input", "logits_shard", "linear_weight", "weight_shard", "linear_bias", "bias_shard")
+PLAIN = (bool, int, float, str, torch.dtype)
+
+
+# What a call does
+
+
+class Effects(TorchDispatchMode):
+    """Which operators ran, with all of their arguments that are no tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.log = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.log.append((str(func), *(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PLAIN))))
+        return func(*args, **(kwargs or {}))
+
+
+def parameters(name):
+    """Of a module: those of its constructor and those of forward."""
+    function = of_name(name)
+    found = dict(inspect.signature(function).parameters)
+    if inspect.isclass(function):
+        found |= dict(list(inspect.signature(function.forward).parameters.items())[1:])
+    return found
+
+
+def of_name(name):
+    return getattr(distributed, name.removeprefix("distributed.")) if "." in name else getattr(xent_ops, name)
+
+
+def run(name, given, dtensors=False):
+    """(values and gradients, operators), or the text of an error that was raised in words."""
+    mesh = init_device_mesh("cpu", (1,)) if dtensors else None
+    function, given, learned = of_name(name), dict(given), []
+    for argument in LEARNED:
+        if argument in given:
+            leaf = given[argument].detach().requires_grad_()
+            learned.append(leaf)
+            given[argument] = leaf * 1  # no leaf, over which a gradient may be written
+    if dtensors:
+        given |= {key: DTensor.from_local(given[key], mesh, [Replicate()]) for key in given if key in PLACED}
+    with Effects() as effects:
+        if "fn" in given:
+            fn = given["fn"]
+            given["fn"] = lambda stats, *rows: effects.log.append("fn") or fn(stats, *rows)
+        try:
+            if inspect.isclass(function):
+                torch.manual_seed(0)
+                of_forward = set(inspect.signature(function.forward).parameters) & set(given)
+                module = function(**{key: value for key, value in given.items() if key not in of_forward})
+                module.zero_grad()
+                learned += module.parameters()
+                results = module(**{key: given[key] for key in of_forward})
+            else:
+                results = function(**given)
+        except (TypeError, ValueError, NotImplementedError, RuntimeError, IndexError) as error:
+            return str(error)
+        results = results if isinstance(results, tuple) else (results.to_local() if dtensors else results,)
+        summed = [result for result in results if result.requires_grad]
+        upstream = [randn(*result.shape).to(result.dtype) for result in summed]
+        grads = torch.autograd.grad(summed, learned, upstream, allow_unused=True) if summed else ()
+    return [None if tensor is None else tensor.detach().clone() for tensor in (*results, *grads)], effects.log
+
+
+def same(one, other):
+    """The same bits, NaN too. A tensor more, a bias's gradient, is no other result."""
+    return all(
+        (a is None) == (b is None)
+        and (a is None or (a.shape == b.shape and bool(torch.isclose(a, b, rtol=0, atol=0, equal_nan=True).all())))
+        for a, b in zip(one, other, strict=False)
+    )
+
+
+def has_effect(parameter, found, without):
+    return not same(found[0], without[0]) or (parameter in EXECUTION and found[1] != without[1])
+
+
+def named(names, text):
+    names = [*names, *(CALLED[name] for name in names if name in CALLED)]
+    return any(re.search(rf"\b{name}\b", text) for name in names)
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("name", "label"), [(name, label) for name, bases in CALLS.items() for label in bases])
+def test_each_pair(name, label):
+    base, dtensors, given = CALLS[name][label], label == "DTensors", {}
+    for parameter, signature in parameters(name).items():
+        if signature.default is inspect.Parameter.empty:
+            continue
+        value = VALUES[parameter]
+        given[parameter] = value(base) if callable(value) else value
+    alone = run(name, base, dtensors)
+    assert not isinstance(alone, str), alone
+    singles, ignored = {}, []
+    for parameter, value in given.items():
+        singles[parameter] = found = run(name, {**base, parameter: value}, dtensors)
+        ignored += judged((parameter,), found, {parameter: alone})
+    for one, other in itertools.combinations([name for name in given if f"{name} is ignored" not in ignored], 2):
+        found = run(name, {**base, one: given[one], other: given[other]}, dtensors)
+        ignored += judged((one, other), found, {one: singles[other], other: singles[one]})
+    known = NO_EFFECT.get(f"{name}-{label}", set()) | (ONE_RANK if name.startswith("distributed.") else set())
+    known = {text for text in known if text.split()[0] in given}
+    assert set(ignored) == known, "\n".join(sorted(set(ignored) ^ known))
+
+
+def judged(names, found, without):
+    """What is wrong with a call of these parameters; ``without``: those without one of them."""
+    if isinstance(found, str):
+        return [] if named(names, found) or found in without.values() else [f"{names}: {found}"]
+    return [
+        " beside ".join((name, *(other for other in names if other != name))) + " is ignored"
+        for name in names
+        if not isinstance(without[name], str) and not has_effect(name, found, without[name])
+    ]
+
+
+def is_call(value):
+    return inspect.isfunction(value) or (inspect.isclass(value) and issubclass(value, torch.nn.Module))
+
+
+def test_all_functions_are_here():
+    functions = {name for name in xent_ops.__all__ if is_call(getattr(xent_ops, name))}
+    functions |= {f"distributed.{name}" for name in distributed.__all__}
+    assert functions - NO_LOSSES == set(CALLS)
