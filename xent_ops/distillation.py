@@ -17,6 +17,7 @@ from .ops.linear import composite
 _ops = torch.ops.xent
 
 
+@arguments.named
 def distillation_loss(
     input: Tensor,
     teacher_input: Tensor,
@@ -102,6 +103,7 @@ def distillation_loss(
     return _reduced(row_loss, target, divisor, loss, token_weight)
 
 
+@arguments.named
 def linear_distillation_loss(
     input: Tensor,
     linear_weight: Tensor,

@@ -17,6 +17,7 @@ from .ops.token_logits import target_and_ids
 from .outputs import CrossEntropyOutputs, TokenLogProbs, log_probs_of_rows, outputs_of_rows
 
 
+@arguments.named
 def check_targets(target: Tensor, num_classes: int, ignore_index: int = -100) -> None:
     """Raise IndexError for a target outside [0, num_classes) that is not ignore_index.
 
@@ -69,6 +70,7 @@ def refuse_token_weight(where: str, token_weight: Tensor | None) -> None:
         )
 
 
+@arguments.named
 def cross_entropy(
     input: Tensor,
     target: Tensor,
@@ -203,6 +205,7 @@ def _of_probabilities(logits: Tensor, target: Tensor, weight: Tensor | None, los
     return row_loss.sum() if loss.reduction == "sum" else row_loss.mean()
 
 
+@arguments.named
 def cross_entropy_outputs(
     input: Tensor,
     target: Tensor,
@@ -256,6 +259,7 @@ def cross_entropy_outputs(
     return outputs
 
 
+@arguments.named
 def token_log_probs(
     input: Tensor,
     target: Tensor,

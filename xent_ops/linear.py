@@ -24,6 +24,7 @@ from .token_loss import linear_token_loss
 _ops = torch.ops.xent
 
 
+@arguments.named
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -200,6 +201,7 @@ def _of_few_classes(
     return torch.where(counted, fn(of_counted, *rows), 0.0)
 
 
+@arguments.named
 def linear_cross_entropy_outputs(
     input: Tensor,
     linear_weight: Tensor,
@@ -260,6 +262,7 @@ def linear_cross_entropy_outputs(
     return outputs_of_rows(value, rows, target, *divided, token_weight)
 
 
+@arguments.named
 def linear_token_log_probs(
     input: Tensor,
     linear_weight: Tensor,

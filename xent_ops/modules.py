@@ -32,6 +32,7 @@ class CrossEntropyLoss(nn.Module):
 
     weight: Tensor | None
 
+    @arguments.named
     def __init__(
         self,
         weight: Tensor | None = None,
@@ -150,6 +151,7 @@ class LinearCrossEntropyLoss(nn.Module):
 
     class_weight: Tensor | None
 
+    @arguments.named
     def __init__(
         self,
         in_features: int | None = None,

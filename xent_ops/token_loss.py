@@ -21,6 +21,7 @@ from .token_function import Function, TokenFunction, divided, of_chunks
 _ops = torch.ops.xent
 
 
+@arguments.named
 def linear_token_loss(
     input: Tensor,
     linear_weight: Tensor,
@@ -142,6 +143,7 @@ def linear_token_loss(
     return of_chunks(function, input, target, whole, loss, divisor, loop.OneRank())
 
 
+@arguments.named
 def token_loss(
     input: Tensor,
     target: Tensor,

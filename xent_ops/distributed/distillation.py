@@ -48,6 +48,7 @@ class _Bound(NamedTuple):
     how: Distillation
 
 
+@arguments.named
 def vocab_parallel_linear_distillation_loss(
     input: Tensor,
     weight_shard: Tensor,

@@ -35,6 +35,7 @@ from .pipelined import loss as pipelined_loss
 from .sharded_rows import reduced, sharded_rows
 
 
+@arguments.named
 def vocab_parallel_linear_cross_entropy(
     input: Tensor,
     weight_shard: Tensor,
@@ -188,6 +189,7 @@ def vocab_parallel_linear_cross_entropy(
     return as_target(value, split) if reduction == "none" else value
 
 
+@arguments.named
 def vocab_parallel_linear_token_log_probs(
     input: Tensor,
     weight_shard: Tensor,

@@ -32,6 +32,7 @@ class _Bound(NamedTuple):
     reads_entropy: bool
 
 
+@arguments.named
 def vocab_parallel_linear_token_loss(
     input: Tensor,
     weight_shard: Tensor,

@@ -93,6 +93,7 @@ def _checked(ranks: Ranks, *call: Any) -> _Bound:
     return bound
 
 
+@arguments.named
 def vocab_parallel_cross_entropy(
     logits_shard: Tensor,
     target: Tensor,

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 _PACKAGE = Path(__file__).parents[2]
 _LOSSES = (
     "torch/nn/modules/loss.py", "torch/nn/functional.py",
-    *(str(_PACKAGE / name) for name in ("functional.py", "modules.py", "ops/function.py")),
+    *(str(_PACKAGE / name) for name in ("functional.py", "modules.py", "ops/arguments.py", "ops/function.py")),
 )  # fmt: skip
 _OWNERS = (torch, Tensor, operator, F, torch._C._nn)
 
