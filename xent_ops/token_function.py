@@ -267,12 +267,17 @@ class _Recorder:
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
-        raise TypeError("fn gets (stats, *rows), and stats is no tensor: it has stats.log_probs, .entropy and .lse")
+        raise TypeError(
+            "fn gets (stats, *rows), and stats is no tensor: it has stats.log_probs, stats.entropy and stats.lse, "
+            "which are tensors (log_probs, entropy, lse = stats)"
+        )
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter((self.log_probs, self.entropy, self.lse))
 
     def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, (int, slice)):
+            _no_tensor()
         return (self.log_probs, self.entropy, self.lse)[index]
 
     def __len__(self) -> int:
@@ -283,7 +288,8 @@ def _no_tensor(*_: Any) -> Any:
     _Recorder.__torch_function__()
 
 
-for _name in ("neg", "abs", "add", "sub", "mul", "truediv", "pow", "matmul", "lt", "le", "gt", "ge"):
+_OTHERS = "neg pos abs invert bool float int complex index round floor ceil trunc call contains setitem delitem"
+_COMPARING = "lt le gt ge eq ne"
+_BINARY = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift"
+for _name in f"{_OTHERS} {_COMPARING} {_BINARY} r{_BINARY.replace(' ', ' r')}".split():
     setattr(_Recorder, f"__{_name}__", _no_tensor)
-for _name in ("add", "sub", "mul", "truediv", "pow", "matmul"):
-    setattr(_Recorder, f"__r{_name}__", _no_tensor)

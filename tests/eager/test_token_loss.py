@@ -1,6 +1,7 @@
 """A function of each token's statistics as the loss: values, how often what runs, what is refused."""
 
 import math
+import operator
 
 import pytest
 import torch
@@ -269,15 +270,50 @@ def test_refused(function, what):
         function(x, head, target, fn, **options)
 
 
-@pytest.mark.parametrize(
-    "fn",
-    [lambda s: -s, lambda s: s * 2, lambda s: 2 - s, lambda s: torch.exp(s), lambda s: torch.stack([s, s]), abs],
-    ids=["neg", "mul", "rsub", "exp", "stack", "abs"],
-)
-def test_stats_are_no_tensor(fn):
+def setitem(stats):
+    stats[0] = 0
+
+
+def delitem(stats):
+    del stats[0]
+
+
+def iadd(stats):
+    stats += 1.0
+
+
+BINARY = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift lt le gt ge eq ne"
+OPERATIONS = {
+    **{name: getattr(operator, name) for name in ["neg", "pos", "abs", "invert", "not_", "truth", "index"]},
+    **{name: lambda s, name=name: getattr(operator, name)(s, 2.0) for name in BINARY.split()},
+    **{f"r{name}": lambda s, name=name: getattr(operator, name)(2.0, s) for name in BINARY.split()},
+    "of a tensor": lambda s: torch.ones(2) - s,
+    **{function.__name__: function for function in (round, float, int, complex, math.floor, math.ceil, math.trunc)},
+    **{"divmod": lambda s: divmod(s, 2), "rdivmod": lambda s: divmod(2, s), "in": lambda s: 1.0 in s},
+    **{"name": lambda s: s["log_probs"], "mask": lambda s: s[s.lse > 0], "call": lambda s: s()},
+    **{function.__name__: function for function in (setitem, delitem, iadd)},
+    **{"exp": lambda s: torch.exp(s), "stack": lambda s: torch.stack([s, s])},
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_stats_are_no_tensor(name):
     x, w, target = torch.randn(4, 3), torch.randn(7, 3), torch.arange(4)
-    with pytest.raises(TypeError, match=r"stats is no tensor: it has stats\.log_probs"):
-        xent_ops.linear_token_loss(x, w, target, fn)
+    for function in (xent_ops.linear_token_loss, of_logits):
+        with pytest.raises(TypeError, match=r"stats is no tensor: it has stats\.log_probs"):
+            function(x, w, target, OPERATIONS[name])
+
+
+def test_what_stats_can_do():
+    """All that a TokenLogProbs can, as the tuple that it is."""
+
+    def fn(stats):
+        log_probs, _, lse = stats
+        assert len(stats) == 3 and stats[0] is log_probs and stats[-1] is lse and len(stats[:2]) == 2
+        return -stats.log_probs
+
+    x, head, _, target = problem("cpu")
+    assert xent_ops.linear_token_loss(x, head, target, fn).isfinite()
 
 
 def test_what_an_error_of_the_function_says():
