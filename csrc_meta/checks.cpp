@@ -70,11 +70,11 @@ void row_values(const char* name, const MaybeTensor& tensor, const Tensor& matri
 
 void divisor(const MaybeTensor& tensor, const Tensor& logits) {
   if (tensor) {
-    check_dtype("divisor", *tensor, DIVISORS);
+    check_dtype("divisors", *tensor, DIVISORS);
     // Only 2 is valid, so a symbolic size may be specialised.
-    require(tensor->dim() == 1 && tensor->size(0) == 2, "divisor has shape ", shape(sizes_of(*tensor)),
+    require(tensor->dim() == 1 && tensor->size(0) == 2, "divisors has shape ", shape(sizes_of(*tensor)),
             "; expected (2,), the sum of the weights and the number of counted rows");
-    same_device("divisor", *tensor, logits);
+    same_device("divisors", *tensor, logits);
   }
 }
 

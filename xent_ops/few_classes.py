@@ -20,8 +20,7 @@ from .kernels.options import LossOptions
 from .kernels.reductions import counted_weights
 from .kernels.reference import accumulator, is_counted
 from .kernels.reference_ids import first_counted
-from .ops import arguments, checks, soft_checks, transforms
-from .ops.linear import checks as linear_checks
+from .ops import arguments, checks, transforms
 from .ops.token_logits import at_least_one_class
 from .outputs import TokenLogProbs, log_probs_of_ids
 from .token_function import Function, divided
@@ -62,7 +61,7 @@ def checked(
         raise ValueError("label_smoothing is for one target a row: smooth target_probs instead")
     checks.token_weight(token_weight, ids[..., 0])
     if target_probs.device.type == "cpu" and not transforms.is_traced():  # elsewhere: probabilities
-        soft_checks.refuse_log_probabilities("target_probs", _of_counted(ids, target_probs, loss.rows.ignore_index))
+        checks.refuse_log_probabilities("target_probs", _of_counted(ids, target_probs, loss.rows.ignore_index))
 
 
 def without_probs(tail: Any) -> None:
@@ -114,7 +113,7 @@ def in_one_visit(
 ) -> Tensor:
     """A mean or a sum without a tail, whose derivatives are known before the statistics. ``rows``: as_function's."""
     if divisor is not None and divisor.requires_grad:
-        linear_checks.divisor_needs_grad()
+        checks.divisor_needs_grad()
     dtype, ignore_index = accumulator(input), loss.rows.ignore_index
     target = first_counted(ids, ignore_index)
     counted = is_counted(target, ignore_index)

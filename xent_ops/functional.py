@@ -12,7 +12,8 @@ from .kernels import reference_soft
 from .kernels.options import LossOptions, Reduction
 from .kernels.reductions import cross_entropy_divisor
 from .kernels.rows import dense_classes
-from .ops import arguments, checks, function, soft_checks, transforms
+from .ops import arguments, checks, function, transforms
+from .ops.library import refuse
 from .ops.token_logits import target_and_ids
 from .outputs import CrossEntropyOutputs, TokenLogProbs, log_probs_of_rows, outputs_of_rows
 
@@ -194,7 +195,7 @@ def _of_probabilities(logits: Tensor, target: Tensor, weight: Tensor | None, los
             f"ignore_index={loss.rows.ignore_index} is not supported for class probabilities; leave it below 0"
         )
     if transforms.functorch_is_active() or transforms.forward_mode():
-        soft_checks.forward(logits, target, weight, options=loss.rows)
+        refuse("soft_cross_entropy_forward", logits, target, weight, **loss.rows.soft_keywords())
         row_loss, lse = reference_soft.soft_cross_entropy_forward(logits, target, weight, options=loss.rows)
     else:
         row_loss, lse = torch.ops.xent.soft_cross_entropy_forward(logits, target, weight, **loss.rows.soft_keywords())

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from . import functional, linear
 from .kernels.options import HeadProducts, Reduction
-from .ops import arguments
-from .ops.linear import checks as linear_checks
+from .ops import arguments, checks
 from .ops.shown import kind_of
 
 
@@ -180,7 +179,7 @@ class LinearCrossEntropyLoss(nn.Module):
         self.ignore_index, self.label_smoothing, self.softcap, self.logit_scale = rows
         chunks = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
         self.accumulate_dtype, how = arguments.chunks(*chunks)
-        linear_checks.sizes_of(how)
+        checks.chunk_rows(how.chunk_rows)
         self.chunk_rows, self.skip_ignored, self.logits_dtype, self.products = how
         in_features, num_classes = _size("in_features", in_features), _size("num_classes", num_classes)
         if tied_weight is None:

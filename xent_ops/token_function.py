@@ -14,8 +14,7 @@ from .head.loop import Coefficients, Part
 from .head.shard import RowStatistics
 from .kernels.options import LossOptions
 from .kernels.reference import is_counted
-from .ops import transforms
-from .ops.linear import checks as linear_checks
+from .ops import checks, transforms
 from .ops.shown import kind_of, shown
 from .outputs import TokenLogProbs, log_probs_of_ids
 
@@ -204,7 +203,7 @@ def of_chunks(
 ) -> Tensor:
     """The loss by the loop over chunks. At least one of input, weight and bias requires grad."""
     if divisor is not None and divisor.requires_grad:
-        linear_checks.divisor_needs_grad()
+        checks.divisor_needs_grad()
     divisors = chunks.divided_by(target, None, divisor, 1, function.dtype, loss)
     within, later = float16.split_divisors(input.dtype, divisors, target, loss=loss)
     values: list[Tensor] = []
@@ -216,7 +215,7 @@ def of_chunks(
         function.arrange(packed.take_rows, packed.number)
     parts = ranks.world if how.get("scattered") else 1
     between, how["ids"] = function.of_part(parts, within, values), function.ids(parts)
-    made = loop.gradients(rows, target, head, loss, between, ranks, wanted, entropy=function.reads_entropy, **how)
+    made = loop.gradients(rows, target, head, loss, between, ranks, wanted, with_entropy=function.reads_entropy, **how)
     if packed is not None and wanted[0]:
         made = made._replace(input=packed.give_rows(made.input).view(input.shape))
     return loop.value(divided(torch.cat(values), divisor), input, head, made, later)

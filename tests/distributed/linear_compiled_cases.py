@@ -99,7 +99,7 @@ def order_of_the_pipeline(device):
     calls = called(forward[forward.index("def call") :])
     make, gather, wait = ("linear_cross_entropy_chunk", "all_gather_into_tensor", "wait_tensor")
     begin, end = [make, gather], ["cross_entropy_shard_join", f"{make}_grad_", "all_reduce_", f"{make}_add_"]
-    last = "linear_cross_entropy_value"
+    last = "attach_gradients"
     assert [call for call in calls if call != wait] == [*begin, *begin, *end, *begin, *end, *end, last], calls
     assert calls[-4:] == [wait, wait, wait, last], "the all-reduces are waited for at the end"
     for i, call in enumerate(calls):
@@ -213,7 +213,7 @@ def graph(device):
     forward, backward = graphs_of(step_of(None, **again), x.detach(), head, target)
     assert forward == [shard, *gather, join] and backward == ["xent.linear_cross_entropy_backward"]
 
-    value, scale = "xent.linear_cross_entropy_value", "xent.linear_scale_grad"
+    value, scale = "xent.attach_gradients", "xent.linear_scale_grad"
     forward, backward = graphs_of(step_of(None), x, head, target)
     waited = gather if device == "cuda" else [*gather, wait]  # gloo's is waited for at once
     join = "xent.cross_entropy_shard_join"

@@ -335,7 +335,7 @@ def test_errors(device):
         (lambda: call(x, weight, y.clone().requires_grad_(), teacher_weight), RuntimeError, "teacher_input requires grad, .* torch.no_grad"),
         (lambda: call(x, weight, y, teacher_weight.clone().requires_grad_()), RuntimeError, "teacher_weight requires grad"),
         (lambda: call(x, weight, y, teacher_weight, teacher_bias=torch.ones(V, device=device, requires_grad=True)), RuntimeError, "teacher_bias requires grad"),
-        (lambda: call(x, weight, y[:5], teacher_weight), ValueError, r"teacher_input has shape \(5,\); expected \(9,\), the rows of input"),
+        (lambda: call(x, weight, y[:5], teacher_weight), ValueError, r"teacher_input has shape \(5, 4\); expected \(9, 4\), the rows of input"),
         (lambda: call(x, weight, y, weight.detach()), ValueError, r"teacher_weight has shape \(13, 6\); expected \(13, 4\)"),
         (lambda: call(x, weight, y.double(), teacher_weight), TypeError, "teacher_weight has dtype torch.float32 but teacher_input torch.float64"),
         (lambda: call(x, weight, y, teacher_weight, beta=1.5), ValueError, "beta must be between 0.0 and 1.0, got 1.5"),

@@ -39,7 +39,7 @@ def count(monkeypatch):
             return call
 
         monkeypatch.setattr(operator, "launches", LaunchCache())
-        monkeypatch.setattr(operator, "check_arguments", counted("check", operator.check_arguments))
+        monkeypatch.setattr(operator, "check", counted("check", operator.check))
         monkeypatch.setitem(launchers, name, counted("first stage", launchers[name]))
         return calls
 

@@ -306,5 +306,5 @@ def of_chunk(x, head, target, place, bias, weight, options, **square):
     copies = [tensor.clone() for tensor in sums]
     yield call("linear_cross_entropy_chunk_add_", *copies, logits, fixed[0], columns, False, count)
     gradients = [tensor.detach().clone() for tensor in (x, head, bias)]
-    yield call("linear_cross_entropy_value", numbers(()), x, head, bias, *gradients)
-    yield call("linear_cross_entropy_value", numbers(()), x, head, None, *gradients[:2], numbers(0), numbers(()))
+    yield call("attach_gradients", numbers(()), x, head, bias, *gradients)
+    yield call("attach_gradients", numbers(()), x, head, None, *gradients[:2], numbers(0), numbers(()))

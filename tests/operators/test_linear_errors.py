@@ -244,7 +244,7 @@ def test_operators_check_their_rows():
         with pytest.raises((TypeError, ValueError), match=text):
             of_entropy = {"grad_entropy": rows, "entropy": rows}
             ops.linear_cross_entropy_backward(grad_loss, None, x, head, target, lse, **of_entropy)
-    with pytest.raises(ValueError, match=r"divisor has shape \(\); expected \(2,\)"):
+    with pytest.raises(ValueError, match=r"divisors has shape \(\); expected \(2,\)"):
         ops.linear_cross_entropy_backward(rows, None, x, head, target, rows, None, None, rows[0])
     with pytest.raises(ValueError, match=r"grad_entropy has shape \(2,\)"):
         ops.linear_cross_entropy_backward(rows, None, x, head, target, rows, grad_entropy=rows[:2], entropy=rows)

@@ -7,7 +7,7 @@ from torch import nn
 
 import xent_ops
 from xent_ops.kernels import cpu
-from xent_ops.ops import soft_checks
+from xent_ops.ops import checks
 
 V, H = 9, 5
 SWAPPED = "input and linear_weight seem to be swapped, the order is input, linear_weight, target"
@@ -220,7 +220,7 @@ def test_both_kernels_name_the_same_number():
         with pytest.raises((ValueError, RuntimeError)) as by_cpp:
             torch.ops.xent.soft_cross_entropy_forward(x, target)
         with pytest.raises(ValueError) as by_torch:
-            soft_checks.values(x, target)
+            checks.refuse_log_probabilities("target of class probabilities", target)
         assert str(by_cpp.value) == str(by_torch.value)
 
 

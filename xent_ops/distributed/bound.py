@@ -9,6 +9,7 @@ from torch import Tensor
 from ..head.loop import HeadSlice
 from ..kernels.options import LossOptions
 from ..ops import arguments, checks, transforms
+from ..ops.library import refuse
 from ..ops.linear import checks as linear_checks
 from ..ops.linear import composite
 from .groups import Ranks
@@ -88,7 +89,8 @@ def bound_call(
     split = _split_dimension(input, target, ranks.world) if sequence_parallel and ranks.world > 1 else None
     if not transforms.is_traced():  # else the operators check before anything runs
         rows = input if split is None else input.new_empty(()).expand(*target.shape, input.shape[-1])  # its shape
-        linear_checks.shard(rows, linear_weight, target, *shard_range, linear_bias, class_weight, options=loss.rows)
+        given = (rows, linear_weight, target, *shard_range, linear_bias, class_weight)
+        refuse("linear_cross_entropy_shard", *given, **loss.rows._asdict())
     head = HeadSlice(linear_weight, linear_bias, class_weight, shard_range, accumulate_dtype, how)
     three_products = chosen(pipelined, input, head, loss)
     return Bound(target, input, head, loss, divisor, split, three_products, token_weight)

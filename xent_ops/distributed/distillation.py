@@ -23,7 +23,6 @@ from ..kernels.reference import accumulator
 from ..ops import arguments, checks, distillation_arguments, distillation_checks, transforms
 from ..ops.linear import checks as linear_checks
 from ..ops.linear import composite
-from ..ops.linear.distillation import check_heads
 from . import consistency
 from .bound import Bound, as_target, bound_call, by_ranks
 from .groups import Group, Ranks, ranks_of
@@ -176,7 +175,7 @@ def _bound_teacher(given: tuple[Any, Any, Any], student: Bound, how: Distillatio
         if student.sequence_dim is not None:  # this rank's part of them
             rows = rows.new_empty(()).expand(student.input.shape[:-1])
         of_student, class_start = (student.input, head.weight, head.bias), head.shard_range[0]
-        check_heads(of_student, rows, teacher, how, class_start, head.accumulate_dtype, _NAMES, _TEACHER)
+        linear_checks.two_heads(of_student, rows, teacher, how, class_start, _NAMES, _TEACHER)
     return teacher
 
 
@@ -237,7 +236,7 @@ def _loss(name: str, bound: _Bound, ranks: Ranks) -> Tensor:
             "known only after the logits are gone: weigh the rows by token_weight"
         )
     if any(wanted) and divisor is not None and divisor.requires_grad:
-        linear_checks.divisor_needs_grad()
+        checks.divisor_needs_grad()
     ordered, parts = by_ranks(target, split, ranks), 1 if split is None else ranks.world
     weights = None if token_weight is None else by_ranks(token_weight.to(dtype), split, ranks)
     if loss.reduction == "none":

@@ -233,6 +233,6 @@ def vocab_parallel_linear_token_log_probs(
         consistency.check(name, group, ranks, lambda: checked_call(name, ranks, False, *call, *chunks))
     target, input, head, loss, _, split = bound_call(name, ranks, False, *call, *chunks)[:6]
     gathered, target = gathered_input(input, target, split, ranks)
-    rows, entropy = sharded_rows(input, target, head, ranks, loss, gathered, entropy=True)
+    rows, entropy = sharded_rows(input, target, head, ranks, loss, gathered, with_entropy=True)
     values = log_probs_of_rows(rows.loss, rows.lse, entropy, target, None, loss.rows)
     return TokenLogProbs(*(as_target(value, split) for value in values))

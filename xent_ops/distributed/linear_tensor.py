@@ -130,7 +130,7 @@ def linear_token_loss(
 
     def statistics() -> tuple[Tensor, Tensor, Tensor]:
         made, entropy = sharded_rows.sharded_rows(
-            x, local_target, mine, ranks, loss, sum_grad_input=False, entropy=function.reads_entropy
+            x, local_target, mine, ranks, loss, sum_grad_input=False, with_entropy=function.reads_entropy
         )
         return made.loss, made.lse, entropy
 

@@ -18,7 +18,7 @@ from ..head.shard import RowStatistics
 from ..kernels import reductions, reference
 from ..kernels.options import LossOptions
 from ..kernels.reference import columns_of
-from ..ops.linear import checks as linear_checks
+from ..ops import checks
 from ..ops.linear import composite
 from ..ops.shown import shown
 from .groups import Ranks
@@ -82,7 +82,7 @@ def loss(
     Without ``sum_grad_input`` the gradient is this rank's part of the sum.
     """
     if divisor is not None and divisor.requires_grad:
-        linear_checks.divisor_needs_grad()
+        checks.divisor_needs_grad()
     divisors = _divisors(target, head, ranks, options, divisor, reference.accumulator(input), token_weight)
     within, later = float16.split_divisors(input.dtype, divisors, target, token_weight, loss=options)
     one = within.new_ones(())
@@ -93,7 +93,7 @@ def loss(
     def between(rows: RowStatistics, part: Part) -> Coefficients:
         factors = () if token_weight is None else (part.of(token_weight),)
         made.append((rows.loss, rows.lse, rows.target_weight, part.target, *factors))
-        return Coefficients(*(factors or (one,)), divisor=within)
+        return Coefficients(*(factors or (one,)), divisors=within)
 
     of = (input, target, head, options, between, Collectives(ranks), loop.wanted_gradients(input, head))
     gradients = loop.gradients(*of, scattered=scattered, summed=sum_grad_input)

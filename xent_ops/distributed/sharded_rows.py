@@ -28,7 +28,7 @@ def sharded_rows(
     loss: LossOptions,
     gathered_input: Tensor | None = None,  # (ranks, *input.shape) where the inputs of all ranks are wanted
     sum_grad_input: bool = True,
-    entropy: bool = False,
+    with_entropy: bool = False,
 ) -> tuple[RowValues, Tensor]:
     """Values for each row of the target, its entropy where it is wanted.
 
@@ -45,10 +45,10 @@ def sharded_rows(
         *shard_range,
         None if bias is None else bias.detach(),
         class_weight,
-        entropy,
+        with_entropy,
         **options,
     )
-    row_loss, lse, target_weight, _, entropies = _ops.linear_cross_entropy_shard_join(
+    row_loss, lse, target_weight, _, entropy = _ops.linear_cross_entropy_shard_join(
         input,
         weight,
         target,
@@ -57,12 +57,12 @@ def sharded_rows(
         bias,
         class_weight,
         gathered_input,
-        entropy,
+        with_entropy,
         accumulate_dtype=accumulate_dtype,
         group_name=ranks.name if sum_grad_input and ranks.world > 1 else "",
         **options,
     )
-    return RowValues(row_loss, lse, target_weight), entropies
+    return RowValues(row_loss, lse, target_weight), entropy
 
 
 def reduced(

@@ -15,7 +15,8 @@ from torch import Tensor
 from ..kernels.options import HeadProducts
 from ..kernels.reference import accumulator
 from ..ops import arguments, checks
-from ..ops.token_logits import check_ids, refuse_products, target_and_ids
+from ..ops.library import refuse
+from ..ops.token_logits import target_and_ids
 from ..token_function import Function, TokenFunction, divided, of_chunks
 from . import consistency
 from .bound import Bound, bound_call, by_ranks, checked_call, gathered_input
@@ -96,8 +97,9 @@ def vocab_parallel_linear_token_loss(
         bound = bind(name, ranks, None, input, weight_shard, of_rows, *of_head, *chunks)
         options = bound.loss.rows
         if ids is not None:
-            refuse_products(bound.head.chunking.products)
-            check_ids(ids, "input", of_rows.shape, input, input.new_empty(()).expand(num_classes), options)
+            checks.refuse_products_of_ids(bound.head.chunking.products)
+            logits = input.new_empty(()).expand(*of_rows.shape, num_classes)
+            refuse("token_logits", logits, ids, **options._asdict())
         return bound, TokenFunction(fn, rows, of_rows, options.ignore_index, accumulator(input), ids), ids
 
     def checked() -> _Bound:
@@ -116,7 +118,7 @@ def vocab_parallel_linear_token_loss(
 
     def of_rows() -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
         gathered, ordered = gathered_input(input, target, split, ranks)
-        made, entropy = sharded_rows(input, ordered, head, ranks, loss, gathered, entropy=function.reads_entropy)
+        made, entropy = sharded_rows(input, ordered, head, ranks, loss, gathered, with_entropy=function.reads_entropy)
         return (made.loss, made.lse, entropy), ordered
 
     if check and ids is None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from ..kernels.options import LossOptions, Options, Reduction
 from ..kernels.reductions import divisor_of, reduce_rows
 from ..ops import arguments, checks, transforms
+from ..ops.library import refuse
 from . import consistency, function
 from .groups import Group, Ranks, ranks_of
 from .parts import all_gather_shard_stats, shard_range_of
@@ -88,7 +89,7 @@ def _checked(ranks: Ranks, *call: Any) -> _Bound:
     """Raises what the operators would, values of targets too."""
     bound = _bound(ranks, *call)
     target, logits, weight, shard_range, loss, _ = bound
-    checks.shard(logits, target, *shard_range, weight, options=loss.rows)
+    refuse("cross_entropy_shard", *(logits, target, *shard_range, weight), **loss.rows._asdict())
     checks.target_values(target, shard_range[1], loss.rows.ignore_index)
     return bound
 

@@ -96,7 +96,7 @@ def gradients(
     lse: Tensor,
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
-    divisor: Tensor | None = None,
+    divisors: Tensor | None = None,
     grad_entropy: Tensor | None = None,
     entropy: Tensor | None = None,
     coefficient: Tensor | None = None,
@@ -120,7 +120,7 @@ def gradients(
         zeros = [input.new_zeros(shape if made else 0) for shape, made in zip(shapes, output_mask, strict=True)]
         return zeros[0], zeros[1], zeros[2]
     upstream = reference.row_grads(
-        grad_loss, grad_lse, target, lse, divisor, options.ignore_index, lse_square_scale, lse.dtype
+        grad_loss, grad_lse, target, lse, divisors, options.ignore_index, lse_square_scale, lse.dtype
     )
     rows = rows_to_compute(target, flat, head, options, how)
     indices = rows.indices()

@@ -25,7 +25,7 @@ def divisible(number: Tensor) -> Tensor:
 
 def split_divisors(
     dtype: torch.dtype,
-    divided_by: Tensor,
+    divisors: Tensor,
     target: Tensor,
     token_weight: Tensor | None = None,
     weight: Tensor | None = None,
@@ -38,17 +38,17 @@ def split_divisors(
     count as their mean, the quotient of the two divisors: a rank does not have those of all targets.
     """
     if dtype != torch.float16:
-        return divided_by, None
+        return divisors, None
     target, options = target.reshape(-1), loss.rows
-    factors = divided_by.reciprocal().unsqueeze(-1).expand(2, target.shape[0])
+    factors = divisors.reciprocal().unsqueeze(-1).expand(2, target.shape[0])
     if token_weight is not None:
         factors = factors * reductions.counted_weights(
-            token_weight.reshape(-1), target, options.ignore_index, divided_by.dtype
+            token_weight.reshape(-1), target, options.ignore_index, divisors.dtype
         )
     square = factors[1] * loss.lse_square_scale if loss.lse_square_scale != 0.0 else None
     of_loss = factors[1] if weight is None else factors[0]
     factor = largest(target, weight, None, classes, options, of_loss, square)
-    return divided_by * factor, factor.reciprocal()
+    return divisors * factor, factor.reciprocal()
 
 
 def largest(

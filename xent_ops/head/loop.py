@@ -72,7 +72,7 @@ class Coefficients(NamedTuple):
     grad_loss: Tensor
     grad_lse: Tensor | None = None
     grad_entropy: Tensor | None = None
-    divisor: Tensor | None = None  # (2,): what grad_loss and the gradient of the z-loss are divided by
+    divisors: Tensor | None = None  # (2,): what grad_loss and the gradient of the z-loss are divided by
     grad_ids: Tensor | None = None  # (n, K)
 
 
@@ -126,15 +126,24 @@ Between = Callable[[RowStatistics, Part], Coefficients]
 class _CrossEntropy:
     """Statistics and gradient of rows of logits, with the caller's function between them."""
 
-    def __init__(self, head: HeadSlice, loss: LossOptions, between: Between, ranks: OneRank, entropy: bool) -> None:
+    def __init__(
+        self, head: HeadSlice, loss: LossOptions, between: Between, ranks: OneRank, with_entropy: bool
+    ) -> None:
         self.weight, self.bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
-        self.head, self.loss, self.between, self.ranks, self.entropy = head, loss, between, ranks, entropy
+        self.head, self.loss, self.between, self.ranks, self.with_entropy = head, loss, between, ranks, with_entropy
         self.columns = head.columns()
 
     def begin(
         self, inputs: Sequence[Tensor], part: Part, count: Tensor | None, after: Tensor | None
     ) -> tuple[Tensor, Kept]:
-        of_head = (self.weight, part.target, *self.head.shard_range, self.bias, self.head.class_weight, self.entropy)
+        of_head = (
+            self.weight,
+            part.target,
+            *self.head.shard_range,
+            self.bias,
+            self.head.class_weight,
+            self.with_entropy,
+        )
         more = (count, after, part.ids, self.head.chunking.logits_dtype)
         stats, logits = _ops.linear_cross_entropy_chunk(inputs[0], *of_head, *more, **self.loss.rows.keywords())
         return stats, (logits,)
@@ -156,11 +165,11 @@ class _CrossEntropy:
             logits[:, : self.columns],
             part.target,
             *of_slice,
-            self.entropy,
+            self.with_entropy,
             self.loss.rows,
             places,
         )
-        grad_loss, grad_lse, grad_entropy, divisor, grad_ids = self.between(of_rows, part)
+        grad_loss, grad_lse, grad_entropy, divisors, grad_ids = self.between(of_rows, part)
         if not any(wanted):
             return None
         return _ops.linear_cross_entropy_chunk_grad_(
@@ -172,7 +181,7 @@ class _CrossEntropy:
             of_rows.lse,
             *shard_range,
             class_weight,
-            divisor,
+            divisors,
             grad_entropy,
             None if grad_entropy is None else of_rows.entropy,
             None if class_weight is None else of_rows.coefficient,
@@ -193,11 +202,11 @@ def gradients(
     ranks: OneRank,
     wanted: Sequence[bool],
     *,
-    entropy: bool = False,
+    with_entropy: bool = False,
     **how: Any,
 ) -> Gradients:
     """The gradients of all rows. ``between`` sees each chunk's statistics once, in the order of the rows."""
-    steps = _CrossEntropy(head, loss, between, ranks, entropy)
+    steps = _CrossEntropy(head, loss, between, ranks, with_entropy)
     return of_steps(steps, (input,), target, head, ranks, wanted, **how)
 
 
@@ -301,4 +310,4 @@ def wanted_gradients(input: Tensor, head: HeadSlice) -> list[bool]:
 def value(value: Tensor, input: Tensor, head: HeadSlice, made: Gradients, divisor: Tensor | None) -> Tensor:
     """The loss, whose derivatives are these gradients divided by the divisor, once."""
     of: tuple[Any, ...] = (input, head.weight, head.bias, *made, divisor)
-    return _ops.linear_cross_entropy_value(value, *of)
+    return _ops.attach_gradients(value, *of)

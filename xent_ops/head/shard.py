@@ -38,9 +38,9 @@ _UNREAD = (float("-inf"), 0.0, 0.0, 0.0)  # the statistics of a row that is skip
 _NOWHERE = -1  # the target of a row whose class is on another rank, or that is ignored
 
 
-def width(rows: int, weighted: bool, entropy: bool, places: int = 0) -> int:
+def width(rows: int, weighted: bool, with_entropy: bool, places: int = 0) -> int:
     """How many numbers a rank hands over."""
-    return reference_shard.width(rows, weighted) + (rows if entropy else 0) + places * rows
+    return reference_shard.width(rows, weighted) + (rows if with_entropy else 0) + places * rows
 
 
 def stats(
@@ -51,7 +51,7 @@ def stats(
     num_classes: int,
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
-    entropy: bool = False,
+    with_entropy: bool = False,
     *,
     options: Options = DEFAULTS,
     **chunking: Any,
@@ -60,14 +60,16 @@ def stats(
     head, bias, weight, _ = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
     rows = rows_to_compute(target, flat, head, options, how)
     indices, shard = rows.indices(), (class_start, num_classes, weight)
-    made = flat.new_full((3 + (entropy or weight is not None), rows.number), 0.0, dtype=reference.accumulator(input))
+    made = flat.new_full(
+        (3 + (with_entropy or weight is not None), rows.number), 0.0, dtype=reference.accumulator(input)
+    )
     made[0] = float("-inf")
     made_by = products(rows, flat, head, bias, how)
     for chunk, logits in made_by.chunks() if len(head) > 0 else ():
-        for value, of_chunk in zip(made, numbers(logits, indices[chunk], *shard, entropy, options), strict=True):
+        for value, of_chunk in zip(made, numbers(logits, indices[chunk], *shard, with_entropy, options), strict=True):
             value[chunk] = of_chunk
     given = [rows.give(values, otherwise) for values, otherwise in zip(made, _UNREAD, strict=False)]
-    return handed_over(given, class_start, len(head), weight, entropy)
+    return handed_over(given, class_start, len(head), weight, with_entropy)
 
 
 def numbers(
@@ -76,29 +78,29 @@ def numbers(
     class_start: int,
     num_classes: int,
     weight: Tensor | None,
-    entropy: bool,
+    with_entropy: bool,
     options: Options,
 ) -> Sequence[Tensor]:
     """Of rows of logits: the largest, the total relative to it, the part of the loss; then w_t or the entropy."""
-    if not entropy:
+    if not with_entropy:
         numbers = _ops.cross_entropy_shard(logits, target, class_start, num_classes, weight, **options.keywords())
         return numbers[0, :-_HEADER].view(3 if weight is None else 4, -1).unbind()
     if logits.shape[1] == 0:
         zeros = logits.new_zeros(target.shape, dtype=reference.accumulator(logits))
         return zeros - float("inf"), zeros, zeros, zeros
     here, keywords = _local_target(target, class_start, logits.shape[1], options)
-    loss, lse, _, entropies = _ops.cross_entropy_forward(logits, here, None, False, True, **keywords)
-    return lse, torch.ones_like(lse), loss, entropies
+    loss, lse, _, entropy = _ops.cross_entropy_forward(logits, here, None, False, True, **keywords)
+    return lse, torch.ones_like(lse), loss, entropy
 
 
 def handed_over(
-    numbers: Sequence[Tensor], class_start: int, columns: int, weight: Tensor | None, entropy: bool
+    numbers: Sequence[Tensor], class_start: int, columns: int, weight: Tensor | None, with_entropy: bool
 ) -> Tensor:
     """(1, width): the numbers of rows, and a header before the entropies."""
     dtype = numbers[0].dtype
     sum_weights = numbers[0].new_full((), columns) if weight is None else weight.to(dtype).sum()
     header = reference_shard.header(class_start, columns, sum_weights)
-    return torch.cat([*numbers[:3], header, *numbers[3:]] if entropy else [*numbers, header]).unsqueeze(0)
+    return torch.cat([*numbers[:3], header, *numbers[3:]] if with_entropy else [*numbers, header]).unsqueeze(0)
 
 
 def _local_target(target: Tensor, class_start: int, columns: int, options: Options) -> tuple[Tensor, dict[str, Any]]:
@@ -118,7 +120,7 @@ def join(
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     gathered_input: Tensor | None = None,
-    entropy: bool = False,
+    with_entropy: bool = False,
     *,
     options: Options = DEFAULTS,
     accumulate_dtype: torch.dtype | None = None,  # for the backward
@@ -127,15 +129,15 @@ def join(
 ) -> tuple[Tensor, ...]:
     # The join of rows reads no logits, only their shape.
     logits = input.new_empty(()).expand(*target.shape, linear_weight.shape[0])
-    loss, lse, target_weight, coefficient, entropies, _ = joined(
-        gathered, logits, target, (class_start, num_classes), weight, entropy, options
+    loss, lse, target_weight, coefficient, entropy, _ = joined(
+        gathered, logits, target, (class_start, num_classes), weight, with_entropy, options
     )
     assert target_weight is not None and coefficient is not None
     if Chunking(**chunking).skip_ignored:
         ignored = ~reference.is_counted(target, options.ignore_index)
         lse = lse.masked_fill(ignored, float("inf"))
-        entropies = entropies.masked_fill(ignored, 0.0) if entropy else entropies
-    return loss, lse, target_weight, coefficient, entropies
+        entropy = entropy.masked_fill(ignored, 0.0) if with_entropy else entropy
+    return loss, lse, target_weight, coefficient, entropy
 
 
 class RowStatistics(NamedTuple):
@@ -155,7 +157,7 @@ def joined(
     target: Tensor,
     shard_range: tuple[int, int | None],
     weight: Tensor | None,
-    entropy: bool,
+    with_entropy: bool,
     options: Options,
     places: int = 0,  # ids of a row
 ) -> RowStatistics:
@@ -163,25 +165,25 @@ def joined(
     class_start, num_classes = shard_range
     if num_classes is None:
         loss, lse, *rest = gathered.unbind()
-        entropies = rest[0] if entropy else loss.new_empty(0)
-        return RowStatistics(loss, lse, None, None, entropies, gathered[-places:].t() if places else None)
+        entropy = rest[0] if with_entropy else loss.new_empty(0)
+        return RowStatistics(loss, lse, None, None, entropy, gathered[-places:].t() if places else None)
     at_ids = None
     if places:
         last = gathered.shape[1] - places * target.numel()
         at_ids = gathered[:, last:].sum(0).view(places, -1).t()
         gathered = gathered[:, :last]
-    number = target.numel() if entropy else 0
+    number = target.numel() if with_entropy else 0
     of_ranks = gathered[:, : gathered.shape[1] - number]
     loss, lse, target_weight, coefficient = _ops.cross_entropy_shard_join(
         logits, target, of_ranks, class_start, num_classes, weight, **options.keywords()
     )
-    entropies = gathered.new_empty(0)
-    if entropy:
+    entropy = gathered.new_empty(0)
+    if with_entropy:
         of_rank, of_all = gathered[:, :number], lse.reshape(-1)
         share = (of_rank - of_all).exp()
         parts = share * (gathered[:, gathered.shape[1] - number :] + of_all - of_rank)
-        entropies = torch.where(share == 0.0, 0.0, parts).sum(0).view(target.shape)
-    return RowStatistics(loss, lse, target_weight, coefficient, entropies, at_ids)
+        entropy = torch.where(share == 0.0, 0.0, parts).sum(0).view(target.shape)
+    return RowStatistics(loss, lse, target_weight, coefficient, entropy, at_ids)
 
 
 # A chunk at a time, for loop.py; its logits (rows, padded_classes) live from the first to the last.
@@ -195,7 +197,7 @@ def chunk(
     num_classes: int | None = None,
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
-    entropy: bool = False,
+    with_entropy: bool = False,
     count: Tensor | None = None,
     after: Tensor | None = None,
     ids: Tensor | None = None,
@@ -207,7 +209,7 @@ def chunk(
     head, bias, weight, _ = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
     logits = padded_logits(input, head, bias, count, logits_dtype)
     of_classes = logits[:, : head.shape[0]]
-    return statistics_of_chunk(of_classes, target, class_start, num_classes, weight, entropy, ids, options), logits
+    return statistics_of_chunk(of_classes, target, class_start, num_classes, weight, with_entropy, ids, options), logits
 
 
 def padded_logits(
@@ -237,22 +239,22 @@ def statistics_of_chunk(
     class_start: int,
     num_classes: int | None,
     weight: Tensor | None,
-    entropy: bool,
+    with_entropy: bool,
     ids: Tensor | None,
     options: Options,
 ) -> Tensor:
     """What ``joined`` takes of this rank."""
     places = None if ids is None else gather(logits, ids, class_start, num_classes, options).t()  # they come last
     if num_classes is None:
-        loss, lse, _, entropies = _ops.cross_entropy_forward(
-            logits, target, weight, False, entropy, **options.keywords()
+        loss, lse, _, entropy = _ops.cross_entropy_forward(
+            logits, target, weight, False, with_entropy, **options.keywords()
         )
-        rows = torch.stack([loss, lse, entropies] if entropy else [loss, lse])
+        rows = torch.stack([loss, lse, entropy] if with_entropy else [loss, lse])
         return rows if places is None else torch.cat([rows, places])
     of_slice = (logits, target, class_start, num_classes, weight)
-    if entropy:
-        made = numbers(*of_slice, entropy, options)
-        stats = handed_over(made, class_start, logits.shape[1], weight, entropy)
+    if with_entropy:
+        made = numbers(*of_slice, with_entropy, options)
+        stats = handed_over(made, class_start, logits.shape[1], weight, with_entropy)
     else:
         stats = _ops.cross_entropy_shard(*of_slice, **options.keywords())
     return stats if places is None else torch.cat([stats, places.reshape(1, -1)], 1)
@@ -268,7 +270,7 @@ def chunk_grad_(
     class_start: int = 0,
     num_classes: int | None = None,
     weight: Tensor | None = None,
-    divisor: Tensor | None = None,
+    divisors: Tensor | None = None,
     grad_entropy: Tensor | None = None,
     entropy: Tensor | None = None,
     coefficient: Tensor | None = None,
@@ -290,7 +292,7 @@ def chunk_grad_(
         of_slice: dict[str, Any] = {"class_start": class_start, "num_classes": num_classes, "grad_dtype": dtype}
         gradient(*given, options=options, **of_slice, in_place=True)
     else:
-        rest = (weight, divisor, grad_entropy, entropy, coefficient, class_start, num_classes, dtype)
+        rest = (weight, divisors, grad_entropy, entropy, coefficient, class_start, num_classes, dtype)
         _ops.cross_entropy_backward_(
             grad_loss, grad_lse, of_classes, target, lse, *rest, lse_square_scale=lse_square_scale, **options.keywords()
         )

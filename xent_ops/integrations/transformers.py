@@ -19,7 +19,6 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from ..kernels.options import HeadProducts
 from ..linear import linear_cross_entropy, linear_cross_entropy_outputs
 from ..ops import arguments, checks
-from ..ops.linear import checks as linear_checks
 from ..ops.shown import shown
 from . import heads, tails
 
@@ -122,9 +121,9 @@ def use_xent(
     logits_dtype = torch.float32 if upcast else logits_dtype
     tail = tails.find(base, head, upcast)
     loss = arguments.loss_options(-100, label_smoothing, *tail, lse_square_scale)
-    checks.row_options(None, head.weight, loss.rows)
+    checks.option_values(loss.rows, head.weight.dtype)
     accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
-    linear_checks.sizes_of(how)
+    checks.chunk_rows(how.chunk_rows)
     options: dict[str, Any] = {"label_smoothing": label_smoothing, "lse_square_scale": lse_square_scale}
     options |= {"accumulate_dtype": accumulate_dtype, **how._asdict(), **tail._asdict()}
     vars(base)["_xent"] = _Hooks(base, head, upcast, options, in_eval)

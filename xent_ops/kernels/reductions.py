@@ -64,7 +64,7 @@ def reduce_rows(
     row_loss: Tensor,
     lse: Tensor,
     target: Tensor,
-    divisor: Tensor | None,
+    divisors: Tensor | None,
     loss: LossOptions,
     token_weight: Tensor | None = None,
 ) -> Reduced:
@@ -72,7 +72,7 @@ def reduce_rows(
 
     "mean" divides the loss by the sum of the targets' class weights, as torch does (NaN where no row is counted),
     and the z-loss ``lse_square_scale * lse^2`` by the number of counted rows, as Liger-Kernel and flash-attn do:
-    the two numbers of the divisor, which no other reduction reads. Both are multiplied by token_weight first.
+    ``divisors``, which no other reduction reads. Both are multiplied by token_weight first.
     """
     ignore_index, factors = loss.rows.ignore_index, None
     if token_weight is not None:
@@ -84,9 +84,9 @@ def reduce_rows(
         row_loss = row_loss.sum()
         z_loss = None if z_loss is None else z_loss.sum()
     if loss.reduction == "mean":
-        assert divisor is not None
-        row_loss = row_loss / divisor[0]
-        z_loss = None if z_loss is None else z_loss / divisor[1]
+        assert divisors is not None
+        row_loss = row_loss / divisors[0]
+        z_loss = None if z_loss is None else z_loss / divisors[1]
     return Reduced(row_loss if z_loss is None else row_loss + z_loss, z_loss)
 
 
@@ -98,10 +98,10 @@ def cross_entropy_divisor(
     *,
     options: Options = DEFAULTS,
 ) -> tuple[Tensor, Tensor]:
-    """(divisor, 1 / divisor), each (2,)."""
+    """(divisors, 1 / divisors), each (2,)."""
     weights = target_weights(target, weight, logits.shape[-1], options.ignore_index, accumulator(logits))
-    divisor = divisor_of(weights, target, options.ignore_index, token_weight)
-    return divisor, divisor.reciprocal()
+    divisors = divisor_of(weights, target, options.ignore_index, token_weight)
+    return divisors, divisors.reciprocal()
 
 
 def cross_entropy_reduced(
@@ -114,13 +114,13 @@ def cross_entropy_reduced(
     reduction: str = "mean",
     forward: Callable[..., tuple[Tensor, Tensor]] = cross_entropy_forward,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(value, divisor, lse): (), (2,), (...). The divisor does not depend on the reduction; a sum is not divided.
+    """(value, divisors, lse): (), (2,), (...). The divisors do not depend on the reduction; a sum is not divided.
 
     The lse is for the backward: infinite in ignored rows, which other kernels do not read. Their softmax is then zero.
     ``forward`` makes the losses of the rows.
     """
     row_loss, lse = forward(logits, target, weight, options=options)
-    divisor, _ = cross_entropy_divisor(logits, target, weight, options=options)
+    divisors, _ = cross_entropy_divisor(logits, target, weight, options=options)
     loss = LossOptions(options, lse_square_scale, reduction)
-    value = reduce_rows(row_loss, lse, target, divisor, loss).value
-    return value, divisor, infinite_where_ignored(lse, target, options.ignore_index)
+    value = reduce_rows(row_loss, lse, target, divisors, loss).value
+    return value, divisors, infinite_where_ignored(lse, target, options.ignore_index)

@@ -144,7 +144,7 @@ def row_grads(
     grad_lse: Tensor | None,
     target: Tensor,
     lse: Tensor,
-    divisor: Tensor | None,
+    divisors: Tensor | None,
     ignore_index: int,
     lse_square_scale: float,
     dtype: torch.dtype,
@@ -155,8 +155,8 @@ def row_grads(
     """
     a = grad_loss.to(dtype)
     per_row = a
-    if divisor is not None:
-        per_row, a = a / divisor[1].to(dtype), a / divisor[0].to(dtype)
+    if divisors is not None:
+        per_row, a = a / divisors[1].to(dtype), a / divisors[0].to(dtype)
     if lse_square_scale != 0.0:
         counted = is_counted(target, ignore_index)
         # Chosen last: without a counted row, per_row is infinite.
@@ -172,7 +172,7 @@ def cross_entropy_backward(
     target: Tensor,
     lse: Tensor,
     weight: Tensor | None = None,
-    divisor: Tensor | None = None,
+    divisors: Tensor | None = None,
     grad_entropy: Tensor | None = None,
     entropy: Tensor | None = None,
     coefficient: Tensor | None = None,
@@ -187,7 +187,7 @@ def cross_entropy_backward(
 
     In grad_dtype, which is the logits' where it is None.
 
-    Of a reduced loss: grad_loss is (), divisor and lse_square_scale are those of ``cross_entropy_reduced``. Of a slice
+    Of a reduced loss: grad_loss is (), divisors and lse_square_scale are those of ``cross_entropy_reduced``. Of a slice
     of ``num_classes`` classes: lse is that of all, coefficient that of ``cross_entropy_shard_join`` (1 if None), and
     columns beyond the last class get zeros.
 
@@ -206,7 +206,7 @@ def cross_entropy_backward(
     classes = width if num_classes is None else num_classes
     x = activation(logits, options)
     grad_loss, grad_lse = row_grads(
-        grad_loss, grad_lse, target, lse, divisor, options.ignore_index, lse_square_scale, x.dtype
+        grad_loss, grad_lse, target, lse, divisors, options.ignore_index, lse_square_scale, x.dtype
     )
     weight = None if weight is None else weight.to(x.dtype)
     total, at_target, by_class, passed = coefficients(

@@ -20,7 +20,7 @@ def linear_cross_entropy_backward(
     lse: Tensor,
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
-    divisor: Tensor | None = None,
+    divisors: Tensor | None = None,
     grad_entropy: Tensor | None = None,
     entropy: Tensor | None = None,
     coefficient: Tensor | None = None,
@@ -36,7 +36,7 @@ def linear_cross_entropy_backward(
     logits = input @ linear_weight.t()  # torch 2.11 cannot trace F.linear with a bias below torch.func.vjp
     if linear_bias is not None:
         logits = logits + linear_bias
-    rows = (grad_loss, grad_lse, logits, target, lse, weight, divisor, grad_entropy, entropy, coefficient)
+    rows = (grad_loss, grad_lse, logits, target, lse, weight, divisors, grad_entropy, entropy, coefficient)
     grad = reference.cross_entropy_backward(*rows, options=options, **others)
     rows_first = grad.reshape(-1, grad.shape[-1])
     return (

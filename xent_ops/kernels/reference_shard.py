@@ -160,12 +160,12 @@ def cross_entropy_shard_reduced(
     reduction: str = "mean",
     join: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = cross_entropy_shard_join,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, divisor, lse, coefficient): (), (2,) as of ``reductions.cross_entropy_reduced``, (...), (...).
+    """(loss, divisors, lse, coefficient): (), (2,) as of ``reductions.cross_entropy_reduced``, (...), (...).
 
     ``join`` makes the rows.
     """
     shard = (gathered, class_start, num_classes, weight)
     loss, lse, target_weight, coefficient = join(logits, target, *shard, options=options)
-    divisor = divisor_of(target_weight, target, options.ignore_index)
-    value = reduce_rows(loss, lse, target, divisor, LossOptions(options, lse_square_scale, reduction)).value
-    return value, divisor, lse, coefficient
+    divisors = divisor_of(target_weight, target, options.ignore_index)
+    value = reduce_rows(loss, lse, target, divisors, LossOptions(options, lse_square_scale, reduction)).value
+    return value, divisors, lse, coefficient

@@ -13,26 +13,28 @@ from .options import DEFAULTS, Options
 from .reference import _finish, _logsumexp, activation, softmax_gradient
 
 
-def weighted_probabilities(target: Tensor, weight: Tensor | None, label_smoothing: float, dtype: torch.dtype) -> Tensor:
+def weighted_probabilities(
+    probabilities: Tensor, weight: Tensor | None, label_smoothing: float, dtype: torch.dtype
+) -> Tensor:
     """w_j q_j with q = (1-e) p + e/V: what multiplies lse - x_j in the loss of class probabilities p."""
-    q = target.to(dtype)
+    q = probabilities.to(dtype)
     if label_smoothing > 0.0:
-        q = q * (1 - label_smoothing) + label_smoothing / target.shape[-1]
+        q = q * (1 - label_smoothing) + label_smoothing / probabilities.shape[-1]
     return q if weight is None else q * weight.to(dtype)
 
 
 def soft_cross_entropy_forward(
     logits: Tensor,
-    target: Tensor,
+    probabilities: Tensor,
     weight: Tensor | None = None,
-    check_target: bool = True,  # ops/soft_checks.py has it
+    check_target: bool = True,  # ops/soft_cross_entropy.py has it
     *,
     options: Options = DEFAULTS,
 ) -> tuple[Tensor, Tensor]:
     """(loss, lse), each (...): loss = sum_j w_j q_j (lse - x_j)."""
     x = activation(logits, options)
     maximum, log_sum = _logsumexp(x)
-    q = weighted_probabilities(target, weight, options.label_smoothing, x.dtype)
+    q = weighted_probabilities(probabilities, weight, options.label_smoothing, x.dtype)
     return (q * (maximum - x + log_sum)).sum(-1), (maximum + log_sum).squeeze(-1)
 
 
@@ -40,7 +42,7 @@ def soft_cross_entropy_backward(
     grad_loss: Tensor,
     grad_lse: Tensor | None,
     logits: Tensor,
-    target: Tensor,
+    probabilities: Tensor,
     lse: Tensor,
     weight: Tensor | None = None,
     *,
@@ -48,7 +50,7 @@ def soft_cross_entropy_backward(
 ) -> Tensor:
     """grad_logits (..., V): ``(a sum(w q) + b) softmax_j - a w_j q_j`` through the activation."""
     x = activation(logits, options)
-    q = weighted_probabilities(target, weight, options.label_smoothing, x.dtype)
+    q = weighted_probabilities(probabilities, weight, options.label_smoothing, x.dtype)
     a = grad_loss.to(x.dtype)
     mass = q.sum(-1)
     unread = (a == 0) & ~mass.isfinite()  # as in _finish, whatever the probabilities hold
@@ -63,7 +65,7 @@ def soft_cross_entropy_backward(
 def soft_target_gradients(
     grad_loss: Tensor,
     logits: Tensor,
-    target: Tensor,
+    probabilities: Tensor,
     lse: Tensor,
     weight: Tensor | None,
     *,
@@ -74,8 +76,8 @@ def soft_target_gradients(
     grad_q = grad_loss.to(x.dtype).unsqueeze(-1) * (lse.unsqueeze(-1) - x)
     grad_target = grad_q * (1 - options.label_smoothing)
     if weight is None:
-        return grad_target.to(target.dtype), None
-    q = weighted_probabilities(target, None, options.label_smoothing, x.dtype)
+        return grad_target.to(probabilities.dtype), None
+    q = weighted_probabilities(probabilities, None, options.label_smoothing, x.dtype)
     # Not flatten(0, -2), for which autograd's vmap (is_grads_batched) has no rule.
     grad_weight = (grad_q * q).sum(tuple(range(logits.dim() - 1))) if logits.dim() > 1 else grad_q * q
-    return (grad_target * weight.to(x.dtype)).to(target.dtype), grad_weight.to(weight.dtype)
+    return (grad_target * weight.to(x.dtype)).to(probabilities.dtype), grad_weight.to(weight.dtype)

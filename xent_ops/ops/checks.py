@@ -8,14 +8,15 @@ the text.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, get_args
 
 import torch
 from torch import Tensor
 
 from .._private import private
-from ..kernels.options import DEFAULTS, HEAD_PRODUCTS, Options, Reduction
+from ..head import fp8
+from ..kernels.options import HEAD_PRODUCTS, Options, Reduction
 from ..kernels.sizes import known
 from .shown import shown
 
@@ -70,36 +71,34 @@ def dtype(name: str, tensor: Tensor, valid: tuple[torch.dtype, ...]) -> None:
         raise TypeError(f"{name} has dtype {tensor.dtype}; expected one of {names(valid)}")
 
 
-def floating_logits(logits: Tensor, may_be_empty: bool = False) -> None:
-    if logits.dim() < 1:
-        raise ValueError("logits have no dimension; expected shape (..., V) with the classes last")
-    dtype("logits", logits, FLOATS)
-    classes = logits.shape[-1]
-    if may_be_empty or (type(classes) is int and classes > 0):
+def option_values(options: Options, logits_dtype: torch.dtype) -> None:
+    label_smoothing(options.label_smoothing)
+    softcap(options.softcap, logits_dtype)
+    logit_scale(options.logit_scale, logits_dtype)
+
+
+def label_smoothing(value: float) -> None:
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"label_smoothing must be between 0.0 and 1.0, got {value}")
+
+
+def softcap(value: float | None, logits_dtype: torch.dtype) -> None:
+    if value is None:
         return
-    check_value(classes > 0, lambda: f"logits of shape {tuple(logits.shape)} have 0 classes; expected at least 1")
+    if not (value >= 2.0**-126 and math.isfinite(value)):
+        raise ValueError(
+            f"softcap must be a finite number above 0, or None for no cap, got {value} (the least is 2**-126, "
+            "the smallest normal float32)"
+        )
+    _fits("softcap", value, logits_dtype)
 
 
-def row_options(weight: Tensor | None, logits: Tensor, options: Options) -> None:
-    if weight is not None:
-        dtype("weight", weight, FLOATS)
-        same_shape("weight", weight.shape, logits.shape[-1:], "one weight a class")
-        same_device("weight", weight, logits)
-    _ignore_index, label_smoothing, softcap, logit_scale = options
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must be between 0.0 and 1.0, got {label_smoothing}")
-    if softcap is not None:
-        if not (softcap >= 2.0**-126 and math.isfinite(softcap)):
-            raise ValueError(
-                f"softcap must be a finite number above 0, or None for no cap, got {softcap} (the least is 2**-126, "
-                "the smallest normal float32)"
-            )
-        _fits("softcap", softcap, logits.dtype)
-    if not math.isfinite(logit_scale):
-        raise ValueError(f"logit_scale must be finite, got {logit_scale}")
-    if logit_scale == 0.0:
-        raise ValueError(f"logit_scale must not be 0, which makes all classes equally likely, got {logit_scale}")
-    _fits("logit_scale", logit_scale, logits.dtype)
+def logit_scale(value: float, logits_dtype: torch.dtype) -> None:
+    if not math.isfinite(value):
+        raise ValueError(f"logit_scale must be finite, got {value}")
+    if value == 0.0:
+        raise ValueError(f"logit_scale must not be 0, which makes all classes equally likely, got {value}")
+    _fits("logit_scale", value, logits_dtype)
 
 
 def _fits(name: str, value: float, logits_dtype: torch.dtype) -> None:
@@ -138,6 +137,22 @@ def weight_needs_grad() -> NoReturn:
     )
 
 
+def refuse_products_of_ids(products: str | None) -> None:
+    if products is not None:
+        raise NotImplementedError(f"several classes a row take no products={products!r}: leave it at None")
+
+
+def refuse_log_probabilities(name: str, values: Tensor, dtype: torch.dtype = torch.float32) -> None:
+    """Probabilities, or what was passed by mistake? A row of log-probabilities adds up to less than 0."""
+    negative = values.sum(-1) < 0
+    if bool(negative.any()):
+        least, variable = values[negative].min().to(dtype), name.split()[0]
+        raise ValueError(
+            f"{name} has {float(least)} in a row that adds up to less than 0: "
+            f"pass {variable}.exp() of log-probabilities, {variable}.softmax(dim) of logits"
+        )
+
+
 def target_values(target: Tensor, num_classes: int, ignore_index: int) -> None:
     """Raise IndexError for a target outside [0, num_classes) that is not ignore_index."""
     dtype("target", target, INDICES)
@@ -152,50 +167,6 @@ def target_values(target: Tensor, num_classes: int, ignore_index: int) -> None:
             f"target {first} is out of bounds: valid are 0 to {num_classes - 1} and ignore_index={ignore_index} "
             f"({int(bad.sum())} of {target.numel()} targets are out of bounds); {hint}"
         )
-
-
-def index_forward(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    *,
-    options: Options = DEFAULTS,
-) -> None:
-    floating_logits(logits)
-    dtype("target", target, INDICES)
-    same_shape("target", target.shape, logits.shape[:-1], "one class index for each row of the logits")
-    same_device("target", target, logits)
-    row_options(weight, logits, options)
-
-
-def index_statistics(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    with_argmax: bool = False,
-    with_entropy: bool = False,
-    *,
-    options: Options = DEFAULTS,
-) -> None:
-    index_forward(logits, target, weight, options=options)
-
-
-def shard(
-    logits: Tensor,
-    target: Tensor,
-    class_start: int,
-    num_classes: int,
-    weight: Tensor | None = None,
-    *,
-    options: Options = DEFAULTS,
-) -> None:
-    """A rank's shard of the vocabulary; it may hold no class, and columns of padding beyond the last class."""
-    floating_logits(logits, may_be_empty=True)
-    dtype("target", target, INDICES)
-    same_shape("target", target.shape, logits.shape[:-1], "one class index for each row of the logits")
-    same_device("target", target, logits)
-    row_options(weight, logits, options)
-    shard_range(logits.shape[-1], class_start, num_classes)
 
 
 def shard_range(columns: int, class_start: int, num_classes: int) -> None:
@@ -214,73 +185,6 @@ def shard_range(columns: int, class_start: int, num_classes: int) -> None:
             "shard starts at one of the classes (only an empty one may start behind the last)"
         ),
     )
-
-
-def index_values(logits: Tensor, target: Tensor, *_: Any, options: Options = DEFAULTS, **_others: Any) -> None:
-    target_values(target, logits.shape[-1], options.ignore_index)
-
-
-def shard_values(
-    logits: Tensor, target: Tensor, class_start: int, num_classes: int, *_: Any, options: Options = DEFAULTS
-) -> None:
-    target_values(target, num_classes, options.ignore_index)
-
-
-def reduced_options(logits: Tensor, z_loss_scale: float, value: str) -> None:
-    lse_square_scale(z_loss_scale, logits.dtype)
-    reduction(value, ("mean", "sum"))
-
-
-def index_reduced(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    *,
-    options: Options = DEFAULTS,
-    lse_square_scale: float = 0.0,
-    reduction: str = "mean",
-) -> None:
-    index_forward(logits, target, weight, options=options)
-    reduced_options(logits, lse_square_scale, reduction)
-
-
-def token_weight(tensor: Tensor | None, target: Tensor) -> None:
-    if tensor is None:
-        return
-    if tensor.is_complex():
-        raise TypeError("token_weight is complex; expected real numbers")
-    same_shape("token_weight", tensor.shape, target.shape, "one number for each target")
-    same_device("token_weight", tensor, target, "target is")
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(
-            "token_weight requires grad, and cross entropy has no derivative for it: detach it, or multiply the losses "
-            'of reduction="none" by it'
-        )
-
-
-def divisor(tensor: Tensor | None, logits: Tensor) -> None:
-    if tensor is not None:
-        dtype("divisor", tensor, DIVISORS)
-        meaning = "the sum of the weights and the number of counted rows"
-        same_shape("divisor", tensor.shape, torch.Size((2,)), meaning)
-        same_device("divisor", tensor, logits)
-
-
-def index_with_grad(
-    logits: Tensor,
-    target: Tensor,
-    grad_scale: Tensor,
-    grad_lse_square: Tensor | None = None,
-    weight: Tensor | None = None,
-    with_argmax: bool = False,
-    with_entropy: bool = False,
-    grad_dtype: torch.dtype | None = None,
-    *,
-    options: Options = DEFAULTS,
-) -> None:
-    narrower(grad_dtype, logits)
-    index_forward(logits, target, weight, options=options)
-    scalar_or_rows_of("logits", logits, grad_scale=grad_scale, grad_lse_square=grad_lse_square)
 
 
 def head_products(value: Any) -> None:
@@ -302,32 +206,64 @@ def narrower(grad_dtype: torch.dtype | None, logits: Tensor) -> None:
         raise ValueError(f"a gradient in {grad_dtype} needs logits with the classes side by side, stride 1")
 
 
-def scale_grad(grad: Tensor, factor: Tensor) -> None:
-    if grad.dim() < 1:
-        raise ValueError("grad has no dimension; expected shape (..., V)")
-    dtype("grad", grad, FLOATS)
-    scalar_or_rows_of("grad", grad, factor=factor)
+def real_without_grad(token_weight: Tensor | None) -> None:
+    if token_weight is None:
+        return
+    if token_weight.is_complex():
+        raise TypeError("token_weight is complex; expected real numbers")
+    if token_weight.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            "token_weight requires grad, and cross entropy has no derivative for it: detach it, or multiply the losses "
+            'of reduction="none" by it'
+        )
 
 
-def rows_of(logits: Tensor, owner: str = "logits", **tensors: Tensor | None) -> None:
-    """Each tensor holds one floating-point value a row of the logits, or of another owner."""
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            dtype(name, tensor, FLOATS)
-            same_shape(name, tensor.shape, logits.shape[:-1], f"one value for each row of the {owner}")
-            same_device(name, tensor, logits, _are(owner))
+def token_weight(tensor: Tensor | None, target: Tensor) -> None:
+    if tensor is not None:
+        same_shape("token_weight", tensor.shape, target.shape, "one number for each target")
+        same_device("token_weight", tensor, target, "target is")
+        real_without_grad(tensor)
 
 
-def scalar_or_rows_of(owner: str, matrix: Tensor, **tensors: Tensor | None) -> None:
-    """Each tensor holds one floating-point value, of shape (), or one a row of the matrix."""
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        dtype(name, tensor, FLOATS)
-        if tensor.dim() > 0:
-            same_shape(name, tensor.shape, matrix.shape[:-1], f"one value for each row of the {owner}, or ()")
-        same_device(name, tensor, matrix, _are(owner))
+# Of heads
 
 
-def _are(owner: str) -> str:
-    return "logits are" if owner == "logits" else f"{owner} is"
+def gradient_mask(mask: Sequence[bool]) -> None:
+    if len(mask) != 3:
+        raise ValueError(f"output_mask has {len(mask)} entries; expected 3, for input, linear_weight and linear_bias")
+
+
+def wider(name: str, dtype: torch.dtype | None, input: Tensor) -> None:
+    """Of sums, or of logits."""
+    if dtype in (None, input.dtype) or (dtype == torch.float32 and input.dtype in (torch.bfloat16, torch.float16)):
+        return
+    raise TypeError(f"{name} must be None, the input's {input.dtype} or, for 16-bit inputs, torch.float32; got {dtype}")
+
+
+def multiplied(products: str | None, input: Tensor, linear_weight: Tensor) -> None:
+    """By which products, and whether these operands have such."""
+    if products is None:
+        return
+    head_products(products)
+    what = f"products={products!r}"
+    if input.dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(f"{what} makes 8-bit numbers of torch.bfloat16 and torch.float16, got {input.dtype}")
+    features = linear_weight.shape[1]
+    if features % fp8.MULTIPLE or features == 0:
+        raise ValueError(
+            f"{what} needs a number of features that is a multiple of {fp8.MULTIPLE}, as products of 8-bit numbers do; "
+            f"got {features}"
+        )
+    reason = fp8.why_not(input.device)
+    if reason is not None:
+        raise RuntimeError(f"{what} is not to be had on this device: {reason}")
+
+
+def chunk_rows(number: int | None) -> None:
+    if number is None or (type(number) is int and number >= 1):
+        return
+    check_value(number >= 1, lambda: f"chunk_rows must be at least 1, or None for the default, got {number}")
+
+
+def divisor_needs_grad() -> NoReturn:
+    raise RuntimeError("divisor requires grad, and linear cross entropy has no derivative for it: detach it")

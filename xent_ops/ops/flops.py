@@ -13,17 +13,16 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from ..kernels.reference import columns_of
+from .contract import Call
 from .library import OPERATORS
 
 _MODULE = "torch.utils.flop_counter"
-
-Call = SimpleNamespace  # the arguments of a call by name, those that are left out at their defaults
 
 
 def _product(call: Call) -> int:
@@ -73,11 +72,11 @@ FLOPS: dict[str, Callable[[Call], int]] = {
 
 def formula(name: str) -> Callable[..., int]:
     """What flop_counter calls with the operator's arguments, and with keywords of its own."""
-    arguments = OPERATORS[name].overload._schema.arguments
-    defaults = {argument.name: argument.default_value for argument in arguments}
+    contract = OPERATORS[name].contract
 
     def flops(*args: Any, **keywords: Any) -> int:
-        return FLOPS[name](Call(**defaults | dict(zip(defaults, args, strict=False)) | keywords))
+        own = {option: value for option, value in keywords.items() if option in contract.positions}
+        return FLOPS[name](contract.bind(args, own))
 
     return flops
 

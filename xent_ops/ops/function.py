@@ -22,7 +22,7 @@ from torch import Tensor
 from ..kernels import reductions, reference
 from ..kernels.options import LossOptions, as_record
 from . import checks, overwriting, transforms
-from .library import below_autograd
+from .library import below_autograd, refuse
 from .second_order import differentiate
 
 _ops = torch.ops.xent
@@ -78,14 +78,14 @@ def by_rows(
     """The loss by way of its rows, which transforms and forward-mode AD get in plain torch."""
     checks.weight_without_grad(weight)
     if transforms.functorch_is_active() or transforms.forward_mode():
-        checks.index_forward(logits, target, weight, options=loss.rows)
+        refuse("cross_entropy_forward", logits, target, weight, **loss.rows._asdict())
         # Zero gradients in ignored rows, even where their logits are NaN.
         logits = torch.where(reference.is_counted(target, loss.rows.ignore_index).unsqueeze(-1), logits, 0.0)
         row_loss, lse = reference.cross_entropy_forward(logits, target, weight, options=loss.rows)
     else:
         row_loss, lse, *_ = _ops.cross_entropy_forward(logits, target, weight, **loss.rows.keywords())
-    divisor, _ = reductions.cross_entropy_divisor(logits, target, weight, token_weight, options=loss.rows)
-    return reductions.reduce_rows(row_loss, lse, target, divisor, loss, token_weight).value
+    divisors, _ = reductions.cross_entropy_divisor(logits, target, weight, token_weight, options=loss.rows)
+    return reductions.reduce_rows(row_loss, lse, target, divisors, loss, token_weight).value
 
 
 def _may_overwrite(logits: Tensor) -> bool:
@@ -120,7 +120,7 @@ def _refuse_derivatives(option: str, grad: Tensor) -> None:
 def _forward(
     logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(value, divisor of a mean, lse). ``options``: those of the backward."""
+    """(value, divisors of a mean, lse). ``options``: those of the backward."""
     reduced = _ops.cross_entropy_reduced.default
     if loss.reduction == "mean":
         return below_autograd(reduced, logits, target, weight, **options)
@@ -140,8 +140,8 @@ class CrossEntropyFunction(torch.autograd.Function):
         ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions, in_place: bool
     ) -> Tensor:
         options = loss.backward_keywords()
-        value, divisor, lse = _forward(logits, target, weight, loss, options)
-        ctx.save_for_backward(logits, target, lse, weight, divisor)
+        value, divisors, lse = _forward(logits, target, weight, loss, options)
+        ctx.save_for_backward(logits, target, lse, weight, divisors)
         ctx.options, ctx.in_place = options, in_place
         return value
 
@@ -170,11 +170,11 @@ class GradientFunction(torch.autograd.Function):
         target: Tensor,
         lse: Tensor,
         weight: Tensor | None,
-        divisor: Tensor | None,
+        divisors: Tensor | None,
         options: dict[str, Any],
         in_place: bool,
     ) -> Tensor:
-        arguments = (grad, None, logits, target, lse, weight, divisor)
+        arguments = (grad, None, logits, target, lse, weight, divisors)
         if in_place and not torch.compiler.is_compiling():
             below_autograd(_ops.cross_entropy_backward_.default, *arguments, **options)
             return logits.detach()
@@ -196,9 +196,9 @@ class GradientFunction(torch.autograd.Function):
 
 def _gradient_in_plain_torch(grad: Tensor, saved: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
     """With the lse made again, which depends on the logits."""
-    (logits, target, _, weight, divisor), given = saved, as_record(options)
+    (logits, target, _, weight, divisors), given = saved, as_record(options)
     lse = reference.cross_entropy_forward(logits, target, weight, options=given["options"])[1]
-    return reference.cross_entropy_backward(grad, None, logits, target, lse, weight, divisor, **given)
+    return reference.cross_entropy_backward(grad, None, logits, target, lse, weight, divisors, **given)
 
 
 class GradInForwardFunction(torch.autograd.Function):
@@ -216,9 +216,9 @@ class GradInForwardFunction(torch.autograd.Function):
         with_statistics: bool,
     ) -> tuple[Tensor, ...]:
         options, dtype = loss.rows.keywords(), reference.accumulator(logits)
-        divisor, inverse = None, torch.ones(2, dtype=dtype, device=logits.device)
+        divisors, inverse = None, torch.ones(2, dtype=dtype, device=logits.device)
         if loss.reduction == "mean":  # inverse: one over what each row's loss, and its z-loss, is divided by
-            divisor, inverse = _divisor(logits, target, weight, token_weight, loss)
+            divisors, inverse = _divisor(logits, target, weight, token_weight, loss)
         factors = [inverse[0], None if loss.lse_square_scale == 0.0 else loss.lse_square_scale * inverse[1]]
         if token_weight is not None:
             factors = [None if factor is None else factor * token_weight.to(dtype) for factor in factors]
@@ -233,7 +233,7 @@ class GradInForwardFunction(torch.autograd.Function):
         ctx.mark_non_differentiable(*rows)
         ctx.set_materialize_grads(False)
         row_loss, lse, *_ = rows
-        value = reductions.reduce_rows(row_loss, lse, target, divisor, loss, token_weight).value
+        value = reductions.reduce_rows(row_loss, lse, target, divisors, loss, token_weight).value
         return value.clone() if value is row_loss else value, *rows
 
     @staticmethod
@@ -254,7 +254,7 @@ class GradInForwardFunction(torch.autograd.Function):
 def _divisor(
     logits: Tensor, target: Tensor, weight: Tensor | None, token_weight: Tensor | None, loss: LossOptions
 ) -> tuple[Tensor, Tensor]:
-    """(divisor, 1 / divisor) of a mean, each (2,)."""
+    """(divisors, 1 / divisors) of a mean, each (2,)."""
     if token_weight is not None:
         return reductions.cross_entropy_divisor(logits, target, weight, token_weight, options=loss.rows)
     ignore_index = loss.rows.ignore_index

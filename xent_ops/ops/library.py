@@ -8,7 +8,7 @@ Everything here needs torch alone; Triton is imported when a tensor first arrive
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..kernels import accelerators, cpu, devices
 from ..kernels.options import Options, as_record
 from ..kernels.rows import front_of
 from . import overwriting
+from .contract import Call, Contract, Row
 from .launch_cache import LaunchCache, call_signature
 from .schemas import DECLARED, PYTHON_ONLY, SCHEMAS
 
@@ -44,8 +45,6 @@ BEFORE_TRACING: list[Callable[[], None]] = []
 
 _below_autograd = private("torch._C._AutoDispatchBelowAutograd", contextlib.nullcontext, "some microseconds a call")
 
-Outputs = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # shape and dtype of each
-
 
 def define(name: str) -> Any:
     """Define ``xent::name`` from its schema and return the overload."""
@@ -54,26 +53,25 @@ def define(name: str) -> Any:
 
 
 class Operator:
-    """One operator: a check that all devices share, and a kernel for each. ``operator`` tells the arguments."""
+    """One operator: its contract, and a kernel for each device. ``operator`` tells the arguments."""
 
     def __init__(
         self,
         name: str,
         *,
-        check: Callable[..., None],
-        outputs: Callable[..., Outputs],
+        contract: Callable[[Any], Contract],
         reference: Callable[..., Any],
-        check_values: Callable[..., None] | None,
+        check_values: Callable[[Call], None] | None,
         ascend: bool,
         composed: bool,
         overwrites: str | None,
-        sized_by_options: bool,
     ) -> None:
         self.name, self.overload = name, define(name)
-        self.check_arguments, self.check_values = check, check_values
-        self.outputs, self.reference, self.sized_by_options = outputs, reference, sized_by_options
+        self.contract = contract(self.overload._schema)
+        self.bind = self.contract.Call
+        self.reference, self.check_values = reference, check_values
         self.ascend, self.composed, self.overwrites = ascend, composed, overwrites
-        self.arguments = [argument.name for argument in self.overload._schema.arguments]
+        self.arguments = self.contract.arguments
         self.position = self.arguments.index(overwrites) if overwrites is not None else -1
         self.has_options = not set(self.arguments).isdisjoint(Options._fields)
         self.launches = LaunchCache()
@@ -92,40 +90,40 @@ class Operator:
         """The keywords of a call with the options as one record."""
         return as_record(given) if self.has_options else given
 
-    def check(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def check(self, call: Call) -> None:
         if self.overwrites is None:
-            self.check_arguments(*args, **keywords)
+            self.contract.check(call)
             return
-        overwriting.may_be_written(self.overwrites, args[self.position])
-        self.check_arguments(*args, **keywords)
-        overwriting.writable(self.overwrites, args[self.position])
+        overwriting.may_be_written(self.overwrites, call[self.position])
+        self.contract.check(call)
+        overwriting.writable(self.overwrites, call[self.position])
 
     def fake(self, *args: Any, **given: Any) -> Any:
         """Outputs without values, for tracing; serves the meta device too."""
-        like = next(arg for arg in args if isinstance(arg, Tensor))
-        if like.device.type != "meta":  # a fake tensor shows the device that it stands for
+        call = self.bind(*args, **given)
+        if call.owner.device.type != "meta":  # a fake tensor shows the device that it stands for
             for prepare in BEFORE_TRACING:
                 prepare()
-        keywords = self.keywords(given)
-        self.check_arguments(*args, **keywords)
-        outputs = self.outputs(*args, **keywords) if self.sized_by_options else self.outputs(*args)
-        return _returned([like.new_empty(shape, dtype=dtype) for shape, dtype in outputs])
+        self.contract.check(call)
+        return _returned([call.owner.new_empty(shape, dtype=dtype) for shape, dtype in self.contract.outputs(call)])
 
     def on_reference(self, *args: Any, **given: Any) -> Any:
-        keywords = self.keywords(given)
-        self.check(args, keywords)
-        return self.reference(*args, **keywords)
+        call = self.bind(*args, **given)
+        self.check(call)
+        if self.composed and self.check_values is not None and call.owner.device.type == "cpu":
+            self.check_values(call)
+        return self.reference(*args, **self.keywords(given))
 
     def on_cpu(self, *args: Any, **given: Any) -> Any:
-        keywords = self.keywords(given)
-        self.check(args, keywords)
+        call = self.bind(*args, **given)
+        self.check(call)
         # Which checks the targets' values itself.
         kernel = None if self.name in PYTHON_ONLY else cpu.kernel(self.name)
         if kernel is not None:
             return kernel(*args, **given)
         if self.check_values is not None:
-            self.check_values(*args, **keywords)
-        return self.reference(*args, **keywords)
+            self.check_values(call)
+        return self.reference(*args, **self.keywords(given))
 
     def on_triton(self, *args: Any, **given: Any) -> Any:
         if self.overwrites is not None:  # what the signature does not hold
@@ -133,15 +131,14 @@ class Operator:
         signature = call_signature(args, given)
         launch = self.launches.get(signature)
         if launch is None:
-            keywords = self.keywords(given)
-            self.check(args, keywords)
-            launch = devices.triton_launchers()[self.name](*args, **keywords)
+            self.check(self.bind(*args, **given))
+            launch = devices.triton_launchers()[self.name](*args, **self.keywords(given))
             self.launches.put(signature, launch)
         return launch(*args)
 
     def on_npu(self, *args: Any, **given: Any) -> Any:
+        self.check(self.bind(*args, **given))
         keywords = self.keywords(given)
-        self.check(args, keywords)
         # The vector cores have no float64, and our kernels there write gradients in the logits' dtype.
         if not self.ascend or any(
             isinstance(arg, torch.dtype) or (isinstance(arg, Tensor) and arg.dtype == torch.float64) for arg in args
@@ -156,44 +153,43 @@ OPERATORS: dict[str, Operator] = {}  # by name, without the namespace
 def operator(
     name: str,
     *,
-    check: Callable[..., None],
-    outputs: Callable[..., Outputs],
     reference: Callable[..., Any],
-    check_values: Callable[..., None] | None = None,
+    check_values: Callable[[Call], None] | None = None,
+    arguments: Mapping[str, Row | None] | None = None,
+    results: Mapping[str, Row] | None = None,
+    rows_of: Callable[[Call], Tensor] | None = None,
+    rules: Sequence[Callable[[Call], None]] = (),
     ascend: bool = False,
     composed: bool = False,
     overwrites: str | None = None,
-    sized_by_options: bool = False,
 ) -> Any:
     """Define and register ``xent::name``, and its in-place twin where schemas.py has one; return the overload.
 
+    What it takes and gives follows from the names in its schema: contract.py.
+
     Args:
-        check: raises on what no kernel can take; sees the operator's arguments, with ``options`` as one record.
-        outputs: shape and dtype of each output, from the positional arguments.
         reference: the kernel in plain torch. The CPU runs the C++ kernel ``xent_cpu::name`` where it is built, unless
             schemas.PYTHON_ONLY names the operator, CUDA and ROCm what the ``@launcher`` of this name in kernels/triton/
             prepares.
-        check_values: like ``check``, for the CPU without C++, where reading values does not synchronise.
+        check_values: raises on values of tensors, on the CPU without C++, where reading them does not synchronise.
+        arguments, results, rows_of, rules: what this operator has of its own; see ``Contract``.
         ascend: kernels/ascend/ has a ``@launcher`` of this name. Else NPUs run the reference, and import no Triton.
         composed: of other operators: ``reference`` is the kernel of every device. Autograd and tracers still see one
             operator, unlike a composite (composite.py).
         overwrites: the argument that the operator itself writes to.
-        sized_by_options: ``outputs`` sees the keywords of ``check`` too.
     """
-    shared: dict[str, Any] = {
-        "check": check,
-        "check_values": check_values,
-        "ascend": ascend,
-        "composed": composed,
-        "sized_by_options": sized_by_options,
-    }
-    OPERATORS[name] = Operator(name, outputs=outputs, reference=reference, overwrites=overwrites, **shared)
+    shared: dict[str, Any] = {"check_values": check_values, "ascend": ascend, "composed": composed}
+
+    def contract(schema: Any) -> Contract:
+        return Contract(schema, arguments or {}, results or {}, rows_of, rules)
+
+    OPERATORS[name] = Operator(name, contract=contract, reference=reference, overwrites=overwrites, **shared)
     written_over = DECLARED[name][1]
     if written_over is not None:
         twin = f"{name}_"
         OPERATORS[twin] = Operator(
             twin,
-            outputs=lambda *args: outputs(*args)[:-1],
+            contract=contract,
             reference=_in_place(reference, OPERATORS[name].arguments.index(written_over)),
             overwrites=written_over,
             **shared,
@@ -220,20 +216,73 @@ def _returned(outputs: list[Any]) -> Any:
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-def autograd(name: str, backward: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
-    torch.library.register_autograd(f"xent::{name}", backward, setup_context=setup_context, lib=LIBRARY)
+def refuse(name: str, *args: Any, **keywords: Any) -> None:
+    """What an operator refuses, before anything else is done. Arguments may be missing."""
+    contract = OPERATORS[name].contract
+    contract.check(contract.blank(**dict(zip(contract.arguments, args, strict=False)), **keywords))
 
 
-def needs_grad(ctx: Any, position: int) -> bool:
-    """Does the argument at this position of an operator need a gradient?
+Gradients = Mapping[str, "Tensor | None"]  # by the names of arguments
 
-    For formulas: the dispatcher leaves out arguments at the end that equal their defaults.
-    """
+
+def autograd(name: str, backward: Callable[..., Gradients], save: Callable[[Any, Call, Any], None]) -> None:
+    """A formula: ``save(ctx, call, output)``, and ``backward(ctx, *grads)``, which returns gradients by name."""
+    contract = OPERATORS[name].contract
+    positional = contract.arguments[: len(contract.arguments) - len(contract.keyword_only)]
+
+    # torch passes keyword_only_inputs where there are such, and fills in what the dispatcher left out.
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Any = None) -> None:
+        ctx.positions = contract.positions
+        ctx.set_materialize_grads(False)
+        save(ctx, contract.bind(inputs, keyword_only_inputs or {}), output)
+
+    def formula(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        made = {} if all(grad is None for grad in grads) else backward(ctx, *grads)
+        return tuple([made.get(argument) for argument in positional])
+
+    torch.library.register_autograd(f"xent::{name}", formula, setup_context=setup_context, lib=LIBRARY)
+
+
+def needs_grad(ctx: Any, name: str) -> bool:
+    """Does this argument need a gradient? The dispatcher leaves out those at the end that are at their defaults."""
+    position = ctx.positions[name]
     return any(ctx.needs_input_grad[position : position + 1])
 
 
-def save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any, **keywords: Any) -> None:
-    """The ``setup_context`` of a formula that only raises. torch passes keyword_only_inputs where there are such."""
+def save_nothing(ctx: Any, call: Call, output: Any) -> None:
+    """Of a formula that only raises."""
+
+
+def save_for(ctx: Any, name: str, call: Call, *also: str, **more: Any) -> None:
+    """Keep of a call, and of what was made, all that the operator ``name`` takes, its backward, and ``also`` these."""
+    given = call._asdict() | more
+    kept = {argument: given[argument] for argument in (*OPERATORS[name].arguments, *also) if argument in given}
+    tensors = {argument: value for argument, value in kept.items() if isinstance(value, Tensor)}
+    ctx.save_for_backward(*tensors.values())
+    ctx.kept = name, tuple(tensors), kept | dict.fromkeys(tensors)
+
+
+def saved(ctx: Any) -> dict[str, Any]:
+    _name, tensors, kept = ctx.kept
+    return kept | dict(zip(tensors, ctx.saved_tensors, strict=True))
+
+
+def run(name: str, given: Mapping[str, Any]) -> Any:
+    """Call an operator with those of these that it has arguments for."""
+    contract, operator = OPERATORS[name].contract, OPERATORS[name].overload
+    call = contract.blank(**{argument: given[argument] for argument in contract.arguments if argument in given})
+    keywords = {argument: getattr(call, argument) for argument in contract.keyword_only}
+    return operator(*call[: len(call) - len(keywords)], **keywords)
+
+
+def run_backward(ctx: Any, grad_loss: Tensor | None, **more: Any) -> Any:
+    """The operator that ``save_for`` named, with what it kept and with upstream gradients."""
+    given = saved(ctx) | more
+    if more.get("grad_entropy") is None:
+        given.pop("entropy", None)
+    lse = given.get("lse")
+    given["grad_loss"] = lse.new_zeros(()) if grad_loss is None and lse is not None else grad_loss
+    return run(ctx.kept[0], given)
 
 
 def below_autograd(overload: Any, *args: Any, **options: Any) -> Any:

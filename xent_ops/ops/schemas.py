@@ -61,20 +61,20 @@ PYTHON_ONLY = (
     "linear_cross_entropy_chunk",
     "linear_cross_entropy_chunk_grad_",
     "linear_cross_entropy_chunk_add_",
-    "linear_cross_entropy_value",
+    "attach_gradients",
 )
 
 DECLARED: dict[str, tuple[str, "str | None"]] = {
     # What users call. Composite: a graph shows the operators below.
     "cross_entropy": (
-        f"(Tensor logits, Tensor target, Tensor? weight=None, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}) -> Tensor",
+        f"(Tensor logits, Tensor target, Tensor? weight=None, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}) -> Tensor loss",
         None,
     ),
     # Class indices as targets: one visit of the logits each way. A reduced loss is one number, with what it was
     # divided by.
     "cross_entropy_reduced": (
         f"(Tensor logits, Tensor target, Tensor? weight=None, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}) "
-        "-> (Tensor value, Tensor divisor, Tensor lse)",
+        "-> (Tensor value, Tensor divisors, Tensor lse)",
         None,
     ),
     # Two flags say which statistics are wanted beside loss and lse; the others are of shape (0,).
@@ -86,8 +86,8 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     # Of a slice of the classes too, from class_start on, where num_classes, of all slices, is given.
     "cross_entropy_backward": (
         "(Tensor grad_loss, Tensor? grad_lse, Tensor logits, Tensor target, Tensor lse, Tensor? weight=None, "
-        "Tensor? divisor=None, Tensor? grad_entropy=None, Tensor? entropy=None, Tensor? coefficient=None, "
-        f"{SLICE}, {GRAD_DTYPE}, *, {OPTIONS}, {LSE_SQUARE}) -> Tensor",
+        "Tensor? divisors=None, Tensor? grad_entropy=None, Tensor? entropy=None, Tensor? coefficient=None, "
+        f"{SLICE}, {GRAD_DTYPE}, *, {OPTIONS}, {LSE_SQUARE}) -> Tensor grad_logits",
         "logits",
     ),
     # Loss and gradient in one visit of the logits; what a mean divides by, before there are losses; and what applies
@@ -100,7 +100,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     ),
     "cross_entropy_divisor": (
         "(Tensor logits, Tensor target, Tensor? weight=None, *, SymInt ignore_index=-100) "
-        "-> (Tensor divisor, Tensor inverse)",
+        "-> (Tensor divisors, Tensor inverse)",
         None,
     ),
     "scale_grad_": ("(Tensor(a!) grad, Tensor factor) -> ()", None),
@@ -112,7 +112,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     ),
     "token_logits_backward": (
         "(Tensor grad_ids, Tensor? grad_lse, Tensor? grad_entropy, Tensor logits, Tensor ids, Tensor at_ids, "
-        f"Tensor lse, Tensor? entropy=None, *, {OPTIONS}) -> Tensor",
+        f"Tensor lse, Tensor? entropy=None, *, {OPTIONS}) -> Tensor grad_logits",
         None,
     ),
     # Writes the columns of the ids, where cross_entropy_backward has written the others.
@@ -123,13 +123,13 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     ),
     # Class probabilities as targets, (..., V) like the logits.
     "soft_cross_entropy_forward": (
-        f"(Tensor logits, Tensor target, Tensor? weight=None, bool check_target=True, *, {SOFT_OPTIONS}) "
+        f"(Tensor logits, Tensor probabilities, Tensor? weight=None, bool check_target=True, *, {SOFT_OPTIONS}) "
         "-> (Tensor loss, Tensor lse)",
         None,
     ),
     "soft_cross_entropy_backward": (
-        "(Tensor grad_loss, Tensor? grad_lse, Tensor logits, Tensor target, Tensor lse, Tensor? weight=None, *, "
-        f"{SOFT_OPTIONS}) -> Tensor",
+        "(Tensor grad_loss, Tensor? grad_lse, Tensor logits, Tensor probabilities, Tensor lse, Tensor? weight=None, *, "
+        f"{SOFT_OPTIONS}) -> Tensor grad_logits",
         None,
     ),
     # A teacher's logits beside the student's: losses of rows, what the backward wants of them, and its gradient. With a
@@ -141,7 +141,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     ),
     "distillation_backward": (
         "(Tensor grad_loss, Tensor logits, Tensor teacher_logits, Tensor target, Tensor statistics, "
-        f"SymInt? class_start=None, *, {DISTILLATION}) -> Tensor",
+        f"SymInt? class_start=None, *, {DISTILLATION}) -> Tensor grad_logits",
         "logits",
     ),
     "distillation_with_grad": (
@@ -153,7 +153,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     # cross_entropy_shard and the two that join: to losses of rows, or to a reduced loss.
     "cross_entropy_shard": (
         "(Tensor logits, Tensor target, SymInt class_start, SymInt num_classes, Tensor? weight=None, *, "
-        f"{OPTIONS}) -> Tensor",
+        f"{OPTIONS}) -> Tensor stats",
         None,
     ),
     "cross_entropy_shard_join": (
@@ -164,13 +164,13 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     "cross_entropy_shard_reduced": (
         "(Tensor logits, Tensor target, Tensor gathered, SymInt class_start, SymInt num_classes, "
         f"Tensor? weight=None, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}) "
-        "-> (Tensor value, Tensor divisor, Tensor lse, Tensor coefficient)",
+        "-> (Tensor value, Tensor divisors, Tensor lse, Tensor coefficient)",
         None,
     ),
     # The head and the loss as one. Composite: with gradients wanted, the one pass; else rows.
     "linear_cross_entropy": (
         f"({LINEAR}, {DIVISOR}, {TOKEN_WEIGHT}, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}, {ACCUMULATE}, {CHUNKING}) "
-        "-> Tensor",
+        "-> Tensor loss",
         None,
     ),
     # Rows: one product forward, three backward.
@@ -181,9 +181,9 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     ),
     "linear_cross_entropy_backward": (
         "(Tensor grad_loss, Tensor? grad_lse, Tensor input, Tensor linear_weight, Tensor target, Tensor lse, "
-        f"Tensor? linear_bias=None, Tensor? weight=None, {DIVISOR}, Tensor? grad_entropy=None, Tensor? entropy=None, "
-        f"Tensor? coefficient=None, {SLICE}, {OUTPUT_MASK}, *, {OPTIONS}, {LSE_SQUARE}, {ACCUMULATE}, {CHUNKING}) "
-        f"-> ({LINEAR_GRADS})",
+        "Tensor? linear_bias=None, Tensor? weight=None, Tensor? divisors=None, Tensor? grad_entropy=None, "
+        f"Tensor? entropy=None, Tensor? coefficient=None, {SLICE}, {OUTPUT_MASK}, *, {OPTIONS}, {LSE_SQUARE}, "
+        f"{ACCUMULATE}, {CHUNKING}) -> ({LINEAR_GRADS})",
         None,
     ),
     # The same of several classes a row.
@@ -209,7 +209,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     # applies the upstream gradient.
     "linear_cross_entropy_with_grad": (
         f"({LINEAR}, {DIVISOR}, {TOKEN_WEIGHT}, {OUTPUT_MASK}, {ACCUMULATE}, {STATISTICS}, *, {OPTIONS}, {LSE_SQUARE}, "
-        f"{REDUCTION}, {CHUNKING}) -> (Tensor value, Tensor divided_by, Tensor loss, Tensor lse, Tensor argmax, "
+        f"{REDUCTION}, {CHUNKING}) -> (Tensor value, Tensor divisors, Tensor loss, Tensor lse, Tensor argmax, "
         f"Tensor entropy, {LINEAR_GRADS})",
         None,
     ),
@@ -226,35 +226,36 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     ),
     "linear_distillation_with_grad": (
         f"({TWO_HEADS}, {DIVISOR}, {TOKEN_WEIGHT}, {OUTPUT_MASK}, {ACCUMULATE}, *, {DISTILLATION}, {REDUCTION}, "
-        f"{CHUNKS}) -> (Tensor value, Tensor divided_by, {LINEAR_GRADS})",
+        f"{CHUNKS}) -> (Tensor value, Tensor divisors, {LINEAR_GRADS})",
         None,
     ),
-    "linear_scale_grad": ("(Tensor grad, Tensor factor) -> Tensor", None),
+    "linear_scale_grad": ("(Tensor grad, Tensor factor) -> Tensor scaled", None),
     # One rank's rows of the head. The caller's all-gather stands between the first two, as above; the formula of the
     # join adds grad_input up over the ranks of the group.
     "linear_cross_entropy_shard": (
         "(Tensor input, Tensor linear_weight, Tensor target, SymInt class_start, SymInt num_classes, "
-        f"Tensor? linear_bias=None, Tensor? weight=None, bool entropy=False, *, {OPTIONS}, {CHUNKING}) -> Tensor",
+        f"Tensor? linear_bias=None, Tensor? weight=None, bool with_entropy=False, *, {OPTIONS}, {CHUNKING}) "
+        "-> Tensor stats",
         None,
     ),
     "linear_cross_entropy_shard_join": (
         "(Tensor input, Tensor linear_weight, Tensor target, Tensor gathered, SymInt class_start, SymInt num_classes, "
-        "Tensor? linear_bias=None, Tensor? weight=None, Tensor? gathered_input=None, bool entropy=False, *, "
+        "Tensor? linear_bias=None, Tensor? weight=None, Tensor? gathered_input=None, bool with_entropy=False, *, "
         f"{OPTIONS}, {ACCUMULATE}, {CHUNKING}, str group_name='') "
-        "-> (Tensor loss, Tensor lse, Tensor target_weight, Tensor coefficient, Tensor entropies)",
+        "-> (Tensor loss, Tensor lse, Tensor target_weight, Tensor coefficient, Tensor entropy)",
         None,
     ),
     # A chunk of rows at a time, its logits kept, with the caller's code between the first two: a gather of all ranks'
     # statistics, a function of a row's statistics. Three products. Of a slice where num_classes is given.
     "linear_cross_entropy_chunk": (
         f"(Tensor input, Tensor linear_weight, Tensor target, {SLICE}, Tensor? linear_bias=None, "
-        f"Tensor? weight=None, bool entropy=False, {COUNT}, {AFTER}, {IDS}, {LOGITS_DTYPE}, *, {OPTIONS}) "
+        f"Tensor? weight=None, bool with_entropy=False, {COUNT}, {AFTER}, {IDS}, {LOGITS_DTYPE}, *, {OPTIONS}) "
         "-> (Tensor stats, Tensor logits)",
         None,
     ),
     "linear_cross_entropy_chunk_grad_": (
         "(Tensor(a!) logits, Tensor grad_loss, Tensor? grad_lse, Tensor linear_weight, Tensor target, Tensor lse, "
-        f"{SLICE}, Tensor? weight=None, Tensor? divisor=None, Tensor? grad_entropy=None, Tensor? entropy=None, "
+        f"{SLICE}, Tensor? weight=None, Tensor? divisors=None, Tensor? grad_entropy=None, Tensor? entropy=None, "
         f"Tensor? coefficient=None, bool with_grad_input=True, {COUNT}, {AFTER}, {IDS}, Tensor? at_ids=None, "
         f"Tensor? grad_ids=None, *, {OPTIONS}, {LSE_SQUARE}) -> (Tensor grad_input, Tensor done)",
         None,
@@ -277,9 +278,9 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         "-> (Tensor grad_input, Tensor done)",
         None,
     ),
-    "linear_cross_entropy_value": (
+    "attach_gradients": (
         f"(Tensor value, Tensor input, Tensor linear_weight, Tensor? linear_bias, {LINEAR_GRADS}, "
-        "Tensor? divisor=None) -> Tensor",
+        "Tensor? divisor=None) -> Tensor loss",
         None,
     ),
 }

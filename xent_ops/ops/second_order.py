@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ..kernels.options import as_record
+from .contract import Call
+from .library import needs_grad
 
 
-def save_all(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    """The setup_context of a backward operator: its second derivatives need all that it was called with."""
-    ctx.save_for_backward(*inputs)
-    ctx.options = as_record(keyword_only_inputs)
+def save_all(ctx: Any, call: Call, output: Any) -> None:
+    """Of a backward operator: its second derivatives need all that it was called with."""
+    given = call._asdict()
+    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    ctx.save_for_backward(*tensors.values())
+    ctx.set_materialize_grads(True)
+    ctx.names, ctx.rest = tuple(tensors), {name: value for name, value in given.items() if name not in tensors}
+
+
+def differentiate_call(
+    function: Callable[..., Any], ctx: Any, grad: Any, without: Collection[str] = ()
+) -> dict[str, Tensor | None]:
+    """``differentiate`` of a reference with what ``save_all`` kept, by name."""
+    names, rest = ctx.names, as_record({name: value for name, value in ctx.rest.items() if name not in without})
+
+    def by_name(*tensors: Tensor) -> Any:
+        return function(**dict(zip(names, tensors, strict=True)), **rest)
+
+    needs = [needs_grad(ctx, name) for name in names]
+    return dict(zip(names, differentiate(by_name, ctx.saved_tensors, needs, {}, grad), strict=True))
 
 
 def no_second_derivative() -> NoReturn:
@@ -24,6 +42,12 @@ def no_second_derivative() -> NoReturn:
         "linear_token_loss, has no second derivative: call xent_ops.cross_entropy or xent_ops.linear_token_log_probs "
         "on plain tensors of all classes (full_tensor()), with one class a row, for one"
     )
+
+
+def refuse_second_derivatives(ctx: Any, *grads: Tensor) -> dict[str, None]:
+    if any(ctx.needs_input_grad):
+        no_second_derivative()
+    return {}
 
 
 def differentiate(

@@ -4,64 +4,63 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..kernels import reference_soft
-from ..kernels.options import Options
-from . import soft_checks
-from .cross_entropy import gradient, rows
-from .library import autograd, needs_grad, operator
-from .second_order import differentiate, save_all
+from ..kernels.options import as_record
+from ..kernels.reference import accumulator
+from . import checks
+from .contract import Call
+from .library import Gradients, autograd, needs_grad, operator, run_backward, save_for, saved
+from .second_order import differentiate_call, save_all
+
+GRAD_LOSS = {
+    "grad_loss": ("float", "...", "one value for each row of the logits"),
+}
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    logits, target, weight, _ = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(logits, target, output[1], weight)
-    ctx.options = keyword_only_inputs
+def check_values(call: Call) -> None:
+    if getattr(call, "check_target", True):
+        checks.refuse_log_probabilities("target of class probabilities", call.probabilities, accumulator(call.logits))
 
 
-def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    if grad_loss is None and grad_lse is None:
-        return (None,) * 4
-    logits, target, lse, weight = ctx.saved_tensors
+def _save(ctx: Any, call: Call, output: tuple[Tensor, Tensor]) -> None:
+    save_for(ctx, "soft_cross_entropy_backward", call, lse=output[1])
+
+
+def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None) -> Gradients:
+    given = saved(ctx)
     if grad_loss is None:
-        grad_loss = lse.new_zeros(()).expand(lse.shape)
-    needs_logits, needs_target, needs_weight = (needs_grad(ctx, position) for position in range(3))
-    grad_logits = grad_target = grad_weight = None
-    if needs_logits:
-        grad_logits = torch.ops.xent.soft_cross_entropy_backward(
-            grad_loss, grad_lse, logits, target, lse, weight, **ctx.options
+        grad_loss = given["lse"].new_zeros(()).expand(given["lse"].shape)
+    made: dict[str, Tensor | None] = {}
+    if needs_grad(ctx, "logits"):
+        made["logits"] = run_backward(ctx, grad_loss, grad_lse=grad_lse)
+    if needs_grad(ctx, "probabilities") or needs_grad(ctx, "weight"):
+        names = ("logits", "probabilities", "lse", "weight")
+        of_target = reference_soft.soft_target_gradients(
+            grad_loss, *[given[name] for name in names], options=as_record(given)["options"]
         )
-    if needs_target or needs_weight:
-        grad_target, grad_weight = reference_soft.soft_target_gradients(
-            grad_loss, logits, target, lse, weight, options=Options(**ctx.options)
-        )
-    return grad_logits, grad_target if needs_target else None, grad_weight if needs_weight else None, None
+        both = zip(("probabilities", "weight"), of_target, strict=True)
+        made |= {name: grad for name, grad in both if needs_grad(ctx, name)}
+    return made
 
 
-def _second_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return differentiate(
-        reference_soft.soft_cross_entropy_backward, ctx.saved_tensors, ctx.needs_input_grad, ctx.options, grad
-    )
+def _second_backward(ctx: Any, grad: Tensor) -> Gradients:
+    return differentiate_call(reference_soft.soft_cross_entropy_backward, ctx, grad)
 
 
 operator(
     "soft_cross_entropy_forward",
-    check=soft_checks.forward,
-    outputs=rows,
     reference=reference_soft.soft_cross_entropy_forward,
-    check_values=soft_checks.values,
+    check_values=check_values,
     ascend=True,
 )
-autograd("soft_cross_entropy_forward", _backward, _setup_context)
+autograd("soft_cross_entropy_forward", _backward, _save)
 
 operator(
     "soft_cross_entropy_backward",
-    check=soft_checks.backward,
-    outputs=gradient,
     reference=reference_soft.soft_cross_entropy_backward,
+    arguments=GRAD_LOSS,
     ascend=True,
 )
 autograd("soft_cross_entropy_backward", _second_backward, save_all)

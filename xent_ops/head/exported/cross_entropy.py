@@ -53,7 +53,7 @@ def gradients(
     lse: Tensor,
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
-    divisor: Tensor | None = None,
+    divisors: Tensor | None = None,
     grad_entropy: Tensor | None = None,
     entropy: Tensor | None = None,
     coefficient: Tensor | None = None,
@@ -68,7 +68,7 @@ def gradients(
 ) -> Gradients:
     head, bias, weight, padding = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
     upstream = reference.row_grads(
-        grad_loss, grad_lse, target, lse, divisor, options.ignore_index, lse_square_scale, lse.dtype
+        grad_loss, grad_lse, target, lse, divisors, options.ignore_index, lse_square_scale, lse.dtype
     )
     values = (*upstream, grad_entropy, lse, entropy, coefficient)
     a, b, c, z, h, coefficients = (None if value is None else value.reshape(-1) for value in values)

@@ -79,7 +79,7 @@ def install() -> None:
     save.install(
         {
             torch.ops.xent.linear_cross_entropy_with_grad.default: save.results,
-            torch.ops.xent.linear_cross_entropy_value.default: save.gradients,
+            torch.ops.xent.attach_gradients.default: save.gradients,
             torch.ops.xent.linear_distillation_with_grad.default: save.results,
         }
     )

@@ -32,7 +32,7 @@ def results(call: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def gradients(call: fx.Node) -> list[fx.Node]:
-    """A call of ``linear_cross_entropy_value`` and the gradients it carries, with what these are taken from.
+    """A call of ``attach_gradients`` and the gradients it carries, with what these are taken from.
 
     The partitioner makes views and single results again whatever their marks, and so what they are taken from.
     """

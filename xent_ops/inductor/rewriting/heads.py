@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...kernels.options import Chunking
-from ...ops.linear import checks
+from ...ops import checks
 from ...ops.linear.composite import cast_for_autocast
 from . import writers
 from .emitter import Emitter
@@ -101,7 +100,7 @@ def emit(emit: Emitter, head: FoundHead, given: dict[str, Any], products: str | 
 
 def _possible(products: str, input: Tensor, linear_weight: Tensor) -> str:
     try:
-        checks.multiplied(Chunking(products=products), input, linear_weight)
+        checks.multiplied(products, input, linear_weight)
     except (TypeError, ValueError, RuntimeError) as reason:
         raise LeftAlone(str(reason)) from None
     return products

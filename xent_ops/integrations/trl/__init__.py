@@ -15,8 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...kernels.options import HeadProducts
-from ...ops import arguments
-from ...ops.linear import checks as linear_checks
+from ...ops import arguments, checks
 from .. import heads
 from ..transformers import _base
 from .distillation import Divergence, GkdLoss
@@ -94,7 +93,7 @@ def use_xent(
     if "_xent" in vars(trainer):
         raise RuntimeError("use_xent is on already: call remove_xent(trainer) first")
     accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
-    linear_checks.sizes_of(how)
+    checks.chunk_rows(how.chunk_rows)
     options: dict[str, Any] = {"accumulate_dtype": accumulate_dtype, **how._asdict()}
     if kind.__name__ in _DISTILLING:
         options = _of_distillation(options)

@@ -25,7 +25,7 @@ def _backward(
     target: Tensor,
     lse: Tensor,
     weight: Tensor | None = None,
-    divisor: Tensor | None = None,
+    divisors: Tensor | None = None,
     grad_entropy: Tensor | None = None,
     entropy: Tensor | None = None,
     coefficient: Tensor | None = None,
@@ -45,7 +45,7 @@ def _backward(
     if view.number == 0 or columns == 0:
         return
     grad_loss, grad_lse = row_grads(
-        grad_loss, grad_lse, target, lse, divisor, options.ignore_index, lse_square_scale, torch.float32
+        grad_loss, grad_lse, target, lse, divisors, options.ignore_index, lse_square_scale, torch.float32
     )
     lse = dense(lse)
     grad_loss, grad_loss_stride = per_row(grad_loss, lse)

@@ -27,7 +27,7 @@ def prepare_backward(
     target: Tensor,
     lse: Tensor,
     weight: Tensor | None = None,
-    divisor: Tensor | None = None,
+    divisors: Tensor | None = None,
     grad_entropy: Tensor | None = None,
     entropy: Tensor | None = None,
     coefficient: Tensor | None = None,
@@ -54,7 +54,7 @@ def prepare_backward(
     as_grad_lse, grad_lse_stride = per_row_like(grad_lse)
     as_grad_entropy, grad_entropy_stride = per_row_like(grad_entropy)
     as_targets, as_lse = dense_like(target), dense_like(lse, dtype)
-    as_divisor = dense_like(lse if divisor is None else divisor)
+    as_divisor = dense_like(lse if divisors is None else divisors)
     as_entropy = dense_like(lse if entropy is None else entropy, dtype)
     as_coefficient = dense_like(lse if coefficient is None else coefficient, dtype)
     sum_of = prepare_sum(classes, dtype, logits.device) if weighted and smoothing and not shard else None
@@ -68,7 +68,7 @@ def prepare_backward(
         entropy=grad_entropy is not None,
         grad_lse=grad_lse is not None,
         lse_square=lse_square_scale != 0.0,
-        divisor=divisor is not None,
+        divisor=divisors is not None,
         shard=shard,
     )
     launch = Launch(
@@ -105,7 +105,7 @@ def prepare_backward(
         target: Tensor,
         lse: Tensor,
         weight: Tensor | None = None,
-        divisor: Tensor | None = None,
+        divisors: Tensor | None = None,
         grad_entropy: Tensor | None = None,
         entropy: Tensor | None = None,
         coefficient: Tensor | None = None,
@@ -122,7 +122,7 @@ def prepare_backward(
             weight_sum = sum_of(weight)
         launch(
             as_grad_loss(grad_loss),
-            lse if divisor is None else as_divisor(divisor),
+            lse if divisors is None else as_divisor(divisors),
             lse if grad_lse is None else as_grad_lse(grad_lse),
             lse if grad_entropy is None else as_grad_entropy(grad_entropy),
             as_rows(logits),

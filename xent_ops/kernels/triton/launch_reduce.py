@@ -33,7 +33,7 @@ def _prepare_sums(
     row_weights: bool = False,
     mean: bool = False,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``sums(loss, lse, target, weight)`` -> what reduce_kernel writes: (value, divisor).
+    """``sums(loss, lse, target, weight)`` -> what reduce_kernel writes: (value, divisors).
 
     Where a tensor is not read any other may stand for it.
     """
@@ -56,9 +56,9 @@ def _prepare_sums(
     if programs == 1:
 
         def sums(loss: Tensor, lse: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            value, divisor = new_value(), new_divisor()
-            reduce(loss, lse, target, weight, value, divisor)
-            return value, divisor
+            value, divisors = new_value(), new_divisor()
+            reduce(loss, lse, target, weight, value, divisors)
+            return value, divisors
 
         return sums
     block, options = configs.REDUCE_MOST_PROGRAMS, {"num_warps": 4, "num_stages": 1}
@@ -66,10 +66,10 @@ def _prepare_sums(
     new_parts = new_tensor((4, programs), dtype, device)
 
     def sums_of_parts(loss: Tensor, lse: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        value, divisor, parts = new_value(), new_divisor(), new_parts()
-        reduce(loss, lse, target, weight, parts, divisor)
-        join(parts, value, divisor)
-        return value, divisor
+        value, divisors, parts = new_value(), new_divisor(), new_parts()
+        reduce(loss, lse, target, weight, parts, divisors)
+        join(parts, value, divisors)
+        return value, divisors
 
     return sums_of_parts
 
@@ -90,7 +90,7 @@ def prepare_reduce(
     weighted: bool,
     row_weights: bool = False,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """``reduce(loss, lse, target, weight)`` -> (value, divisor), of dense losses and lses of the rows of ``logits``.
+    """``reduce(loss, lse, target, weight)`` -> (value, divisors), of dense losses and lses of the rows of ``logits``.
 
     ``weight``: of classes, or with ``row_weights`` of rows; any tensor where there are no weights.
     """
@@ -129,8 +129,8 @@ def cross_entropy_reduced(
             weight = as_weights(weight)  # once for both
         loss, lse = new_row(), new_row()
         forward(logits, target, weight, loss, lse, lse, lse)
-        value, divisor = reduce(loss, lse, target, lse if weight is None else weight)
-        return value, divisor, lse
+        value, divisors = reduce(loss, lse, target, lse if weight is None else weight)
+        return value, divisors, lse
 
     return run
 
@@ -155,7 +155,7 @@ def cross_entropy_divisor(
     def run(logits: Tensor, target: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
         target = as_targets(target)
         weights = target if as_weights is None or weight is None else as_weights(weight)
-        inverse, divisor = sums(target, target, target, weights)
-        return divisor, inverse
+        inverse, divisors = sums(target, target, target, weights)
+        return divisors, inverse
 
     return run

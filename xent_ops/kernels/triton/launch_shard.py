@@ -144,7 +144,7 @@ def cross_entropy_shard_reduced(
         _logits: Tensor, target: Tensor, gathered: Tensor, *_rest: int | Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         loss, lse, target_weight, coefficient = join(target, gathered)
-        value, divisor = reduce(loss, lse, target, target_weight)
-        return value, divisor, lse, coefficient
+        value, divisors = reduce(loss, lse, target, target_weight)
+        return value, divisors, lse, coefficient
 
     return run

@@ -1,0 +1,297 @@
+"""An operator's contract: its arguments by name, what it refuses of them, and its results' shapes and dtypes.
+
+All three follow from the names in its schema, by the tables of names.py and rules.py. Nothing here knows an operator.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..head import distillation_shard, shard
+from ..head.products import accumulator_of_weight
+from ..head.sizes import padded_classes
+from ..kernels.reference import accumulator, columns_of
+from ..kernels.reference_distillation import STATISTICS
+from . import checks, rules
+from .names import ARGUMENTS, RESULTS
+
+Call = rules.Call
+Row = tuple[str, Any, str]  # of names.py; the shape of a result may be a function of the call
+Outputs = list[tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of each
+
+DTYPES = {
+    "float": checks.FLOATS,
+    "index": checks.INDICES,
+    "divisor": checks.DIVISORS,
+    "int32": (torch.int32,),
+}
+NAMES = {"probabilities": "target"}  # what arguments are called in public functions, and so in messages
+
+
+def classes_of(call: Call) -> int:
+    """Of the columns, those that are classes: what is behind them is padding."""
+    return columns_of(rules.width(call), getattr(call, "class_start", 0), getattr(call, "num_classes", None))
+
+
+def handed_over(call: Call) -> int:
+    """How many numbers a rank hands over."""
+    rows, ids = call.target.numel(), getattr(call, "ids", None)
+    if hasattr(call, "beta"):
+        return distillation_shard.width(rows, rules.record(call))
+    places = 0 if ids is None else ids.shape[-1]
+    return shard.width(rows, call.weight is not None, getattr(call, "with_entropy", False), places)
+
+
+# Sizes that no argument has, from the call and the dtype of what has them.
+DERIVED: dict[str, Callable[[Call, torch.dtype], int]] = {
+    "S": lambda call, dtype: STATISTICS,
+    "P": lambda call, dtype: padded_classes(classes_of(call), dtype),
+    "W": lambda call, dtype: handed_over(call),
+}
+LATE = frozenset(("P", "W"))
+# Dtypes of results that are no other argument's.
+MADE: dict[str, Callable[[Call], torch.dtype]] = {
+    "acc": lambda call: accumulator(call.owner),
+    "int64": lambda call: torch.int64,
+    "grad_dtype": lambda call: getattr(call, "grad_dtype", None) or call.logits.dtype,
+    "logits_dtype": lambda call: getattr(call, "logits_dtype", None) or call.input.dtype,
+    "sums": lambda call: accumulator_of_weight(call.input.dtype, call.accumulate_dtype),
+}
+
+
+class Shape(NamedTuple):
+    before: tuple[str, ...]  # sizes before the rows
+    rows: bool
+    behind: tuple[str, ...]
+
+    @classmethod
+    def of(cls, text: str) -> Shape:
+        before, rows, behind = text.rpartition("...")
+        shape = cls(tuple(before.split()), bool(rows), tuple(behind.split()))
+        return ROWS if shape == ROWS else shape
+
+
+ROWS = Shape((), True, ())  # one number for each
+
+
+class Argument(NamedTuple):
+    place: int  # among the operator's arguments
+    name: str
+    dtypes: tuple[torch.dtype, ...] | None  # None: as ``like`` says
+    like: str
+    shape: Shape
+    own: frozenset[str]  # the sizes that it gives
+    or_scalar: bool
+    meaning: str
+    # Of each size behind the rows: a number, or the (argument, axis) that gives it; None: its own, (): derived.
+    homes: tuple[int | tuple[int, ...] | None, ...]
+
+
+class Contract:
+    """Made once an operator.
+
+    Args:
+        schema: the operator's.
+        arguments, results: rows for names that mean something else here than in names.py. None: not checked.
+        rows_of: of a call, the tensor that has the rows and the device, where it is not the first one of names.py.
+        more: rules of this operator alone.
+    """
+
+    def __init__(
+        self,
+        schema: Any,
+        arguments: Mapping[str, Row | None],
+        results: Mapping[str, Row],
+        rows_of: Callable[[Call], Tensor] | None,
+        more: Sequence[Callable[[Call], None]],
+    ) -> None:
+        self.arguments = [argument.name for argument in schema.arguments]
+        self.keyword_only = [argument.name for argument in schema.arguments if argument.kwarg_only]
+        self.positions = {name: index for index, name in enumerate(self.arguments)}
+        table: dict[str, Row | None] = {**ARGUMENTS, **arguments}
+        rows = {name: table.get(name) for name in self.arguments}
+        self.owner = next(name for name in ARGUMENTS if rows.get(name) is not None)
+        # A namedtuple has its defaults at the end, as the schemas have.
+        self.required = [argument.name for argument in schema.arguments if not argument.has_default_value()]
+        defaults = [argument.default_value for argument in schema.arguments if argument.has_default_value()]
+        record = namedtuple("Call", self.arguments, defaults=defaults)  # type: ignore[misc]
+        position = self.positions[self.owner]
+        owner = rows_of or (lambda call: call[position])  # Dynamo traces no itemgetter
+        self.Call = type("Call", (record,), {"owner": property(owner)})
+        self.homes: dict[str, tuple[int, int]] = {}  # of a size: (index of the argument that gives it, axis)
+        self.tensors = [self._argument(name, *row) for name in ARGUMENTS if (row := rows.get(name)) is not None]
+        fixed = dict(zip(self.arguments[len(self.required) :], defaults, strict=True))
+        # (index, default, rule): what is required is never at its default.
+        self.rules: list[tuple[int, Any, Callable[[Call], None]]] = []
+        for names, rule, unless in rules.RULES:
+            if names[0] in rows and unless not in rows:
+                always = [name for name in names if name in self.required]
+                for name in always[:1] or [name for name in names if name in rows]:
+                    self.rules.append((self.positions[name], fixed.get(name, ...), rule))
+        self.rules += [(0, ..., rule) for rule in more]
+        self.results = [self._result(*{**RESULTS, **results}[one.name]) for one in schema.returns]
+        tensors = {argument.name for argument in schema.arguments if "Tensor" in str(argument.type)}
+        self.tensors = [argument for argument in self.tensors if argument.name in tensors]
+        # Those with sizes that the rest of the call must be right for.
+        self.late = [one for one in self.tensors if not LATE.isdisjoint(one.shape.behind)]
+        self.tensors = [one for one in self.tensors if one not in self.late]
+
+    def _argument(self, name: str, dtype: str, text: str, meaning: str) -> Argument:
+        text, or_scalar, _ = text.partition(" | ()")
+        index, shape = self.positions[name], Shape.of(text)
+        places = [*enumerate(shape.before), *((axis - len(shape.behind), one) for axis, one in enumerate(shape.behind))]
+        known = {*self.homes, *DERIVED}
+        own = {size: (index, axis) for axis, size in places if not (size in known or size.isdigit())}
+        self.homes |= own
+        homes = tuple(
+            [None if one in own else int(one) if one.isdigit() else self.homes.get(one, ()) for one in shape.behind]
+        )
+        meaning = meaning.format(owner=self.owner) + (", or ()" if or_scalar else "")
+        return Argument(index, name, DTYPES.get(dtype), dtype, shape, frozenset(own), bool(or_scalar), meaning, homes)
+
+    def _result(self, dtype: str, shape: Any, condition: str = "") -> tuple[str, Any, str]:
+        optional = condition.partition(" ")[0] in self.positions
+        return dtype, Shape.of(shape) if isinstance(shape, str) else shape, condition if optional else ""
+
+    def blank(self, **given: Any) -> Call:
+        """A call of which some arguments are not there yet."""
+        return self.Call(**dict.fromkeys(self.required) | given)
+
+    def bind(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> Call:
+        return self.Call(*args, **keywords)
+
+    # What is refused
+
+    def check(self, call: Call) -> None:
+        self.check_tensors(call)
+        for index, default, rule in self.rules:
+            if call[index] is not default:  # no comparison: it would specialise a symbolic number
+                rule(call)
+        if self.late:
+            self.check_tensors(call, of=self.late)
+
+    def check_tensors(self, call: Call, called: Mapping[str, str] = NAMES, of: Any = None) -> None:
+        """``called``: other names of arguments, for messages."""
+        owner = call.owner
+        device, rows = owner.device, owner.shape[:-1]
+        known = static(rows)
+        for argument in self.tensors if of is None else of:
+            index, name, dtypes, like, shape = argument[:5]
+            tensor = call[index]
+            if tensor is None:
+                continue
+            if dtypes is None:
+                self._same_dtype(name, tensor, like, call, called)
+            elif tensor.dtype not in dtypes:
+                checks.dtype(called.get(name, name), tensor, dtypes)
+            sizes = tensor.shape
+            if not (
+                known and static(sizes) and (sizes == rows if shape is ROWS else _fits(argument, sizes, rows, call))
+            ):
+                self._same_shape(argument, tensor, rows, call, called)
+            if tensor.device != device:
+                anchor = "logits" if name == "weight" else self.owner  # of the classes of a head too
+                checks.same_device(called.get(name, name), tensor, owner, rules.are(called.get(anchor, anchor)))
+
+    def size(self, name: str, call: Call, dtype: torch.dtype) -> int:
+        home = self.homes.get(name)
+        if home is not None:
+            return call[home[0]].shape[home[1]]
+        return DERIVED[name](call, dtype) if name in DERIVED else int(name)
+
+    def _same_dtype(self, name: str, tensor: Tensor, like: str, call: Call, called: Mapping[str, str]) -> None:
+        if like == "any":
+            return
+        other = like.removeprefix("=")
+        wanted = MADE[like](call) if other == like else getattr(call, other).dtype
+        if tensor.dtype == wanted:
+            return
+        if other == like:
+            raise TypeError(f"{called.get(name, name)} has dtype {tensor.dtype}; expected {wanted}")
+        raise TypeError(
+            f"{called.get(name, name)} has dtype {tensor.dtype} but {called.get(other, other)} {wanted}; both must be "
+            "the same, as for nn.Linear (torch.autocast casts both)"
+        )
+
+    def _same_shape(self, argument: Argument, tensor: Tensor, rows: Any, call: Call, called: Mapping[str, str]) -> None:
+        """The sizes that an argument gives are right, except where there is none of a kind that must be there."""
+        sizes, (before, has_rows, behind) = tensor.shape, argument.shape
+        if argument.or_scalar and len(sizes) == 0:
+            return
+        text, own = called.get(argument.name, argument.name), argument.own
+        middle: Any = rows if has_rows else ()
+        if has_rows and argument.name == self.owner:
+            middle = sizes[: -len(behind)]
+            if len(sizes) < len(behind):
+                shown = f"(..., {' '.join(behind)}){argument.meaning and f', {argument.meaning}'}"
+                raise ValueError(f"{text} {rules.have(text)} no dimension; expected shape {shown}")
+        fits = len(sizes) == len(before) + len(middle) + len(behind)
+        names = [*before, *[None] * len(middle), *behind]
+        own = own | {size for size in names if size in self.homes and call[self.homes[size][0]] is None}
+        wanted = [
+            (sizes[axis] if fits else size)
+            if size in own
+            else middle[axis - len(before)]
+            if size is None
+            else self.size(size, call, tensor.dtype)
+            for axis, size in enumerate(names)
+        ]
+
+        def message() -> str:
+            shown = [size if size in own and len(size) > 1 else one for size, one in zip(names, wanted, strict=True)]
+            of_hint = rules.HINTS.get(argument.name)
+            shown, hint = (shown, "") if of_hint is None else of_hint(call, text, shown)
+            numbers = ", ".join(map(str, shown)) + ("," if len(shown) == 1 else "")
+            return f"{text} has shape {tuple(sizes)}; expected ({numbers}), {argument.meaning}{hint}"
+
+        checks.check_value(fits, message)
+        for size, one in zip(sizes, wanted, strict=True):
+            if not (type(size) is type(one) is int and size == one):
+                checks.check_value(size == one, message)
+        for name in own & rules.AT_LEAST_ONE:
+            rules.at_least_one(text, tensor, sizes[self.homes[name][1]], call)
+
+    # What is made
+
+    def outputs(self, call: Call) -> Outputs:
+        return [self._made(call, *result) for result in self.results]
+
+    def _made(self, call: Call, dtype: str, shape: Any, condition: str) -> tuple[tuple[int, ...], torch.dtype]:
+        made = MADE[dtype](call) if dtype in MADE else getattr(call, dtype[1:]).dtype
+        option, _, place = condition.partition(" ")
+        if option and not (getattr(call, option)[int(place)] if place else getattr(call, option)):
+            return (0,), made
+        if not isinstance(shape, Shape):
+            return shape(call), made
+        before, behind = ([self.size(name, call, made) for name in names] for names in (shape.before, shape.behind))
+        rows = call.owner.shape[:-1] if shape.rows else ()
+        return (*before, *rows, *behind), made
+
+
+def _fits(argument: Argument, sizes: Sequence[int], rows: Sequence[int], call: Call) -> bool:
+    """Is the shape certainly right? ``_same_shape`` tells of those that this does not know."""
+    homes = argument.homes
+    number = len(sizes) - len(homes)
+    if argument.shape.before or number < 0 or sizes[:number] != (rows if argument.shape.rows else ()):
+        return False
+    for size, home in zip(sizes[number:], homes, strict=True):
+        if type(home) is tuple:
+            giver = call[home[0]] if home else None
+            wanted = None if giver is None else giver.shape[home[1]]
+            if type(wanted) is not int or size != wanted:
+                return False
+        elif size <= 0 if home is None else size != home:
+            return False
+    return True
+
+
+def static(sizes: Sequence[int]) -> bool:
+    for size in sizes:  # noqa: SIM110 (all() of a generator takes three times as long)
+        if type(size) is not int:
+            return False
+    return True

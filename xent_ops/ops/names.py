@@ -1,0 +1,75 @@
+"""What each tensor of an operator is, by its name: text and nothing else, like schemas.py, for the same readers.
+
+A dtype is a class of dtypes, ``=name`` that of another argument, ``acc`` the accumulator's. A shape is sizes by name:
+``...`` are the rows, a number is itself, and ``| ()`` says that one number for all rows will do. The first argument
+with a size gives it, in the order of this table, which is also the order in which arguments are checked. Sizes that no
+argument has: ``S``, ``P`` and ``W`` (contract.DERIVED).
+"""
+
+# name: (dtype, shape, what is expected of it)
+ARGUMENTS: dict[str, tuple[str, str, str]] = {
+    # Those that have the rows.
+    "logits": ("float", "... V", "the classes last"),
+    "grad": ("float", "... columns", ""),
+    "grad_logits": ("float", "... columns", "the classes last"),
+    "input": ("float", "... H", "the features last"),
+    # The heads.
+    "linear_weight": ("=input", "V H", "one row of the input's features for each class"),
+    "linear_bias": ("=input", "V", "one number a class"),
+    "teacher_logits": ("float", "... T", "the rows of the logits, which are before the classes"),
+    "teacher_input": ("float", "... G", "the rows of input, before the features"),
+    "teacher_weight": ("=teacher_input", "T G", "one row of the teacher_input's features for each class"),
+    "teacher_bias": ("=teacher_input", "T", "one number a class"),
+    # The targets.
+    "target": ("index", "...", "one class index for each row of the {owner}"),
+    "probabilities": ("float", "... V", "one probability for each logit"),
+    "ids": ("index", "... K", "K classes of each row of the {owner}"),
+    "weight": ("float", "V", "one weight a class"),
+    "token_weight": ("any", "...", "one number for each target"),
+    # What a forward leaves to its backward.
+    "lse": ("float", "...", "one value for each row of the {owner}"),
+    "entropy": ("float", "...", "one value for each row of the {owner}"),
+    "coefficient": ("float", "...", "one value for each row of the {owner}"),
+    "at_ids": ("float", "... K", "one number for each of the ids"),
+    "statistics": ("float", "S ...", "those that distillation_forward makes of each row"),
+    "joined": ("float", "S ...", "those that distillation_forward makes of each row"),
+    "gathered": ("acc", "ranks W", "one result of cross_entropy_shard for each rank"),
+    "divisors": ("divisor", "2", "the sum of the weights and the number of counted rows"),
+    "divisor": ("divisor", "", "one number"),
+    "count": ("int32", "", "one number"),
+    # Upstream gradients.
+    "grad_loss": ("float", "... | ()", "one value for each row of the {owner}"),
+    "grad_scale": ("float", "... | ()", "one value for each row of the {owner}"),
+    "factor": ("float", "... | ()", "one value for each row of the {owner}"),
+    "grad_lse_square": ("float", "... | ()", "one value for each row of the {owner}"),
+    "grad_lse": ("float", "...", "one value for each row of the {owner}"),
+    "grad_entropy": ("float", "...", "one value for each row of the {owner}"),
+    "grad_ids": ("float", "... K", "one number for each of the ids"),
+    "grad_log_probs": ("float", "... K", "one number for each of the ids"),
+}
+
+# name: (dtype, shape, the option or the place in output_mask without which it is of shape (0,)).
+RESULTS: dict[str, tuple[str, str, str]] = {
+    "loss": ("acc", "...", ""),
+    "lse": ("acc", "...", ""),
+    "argmax": ("int64", "...", "with_argmax"),
+    "entropy": ("acc", "...", "with_entropy"),
+    "target_weight": ("acc", "...", ""),
+    "coefficient": ("acc", "...", ""),
+    "at_ids": ("acc", "... K", ""),
+    "statistics": ("acc", "S ...", ""),
+    "value": ("acc", "", ""),
+    "divisors": ("acc", "2", ""),
+    "inverse": ("acc", "2", ""),
+    "stats": ("acc", "1 W", ""),
+    "logits": ("logits_dtype", "... P", ""),
+    "teacher_logits": ("=teacher_input", "... P", ""),
+    "grad_logits": ("grad_dtype", "... V", ""),
+    "grad_input": ("=input", "... H", "output_mask 0"),
+    "grad_linear_weight": ("=input", "V H", "output_mask 1"),
+    "grad_linear_bias": ("=input", "V", "output_mask 2"),
+    # Where they are added up, before an upstream gradient is applied.
+    "summed_weight": ("sums", "V H", "output_mask 1"),
+    "summed_bias": ("acc", "V", "output_mask 2"),
+    "done": ("=linear_weight", "0", ""),
+}

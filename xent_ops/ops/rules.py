@@ -1,0 +1,209 @@
+"""What options' values, and arguments together, must be: one function a name, for every operator that has it.
+
+``call`` is the operator's call, a namedtuple of its arguments (contract.py). Shapes and dtypes were checked before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ..kernels.distillation import Distillation
+from ..kernels.options import Options
+from ..kernels.sizes import known_equal
+from . import checks, distillation_checks
+
+Call = Any
+AT_LEAST_ONE = frozenset(("V", "T", "K"))
+
+
+def width(call: Call) -> int:
+    """How many classes, or columns of them, this call has."""
+    return call.linear_weight.shape[0] if hasattr(call, "linear_weight") else call.owner.shape[-1]
+
+
+def sliced(call: Call) -> bool:
+    """Of a slice of the classes, which may be empty?"""
+    return getattr(call, "class_start", None) is not None and call.num_classes is not None
+
+
+def record(call: Call) -> Distillation:
+    options = Options(call.ignore_index, softcap=call.softcap, logit_scale=call.logit_scale)
+    return Distillation(options, *[getattr(call, name) for name in Distillation._fields[1:]])
+
+
+def have(name: str) -> str:
+    return "have" if name.endswith("s") else "has"
+
+
+def are(name: str) -> str:
+    return f"{name} {'are' if name.endswith('s') else 'is'}"
+
+
+def at_least_one(text: str, tensor: Tensor, size: int, call: Call) -> None:
+    if (type(size) is int and size > 0) or (text != "ids" and sliced(call)):
+        return
+    be = "has" if text == "ids" else have(text)
+    checks.check_value(size > 0, lambda: f"{text} of shape {tuple(tensor.shape)} {be} 0 classes; expected at least 1")
+
+
+# Values
+
+
+def _label_smoothing(call: Call) -> None:
+    checks.label_smoothing(call.label_smoothing)
+    if call.label_smoothing != 0.0 and getattr(call, "ids", None) is not None:
+        raise ValueError(f"label_smoothing is for one target a row: expected 0.0, got {call.label_smoothing}")
+
+
+def _reduction(call: Call) -> None:
+    checks.reduction(call.reduction, ("mean", "sum"))
+    if getattr(call, "divisor", None) is not None and call.reduction != "sum":
+        raise ValueError(f'divisor is what a sum is divided by: expected reduction="sum", got {call.reduction!r}')
+
+
+def _products(call: Call) -> None:
+    if call.products is not None:
+        if hasattr(call, "ids"):
+            checks.refuse_products_of_ids(call.products)
+        checks.multiplied(call.products, call.input, call.linear_weight)
+
+
+def chunking(call: Call) -> None:
+    """How chunks are made and added up."""
+    for name in ("accumulate_dtype", "logits_dtype", "products", "chunk_rows"):
+        BY_NAME[name](call)
+
+
+def _temperature(call: Call) -> None:
+    """All options of a distillation, and its classes."""
+    if hasattr(call, "teacher_input"):
+        heads = call.input, call.linear_weight, call.teacher_input, call.teacher_weight
+        student, names = heads[0], ("linear_weight", "teacher_weight")
+        teacher, widths = heads[2], (heads[1].shape[0], heads[3].shape[0])
+    else:
+        student, teacher, names = call.owner, call.teacher_logits, ("logits", "teacher_logits")
+        chunk = hasattr(call, "linear_weight")  # whose logits are padded
+        widths = (width(call), width(call) if chunk else teacher.shape[-1])
+    how = record(call)
+    distillation_checks.options(how, student, teacher)
+    distillation_checks.slices(how, getattr(call, "class_start", None), *widths, names)
+
+
+def check_targets(call: Call) -> None:
+    """Raise IndexError for a class out of range. It reads the targets: for CPU tensors."""
+    if getattr(call, "hard_weight", 1.0) != 0.0:  # else a target says only what is ignored
+        indices = call.ids if hasattr(call, "ids") else call.target
+        number = getattr(call, "num_classes", None)
+        if indices is not None:
+            checks.target_values(indices, width(call) if number is None else number, call.ignore_index)
+
+
+# What goes together
+
+
+def _class_start(call: Call) -> None:
+    if sliced(call):
+        checks.shard_range(width(call), call.class_start, call.num_classes)
+
+
+def _coefficient(call: Call) -> None:
+    """What a backward gets for a slice of the classes alone."""
+    if call.num_classes is None:
+        if call.class_start != 0 or call.coefficient is not None:
+            raise ValueError("class_start and coefficient go with num_classes, of a slice of the classes")
+    elif (call.weight is None) != (call.coefficient is None):
+        raise ValueError("a class weight needs the coefficient that cross_entropy_shard_join returned: both or neither")
+
+
+def _grad_entropy(call: Call) -> None:
+    if (call.grad_entropy is None) != (call.entropy is None):
+        raise ValueError("grad_entropy and entropy go together: the gradient of an entropy needs its value")
+
+
+def _entropy(call: Call) -> None:
+    if sliced(call) and hasattr(call, "input") and (call.weight is not None or call.label_smoothing != 0.0):
+        raise ValueError("entropies go with the plain loss: without class weights and label_smoothing")
+
+
+def _grad_ids(call: Call) -> None:
+    given = [one is not None for one in (call.ids, call.at_ids, call.grad_ids)]
+    if any(given) and not all(given):
+        raise ValueError("ids, at_ids and grad_ids go together: expected all of them or none")
+
+
+def _gathered_input(call: Call) -> None:
+    if call.gathered_input is not None and not call.group_name:
+        raise ValueError("gathered_input needs the group_name of the ranks that it was gathered from")
+
+
+def _joined(call: Call) -> None:
+    if call.joined is not None and (call.class_start is None or not 0.0 < call.beta < 1.0):
+        raise ValueError("joined statistics are for a slice of the classes, class_start=, at a beta between 0 and 1")
+
+
+# (names, rule, not where the schema has this name too), in the order in which they are asked: of a call in which one of
+# the names is not at its default. The first name must be in the schema.
+RULES: tuple[tuple[tuple[str, ...], Callable[[Call], None], str], ...] = (
+    (("grad_dtype",), lambda call: checks.narrower(call.grad_dtype, call.logits), ""),
+    (("accumulate_dtype",), lambda call: checks.wider("accumulate_dtype", call.accumulate_dtype, call.input), ""),
+    (("logits_dtype",), lambda call: checks.wider("logits_dtype", call.logits_dtype, call.input), ""),
+    (("products",), _products, ""),
+    (("chunk_rows",), lambda call: checks.chunk_rows(call.chunk_rows), ""),
+    (("label_smoothing",), _label_smoothing, ""),
+    (("softcap",), lambda call: checks.softcap(call.softcap, call.owner.dtype), "temperature"),
+    (("logit_scale",), lambda call: checks.logit_scale(call.logit_scale, call.owner.dtype), "temperature"),
+    (("temperature", "target"), _temperature, ""),
+    (("class_start", "num_classes"), _class_start, "temperature"),
+    (("coefficient", "class_start", "num_classes"), _coefficient, ""),
+    (("grad_entropy", "entropy"), _grad_entropy, ""),
+    (("with_entropy",), _entropy, ""),
+    (("entropy",), _entropy, ""),
+    (("grad_ids", "at_ids", "ids"), _grad_ids, ""),
+    (("gathered_input",), _gathered_input, ""),
+    (("joined",), _joined, ""),
+    (("output_mask",), lambda call: checks.gradient_mask(call.output_mask), ""),
+    (("token_weight",), lambda call: checks.real_without_grad(call.token_weight), ""),
+    (("lse_square_scale",), lambda call: checks.lse_square_scale(call.lse_square_scale, call.owner.dtype), ""),
+    (("reduction", "divisor"), _reduction, ""),
+)
+
+
+BY_NAME = {names[0]: rule for names, rule, _ in RULES}
+
+
+# Hints in messages: (the expected sizes as they are shown, text)
+
+
+def _swapped(call: Call, name: str, rows: Any) -> str:
+    """Where linear_weight has the rows that the input should have."""
+    input, linear_weight = call.input, call.linear_weight
+    if input.dim() != 2 or not known_equal(linear_weight.shape, (*rows, input.shape[-1])):
+        return ""
+    return (
+        f": input and {name} seem to be swapped, the order is input, {name}, target (Liger-Kernel's has the weight "
+        "first)"
+    )
+
+
+def _of_target(call: Call, name: str, shown: list[Any]) -> tuple[list[Any], str]:
+    return shown, _swapped(call, "linear_weight", call.target.shape) if hasattr(call, "input") else ""
+
+
+def _of_weight(call: Call, name: str, shown: list[Any]) -> tuple[list[Any], str]:
+    shape = call.linear_weight.shape
+    if not hasattr(call, "input"):
+        return shown, ""
+    if len(shape) != 2:
+        return ["V", "H"], _swapped(call, name, shape[:-1])
+    if known_equal(shape[:1], call.input.shape[-1:]):
+        return [shape[1], shape[0]], f": it is transposed, pass {name}.t(); LinearCrossEntropyLoss takes (H, V)"
+    return shown, ""
+
+
+HINTS: dict[str, Callable[[Call, str, list[Any]], tuple[list[Any], str]]] = {
+    "target": _of_target,
+    "linear_weight": _of_weight,
+}
