@@ -308,6 +308,80 @@ def test_a_broken_tie_is_an_error(device, kind):
     assert model[1](x, target).shape == ()
 
 
+BROKEN = {  # from the embedding's side
+    "assign": lambda model: model[0].load_state_dict({"weight": torch.ones(9, 5)}, assign=True),
+    "assign to the model": lambda model: model.load_state_dict({"0.weight": torch.ones(9, 5)}, False, assign=True),
+    "meta": lambda model: model[0].to("meta"),
+    "to_empty": lambda model: model[0].to("meta").to_empty(device="cpu"),
+    "another": lambda model: setattr(model[0], "weight", torch.nn.Parameter(torch.ones(9, 5))),
+}
+
+
+def tied():
+    embedding = torch.nn.Embedding(9, 5)
+    return torch.nn.ModuleList([embedding, xent_ops.LinearCrossEntropyLoss(tied_weight=embedding.weight)])
+
+
+@pytest.mark.parametrize("way", ["as made", "copied", "pickled", "tied again", "compiled"])
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_tie_that_the_embedding_broke(kind, way):
+    """The head would have the weight that the embedding had."""
+    model, (x, target) = tied(), (torch.randn(6, 5), TARGET)
+    if way == "copied":
+        model = copy.deepcopy(model)
+    elif way == "pickled":
+        model = pickle.loads(pickle.dumps(model))
+    elif way == "tied again":
+        model[0].weight = torch.nn.Parameter(torch.zeros(9, 5))
+        model[1].weight = model[0].weight
+    loss = torch.compile(model[1], backend="eager", fullgraph=True) if way == "compiled" else model[1]
+    assert loss(x, target).isfinite()
+    BROKEN[kind](model)
+    with pytest.raises(Exception if way == "compiled" else RuntimeError, match=r"head\.weight = embedding\.weight"):
+        loss(x, target)
+    if kind not in ("meta", "to_empty"):
+        model[1].weight = model[0].weight
+        assert loss(x, target).isfinite()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_tie(strict):
+    """torch.export puts copies in the place of a module's lists and dicts. The model itself stays as it was."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = tied()
+
+        def forward(self, tokens):
+            return self.head(self.embedding(tokens), tokens)
+
+    model, tokens = Model(), torch.arange(6)
+    wanted = model(tokens)
+    for _ in range(2):
+        program = torch.export.export(model, (tokens,), strict=strict)
+        torch.testing.assert_close(program.module()(tokens), wanted)
+        assert model(tokens) == wanted
+
+
+def test_a_tie_that_holds():
+    """Whatever else has the weight may drop it, and calls may bring another one."""
+    model, x = tied(), torch.randn(6, 5)
+    linear = torch.nn.Linear(5, 9, bias=False)
+    linear.weight = model[0].weight
+    head = xent_ops.LinearCrossEntropyLoss(tied_weight=model[0].weight)
+    linear.weight = torch.nn.Parameter(torch.ones(9, 5))
+    model[0].to_empty(device="cpu")  # writes to the same Parameter
+    model.load_state_dict({"0.weight": torch.ones(9, 5)}, strict=False)
+    model[0].requires_grad_(False)
+    for one in (head, model[1]):
+        assert one(x, TARGET) == functional_call(one, {"weight": torch.ones(9, 5)}, (x, TARGET))
+    other = functional_call(model[1], {"weight": torch.nn.Parameter(torch.randn(9, 5))}, (x, TARGET))
+    assert other.isfinite()
+    alone = xent_ops.LinearCrossEntropyLoss(tied_weight=torch.nn.Parameter(torch.ones(9, 5)))
+    assert alone(x, TARGET).isfinite()
+
+
 def test_arguments_in_another_order(device):
     x, target = torch.randn(6, 5, device=device), TARGET.to(device)
     with pytest.raises(ValueError, match=r"transposed.*LinearCrossEntropyLoss takes \(H, V\)"):
