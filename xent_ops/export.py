@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 
-from .head import ids
-from .head.exported import cross_entropy, distillation, loop, shards, token_logits
+from .head import cross_entropy, distillation, distillation_shard, exported, ids, shard
 from .ops.library import OPERATORS, Operator
 
 # In the place of kernels that write to memory or read values; the other operators have a reference in plain torch.
-_FORMS: dict[str, Callable[..., Any]] = {
-    "token_logits": ids.statistics_of_rows,
-    "token_logits_backward": token_logits.gradient_of_rows,
+_LOOPS: dict[str, Callable[..., Any]] = {
     "linear_cross_entropy_forward": cross_entropy.statistics,
     "linear_cross_entropy_backward": cross_entropy.gradients,
     "linear_cross_entropy_with_grad": cross_entropy.with_grad,
     "linear_distillation_forward": distillation.losses,
     "linear_distillation_backward": distillation.gradients,
     "linear_distillation_with_grad": distillation.with_grad,
-    "linear_token_logits": token_logits.statistics,
-    "linear_token_logits_backward": token_logits.gradients,
-    "linear_token_logits_with_grad": token_logits.with_grad,
-    "linear_scale_grad": loop.scaled,
-    "linear_cross_entropy_shard": shards.statistics,
-    "linear_cross_entropy_chunk": shards.chunk,
-    "linear_distillation_chunk": shards.distillation_chunk,
+    "linear_token_logits": ids.statistics,
+    "linear_token_logits_backward": ids.gradients,
+    "linear_token_logits_with_grad": ids.with_grad,
+    "linear_cross_entropy_shard": shard.stats,
+}
+_FORMS: dict[str, Callable[..., Any]] = {
+    **{name: functools.partial(loop, way=exported.EXPORTED) for name, loop in _LOOPS.items()},
+    "token_logits": ids.statistics_of_rows,
+    "token_logits_backward": functools.partial(ids.gradient, place=exported.Functional()),
+    "linear_scale_grad": exported.scaled,
+    "linear_cross_entropy_chunk": functools.partial(shard.chunk, padded=exported.padded_logits),
+    "linear_distillation_chunk": functools.partial(distillation_shard.chunk, padded=exported.padded_logits),
 }
 
 

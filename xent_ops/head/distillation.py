@@ -6,8 +6,8 @@ skipped where the student's are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,43 +17,27 @@ from ..kernels.distillation import Distillation
 from ..kernels.options import Chunking, LossOptions, Options
 from ..kernels.reference import accumulator
 from . import float16
-from .chunks import Gradients, as_rows, divided_by
-from .packing import ComputedRows, counted_rows
-from .products import Products, counting_kernels
+from .chunks import Gradients, as_rows, divided_by, give, in_dtype
+from .packing import ComputedRows
+from .products import IN_MEMORY, Way
 
 _ops = torch.ops.xent
 
 
-class Head(NamedTuple):
-    input: Tensor  # (N, H)
-    weight: Tensor
-    bias: Tensor | None
+Head = tuple[Tensor, Tensor, Tensor | None]  # input, weight, bias
+_UNREAD = (0.0,) * 5
 
 
-def _rows_to_compute(target: Tensor, heads: Sequence[Head], how: Distillation, chunking: Chunking) -> ComputedRows:
-    """Those that the products of both heads can leave out together."""
-    if not chunking.skip_ignored:
-        return ComputedRows(target)
-    kernels = [counting_kernels(head.input, head.weight) for head in heads]
-    return counted_rows(target, how.options.ignore_index, None if None in kernels else kernels[0])
-
-
-class _Both:
-    """The products of both heads, whose chunks are of the same rows, and what the rows' operators are given."""
-
-    def __init__(
-        self, student: Head, target: Tensor, teacher: Head, how: Distillation, chunking: Chunking, *more: Any
-    ) -> None:
-        student, teacher = (head._replace(input=as_rows(head.input)) for head in (student, teacher))
-        self.rows = _rows_to_compute(target, (student, teacher), how, chunking)
-        self.student = Products(self.rows, *student, chunking, *more)
-        self.teacher = Products(self.rows, *teacher, Chunking(self.student.size))
-        self.indices, self.keywords = self.rows.indices(), how.keywords()
-
-    def chunks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """(which of the rows, the student's logits, which may be overwritten, the teacher's)."""
-        for (chunk, logits), (_, teacher_logits) in zip(self.student.chunks(), self.teacher.chunks(), strict=True):
-            yield chunk, logits, teacher_logits
+def _products(
+    student: Head, target: Tensor, teacher: Head, how: Distillation, chunking: Chunking, way: Way, *more: Any
+) -> tuple[ComputedRows, Any]:
+    """The rows that both heads multiply, and the student's products, with the teacher's beside them."""
+    flat, flat_teacher = as_rows(student[0]), as_rows(teacher[0])
+    heads = (flat, student[1]), (flat_teacher, teacher[1])
+    rows = way.rows(target, how.options.ignore_index, chunking, *heads)
+    products = way.products(rows, flat, *student[1:], chunking, *more)
+    products.beside = (way.products(rows, flat_teacher, *teacher[1:], Chunking(products.size)),)
+    return rows, products
 
 
 def losses(
@@ -68,19 +52,21 @@ def losses(
     accumulate_dtype: torch.dtype | None = None,  # for the backward
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
+    way: Way = IN_MEMORY,
     **given: Any,
 ) -> tuple[Tensor, Tensor]:
     """(losses of the rows, (...), statistics, (4, ...)), as of distillation_forward."""
-    how = Distillation(**given)
-    student, teacher = Head(input, linear_weight, linear_bias), Head(teacher_input, teacher_weight, teacher_bias)
-    both = _Both(student, target, teacher, how, Chunking(chunk_rows, skip_ignored))
-    made = [
-        _ops.distillation_forward(logits, teacher_logits, both.indices[chunk], **both.keywords)
-        for chunk, logits, teacher_logits in both.chunks()
-    ]
-    row_loss, statistics = (torch.cat(values, -1) for values in zip(*made, strict=True))
-    of_rows = torch.stack([both.rows.give(values, 0.0) for values in statistics.unbind()])
-    return both.rows.give(row_loss, 0.0).view(target.shape), of_rows.view(len(of_rows), *target.shape)
+    how, chunking = Distillation(**given), Chunking(chunk_rows, skip_ignored)
+    student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
+    rows, products = _products(student, target, teacher, how, chunking, way)
+    skipped = how.options.ignore_index if skip_ignored else None
+
+    def visit(logits: Tensor, teacher_logits: Tensor, target: Tensor) -> Sequence[Tensor]:
+        loss, statistics = _ops.distillation_forward(logits, teacher_logits, target, **how.keywords())
+        return loss, *statistics.unbind()
+
+    row_loss, *statistics = give(rows, products.run(visit, rows.indices()), _UNREAD, target, skipped)
+    return row_loss, torch.stack(statistics)
 
 
 def gradients(
@@ -98,27 +84,24 @@ def gradients(
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
+    way: Way = IN_MEMORY,
     **given: Any,
 ) -> Gradients:
     """Makes the logits of both again. Gradients in the student's dtype; (0,) where the mask does not want one."""
-    how, dtype = Distillation(**given), accumulator(input)
-    student, teacher = Head(input, linear_weight, linear_bias), Head(teacher_input, teacher_weight, teacher_bias)
-    both = _Both(student, target, teacher, how, Chunking(chunk_rows, skip_ignored), output_mask, accumulate_dtype)
-    upstream, factor = both.rows.take(grad_loss.to(dtype).expand(target.shape)), None
-    if input.dtype == torch.float16:
-        factor = float16.largest(both.indices, None, None, linear_weight.shape[0], how.options, upstream)
-        upstream = upstream / factor
-    of_rows = torch.stack([both.rows.take(values) for values in statistics.unbind()])
-    for chunk, logits, teacher_logits in both.chunks():
-        given_rows = (teacher_logits, both.indices[chunk], of_rows[:, chunk])
-        _ops.distillation_backward_(upstream[chunk], logits, *given_rows, **both.keywords)
-        both.student.add(chunk, logits)
-    sums = (both.student.input, both.student.weight, both.student.bias)
-    if factor is not None:
-        for gradient in sums:
-            _ops.scale_grad_(gradient, factor)
-    of_input, of_weight, of_bias = (gradient.to(input.dtype) for gradient in sums)
-    return of_input.view(input.shape if output_mask[0] else 0), of_weight, of_bias
+    how, dtype, chunking = Distillation(**given), accumulator(input), Chunking(chunk_rows, skip_ignored)
+    student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
+    rows, products = _products(student, target, teacher, how, chunking, way, output_mask, accumulate_dtype)
+    indices, grad_rows = rows.indices(), rows.take(grad_loss.to(dtype).expand(target.shape))
+    factor, (upstream,) = float16.split_grads(input.dtype, [grad_rows], indices, linear_weight.shape[0], how.options)
+
+    def visit(logits: Tensor, teacher_logits: Tensor, target: Tensor, a: Tensor, *values: Tensor) -> Sequence[Tensor]:
+        given = (teacher_logits, target, torch.stack(values))
+        return products.write("distillation_backward", logits, a, logits, *given, **how.keywords())
+
+    if any(output_mask):
+        values = [rows.take(value) for value in statistics.unbind()]
+        products.run(visit, indices, upstream, *values, gradient=True)
+    return in_dtype(products.gradients(input.shape, factor), input.dtype)
 
 
 def with_grad(
@@ -137,28 +120,24 @@ def with_grad(
     reduction: str = "mean",
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
+    way: Way = IN_MEMORY,
     **given: Any,
 ) -> tuple[Tensor, ...]:
-    """(value, divided_by, gradients), with the gradients as those of chunks.with_grad."""
-    how, dtype = Distillation(**given), accumulator(input)
+    """(value, divisors, gradients), with the gradients as those of chunks.with_grad."""
+    how, dtype, chunking = Distillation(**given), accumulator(input), Chunking(chunk_rows, skip_ignored)
     loss = LossOptions(Options(how.options.ignore_index), reduction=reduction)
     divisors = divided_by(target, None, divisor, linear_weight.shape[0], dtype, loss, token_weight)
     inverse = float16.split_divisors(input.dtype, divisors, target, token_weight, loss=loss)[0][0].reciprocal()
-    student, teacher = Head(input, linear_weight, linear_bias), Head(teacher_input, teacher_weight, teacher_bias)
-    chunking, made = Chunking(chunk_rows, skip_ignored), []
-    both = _Both(student, target, teacher, how, chunking, output_mask, accumulate_dtype)
-    factors = None if token_weight is None else inverse * both.rows.take(token_weight.to(dtype))
-    for chunk, logits, teacher_logits in both.chunks():
-        factor = inverse if factors is None else factors[chunk]
-        made.append(_ops.distillation_with_grad_(logits, teacher_logits, both.indices[chunk], factor, **both.keywords))
-        both.student.add(chunk, logits)
-    row_loss = both.rows.give(torch.cat(made), 0.0).view(target.shape)
+    student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
+    rows, products = _products(student, target, teacher, how, chunking, way, output_mask, accumulate_dtype)
+    factors = None if token_weight is None else inverse * rows.take(token_weight.to(dtype))
+
+    def visit(logits: Tensor, teacher_logits: Tensor, target: Tensor, factor: Tensor | None) -> Sequence[Tensor]:
+        given = (teacher_logits, target, inverse if factor is None else factor)
+        return products.write("distillation_with_grad", logits, logits, *given, **how.keywords())
+
+    made = products.run(visit, rows.indices(), factors, gradient=True)
+    (row_loss,) = give(rows, made, (0.0,), target, None)
     mean = loss._replace(reduction="mean")
-    products = both.student
-    return (
-        reductions.reduce_rows(row_loss, row_loss, target, divisors, mean, token_weight).value,
-        divisors,
-        products.input.view(input.shape if output_mask[0] else 0),
-        products.weight,
-        products.bias,
-    )
+    value = reductions.reduce_rows(row_loss, row_loss, target, divisors, mean, token_weight).value
+    return value, divisors, *products.gradients(input.shape)

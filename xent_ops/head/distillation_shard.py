@@ -13,6 +13,7 @@ the target, 0 where it is on another rank, and the student's lse at a temperatur
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -141,6 +142,7 @@ def chunk(
     linear_bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
     after: Tensor | None = None,
+    padded: Callable[..., Tensor] = padded_logits,
     **given: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(what ``joined`` takes of this rank, the student's logits, the teacher's)."""
@@ -148,7 +150,7 @@ def chunk(
     heads = ((input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias))
     for rows, weight, bias in heads:
         head, bias, _, _ = classes_of(weight, bias, None, class_start, how.num_classes)
-        made.append((padded_logits(rows, head, bias), head.shape[0]))
+        made.append((padded(rows, head, bias), head.shape[0]))
     of_classes = [logits[:, :columns] for logits, columns in made]
     stats = statistics_of_chunk(of_classes[0], of_classes[1], target, class_start, how)
     return stats, made[0][0], made[1][0]

@@ -7,6 +7,7 @@ float32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -76,3 +77,20 @@ def largest(
         masses = masses * of_targets
     rows = [masses, *(grad for grad in grads if grad is not None)]
     return divisible(torch.cat([grad_loss.new_zeros(1), *rows]).abs().amax())
+
+
+def split_grads(
+    dtype: torch.dtype,
+    grads: Sequence[Tensor | None],
+    target: Tensor,
+    classes: int,
+    options: Options,
+    weight: Tensor | None = None,
+    coefficient: Tensor | None = None,
+) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+    """(factor, upstream gradients of rows without it, of which the first is of losses); no factor but for float16."""
+    if dtype != torch.float16:
+        return None, grads
+    of_rows = [grad if grad is None or grad.dim() == 1 else grad.abs().amax(-1) for grad in grads]
+    factor = largest(target, weight, coefficient, classes, options, *of_rows)
+    return factor, [None if grad is None else grad / factor for grad in grads]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import accelerators, devices, reference_fp8
-from ..kernels.options import Chunking, Options
+from ..kernels.options import Chunking, Options, as_record
 from ..kernels.reference import grad_lse_of_square, infinite_where_ignored, is_counted
 from ..kernels.reference_fp8 import DTYPE, LARGEST
 from .packing import PackedRows
@@ -137,6 +137,7 @@ class Fp8Products(Products):
         return self.classes
 
     def _make(self, chunk: slice, logits: Tensor) -> None:
+        self.chunk = chunk
         if self.head8 is None:
             super()._make(chunk, logits)
             return
@@ -146,9 +147,16 @@ class Fp8Products(Products):
         if self.head_bias is not None:
             logits.add_(self.head_bias)
 
-    def with_grad(
+    def write(self, name: str, logits: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        """The gradient is in both layouts, not over the logits, and its products are added up at once."""
+        options = as_record(options)
+        if name == "cross_entropy_with_grad":
+            return *self._with_grad(*args, **options), logits
+        self._backward(*args, **options)
+        return (logits,)
+
+    def _with_grad(
         self,
-        chunk: slice,
         logits: Tensor,
         target: Tensor,
         grad_scale: Tensor,
@@ -156,6 +164,8 @@ class Fp8Products(Products):
         weight: Tensor | None,
         with_argmax: bool,
         with_entropy: bool,
+        grad_dtype: torch.dtype | None,
+        *,
         options: Options,
     ) -> list[Tensor]:
         wanted = (with_argmax, with_entropy)
@@ -166,26 +176,28 @@ class Fp8Products(Products):
         made[2] = torch.where(counted, made[2], -1) if with_argmax else made[2]
         made[3] = torch.where(counted, made[3], 0.0) if with_entropy else made[3]
         grad_lse = grad_lse_of_square(grad_lse_square, lse, target, options.ignore_index)
-        rest = (weight, None, None, None, 0, None, options)
-        self.backward(chunk, grad_scale, grad_lse, logits, target, lse, *rest)
+        self._backward(grad_scale, grad_lse, logits, target, lse, weight, options=options)
         return made
 
-    def backward(
+    def _backward(
         self,
-        chunk: slice,
         grad_loss: Tensor,
         grad_lse: Tensor | None,
         logits: Tensor,
         target: Tensor,
         lse: Tensor,
-        weight: Tensor | None,
-        grad_entropy: Tensor | None,
-        entropy: Tensor | None,
-        coefficient: Tensor | None,
-        class_start: int,
-        num_classes: int | None,
+        weight: Tensor | None = None,
+        divisors: None = None,
+        grad_entropy: Tensor | None = None,
+        entropy: Tensor | None = None,
+        coefficient: Tensor | None = None,
+        class_start: int = 0,
+        num_classes: int | None = None,
+        grad_dtype: torch.dtype | None = None,
+        *,
         options: Options,
     ) -> None:
+        chunk = self.chunk
         start, stop = chunk.start, chunk.stop
         if start == stop:
             self.padded_weight.zero_()
@@ -258,4 +270,4 @@ class Fp8Products(Products):
             self.weight[slab] += added
 
     def add(self, chunk: slice, logits: Tensor) -> None:
-        raise AssertionError("with_grad and backward have added it")
+        """Done by ``write``."""

@@ -6,6 +6,7 @@ ids: kernels/reference_ids.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,10 +15,9 @@ from torch import Tensor
 
 from ..kernels import reference, reference_ids
 from ..kernels.options import DEFAULTS, Chunking, Options
-from ..kernels.rows import front_of
 from . import float16
-from .chunks import Gradients, as_rows
-from .products import Products, rows_to_compute
+from .chunks import Gradients, as_rows, give, in_dtype
+from .products import IN_MEMORY, InPlace, OutOfPlace, Way
 
 _ops = torch.ops.xent
 
@@ -45,25 +45,17 @@ def gradient(
     class_start: int = 0,
     num_classes: int | None = None,
     grad_dtype: torch.dtype | None = None,
-    in_place: bool = False,
-    out_of_place: bool = False,
+    place: InPlace = OutOfPlace(),  # noqa: B008 (which holds nothing)
 ) -> Tensor:
-    """(..., columns). ``in_place``: over the logits, in grad_dtype; ``out_of_place``: over nothing, for exporters."""
+    """(..., columns), over the logits or apart."""
     grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse.to(lse.dtype)
     grad_lse = torch.where(at_ids.isnan().any(-1), float("nan"), grad_lse)  # that of an id that is no class, too
     target, keywords = reference_ids.first_counted(ids, options.ignore_index), options.keywords()
     of_slice = (None, None, grad_entropy, entropy, None, class_start, num_classes, grad_dtype)
     given = (lse.new_zeros(()), grad_lse, logits, target, lse, *of_slice)
-    if in_place:
-        _ops.cross_entropy_backward_(*given, **keywords)
-        made = front_of(logits, grad_dtype)
-    else:
-        made = _ops.cross_entropy_backward(*given, **keywords)
+    (made,) = place.write("cross_entropy_backward", logits, *given, **keywords)
     rest = (ids, at_ids, grad_ids, grad_lse, lse, grad_entropy, entropy, class_start, num_classes)
-    if out_of_place:
-        return reference_ids.ids_grad(made, *rest, options=options)
-    _ops.ids_grad_(made, *rest, **keywords)
-    return made
+    return place.write_columns(made, grad_dtype, *rest, options=options)
 
 
 def statistics(
@@ -75,21 +67,19 @@ def statistics(
     *,
     options: Options = DEFAULTS,
     accumulate_dtype: torch.dtype | None = None,  # for the backward
+    way: Way = IN_MEMORY,
     **chunking: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """(x of the ids (..., K), lse (...), entropy (...) or (0,)) of a head's logits."""
     flat, how, target = as_rows(input), Chunking(**chunking), reference_ids.first_counted(ids, options.ignore_index)
-    rows = rows_to_compute(target, flat, linear_weight, options, how)
-    products, places = Products(rows, flat, linear_weight, linear_bias, how), rows.take_rows(ids)
-    made = [
-        statistics_of_rows(logits, places[chunk], with_entropy, options=options) for chunk, logits in products.chunks()
-    ]
-    at_ids, lse, entropy = (torch.cat(chunks) for chunks in zip(*made, strict=True))
-    return (
-        rows.give_rows(at_ids, 0.0).view(ids.shape),
-        rows.give(lse, float("inf")).view(target.shape),
-        rows.give(entropy, 0.0).view(target.shape) if with_entropy else entropy,
-    )
+    rows = way.rows(target, options.ignore_index, how, (flat, linear_weight))
+
+    def visit(logits: Tensor, ids: Tensor) -> Sequence[Tensor]:
+        return statistics_of_rows(logits, ids, with_entropy, options=options)
+
+    made = way.products(rows, flat, linear_weight, linear_bias, how).run(visit, rows.take_rows(ids))
+    skipped = options.ignore_index if how.skip_ignored else None
+    return tuple(give(rows, made, (0.0, math.inf, 0.0 if with_entropy else None), target, skipped))
 
 
 def gradients(
@@ -107,36 +97,27 @@ def gradients(
     *,
     options: Options = DEFAULTS,
     accumulate_dtype: torch.dtype | None = None,
+    way: Way = IN_MEMORY,
     **chunking: Any,
 ) -> Gradients:
     """Makes the logits again. In the inputs' dtype; (0,) where the mask does not want one."""
     flat, how, target = as_rows(input), Chunking(**chunking), reference_ids.first_counted(ids, options.ignore_index)
-    rows = rows_to_compute(target, flat, linear_weight, options, how)
-    places, upstream, x = (rows.take_rows(value) for value in (ids, grad_ids.to(lse.dtype), at_ids))
-    of_rows = [None if value is None else rows.take_grads(value) for value in (grad_lse, grad_entropy)]
-    of_rows += [None if value is None else rows.take(value) for value in (lse, entropy)]
-    factor = None
-    if input.dtype == torch.float16:
-        magnitudes = (upstream.abs().amax(-1), of_rows[0], of_rows[1])
-        factor = float16.largest(rows.indices(), None, None, linear_weight.shape[0], options, *magnitudes)
-        upstream = upstream / factor
-        of_rows[:2] = [None if value is None else value / factor for value in of_rows[:2]]
-    products = Products(rows, flat, linear_weight, linear_bias, how, output_mask, accumulate_dtype)
-    for chunk, logits in products.chunks():
-        b, c, z, h = (None if value is None else value[chunk] for value in of_rows)
-        assert z is not None
-        given = (upstream[chunk], b, c, logits, places[chunk], x[chunk], z, h)
-        gradient(*given, options=options, grad_dtype=products.grad_dtype, in_place=True)
-        products.add(chunk, logits)
-    made = (products.input, products.padded_weight, products.padded_bias)
-    if factor is not None:
-        for of_input in made:
-            _ops.scale_grad_(of_input, factor)
-    return (
-        made[0].view(input.shape if output_mask[0] else 0),
-        made[1].to(input.dtype),
-        made[2].to(input.dtype),
+    rows = way.rows(target, options.ignore_index, how, (flat, linear_weight))
+    of_ids = rows.take_rows(grad_ids.to(lse.dtype))
+    grads = [None if value is None else rows.take_grads(value) for value in (grad_lse, grad_entropy)]
+    places, x, z, h = (None if value is None else rows.take_rows(value) for value in (ids, at_ids, lse, entropy))
+    factor, (a, b, c) = float16.split_grads(
+        input.dtype, [of_ids, *grads], rows.indices(), linear_weight.shape[0], options
     )
+    products = way.products(rows, flat, linear_weight, linear_bias, how, output_mask, accumulate_dtype)
+    more = {"options": options, "grad_dtype": products.grad_dtype, "place": products}
+
+    def visit(logits: Tensor, a: Tensor, b: Any, c: Any, ids: Tensor, x: Tensor, z: Tensor, h: Any) -> list[Tensor]:
+        return [gradient(a, b, c, logits, ids, x, z, h, **more)]
+
+    if any(output_mask):
+        products.run(visit, a, b, c, places, x, z, h, gradient=True)
+    return in_dtype(products.gradients(input.shape, factor), input.dtype)
 
 
 def with_grad(
@@ -150,6 +131,7 @@ def with_grad(
     accumulate_dtype: torch.dtype | None = None,
     *,
     options: Options = DEFAULTS,
+    way: Way = IN_MEMORY,
     **chunking: Any,
 ) -> tuple[Tensor, ...]:
     """(x of the ids, lse, the gradients as they were added up).
@@ -158,30 +140,23 @@ def with_grad(
     """
     flat, how, keywords = as_rows(input), Chunking(**chunking), options.keywords()
     target = reference_ids.first_counted(ids, options.ignore_index)
-    rows = rows_to_compute(target, flat, linear_weight, options, how)
-    upstream = torch.where(reference.is_counted(ids, options.ignore_index), grad_log_probs, 0.0)
-    places, indices, upstream = rows.take_rows(ids), rows.indices(), rows.take_rows(upstream)
-    mass, square = -upstream.sum(-1), None if grad_lse_square is None else rows.take(grad_lse_square)
-    products = Products(rows, flat, linear_weight, linear_bias, how, output_mask, accumulate_dtype)
-    made = []
-    for chunk, logits in products.chunks():
-        at_ids = reference_ids.gather(logits, places[chunk], 0, None, options)
-        of_chunk = None if square is None else square[chunk]
+    rows = way.rows(target, options.ignore_index, how, (flat, linear_weight))
+    upstream = rows.take_rows(torch.where(reference.is_counted(ids, options.ignore_index), grad_log_probs, 0.0))
+    square = None if grad_lse_square is None else rows.take(grad_lse_square)
+    products = way.products(rows, flat, linear_weight, linear_bias, how, output_mask, accumulate_dtype)
+    more = (None, False, False, products.grad_dtype)
+
+    def visit(logits: Tensor, ids: Tensor, target: Tensor, upstream: Tensor, square: Any) -> Sequence[Tensor]:
+        at_ids = reference_ids.gather(logits, ids, 0, None, options)
         # The kernel takes the first id for the target, whose column is written again with those of the others.
-        scale = torch.where(at_ids.isnan().any(-1), float("nan"), mass[chunk])
-        more = (None, False, False, products.grad_dtype)
-        _, lse, *_ = _ops.cross_entropy_with_grad_(logits, indices[chunk], scale, of_chunk, *more, **keywords)
-        of_square = reference.grad_lse_of_square(of_chunk, lse, indices[chunk], options.ignore_index)
-        total = scale if of_square is None else scale + of_square
-        made_before = front_of(logits, products.grad_dtype)
-        _ops.ids_grad_(made_before, places[chunk], at_ids, upstream[chunk], total, lse, **keywords)
-        products.add(chunk, logits)
-        made.append((at_ids, lse))
-    at_ids, lse = (torch.cat(chunks) for chunks in zip(*made, strict=True))
-    return (
-        rows.give_rows(at_ids, 0.0).view(ids.shape),
-        rows.give(lse, float("inf")).view(target.shape),
-        products.input.view(input.shape if output_mask[0] else 0),
-        products.weight,
-        products.bias,
-    )
+        total = torch.where(at_ids.isnan().any(-1), float("nan"), -upstream.sum(-1))
+        given = (logits, target, total, square, *more)
+        _, lse, *_, made = products.write("cross_entropy_with_grad", logits, *given, **keywords)
+        of_square = reference.grad_lse_of_square(square, lse, target, options.ignore_index)
+        total = total if of_square is None else total + of_square
+        rest = (ids, at_ids, upstream, total, lse)
+        return at_ids, lse, products.write_columns(made, products.grad_dtype, *rest, options=options)
+
+    made = products.run(visit, rows.take_rows(ids), rows.indices(), upstream, square, gradient=True)
+    values = give(rows, made, (0.0, math.inf), target, None)
+    return *values, *products.gradients(input.shape)

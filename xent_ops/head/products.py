@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ from .packing import ComputedRows, PackedRows, counted_rows
 from .sizes import padded_classes, rows_of_chunk
 
 _ops = torch.ops.xent
+
+# What a loss makes of a chunk: (logits of each head, values of its rows) -> numbers of its rows. Where the head's
+# gradients are wanted, the gradient of the logits comes behind them.
+Visit = Callable[..., Sequence[Tensor]]
 
 
 def accumulator_of_weight(dtype: torch.dtype, accumulate_dtype: torch.dtype | None) -> torch.dtype:
@@ -41,14 +45,13 @@ def _counting() -> Any:
     return importlib.import_module("..kernels.triton.launch_product", __package__)
 
 
-def rows_to_compute(
-    target: Tensor, flat: Tensor, linear_weight: Tensor, options: Options, how: Chunking
-) -> ComputedRows:
+def rows_to_compute(target: Tensor, ignore_index: int, how: Chunking, *heads: tuple[Tensor, Tensor]) -> ComputedRows:
+    """``heads``: input (N, H) and linear_weight of each."""
     if not how.skip_ignored:
         return ComputedRows(target)
-    plain = how.logits_dtype in (None, flat.dtype) and how.products is None
-    kernels = counting_kernels(flat, linear_weight) if plain else None
-    return counted_rows(target, options.ignore_index, kernels)
+    plain = how.logits_dtype in (None, heads[0][0].dtype) and how.products is None
+    kernels = [counting_kernels(*head) for head in heads] if plain else [None]
+    return counted_rows(target, ignore_index, None if None in kernels else kernels[0])
 
 
 def products(
@@ -67,7 +70,40 @@ def products(
     return Fp8Products(rows, input, linear_weight, linear_bias, how, *rest)
 
 
-class Products:
+class Way(NamedTuple):
+    """How the losses make and multiply logits: in memory that is written again, or as exporters take it."""
+
+    products: Callable[..., Any]  # as ``products``
+    rows: Callable[..., ComputedRows]  # as ``rows_to_compute``
+
+
+IN_MEMORY = Way(products, rows_to_compute)
+
+
+class InPlace:
+    """Row operators write the gradient of logits over them."""
+
+    def write(self, name: str, logits: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        """(other results, gradient) of a row operator that has an in-place twin. The logits are one of ``args`` too."""
+        made = getattr(_ops, f"{name}_")(*args, **options)
+        others = () if made is None else made if isinstance(made, (tuple, list)) else (made,)
+        return *others, logits
+
+    def write_columns(self, gradient: Tensor, dtype: torch.dtype | None, *rest: Any, options: Options) -> Tensor:
+        """With the columns of ids, in a gradient of this dtype."""
+        _ops.ids_grad_(front_of(gradient, dtype), *rest, **options.keywords())
+        return gradient
+
+
+class OutOfPlace(InPlace):
+    """They allocate it."""
+
+    def write(self, name: str, logits: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        made = getattr(_ops, name)(*args, **options)
+        return tuple(made) if isinstance(made, (tuple, list)) else (made,)
+
+
+class Products(InPlace):
     """Makes logits of chunks, and turns their gradients into those of input (N, H), linear_weight and linear_bias."""
 
     def __init__(
@@ -80,7 +116,9 @@ class Products:
         output_mask: Sequence[bool] = (False, False, False),
         accumulate_dtype: torch.dtype | None = None,
         padding: int = 0,  # rows of zeros behind the gradients of linear_weight and linear_bias
+        beside: Sequence[Products] = (),  # of other heads, whose chunks are of the same rows
     ) -> None:
+        self.beside = beside
         self.logits_dtype = how.logits_dtype or input.dtype
         self.grad_dtype = None if self.logits_dtype == input.dtype else input.dtype
         self.rows, self.all_input, self.head, self.head_bias = rows, input, linear_weight, linear_bias
@@ -134,46 +172,30 @@ class Products:
         else:
             logits_of(self.part, self.head, self.head_bias, logits)
 
-    # The gradient of the logits that ``chunks`` has yielded last, over them, and its products.
+    def run(self, visit: Visit, *values: Tensor | None, gradient: bool = False) -> list[Tensor]:
+        """The numbers of all rows that are computed; with ``gradient`` the head's gradients are added up too.
 
-    def with_grad(
-        self,
-        chunk: slice,
-        logits: Tensor,
-        target: Tensor,
-        grad_scale: Tensor,
-        grad_lse_square: Tensor | None,
-        weight: Tensor | None,
-        with_argmax: bool,
-        with_entropy: bool,
-        options: Options,
-    ) -> Sequence[Tensor]:
-        """(loss, lse, argmax, entropy), with ``cross_entropy_with_grad_``, whose arguments these are."""
-        of_rows = (target, grad_scale, grad_lse_square, weight, with_argmax, with_entropy, self.grad_dtype)
-        made = _ops.cross_entropy_with_grad_(logits, *of_rows, **options.keywords())
-        self.add(chunk, logits)
-        return made
+        ``values``: (number, ...) of these rows, of which ``visit`` gets those of a chunk.
+        """
+        made = []
+        heads = (self, *self.beside)
+        for chunks in zip(*(products.chunks() for products in heads), strict=True):
+            chunk = chunks[0][0]
+            of_chunk = [None if value is None else value[chunk] for value in values]
+            numbers = visit(*(logits for _, logits in chunks), *of_chunk)
+            if gradient:
+                *numbers, written = numbers
+                self.add(chunk, written)
+            made.append(numbers)
+        return [torch.cat(parts) for parts in zip(*made, strict=True)]
 
-    def backward(
-        self,
-        chunk: slice,
-        grad_loss: Tensor,
-        grad_lse: Tensor | None,
-        logits: Tensor,
-        target: Tensor,
-        lse: Tensor,
-        weight: Tensor | None,
-        grad_entropy: Tensor | None,
-        entropy: Tensor | None,
-        coefficient: Tensor | None,
-        class_start: int,
-        num_classes: int | None,
-        options: Options,
-    ) -> None:
-        """With ``cross_entropy_backward_``, whose arguments these are."""
-        rest = (weight, None, grad_entropy, entropy, coefficient, class_start, num_classes, self.grad_dtype)
-        _ops.cross_entropy_backward_(grad_loss, grad_lse, logits, target, lse, *rest, **options.keywords())
-        self.add(chunk, logits)
+    def gradients(self, shape: torch.Size, factor: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the input, of this shape, the weight and the bias, as they were added up, times the factor."""
+        sums = self.input.view(shape if self.mask[0] else 0), self.padded_weight, self.padded_bias
+        if factor is not None:
+            for gradient in sums:
+                _ops.scale_grad_(gradient, factor)
+        return sums
 
     def add(self, chunk: slice, logits: Tensor) -> None:
         """The logits that ``chunks`` has yielded last, with their gradient over them."""

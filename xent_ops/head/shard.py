@@ -8,7 +8,7 @@ With entropies a rank hands over the lse l_r and the entropy H_r of its own colu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,13 +21,14 @@ from ..kernels.rows import front_of
 from .chunks import as_rows, classes_of
 from .ids import gradient
 from .products import (
+    IN_MEMORY,
+    InPlace,
+    Way,
     add_product,
     add_rows,
     counting_kernels,
     gradient_in,
     logits_of,
-    products,
-    rows_to_compute,
     zero_behind,
 )
 from .sizes import padded_classes
@@ -54,22 +55,23 @@ def stats(
     with_entropy: bool = False,
     *,
     options: Options = DEFAULTS,
+    way: Way = IN_MEMORY,
     **chunking: Any,
 ) -> Tensor:
     flat, how = as_rows(input), Chunking(**chunking)
     head, bias, weight, _ = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
-    rows = rows_to_compute(target, flat, head, options, how)
-    indices, shard = rows.indices(), (class_start, num_classes, weight)
-    made = flat.new_full(
-        (3 + (with_entropy or weight is not None), rows.number), 0.0, dtype=reference.accumulator(input)
-    )
-    made[0] = float("-inf")
-    made_by = products(rows, flat, head, bias, how)
-    for chunk, logits in made_by.chunks() if len(head) > 0 else ():
-        for value, of_chunk in zip(made, numbers(logits, indices[chunk], *shard, with_entropy, options), strict=True):
-            value[chunk] = of_chunk
-    given = [rows.give(values, otherwise) for values, otherwise in zip(made, _UNREAD, strict=False)]
-    return handed_over(given, class_start, len(head), weight, with_entropy)
+    rows = way.rows(target, options.ignore_index, how, (flat, head))
+    columns = len(head)
+
+    def visit(logits: Tensor, target: Tensor) -> Sequence[Tensor]:
+        return numbers(logits, target, class_start, num_classes, weight, with_entropy, options)
+
+    if columns == 0:
+        made: Sequence[Tensor] = visit(flat[:, :0], target.reshape(-1))
+    else:
+        made = way.products(rows, flat, head, bias, how).run(visit, rows.indices())
+        made = [rows.give(values, otherwise) for values, otherwise in zip(made, _UNREAD, strict=False)]
+    return handed_over(made, class_start, columns, weight, with_entropy)
 
 
 def numbers(
@@ -204,10 +206,11 @@ def chunk(
     logits_dtype: torch.dtype | None = None,
     *,
     options: Options = DEFAULTS,
+    padded: Callable[..., Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(what ``joined`` takes of this rank, the logits). Rows behind the count may have logits of 0."""
     head, bias, weight, _ = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
-    logits = padded_logits(input, head, bias, count, logits_dtype)
+    logits = (padded or padded_logits)(input, head, bias, count, logits_dtype)
     of_classes = logits[:, : head.shape[0]]
     return statistics_of_chunk(of_classes, target, class_start, num_classes, weight, with_entropy, ids, options), logits
 
@@ -290,7 +293,7 @@ def chunk_grad_(
     if ids is not None and at_ids is not None and grad_ids is not None:
         given = (grad_ids, grad_lse, grad_entropy, of_classes, ids, at_ids, lse, entropy)
         of_slice: dict[str, Any] = {"class_start": class_start, "num_classes": num_classes, "grad_dtype": dtype}
-        gradient(*given, options=options, **of_slice, in_place=True)
+        gradient(*given, options=options, **of_slice, place=InPlace())
     else:
         rest = (weight, divisors, grad_entropy, entropy, coefficient, class_start, num_classes, dtype)
         _ops.cross_entropy_backward_(

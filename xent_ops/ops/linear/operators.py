@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ...head import chunks
+from ...head import chunks, cross_entropy
 from ...head.float16 import split_divisors
 from ...kernels import reference_linear
 from ...kernels.options import Chunking, LossOptions, as_record
@@ -128,17 +128,17 @@ def _no_derivative(ctx: Any, *grads: Tensor) -> NoReturn:
     )
 
 
-operator("linear_cross_entropy_forward", reference=chunks.statistics, composed=True)
+operator("linear_cross_entropy_forward", reference=cross_entropy.statistics, composed=True)
 autograd("linear_cross_entropy_forward", _rows_backward, _save_rows)
 
 operator(
     "linear_cross_entropy_backward",
-    reference=chunks.gradients,
+    reference=cross_entropy.gradients,
     composed=True,
 )
 autograd("linear_cross_entropy_backward", _second_backward, save_all)
 
-operator("linear_cross_entropy_with_grad", reference=chunks.with_grad, results=SUMS, composed=True)
+operator("linear_cross_entropy_with_grad", reference=cross_entropy.with_grad, results=SUMS, composed=True)
 autograd("linear_cross_entropy_with_grad", _with_grad_backward, _save_with_grad)
 
 operator(

@@ -1,0 +1,117 @@
+"""Products that are written to no memory that exists: for exporters, whose graphs have none.
+
+Chunks are a graph's nodes here, so a known number of rows is unrolled, and a symbolic one is one chunk: its memory is
+the exporter's. Ignored rows are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import reference, reference_ids
+from ..kernels.options import Chunking, Options
+from ..kernels.sizes import symbolic, traced
+from .packing import ComputedRows
+from .products import OutOfPlace, Visit, Way, accumulator_of_weight
+from .sizes import padded_classes, rows_of_chunk
+
+
+class Functional(OutOfPlace):
+    def write_columns(self, gradient: Tensor, dtype: torch.dtype | None, *rest: Any, options: Options) -> Tensor:
+        return reference_ids.ids_grad(gradient, *rest, options=options)
+
+
+class ExportedProducts(Functional):
+    """As ``Products``."""
+
+    def __init__(
+        self,
+        rows: ComputedRows,
+        input: Tensor,
+        head: Tensor,
+        bias: Tensor | None,
+        how: Chunking,
+        mask: Sequence[bool] = (False, False, False),
+        accumulate_dtype: torch.dtype | None = None,
+        padding: int = 0,
+        beside: Sequence[ExportedProducts] = (),
+    ) -> None:
+        if how.products is not None:
+            raise NotImplementedError(f"products={how.products!r} cannot be exported: core aten has no such products")
+        self.input, self.head, self.bias, self.mask, self.dtype = input, head, bias, mask, how.logits_dtype
+        self.sums, self.padding, self.beside = accumulator_of_weight(input.dtype, accumulate_dtype), padding, beside
+        self.grad_dtype = None if self.dtype in (None, input.dtype) else input.dtype
+        number = input.shape[0]
+        self.starts: Sequence[int] = (0,)
+        self.size = number
+        if not (symbolic(number) or symbolic(how.chunk_rows)):
+            self.size = rows_of_chunk(number, input, traced(head.shape[0]), False, how.chunk_rows, how.logits_dtype)
+            self.starts = range(0, max(number, 1), self.size)
+        self.made: list[list[Tensor]] = [[], [], []]
+
+    def _part(self, values: Tensor, start: int) -> Tensor:
+        return values if len(self.starts) == 1 else values[start : start + self.size]
+
+    def run(self, visit: Visit, *values: Tensor | None, gradient: bool = False) -> list[Tensor]:
+        made = []
+        for start in self.starts:
+            parts = [None if value is None else self._part(value, start) for value in values]
+            heads = (self, *self.beside)
+            logits = [logits_of(self._part(one.input, start), one.head, one.bias, one.dtype) for one in heads]
+            numbers = visit(*logits, *parts)
+            if gradient:
+                *numbers, of_logits = numbers
+                self._add(self._part(self.input, start), of_logits.to(self.input.dtype))
+            made.append(numbers)
+        return [_joined(parts) for parts in zip(*made, strict=True)]
+
+    def _add(self, x: Tensor, gradient: Tensor) -> None:
+        if self.mask[0]:
+            self.made[0].append(torch.mm(gradient, self.head))
+        if self.mask[1]:
+            self.made[1].append(torch.mm(gradient.t().to(self.sums), x.to(self.sums)))
+        if self.mask[2]:
+            self.made[2].append(gradient.sum(0, dtype=reference.accumulator(x)))
+
+    def gradients(self, shape: torch.Size, factor: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        none, dtypes = self.input.new_empty(0), (self.sums, reference.accumulator(self.input))
+        of_input = _joined(self.made[0]).view(shape) if self.made[0] else none
+        weight, bias = (
+            sum(made[1:], made[0]) if made else none.to(t) for made, t in zip(self.made[1:], dtypes, strict=True)
+        )
+        if self.padding:
+            weight = torch.nn.functional.pad(weight, (0, 0, 0, self.padding)) if self.mask[1] else weight
+            bias = torch.nn.functional.pad(bias, (0, self.padding)) if self.mask[2] else bias
+        if factor is not None:
+            of_input, weight, bias = (reference.scaled_grad(one, factor) for one in (of_input, weight, bias))
+        return of_input, weight, bias
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def logits_of(input: Tensor, head: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    if dtype not in (None, input.dtype):
+        input, head, bias = input.to(dtype), head.to(dtype), None if bias is None else bias.to(dtype)
+    return torch.mm(input, head.t()) if bias is None else torch.addmm(bias, input, head.t())
+
+
+def padded_logits(
+    input: Tensor, head: Tensor, bias: Tensor | None, count: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """As shard.py's."""
+    logits = logits_of(input, head, bias, dtype)
+    return torch.nn.functional.pad(logits, (0, padded_classes(head.shape[0], logits.dtype) - head.shape[0]))
+
+
+def scaled(grad: Tensor, factor: Tensor) -> Tensor:
+    """A copy in any case: the result of an operator is none of its arguments."""
+    return reference.scaled_grad(grad, factor).contiguous()
+
+
+EXPORTED = Way(ExportedProducts, lambda target, *_: ComputedRows(target))
