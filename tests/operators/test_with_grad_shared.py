@@ -11,6 +11,7 @@ import gluon_emulator
 
 from xent_ops.kernels import reference
 from xent_ops.kernels.triton import cached, configs, launch_with_grad, with_grad_shared
+from xent_ops.kernels.triton.launch import LAUNCHERS
 from xent_ops.testing import assert_grad, assert_loss, assert_lse, oracle, realistic_logits
 
 KERNEL = with_grad_shared.with_grad_shared_kernel
@@ -62,10 +63,10 @@ def test_rows_of_any_parts(monkeypatch, emulated, dtype, classes, parts, tiles):
     logits[6, 3] = float("nan")  # in the row that is not counted
     scale, square = torch.rand(9, generator=torch.Generator().manual_seed(0)), torch.tensor(1e-3)
     before = logits.clone()
-    results = run(launch_with_grad.cross_entropy_with_grad, logits, target, scale, square)
+    results = run(LAUNCHERS["cross_entropy_with_grad"], logits, target, scale, square)
     assert torch.equal(logits.nan_to_num(7), before.nan_to_num(7)) and emulated == [9 * parts]
     over = logits.clone()
-    in_place = (*run(launch_with_grad.cross_entropy_with_grad_, over, target, scale, square), over)
+    in_place = (*run(LAUNCHERS["cross_entropy_with_grad_"], over, target, scale, square), over)
     counted = target != -100
     upstream = 2 * square * results[1][counted]
     expected = oracle(logits[counted], target[counted], grad_loss=scale[counted], grad_lse=upstream)
@@ -88,8 +89,8 @@ def test_statistics_of_any_parts(monkeypatch, emulated, dtype, classes, parts, t
     target = torch.tensor([0, 5, classes - 1, 700, -100, 511, 4])
     scale = torch.tensor([0.5, 1.0, 0.25, 1.0, 1.0, 0.0, 1.0])
     given = (logits, target, scale, None, None)
-    plain = run(launch_with_grad.cross_entropy_with_grad, *given)
-    loss, lse, argmax, entropy, grad = run(launch_with_grad.cross_entropy_with_grad, *given, True, True)
+    plain = run(LAUNCHERS["cross_entropy_with_grad"], *given)
+    loss, lse, argmax, entropy, grad = run(LAUNCHERS["cross_entropy_with_grad"], *given, True, True)
     assert all(map(torch.equal, (loss, lse, grad), (*plain[:2], plain[-1])))
     wanted = reference.statistics(logits.double(), target, None, True, True)
     assert argmax[4] == -1 and entropy[4] == 0
@@ -105,7 +106,7 @@ def test_rows_as_configured(emulated, dtype, classes, parts):
     storage = realistic_logits(3, classes + 8, dtype=dtype)
     logits = storage[:, :classes]  # a gap after each row, which must not be written
     target = torch.tensor([1, classes - 1, classes])  # the last is no class
-    results = run(launch_with_grad.cross_entropy_with_grad_, logits, target, torch.ones(()))
+    results = run(LAUNCHERS["cross_entropy_with_grad_"], logits, target, torch.ones(()))
     assert emulated == [3 * parts]
     original = realistic_logits(3, classes + 8, dtype=dtype)
     expected = oracle(original[:2, :classes], target[:2], grad_loss=1.0)
@@ -136,7 +137,7 @@ def test_a_narrower_gradient_in_the_front_of_rows(monkeypatch, emulated, parts, 
     scale = torch.rand(9, generator=torch.Generator().manual_seed(0))
     expected = reference.cross_entropy_with_grad(logits, target, scale, None, None, True, True)
     over, given = logits.clone(), (target, scale, None, None, True, True, torch.bfloat16)
-    made = run(launch_with_grad.cross_entropy_with_grad_, over, *given)
+    made = run(LAUNCHERS["cross_entropy_with_grad_"], over, *given)
     assert emulated == [9 * parts]
     for value, wanted in zip(made, expected, strict=False):
         torch.testing.assert_close(value, wanted)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +34,58 @@ def launcher(first_stage: Callable[..., Run]) -> Callable[..., Run]:
     (shapes, strides, dtypes, devices, options), holds no tensor, and returns the second stage. That takes the
     operator's positional arguments, these or others of the same kind, allocates the outputs, launches and returns them.
     """
+    return _register(first_stage.__name__, first_stage)
 
+
+def launcher_and_twin(first_stage: Callable[..., Run]) -> Callable[..., Run]:
+    """Register the launchers of an operator whose last output is a gradient of its logits, and of its in-place twin.
+
+    The first stage is called with the strides of the rows that the gradient is written to and the operator's arguments.
+    It returns ``write(gradient, *args)``, which returns the other outputs, or None where there are none. Where the twin
+    writes a gradient that is narrower than the logits, to the front of each row, the first stage gets ``narrow=True``.
+    """
+    names = [name for name in inspect.signature(first_stage).parameters if name != "out_strides"]
+    position = names.index("logits")
+    dtype_position = names.index("grad_dtype") if "grad_dtype" in names else sys.maxsize
+
+    def grad_dtype_of(args: Sequence[Any]) -> torch.dtype | None:
+        return args[dtype_position] if dtype_position < len(args) else None
+
+    def operator(*args: Any, **options: Any) -> Run:
+        logits = args[position]
+        write = first_stage(dense_rows(logits.shape), *args, **options)
+        new_grad = new_gradient(logits, grad_dtype_of(args))
+
+        def run(*args: Any) -> Any:
+            gradient = new_grad()
+            others = write(gradient, *args)
+            return gradient if others is None else (*others, gradient)
+
+        return run
+
+    def twin(*args: Any, **options: Any) -> Run:
+        logits, dtype = args[position], grad_dtype_of(args)
+        layout = row_layout(logits)
+        if is_narrower(dtype, logits):
+            options["narrow"] = True
+        write, as_rows = first_stage(front_strides(layout.strides, logits, dtype), *args, **options), layout.as_rows
+
+        def run(*args: Any) -> Any:
+            logits = args[position]
+            written = as_rows(logits)
+            others = write(front_of(written, dtype), *args[:position], written, *args[position + 1 :])
+            mark_written(written, logits)
+            return others[0] if others is not None and len(others) == 1 else others
+
+        return run
+
+    name = first_stage.__name__
+    _register(name, operator)
+    _register(f"{name}_", twin)
+    return first_stage
+
+
+def _register(name: str, first_stage: Callable[..., Run]) -> Callable[..., Run]:
     @functools.wraps(first_stage)
     def prepare(*args: Any, **options: Any) -> Run:
         run = first_stage(*args, **options)
@@ -49,7 +102,7 @@ def launcher(first_stage: Callable[..., Run]) -> Callable[..., Run]:
 
         return run_on_device
 
-    LAUNCHERS[first_stage.__name__] = prepare
+    LAUNCHERS[name] = prepare
     return prepare
 
 
@@ -120,56 +173,9 @@ def class_weights(weight: Tensor | None, absent: Tensor, shifted: bool) -> Tenso
     return padded.as_strided((4, pitch), (1, 1)).contiguous()
 
 
-# A backward operator and its in-place twin. ``prepare`` is called with the strides of the rows that the gradient is
-# written to and the operator's arguments; it returns ``write(gradient, *args)``. With a ``grad_dtype`` in place of the
-# logits' the twin writes to the front of each row, for which ``prepare`` gets ``narrow``.
-
-
-def into_empty(
-    prepare: Callable[..., Run],
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
-    logits: Tensor,
-    *rest: Any,
-    grad_dtype: torch.dtype | None = None,
-    **options: Any,
-) -> Run:
-    """The operator: its gradient is a dense tensor of its own."""
-    write = prepare(dense_rows(logits.shape), grad_loss, grad_lse, logits, *rest, **options)
-    gradient = new_gradient(logits, grad_dtype)
-
-    def backward(*args: Any) -> Tensor:
-        grad = gradient()
-        write(grad, *args)
-        return grad
-
-    return backward
-
-
-def over_logits(
-    prepare: Callable[..., Run],
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
-    logits: Tensor,
-    *rest: Any,
-    grad_dtype: torch.dtype | None = None,
-    **options: Any,
-) -> Run:
-    """The twin: the gradient is written over the logits."""
-    layout = row_layout(logits)
-    if layout.copied:
-        operator = into_empty(prepare, grad_loss, grad_lse, logits, *rest, grad_dtype=grad_dtype, **options)
-
-        def copy_back(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any) -> None:
-            front_of(logits, grad_dtype).copy_(operator(grad_loss, grad_lse, logits, *rest))
-
-        return copy_back
-    if is_narrower(grad_dtype, logits):
-        options["narrow"] = True
-    write = prepare(front_strides(layout.strides, logits, grad_dtype), grad_loss, grad_lse, logits, *rest, **options)
-
-    def backward(grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any) -> None:
-        write(front_of(logits, grad_dtype), grad_loss, grad_lse, logits, *rest)
-        torch.autograd.graph.increment_version(logits)  # autograd does not see a launch
-
-    return backward
+def mark_written(view: Tensor, tensor: Tensor) -> None:
+    """After a kernel has written to the tensor, or to a copy of its rows."""
+    if view is tensor:
+        torch.autograd.graph.increment_version(tensor)  # autograd does not see a launch
+    else:
+        tensor.copy_(view.view(tensor.shape))

@@ -14,12 +14,13 @@ from ..sizes import traced
 from . import configs
 from .backward import backward_kernel
 from .cached import Launch
-from .common import Run, Strides, class_weights, edges, into_empty, launcher, over_logits, row_layout
+from .common import Run, Strides, class_weights, edges, launcher_and_twin, row_layout
 from .flags import flags_of
 from .launch_reduce import prepare_sum
 
 
-def prepare_backward(
+@launcher_and_twin
+def cross_entropy_backward(
     out_strides: Strides,  # of the rows that the gradient is written to
     grad_loss: Tensor,
     grad_lse: Tensor | None,
@@ -135,17 +136,3 @@ def prepare_backward(
         )
 
     return write
-
-
-@launcher
-def cross_entropy_backward(*args: Any, **options: Any) -> Run:
-    return into_empty(prepare_backward, *args, grad_dtype=_grad_dtype(*args), **options)
-
-
-@launcher
-def cross_entropy_backward_(*args: Any, **options: Any) -> Run:
-    return over_logits(prepare_backward, *args, grad_dtype=_grad_dtype(*args), **options)
-
-
-def _grad_dtype(*args: Any) -> torch.dtype | None:
-    return args[12] if len(args) > 12 else None

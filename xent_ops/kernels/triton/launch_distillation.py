@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton import next_power_of_2
 
 from ..distillation import Distillation
 from ..reference import accumulator
 from ..reference_distillation import STATISTICS
-from ..rows import dense_like, dense_rows, per_row_like
+from ..rows import dense_like, per_row_like
 from ..sizes import traced
 from . import configs
 from .cached import Launch
-from .common import Run, Strides, launcher, new_gradient, new_rows, new_tensor, row_layout
+from .common import Run, Strides, launcher, launcher_and_twin, new_rows, new_tensor, row_layout
 from .distillation import distillation_kernel
 from .flags import DistillationFlags, flags_of
 
@@ -153,7 +152,9 @@ def distillation_forward(
     return run
 
 
-def _backward_apart(
+@launcher_and_twin
+def distillation_backward(
+    out_strides: Strides,
     grad_loss: Tensor,
     logits: Tensor,
     teacher_logits: Tensor,
@@ -162,95 +163,36 @@ def _backward_apart(
     class_start: int | None = None,
     **given: Any,
 ) -> Run:
-    how, strides = Distillation(**given), dense_rows(logits.shape)
-    call = _Call(logits, teacher_logits, target, grad_loss, strides, False, how, class_start)
-    new_grad, as_statistics = new_gradient(logits), dense_like(statistics, accumulator(logits))
-
-    def run(
-        grad_loss: Tensor, logits: Tensor, teacher_logits: Tensor, target: Tensor, statistics: Tensor, *_: Any
-    ) -> Tensor:
-        grad, statistics = new_grad(), as_statistics(statistics)
-        call(logits, teacher_logits, target, grad_loss, statistics, statistics, statistics, grad)
-        return grad
-
-    return run
-
-
-@launcher
-def distillation_backward(*args: Any, **given: Any) -> Run:
-    return _backward_apart(*args, **given)
-
-
-@launcher
-def distillation_backward_(
-    grad_loss: Tensor,
-    logits: Tensor,
-    teacher_logits: Tensor,
-    target: Tensor,
-    statistics: Tensor,
-    class_start: int | None = None,
-    **given: Any,
-) -> Run:
-    layout = row_layout(logits)
-    if layout.copied:
-        apart = _backward_apart(grad_loss, logits, teacher_logits, target, statistics, class_start, **given)
-
-        def copy_back(grad_loss: Tensor, logits: Tensor, *rest: Any) -> None:
-            logits.copy_(apart(grad_loss, logits, *rest))
-
-        return copy_back
-    call = _Call(logits, teacher_logits, target, grad_loss, layout.strides, False, Distillation(**given), class_start)
+    call = _Call(logits, teacher_logits, target, grad_loss, out_strides, False, Distillation(**given), class_start)
     as_statistics = dense_like(statistics, accumulator(logits))
 
-    def run(
-        grad_loss: Tensor, logits: Tensor, teacher_logits: Tensor, target: Tensor, statistics: Tensor, *_: Any
+    def write(
+        gradient: Tensor,
+        grad_loss: Tensor,
+        logits: Tensor,
+        teacher_logits: Tensor,
+        target: Tensor,
+        statistics: Tensor,
+        *_: Any,
     ) -> None:
         statistics = as_statistics(statistics)
-        call(logits, teacher_logits, target, grad_loss, statistics, statistics, statistics, logits)
-        torch.autograd.graph.increment_version(logits)  # autograd does not see a launch
+        call(logits, teacher_logits, target, grad_loss, statistics, statistics, statistics, gradient)
 
-    return run
-
-
-def _with_grad_apart(logits: Tensor, teacher_logits: Tensor, target: Tensor, grad_scale: Tensor, **given: Any) -> Run:
-    how, strides = Distillation(**given), dense_rows(logits.shape)
-    call = _Call(logits, teacher_logits, target, grad_scale, strides, True, how)
-    new_loss, new_grad = new_rows(logits), new_gradient(logits)
-
-    def run(logits: Tensor, teacher_logits: Tensor, target: Tensor, grad_scale: Tensor) -> tuple[Tensor, Tensor]:
-        loss, grad = new_loss(), new_grad()
-        call(logits, teacher_logits, target, grad_scale, loss, loss, loss, grad)
-        return loss, grad
-
-    return run
+    return write
 
 
-@launcher
-def distillation_with_grad(*args: Tensor, **given: Any) -> Run:
-    return _with_grad_apart(*args, **given)
-
-
-@launcher
-def distillation_with_grad_(
-    logits: Tensor, teacher_logits: Tensor, target: Tensor, grad_scale: Tensor, **given: Any
+@launcher_and_twin
+def distillation_with_grad(
+    out_strides: Strides, logits: Tensor, teacher_logits: Tensor, target: Tensor, grad_scale: Tensor, **given: Any
 ) -> Run:
-    layout = row_layout(logits)
-    if layout.copied:
-        apart = _with_grad_apart(logits, teacher_logits, target, grad_scale, **given)
-
-        def copy_back(logits: Tensor, *rest: Tensor) -> Tensor:
-            loss, grad = apart(logits, *rest)
-            logits.copy_(grad)
-            return loss
-
-        return copy_back
-    call = _Call(logits, teacher_logits, target, grad_scale, layout.strides, True, Distillation(**given))
+    call = _Call(logits, teacher_logits, target, grad_scale, out_strides, True, Distillation(**given))
     new_loss = new_rows(logits)
 
-    def run(logits: Tensor, teacher_logits: Tensor, target: Tensor, grad_scale: Tensor) -> Tensor:
+    def write(
+        gradient: Tensor, logits: Tensor, teacher_logits: Tensor, target: Tensor, grad_scale: Tensor
+    ) -> tuple[Tensor]:
         loss = new_loss()
-        call(logits, teacher_logits, target, grad_scale, loss, loss, loss, logits)
-        torch.autograd.graph.increment_version(logits)  # autograd does not see a launch
-        return loss
+        call(logits, teacher_logits, target, grad_scale, loss, loss, loss, gradient)
+        return (loss,)
 
-    return run
+    return write

@@ -13,7 +13,7 @@ from .. import accelerators
 from ..accelerators import processors
 from ..options import DEFAULTS, Options
 from ..reference import accumulator, grad_lse_of_square
-from ..rows import dense_like, dense_rows, front_of, is_narrower, per_row_like
+from ..rows import dense_like, is_narrower, per_row_like
 from ..sizes import size_to_serve, traced
 from . import configs
 from .cached import Launch
@@ -23,14 +23,14 @@ from .common import (
     Strides,
     class_weights,
     edges,
-    front_strides,
     launcher,
-    new_gradient,
+    launcher_and_twin,
+    mark_written,
     new_tensor,
     row_layout,
 )
 from .flags import flags_of
-from .launch_backward import prepare_backward
+from .launch_backward import cross_entropy_backward
 from .launch_forward import new_statistics, prepare_forward
 from .recording import RECORDING
 from .with_grad import scale_kernel, with_grad_kernel
@@ -199,7 +199,7 @@ def _prepare_two_visits(call: _Call) -> Kernel:
     grad_lse = None if call.grad_lse_square is None else row
     rest = (weight, None, None, None, None, 0, None, call.grad_dtype)
     given = (call.grad_scale, grad_lse, logits, target, row, *rest)
-    backward = prepare_backward(call.out_strides, *given, options=options, narrow=call.narrow)
+    backward = cross_entropy_backward(call.out_strides, *given, options=options, narrow=call.narrow)
 
     def kernel(
         outputs: tuple[Tensor, ...],
@@ -218,8 +218,9 @@ def _prepare_two_visits(call: _Call) -> Kernel:
     return kernel
 
 
-@launcher
+@launcher_and_twin
 def cross_entropy_with_grad(
+    out_strides: Strides,
     logits: Tensor,
     target: Tensor,
     grad_scale: Tensor,
@@ -230,50 +231,15 @@ def cross_entropy_with_grad(
     grad_dtype: torch.dtype | None = None,
     *,
     options: Options = DEFAULTS,
+    narrow: bool = False,
 ) -> Run:
     rest = (target, grad_scale, grad_lse_square, weight, with_argmax, with_entropy, grad_dtype)
     layout = row_layout(logits)
-    kernel = _prepare_with_grad(_Call(logits, layout, dense_rows(logits.shape), *rest, options))
-    as_rows, new_grad = layout.as_rows, new_gradient(logits, grad_dtype)
-    new_outputs = new_statistics(logits, with_argmax, with_entropy)
-
-    def run(
-        logits: Tensor,
-        target: Tensor,
-        grad_scale: Tensor,
-        grad_lse_square: Tensor | None = None,
-        weight: Tensor | None = None,
-        *_: Any,
-    ) -> tuple[Tensor, ...]:
-        outputs, grad = new_outputs(), new_grad()
-        kernel(outputs, grad, as_rows(logits), target, grad_scale, grad_lse_square, weight)
-        return *outputs, grad
-
-    return run
-
-
-@launcher
-def cross_entropy_with_grad_(
-    logits: Tensor,
-    target: Tensor,
-    grad_scale: Tensor,
-    grad_lse_square: Tensor | None = None,
-    weight: Tensor | None = None,
-    with_argmax: bool = False,
-    with_entropy: bool = False,
-    grad_dtype: torch.dtype | None = None,
-    *,
-    options: Options = DEFAULTS,
-) -> Run:
-    # Rows that no two strides describe are copied: the gradient is written over the copy, and then back.
-    rest = (target, grad_scale, grad_lse_square, weight, with_argmax, with_entropy, grad_dtype)
-    layout = row_layout(logits)
-    out_strides = front_strides(layout.strides, logits, grad_dtype)
-    narrow = is_narrower(grad_dtype, logits)
     kernel = _prepare_with_grad(_Call(logits, layout, out_strides, *rest, options, narrow))
     as_rows, new_outputs = layout.as_rows, new_statistics(logits, with_argmax, with_entropy)
 
-    def run(
+    def write(
+        gradient: Tensor,
         logits: Tensor,
         target: Tensor,
         grad_scale: Tensor,
@@ -281,12 +247,11 @@ def cross_entropy_with_grad_(
         weight: Tensor | None = None,
         *_: Any,
     ) -> tuple[Tensor, ...]:
-        written, outputs = as_rows(logits), new_outputs()
-        kernel(outputs, front_of(written, grad_dtype), written, target, grad_scale, grad_lse_square, weight)
-        _wrote(written, logits)
+        outputs = new_outputs()
+        kernel(outputs, gradient, as_rows(logits), target, grad_scale, grad_lse_square, weight)
         return outputs
 
-    return run
+    return write
 
 
 @launcher
@@ -317,14 +282,6 @@ def scale_grad_(grad: Tensor, factor: Tensor) -> Run:
     def run(grad: Tensor, factor: Tensor) -> None:
         written = as_rows(grad)
         launch(written, as_factor(factor))
-        _wrote(written, grad)
+        mark_written(written, grad)
 
     return run
-
-
-def _wrote(view: Tensor, tensor: Tensor) -> None:
-    """After a kernel has written to the tensor, or to a copy of its rows."""
-    if view is tensor:
-        torch.autograd.graph.increment_version(tensor)  # autograd does not see a launch
-    else:
-        tensor.copy_(view.view(tensor.shape))
