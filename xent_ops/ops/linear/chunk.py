@@ -20,12 +20,12 @@ from torch import Tensor
 
 from ...head import shard
 from ...head.sizes import padded_classes
-from .. import checks, transforms
+from .. import checks
 from ..contract import Call, handed_over
 from ..library import Gradients, autograd, operator
 from ..rules import check_targets
 from ..second_order import no_second_derivative
-from .operators import OF_HEAD, given_away, mask_of, wanted
+from .operators import OF_HEAD, give_away_once, keep_gradients
 
 # Of the logits that the first operator makes, whose columns are padded.
 PADDED = {
@@ -78,27 +78,13 @@ def _check_gradients(call: Call) -> None:
 
 
 def _save_gradients(ctx: Any, call: Call, output: Tensor) -> None:
-    ctx.dtype = call.input.dtype
-    # Attributes, not saved tensors: the first backward scales the gradients in place and gives them away.
-    ctx.gradients = (call.grad_input, call.grad_linear_weight, call.grad_linear_bias)
-    ctx.divisor = call.divisor
+    keep_gradients(ctx, call, [getattr(call, f"grad_{name}") for name in OF_HEAD], call.divisor)
 
 
 def _attached_backward(ctx: Any, grad: Tensor) -> Gradients:
     if torch.is_grad_enabled():  # create_graph=True
         no_second_derivative()
-    if ctx.gradients is None:
-        raise RuntimeError(
-            "the gradients of this loss were given away by its first backward, which did not ask for retain_graph=True"
-        )
-    gradients, factor = ctx.gradients, grad if ctx.divisor is None else grad / ctx.divisor
-    # Compiled autograd traces this, and replays no change of ctx: there the gradients stay as they are.
-    traced = torch.compiler.is_compiling()
-    keep = traced or transforms.is_batch(grad) or transforms.keep_graph()
-    if not keep:
-        ctx.gradients = None
-    mask = mask_of(ctx)
-    return wanted(mask, given_away(gradients, factor, mask, ctx.dtype, keep))
+    return give_away_once(ctx, grad)
 
 
 operator(

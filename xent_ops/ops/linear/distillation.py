@@ -10,13 +10,12 @@ from torch import Tensor
 from ...head import distillation as of_heads
 from ...head.float16 import split_divisors
 from ...kernels.options import LossOptions, Options
-from .. import transforms
 from ..checks import divisor_needs_grad
 from ..contract import Call
 from ..distillation import refuse_derivatives
 from ..distillation_checks import teacher_needs_grad
 from ..library import Gradients, autograd, needs_grad, operator, run_backward, save_for, save_nothing
-from .operators import SUMS, given_away, mask_of, wanted
+from .operators import SUMS, give_away_once, keep_gradients, mask_of, wanted
 
 
 def _refuse_gradients_of_teacher(ctx: Any) -> None:
@@ -26,39 +25,20 @@ def _refuse_gradients_of_teacher(ctx: Any) -> None:
 
 
 def _save(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
-    ctx.mask = [bool(made and needed) for made, needed in zip(call.output_mask, mask_of(ctx), strict=True)]
     _refuse_gradients_of_teacher(ctx)
     if needs_grad(ctx, "divisor"):
         divisor_needs_grad()
     _value, divisors, *gradients = output
     ctx.mark_non_differentiable(divisors, *gradients)
-    ctx.dtype = call.input.dtype
-    ctx.loss = LossOptions(Options(call.ignore_index))
-    if ctx.dtype == torch.float16:
-        ctx.save_for_backward(divisors, call.target, call.token_weight)
-    # An attribute, not saved tensors: the first backward scales the gradients in place and gives them away.
-    ctx.gradients = gradients
+    loss = LossOptions(Options(call.ignore_index))
+    _, divisor = split_divisors(call.input.dtype, divisors, call.target, call.token_weight, loss=loss)
+    keep_gradients(ctx, call, gradients, divisor)
 
 
 def _backward(ctx: Any, grad_value: Tensor, *_: None) -> Gradients:
     if torch.is_grad_enabled():  # create_graph=True
         refuse_derivatives(ctx)
-    if ctx.gradients is None:
-        raise RuntimeError(
-            "the gradients of this loss were given away by its first backward, which did not ask for retain_graph=True"
-        )
-    gradients, factor = ctx.gradients, grad_value
-    if ctx.dtype == torch.float16:
-        divisors, target, token_weight = ctx.saved_tensors
-        later = split_divisors(ctx.dtype, divisors, target, token_weight, loss=ctx.loss)[1]
-        assert later is not None
-        factor = grad_value / later
-    # Compiled autograd traces this, and replays no change of ctx: there the gradients stay as they are.
-    traced = torch.compiler.is_compiling()
-    keep = traced or transforms.is_batch(grad_value) or transforms.keep_graph()
-    if not keep:
-        ctx.gradients = None
-    return wanted(ctx.mask, given_away(gradients, factor, ctx.mask, ctx.dtype, keep))
+    return give_away_once(ctx, grad_value)
 
 
 def _save_rows(ctx: Any, call: Call, output: tuple[Tensor, Tensor]) -> None:

@@ -49,7 +49,6 @@ def _rows_backward(ctx: Any, grad_loss: Any, grad_lse: Any, _: None, grad_entrop
 
 
 def _save_with_grad(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
-    ctx.mask = [bool(made and needed) for made, needed in zip(call.output_mask, mask_of(ctx), strict=True)]
     if needs_grad(ctx, "weight"):
         weight_needs_grad()
     if needs_grad(ctx, "divisor"):
@@ -58,49 +57,58 @@ def _save_with_grad(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
     ctx.mark_non_differentiable(divisors, row_loss, argmax, entropy, *gradients)
     made = {"lse": lse, "divisors": divisors, "entropy": None}
     save_for(ctx, "linear_cross_entropy_backward", call, "token_weight", **made)
-    # An attribute, not saved tensors: the first backward scales the gradients in place and gives them away.
-    ctx.gradients = gradients
+    loss = LossOptions(as_record(call._asdict())["options"], call.lse_square_scale)
+    tensors = (divisors, call.target, call.token_weight, call.weight)
+    _, divisor = split_divisors(call.input.dtype, *tensors, call.linear_weight.shape[0], loss)
+    keep_gradients(ctx, call, gradients, divisor)
 
 
 def _with_grad_backward(ctx: Any, grad_value: Any, _divisors: None, _loss: None, grad_lse: Any, *_: None) -> Gradients:
-    given, gradients = saved(ctx), ctx.gradients
-    # Compiled autograd traces this, and replays no change of ctx: there the gradients stay as they are.
-    traced = torch.compiler.is_compiling()
-    if not traced:
-        ctx.gradients = None
+    given, traced = saved(ctx), torch.compiler.is_compiling()
     differentiable = torch.is_grad_enabled()  # create_graph=True
     if grad_value is None:
         grad_value = given["lse"].new_zeros(())
-    if gradients is None or differentiable or grad_lse is not None:
-        made = {"output_mask": ctx.mask, "grad_lse": grad_lse}
-        if differentiable:  # made again, since it depends on the logits
-            made["lse"] = run("linear_cross_entropy_forward", given)[1]
-        if given["token_weight"] is not None:
-            grad_value = grad_value * given["token_weight"].to(grad_value.dtype)
-        return wanted(ctx.mask, run_backward(ctx, grad_value, **made))
-    factor = grad_value
-    if given["input"].dtype == torch.float16:
-        later = split_divisors(
-            given["input"].dtype,
-            divisors=given["divisors"],
-            target=given["target"],
-            token_weight=given["token_weight"],
-            weight=given["weight"],
-            classes=given["linear_weight"].shape[0],
-            loss=LossOptions(as_record(given)["options"], given["lse_square_scale"]),
-        )[1]
-        assert later is not None
-        factor = grad_value / later
-    keep = traced or transforms.is_batch(grad_value)
-    return wanted(ctx.mask, given_away(gradients, factor, ctx.mask, given["input"].dtype, keep))
+    if ctx.gradients is not None and not differentiable and grad_lse is None:
+        return give_away(ctx, grad_value, keep=traced or transforms.is_batch(grad_value))
+    if not traced:  # a second backward makes them again
+        ctx.gradients = None
+    made = {"output_mask": ctx.mask, "grad_lse": grad_lse}
+    if differentiable:  # made again, since it depends on the logits
+        made["lse"] = run("linear_cross_entropy_forward", given)[1]
+    if given["token_weight"] is not None:
+        grad_value = grad_value * given["token_weight"].to(grad_value.dtype)
+    return wanted(ctx.mask, run_backward(ctx, grad_value, **made))
 
 
-def given_away(
-    gradients: Sequence[Tensor], factor: Tensor, wanted: Sequence[bool], dtype: torch.dtype, keep: bool
-) -> list[Tensor | None]:
-    """The gradients that a forward has made, times the upstream gradient: in place, unless they are kept."""
+# Gradients that a forward has made. They are an attribute, not saved tensors: the first backward scales them in place
+# and gives them away.
+
+
+def keep_gradients(ctx: Any, call: Call, gradients: Sequence[Tensor], divisor: Tensor | None) -> None:
+    """``divisor``: what they are to be divided by, (), with the upstream gradient."""
+    made = getattr(call, "output_mask", (True, True, True))
+    ctx.mask = [bool(one and needed) for one, needed in zip(made, mask_of(ctx), strict=True)]
+    ctx.dtype, ctx.gradients, ctx.divisor = call.input.dtype, gradients, divisor
+
+
+def give_away_once(ctx: Any, grad: Tensor) -> Gradients:
+    """The gradients times the upstream gradient of the loss, (). A later backward raises, unless the graph is kept."""
+    if ctx.gradients is None:
+        raise RuntimeError(
+            "the gradients of this loss were given away by its first backward, which did not ask for retain_graph=True"
+        )
+    # Compiled autograd traces this, and replays no change of ctx: there the gradients stay as they are.
+    return give_away(
+        ctx, grad, keep=torch.compiler.is_compiling() or transforms.is_batch(grad) or transforms.keep_graph()
+    )
+
+
+def give_away(ctx: Any, grad: Tensor, keep: bool) -> Gradients:
+    gradients, factor = ctx.gradients, grad if ctx.divisor is None else grad / ctx.divisor
+    if not keep:
+        ctx.gradients = None
     scaled: list[Tensor | None] = []
-    for gradient, want in zip(gradients, wanted, strict=True):
+    for gradient, want in zip(gradients, ctx.mask, strict=True):
         if not want:
             scaled.append(None)
             continue
@@ -108,8 +116,8 @@ def given_away(
             _ops.scale_grad_(gradient, factor)
         else:
             gradient = _ops.linear_scale_grad(gradient, factor)
-        scaled.append(gradient.to(dtype))
-    return scaled
+        scaled.append(gradient.to(ctx.dtype))
+    return wanted(ctx.mask, scaled)
 
 
 def _second_backward(ctx: Any, *grads: Tensor) -> Gradients:
