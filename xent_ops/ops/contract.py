@@ -47,15 +47,15 @@ def handed_over(call: Call) -> int:
     return shard.width(rows, call.weight is not None, getattr(call, "with_entropy", False), places)
 
 
-# Sizes that no argument has, from the call and the dtype of what has them.
-DERIVED: dict[str, Callable[[Call, torch.dtype], int]] = {
+# Sizes that no argument gives, from the call and the dtype of what has them.
+DERIVED_SIZES: dict[str, Callable[[Call, torch.dtype], int]] = {
     "S": lambda call, dtype: STATISTICS,
     "P": lambda call, dtype: padded_classes(classes_of(call), dtype),
     "W": lambda call, dtype: handed_over(call),
 }
-LATE = frozenset(("P", "W"))
+CHECKED_LAST = frozenset(("P", "W"))  # they are made of arguments that must be right
 # Dtypes of results that are no other argument's.
-MADE: dict[str, Callable[[Call], torch.dtype]] = {
+RESULT_DTYPES: dict[str, Callable[[Call], torch.dtype]] = {
     "acc": lambda call: accumulator(call.owner),
     "int64": lambda call: torch.int64,
     "grad_dtype": lambda call: getattr(call, "grad_dtype", None) or call.logits.dtype,
@@ -80,16 +80,16 @@ ROWS = Shape((), True, ())  # one number for each
 
 
 class Argument(NamedTuple):
-    place: int  # among the operator's arguments
+    position: int  # among the operator's arguments
     name: str
     dtypes: tuple[torch.dtype, ...] | None  # None: as ``like`` says
     like: str
     shape: Shape
-    own: frozenset[str]  # the sizes that it gives
+    gives: frozenset[str]  # sizes
     or_scalar: bool
     meaning: str
-    # Of each size behind the rows: a number, or the (argument, axis) that gives it; None: its own, (): derived.
-    homes: tuple[int | tuple[int, ...] | None, ...]
+    # Of each size behind the rows: a number, or the (argument, axis) that gives it. None: this one; (): derived.
+    givers: tuple[int | tuple[int, ...] | None, ...]
 
 
 class Contract:
@@ -123,7 +123,7 @@ class Contract:
         position = self.positions[self.owner]
         owner = rows_of or (lambda call: call[position])  # Dynamo traces no itemgetter
         self.Call = type("Call", (record,), {"owner": property(owner)})
-        self.homes: dict[str, tuple[int, int]] = {}  # of a size: (index of the argument that gives it, axis)
+        self.givers: dict[str, tuple[int, int]] = {}  # of a size: (index of the argument that gives it, axis)
         self.tensors = [self._argument(name, *row) for name in ARGUMENTS if (row := rows.get(name)) is not None]
         fixed = dict(zip(self.arguments[len(self.required) :], defaults, strict=True))
         # (index, default, rule): what is required is never at its default.
@@ -134,29 +134,36 @@ class Contract:
                 for name in always[:1] or [name for name in names if name in rows]:
                     self.rules.append((self.positions[name], fixed.get(name, ...), rule))
         self.rules += [(0, ..., rule) for rule in more]
-        self.results = [self._result(*{**RESULTS, **results}[one.name]) for one in schema.returns]
+        self.results = [self._result(one.name, {**RESULTS, **results}) for one in schema.returns]
         tensors = {argument.name for argument in schema.arguments if "Tensor" in str(argument.type)}
         self.tensors = [argument for argument in self.tensors if argument.name in tensors]
-        # Those with sizes that the rest of the call must be right for.
-        self.late = [one for one in self.tensors if not LATE.isdisjoint(one.shape.behind)]
-        self.tensors = [one for one in self.tensors if one not in self.late]
+        self.checked_last = [one for one in self.tensors if not CHECKED_LAST.isdisjoint(one.shape.behind)]
+        self.tensors = [one for one in self.tensors if one not in self.checked_last]
 
     def _argument(self, name: str, dtype: str, text: str, meaning: str) -> Argument:
         text, or_scalar, _ = text.partition(" | ()")
         index, shape = self.positions[name], Shape.of(text)
         places = [*enumerate(shape.before), *((axis - len(shape.behind), one) for axis, one in enumerate(shape.behind))]
-        known = {*self.homes, *DERIVED}
+        known = {*self.givers, *DERIVED_SIZES}
         own = {size: (index, axis) for axis, size in places if not (size in known or size.isdigit())}
-        self.homes |= own
-        homes = tuple(
-            [None if one in own else int(one) if one.isdigit() else self.homes.get(one, ()) for one in shape.behind]
+        self.givers |= own
+        givers = tuple(
+            [None if one in own else int(one) if one.isdigit() else self.givers.get(one, ()) for one in shape.behind]
         )
         meaning = meaning.format(owner=self.owner) + (", or ()" if or_scalar else "")
-        return Argument(index, name, DTYPES.get(dtype), dtype, shape, frozenset(own), bool(or_scalar), meaning, homes)
+        return Argument(index, name, DTYPES.get(dtype), dtype, shape, frozenset(own), bool(or_scalar), meaning, givers)
 
-    def _result(self, dtype: str, shape: Any, condition: str = "") -> tuple[str, Any, str]:
+    def _result(self, name: str, table: Mapping[str, Row]) -> tuple[str, Any, str]:
+        if name not in table:
+            raise ValueError(f"the result {name!r} has no row in ops/names.py")
+        dtype, text, condition = table[name]
+        shape = Shape.of(text) if isinstance(text, str) else text
+        if isinstance(shape, Shape):
+            for size in (*shape.before, *shape.behind):
+                if size not in self.givers and size not in DERIVED_SIZES and not size.isdigit():
+                    raise ValueError(f"the result {name!r} has a size {size!r}, which no argument gives")
         optional = condition.partition(" ")[0] in self.positions
-        return dtype, Shape.of(shape) if isinstance(shape, str) else shape, condition if optional else ""
+        return dtype, shape, condition if optional else ""
 
     def blank(self, **given: Any) -> Call:
         """A call of which some arguments are not there yet."""
@@ -172,8 +179,8 @@ class Contract:
         for index, default, rule in self.rules:
             if call[index] is not default:  # no comparison: it would specialise a symbolic number
                 rule(call)
-        if self.late:
-            self.check_tensors(call, of=self.late)
+        if self.checked_last:
+            self.check_tensors(call, of=self.checked_last)
 
     def check_tensors(self, call: Call, called: Mapping[str, str] = NAMES, of: Any = None) -> None:
         """``called``: other names of arguments, for messages."""
@@ -199,16 +206,16 @@ class Contract:
                 checks.same_device(called.get(name, name), tensor, owner, rules.are(called.get(anchor, anchor)))
 
     def size(self, name: str, call: Call, dtype: torch.dtype) -> int:
-        home = self.homes.get(name)
-        if home is not None:
-            return call[home[0]].shape[home[1]]
-        return DERIVED[name](call, dtype) if name in DERIVED else int(name)
+        place = self.givers.get(name)
+        if place is not None:
+            return call[place[0]].shape[place[1]]
+        return DERIVED_SIZES[name](call, dtype) if name in DERIVED_SIZES else int(name)
 
     def _same_dtype(self, name: str, tensor: Tensor, like: str, call: Call, called: Mapping[str, str]) -> None:
         if like == "any":
             return
         other = like.removeprefix("=")
-        wanted = MADE[like](call) if other == like else getattr(call, other).dtype
+        wanted = RESULT_DTYPES[like](call) if other == like else getattr(call, other).dtype
         if tensor.dtype == wanted:
             return
         if other == like:
@@ -223,7 +230,7 @@ class Contract:
         sizes, (before, has_rows, behind) = tensor.shape, argument.shape
         if argument.or_scalar and len(sizes) == 0:
             return
-        text, own = called.get(argument.name, argument.name), argument.own
+        text, own = called.get(argument.name, argument.name), argument.gives
         middle: Any = rows if has_rows else ()
         if has_rows and argument.name == self.owner:
             middle = sizes[: -len(behind)]
@@ -232,7 +239,7 @@ class Contract:
                 raise ValueError(f"{text} {rules.have(text)} no dimension; expected shape {shown}")
         fits = len(sizes) == len(before) + len(middle) + len(behind)
         names = [*before, *[None] * len(middle), *behind]
-        own = own | {size for size in names if size in self.homes and call[self.homes[size][0]] is None}
+        own = own | {size for size in names if size in self.givers and call[self.givers[size][0]] is None}
         wanted = [
             (sizes[axis] if fits else size)
             if size in own
@@ -254,15 +261,15 @@ class Contract:
             if not (type(size) is type(one) is int and size == one):
                 checks.check_value(size == one, message)
         for name in own & rules.AT_LEAST_ONE:
-            rules.at_least_one(text, tensor, sizes[self.homes[name][1]], call)
+            rules.at_least_one(text, tensor, sizes[self.givers[name][1]], call)
 
     # What is made
 
     def outputs(self, call: Call) -> Outputs:
-        return [self._made(call, *result) for result in self.results]
+        return [self._output(call, *result) for result in self.results]
 
-    def _made(self, call: Call, dtype: str, shape: Any, condition: str) -> tuple[tuple[int, ...], torch.dtype]:
-        made = MADE[dtype](call) if dtype in MADE else getattr(call, dtype[1:]).dtype
+    def _output(self, call: Call, dtype: str, shape: Any, condition: str) -> tuple[tuple[int, ...], torch.dtype]:
+        made = RESULT_DTYPES[dtype](call) if dtype in RESULT_DTYPES else getattr(call, dtype[1:]).dtype
         option, _, place = condition.partition(" ")
         if option and not (getattr(call, option)[int(place)] if place else getattr(call, option)):
             return (0,), made
@@ -275,17 +282,17 @@ class Contract:
 
 def _fits(argument: Argument, sizes: Sequence[int], rows: Sequence[int], call: Call) -> bool:
     """Is the shape certainly right? ``_same_shape`` tells of those that this does not know."""
-    homes = argument.homes
-    number = len(sizes) - len(homes)
+    givers = argument.givers
+    number = len(sizes) - len(givers)
     if argument.shape.before or number < 0 or sizes[:number] != (rows if argument.shape.rows else ()):
         return False
-    for size, home in zip(sizes[number:], homes, strict=True):
-        if type(home) is tuple:
-            giver = call[home[0]] if home else None
-            wanted = None if giver is None else giver.shape[home[1]]
+    for size, place in zip(sizes[number:], givers, strict=True):
+        if type(place) is tuple:
+            giver = call[place[0]] if place else None
+            wanted = None if giver is None else giver.shape[place[1]]
             if type(wanted) is not int or size != wanted:
                 return False
-        elif size <= 0 if home is None else size != home:
+        elif size <= 0 if place is None else size != place:
             return False
     return True
 

@@ -3,7 +3,7 @@
 A dtype is a class of dtypes, ``=name`` that of another argument, ``acc`` the accumulator's. A shape is sizes by name:
 ``...`` are the rows, a number is itself, and ``| ()`` says that one number for all rows will do. The first argument
 with a size gives it, in the order of this table, which is also the order in which arguments are checked. Sizes that no
-argument has: ``S``, ``P`` and ``W`` (contract.DERIVED).
+argument has: ``S``, ``P`` and ``W`` (contract.DERIVED_SIZES).
 """
 
 # name: (dtype, shape, what is expected of it)
