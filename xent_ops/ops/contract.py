@@ -124,7 +124,9 @@ class Contract:
         owner = rows_of or (lambda call: call[position])  # Dynamo traces no itemgetter
         self.Call = type("Call", (record,), {"owner": property(owner)})
         self.givers: dict[str, tuple[int, int]] = {}  # of a size: (index of the argument that gives it, axis)
-        self.tensors = [self._argument(name, *row) for name in ARGUMENTS if (row := rows.get(name)) is not None]
+        tensors = [self._argument(name, *row) for name in ARGUMENTS if (row := rows.get(name)) is not None]
+        self.checked_last = [one for one in tensors if not CHECKED_LAST.isdisjoint(one.shape.behind)]
+        self.tensors = [one for one in tensors if one not in self.checked_last]
         fixed = dict(zip(self.arguments[len(self.required) :], defaults, strict=True))
         # (index, default, rule): what is required is never at its default.
         self.rules: list[tuple[int, Any, Callable[[Call], None]]] = []
@@ -135,10 +137,6 @@ class Contract:
                     self.rules.append((self.positions[name], fixed.get(name, ...), rule))
         self.rules += [(0, ..., rule) for rule in more]
         self.results = [self._result(one.name, {**RESULTS, **results}) for one in schema.returns]
-        tensors = {argument.name for argument in schema.arguments if "Tensor" in str(argument.type)}
-        self.tensors = [argument for argument in self.tensors if argument.name in tensors]
-        self.checked_last = [one for one in self.tensors if not CHECKED_LAST.isdisjoint(one.shape.behind)]
-        self.tensors = [one for one in self.tensors if one not in self.checked_last]
 
     def _argument(self, name: str, dtype: str, text: str, meaning: str) -> Argument:
         text, or_scalar, _ = text.partition(" | ()")
