@@ -101,18 +101,14 @@ def missing() -> str | None:
 
 
 def write_schemas(folder: Path) -> None:
-    """schemas.h: for each operator its name and its schema, from the one file that has them."""
+    """schemas.h: the schema of each operator, from the one file that has them."""
     module = runpy.run_path(str(EXTENSION["SCHEMAS"]))
-    lists: dict[str, list[str]] = {"XENT_OPERATORS": [], "XENT_COMPOSITES": []}
-    for name, schema in module["SCHEMAS"].items():
-        if name in module["PYTHON_ONLY"]:
-            continue
-        where = "XENT_COMPOSITES" if name in module["COMPOSITES"] else "XENT_OPERATORS"
-        lists[where].append(f'  X({name}, "{name}{schema}")')
-    lines = ["// Made by setup.py from xent_ops/ops/schemas.py.", "#pragma once"]
-    for macro, entries in lists.items():
-        lines += ["", " \\\n".join([f"#define {macro}(X)", *entries])]
+    schemas = [
+        f'  "{name}{schema}",' for name, schema in module["SCHEMAS"].items() if name not in module["PYTHON_ONLY"]
+    ]
+    start = "// Made by setup.py from xent_ops/ops/schemas.py.\n#pragma once\n\nnamespace xent {\n"
     folder.mkdir(parents=True, exist_ok=True)
+    lines = [f"{start}inline constexpr const char* SCHEMAS[] = {{", *schemas, "};", "}  // namespace xent"]
     (folder / "schemas.h").write_text("\n".join(lines) + "\n")
 
 

@@ -11,7 +11,6 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <vector>
 
 // Since torch 2.13; null before.
@@ -24,34 +23,28 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
+inline bool is_meta(const Tensor& tensor) {
+  int32_t type = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+  return type == aoti_torch_device_type_meta();
+}
+
 namespace aten {
 
 // Rethrows torch's error, with its text if there is one.
 inline void succeed(AOTITorchError status, const char* what) {
   if (status != TORCH_SUCCESS) {
-    const char* cause = torch_exception_get_what_without_backtrace ? torch_exception_get_what_without_backtrace() : nullptr;
+    const char* cause =
+        torch_exception_get_what_without_backtrace ? torch_exception_get_what_without_backtrace() : nullptr;
     throw std::runtime_error(cause ? cause : std::string(what) + " failed");
   }
 }
 
-template <class Arg>
-std::tuple<const Arg&> arguments_of(const Arg& arg) {
-  return {arg};
-}
-template <class... Args>
-std::tuple<Args...> arguments_of(const std::tuple<Args...>& args) {
-  return args;
-}
-
 // Calls an operator through the dispatcher, so that tracers see it, and returns its `results` tensors. An argument has
-// the type in the operator's schema: optionals are std::optional; the stable ABI has no Scalar. A tuple is several.
+// the type in the operator's schema: optionals are std::optional; the stable ABI has no Scalar.
 template <size_t results, class... Args>
 std::vector<Tensor> call_all(const char* name, const char* overload, const Args&... args) {
-  auto stack = std::apply(
-      [](const auto&... each) {
-        return std::array<StableIValue, std::max(sizeof...(each), results)>{torch::stable::detail::from(each)...};
-      },
-      std::tuple_cat(arguments_of(args)...));
+  std::array<StableIValue, std::max(sizeof...(Args), results)> stack{torch::stable::detail::from(args)...};
   succeed(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION), name);
   std::vector<Tensor> tensors;
   for (size_t i = 0; i < results; ++i) {
@@ -68,14 +61,6 @@ Result call(const char* name, const char* overload, const Args&... args) {
   return torch::stable::detail::to<Result>(stack[0]);
 }
 
-inline std::vector<int64_t> dims(int64_t first, int64_t last) {
-  std::vector<int64_t> result;
-  for (int64_t i = first; i < last; ++i) {
-    result.push_back(i);
-  }
-  return result;
-}
-
 // Contiguous and uninitialised, of the shape of `like`, which may be symbolic.
 inline Tensor empty_like(const Tensor& like, ScalarType dtype) {
   return call("aten::empty_like", "", like, std::optional<ScalarType>(dtype),
@@ -87,14 +72,8 @@ inline Tensor to(const Tensor& tensor, ScalarType dtype) {
   return call("aten::to", "dtype", tensor, dtype, false, false, std::optional<MemoryFormat>());
 }
 
-// Sums over `over`, or over everything where it is absent.
-inline Tensor sum(const Tensor& tensor, std::optional<std::vector<int64_t>> over = std::nullopt,
-                  std::optional<ScalarType> dtype = std::nullopt) {
-  return call("aten::sum", "dim_IntList", tensor, over, false, dtype);
-}
-
-inline Tensor amax(const Tensor& tensor) {
-  return call("aten::amax", "", tensor, std::vector<int64_t>{-1}, false);
+inline Tensor sum(const Tensor& tensor, const std::vector<int64_t>& dims) {
+  return call("aten::sum", "dim_IntList", tensor, std::optional(dims), false, std::optional<ScalarType>());
 }
 
 inline Tensor select(const Tensor& tensor, int64_t dim, int64_t index) {
@@ -129,23 +108,6 @@ inline Tensor front_of(const Tensor& logits, ScalarType dtype) {
   }
   const int64_t last = logits.dim() - 1;
   return narrow(call("aten::view", "dtype", logits, dtype), last, 0, logits.size(last));
-}
-
-inline Tensor mul(const Tensor& one, const Tensor& other) {
-  return call("aten::mul", "Tensor", one, other);
-}
-
-inline Tensor div(const Tensor& one, const Tensor& other) {
-  return call("aten::div", "Tensor", one, other);
-}
-
-// By subtraction, because aten::add takes a Scalar.
-inline Tensor add(const Tensor& one, const Tensor& other) {
-  return torch::stable::subtract(one, other, -1.0);
-}
-
-inline Tensor where(const Tensor& condition, const Tensor& one, const Tensor& other) {
-  return call("aten::where", "self", condition, one, other);
 }
 
 // A 0-d tensor on the CPU, which combines with tensors of any device. Its dtype counts among 0-d tensors.

@@ -1,9 +1,8 @@
-// The checks of xent_ops/ops in the same words, for processes without Python. A ValueError or TypeError there
-// is a std::invalid_argument here.
+// What no kernel survives: shapes and dtypes by which it would read or write elsewhere, arguments that contradict one
+// another. Only libxent_ops.so asks; before the extension Python has made its own checks, of more and in more words.
 #pragma once
 
-#include "distilled.h"
-#include "stack.h"
+#include "operators/options.h"
 
 #include <cstdint>
 #include <string>
@@ -11,86 +10,43 @@
 
 namespace xent {
 
+extern const bool CHECKED;  // of library.cpp and python.cpp
+
+#define XENT_CHECK(condition, ...) STD_TORCH_CHECK(!CHECKED || (condition), __VA_ARGS__)
+
 namespace checks {
 
-void index_forward(const Tensor& logits, const Tensor& target, const MaybeTensor& weight, const Options& options);
-
-void soft_forward(const Tensor& logits, const Tensor& target, const MaybeTensor& weight, const Options& options);
-
-// least: the smallest probability of the rows that add up to less than 0, or 0.
-void soft_values(double least);
-
+void index(const Tensor& logits, const Tensor& target, const MaybeTensor& weight, const Options& options);
+void soft(const Tensor& logits, const Tensor& probabilities, const MaybeTensor& weight, const Options& options);
 void shard(const Tensor& logits, const Tensor& target, const cpu::Slice& place, const MaybeTensor& weight,
            const Options& options);
 
-// part: the result of one rank, 1-d.
-void shard_gathered(const Tensor& gathered, const Tensor& part);
+// One number for each row of the matrix.
+void rows(const char* name, const MaybeTensor& tensor, const Tensor& matrix);
+// Or one for all.
+void scalar_or_rows(const char* name, const MaybeTensor& tensor, const Tensor& matrix);
 
-// What a backward gets for a slice of the classes alone.
-void slice_of(int64_t class_start, const std::optional<int64_t>& num_classes, const MaybeTensor& weight,
-              const MaybeTensor& coefficient);
+void scale(const Tensor& grad, const Tensor& factor);
 
-void with_entropy(const char* owner, const Tensor& matrix, const MaybeTensor& grad_entropy, const MaybeTensor& entropy);
+// Of a backward: what goes together, and the two divisors.
+void upstream(const Tensor& matrix, const Tensor& grad_loss, const MaybeTensor& grad_lse, const Tensor& lse,
+              const MaybeTensor& divisors, const MaybeTensor& grad_entropy, const MaybeTensor& entropy);
+void slice(int64_t class_start, MaybeInt num_classes, const MaybeTensor& weight,
+           const MaybeTensor& coefficient);
 
-// One floating-point value for each row of the matrix.
-void row_values(const char* name, const MaybeTensor& tensor, const Tensor& matrix, const char* owner = "logits");
-
-// Two numbers, of any of the dtypes that a count may have.
-void divisor(const MaybeTensor& tensor, const Tensor& logits);
-
-// One floating-point value of shape (), or one for each row of the matrix.
-void scalar_or_row_values(const char* owner, const Tensor& matrix, const char* name, const MaybeTensor& tensor);
-
-void scale_grad(const Tensor& grad, const Tensor& factor);
-
-// A gradient of 16 bits of float32 logits.
-void narrower(std::optional<ScalarType> grad_dtype, const Tensor& logits);
-
-// Of xent_ops/ops/distillation_checks.py. A class_start: both are a slice of the classes.
+// A class_start: both are a slice of the classes.
 void distillation(const Tensor& logits, const Tensor& teacher_logits, const Tensor& target,
-                  std::optional<int64_t> class_start, const Distilled& how);
-void distillation_options(const Distilled& how, const Tensor& student, const Tensor& teacher);
-void distillation_heads(const Tensor& input, const Tensor& linear_weight, const MaybeTensor& linear_bias,
-                        const Tensor& target, const Tensor& teacher_input, const Tensor& teacher_weight,
-                        const MaybeTensor& teacher_bias, const Distilled& how,
-                        std::optional<ScalarType> accumulate_dtype);
-void joined(const MaybeTensor& tensor, std::optional<int64_t> class_start, const Distilled& how, const Tensor& target,
-            const Tensor& logits);
-void distillation_statistics(const char* name, const Tensor& tensor, const Tensor& target, const Tensor& logits);
+                  MaybeInt class_start, const DistillationOptions& options);
+void statistics(const char* name, const MaybeTensor& tensor, const Tensor& target);
 
-// Of xent_ops/ops/linear/checks.py.
-struct HeadNames {
-  const char* input = "input";
-  const char* weight = "linear_weight";
-  const char* bias = "linear_bias";
-};
-void head(const Tensor& input, const Tensor& weight, const MaybeTensor& bias,
-          std::optional<ScalarType> accumulate_dtype, const HeadNames& names);
-void chunk_rows(std::optional<int64_t> number);
-void target_of_head(const Tensor& input, const Tensor& target, const std::string& hint = "");
-void linear(const Tensor& input, const Tensor& linear_weight, const Tensor& target, const MaybeTensor& linear_bias,
-            const MaybeTensor& weight, const Options& options, std::optional<ScalarType> accumulate_dtype,
-            std::optional<int64_t> chunk_rows, std::optional<ScalarType> logits_dtype,
-            const std::optional<std::string>& products);
-
-void output_mask(const std::vector<bool>& mask);
-
-// What a sum is divided by.
-void sum_divisor(const MaybeTensor& tensor, const Tensor& input, const std::string& reduction);
-void token_weight(const MaybeTensor& tensor, const Tensor& target);
-
-// Reads the strides, so not for meta tensors.
+// Two elements at one address.
 void writable(const char* name, const Tensor& tensor);
+void reduction(const std::string& value, bool may_be_none);
 
-void reduction(const std::string& value);
-
-// For operators with a reduced result.
-void reduction_to_one(const std::string& value);
-
-void lse_square_scale(double value, const Tensor& logits);
-
-// The values of int64 targets: std::out_of_range for one outside [0, num_classes) that is not ignore_index.
+// Not only of the library. An int64 target outside [0, num_classes) that is not ignore_index: std::out_of_range.
 void target_values(const Tensor& target, int64_t num_classes, int64_t ignore_index);
+// least: the smallest probability of the rows that add up to less than 0, or 0.
+void soft_values(double least);
 
 }  // namespace checks
 }  // namespace xent

@@ -1,6 +1,8 @@
 // libxent_ops.so: the namespace `xent` for processes that never import the Python package. Schemas, meta kernels and
 // CPU kernels of every operator, registered when the library is loaded.
-#include "operators.h"
+#include "checks.h"
+#include "operators/operators.h"
+#include "schemas.h"
 
 #include <dlfcn.h>
 
@@ -8,6 +10,9 @@
 #include <exception>
 
 namespace xent {
+
+const bool CHECKED = true;
+
 namespace {
 
 // One registration, for the life of the process: the dispatcher may still call into it while statics are destroyed.
@@ -22,7 +27,7 @@ class Registration {
 
   void define(const char* schema) { aten::succeed(aoti_torch_library_def(library_, schema), schema); }
 
-  void implement(const char* name, void (*kernel)(StableIValue*, uint64_t, uint64_t)) {
+  void implement(const char* name, operators::Kernel kernel) {
     aten::succeed(torch_library_impl(library_, name, kernel, TORCH_ABI_VERSION), name);
   }
 
@@ -48,17 +53,14 @@ void register_operators(const char* path) {
     return;
   }
   Registration cpu("CPU", path), meta("Meta", path), composite("CompositeImplicitAutograd", path);
-#define XENT_REGISTER(name, schema)                      \
-  schemas.define(schema);                                \
-  cpu.implement(#name, &boxed<&operators::name, false>); \
-  meta.implement(#name, &boxed<&operators::name, true>);
-  XENT_OPERATORS(XENT_REGISTER)
-#undef XENT_REGISTER
-#define XENT_REGISTER(name, schema) \
-  schemas.define(schema);           \
-  composite.implement(#name, &boxed<&operators::name, false>);
-  XENT_COMPOSITES(XENT_REGISTER)
-#undef XENT_REGISTER
+  for (const char* schema : SCHEMAS) {
+    schemas.define(schema);
+  }
+  operators::add_kernels([&](const char* name, operators::Kernel kernel) {
+    cpu.implement(name, kernel);
+    meta.implement(name, kernel);
+  });
+  operators::add_composite([&](const char* name, operators::Kernel kernel) { composite.implement(name, kernel); });
 }
 
 // An exception here would end the process. If an operator of the same name comes from elsewhere, half of the operators

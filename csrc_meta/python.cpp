@@ -1,20 +1,24 @@
-// xent_ops._C: the CPU kernels for the Python package, as operators of the namespace `xent_cpu`. Python owns the namespace
-// `xent` with its checks, fakes and autograd formulas; its CPU kernels call these (xent_ops/kernels/cpu.py). Only tests call
-// those of linear cross entropy: one chunk loop in Python serves all devices.
-#include "operators.h"
+// xent_ops._C: the CPU kernels for the Python package, as operators of the namespace `xent_cpu`. Python owns the
+// namespace `xent` with its checks, fakes and autograd formulas; its CPU kernels call these (xent_ops/kernels/cpu.py).
+#include "checks.h"
+#include "operators/operators.h"
+#include "schemas.h"
 
 #include <Python.h>
 
 STABLE_TORCH_LIBRARY(xent_cpu, library) {
-#define XENT_DEFINE(name, schema) library.def(schema);
-  XENT_OPERATORS(XENT_DEFINE)
-#undef XENT_DEFINE
+  for (const char* schema : xent::SCHEMAS) {
+    library.def(schema);
+  }
 }
 
 STABLE_TORCH_LIBRARY_IMPL(xent_cpu, CPU, library) {
-#define XENT_IMPLEMENT(name, schema) library.impl(#name, &xent::boxed<&xent::operators::name, false>);
-  XENT_OPERATORS(XENT_IMPLEMENT)
-#undef XENT_IMPLEMENT
+  xent::operators::add_kernels([&](const char* name, xent::operators::Kernel kernel) { library.impl(name, kernel); });
+}
+
+// Python has checked.
+namespace xent {
+const bool CHECKED = false;
 }
 
 // Which sources this was built from; xent_ops/_extension.py looks for it in the file.

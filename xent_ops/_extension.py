@@ -92,7 +92,7 @@ def _origin() -> str:
 
 
 def library_path() -> str:
-    """Path of libxent_ops.so: schemas, meta and CPU kernels of every operator for processes without Python.
+    """Path of libxent_ops.so: schemas, meta and CPU kernels of the operators of logits, without Python.
 
     ``torch.ops.load_library`` takes it, and ``dlopen`` in a C++ program; docs/cpp.md shows both.
 

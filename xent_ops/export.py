@@ -45,7 +45,9 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     NaN, as on a GPU. Of a linear loss a known number of rows becomes as many chunks as the operator would have, and a
     dynamic one a single chunk, with all logits. Rows that ``skip_ignored`` would leave out are computed.
 
-    The entries of operators that write to an argument, which a training step has, raise NotImplementedError.
+    A training step of ``make_fx`` is core aten too, but for operators that write to an argument: those of
+    ``inplace_backward=True``, ``linear_token_loss`` and heads split over ranks. torch.export keeps these as they are,
+    and elsewhere their entries raise NotImplementedError.
 
     Examples:
         >>> model = xent_ops.LinearCrossEntropyLoss(16, 100).requires_grad_(False)

@@ -1,4 +1,4 @@
-// The loops of blocks.h. Included by each blocks_*.cpp inside its namespace, after simd.h.
+// The loops of blocks.h. Included by blocks_target.inl inside a namespace, after simd.h.
 
 // Calls body(j, n) for whole vectors, with n a constant, then for the rest of the block.
 template <class A, class Body>

@@ -200,28 +200,20 @@ void with_grad_as(const Distillation& how, PerRow grad_scale, A* loss, MutableRo
 
 }  // namespace
 
-void distillation_forward(
-    const Distillation& how, const void* joined, void* loss, void* statistics, const Threads& threads) {
-  dispatch(how.student, [&](auto a) {
-    using A = decltype(a);
-    forward_as<A>(how, static_cast<const A*>(joined), static_cast<A*>(loss), static_cast<A*>(statistics), threads);
-  });
+void distillation_forward(const Distillation& how, Numbers joined, MutableNumbers loss, MutableNumbers statistics,
+                          const Threads& threads) {
+  return dispatch(how.student, [&](auto a) { return forward_as<decltype(a)>(how, joined, loss, statistics, threads); });
 }
 
-void distillation_backward(
-    const Distillation& how, PerRow grad_loss, const void* statistics, MutableRows grad, const Threads& threads) {
-  dispatch(how.student, [&](auto a) {
-    using A = decltype(a);
-    backward_as<A>(how, grad_loss, static_cast<const A*>(statistics), grad, threads);
-  });
+void distillation_backward(const Distillation& how, PerRow grad_loss, Numbers statistics, MutableRows grad,
+                           const Threads& threads) {
+  return dispatch(how.student,
+                  [&](auto a) { return backward_as<decltype(a)>(how, grad_loss, statistics, grad, threads); });
 }
 
-void distillation_with_grad(
-    const Distillation& how, PerRow grad_scale, void* loss, MutableRows grad, const Threads& threads) {
-  dispatch(how.student, [&](auto a) {
-    using A = decltype(a);
-    with_grad_as<A>(how, grad_scale, static_cast<A*>(loss), grad, threads);
-  });
+void distillation_with_grad(const Distillation& how, PerRow grad_scale, MutableNumbers loss, MutableRows grad,
+                            const Threads& threads) {
+  return dispatch(how.student, [&](auto a) { return with_grad_as<decltype(a)>(how, grad_scale, loss, grad, threads); });
 }
 
 }  // namespace xent::cpu

@@ -45,6 +45,8 @@ const Blocks<double>& blocks<double>() {
   return choice().in_double;
 }
 
-const char* instruction_set() { return choice().in_float.name; }
+const char* instruction_set() {
+  return &choice().in_float == &generic::float_blocks ? "default" : choice().in_float.name;
+}
 
 }  // namespace xent::cpu

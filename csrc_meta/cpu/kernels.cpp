@@ -196,58 +196,33 @@ void scale_grad_as(const Problem& problem, MutableRows grad, PerRow factor, cons
 
 }  // namespace
 
-void forward(
-    const Problem& problem, void* loss, void* lse, std::int64_t* argmax, void* entropy, const Threads& threads) {
-  dispatch(problem, [&](auto a) {
-    using A = decltype(a);
-    forward_as<A>(problem, static_cast<A*>(loss), static_cast<A*>(lse), argmax, static_cast<A*>(entropy), threads);
+void forward(const Problem& problem, MutableNumbers loss, MutableNumbers lse, std::int64_t* argmax,
+             MutableNumbers entropy, const Threads& threads) {
+  return dispatch(problem,
+                  [&](auto a) { return forward_as<decltype(a)>(problem, loss, lse, argmax, entropy, threads); });
+}
+
+void forward_counted(const Problem& problem, MutableNumbers loss, MutableNumbers lse, const Threads& threads) {
+  return dispatch(problem, [&](auto a) { return forward_counted_as<decltype(a)>(problem, loss, lse, threads); });
+}
+
+void backward(const Problem& problem, Slice slice, const Upstream& upstream, Numbers lse, Numbers entropy,
+              Numbers coefficient, MutableRows grad, const Threads& threads) {
+  return dispatch(problem, [&](auto a) {
+    return backward_as<decltype(a)>(problem, slice, upstream, lse, entropy, coefficient, grad, threads);
   });
 }
 
-void forward_counted(const Problem& problem, void* loss, void* lse, const Threads& threads) {
-  dispatch(problem, [&](auto a) {
-    using A = decltype(a);
-    forward_counted_as<A>(problem, static_cast<A*>(loss), static_cast<A*>(lse), threads);
-  });
-}
-
-void backward(
-    const Problem& problem,
-    Slice slice,
-    const Upstream& upstream,
-    const void* lse,
-    const void* entropy,
-    const void* coefficient,
-    MutableRows grad,
-    const Threads& threads) {
-  dispatch(problem, [&](auto a) {
-    using A = decltype(a);
-    backward_as<A>(
-        problem, slice, upstream, static_cast<const A*>(lse), static_cast<const A*>(entropy),
-        static_cast<const A*>(coefficient), grad, threads);
-  });
-}
-
-void with_grad(
-    const Problem& problem,
-    PerRow grad_scale,
-    PerRow grad_lse_square,
-    void* loss,
-    void* lse,
-    std::int64_t* argmax,
-    void* entropy,
-    MutableRows grad,
-    const Threads& threads) {
-  dispatch(problem, [&](auto a) {
-    using A = decltype(a);
-    with_grad_as<A>(
-        problem, grad_scale, grad_lse_square, static_cast<A*>(loss), static_cast<A*>(lse), argmax,
-        static_cast<A*>(entropy), grad, threads);
+void with_grad(const Problem& problem, PerRow grad_scale, PerRow grad_lse_square, MutableNumbers loss,
+               MutableNumbers lse, std::int64_t* argmax, MutableNumbers entropy, MutableRows grad,
+               const Threads& threads) {
+  return dispatch(problem, [&](auto a) {
+    return with_grad_as<decltype(a)>(problem, grad_scale, grad_lse_square, loss, lse, argmax, entropy, grad, threads);
   });
 }
 
 void scale_grad(const Problem& problem, MutableRows grad, PerRow factor, const Threads& threads) {
-  dispatch(problem, [&](auto a) { scale_grad_as<decltype(a)>(problem, grad, factor, threads); });
+  return dispatch(problem, [&](auto a) { return scale_grad_as<decltype(a)>(problem, grad, factor, threads); });
 }
 
 }  // namespace xent::cpu

@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
-#include <tuple>
 
 namespace xent::cpu {
 
@@ -36,6 +35,19 @@ struct PerRow {
   std::int64_t stride = 0;
 };
 
+// Numbers of the accumulator's dtype: a kernel takes them as floats or as doubles. null: not given.
+template <class Void>
+struct NumbersOf {
+  Void* data;
+  NumbersOf(Void* numbers) : data(numbers) {}
+  template <class A>
+  operator A*() const {
+    return static_cast<A*>(data);
+  }
+};
+using Numbers = NumbersOf<const void>;
+using MutableNumbers = NumbersOf<void>;
+
 // How to run a loop on several threads. `loop(begin, end, grain, body)` calls body on disjoint ranges that cover
 // [begin, end), at least `grain` long if possible, in any order, and returns after the last, as at::parallel_for does.
 struct Threads {
@@ -51,16 +63,6 @@ struct Options {
   std::optional<double> softcap;
   double logit_scale = 1.0;
 };
-
-// The fields in the order of the schemas, of options that may be const.
-template <class Some>
-auto soft_fields(Some& options) {
-  return std::tie(options.label_smoothing, options.softcap, options.logit_scale);
-}
-template <class Some>
-auto fields(Some& options) {
-  return std::tuple_cat(std::tie(options.ignore_index), soft_fields(options));
-}
 
 // The arguments of every operator.
 struct Problem : Options {
@@ -93,37 +95,26 @@ struct Slice {
 // A gradient may be written over the logits it is taken from (same data, same strides).
 
 // argmax and entropy are optional (null). argmax: the first index on ties, or the first NaN.
-void forward(const Problem&, void* loss, void* lse, std::int64_t* argmax, void* entropy, const Threads&);
+void forward(const Problem&, MutableNumbers loss, MutableNumbers lse, std::int64_t* argmax, MutableNumbers entropy,
+             const Threads&);
 
 // As forward, but the logits of ignored rows are not read, and their lse is infinite.
-void forward_counted(const Problem&, void* loss, void* lse, const Threads&);
+void forward_counted(const Problem&, MutableNumbers loss, MutableNumbers lse, const Threads&);
 
 // lse: of all classes. entropy may be null unless upstream.entropy is given. coefficient: (N,) from shard_join, or null:
 // of a slice without class weights it is 1, of all classes it follows from the weights. Columns behind the last class
 // get zeros.
-void backward(
-    const Problem&,
-    Slice,
-    const Upstream&,
-    const void* lse,
-    const void* entropy,
-    const void* coefficient,
-    MutableRows grad_logits,
-    const Threads&);
+void backward(const Problem&, Slice, const Upstream&, Numbers lse, Numbers entropy, Numbers coefficient,
+              MutableRows grad_logits, const Threads&);
 
 // probabilities: (N, V) of any dtype and strides. Returns the smallest of the rows that add up to less than 0 (as those
 // of log-probabilities do), or 0 where no row does, or they are not to be checked.
-double soft_forward(const Problem&, DType, Rows probabilities, bool check, void* loss, void* lse, const Threads&);
+double soft_forward(const Problem&, DType, Rows probabilities, bool check, MutableNumbers loss, MutableNumbers lse,
+                    const Threads&);
 
 // Uses only loss and lse of upstream.
-void soft_backward(
-    const Problem&,
-    DType,
-    Rows probabilities,
-    const Upstream&,
-    const void* lse,
-    MutableRows grad_logits,
-    const Threads&);
+void soft_backward(const Problem&, DType, Rows probabilities, const Upstream&, Numbers lse, MutableRows grad_logits,
+                   const Threads&);
 
 // A student's logits beside its teacher's, of the same rows: xent_ops/kernels/reference_distillation.py.
 struct Distillation {
@@ -137,45 +128,31 @@ struct Distillation {
 };
 
 // statistics, joined: (4, N). joined: those of all classes, for the parts of a mixture's sums; or null.
-void distillation_forward(
-    const Distillation&, const void* joined, void* loss, void* statistics, const Threads&);
+void distillation_forward(const Distillation&, Numbers joined, MutableNumbers loss, MutableNumbers statistics,
+                          const Threads&);
 
 // Columns behind the last class get zeros.
-void distillation_backward(
-    const Distillation&, PerRow grad_loss, const void* statistics, MutableRows grad_logits, const Threads&);
+void distillation_backward(const Distillation&, PerRow grad_loss, Numbers statistics, MutableRows grad_logits,
+                           const Threads&);
 
 // The loss, and the gradient of grad_scale times it. Of all classes.
-void distillation_with_grad(
-    const Distillation&, PerRow grad_scale, void* loss, MutableRows grad_logits, const Threads&);
+void distillation_with_grad(const Distillation&, PerRow grad_scale, MutableNumbers loss, MutableRows grad_logits,
+                            const Threads&);
 
 // (2,): the sum of the counted targets' class weights (or of `target_weight`, (N,), where it is given), and the number
 // of counted rows. inverse, 1 / divisor, is optional (null). The logits are not read.
-void divisor(const Problem&, const void* target_weight, void* divisor, void* inverse);
+void divisor(const Problem&, Numbers target_weight, MutableNumbers divisor, MutableNumbers inverse);
 
 // One number: the sum of the losses, which are 0 in ignored rows, and of lse_square_scale * lse^2 over the counted
 // rows; the mean divides them by divisor[0] and divisor[1]. Uses dtype, rows, target and ignore_index of the problem.
-void reduce(
-    const Problem&,
-    const void* loss,
-    const void* lse,
-    const void* divisor,
-    double lse_square_scale,
-    bool mean,
-    void* value);
+void reduce(const Problem&, Numbers loss, Numbers lse, Numbers divisor, double lse_square_scale, bool mean,
+            MutableNumbers value);
 
 // Loss, lse and the gradient of sum(grad_scale * loss + grad_lse_square * lse^2) over the counted rows, each row
 // visited once: the bits of forward, then backward, with the second read from the cache. grad_lse_square, argmax and
 // entropy are optional; of an ignored row the lse is infinite, argmax -1 and entropy 0.
-void with_grad(
-    const Problem&,
-    PerRow grad_scale,
-    PerRow grad_lse_square,
-    void* loss,
-    void* lse,
-    std::int64_t* argmax,
-    void* entropy,
-    MutableRows grad_logits,
-    const Threads&);
+void with_grad(const Problem&, PerRow grad_scale, PerRow grad_lse_square, MutableNumbers loss, MutableNumbers lse,
+               std::int64_t* argmax, MutableNumbers entropy, MutableRows grad_logits, const Threads&);
 
 // Each row of grad times its factor, in place. A factor of 0 gives zeros whatever the row holds, as in a row that
 // passes nothing back. A factor of 1 is not applied. Uses dtype, rows and classes of the problem.
@@ -185,19 +162,11 @@ void scale_grad(const Problem&, MutableRows grad, PerRow factor, const Threads&)
 std::int64_t shard_width(const Problem&);
 
 // out: (1, shard_width), as kernels/reference_shard.py lays it out.
-void shard_forward(const Problem&, Slice, void* out, const Threads&);
+void shard_forward(const Problem&, Slice, MutableNumbers out, const Threads&);
 
 // gathered: (ranks, shard_width), dense. The logits and the values of the weight are not read.
-void shard_join(
-    const Problem&,
-    Slice,
-    const void* gathered,
-    std::int64_t ranks,
-    void* loss,
-    void* lse,
-    void* target_weight,
-    void* coefficient,
-    const Threads&);
+void shard_join(const Problem&, Slice, Numbers gathered, std::int64_t ranks, MutableNumbers loss, MutableNumbers lse,
+                MutableNumbers target_weight, MutableNumbers coefficient, const Threads&);
 
 // "avx512", "avx2" or "default": the instructions that the kernels use on this processor. Like torch, they obey
 // ATEN_CPU_CAPABILITY=default|avx2|avx512, read at the first call, if the processor supports it.

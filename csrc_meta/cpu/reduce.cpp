@@ -49,27 +49,14 @@ void reduce_as(
 
 }  // namespace
 
-void divisor(const Problem& problem, const void* target_weight, void* divisor, void* inverse) {
-  dispatch(problem, [&](auto a) {
-    using A = decltype(a);
-    divisor_as<A>(
-        problem, static_cast<const A*>(target_weight), static_cast<A*>(divisor), static_cast<A*>(inverse));
-  });
+void divisor(const Problem& problem, Numbers target_weight, MutableNumbers divisor, MutableNumbers inverse) {
+  return dispatch(problem, [&](auto a) { return divisor_as<decltype(a)>(problem, target_weight, divisor, inverse); });
 }
 
-void reduce(
-    const Problem& problem,
-    const void* loss,
-    const void* lse,
-    const void* divisor,
-    double lse_square_scale,
-    bool mean,
-    void* value) {
-  dispatch(problem, [&](auto a) {
-    using A = decltype(a);
-    reduce_as<A>(
-        problem, static_cast<const A*>(loss), static_cast<const A*>(lse), static_cast<const A*>(divisor),
-        lse_square_scale, mean, static_cast<A*>(value));
+void reduce(const Problem& problem, Numbers loss, Numbers lse, Numbers divisor, double lse_square_scale, bool mean,
+            MutableNumbers value) {
+  return dispatch(problem, [&](auto a) {
+    return reduce_as<decltype(a)>(problem, loss, lse, divisor, lse_square_scale, mean, value);
   });
 }
 

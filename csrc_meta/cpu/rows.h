@@ -15,8 +15,8 @@ constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 // Calls body with a value of the accumulator's type.
 template <class Body>
-void dispatch(const Problem& problem, Body body) {
-  accumulates_in_double(problem.dtype) ? body(double()) : body(float());
+auto dispatch(const Problem& problem, Body body) {
+  return accumulates_in_double(problem.dtype) ? body(double()) : body(float());
 }
 
 struct Nothing {};

@@ -132,28 +132,15 @@ std::int64_t shard_width(const Problem& problem) {
   return (!problem.weight ? 3 : 4) * problem.rows + kHeader;
 }
 
-void shard_forward(const Problem& problem, Slice shard, void* out, const Threads& threads) {
-  dispatch(problem, [&](auto a) {
-    using A = decltype(a);
-    forward_as<A>(without_padding(problem, shard), shard, static_cast<A*>(out), threads);
-  });
+void shard_forward(const Problem& problem, Slice shard, MutableNumbers out, const Threads& threads) {
+  return dispatch(
+      problem, [&](auto a) { return forward_as<decltype(a)>(without_padding(problem, shard), shard, out, threads); });
 }
 
-void shard_join(
-    const Problem& problem,
-    Slice shard,
-    const void* gathered,
-    std::int64_t ranks,
-    void* loss,
-    void* lse,
-    void* target_weight,
-    void* coefficient,
-    const Threads& threads) {
-  dispatch(problem, [&](auto a) {
-    using A = decltype(a);
-    join_as<A>(
-        problem, shard, static_cast<const A*>(gathered), ranks, static_cast<A*>(loss), static_cast<A*>(lse),
-        static_cast<A*>(target_weight), static_cast<A*>(coefficient), threads);
+void shard_join(const Problem& problem, Slice shard, Numbers gathered, std::int64_t ranks, MutableNumbers loss,
+                MutableNumbers lse, MutableNumbers target_weight, MutableNumbers coefficient, const Threads& threads) {
+  return dispatch(problem, [&](auto a) {
+    return join_as<decltype(a)>(problem, shard, gathered, ranks, loss, lse, target_weight, coefficient, threads);
   });
 }
 

@@ -1,6 +1,6 @@
 // Vectors of accumulators, on the vector extensions of GCC and Clang: one source for every instruction set.
 //
-// Included once in each blocks_*.cpp, inside its namespace, after VECTOR_BYTES is defined. Nothing here may come from
+// Included by blocks_target.inl, inside a namespace, after VECTOR_BYTES is defined. Nothing here may come from
 // the standard library's templates: the linker keeps one copy of an inline function for the whole library, and that
 // could be the one that was compiled for AVX-512.
 

@@ -101,35 +101,17 @@ void backward_as(
 
 }  // namespace
 
-double soft_forward(
-    const Problem& problem,
-    DType dtype,
-    Rows probabilities,
-    bool check,
-    void* loss,
-    void* lse,
-    const Threads& threads) {
-  double least = 0;
-  dispatch(problem, [&](auto a) {
-    using A = decltype(a);
-    least = forward_as<A>(
-        problem, {problem, dtype, probabilities}, check, static_cast<A*>(loss), static_cast<A*>(lse), threads);
+double soft_forward(const Problem& problem, DType dtype, Rows probabilities, bool check, MutableNumbers loss,
+                    MutableNumbers lse, const Threads& threads) {
+  return dispatch(problem, [&](auto a) {
+    return forward_as<decltype(a)>(problem, {problem, dtype, probabilities}, check, loss, lse, threads);
   });
-  return least;
 }
 
-void soft_backward(
-    const Problem& problem,
-    DType dtype,
-    Rows probabilities,
-    const Upstream& upstream,
-    const void* lse,
-    MutableRows grad,
-    const Threads& threads) {
-  dispatch(problem, [&](auto a) {
-    using A = decltype(a);
-    backward_as<A>(
-        problem, {problem, dtype, probabilities}, upstream, static_cast<const A*>(lse), grad, threads);
+void soft_backward(const Problem& problem, DType dtype, Rows probabilities, const Upstream& upstream, Numbers lse,
+                   MutableRows grad, const Threads& threads) {
+  return dispatch(problem, [&](auto a) {
+    return backward_as<decltype(a)>(problem, {problem, dtype, probabilities}, upstream, lse, grad, threads);
   });
 }
 

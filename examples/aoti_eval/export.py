@@ -85,6 +85,8 @@ def train_step(model: ByteModel, parameters: Sequence[Tensor], ids: Tensor, targ
 def pack(module: nn.Module, inputs: tuple[Tensor, ...], path: Path, dynamic: bool) -> None:
     shapes = tuple({0: Dim.DYNAMIC} for _ in inputs) if dynamic else None
     program = torch.export.export(module, inputs, dynamic_shapes=shapes)
+    if dynamic and inputs[0].device.type == "cpu":  # a head: libxent_ops.so has none
+        program = program.run_decompositions(xent_ops.decompositions())
     torch._inductor.aoti_compile_and_package(program, package_path=str(path))
 
 

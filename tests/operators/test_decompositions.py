@@ -94,8 +94,8 @@ class Loss(torch.nn.Module):
         super().__init__()
         self.function, self.options = function, options
 
-    def forward(self, *args):
-        return self.function(*args, **self.options)
+    def forward(self, *args, **options):
+        return self.function(*args, **self.options, **options)
 
 
 def outputs(x, head, target):
@@ -118,7 +118,7 @@ def token_loss(x, head, target):
 
 def distillation(x, head, target):
     how = {"target": target, "beta": 0.5, "temperature": 2.0, "hard_weight": 0.5}
-    return xent_ops.linear_distillation_loss(x, head, x.flip(1), head.flip(0), **how)
+    return xent_ops.linear_distillation_loss(x, head, x.detach().flip(1), head.detach().flip(0), **how)
 
 
 OPTIONS = {"label_smoothing": 0.1, "softcap": 5.0, "logit_scale": 0.5, "lse_square_scale": 0.1}
@@ -165,6 +165,31 @@ def test_programs(name, dynamic):
     more = [inputs(name, rows) for rows in (7, 600)] if dynamic else []
     for tensors in (given, *more):
         torch.testing.assert_close(program.module()(*tensors), LOSSES[name](*tensors))
+
+
+def step(name, **options):
+    """Loss and gradients, the loss times another number."""
+
+    def function(*tensors):
+        leaves = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors]
+        loss = LOSSES[name](*leaves, **options)
+        return loss.detach(), *torch.autograd.grad(3 * loss, [leaf for leaf in leaves if leaf.requires_grad])
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [("mean", {}), ("mean", {"grad_in_forward": True}), ("linear", {}), ("distillation", {})],
+    ids=str,
+)
+def test_training_steps(name, options):
+    """What scales a gradient is no write that functionalization hides from the table."""
+    function, given = step(name, **options), inputs(name)
+    program = export(make_fx(function)(*given), given).run_decompositions(xent_ops.decompositions())
+    assert not foreign(program.graph)
+    for made, expected in zip(program.module()(*given), function(*given), strict=True):
+        torch.testing.assert_close(made, expected)
 
 
 @pytest.mark.parametrize("dynamic, products", [(False, 3), (True, 1)], ids=["static", "dynamic"])

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 _BYTES = 256 * 2**20  # of a chunk's logits; small vocabularies get more rows than the least
-_MOST_BYTES = 2**30  # likewise, of large ones; csrc_meta/chunks.h has it too
+_MOST_BYTES = 2**30  # likewise, of large ones
 _ROWS_ON_CPU = 512
 _MULTIPLE = 128
 

@@ -246,7 +246,10 @@ class GradInForwardFunction(torch.autograd.Function):
             )
         (gradient,) = ctx.saved_tensors
         gradient = gradient.detach()
-        below_autograd(_ops.scale_grad_.default, gradient, grad)
+        if transforms.is_recorded():  # functionalization would hide a write from xent_ops.decompositions
+            gradient = reference.scaled_grad(gradient, grad)
+        else:
+            below_autograd(_ops.scale_grad_.default, gradient, grad)
         ctx.spent = True
         return gradient, *(None,) * 6
 

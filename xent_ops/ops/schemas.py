@@ -45,25 +45,6 @@ LINEAR_GRADS = "Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear
 # Made of the others for every device: no kernels of their own.
 COMPOSITES = ("cross_entropy", "linear_cross_entropy")
 
-# Not in libxent_ops.so, and plain torch on a CPU. A process without Python has no collectives to put between those of
-# shards and chunks.
-PYTHON_ONLY = (
-    "linear_distillation_chunk",
-    "linear_distillation_chunk_grad_",
-    "token_logits",
-    "token_logits_backward",
-    "ids_grad_",
-    "linear_token_logits",
-    "linear_token_logits_backward",
-    "linear_token_logits_with_grad",
-    "linear_cross_entropy_shard",
-    "linear_cross_entropy_shard_join",
-    "linear_cross_entropy_chunk",
-    "linear_cross_entropy_chunk_grad_",
-    "linear_cross_entropy_chunk_add_",
-    "attach_gradients",
-)
-
 DECLARED: dict[str, tuple[str, "str | None"]] = {
     # What users call. Composite: a graph shows the operators below.
     "cross_entropy": (
@@ -299,3 +280,7 @@ for _name, (_schema, _overwrites) in DECLARED.items():
     SCHEMAS[_name] = _schema
     if _overwrites is not None:
         SCHEMAS[f"{_name}_"] = twin(_schema, _overwrites)
+
+# Not in libxent_ops.so, and plain torch on a CPU: heads, whose loops over chunks are Python's (a package for a process
+# without it takes them from ``xent_ops.decompositions``), and several classes a row.
+PYTHON_ONLY = frozenset(name for name in SCHEMAS if name.startswith(("linear_", "token_logits", "ids_grad", "attach_")))

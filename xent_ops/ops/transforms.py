@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .._private import left_out, private
 
@@ -58,6 +59,11 @@ def is_traced() -> bool:
 def is_jit_traced() -> bool:
     """By torch.jit.trace, to which sizes are tensors, and which records no operator with a list of bools."""
     return not torch.compiler.is_compiling() and _tracing_state() is not None
+
+
+def is_recorded() -> bool:
+    """Does a tracer record operators: Dynamo, AOTAutograd, torch.export, make_fx?"""
+    return torch.compiler.is_compiling() or get_proxy_mode() is not None
 
 
 def is_exported() -> bool:

@@ -107,6 +107,8 @@ def give_away(ctx: Any, grad: Tensor, keep: bool) -> Gradients:
     gradients, factor = ctx.gradients, grad if ctx.divisor is None else grad / ctx.divisor
     if not keep:
         ctx.gradients = None
+    # A tracer records no write: functionalization would hide it from xent_ops.decompositions.
+    keep = keep or transforms.is_recorded()
     scaled: list[Tensor | None] = []
     for gradient, want in zip(gradients, ctx.mask, strict=True):
         if not want:

@@ -1,9 +1,9 @@
 // Converts tensors for the kernels of cpu/. Rows are used in place if the kernels can take them, else copied once.
 #pragma once
 
-#include "stack.h"
+#include "operators/options.h"
 
-namespace xent::bridge {
+namespace xent::tensors {
 
 inline ScalarType accumulator(const Tensor& logits) {
   return logits.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
@@ -89,8 +89,8 @@ class Upstream : public cpu::Upstream {
 };
 
 // torch's intra-op threads, as set by torch.set_num_threads, at::set_num_threads or OMP_NUM_THREADS.
-// What is subnormal in the float32 arithmetic of float32 and bfloat16 logits becomes 0; not with a softcap, of which the
+// In the float32 arithmetic of float32 and bfloat16 logits subnormal numbers become 0; not with a softcap, whose
 // reciprocal may be subnormal.
 cpu::Threads threads(const Tensor& logits, const std::optional<double>& softcap);
 
-}  // namespace xent::bridge
+}  // namespace xent::tensors

@@ -1,4 +1,4 @@
-#include "bridge.h"
+#include "tensors.h"
 
 #include "checks.h"
 
@@ -8,7 +8,7 @@
 #include <xmmintrin.h>
 #endif
 
-namespace xent::bridge {
+namespace xent::tensors {
 namespace {
 
 struct Dimension {
@@ -119,14 +119,14 @@ Tensor dense(const Tensor& tensor, ScalarType dtype) {
 Problem::Problem(const Tensor& logits, const MaybeTensor& target, const MaybeTensor& weight, const Options& options,
                  bool with_values)
     : cpu::Problem{options} {
-  dtype = bridge::dtype(logits);
+  dtype = tensors::dtype(logits);
   rows = 1;
   for (int64_t i = 0; i + 1 < logits.dim(); ++i) {
     rows *= logits.size(i);
   }
   classes = logits.size(logits.dim() - 1);
   if (with_values) {
-    logits_ = bridge::read(logits);
+    logits_ = tensors::read(logits);
     this->logits = logits_->rows;
   }
   if (target) {
@@ -209,4 +209,4 @@ cpu::Threads threads(const Tensor& logits, const std::optional<double>& softcap)
   return result;
 }
 
-}  // namespace xent::bridge
+}  // namespace xent::tensors

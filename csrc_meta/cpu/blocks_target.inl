@@ -1,0 +1,39 @@
+// The loops for one instruction set. The file that includes this defines XENT_NAME, a namespace, VECTOR_BYTES, and
+// XENT_TARGET, as GCC and Clang name the set, unless it is the compiler's default. The target is set here rather than by
+// compiler flags, which a build would have to give file by file.
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "blocks.h"
+
+#define XENT_PRAGMA_OF(text) _Pragma(#text)
+#define XENT_PRAGMA(text) XENT_PRAGMA_OF(text)
+#define XENT_STRING_OF(text) #text
+#define XENT_STRING(text) XENT_STRING_OF(text)
+
+#if defined(__clang__) && defined(XENT_TARGET)
+XENT_PRAGMA(clang attribute push(__attribute__((target(XENT_TARGET))), apply_to = function))
+#elif defined(XENT_TARGET)
+#pragma GCC push_options
+XENT_PRAGMA(GCC target(XENT_TARGET))
+#pragma GCC diagnostic ignored "-Wuninitialized"  // in GCC 12's own immintrin.h
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
+namespace xent::cpu::XENT_NAME {
+namespace {
+#include "simd.h"
+
+#include "blocks.inl"
+}  // namespace
+
+const Blocks<float> float_blocks = XENT_BLOCKS(XENT_STRING(XENT_NAME), float);
+const Blocks<double> double_blocks = XENT_BLOCKS(XENT_STRING(XENT_NAME), double);
+}  // namespace xent::cpu::XENT_NAME
+
+#if defined(__clang__) && defined(XENT_TARGET)
+#pragma clang attribute pop
+#elif defined(XENT_TARGET)
+#pragma GCC pop_options
+#endif

@@ -1,0 +1,77 @@
+// One rank's shard of a vocabulary that is split over ranks. The algebra: xent_ops/kernels/reference_shard.py.
+#include "operators/operators.h"
+
+#include "operators/outputs.h"
+
+namespace xent::operators {
+namespace {
+
+// Of one rank's result: 3 numbers for each row, 4 with class weights, and a header of 5.
+Tensor shard_part(const Tensor& logits, const Tensor& target, const MaybeTensor& weight) {
+  std::vector<Tensor> parts(weight ? 4 : 3, aten::flatten(per_row(logits, target)));
+  parts.push_back(numbers(logits, {5}));
+  return aten::cat(parts);
+}
+
+Tensor forward(const Tensor& logits, const Tensor& target, int64_t class_start, int64_t num_classes,
+               const MaybeTensor& weight, int64_t ignore_index, double label_smoothing, MaybeNumber softcap,
+               double logit_scale) {
+  const Options options{ignore_index, label_smoothing, softcap, logit_scale};
+  const cpu::Slice shard{class_start, num_classes};
+  checks::shard(logits, target, shard, weight, options);
+  const Tensor out = aten::unsqueeze(shard_part(logits, target, weight), 0);
+  if (!is_meta(logits)) {
+    const tensors::Problem problem(logits, target, weight, options);
+    problem.check_targets(num_classes);
+    STD_TORCH_CHECK(out.numel() == cpu::shard_width(problem), "a shard hands over another number of values");
+    cpu::shard_forward(problem, shard, out.mutable_data_ptr(), tensors::threads(logits, softcap));
+  }
+  return out;
+}
+
+// loss, lse, target_weight, coefficient.
+Four join(const Tensor& logits, const Tensor& target, const Tensor& gathered, int64_t class_start, int64_t num_classes,
+          const MaybeTensor& weight, int64_t ignore_index, double label_smoothing, MaybeNumber softcap,
+          double logit_scale) {
+  const Options options{ignore_index, label_smoothing, softcap, logit_scale};
+  const cpu::Slice shard{class_start, num_classes};
+  checks::shard(logits, target, shard, weight, options);
+  const Tensor part = shard_part(logits, target, weight);
+  XENT_CHECK(gathered.dim() == 2 && gathered.scalar_type() == part.scalar_type() &&
+                 (is_meta(part) || gathered.size(1) == part.size(0)),
+             "gathered must be the results of cross_entropy_shard, one for each rank");
+  const Four outputs{per_row(logits, target), per_row(logits, target), per_row(logits, target),
+                     per_row(logits, target)};
+  if (!is_meta(logits)) {
+    const auto& [loss, lse, target_weight, coefficient] = outputs;
+    const Tensor dense = tensors::dense(gathered, tensors::accumulator(logits));
+    cpu::shard_join(tensors::Problem(logits, target, weight, options, false), shard, dense.const_data_ptr(),
+                    dense.size(0), loss.mutable_data_ptr(), lse.mutable_data_ptr(), target_weight.mutable_data_ptr(),
+                    coefficient.mutable_data_ptr(), tensors::threads(logits, softcap));
+  }
+  return outputs;
+}
+
+Four join_reduced(const Tensor& logits, const Tensor& target, const Tensor& gathered, int64_t class_start,
+                  int64_t num_classes, const MaybeTensor& weight, int64_t ignore_index, double label_smoothing,
+                  MaybeNumber softcap, double logit_scale, double lse_square_scale, const std::string& reduction) {
+  checks::reduction(reduction, false);
+  const auto [loss, lse, target_weight, coefficient] = join(
+      logits, target, gathered, class_start, num_classes, weight, ignore_index, label_smoothing, softcap, logit_scale);
+  const Tensor value = numbers(logits, {}), divisors = numbers(logits, {2});
+  if (!is_meta(logits)) {
+    reduce(tensors::Problem(logits, target, weight, {ignore_index}, false), loss, lse, target_weight.const_data_ptr(),
+           lse_square_scale, reduction, divisors, value);
+  }
+  return {value, divisors, lse, coefficient};
+}
+
+}  // namespace
+
+void add_shard(const Add& add) {
+  add("cross_entropy_shard", TORCH_BOX(&forward));
+  add("cross_entropy_shard_join", TORCH_BOX(&join));
+  add("cross_entropy_shard_reduced", TORCH_BOX(&join_reduced));
+}
+
+}  // namespace xent::operators
