@@ -178,3 +178,18 @@ def test_threads_share_a_cache():
     for thread in threads:
         thread.join()
     assert not failures and len(cache) <= LaunchCache.SIZE
+
+
+@pytest.mark.parametrize("shape", [(0, 37), (3, 37)], ids=["no row", "rows"])
+def test_an_operator_and_its_twin_return_what_their_schemas_say(device, shape):
+    logits = torch.randn(shape, device=device)
+    target = torch.zeros(shape[:1], dtype=torch.int64, device=device)
+    lse = logits.logsumexp(-1)
+    gradient = ops.cross_entropy_backward(lse, None, logits, target, lse)
+    over = logits.clone()
+    assert ops.cross_entropy_backward_(lse, None, over, target, lse) is None
+    assert torch.equal(over, gradient)
+    *_, gradient = ops.cross_entropy_with_grad(logits, target, lse)
+    over = logits.clone()
+    assert len(ops.cross_entropy_with_grad_(over, target, lse)) == 4
+    assert torch.equal(over, gradient)

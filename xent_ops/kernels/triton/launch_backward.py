@@ -48,7 +48,11 @@ def cross_entropy_backward(
         logits = logits[..., :columns]
     number, strides, as_rows, _ = row_layout(logits)
     if traced(logits.numel()) == 0:
-        return lambda gradient, *_: gradient.zero_()  # it has columns behind the last class, or no element
+
+        def write_zeros(gradient: Tensor, *_: Any) -> None:
+            gradient.zero_()  # it has columns behind the last class, or no element
+
+        return write_zeros
     classes, itemsize, dtype = logits.shape[-1], logits.element_size(), accumulator(logits)
     weighted, smoothing = weight is not None, options.label_smoothing > 0.0
     as_grad_loss, grad_loss_stride = per_row_like(grad_loss)
