@@ -1,5 +1,6 @@
 #include "checks.h"
 
+#include <sstream>
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>
@@ -179,8 +180,10 @@ void target_values(const Tensor& target, int64_t num_classes, int64_t ignore_ind
 
 void soft_values(double least) {
   if (least < 0.0) {
+    std::ostringstream shown;  // six digits, of small numbers too
+    shown << least;
     throw std::invalid_argument(
-        "target of class probabilities has " + std::to_string(least) +
+        "target of class probabilities has " + shown.str() +
         " in a row that adds up to less than 0: pass target.exp() of log-probabilities, target.softmax(dim) of logits");
   }
 }
