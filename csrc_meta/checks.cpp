@@ -1,8 +1,8 @@
 #include "checks.h"
 
-#include <sstream>
 #include <algorithm>
 #include <cmath>
+#include <sstream>
 #include <stdexcept>
 
 namespace xent::checks {

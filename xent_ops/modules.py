@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -122,29 +121,6 @@ def _tied(
     return weight
 
 
-class _Tie:
-    """A weight of a head, and which modules have it too: a Parameter does not tell whose it is.
-
-    An object, of which torch.export makes no copy as it does of a module's lists and dicts.
-    """
-
-    def __init__(self, weight: nn.Parameter, head: nn.Module, before: _Tie | None) -> None:
-        self.weight, self.broken = weight, False
-        # Parameters of modules, and the weight's name there.
-        self.others: list[tuple[dict[str, Any], str]] = [] if before is None else before.others
-        if not self.is_held():  # looks at all objects: .1 s for 400,000
-            modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module) and one is not head]
-            parameters = [vars(module).get("_parameters") or {} for module in modules]
-            self.others = [(held, name) for held in parameters for name, value in held.items() if value is weight]
-
-    def is_held(self) -> bool:
-        return any([held.get(name) is self.weight for held, name in self.others])
-
-    def holds(self, weight: Tensor) -> bool:
-        """Yes for a weight that a call brings (torch.func.functional_call), and where no other module had one."""
-        return weight is not self.weight or not (self.broken or (self.others and not self.is_held()))
-
-
 class LinearCrossEntropyLoss(nn.Module):
     """The head of a model and its loss as one module: ``xent_ops.linear_cross_entropy`` with a weight of its own.
 
@@ -155,8 +131,9 @@ class LinearCrossEntropyLoss(nn.Module):
         num_classes: V.
         bias: does the head have one?
         tied_weight: a Parameter (V, H) to use as the head's weight, an embedding's for example. The sizes may then be
-            left out. Where something replaces the Parameter, here or in the embedding, as ``to_empty`` and
-            ``load_state_dict(assign=True)`` do, the next call raises: tie it again, ``head.weight = embedding.weight``.
+            left out. Where something replaces the module's Parameter, as ``to_empty`` does, the next call raises: tie
+            it again by ``head.weight = embedding.weight``. A Parameter that the embedding alone replaces, as
+            ``embedding.load_state_dict(assign=True)`` does, is not seen: tie the head again then.
         class_weight: (V,), a rescaling of each class. Moves with the module, and is not in its state_dict.
         device, dtype: of the parameters, as in nn.Linear. A tied weight has its own.
         others: as for ``xent_ops.linear_cross_entropy``.
@@ -206,8 +183,6 @@ class LinearCrossEntropyLoss(nn.Module):
         checks.chunk_rows(how.chunk_rows)
         self.chunk_rows, self.skip_ignored, self.logits_dtype, self.products = how
         in_features, num_classes = _size("in_features", in_features), _size("num_classes", num_classes)
-        self.tied = tied_weight is not None
-        self._tie: _Tie | None = None
         if tied_weight is None:
             if in_features is None or num_classes is None:
                 raise TypeError("LinearCrossEntropyLoss needs in_features and num_classes, or a tied_weight")
@@ -219,12 +194,9 @@ class LinearCrossEntropyLoss(nn.Module):
         if arguments.boolean("bias", bias):
             self.bias = nn.Parameter(self.weight.new_empty(self.num_classes))
         self.register_buffer("class_weight", class_weight, persistent=False)
+        self.tied = tied_weight is not None
+        self._untied: nn.Parameter | None = None
         self.reset_parameters()
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        super().register_parameter(name, param)
-        if name == "weight" and param is not None and self.tied:
-            self._tie = _Tie(param, self, self._tie)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LinearCrossEntropyLoss:
         with self._tie_is_watched():
@@ -241,8 +213,7 @@ class LinearCrossEntropyLoss(nn.Module):
         before = self.weight
         yield
         if self.tied and self.weight is not before:
-            self._tie = _Tie(self.weight, self, self._tie)
-            self._tie.broken = True
+            object.__setattr__(self, "_untied", self.weight)  # no second name of a parameter
 
     def reset_parameters(self) -> None:
         """As nn.Linear; a tied weight stays what it is."""
@@ -261,11 +232,10 @@ class LinearCrossEntropyLoss(nn.Module):
         target_probs: Tensor | None = None,
         tail: bool = False,
     ) -> Tensor:
-        if self._tie is not None and not self._tie.holds(self.weight):
+        if self._untied is self.weight:
             raise RuntimeError(
                 "the tied weight of LinearCrossEntropyLoss has become a Parameter of its own, as to_empty(), "
-                'to("meta") and load_state_dict(assign=True) make it, of the head or of the embedding: tie it again, '
-                "head.weight = embedding.weight"
+                'to("meta") and load_state_dict(assign=True) make it: tie it again, head.weight = embedding.weight'
             )
         return linear.linear_cross_entropy(
             input,

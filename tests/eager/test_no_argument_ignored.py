@@ -37,6 +37,8 @@ AS_BY_DEFAULT = {"pipelined beside skip_ignored is ignored", "pipelined beside p
 NO_EFFECT = {
     "linear_cross_entropy-class probabilities": OF_PROBABILITIES,
     "linear_cross_entropy-sum, class probabilities": OF_PROBABILITIES,
+    "LinearCrossEntropyLoss-class probabilities": OF_PROBABILITIES,
+    "LinearCrossEntropyLoss-sum, class probabilities": OF_PROBABILITIES,
     "distributed.vocab_parallel_linear_cross_entropy-mean": AS_BY_DEFAULT,
     "distributed.vocab_parallel_linear_cross_entropy-sum": AS_BY_DEFAULT,
     "distributed.vocab_parallel_linear_cross_entropy-none": {"pipelined is ignored"},
@@ -133,7 +135,7 @@ CALLS = {  # of each function, its bases
     "linear_token_loss": {**TOKENS, "DTensors": TOKENS["one class"]},
     "linear_distillation_loss": DISTILLATION,
     "CrossEntropyLoss": LOSS,
-    "LinearCrossEntropyLoss": as_module({label: LINEAR_LOSS[label] for label in ("mean", "few classes")})
+    "LinearCrossEntropyLoss": as_module(LINEAR_LOSS)
     | {
         "its own weight": {
             "input": HEAD["input"],
