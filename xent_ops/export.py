@@ -16,7 +16,7 @@ _LOOPS: dict[str, Callable[..., Any]] = {
     "linear_cross_entropy_forward": cross_entropy.statistics,
     "linear_cross_entropy_backward": cross_entropy.gradients,
     "linear_cross_entropy_with_grad": cross_entropy.with_grad,
-    "linear_distillation_forward": distillation.losses,
+    "linear_distillation_forward": distillation.statistics,
     "linear_distillation_backward": distillation.gradients,
     "linear_distillation_with_grad": distillation.with_grad,
     "linear_token_logits": ids.statistics,

@@ -1,4 +1,4 @@
-"""Linear cross entropy by chunks of rows, on every device: three products by torch, the rows by our operators.
+"""What losses from hidden states share. They go by chunks of rows: the loop is the ``run`` of products.py.
 
 The logits of one chunk exist at a time, in memory that is allocated once a call:
 

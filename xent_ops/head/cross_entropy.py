@@ -82,17 +82,30 @@ def gradients(
     rows = way.rows(target, options.ignore_index, how, (flat, head))
     indices = rows.indices()
     grads = [None if value is None else rows.take_grads(value) for value in (*upstream, grad_entropy)]
-    z, h, k = (None if value is None else rows.take(value) for value in (lse, entropy, coefficient))
-    factor, (a, b, c) = float16.split_grads(input.dtype, grads, indices, head.shape[0], options, weight, k)
+    lses, entropies, coefficients = (
+        None if value is None else rows.take(value) for value in (lse, entropy, coefficient)
+    )
+    split = (input.dtype, grads, indices, head.shape[0], options, weight, coefficients)
+    factor, grads_of_rows = float16.split_grads(*split)
     products = way.products(rows, flat, head, bias, how, output_mask, accumulate_dtype, padding)
     of_slice = (class_start, num_classes, products.grad_dtype)
 
-    def visit(logits: Tensor, target: Tensor, a: Any, b: Any, c: Any, z: Any, h: Any, k: Any) -> Sequence[Tensor]:
-        rest = (weight, None, c, h, k, *of_slice)
-        return products.write("cross_entropy_backward", logits, a, b, logits, target, z, *rest, **keywords)
+    def visit(
+        logits: Tensor,
+        target: Tensor,
+        grad_loss: Tensor,
+        grad_lse: Tensor | None,
+        grad_entropy: Tensor | None,
+        lse: Tensor,
+        entropy: Tensor | None,
+        coefficient: Tensor | None,
+    ) -> Sequence[Tensor]:
+        of_entropy = (grad_entropy, entropy, coefficient)
+        backward = (grad_loss, grad_lse, logits, target, lse, weight, None, *of_entropy, *of_slice)
+        return products.write("cross_entropy_backward", logits, *backward, **keywords)
 
     if any(output_mask):
-        products.run(visit, indices, a, b, c, z, h, k, gradient=True)
+        products.run(visit, indices, *grads_of_rows, lses, entropies, coefficients, gradient=True)
     return in_dtype(products.gradients(input.shape, factor), input.dtype)
 
 

@@ -1,7 +1,7 @@
 """Distillation by chunks of rows: the products of a student's head and of its teacher's, the rows by our operators.
 
-As chunks.py, with a second set of logits beside the student's: two chunks exist at a time. The teacher's products are
-skipped where the student's are.
+As cross_entropy.py, with a second set of logits beside the student's: two chunks exist at a time. The products of the
+teacher are skipped where the student's are.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _products(
     return rows, products
 
 
-def losses(
+def statistics(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
@@ -94,9 +94,11 @@ def gradients(
     indices, grad_rows = rows.indices(), rows.take(grad_loss.to(dtype).expand(target.shape))
     factor, (upstream,) = float16.split_grads(input.dtype, [grad_rows], indices, linear_weight.shape[0], how.options)
 
-    def visit(logits: Tensor, teacher_logits: Tensor, target: Tensor, a: Tensor, *values: Tensor) -> Sequence[Tensor]:
-        given = (teacher_logits, target, torch.stack(values))
-        return products.write("distillation_backward", logits, a, logits, *given, **how.keywords())
+    def visit(
+        logits: Tensor, teacher_logits: Tensor, target: Tensor, grad_loss: Tensor, *statistics: Tensor
+    ) -> Sequence[Tensor]:
+        given = (teacher_logits, target, torch.stack(statistics))
+        return products.write("distillation_backward", logits, grad_loss, logits, *given, **how.keywords())
 
     if any(output_mask):
         values = [rows.take(value) for value in statistics.unbind()]
@@ -123,7 +125,7 @@ def with_grad(
     way: Way = IN_MEMORY,
     **given: Any,
 ) -> tuple[Tensor, ...]:
-    """(value, divisors, gradients), with the gradients as those of chunks.with_grad."""
+    """(value, divisors, gradients), with the gradients as those of cross_entropy.with_grad."""
     how, dtype, chunking = Distillation(**given), accumulator(input), Chunking(chunk_rows, skip_ignored)
     loss = LossOptions(Options(how.options.ignore_index), reduction=reduction)
     divisors = divided_by(target, None, divisor, linear_weight.shape[0], dtype, loss, token_weight)

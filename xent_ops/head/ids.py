@@ -103,20 +103,22 @@ def gradients(
     """Makes the logits again. In the inputs' dtype; (0,) where the mask does not want one."""
     flat, how, target = as_rows(input), Chunking(**chunking), reference_ids.first_counted(ids, options.ignore_index)
     rows = way.rows(target, options.ignore_index, how, (flat, linear_weight))
-    of_ids = rows.take_rows(grad_ids.to(lse.dtype))
-    grads = [None if value is None else rows.take_grads(value) for value in (grad_lse, grad_entropy)]
-    places, x, z, h = (None if value is None else rows.take_rows(value) for value in (ids, at_ids, lse, entropy))
-    factor, (a, b, c) = float16.split_grads(
-        input.dtype, [of_ids, *grads], rows.indices(), linear_weight.shape[0], options
-    )
+    grads = [
+        rows.take_rows(grad_ids.to(lse.dtype)),
+        *(None if value is None else rows.take_grads(value) for value in (grad_lse, grad_entropy)),
+    ]
+    values = [None if value is None else rows.take_rows(value) for value in (ids, at_ids, lse, entropy)]
+    factor, grads_of_rows = float16.split_grads(input.dtype, grads, rows.indices(), linear_weight.shape[0], options)
     products = way.products(rows, flat, linear_weight, linear_bias, how, output_mask, accumulate_dtype)
     more = {"options": options, "grad_dtype": products.grad_dtype, "place": products}
 
-    def visit(logits: Tensor, a: Tensor, b: Any, c: Any, ids: Tensor, x: Tensor, z: Tensor, h: Any) -> list[Tensor]:
-        return [gradient(a, b, c, logits, ids, x, z, h, **more)]
+    def visit(
+        logits: Tensor, grad_ids: Tensor, grad_lse: Tensor | None, grad_entropy: Tensor | None, *values: Any
+    ) -> list[Tensor]:
+        return [gradient(grad_ids, grad_lse, grad_entropy, logits, *values, **more)]
 
     if any(output_mask):
-        products.run(visit, a, b, c, places, x, z, h, gradient=True)
+        products.run(visit, *grads_of_rows, *values, gradient=True)
     return in_dtype(products.gradients(input.shape, factor), input.dtype)
 
 

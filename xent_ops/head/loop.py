@@ -2,7 +2,7 @@
 
 What stands between a chunk's statistics and its gradient is the caller's: the all-gather of all ranks, a user's
 function, or both. So tracers must see the loop, and its steps are operators (ops/linear/chunk.py). Loops with nothing
-in the middle are inside of one operator: chunks.py. In the order of the device's stream, over ranks::
+in the middle are inside of one operator: products.py. In the order of the device's stream, over ranks::
 
     logits of chunk 0, its statistics
     all-gather of the statistics of 0

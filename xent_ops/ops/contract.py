@@ -1,6 +1,7 @@
 """An operator's contract: its arguments by name, what it refuses of them, and its results' shapes and dtypes.
 
-All three follow from the names in its schema, by the tables of names.py and rules.py. Nothing here knows an operator.
+All three follow from the names in its schema, by the tables of names.py and rules.py. Sizes and dtypes that no
+argument has are made below, from those that have them.
 """
 
 from __future__ import annotations

@@ -276,7 +276,10 @@ def run(name: str, given: Mapping[str, Any]) -> Any:
 
 
 def run_backward(ctx: Any, grad_loss: Tensor | None, **more: Any) -> Any:
-    """The operator that ``save_for`` named, with what it kept and with upstream gradients."""
+    """The operator that ``save_for`` named, with what it kept and with upstream gradients.
+
+    Without a gradient of its own an entropy is left out. Without one of the loss, where there is an lse, that is 0.
+    """
     given = saved(ctx) | more
     if more.get("grad_entropy") is None:
         given.pop("entropy", None)

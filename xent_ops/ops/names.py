@@ -1,9 +1,11 @@
 """What each tensor of an operator is, by its name: text and nothing else, like schemas.py, for the same readers.
 
 A dtype is a class of dtypes, ``=name`` that of another argument, ``acc`` the accumulator's. A shape is sizes by name:
-``...`` are the rows, a number is itself, and ``| ()`` says that one number for all rows will do. The first argument
-with a size gives it, in the order of this table, which is also the order in which arguments are checked. Sizes that no
-argument has: ``S``, ``P`` and ``W`` (contract.DERIVED_SIZES).
+``...`` are the rows, a number is itself, and ``| ()`` says that one number for all rows will do.
+
+The order of this table has meaning. Arguments are checked in it. The first of an operator's is its owner, which gives
+rows, dtype and device. The first with a size gives that size. Sizes that no argument gives: ``S``, ``P`` and ``W``
+(contract.DERIVED_SIZES).
 """
 
 # name: (dtype, shape, what is expected of it)

@@ -130,7 +130,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         "-> (Tensor loss, Tensor grad_logits)",
         "logits",
     ),
-    # One rank's shard of the vocabulary. The caller's all-gather of (1, L) to (ranks, L) stands between
+    # One rank's shard of the vocabulary. The caller's all-gather of (1, W) to (ranks, W) stands between
     # cross_entropy_shard and the two that join: to losses of rows, or to a reduced loss.
     "cross_entropy_shard": (
         "(Tensor logits, Tensor target, SymInt class_start, SymInt num_classes, Tensor? weight=None, *, "

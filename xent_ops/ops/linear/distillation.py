@@ -52,7 +52,7 @@ def _rows_backward(ctx: Any, grad_loss: Tensor, _: None) -> Gradients:
     return wanted(mask, run_backward(ctx, grad_loss, output_mask=mask))
 
 
-operator("linear_distillation_forward", reference=of_heads.losses, composed=True)
+operator("linear_distillation_forward", reference=of_heads.statistics, composed=True)
 autograd("linear_distillation_forward", _rows_backward, _save_rows)
 
 operator("linear_distillation_backward", reference=of_heads.gradients, composed=True)
