@@ -5,10 +5,8 @@ import itertools
 import pytest
 import torch
 from helpers.graphs import CompileCounterWithBackend
-from helpers.processes import run_python
 
 import xent_ops
-from xent_ops import _extension
 from xent_ops.head.sizes import rows_of_chunk
 
 GIB = 2**30
@@ -87,29 +85,3 @@ def test_symbolic_sizes_stay_symbolic():
         torch.testing.assert_close(*grads)
         frames.append(counter.frame_count)
     assert len(set(frames)) == 1
-
-
-@pytest.mark.slow
-def test_cpp_takes_the_same():
-    """160 rows of 1.7 million classes are more than 1 GiB: two chunks of 128, though 512 rows are one otherwise."""
-    if not _extension.LIBRARY.exists():
-        pytest.skip("built without C++ (XENT_OPS_BUILD_CPP=0)")
-    classes = 1_700_000
-    assert rows_by_default("cpu", torch.float32, 1, classes) == 128
-    assert rows_by_default("cpu", torch.bfloat16, 1, classes, logits_dtype=torch.float32) == 128
-    run_python(f"""
-        import torch
-        torch.ops.load_library({str(_extension.LIBRARY)!r})
-        x, head, target = torch.ones(160, 1), torch.zeros({classes}, 1), torch.zeros(160, dtype=torch.int64)
-        halves = x.bfloat16(), head.bfloat16()
-        for chunk_rows, products, given, logits_dtype in (
-            (None, 2, (x, head), None), (160, 1, (x, head), None),
-            (None, 2, halves, torch.float32), (None, 1, halves, torch.bfloat16),
-        ):
-            with torch.profiler.profile() as profile:
-                torch.ops.xent.linear_cross_entropy_forward(
-                    *given, target, chunk_rows=chunk_rows, logits_dtype=logits_dtype
-                )
-            found = [event.count for event in profile.key_averages() if event.key == "aten::mm"]
-            assert found == [products], found
-    """)
