@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted(path.name for path in ROOT.glob("*.md"))  # of the repository's root; README.md is the home page
 
 PICTURE = re.compile(r'<picture>.*?srcset="([^"]+)".*?<img alt="([^"]*)" src="([^"]+)".*?</picture>', re.DOTALL)
-SOURCE = re.compile(r"\[([^]]+)\]\((?:\.\./)*(?:examples|xent_ops|tests|tools|csrc_meta|LICENSE|CITATION)[^)]*\)")
+SOURCE = re.compile(r"\[([^]]+)\]\((?:\.\./)*(?:examples|xent_ops|tests|tools|csrc_meta|lab|LICENSE|CITATION)[^)]*\)")
 EXAMPLE = re.compile(r"^\[(examples/[\w/]+\.py)\]\(\.\./\1\)$", re.MULTILINE)  # a paragraph by itself
 
 
@@ -26,8 +26,8 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     for name in PAGES:
         markdown = markdown.replace(f"](../{name}", f"]({name}")
-    # The sources are not part of the site. Where a link to an example stands alone the page shows the file, elsewhere
-    # the link's text stays.
+    # Sources and lab notes are not part of the site. Where a link to an example stands alone the page shows the file,
+    # elsewhere the link's text stays.
     markdown = EXAMPLE.sub(_code, markdown)
     markdown = SOURCE.sub(r"\1", markdown)
     # A reader of the site sees pages, not files.
