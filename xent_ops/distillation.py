@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .functional import is_dtensor, refuse_dtensors
 from .kernels.options import LossOptions, Options, Reduction
 from .kernels.reductions import reduce_rows
+from .linear_call import bind
 from .ops import arguments, checks, distillation_arguments, distillation_checks, transforms
+from .ops.dtensors import is_dtensor, refuse_dtensors
 from .ops.linear import checks as linear_checks
 from .ops.linear import composite
 
@@ -97,7 +98,10 @@ def distillation_loss(
     )
     loss = LossOptions(Options(how.options.ignore_index), reduction=reduction)
     checks.reduction(reduction)
-    divisor = _divisor(divisor, input, token_weight, target, reduction)
+    divisor = arguments.divisor(divisor, input)
+    linear_checks.reduced_by(divisor, input, reduction)
+    arguments.optional("token_weight", token_weight)
+    checks.token_weight(token_weight, target)
     distillation_checks.teacher_is_constant("teacher_input", teacher_input)
     row_loss, _ = _ops.distillation_forward(input, teacher_input, target, **how.keywords())
     return _reduced(row_loss, target, divisor, loss, token_weight)
@@ -164,7 +168,9 @@ def linear_distillation_loss(
     transforms.refuse(name)
     target, ignore_index = _target_of(input, target, ignore_index, hard_weight)
     _refuse(name, input, linear_weight, teacher_input, teacher_weight, target, token_weight, linear_bias, teacher_bias)
-    arguments.linear(input, linear_weight, target, linear_bias)
+    options, chunking = (ignore_index, 0.0, None, 1.0, 0.0, reduction), (accumulate_dtype, chunk_rows, skip_ignored)
+    call = bind(input, linear_weight, target, linear_bias, None, options, chunking, divisor, token_weight)
+    checks.token_weight(token_weight, target)
     arguments.required("teacher_input", teacher_input)
     arguments.required("teacher_weight", teacher_weight)
     arguments.optional("teacher_bias", teacher_bias)
@@ -176,19 +182,17 @@ def linear_distillation_loss(
         logit_scale,
         (num_classes, beta, temperature, hard_weight, teacher_softcap, teacher_logit_scale),
     )
-    loss = LossOptions(Options(how.options.ignore_index), reduction=reduction)
-    checks.reduction(reduction)
-    divisor = _divisor(divisor, input, token_weight, target, reduction)
-    accumulate_dtype, chunking = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored)
-    student = composite.cast_for_autocast(input, linear_weight, linear_bias)
+    call = call.in_autocast_dtype()
+    student = (call.input, call.head.weight, call.head.bias)
     teacher = composite.cast_for_autocast(teacher_input, teacher_weight, teacher_bias)
     heads = (*student[:2], target, *teacher[:2], student[2], teacher[2])
-    keywords: dict[str, Any] = {"chunk_rows": chunking.chunk_rows, "skip_ignored": skip_ignored, **how.keywords()}
+    chunks = {"chunk_rows": call.head.chunking.chunk_rows, "skip_ignored": skip_ignored}
+    keywords: dict[str, Any] = {**chunks, **how.keywords()}
     wanted = [tensor is not None and tensor.requires_grad for tensor in student]
     if reduction == "none" or not (torch.is_grad_enabled() and any(wanted)) or transforms.is_jit_traced():
         row_loss, _ = _ops.linear_distillation_forward(*heads, accumulate_dtype=accumulate_dtype, **keywords)
-        return _reduced(row_loss, target, divisor, loss, token_weight)
-    rest = (divisor, token_weight, wanted, accumulate_dtype)
+        return _reduced(row_loss, target, call.divisor, call.loss, token_weight)
+    rest = (call.divisor, token_weight, wanted, accumulate_dtype)
     return _ops.linear_distillation_with_grad(*heads, *rest, reduction=reduction, **keywords)[0]
 
 
@@ -200,14 +204,6 @@ def _target_of(input: Any, target: Any, ignore_index: Any, hard_weight: Any) -> 
 
 def _refuse(name: str, *tensors: Any) -> None:
     refuse_dtensors(name, *[tensor for tensor in tensors if isinstance(tensor, Tensor)])
-
-
-def _divisor(value: Any, input: Tensor, token_weight: Any, target: Tensor, reduction: str) -> Tensor | None:
-    divisor = arguments.divisor(value, input)
-    linear_checks.reduced_by(divisor, input, reduction)
-    arguments.optional("token_weight", token_weight)
-    checks.token_weight(token_weight, target)
-    return divisor
 
 
 def _reduced(

@@ -29,7 +29,9 @@ _FORMS: dict[str, Callable[..., Any]] = {
     "token_logits": ids.statistics_of_rows,
     "token_logits_backward": functools.partial(ids.gradient, place=exported.Functional()),
     "linear_scale_grad": exported.scaled,
-    "linear_cross_entropy_chunk": functools.partial(shard.chunk, padded=exported.padded_logits),
+    "linear_cross_entropy_chunk": functools.partial(
+        shard.chunk, padded=exported.padded_logits, place=exported.Functional()
+    ),
     "linear_distillation_chunk": functools.partial(distillation_shard.chunk, padded=exported.padded_logits),
 }
 

@@ -9,38 +9,32 @@ Without a tail the loss is not least at q = p where the probabilities add up to 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .head import float16, loop
-from .head.loop import HeadSlice
-from .kernels.options import LossOptions
 from .kernels.reductions import counted_weights
 from .kernels.reference import accumulator, is_counted
 from .kernels.reference_ids import first_counted
+from .linear_call import LinearCall, cross_entropy, statistics
 from .ops import arguments, checks, transforms
+from .ops.linear import composite
 from .ops.token_logits import at_least_one_class
-from .outputs import TokenLogProbs, log_probs_of_ids
-from .token_function import Function, divided
+from .outputs import TokenLogProbs
+from .token_function import Function, TokenFunction, divided, loss_of_head
 
 _ops = torch.ops.xent
 _OVER = 1e-3  # how far above one probabilities may add up
 
 
-def checked(
-    ids: Tensor,
-    rows: int,
-    target_probs: Any,
-    tail: Any,
-    weight: Tensor | None,
-    loss: LossOptions,
-    token_weight: Tensor | None,
-) -> None:
-    """Raises where a call cannot be one with probabilities of few classes. ``rows``: how many dimensions rows have."""
+def bind(call: LinearCall, target_probs: Any, tail: Any) -> LinearCall:
+    """The call with the probabilities of its target's classes, (..., K)."""
     arguments.boolean("tail", tail)
     arguments.required("target_probs", target_probs)
+    ids, rows = call.target, call.input.dim() - 1
     if ids.is_floating_point():
         raise TypeError(f"target has dtype {ids.dtype}; with target_probs it holds class indices (..., K)")
     if ids.dim() != rows + 1:
@@ -55,13 +49,15 @@ def checked(
     checks.same_device("target_probs", target_probs, ids, "target is")
     if target_probs.requires_grad and torch.is_grad_enabled():
         raise RuntimeError("target_probs requires grad, and the loss has no derivative for it: detach it")
-    if weight is not None:
+    if call.head.class_weight is not None:
         raise ValueError("weight is for one target a row: multiply target_probs by the classes' weights instead")
-    if loss.rows.label_smoothing != 0.0:
+    if call.loss.rows.label_smoothing != 0.0:
         raise ValueError("label_smoothing is for one target a row: smooth target_probs instead")
-    checks.token_weight(token_weight, ids[..., 0])
+    checks.token_weight(call.token_weight, ids[..., 0])
+    ignore_index = call.loss.rows.ignore_index
     if target_probs.device.type == "cpu" and not transforms.is_traced():  # elsewhere: probabilities
-        checks.refuse_log_probabilities("target_probs", _of_counted(ids, target_probs, loss.rows.ignore_index))
+        checks.refuse_log_probabilities("target_probs", _of_counted(ids, target_probs, ignore_index))
+    return call._replace(target=first_counted(ids, ignore_index), ids=ids, target_probs=target_probs, tail=tail)
 
 
 def without_probs(tail: Any) -> None:
@@ -80,73 +76,70 @@ def probabilities(ids: Tensor, target_probs: Tensor, ignore_index: int) -> Tenso
     return torch.where(probs.sum(-1, keepdim=True) < 0.0, float("nan"), probs)
 
 
-def as_function(
-    input: Tensor,
-    ids: Tensor,
-    target_probs: Tensor,
-    tail: bool,
-    loss: LossOptions,
-    divisor: Any,
-    token_weight: Tensor | None,
-) -> tuple[Function, tuple[Tensor, ...], Any]:
-    """(fn, rows, divisor) of ``linear_token_loss``."""
-    ignore_index = loss.rows.ignore_index
-    rows = [probabilities(ids, target_probs, ignore_index)]
-    if tail:
+def loss(call: LinearCall) -> Tensor:
+    """Of plain tensors."""
+    ignore_index, reduction = call.loss.rows.ignore_index, call.loss.reduction
+    call = call.in_autocast_dtype()
+    assert call.ids is not None and call.target_probs is not None
+    if call.ids.shape[-1] == 1 and not call.tail and call.loss.lse_square_scale == 0.0:  # a class with a weight
+        factor = probabilities(call.ids, call.target_probs, ignore_index)[..., 0]
+        if call.token_weight is not None:
+            factor = factor * call.token_weight
+        options = call.loss._replace(reduction="none" if reduction == "none" else "sum")
+        one = call._replace(target=call.ids[..., 0], divisor=divisor_of(call), token_weight=factor, loss=options)
+        return cross_entropy(one)
+    scale = call.loss.lse_square_scale
+    call, function = as_token_loss(call)
+    if reduction == "none":
+        values = function.of_all(*statistics(call, function.reads_entropy, function.mask_ids), call.target)
+        return values.view(call.target.shape)
+    if not call.tail and composite.gradients_in_forward(call.input, call.head.weight, call.head.bias):
+        return _in_one_visit(call, function, scale)
+    return loss_of_head(call, function)
+
+
+def as_token_loss(call: LinearCall) -> tuple[LinearCall, TokenFunction]:
+    """The sum of a function of tokens, which has the z-loss and the weights of the call."""
+    assert call.ids is not None and call.target_probs is not None
+    ids, ignore_index, scale = call.ids, call.loss.rows.ignore_index, call.loss.lse_square_scale
+    rows = [probabilities(ids, call.target_probs, ignore_index)]
+    if call.tail:
         rows.append(is_counted(ids, ignore_index) & _is_first(ids))
-    if token_weight is not None:
-        rows.append(token_weight)
-    if loss.reduction == "mean":
-        divisor = divisor_of_mean(input, ids, token_weight, ignore_index)
-    return _function(tail, loss.lse_square_scale, token_weight is not None), tuple(rows), divisor
+    if call.token_weight is not None:
+        rows.append(call.token_weight)
+    fn = _function(call.tail, scale, call.token_weight is not None)
+    function = TokenFunction(fn, rows, call.target, ignore_index, accumulator(call.input), ids, mask_ids=call.tail)
+    loss = call.loss._replace(lse_square_scale=0.0, reduction="sum")
+    return call._replace(divisor=divisor_of(call), loss=loss), function
 
 
-def in_one_visit(
-    input: Tensor,
-    head: HeadSlice,
-    ids: Tensor,
-    rows: tuple[Tensor, ...],
-    fn: Function,
-    loss: LossOptions,
-    divisor: Tensor | None,
-    token_weight: Tensor | None,
-) -> Tensor:
-    """A mean or a sum without a tail, whose derivatives are known before the statistics. ``rows``: as_function's."""
+def _in_one_visit(call: LinearCall, function: TokenFunction, lse_square_scale: float) -> Tensor:
+    """A mean or a sum without a tail, whose derivatives are known before the statistics."""
+    head, dtype, ignore_index = call.head, accumulator(call.input), call.loss.rows.ignore_index
+    target, divisor, token_weight = call.target, call.divisor, call.token_weight
     if divisor is not None and divisor.requires_grad:
         checks.divisor_needs_grad()
-    dtype, ignore_index = accumulator(input), loss.rows.ignore_index
-    target = first_counted(ids, ignore_index)
-    counted = is_counted(target, ignore_index)
-    divisors = torch.ones((), dtype=dtype, device=input.device) if divisor is None else divisor.to(dtype)
-    within, later = float16.split_divisors(input.dtype, divisors.expand(2), target, token_weight, loss=loss)
-    factor = counted.to(dtype)
+    divisors = torch.ones((), dtype=dtype, device=call.input.device) if divisor is None else divisor.to(dtype)
+    loss = call.loss._replace(lse_square_scale=lse_square_scale)
+    within, later = float16.split_divisors(call.input.dtype, divisors.expand(2), target, token_weight, loss=loss)
+    factor = is_counted(target, ignore_index).to(dtype)
     if token_weight is not None:
         factor = counted_weights(token_weight, target, ignore_index, dtype)
     factor = factor / within[0]
-    square = None if loss.lse_square_scale == 0.0 else loss.lse_square_scale * factor
     at_ids, lse, *made = _ops.linear_token_logits_with_grad(
-        input.detach(),
+        call.input.detach(),
         head.weight.detach(),
-        ids,
-        -rows[0].to(dtype) * factor.unsqueeze(-1),
-        square,
+        call.ids,
+        -function.rows[0].to(dtype) * factor.unsqueeze(-1),
+        None if lse_square_scale == 0.0 else lse_square_scale * factor,
         None if head.bias is None else head.bias.detach(),
-        loop.wanted_gradients(input, head),
+        loop.wanted_gradients(call.input, head),
         head.accumulate_dtype,
         **head.chunking.keywords(),
-        **loss.rows.keywords(),
+        **call.loss.rows.keywords(),
     )
-    log_probs = log_probs_of_ids(at_ids, lse, ids, ignore_index)
-    values = torch.where(counted, fn(TokenLogProbs(log_probs, lse, torch.where(counted, lse, 0.0)), *rows), 0.0)
-    return loop.value(divided(values, divisor), input, head, loop.Gradients(*made), later)
-
-
-def divisor_of_mean(input: Tensor, ids: Tensor, token_weight: Tensor | None, ignore_index: int) -> Tensor:
-    """(): the number of counted rows, or the sum of their weights."""
-    target, dtype = first_counted(ids, ignore_index), accumulator(input)
-    if token_weight is None:
-        return is_counted(target, ignore_index).sum().to(dtype)
-    return counted_weights(token_weight, target, ignore_index, dtype).sum()
+    values = function.of_all(at_ids, lse, lse, target)
+    return loop.value(divided(values, divisor), call.input, head, loop.Gradients(*made), later)
 
 
 def _is_first(ids: Tensor) -> Tensor:
@@ -156,9 +149,26 @@ def _is_first(ids: Tensor) -> Tensor:
     return torch.empty_like(first).scatter(-1, order, first)
 
 
+def divisor_of(call: LinearCall) -> Tensor | None:
+    """(): of a mean the number of counted rows, or the sum of their weights."""
+    if call.loss.reduction != "mean":
+        return call.divisor
+    ignore_index, dtype = call.loss.rows.ignore_index, accumulator(call.input)
+    if call.token_weight is None:
+        return is_counted(call.target, ignore_index).sum().to(dtype)
+    return counted_weights(call.token_weight, call.target, ignore_index, dtype).sum()
+
+
 def _function(tail: bool, lse_square_scale: float, weighted: bool) -> Function:
     def fn(stats: TokenLogProbs, probs: Tensor, *rest: Tensor) -> Tensor:
-        log_q = stats.log_probs
+        log_q, lse = stats.log_probs, stats.lse
+        if tail:  # x of the ids, and the lse of all other classes
+            # By hand: torch.logsumexp guards on the number of tokens, which may depend on data.
+            others, named = lse.unsqueeze(-1), rest[0]
+            shift = torch.where(named, log_q, others).amax(-1, keepdim=True).detach()
+            total = torch.where(named, log_q - shift, float("-inf")).exp().sum(-1, keepdim=True)
+            lse = (shift + torch.log(total + torch.exp(others - shift))).squeeze(-1)
+            log_q = log_q - lse.unsqueeze(-1)
         # Each is rounded, and their sum where they were divided by it: twice half of eps.
         over = max(_OVER, torch.finfo(probs.dtype).eps)
         probs = probs.to(log_q.dtype)
@@ -166,12 +176,11 @@ def _function(tail: bool, lse_square_scale: float, weighted: bool) -> Function:
         if tail:
             mass = probs.sum(-1)
             left = torch.where(mass > 1.0 + over, float("nan"), (1.0 - mass).clamp(min=0.0))
-            named = torch.where(rest[0], log_q.exp(), 0.0).sum(-1)
-            # What is not named has at least the probability that float32 tells from zero.
-            others = torch.log((1.0 - named).clamp(min=torch.finfo(log_q.dtype).eps))
-            loss = loss - torch.where(left == 0.0, 0.0, left * others)
+            # Where no class is left, the least probability that the dtype has.
+            log_tail = (stats.lse - lse).clamp(min=math.log(torch.finfo(lse.dtype).tiny))
+            loss = loss - torch.where(left == 0.0, 0.0, left * log_tail)
         if lse_square_scale != 0.0:
-            loss = loss + lse_square_scale * stats.lse.square()
+            loss = loss + lse_square_scale * lse.square()
         if not weighted:
             return loss
         token_weight = rest[-1].to(loss.dtype)

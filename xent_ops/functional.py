@@ -11,8 +11,9 @@ from torch import Tensor
 from .kernels import reference_soft
 from .kernels.options import LossOptions, Reduction
 from .kernels.reductions import cross_entropy_divisor
-from .kernels.rows import dense_classes
 from .ops import arguments, checks, function, transforms
+from .ops.arguments import classes_last
+from .ops.dtensors import is_dtensor, refuse_dtensors
 from .ops.library import refuse
 from .ops.token_logits import target_and_ids
 from .outputs import CrossEntropyOutputs, TokenLogProbs, log_probs_of_rows, outputs_of_rows
@@ -39,29 +40,6 @@ def check_targets(target: Tensor, num_classes: int, ignore_index: int = -100) ->
     arguments.class_indices(target)
     num_classes = arguments.at_least_one("num_classes", num_classes)
     checks.target_values(target, num_classes, arguments.integer("ignore_index", ignore_index))
-
-
-def classes_last(tensor: Tensor, dim: int, name: str = "input") -> Tensor:
-    dim = arguments.class_dimension(name, tensor, dim)
-    return dense_classes(tensor if dim == tensor.dim() - 1 else tensor.movedim(dim, -1))
-
-
-def is_dtensor(tensor: Tensor | None) -> bool:
-    if not hasattr(tensor, "device_mesh"):
-        return False
-    arguments.refuse_proxy(tensor)  # which has every attribute
-    return True
-
-
-def refuse_dtensors(name: str, *tensors: Tensor) -> None:
-    if any(map(is_dtensor, tensors)):
-        raise NotImplementedError(
-            f"{name} of DTensors is not supported. With FSDP2 (fully_shard) call it inside of the forward of the "
-            "module that owns the weight, where that is a plain tensor; full_tensor() is right where every rank has "
-            "the same rows, and to_local() where that has all classes. Of DTensors there are cross_entropy, "
-            "linear_cross_entropy and linear_token_loss, and of a rank's part of the classes xent_ops.distributed has "
-            "functions"
-        )
 
 
 def refuse_token_weight(where: str, token_weight: Tensor | None) -> None:
@@ -171,7 +149,24 @@ def cross_entropy(
             "tensor, weight.full_tensor()"
         )
     logits = classes_last(input, dim)
-    if target.dim() == input.dim() and input.dim() > 0:
+    is_soft = target.dim() == input.dim() > 0
+    target = classes_last(target, dim, "target") if is_soft and target.is_floating_point() else target
+    if not is_soft:
+        arguments.suggest_dim(input, target, dim)
+    return loss_of_logits(logits, target, weight, loss, token_weight, inplace_backward, grad_in_forward)
+
+
+def loss_of_logits(
+    logits: Tensor,  # (..., C)
+    target: Tensor,  # (...), or class probabilities (..., C)
+    weight: Tensor | None,
+    loss: LossOptions,
+    token_weight: Tensor | None,
+    inplace_backward: bool = False,
+    grad_in_forward: bool = False,
+) -> Tensor:
+    """Of plain tensors."""
+    if target.dim() == logits.dim():
         if target.dtype in checks.INDICES:
             raise TypeError(
                 f"target has shape {tuple(target.shape)} and dtype {target.dtype}: with as many dimensions as the "
@@ -182,8 +177,7 @@ def cross_entropy(
             if value:
                 raise ValueError(f"{name}=True takes class indices, not class probabilities")
         refuse_token_weight("class probabilities", token_weight)
-        return _of_probabilities(logits, classes_last(target, dim, "target"), weight, loss)
-    arguments.suggest_dim(input, target, dim)
+        return _of_probabilities(logits, target, weight, loss)
     checks.token_weight(token_weight, target)
     how = {"inplace_backward": inplace_backward, "grad_in_forward": grad_in_forward}
     return function.cross_entropy(logits, target, weight, loss, token_weight, **how)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import few_classes
-from .functional import cross_entropy, is_dtensor, refuse_dtensors
-from .head.loop import HeadSlice
-from .kernels.options import Chunking, HeadProducts, LossOptions, Reduction
-from .kernels.reference import is_counted
-from .kernels.reference_ids import first_counted
+from .functional import loss_of_logits
+from .kernels.options import HeadProducts, Reduction
+from .linear_call import LinearCall, bind, cross_entropy, statistics
 from .ops import arguments, checks, transforms
+from .ops.dtensors import is_dtensor, refuse_dtensors
 from .ops.linear import checks as linear_checks
 from .ops.linear import composite
-from .ops.token_logits import target_and_ids
 from .outputs import CrossEntropyOutputs, TokenLogProbs, log_probs_of_rows, outputs_of_rows
-from .token_loss import linear_token_loss
 
 _ops = torch.ops.xent
 
@@ -75,8 +70,8 @@ def linear_cross_entropy(
             and ``products``.
         tail: with target_probs: all other classes form one more, of probability 1 - sum_k p_k (NaN where that is below
             -0.001, or below the rounding of their dtype, -0.0078 for bfloat16). Without it, a loss of probabilities
-            that add up to less than one is not least where q is p. Its probability is what float32 leaves of 1: below
-            1e-6 it has no digits.
+            that add up to less than one is not least where q is p. The logits' own probability of these classes may
+            be as small as 1e-12, and further.
         accumulate_dtype: in which the chunks' parts of linear_weight's gradient are added up. None: the input's dtype,
             and float32 for float16. torch.float32 is more exact for bfloat16, and takes V x H float32 for a while.
         chunk_rows: rows of a chunk. Fewer need less memory, chunk_rows x V logits, and more time. None: the default, of
@@ -111,94 +106,36 @@ def linear_cross_entropy(
         >>> loss = xent_ops.linear_cross_entropy(hidden, head.weight, target)
         >>> loss.backward()
     """
-    arguments.linear(input, linear_weight, target, linear_bias, weight)
-    loss = arguments.loss_options(
-        ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction, input.dtype
-    )
-    arguments.optional("token_weight", token_weight)
+    options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
+    chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
+    call = bind(input, linear_weight, target, linear_bias, weight, options, chunking, divisor, token_weight)
     if target_probs is not None:
-        refuse_dtensors("xent_ops.linear_cross_entropy with target_probs", input, linear_weight, target, target_probs)
-        few_classes.checked(target, input.dim() - 1, target_probs, tail, weight, loss, token_weight)
-        linear_checks.reduced_by(arguments.divisor(divisor, input), input, reduction)
-        more: dict[str, Any] = {"ignore_index": ignore_index, "softcap": softcap, "logit_scale": logit_scale}
-        more |= {"accumulate_dtype": accumulate_dtype, "chunk_rows": chunk_rows, "skip_ignored": skip_ignored}
-        more |= {"logits_dtype": logits_dtype, "products": products}
-        of_head = (input, linear_weight, target, target_probs, tail, loss, divisor, token_weight)
-        return _of_few_classes(*of_head, linear_bias=linear_bias, **more)
+        name = "xent_ops.linear_cross_entropy with target_probs"
+        refuse_dtensors(name, input, linear_weight, target, target_probs)
+        transforms.refuse(name)
+        return few_classes.loss(few_classes.bind(call, target_probs, tail))
     few_classes.without_probs(tail)
     if any(map(is_dtensor, (input, linear_weight, target, linear_bias, weight, token_weight))):
         from .distributed import linear_tensor  # imported for DTensors only: it takes a while
 
-        chunks = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
-        head = (linear_weight, linear_bias, weight, *chunks)
-        return linear_tensor.linear_cross_entropy(input, target, head, loss, divisor, token_weight)
-    divisor = arguments.divisor(divisor, input)
-    linear_checks.reduced_by(divisor, input, reduction)
-    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
-    probabilities = target.is_floating_point()
-    if probabilities or transforms.functorch_is_active() or transforms.forward_mode():
-        input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
-        if how.logits_dtype not in (None, input.dtype) or how.products is not None:
-            raise NotImplementedError(
-                "class probabilities, torch.func and forward-mode AD make all logits, by the products of nn.Linear: "
-                "without logits_dtype and products"
-            )
-        if not transforms.is_jit_traced():
-            linear_checks.head(input, linear_weight, linear_bias, accumulate_dtype, how)
-        logits = F.linear(input, linear_weight, linear_bias)
-        scale = loss.lse_square_scale
-        options = loss.rows._asdict() | {"lse_square_scale": scale, "reduction": reduction, "dim": -1}
-        value = cross_entropy(logits, target, weight, token_weight=token_weight, **options)
-        return value if divisor is None else value / divisor.to(value.dtype)
-    return _ops.linear_cross_entropy(
-        input,
-        linear_weight,
-        target,
-        linear_bias,
-        weight,
-        divisor,
-        token_weight,
-        accumulate_dtype=accumulate_dtype,
-        **how.keywords(),
-        **loss.keywords(),
-    )
+        return linear_tensor.cross_entropy(call)
+    if target.is_floating_point() or transforms.functorch_is_active() or transforms.forward_mode():
+        return _of_all_logits(call.in_autocast_dtype())
+    return cross_entropy(call)
 
 
-def _of_few_classes(
-    input: Tensor,
-    linear_weight: Tensor,
-    ids: Tensor,
-    target_probs: Tensor,
-    tail: bool,
-    loss: LossOptions,
-    divisor: Tensor | float | None,
-    token_weight: Tensor | None,
-    **head: Any,  # as for linear_token_loss
-) -> Tensor:
-    if ids.shape[-1] == 1 and not tail and loss.lse_square_scale == 0.0:  # one class a row, with a weight
-        probs = few_classes.probabilities(ids, target_probs, loss.rows.ignore_index)[..., 0]
-        factor = probs if token_weight is None else probs * token_weight
-        if loss.reduction == "mean":
-            divisor = few_classes.divisor_of_mean(input, ids, token_weight, loss.rows.ignore_index)
-        reduction = "none" if loss.reduction == "none" else "sum"
-        more = {"divisor": divisor, "token_weight": factor, "reduction": reduction, **head}
-        return linear_cross_entropy(input, linear_weight, ids[..., 0], **more)
-    fn, rows, divisor = few_classes.as_function(input, ids, target_probs, tail, loss, divisor, token_weight)
-    if loss.reduction != "none":
-        if tail:
-            return linear_token_loss(input, linear_weight, ids, fn, rows=rows, divisor=divisor, **head)
-        accumulate_dtype, how = arguments.chunks(*(head[name] for name in ("accumulate_dtype", *Chunking._fields)))
-        x, weight, bias = composite.cast_for_autocast(input, linear_weight, head["linear_bias"])
-        if composite.gradients_in_forward(x, weight, bias):
-            transforms.refuse("xent_ops.linear_cross_entropy with target_probs")
-            whole = HeadSlice(weight, bias, None, accumulate_dtype=accumulate_dtype, chunking=how)
-            divisor = arguments.divisor(divisor, input)
-            return few_classes.in_one_visit(x, whole, ids, rows, fn, loss, divisor, token_weight)
-        return linear_token_loss(input, linear_weight, ids, fn, rows=rows, divisor=divisor, **head)
-    stats = linear_token_log_probs(input, linear_weight, ids, **head)
-    counted = is_counted(first_counted(ids, loss.rows.ignore_index), loss.rows.ignore_index)
-    of_counted = stats._replace(lse=torch.where(counted, stats.lse, 0.0))
-    return torch.where(counted, fn(of_counted, *rows), 0.0)
+def _of_all_logits(call: LinearCall) -> Tensor:
+    head = call.head
+    if head.chunking.logits_dtype not in (None, call.input.dtype) or head.chunking.products is not None:
+        raise NotImplementedError(
+            "class probabilities, torch.func and forward-mode AD make all logits, by the products of nn.Linear: "
+            "without logits_dtype and products"
+        )
+    if not transforms.is_jit_traced():
+        linear_checks.head(call.input, head.weight, head.bias, head.accumulate_dtype, head.chunking)
+    logits = F.linear(call.input, head.weight, head.bias)
+    value = loss_of_logits(logits, call.target, head.class_weight, call.loss, call.token_weight)
+    return value if call.divisor is None else value / call.divisor.to(value.dtype)
 
 
 @arguments.named
@@ -238,28 +175,23 @@ def linear_cross_entropy_outputs(
     name = "xent_ops.linear_cross_entropy_outputs"
     transforms.refuse(name)
     refuse_dtensors(name, input, linear_weight, target)
-    arguments.linear(input, linear_weight, target, linear_bias, weight)
-    loss = arguments.loss_options(
-        ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction, input.dtype
-    )
-    divisor = arguments.divisor(divisor, input)
-    linear_checks.reduced_by(divisor, input, reduction)
-    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
-    checks.weight_without_grad(weight)
-    arguments.optional("token_weight", token_weight)
+    options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
+    chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
+    call = bind(input, linear_weight, target, linear_bias, weight, options, chunking, divisor, token_weight)
     checks.token_weight(token_weight, target)
-    input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
-    head, value = (input, linear_weight, target, linear_bias, weight), None
-    if reduction != "none" and composite.gradients_in_forward(input, linear_weight, linear_bias):
-        rest = (divisor, token_weight, accumulate_dtype, True, True)
-        value, _, *made = composite.with_grad(head, *rest, **how.keywords(), **loss.keywords())
-        rows = made[:4]
+    call, value = call.in_autocast_dtype(), None
+    head, loss, how = call.head, call.loss, call.head.chunking.keywords()
+    of_head = (call.input, head.weight, target, head.bias, weight)
+    if reduction != "none" and composite.gradients_in_forward(call.input, head.weight, head.bias):
+        rest = (call.divisor, token_weight, head.accumulate_dtype, True, True)
+        value, _, *rows = composite.with_grad(of_head, *rest, **how, **loss.keywords())
     else:
-        rows = _ops.linear_cross_entropy_forward(
-            *head, True, True, accumulate_dtype=accumulate_dtype, **how.keywords(), **loss.rows.keywords()
-        )
-    divided = composite.divisors_of(target, weight, divisor, linear_weight.shape[0], rows[1].dtype, loss, token_weight)
-    return outputs_of_rows(value, rows, target, *divided, token_weight)
+        keywords = {"accumulate_dtype": head.accumulate_dtype, **how, **loss.rows.keywords()}
+        rows = _ops.linear_cross_entropy_forward(*of_head, True, True, **keywords)
+    divided = composite.divisors_of(
+        target, weight, call.divisor, linear_weight.shape[0], rows[1].dtype, loss, token_weight
+    )
+    return outputs_of_rows(value, rows[:4], target, *divided, token_weight)
 
 
 @arguments.named
@@ -303,15 +235,7 @@ def linear_token_log_probs(
     name = "xent_ops.linear_token_log_probs"
     transforms.refuse(name)
     refuse_dtensors(name, input, linear_weight, target)
-    arguments.linear(input, linear_weight, target, linear_bias)
-    rows = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, dtype=input.dtype).rows
-    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
-    input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
-    keywords = {"accumulate_dtype": accumulate_dtype, **how.keywords(), **rows.keywords()}
-    target, ids = target_and_ids(target, input.dim() - 1, rows.ignore_index)
-    if ids is not None:
-        of_classes, lse, entropy = _ops.linear_token_logits(input, linear_weight, ids, linear_bias, True, **keywords)
-    else:
-        of_head = (input, linear_weight, target, linear_bias, None)
-        of_classes, lse, _, entropy = _ops.linear_cross_entropy_forward(*of_head, False, True, **keywords)
-    return log_probs_of_rows(of_classes, lse, entropy, target, ids, rows)
+    options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "none")
+    chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
+    call = bind(input, linear_weight, target, linear_bias, None, options, chunking, several=True).in_autocast_dtype()
+    return log_probs_of_rows(*statistics(call, with_entropy=True), call.target, call.ids, call.loss.rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +12,11 @@ from torch import Tensor
 from .head import chunks, float16, loop, packing
 from .head.loop import Coefficients, Part
 from .head.shard import RowStatistics
-from .kernels.options import LossOptions
 from .kernels.reference import is_counted
+from .kernels.sizes import depend_on_data
+from .linear_call import LinearCall, statistics
 from .ops import checks, transforms
+from .ops.linear import composite
 from .ops.shown import kind_of, shown
 from .outputs import TokenLogProbs, log_probs_of_ids
 
@@ -25,11 +27,19 @@ _PROBED = 2  # tokens: with one, a sum over tokens would have the right shape
 _INSTEAD = "xent_ops.linear_token_log_probs (token_log_probs of logits), which is differentiable, takes any function"
 
 
+class _Agreed(NamedTuple):
+    """What must be the same on all ranks."""
+
+    rows: list[Tensor]
+    reads_entropy: bool
+
+
 class TokenFunction:
     """A function that was tried on two tokens of zeros: what it reads is known, and that it returns one number a token.
 
     ``rows`` have the target's shape in front, and so have ``ids``, the classes of a token where it has several: what is
-    said of rows below holds for them, which stand last.
+    said of rows below holds for them, which stand last. With ``mask_ids`` the function gets x of the ids as log_probs,
+    and the lse of the classes that no id names as lse.
     """
 
     def __init__(
@@ -40,15 +50,20 @@ class TokenFunction:
         ignore_index: int,
         dtype: torch.dtype,
         ids: Tensor | None = None,
+        mask_ids: bool = False,
     ) -> None:
         if not callable(fn):
             raise TypeError(f"fn must be a function of (stats, *rows), got {kind_of(fn)}")
         self.fn, self.rows, self.several = fn, _checked_rows(rows, target), ids is not None
+        self.mask_ids = mask_ids
         if ids is not None:
             self.rows.append(ids)
         self.ignore_index, self.dtype, self.number = ignore_index, dtype, target.numel()
         self._rest = [row.shape[target.dim() :] for row in self.rows]  # of a token
         self.reads_entropy = self._try(target)
+
+    def agreed(self) -> _Agreed:
+        return _Agreed(self.rows, self.reads_entropy)
 
     def _try(self, target: Tensor) -> bool:
         zeros = target.new_zeros(_PROBED, dtype=self.dtype)
@@ -130,7 +145,8 @@ class TokenFunction:
             if part.ids is None:
                 return Coefficients(-torch.where(counted, a, 0.0), b, of_entropy)
             a = torch.where(is_counted(part.ids, self.ignore_index), a, 0.0)
-            return Coefficients(b.new_zeros(()), b - a.sum(-1), of_entropy, grad_ids=a)
+            grad_lse = b if self.mask_ids else b - a.sum(-1)
+            return Coefficients(b.new_zeros(()), grad_lse, of_entropy, grad_ids=a)
 
         return between
 
@@ -156,7 +172,9 @@ class TokenFunction:
         if not self.reads_entropy:
             entropy = lse.new_full((), float("nan")).expand(lse.shape)
         lse = torch.where(counted, lse, lse.detach())
-        if self.several:
+        if self.mask_ids:
+            log_probs = torch.where(is_counted(rows[-1], self.ignore_index), of_classes, 0.0)
+        elif self.several:
             log_probs = log_probs_of_ids(of_classes, lse, rows[-1], self.ignore_index)
         else:
             log_probs = -torch.where(counted, of_classes, 0.0)
@@ -191,31 +209,64 @@ class TokenFunction:
                 )
 
 
-def of_chunks(
+def loss_of_head(call: LinearCall, function: TokenFunction, check: bool = False) -> Tensor:
+    """A sum over the tokens, of plain tensors."""
+    if check:
+        with torch.no_grad():
+            function.check(*statistics(call, function.reads_entropy, function.mask_ids), call.target)
+    head, input = call.head, call.input
+    # A program that torch.export makes of torch.func.grad, which derives fn, fails when it runs. A loop over a number
+    # of rows that depends on data has no number of chunks. And only the derivatives of all rows tell what keeps their
+    # products in float16's range.
+    in_forward = (
+        composite.gradients_in_forward(input, head.weight, head.bias)
+        and head.chunking.products is None
+        and not transforms.is_exported()
+        and not depend_on_data(input)
+        and input.dtype != torch.float16
+    )
+    if in_forward:
+        return loss_by_chunks(call, call.target, function, loop.OneRank())
+    values = function.of_all(*statistics(call, function.reads_entropy, function.mask_ids), call.target)
+    return divided(values, call.divisor)
+
+
+def loss_by_chunks(
+    call: LinearCall,
+    target: Tensor,  # its own, or in the order of the ranks' inputs, (ranks, ...)
     function: TokenFunction,
-    input: Tensor,  # as head/loop.py takes the rest
-    target: Tensor,
-    head: loop.HeadSlice,
-    loss: LossOptions,
-    divisor: Tensor | None,
     ranks: loop.OneRank,
-    **how: Any,
+    **layout: Any,  # scattered and summed, as head/loop.py takes them
 ) -> Tensor:
     """The loss by the loop over chunks. At least one of input, weight and bias requires grad."""
+    input, head, loss, divisor = call.input, call.head, call.loss, call.divisor
     if divisor is not None and divisor.requires_grad:
         checks.divisor_needs_grad()
     divisors = chunks.divided_by(target, None, divisor, 1, function.dtype, loss)
     within, later = float16.split_divisors(input.dtype, divisors, target, loss=loss)
     values: list[Tensor] = []
-    rows, packed, wanted = input, None, loop.wanted_gradients(input, head)
+    rows, count, packed, wanted = input, None, None, loop.wanted_gradients(input, head)
     if head.chunking.skip_ignored:
         packed = packing.order_of_counted(target, loss.rows.ignore_index, transforms.is_traced())
     if packed is not None:
-        rows, target, how["count"] = packed.take_rows(input.detach()), packed.indices(), packed.count
+        rows, target, count = packed.take_rows(input.detach()), packed.indices(), packed.count
         function.arrange(packed.take_rows, packed.number)
-    parts = ranks.world if how.get("scattered") else 1
-    between, how["ids"] = function.of_part(parts, within, values), function.ids(parts)
-    made = loop.gradients(rows, target, head, loss, between, ranks, wanted, with_entropy=function.reads_entropy, **how)
+    parts = ranks.world if layout.get("scattered") else 1
+    between = function.of_part(parts, within, values)
+    made = loop.gradients(
+        rows,
+        target,
+        head,
+        loss,
+        between,
+        ranks,
+        wanted,
+        with_entropy=function.reads_entropy,
+        mask_ids=function.mask_ids,
+        ids=function.ids(parts),
+        count=count,
+        **layout,
+    )
     if packed is not None and wanted[0]:
         made = made._replace(input=packed.give_rows(made.input).view(input.shape))
     return loop.value(divided(torch.cat(values), divisor), input, head, made, later)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .functional import classes_last, is_dtensor, refuse_dtensors
-from .head import loop
 from .kernels.options import HeadProducts
 from .kernels.reference import accumulator
-from .kernels.sizes import depend_on_data
+from .linear_call import bind
 from .ops import arguments, transforms
+from .ops.arguments import classes_last
+from .ops.dtensors import is_dtensor, refuse_dtensors
 from .ops.library import refuse
 from .ops.linear import checks as linear_checks
-from .ops.linear import composite
 from .ops.token_logits import target_and_ids
-from .token_function import Function, TokenFunction, divided, of_chunks
+from .token_function import Function, TokenFunction, divided, loss_of_head
 
 _ops = torch.ops.xent
 
@@ -90,58 +87,24 @@ def linear_token_loss(
     """
     name = "xent_ops.linear_token_loss"
     transforms.refuse(name)
-    arguments.linear(input, linear_weight, target, linear_bias)
-    loss = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, 0.0, "sum", input.dtype)
-    target, ids = target_and_ids(target, input.dim() - 1, loss.rows.ignore_index)
+    options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "sum")
+    chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
+    call = bind(input, linear_weight, target, linear_bias, None, options, chunking, divisor, several=True)
     arguments.boolean("check", check)
     if any(map(is_dtensor, (input, linear_weight, target, linear_bias))):
         from .distributed import linear_tensor  # imported for DTensors only: it takes a while
 
-        if ids is not None:
+        if call.ids is not None:
             raise NotImplementedError(f"{name} of DTensors takes one class a row, not ids (..., K)")
-        given = (linear_weight, linear_bias, None, accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
-        return linear_tensor.linear_token_loss(input, target, fn, rows, given, loss, divisor, check)
-    divisor = arguments.divisor(divisor, input)
-    linear_checks.reduced_by(divisor, input, "sum")
-    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
-    input, linear_weight, linear_bias = composite.cast_for_autocast(input, linear_weight, linear_bias)
+        return linear_tensor.token_loss(call, fn, rows, check)
+    call = call.in_autocast_dtype()
+    head, ignore_index = call.head, call.loss.rows.ignore_index
     if not transforms.is_traced():  # else the operators check before anything runs
-        more: dict[str, Any] = {"accumulate_dtype": accumulate_dtype, **how.keywords(), **loss.rows._asdict()}
-        refuse("linear_cross_entropy_forward", input, linear_weight, target, linear_bias, **more)
-    function = TokenFunction(fn, rows, target, loss.rows.ignore_index, accumulator(input), ids)
-    head = (linear_weight, linear_bias, None)
-
-    def statistics() -> tuple[Tensor, Tensor, Tensor]:
-        keywords: dict[str, Any] = {"accumulate_dtype": accumulate_dtype, **how.keywords(), **loss.rows.keywords()}
-        if ids is not None:
-            of_head = (input, linear_weight, ids, linear_bias)
-            return _ops.linear_token_logits(*of_head, function.reads_entropy, **keywords)
-        row_loss, lse, _, entropy = _ops.linear_cross_entropy_forward(
-            input,
-            linear_weight,
-            target,
-            linear_bias,
-            None,
-            False,
-            function.reads_entropy,
-            **keywords,
-        )
-        return row_loss, lse, entropy
-
-    if check:
-        with torch.no_grad():
-            function.check(*statistics(), target)
-    in_forward = composite.gradients_in_forward(input, linear_weight, linear_bias)
-    # A program that torch.export makes of torch.func.grad, which derives fn, fails when it runs. A loop over a number
-    # of rows that depends on data has no number of chunks. And only the derivatives of all rows tell what keeps their
-    # products in float16's range.
-    in_forward = (
-        in_forward and not transforms.is_exported() and not depend_on_data(input) and input.dtype != torch.float16
-    )
-    if how.products is not None or not in_forward:
-        return divided(function.of_all(*statistics(), target), divisor)
-    whole = loop.HeadSlice(*head, accumulate_dtype=accumulate_dtype, chunking=how)
-    return of_chunks(function, input, target, whole, loss, divisor, loop.OneRank())
+        of_head = (call.input, head.weight, call.target, head.bias)
+        keywords = {"accumulate_dtype": accumulate_dtype, **head.chunking.keywords(), **call.loss.rows._asdict()}
+        refuse("linear_cross_entropy_forward", *of_head, **keywords)
+    function = TokenFunction(fn, rows, call.target, ignore_index, accumulator(call.input), call.ids)
+    return loss_of_head(call, function, check)
 
 
 @arguments.named

@@ -51,6 +51,12 @@ def probabilities(ranks, x, w, ids, probs, **how):
     return function(x, w, ids, target_probs=probs, **options, **how)
 
 
+def confident(ranks, x, w, ids, probs, **how):
+    """The student gives next to nothing to the classes that are not named."""
+    function = vocab_parallel_linear_cross_entropy if ranks else xent_ops.linear_cross_entropy
+    return function(20 * x, w, ids, target_probs=probs, tail=True, chunk_rows=4, **how)
+
+
 def plain(ranks, x, w, ids, probs, **how):
     function = vocab_parallel_linear_cross_entropy if ranks else xent_ops.linear_cross_entropy
     return function(x, w, ids, target_probs=probs, reduction="sum", divisor=3.0, **how)
@@ -69,6 +75,7 @@ def values(device, kind):
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for function in (probabilities, plain, of_a_function):
             one(device, kind, dtype, function)
+    one(device, kind, torch.float64, confident)
     world = dist.get_world_size()
     for shape, dim in (((3, 2 * world), 1), ((2 * world, 3), 0)):
         one(device, kind, torch.float32, of_a_function, sequence_dim=dim, shape=shape)
@@ -86,3 +93,9 @@ def without_gradients_and_errors(device):
         vocab_parallel_linear_cross_entropy(*tensors, reduction="none", **how)
     with pytest.raises(ValueError, match=r"target 500 is out of bounds|IndexError"):
         vocab_parallel_linear_cross_entropy(tensors[0], tensors[1], torch.full_like(tensors[2], 500), **how)
+    odd = dist.get_rank() == dist.get_world_size() - 1  # one rank alone is wrong, and none waits for it
+    for wrong in ({"reduction": "none"}, {"skip_ignored": True}, {"pipelined": False}, {"tail": "yes"}):
+        with pytest.raises(
+            ValueError, match=f"rank {dist.get_world_size() - 1}: (Value|Type)Error: .*{next(iter(wrong))}"
+        ):
+            vocab_parallel_linear_cross_entropy(*tensors, **how, **(wrong if odd else {}))

@@ -259,6 +259,50 @@ def test_log_probabilities_are_refused(device, places):
         assert torch.compile(loss, backend="aot_eager", fullgraph=True)(tail).isnan()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("probability", [1e-4, 1e-7, 1e-12, 1e-30])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_tail_keeps_its_digits(device, name, probability, reduction):
+    """However little the student gives to the other classes. Logits are exact: the head is an identity."""
+    options, factor = OPTIONS[name], {"plain": 1.0, "softcap": 1 / 0.7, "negative": -1 / 1.5}[name]
+    if name == "softcap":
+        options = {"softcap": 60.0, "logit_scale": 0.7}
+    _, _, _, ids, probs = problem(device, torch.float32)
+    z = torch.randn(N, V, generator=torch.Generator().manual_seed(3)).to(device)
+    named = torch.zeros(N, V, dtype=torch.bool, device=device).scatter(1, ids.clamp(min=0), ids != -100)
+    x = (factor * torch.where(named, z - math.log(probability), z)).requires_grad_()
+    head = torch.eye(V, device=device).requires_grad_()
+    exact = x.double().detach().requires_grad_()
+    log_q = activated(exact, **options).log_softmax(-1)
+    dense = torch.zeros_like(log_q).scatter_add(1, ids.clamp(min=0), torch.where(ids == -100, 0.0, probs.double()))
+    left = 1 - dense.sum(-1)
+    log_tail = torch.where(named, -math.inf, log_q).logsumexp(-1)
+    assert probability < 1e-10 or (log_tail[ids[:, 0] != -100] < math.log(100 * probability)).all()
+    rows = -(dense * log_q).sum(-1) - left * log_tail
+    wanted = torch.where((ids == -100).all(-1), 0.0, rows)
+    how = {"target_probs": probs, "tail": True, "reduction": reduction, "chunk_rows": 4, **options}
+    made = xent_ops.linear_cross_entropy(x, head, ids, **how)
+    if reduction == "mean":
+        wanted = wanted.sum() / (ids != -100).any(-1).sum()
+    torch.testing.assert_close(made.double(), wanted, rtol=1e-5, atol=0)
+    grads = (torch.autograd.grad(value.sum(), leaf)[0].double() for value, leaf in ((made, x), (wanted, exact)))
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=["", "softcap"])
+def test_every_class_is_named(device, options):
+    """Of probabilities that leave something, as rounding does: finite, and the tail passes nothing back."""
+    x, head = torch.randn(3, H, device=device, requires_grad=True), torch.randn(K, H, device=device, requires_grad=True)
+    ids, probs = torch.arange(K, device=device).expand(3, K), torch.full((3, K), 0.249, device=device)
+    for reduction in ("mean", "none"):
+        losses = [
+            xent_ops.linear_cross_entropy(x, head, ids, target_probs=probs, tail=tail, reduction=reduction, **options)
+            for tail in (True, False)
+        ]
+        assert losses[0].isfinite().all()
+        torch.testing.assert_close(*(torch.autograd.grad(loss.sum(), (x, head)) for loss in losses))
+
+
 def test_nearly_everything_is_named(device):
     """The probability of the rest is below float32's step at one: no infinity, no NaN."""
     x, head = torch.tensor([[30.0]], device=device, requires_grad=True), torch.tensor([[1.0], [0.0]], device=device)

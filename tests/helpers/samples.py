@@ -197,10 +197,12 @@ def of_head(x, head, target, bias, weight, options, **square):
         row, places = numbers(target.shape), numbers(ids.shape)
         for entropy in (False, True):
             yield call("linear_token_logits", x, head, ids, bias, entropy)
+        yield call("linear_token_logits", x, head, ids, bias, mask_ids=True)
         saved = (x.detach(), head.detach(), ids, places, row, None if bias is None else bias.detach())
         yield call("linear_token_logits_backward", places, row, row, *saved, row)
         for mask in MASKS[1:]:
             yield call("linear_token_logits_backward", places, None, None, *saved, None, mask)
+        yield call("linear_token_logits_backward", places, row, None, *saved, mask_ids=True)
         fixed = (x.detach(), head.detach(), ids, places)
         yield call("linear_token_logits_with_grad", *fixed)
         for mask in MASKS:
@@ -294,9 +296,26 @@ def of_chunk(x, head, target, place, bias, weight, options, **square):
     if "label_smoothing" not in options and weight is None:
         ids = several(target)
         yield call("linear_cross_entropy_chunk", *shard, True, count, None, ids)
+        yield call("linear_cross_entropy_chunk", *shard, False, count, None, ids, True)
         places = (ids, numbers(ids.shape), numbers(ids.shape))
         yield call(
             "linear_cross_entropy_chunk_grad_", logits.clone(), row, row, *saved, *rest, True, None, None, *places
+        )
+        yield call(
+            "linear_cross_entropy_chunk_grad_",
+            logits.clone(),
+            numbers(()),
+            row,
+            *saved,
+            None,
+            None,
+            None,
+            coefficient,
+            True,
+            None,
+            None,
+            *places,
+            mask_ids=True,
         )
     sums, none = (numbers(head.shape).to(head.dtype), numbers(len(head))), (head.new_empty(0).detach(), numbers(0))
     for first, wanted in ((True, sums), (False, sums), (True, (sums[0], none[1])), (False, (none[0], sums[1]))):

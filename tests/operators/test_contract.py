@@ -30,8 +30,8 @@ linear_cross_entropy_forward: input; H=input V=linear_weight; accumulate_dtype l
 linear_cross_entropy_backward: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows label_smoothing softcap logit_scale class_start num_classes coefficient class_start num_classes grad_entropy entropy entropy output_mask lse_square_scale
 linear_cross_entropy_with_grad: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows label_smoothing softcap logit_scale with_entropy output_mask token_weight lse_square_scale reduction divisor
 linear_scale_grad: grad; columns=grad; no rule
-linear_cross_entropy_chunk: input; H=input V=linear_weight K=ids; logits_dtype label_smoothing softcap logit_scale class_start num_classes with_entropy input
-linear_cross_entropy_chunk_grad_: logits; V=linear_weight H=linear_weight K=ids; label_smoothing softcap logit_scale class_start num_classes coefficient class_start num_classes grad_entropy entropy entropy grad_ids at_ids ids lse_square_scale
+linear_cross_entropy_chunk: input; H=input V=linear_weight K=ids; logits_dtype label_smoothing softcap logit_scale class_start num_classes with_entropy mask_ids input
+linear_cross_entropy_chunk_grad_: logits; V=linear_weight H=linear_weight K=ids; label_smoothing softcap logit_scale class_start num_classes coefficient class_start num_classes grad_entropy entropy entropy grad_ids at_ids ids mask_ids lse_square_scale
 linear_cross_entropy_chunk_add_: input; H=input; grad_linear_weight grad_linear_weight
 attach_gradients: input; H=input columns=linear_weight; value
 linear_distillation_forward: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype chunk_rows target
@@ -44,8 +44,8 @@ linear_cross_entropy_shard_join: input; H=input V=linear_weight ranks=gathered; 
 ids_grad_: grad_logits; columns=grad_logits K=ids; label_smoothing softcap logit_scale class_start num_classes grad_entropy entropy entropy grad_ids
 token_logits: logits; V=logits K=ids; label_smoothing softcap logit_scale with_entropy
 token_logits_backward: logits; V=logits K=ids; label_smoothing softcap logit_scale grad_entropy entropy grad_ids
-linear_token_logits: input; H=input V=linear_weight K=ids; accumulate_dtype logits_dtype products chunk_rows label_smoothing softcap logit_scale with_entropy
-linear_token_logits_backward: input; H=input V=linear_weight K=ids; accumulate_dtype logits_dtype products chunk_rows label_smoothing softcap logit_scale grad_entropy entropy grad_ids output_mask
+linear_token_logits: input; H=input V=linear_weight K=ids; accumulate_dtype logits_dtype products chunk_rows label_smoothing softcap logit_scale with_entropy mask_ids
+linear_token_logits_backward: input; H=input V=linear_weight K=ids; accumulate_dtype logits_dtype products chunk_rows label_smoothing softcap logit_scale grad_entropy entropy grad_ids mask_ids output_mask
 linear_token_logits_with_grad: input; H=input V=linear_weight K=ids; accumulate_dtype logits_dtype products chunk_rows label_smoothing softcap logit_scale output_mask
 cross_entropy_shard: logits; V=logits; label_smoothing softcap logit_scale class_start
 cross_entropy_shard_join: logits; V=logits ranks=gathered; label_smoothing softcap logit_scale class_start

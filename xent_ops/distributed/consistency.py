@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from torch import Tensor
 from .._private import private
 from ..kernels.reference import columns_of
 from .groups import Group, Ranks, process_group
+
+_Record = TypeVar("_Record")
 
 _without_transforms = private(
     "torch._C._DisableFuncTorch", contextlib.nullcontext, "check=True fails inside torch.func"
@@ -66,16 +68,18 @@ _TENSORS: dict[str, tuple[str, dict[str, Callable[[Tensor], Any]]]] = {
 }
 
 
-def check(name: str, group: Group, ranks: Ranks, bound: Callable[[], Any]) -> None:
+def check(name: str, group: Group, ranks: Ranks, bind: Callable[[], _Record]) -> _Record:
     """Raise the same error on every rank of the group if an argument of one is wrong, or they do not fit together.
 
-    ``bound`` returns the record of this rank's arguments, and raises every error that this rank can detect by itself,
+    ``bind`` returns the record of this rank's arguments, and raises every error that this rank can detect by itself,
     those that depend on data too.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("check=True compares values between ranks, which a compiled graph cannot: use it in eager")
+    record, found = None, {}
     try:
-        found = report(bound())
+        record = bind()
+        found = report(record)
     except Exception as error:  # the other ranks must get a report, or they wait for this one
         found = {"error": f"{type(error).__name__}: {error}"}
     reports: list[dict[str, Any]] = [{} for _ in range(ranks.world)]
@@ -84,12 +88,15 @@ def check(name: str, group: Group, ranks: Ranks, bound: Callable[[], Any]) -> No
     problem = _compare(reports)
     if problem is not None:
         raise ValueError(f"{name}: {problem}")
+    assert record is not None
+    return record
 
 
 def report(record: Any) -> dict[str, Any]:
     """What all ranks must agree on, by name, and under "shard" the classes of this one. Reads the target."""
     facts: dict[str, Any] = {}
     for field, value in record._asdict().items():
+        value = value.agreed() if hasattr(value, "agreed") else value
         if hasattr(value, "_asdict"):
             facts |= report(value)
         elif field == "shard_range":

@@ -13,23 +13,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..functional import refuse_dtensors
 from ..head import chunks, distillation_shard, float16, loop
 from ..head.loop import HeadSlice, Kept, Part
 from ..kernels import reductions
 from ..kernels.distillation import Distillation
 from ..kernels.options import Reduction
 from ..kernels.reference import accumulator
+from ..linear_call import LinearCall, bind
 from ..ops import arguments, checks, distillation_arguments, distillation_checks, transforms
+from ..ops.dtensors import refuse_dtensors
 from ..ops.linear import checks as linear_checks
 from ..ops.linear import composite
 from . import consistency
-from .bound import Bound, as_target, bound_call, by_ranks
+from .bound import NAMES, as_target, bind_shard, by_ranks, check_values
 from .groups import Group, Ranks, ranks_of
 from .pipelined import Collectives
 
 _ops = torch.ops.xent
-_NAMES = ("weight_shard", "bias_shard")
 _TEACHER = ("teacher_weight_shard", "teacher_bias_shard")
 
 
@@ -42,7 +42,7 @@ class _Teacher(NamedTuple):
 class _Bound(NamedTuple):
     """A call as the loop takes it; consistency.py compares all of it."""
 
-    student: Bound
+    student: LinearCall
     teacher: _Teacher
     how: Distillation
 
@@ -129,21 +129,20 @@ def vocab_parallel_linear_distillation_loss(
         rows = _rows(input, token_weight, world, reduction) if target is None else None
         given = distillation_arguments.target_of(target, ignore_index, hard_weight, input, rows)
         options = (given[1], 0.0, softcap, logit_scale, 0.0, reduction)
-        of_student = (input, weight_shard, given[0], bias_shard, None, num_classes, class_start, sequence_parallel)
-        rest = (divisor, token_weight, accumulate_dtype, chunk_rows, False)
-        student = bound_call(name, ranks, None, *of_student, options, *rest)
+        of_student = (input, weight_shard, given[0], bias_shard, None)
+        chunking = (accumulate_dtype, chunk_rows, False)
+        student = bind(*of_student, options, chunking, divisor, token_weight, names=NAMES)
+        student = bind_shard(student, ranks, None, num_classes, class_start, sequence_parallel)
         how = distillation_arguments.how(given[1], softcap, logit_scale, (student.head.shard_range[1], *of_pair))
         return _Bound(student, _bound_teacher(teacher, student, how), how)
 
     def checked() -> _Bound:
         made = bound()
         if made.how.hard_weight != 0.0:
-            checks.target_values(made.student.target, made.student.head.shard_range[1], made.how.options.ignore_index)
+            check_values(made.student)
         return made
 
-    if check:
-        consistency.check(name, group, ranks, checked)
-    return _loss(name, bound(), ranks)
+    return _loss(name, consistency.check(name, group, ranks, checked) if check else bound(), ranks)
 
 
 def _rows(input: Any, token_weight: Any, world: int, reduction: Any) -> Sequence[int] | None:
@@ -163,7 +162,7 @@ def _rows(input: Any, token_weight: Any, world: int, reduction: Any) -> Sequence
     return world * shape[0], *shape[1:]  # of a sum all orders are one
 
 
-def _bound_teacher(given: tuple[Any, Any, Any], student: Bound, how: Distillation) -> _Teacher:
+def _bound_teacher(given: tuple[Any, Any, Any], student: LinearCall, how: Distillation) -> _Teacher:
     for which, value in zip(("input", "weight_shard"), given, strict=False):
         arguments.required(f"teacher_{which}", value)
     arguments.optional("teacher_bias_shard", given[2])
@@ -175,7 +174,7 @@ def _bound_teacher(given: tuple[Any, Any, Any], student: Bound, how: Distillatio
         if student.sequence_dim is not None:  # this rank's part of them
             rows = rows.new_empty(()).expand(student.input.shape[:-1])
         of_student, class_start = (student.input, head.weight, head.bias), head.shard_range[0]
-        linear_checks.two_heads(of_student, rows, teacher, how, class_start, _NAMES, _TEACHER)
+        linear_checks.two_heads(of_student, rows, teacher, how, class_start, NAMES, _TEACHER)
     return teacher
 
 
@@ -228,7 +227,9 @@ class _Steps:
 
 
 def _loss(name: str, bound: _Bound, ranks: Ranks) -> Tensor:
-    (target, input, head, loss, divisor, split, _, token_weight, *_), teacher, how = bound
+    student, teacher, how = bound
+    target, input, head, loss, divisor, token_weight, *_ = student
+    split = student.sequence_dim
     wanted, dtype = loop.wanted_gradients(input, head), accumulator(input)
     if any(wanted) and loss.reduction == "none":
         raise NotImplementedError(

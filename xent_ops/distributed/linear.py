@@ -17,19 +17,16 @@ collective is a ``_c10d_functional`` node between operators. The gathers run bel
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from .. import few_classes
-from ..kernels.options import HeadProducts, LossOptions, Reduction
-from ..kernels.reference_ids import first_counted
-from ..ops import arguments, checks
-from ..ops.linear import checks as linear_checks
+from ..kernels.options import HeadProducts, Reduction
+from ..linear_call import LinearCall, bind
+from ..ops import arguments, transforms
 from ..outputs import TokenLogProbs, log_probs_of_rows
 from . import consistency, token_loss
-from .bound import Bound, as_target, bound_call, by_ranks, checked_call, gathered_input
+from .bound import NAMES, as_target, bind_shard, by_ranks, check_values, gathered_input
 from .groups import Group, ranks_of
 from .pipelined import loss as pipelined_loss
 from .sharded_rows import reduced, sharded_rows
@@ -118,75 +115,44 @@ def vocab_parallel_linear_cross_entropy(
         >>> function = xent_ops.distributed.vocab_parallel_linear_cross_entropy
         >>> function(hidden, head.weight, target, num_classes=1024).backward()
     """
-    options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
-    chunks = (divisor, token_weight, accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
     name, ranks = "vocab_parallel_linear_cross_entropy", ranks_of(group)
+    options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
+    chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
 
-    def call_with(target: Tensor) -> tuple[Any, ...]:
-        of_head = (input, weight_shard, target, bias_shard, weight, num_classes, class_start, sequence_parallel)
-        return *of_head, options, *chunks
-
-    def few() -> LossOptions:
-        arguments.linear(input, weight_shard, target, bias_shard, weight, names=("weight_shard", "bias_shard"))
-        loss = arguments.loss_options(*options, input.dtype)
-        few_classes.checked(target, input.dim() - 1, target_probs, tail, weight, loss, token_weight)
-        if reduction == "none":
-            raise ValueError('target_probs over ranks takes reduction="mean" or "sum", got "none"')
-        for option, value, kept in (("pipelined", pipelined, None), ("skip_ignored", skip_ignored, False)):
-            if value is not kept:
-                raise ValueError(
-                    f"{option}={value!r} is not offered beside target_probs over ranks, which takes three products of "
-                    "all rows: leave it out"
-                )
-        linear_checks.reduced_by(arguments.divisor(divisor, input), input, reduction)
-        return loss
-
-    def checked() -> Bound:
+    def bound() -> LinearCall:
+        transforms.refuse(f"xent_ops.distributed.{name}")
+        of_head = (input, weight_shard, target, bias_shard, weight)
+        call = bind(*of_head, options, chunking, divisor, token_weight, names=NAMES)
         if target_probs is None:
             few_classes.without_probs(tail)
-            return checked_call(name, ranks, pipelined, *call_with(target))._replace(tail=tail)
-        ignore_index = few().rows.ignore_index
-        checks.target_values(target, num_classes, ignore_index)
-        bound = checked_call(name, ranks, None, *call_with(first_counted(target, ignore_index)))
-        return bound._replace(ids=target, target_probs=target_probs, tail=tail)
+        else:
+            call = few_classes.bind(call, target_probs, tail)
+            _check_few_classes(reduction, pipelined, skip_ignored)
+        return bind_shard(call, ranks, pipelined, num_classes, class_start, sequence_parallel)
 
-    if check:
-        consistency.check(name, group, ranks, checked)
-    if target_probs is not None:
-        of_few = (target_probs, tail, few(), divisor, token_weight)
-        fn, rows, divisor = few_classes.as_function(input, target, *of_few)
-        return token_loss.vocab_parallel_linear_token_loss(
-            input,
-            weight_shard,
-            target,
-            fn,
-            group,
-            num_classes=num_classes,
-            class_start=class_start,
-            rows=rows,
-            bias_shard=bias_shard,
-            sequence_parallel=sequence_parallel,
-            divisor=divisor,
-            ignore_index=ignore_index,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            accumulate_dtype=accumulate_dtype,
-            chunk_rows=chunk_rows,
-            logits_dtype=logits_dtype,
-            products=products,
-        )
-    few_classes.without_probs(tail)
-    bound = bound_call(name, ranks, pipelined, *call_with(target))
-    target, input, head, loss, divisor, split = bound[:6]
-    if bound.token_weight is not None:
-        token_weight = by_ranks(bound.token_weight, split, ranks)
-    if bound.pipelined:
-        scattered, ordered = split is not None, by_ranks(target, split, ranks)
-        return pipelined_loss(input, ordered, head, ranks, loss, divisor, scattered, token_weight=token_weight)
-    gathered, target = gathered_input(input, target, split, ranks)
-    rows, _ = sharded_rows(input, target, head, ranks, loss, gathered)
-    value = reduced(rows, target, loss, divisor, token_weight)
+    call = consistency.check(name, group, ranks, lambda: check_values(bound())) if check else bound()
+    if call.ids is not None:
+        return token_loss.loss(*few_classes.as_token_loss(call), ranks)
+    split = call.sequence_dim
+    ordered = by_ranks(call.target, split, ranks)
+    factors = None if call.token_weight is None else by_ranks(call.token_weight, split, ranks)
+    if call.pipelined:
+        return pipelined_loss(call, ordered, factors, ranks, scattered=split is not None)
+    gathered, ordered = gathered_input(call.input, call.target, split, ranks)
+    rows, _ = sharded_rows(call.input, ordered, call.head, ranks, call.loss, gathered)
+    value = reduced(rows, ordered, call.loss, call.divisor, factors)
     return as_target(value, split) if reduction == "none" else value
+
+
+def _check_few_classes(reduction: str, pipelined: bool | None, skip_ignored: bool) -> None:
+    if reduction == "none":
+        raise ValueError('target_probs over ranks takes reduction="mean" or "sum", got "none"')
+    for option, value, kept in (("pipelined", pipelined, None), ("skip_ignored", skip_ignored, False)):
+        if value is not kept:
+            raise ValueError(
+                f"{option}={value!r} is not offered beside target_probs over ranks, which takes three products of all "
+                "rows: leave it out"
+            )
 
 
 @arguments.named
@@ -225,14 +191,17 @@ def vocab_parallel_linear_token_log_probs(
         >>> log_probs, entropy, _ = function(hidden, weight_shard, torch.arange(8), num_classes=1024)
         >>> (-log_probs - 0.01 * entropy).mean().backward()
     """
-    options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "none")
-    call = (input, weight_shard, target, bias_shard, None, num_classes, class_start, sequence_parallel, options)
-    chunks = (None, None, accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
     name, ranks = "vocab_parallel_linear_token_log_probs", ranks_of(group)
-    if check:
-        consistency.check(name, group, ranks, lambda: checked_call(name, ranks, False, *call, *chunks))
-    target, input, head, loss, _, split = bound_call(name, ranks, False, *call, *chunks)[:6]
-    gathered, target = gathered_input(input, target, split, ranks)
-    rows, entropy = sharded_rows(input, target, head, ranks, loss, gathered, with_entropy=True)
-    values = log_probs_of_rows(rows.loss, rows.lse, entropy, target, None, loss.rows)
-    return TokenLogProbs(*(as_target(value, split) for value in values))
+    options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "none")
+    chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
+
+    def bound() -> LinearCall:
+        transforms.refuse(f"xent_ops.distributed.{name}")
+        call = bind(input, weight_shard, target, bias_shard, None, options, chunking, names=NAMES)
+        return bind_shard(call, ranks, False, num_classes, class_start, sequence_parallel)
+
+    call = consistency.check(name, group, ranks, lambda: check_values(bound())) if check else bound()
+    gathered, ordered = gathered_input(call.input, call.target, call.sequence_dim, ranks)
+    rows, entropy = sharded_rows(call.input, ordered, call.head, ranks, call.loss, gathered, with_entropy=True)
+    values = log_probs_of_rows(rows.loss, rows.lse, entropy, ordered, None, call.loss.rows)
+    return TokenLogProbs(*(as_target(value, call.sequence_dim) for value in values))

@@ -15,13 +15,12 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ..head.loop import HeadSlice
-from ..kernels.options import LossOptions
 from ..kernels.reference import accumulator
-from ..ops import arguments, checks, transforms
+from ..linear_call import LinearCall
+from ..ops import checks, transforms
 from ..ops.linear import checks as linear_checks
 from ..ops.linear import composite
-from ..token_function import Function, TokenFunction, divided, of_chunks
+from ..token_function import Function, TokenFunction, divided, loss_by_chunks
 from . import pipelined, sharded_rows, tensor
 from .groups import Ranks, ranks_of
 from .parts import first_class
@@ -30,28 +29,29 @@ from .parts import first_class
 class _Local(NamedTuple):
     """What this rank computes with."""
 
-    input: Tensor
-    target: Tensor
-    head: HeadSlice
+    call: LinearCall
     ranks: Ranks  # that share the vocabulary
     mesh: DeviceMesh
     rows: list[Placement]  # of the rows among the dimensions of the mesh
+    shape: torch.Size  # of all rows
 
     @property
     def has_all_rows(self) -> bool:
         return not any(isinstance(placement, Shard) for placement in self.rows)
 
+    def row(self, value: Any) -> Any:
+        """This rank's part of what has the target's shape in front."""
+        return tensor.local_row_of(value, self.shape, self.call.input.shape[:-1], self.mesh, self.rows)
 
-def _local_of(input: Tensor, target: Tensor, head: tuple[Any, ...]) -> _Local:
-    """``head``: linear_weight, linear_bias, class weight, and the arguments of ``arguments.chunks``."""
-    linear_weight, linear_bias, weight, *chunks = head
+
+def _local_of(call: LinearCall) -> _Local:
+    """``call``: of DTensors."""
+    input, (linear_weight, linear_bias, weight, *_) = call.input, call.head
     mesh = _mesh_of(input, linear_weight, linear_bias)
     assert isinstance(input, DTensor) and isinstance(linear_weight, DTensor)
-    accumulate_dtype, how = arguments.chunks(*chunks)
-    checks.weight_without_grad(weight)
     vocabulary = _vocabulary_dimension(linear_weight)
     rows = _rows(input, vocabulary)
-    linear_checks.head(input, linear_weight, linear_bias, accumulate_dtype, how)
+    linear_checks.head(input, linear_weight, linear_bias, call.head.accumulate_dtype, call.head.chunking)
     placements: list[Placement] = [Replicate()] * mesh.ndim
     of_head: list[Placement] = [Partial() if isinstance(placement, Shard) else Replicate() for placement in rows]
     of_input = list(rows)
@@ -62,46 +62,33 @@ def _local_of(input: Tensor, target: Tensor, head: tuple[Any, ...]) -> _Local:
         _local(linear_weight, mesh, placements, of_head),
         None if linear_bias is None else _local(linear_bias, mesh, placements, of_head),
     )
-    local_target = tensor.local_target_of(target, input.shape[:-1], x.shape[:-1], mesh, rows)
+    target = tensor.local_target_of(call.target, input.shape[:-1], x.shape[:-1], mesh, rows)
     ranks = Ranks("", 0, 1) if vocabulary is None else ranks_of(mesh.get_group(vocabulary))
     num_classes, width = linear_weight.shape[0], w.shape[0]
     class_weight = tensor.local_weight_of(weight, num_classes, width, mesh, vocabulary, ranks)
     shard_range = first_class(width, None, num_classes, ranks), num_classes
-    return _Local(x, local_target, HeadSlice(w, b, class_weight, shard_range, accumulate_dtype, how), ranks, mesh, rows)
+    head = call.head._replace(weight=w, bias=b, class_weight=class_weight, shard_range=shard_range)
+    call = call._replace(target=target, input=x, head=head)
+    local = _Local(call, ranks, mesh, rows, input.shape[:-1])
+    of_tokens = local.row(call.token_weight)
+    checks.token_weight(of_tokens, target)
+    return local._replace(
+        call=call._replace(token_weight=of_tokens, pipelined=pipelined.chosen(None, x, head, call.loss))
+    )
 
 
-def _divisor_of(divisor: Any, input: Tensor, reduction: str) -> Tensor | None:
-    assert isinstance(input, DTensor)
-    divisor = arguments.divisor(divisor, input)
-    linear_checks.reduced_by(divisor, input.to_local(), reduction)
-    return divisor
-
-
-def linear_cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    head: tuple[Any, ...],
-    loss: LossOptions,
-    divisor: Any,
-    token_weight: Tensor | None = None,
-) -> DTensor:
-    """Arguments are those of ``xent_ops.linear_cross_entropy``, at least one of them a DTensor.
-
-    ``head``: as of ``_local_of``.
-    """
+def cross_entropy(call: LinearCall) -> DTensor:
+    """Of ``xent_ops.linear_cross_entropy``."""
     transforms.refuse("xent_ops.linear_cross_entropy of DTensors")
-    local = _local_of(input, target, head)
-    x, local_target, mine, ranks, mesh, rows = local
-    divisor, replicated = _divisor_of(divisor, input, loss.reduction), _replicated(mesh)
-    of_tokens = tensor.local_row_of(token_weight, input.shape[:-1], x.shape[:-1], mesh, rows)
-    checks.token_weight(of_tokens, local_target)
-    if local.has_all_rows and pipelined.chosen(None, x, mine, loss):
-        of = (x, local_target, mine, ranks, loss, divisor)
-        total = pipelined.loss(*of, scattered=False, sum_grad_input=False, token_weight=of_tokens)
+    local = _local_of(call)
+    mine, ranks, mesh, rows, shape = local
+    target, divisor, replicated = mine.target, mine.divisor, _replicated(mesh)
+    if local.has_all_rows and mine.pipelined:
+        total = pipelined.loss(mine, target, mine.token_weight, ranks, sum_grad_input=False)
         return tensor.from_local(total, mesh, replicated, ())  # the gradients are there
-    outputs, _ = sharded_rows.sharded_rows(x, local_target, mine, ranks, loss, sum_grad_input=False)
-    read = _read(input, target, head, local)
-    value = tensor.reduced(outputs, local_target, input.shape[:-1], mesh, rows, loss, read, of_tokens)
+    outputs, _ = sharded_rows.sharded_rows(mine.input, target, mine.head, ranks, mine.loss, sum_grad_input=False)
+    read = _read(call, mine)
+    value = tensor.reduced(outputs, target, shape, mesh, rows, mine.loss, read, mine.token_weight)
     if divisor is None:
         return value
     divide = DTensor.from_local(divisor.to(value.dtype), mesh, replicated, run_check=False)
@@ -109,40 +96,29 @@ def linear_cross_entropy(
     return divided_value
 
 
-def linear_token_loss(
-    input: Tensor,
-    target: Tensor,
-    fn: Function,
-    rows: Any,
-    head: tuple[Any, ...],
-    loss: LossOptions,
-    divisor: Any,
-    check: bool,
-) -> DTensor:
-    """Arguments are those of ``xent_ops.linear_token_loss``, at least one of them a DTensor."""
+def token_loss(call: LinearCall, fn: Function, rows: Any, check: bool) -> DTensor:
+    """Of ``xent_ops.linear_token_loss``."""
     transforms.refuse("xent_ops.linear_token_loss of DTensors")
-    local = _local_of(input, target, head)
-    x, local_target, mine, ranks, mesh, placements = local
-    divisor = _divisor_of(divisor, input, "sum")
+    local = _local_of(call)
+    mine, ranks, mesh, placements, _ = local
     if isinstance(rows, (tuple, list)):  # else it is refused
-        rows = tuple(tensor.local_row_of(row, input.shape[:-1], x.shape[:-1], mesh, placements) for row in rows)
-    function = TokenFunction(fn, rows, local_target, loss.rows.ignore_index, accumulator(x))
+        rows = tuple(map(local.row, rows))
+    function = TokenFunction(fn, rows, mine.target, mine.loss.rows.ignore_index, accumulator(mine.input))
 
     def statistics() -> tuple[Tensor, Tensor, Tensor]:
-        made, entropy = sharded_rows.sharded_rows(
-            x, local_target, mine, ranks, loss, sum_grad_input=False, with_entropy=function.reads_entropy
-        )
+        of_rows = (mine.input, mine.target, mine.head, ranks, mine.loss)
+        made, entropy = sharded_rows.sharded_rows(*of_rows, sum_grad_input=False, with_entropy=function.reads_entropy)
         return made.loss, made.lse, entropy
 
     if check:
         with torch.no_grad():
-            function.check(*statistics(), local_target)
+            function.check(*statistics(), mine.target)
     read: tuple[DTensor, ...] = ()
-    if pipelined.chosen(None, x, mine, loss):
-        total = of_chunks(function, x, local_target, mine, loss, divisor, pipelined.Collectives(ranks), summed=False)
+    if mine.pipelined:
+        total = loss_by_chunks(mine, mine.target, function, pipelined.Collectives(ranks), summed=False)
     else:
-        total = divided(function.of_all(*statistics(), local_target), divisor)
-        read = _read(input, target, head, local)
+        total = divided(function.of_all(*statistics(), mine.target), mine.divisor)
+        read = _read(call, mine)
     # Each rank has the sum of its rows.
     partial: list[Placement] = [Partial() if isinstance(placement, Shard) else Replicate() for placement in placements]
     value = tensor.from_local(total, mesh, partial, read)
@@ -153,12 +129,10 @@ def _replicated(mesh: DeviceMesh) -> list[Placement]:
     return [Replicate()] * mesh.ndim
 
 
-def _read(input: Tensor, target: Tensor, head: tuple[Any, ...], local: _Local) -> tuple[DTensor, ...]:
+def _read(call: LinearCall, mine: LinearCall) -> tuple[DTensor, ...]:
     """What the backward reads."""
-    weight, bias, class_weight, *_ = head
-    mine = local.head
-    of_head = (weight, mine.weight), (bias, mine.bias), (class_weight, mine.class_weight)
-    return tensor.owners((input, local.input), (target, local.target), *of_head)
+    of_head = zip(call.head[:3], mine.head[:3], strict=True)
+    return tensor.owners((call.input, mine.input), (call.target, mine.target), *of_head)
 
 
 def _mesh_of(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> DeviceMesh:

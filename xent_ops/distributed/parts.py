@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..kernels.options import Options
 from ..ops import arguments
+from ..ops.dtensors import refuse_dtensor
 from ..ops.library import below_autograd
 from .groups import Ranks
 
@@ -53,11 +54,6 @@ def shard_range_of_width(width: int, num_classes: Any, class_start: Any, ranks: 
     start = None if class_start is None else arguments.integer("class_start", class_start)
     num_classes = arguments.integer("num_classes", num_classes)
     return first_class(width, start, num_classes, ranks), num_classes
-
-
-def refuse_dtensor(name: str, tensor: Tensor, instead: str) -> None:
-    if type(tensor) is not Tensor and hasattr(tensor, "device_mesh"):
-        raise TypeError(f"{name} is a DTensor: pass {name}.to_local(), or call {instead}")
 
 
 def all_gather_shard_stats(

@@ -18,6 +18,7 @@ from ..head.shard import RowStatistics
 from ..kernels import reductions, reference
 from ..kernels.options import LossOptions
 from ..kernels.reference import columns_of
+from ..linear_call import LinearCall
 from ..ops import checks
 from ..ops.linear import composite
 from ..ops.shown import shown
@@ -67,20 +68,19 @@ def chosen(asked: bool | None, input: Tensor, head: HeadSlice, loss: LossOptions
 
 
 def loss(
-    input: Tensor,  # (..., H) of this rank
-    target: Tensor,  # of all rows: (...), or (ranks, ...) where the input is this rank's part
-    head: HeadSlice,
+    call: LinearCall,
+    target: Tensor,  # of all rows: (...), or (ranks, ...) where ``scattered``: the input is this rank's part
+    token_weight: Tensor | None,  # of the target's shape
     ranks: Ranks,
-    options: LossOptions,
-    divisor: Tensor | None,
-    scattered: bool,
+    *,
+    scattered: bool = False,
     sum_grad_input: bool = True,
-    token_weight: Tensor | None = None,  # of the target's shape
 ) -> Tensor:
     """The mean or the sum. At least one of input, weight and bias requires grad.
 
     Without ``sum_grad_input`` the gradient is this rank's part of the sum.
     """
+    input, head, options, divisor = call.input, call.head, call.loss, call.divisor
     if divisor is not None and divisor.requires_grad:
         checks.divisor_needs_grad()
     divisors = _divisors(target, head, ranks, options, divisor, reference.accumulator(input), token_weight)

@@ -6,7 +6,6 @@ numbers, and gets the same bits. The collectives are those of linear.py, with 4 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,23 +13,21 @@ from torch import Tensor
 
 from ..kernels.options import HeadProducts
 from ..kernels.reference import accumulator
-from ..ops import arguments, checks
-from ..ops.library import refuse
-from ..ops.token_logits import target_and_ids
-from ..token_function import Function, TokenFunction, divided, of_chunks
+from ..linear_call import LinearCall, bind
+from ..ops import arguments, transforms
+from ..token_function import Function, TokenFunction, divided, loss_by_chunks
 from . import consistency
-from .bound import Bound, bound_call, by_ranks, checked_call, gathered_input
-from .groups import Group, ranks_of
+from .bound import NAMES, bind_shard, by_ranks, check_values, gathered_input
+from .groups import Group, Ranks, ranks_of
 from .pipelined import Collectives
 from .sharded_rows import sharded_rows
 
 
 class _Bound(NamedTuple):
-    """A call as the operators take it; consistency.py compares all of it but the function."""
+    """consistency.py compares all of it."""
 
-    call: Bound
-    rows: list[Tensor]
-    reads_entropy: bool
+    call: LinearCall
+    function: TokenFunction
 
 
 @arguments.named
@@ -87,46 +84,46 @@ def vocab_parallel_linear_token_loss(
     """
     name, ranks = "vocab_parallel_linear_token_loss", ranks_of(group)
     options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "sum")
-    of_head = (bias_shard, None, num_classes, class_start, sequence_parallel, options)
-    chunks = (divisor, None, accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
+    chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
     arguments.boolean("check", check)
 
-    def bound_by(bind: Callable[..., Bound]) -> tuple[Bound, TokenFunction, Tensor | None]:
-        arguments.linear(input, weight_shard, target, bias_shard, names=("weight_shard", "bias_shard"))
-        of_rows, ids = target_and_ids(target, input.dim() - 1, arguments.integer("ignore_index", ignore_index))
-        bound = bind(name, ranks, None, input, weight_shard, of_rows, *of_head, *chunks)
-        options = bound.loss.rows
-        if ids is not None:
-            checks.refuse_products_of_ids(bound.head.chunking.products)
-            logits = input.new_empty(()).expand(*of_rows.shape, num_classes)
-            refuse("token_logits", logits, ids, **options._asdict())
-        return bound, TokenFunction(fn, rows, of_rows, options.ignore_index, accumulator(input), ids), ids
+    def bound() -> _Bound:
+        transforms.refuse(f"xent_ops.distributed.{name}")
+        of_head = (input, weight_shard, target, bias_shard, None)
+        call = bind(*of_head, options, chunking, divisor, several=True, names=NAMES)
+        call = bind_shard(call, ranks, None, num_classes, class_start, sequence_parallel)
+        ignore_index = call.loss.rows.ignore_index
+        function = TokenFunction(fn, rows, call.target, ignore_index, accumulator(call.input), call.ids)
+        return _Bound(call, function)
 
     def checked() -> _Bound:
-        bound, function, ids = bound_by(checked_call)
-        if ids is not None:
-            checks.target_values(ids, num_classes, bound.loss.rows.ignore_index)
-        return _Bound(bound, function.rows, function.reads_entropy)
+        made = bound()
+        check_values(made.call)
+        return made
 
-    if check:
-        consistency.check(name, group, ranks, checked)
-    bound, function, ids = bound_by(bound_call)
-    target, input, head, loss, by, split, three_products, *_ = bound
+    call, function = consistency.check(name, group, ranks, checked) if check else bound()
+    return loss(call, function, ranks, check)
+
+
+def loss(call: LinearCall, function: TokenFunction, ranks: Ranks, check: bool = False) -> Tensor:
+    target, input, head, split = call.target, call.input, call.head, call.sequence_dim
     function.arrange(lambda row: by_ranks(row, split, ranks))
-    if ids is not None:  # by the loop, of all rows: no other way knows several classes a row
-        three_products, head = True, head._replace(chunking=head.chunking._replace(skip_ignored=False))
 
-    def of_rows() -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    def statistics() -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
         gathered, ordered = gathered_input(input, target, split, ranks)
-        made, entropy = sharded_rows(input, ordered, head, ranks, loss, gathered, with_entropy=function.reads_entropy)
-        return (made.loss, made.lse, entropy), ordered
+        rows, entropy = sharded_rows(
+            input, ordered, head, ranks, call.loss, gathered, with_entropy=function.reads_entropy
+        )
+        return (rows.loss, rows.lse, entropy), ordered
 
-    if check and ids is None:
+    if check and call.ids is None:
         with torch.no_grad():
-            statistics, ordered = of_rows()
-            function.check(*statistics, ordered)
-    if not three_products:
-        statistics, ordered = of_rows()
-        return divided(function.of_all(*statistics, ordered), by)
-    ordered, scattered = by_ranks(target, split, ranks), split is not None
-    return of_chunks(function, input, ordered, head, loss, by, Collectives(ranks), scattered=scattered)
+            numbers, ordered = statistics()
+            function.check(*numbers, ordered)
+    if call.ids is None and not call.pipelined:
+        numbers, ordered = statistics()
+        return divided(function.of_all(*numbers, ordered), call.divisor)
+    if call.ids is not None:  # by the loop, of all rows: no other way knows several classes a row
+        call = call._replace(head=head._replace(chunking=head.chunking._replace(skip_ignored=False)))
+    ordered = by_ranks(target, split, ranks)
+    return loss_by_chunks(call, ordered, function, Collectives(ranks), scattered=split is not None)

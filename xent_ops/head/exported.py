@@ -24,6 +24,9 @@ class Functional(OutOfPlace):
     def write_columns(self, gradient: Tensor, dtype: torch.dtype | None, *rest: Any, options: Options) -> Tensor:
         return reference_ids.ids_grad(gradient, *rest, options=options)
 
+    def scatter(self, logits: Tensor, column: Tensor, value: Tensor) -> Tensor:
+        return logits.scatter(-1, column, value)
+
 
 class ExportedProducts(Functional):
     """As ``Products``."""

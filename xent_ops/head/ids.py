@@ -46,6 +46,7 @@ def gradient(
     num_classes: int | None = None,
     grad_dtype: torch.dtype | None = None,
     place: InPlace = OutOfPlace(),  # noqa: B008 (which holds nothing)
+    mask_ids: bool = False,  # in the logits they are masked, and lse is that of the other classes
 ) -> Tensor:
     """(..., columns), over the logits or apart."""
     grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse.to(lse.dtype)
@@ -54,6 +55,8 @@ def gradient(
     of_slice = (None, None, grad_entropy, entropy, None, class_start, num_classes, grad_dtype)
     given = (lse.new_zeros(()), grad_lse, logits, target, lse, *of_slice)
     (made,) = place.write("cross_entropy_backward", logits, *given, **keywords)
+    if mask_ids:  # nothing flows from this lse to the ids
+        grad_lse, lse = torch.zeros_like(lse), torch.full_like(lse, math.inf)
     rest = (ids, at_ids, grad_ids, grad_lse, lse, grad_entropy, entropy, class_start, num_classes)
     return place.write_columns(made, grad_dtype, *rest, options=options)
 
@@ -64,6 +67,7 @@ def statistics(
     ids: Tensor,
     linear_bias: Tensor | None = None,
     with_entropy: bool = False,
+    mask_ids: bool = False,
     *,
     options: Options = DEFAULTS,
     accumulate_dtype: torch.dtype | None = None,  # for the backward
@@ -73,11 +77,18 @@ def statistics(
     """(x of the ids (..., K), lse (...), entropy (...) or (0,)) of a head's logits."""
     flat, how, target = as_rows(input), Chunking(**chunking), reference_ids.first_counted(ids, options.ignore_index)
     rows = way.rows(target, options.ignore_index, how, (flat, linear_weight))
+    products = way.products(rows, flat, linear_weight, linear_bias, how)
 
     def visit(logits: Tensor, ids: Tensor) -> Sequence[Tensor]:
-        return statistics_of_rows(logits, ids, with_entropy, options=options)
+        if not mask_ids:
+            return statistics_of_rows(logits, ids, with_entropy, options=options)
+        at_ids = reference_ids.gather(logits, ids, 0, None, options)
+        masked = reference_ids.mask(logits, ids, 0, None, options)
+        logits = products.scatter(logits, masked.column, masked.value)
+        _, lse, entropy = statistics_of_rows(logits, ids, with_entropy, options=options)
+        return at_ids, masked.lse(lse, logits.shape[-1], options), entropy
 
-    made = way.products(rows, flat, linear_weight, linear_bias, how).run(visit, rows.take_rows(ids))
+    made = products.run(visit, rows.take_rows(ids))
     skipped = options.ignore_index if how.skip_ignored else None
     return tuple(give(rows, made, (0.0, math.inf, 0.0 if with_entropy else None), target, skipped))
 
@@ -94,6 +105,7 @@ def gradients(
     linear_bias: Tensor | None = None,
     entropy: Tensor | None = None,
     output_mask: Sequence[bool] = (True, True, True),
+    mask_ids: bool = False,
     *,
     options: Options = DEFAULTS,
     accumulate_dtype: torch.dtype | None = None,
@@ -110,11 +122,14 @@ def gradients(
     values = [None if value is None else rows.take_rows(value) for value in (ids, at_ids, lse, entropy)]
     factor, grads_of_rows = float16.split_grads(input.dtype, grads, rows.indices(), linear_weight.shape[0], options)
     products = way.products(rows, flat, linear_weight, linear_bias, how, output_mask, accumulate_dtype)
-    more = {"options": options, "grad_dtype": products.grad_dtype, "place": products}
+    more = {"options": options, "grad_dtype": products.grad_dtype, "place": products, "mask_ids": mask_ids}
 
     def visit(
         logits: Tensor, grad_ids: Tensor, grad_lse: Tensor | None, grad_entropy: Tensor | None, *values: Any
     ) -> list[Tensor]:
+        if mask_ids:
+            masked = reference_ids.mask(logits, values[0], 0, None, options)
+            logits = products.scatter(logits, masked.column, masked.value)
         return [gradient(grad_ids, grad_lse, grad_entropy, logits, *values, **more)]
 
     if any(output_mask):

@@ -127,11 +127,11 @@ class _CrossEntropy:
     """Statistics and gradient of rows of logits, with the caller's function between them."""
 
     def __init__(
-        self, head: HeadSlice, loss: LossOptions, between: Between, ranks: OneRank, with_entropy: bool
+        self, head: HeadSlice, loss: LossOptions, between: Between, ranks: OneRank, with_entropy: bool, mask_ids: bool
     ) -> None:
         self.weight, self.bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
         self.head, self.loss, self.between, self.ranks, self.with_entropy = head, loss, between, ranks, with_entropy
-        self.columns = head.columns()
+        self.columns, self.mask_ids = head.columns(), mask_ids
 
     def begin(
         self, inputs: Sequence[Tensor], part: Part, count: Tensor | None, after: Tensor | None
@@ -144,7 +144,7 @@ class _CrossEntropy:
             self.head.class_weight,
             self.with_entropy,
         )
-        more = (count, after, part.ids, self.head.chunking.logits_dtype)
+        more = (count, after, part.ids, self.mask_ids, self.head.chunking.logits_dtype)
         stats, logits = _ops.linear_cross_entropy_chunk(inputs[0], *of_head, *more, **self.loss.rows.keywords())
         return stats, (logits,)
 
@@ -189,6 +189,7 @@ class _CrossEntropy:
             count,
             after,
             *((None,) * 3 if grad_ids is None else (part.ids, of_rows.at_ids, grad_ids)),
+            self.mask_ids,
             **self.loss.backward_keywords(),
         )
 
@@ -203,10 +204,11 @@ def gradients(
     wanted: Sequence[bool],
     *,
     with_entropy: bool = False,
+    mask_ids: bool = False,  # the lse of rows is that of the classes that no id names
     **how: Any,
 ) -> Gradients:
     """The gradients of all rows. ``between`` sees each chunk's statistics once, in the order of the rows."""
-    steps = _CrossEntropy(head, loss, between, ranks, with_entropy)
+    steps = _CrossEntropy(head, loss, between, ranks, with_entropy, mask_ids)
     return of_steps(steps, (input,), target, head, ranks, wanted, **how)
 
 

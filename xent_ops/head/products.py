@@ -94,6 +94,9 @@ class InPlace:
         _ops.ids_grad_(front_of(gradient, dtype), *rest, **options.keywords())
         return gradient
 
+    def scatter(self, logits: Tensor, column: Tensor, value: Tensor) -> Tensor:
+        return logits.scatter_(-1, column, value)
+
 
 class OutOfPlace(InPlace):
     """They allocate it."""

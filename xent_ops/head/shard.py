@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..kernels import reference, reference_shard
 from ..kernels.options import DEFAULTS, Chunking, Options
-from ..kernels.reference_ids import gather
+from ..kernels.reference_ids import Masked, gather, mask
 from ..kernels.rows import front_of
 from .chunks import as_rows, classes_of
 from .ids import gradient
@@ -203,16 +203,24 @@ def chunk(
     count: Tensor | None = None,
     after: Tensor | None = None,
     ids: Tensor | None = None,
+    mask_ids: bool = False,
     logits_dtype: torch.dtype | None = None,
     *,
     options: Options = DEFAULTS,
     padded: Callable[..., Tensor] | None = None,
+    place: InPlace = InPlace(),  # noqa: B008 (which holds nothing)
 ) -> tuple[Tensor, Tensor]:
     """(what ``joined`` takes of this rank, the logits). Rows behind the count may have logits of 0."""
     head, bias, weight, _ = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
     logits = (padded or padded_logits)(input, head, bias, count, logits_dtype)
-    of_classes = logits[:, : head.shape[0]]
-    return statistics_of_chunk(of_classes, target, class_start, num_classes, weight, with_entropy, ids, options), logits
+    columns, masked, at_ids = head.shape[0], None, None
+    if ids is not None:
+        at_ids = gather(logits[:, :columns], ids, class_start, num_classes, options)
+        if mask_ids and columns > 0:
+            masked = mask(logits[:, :columns], ids, class_start, num_classes, options)
+            logits = place.scatter(logits, masked.column, masked.value)
+    of_slice = (logits[:, :columns], target, class_start, num_classes, weight)
+    return statistics_of_chunk(*of_slice, with_entropy, at_ids, masked, options), logits
 
 
 def padded_logits(
@@ -243,20 +251,25 @@ def statistics_of_chunk(
     num_classes: int | None,
     weight: Tensor | None,
     with_entropy: bool,
-    ids: Tensor | None,
+    at_ids: Tensor | None,
+    masked: Masked | None,
     options: Options,
 ) -> Tensor:
     """What ``joined`` takes of this rank."""
-    places = None if ids is None else gather(logits, ids, class_start, num_classes, options).t()  # they come last
+    places = None if at_ids is None else at_ids.t()  # they come last
     if num_classes is None:
         loss, lse, _, entropy = _ops.cross_entropy_forward(
             logits, target, weight, False, with_entropy, **options.keywords()
         )
+        lse = lse if masked is None else masked.lse(lse, logits.shape[1], options)
         rows = torch.stack([loss, lse, entropy] if with_entropy else [loss, lse])
         return rows if places is None else torch.cat([rows, places])
     of_slice = (logits, target, class_start, num_classes, weight)
-    if with_entropy:
-        made = numbers(*of_slice, with_entropy, options)
+    if with_entropy or masked is not None:
+        made = numbers(*of_slice, True, options)
+        if masked is not None:
+            made = (masked.lse(made[0], logits.shape[1], options), *made[1:])
+        made = made if with_entropy else made[:3]
         stats = handed_over(made, class_start, logits.shape[1], weight, with_entropy)
     else:
         stats = _ops.cross_entropy_shard(*of_slice, **options.keywords())
@@ -283,6 +296,7 @@ def chunk_grad_(
     ids: Tensor | None = None,
     at_ids: Tensor | None = None,
     grad_ids: Tensor | None = None,
+    mask_ids: bool = False,
     *,
     options: Options = DEFAULTS,
     lse_square_scale: float = 0.0,
@@ -293,7 +307,7 @@ def chunk_grad_(
     if ids is not None and at_ids is not None and grad_ids is not None:
         given = (grad_ids, grad_lse, grad_entropy, of_classes, ids, at_ids, lse, entropy)
         of_slice: dict[str, Any] = {"class_start": class_start, "num_classes": num_classes, "grad_dtype": dtype}
-        gradient(*given, options=options, **of_slice, place=InPlace())
+        gradient(*given, options=options, **of_slice, place=InPlace(), mask_ids=mask_ids)
     else:
         rest = (weight, divisors, grad_entropy, entropy, coefficient, class_start, num_classes, dtype)
         _ops.cross_entropy_backward_(

@@ -6,6 +6,9 @@ With g_k = d loss / d x of place k, and letters as in reference.cross_entropy_ba
 
 Kernels write the first two terms over all columns. The columns of ids are written again here: all that flows into one
 is added up before it is rounded, and equal ids write equal numbers, so that bits repeat.
+
+With ``mask_ids`` the lse is that of all other classes: the columns of ids are masked before the kernels read them. So
+it keeps its digits where the ids have nearly all probability. The lse of all is log(exp(lse) + sum of exp(x) of ids).
 """
 
 from __future__ import annotations
@@ -91,12 +94,39 @@ def _of_columns(
     value = torch.where(live.unsqueeze(-1), of_row, 0.0) + passed
     # Exact zeros where nothing is passed back, whatever x is.
     value = torch.where(value != 0, value * activation_derivative(x, options), 0.0).to(grad_logits.dtype)
+    return _to_write(at, value, grad_logits)
+
+
+def _to_write(at: Columns, value: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(column, value), each (..., K). ``value``: of the places that are here."""
     # Places that are not here write what the first place does that is; without one, what stands in column 0.
     first = at.here.to(torch.int8).argmax(-1, keepdim=True)
     place = torch.where(at.here, at.place, at.place.gather(-1, first))
     value = torch.where(at.here, value, value.gather(-1, first))
-    value = torch.where(at.here.any(-1, keepdim=True), value, grad_logits.gather(-1, place))
-    return place, value
+    return place, torch.where(at.here.any(-1, keepdim=True), value, logits.gather(-1, place))
+
+
+def mask(logits: Tensor, ids: Tensor, class_start: int, num_classes: int | None, options: Options) -> Masked:
+    """What masks the columns of the ids that are here. ``logits``: (..., columns), at least one."""
+    at = columns(ids, logits.shape[-1], class_start, num_classes, options.ignore_index)
+    lowest = float("-inf") if options.is_increasing else float("inf")
+    column, value = _to_write(at, logits.new_full((), lowest).expand(at.place.shape), logits)
+    places = torch.where(at.here, at.place, -1).sort(dim=-1).values
+    number = (places[..., 1:] != places[..., :-1]).sum(-1) + (places[..., 0] >= 0)
+    return Masked(column, value, number)
+
+
+class Masked(NamedTuple):
+    column: Tensor  # (..., K)
+    value: Tensor  # likewise: what is to be written there
+    number: Tensor  # (...): how many columns are masked
+
+    def lse(self, lse: Tensor, width: int, options: Options) -> Tensor:
+        """That of the columns that are not masked, from the kernels', which are given all ``width``."""
+        if options.softcap is not None:  # x of a masked logit is -softcap
+            share = self.number * torch.exp(-options.softcap - lse)
+            lse = lse + torch.log1p(-share)
+        return torch.where(self.number == width, float("-inf"), lse)
 
 
 def _added_up(at: Columns, values: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from .._private import private
 from ..kernels.options import Chunking, LossOptions, Options
 from ..kernels.reference import accumulator
+from ..kernels.rows import dense_classes
 from . import checks, transforms
 from .shown import kind_of, shown
 
@@ -122,6 +123,12 @@ def class_dimension(name: str, tensor: Tensor, dim: Any) -> int:
             f"dim={dim} is not a dimension of {name} with shape {tuple(tensor.shape)}; valid are {-dims} to {dims - 1}"
         )
     return dim % dims
+
+
+def classes_last(tensor: Tensor, dim: int, name: str = "input") -> Tensor:
+    """(..., C), dense in the classes."""
+    dim = class_dimension(name, tensor, dim)
+    return dense_classes(tensor if dim == tensor.dim() - 1 else tensor.movedim(dim, -1))
 
 
 def suggest_dim(input: Tensor, target: Tensor, dim: int) -> None:

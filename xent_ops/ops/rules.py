@@ -134,6 +134,13 @@ def _grad_ids(call: Call) -> None:
         raise ValueError("ids, at_ids and grad_ids go together: expected all of them or none")
 
 
+def _mask_ids(call: Call) -> None:
+    if call.mask_ids and call.ids is None:
+        raise ValueError("mask_ids=True masks the columns of ids: pass these too")
+    if call.mask_ids and (getattr(call, "with_entropy", False) or getattr(call, "grad_entropy", None) is not None):
+        raise ValueError("mask_ids=True gives the lse of some classes, without an entropy")
+
+
 def _gathered_input(call: Call) -> None:
     if call.gathered_input is not None and not call.group_name:
         raise ValueError("gathered_input needs the group_name of the ranks that it was gathered from")
@@ -162,6 +169,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[Call], None], str], ...] = (
     (("with_entropy",), _entropy, ""),
     (("entropy",), _entropy, ""),
     (("grad_ids", "at_ids", "ids"), _grad_ids, ""),
+    (("mask_ids",), _mask_ids, ""),
     (("gathered_input",), _gathered_input, ""),
     (("joined",), _joined, ""),
     (("output_mask",), lambda call: checks.gradient_mask(call.output_mask), ""),

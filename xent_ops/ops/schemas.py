@@ -32,6 +32,7 @@ COUNT = "Tensor? count=None"  # of the first rows of a chunk, (): those after th
 # Not read: what was made before, whatever reorders a graph. "done", (0,), is such a tensor.
 AFTER = "Tensor? after=None"
 IDS = "Tensor? ids=None"  # several classes of each row of a chunk, (n, K)
+MASK_IDS = "bool mask_ids=False"  # lse is that of the classes that the ids of a row do not name
 DISTILLATION = (
     "SymInt ignore_index=-100, SymInt? num_classes=None, float beta=0.0, float temperature=1.0, float hard_weight=0.0, "
     "float? softcap=None, float logit_scale=1.0, float? teacher_softcap=None, float teacher_logit_scale=1.0"
@@ -169,14 +170,14 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     ),
     # The same of several classes a row.
     "linear_token_logits": (
-        "(Tensor input, Tensor linear_weight, Tensor ids, Tensor? linear_bias=None, bool with_entropy=False, *, "
-        f"{OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> (Tensor at_ids, Tensor lse, Tensor entropy)",
+        "(Tensor input, Tensor linear_weight, Tensor ids, Tensor? linear_bias=None, bool with_entropy=False, "
+        f"{MASK_IDS}, *, {OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> (Tensor at_ids, Tensor lse, Tensor entropy)",
         None,
     ),
     "linear_token_logits_backward": (
         "(Tensor grad_ids, Tensor? grad_lse, Tensor? grad_entropy, Tensor input, Tensor linear_weight, Tensor ids, "
-        f"Tensor at_ids, Tensor lse, Tensor? linear_bias=None, Tensor? entropy=None, {OUTPUT_MASK}, *, {OPTIONS}, "
-        f"{ACCUMULATE}, {CHUNKING}) -> ({LINEAR_GRADS})",
+        f"Tensor at_ids, Tensor lse, Tensor? linear_bias=None, Tensor? entropy=None, {OUTPUT_MASK}, {MASK_IDS}, *, "
+        f"{OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> ({LINEAR_GRADS})",
         None,
     ),
     # With constants for the derivatives of their log-probabilities, (..., K), and of lse^2, (...): one visit of logits.
@@ -230,7 +231,8 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     # statistics, a function of a row's statistics. Three products. Of a slice where num_classes is given.
     "linear_cross_entropy_chunk": (
         f"(Tensor input, Tensor linear_weight, Tensor target, {SLICE}, Tensor? linear_bias=None, "
-        f"Tensor? weight=None, bool with_entropy=False, {COUNT}, {AFTER}, {IDS}, {LOGITS_DTYPE}, *, {OPTIONS}) "
+        f"Tensor? weight=None, bool with_entropy=False, {COUNT}, {AFTER}, {IDS}, {MASK_IDS}, {LOGITS_DTYPE}, *, "
+        f"{OPTIONS}) "
         "-> (Tensor stats, Tensor logits)",
         None,
     ),
@@ -238,7 +240,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         "(Tensor(a!) logits, Tensor grad_loss, Tensor? grad_lse, Tensor linear_weight, Tensor target, Tensor lse, "
         f"{SLICE}, Tensor? weight=None, Tensor? divisors=None, Tensor? grad_entropy=None, Tensor? entropy=None, "
         f"Tensor? coefficient=None, bool with_grad_input=True, {COUNT}, {AFTER}, {IDS}, Tensor? at_ids=None, "
-        f"Tensor? grad_ids=None, *, {OPTIONS}, {LSE_SQUARE}) -> (Tensor grad_input, Tensor done)",
+        f"Tensor? grad_ids=None, {MASK_IDS}, *, {OPTIONS}, {LSE_SQUARE}) -> (Tensor grad_input, Tensor done)",
         None,
     ),
     "linear_cross_entropy_chunk_add_": (

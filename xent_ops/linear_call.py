@@ -1,0 +1,97 @@
+"""A call of a head and its loss: its arguments are checked once, and stand in one record that all ways compute from."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .head.loop import HeadSlice
+from .kernels.options import LossOptions
+from .ops import arguments, checks
+from .ops.linear import checks as linear_checks
+from .ops.linear import composite
+from .ops.token_logits import target_and_ids
+
+_ops = torch.ops.xent
+
+
+class LinearCall(NamedTuple):
+    """Of plain tensors; over ranks, of one rank. distributed/consistency.py compares all fields between ranks."""
+
+    target: Tensor  # (...), a class index for each row: of several classes the first that counts
+    input: Tensor  # (..., H)
+    head: HeadSlice
+    loss: LossOptions
+    divisor: Tensor | None
+    token_weight: Tensor | None
+    ids: Tensor | None = None  # (..., K), several classes of each row
+    target_probs: Tensor | None = None  # likewise, of these
+    tail: bool = False
+    sequence_dim: int | None = None  # over ranks: the dimension of the target along which the input is split
+    pipelined: bool = False  # likewise: three products
+
+    def in_autocast_dtype(self) -> LinearCall:
+        input, weight, bias = composite.cast_for_autocast(self.input, self.head.weight, self.head.bias)
+        if input is self.input and weight is self.head.weight and bias is self.head.bias:
+            return self  # a copy of the records takes Dynamo 6 ms
+        return self._replace(input=input, head=self.head._replace(weight=weight, bias=bias))
+
+
+def bind(
+    input: Any,
+    linear_weight: Any,
+    target: Any,
+    linear_bias: Any,
+    class_weight: Any,
+    options: tuple[Any, Any, Any, Any, Any, str],  # as arguments.loss_options takes them
+    chunking: tuple[Any, ...],  # as arguments.chunks takes it
+    divisor: Any = None,
+    token_weight: Any = None,
+    *,
+    several: bool = False,  # the target may be (..., K)
+    names: tuple[str, str] = ("linear_weight", "linear_bias"),
+) -> LinearCall:
+    """Refuses what is wrong wherever the tensors lie. Operators refuse what does not fit together."""
+    arguments.linear(input, linear_weight, target, linear_bias, class_weight, names=names)
+    loss, ids = arguments.loss_options(*options, input.dtype), None
+    if several:
+        target, ids = target_and_ids(target, input.dim() - 1, loss.rows.ignore_index)
+    divisor = arguments.divisor(divisor, input)
+    linear_checks.reduced_by(divisor, input, loss.reduction)
+    arguments.optional("token_weight", token_weight)
+    accumulate_dtype, how = arguments.chunks(*chunking)
+    if not target.is_floating_point():  # class probabilities have a derivative for it
+        checks.weight_without_grad(class_weight)
+    head = HeadSlice(linear_weight, linear_bias, class_weight, accumulate_dtype=accumulate_dtype, chunking=how)
+    return LinearCall(target, input, head, loss, divisor, token_weight, ids)
+
+
+def cross_entropy(call: LinearCall) -> Tensor:
+    """Of plain tensors and class indices, as one operator."""
+    head = call.head
+    return _ops.linear_cross_entropy(
+        call.input,
+        head.weight,
+        call.target,
+        head.bias,
+        head.class_weight,
+        call.divisor,
+        call.token_weight,
+        accumulate_dtype=head.accumulate_dtype,
+        **head.chunking.keywords(),
+        **call.loss.keywords(),
+    )
+
+
+def statistics(call: LinearCall, with_entropy: bool, mask_ids: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """(losses of rows or x of their ids, lse, entropy) of plain tensors. ``mask_ids``: lse of the other classes."""
+    head, options = call.head, call.loss.rows
+    keywords = {"accumulate_dtype": head.accumulate_dtype, **head.chunking.keywords(), **options.keywords()}
+    if call.ids is not None:
+        of_head = (call.input, head.weight, call.ids, head.bias)
+        return _ops.linear_token_logits(*of_head, with_entropy, mask_ids, **keywords)
+    of_head = (call.input, head.weight, call.target, head.bias)
+    loss, lse, _, entropy = _ops.linear_cross_entropy_forward(*of_head, None, False, with_entropy, **keywords)
+    return loss, lse, entropy

@@ -1,0 +1,30 @@
+"""What tells DTensors from plain tensors, without an import of torch.distributed."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import arguments
+
+
+def is_dtensor(tensor: Tensor | None) -> bool:
+    if not hasattr(tensor, "device_mesh"):
+        return False
+    arguments.refuse_proxy(tensor)  # which has every attribute
+    return True
+
+
+def refuse_dtensors(name: str, *tensors: Tensor) -> None:
+    if any(map(is_dtensor, tensors)):
+        raise NotImplementedError(
+            f"{name} of DTensors is not supported. With FSDP2 (fully_shard) call it inside of the forward of the "
+            "module that owns the weight, where that is a plain tensor; full_tensor() is right where every rank has "
+            "the same rows, and to_local() where that has all classes. Of DTensors there are cross_entropy, "
+            "linear_cross_entropy and linear_token_loss, and of a rank's part of the classes xent_ops.distributed has "
+            "functions"
+        )
+
+
+def refuse_dtensor(name: str, tensor: Tensor, instead: str) -> None:
+    if type(tensor) is not Tensor and hasattr(tensor, "device_mesh"):
+        raise TypeError(f"{name} is a DTensor: pass {name}.to_local(), or call {instead}")
