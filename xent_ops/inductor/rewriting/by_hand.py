@@ -12,10 +12,8 @@ from torch import Tensor, fx
 from ...kernels.sizes import known, known_equal
 from . import writers
 from .emitter import Emitter
-from .links import LeftAlone, asks_for_sizes
 from .losses import Loss, Start
-from .modes import modes
-from .nodes import is_cast, name_of, position, share_memory, value_of
+from .nodes import LeftAlone, is_cast, name_of, position, share_memory, value_of
 
 # gather ignores no target: this one is no class, nor what a cast makes of NaN or infinity, nor a usual mark. One out of
 # range stays an error or NaN.
@@ -31,7 +29,6 @@ class ByHand(Loss):
     what: str = ""
     dim: int = -1  # of the classes
     negative: bool = True  # the node is minus the loss
-    reads_target: fx.Node | None = None  # the first node that does
     between: list[fx.Node] = field(default_factory=list)  # all nodes from given["input"] to this one
     reads_logits: bool = False  # given["input"] is the logits, not a log-softmax of them
     in_brackets: bool = False  # the target may count from the end
@@ -58,8 +55,7 @@ class ByHand(Loss):
         return f"; xent_ops.{one}"
 
     def start(self) -> Start:
-        graph = self.node.graph
-        order, mode_of, inputs = position(graph), modes(graph), writers.inputs_of(graph)
+        order = position(self.node.graph)
         logits: fx.Node = self.given["input"]
         if self.reads_logits:
             start = Start(logits, {node for node in self.between if logits in node.all_input_nodes}, [])
@@ -68,28 +64,15 @@ class ByHand(Loss):
         start.behind = sorted({*start.behind, *self.between}, key=lambda node: order[node])
         source: Tensor = value_of(start.logits)
         for node in start.behind:
-            mine = {*start.behind, self.node}
-            if others := [user for user in node.users if user not in mine and not asks_for_sizes(user)]:
-                raise LeftAlone(f"{node.name} is read by {others[0].name} as well")
             made = value_of(node)
-            if isinstance(made, Tensor) and made.requires_grad != source.requires_grad:
-                raise LeftAlone(f"{node.name} was made without gradients")
             if isinstance(made, Tensor) and made.dtype not in (source.dtype, torch.float32):
                 raise LeftAlone(f"{node.name} has dtype {made.dtype}, and the logits {source.dtype}")
-            if mode_of[node] != mode_of[self.node]:
-                raise LeftAlone(f"{node.name} runs under another autocast or inference mode")
         start.upcast |= any(is_cast(node) and value_of(node).dtype != source.dtype for node in start.behind)
-        memory = [(start.behind[0], "logits", source)]
-        if self.reads_target is not None and self.given["target"] is not None:
-            memory.append((self.reads_target, "target", value_of(self.given["target"])))
-        for first, what, tensor in memory:  # which ours reads where the node stands
-            if (writer := writers.between(first, self.node, tensor, inputs, set(start.behind))) is not None:
-                raise LeftAlone(f"{writer.name} may write to the {what} between {first.name} and {self.node.name}")
-        target = [value_of(self.given["target"])] if self.given["target"] is not None else []
-        writer = writers.after(self.node, target) if value_of(self.node).requires_grad else None
-        if writer is not None:  # take_along_dim saves a copy of it
-            raise LeftAlone(f"{writer.name} may write to the target after it, whose backward needs it")
         return start
+
+    @property
+    def saves_target(self) -> bool:
+        return True  # take_along_dim saves a copy of it
 
     def arguments(self, emit: Emitter) -> dict[str, Any]:
         if self.is_soft:

@@ -21,7 +21,7 @@ from ...kernels.sizes import known, known_equal
 from . import find_soft
 from .by_hand import DIAGONAL, GATHER, NEVER, SUM, ByHand, first_of_arange
 from .modes import transformed
-from .nodes import name_of, parts_of, position, share_memory, value_of
+from .nodes import name_of, parts_of, share_memory, value_of
 from .reading import arguments_of, before_upcasts, behind, input_of, is_log_softmax, one_dim, softmax_dim
 
 GATHERS = {
@@ -118,7 +118,7 @@ def _difference(node: fx.Node) -> ByHand | None:
     given = {"input": logits, "target": index, "ignore_index": NEVER, "reduction": "none"}
     between = [*views, picked, *casts, *sums, *rest]
     in_brackets = name_of(picked) == "getitem"
-    return ByHand(node, given, False, why, what, dim, negative, picked, between, True, in_brackets)
+    return ByHand(node, given, False, why, what, dim, negative, between, True, in_brackets)
 
 
 def _logsumexp(node: fx.Node) -> tuple[fx.Node | None, int, list[fx.Node]]:
@@ -167,9 +167,7 @@ def _stacked_gathers(node: fx.Node) -> ByHand | None:
     if not _equal(wanted, sizes) and not _equal(wanted, [*sizes[:dim], 1, *sizes[dim:]]):
         return None
     given = {"input": logits, "target": target, "ignore_index": NEVER, "reduction": "none"}
-    order = position(node.graph)
-    first = min(between, key=lambda one: order[one])
-    return ByHand(node, given, False, "", GATHER, dim, True, first, [*between, *rows], True)
+    return ByHand(node, given, False, "", GATHER, dim, True, [*between, *rows], True)
 
 
 def _stacked(node: fx.Node) -> list[fx.Node] | None:

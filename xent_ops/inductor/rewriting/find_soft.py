@@ -16,7 +16,8 @@ from .tail import is_fused
 def loss_of(node: fx.Node) -> ByHand | None:
     """``torch.sum(-p * F.log_softmax(x, -1), dim=-1)``, and without a dim, over all."""
     given = arguments_of(node, ("input", "dim", "keepdim"))
-    product, negative, between = given.pop("input", None), True, []
+    product, negative = given.pop("input", None), True
+    between: list[fx.Node] = []
     if is_negated(product):
         between.append(product)
         product, negative = product.args[0], False
@@ -29,15 +30,16 @@ def loss_of(node: fx.Node) -> ByHand | None:
     if sum(made) != 1 or not isinstance(value_of(operands[made.index(False)]), Tensor):
         return None
     log_probs, target = operands if made[0] else operands[::-1]
-    reads = product
+    between.append(product)
     if is_negated(target) and len(target.users) == 1:  # else somebody may write to it
-        reads, target, negative = target, target.args[0], not negative
+        between.append(target)
+        target, negative = target.args[0], not negative
     own = (behind(log_probs), input_of(behind(log_probs)))
     if name_of(target) in ("exp", "softmax") and behind(input_of(target)) in own:  # an entropy
         return None
     why, dim = _why_not(log_probs, target, given)
     taken = {"input": log_probs, "target": target, "reduction": "none"}
-    return ByHand(node, taken, False, why, SOFT, dim, negative, reads, [*between, product])
+    return ByHand(node, taken, False, why, SOFT, dim, negative, between)
 
 
 def _why_not(log_probs: fx.Node, target: fx.Node, given: dict[str, Any]) -> tuple[str, int]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from ...kernels.options import Activation
-from .nodes import is_cast, name_of, parts_of, position, share_memory, tensor_of, value_of
+from .nodes import LeftAlone, is_cast, name_of, parts_of, position, share_memory, tensor_of, value_of
 
 _HALF = (torch.bfloat16, torch.float16)
 _FLOATS = (*_HALF, torch.float32, torch.float64)
@@ -38,10 +38,6 @@ BY_TENSOR = {"mul": "mul_tensor", "div": "div_tensor"}
 _SIZES = {"dim", "element_size", "is_contiguous", "numel", "size", "storage_offset", "stride", "sym_size", "sym_stride"}
 
 
-class LeftAlone(Exception):
-    """Why a call is not replaced."""
-
-
 @dataclass
 class Link:
     """One node of the tail."""
@@ -51,7 +47,6 @@ class Link:
     kind: str  # "view", "same" (a cast or a cat that changes nothing), "upcast", a value of STEPS, or one of BY_TENSOR
     number: float = 1.0  # the factor or divisor
     tensor: fx.Node | None = None  # the same, of one of BY_TENSOR: (), a temperature that is learned or not
-    shared_with: fx.Node | None = None  # a reader of the node outside the tail
 
     @property
     def computes(self) -> bool:
@@ -77,9 +72,6 @@ def walk(node: fx.Node, readers: set[fx.Node], tensors: bool = False) -> tuple[l
         link = link_of(node, tensors)
         if link is None:
             return links, node
-        mine = {*readers, *(statement.node for statement in statements)}
-        others = [user for user in node.users if user not in mine and not asks_for_sizes(user)]
-        link.shared_with = others[0] if others else None
         links.append(link)
         readers, node = {node}, link.source
 

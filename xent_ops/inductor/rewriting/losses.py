@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from . import heads, writers
 from .emitter import Emitter
-from .links import LeftAlone, is_view
+from .links import is_view
 from .modes import transformed
-from .nodes import is_cast, name_of, tensor_of, value_of
+from .nodes import LeftAlone, is_cast, name_of, tensor_of, value_of
 from .reading import behind
+from .region import Region
 from .tail import Tail, find
 
 _SIGNATURES = {F.cross_entropy: inspect.signature(F.cross_entropy), F.nll_loss: inspect.signature(F.nll_loss)}
@@ -29,7 +29,7 @@ _MODULES = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)
 
 @dataclass
 class Loss:
-    """A call of F.cross_entropy, F.nll_loss, F.linear_cross_entropy or xent_ops.cross_entropy."""
+    """A call of F.cross_entropy, F.nll_loss or xent_ops.cross_entropy."""
 
     node: fx.Node
     given: dict[str, Any]  # its arguments, by name
@@ -39,10 +39,6 @@ class Loss:
     @property
     def is_nll(self) -> bool:
         return self.node.target is F.nll_loss
-
-    @property
-    def is_chunked(self) -> bool:
-        return heads.chunked(self.node) is not None
 
     @property
     def is_own(self) -> bool:
@@ -67,7 +63,7 @@ class Loss:
     @property
     def title(self) -> str:
         """For the report, where it is not F.cross_entropy."""
-        names = {"nll_loss": self.is_nll, "linear_cross_entropy": self.is_chunked, "xent": self.is_own}
+        names = {"nll_loss": self.is_nll, "xent": self.is_own}
         return next((name for name, is_it in names.items() if is_it), "")
 
     @property
@@ -94,15 +90,19 @@ class Loss:
         before, made = value_of(source), value_of(log_softmax)
         if made.dtype not in (before.dtype, torch.float32) or before.dtype == torch.float64 != made.dtype:
             raise LeftAlone(f"{log_softmax.name} makes {made.dtype} of {before.dtype}")
-        if made.requires_grad != before.requires_grad:
-            raise LeftAlone(f"{log_softmax.name} was made without gradients")
-        graph_inputs = writers.inputs_of(self.node.graph)
-        writer = writers.between(log_softmax, self.node, before, graph_inputs, {log_softmax, *links})
-        if writer is not None:  # ours would read the logits where the loss stands
-            raise LeftAlone(f"{writer.name} may write to the logits between {log_softmax.name} and it")
         upcast = made.dtype != before.dtype or any(tensor_of(link).dtype != made.dtype for link in links)
         views = [link for link in links if not is_cast(link)]
         return Start(source, {log_softmax}, [log_softmax, *links], views, upcast)
+
+    @property
+    def reads(self) -> list[tuple[str, fx.Node | None]]:
+        """What ours reads beside the logits or their head."""
+        return [(name, self.given.get(name)) for name in ("target", "weight")]
+
+    @property
+    def saves_target(self) -> bool:
+        """Does our backward read a target that theirs may not read? F.cross_entropy saves class indices too."""
+        return self.is_soft
 
     def tail(self) -> Tail:
         """The nodes before the loss that the operator takes up. Raises LeftAlone."""
@@ -111,6 +111,7 @@ class Loss:
         tail.views += start.views
         tail.nodes = [*reversed(start.behind), *tail.nodes]
         tail.upcast |= start.upcast
+        Region(self.node, tail.nodes, [("logits", tail.source), *self.reads]).refuse()
         return tail
 
 
@@ -134,8 +135,6 @@ def losses(graph: fx.Graph) -> Iterator[Loss | fx.Node]:
         elif node.op == "call_function" and node.target in _OWN:
             names = ("input", *(argument.name for argument in _OWN[1]._schema.arguments[1:]))
             yield Loss(node, dict(zip(names, node.args, strict=False)) | node.kwargs, node in inside)
-        elif node.op == "call_function" and (given := heads.chunked(node)) is not None:
-            yield Loss(node, given, node in inside)
         elif node.op == "call_module" and isinstance(_module(node), _MODULES):
             yield node
 
@@ -155,11 +154,6 @@ def _log_softmax(loss: fx.Node, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
             raise LeftAlone("its input is no log_softmax of this graph")
         links.insert(0, node)
         node = source
-    for one in (node, *links):
-        if len(one.users) > 1:
-            raise LeftAlone(f"{one.name} has {len(one.users)} uses")
-        if tensor_of(one).requires_grad != value_of(node).requires_grad:
-            raise LeftAlone(f"{one.name} was made without gradients")
     return node, links
 
 

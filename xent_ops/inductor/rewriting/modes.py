@@ -1,8 +1,4 @@
-"""The autocast and inference modes of each node of a Dynamo graph, and apart from them the gradient mode.
-
-Where a node computes on what requires grad, its gradient mode shows in ``requires_grad`` of its fake tensor too, unless
-it writes in place.
-"""
+"""The autocast and inference modes of each node of a Dynamo graph, and whether gradients are recorded there."""
 
 from __future__ import annotations
 
@@ -33,9 +29,16 @@ def gradient_modes(graph: fx.Graph) -> dict[fx.Node, bool]:
     """Are gradients recorded at each node? A graph starts in the mode in which its pass runs."""
     found: dict[fx.Node, bool] = {}
     enabled = torch.is_grad_enabled()
+    before: list[bool] = []  # outside of the open inference modes
     for node in graph.nodes:
+        name = getattr(node.target, "__name__", "")
         if node.target is torch._C._set_grad_enabled:
             enabled = bool(node.args[0])
+        elif name == "_enter_inference_mode":
+            before.append(enabled)
+            enabled = not node.args[0]
+        elif name == "_exit_inference_mode":
+            enabled = before.pop()
         found[node] = enabled
     return found
 

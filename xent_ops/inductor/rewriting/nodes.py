@@ -39,6 +39,10 @@ _ALSO_POINTWISE = {
 }  # fmt: skip
 
 
+class LeftAlone(Exception):
+    """Why a call is not replaced."""
+
+
 def value_of(node: Any) -> Any:
     """The fake tensor of a node. Anything else is returned unchanged."""
     if not isinstance(node, fx.Node):
@@ -73,6 +77,15 @@ def name_of(node: fx.Node) -> str | None:
         return name if namespace == "aten" else None
     name = getattr(target, "__name__", "")
     return name if any(getattr(owner, name, None) is target for owner in _OWNERS) else None
+
+
+def hint(size: Any) -> Any:
+    """A symbolic size as the number that it has now."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    if size.node.hint is None:
+        raise LeftAlone(f"the size {size} is not known")
+    return int(size.node.hint)
 
 
 def storage_of(value: Any) -> int | None:

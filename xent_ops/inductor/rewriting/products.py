@@ -38,7 +38,8 @@ class Product:
     bias: fx.Node | None = None  # (V,)
     addition: fx.Node | None = None  # adds the bias, where the product does not
     class_dim: int = -1  # of the logits; the features of the input have the same
-    casts: tuple[fx.Node, ...] = ()  # to float32, of the 16-bit operands that input, weight and bias are here
+    casts: bool = False  # to float32, of the 16-bit operands that input, weight and bias are here
+    past: tuple[fx.Node, ...] = ()  # these casts, and a transpose of the weight: the product reads them, ours does not
 
     @property
     def dim(self) -> int:
@@ -77,8 +78,8 @@ def before_casts(product: Product) -> Product:
         return product
     input, weight, bias = sources
     assert input is not None and weight is not None
-    casts = tuple(node for node in operands if node is not None)
-    return _seen_through(replace(product, input=input, weight=weight, bias=bias, casts=casts))
+    past = (*product.past, *(node for node in operands if node is not None))
+    return _seen_through(replace(product, input=input, weight=weight, bias=bias, casts=True, past=past))
 
 
 def _half_of(node: fx.Node) -> fx.Node | None:
@@ -178,4 +179,4 @@ def _seen_through(product: Product) -> Product:
     same = whole.dim() == 2 and view.shape == whole.t().shape and view.stride() == whole.t().stride()
     if not same or view.storage_offset() != whole.storage_offset():
         return product
-    return replace(product, weight=parent, transposed=False)
+    return replace(product, weight=parent, transposed=False, past=(*product.past, product.weight))

@@ -6,7 +6,6 @@ The new nodes are operators and methods of torch, not our functions, because tor
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import operator
 from collections.abc import Callable
@@ -18,12 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...kernels import sizes
 from ...kernels.options import Activation
 from ...ops import checks
-from . import find_by_hand, find_head, heads, other_forms, writers
+from . import find_by_hand, find_head, other_forms
 from .by_hand import ByHand
+from .emit_head import emit_head
 from .emitter import Emitter
-from .links import LeftAlone
 from .losses import Loss, losses
-from .nodes import value_of, where
+from .nodes import LeftAlone, value_of, where
+from .region import refuse_written_after
 from .report import Call
 from .tail import Tail
 
@@ -55,18 +55,13 @@ def _replace(loss: Loss, linear: bool | str, products: str | None, call: Call) -
     try:
         if loss.transformed:
             raise LeftAlone("it is inside a torch.func transform")
-        if loss.is_chunked:
-            chunked = heads.of_chunked(loss.node, loss.given)
-            _put(loss, chunked.nodes, lambda emit: heads.emit(emit, chunked, loss.given, products))
-            return dataclasses.replace(call, replaced=True, head=True, products=products)
         _refuse(loss)
     except LeftAlone as reason:
         return None if loss.is_own else dataclasses.replace(call, why=f"{reason}{loss.remedy}")
     try:
-        found = find_head.find(loss, linear) if linear is not False or heads.is_asked_for(loss.node) else None
+        found = find_head.find(loss, linear) if linear is not False or find_head.is_asked_for(loss.node) else None
         if found is not None:
-            made = functools.partial(find_head.emitted, found=found, loss=loss)
-            _put(loss, found.nodes, lambda emit: heads.emit(emit, made(emit), loss.arguments(emit), products))
+            _put(loss, found.nodes, lambda emit: emit_head(emit, found, loss, products))
             taken = found.activation._asdict() | {"logits_dtype": found.logits_dtype, "products": products}
             return Call(call.where, call.what, True, found.upcast, **taken, head=True)
     except LeftAlone as reason:
@@ -188,13 +183,8 @@ def _emit_loss(emit: Emitter, logits: fx.Node, call: Loss, tail: Tail) -> fx.Nod
     options = tail.activation.keywords()
     logits, soft = _classes_last(emit, logits, call.class_dim), call.is_soft
     target = _classes_last(emit, given["target"], call.class_dim) if soft else given["target"]
-    # F.cross_entropy saves class indices and weights too, so torch itself refuses a write to them. Of class
-    # probabilities it may save a copy.
-    saved = [value_of(tensor) for tensor in (logits, *((target,) if soft else ()))]
-    writer = writers.after(emit.loss, saved) if value_of(emit.loss).requires_grad else None
-    if writer is not None:
-        what = "the logits or the target" if soft else "the logits"
-        raise LeftAlone(f"{writer.name} may write to {what} after the loss, whose backward needs them")
+    saved = [("logits", logits), *([("target", target)] if call.saves_target else [])]
+    refuse_written_after(call.node, saved)
     if not soft:
         loss = emit(
             torch.ops.xent.cross_entropy.default,

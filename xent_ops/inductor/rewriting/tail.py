@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, fx
 
 from ...kernels.options import Activation
 from . import writers
-from .links import STEPS, LeftAlone, Link, activation_of, walk
-from .modes import gradient_modes, modes
-from .nodes import is_cast, is_pointwise, name_of, position, share_memory, tensor_of, value_of, viewed_by
+from .links import STEPS, activation_of, walk
+from .nodes import LeftAlone, is_cast, is_pointwise, name_of, position, share_memory, value_of, viewed_by
 
 
 @dataclass
@@ -43,20 +41,6 @@ def find(loss: fx.Node, logits: fx.Node, readers: set[fx.Node]) -> Tail:
     if not links:
         return Tail(logits, [], [], False, Activation())
     source = links[-1].source
-    _refuse_shared(links, loss)
-    _refuse_unsafe_in_place(links, source, mine)
-    if any(tensor_of(link.node).requires_grad != value_of(source).requires_grad for link in links):
-        raise LeftAlone("what stands before it was made without gradients")
-    mode_of, gradients = modes(loss.graph), gradient_modes(loss.graph)
-    for link in links:
-        if link.in_place and gradients[link.node] != gradients[loss]:
-            raise LeftAlone(f"{link.node.name} runs in another gradient mode")
-        if link.computes and mode_of[link.node] != mode_of[loss]:
-            raise LeftAlone(f"{link.node.name} runs under another autocast or inference mode")
-    graph_inputs = writers.inputs_of(loss.graph)
-    writer = writers.between(links[-1].node, loss, value_of(source), graph_inputs, mine)
-    if writer is not None:
-        raise LeftAlone(f"{writer.name} may write to the logits between {links[-1].node.name} and it")
     activation = activation_of(links)
     views = [link.node for link in reversed(links) if link.kind == "view"]
     return Tail(source, views, [link.node for link in links], any(x.kind == "upcast" for x in links), activation)
@@ -92,37 +76,3 @@ def _fused_writer(written: fx.Node, loss: fx.Node, mine: set[fx.Node]) -> fx.Nod
         if any(share_memory(value_of(one), memory) for one in writers.written_by(node)) and order[node] < order[loss]:
             return node
     return None
-
-
-def _refuse_shared(links: list[Link], loss: fx.Node) -> None:
-    inputs = [one for one in loss.all_input_nodes if one is not links[0].node]
-    for link in links:
-        other = link.shared_with
-        if other is not None:
-            how = "is returned as well" if other.op == "output" else f"is read by {other.name} as well"
-            raise LeftAlone(f"{link.node.name} {how}")
-        if link.node in inputs or (link is links[0] and _times(loss, link.node) > 1):
-            raise LeftAlone(f"{link.node.name} is its target or weight as well")
-
-
-def _times(reader: fx.Node, node: fx.Node) -> int:
-    found: list[fx.Node] = []
-    fx.node.map_arg((reader.args, reader.kwargs), found.append)
-    return found.count(node)
-
-
-def _refuse_unsafe_in_place(links: list[Link], source: fx.Node, mine: set[fx.Node]) -> None:
-    """Raise LeftAlone if another node can see what an in-place link writes."""
-    written = next((link for link in links if link.in_place), None)
-    if written is None or not any(share_memory(value_of(x.node), value_of(source)) for x in links if x.in_place):
-        return
-    allowed, base = {source, *mine}, source
-    while (parent := viewed_by(base)) is not None and len(parent.users) == 1:
-        allowed.add(parent)
-        base = parent
-    for node in source.graph.nodes:
-        seen = share_memory(value_of(node), value_of(source)) and node not in allowed
-        if seen or (node not in mine and source in node.all_input_nodes):
-            raise LeftAlone(f"{written.node.name} writes in place to what {node.name} reads or is a view of")
-    if base.op not in ("call_function", "call_method") or isinstance(base.target, torch._ops.HigherOrderOperator):
-        raise LeftAlone(f"{written.node.name} writes in place to {base.name}, an input")
