@@ -26,26 +26,6 @@ def batch(dtype=torch.float64):
     return x.detach().view(B, S, V).requires_grad_(), t.view(B, S)
 
 
-def _trl(x, t):
-    """Of float32 logits; TRL's ``selective_log_softmax``."""
-    t = t.unsqueeze(-1)
-    picked = torch.gather(x, dim=-1, index=t)
-    return (picked - torch.stack([torch.logsumexp(one, dim=-1) for one in x]).unsqueeze(-1)).squeeze(-1)
-
-
-def _trl_half(x, t):
-    """Of bfloat16 logits."""
-    found = []
-    for one, index in zip(x, t.unsqueeze(-1), strict=True):
-        found.append(F.log_softmax(one, dim=-1).gather(dim=-1, index=index))
-    return torch.stack(found).squeeze(-1)
-
-
-def _trl_squeezed(x, t):
-    pairs = zip(x.unbind(), t, strict=True)
-    return torch.stack([y.log_softmax(-1).gather(-1, u.unsqueeze(-1)).squeeze(-1) for y, u in pairs])
-
-
 OF_ROWS = {
     "gather": lambda x, t: F.log_softmax(x, -1).gather(-1, t[:, None]).squeeze(-1),
     "torch.gather": lambda x, t: -torch.gather(x.log_softmax(1), 1, t.unsqueeze(1)),
@@ -73,18 +53,9 @@ OF_ROWS = {
 }
 OF_ROWS["brackets, end="] = lambda x, t: x.log_softmax(1)[torch.arange(6), torch.arange(-3, end=3)]
 OF_BATCHES = {
-    "TRL": _trl,
-    "TRL, a temperature": lambda x, t: _trl(x / 0.7, t),
-    "TRL, rows": lambda x, t: (
-        x.gather(-1, t[..., None]).squeeze(-1) - torch.stack([y.logsumexp(-1) for y in x.unbind()])
-    ),
-    "TRL, half": _trl_half,
-    "TRL, half, a temperature": lambda x, t: _trl_half(x[:, :-1] / 2, t[:, 1:]),
-    "TRL, half, squeezed": _trl_squeezed,
     "shifted, masked": lambda x, t: x[:, :-1].log_softmax(-1).gather(2, t[:, 1:, None]).squeeze(2) * (t[:, 1:] != 3),
     "classes in dimension 1": lambda x, t: x.mT.contiguous().log_softmax(1).gather(1, t[:, None]),
 }
-SCALES = {"scaled": 1 / 0.7, "TRL, a temperature": 1 / 0.7, "TRL, half, a temperature": 0.5}
 
 
 def _names(graph):
@@ -102,7 +73,7 @@ def test_replaced(case):
         case in ("brackets", "brackets, any rows", "brackets, logsumexp", "brackets, end=")
     )
     assert wrote in call.what and "float64" in call.what and "test_inductor_by_hand.py" in call.where
-    assert call.logit_scale == pytest.approx(SCALES.get(case, 1.0)) and call.softcap == (
+    assert call.logit_scale == pytest.approx(1 / 0.7 if case == "scaled" else 1.0) and call.softcap == (
         5.0 if case == "softcap" else None
     )
     assert not _names(backend.graph) & {
@@ -146,8 +117,8 @@ WIDER = {
     "before": lambda x, t: x.float().log_softmax(-1).gather(-1, t[..., None]),
     "as dtype": lambda x, t: F.log_softmax(x, -1, dtype=torch.float32).gather(-1, t[..., None]),
     "of the sum": lambda x, t: x.gather(-1, t[..., None]) - x.float().logsumexp(-1, keepdim=True),
-    "of both": lambda x, t: _trl(x.float(), t),
-    "in 16 bits": _trl_half,
+    "of both": lambda x, t: (lambda y: y.gather(-1, t[..., None]) - y.logsumexp(-1, keepdim=True))(x.float()),
+    "in 16 bits": lambda x, t: x.log_softmax(-1).gather(-1, t[..., None]),
 }
 
 
@@ -202,8 +173,7 @@ def test_a_target_out_of_range_is_an_error(bad):
 HEADS = {
     "gather": lambda h, w, t: (h @ w.T).log_softmax(-1).gather(-1, t[..., None]).squeeze(-1),
     "shifted": lambda h, w, t: F.linear(h, w)[:, :-1].float().log_softmax(-1).gather(-1, t[:, 1:, None]),
-    "TRL": lambda h, w, t: _trl(F.linear(h, w) / 0.7, t),
-    "TRL, half": lambda h, w, t: _trl_half(F.linear(h, w), t),
+    "logsumexp": lambda h, w, t: (lambda x: x.gather(-1, t[..., None]) - x.logsumexp(-1, keepdim=True))(h @ w.T / 0.7),
     "brackets": lambda h, w, t: (h[0] @ w.T).log_softmax(-1)[torch.arange(S), t[0]],
     "diagonal": lambda h, w, t: (lambda x: x.diagonal() - x.logsumexp(1))(20 * h[0] @ w.T),
 }
@@ -247,11 +217,6 @@ def _in_place(x, t):
     return total - picked
 
 
-def _swapped(x, t):
-    """Not of the same rows: each is a loss by itself, their stack is not."""
-    return torch.stack([x[i : i + 2].log_softmax(-1).gather(-1, t[None, 1 - i : 2 - i].expand(2, 1)) for i in (0, 1)])
-
-
 LEFT = {
     "brackets, fewer rows": (lambda x, t: x.log_softmax(-1)[torch.arange(4), t[:4]], "are not [torch.arange(rows), targets]"),
     "brackets, other rows": (lambda x, t: x.log_softmax(-1)[torch.arange(6).flip(0), t], "are not [torch.arange(rows)"),
@@ -288,23 +253,6 @@ def test_left_alone_with_the_reason(case):
     assert [str(node.format_node()) for node in backend.graph.nodes] == graphs[-1]
 
 
-def _copied(x, t):
-    found = []
-    for one, index in zip(x.view(B, S, V), t.view(S, B).T, strict=True):
-        own = index.contiguous()
-        own.copy_(own.flip(0))
-        found.append(one.log_softmax(-1).gather(-1, own[:, None]).squeeze(-1))
-    return torch.stack(found)
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_copies_of_targets_that_are_written_to(dynamic):
-    """The rows of a stack are losses by themselves then, and what they read is the copies."""
-    x, t = rows()
-    compiled = torch.compile(_copied, backend=Rewriting(), dynamic=dynamic)
-    torch.testing.assert_close(compiled(x, t), _copied(x, t))
-
-
 def test_several_sizes_that_change():
     """Their loss is viewed as what no symbol can say: left alone, and compiled as without the pass."""
 
@@ -334,8 +282,6 @@ OTHERS = {
     "another diagonal": lambda x, t: x.diagonal(1) - x[:, :6].logsumexp(1),
     "anti-diagonal": lambda x, t: x.flip(1)[:, :6].diagonal() - x.logsumexp(1),
     "transposed": lambda x, t: x.gather(-1, t.view(2, 3).repeat(3, 1)).T - x.logsumexp(-1),
-    "another stack": lambda x, t: x.gather(-1, t[:, None]).squeeze(-1) - torch.stack([x[i].logsumexp(-1) for i in (1, 0, 2, 3, 4, 5)]),
-    "a part of a stack": lambda x, t: x[:4].gather(-1, t[:4, None]).squeeze(-1) - torch.stack([x[i].logsumexp(-1) for i in range(4)]),
 }  # fmt: skip
 
 
@@ -345,11 +291,6 @@ def test_something_else(case):
     x, t = rows()
     _, report = assert_same(OTHERS[case], x, t, replaced=0)
     assert report.calls == ()
-
-
-def test_pairs_of_other_rows_are_losses_by_themselves():
-    _, report = assert_same(_swapped, *rows(), replaced=2, stays=None)
-    assert [call.what for call in report.calls] == ["log_softmax, gather of float64 (2, 37), reduction='none'"] * 2
 
 
 def _dpo(policy, reference_logits, t):
@@ -363,7 +304,8 @@ def _dpo(policy, reference_logits, t):
 
 
 def _grpo(x, old, advantage, t):
-    ratio = (_trl(x / 0.9, t) - old).exp()
+    y = x / 0.9
+    ratio = ((y.gather(-1, t.unsqueeze(-1)) - y.logsumexp(-1, keepdim=True)).squeeze(-1) - old).exp()
     return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
 
 
@@ -398,23 +340,6 @@ def test_through_inductor(loss, found):
     torch.testing.assert_close(torch.autograd.grad(got, leaves), want_grads, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_trl_itself(dtype):
-    """Its function, whose copies are above, with a temperature and a mask of rows."""
-    utils = pytest.importorskip("trl.trainer.utils")
-
-    def loss(x, t):
-        return utils.selective_log_softmax(x, t, temperature=0.7, row_mask=t > 3)
-
-    x, t = batch(dtype)
-    want = loss(x.detach().double(), t)
-    got = torch.compile(loss, backend=Rewriting(), fullgraph=True)(x, t)
-    (call,) = inductor.last_report().calls
-    assert call.replaced and call.logit_scale == pytest.approx(1 / 0.7) and "trl/trainer/utils.py" in call.where
-    torch.testing.assert_close(got.double(), want, rtol=1e-5 if dtype == torch.float32 else 1 / 128, atol=1e-6)
-
-
 def _label_smoother(x, t):
     """transformers' LabelSmoother."""
     log_probs = -F.log_softmax(x, -1)
@@ -423,6 +348,7 @@ def _label_smoother(x, t):
 
 UNKNOWN = {
     "log_softmax of float32 (2, 1024)": _label_smoother,
+    "logsumexp of float32 (1024)": lambda x, t: torch.stack([y.logsumexp(-1) for y in x]) - x[:, 0],
     "logsumexp of float32 (2, 1024)": lambda x, t: torch.distributions.Categorical(logits=x).log_prob(t),
     "log of a softmax of float32 (2, 1024)": lambda x, t: x.softmax(-1).gather(1, t[:, None]).squeeze(1).log(),
     "log of a softmax of float32 (2, 1024) ": lambda x, t: (x.float().softmax(-1)[torch.arange(2), t] + 1e-9).log(),

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...kernels.sizes import known, known_equal
+from ...kernels.sizes import known_equal
 from . import find_soft
 from .by_hand import DIAGONAL, GATHER, NEVER, SUM, ByHand, first_of_arange
 from .modes import transformed
-from .nodes import name_of, parts_of, share_memory, value_of
-from .reading import arguments_of, before_upcasts, behind, input_of, is_log_softmax, one_dim, softmax_dim
+from .nodes import name_of, value_of
+from .reading import arguments_of, before_upcasts, behind, input_of, is_log_softmax, one_dim
 
 GATHERS = {
     "gather": ("input", "dim", "index"),
@@ -34,11 +34,9 @@ _PICKS = {*GATHERS, "diagonal", "diag"}
 
 def losses(graph: fx.Graph) -> Iterator[ByHand]:
     """The losses in order, those that cannot be replaced with the reason. One that is replaced may change the next."""
-    inside, nodes = transformed(graph), list(graph.nodes)
-    stacks = [loss for node in nodes if name_of(node) == "stack" and (loss := _stacked_gathers(node)) is not None]
-    parts = {node for loss in stacks for node in loss.between}
-    for node in nodes:
-        make = _FINDERS.get(name_of(node) or "") if node not in parts else None
+    inside = transformed(graph)
+    for node in list(graph.nodes):
+        make = _FINDERS.get(name_of(node) or "")
         if make is not None and (loss := make(node)) is not None:
             loss.transformed = node in inside
             yield loss
@@ -122,15 +120,7 @@ def _difference(node: fx.Node) -> ByHand | None:
 
 
 def _logsumexp(node: fx.Node) -> tuple[fx.Node | None, int, list[fx.Node]]:
-    """(logits, dim, the nodes behind them), of ``torch.stack([x.logsumexp(-1) for x in logits])`` too."""
-    if (parts := _stacked(node)) is not None:
-        found = [_logsumexp(part) for part in parts]
-        logits, nodes = _whole([input for input, *_ in found])
-        dims = {dim for _, dim, _ in found}
-        if len(dims) != 1:
-            return None, -1, []
-        logits, casts = (None, []) if logits is None else before_upcasts(logits)
-        return logits, dims.pop() + 1, [node, *nodes, *casts, *(one for *_, rest in found for one in rest)]
+    """(logits, dim, the nodes behind them)"""
     given = arguments_of(node, ("input", "dim", "keepdim"))
     dim = one_dim(given.get("dim"))
     named = name_of(node) == "logsumexp" and given.keys() <= {"input", "dim", "keepdim"}
@@ -140,70 +130,9 @@ def _logsumexp(node: fx.Node) -> tuple[fx.Node | None, int, list[fx.Node]]:
     return source, dim % max(value_of(source).dim(), 1), [node, *casts]
 
 
-def _stacked_gathers(node: fx.Node) -> ByHand | None:
-    """``torch.stack([x.log_softmax(-1).gather(-1, t) for x, t in zip(logits, target)])``, as TRL has it."""
-    between, inputs, targets = [], [], []
-    dims: set[int] = set()
-    for part in _stacked(node) or ():
-        picked, views = before_upcasts(part, views=True)
-        log_probs, dim, index, why = _one_a_row(picked)
-        if why or not is_log_softmax(log_probs) or softmax_dim(log_probs) not in (dim, dim - value_of(log_probs).dim()):
-            return None
-        source, casts = before_upcasts(input_of(log_probs))
-        inputs.append(source)
-        row = before_upcasts(index, views=True)[0]
-        if not share_memory(value_of(row), value_of(index)):  # a copy, which sees no writes
-            return None
-        targets.append(row)
-        between += [*views, picked, log_probs, *casts]
-        dims.add(dim + 1)
-    logits, rows = _whole(inputs)
-    target, _ = _whole(targets)
-    if logits is None or target is None or len(dims) != 1:
-        return None
-    dim = dims.pop()
-    sizes, wanted = list(value_of(logits).shape), value_of(target).shape
-    del sizes[dim]
-    if not _equal(wanted, sizes) and not _equal(wanted, [*sizes[:dim], 1, *sizes[dim:]]):
-        return None
-    given = {"input": logits, "target": target, "ignore_index": NEVER, "reduction": "none"}
-    return ByHand(node, given, False, "", GATHER, dim, True, [*between, *rows], True)
-
-
-def _stacked(node: fx.Node) -> list[fx.Node] | None:
-    """What ``torch.stack`` puts side by side along a new first dimension."""
-    given = arguments_of(node, ("tensors", "dim"))
-    parts: Any = given.get("tensors")
-    if name_of(node) != "stack" or not given.keys() <= {"tensors", "dim"} or given.get("dim", 0) != 0:
-        return None
-    found = list(parts) if isinstance(parts, (list, tuple)) else []
-    return found if found and all(isinstance(part, fx.Node) for part in found) else None
-
-
-def _whole(parts: list[Any]) -> tuple[fx.Node | None, list[fx.Node]]:
-    """(the tensor whose first dimension these nodes take apart in order, these and what makes them)."""
-    found: list[Any] = []
-    nodes: list[fx.Node] = []
-    for place, part in enumerate(parts):
-        if part is None or name_of(part) != "getitem" or type(part.args[1]) is not int or part.args[1] != place:
-            return None, []
-        source = parts_of(part)
-        if source is None:
-            found.append(part.args[0])
-            nodes.append(part)
-        elif name_of(source) == "unbind" and not source.kwargs and source.args[1:] in ((), (0,)):
-            found.append(source.args[0])
-            nodes += [part, source]
-        else:
-            return None, []
-    value = value_of(found[0]) if found and all(one is found[0] for one in found) else None
-    return (found[0], nodes) if isinstance(value, Tensor) and known(value.shape[0] == len(found)) else (None, [])
-
-
 _FINDERS = {
     **dict.fromkeys(GATHERS, _gathered),
     **dict.fromkeys(("sub", "subtract"), _difference),
-    "stack": _stacked_gathers,
     "sum": find_soft.loss_of,
 }
 

@@ -23,13 +23,16 @@ _WHY = (
 
 def left(graph: fx.Graph, reported: Collection[fx.Node]) -> Iterator[tuple[fx.Node, str, Any, str]]:
     """(node, what it computes, its logits, why it stays) of each that is read and not ``reported`` already."""
+    readers = set()  # of several, as of a loop over sequences, one line
     for node in graph.nodes:
         what, logits, dim = _log_softmax(node)
         value = value_of(logits)
         if node in reported or not node.users or dim is None or not isinstance(value, Tensor) or not value.dim():
             continue
-        if known(value.shape[dim] >= MANY):
-            yield node, what, value, _WHY.format(_reader(node).name)
+        reader = _reader(node)
+        if known(value.shape[dim] >= MANY) and reader not in readers:
+            readers.add(reader)
+            yield node, what, value, _WHY.format(reader.name)
 
 
 def _log_softmax(node: fx.Node) -> tuple[str, Any, int | None]:

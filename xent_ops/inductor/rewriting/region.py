@@ -89,7 +89,7 @@ class Region:
         for what, read in self.reads:
             if read is None:
                 continue
-            first = next((node for node in nodes if _reads(node, read)), None)
+            first = next((node for node in nodes if read in node.all_input_nodes), None)
             if first is None and read in self.loss.all_input_nodes:
                 continue  # the loss itself reads it, where ours does
             first = first or nodes[0]
@@ -108,7 +108,3 @@ def refuse_written_after(loss: fx.Node, saved: Iterable[tuple[str, fx.Node]]) ->
 def _requires_grad(node: fx.Node) -> bool:
     value = tensor_of(node)
     return isinstance(value, Tensor) and value.requires_grad
-
-
-def _reads(node: fx.Node, read: fx.Node) -> bool:
-    return any(one is read or share_memory(value_of(one), value_of(read)) for one in node.all_input_nodes)
