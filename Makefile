@@ -83,10 +83,12 @@ $(DOCS)/finished: requirements-docs.txt
 	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements-docs.txt
 	@touch $@
 
-lint: env  ## formatting, lint, types
+lint: env  ## formatting, lint, types, workflows
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy xent_ops
+	$(PY) -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(PY) -m check_jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
 
 format: env  ## mend formatting and what lint can mend
 	$(PY) -m ruff check --fix .

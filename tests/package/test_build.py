@@ -19,7 +19,7 @@ WARNING = "xent_ops is built without the CPU kernels"
 @pytest.fixture
 def checkout(tmp_path):
     """A copy of what pip needs: setuptools writes into the folder that it builds from."""
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE", "MANIFEST.in"):
         shutil.copy(ROOT / name, tmp_path)
     for name in ("csrc_meta", "xent_ops"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
