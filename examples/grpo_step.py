@@ -60,6 +60,7 @@ def by_token_loss(hidden: Tensor, head: nn.Linear, batch: Batch) -> Tensor:
         grpo,
         rows=(batch.old, batch.advantage),
         linear_bias=head.bias,
+        reduction="sum",
         divisor=(batch.tokens != IGNORED).sum(),
     )
 

@@ -21,6 +21,7 @@ from .linear import linear_cross_entropy, linear_cross_entropy_outputs, linear_t
 from .modules import CrossEntropyLoss, LinearCrossEntropyLoss
 from .outputs import CrossEntropyOutputs, TokenLogProbs
 from .token_loss import linear_token_loss, token_loss
+from .use import remove_xent, use_xent
 
 if TYPE_CHECKING:
     from . import distributed
@@ -45,8 +46,10 @@ __all__ = [
     "linear_distillation_loss",
     "linear_token_log_probs",
     "linear_token_loss",
+    "remove_xent",
     "token_log_probs",
     "token_loss",
+    "use_xent",
 ]
 
 

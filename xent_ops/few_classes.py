@@ -85,9 +85,7 @@ def loss(call: LinearCall) -> Tensor:
         factor = probabilities(call.ids, call.target_probs, ignore_index)[..., 0]
         if call.token_weight is not None:
             factor = factor * call.token_weight
-        options = call.loss._replace(reduction="none" if reduction == "none" else "sum")
-        one = call._replace(target=call.ids[..., 0], divisor=divisor_of(call), token_weight=factor, loss=options)
-        return cross_entropy(one)
+        return cross_entropy(call.as_sum()._replace(target=call.ids[..., 0], token_weight=factor))
     scale = call.loss.lse_square_scale
     call, function = as_token_loss(call)
     if reduction == "none":
@@ -109,8 +107,7 @@ def as_token_loss(call: LinearCall) -> tuple[LinearCall, TokenFunction]:
         rows.append(call.token_weight)
     fn = _function(call.tail, scale, call.token_weight is not None)
     function = TokenFunction(fn, rows, call.target, ignore_index, accumulator(call.input), ids, mask_ids=call.tail)
-    loss = call.loss._replace(lse_square_scale=0.0, reduction="sum")
-    return call._replace(divisor=divisor_of(call), loss=loss), function
+    return call._replace(loss=call.loss._replace(lse_square_scale=0.0)).as_sum(), function
 
 
 def _in_one_visit(call: LinearCall, function: TokenFunction, lse_square_scale: float) -> Tensor:
@@ -147,16 +144,6 @@ def _is_first(ids: Tensor) -> Tensor:
     values, order = ids.to(torch.int64).sort(dim=-1, stable=True)
     first = torch.cat([torch.ones_like(values[..., :1], dtype=torch.bool), values[..., 1:] != values[..., :-1]], -1)
     return torch.empty_like(first).scatter(-1, order, first)
-
-
-def divisor_of(call: LinearCall) -> Tensor | None:
-    """(): of a mean the number of counted rows, or the sum of their weights."""
-    if call.loss.reduction != "mean":
-        return call.divisor
-    ignore_index, dtype = call.loss.rows.ignore_index, accumulator(call.input)
-    if call.token_weight is None:
-        return is_counted(call.target, ignore_index).sum().to(dtype)
-    return counted_weights(call.token_weight, call.target, ignore_index, dtype).sum()
 
 
 def _function(tail: bool, lse_square_scale: float, weighted: bool) -> Function:

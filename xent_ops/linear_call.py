@@ -9,6 +9,8 @@ from torch import Tensor
 
 from .head.loop import HeadSlice
 from .kernels.options import LossOptions
+from .kernels.reductions import counted_weights
+from .kernels.reference import accumulator, is_counted
 from .ops import arguments, checks
 from .ops.linear import checks as linear_checks
 from .ops.linear import composite
@@ -37,6 +39,17 @@ class LinearCall(NamedTuple):
         if input is self.input and weight is self.head.weight and bias is self.head.bias:
             return self  # a copy of the records takes Dynamo 6 ms
         return self._replace(input=input, head=self.head._replace(weight=weight, bias=bias))
+
+    def as_sum(self) -> LinearCall:
+        """Of a mean the sum, divided by the number of counted rows, or by the sum of their weights."""
+        if self.loss.reduction != "mean":
+            return self
+        ignore_index, dtype = self.loss.rows.ignore_index, accumulator(self.input)
+        if self.token_weight is None:
+            divisor = is_counted(self.target, ignore_index).sum().to(dtype)
+        else:
+            divisor = counted_weights(self.token_weight, self.target, ignore_index, dtype).sum()
+        return self._replace(divisor=divisor, loss=self.loss._replace(reduction="sum"))
 
 
 def bind(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels.options import HeadProducts
-from .kernels.reference import accumulator
+from .kernels.options import HeadProducts, TokenReduction
+from .kernels.reference import accumulator, is_counted
 from .linear_call import bind
-from .ops import arguments, transforms
+from .ops import arguments, checks, transforms
 from .ops.arguments import classes_last
 from .ops.dtensors import is_dtensor, refuse_dtensors
 from .ops.library import refuse
@@ -28,6 +28,7 @@ def linear_token_loss(
     *,
     rows: tuple[Tensor, ...] = (),
     linear_bias: Tensor | None = None,
+    reduction: TokenReduction = "mean",
     divisor: Tensor | float | None = None,
     ignore_index: int = -100,
     softcap: float | None = None,
@@ -39,9 +40,9 @@ def linear_token_loss(
     products: HeadProducts | None = None,
     check: bool = False,
 ) -> Tensor:
-    """Any loss that is a sum of one number a token, from hidden states, in the three products of cross entropy.
+    """Any loss that is a mean of one number a token, or a sum, from hidden states, in the products of cross entropy.
 
-    ``fn(linear_token_log_probs(input, linear_weight, target), *rows).sum() / divisor`` over the counted tokens, with
+    ``fn(linear_token_log_probs(input, linear_weight, target), *rows).mean()`` over the counted tokens, with
     ``fn(stats, *rows)`` called on a chunk of tokens at a time, between the chunk's statistics and its gradient: policy
     gradients (GRPO, DAPO, CISPO, PPO), token weights, focal, entropy-regularised losses. The forward makes the
     gradients, and the backward multiplies them by the upstream gradient, in place.
@@ -58,7 +59,8 @@ def linear_token_loss(
             it does not read costs nothing. In ignored tokens its value and its derivatives count for nothing.
         rows: tensors with the target's shape in front, (..., *), constants to autograd: old log-probabilities,
             advantages, weights.
-        divisor: what the sum is divided by, a number or a tensor (), as for ``linear_cross_entropy``. None: 1.
+        reduction: "mean" divides the sum over tokens by the number of counted ones (NaN without one); or "sum".
+        divisor: for "sum", as for ``linear_cross_entropy``.
         ignore_index, softcap, logit_scale: as for ``cross_entropy``.
         accumulate_dtype, chunk_rows, skip_ignored: as for ``linear_cross_entropy``; compiled for a CPU, all rows are
             computed.
@@ -83,13 +85,14 @@ def linear_token_loss(
         >>> def reinforce(stats, advantage):
         ...     return -stats.log_probs * advantage - 0.01 * stats.entropy
         >>> target, advantage = torch.randint(1000, (6,)), torch.randn(6)
-        >>> xent_ops.linear_token_loss(hidden, weight, target, reinforce, rows=(advantage,), divisor=6).backward()
+        >>> xent_ops.linear_token_loss(hidden, weight, target, reinforce, rows=(advantage,)).backward()
     """
     name = "xent_ops.linear_token_loss"
     transforms.refuse(name)
-    options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "sum")
+    options = (ignore_index, 0.0, softcap, logit_scale, 0.0, reduction)
     chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
     call = bind(input, linear_weight, target, linear_bias, None, options, chunking, divisor, several=True)
+    checks.reduction(reduction, ("mean", "sum"))
     arguments.boolean("check", check)
     if any(map(is_dtensor, (input, linear_weight, target, linear_bias))):
         from .distributed import linear_tensor  # imported for DTensors only: it takes a while
@@ -97,7 +100,7 @@ def linear_token_loss(
         if call.ids is not None:
             raise NotImplementedError(f"{name} of DTensors takes one class a row, not ids (..., K)")
         return linear_tensor.token_loss(call, fn, rows, check)
-    call = call.in_autocast_dtype()
+    call = call.in_autocast_dtype().as_sum()
     head, ignore_index = call.head, call.loss.rows.ignore_index
     if not transforms.is_traced():  # else the operators check before anything runs
         of_head = (call.input, head.weight, call.target, head.bias)
@@ -114,6 +117,7 @@ def token_loss(
     fn: Function,
     *,
     rows: tuple[Tensor, ...] = (),
+    reduction: TokenReduction = "mean",
     divisor: Tensor | float | None = None,
     ignore_index: int = -100,
     softcap: float | None = None,
@@ -126,8 +130,8 @@ def token_loss(
     Args:
         input: logits as for ``token_log_probs``.
         target: class indices, the input's shape without ``dim``; or several of each token, with K places behind it.
-        fn, rows, divisor, check: as for ``linear_token_loss``; fn is called on all tokens at once, and autograd derives
-            it.
+        fn, rows, reduction, divisor, check: as for ``linear_token_loss``; fn is called on all tokens at once, and
+            autograd derives it.
         ignore_index, softcap, logit_scale, dim: as for ``token_log_probs``.
 
     Returns:
@@ -137,15 +141,16 @@ def token_loss(
     Examples:
         >>> logits, target = torch.randn(4, 10, requires_grad=True), torch.tensor([1, 3, 3, 7])
         >>> focal = lambda stats: -((1 - stats.log_probs.exp()) ** 2) * stats.log_probs
-        >>> xent_ops.token_loss(logits, target, focal, divisor=4).backward()
+        >>> xent_ops.token_loss(logits, target, focal).backward()
     """
     name = "xent_ops.token_loss"
     transforms.refuse(name)
     refuse_dtensors(name, input, target)
     arguments.tensors(input, target)
     loss = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, dtype=input.dtype)
+    checks.reduction(reduction, ("mean", "sum"))
     divisor = arguments.divisor(divisor, input)
-    linear_checks.reduced_by(divisor, input, "sum")
+    linear_checks.reduced_by(divisor, input, reduction)
     arguments.boolean("check", check)
     logits, options = classes_last(input, dim), loss.rows
     target, ids = target_and_ids(target, input.dim() - 1, options.ignore_index)
@@ -158,4 +163,6 @@ def token_loss(
         )
     if check:
         function.check(of_classes, lse, entropy, target)
+    if reduction == "mean":
+        divisor = is_counted(target, options.ignore_index).sum()
     return divided(function.of_all(of_classes, lse, entropy, target), divisor)

@@ -100,7 +100,9 @@ def test_one_chunk_after_the_other(device):
     def step(x, head, target, old, advantage):
         number = (target != -100).sum()
         rows = (old, advantage)
-        return xent_ops.linear_token_loss(x.sin(), head, target, grpo, rows=rows, divisor=number, chunk_rows=6)
+        return xent_ops.linear_token_loss(
+            x.sin(), head, target, grpo, rows=rows, reduction="sum", divisor=number, chunk_rows=6
+        )
 
     compiled = torch.compile(step, fullgraph=True)
     code = inductor_code(compiled, *tensors, *rows_of(grpo, (N,), device))

@@ -35,7 +35,7 @@ LOSSES = {
     "cross_entropy_outputs": lambda h, w, t, **o: xent_ops.cross_entropy_outputs(h @ w.t(), t, **o).loss,
     "token_log_probs": lambda h, w, t, **o: -xent_ops.token_log_probs(h @ w.t(), t, **o).log_probs.sum(),
     "token_loss": lambda h, w, t, **o: xent_ops.token_loss(
-        h @ w.t(), t, negative, rows=(torch.ones_like(t, dtype=h.dtype),), **o
+        h @ w.t(), t, negative, rows=(torch.ones_like(t, dtype=h.dtype),), reduction="sum", **o
     ),
     "distillation_loss": lambda h, w, t, **o: xent_ops.distillation_loss(
         h @ w.t(), h.detach() @ w.detach().t() * 0.9, **o
@@ -44,7 +44,7 @@ LOSSES = {
     "linear_cross_entropy_outputs": lambda h, w, t, **o: xent_ops.linear_cross_entropy_outputs(h, w, t, **o).loss,
     "linear_token_log_probs": lambda h, w, t, **o: -xent_ops.linear_token_log_probs(h, w, t, **o).log_probs.sum(),
     "linear_token_loss": lambda h, w, t, **o: xent_ops.linear_token_loss(
-        h, w, t, negative, rows=(torch.ones_like(t, dtype=h.dtype),), **o
+        h, w, t, negative, rows=(torch.ones_like(t, dtype=h.dtype),), reduction="sum", **o
     ),
     "linear_distillation_loss": lambda h, w, t, **o: xent_ops.linear_distillation_loss(
         h, w, h.detach() * 0.9, w.detach() * 0.8, **o

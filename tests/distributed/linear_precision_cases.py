@@ -44,7 +44,9 @@ def eight_bits(device):
             wanted = of_head[start : start + size]
             assert (found[1][: len(wanted)].double() - wanted).norm() <= 0.08 * wanted.norm()
             assert found[1][len(wanted) :].count_nonzero() == 0
-            of_tokens = vocab_parallel_linear_token_loss(hidden, mine, target, lambda stats: -stats.log_probs, **where)
+            of_tokens = vocab_parallel_linear_token_loss(
+                hidden, mine, target, lambda stats: -stats.log_probs, reduction="sum", **where
+            )
             plain = vocab_parallel_linear_cross_entropy(hidden, mine, target, reduction="sum", **where)
             torch.testing.assert_close(of_tokens, plain)
             torch.autograd.grad(of_tokens, (hidden, mine))

@@ -36,12 +36,12 @@ def one(device, kind, problem, fn, sequence_dim=None, **options):
         rows=tuple(row.to(device) for row in rows),
         bias_shard=b,
         sequence_parallel=sequence_dim is not None,
-        divisor=7.0,
-        **options,
+        **{"reduction": "sum", "divisor": 7.0, **options},
     )
     whole = [tensor.double().requires_grad_() for tensor in (input, head, bias)]
     softcap, scale = options.get("softcap"), options.get("logit_scale", 1.0)
-    wanted = expected(fn, F.linear(*whole), target, rows, 7.0, softcap, scale)
+    number = int((target != -100).sum()) if options.get("reduction") == "mean" else 7.0
+    wanted = expected(fn, F.linear(*whole), target, rows, number, softcap, scale)
     same_bits_everywhere(loss)
     close(loss, wanted.detach(), input.dtype)
     of_input, *others = torch.autograd.grad(wanted, whole)
@@ -64,6 +64,7 @@ def values(device, kind):
     world = dist.get_world_size()
     for shape, dim in (((3, 2 * world), 1), ((2 * world, 3), 0)):
         one(device, kind, head_of(torch.float32, shape), grpo, sequence_dim=dim, chunk_rows=5)
+    one(device, kind, head_of(torch.float32), grpo, reduction="mean", divisor=None)
 
 
 def of_dtensors(device):
@@ -71,17 +72,22 @@ def of_dtensors(device):
     input, head, bias, _, target = head_of(torch.float32, (7, 3))
     rows = rows_of(grpo, target.shape)
     whole = [tensor.double().requires_grad_() for tensor in (input, head, bias)]
-    wanted = expected(grpo, F.linear(*whole), target, rows, 3.0)
-    wanted_grads = torch.autograd.grad(wanted, whole)
+    ways = [{"chunk_rows": 5}, {"skip_ignored": True, "reduction": "sum", "divisor": 3.0}]
+    results = []
+    for number in (int((target != -100).sum()), 3.0):
+        wanted = expected(grpo, F.linear(*whole), target, rows, number)
+        results.append((wanted, torch.autograd.grad(wanted, whole)))
     for mesh, cases in meshes(device):
-        for (of_input, of_head), how in itertools.product(cases, ({"chunk_rows": 5}, {"skip_ignored": True})):
+        for (of_input, of_head), (how, (wanted, wanted_grads)) in itertools.product(
+            cases, list(zip(ways, results, strict=True))
+        ):
             split = [isinstance(placement, Shard) for placement in of_head]
             of_rows = [Replicate() if s else p for p, s in zip(of_input, split, strict=True)]
             x = distribute_tensor(input.to(device), mesh, of_input).requires_grad_()
             m, b = (distribute_tensor(t.to(device), mesh, of_head).requires_grad_() for t in (head, bias))
             given = (distribute_tensor(rows[0].to(device), mesh, of_rows), rows[1].to(device))
             loss = xent_ops.linear_token_loss(
-                x, m, target.to(device), grpo, rows=given, linear_bias=b, divisor=3.0, check=True, **how
+                x, m, target.to(device), grpo, rows=given, linear_bias=b, check=True, **how
             )
             assert loss.placements == (Replicate(),) * mesh.ndim
             close(loss.full_tensor(), wanted.detach(), torch.float32)
@@ -96,7 +102,9 @@ def behaviour(device):
     rows = rows_of(grpo, (6,), device)
 
     def step(x, w, b, fn=focal, **options):
-        return vocab_parallel_linear_token_loss(x, w, target, fn, num_classes=V, bias_shard=b, **options)
+        return vocab_parallel_linear_token_loss(
+            x, w, target, fn, num_classes=V, bias_shard=b, reduction="sum", **options
+        )
 
     def with_rows(x, w, b):
         return step(x, w, b, grpo, rows=rows, chunk_rows=3)
@@ -121,5 +129,5 @@ def behaviour(device):
     mine = (rows[0], rows[1] + (dist.get_rank() == last))
     with pytest.raises(ValueError, match=rf"rows\[1\] differ between ranks: number 0 is .* on rank {last}"):
         step(x, w, b, grpo, rows=mine, check=True)
-    wrong = vocab_parallel_linear_token_loss(x, w, target, focal, num_classes=V, class_start=0)
+    wrong = vocab_parallel_linear_token_loss(x, w, target, focal, num_classes=V, class_start=0, reduction="sum")
     assert wrong.isnan()

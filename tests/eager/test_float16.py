@@ -41,7 +41,9 @@ LOSSES = {
         h, w, t, f, reduction="sum", weight=torch.linspace(1e-7, 1e-6, V, device=h.device)
     ),
     "outputs": lambda h, w, t, f, other: xent_ops.linear_cross_entropy_outputs(h, w, t, token_weight=f).loss,
-    "linear_token_loss": lambda h, w, t, f, other: xent_ops.linear_token_loss(h, w, t, negative, rows=(f,), divisor=N),
+    "linear_token_loss": lambda h, w, t, f, other: xent_ops.linear_token_loss(
+        h, w, t, negative, rows=(f,), reduction="sum", divisor=N
+    ),
     "distillation": lambda h, w, t, f, other: xent_ops.linear_distillation_loss(
         h, w, other, w.detach() * 0.5, target=t, token_weight=f, reduction="sum", divisor=N
     ),

@@ -103,6 +103,7 @@ LINEAR_LOSS = {
 RANKS_LOSS = {label: base for label, base in LINEAR_LOSS.items() if "class prob" not in label and "none, " not in label}
 LOG_PROBS = {"one class": LINEAR, "several classes": {**LINEAR, "target": IDS}}
 TOKENS = {label: {**base, "fn": of_tokens} for label, base in LOG_PROBS.items()}
+TOKENS["sum"] = {**TOKENS["one class"], "reduction": "sum"}
 DISTILLATION = {
     "no target": {**HEAD, **TEACHER},
     "target": {**LINEAR, **TEACHER},
@@ -127,7 +128,8 @@ CALLS = {  # of each function, its bases
     "cross_entropy": {**LOSS, "DTensors": IMAGE},
     "cross_entropy_outputs": each_reduction(IMAGE),
     "token_log_probs": SQUARE,
-    "token_loss": {label: {**base, "fn": of_tokens} for label, base in SQUARE.items()},
+    "token_loss": {label: {**base, "fn": of_tokens} for label, base in SQUARE.items()}
+    | {"sum": {**IMAGE, "fn": of_tokens, "reduction": "sum"}},
     "distillation_loss": of_logits(DISTILLATION),
     "linear_cross_entropy": {**LINEAR_LOSS, "DTensors": LINEAR},
     "linear_cross_entropy_outputs": each_reduction(LINEAR),
@@ -153,7 +155,7 @@ CALLS = {  # of each function, its bases
         DISTILLATION | {"mixture": {**DISTILLATION["mixture"], "reduction": "mean"}}
     ),
 }
-NO_LOSSES = {"check_targets", "decompositions", "library_path"}  # with tests of their own
+NO_LOSSES = {"check_targets", "decompositions", "library_path", "remove_xent", "use_xent"}  # with tests of their own
 
 
 def number_a_row(base):

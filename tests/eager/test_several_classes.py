@@ -79,12 +79,14 @@ def test_log_probs(device, dtype, name, skip_ignored):
     assert not made.log_probs[ids == -100].any()
     logits = F.linear(x, head, bias)
     rows = tuple(factors)
-    of_function = xent_ops.linear_token_loss(x, head, ids, function, rows=rows, check=True, **how)
+    of_function = xent_ops.linear_token_loss(x, head, ids, function, rows=rows, check=True, reduction="sum", **how)
     totals = {
         "linear_token_log_probs": weighted(made, ids, factors),
         "linear_token_loss": of_function,
         "token_log_probs": weighted(xent_ops.token_log_probs(logits, ids, **options), ids, factors),
-        "token_loss": xent_ops.token_loss(F.linear(x, head, bias), ids, function, rows=rows, check=True, **options),
+        "token_loss": xent_ops.token_loss(
+            F.linear(x, head, bias), ids, function, rows=rows, check=True, reduction="sum", **options
+        ),
     }
     for way, value in totals.items():
         grads = [grad.double() for grad in torch.autograd.grad(value, leaves)]
@@ -94,7 +96,7 @@ def test_log_probs(device, dtype, name, skip_ignored):
                 got / size, correct / size, **CLOSE[dtype], msg=lambda text, w=way: f"{w}: {text}"
             )
     with torch.no_grad():
-        value = xent_ops.linear_token_loss(x, head, ids, function, rows=rows, **how)
+        value = xent_ops.linear_token_loss(x, head, ids, function, rows=rows, reduction="sum", **how)
         torch.testing.assert_close(value, of_function, **CLOSE[dtype])
 
 
@@ -389,7 +391,7 @@ def test_ids_out_of_range(device):
         for call in (
             lambda: xent_ops.linear_token_log_probs(x, head, ids),
             lambda: xent_ops.token_log_probs(x @ head.t(), ids),
-            lambda: xent_ops.linear_token_loss(x, head, ids, lambda stats: stats.log_probs.sum(-1)),
+            lambda: xent_ops.linear_token_loss(x, head, ids, lambda stats: stats.log_probs.sum(-1), reduction="sum"),
         ):
             with pytest.raises(IndexError, match="target 13 is out of bounds: valid are 0 to 12"):
                 call()
@@ -401,7 +403,7 @@ def test_ids_out_of_range(device):
         assert value[1].isnan() and value.isnan().sum() == 1
         grad = torch.autograd.grad(value.sum(), x)[0]
         assert grad[1].isnan().all() and grad.isnan().any(-1).sum() == 1
-    assert xent_ops.linear_token_loss(x, head, ids, lambda stats: stats.log_probs.sum(-1)).isnan()
+    assert xent_ops.linear_token_loss(x, head, ids, lambda stats: stats.log_probs.sum(-1), reduction="sum").isnan()
 
 
 def test_of_dtensors_is_refused(device):
@@ -414,4 +416,4 @@ def test_of_dtensors_is_refused(device):
     with pytest.raises(NotImplementedError, match=r"xent_ops.linear_cross_entropy with target_probs of DTensors"):
         xent_ops.linear_cross_entropy(x, head, ids, target_probs=probs)
     with pytest.raises(NotImplementedError, match="linear_token_loss of DTensors takes one class a row"):
-        xent_ops.linear_token_loss(x, head, ids, lambda stats: stats.log_probs.sum(-1))
+        xent_ops.linear_token_loss(x, head, ids, lambda stats: stats.log_probs.sum(-1), reduction="sum")

@@ -47,10 +47,12 @@ def test_values_and_gradients(device, name, dtype):
     x, head, bias, target = problem(device, dtype)
     fn = LOSSES[name]
     rows = rows_of(fn, target.shape, device, torch.promote_types(dtype, torch.float32))
+    counted = int((target != -100).sum())
     for options in ({}, {"softcap": 20.0, "logit_scale": 0.75}):
-        wanted, wanted_grads = oracle(fn, x, head, bias, target, rows, divisor=7.0, **options)
-        for chunk_rows in (None, 3):
-            given = {"rows": rows, "divisor": 7.0, "linear_bias": bias, "chunk_rows": chunk_rows, **options}
+        for chunk_rows, reduced in ((None, {}), (3, {"reduction": "sum", "divisor": 7.0})):
+            number = reduced.get("divisor", counted)
+            wanted, wanted_grads = oracle(fn, x, head, bias, target, rows, divisor=number, **options)
+            given = {"rows": rows, "linear_bias": bias, "chunk_rows": chunk_rows, **reduced, **options}
             loss = xent_ops.linear_token_loss(x, head, target, fn, **given)
             assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and loss.shape == ()
             assert_close([loss], [wanted], dtype)
@@ -64,20 +66,25 @@ def test_of_given_logits(device, name):
     fn, target = LOSSES[name], problem(device)[3]
     logits = torch.randn(*target.shape, V, device=device, dtype=torch.float64, requires_grad=True)
     rows = rows_of(fn, target.shape, device)
-    wanted = expected(fn, logits, target, rows, divisor=7.0, softcap=9.0)
-    (wanted_grad,) = torch.autograd.grad(wanted, logits)
-    for dim in (-1, 1):
+    for dim, reduced in ((-1, {}), (1, {"reduction": "sum", "divisor": 7})):
+        number = reduced.get("divisor", int((target != -100).sum()))
+        wanted = expected(fn, logits, target, rows, divisor=number, softcap=9.0)
+        (wanted_grad,) = torch.autograd.grad(wanted, logits)
         given = logits if dim == -1 else logits.movedim(-1, 1)
-        loss = xent_ops.token_loss(given, target, fn, rows=rows, divisor=7, softcap=9.0, dim=dim, check=True)
+        loss = xent_ops.token_loss(given, target, fn, rows=rows, softcap=9.0, dim=dim, check=True, **reduced)
         torch.testing.assert_close(loss, wanted)
         torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], wanted_grad)
 
 
 def of_logits(x, head, target, fn, **options):
-    return xent_ops.token_loss(F.linear(x, head), target, fn, **options)
+    return xent_ops.token_loss(F.linear(x, head), target, fn, reduction="sum", **options)
 
 
-BOTH = pytest.mark.parametrize("function", [xent_ops.linear_token_loss, of_logits], ids=["linear", "logits"])
+def of_head(x, head, target, fn, **options):
+    return xent_ops.linear_token_loss(x, head, target, fn, reduction="sum", **options)
+
+
+BOTH = pytest.mark.parametrize("function", [of_head, of_logits], ids=["linear", "logits"])
 
 
 @BOTH
@@ -119,7 +126,9 @@ def test_rows_of_other_shapes_and_dtypes(device):
         return torch.where(flag, stats.log_probs * pair[:, 0], whole * pair.prod(-1) * stats.lse).double()
 
     wanted, wanted_grads = oracle(fn, x, head, bias, target, (two, whole, flag))
-    loss = xent_ops.linear_token_loss(x, head, target, fn, rows=(two, whole, flag), linear_bias=bias, chunk_rows=7)
+    loss = xent_ops.linear_token_loss(
+        x, head, target, fn, rows=(two, whole, flag), linear_bias=bias, chunk_rows=7, reduction="sum"
+    )
     assert loss.dtype == torch.float32
     assert_close([loss, *torch.autograd.grad(loss, (x, head, bias))], [wanted, *wanted_grads], torch.float32)
 
@@ -141,7 +150,7 @@ def test_three_products_and_four(device):
     x, head, _, target = problem(device)
 
     def loss(x=x, head=head, **options):
-        return xent_ops.linear_token_loss(x, head, target, focal, **options)
+        return xent_ops.linear_token_loss(x, head, target, focal, reduction="sum", **options)
 
     forward = operators(lambda: loss(chunk_rows=10))
     assert forward == [*CHUNK, *CHUNK, "attach_gradients"]
@@ -174,7 +183,7 @@ def test_an_entropy_that_is_not_read_is_not_computed(device, monkeypatch, fn, re
         return chunk(*args, **options)
 
     monkeypatch.setattr(torch.ops.xent, "linear_cross_entropy_chunk", noted)
-    xent_ops.linear_token_loss(x, head, target, fn, rows=rows)
+    xent_ops.linear_token_loss(x, head, target, fn, rows=rows, reduction="sum")
     assert seen == [read]
 
 
@@ -192,7 +201,7 @@ def test_skipping(device, ignored):
     results = []
     for skip_ignored in (False, True):
         given = {"rows": rows, "linear_bias": bias, "divisor": 3.0, "chunk_rows": 20, "skip_ignored": skip_ignored}
-        loss = xent_ops.linear_token_loss(x, head, target, fn, **given)
+        loss = xent_ops.linear_token_loss(x, head, target, fn, reduction="sum", **given)
         results.append([loss, *torch.autograd.grad(loss, (x, head, bias))])
     assert (results[1][1][target == -100] == 0).all()
     assert_close(results[1], [value.double() for value in results[0]], dtype)
@@ -200,7 +209,7 @@ def test_skipping(device, ignored):
 
 def test_later_backwards(device):
     x, head, bias, target = problem(device)
-    loss = xent_ops.linear_token_loss(x, head, target, focal, linear_bias=bias)
+    loss = xent_ops.linear_token_loss(x, head, target, focal, linear_bias=bias, reduction="sum")
     leaves = (x, head, bias)
     grads = torch.autograd.grad(loss, leaves, retain_graph=True)
     torch.testing.assert_close(torch.autograd.grad(2 * loss + loss.square(), leaves, retain_graph=True)[1],
@@ -209,20 +218,20 @@ def test_later_backwards(device):
     with pytest.raises(RuntimeError, match="given away"):
         loss.backward()
     with pytest.raises(RuntimeError, match="linear_token_loss, has no second derivative"):
-        once = xent_ops.linear_token_loss(x, head, target, focal)
+        once = xent_ops.linear_token_loss(x, head, target, focal, reduction="sum")
         torch.autograd.grad(once, x, create_graph=True)
     seen = []
     x.register_hook(lambda grad: seen.append(grad.clone()))
-    xent_ops.linear_token_loss(x, head, target, focal, linear_bias=bias).backward()
+    xent_ops.linear_token_loss(x, head, target, focal, linear_bias=bias, reduction="sum").backward()
     torch.testing.assert_close(seen[0], grads[0])
 
 
 def test_autocast(device):
     x, head, _, target = problem(device)
     with torch.autocast(device, torch.bfloat16):
-        loss = xent_ops.linear_token_loss(x, head, target, focal)
+        loss = xent_ops.linear_token_loss(x, head, target, focal, reduction="sum")
     grads = torch.autograd.grad(loss, (x, head))
-    half = xent_ops.linear_token_loss(x.bfloat16(), head.bfloat16(), target, focal)
+    half = xent_ops.linear_token_loss(x.bfloat16(), head.bfloat16(), target, focal, reduction="sum")
     torch.testing.assert_close(loss, half)
     torch.testing.assert_close(grads, torch.autograd.grad(half, (x, head)))
 
@@ -232,7 +241,9 @@ def test_the_callers_tensors_stay_as_they_are(device):
     rows = rows_of(grpo, target.shape, device)
     given = (x, head, bias, target, *rows)
     before = [(tensor.detach().clone(), tensor._version) for tensor in given]
-    xent_ops.linear_token_loss(x, head, target, grpo, rows=rows, linear_bias=bias, chunk_rows=3).backward()
+    xent_ops.linear_token_loss(
+        x, head, target, grpo, rows=rows, linear_bias=bias, chunk_rows=3, reduction="sum"
+    ).backward()
     for tensor, (value, version) in zip(given, before, strict=True):
         assert torch.equal(tensor, value) and tensor._version == version
 
@@ -313,19 +324,19 @@ def test_what_stats_can_do():
         return -stats.log_probs
 
     x, head, _, target = problem("cpu")
-    assert xent_ops.linear_token_loss(x, head, target, fn).isfinite()
+    assert xent_ops.linear_token_loss(x, head, target, fn, reduction="sum").isfinite()
 
 
 def test_what_an_error_of_the_function_says():
     x, head, _, target = problem("cpu")
     of_all = torch.ones(4, 5).view(-1)
     with pytest.raises(RuntimeError) as raised:
-        xent_ops.linear_token_loss(x, head, target, lambda stats: stats.lse * of_all)
+        xent_ops.linear_token_loss(x, head, target, lambda stats: stats.lse * of_all, reduction="sum")
     assert any(
         "by rows=, here 0 of them" in note for note in getattr(raised.value, "__notes__", ["by rows=, here 0 of them"])
     )
     with pytest.raises(AttributeError, match="TokenLogProbs has no 'logprobs'; it has log_probs, entropy and lse"):
-        xent_ops.linear_token_loss(x, head, target, lambda stats: stats.logprobs)
+        xent_ops.linear_token_loss(x, head, target, lambda stats: stats.logprobs, reduction="sum")
 
 
 @BOTH

@@ -189,10 +189,15 @@ BROUGHT = {
         x, w, of_ids(t), target_probs=probs_of(t, bad), tail=True, token_weight=f, lse_square_scale=0.1
     ),
     "linear_token_loss": lambda x, w, t, f, bad: xent_ops.linear_token_loss(
-        x, w, t, lambda stats, f: -f * stats.log_probs * stats.log_probs.exp() - f * stats.entropy, rows=(f,)
+        x,
+        w,
+        t,
+        lambda stats, f: -f * stats.log_probs * stats.log_probs.exp() - f * stats.entropy,
+        rows=(f,),
+        reduction="sum",
     ),
     "token_loss": lambda x, w, t, f, bad: xent_ops.token_loss(
-        x @ w.t(), t, lambda stats, f: -f * stats.log_probs + f * stats.lse.square(), rows=(f,)
+        x @ w.t(), t, lambda stats, f: -f * stats.log_probs + f * stats.lse.square(), rows=(f,), reduction="sum"
     ),
     "distillation_loss": lambda x, w, t, f, bad: xent_ops.distillation_loss(
         x @ w.t(), rows_of_teacher(x, t, bad) @ w.detach().t(), target=t, hard_weight=0.2, token_weight=f

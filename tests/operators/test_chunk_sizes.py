@@ -71,7 +71,7 @@ def test_symbolic_sizes_stay_symbolic():
     """In the open loop, whose chunks tracers see."""
 
     def step(x, head, target):
-        return xent_ops.linear_token_loss(x, head, target, lambda stats: -stats.log_probs)
+        return xent_ops.linear_token_loss(x, head, target, lambda stats: -stats.log_probs, reduction="sum")
 
     counter = CompileCounterWithBackend("aot_eager")
     compiled, frames = torch.compile(step, fullgraph=True, backend=counter, dynamic=True), []

@@ -113,7 +113,9 @@ def several_classes(x, head, target):
 
 
 def token_loss(x, head, target):
-    return xent_ops.linear_token_loss(x, head, target, lambda stats: -stats.log_probs - 0.1 * stats.entropy)
+    return xent_ops.linear_token_loss(
+        x, head, target, lambda stats: -stats.log_probs - 0.1 * stats.entropy, reduction="sum"
+    )
 
 
 def distillation(x, head, target):

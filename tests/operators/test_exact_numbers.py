@@ -18,7 +18,7 @@ def problem(device, dtype):
 
 
 def token_loss(x, head, target, **options):
-    return xent_ops.linear_token_loss(x, head, target, lambda rows: -rows.log_probs, **options)
+    return xent_ops.linear_token_loss(x, head, target, lambda rows: -rows.log_probs, reduction="sum", **options)
 
 
 def summed(x, head, target, **options):

@@ -140,9 +140,11 @@ def test_every_way_has_the_same_logits():
         -log_probs.mean(),
         -several.mean(),
         xent_ops.linear_cross_entropy_outputs(x, head, target, **wide).loss,
-        xent_ops.linear_token_loss(x, head, target, lambda stats: -stats.log_probs, divisor=50, **wide),
         xent_ops.linear_token_loss(
-            x, head, target.unsqueeze(1), lambda stats: -stats.log_probs[:, 0], divisor=50, **wide
+            x, head, target, lambda stats: -stats.log_probs, reduction="sum", divisor=50, **wide
+        ),
+        xent_ops.linear_token_loss(
+            x, head, target.unsqueeze(1), lambda stats: -stats.log_probs[:, 0], reduction="sum", divisor=50, **wide
         ),
         xent_ops.linear_cross_entropy(
             x, head, target.unsqueeze(1).expand(50, 2), target_probs=torch.full((50, 2), 0.5), **wide
@@ -164,7 +166,7 @@ def test_compiled(backend):
 
     def both(x, head, wanted):
         reward = xent_ops.linear_token_loss(
-            x, head, target, lambda stats: -stats.log_probs - 0.1 * stats.entropy, **wanted
+            x, head, target, lambda stats: -stats.log_probs - 0.1 * stats.entropy, reduction="sum", **wanted
         )
         return reward, xent_ops.linear_cross_entropy(x, head, target, **wanted)
 

@@ -270,7 +270,7 @@ def test_every_way(products):
             -torch.where(counted, xent_ops.linear_token_log_probs(x, head, target, **how).log_probs, 0).sum() / number
         ),
         "function": lambda x, head, **how: xent_ops.linear_token_loss(
-            x, head, target, lambda stats: -stats.log_probs, divisor=number, **how
+            x, head, target, lambda stats: -stats.log_probs, reduction="sum", divisor=number, **how
         ),
         "module": lambda x, head, **how: (
             xent_ops.LinearCrossEntropyLoss(tied_weight=torch.nn.Parameter(head.detach()), **how)(x, target)

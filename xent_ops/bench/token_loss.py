@@ -49,7 +49,9 @@ def _number(target: Tensor) -> Tensor:
 
 
 def _by_function(fn: Any, hidden: Tensor, matrix: Tensor, target: Tensor, old: Tensor, factor: Tensor) -> Tensor:
-    return xent_ops.linear_token_loss(hidden, matrix, target, fn, rows=(old, factor), divisor=_number(target))
+    return xent_ops.linear_token_loss(
+        hidden, matrix, target, fn, rows=(old, factor), reduction="sum", divisor=_number(target)
+    )
 
 
 def _by_weights(hidden: Tensor, matrix: Tensor, target: Tensor, old: Tensor, factor: Tensor) -> Tensor:

@@ -101,6 +101,12 @@ def token_loss(call: LinearCall, fn: Function, rows: Any, check: bool) -> DTenso
     transforms.refuse("xent_ops.linear_token_loss of DTensors")
     local = _local_of(call)
     mine, ranks, mesh, placements, _ = local
+    # Each rank has the sum of its rows.
+    partial: list[Placement] = [Partial() if isinstance(placement, Shard) else Replicate() for placement in placements]
+    mine = mine.as_sum()
+    if call.loss.reduction == "mean" and not local.has_all_rows and mine.divisor is not None:
+        counted = DTensor.from_local(mine.divisor, mesh, partial, run_check=False)
+        mine = mine._replace(divisor=counted.redistribute(mesh, _replicated(mesh)).to_local())
     if isinstance(rows, (tuple, list)):  # else it is refused
         rows = tuple(map(local.row, rows))
     function = TokenFunction(fn, rows, mine.target, mine.loss.rows.ignore_index, accumulator(mine.input))
@@ -119,8 +125,6 @@ def token_loss(call: LinearCall, fn: Function, rows: Any, check: bool) -> DTenso
     else:
         total = divided(function.of_all(*statistics(), mine.target), mine.divisor)
         read = _read(call, mine)
-    # Each rank has the sum of its rows.
-    partial: list[Placement] = [Partial() if isinstance(placement, Shard) else Replicate() for placement in placements]
     value = tensor.from_local(total, mesh, partial, read)
     return value if local.has_all_rows else value.redistribute(mesh, _replicated(mesh))
 

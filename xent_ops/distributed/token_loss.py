@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.options import HeadProducts
+from ..kernels.options import HeadProducts, TokenReduction
 from ..kernels.reference import accumulator
 from ..linear_call import LinearCall, bind
-from ..ops import arguments, transforms
+from ..ops import arguments, checks, transforms
 from ..token_function import Function, TokenFunction, divided, loss_by_chunks
 from . import consistency
 from .bound import NAMES, bind_shard, by_ranks, check_values, gathered_input
@@ -43,6 +43,7 @@ def vocab_parallel_linear_token_loss(
     rows: tuple[Tensor, ...] = (),
     bias_shard: Tensor | None = None,
     sequence_parallel: bool = False,
+    reduction: TokenReduction = "mean",
     divisor: Tensor | float | None = None,
     ignore_index: int = -100,
     softcap: float | None = None,
@@ -64,8 +65,8 @@ def vocab_parallel_linear_token_loss(
             ``vocab_parallel_linear_cross_entropy``.
         fn, rows: as for ``xent_ops.linear_token_loss``, of all tokens, the same on every rank: with
             ``sequence_parallel`` too.
-        divisor, ignore_index, softcap, logit_scale, accumulate_dtype, chunk_rows, logits_dtype, products: as for
-            ``xent_ops.linear_token_loss``.
+        reduction, divisor, ignore_index, softcap, logit_scale: as for ``xent_ops.linear_token_loss``.
+        accumulate_dtype, chunk_rows, logits_dtype, products: likewise.
         skip_ignored: as for ``vocab_parallel_linear_cross_entropy``: four products, of the counted rows.
             Of several classes a row three, of all rows: there it has no effect, and ``products`` are refused.
         check: as for ``vocab_parallel_linear_cross_entropy``; compares the values of ``rows``, and fn on all tokens
@@ -80,10 +81,10 @@ def vocab_parallel_linear_token_loss(
         >>> hidden, weight_shard = torch.randn(8, 16), torch.randn(1024 // world, 16, requires_grad=True)
         >>> function = xent_ops.distributed.vocab_parallel_linear_token_loss
         >>> focal = lambda stats: -((1 - stats.log_probs.exp()) ** 2) * stats.log_probs
-        >>> function(hidden, weight_shard, torch.arange(8), focal, num_classes=1024, divisor=8).backward()
+        >>> function(hidden, weight_shard, torch.arange(8), focal, num_classes=1024).backward()
     """
     name, ranks = "vocab_parallel_linear_token_loss", ranks_of(group)
-    options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "sum")
+    options = (ignore_index, 0.0, softcap, logit_scale, 0.0, reduction)
     chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
     arguments.boolean("check", check)
 
@@ -91,6 +92,7 @@ def vocab_parallel_linear_token_loss(
         transforms.refuse(f"xent_ops.distributed.{name}")
         of_head = (input, weight_shard, target, bias_shard, None)
         call = bind(*of_head, options, chunking, divisor, several=True, names=NAMES)
+        checks.reduction(reduction, ("mean", "sum"))
         call = bind_shard(call, ranks, None, num_classes, class_start, sequence_parallel)
         ignore_index = call.loss.rows.ignore_index
         function = TokenFunction(fn, rows, call.target, ignore_index, accumulator(call.input), call.ids)
@@ -102,7 +104,7 @@ def vocab_parallel_linear_token_loss(
         return made
 
     call, function = consistency.check(name, group, ranks, checked) if check else bound()
-    return loss(call, function, ranks, check)
+    return loss(call.as_sum(), function, ranks, check)
 
 
 def loss(call: LinearCall, function: TokenFunction, ranks: Ranks, check: bool = False) -> Tensor:

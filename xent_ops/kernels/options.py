@@ -12,6 +12,10 @@ Reduction = Literal["none", "mean", "sum"]
 """How a loss reduces the losses of its rows: for type checkers."""
 
 
+TokenReduction = Literal["mean", "sum"]
+"""How a loss that is a function of tokens reduces their numbers: for type checkers."""
+
+
 class Options(NamedTuple):
     """What changes the loss of a row. Schemas and Triton signatures spell the fields out, in this order."""
 

@@ -43,7 +43,6 @@ _INSTEAD = {
     "chunk_size": {"chunk_rows": "pass chunk_rows="},
     "lse_square_scale": {"fn": "add factor * stats.lse ** 2 in fn"},
     "num_items_in_batch": {"divisor": 'pass divisor=, for reduction="sum"'},
-    "reduction": {"fn": "pass divisor=, by which the sum over tokens is divided"},
     "size_average": {"reduction": "pass reduction="},
     "temperature": {"logit_scale": "pass logit_scale=, one over it"},
     "weight": {"tied_weight": "pass class_weight=, or the head's as tied_weight="},

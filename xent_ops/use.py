@@ -1,0 +1,65 @@
+"""One name for the integrations: what is given decides which of them it is."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from .ops.shown import kind_of
+
+_INTEGRATIONS = {"trl": "trl", "peft": "transformers", "transformers": "transformers"}
+
+
+def use_xent(model_or_trainer: Any, **options: Any) -> Any:
+    """Make a model of transformers, or a trainer of TRL, compute its loss by xent_ops. ``remove_xent`` undoes it.
+
+    Args:
+        model_or_trainer: a causal language model of transformers, a PeftModel around one, or a trainer of TRL; of
+            subclasses of yours too. It is changed in place.
+        options: of a model those of ``xent_ops.integrations.transformers.use_xent``, of a trainer those of
+            ``xent_ops.integrations.trl.use_xent``, which have the details.
+
+    Returns:
+        The ``Report`` of that function: what was replaced.
+
+    Raises:
+        TypeError: for anything else. And what that function raises.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2)).train()
+        >>> report = xent_ops.use_xent(model, skip_ignored=True)
+        >>> ids = torch.randint(64, (2, 9))
+        >>> model(input_ids=ids, labels=ids).loss.backward()
+    """
+    return _integration(model_or_trainer).use_xent(model_or_trainer, **options)
+
+
+def remove_xent(model_or_trainer: Any) -> None:
+    """Undo ``use_xent``.
+
+    Args:
+        model_or_trainer: what ``use_xent`` was given.
+
+    Raises:
+        RuntimeError: use_xent is not on.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2))
+        >>> report = xent_ops.use_xent(model)
+        >>> xent_ops.remove_xent(model)
+    """
+    _integration(model_or_trainer).remove_xent(model_or_trainer)
+
+
+def _integration(model_or_trainer: Any) -> Any:
+    packages = [kind.__module__.partition(".")[0] for kind in type(model_or_trainer).__mro__]
+    for package, integration in _INTEGRATIONS.items():
+        if package in packages:
+            return importlib.import_module(f".integrations.{integration}", __package__)
+    raise TypeError(
+        f"use_xent takes a causal language model of transformers, a PeftModel or a trainer of TRL, got "
+        f"{kind_of(model_or_trainer)}: a model of your own calls xent_ops.LinearCrossEntropyLoss, or is compiled with "
+        "xent_ops.inductor.options(linear=True)"
+    )
