@@ -26,12 +26,12 @@ def inputs(device, rows=N, dtype=torch.float32):
     return x, head, target.to(device)
 
 
-def step_of(fn, function=xent_ops.linear_token_loss, **options):
+def step_of(fn, function=xent_ops.linear_token_loss, reduction="sum", **options):
     def step(x, head, target, *rows):
         if function is xent_ops.token_loss:
             x, head = x.sin() @ head.t(), None
         given = (x, target) if head is None else (x.sin(), head, target)
-        return function(*given, fn, rows=rows, **options)
+        return function(*given, fn, rows=rows, reduction=reduction, **options)
 
     return step
 
