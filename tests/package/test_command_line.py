@@ -17,7 +17,7 @@ from xent_ops.__main__ import main
         ([], 0, "bench       time this package's loss"),
         (["--help"], 0, "library-path"),
         (["--version"], 0, f"xent_ops {xent_ops.__version__}"),
-        (["bench", "--help"], 0, "--chunk-rows ROWS,..."),
+        (["bench", "--help"], 0, "--linear HIDDEN,..."),
         (["doctor", "-h"], 0, "usage: python -m xent_ops doctor"),
         (["bench", "--spahes", "34x64"], 2, "python -m xent_ops bench: error: unrecognized arguments: --spahes 34x64"),
         (["bench", "--shapes", "34"], 2, "'34' is not a shape"),
@@ -35,7 +35,7 @@ def test_help_and_refusals_come_before_torch(arguments, status, said):
 
 def test_a_misspelt_option_shows_the_usage_of_its_command(capsys):
     for argv, usage in (
-        (["bench", "--spahes"], "usage: python -m xent_ops bench [-h] [--device"),
+        (["bench", "--spahes"], "usage: python -m xent_ops bench [-h] [--shapes"),
         (["doctor", "--jsn"], "usage: python -m xent_ops doctor [-h] [--json]"),
         (["library-path", "x"], "usage: python -m xent_ops library-path [-h]"),
         (["--verison"], "usage: python -m xent_ops [-h] [--version] COMMAND"),

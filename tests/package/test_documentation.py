@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import xent_ops
+from tools.bench.__main__ import parser
 from xent_ops import __main__, _doctor, _extension
 from xent_ops.bench import run as bench
 from xent_ops.ops.schemas import SCHEMAS
@@ -123,9 +124,10 @@ def test_the_library_is_loaded_without_python_s_package():
 
 
 def commands(page):
-    """The lines in code, fenced or indented, that run ``python -m xent_ops``."""
+    """The lines in code, fenced or indented, that run ``python -m xent_ops`` or ``tools.bench``."""
     text = page.read_text().replace("\\\n", " ")
-    return re.findall(r"^ {0,4}(?:taskset \S+ \S+ )?python -m xent_ops ([^#\n]*)", text, re.MULTILINE)
+    launcher = r"^ {0,4}(?:taskset \S+ \S+ )?python -m (?:torch\.distributed\.run --nproc-per-node 2 -m )?"
+    return re.findall(launcher + r"((?:xent_ops|tools\.bench) [^#\n]*)", text, re.MULTILINE)
 
 
 COMMANDS = sorted({command.strip() for page in PAGES for command in commands(page)})
@@ -137,8 +139,12 @@ def test_commands_parse(monkeypatch):
     for module, name in ((bench, "main"), (_doctor, "main"), (__main__, "_library_path")):
         monkeypatch.setattr(module, name, lambda arguments: parsed.append(arguments) or 0)
     for command in COMMANDS:
-        assert __main__.main(shlex.split(command)) == 0, command
-    assert len(parsed) == len(COMMANDS)
+        module, *argv = shlex.split(command)
+        if module == "xent_ops":
+            assert __main__.main(argv) == 0, command
+        elif argv != ["--help"]:
+            parsed.append(parser().parse_args(argv))
+    assert len(parsed) == len(COMMANDS) - ("tools.bench --help" in COMMANDS)
 
 
 def test_targets_of_make_exist():

@@ -1,4 +1,4 @@
-"""Inputs, what is run on them, and the check of its outcome: a loss on given logits, or a step from hidden states.
+"""Inputs, what is run on them, and the check of its outcome: a loss of logits, or of hidden states and a head.
 
 Tensors of a problem are allocated once, so that a captured CUDA graph can be replayed on other values.
 """
@@ -6,29 +6,34 @@ Tensors of a problem are allocated once, so that a captured CUDA graph can be re
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import check
-from .cases import Variant
-from .check import Options, Reference
-from .outputs import Outputs, Run
-from .sizes import HeadShape, ModelShape, Shape
+from .arguments import Shape
+from .check import PLAIN, Options
+from .contestants import Contestant, Outputs
+
+# Logits of a head that are in float64 at a time, about five copies of them: 512 MiB each on a GPU, where a chunk of few
+# rows would read and write all of the weight's gradient for little.
+CHUNK = {"cuda": 1 << 26}
 
 
 class Problem:
-    """Base: targets, class weights, and the logits' size in bytes, which is the unit.
+    """Base: targets and class weights.
 
     ``ignored``: the fraction of rows, here and there, that are ignored; None for every 17th.
     """
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, *, ignored: float | None = None) -> None:
+    unit = (1 << 20, "MiB")  # of memory in tables, with its name
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float | None = None) -> None:
         self.shape, self.dtype, self.device, self.ignored = shape, dtype, device, ignored
         # A generator of our own: a CUDA graph whose capture failed leaves the default one unusable.
         self.generator = torch.Generator(device).manual_seed(0)
-        self.unit = shape.rows * shape.classes * dtype.itemsize
         self.targets = (self._random_target(), self._random_target())
         self.target = self.targets[0].clone()
         self.weight = torch.rand(shape.classes, generator=self.generator, device=device) + 0.5
@@ -48,10 +53,6 @@ class Problem:
         values = torch.randn(size, generator=self.generator, device=self.device, dtype=self.dtype)
         return values.mul_(std)
 
-    @property
-    def reported_shape(self) -> Shape | HeadShape | ModelShape:
-        return self.shape
-
     def use_targets(self, which: int) -> None:
         self.target.copy_(self.targets[which])
 
@@ -59,16 +60,30 @@ class Problem:
         """What the gradients are taken of."""
         raise NotImplementedError
 
+    def others(self) -> tuple[Tensor, ...]:
+        """What a function takes beside them."""
+        raise NotImplementedError
+
     def restore(self) -> None:
-        """Undo what a variant did to the inputs."""
+        """Undo what a contestant did to the inputs."""
 
     def overwritten(self) -> bool:
         return False
 
-    def bind(self, variant: Variant) -> Run:
-        raise NotImplementedError
+    def bind(self, contestant: Contestant) -> Callable[[], Outputs]:
+        function = contestant.load()
+        leaves = tuple(tensor.detach().requires_grad_() for tensor in self.inputs())
+        others = tuple(tensor.detach() for tensor in self.others())
 
-    def check(self, outputs: Outputs, variant: Variant) -> check.Verdict:
+        def run() -> Outputs:
+            found = function(*leaves, *others)
+            if isinstance(found, Outputs):
+                return found
+            return Outputs(found.detach(), torch.autograd.grad(found, leaves))
+
+        return run
+
+    def check(self, outputs: Outputs, contestant: Contestant) -> check.Verdict:
         raise NotImplementedError
 
 
@@ -89,16 +104,25 @@ class _Produced(torch.autograd.Function):
         return grad
 
 
-class LossProblem(Problem):
+def produced(logits: Tensor) -> Tensor:
+    out: Tensor = _Produced.apply(logits)
+    return out
+
+
+class Loss(Problem):
     """Forward and backward of the loss alone, from logits."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, *, ignored: float | None = None) -> None:
-        super().__init__(shape, dtype, device, ignored=ignored)
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float | None = None) -> None:
+        super().__init__(shape, dtype, device, ignored)
         self.source = self.random(*shape, std=3.0)
         self.logits = self.source.clone()
+        self.unit = (self.logits.nbytes, "logits")
 
     def inputs(self) -> tuple[Tensor, ...]:
         return (self.logits,)
+
+    def others(self) -> tuple[Tensor, ...]:
+        return self.target, self.weight
 
     def restore(self) -> None:
         self.logits.copy_(self.source)
@@ -106,27 +130,24 @@ class LossProblem(Problem):
     def overwritten(self) -> bool:
         return not torch.equal(self.logits, self.source)
 
-    def bind(self, variant: Variant) -> Run:
-        function = variant.build()
-        # Aliases of this variant alone: mark_dynamic leaves a mark on the tensor.
-        logits, target, weight = self.logits.detach().requires_grad_(), self.target.detach(), self.weight
-        if variant.dynamic:
-            torch._dynamo.mark_dynamic(logits, 0)
-            torch._dynamo.mark_dynamic(target, 0)
-
-        def run() -> Outputs:
-            if variant.gives_grad:
-                loss, grad = function(logits.detach(), target, weight)
-                return Outputs(loss, (grad,))
-            x = _Produced.apply(logits) if variant.in_place else logits
-            loss = function(x, target, weight)
-            return Outputs(loss.detach(), torch.autograd.grad(loss, (x,)))
-
-        return run
-
-    def check(self, outputs: Outputs, variant: Variant) -> check.Verdict:
-        (grad,) = outputs.grads
-        return check.compare(outputs.loss, grad, self.source, self.target, self.weight, variant.options)
+    def check(self, outputs: Outputs, contestant: Contestant) -> check.Verdict:
+        limit = check.tolerance(self.dtype)
+        limits = {"loss": limit, "gradient": limit}
+        loss, grads = outputs
+        grad = grads[0] if grads else loss
+        if loss.shape != () or grad.shape != self.logits.shape or grad.dtype != self.dtype:
+            return check.Verdict(dict.fromkeys(limits, math.inf), limits)
+        share = check.cross_entropy(self.target, self.weight, contestant.options)
+        scale = 1 / check.divisor(self.target, self.weight, contestant.options)
+        step = torch.finfo(grad.dtype).tiny * torch.finfo(grad.dtype).eps / 2
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        errors = []
+        for part in check.chunks(*self.shape):
+            value, expected = check.differentiated(share, self.source[part], part)
+            total += value
+            errors.append(check.row_errors(grad[part], expected, self.target[part], scale, step))
+        loss_error = check.worst((loss.detach().double() - total).abs() / total.abs())
+        return check.Verdict({"loss": loss_error, "gradient": check.worst(*errors)}, limits)
 
 
 class Expected(NamedTuple):
@@ -135,71 +156,97 @@ class Expected(NamedTuple):
     matrix: Tensor  # (classes, H)
 
 
-class StepProblem(Problem):
-    """hidden @ W.T -> loss -> gradients of hidden and W: the end of a training step; logits are an intermediate."""
+class Head(Problem):
+    """Hidden states and a head's weight -> the gradients of both. Compared with float64, in which no logit is rounded.
+
+    The float64 outcome of both targets is kept, since all contestants are compared with it: 2 x V x H x 8 bytes.
+    """
+
+    slack, loss_slack = 1.0, 1.0  # times the tolerances
 
     def __init__(
-        self, shape: Shape, dtype: torch.dtype, device: torch.device, width: int, *, ignored: float | None = None
+        self, shape: Shape, dtype: torch.dtype, device: torch.device, hidden: int, ignored: float | None = None
     ) -> None:
-        super().__init__(shape, dtype, device, ignored=ignored)
-        self.hidden = self.random(shape.rows, width, std=1.0).requires_grad_()
-        self.matrix = self.random(shape.classes, width, std=3.0 / math.sqrt(width)).requires_grad_()
+        super().__init__(shape, dtype, device, ignored)
+        self.hidden = self.random(shape.rows, hidden, std=1.0)
+        self.matrix = self.random(shape.classes, hidden, std=3.0 / math.sqrt(hidden))
+        self.which = 0
+        self._expected: dict[Any, Expected] = {}
+
+    def use_targets(self, which: int) -> None:
+        super().use_targets(which)
+        self.which = which
 
     def inputs(self) -> tuple[Tensor, ...]:
         return self.hidden, self.matrix
 
-    def bind(self, variant: Variant) -> Run:
-        hidden = self.hidden.detach().requires_grad_()
-        matrix = self.matrix.detach().requires_grad_()
-        target, weight = self.target.detach(), self.weight
-        if variant.dynamic:
-            torch._dynamo.mark_dynamic(hidden, 0)
-            torch._dynamo.mark_dynamic(target, 0)
-        step = variant.build_step()
+    def others(self) -> tuple[Tensor, ...]:
+        return self.target, *self.of_rows()
 
-        def run() -> Outputs:
-            if variant.products_only:
-                return step(hidden.detach(), matrix.detach(), target, weight)
-            loss = step(hidden, matrix, target, weight)
-            return Outputs(loss.detach(), torch.autograd.grad(loss, (hidden, matrix)))
+    def of_rows(self) -> tuple[Tensor, ...]:
+        """What a function takes beside hidden states, matrix and targets."""
+        return ()
 
-        return run
+    def share(self, options: Options) -> check.Share:
+        """The loss, of float64 logits."""
+        return check.cross_entropy(self.target, self.weight, options)
 
-    def check(self, outputs: Outputs, variant: Variant) -> check.Verdict:
-        """Gradients in the 2-norm: of hidden by row, of W as a whole (a class that no row names is all rounding)."""
-        of_dtype = max(check.tolerance(self.dtype), 1e-4)  # float32: the products' own rounding, seen through exp
-        limit = variant.options.slack * of_dtype
-        grad_hidden, grad_matrix = outputs.grads
-        if grad_hidden.shape != self.hidden.shape or grad_matrix.shape != self.matrix.shape:
-            return check.Verdict(math.inf, math.inf, limit)
-        # Logits as the variants store them.
-        expected = self.reference(variant.options, self.dtype, products_only=variant.products_only)
-        # Ignored rows are 0 of 0, and must be.
-        size = expected.hidden.norm(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
-        of_rows = (grad_hidden.double() - expected.hidden).norm(dim=1) / size
-        head_error = check.worst([check.relative_error(grad_matrix, expected.matrix)])
-        difference = (outputs.loss.double() - expected.loss).abs()
-        loss_error = check.worst([difference / expected.loss.abs().clamp(min=1e-300)])
-        return check.Verdict(loss_error, max(check.worst([of_rows]), head_error), limit, head_error)
+    def logits_at_once(self) -> int:
+        return CHUNK.get(self.device.type, check.CHUNK)
 
-    def float64(self, options: Options) -> Reference:
-        """The loss of rows of logits."""
-        return Reference(self.target, self.weight, options)
+    def check(self, outputs: Outputs, contestant: Contestant) -> check.Verdict:
+        """Gradients in the 2-norm. A row of hidden's may be off by the tolerance of a common row's size.
 
-    def reference(
-        self, options: Options, stored: torch.dtype, logits: int | None = None, products_only: bool = False
-    ) -> Expected:
-        """In float64, by chunks of rows with so many ``logits``, which are rounded to the dtype ``stored``."""
-        reference = self.float64(options)
-        matrix = self.matrix.detach().double()
+        The rounding errors of rows are independent, so that of their mean has a smaller tolerance, and four roundings
+        to the dtype that the loss is returned in.
+        """
+        # float32: the products' own rounding, seen through exp
+        limit = contestant.slack * self.slack * max(check.tolerance(self.dtype), 1e-4)
+        of_loss = (
+            contestant.slack * self.loss_slack * max(torch.finfo(self.dtype).eps / math.sqrt(self.shape.rows), 3e-5)
+        )
+        of_loss += 4 * torch.finfo(outputs.loss.dtype).eps
+        rows_limit = limit
+        if contestant.in_8_bits is not None:
+            limit, of_loss = contestant.in_8_bits[0], of_loss + contestant.in_8_bits[1]
+            rows_limit = 3 * limit  # errors of 8-bit numbers are those of many terms
+        expected = self.expected(contestant.options)
+        errors = {"loss": check.worst((outputs.loss.detach().double() - expected.loss).abs() / expected.loss.abs())}
+        limits = {"loss": of_loss, "dH": limit, "dH of a row": rows_limit, "dW": limit}
+        if outputs.loss.shape != ():
+            errors["loss"] = math.inf
+        if outputs.grads:  # else a forward alone
+            hidden, matrix = outputs.grads
+            errors["dH"] = check.worst(check.relative_error(hidden, expected.hidden))
+            if math.isfinite(errors["dH"]):
+                errors["dH of a row"] = check.worst(self._row_errors(hidden, expected.hidden))
+            errors["dW"] = check.worst(check.relative_error(matrix, expected.matrix))
+        return check.Verdict(errors, limits)
+
+    def _row_errors(self, grad: Tensor, expected: Tensor) -> Tensor:
+        """(rows,): an ignored row must be zeros."""
+        size, counted = expected.norm(dim=1), self.target != check.IGNORE_INDEX
+        common = size.square().sum().div(counted.sum()).sqrt()
+        errors = (grad.double() - expected).norm(dim=1) / size.clamp(min=common)
+        zero = (grad == 0).all(dim=1)
+        return torch.where(counted, errors, torch.where(zero, 0.0, math.inf))
+
+    def expected(self, options: Options = PLAIN) -> Expected:
+        key = self.which, options
+        if key not in self._expected:
+            self._expected[key] = self._reference(options)
+        return self._expected[key]
+
+    def _reference(self, options: Options) -> Expected:
+        """In float64, by chunks of rows."""
+        share, matrix = self.share(options), self.matrix.double()
         grad_matrix = torch.zeros_like(matrix)
         grad_hidden = torch.empty(self.hidden.shape, dtype=torch.float64, device=self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for part in check.chunks(*self.shape, logits):
-            hidden = self.hidden.detach()[part].double()
-            of_rows = (hidden @ matrix.T).to(stored)
-            share, grad = (0.0, of_rows.double()) if products_only else reference.rows(part, of_rows)
-            total += share
+        for part in check.chunks(*self.shape, self.logits_at_once()):
+            hidden = self.hidden[part].double()
+            value, grad = check.differentiated(share, hidden @ matrix.T, part)
+            total += value
             torch.mm(grad, matrix, out=grad_hidden[part])
             grad_matrix.addmm_(grad.T, hidden)
         return Expected(total, grad_hidden, grad_matrix)

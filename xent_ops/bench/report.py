@@ -1,77 +1,19 @@
-"""What a run shows: a progress bar on stderr, a table on stdout, JSON for machines."""
+"""What a run shows: tables in markdown on stdout, JSON for machines, the comparison with an earlier run, a picture."""
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import importlib.util
 import json
 import shlex
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import _environment
-from .cases import PEERS, Peer
+from .contestants import Peer
 from .measure import Result
-
-Table = tuple[list[str], list[list[str]]]  # names of columns, lines
-Step = Callable[[str], None]  # tells the bar what is being measured now; called once a variant
-
-WIDTH = 132  # of a table that goes to a file or a pipe
-
-
-def have(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
-
-
-@contextlib.contextmanager
-def progress(title: str, total: int) -> Iterator[Step]:
-    """A bar by rich, on a terminal; elsewhere a line for each."""
-    started = 0
-
-    def line(name: str) -> None:
-        nonlocal started
-        started += 1
-        print(f"{title}  {started}/{total}  {name}", file=sys.stderr, flush=True)
-
-    if not have("rich"):
-        yield line
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)  # stdout stays as it is: the table may go to a pipe
-    if not console.is_terminal:
-        yield line
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, redirect_stdout=False) as bar:
-        task = bar.add_task(title, total=total)
-
-        def advance(name: str) -> None:
-            nonlocal started
-            bar.update(task, completed=started, description=f"{title}  {name}")
-            started += 1
-
-        yield advance
-
-
-def say_if_unmeasured(memory: bool, device: torch.device) -> None:
-    if not memory:
-        print(f"peak memory is not measured on {device}: neither CUDA's allocator nor Linux counts it", file=sys.stderr)
-
-
-def say_how_long(measurements: int, seconds: float) -> None:
-    """On stderr, before the first."""
-    total = measurements * seconds
-    about = f"{total:.0f} s" if total < 100 else f"{total / 60:.0f} minutes"
-    print(
-        f"{measurements} measurements: about {about}, longer with larger shapes or budgets", file=sys.stderr, flush=True
-    )
 
 
 def number(value: float | None, digits: int) -> str:
@@ -83,10 +25,6 @@ def figure(result: Result, name: str, digits: int) -> str:
     return ("~" if name in result.unsteady else "") + number(getattr(result, name), digits)
 
 
-def error_text(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1e}"
-
-
 def status(result: Result) -> str:
     text = result.status.upper()
     if result.status == "ok":
@@ -94,66 +32,46 @@ def status(result: Result) -> str:
     return f"{text}: {result.note}" if result.note else text
 
 
-def table(results: Sequence[Result], memory: bool) -> Table:
-    wall = any(result.wall_ms is not None for result in results)
-    head = ["variant", "ms", "copies"] + ["wall ms"] * wall + ["peak", "extra"] * memory
-    of_head = any(result.head_error is not None for result in results)
-    head += ["grad error", *["head error"] * of_head, "status"]
+def show(title: str, results: Sequence[Result], unit: tuple[int, str]) -> None:
+    """``unit``: of memory, with its name."""
+    names = list(dict.fromkeys(name for result in results for name in result.errors))
+    more = list(dict.fromkeys(name for result in results for name in result.more))
+    memory = any(result.peak_bytes is not None for result in results)
+    size, of_memory = unit
+    head = ["variant", "ms", "ratio", *more]
+    head += [f"peak, {of_memory}", f"less gradients, {of_memory}"] * memory
+    head += [*(f"error of {name}" for name in names), "status"]
+    digits = 0 if of_memory == "MiB" else 2
     rows = []
     for result in results:
-        row = [result.variant, figure(result, "ms", 4), figure(result, "copies", 2)]
-        row += [figure(result, "wall_ms", 4)] * wall
-        row += [number(result.peak_logits, 2), number(result.extra_logits, 2)] * memory
-        errors = [result.grad_error] + [result.head_error] * of_head
-        row += [error_text(error) for error in errors]
+        row = [result.variant, figure(result, "ms", 4), figure(result, "ratio", 3)]
+        row += [("~" if "ms" in result.unsteady else "") + number(result.more.get(name), 2) for name in more]
+        peaks = (result.peak_bytes, result.extra_bytes)
+        row += [number(None if peak is None else peak / size, digits) for peak in peaks] * memory
+        row += [f"{result.errors[name]:.1e}" if name in result.errors else "-" for name in names]
         rows.append([*row, status(result)])
-    return head, rows
-
-
-def show(title: str, results: Sequence[Result], columns: Table, markdown: bool) -> None:
-    """One line a result: by rich in colour; with ``markdown``, or without rich, as text that can be pasted."""
-    head, rows = columns
-    print(title)  # a line of its own: rich would wrap it at the width of the figures
-    if markdown or not have("rich"):
-        print(f"\n{as_markdown(columns)}")
-    else:
-        from rich.console import Console
-        from rich.table import Table as RichTable
-
-        shown = RichTable()
-        for column, name in enumerate(head):
-            text = column in (0, len(head) - 1)
-            shown.add_column(name, justify="left" if text else "right", no_wrap=not text, overflow="fold")
-        styles = {"ok": {"ours": "bold"}, "wrong": {}, "error": {}}
-        for result, row in zip(results, rows, strict=True):
-            style = styles[result.status].get(result.kind, "" if result.status == "ok" else "red")
-            shown.add_row(*row, style=style)
-        Console(width=None if sys.stdout.isatty() else WIDTH, markup=False, highlight=False).print(shown)
+    print(f"{title}\n\n{as_markdown(head, rows)}")
     if any(result.unsteady for result in results):
-        print(
-            "~ unsteady: half of the samples differ by more than half, or the machine was busy; measure it again on an "
-            "idle one"
-        )
-    print(flush=True)
+        print("~ unsteady: half of the samples differ by more than half, or the machine was busy; measure it again\n")
 
 
-def as_markdown(columns: Table, ends_with_text: bool = True) -> str:
-    """The first column is text, and the last one too or not; the others are numbers, to the right."""
-    head, rows = columns
-    cells = [[cell.replace("|", "\\|") for cell in line] for line in [head, *rows]]
-    text = {0, len(head) - 1} if ends_with_text else {0}
-    widths = [max(3, *(len(line[column]) for line in cells)) for column in range(len(head))]
-    if ends_with_text:
-        widths[-1] = 0
+def as_markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The first column and the last one are text, the others numbers, to the right."""
+    last = len(head) - 1
+    cells = [[cell.replace("|", "\\|") for cell in line] for line in (head, *rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
     lines = [
-        [cell.ljust(width) if column in text else cell.rjust(width) for column, (cell, width) in enumerate(pairs)]
-        for pairs in (list(zip(line, widths, strict=True)) for line in cells)
+        [
+            cell if column == last else cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        for line in cells
     ]
-    rule = ["---" if column in text else "-" * (width - 1) + ":" for column, width in enumerate(widths)]
+    rule = ["---" if column in (0, last) else "---:" for column in range(len(head))]
     return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], rule, *lines[1:]]) + "\n"
 
 
-def environment(device: torch.device, command_line: Sequence[str], peers: Sequence[Peer] = PEERS) -> dict[str, Any]:
+def environment(device: torch.device, command_line: Sequence[str], peers: Sequence[Peer]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(command_line),
@@ -162,7 +80,7 @@ def environment(device: torch.device, command_line: Sequence[str], peers: Sequen
         "cpu": _environment.cpu_name(),
         "threads": torch.get_num_threads(),
         "peers": {
-            peer.name: _environment.distribution_version(*peer.distributions) if peer.installed() else None
+            peer.name: None if peer.missing() else _environment.distribution_version(*peer.distributions)
             for peer in peers
         },
     }
@@ -175,15 +93,15 @@ def environment(device: torch.device, command_line: Sequence[str], peers: Sequen
     return found
 
 
-def show_environment(found: dict[str, Any], busy: str | None, peers: Sequence[Peer] = PEERS) -> None:
+def show_environment(found: Mapping[str, Any], busy: str | None, peers: Sequence[Peer]) -> None:
     if busy:
         print(f"THE MACHINE IS BUSY: {busy}. Every time below has a ~ and says little; measure again on an idle one.")
     where = found.get("gpu") or f"{found['cpu']}, {found['threads']} threads"
     names = ("torch", "triton", "driver")
     print(f"{where}; " + ", ".join(f"{name} {found[name] or 'not found'}" for name in names), end="")
-    present = [f"{name} {version or '(version unknown)'}" for name, version in found["peers"].items() if version]
-    absent = [peer.name for peer in peers if not peer.installed()]
-    print(f"; peers: {', '.join(present) or 'none'}; not installed: {', '.join(absent) or 'none'}", flush=True)
+    present = [f"{name} {version}" for name, version in found["peers"].items() if version]
+    absent = [f"{peer.name} ({', '.join(missing)})" for peer in peers if (missing := peer.missing())]
+    print(f"; peers: {', '.join(present) or 'none'}; not installed: {', '.join(absent) or 'none'}\n", flush=True)
 
 
 def write_json(path: Path | None, content: dict[str, Any]) -> None:
@@ -198,3 +116,94 @@ def write_json(path: Path | None, content: dict[str, Any]) -> None:
 
     if path is not None:
         path.write_text(json.dumps(clean(content), indent=2, allow_nan=False) + "\n")
+
+
+def load(path: Path) -> dict[str, Any]:
+    """What ``--compare`` names.
+
+    Raises:
+    ValueError: there is no such file, or ``--json`` has not written it.
+    """
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+        _by_name(content), content["environment"].items(), content["settings"].items()
+    except OSError as error:
+        raise ValueError(f"--compare {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"--compare {path}: not what --json writes ({error!r})") from error
+    return content
+
+
+def compare(before: Mapping[str, Any], content: Mapping[str, Any]) -> None:
+    """A table of what was measured now beside an earlier run."""
+    old, new = _by_name(before), _by_name(content)
+    print(f"Beside a run of {before['environment'].get('date', 'an unknown date')}")
+    alike = ("device", "gpu", "cpu", "threads", "torch", "triton", "driver")
+    for part, names in (("environment", alike), ("settings", sorted({*before["settings"], *content["settings"]}))):
+        for name in names:
+            was, now = (json.loads(json.dumps(run[part].get(name))) for run in (before, content))
+            if was != now:
+                print(f"  not measured alike: {name} was {was}, is {now}")
+    head = ["variant", "before ms", "now ms", "now / before", "before MiB", "now MiB", "verdict"]
+    rows = []
+    for name in dict.fromkeys([*new, *old]):
+        entries = old.get(name, {}), new.get(name, {})
+        marks = ["~" * ("ms" in entry.get("unsteady", ())) for entry in entries]
+        ms, peaks = ([entry.get(key) for entry in entries] for key in ("ms", "peak_bytes"))
+        ratio = (ms[1] or 0.0) / ms[0] if ms[0] and ms[1] else None
+        rows.append(
+            [
+                name,
+                *(mark + number(value, 4) for mark, value in zip(marks, ms, strict=True)),
+                max(marks) * bool(ratio) + number(ratio, 3),
+                *(number(peak and peak / 2**20, 0) for peak in peaks),
+                _verdict(*entries),
+            ]
+        )
+    print(f"\n{as_markdown(head, rows)}", flush=True)
+
+
+def _by_name(content: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {f"{entry['table']}: {entry['variant']}": entry for entry in content["results"]}
+
+
+def _verdict(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Of steady figures: are the middle halves of their samples apart?"""
+    if not before or not now:
+        return "new" if now else "not measured now"
+    if before["status"] != "ok" or now["status"] != "ok":
+        return f"was {before['status']}, is {now['status']}"
+    if before["mode"] != now["mode"]:
+        return f"was timed by {before['mode']}, is timed by {now['mode']}"
+    if "ms" in [*before["unsteady"], *now["unsteady"]]:
+        return "unsteady"
+    if now["low_ms"] > before["high_ms"]:
+        return "slower"
+    return "faster" if now["high_ms"] < before["low_ms"] else "same"
+
+
+def draw(path: Path, results: Sequence[Result], title: str) -> None:
+    """Bars: a row a table, its times beside its memory. An unsteady time is hatched."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display needed
+    from matplotlib import pyplot as plt
+
+    tables = list(dict.fromkeys(result.table for result in results))
+    height = 1 + sum(0.6 + 0.3 * sum(result.table == table for result in results) for table in tables)
+    picture, grid = plt.subplots(len(tables), 2, figsize=(12, height), layout="constrained", squeeze=False)
+    for table, (times, memory) in zip(tables, grid, strict=True):
+        shown = [result for result in results if result.table == table][::-1]
+        names = [result.variant for result in shown]
+        colours = [{"ours": "#0072b2", "torch": "#6e7781", "peer": "#d55e00"}[result.kind] for result in shown]
+        bars = times.barh(names, [result.ms or 0 for result in shown], color=colours)
+        for bar, result in zip(bars, shown, strict=True):
+            bar.set(hatch="///" if result.unsteady else "", edgecolor="white")
+        times.bar_label(bars, [figure(result, "ms", 4) for result in shown], padding=3)
+        times.set_title(f"{table}, ms", fontsize=10)
+        bars = memory.barh(names, [(result.peak_bytes or 0) / 2**20 for result in shown], color=colours)
+        memory.bar_label(bars, fmt="%.0f", padding=3)
+        memory.set_title("peak memory beyond the inputs, MiB", fontsize=10)
+    picture.suptitle(title, fontsize=10)
+    picture.savefig(path, dpi=150)
+    plt.close(picture)

@@ -1,0 +1,244 @@
+"""``python -m tools.bench`` on the CPU with tiny shapes: every line is right, and another loss is wrong."""
+
+import json
+from argparse import Namespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.processes import run_python
+
+import xent_ops
+from tools.bench import heads, losses, model, tokens
+from tools.bench.__main__ import main
+from xent_ops.bench import check, contestants, timing
+from xent_ops.bench.arguments import Shape
+from xent_ops.bench.contestants import Contestant, Outputs
+from xent_ops.bench.problems import Loss
+from xent_ops.bench.run import Setting
+
+CPU = torch.device("cpu")
+SETTING = Setting(CPU, torch.float32, None)
+
+
+def bench(tmp_path, *arguments, status=0):
+    given = [*arguments, "--device", "cpu", "--budget", "1", "--json", str(tmp_path / "x.json")]
+    assert main(given) == status
+    return {result["variant"]: result for result in json.loads((tmp_path / "x.json").read_text())["results"]}
+
+
+def statuses(results):
+    return {result["status"] for result in results.values()}
+
+
+def test_all_forms_of_the_loss(tmp_path):
+    results = bench(tmp_path, "losses", "--shapes", "34x64", "--only", "eager,in-place", "--dtype", "bfloat16")
+    assert {"xent in-place", "xent one pass in-place", "F eager float32"} <= results.keys()
+    assert statuses(results) == {"ok"}
+    assert results["xent in-place"]["overwrites_input"] and not results["xent eager"]["overwrites_input"]
+
+
+@pytest.mark.slow
+def test_compiled_forms_of_the_loss(tmp_path):
+    """The options as plain torch spells them are checked against the same reference, and rows may be dynamic."""
+    only = "F compiled options,xent compiled,one pass compiled"
+    results = bench(tmp_path, "losses", "--shapes", "34x64", "--dynamic", "--only", only)
+    assert {"F compiled options", "xent compiled options", "xent compiled dynamic"} <= results.keys()
+    assert statuses(results) == {"ok"}, results
+
+
+def test_options_are_checked_against_their_own_reference():
+    problem = Loss(Shape(34, 64), torch.float64, CPU)
+
+    def right(loss, options):
+        one = Contestant("probe", "ours", lambda: loss, options=options)
+        return problem.check(problem.bind(one)(), one).ok
+
+    # torch_options is float32 inside, so a float64 tolerance finds it out; the plain loss is another.
+    assert not right(losses.torch_options, losses.ALL_OPTIONS) and right(losses.own_options, losses.ALL_OPTIONS)
+    assert not right(losses.own_options, check.PLAIN)
+
+
+def test_every_tail_says_what_its_options_say():
+    logits, target = 20 * torch.randn(12, 32, dtype=torch.float64), torch.randint(32, (12,))
+    target[3] = check.IGNORE_INDEX
+    for loss, options in losses.TAILS.values():
+        own = xent_ops.cross_entropy(logits, target, softcap=options.softcap, logit_scale=options.logit_scale)
+        torch.testing.assert_close(own, loss(logits, target), check_dtype=False, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow  # Inductor compiles with a C++ compiler
+def test_steps_and_tails(tmp_path):
+    sizes = ("--shapes", "34x64", "--hidden", "16", "--only")
+    assert statuses(bench(tmp_path, "steps", *sizes, "xent")) == {"ok"}
+    results = bench(tmp_path, "tails", *sizes, "Gemma 2,shift: pass")
+    assert statuses(results) == {"ok"} and "left alone: add stands before it" in results["shift: pass"]["note"]
+    assert "left alone" not in results["Gemma 2: pass"]["note"] and "Gemma 2: own call" in results
+
+
+def test_all_forms_of_a_head(tmp_path):
+    only = "xent eager,xent float32,xent skipping,xent forward,xent outputs"
+    sizes = ("--shapes", "34x64", "--hidden", "16", "--dtype", "bfloat16")
+    results = bench(tmp_path, "heads", *sizes, "--chunk-rows", "5,18", "--only", only)
+    assert {"three products", "one product", "xent eager 5", "xent eager 18", "xent forward 5"} <= results.keys()
+    assert statuses(results) == {"ok"}
+    forward = results["xent forward 18"]
+    assert forward["ratio"] == forward["ms"] / results["one product"]["ms"] and forward["errors"].keys() == {"loss"}
+
+
+@pytest.mark.slow
+def test_compiled_heads_and_packages(tmp_path):
+    """auto_chunker is refused where it leaves the graph as it is."""
+    sizes = ("--hidden", "16", "--shapes")
+    assert statuses(bench(tmp_path, "heads", *sizes, "64x96", "--only", "unfused,auto_chunker 4")) == {"ok"}
+    assert bench(tmp_path, "heads", *sizes, "1x96", "--only", "auto_chunker 4")["auto_chunker 4"]["status"] == "error"
+    assert statuses(bench(tmp_path, "packages", *sizes, "64x96", "--only", "package,eager")) == {"ok"}
+
+
+def test_what_a_rival_needs_is_named():
+    missing = {peer.name: peer.missing() for peer in heads.PEERS}
+    assert {"liger-kernel CuTe all logits", "quack-kernels untuned", "quack-kernels all logits"} <= missing.keys()
+    for name, needed in missing.items():
+        assert ("nvidia-cutlass-dsl" in needed) == ("quack" in name or "CuTe" in name)
+
+
+def eager_lines(make, arguments):
+    """Of a table of heads: what has gradients, uncompiled."""
+    (table,), _ = make(Namespace(shapes=[Shape(34, 640)], hidden=[16], **arguments), SETTING)
+    return table.make(), [one for one in table.contestants if not one.unit]
+
+
+@pytest.mark.parametrize("loss", [*tokens.LOSSES, "topk"])
+def test_losses_of_tokens(loss, monkeypatch):
+    """Each line is right for both targets; the loss of one is wrong for the other."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    problem, lines = eager_lines(tokens.tokens, {"loss": loss})
+    others = () if loss == "topk" else tokens.LOSSES.keys() - {loss}
+    assert len(lines) == {"topk": 4, "weights": 6}.get(loss, 4)
+    for which in (0, 1):
+        problem.use_targets(which)
+        for one in lines:
+            assert problem.check(problem.bind(one)(), one).ok, one.name
+        for other in others:
+            wrong = Contestant("wrong", "ours", tokens.partial(tokens.by_function, tokens.LOSSES[other]))
+            assert not problem.check(problem.bind(wrong)(), wrong).ok, other
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_distillation(beta, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    problem, lines = eager_lines(tokens.distillation, {"teacher": 24, "beta": beta})
+    assert len(lines) == 5
+    for which in (0, 1):
+        problem.use_targets(which)
+        for of, found in ((beta, lines), (0.25, tokens.of_teacher(0.25, ()))):
+            for one in found:
+                assert one.unit or problem.check(problem.bind(one)(), one).ok == (of == beta), one.name
+
+
+def test_tables_of_tokens(tmp_path):
+    """One line of each, through the command."""
+    sizes = ("--shapes", "34x640", "--hidden", "16", "--only")
+    assert statuses(bench(tmp_path, "tokens", "topk", *sizes, "target_probs eager")) == {"ok"}
+    results = bench(tmp_path, "distillation", "--teacher", "24", "--beta", "0.5", *sizes, "xent eager")
+    assert statuses(results) == {"ok"}
+    assert results["xent eager"]["ratio"] == results["xent eager"]["ms"] / results["four products"]["ms"]
+
+
+TINY = "layers=1,hidden=32,classes=64,tokens=16"
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Inductor takes half a minute for a line on a CPU."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+
+
+def test_whole_steps(uncompiled, tmp_path, capsys):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    only = "body,F compiled,xent linear,skipping,use_xent eager,transformers eager"
+    results = bench(tmp_path, "model", TINY, "--only", only, "--ignored", "0.75")
+    assert statuses(results) == {"ok"} and len(results) == 6
+    for name, result in results.items():
+        assert result["more"]["tokens/s"] == pytest.approx(32e3 / result["ms"])
+        more = None if name == model.BODY else pytest.approx(result["ms"] - results[model.BODY]["ms"])
+        assert result["more"].get("head + loss ms") == more
+    assert "head + loss ms" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fraction, ignored", [(None, 2), (0.75, 24), (0.0, 2)])
+def test_ignored_positions(fraction, ignored):
+    """The last one of a sequence has no next token, and is ignored first."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    problem = model.Step(model.DEFAULTS["cpu"] | model.sizes(TINY), torch.float32, CPU, fraction)
+    target, following = problem.target.view(2, 16), problem.tokens[:, 1:]
+    assert (target == check.IGNORE_INDEX).sum() == ignored and (target[:, -1] == check.IGNORE_INDEX).all()
+    counted = target[:, :-1] != check.IGNORE_INDEX
+    assert torch.equal(target[:, :-1][counted], following[counted])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_check_of_a_whole_step_sees(dtype, uncompiled, monkeypatch):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    problem = model.Step(model.DEFAULTS["cpu"] | model.sizes(TINY), dtype, CPU)
+    one = Contestant("probe", "ours", model.whole(contestants.linear))
+    loss, grads = problem.bind(one)()
+    assert problem.check(Outputs(loss, grads), one).ok
+    assert not problem.check(Outputs(loss, grads[:-1]), one).ok  # one weight has none
+    assert not problem.check(Outputs(loss * 1.01, grads), one).ok
+    for index in (0, 1):
+        damaged = [grad * (1.2 if index == number else 1.0) for number, grad in enumerate(grads)]
+        assert not problem.check(Outputs(loss, tuple(damaged)), one).ok
+    monkeypatch.setattr(model, "CHUNK", 5 * 64)  # by chunks as at once, and the gradients are those of training
+    problem._expected = None
+    logits = problem.model(input_ids=problem.tokens).logits.float().flatten(0, 1)
+    value = F.cross_entropy(logits, problem.target)
+    whole = (value, *torch.autograd.grad(value, (problem.head, problem.early)))
+    for part, at_once in zip(problem.expected(), whole, strict=True):
+        torch.testing.assert_close(part, at_once, check_dtype=False, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (["model", "layer=4"], "'layer=4' is not a size; expected KEY=NUMBER"),
+        (["model", "layers=0"], "keys are batch, tokens, layers, hidden, heads, kv_heads, feed_forward, classes"),
+        (["model", "--dtype", "float16"], "whole steps are in bfloat16 or float32"),
+        (["tokens", "ppo"], "invalid choice: 'ppo'"),
+        (["distillation", "--beta", "2"], "'2' is not a number from 0 to 1"),
+        (["heads", "--chunk-rows", "x"], "not a whole number above 0"),
+        (["ranks", "--alone", "0"], "not a whole number above 0"),
+    ],
+)
+def test_refusals(arguments, text, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([*arguments, "--device", "cpu"])
+    assert stopped.value.code == 2 and text in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_rank_alone_and_the_host():
+    run_python(
+        """
+        import contextlib, io, json
+        from tools.bench.__main__ import main
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            assert main("ranks --alone 8 --shapes 64x4096 --device cpu --budget 1 --dtype bfloat16".split()) == 0
+        for name in ("eager ", "eager, DTensor", "compiled"):
+            (line,) = [line for line in out.getvalue().splitlines() if line.startswith(f"| {name}")]
+            assert "ok" in line, line
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            assert main(["host"]) == 0
+        assert len(out.getvalue().splitlines()) == 8, out.getvalue()
+        """
+    )
+
+
+@pytest.mark.gpu
+def test_memory_of_a_step_on_a_gpu(tmp_path):
+    """The logits of 16384 tokens and 32000 classes are 1000 MiB, and a chunk of the linear loss 250."""
+    sizes = "layers=1,hidden=256,heads=4,kv_heads=2,feed_forward=512,classes=32000,batch=8,tokens=2048"
+    assert main(["model", sizes, "--only", "F compiled,xent linear", "--json", str(tmp_path / "x.json")]) == 0
+    results = {result["variant"]: result for result in json.loads((tmp_path / "x.json").read_text())["results"]}
+    assert results["F compiled"]["extra_bytes"] > 900 << 20 and results["xent linear"]["extra_bytes"] < 600 << 20
+    assert timing.measures_memory(torch.device("cuda"))
