@@ -174,7 +174,7 @@ HEADS = {
     "gather": lambda h, w, t: (h @ w.T).log_softmax(-1).gather(-1, t[..., None]).squeeze(-1),
     "shifted": lambda h, w, t: F.linear(h, w)[:, :-1].float().log_softmax(-1).gather(-1, t[:, 1:, None]),
     "logsumexp": lambda h, w, t: (lambda x: x.gather(-1, t[..., None]) - x.logsumexp(-1, keepdim=True))(h @ w.T / 0.7),
-    "brackets": lambda h, w, t: (h[0] @ w.T).log_softmax(-1)[torch.arange(S), t[0]],
+    "brackets": lambda h, w, t: (h[0] @ w.T).to_dense().log_softmax(-1)[torch.arange(S), t[0]],
     "diagonal": lambda h, w, t: (lambda x: x.diagonal() - x.logsumexp(1))(20 * h[0] @ w.T),
 }
 
@@ -317,7 +317,8 @@ def _contrastive(a, b):
 def _sentences(a, b):
     """As MultipleNegativesRankingLoss of sentence-transformers 5 has it, for one direction."""
     numbers = torch.arange(a.size(0))
-    matrices = {"query_to_doc": torch.mm(F.normalize(a[numbers], dim=-1), F.normalize(b, dim=-1).transpose(0, 1)) * 20}
+    scores = torch.mm(F.normalize(a[numbers], dim=-1), F.normalize(b, dim=-1).transpose(0, 1)).to_dense()  # cos_sim
+    matrices = {"query_to_doc": scores * 20}
     positive = matrices["query_to_doc"][numbers, torch.arange(0, a.size(0))]
     return -(positive - torch.logsumexp(torch.cat(list(matrices.values()), dim=1), dim=1)).mean()
 

@@ -12,7 +12,7 @@ from ..kernels import reductions, reference
 from ..kernels.options import DEFAULTS, Chunking, LossOptions, Options
 from . import float16
 from .chunks import Gradients, as_rows, classes_of, divided_by, factors, give, in_dtype, unread
-from .products import IN_MEMORY, Way
+from .way import IN_MEMORY, Way
 
 _ops = torch.ops.xent
 

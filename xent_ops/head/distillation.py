@@ -19,7 +19,7 @@ from ..kernels.reference import accumulator
 from . import float16
 from .chunks import Gradients, as_rows, divided_by, give, in_dtype
 from .packing import ComputedRows
-from .products import IN_MEMORY, Way
+from .way import IN_MEMORY, Way
 
 _ops = torch.ops.xent
 

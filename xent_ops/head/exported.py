@@ -16,8 +16,9 @@ from ..kernels import reference, reference_ids
 from ..kernels.options import Chunking, Options
 from ..kernels.sizes import symbolic, traced
 from .packing import ComputedRows
-from .products import OutOfPlace, Visit, Way, accumulator_of_weight
+from .products import OutOfPlace, Visit, accumulator_of_weight
 from .sizes import padded_classes, rows_of_chunk
+from .way import Way
 
 
 class Functional(OutOfPlace):

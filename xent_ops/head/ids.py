@@ -17,7 +17,8 @@ from ..kernels import reference, reference_ids
 from ..kernels.options import DEFAULTS, Chunking, Options
 from . import float16
 from .chunks import Gradients, as_rows, give, in_dtype
-from .products import IN_MEMORY, InPlace, OutOfPlace, Way
+from .products import InPlace, OutOfPlace
+from .way import IN_MEMORY, Way
 
 _ops = torch.ops.xent
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from ..kernels import accelerators, devices, reference
 from ..kernels.options import Chunking, Options
 from ..kernels.rows import front_of
 from ..kernels.sizes import symbolic, traced
-from .packing import ComputedRows, PackedRows, counted_rows
+from .packing import ComputedRows, PackedRows
 from .sizes import padded_classes, rows_of_chunk
 
 _ops = torch.ops.xent
@@ -43,41 +43,6 @@ def counting_kernels(input: Tensor, linear_weight: Tensor) -> Any:
 def _counting() -> Any:
     devices.triton_launchers()  # which says what to do where there is no Triton
     return importlib.import_module("..kernels.triton.launch_product", __package__)
-
-
-def rows_to_compute(target: Tensor, ignore_index: int, how: Chunking, *heads: tuple[Tensor, Tensor]) -> ComputedRows:
-    """``heads``: input (N, H) and linear_weight of each."""
-    if not how.skip_ignored:
-        return ComputedRows(target)
-    plain = how.logits_dtype in (None, heads[0][0].dtype) and how.products is None
-    kernels = [counting_kernels(*head) for head in heads] if plain else [None]
-    return counted_rows(target, ignore_index, None if None in kernels else kernels[0])
-
-
-def products(
-    rows: ComputedRows,
-    input: Tensor,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    how: Chunking,
-    *rest: Any,
-) -> Products:
-    """As ``how`` says; arguments as for ``Products``."""
-    if how.products is None:
-        return Products(rows, input, linear_weight, linear_bias, how, *rest)
-    from .fp8 import Fp8Products  # which is made of Products
-
-    return Fp8Products(rows, input, linear_weight, linear_bias, how, *rest)
-
-
-class Way(NamedTuple):
-    """How the losses make and multiply logits: in memory that is written again, or as exporters take it."""
-
-    products: Callable[..., Any]  # as ``products``
-    rows: Callable[..., ComputedRows]  # as ``rows_to_compute``
-
-
-IN_MEMORY = Way(products, rows_to_compute)
 
 
 class InPlace:

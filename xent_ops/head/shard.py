@@ -21,9 +21,7 @@ from ..kernels.rows import front_of
 from .chunks import as_rows, classes_of
 from .ids import gradient
 from .products import (
-    IN_MEMORY,
     InPlace,
-    Way,
     add_product,
     add_rows,
     counting_kernels,
@@ -32,6 +30,7 @@ from .products import (
     zero_behind,
 )
 from .sizes import padded_classes
+from .way import IN_MEMORY, Way
 
 _ops = torch.ops.xent
 _HEADER = reference_shard.HEADER

@@ -18,6 +18,7 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor.fx_passes import joint_graph
 
 from ..._private import unless_gone
+from ...kernels.sizes import traced
 from ...ops import overwriting
 
 MARK = "last_reader"
@@ -133,12 +134,8 @@ def _reads_last(node: fx.Node, position: int, memory: dict[fx.Node, list[fx.Node
 def _rows_overlap(logits: fx.Node) -> bool:
     """With the traced sizes. For others the kernel checks."""
     value = logits.meta["val"]
-    sizes, strides = ([_traced(size) for size in numbers] for numbers in (value.shape, value.stride()))
+    sizes, strides = ([traced(size) for size in numbers] for numbers in (value.shape, value.stride()))
     return None in (*sizes, *strides) or overwriting.may_overlap(sizes, strides)
-
-
-def _traced(size: Any) -> Any:
-    return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 def _memory_of(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...kernels.sizes import known_equal
+from ...kernels.sizes import known_equal, traced
 from . import find_soft
 from .by_hand import DIAGONAL, GATHER, NEVER, SUM, ByHand, first_of_arange
 from .modes import transformed
@@ -139,6 +139,5 @@ _FINDERS = {
 
 def _equal(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
     """For what symbols stand for now. gather takes fewer targets than rows; our operator guards that they are equal."""
-    pairs = list(zip(sizes, others, strict=False))
-    now = [one.node.hint if isinstance(one, torch.SymInt) else one for pair in pairs for one in pair]
-    return len(sizes) == len(others) and None not in now and now[::2] == now[1::2]
+    now, others_now = [traced(size) for size in sizes], [traced(size) for size in others]
+    return now == others_now and None not in now

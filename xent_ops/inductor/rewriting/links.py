@@ -22,7 +22,7 @@ _FLOATS = (*_HALF, torch.float32, torch.float64)
 # expand and index tensors are not among them.
 _VIEWS = {
     "T", "contiguous", "flatten", "mT", "movedim", "narrow", "permute", "reshape", "select", "squeeze", "swapaxes",
-    "swapdims", "t", "transpose", "unflatten", "unsqueeze", "view",
+    "swapdims", "t", "to_dense", "transpose", "unflatten", "unsqueeze", "view",
 }  # fmt: skip
 # The same, with several results: a view takes one of them by getitem, and both nodes are links.
 _PARTS = {"chunk", "split", "split_with_sizes", "tensor_split", "unbind"}

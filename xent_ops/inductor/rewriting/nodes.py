@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from ...kernels.sizes import traced
+
 _PACKAGE = Path(__file__).parents[2]
 _LOSSES = (
     "torch/nn/modules/loss.py", "torch/nn/functional.py",
@@ -81,11 +83,9 @@ def name_of(node: fx.Node) -> str | None:
 
 def hint(size: Any) -> Any:
     """A symbolic size as the number that it has now."""
-    if not isinstance(size, torch.SymInt):
-        return size
-    if size.node.hint is None:
+    if (now := traced(size)) is None:
         raise LeftAlone(f"the size {size} is not known")
-    return int(size.node.hint)
+    return now
 
 
 def storage_of(value: Any) -> int | None:

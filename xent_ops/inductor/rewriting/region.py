@@ -44,7 +44,7 @@ class Region:
         for node in self.nodes:
             for user in node.users:
                 if user.op == "output":
-                    raise LeftAlone(f"{node.name} is returned as well")
+                    raise LeftAlone(f"{node.name} is returned as well, {where(node)}")
                 if user not in mine and not asks_for_sizes(user):
                     raise LeftAlone(f"{node.name} is read by {user.name} as well, {where(user)}")
             if any(read is node for _, read in self.reads):

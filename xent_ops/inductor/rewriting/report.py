@@ -32,7 +32,7 @@ class Call:
 
     - the logits are returned or read by something else, also in a no_grad block,
     - they are too small, or the target is class probabilities,
-    - product and loss run under another autocast, inference or gradient mode,
+    - product and loss run under another autocast or inference mode, or a part of the head is made without gradients,
     - something may write to input, weight or bias between them, or to input and weight after the loss,
     - the logits come into the graph from outside, from before a graph break or from a head that is not compiled,
     - a tensor scales the logits behind a softcap, or may be written before the loss,

@@ -1,0 +1,39 @@
+"""How the losses make and multiply logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..kernels.options import Chunking
+from .fp8 import Fp8Products
+from .packing import ComputedRows, counted_rows
+from .products import Products, counting_kernels
+
+
+class Way(NamedTuple):
+    """In memory that is written again, or as exporters take it."""
+
+    products: Callable[..., Any]  # arguments as for ``Products``
+    rows: Callable[..., ComputedRows]  # as ``rows_to_compute``
+
+
+def rows_to_compute(target: Tensor, ignore_index: int, how: Chunking, *heads: tuple[Tensor, Tensor]) -> ComputedRows:
+    """``heads``: input (N, H) and linear_weight of each."""
+    if not how.skip_ignored:
+        return ComputedRows(target)
+    plain = how.logits_dtype in (None, heads[0][0].dtype) and how.products is None
+    kernels = [counting_kernels(*head) for head in heads] if plain else [None]
+    return counted_rows(target, ignore_index, None if None in kernels else kernels[0])
+
+
+def _products(
+    rows: ComputedRows, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, how: Chunking, *rest: Any
+) -> Products:
+    kind = Products if how.products is None else Fp8Products
+    return kind(rows, input, linear_weight, linear_bias, how, *rest)
+
+
+IN_MEMORY = Way(_products, rows_to_compute)
