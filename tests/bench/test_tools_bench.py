@@ -69,7 +69,8 @@ def test_every_tail_says_what_its_options_say():
 
 @pytest.mark.slow  # Inductor compiles with a C++ compiler
 def test_steps_and_tails(tmp_path):
-    sizes = ("--shapes", "34x64", "--hidden", "16", "--only")
+    """With so many classes that the pass replaces a loss on a CPU."""
+    sizes = ("--shapes", "34x400", "--hidden", "16", "--only")
     assert statuses(bench(tmp_path, "steps", *sizes, "xent")) == {"ok"}
     results = bench(tmp_path, "tails", *sizes, "Gemma 2,shift: pass")
     assert statuses(results) == {"ok"} and "left alone: add stands before it" in results["shift: pass"]["note"]
