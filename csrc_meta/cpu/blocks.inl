@@ -47,8 +47,7 @@ A load_as(const T* from, std::int64_t n, A scale, A* x) {
   }
   for (std::int64_t j = whole; j < n; j += kLanes<A>) {
     const int left = n - j < kLanes<A> ? int(n - j) : kLanes<A>;
-    V z = load(from + j, left) * scale;
-    for (int lane = left; lane < kLanes<A>; ++lane) z[lane] = -infinity;
+    const V z = first_lanes(load(from + j, left) * scale, left, -infinity);
     write(x + j, z, kLanes<A>);
     maxima[0] = larger(z, maxima[0]);
   }
@@ -104,8 +103,7 @@ double distance(const A* x, std::int64_t n, A pivot, const A* q) {
     for_vectors<A>(end - begin, [&](std::int64_t j, int left) ALWAYS_INLINE {
       V term = pivot - read<V>(x + begin + j, left);
       if (q != nullptr) term *= read<V>(q + begin + j, left);
-      for (int lane = left; lane < kLanes<A>; ++lane) term[lane] = 0;
-      lanes += term;
+      lanes += first_lanes(term, left, A(0));
     });
     return lanes;
   });
@@ -177,9 +175,8 @@ DivergenceSums divergence_as(const Divergence<A>& given, const A* x, const A* y,
       V log_m = how.middle == Middle::student ? log_s : log_t;
       if (how.middle == Middle::mixture) log_m = log_of_sum(log_s + how.log_share, log_t + how.log_teacher_share);
       V student = s == 0 ? V{} : s * (log_s - log_m), teacher = t == 0 ? V{} : t * (log_t - log_m);
-      for (int lane = left; lane < kLanes<A>; ++lane) student[lane] = teacher[lane] = 0;
-      of_student += student;
-      of_teacher += teacher;
+      of_student += first_lanes(student, left, A(0));
+      of_teacher += first_lanes(teacher, left, A(0));
       if (to == nullptr) return;
       V d = s - t;
       if (how.middle != Middle::student) {
