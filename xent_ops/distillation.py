@@ -90,20 +90,20 @@ def distillation_loss(
     _refuse(name, input, teacher_input, target, token_weight)
     arguments.tensors(input, target)
     arguments.required("teacher_input", teacher_input)
-    how = distillation_arguments.how(
+    spec = distillation_arguments.spec(
         ignore_index,
         softcap,
         logit_scale,
         (num_classes, beta, temperature, hard_weight, teacher_softcap, teacher_logit_scale),
     )
-    loss = LossOptions(Options(how.options.ignore_index), reduction=reduction)
+    loss = LossOptions(Options(spec.options.ignore_index), reduction=reduction)
     checks.reduction(reduction)
     divisor = arguments.divisor(divisor, input)
     linear_checks.reduced_by(divisor, input, reduction)
     arguments.optional("token_weight", token_weight)
     checks.token_weight(token_weight, target)
     distillation_checks.teacher_is_constant("teacher_input", teacher_input)
-    row_loss, _ = _ops.distillation_forward(input, teacher_input, target, **how.keywords())
+    row_loss, _ = _ops.distillation_forward(input, teacher_input, target, **spec.keywords())
     return _reduced(row_loss, target, divisor, loss, token_weight)
 
 
@@ -176,7 +176,7 @@ def linear_distillation_loss(
     arguments.optional("teacher_bias", teacher_bias)
     for which, tensor in (("input", teacher_input), ("weight", teacher_weight), ("bias", teacher_bias)):
         distillation_checks.teacher_is_constant(f"teacher_{which}", tensor)
-    how = distillation_arguments.how(
+    spec = distillation_arguments.spec(
         ignore_index,
         softcap,
         logit_scale,
@@ -187,7 +187,7 @@ def linear_distillation_loss(
     teacher = composite.cast_for_autocast(teacher_input, teacher_weight, teacher_bias)
     heads = (*student[:2], target, *teacher[:2], student[2], teacher[2])
     chunks = {"chunk_rows": call.head.chunking.chunk_rows, "skip_ignored": skip_ignored}
-    keywords: dict[str, Any] = {**chunks, **how.keywords()}
+    keywords: dict[str, Any] = {**chunks, **spec.keywords()}
     wanted = [tensor is not None and tensor.requires_grad for tensor in student]
     if reduction == "none" or not (torch.is_grad_enabled() and any(wanted)) or transforms.is_jit_traced():
         row_loss, _ = _ops.linear_distillation_forward(*heads, accumulate_dtype=accumulate_dtype, **keywords)

@@ -22,15 +22,15 @@ _LOOPS: dict[str, Callable[..., Any]] = {
     "linear_token_logits": ids.statistics,
     "linear_token_logits_backward": ids.gradients,
     "linear_token_logits_with_grad": ids.with_grad,
-    "linear_cross_entropy_shard": shard.stats,
+    "linear_cross_entropy_shard": shard.statistics,
 }
 _FORMS: dict[str, Callable[..., Any]] = {
     **{name: functools.partial(loop, way=exported.EXPORTED) for name, loop in _LOOPS.items()},
     "token_logits": ids.statistics_of_rows,
-    "token_logits_backward": functools.partial(ids.gradient, place=exported.Functional()),
+    "token_logits_backward": functools.partial(ids.gradient, writer=exported.Functional()),
     "linear_scale_grad": exported.scaled,
     "linear_cross_entropy_chunk": functools.partial(
-        shard.chunk, padded=exported.padded_logits, place=exported.Functional()
+        shard.chunk, padded=exported.padded_logits, writer=exported.Functional()
     ),
     "linear_distillation_chunk": functools.partial(distillation_shard.chunk, padded=exported.padded_logits),
 }

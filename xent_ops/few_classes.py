@@ -56,7 +56,7 @@ def bind(call: LinearCall, target_probs: Any, tail: Any) -> LinearCall:
     checks.token_weight(call.token_weight, ids[..., 0])
     ignore_index = call.loss.rows.ignore_index
     if target_probs.device.type == "cpu" and not transforms.is_traced():  # elsewhere: probabilities
-        checks.refuse_log_probabilities("target_probs", _of_counted(ids, target_probs, ignore_index))
+        checks.refuse_log_probabilities("target_probs", _counted_probs(ids, target_probs, ignore_index))
     return call._replace(target=first_counted(ids, ignore_index), ids=ids, target_probs=target_probs, tail=tail)
 
 
@@ -66,13 +66,13 @@ def without_probs(tail: Any) -> None:
         raise ValueError("tail=True is for target_probs, whose remainder it is: pass these, or leave it out")
 
 
-def _of_counted(ids: Tensor, target_probs: Tensor, ignore_index: int) -> Tensor:
+def _counted_probs(ids: Tensor, target_probs: Tensor, ignore_index: int) -> Tensor:
     return torch.where(is_counted(ids, ignore_index), target_probs, 0.0)
 
 
 def probabilities(ids: Tensor, target_probs: Tensor, ignore_index: int) -> Tensor:
     """(..., K): 0 of ignored ids; NaN in a row that adds up to less than 0, as log-probabilities do."""
-    probs = _of_counted(ids, target_probs, ignore_index)
+    probs = _counted_probs(ids, target_probs, ignore_index)
     return torch.where(probs.sum(-1, keepdim=True) < 0.0, float("nan"), probs)
 
 
@@ -89,7 +89,7 @@ def loss(call: LinearCall) -> Tensor:
     scale = call.loss.lse_square_scale
     call, function = as_token_loss(call)
     if reduction == "none":
-        values = function.of_all(*statistics(call, function.reads_entropy, function.mask_ids), call.target)
+        values = function.all_values(*statistics(call, function.reads_entropy, function.mask_ids), call.target)
         return values.view(call.target.shape)
     if not call.tail and composite.gradients_in_forward(call.input, call.head.weight, call.head.bias):
         return _in_one_visit(call, function, scale)
@@ -118,12 +118,14 @@ def _in_one_visit(call: LinearCall, function: TokenFunction, lse_square_scale: f
         checks.divisor_needs_grad()
     divisors = torch.ones((), dtype=dtype, device=call.input.device) if divisor is None else divisor.to(dtype)
     loss = call.loss._replace(lse_square_scale=lse_square_scale)
-    within, later = float16.split_divisors(call.input.dtype, divisors.expand(2), target, token_weight, loss=loss)
+    chunk_divisors, product_divisor = float16.split_divisors(
+        call.input.dtype, divisors.expand(2), target, token_weight, loss=loss
+    )
     factor = is_counted(target, ignore_index).to(dtype)
     if token_weight is not None:
         factor = counted_weights(token_weight, target, ignore_index, dtype)
-    factor = factor / within[0]
-    at_ids, lse, *made = _ops.linear_token_logits_with_grad(
+    factor = factor / chunk_divisors[0]
+    at_ids, lse, *grads = _ops.linear_token_logits_with_grad(
         call.input.detach(),
         head.weight.detach(),
         call.ids,
@@ -135,8 +137,8 @@ def _in_one_visit(call: LinearCall, function: TokenFunction, lse_square_scale: f
         **head.chunking.keywords(),
         **call.loss.rows.keywords(),
     )
-    values = function.of_all(at_ids, lse, lse, target)
-    return loop.value(divided(values, divisor), call.input, head, loop.Gradients(*made), later)
+    values = function.all_values(at_ids, lse, lse, target)
+    return loop.value(divided(values, divisor), call.input, head, loop.Gradients(*grads), product_divisor)
 
 
 def _is_first(ids: Tensor) -> Tensor:
@@ -147,14 +149,14 @@ def _is_first(ids: Tensor) -> Tensor:
 
 
 def _function(tail: bool, lse_square_scale: float, weighted: bool) -> Function:
-    def fn(stats: TokenLogProbs, probs: Tensor, *rest: Tensor) -> Tensor:
+    def fn(stats: TokenLogProbs, probs: Tensor, *optional_rows: Tensor) -> Tensor:
         log_q, lse = stats.log_probs, stats.lse
         if tail:  # x of the ids, and the lse of all other classes
             # By hand: torch.logsumexp guards on the number of tokens, which may depend on data.
-            others, named = lse.unsqueeze(-1), rest[0]
-            shift = torch.where(named, log_q, others).amax(-1, keepdim=True).detach()
-            total = torch.where(named, log_q - shift, float("-inf")).exp().sum(-1, keepdim=True)
-            lse = (shift + torch.log(total + torch.exp(others - shift))).squeeze(-1)
+            other_lse, is_first_id = lse.unsqueeze(-1), optional_rows[0]
+            shift = torch.where(is_first_id, log_q, other_lse).amax(-1, keepdim=True).detach()
+            total = torch.where(is_first_id, log_q - shift, float("-inf")).exp().sum(-1, keepdim=True)
+            lse = (shift + torch.log(total + torch.exp(other_lse - shift))).squeeze(-1)
             log_q = log_q - lse.unsqueeze(-1)
         # Each is rounded, and their sum where they were divided by it: twice half of eps.
         over = max(_OVER, torch.finfo(probs.dtype).eps)
@@ -162,15 +164,15 @@ def _function(tail: bool, lse_square_scale: float, weighted: bool) -> Function:
         loss = -torch.where(probs == 0.0, 0.0, probs * log_q).sum(-1)  # 0 log 0 is 0
         if tail:
             mass = probs.sum(-1)
-            left = torch.where(mass > 1.0 + over, float("nan"), (1.0 - mass).clamp(min=0.0))
+            tail_mass = torch.where(mass > 1.0 + over, float("nan"), (1.0 - mass).clamp(min=0.0))
             # Where no class is left, the least probability that the dtype has.
             log_tail = (stats.lse - lse).clamp(min=math.log(torch.finfo(lse.dtype).tiny))
-            loss = loss - torch.where(left == 0.0, 0.0, left * log_tail)
+            loss = loss - torch.where(tail_mass == 0.0, 0.0, tail_mass * log_tail)
         if lse_square_scale != 0.0:
             loss = loss + lse_square_scale * lse.square()
         if not weighted:
             return loss
-        token_weight = rest[-1].to(loss.dtype)
+        token_weight = optional_rows[-1].to(loss.dtype)
         return torch.where(token_weight == 0.0, 0.0, token_weight * loss)
 
     return fn

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .head import chunks, float16, loop, packing
-from .head.loop import Coefficients, Part
+from .head.loop import Part, RowGradients
 from .head.shard import RowStatistics
 from .kernels.reference import is_counted
 from .kernels.sizes import depend_on_data
@@ -37,9 +37,8 @@ class _Agreed(NamedTuple):
 class TokenFunction:
     """A function that was tried on two tokens of zeros: what it reads is known, and that it returns one number a token.
 
-    ``rows`` have the target's shape in front, and so have ``ids``, the classes of a token where it has several: what is
-    said of rows below holds for them, which stand last. With ``mask_ids`` the function gets x of the ids as log_probs,
-    and the lse of the classes that no id names as lse.
+    ``rows`` have the target's shape in front. ``ids``, the classes of a token where it has several, are the last of the
+    rows. With ``mask_ids`` the function gets x of the ids as log_probs, and the lse of all other classes as lse.
     """
 
     def __init__(
@@ -59,22 +58,22 @@ class TokenFunction:
         if ids is not None:
             self.rows.append(ids)
         self.ignore_index, self.dtype, self.number = ignore_index, dtype, target.numel()
-        self._rest = [row.shape[target.dim() :] for row in self.rows]  # of a token
-        self.reads_entropy = self._try(target)
+        self._token_shapes = [row.shape[target.dim() :] for row in self.rows]  # of a token
+        self.reads_entropy = self._probe(target)
 
     def agreed(self) -> _Agreed:
         return _Agreed(self.rows, self.reads_entropy)
 
-    def _try(self, target: Tensor) -> bool:
+    def _probe(self, target: Tensor) -> bool:
         zeros = target.new_zeros(_PROBED, dtype=self.dtype)
-        rows = [row.new_zeros((_PROBED, *rest)) for row, rest in zip(self.rows, self._rest, strict=True)]
+        rows = [row.new_zeros((_PROBED, *shape)) for row, shape in zip(self.rows, self._token_shapes, strict=True)]
         stats = _Recorder(zeros, rows.pop().to(self.dtype) if self.several else zeros)
         # A gradient mode of its own would leave an empty submodule in an exported program, which then cannot be loaded.
         with contextlib.nullcontext() if transforms.is_exported() else torch.enable_grad():
-            self._refuse(self._tried(stats, rows), _PROBED, target)
+            self._check_value(self._call_on_zeros(stats, rows), _PROBED, target)
         return stats.entropy_was_read
 
-    def _tried(self, stats: _Recorder, rows: list[Tensor]) -> Any:
+    def _call_on_zeros(self, stats: _Recorder, rows: list[Tensor]) -> Any:
         if torch.compiler.is_compiling():
             return self.fn(stats, *rows)
         try:
@@ -87,7 +86,7 @@ class TokenFunction:
             )
             raise
 
-    def _refuse(self, value: Any, number: int, target: Tensor) -> None:
+    def _check_value(self, value: Any, number: int, target: Tensor) -> None:
         if not isinstance(value, Tensor):
             raise TypeError(f"fn returned {kind_of(value)}; expected a tensor of shape (n,), one number a token")
         if not value.is_floating_point():
@@ -116,95 +115,98 @@ class TokenFunction:
 
     def _rows(self, *shape: int) -> list[Tensor]:
         """With this shape in front."""
-        return [row.reshape(*shape, *rest) for row, rest in zip(self.rows, self._rest, strict=True)]
+        return [row.reshape(*shape, *tail) for row, tail in zip(self.rows, self._token_shapes, strict=True)]
 
-    def of_part(self, parts: int, divisors: Tensor, values: list[Tensor]) -> Callable[..., Coefficients]:
-        """What head/loop.py calls between a chunk's statistics and its gradient.
+    def upstream_of_parts(self, parts: int, divisors: Tensor, values: list[Tensor]) -> Callable[..., RowGradients]:
+        """The function that head/loop.py calls between a chunk's statistics and its gradient.
 
-        ``values`` gets the numbers of each chunk, 0 in ignored rows. ``divisors``, (2,), are of the sum.
+        ``values`` gets fn's numbers for each chunk, 0 in ignored rows. ``divisors``, (2,), are of the sum.
+
+        The row operator's loss is -log_prob, so the gradient of it is -grad_log_probs. With ids there is no such loss:
+        its gradient is 0, and the lse gets what all ids pass to it.
         """
         rows = self._rows(parts, self.number // parts)
 
-        def between(statistics: RowStatistics, part: Part) -> Coefficients:
-            counted, given = is_counted(part.target, self.ignore_index), [part.of(row) for row in rows]
+        def upstream(statistics: RowStatistics, part: Part) -> RowGradients:
+            counted, row_values = is_counted(part.target, self.ignore_index), [part.of(row) for row in rows]
 
-            def summed(log_probs: Tensor, lse: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
-                kept = self._kept(TokenLogProbs(log_probs, entropy, lse), given, counted)
-                return kept.sum(), kept
+            def total(log_probs: Tensor, lse: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+                token_values = self._call(TokenLogProbs(log_probs, entropy, lse), row_values, counted)
+                return token_values.sum(), token_values
 
-            of_classes = statistics.loss if statistics.at_ids is None else statistics.at_ids
-            of_tokens = self._statistics(of_classes, statistics.lse, statistics.entropy, given, counted)
-            derivatives, value = torch.func.grad(summed, (0, 1, 2) if self.reads_entropy else (0, 1), has_aux=True)(
-                of_tokens.log_probs, of_tokens.lse, of_tokens.entropy
+            loss_or_at_ids = statistics.loss if statistics.at_ids is None else statistics.at_ids
+            stats = self._statistics(loss_or_at_ids, statistics.lse, statistics.entropy, row_values, counted)
+            derivatives, value = torch.func.grad(total, (0, 1, 2) if self.reads_entropy else (0, 1), has_aux=True)(
+                stats.log_probs, stats.lse, stats.entropy
             )
             # An ignored row's may be NaN, as zero times infinity is.
-            a, b, *c = [derivative / divisors[0] for derivative in derivatives]
-            b, *c = [torch.where(counted, derivative, 0.0) for derivative in (b, *c)]
+            grad_log_probs, *others = [derivative / divisors[0] for derivative in derivatives]
+            grad_lse, *grad_entropy = [torch.where(counted, derivative, 0.0) for derivative in others]
             values.append(value)
-            of_entropy = c[0] if c else None
+            entropies = grad_entropy[0] if grad_entropy else None
             if part.ids is None:
-                return Coefficients(-torch.where(counted, a, 0.0), b, of_entropy)
-            a = torch.where(is_counted(part.ids, self.ignore_index), a, 0.0)
-            grad_lse = b if self.mask_ids else b - a.sum(-1)
-            return Coefficients(b.new_zeros(()), grad_lse, of_entropy, grad_ids=a)
+                return RowGradients(-torch.where(counted, grad_log_probs, 0.0), grad_lse, entropies)
+            grad_ids = torch.where(is_counted(part.ids, self.ignore_index), grad_log_probs, 0.0)
+            grad_lse = grad_lse if self.mask_ids else grad_lse - grad_ids.sum(-1)
+            return RowGradients(grad_lse.new_zeros(()), grad_lse, entropies, grad_ids=grad_ids)
 
-        return between
+        return upstream
 
-    def of_all(self, of_classes: Tensor, lse: Tensor, entropy: Tensor, target: Tensor) -> Tensor:
-        """(N,): the numbers of all tokens, 0 in ignored rows. Differentiable.
+    def all_values(self, loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, target: Tensor) -> Tensor:
+        """(N,): fn's numbers for all tokens, 0 in ignored rows. Differentiable.
 
-        Values have the target's shape: its losses, or with K places behind it x of the ids.
+        ``loss_or_at_ids``: losses, of the target's shape, or x of the ids, with K places behind it.
         """
-        stats, rows, counted = self._of_all(of_classes, lse, entropy, target)
-        return self._kept(stats, rows, counted)
+        stats, rows, counted = self._all_stats(loss_or_at_ids, lse, entropy, target)
+        return self._call(stats, rows, counted)
 
-    def _of_all(
-        self, of_classes: Tensor, lse: Tensor, entropy: Tensor, target: Tensor
+    def _all_stats(
+        self, loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, target: Tensor
     ) -> tuple[TokenLogProbs, list[Tensor], Tensor]:
         counted, rows = is_counted(target, self.ignore_index).reshape(-1), self._rows(self.number)
-        of_classes = of_classes.reshape(self.number, *of_classes.shape[target.dim() :])
-        return self._statistics(of_classes, lse.reshape(-1), entropy.reshape(-1), rows, counted), rows, counted
+        loss_or_at_ids = loss_or_at_ids.reshape(self.number, *loss_or_at_ids.shape[target.dim() :])
+        return self._statistics(loss_or_at_ids, lse.reshape(-1), entropy.reshape(-1), rows, counted), rows, counted
 
     def _statistics(
-        self, of_classes: Tensor, lse: Tensor, entropy: Tensor, rows: Sequence[Tensor], counted: Tensor
+        self, loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, rows: Sequence[Tensor], counted: Tensor
     ) -> TokenLogProbs:
         """Of tokens, (n,) or (n, K). Nothing flows back to ignored rows, whatever their derivatives are."""
         if not self.reads_entropy:
             entropy = lse.new_full((), float("nan")).expand(lse.shape)
         lse = torch.where(counted, lse, lse.detach())
         if self.mask_ids:
-            log_probs = torch.where(is_counted(rows[-1], self.ignore_index), of_classes, 0.0)
+            log_probs = torch.where(is_counted(rows[-1], self.ignore_index), loss_or_at_ids, 0.0)
         elif self.several:
-            log_probs = log_probs_of_ids(of_classes, lse, rows[-1], self.ignore_index)
+            log_probs = log_probs_of_ids(loss_or_at_ids, lse, rows[-1], self.ignore_index)
         else:
-            log_probs = -torch.where(counted, of_classes, 0.0)
+            log_probs = -torch.where(counted, loss_or_at_ids, 0.0)
         return TokenLogProbs(log_probs, torch.where(counted, entropy, 0.0), lse)
 
-    def _kept(self, stats: TokenLogProbs, rows: Sequence[Tensor], counted: Tensor) -> Tensor:
+    def _call(self, stats: TokenLogProbs, rows: Sequence[Tensor], counted: Tensor) -> Tensor:
         value = self.fn(stats, *(rows[:-1] if self.several else rows))
         if tuple(value.shape) != tuple(counted.shape):
-            self._refuse(value.detach(), counted.shape[0], counted)
+            self._check_value(value.detach(), counted.shape[0], counted)
         return torch.where(counted, value.to(self.dtype), 0.0)
 
-    def check(self, of_classes: Tensor, lse: Tensor, entropy: Tensor, target: Tensor) -> None:
+    def check(self, loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, target: Tensor) -> None:
         """Raise where a token's number depends on which others are beside it. Reads values, so it synchronises."""
         if torch.compiler.is_compiling():
             raise RuntimeError("check=True compares values, which a compiled graph cannot: use it in eager")
         with torch.no_grad():
-            stats, rows, counted = self._of_all(of_classes, lse, entropy, target)
+            stats, rows, counted = self._all_stats(loss_or_at_ids, lse, entropy, target)
             size = max(-(-self.number // 3), 1)
             parts = [slice(start, start + size) for start in range(0, max(self.number, 1), size)]
-            together = self._kept(stats, rows, counted)
-            apart = [
-                self._kept(TokenLogProbs(*(value[part] for value in stats)), [row[part] for row in rows], counted[part])
+            joint = self._call(stats, rows, counted)
+            values_of_parts = [
+                self._call(TokenLogProbs(*(value[part] for value in stats)), [row[part] for row in rows], counted[part])
                 for part in parts
             ]
-            alone = torch.cat(apart)
-            differ = ~torch.isclose(together, alone, rtol=1e-4, atol=1e-6, equal_nan=True)
+            separate = torch.cat(values_of_parts)
+            differ = ~torch.isclose(joint, separate, rtol=1e-4, atol=1e-6, equal_nan=True)
             if bool(differ.any()):
                 token = int(differ.nonzero()[0])
                 raise ValueError(
-                    f"fn gives token {token} {float(together[token])} beside all tokens, but {float(alone[token])} "
+                    f"fn gives token {token} {float(joint[token])} beside all tokens, but {float(separate[token])} "
                     f"beside {size} of them: it must not mix tokens, since it is called a chunk at a time. {_INSTEAD}"
                 )
 
@@ -227,7 +229,7 @@ def loss_of_head(call: LinearCall, function: TokenFunction, check: bool = False)
     )
     if in_forward:
         return loss_by_chunks(call, call.target, function, loop.OneRank())
-    values = function.of_all(*statistics(call, function.reads_entropy, function.mask_ids), call.target)
+    values = function.all_values(*statistics(call, function.reads_entropy, function.mask_ids), call.target)
     return divided(values, call.divisor)
 
 
@@ -236,40 +238,40 @@ def loss_by_chunks(
     target: Tensor,  # its own, or in the order of the ranks' inputs, (ranks, ...)
     function: TokenFunction,
     ranks: loop.OneRank,
-    **layout: Any,  # scattered and summed, as head/loop.py takes them
+    **layout: Any,  # scattered and sum_over_ranks, as head/loop.py takes them
 ) -> Tensor:
     """The loss by the loop over chunks. At least one of input, weight and bias requires grad."""
     input, head, loss, divisor = call.input, call.head, call.loss, call.divisor
     if divisor is not None and divisor.requires_grad:
         checks.divisor_needs_grad()
     divisors = chunks.divided_by(target, None, divisor, 1, function.dtype, loss)
-    within, later = float16.split_divisors(input.dtype, divisors, target, loss=loss)
+    chunk_divisors, product_divisor = float16.split_divisors(input.dtype, divisors, target, loss=loss)
     values: list[Tensor] = []
-    rows, count, packed, wanted = input, None, None, loop.wanted_gradients(input, head)
+    rows, count, packed, output_mask = input, None, None, loop.wanted_gradients(input, head)
     if head.chunking.skip_ignored:
         packed = packing.order_of_counted(target, loss.rows.ignore_index, transforms.is_traced())
     if packed is not None:
-        rows, target, count = packed.take_rows(input.detach()), packed.indices(), packed.count
-        function.arrange(packed.take_rows, packed.number)
+        rows, target, count = packed.pack_rows(input.detach()), packed.indices(), packed.count
+        function.arrange(packed.pack_rows, packed.number)
     parts = ranks.world if layout.get("scattered") else 1
-    between = function.of_part(parts, within, values)
-    made = loop.gradients(
+    upstream = function.upstream_of_parts(parts, chunk_divisors, values)
+    grads = loop.gradients(
         rows,
         target,
         head,
         loss,
-        between,
+        upstream,
         ranks,
-        wanted,
+        output_mask,
         with_entropy=function.reads_entropy,
         mask_ids=function.mask_ids,
         ids=function.ids(parts),
         count=count,
         **layout,
     )
-    if packed is not None and wanted[0]:
-        made = made._replace(input=packed.give_rows(made.input).view(input.shape))
-    return loop.value(divided(torch.cat(values), divisor), input, head, made, later)
+    if packed is not None and output_mask[0]:
+        grads = grads._replace(input=packed.unpack_rows(grads.input).view(input.shape))
+    return loop.value(divided(torch.cat(values), divisor), input, head, grads, product_divisor)
 
 
 def divided(values: Tensor, divisor: Tensor | None) -> Tensor:
@@ -286,7 +288,7 @@ def _checked_rows(rows: Any, target: Tensor) -> list[Tensor]:
         if not isinstance(row, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {kind_of(row)}")
         if row.dim() < target.dim() or any(
-            size != wanted for size, wanted in zip(row.shape, target.shape, strict=False)
+            size != expected for size, expected in zip(row.shape, target.shape, strict=False)
         ):
             raise ValueError(
                 f"{name} has shape {tuple(row.shape)}; expected {tuple(target.shape)} in front, as the target's (one "

@@ -103,9 +103,9 @@ def linear_token_loss(
     call = call.in_autocast_dtype().as_sum()
     head, ignore_index = call.head, call.loss.rows.ignore_index
     if not transforms.is_traced():  # else the operators check before anything runs
-        of_head = (call.input, head.weight, call.target, head.bias)
+        head_args = (call.input, head.weight, call.target, head.bias)
         keywords = {"accumulate_dtype": accumulate_dtype, **head.chunking.keywords(), **call.loss.rows._asdict()}
-        refuse("linear_cross_entropy_forward", *of_head, **keywords)
+        refuse("linear_cross_entropy_forward", *head_args, **keywords)
     function = TokenFunction(fn, rows, call.target, ignore_index, accumulator(call.input), call.ids)
     return loss_of_head(call, function, check)
 
@@ -156,13 +156,13 @@ def token_loss(
     target, ids = target_and_ids(target, input.dim() - 1, options.ignore_index)
     function = TokenFunction(fn, rows, target, options.ignore_index, accumulator(input), ids)
     if ids is not None:
-        of_classes, lse, entropy = _ops.token_logits(logits, ids, function.reads_entropy, **options.keywords())
+        loss_or_at_ids, lse, entropy = _ops.token_logits(logits, ids, function.reads_entropy, **options.keywords())
     else:
-        of_classes, lse, _, entropy = _ops.cross_entropy_forward(
+        loss_or_at_ids, lse, _, entropy = _ops.cross_entropy_forward(
             logits, target, None, False, function.reads_entropy, **options.keywords()
         )
     if check:
-        function.check(of_classes, lse, entropy, target)
+        function.check(loss_or_at_ids, lse, entropy, target)
     if reduction == "mean":
         divisor = is_counted(target, options.ignore_index).sum()
-    return divided(function.of_all(of_classes, lse, entropy, target), divisor)
+    return divided(function.all_values(loss_or_at_ids, lse, entropy, target), divisor)

@@ -61,11 +61,11 @@ def joined(parts, target, how):
         (start, *(logits[:, : min(logits.shape[1], how.num_classes - start)] for logits in both))
         for start, *both in parts
     ]
-    made = [distillation_shard.statistics_of_chunk(*both, target, start, how) for start, *both in cut]
+    made = [distillation_shard.chunk_statistics(*both, target, start, how) for start, *both in cut]
     assert {tuple(one.shape) for one in made} == {(1, distillation_shard.width(len(target), how))}
-    rows = distillation_shard.joined(torch.cat(made), target, how)
-    sums = [distillation_shard.parts(*both, target, rows, start, how) for start, *both in cut]
-    return rows if sums[0] is None else distillation_shard.with_parts(rows, torch.cat(sums), target, how)
+    rows = distillation_shard.join_statistics(torch.cat(made), target, how)
+    sums = [distillation_shard.mixture_sums(*both, target, rows, start, how) for start, *both in cut]
+    return rows if sums[0] is None else distillation_shard.add_mixture_sums(rows, torch.cat(sums), target, how)
 
 
 def gradients(parts, target, rows, how, scale):

@@ -13,7 +13,7 @@ from ..ops.library import refuse
 from ..ops.linear import checks as linear_checks
 from .groups import Ranks
 from .parts import all_gather, shard_range_of_width
-from .pipelined import chosen
+from .pipelined import is_pipelined
 
 NAMES = ("weight_shard", "bias_shard")
 
@@ -56,14 +56,14 @@ def bind_shard(
     split = _split_dimension(input, target, ranks.world) if sequence_parallel and ranks.world > 1 else None
     if not transforms.is_traced():  # else the operators check before anything runs
         rows = input if split is None else input.new_empty(()).expand(*target.shape, input.shape[-1])  # its shape
-        given = (rows, head.weight, target, *shard_range, head.bias, head.class_weight)
-        refuse("linear_cross_entropy_shard", *given, **call.loss.rows._asdict())
+        shard_args = (rows, head.weight, target, *shard_range, head.bias, head.class_weight)
+        refuse("linear_cross_entropy_shard", *shard_args, **call.loss.rows._asdict())
     if call.ids is not None:
         checks.refuse_products_of_ids(head.chunking.products)
         logits = input.new_empty(()).expand(*target.shape, shard_range[1])
         refuse("token_logits", logits, call.ids, **call.loss.rows._asdict())
     head = head._replace(shard_range=shard_range)
-    three_products = chosen(pipelined, input, head, call.loss)
+    three_products = is_pipelined(pipelined, input, head, call.loss)
     return call._replace(head=head, sequence_dim=split, pipelined=three_products)
 
 
@@ -79,8 +79,8 @@ def _split_dimension(input: Tensor, target: Tensor, world: int) -> int:
     shape = input.shape[:-1]
     if len(shape) == target.dim():
         for dim in range(target.dim()):
-            whole = (*shape[:dim], world * shape[dim], *shape[dim + 1 :])
-            if all(size == wanted for size, wanted in zip(target.shape, whole, strict=True)):
+            all_rows = (*shape[:dim], world * shape[dim], *shape[dim + 1 :])
+            if all(size == expected for size, expected in zip(target.shape, all_rows, strict=True)):
                 return dim
     raise ValueError(
         f"target has shape {tuple(target.shape)} and this rank's input {tuple(input.shape)}; with "

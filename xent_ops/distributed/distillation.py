@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..head import chunks, distillation_shard, float16, loop
-from ..head.loop import HeadSlice, Kept, Part
+from ..head.loop import ChunkLogits, HeadSlice, Part
 from ..kernels import reductions
 from ..kernels.distillation import Distillation
 from ..kernels.options import Reduction
@@ -44,7 +44,7 @@ class _Bound(NamedTuple):
 
     student: LinearCall
     teacher: _Teacher
-    how: Distillation
+    spec: Distillation
 
 
 @arguments.named
@@ -119,30 +119,32 @@ def vocab_parallel_linear_distillation_loss(
     name, ranks = "vocab_parallel_linear_distillation_loss", ranks_of(group)
     arguments.boolean("check", check)
     teacher = (teacher_input, teacher_weight_shard, teacher_bias_shard)
-    of_pair = (beta, temperature, hard_weight, teacher_softcap, teacher_logit_scale)
+    divergence_options = (beta, temperature, hard_weight, teacher_softcap, teacher_logit_scale)
 
-    def bound() -> _Bound:
+    def bind_heads() -> _Bound:
         transforms.refuse(f"xent_ops.distributed.{name}")
         tensors = (input, weight_shard, bias_shard, *teacher, target, token_weight)
         refuse_dtensors(f"xent_ops.distributed.{name}", *[t for t in tensors if isinstance(t, Tensor)])
         world = ranks.world if sequence_parallel else 1
         rows = _rows(input, token_weight, world, reduction) if target is None else None
-        given = distillation_arguments.target_of(target, ignore_index, hard_weight, input, rows)
-        options = (given[1], 0.0, softcap, logit_scale, 0.0, reduction)
-        of_student = (input, weight_shard, given[0], bias_shard, None)
+        classes, ignored = distillation_arguments.target_of(target, ignore_index, hard_weight, input, rows)
+        options = (ignored, 0.0, softcap, logit_scale, 0.0, reduction)
+        student_args = (input, weight_shard, classes, bias_shard, None)
         chunking = (accumulate_dtype, chunk_rows, False)
-        student = bind(*of_student, options, chunking, divisor, token_weight, names=NAMES)
+        student = bind(*student_args, options, chunking, divisor, token_weight, names=NAMES)
         student = bind_shard(student, ranks, None, num_classes, class_start, sequence_parallel)
-        how = distillation_arguments.how(given[1], softcap, logit_scale, (student.head.shard_range[1], *of_pair))
-        return _Bound(student, _bound_teacher(teacher, student, how), how)
+        spec = distillation_arguments.spec(
+            ignored, softcap, logit_scale, (student.head.shard_range[1], *divergence_options)
+        )
+        return _Bound(student, _bound_teacher(teacher, student, spec), spec)
 
-    def checked() -> _Bound:
-        made = bound()
-        if made.how.hard_weight != 0.0:
-            check_values(made.student)
-        return made
+    def bind_checked() -> _Bound:
+        bound = bind_heads()
+        if bound.spec.hard_weight != 0.0:
+            check_values(bound.student)
+        return bound
 
-    return _loss(name, consistency.check(name, group, ranks, checked) if check else bound(), ranks)
+    return _loss(name, consistency.check(name, group, ranks, bind_checked) if check else bind_heads(), ranks)
 
 
 def _rows(input: Any, token_weight: Any, world: int, reduction: Any) -> Sequence[int] | None:
@@ -162,19 +164,19 @@ def _rows(input: Any, token_weight: Any, world: int, reduction: Any) -> Sequence
     return world * shape[0], *shape[1:]  # of a sum all orders are one
 
 
-def _bound_teacher(given: tuple[Any, Any, Any], student: LinearCall, how: Distillation) -> _Teacher:
-    for which, value in zip(("input", "weight_shard"), given, strict=False):
+def _bound_teacher(tensors: tuple[Any, Any, Any], student: LinearCall, spec: Distillation) -> _Teacher:
+    for which, value in zip(("input", "weight_shard"), tensors, strict=False):
         arguments.required(f"teacher_{which}", value)
-    arguments.optional("teacher_bias_shard", given[2])
-    for which, tensor in zip(("input", "weight_shard", "bias_shard"), given, strict=True):
+    arguments.optional("teacher_bias_shard", tensors[2])
+    for which, tensor in zip(("input", "weight_shard", "bias_shard"), tensors, strict=True):
         distillation_checks.teacher_is_constant(f"teacher_{which}", tensor)
-    teacher = _Teacher(*composite.cast_for_autocast(*given))
+    teacher = _Teacher(*composite.cast_for_autocast(*tensors))
     if not transforms.is_traced():  # else the operators check before anything runs
         head, rows = student.head, student.target
         if student.sequence_dim is not None:  # this rank's part of them
             rows = rows.new_empty(()).expand(student.input.shape[:-1])
-        of_student, class_start = (student.input, head.weight, head.bias), head.shard_range[0]
-        linear_checks.two_heads(of_student, rows, teacher, how, class_start, NAMES, _TEACHER)
+        student_head, class_start = (student.input, head.weight, head.bias), head.shard_range[0]
+        linear_checks.two_heads(student_head, rows, teacher, spec, class_start, NAMES, _TEACHER)
     return teacher
 
 
@@ -185,77 +187,79 @@ class _Steps:
         self,
         student: HeadSlice,
         teacher: _Teacher,
-        how: Distillation,
+        spec: Distillation,
         ranks: Collectives,
         factor: Callable[[Part], Tensor],
     ) -> None:
         self.weight, self.bias = student.weight.detach(), None if student.bias is None else student.bias.detach()
         self.teacher_weight, self.teacher_bias = teacher.teacher_weight, teacher.teacher_bias
-        self.class_start, self.how, self.ranks, self.factor = student.shard_range[0], how, ranks, factor
+        self.class_start, self.spec, self.ranks, self.factor = student.shard_range[0], spec, ranks, factor
         self.columns = student.columns()
         self.losses: list[Tensor] = []
 
     def begin(
         self, inputs: Sequence[Tensor], part: Part, count: Tensor | None, after: Tensor | None
-    ) -> tuple[Tensor, Kept]:
+    ) -> tuple[Tensor, ChunkLogits]:
         heads = (inputs[0], self.weight, part.target, inputs[1], self.teacher_weight)
-        rest = (self.class_start, self.bias, self.teacher_bias, after)
-        stats, *logits = _ops.linear_distillation_chunk(*heads, *rest, **self.how.keywords())
-        return stats, tuple(logits)
+        slice_args = (self.class_start, self.bias, self.teacher_bias, after)
+        statistics, *logits = _ops.linear_distillation_chunk(*heads, *slice_args, **self.spec.keywords())
+        return statistics, tuple(logits)
 
     def end(
         self,
-        kept: Kept,
+        chunk_logits: ChunkLogits,
         part: Part,
         gathered: Tensor,
-        wanted: Sequence[bool],
+        output_mask: Sequence[bool],
         count: Tensor | None,
         after: Tensor | None,
     ) -> tuple[Tensor, Tensor] | None:
-        rows = distillation_shard.joined(self.ranks.wait(gathered), part.target, self.how)
-        of_classes = [logits[:, : self.columns] for logits in kept]
-        sums = distillation_shard.parts(of_classes[0], of_classes[1], part.target, rows, self.class_start, self.how)
+        rows = distillation_shard.join_statistics(self.ranks.wait(gathered), part.target, self.spec)
+        student, teacher = [logits[:, : self.columns] for logits in chunk_logits]
+        sums = distillation_shard.mixture_sums(student, teacher, part.target, rows, self.class_start, self.spec)
         if sums is not None:
-            of_all = self.ranks.wait(self.ranks.gather(sums))
-            rows = distillation_shard.with_parts(rows, of_all, part.target, self.how)
+            gathered_sums = self.ranks.wait(self.ranks.gather(sums))
+            rows = distillation_shard.add_mixture_sums(rows, gathered_sums, part.target, self.spec)
         self.losses.append(rows.loss)
-        if not any(wanted):
+        if not any(output_mask):
             return None
-        logits, teacher_logits = kept
-        saved = (teacher_logits, self.weight, part.target, rows.statistics, self.class_start, wanted[0], after)
-        return _ops.linear_distillation_chunk_grad_(logits, self.factor(part), *saved, **self.how.keywords())
+        logits, teacher_logits = chunk_logits
+        backward_args = (teacher_logits, self.weight, part.target, rows.statistics, self.class_start, output_mask[0])
+        return _ops.linear_distillation_chunk_grad_(
+            logits, self.factor(part), *backward_args, after, **self.spec.keywords()
+        )
 
 
 def _loss(name: str, bound: _Bound, ranks: Ranks) -> Tensor:
-    student, teacher, how = bound
+    student, teacher, spec = bound
     target, input, head, loss, divisor, token_weight, *_ = student
     split = student.sequence_dim
-    wanted, dtype = loop.wanted_gradients(input, head), accumulator(input)
-    if any(wanted) and loss.reduction == "none":
+    output_mask, dtype = loop.wanted_gradients(input, head), accumulator(input)
+    if any(output_mask) and loss.reduction == "none":
         raise NotImplementedError(
             f'xent_ops.distributed.{name} has no gradient for reduction="none", whose upstream gradients would be '
             "known only after the logits are gone: weigh the rows by token_weight"
         )
-    if any(wanted) and divisor is not None and divisor.requires_grad:
+    if any(output_mask) and divisor is not None and divisor.requires_grad:
         checks.divisor_needs_grad()
     ordered, parts = by_ranks(target, split, ranks), 1 if split is None else ranks.world
     weights = None if token_weight is None else by_ranks(token_weight.to(dtype), split, ranks)
     if loss.reduction == "none":
-        divisors = within = target.new_ones(2, dtype=dtype)
-        later = None
+        divisors = chunk_divisors = target.new_ones(2, dtype=dtype)
+        product_divisor = None
     else:
         divisors = chunks.divided_by(ordered, None, divisor, 1, dtype, loss, weights)
-        within, later = float16.split_divisors(input.dtype, divisors, ordered, weights, loss=loss)
-    inverse = within[0].reciprocal()
+        chunk_divisors, product_divisor = float16.split_divisors(input.dtype, divisors, ordered, weights, loss=loss)
+    inverse = chunk_divisors[0].reciprocal()
     factors = None if weights is None else inverse * weights.reshape(parts, -1)
     steps = _Steps(
-        head, teacher, how, Collectives(ranks), lambda part: inverse if factors is None else part.of(factors)
+        head, teacher, spec, Collectives(ranks), lambda part: inverse if factors is None else part.of(factors)
     )
     inputs = (input, teacher.teacher_input)
-    made = loop.of_steps(steps, inputs, ordered, head, steps.ranks, wanted, scattered=split is not None)
+    grads = loop.run_loop(steps, inputs, ordered, head, steps.ranks, output_mask, scattered=split is not None)
     rows = torch.cat([values.view(parts, -1) for values in steps.losses], 1).view(ordered.shape)
     if loss.reduction == "none":
         return as_target(reductions.reduce_rows(rows, rows, ordered, None, loss, weights).value, split)
     mean = loss._replace(reduction="mean")
     value = reductions.reduce_rows(rows, rows, ordered, divisors, mean, weights).value
-    return loop.value(value, input, head, made, later) if any(wanted) else value
+    return loop.value(value, input, head, grads, product_divisor) if any(output_mask) else value

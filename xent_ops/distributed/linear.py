@@ -119,10 +119,10 @@ def vocab_parallel_linear_cross_entropy(
     options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
     chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
 
-    def bound() -> LinearCall:
+    def bind_call() -> LinearCall:
         transforms.refuse(f"xent_ops.distributed.{name}")
-        of_head = (input, weight_shard, target, bias_shard, weight)
-        call = bind(*of_head, options, chunking, divisor, token_weight, names=NAMES)
+        head_args = (input, weight_shard, target, bias_shard, weight)
+        call = bind(*head_args, options, chunking, divisor, token_weight, names=NAMES)
         if target_probs is None:
             few_classes.without_probs(tail)
         else:
@@ -130,7 +130,7 @@ def vocab_parallel_linear_cross_entropy(
             _check_few_classes(reduction, pipelined, skip_ignored)
         return bind_shard(call, ranks, pipelined, num_classes, class_start, sequence_parallel)
 
-    call = consistency.check(name, group, ranks, lambda: check_values(bound())) if check else bound()
+    call = consistency.check(name, group, ranks, lambda: check_values(bind_call())) if check else bind_call()
     if call.ids is not None:
         return token_loss.loss(*few_classes.as_token_loss(call), ranks)
     split = call.sequence_dim
@@ -147,8 +147,8 @@ def vocab_parallel_linear_cross_entropy(
 def _check_few_classes(reduction: str, pipelined: bool | None, skip_ignored: bool) -> None:
     if reduction == "none":
         raise ValueError('target_probs over ranks takes reduction="mean" or "sum", got "none"')
-    for option, value, kept in (("pipelined", pipelined, None), ("skip_ignored", skip_ignored, False)):
-        if value is not kept:
+    for option, value, default in (("pipelined", pipelined, None), ("skip_ignored", skip_ignored, False)):
+        if value is not default:
             raise ValueError(
                 f"{option}={value!r} is not offered beside target_probs over ranks, which takes three products of all "
                 "rows: leave it out"
@@ -195,12 +195,12 @@ def vocab_parallel_linear_token_log_probs(
     options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "none")
     chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
 
-    def bound() -> LinearCall:
+    def bind_call() -> LinearCall:
         transforms.refuse(f"xent_ops.distributed.{name}")
         call = bind(input, weight_shard, target, bias_shard, None, options, chunking, names=NAMES)
         return bind_shard(call, ranks, False, num_classes, class_start, sequence_parallel)
 
-    call = consistency.check(name, group, ranks, lambda: check_values(bound())) if check else bound()
+    call = consistency.check(name, group, ranks, lambda: check_values(bind_call())) if check else bind_call()
     gathered, ordered = gathered_input(call.input, call.target, call.sequence_dim, ranks)
     rows, entropy = sharded_rows(call.input, ordered, call.head, ranks, call.loss, gathered, with_entropy=True)
     values = log_probs_of_rows(rows.loss, rows.lse, entropy, ordered, None, call.loss.rows)

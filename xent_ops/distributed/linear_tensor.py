@@ -52,15 +52,15 @@ def _local_of(call: LinearCall) -> _Local:
     vocabulary = _vocabulary_dimension(linear_weight)
     rows = _rows(input, vocabulary)
     linear_checks.head(input, linear_weight, linear_bias, call.head.accumulate_dtype, call.head.chunking)
-    placements: list[Placement] = [Replicate()] * mesh.ndim
-    of_head: list[Placement] = [Partial() if isinstance(placement, Shard) else Replicate() for placement in rows]
-    of_input = list(rows)
+    head_placements: list[Placement] = [Replicate()] * mesh.ndim
+    head_grads: list[Placement] = [Partial() if isinstance(placement, Shard) else Replicate() for placement in rows]
+    input_grads = list(rows)
     if vocabulary is not None:
-        placements[vocabulary], of_head[vocabulary], of_input[vocabulary] = Shard(0), Shard(0), Partial()
+        head_placements[vocabulary], head_grads[vocabulary], input_grads[vocabulary] = Shard(0), Shard(0), Partial()
     x, w, b = composite.cast_for_autocast(
-        _local(input, mesh, rows, of_input),
-        _local(linear_weight, mesh, placements, of_head),
-        None if linear_bias is None else _local(linear_bias, mesh, placements, of_head),
+        _local(input, mesh, rows, input_grads),
+        _local(linear_weight, mesh, head_placements, head_grads),
+        None if linear_bias is None else _local(linear_bias, mesh, head_placements, head_grads),
     )
     target = tensor.local_target_of(call.target, input.shape[:-1], x.shape[:-1], mesh, rows)
     ranks = Ranks("", 0, 1) if vocabulary is None else ranks_of(mesh.get_group(vocabulary))
@@ -70,10 +70,10 @@ def _local_of(call: LinearCall) -> _Local:
     head = call.head._replace(weight=w, bias=b, class_weight=class_weight, shard_range=shard_range)
     call = call._replace(target=target, input=x, head=head)
     local = _Local(call, ranks, mesh, rows, input.shape[:-1])
-    of_tokens = local.row(call.token_weight)
-    checks.token_weight(of_tokens, target)
+    token_weight = local.row(call.token_weight)
+    checks.token_weight(token_weight, target)
     return local._replace(
-        call=call._replace(token_weight=of_tokens, pipelined=pipelined.chosen(None, x, head, call.loss))
+        call=call._replace(token_weight=token_weight, pipelined=pipelined.is_pipelined(None, x, head, call.loss))
     )
 
 
@@ -112,18 +112,18 @@ def token_loss(call: LinearCall, fn: Function, rows: Any, check: bool) -> DTenso
     function = TokenFunction(fn, rows, mine.target, mine.loss.rows.ignore_index, accumulator(mine.input))
 
     def statistics() -> tuple[Tensor, Tensor, Tensor]:
-        of_rows = (mine.input, mine.target, mine.head, ranks, mine.loss)
-        made, entropy = sharded_rows.sharded_rows(*of_rows, sum_grad_input=False, with_entropy=function.reads_entropy)
-        return made.loss, made.lse, entropy
+        args = (mine.input, mine.target, mine.head, ranks, mine.loss)
+        values, entropy = sharded_rows.sharded_rows(*args, sum_grad_input=False, with_entropy=function.reads_entropy)
+        return values.loss, values.lse, entropy
 
     if check:
         with torch.no_grad():
             function.check(*statistics(), mine.target)
     read: tuple[DTensor, ...] = ()
     if mine.pipelined:
-        total = loss_by_chunks(mine, mine.target, function, pipelined.Collectives(ranks), summed=False)
+        total = loss_by_chunks(mine, mine.target, function, pipelined.Collectives(ranks), sum_over_ranks=False)
     else:
-        total = divided(function.of_all(*statistics(), mine.target), mine.divisor)
+        total = divided(function.all_values(*statistics(), mine.target), mine.divisor)
         read = _read(call, mine)
     value = tensor.from_local(total, mesh, partial, read)
     return value if local.has_all_rows else value.redistribute(mesh, _replicated(mesh))
@@ -135,8 +135,8 @@ def _replicated(mesh: DeviceMesh) -> list[Placement]:
 
 def _read(call: LinearCall, mine: LinearCall) -> tuple[DTensor, ...]:
     """What the backward reads."""
-    of_head = zip(call.head[:3], mine.head[:3], strict=True)
-    return tensor.owners((call.input, mine.input), (call.target, mine.target), *of_head)
+    head_pairs = zip(call.head[:3], mine.head[:3], strict=True)
+    return tensor.owners((call.input, mine.input), (call.target, mine.target), *head_pairs)
 
 
 def _mesh_of(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> DeviceMesh:
@@ -160,7 +160,7 @@ def _mesh_of(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -
 
 def _vocabulary_dimension(linear_weight: DTensor) -> int | None:
     """The mesh dimension that splits the classes, if any."""
-    found = []
+    split_dims = []
     for mesh_dim, placement in enumerate(linear_weight.placements):
         if isinstance(placement, Replicate):
             continue
@@ -169,10 +169,10 @@ def _vocabulary_dimension(linear_weight: DTensor) -> int | None:
                 f"linear_weight is placed as {linear_weight.placements}; valid are Replicate() and Shard(0), which "
                 "splits the classes: redistribute() it first"
             )
-        found.append(mesh_dim)
-    if len(found) > 1:
-        raise ValueError(f"the classes are split over dimensions {found} of the mesh; at most one is supported")
-    return found[0] if found else None
+        split_dims.append(mesh_dim)
+    if len(split_dims) > 1:
+        raise ValueError(f"the classes are split over dimensions {split_dims} of the mesh; at most one is supported")
+    return split_dims[0] if split_dims else None
 
 
 def _rows(input: DTensor, vocabulary: int | None) -> list[Placement]:
@@ -190,7 +190,7 @@ def _rows(input: DTensor, vocabulary: int | None) -> list[Placement]:
     return rows
 
 
-def _local(value: Tensor, mesh: DeviceMesh, placements: list[Placement], of_gradient: list[Placement]) -> Tensor:
+def _local(value: Tensor, mesh: DeviceMesh, placements: list[Placement], grad_placements: list[Placement]) -> Tensor:
     """The local tensor of a DTensor in these placements. Its gradient comes back placed as the DTensor is."""
     assert isinstance(value, DTensor)
-    return value.redistribute(mesh, placements).to_local(grad_placements=of_gradient)
+    return value.redistribute(mesh, placements).to_local(grad_placements=grad_placements)

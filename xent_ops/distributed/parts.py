@@ -69,10 +69,10 @@ def all_gather_shard_stats(
     It is called below autograd, because the gradient flows through the logits of the operator that joins.
     """
     keywords = options.keywords()
-    stats = below_autograd(
+    statistics = below_autograd(
         torch.ops.xent.cross_entropy_shard.default, logits.detach(), target, *shard_range, weight, **keywords
     )
-    return all_gather(stats, ranks)
+    return all_gather(statistics, ranks)
 
 
 def all_gather(tensor: Tensor, ranks: Ranks) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..head import chunks, float16, loop
-from ..head.loop import Coefficients, HeadSlice, OneRank, Part
+from ..head.loop import HeadSlice, OneRank, Part, RowGradients
 from ..head.shard import RowStatistics
 from ..kernels import reductions, reference
 from ..kernels.options import LossOptions
@@ -30,7 +30,7 @@ _collectives = torch.ops._c10d_functional
 
 
 class Collectives(OneRank):
-    """Of the ranks of a group: functional collectives, nodes that tracers see."""
+    """Functional collectives of a group of ranks: nodes that tracers see."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.world, self.name = ranks.world, ranks.name
@@ -53,12 +53,12 @@ class Collectives(OneRank):
         return tensor if self.world == 1 else _collectives.wait_tensor(tensor)
 
 
-def chosen(asked: bool | None, input: Tensor, head: HeadSlice, loss: LossOptions) -> bool:
-    """Does this call take the way of this file? All ranks answer alike."""
+def is_pipelined(asked: bool | None, input: Tensor, head: HeadSlice, loss: LossOptions) -> bool:
+    """Does this file compute this call? All ranks answer alike."""
     if not (asked is None or isinstance(asked, bool)):
         raise TypeError(f"pipelined must be True, False or None, got {shown(asked)}")
-    how = head.chunking
-    possible = loss.reduction != "none" and not how.skip_ignored and how.products is None
+    chunking = head.chunking
+    possible = loss.reduction != "none" and not chunking.skip_ignored and chunking.products is None
     if asked and not possible:
         raise ValueError(
             'pipelined=True makes the gradients of a mean or a sum of all rows: expected reduction="mean" or "sum", '
@@ -84,22 +84,22 @@ def loss(
     if divisor is not None and divisor.requires_grad:
         checks.divisor_needs_grad()
     divisors = _divisors(target, head, ranks, options, divisor, reference.accumulator(input), token_weight)
-    within, later = float16.split_divisors(input.dtype, divisors, target, token_weight, loss=options)
-    one = within.new_ones(())
+    chunk_divisors, product_divisor = float16.split_divisors(input.dtype, divisors, target, token_weight, loss=options)
+    one = chunk_divisors.new_ones(())
     if token_weight is not None:
         token_weight = token_weight.to(one.dtype).reshape(ranks.world if scattered else 1, -1)
-    made: list[tuple[Any, ...]] = []
+    chunk_values: list[tuple[Any, ...]] = []
 
-    def between(rows: RowStatistics, part: Part) -> Coefficients:
+    def upstream(rows: RowStatistics, part: Part) -> RowGradients:
         factors = () if token_weight is None else (part.of(token_weight),)
-        made.append((rows.loss, rows.lse, rows.target_weight, part.target, *factors))
-        return Coefficients(*(factors or (one,)), divisors=within)
+        chunk_values.append((rows.loss, rows.lse, rows.target_weight, part.target, *factors))
+        return RowGradients(*(factors or (one,)), divisors=chunk_divisors)
 
-    of = (input, target, head, options, between, Collectives(ranks), loop.wanted_gradients(input, head))
-    gradients = loop.gradients(*of, scattered=scattered, summed=sum_grad_input)
-    row_loss, lse, target_weight, *rest = (torch.cat(values) for values in zip(*made, strict=True))
-    value = reduced(RowValues(row_loss, lse, target_weight), rest[0], options, divisor, *rest[1:])
-    return loop.value(value, input, head, gradients, later)
+    loop_args = (input, target, head, options, upstream, Collectives(ranks), loop.wanted_gradients(input, head))
+    gradients = loop.gradients(*loop_args, scattered=scattered, sum_over_ranks=sum_grad_input)
+    row_loss, lse, target_weight, targets, *weights = (torch.cat(values) for values in zip(*chunk_values, strict=True))
+    value = reduced(RowValues(row_loss, lse, target_weight), targets, options, divisor, *weights)
+    return loop.value(value, input, head, gradients, product_divisor)
 
 
 def _divisors(
@@ -119,9 +119,9 @@ def _divisors(
     ignore_index = options.rows.ignore_index
     columns = columns_of(head.weight.shape[0], *head.shard_range)
     column = target.to(torch.int64) - class_start
-    mine = (column >= 0) & (column < columns) & reference.is_counted(target, ignore_index)
+    is_here = (column >= 0) & (column < columns) & reference.is_counted(target, ignore_index)
     if columns > 0:
-        weights = torch.where(mine, weight.to(dtype)[torch.where(mine, column, 0)], 0.0)
+        weights = torch.where(is_here, weight.to(dtype)[torch.where(is_here, column, 0)], 0.0)
     else:
         weights = torch.zeros_like(target, dtype=dtype)
     divisors = reductions.divisor_of(weights, target, ignore_index, token_weight)

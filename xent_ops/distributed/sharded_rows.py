@@ -1,7 +1,4 @@
-"""A head of which each rank holds some rows, and its losses a row with one gather: chunks, join, chunks again.
-
-Docs of the way: linear.py.
-"""
+"""Losses of rows of a head of which each rank holds some rows, with one gather: see linear.py."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ def sharded_rows(
     weight, bias, class_weight, shard_range, accumulate_dtype, chunking = head
     options = {**chunking.keywords(), **loss.rows.keywords()}
     rows = input if gathered_input is None else gathered_input
-    stats = below_autograd(
+    statistics = below_autograd(
         _ops.linear_cross_entropy_shard.default,
         rows.detach(),
         weight.detach(),
@@ -52,7 +49,7 @@ def sharded_rows(
         input,
         weight,
         target,
-        all_gather(stats, ranks),
+        all_gather(statistics, ranks),
         *shard_range,
         bias,
         class_weight,

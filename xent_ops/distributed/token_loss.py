@@ -88,22 +88,22 @@ def vocab_parallel_linear_token_loss(
     chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
     arguments.boolean("check", check)
 
-    def bound() -> _Bound:
+    def bind_function() -> _Bound:
         transforms.refuse(f"xent_ops.distributed.{name}")
-        of_head = (input, weight_shard, target, bias_shard, None)
-        call = bind(*of_head, options, chunking, divisor, several=True, names=NAMES)
+        head_args = (input, weight_shard, target, bias_shard, None)
+        call = bind(*head_args, options, chunking, divisor, several=True, names=NAMES)
         checks.reduction(reduction, ("mean", "sum"))
         call = bind_shard(call, ranks, None, num_classes, class_start, sequence_parallel)
         ignore_index = call.loss.rows.ignore_index
         function = TokenFunction(fn, rows, call.target, ignore_index, accumulator(call.input), call.ids)
         return _Bound(call, function)
 
-    def checked() -> _Bound:
-        made = bound()
-        check_values(made.call)
-        return made
+    def bind_checked() -> _Bound:
+        bound = bind_function()
+        check_values(bound.call)
+        return bound
 
-    call, function = consistency.check(name, group, ranks, checked) if check else bound()
+    call, function = consistency.check(name, group, ranks, bind_checked) if check else bind_function()
     return loss(call.as_sum(), function, ranks, check)
 
 
@@ -120,11 +120,11 @@ def loss(call: LinearCall, function: TokenFunction, ranks: Ranks, check: bool = 
 
     if check and call.ids is None:
         with torch.no_grad():
-            numbers, ordered = statistics()
-            function.check(*numbers, ordered)
+            statistics_of_rows, ordered = statistics()
+            function.check(*statistics_of_rows, ordered)
     if call.ids is None and not call.pipelined:
-        numbers, ordered = statistics()
-        return divided(function.of_all(*numbers, ordered), call.divisor)
+        statistics_of_rows, ordered = statistics()
+        return divided(function.all_values(*statistics_of_rows, ordered), call.divisor)
     if call.ids is not None:  # by the loop, of all rows: no other way knows several classes a row
         call = call._replace(head=head._replace(chunking=head.chunking._replace(skip_ignored=False)))
     ordered = by_ranks(target, split, ranks)

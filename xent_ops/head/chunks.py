@@ -6,7 +6,7 @@ The logits of one chunk exist at a time, in memory that is allocated once a call
     their statistics, or the gradient of the logits written over them, or both in one visit
     grad_input = gradient @ linear_weight;  grad_linear_weight += gradient.T @ input;  grad_linear_bias += its sum
 
-Gradients are those of a slice of the classes too: a whole vocabulary is the slice from 0 on, of one rank.
+The same formulas give the gradients of a slice of the classes. All classes are the slice of one rank, from 0 on.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ def scaled(grad: Tensor, factor: Tensor) -> Tensor:
     return grad
 
 
-def give(
-    rows: ComputedRows, made: Sequence[Tensor], unread: Sequence[float | None], target: Tensor, ignore_index: int | None
+def unpack_statistics(
+    rows: ComputedRows, computed: Sequence[Tensor], fills: Sequence[float | None], target: Tensor, ignored: int | None
 ) -> list[Tensor]:
-    """Numbers of the rows that were computed as those of all rows, (..., *), or (0,) where they are not wanted.
+    """Statistics of the computed rows as those of all rows, (..., *), or (0,) where they are not wanted.
 
-    ``unread``: that of a row that was skipped; None: not wanted. With an ignore_index ignored rows that were computed
-    nevertheless get it too.
+    ``fills``: the value in a row that was skipped; None: this statistic is not wanted. With an ignore_index, ignored
+    rows that were computed get that value too.
     """
-    values = list(made)
-    for i, otherwise in enumerate(unread):
-        if otherwise is not None:
-            value = rows.give_rows(made[i], otherwise)
-            if ignore_index is not None:
-                ignored = ~reference.is_counted(target.reshape(-1), ignore_index)
-                value = value.masked_fill(ignored.view((-1, *(1,) * (value.dim() - 1))), otherwise)
+    values = list(computed)
+    for i, fill in enumerate(fills):
+        if fill is not None:
+            value = rows.unpack_rows(computed[i], fill)
+            if ignored is not None:
+                mask = ~reference.is_counted(target.reshape(-1), ignored)
+                value = value.masked_fill(mask.view((-1, *(1,) * (value.dim() - 1))), fill)
             values[i] = value.view((*target.shape, *value.shape[1:]))
     return values
 
 
-def unread(with_argmax: bool, with_entropy: bool) -> tuple[float | None, ...]:
+def skipped_values(with_argmax: bool, with_entropy: bool) -> tuple[float | None, ...]:
     """loss, lse, argmax and entropy of an ignored row that was skipped; None where they are not wanted."""
     return 0.0, math.inf, -1 if with_argmax else None, 0.0 if with_entropy else None
 
@@ -72,7 +72,7 @@ def classes_of(
     class_start: int,
     num_classes: int | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
-    """The three without the rows behind the last class, and how many these are."""
+    """The three tensors without the rows behind the last class, and how many such rows there are."""
     if num_classes is None:
         return linear_weight, linear_bias, weight, 0
     columns = reference.columns_of(linear_weight.shape[0], class_start, num_classes)
@@ -100,6 +100,6 @@ def divided_by(
 
 
 def factors(inverse: Tensor, token_weight: Tensor | None, lse_square_scale: float) -> tuple[Tensor, Tensor | None]:
-    """Of the gradients of losses and squares of lse: (), or one a row. ``inverse``: of the divisors, (2,)."""
-    both = inverse if token_weight is None else inverse.unsqueeze(-1) * token_weight
-    return both[0], None if lse_square_scale == 0.0 else lse_square_scale * both[1]
+    """Factors of the gradients of losses and of lse^2: (), or one a row. ``inverse``: of the divisors, (2,)."""
+    row_factors = inverse if token_weight is None else inverse.unsqueeze(-1) * token_weight
+    return row_factors[0], None if lse_square_scale == 0.0 else lse_square_scale * row_factors[1]

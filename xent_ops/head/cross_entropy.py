@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels import reductions, reference
 from ..kernels.options import DEFAULTS, Chunking, LossOptions, Options
 from . import float16
-from .chunks import Gradients, as_rows, classes_of, divided_by, factors, give, in_dtype, unread
+from .chunks import Gradients, as_rows, classes_of, divided_by, factors, in_dtype, skipped_values, unpack_statistics
 from .way import IN_MEMORY, Way
 
 _ops = torch.ops.xent
@@ -29,18 +29,18 @@ def statistics(
     options: Options = DEFAULTS,
     accumulate_dtype: torch.dtype | None = None,  # for the backward
     way: Way = IN_MEMORY,
-    **chunking: Any,
+    **fields: Any,
 ) -> tuple[Tensor, ...]:
     """(loss, lse, argmax, entropy), (0,) where they are not wanted."""
-    flat, keywords, how = as_rows(input), options.keywords(), Chunking(**chunking)
-    rows = way.rows(target, options.ignore_index, how, (flat, linear_weight))
+    flat, keywords, chunking = as_rows(input), options.keywords(), Chunking(**fields)
+    rows = way.rows(target, options.ignore_index, chunking, (flat, linear_weight))
 
     def visit(logits: Tensor, target: Tensor) -> Sequence[Tensor]:
         return _ops.cross_entropy_forward(logits, target, weight, with_argmax, with_entropy, **keywords)
 
-    made = way.products(rows, flat, linear_weight, linear_bias, how).run(visit, rows.indices())
-    skipped = options.ignore_index if how.skip_ignored else None
-    return tuple(give(rows, made, unread(with_argmax, with_entropy), target, skipped))
+    computed = way.products(rows, flat, linear_weight, linear_bias, chunking).run(visit, rows.indices())
+    ignored = options.ignore_index if chunking.skip_ignored else None
+    return tuple(unpack_statistics(rows, computed, skipped_values(with_argmax, with_entropy), target, ignored))
 
 
 def gradients(
@@ -64,31 +64,31 @@ def gradients(
     lse_square_scale: float = 0.0,
     accumulate_dtype: torch.dtype | None = None,
     way: Way = IN_MEMORY,
-    **chunking: Any,
+    **fields: Any,
 ) -> Gradients:
     """Makes the logits again. Gradients in the inputs' dtype; (0,) where the mask does not want one.
 
-    Of a slice of the classes grad_input is its part of a sum.
+    For a slice of the classes, grad_input is that slice's part of a sum.
     """
-    flat, keywords, how = as_rows(input), options.keywords(), Chunking(**chunking)
+    flat, keywords, chunking = as_rows(input), options.keywords(), Chunking(**fields)
     head, bias, weight, padding = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
     if head.shape[0] == 0:
         shapes = (input.shape, linear_weight.shape, linear_weight.shape[:1])
-        zeros = [input.new_zeros(shape if made else 0) for shape, made in zip(shapes, output_mask, strict=True)]
+        zeros = [input.new_zeros(shape if wanted else 0) for shape, wanted in zip(shapes, output_mask, strict=True)]
         return zeros[0], zeros[1], zeros[2]
     upstream = reference.row_grads(
         grad_loss, grad_lse, target, lse, divisors, options.ignore_index, lse_square_scale, lse.dtype
     )
-    rows = way.rows(target, options.ignore_index, how, (flat, head))
+    rows = way.rows(target, options.ignore_index, chunking, (flat, head))
     indices = rows.indices()
-    grads = [None if value is None else rows.take_grads(value) for value in (*upstream, grad_entropy)]
+    grads = [None if tensor is None else rows.pack_grads(tensor) for tensor in (*upstream, grad_entropy)]
     lses, entropies, coefficients = (
-        None if value is None else rows.take(value) for value in (lse, entropy, coefficient)
+        None if tensor is None else rows.pack(tensor) for tensor in (lse, entropy, coefficient)
     )
-    split = (input.dtype, grads, indices, head.shape[0], options, weight, coefficients)
-    factor, grads_of_rows = float16.split_grads(*split)
-    products = way.products(rows, flat, head, bias, how, output_mask, accumulate_dtype, padding)
-    of_slice = (class_start, num_classes, products.grad_dtype)
+    row_args = (input.dtype, grads, indices, head.shape[0], options, weight, coefficients)
+    factor, row_grads = float16.split_grads(*row_args)
+    products = way.products(rows, flat, head, bias, chunking, output_mask, accumulate_dtype, padding)
+    slice_args = (class_start, num_classes, products.grad_dtype)
 
     def visit(
         logits: Tensor,
@@ -100,12 +100,12 @@ def gradients(
         entropy: Tensor | None,
         coefficient: Tensor | None,
     ) -> Sequence[Tensor]:
-        of_entropy = (grad_entropy, entropy, coefficient)
-        backward = (grad_loss, grad_lse, logits, target, lse, weight, None, *of_entropy, *of_slice)
-        return products.write("cross_entropy_backward", logits, *backward, **keywords)
+        entropy_args = (grad_entropy, entropy, coefficient)
+        backward_args = (grad_loss, grad_lse, logits, target, lse, weight, None, *entropy_args, *slice_args)
+        return products.write("cross_entropy_backward", logits, *backward_args, **keywords)
 
     if any(output_mask):
-        products.run(visit, indices, *grads_of_rows, lses, entropies, coefficients, gradient=True)
+        products.run(visit, indices, *row_grads, lses, entropies, coefficients, gradient=True)
     return in_dtype(products.gradients(input.shape, factor), input.dtype)
 
 
@@ -126,31 +126,31 @@ def with_grad(
     lse_square_scale: float = 0.0,
     reduction: str = "mean",
     way: Way = IN_MEMORY,
-    **chunking: Any,
+    **fields: Any,
 ) -> tuple[Tensor, ...]:
     """(value, divisors, loss, lse, argmax, entropy, gradients), the last but three of rows.
 
-    argmax and entropy are (0,) where they are not wanted. The gradients of the weight and the bias are as they were
-    added up. They are those of value; for float16 those of value times what split_divisors divides by later.
+    argmax and entropy are (0,) where they are not wanted. The gradients of the weight and the bias have the
+    dtype in which they were added up. For float16, divide them by the second result of split_divisors.
     """
     loss, dtype = LossOptions(options, lse_square_scale, reduction), reference.accumulator(input)
     divisors = divided_by(target, weight, divisor, linear_weight.shape[0], dtype, loss, token_weight)
-    within, _ = float16.split_divisors(
+    chunk_divisors, _ = float16.split_divisors(
         input.dtype, divisors, target, token_weight, weight, linear_weight.shape[0], loss
     )
-    inverse = within.reciprocal()
-    flat, keywords, how = as_rows(input), options.keywords(), Chunking(**chunking)
-    rows = way.rows(target, options.ignore_index, how, (flat, linear_weight))
-    weights = None if token_weight is None else rows.take(token_weight.to(dtype))
-    products = way.products(rows, flat, linear_weight, linear_bias, how, output_mask, accumulate_dtype)
-    rest = (weight, with_argmax, with_entropy, products.grad_dtype)
+    inverse = chunk_divisors.reciprocal()
+    flat, keywords, chunking = as_rows(input), options.keywords(), Chunking(**fields)
+    rows = way.rows(target, options.ignore_index, chunking, (flat, linear_weight))
+    packed_weights = None if token_weight is None else rows.pack(token_weight.to(dtype))
+    products = way.products(rows, flat, linear_weight, linear_bias, chunking, output_mask, accumulate_dtype)
+    row_args = (weight, with_argmax, with_entropy, products.grad_dtype)
 
     def visit(logits: Tensor, target: Tensor, token_weight: Tensor | None) -> Sequence[Tensor]:
         scales = factors(inverse, token_weight, lse_square_scale)
-        return products.write("cross_entropy_with_grad", logits, logits, target, *scales, *rest, **keywords)
+        return products.write("cross_entropy_with_grad", logits, logits, target, *scales, *row_args, **keywords)
 
-    made = products.run(visit, rows.indices(), weights, gradient=True)
-    statistics = give(rows, made, unread(with_argmax, with_entropy), target, None)
+    computed = products.run(visit, rows.indices(), packed_weights, gradient=True)
+    statistics = unpack_statistics(rows, computed, skipped_values(with_argmax, with_entropy), target, None)
     row_loss, lse, *_ = statistics
     value = reductions.reduce_rows(row_loss, lse, target, divisors, loss._replace(reduction="mean"), token_weight).value
     return value, divisors, *statistics, *products.gradients(input.shape)

@@ -17,7 +17,7 @@ from ..kernels.distillation import Distillation
 from ..kernels.options import Chunking, LossOptions, Options
 from ..kernels.reference import accumulator
 from . import float16
-from .chunks import Gradients, as_rows, divided_by, give, in_dtype
+from .chunks import Gradients, as_rows, divided_by, in_dtype, unpack_statistics
 from .packing import ComputedRows
 from .way import IN_MEMORY, Way
 
@@ -25,18 +25,18 @@ _ops = torch.ops.xent
 
 
 Head = tuple[Tensor, Tensor, Tensor | None]  # input, weight, bias
-_UNREAD = (0.0,) * 5
+_SKIPPED = (0.0,) * 5
 
 
 def _products(
-    student: Head, target: Tensor, teacher: Head, how: Distillation, chunking: Chunking, way: Way, *more: Any
+    student: Head, target: Tensor, teacher: Head, spec: Distillation, chunking: Chunking, way: Way, *gradient_args: Any
 ) -> tuple[ComputedRows, Any]:
     """The rows that both heads multiply, and the student's products, with the teacher's beside them."""
     flat, flat_teacher = as_rows(student[0]), as_rows(teacher[0])
     heads = (flat, student[1]), (flat_teacher, teacher[1])
-    rows = way.rows(target, how.options.ignore_index, chunking, *heads)
-    products = way.products(rows, flat, *student[1:], chunking, *more)
-    products.beside = (way.products(rows, flat_teacher, *teacher[1:], Chunking(products.size)),)
+    rows = way.rows(target, spec.options.ignore_index, chunking, *heads)
+    products = way.products(rows, flat, *student[1:], chunking, *gradient_args)
+    products.other_heads = (way.products(rows, flat_teacher, *teacher[1:], Chunking(products.size)),)
     return rows, products
 
 
@@ -53,19 +53,19 @@ def statistics(
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
     way: Way = IN_MEMORY,
-    **given: Any,
+    **fields: Any,
 ) -> tuple[Tensor, Tensor]:
     """(losses of the rows, (...), statistics, (4, ...)), as of distillation_forward."""
-    how, chunking = Distillation(**given), Chunking(chunk_rows, skip_ignored)
+    spec, chunking = Distillation(**fields), Chunking(chunk_rows, skip_ignored)
     student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
-    rows, products = _products(student, target, teacher, how, chunking, way)
-    skipped = how.options.ignore_index if skip_ignored else None
+    rows, products = _products(student, target, teacher, spec, chunking, way)
+    ignored = spec.options.ignore_index if skip_ignored else None
 
     def visit(logits: Tensor, teacher_logits: Tensor, target: Tensor) -> Sequence[Tensor]:
-        loss, statistics = _ops.distillation_forward(logits, teacher_logits, target, **how.keywords())
+        loss, statistics = _ops.distillation_forward(logits, teacher_logits, target, **spec.keywords())
         return loss, *statistics.unbind()
 
-    row_loss, *statistics = give(rows, products.run(visit, rows.indices()), _UNREAD, target, skipped)
+    row_loss, *statistics = unpack_statistics(rows, products.run(visit, rows.indices()), _SKIPPED, target, ignored)
     return row_loss, torch.stack(statistics)
 
 
@@ -85,23 +85,23 @@ def gradients(
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
     way: Way = IN_MEMORY,
-    **given: Any,
+    **fields: Any,
 ) -> Gradients:
     """Makes the logits of both again. Gradients in the student's dtype; (0,) where the mask does not want one."""
-    how, dtype, chunking = Distillation(**given), accumulator(input), Chunking(chunk_rows, skip_ignored)
+    spec, dtype, chunking = Distillation(**fields), accumulator(input), Chunking(chunk_rows, skip_ignored)
     student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
-    rows, products = _products(student, target, teacher, how, chunking, way, output_mask, accumulate_dtype)
-    indices, grad_rows = rows.indices(), rows.take(grad_loss.to(dtype).expand(target.shape))
-    factor, (upstream,) = float16.split_grads(input.dtype, [grad_rows], indices, linear_weight.shape[0], how.options)
+    rows, products = _products(student, target, teacher, spec, chunking, way, output_mask, accumulate_dtype)
+    indices, grad_rows = rows.indices(), rows.pack(grad_loss.to(dtype).expand(target.shape))
+    factor, (upstream,) = float16.split_grads(input.dtype, [grad_rows], indices, linear_weight.shape[0], spec.options)
 
     def visit(
         logits: Tensor, teacher_logits: Tensor, target: Tensor, grad_loss: Tensor, *statistics: Tensor
     ) -> Sequence[Tensor]:
-        given = (teacher_logits, target, torch.stack(statistics))
-        return products.write("distillation_backward", logits, grad_loss, logits, *given, **how.keywords())
+        row_args = (teacher_logits, target, torch.stack(statistics))
+        return products.write("distillation_backward", logits, grad_loss, logits, *row_args, **spec.keywords())
 
     if any(output_mask):
-        values = [rows.take(value) for value in statistics.unbind()]
+        values = [rows.pack(value) for value in statistics.unbind()]
         products.run(visit, indices, upstream, *values, gradient=True)
     return in_dtype(products.gradients(input.shape, factor), input.dtype)
 
@@ -123,23 +123,23 @@ def with_grad(
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
     way: Way = IN_MEMORY,
-    **given: Any,
+    **fields: Any,
 ) -> tuple[Tensor, ...]:
     """(value, divisors, gradients), with the gradients as those of cross_entropy.with_grad."""
-    how, dtype, chunking = Distillation(**given), accumulator(input), Chunking(chunk_rows, skip_ignored)
-    loss = LossOptions(Options(how.options.ignore_index), reduction=reduction)
+    spec, dtype, chunking = Distillation(**fields), accumulator(input), Chunking(chunk_rows, skip_ignored)
+    loss = LossOptions(Options(spec.options.ignore_index), reduction=reduction)
     divisors = divided_by(target, None, divisor, linear_weight.shape[0], dtype, loss, token_weight)
     inverse = float16.split_divisors(input.dtype, divisors, target, token_weight, loss=loss)[0][0].reciprocal()
     student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
-    rows, products = _products(student, target, teacher, how, chunking, way, output_mask, accumulate_dtype)
-    factors = None if token_weight is None else inverse * rows.take(token_weight.to(dtype))
+    rows, products = _products(student, target, teacher, spec, chunking, way, output_mask, accumulate_dtype)
+    factors = None if token_weight is None else inverse * rows.pack(token_weight.to(dtype))
 
     def visit(logits: Tensor, teacher_logits: Tensor, target: Tensor, factor: Tensor | None) -> Sequence[Tensor]:
-        given = (teacher_logits, target, inverse if factor is None else factor)
-        return products.write("distillation_with_grad", logits, logits, *given, **how.keywords())
+        row_args = (teacher_logits, target, inverse if factor is None else factor)
+        return products.write("distillation_with_grad", logits, logits, *row_args, **spec.keywords())
 
-    made = products.run(visit, rows.indices(), factors, gradient=True)
-    (row_loss,) = give(rows, made, (0.0,), target, None)
+    computed = products.run(visit, rows.indices(), factors, gradient=True)
+    (row_loss,) = unpack_statistics(rows, computed, (0.0,), target, None)
     mean = loss._replace(reduction="mean")
     value = reductions.reduce_rows(row_loss, row_loss, target, divisors, mean, token_weight).value
     return value, divisors, *products.gradients(input.shape)

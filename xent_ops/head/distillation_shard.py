@@ -27,43 +27,42 @@ from .chunks import classes_of
 from .shard import padded_logits
 
 _ops = torch.ops.xent
-_NOTHING = float("-inf")  # the logarithm of the share of a slice that has none
+_NO_SHARE = float("-inf")  # the logarithm of the share of a slice that has none
 
 
-def _at_an_end(how: Distillation) -> bool:
-    return how.beta == 0.0 or how.beta == 1.0
+def _without_mixture(spec: Distillation) -> bool:
+    return spec.beta == 0.0 or spec.beta == 1.0
 
 
-def _numbers(how: Distillation) -> int:
-    """Of a row."""
-    # Conditions, not sums of booleans: to Dynamo the numbers of `how` may be symbols, which torch 2.11 cannot add up.
-    of_target = (1 if how.temperature == 1.0 else 2) if how.hard_weight != 0.0 else 0
-    return (3 if _at_an_end(how) else 2) + of_target
+def _numbers_per_row(spec: Distillation) -> int:
+    # Conditions, not sums of booleans: to Dynamo the numbers of a spec may be symbols, which torch 2.11 cannot add up.
+    target_numbers = (1 if spec.temperature == 1.0 else 2) if spec.hard_weight != 0.0 else 0
+    return (3 if _without_mixture(spec) else 2) + target_numbers
 
 
-def width(rows: int, how: Distillation) -> int:
-    """How many numbers a rank hands over."""
-    return _numbers(how) * rows + HEADER
+def width(rows: int, spec: Distillation) -> int:
+    """How many numbers the packed statistics of a rank are."""
+    return _numbers_per_row(spec) * rows + HEADER
 
 
-def statistics_of_chunk(
+def chunk_statistics(
     logits: Tensor,  # (n, columns)
     teacher_logits: Tensor,  # likewise
     target: Tensor,
     class_start: int,
-    how: Distillation,
+    spec: Distillation,
 ) -> Tensor:
     """(1, width)."""
-    loss, statistics = _ops.distillation_forward(logits, teacher_logits, target, None, class_start, **how.keywords())
-    made = [statistics[0], statistics[1]]
-    if _at_an_end(how):
-        made.append(loss)
-    if how.hard_weight != 0.0:
-        made.append(gather(logits, target.unsqueeze(-1), class_start, how.num_classes, how.options).squeeze(-1))
-        if how.temperature != 1.0:
-            made.append(statistics[3])
+    loss, statistics = _ops.distillation_forward(logits, teacher_logits, target, None, class_start, **spec.keywords())
+    numbers = [statistics[0], statistics[1]]
+    if _without_mixture(spec):
+        numbers.append(loss)
+    if spec.hard_weight != 0.0:
+        numbers.append(gather(logits, target.unsqueeze(-1), class_start, spec.num_classes, spec.options).squeeze(-1))
+        if spec.temperature != 1.0:
+            numbers.append(statistics[3])
     columns = logits.shape[1]
-    return torch.cat([*made, header(class_start, columns, loss.new_full((), columns))]).unsqueeze(0)
+    return torch.cat([*numbers, header(class_start, columns, loss.new_full((), columns))]).unsqueeze(0)
 
 
 class Rows(NamedTuple):
@@ -73,60 +72,60 @@ class Rows(NamedTuple):
     statistics: Tensor  # (4, n), as distillation_backward takes them
 
 
-def joined(gathered: Tensor, target: Tensor, how: Distillation) -> Rows:
-    """From what all ranks handed over, (ranks, width). Of a beta between 0 and 1 without the divergence."""
-    assert how.num_classes is not None
-    tiled = tiles(*places(gathered[:, -HEADER:]), how.num_classes)
-    of_slices = gathered[:, :-HEADER].view(gathered.shape[0], _numbers(how), target.shape[0])
-    values = iter(of_slices.unbind(1))
-    of_slice, of_teacher = next(values), next(values)
-    lse, teacher_lse = of_slice.logsumexp(0), of_teacher.logsumexp(0)
-    log_s, log_t = of_slice - lse, of_teacher - teacher_lse
-    loss = of_student = torch.zeros_like(lse)
-    if how.beta == 0.0:
+def join_statistics(gathered: Tensor, target: Tensor, spec: Distillation) -> Rows:
+    """From the packed statistics of all ranks, (ranks, width). With a mixture the loss lacks the divergence."""
+    assert spec.num_classes is not None
+    tiled = tiles(*places(gathered[:, -HEADER:]), spec.num_classes)
+    numbers = gathered[:, :-HEADER].view(gathered.shape[0], _numbers_per_row(spec), target.shape[0])
+    values = iter(numbers.unbind(1))
+    slice_lse, slice_teacher_lse = next(values), next(values)
+    lse, teacher_lse = slice_lse.logsumexp(0), slice_teacher_lse.logsumexp(0)
+    log_s, log_t = slice_lse - lse, slice_teacher_lse - teacher_lse
+    loss = student_kl = torch.zeros_like(lse)
+    if spec.beta == 0.0:
         loss = _chained(log_t, log_s, next(values))
-    elif how.beta == 1.0:
-        loss = of_student = _chained(log_s, log_t, next(values))
+    elif spec.beta == 1.0:
+        loss = student_kl = _chained(log_s, log_t, next(values))
     hard_lse = lse
-    if how.hard_weight != 0.0:
+    if spec.hard_weight != 0.0:
         at_target = next(values).sum(0)
-        hard_lse = lse if how.temperature == 1.0 else next(values).logsumexp(0)
-        loss = loss + how.hard_weight * (hard_lse - at_target)
+        hard_lse = lse if spec.temperature == 1.0 else next(values).logsumexp(0)
+        loss = loss + spec.hard_weight * (hard_lse - at_target)
     lse = torch.where(tiled, lse, float("nan"))
     return Rows(
-        _counted(torch.where(tiled, loss, float("nan")), target, how),
-        torch.stack([lse, teacher_lse, of_student, hard_lse]),
+        _counted(torch.where(tiled, loss, float("nan")), target, spec),
+        torch.stack([lse, teacher_lse, student_kl, hard_lse]),
     )
 
 
-def _chained(log_p: Tensor, log_q: Tensor, within: Tensor) -> Tensor:
-    """KL(p || q) from the slices' shares and what is within them, which says nothing of a slice without a share."""
+def _chained(log_p: Tensor, log_q: Tensor, slice_kl: Tensor) -> Tensor:
+    """KL(p || q) from the slices' shares and the KL within each slice, which is not read where a slice has no share."""
     p = log_p.exp()
-    within = torch.where((log_p == _NOTHING) | (log_q == _NOTHING), 0.0, within)
-    return torch.where(p == 0.0, 0.0, p * (within + log_p - log_q)).sum(0)
+    slice_kl = torch.where((log_p == _NO_SHARE) | (log_q == _NO_SHARE), 0.0, slice_kl)
+    return torch.where(p == 0.0, 0.0, p * (slice_kl + log_p - log_q)).sum(0)
 
 
-def _counted(loss: Tensor, target: Tensor, how: Distillation) -> Tensor:
-    return torch.where(is_counted(target, how.options.ignore_index), loss, 0.0)
+def _counted(loss: Tensor, target: Tensor, spec: Distillation) -> Tensor:
+    return torch.where(is_counted(target, spec.options.ignore_index), loss, 0.0)
 
 
-def parts(
-    logits: Tensor, teacher_logits: Tensor, target: Tensor, rows: Rows, class_start: int, how: Distillation
+def mixture_sums(
+    logits: Tensor, teacher_logits: Tensor, target: Tensor, rows: Rows, class_start: int, spec: Distillation
 ) -> Tensor | None:
-    """(1, 2 n): of the sums with the mixture, those over this slice; None at an end, where there is no mixture."""
-    if _at_an_end(how):
+    """(1, 2 n): this slice's part of the sums with the mixture; None without one, at a beta of 0 or 1."""
+    if _without_mixture(spec):
         return None
-    given = (logits, teacher_logits, target, rows.statistics, class_start)
-    divergence, statistics = _ops.distillation_forward(*given, **how.keywords())
+    slice_args = (logits, teacher_logits, target, rows.statistics, class_start)
+    divergence, statistics = _ops.distillation_forward(*slice_args, **spec.keywords())
     return torch.cat([divergence, statistics[2]]).unsqueeze(0)
 
 
-def with_parts(rows: Rows, gathered: Tensor, target: Tensor, how: Distillation) -> Rows:
-    """From the parts of all ranks, (ranks, 2 n)."""
-    divergence, of_student = gathered.view(gathered.shape[0], 2, -1).sum(0).unbind()
+def add_mixture_sums(rows: Rows, gathered: Tensor, target: Tensor, spec: Distillation) -> Rows:
+    """From the sums of all ranks, (ranks, 2 n)."""
+    divergence, student_kl = gathered.view(gathered.shape[0], 2, -1).sum(0).unbind()
     lse, teacher_lse, _, hard_lse = rows.statistics.unbind()
-    statistics = torch.stack([lse, teacher_lse, of_student, hard_lse])
-    return Rows(rows.loss + _counted(divergence, target, how), statistics)
+    statistics = torch.stack([lse, teacher_lse, student_kl, hard_lse])
+    return Rows(rows.loss + _counted(divergence, target, spec), statistics)
 
 
 # A chunk at a time, for loop.py; its logits (rows, padded_classes) live from the first to the last.
@@ -143,17 +142,17 @@ def chunk(
     teacher_bias: Tensor | None = None,
     after: Tensor | None = None,
     padded: Callable[..., Tensor] = padded_logits,
-    **given: Any,
+    **fields: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(what ``joined`` takes of this rank, the student's logits, the teacher's)."""
-    how, made = Distillation(**given), []
+    """(the packed statistics of this rank, the student's logits, the teacher's)."""
+    spec, padded_chunks = Distillation(**fields), []
     heads = ((input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias))
     for rows, weight, bias in heads:
-        head, bias, _, _ = classes_of(weight, bias, None, class_start, how.num_classes)
-        made.append((padded(rows, head, bias), head.shape[0]))
-    of_classes = [logits[:, :columns] for logits, columns in made]
-    stats = statistics_of_chunk(of_classes[0], of_classes[1], target, class_start, how)
-    return stats, made[0][0], made[1][0]
+        head, bias, _, _ = classes_of(weight, bias, None, class_start, spec.num_classes)
+        padded_chunks.append((padded(rows, head, bias), head.shape[0]))
+    class_logits = [logits[:, :columns] for logits, columns in padded_chunks]
+    statistics = chunk_statistics(class_logits[0], class_logits[1], target, class_start, spec)
+    return statistics, padded_chunks[0][0], padded_chunks[1][0]
 
 
 def chunk_grad_(
@@ -166,11 +165,13 @@ def chunk_grad_(
     class_start: int,
     with_grad_input: bool = True,
     after: Tensor | None = None,
-    **given: Any,
+    **fields: Any,
 ) -> tuple[Tensor, Tensor]:
-    how = Distillation(**given)
-    head, _, _, _ = classes_of(linear_weight, None, None, class_start, how.num_classes)
-    of_classes, of_teacher = logits[:, : head.shape[0]], teacher_logits[:, : head.shape[0]]
-    _ops.distillation_backward_(grad_loss, of_classes, of_teacher, target, statistics, class_start, **how.keywords())
+    spec = Distillation(**fields)
+    head, _, _, _ = classes_of(linear_weight, None, None, class_start, spec.num_classes)
+    class_logits, teacher_class_logits = logits[:, : head.shape[0]], teacher_logits[:, : head.shape[0]]
+    _ops.distillation_backward_(
+        grad_loss, class_logits, teacher_class_logits, target, statistics, class_start, **spec.keywords()
+    )
     none = linear_weight.new_empty(0)
-    return torch.mm(of_classes, head) if with_grad_input else none, linear_weight.new_empty(0)
+    return torch.mm(class_logits, head) if with_grad_input else none, linear_weight.new_empty(0)

@@ -22,8 +22,8 @@ from .way import Way
 
 
 class Functional(OutOfPlace):
-    def write_columns(self, gradient: Tensor, dtype: torch.dtype | None, *rest: Any, options: Options) -> Tensor:
-        return reference_ids.ids_grad(gradient, *rest, options=options)
+    def write_columns(self, gradient: Tensor, dtype: torch.dtype | None, *column_args: Any, options: Options) -> Tensor:
+        return reference_ids.ids_grad(gradient, *column_args, options=options)
 
     def scatter(self, logits: Tensor, column: Tensor, value: Tensor) -> Tensor:
         return logits.scatter(-1, column, value)
@@ -38,64 +38,69 @@ class ExportedProducts(Functional):
         input: Tensor,
         head: Tensor,
         bias: Tensor | None,
-        how: Chunking,
+        chunking: Chunking,
         mask: Sequence[bool] = (False, False, False),
         accumulate_dtype: torch.dtype | None = None,
         padding: int = 0,
-        beside: Sequence[ExportedProducts] = (),
+        other_heads: Sequence[ExportedProducts] = (),
     ) -> None:
-        if how.products is not None:
-            raise NotImplementedError(f"products={how.products!r} cannot be exported: core aten has no such products")
-        self.input, self.head, self.bias, self.mask, self.dtype = input, head, bias, mask, how.logits_dtype
-        self.sums, self.padding, self.beside = accumulator_of_weight(input.dtype, accumulate_dtype), padding, beside
+        if chunking.products is not None:
+            raise NotImplementedError(
+                f"products={chunking.products!r} cannot be exported: core aten has no such products"
+            )
+        self.input, self.head, self.bias, self.mask, self.dtype = input, head, bias, mask, chunking.logits_dtype
+        self.sum_dtype = accumulator_of_weight(input.dtype, accumulate_dtype)
+        self.padding, self.other_heads = padding, other_heads
         self.grad_dtype = None if self.dtype in (None, input.dtype) else input.dtype
         number = input.shape[0]
         self.starts: Sequence[int] = (0,)
         self.size = number
-        if not (symbolic(number) or symbolic(how.chunk_rows)):
-            self.size = rows_of_chunk(number, input, traced(head.shape[0]), False, how.chunk_rows, how.logits_dtype)
+        if not (symbolic(number) or symbolic(chunking.chunk_rows)):
+            self.size = rows_of_chunk(
+                number, input, traced(head.shape[0]), False, chunking.chunk_rows, chunking.logits_dtype
+            )
             self.starts = range(0, max(number, 1), self.size)
-        self.made: list[list[Tensor]] = [[], [], []]
+        self.grads: list[list[Tensor]] = [[], [], []]
 
     def _part(self, values: Tensor, start: int) -> Tensor:
         return values if len(self.starts) == 1 else values[start : start + self.size]
 
     def run(self, visit: Visit, *values: Tensor | None, gradient: bool = False) -> list[Tensor]:
-        made = []
+        statistics = []
         for start in self.starts:
             parts = [None if value is None else self._part(value, start) for value in values]
-            heads = (self, *self.beside)
-            logits = [logits_of(self._part(one.input, start), one.head, one.bias, one.dtype) for one in heads]
-            numbers = visit(*logits, *parts)
+            heads = (self, *self.other_heads)
+            logits = [logits_of(self._part(head.input, start), head.head, head.bias, head.dtype) for head in heads]
+            results = visit(*logits, *parts)
             if gradient:
-                *numbers, of_logits = numbers
-                self._add(self._part(self.input, start), of_logits.to(self.input.dtype))
-            made.append(numbers)
-        return [_joined(parts) for parts in zip(*made, strict=True)]
+                *results, grad_logits = results
+                self._add(self._part(self.input, start), grad_logits.to(self.input.dtype))
+            statistics.append(results)
+        return [_concatenated(parts) for parts in zip(*statistics, strict=True)]
 
     def _add(self, x: Tensor, gradient: Tensor) -> None:
         if self.mask[0]:
-            self.made[0].append(torch.mm(gradient, self.head))
+            self.grads[0].append(torch.mm(gradient, self.head))
         if self.mask[1]:
-            self.made[1].append(torch.mm(gradient.t().to(self.sums), x.to(self.sums)))
+            self.grads[1].append(torch.mm(gradient.t().to(self.sum_dtype), x.to(self.sum_dtype)))
         if self.mask[2]:
-            self.made[2].append(gradient.sum(0, dtype=reference.accumulator(x)))
+            self.grads[2].append(gradient.sum(0, dtype=reference.accumulator(x)))
 
     def gradients(self, shape: torch.Size, factor: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        none, dtypes = self.input.new_empty(0), (self.sums, reference.accumulator(self.input))
-        of_input = _joined(self.made[0]).view(shape) if self.made[0] else none
+        none, dtypes = self.input.new_empty(0), (self.sum_dtype, reference.accumulator(self.input))
+        grad_input = _concatenated(self.grads[0]).view(shape) if self.grads[0] else none
         weight, bias = (
-            sum(made[1:], made[0]) if made else none.to(t) for made, t in zip(self.made[1:], dtypes, strict=True)
+            sum(parts[1:], parts[0]) if parts else none.to(t) for parts, t in zip(self.grads[1:], dtypes, strict=True)
         )
         if self.padding:
             weight = torch.nn.functional.pad(weight, (0, 0, 0, self.padding)) if self.mask[1] else weight
             bias = torch.nn.functional.pad(bias, (0, self.padding)) if self.mask[2] else bias
         if factor is not None:
-            of_input, weight, bias = (reference.scaled_grad(one, factor) for one in (of_input, weight, bias))
-        return of_input, weight, bias
+            grad_input, weight, bias = (reference.scaled_grad(grad, factor) for grad in (grad_input, weight, bias))
+        return grad_input, weight, bias
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _concatenated(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 

@@ -33,9 +33,9 @@ def split_divisors(
     classes: int = 1,
     loss: LossOptions = DEFAULT_LOSS,
 ) -> tuple[Tensor, Tensor | None]:
-    """(what the gradients of a chunk's logits are divided by, (2,), and what their products are, ()).
+    """(divisors of the gradients of a chunk's logits, (2,); divisor of their products, ()).
 
-    Of the gradients of a reduced loss and its z-loss, whose rows have these weights. Without ``weight`` class weights
+    For a reduced loss and its z-loss, whose rows have these weights. Without ``weight`` class weights
     count as their mean, the quotient of the two divisors: a rank does not have those of all targets.
     """
     if dtype != torch.float16:
@@ -46,9 +46,9 @@ def split_divisors(
         factors = factors * reductions.counted_weights(
             token_weight.reshape(-1), target, options.ignore_index, divisors.dtype
         )
-    square = factors[1] * loss.lse_square_scale if loss.lse_square_scale != 0.0 else None
-    of_loss = factors[1] if weight is None else factors[0]
-    factor = largest(target, weight, None, classes, options, of_loss, square)
+    square_factors = factors[1] * loss.lse_square_scale if loss.lse_square_scale != 0.0 else None
+    loss_factors = factors[1] if weight is None else factors[0]
+    factor = largest(target, weight, None, classes, options, loss_factors, square_factors)
     return divisors * factor, factor.reciprocal()
 
 
@@ -63,19 +63,19 @@ def largest(
 ) -> Tensor:
     """What to divide upstream gradients of rows by, (), so that none is above one, with its class weights.
 
-    Of a slice of the classes the coefficient stands for the weights: where these are not negative, it is at least what
-    any column is multiplied by.
+    For a slice of the classes, the coefficient replaces the weights: where these are not negative, it is at least the
+    factor of any column.
     """
     counted = reference.is_counted(target, options.ignore_index)
-    masses = torch.where(counted, grad_loss, 0.0)
+    loss_grads = torch.where(counted, grad_loss, 0.0)
     if coefficient is not None:
-        masses = masses * coefficient
+        loss_grads = loss_grads * coefficient
     elif weight is not None:
-        of_targets = reductions.target_weights(target, weight, classes, options.ignore_index, grad_loss.dtype)
+        target_weights = reductions.target_weights(target, weight, classes, options.ignore_index, grad_loss.dtype)
         if options.label_smoothing > 0.0:
-            of_targets = of_targets.abs() + weight.to(grad_loss.dtype).abs().mean()
-        masses = masses * of_targets
-    rows = [masses, *(grad for grad in grads if grad is not None)]
+            target_weights = target_weights.abs() + weight.to(grad_loss.dtype).abs().mean()
+        loss_grads = loss_grads * target_weights
+    rows = [loss_grads, *(grad for grad in grads if grad is not None)]
     return divisible(torch.cat([grad_loss.new_zeros(1), *rows]).abs().amax())
 
 
@@ -91,6 +91,6 @@ def split_grads(
     """(factor, upstream gradients of rows without it, of which the first is of losses); no factor but for float16."""
     if dtype != torch.float16:
         return None, grads
-    of_rows = [grad if grad is None or grad.dim() == 1 else grad.abs().amax(-1) for grad in grads]
-    factor = largest(target, weight, coefficient, classes, options, *of_rows)
+    row_grads = [grad if grad is None or grad.dim() == 1 else grad.abs().amax(-1) for grad in grads]
+    factor = largest(target, weight, coefficient, classes, options, *row_grads)
     return factor, [None if grad is None else grad / factor for grad in grads]

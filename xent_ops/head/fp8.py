@@ -28,7 +28,7 @@ from ..kernels.options import Chunking, Options, as_record
 from ..kernels.reference import grad_lse_of_square, infinite_where_ignored, is_counted
 from ..kernels.reference_fp8 import DTYPE, LARGEST
 from .packing import PackedRows
-from .products import Products, room_for_head, zero_behind
+from .products import Products, head_gradients, zero_behind
 from .sizes import evenly
 
 _ops = torch.ops.xent
@@ -75,18 +75,18 @@ class Fp8Products(Products):
         input: Tensor,
         linear_weight: Tensor,
         linear_bias: Tensor | None,
-        how: Chunking,
-        *rest: Any,
+        chunking: Chunking,
+        *gradient_args: Any,
     ) -> None:
         self.fp8 = _kernels(input.device)
         self.classes = _multiple(linear_weight.shape[0])
-        self.all_in_8_bits = how.products == "fp8"
-        super().__init__(rows, input, linear_weight, linear_bias, how, *rest)
+        self.all_in_8_bits = chunking.products == "fp8"
+        super().__init__(rows, input, linear_weight, linear_bias, chunking, *gradient_args)
         number, features = rows.number, linear_weight.shape[1]
         self.block = self._rows_of_block(number)
         largest = torch.linalg.vector_norm(linear_weight, float("inf"), dtype=torch.float32)
         self.scale_of_weight = reference_fp8.scale_of(largest)
-        self.of_gradient = largest.new_full((), 1 / LARGEST)
+        self.scale_of_gradient = largest.new_full((), 1 / LARGEST)
         head = self._memory(self.all_in_8_bits, self.mask[0])
         self.head8 = head[0].view(self.classes, features) if self.all_in_8_bits else None
         self.head8_t = head[1].view(features, self.classes) if self.mask[0] else None
@@ -102,12 +102,12 @@ class Fp8Products(Products):
             self.gradient8_t = input.new_empty((self.classes, _multiple(self.block)), dtype=DTYPE)
             self.bounds = input.new_empty(_multiple(self.block), dtype=torch.float32)
 
-    def _room(self, shape: tuple[int, int], sums: torch.dtype) -> tuple[Tensor, Tensor]:
-        most = (max(shape[0], self.classes), shape[1])  # room for two 8-bit copies of the weight
-        weight, bias = room_for_head(self.all_input, most, self.mask[1:], sums)
+    def _gradient_memory(self, shape: tuple[int, int], sum_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        shape_with_copies = (max(shape[0], self.classes), shape[1])  # room for two 8-bit copies of the weight
+        weight, bias = head_gradients(self.all_input, shape_with_copies, self.mask[1:], sum_dtype)
         return weight[: shape[0]] if self.mask[1] else weight, bias[: shape[0]]
 
-    def _memory(self, *wanted: bool) -> list[Tensor]:
+    def _memory(self, *copies: bool) -> list[Tensor]:
         """For 8-bit copies of the weight; empty where they are not wanted."""
         number = self.classes * self.head.shape[1]
         if self.mask[1] and self.block >= self.rows.number:
@@ -115,9 +115,9 @@ class Fp8Products(Products):
             whole = base.as_strided((max(base.shape[0], self.classes), base.shape[1]), base.stride())
             memory = whole.view(DTYPE).view(-1)
         else:
-            memory = self.all_input.new_empty(number * sum(wanted), dtype=DTYPE)
-        starts = [number * sum(wanted[:i]) for i in range(len(wanted))]
-        return [memory[start : start + number * want] for start, want in zip(starts, wanted, strict=True)]
+            memory = self.all_input.new_empty(number * sum(copies), dtype=DTYPE)
+        starts = [number * sum(copies[:i]) for i in range(len(copies))]
+        return [memory[start : start + number * is_wanted] for start, is_wanted in zip(starts, copies, strict=True)]
 
     def _rows_of_chunk(self, number: int, classes: int, wider: bool, chunk_rows: int | None) -> int:
         """As many as have their logits, and beside them their gradient, in so many bytes."""
@@ -136,14 +136,14 @@ class Fp8Products(Products):
     def _columns(self) -> int:
         return self.classes
 
-    def _make(self, chunk: slice, logits: Tensor) -> None:
+    def _write_logits(self, chunk: slice, logits: Tensor) -> None:
         self.chunk = chunk
         if self.head8 is None:
-            super()._make(chunk, logits)
+            super()._write_logits(chunk, logits)
             return
-        part = self.rows.of(self.input8.view(torch.uint8), chunk).view(DTYPE)
-        of_classes = logits.as_strided((logits.shape[0], self.classes), logits.stride())  # there is room
-        self.fp8.product(part, self.head8, self.scale_of_input, self.scale_of_weight, of_classes)
+        part = self.rows.select(self.input8.view(torch.uint8), chunk).view(DTYPE)
+        padded = logits.as_strided((logits.shape[0], self.classes), logits.stride())  # there is room
+        self.fp8.product(part, self.head8, self.scale_of_input, self.scale_of_weight, padded)
         if self.head_bias is not None:
             logits.add_(self.head_bias)
 
@@ -168,16 +168,16 @@ class Fp8Products(Products):
         *,
         options: Options,
     ) -> list[Tensor]:
-        wanted = (with_argmax, with_entropy)
-        made = list(_ops.cross_entropy_forward(logits, target, weight, *wanted, **options.keywords()))
+        flags = (with_argmax, with_entropy)
+        statistics = list(_ops.cross_entropy_forward(logits, target, weight, *flags, **options.keywords()))
         # As rows that are not read.
         counted = is_counted(target, options.ignore_index)
-        lse = made[1] = infinite_where_ignored(made[1], target, options.ignore_index)
-        made[2] = torch.where(counted, made[2], -1) if with_argmax else made[2]
-        made[3] = torch.where(counted, made[3], 0.0) if with_entropy else made[3]
+        lse = statistics[1] = infinite_where_ignored(statistics[1], target, options.ignore_index)
+        statistics[2] = torch.where(counted, statistics[2], -1) if with_argmax else statistics[2]
+        statistics[3] = torch.where(counted, statistics[3], 0.0) if with_entropy else statistics[3]
         grad_lse = grad_lse_of_square(grad_lse_square, lse, target, options.ignore_index)
         self._backward(grad_scale, grad_lse, logits, target, lse, weight, options=options)
-        return made
+        return statistics
 
     def _backward(
         self,
@@ -205,7 +205,7 @@ class Fp8Products(Products):
             return
         place = start % self.block
         weight = None if weight is None else weight.to(lse.dtype).contiguous()
-        of_rows = reference_fp8.gradient_rows(
+        row_values = reference_fp8.gradient_rows(
             grad_loss,
             grad_lse,
             target,
@@ -221,18 +221,18 @@ class Fp8Products(Products):
             start,
         )
         rows = self.gradient8[: stop - start] if self.mask[0] else None
-        summed = self.mask[1] or self.mask[2]
-        columns = self.gradient8_t[:, place : place + stop - start] if summed else None
-        self.fp8.gradient(logits, of_rows, weight, options, rows, columns)
+        sums_head = self.mask[1] or self.mask[2]
+        columns = self.gradient8_t[:, place : place + stop - start] if sums_head else None
+        self.fp8.gradient(logits, row_values, weight, options, rows, columns)
         if rows is not None and self.head8_t is not None:
             direct = not isinstance(self.rows, PackedRows)
             out = self.input[chunk] if direct else self.input.new_empty((stop - start, self.head.shape[1]))
-            self.fp8.product(rows, self.head8_t, self.of_gradient, self.scale_of_weight, out)
-            out.mul_(of_rows.bound.unsqueeze(1))
+            self.fp8.product(rows, self.head8_t, self.scale_of_gradient, self.scale_of_weight, out)
+            out.mul_(row_values.bound.unsqueeze(1))
             if isinstance(self.rows, PackedRows):
                 self.input.index_copy_(0, self.rows.order[chunk], out)
-        if summed:
-            self.bounds[place : place + stop - start] = of_rows.bound
+        if sums_head:
+            self.bounds[place : place + stop - start] = row_values.bound
             if stop == self.rows.number or stop % self.block == 0:
                 self._add_block(start - place, stop)
 
@@ -244,7 +244,7 @@ class Fp8Products(Products):
         if width > number:
             self.gradient8_t.view(torch.uint8)[:, number:width].zero_()
         if self.mask[1]:
-            input = self.rows.of(self.all_input, slice(start, stop))
+            input = self.rows.select(self.all_input, slice(start, stop))
             largest = torch.linalg.vector_norm(input, float("inf"), dim=1, dtype=torch.float32)
             scale = reference_fp8.scale_of((largest * bounds).amax())
             input8_t = input.new_empty((input.shape[1], width), dtype=DTYPE)
@@ -254,19 +254,19 @@ class Fp8Products(Products):
             scale = reference_fp8.scale_of(bounds.amax())
             ones = bounds.new_empty((MULTIPLE, width), dtype=DTYPE)  # times their rows' bounds
             self.fp8.quantize(bounds.unsqueeze(0), scale, None, ones)
-            of_bias = bounds.new_empty((classes, MULTIPLE))
-            self.fp8.product(gradient, ones, self.of_gradient, scale, of_bias)
-            self.bias.copy_(of_bias[:, 0]) if first else self.bias.add_(of_bias[:, 0])
+            grad_bias = bounds.new_empty((classes, MULTIPLE))
+            self.fp8.product(gradient, ones, self.scale_of_gradient, scale, grad_bias)
+            self.bias.copy_(grad_bias[:, 0]) if first else self.bias.add_(grad_bias[:, 0])
 
     def _add_product(self, gradient: Tensor, input8_t: Tensor, scale: Tensor, first: bool) -> None:
         if first:  # and the weight's copies are read no more, where they lie in this memory
-            self.fp8.product(gradient, input8_t, self.of_gradient, scale, self.weight)
+            self.fp8.product(gradient, input8_t, self.scale_of_gradient, scale, self.weight)
             zero_behind(self.padded_weight, self.padded_bias, self.weight.shape[0])
             return
         for part in range(0, self.weight.shape[0], _SLAB):  # so many are added while they are in the L2 cache
             slab = slice(part, part + _SLAB)
             added = torch.empty_like(self.weight[slab])
-            self.fp8.product(gradient[slab], input8_t, self.of_gradient, scale, added)
+            self.fp8.product(gradient[slab], input8_t, self.scale_of_gradient, scale, added)
             self.weight[slab] += added
 
     def add(self, chunk: slice, logits: Tensor) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..kernels import reference, reference_ids
 from ..kernels.options import DEFAULTS, Chunking, Options
 from . import float16
-from .chunks import Gradients, as_rows, give, in_dtype
+from .chunks import Gradients, as_rows, in_dtype, unpack_statistics
 from .products import InPlace, OutOfPlace
 from .way import IN_MEMORY, Way
 
@@ -46,20 +46,20 @@ def gradient(
     class_start: int = 0,
     num_classes: int | None = None,
     grad_dtype: torch.dtype | None = None,
-    place: InPlace = OutOfPlace(),  # noqa: B008 (which holds nothing)
+    writer: InPlace = OutOfPlace(),  # noqa: B008 (which holds nothing)
     mask_ids: bool = False,  # in the logits they are masked, and lse is that of the other classes
 ) -> Tensor:
-    """(..., columns), over the logits or apart."""
+    """(..., columns), written over the logits or to new memory."""
     grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse.to(lse.dtype)
-    grad_lse = torch.where(at_ids.isnan().any(-1), float("nan"), grad_lse)  # that of an id that is no class, too
+    grad_lse = torch.where(at_ids.isnan().any(-1), float("nan"), grad_lse)  # of an id that is no class, too
     target, keywords = reference_ids.first_counted(ids, options.ignore_index), options.keywords()
-    of_slice = (None, None, grad_entropy, entropy, None, class_start, num_classes, grad_dtype)
-    given = (lse.new_zeros(()), grad_lse, logits, target, lse, *of_slice)
-    (made,) = place.write("cross_entropy_backward", logits, *given, **keywords)
+    slice_args = (None, None, grad_entropy, entropy, None, class_start, num_classes, grad_dtype)
+    backward_args = (lse.new_zeros(()), grad_lse, logits, target, lse, *slice_args)
+    (grad_logits,) = writer.write("cross_entropy_backward", logits, *backward_args, **keywords)
     if mask_ids:  # nothing flows from this lse to the ids
         grad_lse, lse = torch.zeros_like(lse), torch.full_like(lse, math.inf)
-    rest = (ids, at_ids, grad_ids, grad_lse, lse, grad_entropy, entropy, class_start, num_classes)
-    return place.write_columns(made, grad_dtype, *rest, options=options)
+    column_args = (ids, at_ids, grad_ids, grad_lse, lse, grad_entropy, entropy, class_start, num_classes)
+    return writer.write_columns(grad_logits, grad_dtype, *column_args, options=options)
 
 
 def statistics(
@@ -73,12 +73,12 @@ def statistics(
     options: Options = DEFAULTS,
     accumulate_dtype: torch.dtype | None = None,  # for the backward
     way: Way = IN_MEMORY,
-    **chunking: Any,
+    **fields: Any,
 ) -> tuple[Tensor, ...]:
     """(x of the ids (..., K), lse (...), entropy (...) or (0,)) of a head's logits."""
-    flat, how, target = as_rows(input), Chunking(**chunking), reference_ids.first_counted(ids, options.ignore_index)
-    rows = way.rows(target, options.ignore_index, how, (flat, linear_weight))
-    products = way.products(rows, flat, linear_weight, linear_bias, how)
+    flat, chunking, target = as_rows(input), Chunking(**fields), reference_ids.first_counted(ids, options.ignore_index)
+    rows = way.rows(target, options.ignore_index, chunking, (flat, linear_weight))
+    products = way.products(rows, flat, linear_weight, linear_bias, chunking)
 
     def visit(logits: Tensor, ids: Tensor) -> Sequence[Tensor]:
         if not mask_ids:
@@ -89,9 +89,9 @@ def statistics(
         _, lse, entropy = statistics_of_rows(logits, ids, with_entropy, options=options)
         return at_ids, masked.lse(lse, logits.shape[-1], options), entropy
 
-    made = products.run(visit, rows.take_rows(ids))
-    skipped = options.ignore_index if how.skip_ignored else None
-    return tuple(give(rows, made, (0.0, math.inf, 0.0 if with_entropy else None), target, skipped))
+    computed = products.run(visit, rows.pack_rows(ids))
+    ignored = options.ignore_index if chunking.skip_ignored else None
+    return tuple(unpack_statistics(rows, computed, (0.0, math.inf, 0.0 if with_entropy else None), target, ignored))
 
 
 def gradients(
@@ -111,19 +111,19 @@ def gradients(
     options: Options = DEFAULTS,
     accumulate_dtype: torch.dtype | None = None,
     way: Way = IN_MEMORY,
-    **chunking: Any,
+    **fields: Any,
 ) -> Gradients:
     """Makes the logits again. In the inputs' dtype; (0,) where the mask does not want one."""
-    flat, how, target = as_rows(input), Chunking(**chunking), reference_ids.first_counted(ids, options.ignore_index)
-    rows = way.rows(target, options.ignore_index, how, (flat, linear_weight))
+    flat, chunking, target = as_rows(input), Chunking(**fields), reference_ids.first_counted(ids, options.ignore_index)
+    rows = way.rows(target, options.ignore_index, chunking, (flat, linear_weight))
     grads = [
-        rows.take_rows(grad_ids.to(lse.dtype)),
-        *(None if value is None else rows.take_grads(value) for value in (grad_lse, grad_entropy)),
+        rows.pack_rows(grad_ids.to(lse.dtype)),
+        *(None if value is None else rows.pack_grads(value) for value in (grad_lse, grad_entropy)),
     ]
-    values = [None if value is None else rows.take_rows(value) for value in (ids, at_ids, lse, entropy)]
-    factor, grads_of_rows = float16.split_grads(input.dtype, grads, rows.indices(), linear_weight.shape[0], options)
-    products = way.products(rows, flat, linear_weight, linear_bias, how, output_mask, accumulate_dtype)
-    more = {"options": options, "grad_dtype": products.grad_dtype, "place": products, "mask_ids": mask_ids}
+    values = [None if value is None else rows.pack_rows(value) for value in (ids, at_ids, lse, entropy)]
+    factor, row_grads = float16.split_grads(input.dtype, grads, rows.indices(), linear_weight.shape[0], options)
+    products = way.products(rows, flat, linear_weight, linear_bias, chunking, output_mask, accumulate_dtype)
+    gradient_options = {"options": options, "grad_dtype": products.grad_dtype, "writer": products, "mask_ids": mask_ids}
 
     def visit(
         logits: Tensor, grad_ids: Tensor, grad_lse: Tensor | None, grad_entropy: Tensor | None, *values: Any
@@ -131,10 +131,10 @@ def gradients(
         if mask_ids:
             masked = reference_ids.mask(logits, values[0], 0, None, options)
             logits = products.scatter(logits, masked.column, masked.value)
-        return [gradient(grad_ids, grad_lse, grad_entropy, logits, *values, **more)]
+        return [gradient(grad_ids, grad_lse, grad_entropy, logits, *values, **gradient_options)]
 
     if any(output_mask):
-        products.run(visit, *grads_of_rows, *values, gradient=True)
+        products.run(visit, *row_grads, *values, gradient=True)
     return in_dtype(products.gradients(input.shape, factor), input.dtype)
 
 
@@ -150,31 +150,31 @@ def with_grad(
     *,
     options: Options = DEFAULTS,
     way: Way = IN_MEMORY,
-    **chunking: Any,
+    **fields: Any,
 ) -> tuple[Tensor, ...]:
     """(x of the ids, lse, the gradients as they were added up).
 
     The gradients are those of the sum of grad_log_probs * log_probs and of grad_lse_square * lse^2, over counted rows.
     """
-    flat, how, keywords = as_rows(input), Chunking(**chunking), options.keywords()
+    flat, chunking, keywords = as_rows(input), Chunking(**fields), options.keywords()
     target = reference_ids.first_counted(ids, options.ignore_index)
-    rows = way.rows(target, options.ignore_index, how, (flat, linear_weight))
-    upstream = rows.take_rows(torch.where(reference.is_counted(ids, options.ignore_index), grad_log_probs, 0.0))
-    square = None if grad_lse_square is None else rows.take(grad_lse_square)
-    products = way.products(rows, flat, linear_weight, linear_bias, how, output_mask, accumulate_dtype)
-    more = (None, False, False, products.grad_dtype)
+    rows = way.rows(target, options.ignore_index, chunking, (flat, linear_weight))
+    grad_ids = rows.pack_rows(torch.where(reference.is_counted(ids, options.ignore_index), grad_log_probs, 0.0))
+    grad_lse_squares = None if grad_lse_square is None else rows.pack(grad_lse_square)
+    products = way.products(rows, flat, linear_weight, linear_bias, chunking, output_mask, accumulate_dtype)
+    result_args = (None, False, False, products.grad_dtype)
 
-    def visit(logits: Tensor, ids: Tensor, target: Tensor, upstream: Tensor, square: Any) -> Sequence[Tensor]:
+    def visit(logits: Tensor, ids: Tensor, target: Tensor, grad_ids: Tensor, grad_lse_squares: Any) -> Sequence[Tensor]:
         at_ids = reference_ids.gather(logits, ids, 0, None, options)
         # The kernel takes the first id for the target, whose column is written again with those of the others.
-        total = torch.where(at_ids.isnan().any(-1), float("nan"), -upstream.sum(-1))
-        given = (logits, target, total, square, *more)
-        _, lse, *_, made = products.write("cross_entropy_with_grad", logits, *given, **keywords)
-        of_square = reference.grad_lse_of_square(square, lse, target, options.ignore_index)
-        total = total if of_square is None else total + of_square
-        rest = (ids, at_ids, upstream, total, lse)
-        return at_ids, lse, products.write_columns(made, products.grad_dtype, *rest, options=options)
+        grad_target = torch.where(at_ids.isnan().any(-1), float("nan"), -grad_ids.sum(-1))
+        row_args = (logits, target, grad_target, grad_lse_squares, *result_args)
+        _, lse, *_, grad_logits = products.write("cross_entropy_with_grad", logits, *row_args, **keywords)
+        grad_lse = reference.grad_lse_of_square(grad_lse_squares, lse, target, options.ignore_index)
+        grad_target = grad_target if grad_lse is None else grad_target + grad_lse
+        column_args = (ids, at_ids, grad_ids, grad_target, lse)
+        return at_ids, lse, products.write_columns(grad_logits, products.grad_dtype, *column_args, options=options)
 
-    made = products.run(visit, rows.take_rows(ids), rows.indices(), upstream, square, gradient=True)
-    values = give(rows, made, (0.0, math.inf), target, None)
+    computed = products.run(visit, rows.pack_rows(ids), rows.indices(), grad_ids, grad_lse_squares, gradient=True)
+    values = unpack_statistics(rows, computed, (0.0, math.inf), target, None)
     return *values, *products.gradients(input.shape)

@@ -1,8 +1,7 @@
 """Which rows a linear cross entropy computes: all, or the counted ones packed to the front.
 
-How many rows are computed must be known on the host. On a CPU these are the counted ones. Elsewhere to ask how many
-there are would synchronise: there they are all, counted ones before ignored ones, of which products.py takes as many as
-a number on the device says.
+The number of computed rows must be known on the host. On a CPU, the counted rows are computed. On a GPU, asking for
+their number would synchronise: all rows are kept, counted ones first, and products.py reads the number on the device.
 """
 
 from __future__ import annotations
@@ -22,32 +21,32 @@ class ComputedRows:
         self.target, self.dims = target.reshape(-1), target.dim()
         self.number = self.target.shape[0]
 
-    def take(self, values: Tensor) -> Tensor:
+    def pack(self, values: Tensor) -> Tensor:
         """One value a row, (...) to (number,)."""
         return values.reshape(-1)
 
-    def take_grads(self, values: Tensor) -> Tensor:
-        """The same of what is passed back to each row: 0 in the rows that are not computed."""
-        return self.take(values)
+    def pack_grads(self, values: Tensor) -> Tensor:
+        """The same for upstream gradients: 0 in rows that are not computed."""
+        return self.pack(values)
 
-    def give(self, values: Tensor, otherwise: float) -> Tensor:
-        """(number,) to (N,), with that value in rows that no chunk sees."""
+    def unpack(self, values: Tensor, fill: float) -> Tensor:
+        """(number,) to (N,), with ``fill`` in rows that no chunk sees."""
         return values
 
-    def take_rows(self, values: Tensor) -> Tensor:
+    def pack_rows(self, values: Tensor) -> Tensor:
         """(..., *) with the target's shape in front to (number, *)."""
         return values.reshape(self.target.shape[0], *values.shape[self.dims :])
 
-    def give_rows(self, rows: Tensor, otherwise: float = 0.0) -> Tensor:
-        """(number, *) to (N, *), with that value in rows that no chunk sees."""
+    def unpack_rows(self, rows: Tensor, fill: float = 0.0) -> Tensor:
+        """(number, *) to (N, *), with ``fill`` in rows that no chunk sees."""
         return rows
 
     def indices(self) -> Tensor:
         """The targets, (number,)."""
-        return self.take(self.target)
+        return self.pack(self.target)
 
-    def of(self, input: Tensor, chunk: slice) -> Tensor:
-        """Those rows of input (N, H)."""
+    def select(self, input: Tensor, chunk: slice) -> Tensor:
+        """The rows of a chunk of input (N, H)."""
         return input[chunk]
 
 
@@ -61,32 +60,32 @@ class PackedRows(ComputedRows):
         super().__init__(target)
         self.order, self.number, self.count, self.kernels = order, order.shape[0], count, kernels
 
-    def take(self, values: Tensor) -> Tensor:
+    def pack(self, values: Tensor) -> Tensor:
         return values.reshape(-1).index_select(0, self.order)
 
-    def take_grads(self, values: Tensor) -> Tensor:
-        taken = self.take(values)
+    def pack_grads(self, values: Tensor) -> Tensor:
+        packed = self.pack(values)
         if self.count is None:
-            return taken
+            return packed
         # No product writes the logits of rows behind the count. Backward operators read those of every row that passes
         # something back, and the head's gradients add up whole tiles of rows.
-        return torch.where(torch.arange(self.number, device=taken.device) < self.count, taken, 0.0)
+        return torch.where(torch.arange(self.number, device=packed.device) < self.count, packed, 0.0)
 
-    def give(self, values: Tensor, otherwise: float) -> Tensor:
-        return values.new_full(self.target.shape, otherwise).index_copy_(0, self.order, values)
+    def unpack(self, values: Tensor, fill: float) -> Tensor:
+        return values.new_full(self.target.shape, fill).index_copy_(0, self.order, values)
 
-    def of(self, input: Tensor, chunk: slice) -> Tensor:
+    def select(self, input: Tensor, chunk: slice) -> Tensor:
         return input.index_select(0, self.order[chunk])
 
-    def take_rows(self, values: Tensor) -> Tensor:
-        return super().take_rows(values).index_select(0, self.order)
+    def pack_rows(self, values: Tensor) -> Tensor:
+        return super().pack_rows(values).index_select(0, self.order)
 
-    def give_rows(self, rows: Tensor, otherwise: float = 0.0) -> Tensor:
-        return rows.new_full((self.target.shape[0], *rows.shape[1:]), otherwise).index_copy(0, self.order, rows)
+    def unpack_rows(self, rows: Tensor, fill: float = 0.0) -> Tensor:
+        return rows.new_full((self.target.shape[0], *rows.shape[1:]), fill).index_copy(0, self.order, rows)
 
 
 def counted_rows(target: Tensor, ignore_index: int, kernels: Any) -> ComputedRows:
-    """The counted rows. Elsewhere than on a CPU with ``kernels``, products that read their number; else all rows."""
+    """The counted rows. On a GPU this needs ``kernels``, products that read their number; without them: all rows."""
     if target.numel() == 0:
         return ComputedRows(target)
     if target.device.type == "cpu":
@@ -95,7 +94,7 @@ def counted_rows(target: Tensor, ignore_index: int, kernels: Any) -> ComputedRow
 
 
 def order_of_counted(target: Tensor, ignore_index: int, traced: bool) -> PackedRows | None:
-    """The same for loop.py, whose operators ask by themselves whether there are such products.
+    """The same for loop.py, whose operators look for such products by themselves.
 
     None: all rows, as on a CPU where the number of counted ones is not known while tracing.
     """
@@ -113,8 +112,8 @@ def _on_the_device(target: Tensor, ignore_index: int, kernels: Any = None) -> Pa
     """All rows, the counted ones first, in their order."""
     counted = is_counted(target.reshape(-1), ignore_index)
     # By a running sum and a scatter: 25 us, where to sort takes 33 (8192 rows, one H200, 2026-11-23).
-    before = counted.cumsum(0)
-    count, all_rows = before[-1], torch.arange(counted.shape[0], device=target.device)
-    place = torch.where(counted, before - 1, count + all_rows - before)
+    counted_so_far = counted.cumsum(0)
+    count, all_rows = counted_so_far[-1], torch.arange(counted.shape[0], device=target.device)
+    place = torch.where(counted, counted_so_far - 1, count + all_rows - counted_so_far)
     order = torch.empty_like(place).scatter_(0, place, all_rows)
     return PackedRows(target, order, count, kernels)

@@ -18,7 +18,7 @@ from .sizes import padded_classes, rows_of_chunk
 
 _ops = torch.ops.xent
 
-# What a loss makes of a chunk: (logits of each head, values of its rows) -> numbers of its rows. Where the head's
+# What a loss makes of a chunk: (logits of each head, values of its rows) -> statistics of its rows. Where the head's
 # gradients are wanted, the gradient of the logits comes behind them.
 Visit = Callable[..., Sequence[Tensor]]
 
@@ -29,7 +29,7 @@ def accumulator_of_weight(dtype: torch.dtype, accumulate_dtype: torch.dtype | No
 
 
 def why_not_counting(input: Tensor, linear_weight: Tensor) -> str | None:
-    """Why no products read the number of rows on the device, for input (N, H); None where there are such."""
+    """Why no product of input (N, H) reads the number of rows on the device; None where products do."""
     if accelerators.of(input.device) is None:
         return f"there are no such products for {input.device.type}"
     return _counting().why_not(input, linear_weight)
@@ -50,13 +50,13 @@ class InPlace:
 
     def write(self, name: str, logits: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         """(other results, gradient) of a row operator that has an in-place twin. The logits are one of ``args`` too."""
-        made = getattr(_ops, f"{name}_")(*args, **options)
-        others = () if made is None else made if isinstance(made, (tuple, list)) else (made,)
-        return *others, logits
+        results = getattr(_ops, f"{name}_")(*args, **options)
+        other_results = () if results is None else results if isinstance(results, (tuple, list)) else (results,)
+        return *other_results, logits
 
-    def write_columns(self, gradient: Tensor, dtype: torch.dtype | None, *rest: Any, options: Options) -> Tensor:
+    def write_columns(self, gradient: Tensor, dtype: torch.dtype | None, *column_args: Any, options: Options) -> Tensor:
         """With the columns of ids, in a gradient of this dtype."""
-        _ops.ids_grad_(front_of(gradient, dtype), *rest, **options.keywords())
+        _ops.ids_grad_(front_of(gradient, dtype), *column_args, **options.keywords())
         return gradient
 
     def scatter(self, logits: Tensor, column: Tensor, value: Tensor) -> Tensor:
@@ -64,11 +64,11 @@ class InPlace:
 
 
 class OutOfPlace(InPlace):
-    """They allocate it."""
+    """Row operators allocate the gradient of logits."""
 
     def write(self, name: str, logits: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        made = getattr(_ops, name)(*args, **options)
-        return tuple(made) if isinstance(made, (tuple, list)) else (made,)
+        results = getattr(_ops, name)(*args, **options)
+        return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 
 
 class Products(InPlace):
@@ -80,36 +80,36 @@ class Products(InPlace):
         input: Tensor,
         linear_weight: Tensor,
         linear_bias: Tensor | None,
-        how: Chunking,
+        chunking: Chunking,
         output_mask: Sequence[bool] = (False, False, False),
         accumulate_dtype: torch.dtype | None = None,
         padding: int = 0,  # rows of zeros behind the gradients of linear_weight and linear_bias
-        beside: Sequence[Products] = (),  # of other heads, whose chunks are of the same rows
+        other_heads: Sequence[Products] = (),  # of other heads, whose chunks are of the same rows
     ) -> None:
-        self.beside = beside
-        self.logits_dtype = how.logits_dtype or input.dtype
+        self.other_heads = other_heads
+        self.logits_dtype = chunking.logits_dtype or input.dtype
         self.grad_dtype = None if self.logits_dtype == input.dtype else input.dtype
         self.rows, self.all_input, self.head, self.head_bias = rows, input, linear_weight, linear_bias
-        self.mask, sums = output_mask, accumulator_of_weight(input.dtype, accumulate_dtype)
+        self.mask, sum_dtype = output_mask, accumulator_of_weight(input.dtype, accumulate_dtype)
         new = input.new_zeros if isinstance(rows, PackedRows) else input.new_empty
         self.input = new(input.shape if output_mask[0] else 0)
         classes, features = linear_weight.shape
         shape = (classes + padding, features)
-        self.padded_weight, self.padded_bias = self._room(shape, sums)
+        self.padded_weight, self.padded_bias = self._gradient_memory(shape, sum_dtype)
         self.weight, self.bias = self.padded_weight, self.padded_bias
         if padding > 0:
             self.weight, self.bias = self.weight[:classes], self.bias[:classes]
             zero_behind(self.padded_weight, self.padded_bias, classes)
-        wider = output_mask[1] and sums != input.dtype
-        self.size = self._rows_of_chunk(traced(rows.number), traced(classes), wider, how.chunk_rows)
+        wider = output_mask[1] and sum_dtype != input.dtype
+        self.size = self._rows_of_chunk(traced(rows.number), traced(classes), wider, chunking.chunk_rows)
         self.kernels = rows.kernels if isinstance(rows, PackedRows) else None
         if self.kernels is not None:
             assert isinstance(rows, PackedRows) and rows.count is not None
             firsts = torch.arange(0, rows.number, self.size, device=input.device)
             self.counts = (rows.count - firsts).clamp_(0, self.size).to(torch.int32)  # of each chunk
 
-    def _room(self, shape: tuple[int, int], sums: torch.dtype) -> tuple[Tensor, Tensor]:
-        return room_for_head(self.all_input, shape, self.mask[1:], sums)
+    def _gradient_memory(self, shape: tuple[int, int], sum_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return head_gradients(self.all_input, shape, self.mask[1:], sum_dtype)
 
     def _columns(self) -> int:
         return self.head.shape[0]
@@ -125,15 +125,15 @@ class Products(InPlace):
             size = -(-number // chunks)
         # The counting kernels leave out rows that forward operators read, if only to mask what they make of them.
         new = self.all_input.new_empty if self.kernels is None or any(self.mask) else self.all_input.new_zeros
-        memory = room_for_logits(new, size, self._columns(), self.logits_dtype)[:, :classes]
+        memory = logits_memory(new, size, self._columns(), self.logits_dtype)[:, :classes]
         for self.index in range(chunks):
             start, stop = (torch.sym_min(index * size, number) for index in (self.index, self.index + 1))
             chunk = slice(start, stop)
-            logits, self.part = memory[: stop - start], self.rows.of(self.all_input, chunk)
-            self._make(chunk, logits)
+            logits, self.part = memory[: stop - start], self.rows.select(self.all_input, chunk)
+            self._write_logits(chunk, logits)
             yield chunk, logits
 
-    def _make(self, chunk: slice, logits: Tensor) -> None:
+    def _write_logits(self, chunk: slice, logits: Tensor) -> None:
         if self.kernels is not None:
             self.count = self.counts[self.index]
             self.kernels.logits(self.part, self.head, self.head_bias, self.count, logits)
@@ -141,21 +141,21 @@ class Products(InPlace):
             logits_of(self.part, self.head, self.head_bias, logits)
 
     def run(self, visit: Visit, *values: Tensor | None, gradient: bool = False) -> list[Tensor]:
-        """The numbers of all rows that are computed; with ``gradient`` the head's gradients are added up too.
+        """The statistics of all computed rows; with ``gradient`` the head's gradients are added up too.
 
         ``values``: (number, ...) of these rows, of which ``visit`` gets those of a chunk.
         """
-        made = []
-        heads = (self, *self.beside)
+        statistics = []
+        heads = (self, *self.other_heads)
         for chunks in zip(*(products.chunks() for products in heads), strict=True):
             chunk = chunks[0][0]
-            of_chunk = [None if value is None else value[chunk] for value in values]
-            numbers = visit(*(logits for _, logits in chunks), *of_chunk)
+            chunk_values = [None if value is None else value[chunk] for value in values]
+            results = visit(*(logits for _, logits in chunks), *chunk_values)
             if gradient:
-                *numbers, written = numbers
-                self.add(chunk, written)
-            made.append(numbers)
-        return [torch.cat(parts) for parts in zip(*made, strict=True)]
+                *results, grad_logits = results
+                self.add(chunk, grad_logits)
+            statistics.append(results)
+        return [torch.cat(parts) for parts in zip(*statistics, strict=True)]
 
     def gradients(self, shape: torch.Size, factor: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Of the input, of this shape, the weight and the bias, as they were added up, times the factor."""
@@ -166,7 +166,7 @@ class Products(InPlace):
         return sums
 
     def add(self, chunk: slice, logits: Tensor) -> None:
-        """The logits that ``chunks`` has yielded last, with their gradient over them."""
+        """Add the products of the chunk that ``chunks`` yielded last. The gradient is written over its logits."""
         gradient = gradient_in(logits, self.grad_dtype)
         if self.kernels is not None and self.mask[1]:
             self.kernels.grad_weight(gradient, self.part, self.count, self.weight, add=self.index > 0)
@@ -184,7 +184,7 @@ class Products(InPlace):
             add_rows(self.bias, gradient, self.index == 0)
 
 
-def room_for_logits(new: Callable[..., Tensor], rows: int, classes: int, dtype: torch.dtype) -> Tensor:
+def logits_memory(new: Callable[..., Tensor], rows: int, classes: int, dtype: torch.dtype) -> Tensor:
     """(rows, padded_classes), by ``new``, one of the input's."""
     padded = new((rows, padded_classes(classes, dtype)), dtype=dtype)
     if padded.device.type == "cpu":  # see padded_classes
@@ -202,13 +202,13 @@ def gradient_in(logits: Tensor, dtype: torch.dtype | None) -> Tensor:
     return gradient
 
 
-def room_for_head(
-    input: Tensor, shape: Sequence[int], wanted: Sequence[bool], sums: torch.dtype
+def head_gradients(
+    input: Tensor, shape: Sequence[int], output_mask: Sequence[bool], sum_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """For the gradients of linear_weight, of this shape, and linear_bias: not initialised, (0,) if not wanted."""
+    """Memory for the gradients of linear_weight, of this shape, and linear_bias: uninitialised, (0,) if not wanted."""
     return (
-        input.new_empty(tuple(shape) if wanted[0] else (0,), dtype=sums),
-        input.new_empty(tuple(shape)[:1] if wanted[1] else (0,), dtype=reference.accumulator(input)),
+        input.new_empty(tuple(shape) if output_mask[0] else (0,), dtype=sum_dtype),
+        input.new_empty(tuple(shape)[:1] if output_mask[1] else (0,), dtype=reference.accumulator(input)),
     )
 
 
@@ -221,17 +221,17 @@ def zero_behind(grad_weight: Tensor, grad_bias: Tensor, classes: int) -> None:
 
 def logits_of(input: Tensor, head: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """In the dtype of ``out``, which may be float32 for operands of 16 bits: then nothing is rounded to these."""
-    wider: dict[str, Any] = {}
+    out_dtype: dict[str, Any] = {}
     if out.dtype != input.dtype:
         bias = None if bias is None else bias.to(out.dtype)
         if multiplies_into_float32(out):
-            wider["out_dtype"] = out.dtype
+            out_dtype["out_dtype"] = out.dtype
         else:
             input, head = input.to(out.dtype), head.to(out.dtype)
     if bias is None:
-        torch.mm(input, head.t(), out=out, **wider)
+        torch.mm(input, head.t(), out=out, **out_dtype)
     else:
-        torch.addmm(bias, input, head.t(), out=out, **wider)
+        torch.addmm(bias, input, head.t(), out=out, **out_dtype)
 
 
 def multiplies_into_float32(tensor: Tensor) -> bool:

@@ -1,7 +1,8 @@
 """One rank's rows of the head, by chunks of rows as in chunks.py: statistics, the join, one chunk at a time.
 
-With entropies a rank hands over the lse l_r and the entropy H_r of its own columns, as statistics relative to p_r = l_r
-(kernels/reference_shard.py), and the entropies after them. With the lse of all ranks::
+A rank packs its statistics of rows into one tensor for the all-gather. Without entropies these are the largest x, the
+total relative to it and the part of the loss. With entropies they are the lse l_r, 1 and the loss of the rank's own
+columns, statistics relative to p_r = l_r (kernels/reference_shard.py); the entropies H_r come last. After the join::
 
     entropy = sum_r exp(l_r - lse) (H_r + lse - l_r)
 """
@@ -34,16 +35,16 @@ from .way import IN_MEMORY, Way
 
 _ops = torch.ops.xent
 _HEADER = reference_shard.HEADER
-_UNREAD = (float("-inf"), 0.0, 0.0, 0.0)  # the statistics of a row that is skipped
+_SKIPPED = (float("-inf"), 0.0, 0.0, 0.0)  # the statistics of a row that is skipped
 _NOWHERE = -1  # the target of a row whose class is on another rank, or that is ignored
 
 
-def width(rows: int, weighted: bool, with_entropy: bool, places: int = 0) -> int:
-    """How many numbers a rank hands over."""
-    return reference_shard.width(rows, weighted) + (rows if with_entropy else 0) + places * rows
+def width(rows: int, weighted: bool, with_entropy: bool, ids_per_row: int = 0) -> int:
+    """How many numbers the packed statistics of a rank are."""
+    return reference_shard.width(rows, weighted) + (rows if with_entropy else 0) + ids_per_row * rows
 
 
-def stats(
+def statistics(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
@@ -55,25 +56,25 @@ def stats(
     *,
     options: Options = DEFAULTS,
     way: Way = IN_MEMORY,
-    **chunking: Any,
+    **fields: Any,
 ) -> Tensor:
-    flat, how = as_rows(input), Chunking(**chunking)
+    flat, chunking = as_rows(input), Chunking(**fields)
     head, bias, weight, _ = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
-    rows = way.rows(target, options.ignore_index, how, (flat, head))
+    rows = way.rows(target, options.ignore_index, chunking, (flat, head))
     columns = len(head)
 
     def visit(logits: Tensor, target: Tensor) -> Sequence[Tensor]:
-        return numbers(logits, target, class_start, num_classes, weight, with_entropy, options)
+        return rank_statistics(logits, target, class_start, num_classes, weight, with_entropy, options)
 
     if columns == 0:
-        made: Sequence[Tensor] = visit(flat[:, :0], target.reshape(-1))
+        computed: Sequence[Tensor] = visit(flat[:, :0], target.reshape(-1))
     else:
-        made = way.products(rows, flat, head, bias, how).run(visit, rows.indices())
-        made = [rows.give(values, otherwise) for values, otherwise in zip(made, _UNREAD, strict=False)]
-    return handed_over(made, class_start, columns, weight, with_entropy)
+        computed = way.products(rows, flat, head, bias, chunking).run(visit, rows.indices())
+        computed = [rows.unpack(values, fill) for values, fill in zip(computed, _SKIPPED, strict=False)]
+    return pack_statistics(computed, class_start, columns, weight, with_entropy)
 
 
-def numbers(
+def rank_statistics(
     logits: Tensor,
     target: Tensor,
     class_start: int,
@@ -82,33 +83,33 @@ def numbers(
     with_entropy: bool,
     options: Options,
 ) -> Sequence[Tensor]:
-    """Of rows of logits: the largest, the total relative to it, the part of the loss; then w_t or the entropy."""
+    """Three statistics of each row of logits, then w_t or the entropy: see above."""
     if not with_entropy:
-        numbers = _ops.cross_entropy_shard(logits, target, class_start, num_classes, weight, **options.keywords())
-        return numbers[0, :-_HEADER].view(3 if weight is None else 4, -1).unbind()
+        packed = _ops.cross_entropy_shard(logits, target, class_start, num_classes, weight, **options.keywords())
+        return packed[0, :-_HEADER].view(3 if weight is None else 4, -1).unbind()
     if logits.shape[1] == 0:
         zeros = logits.new_zeros(target.shape, dtype=reference.accumulator(logits))
         return zeros - float("inf"), zeros, zeros, zeros
-    here, keywords = _local_target(target, class_start, logits.shape[1], options)
-    loss, lse, _, entropy = _ops.cross_entropy_forward(logits, here, None, False, True, **keywords)
+    column, keywords = _local_target(target, class_start, logits.shape[1], options)
+    loss, lse, _, entropy = _ops.cross_entropy_forward(logits, column, None, False, True, **keywords)
     return lse, torch.ones_like(lse), loss, entropy
 
 
-def handed_over(
-    numbers: Sequence[Tensor], class_start: int, columns: int, weight: Tensor | None, with_entropy: bool
+def pack_statistics(
+    statistics: Sequence[Tensor], class_start: int, columns: int, weight: Tensor | None, with_entropy: bool
 ) -> Tensor:
-    """(1, width): the numbers of rows, and a header before the entropies."""
-    dtype = numbers[0].dtype
-    sum_weights = numbers[0].new_full((), columns) if weight is None else weight.to(dtype).sum()
+    """(1, width): the statistics of rows, with a header before the entropies."""
+    dtype = statistics[0].dtype
+    sum_weights = statistics[0].new_full((), columns) if weight is None else weight.to(dtype).sum()
     header = reference_shard.header(class_start, columns, sum_weights)
-    return torch.cat([*numbers[:3], header, *numbers[3:]] if with_entropy else [*numbers, header]).unsqueeze(0)
+    return torch.cat([*statistics[:3], header, *statistics[3:]] if with_entropy else [*statistics, header]).unsqueeze(0)
 
 
 def _local_target(target: Tensor, class_start: int, columns: int, options: Options) -> tuple[Tensor, dict[str, Any]]:
     """The targets as columns of this rank, and the options of a row operator that takes them."""
     column = target.to(torch.int64) - class_start
-    here = (column >= 0) & (column < columns) & reference.is_counted(target, options.ignore_index)
-    return torch.where(here, column, _NOWHERE), options._replace(ignore_index=_NOWHERE).keywords()
+    is_here = (column >= 0) & (column < columns) & reference.is_counted(target, options.ignore_index)
+    return torch.where(is_here, column, _NOWHERE), options._replace(ignore_index=_NOWHERE).keywords()
 
 
 def join(
@@ -126,15 +127,15 @@ def join(
     options: Options = DEFAULTS,
     accumulate_dtype: torch.dtype | None = None,  # for the backward
     group_name: str = "",  # likewise
-    **chunking: Any,
+    **fields: Any,
 ) -> tuple[Tensor, ...]:
     # The join of rows reads no logits, only their shape.
     logits = input.new_empty(()).expand(*target.shape, linear_weight.shape[0])
-    loss, lse, target_weight, coefficient, entropy, _ = joined(
+    loss, lse, target_weight, coefficient, entropy, _ = join_statistics(
         gathered, logits, target, (class_start, num_classes), weight, with_entropy, options
     )
     assert target_weight is not None and coefficient is not None
-    if Chunking(**chunking).skip_ignored:
+    if Chunking(**fields).skip_ignored:
         ignored = ~reference.is_counted(target, options.ignore_index)
         lse = lse.masked_fill(ignored, float("inf"))
         entropy = entropy.masked_fill(ignored, 0.0) if with_entropy else entropy
@@ -152,7 +153,7 @@ class RowStatistics(NamedTuple):
     at_ids: Tensor | None = None  # (n, K): x of several classes a row, where they were asked for
 
 
-def joined(
+def join_statistics(
     gathered: Tensor,
     logits: Tensor,
     target: Tensor,
@@ -160,29 +161,29 @@ def joined(
     weight: Tensor | None,
     with_entropy: bool,
     options: Options,
-    places: int = 0,  # ids of a row
+    ids_per_row: int = 0,
 ) -> RowStatistics:
-    """From what all ranks handed over. Of the logits the join reads the shape alone."""
+    """From the packed statistics of all ranks. The join reads only the shape of the logits."""
     class_start, num_classes = shard_range
     if num_classes is None:
-        loss, lse, *rest = gathered.unbind()
-        entropy = rest[0] if with_entropy else loss.new_empty(0)
-        return RowStatistics(loss, lse, None, None, entropy, gathered[-places:].t() if places else None)
+        loss, lse, *entropy_and_ids = gathered.unbind()
+        entropy = entropy_and_ids[0] if with_entropy else loss.new_empty(0)
+        return RowStatistics(loss, lse, None, None, entropy, gathered[-ids_per_row:].t() if ids_per_row else None)
     at_ids = None
-    if places:
-        last = gathered.shape[1] - places * target.numel()
-        at_ids = gathered[:, last:].sum(0).view(places, -1).t()
-        gathered = gathered[:, :last]
-    number = target.numel() if with_entropy else 0
-    of_ranks = gathered[:, : gathered.shape[1] - number]
+    if ids_per_row:
+        ids_start = gathered.shape[1] - ids_per_row * target.numel()
+        at_ids = gathered[:, ids_start:].sum(0).view(ids_per_row, -1).t()
+        gathered = gathered[:, :ids_start]
+    num_entropies = target.numel() if with_entropy else 0
+    statistics = gathered[:, : gathered.shape[1] - num_entropies]
     loss, lse, target_weight, coefficient = _ops.cross_entropy_shard_join(
-        logits, target, of_ranks, class_start, num_classes, weight, **options.keywords()
+        logits, target, statistics, class_start, num_classes, weight, **options.keywords()
     )
     entropy = gathered.new_empty(0)
     if with_entropy:
-        of_rank, of_all = gathered[:, :number], lse.reshape(-1)
-        share = (of_rank - of_all).exp()
-        parts = share * (gathered[:, gathered.shape[1] - number :] + of_all - of_rank)
+        rank_lse, all_lse = gathered[:, :num_entropies], lse.reshape(-1)
+        share = (rank_lse - all_lse).exp()
+        parts = share * (gathered[:, gathered.shape[1] - num_entropies :] + all_lse - rank_lse)
         entropy = torch.where(share == 0.0, 0.0, parts).sum(0).view(target.shape)
     return RowStatistics(loss, lse, target_weight, coefficient, entropy, at_ids)
 
@@ -207,9 +208,9 @@ def chunk(
     *,
     options: Options = DEFAULTS,
     padded: Callable[..., Tensor] | None = None,
-    place: InPlace = InPlace(),  # noqa: B008 (which holds nothing)
+    writer: InPlace = InPlace(),  # noqa: B008 (which holds nothing)
 ) -> tuple[Tensor, Tensor]:
-    """(what ``joined`` takes of this rank, the logits). Rows behind the count may have logits of 0."""
+    """(the packed statistics of this rank, the logits). Rows behind the count may have logits of 0."""
     head, bias, weight, _ = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
     logits = (padded or padded_logits)(input, head, bias, count, logits_dtype)
     columns, masked, at_ids = head.shape[0], None, None
@@ -217,9 +218,9 @@ def chunk(
         at_ids = gather(logits[:, :columns], ids, class_start, num_classes, options)
         if mask_ids and columns > 0:
             masked = mask(logits[:, :columns], ids, class_start, num_classes, options)
-            logits = place.scatter(logits, masked.column, masked.value)
-    of_slice = (logits[:, :columns], target, class_start, num_classes, weight)
-    return statistics_of_chunk(*of_slice, with_entropy, at_ids, masked, options), logits
+            logits = writer.scatter(logits, masked.column, masked.value)
+    slice_args = (logits[:, :columns], target, class_start, num_classes, weight)
+    return chunk_statistics(*slice_args, with_entropy, at_ids, masked, options), logits
 
 
 def padded_logits(
@@ -234,16 +235,16 @@ def padded_logits(
     kernels = None if count is None or dtype != input.dtype else counting_kernels(input, head)
     new = input.new_empty if kernels is None else input.new_zeros
     logits = new((input.shape[0], padded_classes(columns, dtype)), dtype=dtype)
-    of_classes = logits[:, :columns]
+    class_logits = logits[:, :columns]
     if kernels is None:
-        logits_of(input, head, bias, of_classes)
+        logits_of(input, head, bias, class_logits)
     else:
-        kernels.logits(input, head, bias, count, of_classes)
+        kernels.logits(input, head, bias, count, class_logits)
     logits[:, columns:].zero_()  # the result of an operator holds nothing that nobody wrote
     return logits
 
 
-def statistics_of_chunk(
+def chunk_statistics(
     logits: Tensor,  # (n, columns)
     target: Tensor,
     class_start: int,
@@ -254,25 +255,25 @@ def statistics_of_chunk(
     masked: Masked | None,
     options: Options,
 ) -> Tensor:
-    """What ``joined`` takes of this rank."""
-    places = None if at_ids is None else at_ids.t()  # they come last
+    """The packed statistics of this rank."""
+    ids_rows = None if at_ids is None else at_ids.t()  # they come last
     if num_classes is None:
         loss, lse, _, entropy = _ops.cross_entropy_forward(
             logits, target, weight, False, with_entropy, **options.keywords()
         )
         lse = lse if masked is None else masked.lse(lse, logits.shape[1], options)
         rows = torch.stack([loss, lse, entropy] if with_entropy else [loss, lse])
-        return rows if places is None else torch.cat([rows, places])
-    of_slice = (logits, target, class_start, num_classes, weight)
+        return rows if ids_rows is None else torch.cat([rows, ids_rows])
+    slice_args = (logits, target, class_start, num_classes, weight)
     if with_entropy or masked is not None:
-        made = numbers(*of_slice, True, options)
+        statistics = rank_statistics(*slice_args, True, options)
         if masked is not None:
-            made = (masked.lse(made[0], logits.shape[1], options), *made[1:])
-        made = made if with_entropy else made[:3]
-        stats = handed_over(made, class_start, logits.shape[1], weight, with_entropy)
+            statistics = (masked.lse(statistics[0], logits.shape[1], options), *statistics[1:])
+        statistics = statistics if with_entropy else statistics[:3]
+        packed = pack_statistics(statistics, class_start, logits.shape[1], weight, with_entropy)
     else:
-        stats = _ops.cross_entropy_shard(*of_slice, **options.keywords())
-    return stats if places is None else torch.cat([stats, places.reshape(1, -1)], 1)
+        packed = _ops.cross_entropy_shard(*slice_args, **options.keywords())
+    return packed if ids_rows is None else torch.cat([packed, ids_rows.reshape(1, -1)], 1)
 
 
 def chunk_grad_(
@@ -301,28 +302,35 @@ def chunk_grad_(
     lse_square_scale: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     head, _, weight, _ = classes_of(linear_weight, None, weight, class_start, num_classes)
-    of_classes = logits[:, : head.shape[0]]
+    class_logits = logits[:, : head.shape[0]]
     dtype = None if logits.dtype == linear_weight.dtype else linear_weight.dtype
     if ids is not None and at_ids is not None and grad_ids is not None:
-        given = (grad_ids, grad_lse, grad_entropy, of_classes, ids, at_ids, lse, entropy)
-        of_slice: dict[str, Any] = {"class_start": class_start, "num_classes": num_classes, "grad_dtype": dtype}
-        gradient(*given, options=options, **of_slice, place=InPlace(), mask_ids=mask_ids)
+        ids_args = (grad_ids, grad_lse, grad_entropy, class_logits, ids, at_ids, lse, entropy)
+        slice_args: dict[str, Any] = {"class_start": class_start, "num_classes": num_classes, "grad_dtype": dtype}
+        gradient(*ids_args, options=options, **slice_args, writer=InPlace(), mask_ids=mask_ids)
     else:
-        rest = (weight, divisors, grad_entropy, entropy, coefficient, class_start, num_classes, dtype)
+        backward_args = (weight, divisors, grad_entropy, entropy, coefficient, class_start, num_classes, dtype)
         _ops.cross_entropy_backward_(
-            grad_loss, grad_lse, of_classes, target, lse, *rest, lse_square_scale=lse_square_scale, **options.keywords()
+            grad_loss,
+            grad_lse,
+            class_logits,
+            target,
+            lse,
+            *backward_args,
+            lse_square_scale=lse_square_scale,
+            **options.keywords(),
         )
-    done, written = linear_weight.new_empty(0), gradient_in(of_classes, dtype)
+    done, grad_logits = linear_weight.new_empty(0), gradient_in(class_logits, dtype)
     if not with_grad_input:
         return linear_weight.new_empty(0), done
     shape = (logits.shape[0], head.shape[1])
-    counts = count is not None and dtype is None
-    kernels = counting_kernels(logits.new_empty(()).expand(shape), head) if counts else None
+    can_count = count is not None and dtype is None
+    kernels = counting_kernels(logits.new_empty(()).expand(shape), head) if can_count else None
     if kernels is None:
-        return torch.mm(written, head), done
+        return torch.mm(grad_logits, head), done
     assert count is not None
     grad_input = logits.new_zeros(shape)
-    kernels.grad_input(of_classes, head, count, torch.arange(shape[0], device=logits.device), grad_input)
+    kernels.grad_input(class_logits, head, count, torch.arange(shape[0], device=logits.device), grad_input)
     return grad_input, done
 
 
@@ -335,17 +343,17 @@ def chunk_add_(
     first: bool,
     count: Tensor | None = None,
 ) -> None:
-    """A gradient of shape (0,) is not wanted. ``first``: what is there counts for nothing."""
-    of_classes = front_of(grad_logits[:, :columns], input.dtype)
+    """A gradient of shape (0,) is not wanted. ``first`` starts the sums from zero."""
+    class_grads = front_of(grad_logits[:, :columns], input.dtype)
     if grad_linear_weight.dim() == 2:
-        total = grad_linear_weight[:columns]
-        counts = count is not None and grad_logits.dtype == input.dtype
-        kernels = counting_kernels(input, total) if counts else None
+        class_total = grad_linear_weight[:columns]
+        can_count = count is not None and grad_logits.dtype == input.dtype
+        kernels = counting_kernels(input, class_total) if can_count else None
         if kernels is None:
-            add_product(total, of_classes.t(), input, first)
+            add_product(class_total, class_grads.t(), input, first)
         else:
-            kernels.grad_weight(of_classes, input, count, total, add=not first)
+            kernels.grad_weight(class_grads, input, count, class_total, add=not first)
     if grad_linear_bias.numel() > 0:
-        add_rows(grad_linear_bias[:columns], of_classes, first)
+        add_rows(grad_linear_bias[:columns], class_grads, first)
     if first:
         zero_behind(grad_linear_weight, grad_linear_bias, columns)

@@ -60,8 +60,8 @@ def rows_of_chunk(
     while not on_cpu and rows < number and 2 * rows * classes * itemsize <= _BYTES:
         rows *= 2
     # By comparing alone: of a symbolic number of classes the rows are a number, and the guard is a range.
-    of_logits = (logits_dtype or input.dtype).itemsize
-    while rows > 1 and rows * classes * of_logits > _MOST_BYTES:
+    logits_itemsize = (logits_dtype or input.dtype).itemsize
+    while rows > 1 and rows * classes * logits_itemsize > _MOST_BYTES:
         rows //= 2
     if wider and not on_cpu and rows < features:
         # At the end the sum and its copy are there at once. Until then a chunk of H rows takes the copy's place.

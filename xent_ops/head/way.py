@@ -14,26 +14,33 @@ from .products import Products, counting_kernels
 
 
 class Way(NamedTuple):
-    """In memory that is written again, or as exporters take it."""
+    """In memory that is reused, or as exporters take it."""
 
     products: Callable[..., Any]  # arguments as for ``Products``
     rows: Callable[..., ComputedRows]  # as ``rows_to_compute``
 
 
-def rows_to_compute(target: Tensor, ignore_index: int, how: Chunking, *heads: tuple[Tensor, Tensor]) -> ComputedRows:
+def rows_to_compute(
+    target: Tensor, ignore_index: int, chunking: Chunking, *heads: tuple[Tensor, Tensor]
+) -> ComputedRows:
     """``heads``: input (N, H) and linear_weight of each."""
-    if not how.skip_ignored:
+    if not chunking.skip_ignored:
         return ComputedRows(target)
-    plain = how.logits_dtype in (None, heads[0][0].dtype) and how.products is None
+    plain = chunking.logits_dtype in (None, heads[0][0].dtype) and chunking.products is None
     kernels = [counting_kernels(*head) for head in heads] if plain else [None]
     return counted_rows(target, ignore_index, None if None in kernels else kernels[0])
 
 
 def _products(
-    rows: ComputedRows, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, how: Chunking, *rest: Any
+    rows: ComputedRows,
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    chunking: Chunking,
+    *gradient_args: Any,
 ) -> Products:
-    kind = Products if how.products is None else Fp8Products
-    return kind(rows, input, linear_weight, linear_bias, how, *rest)
+    kind = Products if chunking.products is None else Fp8Products
+    return kind(rows, input, linear_weight, linear_bias, chunking, *gradient_args)
 
 
 IN_MEMORY = Way(_products, rows_to_compute)

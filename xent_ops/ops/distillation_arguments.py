@@ -26,9 +26,9 @@ def target_of(
     return input.new_zeros(rows, dtype=torch.int64), -100
 
 
-def how(ignore_index: Any, softcap: Any, logit_scale: Any, rest: tuple[Any, ...]) -> Distillation:
+def spec(ignore_index: Any, softcap: Any, logit_scale: Any, divergence_options: tuple[Any, ...]) -> Distillation:
     """The options in the types that kernels take."""
-    num_classes, beta, temperature, hard_weight, teacher_softcap, teacher_logit_scale = rest
+    num_classes, beta, temperature, hard_weight, teacher_softcap, teacher_logit_scale = divergence_options
     options = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale).rows
     return Distillation(
         options,

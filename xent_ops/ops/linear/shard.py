@@ -83,7 +83,7 @@ def _gathered_input(call: Call) -> None:
 
 operator(
     "linear_cross_entropy_shard",
-    reference=shard.stats,
+    reference=shard.statistics,
     check_values=check_targets,
     composed=True,
 )
