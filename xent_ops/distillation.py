@@ -188,12 +188,12 @@ def linear_distillation_loss(
     heads = (*student[:2], target, *teacher[:2], student[2], teacher[2])
     chunks = {"chunk_rows": call.head.chunking.chunk_rows, "skip_ignored": skip_ignored}
     keywords: dict[str, Any] = {**chunks, **spec.keywords()}
-    wanted = [tensor is not None and tensor.requires_grad for tensor in student]
-    if reduction == "none" or not (torch.is_grad_enabled() and any(wanted)) or transforms.is_jit_traced():
+    output_mask = [tensor is not None and tensor.requires_grad for tensor in student]
+    if reduction == "none" or not (torch.is_grad_enabled() and any(output_mask)) or transforms.is_jit_traced():
         row_loss, _ = _ops.linear_distillation_forward(*heads, accumulate_dtype=accumulate_dtype, **keywords)
         return _reduced(row_loss, target, call.divisor, call.loss, token_weight)
-    rest = (call.divisor, token_weight, wanted, accumulate_dtype)
-    return _ops.linear_distillation_with_grad(*heads, *rest, reduction=reduction, **keywords)[0]
+    loss_args = (call.divisor, token_weight, output_mask, accumulate_dtype)
+    return _ops.linear_distillation_with_grad(*heads, *loss_args, reduction=reduction, **keywords)[0]
 
 
 def _target_of(input: Any, target: Any, ignore_index: Any, hard_weight: Any) -> tuple[Any, Any]:

@@ -65,14 +65,14 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 def _decomposition(operator: Operator) -> Callable[..., Any]:
     function = _FORMS.get(operator.name, operator.reference)
 
-    def decomposition(*args: Any, **given: Any) -> Any:
-        return function(*args, **operator.keywords(given))
+    def decomposition(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **operator.keywords(kwargs))
 
     return decomposition
 
 
 def _refused(operator: Operator) -> Callable[..., NoReturn]:
-    def refuse(*args: Any, **given: Any) -> NoReturn:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
             f"xent::{operator.name} writes to {operator.overwrites}, which core aten cannot: export a loss without its "
             "training step, below torch.no_grad() or of parameters that require no grad"

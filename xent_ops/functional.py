@@ -177,13 +177,13 @@ def loss_of_logits(
             if value:
                 raise ValueError(f"{name}=True takes class indices, not class probabilities")
         refuse_token_weight("class probabilities", token_weight)
-        return _of_probabilities(logits, target, weight, loss)
+        return _soft_cross_entropy(logits, target, weight, loss)
     checks.token_weight(token_weight, target)
-    how = {"inplace_backward": inplace_backward, "grad_in_forward": grad_in_forward}
-    return function.cross_entropy(logits, target, weight, loss, token_weight, **how)
+    options = {"inplace_backward": inplace_backward, "grad_in_forward": grad_in_forward}
+    return function.cross_entropy(logits, target, weight, loss, token_weight, **options)
 
 
-def _of_probabilities(logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions) -> Tensor:
+def _soft_cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions) -> Tensor:
     if loss.rows.ignore_index >= 0:
         raise ValueError(
             f"ignore_index={loss.rows.ignore_index} is not supported for class probabilities; leave it below 0"
@@ -292,9 +292,9 @@ def token_log_probs(
     logits = classes_last(input, dim)
     target, ids = target_and_ids(target, input.dim() - 1, rows.ignore_index)
     if ids is not None:
-        of_classes, lse, entropy = torch.ops.xent.token_logits(logits, ids, True, **rows.keywords())
+        loss_or_at_ids, lse, entropy = torch.ops.xent.token_logits(logits, ids, True, **rows.keywords())
     else:
-        of_classes, lse, _, entropy = torch.ops.xent.cross_entropy_forward(
+        loss_or_at_ids, lse, _, entropy = torch.ops.xent.cross_entropy_forward(
             logits, target, None, False, True, **rows.keywords()
         )
-    return log_probs_of_rows(of_classes, lse, entropy, target, ids, rows)
+    return log_probs_of_rows(loss_or_at_ids, lse, entropy, target, ids, rows)

@@ -120,11 +120,11 @@ def linear_cross_entropy(
 
         return linear_tensor.cross_entropy(call)
     if target.is_floating_point() or transforms.functorch_is_active() or transforms.forward_mode():
-        return _of_all_logits(call.in_autocast_dtype())
+        return _from_all_logits(call.in_autocast_dtype())
     return cross_entropy(call)
 
 
-def _of_all_logits(call: LinearCall) -> Tensor:
+def _from_all_logits(call: LinearCall) -> Tensor:
     head = call.head
     if head.chunking.logits_dtype not in (None, call.input.dtype) or head.chunking.products is not None:
         raise NotImplementedError(
@@ -180,14 +180,14 @@ def linear_cross_entropy_outputs(
     call = bind(input, linear_weight, target, linear_bias, weight, options, chunking, divisor, token_weight)
     checks.token_weight(token_weight, target)
     call, value = call.in_autocast_dtype(), None
-    head, loss, how = call.head, call.loss, call.head.chunking.keywords()
-    of_head = (call.input, head.weight, target, head.bias, weight)
+    head, loss, chunk_options = call.head, call.loss, call.head.chunking.keywords()
+    head_args = (call.input, head.weight, target, head.bias, weight)
     if reduction != "none" and composite.gradients_in_forward(call.input, head.weight, head.bias):
-        rest = (call.divisor, token_weight, head.accumulate_dtype, True, True)
-        value, _, *rows = composite.with_grad(of_head, *rest, **how, **loss.keywords())
+        loss_args = (call.divisor, token_weight, head.accumulate_dtype, True, True)
+        value, _, *rows = composite.with_grad(head_args, *loss_args, **chunk_options, **loss.keywords())
     else:
-        keywords = {"accumulate_dtype": head.accumulate_dtype, **how, **loss.rows.keywords()}
-        rows = _ops.linear_cross_entropy_forward(*of_head, True, True, **keywords)
+        keywords = {"accumulate_dtype": head.accumulate_dtype, **chunk_options, **loss.rows.keywords()}
+        rows = _ops.linear_cross_entropy_forward(*head_args, True, True, **keywords)
     divided = composite.divisors_of(
         target, weight, call.divisor, linear_weight.shape[0], rows[1].dtype, loss, token_weight
     )

@@ -103,8 +103,8 @@ def statistics(call: LinearCall, with_entropy: bool, mask_ids: bool = False) -> 
     head, options = call.head, call.loss.rows
     keywords = {"accumulate_dtype": head.accumulate_dtype, **head.chunking.keywords(), **options.keywords()}
     if call.ids is not None:
-        of_head = (call.input, head.weight, call.ids, head.bias)
-        return _ops.linear_token_logits(*of_head, with_entropy, mask_ids, **keywords)
-    of_head = (call.input, head.weight, call.target, head.bias)
-    loss, lse, _, entropy = _ops.linear_cross_entropy_forward(*of_head, None, False, with_entropy, **keywords)
+        head_args = (call.input, head.weight, call.ids, head.bias)
+        return _ops.linear_token_logits(*head_args, with_entropy, mask_ids, **keywords)
+    head_args = (call.input, head.weight, call.target, head.bias)
+    loss, lse, _, entropy = _ops.linear_cross_entropy_forward(*head_args, None, False, with_entropy, **keywords)
     return loss, lse, entropy

@@ -57,21 +57,21 @@ class CrossEntropyLoss(nn.Module):
         self.grad_in_forward = arguments.boolean("grad_in_forward", grad_in_forward)
 
     def forward(self, input: Tensor, target: Tensor, token_weight: Tensor | None = None) -> Tensor:
-        options = _options_of(self, _OF_LOGITS)
+        options = _options_of(self, _LOGITS_OPTIONS)
         return functional.cross_entropy(input, target, self.weight, token_weight=token_weight, **options)
 
     def extra_repr(self) -> str:
-        return _not_defaults(self, _OF_LOGITS)
+        return _not_defaults(self, _LOGITS_OPTIONS)
 
 
-def _options_with_defaults(function: Callable[..., Tensor], *given: str) -> dict[str, Any]:
+def _options_with_defaults(function: Callable[..., Tensor], *own_names: str) -> dict[str, Any]:
     """What a module hands on to its function: the keyword-only arguments, but for those that each call has."""
     parameters = inspect.signature(function).parameters.values()
-    return {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY and one.name not in given}
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in own_names}
 
 
-_OF_LOGITS = _options_with_defaults(functional.cross_entropy, "token_weight")
-_OF_HEAD = _options_with_defaults(
+_LOGITS_OPTIONS = _options_with_defaults(functional.cross_entropy, "token_weight")
+_HEAD_OPTIONS = _options_with_defaults(
     linear.linear_cross_entropy, "linear_bias", "weight", "divisor", "token_weight", "target_probs", "tail"
 )
 
@@ -81,8 +81,8 @@ def _options_of(module: nn.Module, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _not_defaults(module: nn.Module, defaults: dict[str, Any]) -> str:
-    given = _options_of(module, defaults)
-    return ", ".join(f"{name}={value!r}" for name, value in given.items() if value != defaults[name])
+    options = _options_of(module, defaults)
+    return ", ".join(f"{name}={value!r}" for name, value in options.items() if value != defaults[name])
 
 
 def _size(name: str, value: Any) -> int | None:
@@ -179,9 +179,9 @@ class LinearCrossEntropyLoss(nn.Module):
         rows, self.lse_square_scale, self.reduction = loss
         self.ignore_index, self.label_smoothing, self.softcap, self.logit_scale = rows
         chunks = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
-        self.accumulate_dtype, how = arguments.chunks(*chunks)
-        checks.chunk_rows(how.chunk_rows)
-        self.chunk_rows, self.skip_ignored, self.logits_dtype, self.products = how
+        self.accumulate_dtype, chunking = arguments.chunks(*chunks)
+        checks.chunk_rows(chunking.chunk_rows)
+        self.chunk_rows, self.skip_ignored, self.logits_dtype, self.products = chunking
         in_features, num_classes = _size("in_features", in_features), _size("num_classes", num_classes)
         if tied_weight is None:
             if in_features is None or num_classes is None:
@@ -247,10 +247,10 @@ class LinearCrossEntropyLoss(nn.Module):
             token_weight=token_weight,
             target_probs=target_probs,
             tail=tail,
-            **_options_of(self, _OF_HEAD),
+            **_options_of(self, _HEAD_OPTIONS),
         )
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, num_classes={self.num_classes}, bias={self.bias is not None}"
-        others = _not_defaults(self, _OF_HEAD)
-        return f"{sizes}, {others}" if others else sizes
+        options = _not_defaults(self, _HEAD_OPTIONS)
+        return f"{sizes}, {options}" if options else sizes

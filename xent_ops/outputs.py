@@ -85,9 +85,9 @@ def log_probs_of_ids(at_ids: Tensor, lse: Tensor, ids: Tensor, ignore_index: int
 
 
 def log_probs_of_rows(
-    of_classes: Tensor, lse: Tensor, entropy: Tensor, target: Tensor, ids: Tensor | None, options: Options
+    loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, target: Tensor, ids: Tensor | None, options: Options
 ) -> TokenLogProbs:
     """``of_classes``: losses; of several classes a row, ids, x of each."""
     counted = is_counted(target, options.ignore_index)
-    log_probs = -of_classes if ids is None else log_probs_of_ids(of_classes, lse, ids, options.ignore_index)
+    log_probs = -loss_or_at_ids if ids is None else log_probs_of_ids(loss_or_at_ids, lse, ids, options.ignore_index)
     return TokenLogProbs(log_probs, torch.where(counted, entropy, 0.0), lse)

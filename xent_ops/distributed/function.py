@@ -39,8 +39,8 @@ def loss_and_saved(
         value, divisor, lse, coefficient = below_autograd(
             _ops.cross_entropy_shard_reduced.default, *arguments, **loss.keywords()
         )
-    of_rows = (None, None, None if weight is None else coefficient)
-    return value, (logits, target, lse, weight, divisor if loss.reduction == "mean" else None, *of_rows)
+    row_tensors = (None, None, None if weight is None else coefficient)
+    return value, (logits, target, lse, weight, divisor if loss.reduction == "mean" else None, *row_tensors)
 
 
 def gradient(grad: Tensor, saved: tuple[Tensor | None, ...], shard_range: tuple[int, int], loss: LossOptions) -> Tensor:

@@ -60,8 +60,8 @@ def cross_entropy(
     if isinstance(target, DTensor) or target.shape != local.shape[:-1]:  # else it holds this rank's rows
         arguments.suggest_dim(input, target, dim)
     local_target = local_target_of(target, shape, local.shape[:-1], mesh, rows)
-    of_tokens = local_row_of(token_weight, shape, local.shape[:-1], mesh, rows)
-    checks.token_weight(of_tokens, local_target)
+    local_factors = local_row_of(token_weight, shape, local.shape[:-1], mesh, rows)
+    checks.token_weight(local_factors, local_target)
     ranks = Ranks("", 0, 1) if vocabulary is None else ranks_of(mesh.get_group(vocabulary))
     local_weight = local_weight_of(weight, num_classes, local.shape[-1], mesh, vocabulary, ranks)
     shard_range = first_class(local.shape[-1], None, num_classes, ranks), num_classes
@@ -70,10 +70,10 @@ def cross_entropy(
         checks.weight_without_grad(local_weight)
         if one_node:
             return apply(input, local, local_target, local_weight, ranks, shard_range, loss, read)
-        value = vocab_parallel.loss_of_shard(local, local_target, local_weight, ranks, shard_range, loss, of_tokens)
+        value = vocab_parallel.loss_of_shard(local, local_target, local_weight, ranks, shard_range, loss, local_factors)
         return from_local(value, mesh, rows, (*owners((input, local)), *read))
     outputs = vocab_parallel.sharded_rows(local, local_target, local_weight, ranks, shard_range, loss.rows)
-    return reduced(outputs, local_target, shape, mesh, rows, loss, (*owners((input, local)), *read), of_tokens)
+    return reduced(outputs, local_target, shape, mesh, rows, loss, (*owners((input, local)), *read), local_factors)
 
 
 def owners(*pairs: tuple[Tensor | None, Tensor | None]) -> tuple[DTensor, ...]:
@@ -224,7 +224,7 @@ def _combine(sums: list[Tensor], reduction: str) -> Tensor:
 
 def _split(input: DTensor, classes_dim: int) -> tuple[int | None, list[Placement]]:
     """The mesh dimension that splits the classes, if any, and the placements of rows, targets and losses."""
-    found: list[int] = []
+    split_dims: list[int] = []
     rows: list[Placement] = []
     for mesh_dim, placement in enumerate(input.placements):
         # isinstance, because Dynamo of torch 2.11 cannot trace `type(placement) is Shard`.
@@ -237,14 +237,14 @@ def _split(input: DTensor, classes_dim: int) -> tuple[int | None, list[Placement
         if isinstance(placement, Replicate):
             rows.append(placement)
         elif placement.dim % input.dim() == classes_dim:
-            found.append(mesh_dim)
+            split_dims.append(mesh_dim)
             rows.append(Replicate())
         else:
             dim = placement.dim % input.dim()
             rows.append(Shard(dim - (dim > classes_dim)))
-    if len(found) > 1:
-        raise ValueError(f"the classes are split over dimensions {found} of the mesh; at most one is supported")
-    return found[0] if found else None, rows
+    if len(split_dims) > 1:
+        raise ValueError(f"the classes are split over dimensions {split_dims} of the mesh; at most one is supported")
+    return split_dims[0] if split_dims else None, rows
 
 
 def local_target_of(

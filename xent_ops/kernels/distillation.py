@@ -23,12 +23,12 @@ class Distillation(NamedTuple):
 
     def keywords(self) -> dict[str, Any]:
         """As operators take them. Those at their defaults are left out, as in ``Options.keywords``."""
-        given = self.options.keywords()
-        given.pop("label_smoothing", None)
+        options = self.options.keywords()
+        options.pop("label_smoothing", None)
         for name, value, default in zip(self._fields[1:], self[1:], Distillation()[1:], strict=True):
             if torch.compiler.is_compiling() or value != default:
-                given[name] = value
-        return given
+                options[name] = value
+        return options
 
     def student(self) -> Options:
         """What makes x of the student's logits: the temperature divides both the cap and the scale."""

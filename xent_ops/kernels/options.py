@@ -54,9 +54,9 @@ class Options(NamedTuple):
 
     def soft_keywords(self) -> dict[str, Any]:
         """As the operators for class probabilities take them, which know no ignore_index."""
-        given = self.keywords()
-        given.pop("ignore_index", None)
-        return given
+        keywords = self.keywords()
+        keywords.pop("ignore_index", None)
+        return keywords
 
 
 DEFAULTS = Options()
@@ -82,17 +82,17 @@ class LossOptions(NamedTuple):
 
     def keywords(self) -> dict[str, Any]:
         """As the composite and the reduced operators take them."""
-        given = self.backward_keywords()
+        keywords = self.backward_keywords()
         if self.reduction != "mean":
-            given["reduction"] = self.reduction
-        return given
+            keywords["reduction"] = self.reduction
+        return keywords
 
     def backward_keywords(self) -> dict[str, Any]:
         """As the backward of a reduced loss takes them."""
-        given = self.rows.keywords()
+        keywords = self.rows.keywords()
         if torch.compiler.is_compiling() or self.lse_square_scale != 0.0:
-            given["lse_square_scale"] = self.lse_square_scale
-        return given
+            keywords["lse_square_scale"] = self.lse_square_scale
+        return keywords
 
 
 HeadProducts = Literal["fp8", "fp8_gradients"]
@@ -116,11 +116,11 @@ class Chunking(NamedTuple):
 DEFAULT_CHUNKING = Chunking()
 
 
-def as_record(given: dict[str, Any]) -> dict[str, Any]:
+def as_record(keywords: dict[str, Any]) -> dict[str, Any]:
     """The keywords of an operator's call with the options among them as one record, ``options``.
 
     The dispatcher leaves out what equals the schema's default.
     """
-    others = dict(given)
-    options = Options(**{name: others.pop(name) for name in Options._fields if name in given})
-    return {"options": options, **others}
+    remaining = dict(keywords)
+    options = Options(**{name: remaining.pop(name) for name in Options._fields if name in keywords})
+    return {"options": options, **remaining}

@@ -38,8 +38,8 @@ def divisor_of(target_weight: Tensor, target: Tensor, ignore_index: int, token_w
     """(2,): the sum of the counted targets' class weights, and the number of counted rows; each times token_weight."""
     dtype = target_weight.dtype
     if token_weight is not None:
-        of_tokens = counted_weights(token_weight, target, ignore_index, dtype)
-        return torch.stack([(target_weight * of_tokens).sum(), of_tokens.sum()])
+        token_weights = counted_weights(token_weight, target, ignore_index, dtype)
+        return torch.stack([(target_weight * token_weights).sum(), token_weights.sum()])
     return torch.stack([target_weight.sum(), is_counted(target, ignore_index).sum().to(dtype)])
 
 

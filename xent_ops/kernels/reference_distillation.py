@@ -65,12 +65,12 @@ def distillation_forward(
     target: Tensor,
     joined: Tensor | None = None,  # the statistics of all classes, without the KL
     class_start: int | None = None,
-    **given: Any,
+    **fields: Any,
 ) -> tuple[Tensor, Tensor]:
     """(loss (...), statistics (4, ...)); 0 in ignored rows, where other kernels' statistics may hold anything."""
-    how, dtype = Distillation(**given), accumulator(logits)
-    columns, whole = how.columns(logits, class_start), class_start is None
-    x, y = _x(logits, how.student(), columns, dtype), _x(teacher_logits, how.teacher(), columns, dtype)
+    spec, dtype = Distillation(**fields), accumulator(logits)
+    columns, whole = spec.columns(logits, class_start), class_start is None
+    x, y = _x(logits, spec.student(), columns, dtype), _x(teacher_logits, spec.teacher(), columns, dtype)
     if joined is None:
         (log_s, lse), (log_t, teacher_lse) = _log_softmax(x), _log_softmax(y)
         hard_lse = lse
@@ -78,32 +78,32 @@ def distillation_forward(
         lse, teacher_lse, _, hard_lse = joined.to(dtype).unbind(0)
         log_s, log_t = x - lse.unsqueeze(-1), y - teacher_lse.unsqueeze(-1)
     s, t = log_s.exp(), log_t.exp()
-    if joined is None and not whole and 0.0 < how.beta < 1.0:
-        loss = of_student = torch.zeros_like(lse)
-    elif how.beta == 0.0:
+    if joined is None and not whole and 0.0 < spec.beta < 1.0:
+        loss = student_kl = torch.zeros_like(lse)
+    elif spec.beta == 0.0:
         loss = _expectation(t, log_t - log_s)
-        of_student = torch.zeros_like(loss)
-    elif how.beta == 1.0:
-        loss = of_student = _expectation(s, log_s - log_t)
+        student_kl = torch.zeros_like(loss)
+    elif spec.beta == 1.0:
+        loss = student_kl = _expectation(s, log_s - log_t)
     else:
-        log_m = _log_mixture(log_s, log_t, how.beta)
-        of_student = _expectation(s, log_s - log_m)
-        loss = how.beta * _expectation(t, log_t - log_m) + (1 - how.beta) * of_student
+        log_m = _log_mixture(log_s, log_t, spec.beta)
+        student_kl = _expectation(s, log_s - log_m)
+        loss = spec.beta * _expectation(t, log_t - log_m) + (1 - spec.beta) * student_kl
     log_p = log_s
-    if joined is None and how.hard_weight != 0.0 and how.temperature != 1.0:
-        log_p, hard_lse = _log_softmax(_x(logits, how.options, columns, dtype))
-    if whole and how.hard_weight != 0.0:
-        index, _, invalid = gather_target(target, columns, how.options.ignore_index)
+    if joined is None and spec.hard_weight != 0.0 and spec.temperature != 1.0:
+        log_p, hard_lse = _log_softmax(_x(logits, spec.options, columns, dtype))
+    if whole and spec.hard_weight != 0.0:
+        index, _, invalid = gather_target(target, columns, spec.options.ignore_index)
         cross_entropy = -log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1)
-        loss = loss + how.hard_weight * cross_entropy.masked_fill(invalid, float("nan"))
-    counted = is_counted(target, how.options.ignore_index)
-    statistics = torch.stack([lse, teacher_lse, of_student, hard_lse])
+        loss = loss + spec.hard_weight * cross_entropy.masked_fill(invalid, float("nan"))
+    counted = is_counted(target, spec.options.ignore_index)
+    statistics = torch.stack([lse, teacher_lse, student_kl, hard_lse])
     return torch.where(counted, loss, 0.0), torch.where(counted, statistics, 0.0)
 
 
-def _targets(target: Tensor, columns: int, class_start: int | None, how: Distillation) -> Columns:
-    of_slice = (0, None) if class_start is None else (class_start, how.num_classes)
-    return columns_of_ids(target, columns, *of_slice, how.options.ignore_index)
+def _targets(target: Tensor, columns: int, class_start: int | None, spec: Distillation) -> Columns:
+    slice_args = (0, None) if class_start is None else (class_start, spec.num_classes)
+    return columns_of_ids(target, columns, *slice_args, spec.options.ignore_index)
 
 
 def distillation_backward(
@@ -113,42 +113,42 @@ def distillation_backward(
     target: Tensor,
     statistics: Tensor,
     class_start: int | None = None,
-    **given: Any,
+    **fields: Any,
 ) -> Tensor:
     """grad_logits (..., V) in the logits' dtype. grad_loss is () or (...)."""
-    how, dtype = Distillation(**given), accumulator(logits)
-    columns = how.columns(logits, class_start)
-    lse, teacher_lse, of_student, hard_lse = statistics.to(dtype).unbind(0)
-    x = _x(logits, how.student(), columns, dtype)
+    spec, dtype = Distillation(**fields), accumulator(logits)
+    columns = spec.columns(logits, class_start)
+    lse, teacher_lse, student_kl, hard_lse = statistics.to(dtype).unbind(0)
+    x = _x(logits, spec.student(), columns, dtype)
     log_s = x - lse.unsqueeze(-1)
-    log_t = _x(teacher_logits, how.teacher(), columns, dtype) - teacher_lse.unsqueeze(-1)
+    log_t = _x(teacher_logits, spec.teacher(), columns, dtype) - teacher_lse.unsqueeze(-1)
     s = log_s.exp()
-    if how.beta == 0.0:
+    if spec.beta == 0.0:
         grad = s - log_t.exp()
     else:
-        log_m = log_t if how.beta == 1.0 else _log_mixture(log_s, log_t, how.beta)
+        log_m = log_t if spec.beta == 1.0 else _log_mixture(log_s, log_t, spec.beta)
         ratio = log_s - log_m
-        distance = torch.where(ratio == math.inf, math.inf, ratio - of_student.unsqueeze(-1))  # not inf - inf
+        distance = torch.where(ratio == math.inf, math.inf, ratio - student_kl.unsqueeze(-1))  # not inf - inf
         grad = torch.where(s == 0.0, 0.0, s * distance)
-        if how.beta != 1.0:
-            grad = (1 - how.beta) * grad
-    grad = grad * activation_derivative(x, how.student())
-    if how.hard_weight != 0.0:
-        at = _targets(target, columns, class_start, how)
-        p = s if how.temperature == 1.0 else (how.temperature * x - hard_lse.unsqueeze(-1)).exp()
+        if spec.beta != 1.0:
+            grad = (1 - spec.beta) * grad
+    grad = grad * activation_derivative(x, spec.student())
+    if spec.hard_weight != 0.0:
+        at = _targets(target, columns, class_start, spec)
+        p = s if spec.temperature == 1.0 else (spec.temperature * x - hard_lse.unsqueeze(-1)).exp()
         hot = at.here.unsqueeze(-1) & (torch.arange(columns, device=p.device) == at.place.unsqueeze(-1))
-        p = (p - hot.to(dtype)) * (activation_derivative(x, how.student()) * how.temperature)
-        grad = grad + how.hard_weight * p.masked_fill(at.invalid.unsqueeze(-1), float("nan"))
-    a = torch.where(is_counted(target, how.options.ignore_index), grad_loss.to(dtype), 0.0).unsqueeze(-1)
+        p = (p - hot.to(dtype)) * (activation_derivative(x, spec.student()) * spec.temperature)
+        grad = grad + spec.hard_weight * p.masked_fill(at.invalid.unsqueeze(-1), float("nan"))
+    a = torch.where(is_counted(target, spec.options.ignore_index), grad_loss.to(dtype), 0.0).unsqueeze(-1)
     grad = torch.where(a == 0.0, 0.0, a * grad).to(logits.dtype)
-    if how.num_classes is not None:
+    if spec.num_classes is not None:
         grad = torch.nn.functional.pad(grad, (0, logits.shape[-1] - columns))
     return grad.contiguous()
 
 
 def distillation_with_grad(
-    logits: Tensor, teacher_logits: Tensor, target: Tensor, grad_scale: Tensor, **given: Any
+    logits: Tensor, teacher_logits: Tensor, target: Tensor, grad_scale: Tensor, **fields: Any
 ) -> tuple[Tensor, Tensor]:
     """(loss, gradient of grad_scale * loss summed over counted rows)."""
-    loss, statistics = distillation_forward(logits, teacher_logits, target, **given)
-    return loss, distillation_backward(grad_scale, logits, teacher_logits, target, statistics, **given)
+    loss, statistics = distillation_forward(logits, teacher_logits, target, **fields)
+    return loss, distillation_backward(grad_scale, logits, teacher_logits, target, statistics, **fields)

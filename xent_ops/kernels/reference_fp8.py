@@ -92,14 +92,14 @@ def quantize(
     transposed: Tensor | None = None,  # written: at least (C, R)
 ) -> None:
     """To nearest. Behind the values zeros are written; both have room for as many."""
-    numbers = values.to(torch.float32)
+    floats = values.to(torch.float32)
     if factor is not None:
-        numbers = numbers * factor.unsqueeze(1)
-    made = (numbers / scale).clamp(-LARGEST, LARGEST).to(DTYPE)
+        floats = floats * factor.unsqueeze(1)
+    rounded = (floats / scale).clamp(-LARGEST, LARGEST).to(DTYPE)
     if rows is not None:
-        _fill(rows, made)
+        _fill(rows, rounded)
     if transposed is not None:
-        _fill(transposed, made.t())
+        _fill(transposed, rounded.t())
 
 
 def _fill(place: Tensor, values: Tensor) -> None:
@@ -109,7 +109,7 @@ def _fill(place: Tensor, values: Tensor) -> None:
 
 def gradient(
     logits: Tensor,  # (n, width)
-    of_rows: GradientRows,
+    row_values: GradientRows,
     weight: Tensor | None,  # (width,), float32
     options: Options,
     rows: Tensor | None,  # written: (n, at least width), zeros behind it
@@ -117,20 +117,20 @@ def gradient(
 ) -> None:
     """The gradient of the logits over bound, times 448."""
     x, classes = reference.activation(logits, options), logits.shape[1]
-    made = reference.softmax_gradient(x, of_rows.lse, of_rows.total, of_rows.entropy, of_rows.grad_entropy)
+    grad = reference.softmax_gradient(x, row_values.lse, row_values.total, row_values.entropy, row_values.grad_entropy)
     column = torch.arange(classes, device=logits.device)
-    made = made - torch.where(column == of_rows.column.unsqueeze(1), of_rows.at_target.unsqueeze(1), 0.0)
+    grad = grad - torch.where(column == row_values.column.unsqueeze(1), row_values.at_target.unsqueeze(1), 0.0)
     if options.label_smoothing > 0.0:
-        by_class = of_rows.by_class.unsqueeze(1)
-        made = made - (by_class if weight is None else by_class * weight)
-    made = made * reference.activation_derivative(x, options)
-    bound = of_rows.bound.unsqueeze(1)
-    made = torch.where(bound == 0.0, 0.0, made * (LARGEST / bound))
-    made = round_at_random(made, random_bits(column, of_rows.seed.unsqueeze(1))).to(DTYPE)
+        by_class = row_values.by_class.unsqueeze(1)
+        grad = grad - (by_class if weight is None else by_class * weight)
+    grad = grad * reference.activation_derivative(x, options)
+    bound = row_values.bound.unsqueeze(1)
+    grad = torch.where(bound == 0.0, 0.0, grad * (LARGEST / bound))
+    grad = round_at_random(grad, random_bits(column, row_values.seed.unsqueeze(1))).to(DTYPE)
     if rows is not None:
-        _fill(rows, made)
+        _fill(rows, grad)
     if transposed is not None:
-        transposed[:classes].copy_(made.t())
+        transposed[:classes].copy_(grad.t())
 
 
 def random_bits(column: Tensor, seed: Tensor) -> Tensor:

@@ -58,19 +58,19 @@ def gather(logits: Tensor, ids: Tensor, class_start: int, num_classes: int | Non
 
 
 def ids_grad_(grad_logits: Tensor, *args: Any, **keywords: Any) -> None:
-    """Writes the columns of the ids that are here. The arguments are those of ``_of_columns``."""
+    """Writes the columns of the ids that are here. The arguments are those of ``_column_values``."""
     if grad_logits.shape[-1] > 0:
-        grad_logits.scatter_(-1, *_of_columns(grad_logits, *args, **keywords))
+        grad_logits.scatter_(-1, *_column_values(grad_logits, *args, **keywords))
 
 
 def ids_grad(grad_logits: Tensor, *args: Any, **keywords: Any) -> Tensor:
     """The same of a copy."""
     if grad_logits.shape[-1] == 0:
         return grad_logits.clone()
-    return grad_logits.scatter(-1, *_of_columns(grad_logits, *args, **keywords))
+    return grad_logits.scatter(-1, *_column_values(grad_logits, *args, **keywords))
 
 
-def _of_columns(
+def _column_values(
     grad_logits: Tensor,  # (..., columns)
     ids: Tensor,  # (..., K)
     at_ids: Tensor,  # likewise: x
@@ -88,10 +88,10 @@ def _of_columns(
     at = columns(ids, grad_logits.shape[-1], class_start, num_classes, options.ignore_index)
     x, lse, grad_of_lse = (value.to(accumulator(lse)) for value in (at_ids, lse, grad_lse))
     entropy = None if entropy is None else entropy.to(x.dtype)
-    of_row = softmax_gradient(x, lse, grad_of_lse, entropy, grad_entropy)
+    own_gradient = softmax_gradient(x, lse, grad_of_lse, entropy, grad_entropy)
     passed = _added_up(at, grad_ids.to(x.dtype))
     live = (grad_lse != 0) if grad_entropy is None else (grad_lse != 0) | (grad_entropy != 0)
-    value = torch.where(live.unsqueeze(-1), of_row, 0.0) + passed
+    value = torch.where(live.unsqueeze(-1), own_gradient, 0.0) + passed
     # Exact zeros where nothing is passed back, whatever x is.
     value = torch.where(value != 0, value * activation_derivative(x, options), 0.0).to(grad_logits.dtype)
     return _to_write(at, value, grad_logits)

@@ -53,9 +53,9 @@ def soft_cross_entropy_backward(
     q = weighted_probabilities(probabilities, weight, options.label_smoothing, x.dtype)
     a = grad_loss.to(x.dtype)
     mass = q.sum(-1)
-    unread = (a == 0) & ~mass.isfinite()  # as in _finish, whatever the probabilities hold
-    q = torch.where(unread.unsqueeze(-1), 0.0, q)
-    total = a * torch.where(unread, 0.0, mass)
+    is_skipped = (a == 0) & ~mass.isfinite()  # as in _finish, whatever the probabilities hold
+    q = torch.where(is_skipped.unsqueeze(-1), 0.0, q)
+    total = a * torch.where(is_skipped, 0.0, mass)
     if grad_lse is not None:
         total = total + grad_lse.to(x.dtype)
     grad = softmax_gradient(x, lse, total) - a.unsqueeze(-1) * q

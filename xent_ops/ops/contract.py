@@ -35,24 +35,24 @@ NAMES = {"probabilities": "target"}  # what arguments are called in public funct
 
 
 def classes_of(call: Call) -> int:
-    """Of the columns, those that are classes: what is behind them is padding."""
+    """How many of the columns are classes; the columns behind them are padding."""
     return columns_of(rules.width(call), getattr(call, "class_start", 0), getattr(call, "num_classes", None))
 
 
-def handed_over(call: Call) -> int:
-    """How many numbers a rank hands over."""
+def packed_width(call: Call) -> int:
+    """How many numbers the packed statistics of a rank are."""
     rows, ids = call.target.numel(), getattr(call, "ids", None)
     if hasattr(call, "beta"):
         return distillation_shard.width(rows, rules.record(call))
-    places = 0 if ids is None else ids.shape[-1]
-    return shard.width(rows, call.weight is not None, getattr(call, "with_entropy", False), places)
+    ids_per_row = 0 if ids is None else ids.shape[-1]
+    return shard.width(rows, call.weight is not None, getattr(call, "with_entropy", False), ids_per_row)
 
 
 # Sizes that no argument gives, from the call and the dtype of what has them.
 DERIVED_SIZES: dict[str, Callable[[Call, torch.dtype], int]] = {
     "S": lambda call, dtype: STATISTICS,
     "P": lambda call, dtype: padded_classes(classes_of(call), dtype),
-    "W": lambda call, dtype: handed_over(call),
+    "W": lambda call, dtype: packed_width(call),
 }
 CHECKED_LAST = frozenset(("P", "W"))  # they are made of arguments that must be right
 # Dtypes of results that are no other argument's.
@@ -100,7 +100,7 @@ class Contract:
         schema: the operator's.
         arguments, results: rows for names that mean something else here than in names.py. None: not checked.
         rows_of: of a call, the tensor that has the rows and the device, where it is not the first one of names.py.
-        more: rules of this operator alone.
+        own_rules: rules of this operator alone.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Contract:
         arguments: Mapping[str, Row | None],
         results: Mapping[str, Row],
         rows_of: Callable[[Call], Tensor] | None,
-        more: Sequence[Callable[[Call], None]],
+        own_rules: Sequence[Callable[[Call], None]],
     ) -> None:
         self.arguments = [argument.name for argument in schema.arguments]
         self.keyword_only = [argument.name for argument in schema.arguments if argument.kwarg_only]
@@ -136,7 +136,7 @@ class Contract:
                 always = [name for name in names if name in self.required]
                 for name in always[:1] or [name for name in names if name in rows]:
                     self.rules.append((self.positions[name], fixed.get(name, ...), rule))
-        self.rules += [(0, ..., rule) for rule in more]
+        self.rules += [(0, ..., rule) for rule in own_rules]
         self.results = [self._result(one.name, {**RESULTS, **results}) for one in schema.returns]
 
     def _argument(self, name: str, dtype: str, text: str, meaning: str) -> Argument:
@@ -164,9 +164,9 @@ class Contract:
         optional = condition.partition(" ")[0] in self.positions
         return dtype, shape, condition if optional else ""
 
-    def blank(self, **given: Any) -> Call:
+    def blank(self, **arguments: Any) -> Call:
         """A call of which some arguments are not there yet."""
-        return self.Call(**dict.fromkeys(self.required) | given)
+        return self.Call(**dict.fromkeys(self.required) | arguments)
 
     def bind(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> Call:
         return self.Call(*args, **keywords)
@@ -179,14 +179,14 @@ class Contract:
             if call[index] is not default:  # no comparison: it would specialise a symbolic number
                 rule(call)
         if self.checked_last:
-            self.check_tensors(call, of=self.checked_last)
+            self.check_tensors(call, tensors=self.checked_last)
 
-    def check_tensors(self, call: Call, called: Mapping[str, str] = NAMES, of: Any = None) -> None:
+    def check_tensors(self, call: Call, called: Mapping[str, str] = NAMES, tensors: Any = None) -> None:
         """``called``: other names of arguments, for messages."""
         owner = call.owner
         device, rows = owner.device, owner.shape[:-1]
         known = static(rows)
-        for argument in self.tensors if of is None else of:
+        for argument in self.tensors if tensors is None else tensors:
             index, name, dtypes, like, shape = argument[:5]
             tensor = call[index]
             if tensor is None:
@@ -213,14 +213,14 @@ class Contract:
     def _same_dtype(self, name: str, tensor: Tensor, like: str, call: Call, called: Mapping[str, str]) -> None:
         if like == "any":
             return
-        other = like.removeprefix("=")
-        wanted = RESULT_DTYPES[like](call) if other == like else getattr(call, other).dtype
-        if tensor.dtype == wanted:
+        peer = like.removeprefix("=")
+        expected = RESULT_DTYPES[like](call) if peer == like else getattr(call, peer).dtype
+        if tensor.dtype == expected:
             return
-        if other == like:
-            raise TypeError(f"{called.get(name, name)} has dtype {tensor.dtype}; expected {wanted}")
+        if peer == like:
+            raise TypeError(f"{called.get(name, name)} has dtype {tensor.dtype}; expected {expected}")
         raise TypeError(
-            f"{called.get(name, name)} has dtype {tensor.dtype} but {called.get(other, other)} {wanted}; both must be "
+            f"{called.get(name, name)} has dtype {tensor.dtype} but {called.get(peer, peer)} {expected}; both must be "
             "the same, as for nn.Linear (torch.autocast casts both)"
         )
 
@@ -239,7 +239,7 @@ class Contract:
         fits = len(sizes) == len(before) + len(middle) + len(behind)
         names = [*before, *[None] * len(middle), *behind]
         own = own | {size for size in names if size in self.givers and call[self.givers[size][0]] is None}
-        wanted = [
+        expected = [
             (sizes[axis] if fits else size)
             if size in own
             else middle[axis - len(before)]
@@ -249,16 +249,19 @@ class Contract:
         ]
 
         def message() -> str:
-            shown = [size if size in own and len(size) > 1 else one for size, one in zip(names, wanted, strict=True)]
-            of_hint = rules.HINTS.get(argument.name)
-            shown, hint = (shown, "") if of_hint is None else of_hint(call, text, shown)
-            numbers = ", ".join(map(str, shown)) + ("," if len(shown) == 1 else "")
-            return f"{text} has shape {tuple(sizes)}; expected ({numbers}), {argument.meaning}{hint}"
+            shown = [
+                size if size in own and len(size) > 1 else expected_size
+                for size, expected_size in zip(names, expected, strict=True)
+            ]
+            find_hint = rules.HINTS.get(argument.name)
+            shown, hint = (shown, "") if find_hint is None else find_hint(call, text, shown)
+            sizes_text = ", ".join(map(str, shown)) + ("," if len(shown) == 1 else "")
+            return f"{text} has shape {tuple(sizes)}; expected ({sizes_text}), {argument.meaning}{hint}"
 
         checks.check_value(fits, message)
-        for size, one in zip(sizes, wanted, strict=True):
-            if not (type(size) is type(one) is int and size == one):
-                checks.check_value(size == one, message)
+        for size, expected_size in zip(sizes, expected, strict=True):
+            if not (type(size) is type(expected_size) is int and size == expected_size):
+                checks.check_value(size == expected_size, message)
         for name in own & rules.AT_LEAST_ONE:
             rules.at_least_one(text, tensor, sizes[self.givers[name][1]], call)
 
@@ -268,15 +271,17 @@ class Contract:
         return [self._output(call, *result) for result in self.results]
 
     def _output(self, call: Call, dtype: str, shape: Any, condition: str) -> tuple[tuple[int, ...], torch.dtype]:
-        made = RESULT_DTYPES[dtype](call) if dtype in RESULT_DTYPES else getattr(call, dtype[1:]).dtype
+        own_dtype = RESULT_DTYPES[dtype](call) if dtype in RESULT_DTYPES else getattr(call, dtype[1:]).dtype
         option, _, place = condition.partition(" ")
         if option and not (getattr(call, option)[int(place)] if place else getattr(call, option)):
-            return (0,), made
+            return (0,), own_dtype
         if not isinstance(shape, Shape):
-            return shape(call), made
-        before, behind = ([self.size(name, call, made) for name in names] for names in (shape.before, shape.behind))
+            return shape(call), own_dtype
+        before, behind = (
+            [self.size(name, call, own_dtype) for name in names] for names in (shape.before, shape.behind)
+        )
         rows = call.owner.shape[:-1] if shape.rows else ()
-        return (*before, *rows, *behind), made
+        return (*before, *rows, *behind), own_dtype
 
 
 def _fits(argument: Argument, sizes: Sequence[int], rows: Sequence[int], call: Call) -> bool:
@@ -288,8 +293,8 @@ def _fits(argument: Argument, sizes: Sequence[int], rows: Sequence[int], call: C
     for size, place in zip(sizes[number:], givers, strict=True):
         if type(place) is tuple:
             giver = call[place[0]] if place else None
-            wanted = None if giver is None else giver.shape[place[1]]
-            if type(wanted) is not int or size != wanted:
+            expected = None if giver is None else giver.shape[place[1]]
+            if type(expected) is not int or size != expected:
                 return False
         elif size <= 0 if place is None else size != place:
             return False

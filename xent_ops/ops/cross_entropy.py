@@ -40,14 +40,14 @@ def _save_reduced(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
 
 
 def _reduced_backward(ctx: Any, grad_value: Tensor, *_: None) -> Gradients:
-    made = {}
+    updates = {}
     if torch.is_grad_enabled():  # The gradient is differentiated in its turn: with an lse that depends on the logits.
-        made["lse"] = run("cross_entropy_forward", saved(ctx))[1]
-    return {"logits": run_backward(ctx, grad_value, **made)}
+        updates["lse"] = run("cross_entropy_forward", saved(ctx))[1]
+    return {"logits": run_backward(ctx, grad_value, **updates)}
 
 
 def _second_backward(ctx: Any, grad: Tensor) -> Gradients:
-    if ctx.rest["num_classes"] is not None or ctx.rest["grad_dtype"] is not None:
+    if ctx.options["num_classes"] is not None or ctx.options["grad_dtype"] is not None:
         no_second_derivative()
     return differentiate_call(reference.cross_entropy_backward, ctx, grad)
 

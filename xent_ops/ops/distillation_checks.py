@@ -12,27 +12,27 @@ from ..kernels.reference import columns_of
 from . import checks
 
 
-def options(how: Distillation, student: Tensor, teacher: Tensor) -> None:
+def options(spec: Distillation, student: Tensor, teacher: Tensor) -> None:
     """``student``, ``teacher``: tensors of the dtypes of their logits."""
-    if not 0.0 <= how.beta <= 1.0:
-        raise ValueError(f"beta must be between 0.0 and 1.0, got {how.beta}")
-    if not (how.temperature > 0.0 and math.isfinite(how.temperature)):
-        raise ValueError(f"temperature must be a finite number above 0, got {how.temperature}")
-    if not math.isfinite(how.hard_weight):
-        raise ValueError(f"hard_weight must be finite, got {how.hard_weight}")
-    if how.options.label_smoothing != 0.0:
-        raise ValueError(f"label_smoothing must be 0.0 in a distillation, got {how.options.label_smoothing}")
-    for name, tensor, given in (("", student, how.student()), ("teacher_", teacher, how.teacher())):
+    if not 0.0 <= spec.beta <= 1.0:
+        raise ValueError(f"beta must be between 0.0 and 1.0, got {spec.beta}")
+    if not (spec.temperature > 0.0 and math.isfinite(spec.temperature)):
+        raise ValueError(f"temperature must be a finite number above 0, got {spec.temperature}")
+    if not math.isfinite(spec.hard_weight):
+        raise ValueError(f"hard_weight must be finite, got {spec.hard_weight}")
+    if spec.options.label_smoothing != 0.0:
+        raise ValueError(f"label_smoothing must be 0.0 in a distillation, got {spec.options.label_smoothing}")
+    for name, tensor, head_options in (("", student, spec.student()), ("teacher_", teacher, spec.teacher())):
         try:
-            checks.option_values(given, tensor.dtype)
+            checks.option_values(head_options, tensor.dtype)
         except ValueError as error:
-            divided = "" if how.temperature == 1.0 else f" (divided by temperature={how.temperature})"
+            divided = "" if spec.temperature == 1.0 else f" (divided by temperature={spec.temperature})"
             raise ValueError(f"{name}{error}{divided}") from None
 
 
-def classes(how: Distillation, width: int, teacher_width: int, names: tuple[str, str]) -> None:
+def classes(spec: Distillation, width: int, teacher_width: int, names: tuple[str, str]) -> None:
     """``names``: of what has the student's and the teacher's classes."""
-    number = how.num_classes
+    number = spec.num_classes
     if number is None:
         if type(width) is type(teacher_width) is int and width == teacher_width:
             return
@@ -53,22 +53,22 @@ def classes(how: Distillation, width: int, teacher_width: int, names: tuple[str,
     checks.check_value(number >= 1, lambda: f"num_classes must be at least 1, got {number}")
 
 
-def slices(how: Distillation, class_start: int | None, width: int, teacher_width: int, names: tuple[str, str]) -> None:
+def slices(spec: Distillation, class_start: int | None, width: int, teacher_width: int, names: tuple[str, str]) -> None:
     """Without a class_start all classes, as ``classes``; else both must be split at the same classes."""
     if class_start is None:
-        classes(how, width, teacher_width, names)
+        classes(spec, width, teacher_width, names)
         return
-    number = how.num_classes
+    number = spec.num_classes
     if number is None:
         raise ValueError(f"class_start={class_start} is of a slice: num_classes must say how many classes all have")
     for size in (width, teacher_width):
         checks.shard_range(size, class_start, number)
-    columns, others = (columns_of(size, class_start, number) for size in (width, teacher_width))
+    columns, teacher_columns = (columns_of(size, class_start, number) for size in (width, teacher_width))
     checks.check_value(
-        columns == others,
+        columns == teacher_columns,
         lambda: (
             f"{names[0]} has {columns} of the {number} classes from class_start={class_start} on but {names[1]} "
-            f"{others}; the student's head and the teacher's must be split at the same classes"
+            f"{teacher_columns}; the student's head and the teacher's must be split at the same classes"
         ),
     )
 

@@ -1,7 +1,7 @@
 """The floating-point operations of operators that hold products, as torch.utils.flop_counter counts them.
 
 A product of (n, H) and (H, V) counts 2 n H V, and nothing else counts, as of nn.Linear and F.cross_entropy. All rows
-that an operator gets count: how many of them ``skip_ignored`` leaves out stands on the device.
+of an operator count: the number of rows that ``skip_ignored`` leaves out is known on the device alone.
 
 Importing torch.utils.flop_counter imports Triton, 0.1 s, so the formulas wait until it is imported by someone else.
 """
@@ -26,7 +26,7 @@ _MODULE = "torch.utils.flop_counter"
 
 
 def _product(call: Call) -> int:
-    """One with the head. Of a slice of the classes, those of the slice; of a chunk, its rows."""
+    """One product with the head, of the classes of a slice or the rows of a chunk."""
     classes, features = call.linear_weight.shape
     rows = call.logits.shape[:1] if hasattr(call, "logits") else call.input.shape[:-1]
     if hasattr(call, "class_start"):
@@ -34,7 +34,7 @@ def _product(call: Call) -> int:
     return 2 * math.prod(rows) * features * classes
 
 
-def _of_teacher(call: Call) -> int:
+def _teacher_product(call: Call) -> int:
     classes, features = call.teacher_weight.shape
     if hasattr(call, "class_start"):
         classes = columns_of(classes, call.class_start, call.num_classes)
@@ -46,7 +46,7 @@ def _with_grads(call: Call) -> int:
     return (1 + sum(call.output_mask[:2])) * _product(call)
 
 
-def _of_grad_weight(call: Call) -> int:
+def _grad_weight_product(call: Call) -> int:
     return 2 * math.prod(call.input.shape) * call.columns if call.grad_linear_weight.dim() == 2 else 0
 
 
@@ -58,15 +58,15 @@ FLOPS: dict[str, Callable[[Call], int]] = {
     "linear_token_logits": _product,
     "linear_token_logits_backward": _with_grads,
     "linear_token_logits_with_grad": _with_grads,
-    "linear_distillation_forward": lambda call: _product(call) + _of_teacher(call),
-    "linear_distillation_backward": lambda call: _with_grads(call) + _of_teacher(call),
-    "linear_distillation_with_grad": lambda call: _with_grads(call) + _of_teacher(call),
-    "linear_distillation_chunk": lambda call: _product(call) + _of_teacher(call),
+    "linear_distillation_forward": lambda call: _product(call) + _teacher_product(call),
+    "linear_distillation_backward": lambda call: _with_grads(call) + _teacher_product(call),
+    "linear_distillation_with_grad": lambda call: _with_grads(call) + _teacher_product(call),
+    "linear_distillation_chunk": lambda call: _product(call) + _teacher_product(call),
     "linear_distillation_chunk_grad_": lambda call: _product(call) if call.with_grad_input else 0,
     "linear_cross_entropy_shard": _product,
     "linear_cross_entropy_chunk": _product,
     "linear_cross_entropy_chunk_grad_": lambda call: _product(call) if call.with_grad_input else 0,
-    "linear_cross_entropy_chunk_add_": _of_grad_weight,
+    "linear_cross_entropy_chunk_add_": _grad_weight_product,
 }
 
 
@@ -96,8 +96,8 @@ class _WhenImported:
     ) -> importlib.machinery.ModuleSpec | None:
         if name != _MODULE:
             return None
-        others = (finder for finder in list(sys.meta_path) if finder is not self)
-        spec = next((spec for finder in others if (spec := finder.find_spec(name, path, target))), None)
+        other_finders = (finder for finder in list(sys.meta_path) if finder is not self)
+        spec = next((spec for finder in other_finders if (spec := finder.find_spec(name, path, target))), None)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module

@@ -1,7 +1,7 @@
 """Where operators meet the dispatcher: one declaration an operator.
 
-``operator`` defines ``xent::name`` from its schema, with its fake and its kernels, and where schemas.py says that it
-overwrites an argument its in-place twin ``xent::name_`` too. ``autograd`` adds a formula.
+``operator`` defines ``xent::name`` from its schema, with its fake and its kernels. If schemas.py names an argument to
+overwrite, it also defines the in-place twin ``xent::name_``. ``autograd`` adds a formula.
 Everything here needs torch alone; Triton is imported when a tensor first arrives on its device (devices.py).
 """
 
@@ -86,9 +86,9 @@ class Operator:
         for key in _REFERENCE_DEVICES:
             LIBRARY.impl(name, self.on_reference, key)
 
-    def keywords(self, given: dict[str, Any]) -> dict[str, Any]:
+    def keywords(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The keywords of a call with the options as one record."""
-        return as_record(given) if self.has_options else given
+        return as_record(kwargs) if self.has_options else kwargs
 
     def check(self, call: Call) -> None:
         if self.overwrites is None:
@@ -98,47 +98,47 @@ class Operator:
         self.contract.check(call)
         overwriting.writable(self.overwrites, call[self.position])
 
-    def fake(self, *args: Any, **given: Any) -> Any:
+    def fake(self, *args: Any, **kwargs: Any) -> Any:
         """Outputs without values, for tracing; serves the meta device too."""
-        call = self.bind(*args, **given)
+        call = self.bind(*args, **kwargs)
         if call.owner.device.type != "meta":  # a fake tensor shows the device that it stands for
             for prepare in BEFORE_TRACING:
                 prepare()
         self.contract.check(call)
         return _returned([call.owner.new_empty(shape, dtype=dtype) for shape, dtype in self.contract.outputs(call)])
 
-    def on_reference(self, *args: Any, **given: Any) -> Any:
-        call = self.bind(*args, **given)
+    def on_reference(self, *args: Any, **kwargs: Any) -> Any:
+        call = self.bind(*args, **kwargs)
         self.check(call)
         if self.composed and self.check_values is not None and call.owner.device.type == "cpu":
             self.check_values(call)
-        return self.reference(*args, **self.keywords(given))
+        return self.reference(*args, **self.keywords(kwargs))
 
-    def on_cpu(self, *args: Any, **given: Any) -> Any:
-        call = self.bind(*args, **given)
+    def on_cpu(self, *args: Any, **kwargs: Any) -> Any:
+        call = self.bind(*args, **kwargs)
         self.check(call)
         # Which checks the targets' values itself.
         kernel = None if self.name in PYTHON_ONLY else cpu.kernel(self.name)
         if kernel is not None:
-            return kernel(*args, **given)
+            return kernel(*args, **kwargs)
         if self.check_values is not None:
             self.check_values(call)
-        return self.reference(*args, **self.keywords(given))
+        return self.reference(*args, **self.keywords(kwargs))
 
-    def on_triton(self, *args: Any, **given: Any) -> Any:
-        if self.overwrites is not None:  # what the signature does not hold
+    def on_triton(self, *args: Any, **kwargs: Any) -> Any:
+        if self.overwrites is not None:  # the signature does not tell
             overwriting.may_be_written(self.overwrites, args[self.position])
-        signature = call_signature(args, given)
+        signature = call_signature(args, kwargs)
         launch = self.launches.get(signature)
         if launch is None:
-            self.check(self.bind(*args, **given))
-            launch = devices.triton_launchers()[self.name](*args, **self.keywords(given))
+            self.check(self.bind(*args, **kwargs))
+            launch = devices.triton_launchers()[self.name](*args, **self.keywords(kwargs))
             self.launches.put(signature, launch)
         return launch(*args)
 
-    def on_npu(self, *args: Any, **given: Any) -> Any:
-        self.check(self.bind(*args, **given))
-        keywords = self.keywords(given)
+    def on_npu(self, *args: Any, **kwargs: Any) -> Any:
+        self.check(self.bind(*args, **kwargs))
+        keywords = self.keywords(kwargs)
         # The vector cores have no float64, and our kernels there write gradients in the logits' dtype.
         if not self.ascend or any(
             isinstance(arg, torch.dtype) or (isinstance(arg, Tensor) and arg.dtype == torch.float64) for arg in args
@@ -201,10 +201,10 @@ def _in_place(function: Callable[..., Any], position: int) -> Callable[..., Any]
     """The function with its last output written over the argument at ``position``."""
 
     def write(*args: Any, **keywords: Any) -> Any:
-        made = function(*args, **keywords)
-        *others, written = made if isinstance(made, tuple) else (made,)
+        results = function(*args, **keywords)
+        *other_results, written = results if isinstance(results, tuple) else (results,)
         front_of(args[position], written.dtype).copy_(written)
-        return _returned(others)
+        return _returned(other_results)
 
     return write
 
@@ -217,7 +217,7 @@ def _returned(outputs: list[Any]) -> Any:
 
 
 def refuse(name: str, *args: Any, **keywords: Any) -> None:
-    """What an operator refuses, before anything else is done. Arguments may be missing."""
+    """Raise what an operator would raise, before it is called. Arguments may be missing."""
     contract = OPERATORS[name].contract
     contract.check(contract.blank(**dict(zip(contract.arguments, args, strict=False)), **keywords))
 
@@ -230,15 +230,15 @@ def autograd(name: str, backward: Callable[..., Gradients], save: Callable[[Any,
     contract = OPERATORS[name].contract
     positional = contract.arguments[: len(contract.arguments) - len(contract.keyword_only)]
 
-    # torch passes keyword_only_inputs where there are such, and fills in what the dispatcher left out.
+    # torch passes keyword_only_inputs where the operator has any, and fills in what the dispatcher left out.
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Any = None) -> None:
         ctx.positions = contract.positions
         ctx.set_materialize_grads(False)
         save(ctx, contract.bind(inputs, keyword_only_inputs or {}), output)
 
     def formula(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        made = {} if all(grad is None for grad in grads) else backward(ctx, *grads)
-        return tuple([made.get(argument) for argument in positional])
+        gradients = {} if all(grad is None for grad in grads) else backward(ctx, *grads)
+        return tuple([gradients.get(argument) for argument in positional])
 
     torch.library.register_autograd(f"xent::{name}", formula, setup_context=setup_context, lib=LIBRARY)
 
@@ -253,39 +253,39 @@ def save_nothing(ctx: Any, call: Call, output: Any) -> None:
     """Of a formula that only raises."""
 
 
-def save_for(ctx: Any, name: str, call: Call, *also: str, **more: Any) -> None:
-    """Keep of a call, and of what was made, all that the operator ``name`` takes, its backward, and ``also`` these."""
-    given = call._asdict() | more
-    kept = {argument: given[argument] for argument in (*OPERATORS[name].arguments, *also) if argument in given}
-    tensors = {argument: value for argument, value in kept.items() if isinstance(value, Tensor)}
+def save_for(ctx: Any, name: str, call: Call, *also: str, **results: Any) -> None:
+    """Keep every argument of the operator ``name``, a backward, that the call or results have, and ``also`` these."""
+    values = call._asdict() | results
+    state = {argument: values[argument] for argument in (*OPERATORS[name].arguments, *also) if argument in values}
+    tensors = {argument: value for argument, value in state.items() if isinstance(value, Tensor)}
     ctx.save_for_backward(*tensors.values())
-    ctx.kept = name, tuple(tensors), kept | dict.fromkeys(tensors)
+    ctx.kept = name, tuple(tensors), state | dict.fromkeys(tensors)
 
 
 def saved(ctx: Any) -> dict[str, Any]:
-    _name, tensors, kept = ctx.kept
-    return kept | dict(zip(tensors, ctx.saved_tensors, strict=True))
+    _name, tensors, state = ctx.kept
+    return state | dict(zip(tensors, ctx.saved_tensors, strict=True))
 
 
-def run(name: str, given: Mapping[str, Any]) -> Any:
-    """Call an operator with those of these that it has arguments for."""
+def run(name: str, values: Mapping[str, Any]) -> Any:
+    """Call an operator with the values of its arguments. Others are left out."""
     contract, operator = OPERATORS[name].contract, OPERATORS[name].overload
-    call = contract.blank(**{argument: given[argument] for argument in contract.arguments if argument in given})
+    call = contract.blank(**{argument: values[argument] for argument in contract.arguments if argument in values})
     keywords = {argument: getattr(call, argument) for argument in contract.keyword_only}
     return operator(*call[: len(call) - len(keywords)], **keywords)
 
 
-def run_backward(ctx: Any, grad_loss: Tensor | None, **more: Any) -> Any:
-    """The operator that ``save_for`` named, with what it kept and with upstream gradients.
+def run_backward(ctx: Any, grad_loss: Tensor | None, **updates: Any) -> Any:
+    """Run the operator that ``save_for`` named, with the values that it kept and with these updates.
 
-    Without a gradient of its own an entropy is left out. Without one of the loss, where there is an lse, that is 0.
+    An entropy without a gradient is left out. Where there is an lse, a loss without a gradient gets 0.
     """
-    given = saved(ctx) | more
-    if more.get("grad_entropy") is None:
-        given.pop("entropy", None)
-    lse = given.get("lse")
-    given["grad_loss"] = lse.new_zeros(()) if grad_loss is None and lse is not None else grad_loss
-    return run(ctx.kept[0], given)
+    values = saved(ctx) | updates
+    if updates.get("grad_entropy") is None:
+        values.pop("entropy", None)
+    lse = values.get("lse")
+    values["grad_loss"] = lse.new_zeros(()) if grad_loss is None and lse is not None else grad_loss
+    return run(ctx.kept[0], values)
 
 
 def below_autograd(overload: Any, *args: Any, **options: Any) -> Any:

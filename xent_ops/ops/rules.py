@@ -87,9 +87,9 @@ def _temperature(call: Call) -> None:
         student, teacher, names = call.owner, call.teacher_logits, ("logits", "teacher_logits")
         chunk = hasattr(call, "linear_weight")  # whose logits are padded
         widths = (width(call), width(call) if chunk else teacher.shape[-1])
-    how = record(call)
-    distillation_checks.options(how, student, teacher)
-    distillation_checks.slices(how, getattr(call, "class_start", None), *widths, names)
+    spec = record(call)
+    distillation_checks.options(spec, student, teacher)
+    distillation_checks.slices(spec, getattr(call, "class_start", None), *widths, names)
 
 
 def check_targets(call: Call) -> None:
@@ -129,8 +129,8 @@ def _entropy(call: Call) -> None:
 
 
 def _grad_ids(call: Call) -> None:
-    given = [one is not None for one in (call.ids, call.at_ids, call.grad_ids)]
-    if any(given) and not all(given):
+    is_given = [tensor is not None for tensor in (call.ids, call.at_ids, call.grad_ids)]
+    if any(is_given) and not all(is_given):
         raise ValueError("ids, at_ids and grad_ids go together: expected all of them or none")
 
 
@@ -196,11 +196,11 @@ def _swapped(call: Call, name: str, rows: Any) -> str:
     )
 
 
-def _of_target(call: Call, name: str, shown: list[Any]) -> tuple[list[Any], str]:
+def _target_hint(call: Call, name: str, shown: list[Any]) -> tuple[list[Any], str]:
     return shown, _swapped(call, "linear_weight", call.target.shape) if hasattr(call, "input") else ""
 
 
-def _of_weight(call: Call, name: str, shown: list[Any]) -> tuple[list[Any], str]:
+def _weight_hint(call: Call, name: str, shown: list[Any]) -> tuple[list[Any], str]:
     shape = call.linear_weight.shape
     if not hasattr(call, "input"):
         return shown, ""
@@ -212,6 +212,6 @@ def _of_weight(call: Call, name: str, shown: list[Any]) -> tuple[list[Any], str]
 
 
 HINTS: dict[str, Callable[[Call, str, list[Any]], tuple[list[Any], str]]] = {
-    "target": _of_target,
-    "linear_weight": _of_weight,
+    "target": _target_hint,
+    "linear_weight": _weight_hint,
 }

@@ -15,21 +15,21 @@ from .library import needs_grad
 
 def save_all(ctx: Any, call: Call, output: Any) -> None:
     """Of a backward operator: its second derivatives need all that it was called with."""
-    given = call._asdict()
-    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    values = call._asdict()
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     ctx.save_for_backward(*tensors.values())
     ctx.set_materialize_grads(True)
-    ctx.names, ctx.rest = tuple(tensors), {name: value for name, value in given.items() if name not in tensors}
+    ctx.names, ctx.options = tuple(tensors), {name: value for name, value in values.items() if name not in tensors}
 
 
 def differentiate_call(
     function: Callable[..., Any], ctx: Any, grad: Any, without: Collection[str] = ()
 ) -> dict[str, Tensor | None]:
     """``differentiate`` of a reference with what ``save_all`` kept, by name."""
-    names, rest = ctx.names, as_record({name: value for name, value in ctx.rest.items() if name not in without})
+    names, options = ctx.names, as_record({name: value for name, value in ctx.options.items() if name not in without})
 
     def by_name(*tensors: Tensor) -> Any:
-        return function(**dict(zip(names, tensors, strict=True)), **rest)
+        return function(**dict(zip(names, tensors, strict=True)), **options)
 
     needs = [needs_grad(ctx, name) for name in names]
     return dict(zip(names, differentiate(by_name, ctx.saved_tensors, needs, {}, grad), strict=True))
@@ -64,16 +64,16 @@ def differentiate(
     torch.func.vjp rather than torch.autograd.grad, so that it also works below functorch transforms and the
     result can be differentiated again.
     """
-    wanted = [i for i, needed in enumerate(needs_grad) if needed]
+    indices = [i for i, needed in enumerate(needs_grad) if needed]
 
-    def of_wanted(*tensors: Tensor) -> Tensor:
+    def with_tensors(*tensors: Tensor) -> Tensor:
         full = list(arguments)
-        for i, tensor in zip(wanted, tensors, strict=True):
+        for i, tensor in zip(indices, tensors, strict=True):
             full[i] = tensor
         return function(*full, **options)
 
-    pullback = torch.func.vjp(of_wanted, *(arguments[i] for i in wanted))[1]
+    pullback = torch.func.vjp(with_tensors, *(arguments[i] for i in indices))[1]
     grads: list[Tensor | None] = [None] * len(arguments)
-    for i, value in zip(wanted, pullback(grad), strict=True):
+    for i, value in zip(indices, pullback(grad), strict=True):
         grads[i] = value
     return tuple(grads)

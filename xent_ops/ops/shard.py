@@ -20,10 +20,10 @@ from .library import Gradients, autograd, needs_grad, operator, run_backward, sa
 from .rules import check_targets
 
 
-def _save(ctx: Any, call: Call, coefficient: Tensor, **made: Any) -> None:
+def _save(ctx: Any, call: Call, coefficient: Tensor, **results: Any) -> None:
     if needs_grad(ctx, "weight"):
         checks.weight_needs_grad()
-    save_for(ctx, "cross_entropy_backward", call, coefficient=None if call.weight is None else coefficient, **made)
+    save_for(ctx, "cross_entropy_backward", call, coefficient=None if call.weight is None else coefficient, **results)
 
 
 def _save_rows(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:

@@ -10,7 +10,7 @@ _CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
 def shown(value: Any) -> str:
     """A constant as Python writes it, a function by its name, anything else by its type."""
     values = value if isinstance(value, (list, tuple)) else (value,)
-    if all([isinstance(one, _CONSTANTS) for one in values]):
+    if all([isinstance(item, _CONSTANTS) for item in values]):
         return repr(value)
     return getattr(value, "__qualname__", None) or kind_of(value)
 

@@ -29,20 +29,20 @@ def _save(ctx: Any, call: Call, output: tuple[Tensor, Tensor]) -> None:
 
 
 def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None) -> Gradients:
-    given = saved(ctx)
+    values = saved(ctx)
     if grad_loss is None:
-        grad_loss = given["lse"].new_zeros(()).expand(given["lse"].shape)
-    made: dict[str, Tensor | None] = {}
+        grad_loss = values["lse"].new_zeros(()).expand(values["lse"].shape)
+    gradients: dict[str, Tensor | None] = {}
     if needs_grad(ctx, "logits"):
-        made["logits"] = run_backward(ctx, grad_loss, grad_lse=grad_lse)
+        gradients["logits"] = run_backward(ctx, grad_loss, grad_lse=grad_lse)
     if needs_grad(ctx, "probabilities") or needs_grad(ctx, "weight"):
         names = ("logits", "probabilities", "lse", "weight")
-        of_target = reference_soft.soft_target_gradients(
-            grad_loss, *[given[name] for name in names], options=as_record(given)["options"]
+        target_grads = reference_soft.soft_target_gradients(
+            grad_loss, *[values[name] for name in names], options=as_record(values)["options"]
         )
-        both = zip(("probabilities", "weight"), of_target, strict=True)
-        made |= {name: grad for name, grad in both if needs_grad(ctx, name)}
-    return made
+        named_grads = zip(("probabilities", "weight"), target_grads, strict=True)
+        gradients |= {name: grad for name, grad in named_grads if needs_grad(ctx, name)}
+    return gradients
 
 
 def _second_backward(ctx: Any, grad: Tensor) -> Gradients:

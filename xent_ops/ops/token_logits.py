@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..head import ids as of_ids
+from ..head import ids as head_ids
 from ..kernels import reference_ids
 from ..kernels.reference_ids import first_counted
 from . import checks
@@ -42,8 +42,8 @@ def save(backward: str) -> Any:
 
 def upstream(ctx: Any, grad_ids: Tensor | None, grad_lse: Tensor | None, grad_entropy: Tensor | None) -> dict[str, Any]:
     if grad_ids is None:
-        given = saved(ctx)
-        grad_ids = given["lse"].new_zeros(given["ids"].shape)
+        values = saved(ctx)
+        grad_ids = values["lse"].new_zeros(values["ids"].shape)
     return {"grad_ids": grad_ids, "grad_lse": grad_lse, "grad_entropy": grad_entropy}
 
 
@@ -55,11 +55,11 @@ operator("ids_grad_", reference=reference_ids.ids_grad_, overwrites="grad_logits
 
 operator(
     "token_logits",
-    reference=of_ids.statistics_of_rows,
+    reference=head_ids.statistics_of_rows,
     check_values=check_targets,
     composed=True,
 )
 autograd("token_logits", _backward, save("token_logits_backward"))
 
-operator("token_logits_backward", reference=of_ids.gradient, composed=True)
+operator("token_logits_backward", reference=head_ids.gradient, composed=True)
 autograd("token_logits_backward", refuse_second_derivatives, save_nothing)

@@ -40,7 +40,7 @@ def two_heads(
     student: tuple[Tensor, Tensor, Tensor | None],  # input, weight, bias
     target: Tensor,
     teacher: tuple[Tensor, Tensor, Tensor | None],
-    how: Distillation,
+    spec: Distillation,
     class_start: int,
     names: tuple[str, str],
     teacher_names: tuple[str, str],
@@ -48,12 +48,12 @@ def two_heads(
     """Of slices, which may be empty. ``names``: of weights and biases."""
     contract = OPERATORS["linear_distillation_chunk"].contract
     fields = ("input", "linear_weight", "linear_bias"), ("teacher_input", "teacher_weight", "teacher_bias")
-    given: dict[str, Any] = dict(zip(fields[0], student, strict=True)) | dict(zip(fields[1], teacher, strict=True))
-    call = contract.blank(target=target, class_start=class_start, num_classes=how.num_classes, **given)
+    heads: dict[str, Any] = dict(zip(fields[0], student, strict=True)) | dict(zip(fields[1], teacher, strict=True))
+    call = contract.blank(target=target, class_start=class_start, num_classes=spec.num_classes, **heads)
     contract.check_tensors(call, dict(zip((*fields[0][1:], *fields[1][1:]), (*names, *teacher_names), strict=True)))
-    distillation_checks.options(how, student[0], teacher[0])
+    distillation_checks.options(spec, student[0], teacher[0])
     widths = student[1].shape[0], teacher[1].shape[0]
-    distillation_checks.slices(how, class_start, *widths, (names[0], teacher_names[0]))
+    distillation_checks.slices(spec, class_start, *widths, (names[0], teacher_names[0]))
 
 
 def reduced_by(divisor: Tensor | None, input: Tensor, reduction: str) -> None:

@@ -1,14 +1,14 @@
-"""Operators of one chunk of rows of a head, or of a rank's slice of one, between which the caller's code stands.
+"""Operators of one chunk of rows of a head, or of a rank's slice of one. Between them the caller's code runs.
 
 The loop is head/loop.py's. The logits of a chunk live from the first operator to the third::
 
     linear_cross_entropy_chunk        a chunk's logits and their statistics: (loss, lse), with entropies (loss, lse,
                                       entropy), (2, n) or (3, n); of a slice what cross_entropy_shard returns; after
                                       them x of the ids, (K, n)
-    linear_cross_entropy_chunk_grad_  from the coefficients of rows: the gradient, written over the logits, and the
+    linear_cross_entropy_chunk_grad_  from upstream gradients of rows: the gradient, written over the logits, and the
                                       input's gradient, of a slice this rank's part of it
     linear_cross_entropy_chunk_add_   the chunk's part of the weight's and the bias' gradient
-    attach_gradients                  the loss, whose derivatives are the gradients made
+    attach_gradients                  the loss, whose derivatives are these gradients
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor
 from ...head import shard
 from ...head.sizes import padded_classes
 from .. import checks
-from ..contract import Call, handed_over
+from ..contract import Call, packed_width
 from ..library import Gradients, autograd, operator
 from ..rules import check_targets
 from ..second_order import no_second_derivative
-from .operators import OF_HEAD, give_away_once, keep_gradients
+from .operators import HEAD_NAMES, give_away_once, keep_gradients
 
 # Of the logits that the first operator makes, whose columns are padded.
 PADDED = {
@@ -40,11 +40,11 @@ def one_chunk(call: Call) -> None:
         raise ValueError(f"input has shape {tuple(call.input.shape)}; expected (rows, H), the rows of one chunk")
 
 
-def _stats(call: Call) -> tuple[int, ...]:
+def _statistics_shape(call: Call) -> tuple[int, ...]:
     if call.num_classes is not None:
-        return 1, handed_over(call)
-    places = 0 if call.ids is None else call.ids.shape[1]
-    return (3 if call.with_entropy else 2) + places, call.target.shape[0]
+        return 1, packed_width(call)
+    ids_per_row = 0 if call.ids is None else call.ids.shape[1]
+    return (3 if call.with_entropy else 2) + ids_per_row, call.target.shape[0]
 
 
 def _check_add(call: Call) -> None:
@@ -70,15 +70,15 @@ def _attached(
 
 
 def _check_gradients(call: Call) -> None:
-    for name in OF_HEAD:
-        tensor, made = getattr(call, name), getattr(call, f"grad_{name}")
-        wanted = made.dim() != 1 or made.shape[0] != 0  # one size at a time: that of rows may depend on data
-        if tensor is not None and made.dim() == tensor.dim() and wanted:
-            checks.same_shape(f"grad_{name}", made.shape, tensor.shape, f"the gradient of {name}")
+    for name in HEAD_NAMES:
+        tensor, gradient = getattr(call, name), getattr(call, f"grad_{name}")
+        is_given = gradient.dim() != 1 or gradient.shape[0] != 0  # one size at a time: that of rows may depend on data
+        if tensor is not None and gradient.dim() == tensor.dim() and is_given:
+            checks.same_shape(f"grad_{name}", gradient.shape, tensor.shape, f"the gradient of {name}")
 
 
 def _save_gradients(ctx: Any, call: Call, output: Tensor) -> None:
-    keep_gradients(ctx, call, [getattr(call, f"grad_{name}") for name in OF_HEAD], call.divisor)
+    keep_gradients(ctx, call, [getattr(call, f"grad_{name}") for name in HEAD_NAMES], call.divisor)
 
 
 def _attached_backward(ctx: Any, grad: Tensor) -> Gradients:
@@ -91,7 +91,7 @@ operator(
     "linear_cross_entropy_chunk",
     reference=shard.chunk,
     check_values=check_targets,
-    results={"stats": ("acc", _stats, "")},
+    results={"stats": ("acc", _statistics_shape, "")},
     rules=(one_chunk,),
     composed=True,
 )

@@ -49,17 +49,17 @@ def forward_runs_twice() -> bool:
 
 def gradients_in_forward(*tensors: Tensor | None) -> bool:
     """Is it the forward that makes the gradients of a reduced loss? These tensors are input, weight and bias."""
-    wanted = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    return wanted and not forward_runs_twice() and not transforms.is_jit_traced()
+    wants_grad = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return wants_grad and not forward_runs_twice() and not transforms.is_jit_traced()
 
 
 def with_grad(
-    head: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], *rest: Any, **keywords: Any
+    head: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], *loss_args: Any, **keywords: Any
 ) -> tuple[Tensor, ...]:
-    """``linear_cross_entropy_with_grad`` of the gradients that are wanted. ``rest``: its arguments without the mask."""
+    """``linear_cross_entropy_with_grad``, whose mask follows from the head. ``loss_args``: its other arguments."""
     input, linear_weight, _, linear_bias, _ = head
-    wanted = [tensor is not None and tensor.requires_grad for tensor in (input, linear_weight, linear_bias)]
-    return _ops.linear_cross_entropy_with_grad(*head, *rest[:2], wanted, *rest[2:], **keywords)
+    output_mask = [tensor is not None and tensor.requires_grad for tensor in (input, linear_weight, linear_bias)]
+    return _ops.linear_cross_entropy_with_grad(*head, *loss_args[:2], output_mask, *loss_args[2:], **keywords)
 
 
 def linear_cross_entropy(
@@ -88,13 +88,13 @@ def linear_cross_entropy(
     transforms.refuse("torch.ops.xent.linear_cross_entropy")
     input, linear_weight, linear_bias = cast_for_autocast(input, linear_weight, linear_bias)
     head = (input, linear_weight, target, linear_bias, weight)
-    how = Chunking(chunk_rows, skip_ignored, logits_dtype, products).keywords()
+    chunking = Chunking(chunk_rows, skip_ignored, logits_dtype, products).keywords()
     if reduction != "none" and gradients_in_forward(input, linear_weight, linear_bias):
-        return with_grad(head, divisor, token_weight, accumulate_dtype, **how, **loss.keywords())[0]
-    rows = _ops.linear_cross_entropy_forward(*head, accumulate_dtype=accumulate_dtype, **how, **options)
+        return with_grad(head, divisor, token_weight, accumulate_dtype, **chunking, **loss.keywords())[0]
+    rows = _ops.linear_cross_entropy_forward(*head, accumulate_dtype=accumulate_dtype, **chunking, **options)
     row_loss, lse = rows[:2]
-    divided = divisors_of(target, weight, divisor, linear_weight.shape[0], lse.dtype, loss, token_weight)
-    return reduce_rows(row_loss, lse, target, *divided, token_weight).value
+    divisors_and_loss = divisors_of(target, weight, divisor, linear_weight.shape[0], lse.dtype, loss, token_weight)
+    return reduce_rows(row_loss, lse, target, *divisors_and_loss, token_weight).value
 
 
 def divisors_of(

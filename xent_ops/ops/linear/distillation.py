@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...head import distillation as of_heads
+from ...head import distillation as head_distillation
 from ...head.float16 import split_divisors
 from ...kernels.options import LossOptions, Options
 from ..checks import divisor_needs_grad
@@ -15,7 +15,7 @@ from ..contract import Call
 from ..distillation import refuse_derivatives
 from ..distillation_checks import teacher_needs_grad
 from ..library import Gradients, autograd, needs_grad, operator, run_backward, save_for, save_nothing
-from .operators import SUMS, give_away_once, keep_gradients, mask_of, wanted
+from .operators import SUMS, by_name, give_away_once, keep_gradients, mask_of
 
 
 def _refuse_gradients_of_teacher(ctx: Any) -> None:
@@ -49,14 +49,14 @@ def _save_rows(ctx: Any, call: Call, output: tuple[Tensor, Tensor]) -> None:
 
 def _rows_backward(ctx: Any, grad_loss: Tensor, _: None) -> Gradients:
     mask = mask_of(ctx)
-    return wanted(mask, run_backward(ctx, grad_loss, output_mask=mask))
+    return by_name(mask, run_backward(ctx, grad_loss, output_mask=mask))
 
 
-operator("linear_distillation_forward", reference=of_heads.statistics, composed=True)
+operator("linear_distillation_forward", reference=head_distillation.statistics, composed=True)
 autograd("linear_distillation_forward", _rows_backward, _save_rows)
 
-operator("linear_distillation_backward", reference=of_heads.gradients, composed=True)
+operator("linear_distillation_backward", reference=head_distillation.gradients, composed=True)
 autograd("linear_distillation_backward", refuse_derivatives, save_nothing)
 
-operator("linear_distillation_with_grad", reference=of_heads.with_grad, results=SUMS, composed=True)
+operator("linear_distillation_with_grad", reference=head_distillation.with_grad, results=SUMS, composed=True)
 autograd("linear_distillation_with_grad", _backward, _save)

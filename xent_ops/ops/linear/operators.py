@@ -21,18 +21,18 @@ from ..second_order import differentiate_call, no_second_derivative, save_all
 
 _ops = torch.ops.xent
 
-OF_HEAD = ("input", "linear_weight", "linear_bias")
+HEAD_NAMES = ("input", "linear_weight", "linear_bias")
 # Gradients in the dtypes in which they are added up.
 SUMS = {f"grad_linear_{one}": RESULTS[f"summed_{one}"] for one in ("weight", "bias")}
 
 
 def mask_of(ctx: Any) -> list[bool]:
-    return [needs_grad(ctx, name) for name in OF_HEAD]
+    return [needs_grad(ctx, name) for name in HEAD_NAMES]
 
 
-def wanted(mask: Sequence[bool], gradients: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
-    """By name."""
-    return {name: grad for name, grad, want in zip(OF_HEAD, gradients, mask, strict=True) if want}
+def by_name(mask: Sequence[bool], gradients: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
+    """The gradients that the mask wants, by name."""
+    return {name: grad for name, grad, is_wanted in zip(HEAD_NAMES, gradients, mask, strict=True) if is_wanted}
 
 
 def _save_rows(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
@@ -45,7 +45,7 @@ def _save_rows(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
 
 def _rows_backward(ctx: Any, grad_loss: Any, grad_lse: Any, _: None, grad_entropy: Any) -> Gradients:
     mask = mask_of(ctx)
-    return wanted(mask, run_backward(ctx, grad_loss, grad_lse=grad_lse, grad_entropy=grad_entropy, output_mask=mask))
+    return by_name(mask, run_backward(ctx, grad_loss, grad_lse=grad_lse, grad_entropy=grad_entropy, output_mask=mask))
 
 
 def _save_with_grad(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
@@ -55,8 +55,8 @@ def _save_with_grad(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
         divisor_needs_grad()
     _value, divisors, row_loss, lse, argmax, entropy, *gradients = output
     ctx.mark_non_differentiable(divisors, row_loss, argmax, entropy, *gradients)
-    made = {"lse": lse, "divisors": divisors, "entropy": None}
-    save_for(ctx, "linear_cross_entropy_backward", call, "token_weight", **made)
+    results = {"lse": lse, "divisors": divisors, "entropy": None}
+    save_for(ctx, "linear_cross_entropy_backward", call, "token_weight", **results)
     loss = LossOptions(as_record(call._asdict())["options"], call.lse_square_scale)
     tensors = (divisors, call.target, call.token_weight, call.weight)
     _, divisor = split_divisors(call.input.dtype, *tensors, call.linear_weight.shape[0], loss)
@@ -64,30 +64,30 @@ def _save_with_grad(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
 
 
 def _with_grad_backward(ctx: Any, grad_value: Any, _divisors: None, _loss: None, grad_lse: Any, *_: None) -> Gradients:
-    given, traced = saved(ctx), torch.compiler.is_compiling()
+    values, traced = saved(ctx), torch.compiler.is_compiling()
     differentiable = torch.is_grad_enabled()  # create_graph=True
     if grad_value is None:
-        grad_value = given["lse"].new_zeros(())
+        grad_value = values["lse"].new_zeros(())
     if ctx.gradients is not None and not differentiable and grad_lse is None:
         return give_away(ctx, grad_value, keep=traced or transforms.is_batch(grad_value))
     if not traced:  # a second backward makes them again
         ctx.gradients = None
-    made = {"output_mask": ctx.mask, "grad_lse": grad_lse}
+    updates = {"output_mask": ctx.mask, "grad_lse": grad_lse}
     if differentiable:  # made again, since it depends on the logits
-        made["lse"] = run("linear_cross_entropy_forward", given)[1]
-    if given["token_weight"] is not None:
-        grad_value = grad_value * given["token_weight"].to(grad_value.dtype)
-    return wanted(ctx.mask, run_backward(ctx, grad_value, **made))
+        updates["lse"] = run("linear_cross_entropy_forward", values)[1]
+    if values["token_weight"] is not None:
+        grad_value = grad_value * values["token_weight"].to(grad_value.dtype)
+    return by_name(ctx.mask, run_backward(ctx, grad_value, **updates))
 
 
-# Gradients that a forward has made. They are an attribute, not saved tensors: the first backward scales them in place
+# Gradients that a forward has made are an attribute of ctx, not saved tensors: the first backward scales them in place
 # and gives them away.
 
 
 def keep_gradients(ctx: Any, call: Call, gradients: Sequence[Tensor], divisor: Tensor | None) -> None:
-    """``divisor``: what they are to be divided by, (), with the upstream gradient."""
-    made = getattr(call, "output_mask", (True, True, True))
-    ctx.mask = [bool(one and needed) for one, needed in zip(made, mask_of(ctx), strict=True)]
+    """``divisor``, (): ``give_away`` divides them by it."""
+    output_mask = getattr(call, "output_mask", (True, True, True))
+    ctx.mask = [bool(is_made and needed) for is_made, needed in zip(output_mask, mask_of(ctx), strict=True)]
     ctx.dtype, ctx.gradients, ctx.divisor = call.input.dtype, gradients, divisor
 
 
@@ -110,8 +110,8 @@ def give_away(ctx: Any, grad: Tensor, keep: bool) -> Gradients:
     # A tracer records no write: functionalization would hide it from xent_ops.decompositions.
     keep = keep or transforms.is_recorded()
     scaled: list[Tensor | None] = []
-    for gradient, want in zip(gradients, ctx.mask, strict=True):
-        if not want:
+    for gradient, is_wanted in zip(gradients, ctx.mask, strict=True):
+        if not is_wanted:
             scaled.append(None)
             continue
         if not keep and type(gradient) is Tensor:
@@ -119,14 +119,14 @@ def give_away(ctx: Any, grad: Tensor, keep: bool) -> Gradients:
         else:
             gradient = _ops.linear_scale_grad(gradient, factor)
         scaled.append(gradient.to(ctx.dtype))
-    return wanted(ctx.mask, scaled)
+    return by_name(ctx.mask, scaled)
 
 
 def _second_backward(ctx: Any, *grads: Tensor) -> Gradients:
     """By autograd through plain torch, with all logits at once."""
-    if ctx.rest["num_classes"] is not None:
+    if ctx.options["num_classes"] is not None:
         no_second_derivative()
-    # How the chunks are made and added up is nothing to a derivative in plain torch.
+    # A derivative in plain torch has no chunks.
     left_out = ("accumulate_dtype", *Chunking._fields)
     return differentiate_call(reference_linear.linear_cross_entropy_backward, ctx, grads, left_out)
 

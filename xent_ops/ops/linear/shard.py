@@ -19,7 +19,7 @@ from ..checks import weight_needs_grad
 from ..contract import Call
 from ..library import Gradients, autograd, needs_grad, operator, run_backward, save_for, save_nothing
 from ..rules import check_targets
-from .operators import mask_of, wanted
+from .operators import by_name, mask_of
 
 
 def _save(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
@@ -29,27 +29,27 @@ def _save(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
     _loss, lse, target_weight, coefficient, entropy = output
     ctx.mark_non_differentiable(target_weight, coefficient, *(() if call.with_entropy else (entropy,)))
     ctx.group_name, ctx.scattered = call.group_name, call.gathered_input is not None
-    made = {"lse": lse, "coefficient": None if call.weight is None else coefficient}
-    made["entropy"] = entropy if call.with_entropy else None
-    made["input"] = call.gathered_input if ctx.scattered else call.input
-    save_for(ctx, "linear_cross_entropy_backward", call, **made)
+    results = {"lse": lse, "coefficient": None if call.weight is None else coefficient}
+    results["entropy"] = entropy if call.with_entropy else None
+    results["input"] = call.gathered_input if ctx.scattered else call.input
+    save_for(ctx, "linear_cross_entropy_backward", call, **results)
 
 
 def _backward(
     ctx: Any, grad_loss: Any, grad_lse: Any, _weight: None, _coefficient: None, grad_entropy: Any
 ) -> Gradients:
-    made = wanted(
+    gradients = by_name(
         ctx.mask,
         run_backward(ctx, grad_loss, grad_lse=grad_lse, grad_entropy=grad_entropy, output_mask=ctx.mask),
     )
-    total = made.get("input")
+    total = gradients.get("input")
     if total is not None and ctx.group_name:
-        made["input"] = _sum_over_ranks(total, ctx.group_name, ctx.scattered)
-    return made
+        gradients["input"] = _sum_over_ranks(total, ctx.group_name, ctx.scattered)
+    return gradients
 
 
 def _sum_over_ranks(gradient: Tensor, group_name: str, scattered: bool) -> Tensor:
-    """Of (...) the sum; of (ranks, ...), where ``scattered``, this rank's part of it."""
+    """The sum of (...); where ``scattered``, this rank's part of the sum of (ranks, ...)."""
     if transforms.is_batch(gradient):  # torch would run the collective on each, and stack them before they are there
         raise NotImplementedError(
             "the gradient of the input is summed over ranks by a collective, which takes no batch of upstream "

@@ -6,28 +6,28 @@ from typing import Any
 
 from torch import Tensor
 
-from ...head import ids as of_ids
+from ...head import ids as head_ids
 from ..library import Gradients, autograd, operator, run_backward, save_nothing
 from ..rules import check_targets
 from ..second_order import refuse_second_derivatives
 from ..token_logits import save, upstream
-from .operators import SUMS, mask_of, wanted
+from .operators import SUMS, by_name, mask_of
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> Gradients:
     mask = mask_of(ctx)
-    return wanted(mask, run_backward(ctx, None, **upstream(ctx, *grads), output_mask=mask))
+    return by_name(mask, run_backward(ctx, None, **upstream(ctx, *grads), output_mask=mask))
 
 
-operator("linear_token_logits", reference=of_ids.statistics, check_values=check_targets, composed=True)
+operator("linear_token_logits", reference=head_ids.statistics, check_values=check_targets, composed=True)
 autograd("linear_token_logits", _backward, save("linear_token_logits_backward"))
 
-operator("linear_token_logits_backward", reference=of_ids.gradients, composed=True)
+operator("linear_token_logits_backward", reference=head_ids.gradients, composed=True)
 autograd("linear_token_logits_backward", refuse_second_derivatives, save_nothing)
 
 operator(
     "linear_token_logits_with_grad",
-    reference=of_ids.with_grad,
+    reference=head_ids.with_grad,
     check_values=check_targets,
     arguments={"grad_lse_square": ("float", "...", "one value for each row of the input")},
     results=SUMS,
