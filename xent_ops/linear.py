@@ -65,7 +65,7 @@ def linear_cross_entropy(
         token_weight: as for ``cross_entropy``. It takes no other product and no other visit of the logits.
         target_probs: (..., K), floating point, a constant: probabilities p of the K classes that the target, then of
             that shape, names of each row, as a teacher's top k. The loss of a row is -sum_k p_k log q_k, with q the
-            softmax; places of ignore_index count for nothing, equal classes add up, and a row is ignored where all of
+            softmax; ids equal to ignore_index are skipped, equal classes add up, and a row is ignored where all of
             its places are. A mean divides by the number of counted rows. Without ``weight``, ``label_smoothing``
             and ``products``.
         tail: with target_probs: all other classes form one more, of probability 1 - sum_k p_k (NaN where that is below
@@ -85,9 +85,9 @@ def linear_cross_entropy(
             and a chunk of logits twice as large. Gradients are rounded to 16 bits as ever. With skip_ignored, on a GPU
             all rows are computed. None: the input's dtype.
         products: "fp8" multiplies 8-bit numbers (e4m3) in all three products, "fp8_gradients" in those of the gradients
-            alone, with today's loss and statistics. For bfloat16 and float16 and H a multiple of 16, on GPUs of compute
-            capability 8.9 or more; on a CPU plain torch, rounded alike. Gradients have an error of 3 % in their norm,
-            without a bias: docs/precision.md says when to use it. None: 16-bit products.
+            alone, with the loss and statistics of 16-bit products. For bfloat16 and float16 and H a multiple of 16, on
+            GPUs of compute capability 8.9 or more; on a CPU plain torch, rounded alike. Gradients have an error of 3 %
+            in their norm, without a bias: docs/precision.md says when to use it. None: 16-bit products.
 
     Returns:
         The loss, float32 (float64 for float64 input): (), or with "none" the target's shape. Gradients have their

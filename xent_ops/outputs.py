@@ -14,7 +14,7 @@ from .kernels.reference import is_counted
 
 
 class CrossEntropyOutputs(NamedTuple):
-    """What ``cross_entropy_outputs`` returns. Shapes are for targets (N, d1, ...); what is not said to be
+    """What ``cross_entropy_outputs`` returns. Shapes are for targets (N, d1, ...). What is not marked
     differentiable is a constant.
 
     Attributes:

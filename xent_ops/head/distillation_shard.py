@@ -1,4 +1,4 @@
-"""One rank's rows of a student's head and of its teacher's: what a rank hands over, the join, a chunk of rows.
+"""One rank's rows of a student's head and of its teacher's: the statistics that it packs, the join, a chunk of rows.
 
 By the chain rule a divergence is that within the ranks' slices and that between them. With the lse's of a slice l_r (of
 the student) and u_r (of the teacher), and those of all, l and u::

@@ -1,8 +1,8 @@
 """The loop over chunks of rows that is open in its middle.
 
 Between a chunk's statistics and its gradient the caller's code runs: the all-gather of all ranks, a user's function,
-or both. So tracers must see the loop, and its steps are operators (ops/linear/chunk.py). Loops with nothing
-in the middle are inside of one operator: products.py. In the order of the device's stream, over ranks::
+or both. So tracers must see the loop, and its steps are operators (ops/linear/chunk.py). Loops with nothing in the
+middle are inside of one operator: products.py. In the order of the device's stream, over ranks::
 
     logits of chunk 0, its statistics
     all-gather of the statistics of 0

@@ -1,4 +1,4 @@
-"""A vocabulary split over ranks, in plain torch: what a rank hands over, and the join. See reference.py.
+"""A vocabulary split over ranks, in plain torch: the packed statistics of a rank, and the join. See reference.py.
 
 The loss of a row is linear in lse and x_t, so it falls apart into one part a rank. Relative to any number p_r of rank
 r's own (the maximum of its columns: large logits then lose no digits)::
@@ -32,7 +32,7 @@ DIGIT = 2**24
 
 
 def width(rows: int, weighted: bool) -> int:
-    """How many numbers a rank hands over."""
+    """How many numbers the packed statistics of a rank are."""
     return (4 if weighted else 3) * rows + HEADER
 
 
@@ -109,7 +109,7 @@ def cross_entropy_shard_join(
     *,
     options: Options = DEFAULTS,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, lse, w_t, coefficient), each (...), from what all ranks handed over; all but lse are 0 where ignored.
+    """(loss, lse, w_t, coefficient), each (...), from the statistics of all ranks; all but lse are 0 where ignored.
 
     The same bits on every rank: nothing that is the rank's own enters. Pointwise but for sums over ranks.
     """

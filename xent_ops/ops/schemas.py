@@ -26,10 +26,10 @@ ACCUMULATE = "ScalarType? accumulate_dtype=None"
 LOGITS_DTYPE = "ScalarType? logits_dtype=None"
 CHUNKS = "SymInt? chunk_rows=None, bool skip_ignored=False"
 CHUNKING = f"{CHUNKS}, {LOGITS_DTYPE}, str? products=None"
-# Of float32 logits a gradient of 16 bits; in place it is written to the front of each row.
+# A gradient of 16 bits for float32 logits; in place it is written to the front of each row.
 GRAD_DTYPE = "ScalarType? grad_dtype=None"
 COUNT = "Tensor? count=None"  # of the first rows of a chunk, (): those after them are ignored ones
-# Not read: what was made before, whatever reorders a graph. "done", (0,), is such a tensor.
+# Never read. It only orders a graph: the operator runs after the one that made this tensor, such as "done", (0,).
 AFTER = "Tensor? after=None"
 IDS = "Tensor? ids=None"  # several classes of each row of a chunk, (n, K)
 MASK_IDS = "bool mask_ids=False"  # lse is that of the classes that the ids of a row do not name

@@ -3,7 +3,7 @@
 As chunk.py, whose last two operators serve here too. The loop is head/loop.py's, its steps are of_ranks in
 distributed/distillation.py::
 
-    linear_distillation_chunk         a chunk's logits of both heads, and the statistics that a rank hands over
+    linear_distillation_chunk         a chunk's logits of both heads, and the packed statistics of a rank
     (distillation_forward             the slice's part of the sums with the mixture, at a beta between 0 and 1)
     linear_distillation_chunk_grad_   from the statistics of all ranks: the gradient, written over the student's logits,
                                       and this rank's part of the input's gradient
