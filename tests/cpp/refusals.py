@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from helpers.processes import run_python
+from helpers.processes import run_with_torch
 
 from xent_ops import _extension
 
@@ -29,7 +29,7 @@ def assert_refused(calls, tmp_path):
         names = ["target", *(argument.name for argument in operator.default._schema.arguments)]
         wanted.append((python.type is IndexError, said, [name for name in names if re.search(rf"\b{name}\b", said)]))
     torch.save(calls, tmp_path / "calls")
-    run_python(
+    run_with_torch(
         f"""
 import json, torch
 torch.ops.load_library({str(_extension.LIBRARY)!r})

@@ -6,12 +6,11 @@ Each case is a process of its own: what the dispatcher holds can be registered o
 import json
 import re
 import shutil
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
+from helpers.processes import run_with_torch
 from refusals import assert_refused
 
 import xent_ops
@@ -30,15 +29,9 @@ torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(x, target))
 """
 
 
-def run(program: str) -> str:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_plain_process():
     """Forward, backward and meta where xent_ops is never imported."""
-    run(
+    run_with_torch(
         LOAD
         + STEP
         + textwrap.dedent("""
@@ -92,7 +85,7 @@ def test_plain_process():
 
 def test_composite():
     """Any ignore_index, beyond what a double holds too; and nothing but one operator is called where that is enough."""
-    run(
+    run_with_torch(
         LOAD
         + textwrap.dedent("""
         from torch.utils._python_dispatch import TorchDispatchMode
@@ -132,17 +125,17 @@ def test_composite():
 def test_library_after_import(tmp_path):
     """Also as a copy at another path: the Python package keeps its operators."""
     copy = shutil.copy(_extension.LIBRARY, tmp_path)
-    run(IMPORT + LOAD + f"torch.ops.load_library({copy!r})\n" + STEP)
+    run_with_torch(IMPORT + LOAD + f"torch.ops.load_library({copy!r})\n" + STEP)
 
 
 def test_copy_after_library(tmp_path):
     copy = shutil.copy(_extension.LIBRARY, tmp_path)
-    run(LOAD + f"torch.ops.load_library({copy!r})\n" + STEP)
+    run_with_torch(LOAD + f"torch.ops.load_library({copy!r})\n" + STEP)
 
 
 def test_import_after_library():
     """Refused by a Python error that names the library and the way out."""
-    out = run(
+    out = run_with_torch(
         LOAD
         + textwrap.dedent("""
         try:
@@ -163,7 +156,7 @@ print(json.dumps({name: str(getattr(torch.ops.xent, name[6:]).default._schema) f
 
 
 def test_the_same_schemas():
-    python, library = (json.loads(run(start + DUMP)) for start in (IMPORT, LOAD))
+    python, library = (json.loads(run_with_torch(start + DUMP)) for start in (IMPORT, LOAD))
     assert python.keys() == {f"xent::{name}" for name in SCHEMAS}
     assert library == {name: schema for name, schema in python.items() if name[6:] not in PYTHON_ONLY}
 
@@ -196,7 +189,7 @@ def test_arguments_of_the_functions_are_those_of_the_schemas():
 
 
 def test_every_operator_has_its_kernels():
-    out = run(
+    out = run_with_torch(
         LOAD + "has = torch._C._dispatch_has_kernel_for_dispatch_key\n"
         f"names = {[name for name in SCHEMAS if name not in PYTHON_ONLY]}\n"
         "keys = ('CPU', 'Meta', 'CompositeImplicitAutograd')\n"
@@ -209,7 +202,7 @@ def test_every_operator_has_its_kernels():
 
 def test_export_stays_dynamic():
     """Neither N nor V is specialised, and sizes that must agree are found to."""
-    run(
+    run_with_torch(
         LOAD
         + textwrap.dedent("""
         from torch.export import Dim, export
@@ -357,7 +350,7 @@ def test_what_no_kernel_survives(tmp_path):
 
 def test_tensors_without_memory_are_refused():
     """Each tensor in turn on the meta device, beside others on the CPU."""
-    run(
+    run_with_torch(
         LOAD
         + textwrap.dedent("""
         x, t, rows, w, two = torch.randn(4, 9), torch.arange(4), torch.ones(4), torch.ones(9), torch.ones(2)

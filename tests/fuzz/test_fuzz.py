@@ -12,7 +12,7 @@ import pytest
 import torch
 from fuzz_draws import ALONE, OVER_RANKS, draw, parameters_of
 from fuzz_program import failure_of
-from helpers.processes import run_python
+from helpers.processes import run_python, run_with_torch
 from helpers.workers import Workers
 
 import xent_ops
@@ -95,7 +95,7 @@ def test_a_failure_prints_a_program_that_fails_alike(monkeypatch):
     with pytest.raises(AssertionError, match="out of budget"):
         exec(compile(program, "program", "exec"), {})
     monkeypatch.undo()
-    run_python(program)
+    run_with_torch(program)
 
 
 @pytest.mark.slow

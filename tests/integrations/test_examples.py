@@ -13,7 +13,7 @@ import torch
 
 FOLDER = Path(__file__).parents[2] / "examples" / "integrations"
 
-# Recipe: the packages that it needs. Those marked slow compile with Inductor.
+# Recipe: the packages that it needs.
 RECIPES = {
     "accelerate_loop": ("transformers", "accelerate"),
     "huggingface_trainer": ("transformers", "accelerate"),
@@ -27,15 +27,12 @@ RECIPES = {
     "verl_log_probs": ("verl", "transformers"),
     "vision_classifier": ("transformers",),
 }
-# Compiled, or as others are.
-SLOW = ("huggingface_trainer", "nanogpt", "accelerate_loop", "trl_gkd", "trl_grpo", "trl_sft")
+QUICK = ("lightning_module", "timm_classifier", "verl_log_probs")  # what no other test runs; ten seconds each
 
 
-def _parameter(name):
-    return pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
-
-
-@pytest.mark.parametrize("name", [_parameter(name) for name in RECIPES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in RECIPES]
+)
 def test_losses_agree(name):
     missing = [package for package in RECIPES[name] if importlib.util.find_spec(package) is None]
     if missing:

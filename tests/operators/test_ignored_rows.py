@@ -4,7 +4,7 @@ import pytest
 import torch
 from flat_options import FlatOptions
 from helpers.covering import pairs_if_interpreted
-from helpers.processes import run_python
+from helpers.processes import run_with_torch
 
 import xent_ops
 from xent_ops.kernels import reductions, reference
@@ -186,4 +186,4 @@ def test_no_ignored_row_is_read():
                 assert all(map(torch.equal, got, wanted))
                 assert got[2][ignored].isinf().all() and got[3][ignored].isinf().all() and not got[-1][ignored].any()
     """
-    run_python(program)
+    run_with_torch(program)

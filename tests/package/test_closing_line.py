@@ -1,5 +1,7 @@
 """The line that a run of the tests ends in."""
 
+import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -27,42 +29,26 @@ def broken():
 def test_of_a_broken_fixture(broken):
     pass
 """
-OTHER = """
-import pytest
-
-@pytest.mark.skip(reason="tiny is not installed")
-def test_one():
-    pass
-"""
-ONE_RUN = "1 passed, 2 failed, 1 expected to fail, 6 skipped: 3: triton is not installed, 2 need a GPU, 1 needs an NPU"
-BOTH_RUNS = (
-    "2 passed, 4 failed, 2 expected to fail, 13 skipped: 6: triton is not installed, 4 need a GPU, 2 need an NPU, "
-    "1: tiny is not installed"
-)
+LINE = "2 passed, 2 failed, 1 expected to fail, 8 skipped: 4 need a GPU, 3: triton is not installed, 1 needs an NPU"
 
 
-@pytest.fixture
-def run(pytester, monkeypatch):
-    """pytest with the hooks of our conftest.py."""
+def test_both_runs_are_counted_in_the_last_line(pytester, monkeypatch):
+    """Below pytest's own, of processes that share the tests. No skip has a line of its own."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-    return lambda *options: pytester.runpytest_subprocess("-q", "-rfEx", "-p", "helpers.closing_line", *options)
-
-
-def test_both_runs_are_counted_in_the_last_line(pytester, run):
-    """Below pytest's own. No skip has a line of its own."""
+    before = {"passed": {"": 1}, "skipped": {"needs a GPU": 2}}
+    pytester.path.joinpath("counts.json").write_text(json.dumps(before))
     pytester.makepyfile(test_some=MODULE)
-    first = run("--add-counts=counts.json", "--numprocesses=2")
-    assert first.ret == pytest.ExitCode.TESTS_FAILED and first.outlines[-1] == ONE_RUN
-    assert first.outlines[-2].startswith("1 failed, 1 passed, 6 skipped, 1 xfailed, 1 error in ")
-    pytester.makepyfile(test_other=OTHER)
-    second = run("--add-counts=counts.json")
-    assert second.outlines[-1] == BOTH_RUNS and "SKIPPED" not in second.stdout.str()
+    options = ("-q", "-rfEx", "-p", "helpers.closing_line", "--add-counts=counts.json", "--numprocesses=2")
+    done = pytester.runpytest_subprocess(*options)
+    assert done.ret == pytest.ExitCode.TESTS_FAILED and done.outlines[-1] == LINE
+    assert done.outlines[-2].startswith("1 failed, 1 passed, 6 skipped, 1 xfailed, 1 error in ")
+    assert json.loads(pytester.path.joinpath("counts.json").read_text())["passed"] == {"": 2}
+    assert "SKIPPED" not in done.stdout.str()
 
 
-def test_a_run_without_skips(pytester, run):
-    pytester.makepyfile("def test_one(): pass")
-    alone = run()
-    assert alone.ret == 0 and alone.outlines[-1] == "1 passed, 0 failed"
+def test_a_run_without_skips():
+    counts = {outcome: Counter() for outcome in closing_line.OUTCOMES} | {"passed": Counter([""])}
+    assert closing_line.closing_line(counts) == "1 passed, 0 failed"
 
 
 def test_our_own_runs_have_it(request):

@@ -27,6 +27,7 @@ def run(*arguments, **environment):
     )
 
 
+@pytest.mark.slow  # it compiles
 def test_healthy():
     done = run()
     assert done.returncode == 0, done.stdout + done.stderr
