@@ -306,6 +306,15 @@ def test_blocks_of_rows(monkeypatch, device):
     assert error(parts[1], whole[1].double()) < 0.04 and not torch.equal(parts[1], whole[1])
 
 
+@pytest.mark.parametrize("products", ["fp8", "fp8_gradients"])
+def test_no_row(device, products):
+    x = torch.randn(0, 32, device=device, dtype=torch.bfloat16, requires_grad=True)
+    head = torch.randn(48, 32, device=device, dtype=torch.bfloat16, requires_grad=True)
+    target = torch.zeros(0, dtype=torch.int64, device=device)
+    loss = xent_ops.linear_cross_entropy(x, head, target, reduction="sum", products=products)
+    assert loss == 0 and not torch.autograd.grad(loss, head)[0].any()
+
+
 def test_nan_is_seen(device):
     """In a weight, in an input, by a target out of range: nothing is a number any more that it has part in."""
     x, head, target = problem(device, 20, 32, 64)

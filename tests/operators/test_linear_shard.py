@@ -165,6 +165,14 @@ def test_errors_of_chunks(device):
         ops.linear_cross_entropy_chunk_grad_(logits, one, None, head, t, lse, 0, V, *rest)
     with pytest.raises(TypeError, match=r"count has dtype torch.int64; expected one of int32"):
         ops.linear_cross_entropy_chunk(x, head, t, 0, V, None, None, False, torch.tensor(3, device=device))
+    ids, weight = t.unsqueeze(1), head.new_ones(V)
+    for wrong, what in (
+        ({}, "masks the columns of ids"),
+        ({"ids": ids, "with_entropy": True}, "without an entropy"),
+        ({"ids": ids, "weight": weight}, "without class weights"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            ops.linear_cross_entropy_chunk(x, head, t, 0, V, mask_ids=True, **wrong)
     total, none = torch.empty_like(head), head.new_empty(0)
     with pytest.raises(ValueError, match="which 41 classes do not have"):
         ops.linear_cross_entropy_chunk_add_(total, none, logits, x, 41, True)

@@ -66,6 +66,13 @@ def _multiple(number: int) -> int:
     return -(-number // MULTIPLE) * MULTIPLE
 
 
+def _largest(tensor: Tensor) -> Tensor:
+    """In magnitude; 0 of nothing."""
+    if tensor.numel() == 0:
+        return tensor.new_zeros((), dtype=torch.float32)
+    return torch.linalg.vector_norm(tensor, float("inf"), dtype=torch.float32)
+
+
 class Fp8Products(Products):
     """``Products`` of 8-bit numbers. The gradient of a chunk's logits is not over them, but in both layouts."""
 
@@ -84,7 +91,7 @@ class Fp8Products(Products):
         super().__init__(rows, input, linear_weight, linear_bias, chunking, *gradient_args)
         number, features = rows.number, linear_weight.shape[1]
         self.block = self._rows_of_block(number)
-        largest = torch.linalg.vector_norm(linear_weight, float("inf"), dtype=torch.float32)
+        largest = _largest(linear_weight)
         self.scale_of_weight = reference_fp8.scale_of(largest)
         self.scale_of_gradient = largest.new_full((), 1 / LARGEST)
         head = self._memory(self.all_in_8_bits, self.mask[0])
@@ -92,7 +99,7 @@ class Fp8Products(Products):
         self.head8_t = head[1].view(features, self.classes) if self.mask[0] else None
         self.fp8.quantize(linear_weight, self.scale_of_weight, None, self.head8, self.head8_t)
         if self.all_in_8_bits:
-            largest = torch.linalg.vector_norm(input, float("inf"), dtype=torch.float32)
+            largest = _largest(input)
             self.scale_of_input = reference_fp8.scale_of(largest)
             self.input8 = input.new_empty(input.shape, dtype=DTYPE)
             self.fp8.quantize(input, self.scale_of_input, None, self.input8)

@@ -139,6 +139,8 @@ def _mask_ids(call: Call) -> None:
         raise ValueError("mask_ids=True masks the columns of ids: pass these too")
     if call.mask_ids and (getattr(call, "with_entropy", False) or getattr(call, "grad_entropy", None) is not None):
         raise ValueError("mask_ids=True gives the lse of some classes, without an entropy")
+    if call.mask_ids and hasattr(call, "class_start") and sliced(call) and call.weight is not None:
+        raise ValueError("mask_ids=True of a slice of the classes goes without class weights")
 
 
 def _gathered_input(call: Call) -> None:
