@@ -70,8 +70,8 @@ def linear_cross_entropy(
             and ``products``.
         tail: with target_probs: all other classes form one more, of probability 1 - sum_k p_k (NaN where that is below
             -0.001, or below the rounding of their dtype, -0.0078 for bfloat16). Without it, a loss of probabilities
-            that add up to less than one is not least where q is p. The logits' own probability of these classes may
-            be as small as 1e-12, and further.
+            that add up to less than one is not least where q is p. Its log-probability keeps its digits however
+            small it is.
         accumulate_dtype: in which the chunks' parts of linear_weight's gradient are added up. None: the input's dtype,
             and float32 for float16. torch.float32 is more exact for bfloat16, and takes V x H float32 for a while.
         chunk_rows: rows of a chunk. Fewer need less memory, chunk_rows x V logits, and more time. None: the default, of
