@@ -28,7 +28,7 @@ def expect(
         logits: of all classes, which come last.
         head: (input, linear_weight, linear_bias or None) of all ranks, in the dtype of the product.
         token_weight: of each target; the problem is then that of the losses of rows, with other upstream gradients.
-        function: the loss is the sum over tokens of these factors times the statistics of these names.
+        function: the loss is the mean or the sum over tokens of these factors times the statistics of these names.
         shard: (first class, the class after the last) of this rank.
         part: (dimension, rank, ranks): this rank's part of the input.
         options: those of the function that are not their defaults.
@@ -36,6 +36,7 @@ def expect(
     if function is not None:
         divisor = options.pop("divisor", None) or 1.0
         counted = target.cpu().long() != options.get("ignore_index", -100)
+        divisor = counted.sum() if options.pop("reduction", "mean") == "mean" else divisor
         factors = {name: torch.where(counted, row.double().cpu(), 0) / divisor for name, row in function.items()}
         upstream = {name: upstream["loss"].double().cpu() * factor for name, factor in factors.items()}
     reduced = None

@@ -146,7 +146,9 @@ class _Program:
         self.weights = None
         if self.ignored != -100 or self.maybe(0.2):
             options["ignore_index"] = self.ignored
-        if "reduction" in names and self.maybe(0.8):
+        if "fn" in names:
+            options["reduction"] = pick(("mean", "sum")) if self.counted else "sum"
+        elif "reduction" in names and self.maybe(0.8):
             options["reduction"] = pick(("mean", "mean", "sum", "none"))
         values = {
             "label_smoothing": (0.125, 1.0),
@@ -166,7 +168,7 @@ class _Program:
                 if self.maybe(0.25) and name in names:
                     options[name] = True
         self.function = self.random.sample(STATISTICS, self.random.randint(1, 3)) if "fn" in names else []
-        sums = self.function or options.get("reduction") == "sum"
+        sums = options.get("reduction") == "sum"
         if "divisor" in names and not self.module and sums and self.maybe():
             options["divisor"] = pick((3.0, 1000.0, -2.0))
         # In a compiled graph "check" is refused.
