@@ -64,7 +64,7 @@ def test_a_changed_formula_and_a_changed_decomposition_are_used(tmp_path):
     """Fails without the tag: with ``cache_tag.install`` made to do nothing, the changed formula and the changed
     decomposition both gave the gradient of the first process (tried on torch 2.11 and 2.13)."""
     cache = tmp_path / "cache"
-    as_is = '    return {"logits": run_backward(ctx, grad_value, **made)}\n'
+    as_is = '    return {"logits": run_backward(ctx, grad_value,'
     original = changed_copy(tmp_path / "original", "ops/cross_entropy.py", as_is, as_is)
     tripled = as_is.replace("run_backward", "3 * run_backward")
     formula = changed_copy(tmp_path / "formula", "ops/cross_entropy.py", as_is, tripled)
