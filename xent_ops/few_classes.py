@@ -77,7 +77,7 @@ def probabilities(ids: Tensor, target_probs: Tensor, ignore_index: int) -> Tenso
 
 
 def loss(call: LinearCall) -> Tensor:
-    """Of plain tensors."""
+    """The loss of a call that ``bind`` has made, of plain tensors."""
     ignore_index, reduction = call.loss.rows.ignore_index, call.loss.reduction
     call = call.in_autocast_dtype()
     assert call.ids is not None and call.target_probs is not None

@@ -165,7 +165,7 @@ def loss_of_logits(
     inplace_backward: bool = False,
     grad_in_forward: bool = False,
 ) -> Tensor:
-    """Of plain tensors."""
+    """The loss of plain tensors, with the classes last."""
     if target.dim() == logits.dim():
         if target.dtype in checks.INDICES:
             raise TypeError(

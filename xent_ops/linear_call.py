@@ -20,7 +20,7 @@ _ops = torch.ops.xent
 
 
 class LinearCall(NamedTuple):
-    """Of plain tensors; over ranks, of one rank. distributed/consistency.py compares all fields between ranks."""
+    """Of plain tensors, or of one rank's. distributed/consistency.py compares all fields between ranks."""
 
     target: Tensor  # (...), a class index for each row: of several classes the first that counts
     input: Tensor  # (..., H)
@@ -41,7 +41,7 @@ class LinearCall(NamedTuple):
         return self._replace(input=input, head=self.head._replace(weight=weight, bias=bias))
 
     def as_sum(self) -> LinearCall:
-        """Of a mean the sum, divided by the number of counted rows, or by the sum of their weights."""
+        """A mean becomes a sum that is divided by the number of counted rows, or by the sum of their weights."""
         if self.loss.reduction != "mean":
             return self
         ignore_index, dtype = self.loss.rows.ignore_index, accumulator(self.input)
@@ -59,7 +59,7 @@ def bind(
     linear_bias: Any,
     class_weight: Any,
     options: tuple[Any, Any, Any, Any, Any, str],  # as arguments.loss_options takes them
-    chunking: tuple[Any, ...],  # as arguments.chunks takes it
+    chunk_options: tuple[Any, ...],  # as arguments.chunks takes them
     divisor: Any = None,
     token_weight: Any = None,
     *,
@@ -74,15 +74,15 @@ def bind(
     divisor = arguments.divisor(divisor, input)
     linear_checks.reduced_by(divisor, input, loss.reduction)
     arguments.optional("token_weight", token_weight)
-    accumulate_dtype, how = arguments.chunks(*chunking)
+    accumulate_dtype, chunking = arguments.chunks(*chunk_options)
     if not target.is_floating_point():  # class probabilities have a derivative for it
         checks.weight_without_grad(class_weight)
-    head = HeadSlice(linear_weight, linear_bias, class_weight, accumulate_dtype=accumulate_dtype, chunking=how)
+    head = HeadSlice(linear_weight, linear_bias, class_weight, accumulate_dtype=accumulate_dtype, chunking=chunking)
     return LinearCall(target, input, head, loss, divisor, token_weight, ids)
 
 
 def cross_entropy(call: LinearCall) -> Tensor:
-    """Of plain tensors and class indices, as one operator."""
+    """The loss of plain tensors and class indices, by one operator."""
     head = call.head
     return _ops.linear_cross_entropy(
         call.input,

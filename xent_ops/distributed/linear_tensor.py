@@ -19,7 +19,6 @@ from ..kernels.reference import accumulator
 from ..linear_call import LinearCall
 from ..ops import checks, transforms
 from ..ops.linear import checks as linear_checks
-from ..ops.linear import composite
 from ..token_function import Function, TokenFunction, divided, loss_by_chunks
 from . import pipelined, sharded_rows, tensor
 from .groups import Ranks, ranks_of
@@ -57,24 +56,21 @@ def _local_of(call: LinearCall) -> _Local:
     input_grads = list(rows)
     if vocabulary is not None:
         head_placements[vocabulary], head_grads[vocabulary], input_grads[vocabulary] = Shard(0), Shard(0), Partial()
-    x, w, b = composite.cast_for_autocast(
-        _local(input, mesh, rows, input_grads),
-        _local(linear_weight, mesh, head_placements, head_grads),
-        None if linear_bias is None else _local(linear_bias, mesh, head_placements, head_grads),
-    )
+    x = _local(input, mesh, rows, input_grads)
+    w = _local(linear_weight, mesh, head_placements, head_grads)
+    b = None if linear_bias is None else _local(linear_bias, mesh, head_placements, head_grads)
     target = tensor.local_target_of(call.target, input.shape[:-1], x.shape[:-1], mesh, rows)
     ranks = Ranks("", 0, 1) if vocabulary is None else ranks_of(mesh.get_group(vocabulary))
     num_classes, width = linear_weight.shape[0], w.shape[0]
     class_weight = tensor.local_weight_of(weight, num_classes, width, mesh, vocabulary, ranks)
     shard_range = first_class(width, None, num_classes, ranks), num_classes
     head = call.head._replace(weight=w, bias=b, class_weight=class_weight, shard_range=shard_range)
-    call = call._replace(target=target, input=x, head=head)
+    call = call._replace(target=target, input=x, head=head).in_autocast_dtype()
     local = _Local(call, ranks, mesh, rows, input.shape[:-1])
     token_weight = local.row(call.token_weight)
     checks.token_weight(token_weight, target)
-    return local._replace(
-        call=call._replace(token_weight=token_weight, pipelined=pipelined.is_pipelined(None, x, head, call.loss))
-    )
+    three_products = pipelined.is_pipelined(None, call.input, call.head, call.loss)
+    return local._replace(call=call._replace(token_weight=token_weight, pipelined=three_products))
 
 
 def cross_entropy(call: LinearCall) -> DTensor:

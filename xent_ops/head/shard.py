@@ -90,9 +90,17 @@ def rank_statistics(
     if logits.shape[1] == 0:
         zeros = logits.new_zeros(target.shape, dtype=reference.accumulator(logits))
         return zeros - float("inf"), zeros, zeros, zeros
+    return _statistics_by_lse(logits, target, class_start, True, options)
+
+
+def _statistics_by_lse(
+    logits: Tensor, target: Tensor, class_start: int, with_entropy: bool, options: Options
+) -> Sequence[Tensor]:
+    """Three statistics of each row, relative to the lse of these logits, and the entropy where it is wanted."""
     column, keywords = _local_target(target, class_start, logits.shape[1], options)
-    loss, lse, _, entropy = _ops.cross_entropy_forward(logits, column, None, False, True, **keywords)
-    return lse, torch.ones_like(lse), loss, entropy
+    loss, lse, _, entropy = _ops.cross_entropy_forward(logits, column, None, False, with_entropy, **keywords)
+    statistics = (lse, torch.ones_like(lse), loss)
+    return (*statistics, entropy) if with_entropy else statistics
 
 
 def pack_statistics(
@@ -265,12 +273,13 @@ def chunk_statistics(
         rows = torch.stack([loss, lse, entropy] if with_entropy else [loss, lse])
         return rows if ids_rows is None else torch.cat([rows, ids_rows])
     slice_args = (logits, target, class_start, num_classes, weight)
-    if with_entropy or masked is not None:
-        statistics = rank_statistics(*slice_args, True, options)
-        if masked is not None:
-            statistics = (masked.lse(statistics[0], logits.shape[1], options), *statistics[1:])
-        statistics = statistics if with_entropy else statistics[:3]
-        packed = pack_statistics(statistics, class_start, logits.shape[1], weight, with_entropy)
+    if masked is not None:
+        lse, *others = _statistics_by_lse(logits, target, class_start, False, options)
+        statistics = (masked.lse(lse, logits.shape[1], options), *others)
+        packed = pack_statistics(statistics, class_start, logits.shape[1], weight, False)
+    elif with_entropy:
+        with_entropies = rank_statistics(*slice_args, True, options)
+        packed = pack_statistics(with_entropies, class_start, logits.shape[1], weight, True)
     else:
         packed = _ops.cross_entropy_shard(*slice_args, **options.keywords())
     return packed if ids_rows is None else torch.cat([packed, ids_rows.reshape(1, -1)], 1)
