@@ -140,6 +140,26 @@ def test_the_check_sees(damage, dtype, monkeypatch):
     assert parts.ok and math.isclose(whole.errors["gradient"], parts.errors["gradient"])
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_terms_that_cancel_are_no_error(weighted):
+    """p_j - e/V of two classes is nearly zero in some rows of many. The check still sees errors of 1e-4."""
+    options = check.Options(weighted=weighted, label_smoothing=0.1)
+
+    def loss(logits, target, weight):
+        return F.cross_entropy(logits, target, weight if weighted else None, label_smoothing=0.1)
+
+    problem, one = Loss(Shape(20000, 2), torch.float32, CPU), probe(loss, options=options)
+    good = problem.bind(one)()
+    assert problem.check(good, one).ok
+    bad = good.grads[0].clone()
+    off_target = bad.scatter(1, problem.target.clamp(min=0)[:, None], 0.0).abs()
+    row = int(off_target.amax(1).argmax())
+    for place in (off_target[row].argmax(), problem.target[row]):
+        wrong = bad.clone()
+        wrong[row, place] *= 1 + 1e-4
+        assert not problem.check(Outputs(good.loss, (wrong,)), one).ok
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "damage",

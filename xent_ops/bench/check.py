@@ -1,7 +1,8 @@
 """Is a loss and its gradient right? Against float64 autograd of torch's own operators, a few rows at a time.
 
 Errors are relative and a row's: a mean over 8192 rows makes every off-target gradient smaller than any absolute
-tolerance, and one wrong row in 8192 is invisible in the norm of the whole gradient.
+tolerance, and one wrong row in 8192 is invisible in the norm of the whole gradient. They are relative to the largest
+term of a row's gradient: with label smoothing a gradient is the difference of two terms, and may be nearly zero.
 """
 
 from __future__ import annotations
@@ -124,11 +125,19 @@ def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
     return squares.sqrt() / expected.norm().clamp(min=torch.finfo(torch.float64).tiny)
 
 
-def row_errors(actual: Tensor, expected: Tensor, target: Tensor, scale: Tensor, step: float) -> Tensor:
+def smoothing_term(weight: Tensor, options: Options, scale: Tensor) -> Tensor:
+    """(): what label smoothing takes from the gradient of a row, in the 2-norm over its classes."""
+    weights = weight.double() if options.weighted else torch.ones_like(weight, dtype=torch.float64)
+    return scale * options.label_smoothing / weight.numel() * weights.norm()
+
+
+def row_errors(
+    actual: Tensor, expected: Tensor, target: Tensor, scale: Tensor, step: float, smoothing: Tensor
+) -> Tensor:
     """(rows,): the larger of the relative errors at the target and, in the 2-norm, away from it.
 
     ``scale`` is the size of a gradient at the target, ``step`` half the distance of subnormal numbers of the
-    gradient's dtype. Ignored rows must be zeros.
+    gradient's dtype, ``smoothing`` as of ``smoothing_term``. Ignored rows must be zeros.
     """
     difference = actual.double() - expected
     counted = target != IGNORE_INDEX
@@ -136,7 +145,7 @@ def row_errors(actual: Tensor, expected: Tensor, target: Tensor, scale: Tensor, 
     at_target = (difference.gather(1, index).abs() - step).clamp(min=0)
     at_target = (at_target / expected.gather(1, index).abs().clamp(min=scale)).squeeze(1)
     difference.scatter_(1, index, 0.0)
-    size = expected.scatter(1, index, 0.0).norm(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
+    size = expected.scatter(1, index, 0.0).norm(dim=1).clamp(min=smoothing.clamp(min=torch.finfo(torch.float64).tiny))
     elsewhere = (difference.norm(dim=1) - step * math.sqrt(difference.shape[1])).clamp(min=0) / size
     zero = (actual == 0).all(dim=1)
     return torch.where(counted, torch.maximum(at_target, elsewhere), torch.where(zero, 0.0, math.inf))

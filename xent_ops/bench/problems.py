@@ -139,13 +139,14 @@ class Loss(Problem):
             return check.Verdict(dict.fromkeys(limits, math.inf), limits)
         share = check.cross_entropy(self.target, self.weight, contestant.options)
         scale = 1 / check.divisor(self.target, self.weight, contestant.options)
+        smoothing = check.smoothing_term(self.weight, contestant.options, scale)
         step = torch.finfo(grad.dtype).tiny * torch.finfo(grad.dtype).eps / 2
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         errors = []
         for part in check.chunks(*self.shape):
             value, expected = check.differentiated(share, self.source[part], part)
             total += value
-            errors.append(check.row_errors(grad[part], expected, self.target[part], scale, step))
+            errors.append(check.row_errors(grad[part], expected, self.target[part], scale, step, smoothing))
         loss_error = check.worst((loss.detach().double() - total).abs() / total.abs())
         return check.Verdict({"loss": loss_error, "gradient": check.worst(*errors)}, limits)
 
