@@ -7,6 +7,7 @@ marked ``interpreter`` run: the same tests, another kernel. There a target out o
 
 import gc
 import os
+import random
 import sys
 import warnings
 
@@ -38,6 +39,9 @@ if INTERPRETED:
 
 def pytest_addoption(parser):
     closing_line.pytest_addoption(parser)
+    parser.addoption(
+        "--shuffle", type=int, metavar="SEED", help="the tests of all files in a random order, by its seed"
+    )
     fuzz = parser.getgroup("fuzz", "random calls of the public functions (tests/fuzz)")
     fuzz.addoption("--fuzz-seconds", type=float, default=120.0, help="time of all its tests together (120)")
     fuzz.addoption("--fuzz-seed", type=int, default=0, help="the first draw (0); each draw has a seed of its own")
@@ -64,6 +68,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.gpu)
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    if config.option.shuffle is not None:  # the same order in each process of pytest-xdist, which it wants
+        random.Random(config.option.shuffle).shuffle(items)
     # First, so that no other process takes from them (--dist worksteal takes the last) and starts the same ranks again.
     items.sort(key=lambda item: "pool" not in item.fixturenames)
     if INTERPRETED:  # on a CPU, where there is a GPU too: the other run of `make test` has these
