@@ -63,6 +63,28 @@ def assert_same(
     return backend, report
 
 
+def as_text(graph):
+    return [str(node.format_node()) for node in graph.nodes]
+
+
+def assert_left_alone(function, tensors, why):
+    """The loss stays for this reason, in a graph of which nothing changes: the report's record."""
+    before = []
+    backend = Rewriting(lambda graph: before.extend(as_text(graph)))
+    found = torch.compile(function, backend=backend, fullgraph=True)(*tensors)
+    torch.testing.assert_close(found, function(*tensors), equal_nan=True)
+    (call,) = inductor.last_report().calls
+    assert not call.replaced and why in call.why, str(call)
+    assert as_text(backend.graph) == before
+    return call
+
+
+def wide(backend, least):
+    """The float32 tensors of more elements than this that the graph makes."""
+    values = [node.meta.get("example_value") for node in backend.graph.nodes]
+    return [v for v in values if isinstance(v, torch.Tensor) and v.dtype == torch.float32 and v.numel() > least]
+
+
 def logits(*shape, dtype=torch.float32):
     return torch.randn(shape).to(dtype).requires_grad_()
 

@@ -73,8 +73,9 @@ UPCAST = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("product", UPCAST)
+@pytest.mark.parametrize(
+    "product, dtype", [*((product, torch.bfloat16) for product in UPCAST), ("F.linear", torch.float16)], ids=str
+)
 def test_operands_that_are_upcast(product, dtype):
     """The product of the 16-bit operands, with float32 logits: the same loss. The logits' gradient has 16 bits."""
     x, w, b, t = inputs(dtype)
@@ -250,17 +251,19 @@ LINKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("link", LINKS)
+_UPCASTS = ("upcast", "shifted, contiguous", "softcap", "softcap, shifted", "split, upcast, scaled", "upcast, split")
+IN_BOTH = ("sequence", *_UPCASTS)  # dtypes
+
+
+@pytest.mark.parametrize(
+    "link, dtype", [*((link, torch.float32) for link in LINKS), *((link, torch.bfloat16) for link in IN_BOTH)], ids=str
+)
 def test_what_stands_between(link, dtype):
     tolerances = CLOSE if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
     call, _ = assert_taken(lambda x, w, b, t: LINKS[link](F.linear(x, w, b), t), *inputs(dtype), **tolerances)
     assert call.upcast_removed == (dtype == torch.bfloat16 and link in _UPCASTS)
     if "softcap" in link:
         assert call.softcap == pytest.approx({"softcap, shifted": 3.0, "xent_ops behind a softcap": 2.5}.get(link, 5.0))
-
-
-_UPCASTS = ("upcast", "shifted, contiguous", "softcap", "softcap, shifted", "split, upcast, scaled", "upcast, split")
 
 
 def test_a_shift_slices_the_hidden_states():

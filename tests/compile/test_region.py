@@ -112,7 +112,7 @@ def test_each_form_is_replaced(name, gradients):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             k.extra = (k.h.detach() * k.y.size(0)).mul_(2)
 
-    call = call_of(name, program(name, between=between), gradients)
+    call = call_of(name, program(name, between=between, after=lambda k: k.extra.mul_(2)), gradients)
     assert call.replaced and call.head == FORMS[name].head, str(call)
 
 
