@@ -94,7 +94,7 @@ format: env  ## mend formatting and what lint can mend
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-release: env  ## sdist, wheels and a kernels-hub repository in dist/, each tried in a fresh environment; uploads nothing
+release: env  ## sdist and wheels in dist/, each tried in a fresh environment; uploads nothing
 	$(PY) tools/release.py dist
 
 clean:  ## remove caches, build products and the private environment

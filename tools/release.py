@@ -3,23 +3,18 @@
     xent_ops-VERSION.tar.gz                                  the sources, which both wheels are built from
     xent_ops-VERSION-py3-none-any.whl                        without C++
     xent_ops-VERSION-cp310-abi3-manylinux_2_NN_MACHINE.whl   with C++, for every Python and every torch that we support
-    kernels-hub/                                             a repository of the kernels hub, from the wheel without C++
 
 NN is the oldest glibc that the wheel runs with, which the compiler of this machine decides: build on an old system,
 such as a manylinux image, what many are to install. Nothing is uploaded.
 """
 
 import os
-import re
-import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import zipfile
 from pathlib import Path
 
-import kernels_hub
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,19 +27,6 @@ import sys, torch
 torch.ops.load_library(sys.argv[1])
 call = torch.randn(5, 9), torch.tensor([1, 2, 8, -100, 0])
 torch.testing.assert_close(torch.ops.xent.cross_entropy(*call), torch.nn.functional.cross_entropy(*call))
-"""
-
-LOADS_FROM_HUB = """
-import sys, torch
-from pathlib import Path
-from kernels import get_local_kernel
-xent = get_local_kernel(Path(sys.argv[1]), backend="cpu")
-call = torch.randn(5, 9, requires_grad=True), torch.tensor([1, 2, 8, -100, 0])
-loss = torch.compile(xent.cross_entropy, fullgraph=True)(*call)
-want = torch.nn.functional.cross_entropy(*call)
-torch.testing.assert_close(loss, want)
-torch.testing.assert_close(*(torch.autograd.grad(value, call[0])[0] for value in (loss, want)))
-assert "xent_ops" not in sys.modules
 """
 
 
@@ -60,13 +42,9 @@ def main() -> None:
         uploads = sorted(made.iterdir())
         for file in uploads:
             install_and_try(file, work / file.name)
-        hub = made / "kernels-hub"
-        make_hub(hub, next(made.glob("*-none-any.whl")), work / "unpacked")
-        load_and_try(hub, work / "hub")
     print(f"\nBuilt and tried, in {made}:")
     for file in uploads:
         print(f"  {file.name}  {file.stat().st_size / 1024:.0f} KiB")
-    print(f"  {hub.name}/  {len(list(hub.glob('build/*')))} backends")
 
 
 def build(work: Path, made: Path) -> None:
@@ -99,21 +77,6 @@ def install_and_try(file: Path, folder: Path) -> None:
     if "-abi3-" in file.name:
         library = run(*package, "library-path", cwd=folder, capture=True).strip()
         run(python, "-c", LOADS, library, cwd=folder)
-
-
-def make_hub(folder: Path, wheel: Path, unpacked: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(unpacked)
-    kernels_hub.make(unpacked / "xent_ops", folder)
-
-
-def load_and_try(hub: Path, folder: Path) -> None:
-    """By ``kernels`` itself, in an environment without xent_ops; of a copy, which Python puts its caches into."""
-    python = environment(folder)
-    (kernels,) = re.findall(r"^kernels==\S+", (ROOT / "requirements-release.txt").read_text(), re.MULTILINE)
-    run(python, "-m", "pip", "install", "--quiet", kernels)
-    loaded = shutil.copytree(hub, folder / "kernels-hub")
-    run(python, "-W", "ignore", "-c", LOADS_FROM_HUB, loaded, cwd=folder)
 
 
 def environment(folder: Path) -> Path:

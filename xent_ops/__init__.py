@@ -6,9 +6,6 @@ from typing import TYPE_CHECKING, Any
 from . import _command_line  # noqa: F401 (first: `python -m xent_ops --help` ends there, before torch is imported)
 
 # isort: split
-from . import _copies  # noqa: F401 (where this process has another copy, all that follows is that one's)
-
-# isort: split
 from . import inductor
 from . import ops as _ops  # noqa: F401 (registers the operators)
 from ._extension import library_path

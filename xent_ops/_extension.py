@@ -21,7 +21,6 @@ SCHEMAS = PACKAGE / "ops" / "schemas.py"
 MODULE = PACKAGE / "_C.abi3.so"  # CPU kernels for Python
 OLDEST_SETUPTOOLS = "setuptools>=77"  # as in pyproject.toml, which --no-build-isolation does not heed
 LIBRARY = PACKAGE / "libxent_ops.so"  # the operators for processes without Python
-OF_HUB = PACKAGE / "metadata.json"  # in a copy that the package ``kernels`` loads, which has no C++
 
 _MARK = "xent_ops sources "
 
@@ -97,15 +96,11 @@ def library_path() -> str:
     ``torch.ops.load_library`` takes it, and ``dlopen`` in a C++ program; docs/cpp.md shows both.
 
     Raises:
-        FileNotFoundError: the package was built without C++, or is a copy of the kernels hub.
+        FileNotFoundError: the package was built without C++.
 
     Examples:
         >>> torch.ops.load_library(xent_ops.library_path())
     """
-    if OF_HUB.exists():
-        raise FileNotFoundError(
-            f"{PACKAGE} is a copy of the kernels hub, and has no libxent_ops.so: install xent_ops, and import it first"
-        )
     if not LIBRARY.exists():
         raise FileNotFoundError(
             f"there is no {LIBRARY}: this xent_ops was built without C++. This builds it, or says what is missing: "

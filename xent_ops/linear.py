@@ -115,7 +115,7 @@ def linear_cross_entropy(
         transforms.refuse(name)
         return few_classes.loss(few_classes.bind(call, target_probs, tail))
     few_classes.without_probs(tail)
-    if any(map(is_dtensor, (input, linear_weight, target, linear_bias, weight, token_weight))):
+    if is_dtensor(input, linear_weight, target, linear_bias, weight, token_weight):
         from .distributed import linear_tensor  # imported for DTensors only: it takes a while
 
         return linear_tensor.cross_entropy(call)

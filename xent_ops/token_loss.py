@@ -94,7 +94,7 @@ def linear_token_loss(
     call = bind(input, linear_weight, target, linear_bias, None, options, chunking, divisor, several=True)
     checks.reduction(reduction, ("mean", "sum"))
     arguments.boolean("check", check)
-    if any(map(is_dtensor, (input, linear_weight, target, linear_bias))):
+    if is_dtensor(input, linear_weight, target, linear_bias):
         from .distributed import linear_tensor  # imported for DTensors only: it takes a while
 
         if call.ids is not None:

@@ -12,7 +12,6 @@ import functools
 import hashlib
 from pathlib import Path
 
-from .._copies import PACKAGE
 from .._version import __version__
 
 _PACKAGE = Path(__file__).parent.parent
@@ -22,11 +21,10 @@ _PACKAGE = Path(__file__).parent.parent
 def tag() -> str:
     """``xent_ops-<version>-<hash of the package's .py files>``; characters that are safe in a file name.
 
-    The hash is of relative names and contents, so that two machines with the same release share their artifacts, and
-    of the package's name, which Inductor's code imports. It takes 2 ms. An installation without sources (zipped, or
-    .pyc alone) is told apart by its version and its name only.
+    The hash is of relative names and contents, so that two machines with the same release share their artifacts. It
+    takes 2 ms. An installation without sources (zipped, or .pyc alone) is told apart by its version alone.
     """
-    digest = hashlib.sha256(PACKAGE.encode())
+    digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
         source = path.read_bytes()
         digest.update(f"{path.relative_to(_PACKAGE).as_posix()}\0{len(source)}\0".encode())

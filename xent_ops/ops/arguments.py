@@ -82,7 +82,8 @@ def tensors(input: Any, target: Any, weight: Any = None, input_name: str = "inpu
         and input.dtype in _FLOATS
         and (weight is None or (isinstance(weight, Tensor) and weight.layout is _DENSE and not weight.is_nested))
     ):
-        _refuse_tensors(((input_name, input), ("target", target), ("weight", weight)))
+        _refuse_tensors(((input_name, input), ("target", target)))
+        optional("weight", weight)
         _refuse_integers(input_name, input, target)
 
 
@@ -169,9 +170,9 @@ def linear(
     names: tuple[str, str] = ("linear_weight", "linear_bias"),
 ) -> None:
     """``tensors`` for the head and the loss as one. ``names``: what the caller calls weight and bias."""
-    values = (("input", input), (names[0], linear_weight), ("target", target))
-    optional = ((names[1], linear_bias), ("weight", weight), ("divisor", divisor))
-    _refuse_tensors((*values, *(pair for pair in optional if pair[1] is not None)))
+    _refuse_tensors((("input", input), (names[0], linear_weight), ("target", target)))
+    for name, value in ((names[1], linear_bias), ("weight", weight), ("divisor", divisor)):
+        optional(name, value)
     if input.dtype not in _FLOATS:
         _refuse_integers("input", input, target)
     if linear_weight.dtype in checks.INDICES and target.dtype in _FLOATS:
@@ -239,7 +240,7 @@ def refuse_proxy(value: Any) -> None:
 
 def _refuse_tensors(values: Iterable[tuple[str, Any]]) -> None:
     for name, value in values:
-        if value is None and name == "weight":
+        if isinstance(value, Tensor) and value.layout is _DENSE and not value.is_nested:
             continue
         if not isinstance(value, Tensor):
             refuse_proxy(value)
@@ -250,10 +251,9 @@ def _refuse_tensors(values: Iterable[tuple[str, Any]]) -> None:
                 f"{name} is a nested tensor; expected a dense one: for the rows of all its components, one after the "
                 f"other, pass torch.cat({name}.unbind())"
             )
-        if value.layout != torch.strided:
-            raise TypeError(
-                f"{name} has layout {value.layout}; expected torch.strided, a dense tensor: pass {name}.to_dense()"
-            )
+        raise TypeError(
+            f"{name} has layout {value.layout}; expected torch.strided, a dense tensor: pass {name}.to_dense()"
+        )
 
 
 def _refuse_integers(name: str, tensor: Tensor, target: Tensor) -> None:

@@ -7,15 +7,16 @@ from torch import Tensor
 from . import arguments
 
 
-def is_dtensor(tensor: Tensor | None) -> bool:
-    if not hasattr(tensor, "device_mesh"):
-        return False
-    arguments.refuse_proxy(tensor)  # which has every attribute
-    return True
+def is_dtensor(*tensors: Tensor | None) -> bool:
+    """Is one of them a DTensor?"""
+    found = [tensor for tensor in tensors if hasattr(tensor, "device_mesh")]
+    for tensor in found:
+        arguments.refuse_proxy(tensor)  # which has every attribute
+    return bool(found)
 
 
 def refuse_dtensors(name: str, *tensors: Tensor) -> None:
-    if any(map(is_dtensor, tensors)):
+    if is_dtensor(*tensors):
         raise NotImplementedError(
             f"{name} of DTensors is not supported. With FSDP2 (fully_shard) call it inside of the forward of the "
             "module that owns the weight, where that is a plain tensor; full_tensor() is right where every rank has "

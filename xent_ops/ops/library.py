@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _copies
 from .._private import private
 from ..kernels import accelerators, cpu, devices
 from ..kernels.options import Options, as_record
@@ -31,7 +30,6 @@ except RuntimeError as error:
         "xent_ops cannot be imported: this process has operators of the namespace xent already, as it does once it has "
         f"loaded libxent_ops.so. Import xent_ops first; to load the library afterwards does no harm. ({error})"
     ) from None
-_copies.defined()
 
 # needs_fixed_stride_order: our kernels take any row stride but want the classes dense, so Inductor may pad
 # the rows of a matrix product (odd vocabularies) but not transpose it.

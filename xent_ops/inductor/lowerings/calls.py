@@ -9,14 +9,10 @@ import torch
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.virtualized import V
 
-from ... import _copies
 from ..._private import unless_gone
 from ...kernels import accelerators
 from ...ops.schemas import COMPOSITES, SCHEMAS
 from . import packages, products_into
-
-# This package in generated code, which has no imports of ours. ``__import__`` returns the outermost of a name's parts.
-_PACKAGE = ".".join([f"__import__({_copies.PACKAGE!r})", *_copies.PACKAGE.split(".")[1:]])
 
 
 def install() -> None:
@@ -52,7 +48,7 @@ def _name_the_kernel(op: Any) -> None:
     call: Any = next(made for made in reversed(V.graph.operations) if getattr(made, "op_overload", None) is op)
     if accelerators.of(call.get_device()) is not None and not (V.graph.cpp_wrapper or V.graph.aot_mode):
         name = op._schema.name.removeprefix("xent::")
-        call.set_python_kernel_name(f"{_PACKAGE}.ops.library.OPERATORS[{name!r}].on_triton")
+        call.set_python_kernel_name(f"__import__('xent_ops').ops.library.OPERATORS[{name!r}].on_triton")
 
 
 @unless_gone("defaults in packages", "AOTInductor may refuse integers", lambda op, options: options)
