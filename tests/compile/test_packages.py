@@ -4,6 +4,7 @@ import packed
 import pytest
 import torch
 from helpers import samples
+from helpers.covering import pairs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 
@@ -50,9 +51,7 @@ def described(value):
     return (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
-@pytest.mark.parametrize("classes", [256, 5003])
-@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("rows, classes, full", pairs(ROWS.values(), [256, 5003], [False, True]), ids=str)
 def test_every_launch_is_traced(monkeypatch, rows, classes, full):
     """Each with the kernel, the grid, the numbers and tensors of the same shapes."""
     logits, target, weight, *_ = packed.inputs(rows, classes, torch.bfloat16, "cpu")

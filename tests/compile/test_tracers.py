@@ -148,8 +148,14 @@ def test_the_page_lists_the_constants():
     assert set(re.findall(r"`(\w+)`", listed)) == {argument for _, argument in NUMBERS} - MOVING
 
 
-@pytest.mark.parametrize("kind", [float, int])
-@pytest.mark.parametrize("name", sorted(name for name, argument in NUMBERS if argument in MOVING))
+WITH_DIVISOR = sorted(name for name, argument in NUMBERS if argument in MOVING)
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [*((name, float) for name in WITH_DIVISOR), ("linear_cross_entropy", int)],
+    ids=lambda case: getattr(case, "__name__", case),
+)
 def test_a_number_of_each_step_compiles_twice(name, kind):
     """The divisor, transformers' num_items_in_batch: as many times as ``loss / d``."""
     w, (h, t), counter = torch.randn(V, H), inputs(), CompileCounterWithBackend("aot_eager")

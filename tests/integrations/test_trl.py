@@ -23,19 +23,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 @pytest.fixture
 def compared(tmp_path, monkeypatch):
     """compared(kind, ...): both runs, of which the one by xent_ops must not reach TRL's function."""
-
-    def compare(kind, rel=1e-5, only_ours=None, **options):
-        def before_training(trainer):
-            use_xent(trainer)
-            monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", None)
-
-        monkeypatch.undo()
-        want = trainers.run(kind, tmp_path, lambda trainer: None, **options)
-        got = trainers.run(kind, tmp_path, before_training, **(options | (only_ours or {})))
-        trainers.assert_same_run(got, want, rel)
-        return got
-
-    return compare
+    return functools.partial(trainers.compare, tmp_path, monkeypatch, [(trl.trainer.utils, "_ChunkedLogProbFunction")])
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", slow("KTO"), "GRPO", slow("RLOO")])
@@ -60,16 +48,20 @@ def test_options_of_the_trainer(kind, options, compared):
     compared(kind, **options)
 
 
+TAILS = ("Gemma2", "Cohere", "Granite", "Mixtral", "Phi", "Qwen2")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Gemma2", "Cohere", "Granite", "Mixtral", "Phi", "Qwen2"])
-@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+@pytest.mark.parametrize("kind, name", [*(("SFT", name) for name in TAILS), *(("DPO", name) for name in TAILS[::2])])
 def test_models(kind, name, compared):
     """A softcap, scales, an auxiliary loss, a bias, a tied head. DPO asks for the mean of the logits, and of p^2."""
     compared(kind, name=name, **({"use_weighting": True} if kind == "DPO" else {}))
 
 
-@pytest.mark.parametrize("given", ["labels", "shift_labels", "num_items_in_batch"])
-@pytest.mark.parametrize("kind", KINDS)
+OTHERS = [(kind, given) for kind in ("SFT", "GRPO") for given in ("shift_labels", "num_items_in_batch")]
+
+
+@pytest.mark.parametrize("kind, given", [*((kind, "labels") for kind in KINDS), *OTHERS])
 def test_the_outputs_of_the_forward(kind, given, tmp_path):
     """All that TRL's forward returns, and gradients of what has some."""
     trainer = trainers.make(kind, tmp_path, name="Mixtral")

@@ -1,5 +1,7 @@
 """use_xent of TRL's GKDTrainer and DistillationTrainer: losses, metrics and weights are those of the untouched trainer."""
 
+import functools
+
 import pytest
 
 for package in ("trl", "datasets", "peft"):
@@ -22,20 +24,9 @@ KINDS = ("GKD", "Distillation")
 @pytest.fixture
 def compared(tmp_path, monkeypatch):
     """compared(kind, ...): both runs, of which the one by xent_ops must not reach TRL's divergences."""
-
-    def compare(kind, rel=1e-5, only_ours=None, **options):
-        def before_training(trainer):
-            use_xent(trainer)
-            monkeypatch.setattr(trl.experimental.gkd.GKDTrainer, "generalized_jsd_loss", None)
-            monkeypatch.setattr(distillation_trainer, "ChunkedDivergenceFunction", None)
-
-        monkeypatch.undo()
-        want = trainers.run(kind, tmp_path, lambda trainer: None, **options)
-        got = trainers.run(kind, tmp_path, before_training, **(options | (only_ours or {})))
-        trainers.assert_same_run(got, want, rel)
-        return got
-
-    return compare
+    divergences = [(trl.experimental.gkd.GKDTrainer, "generalized_jsd_loss")]
+    divergences += [(distillation_trainer, "ChunkedDivergenceFunction")]
+    return functools.partial(trainers.compare, tmp_path, monkeypatch, divergences)
 
 
 @pytest.mark.parametrize("beta", [0.5, *(pytest.param(beta, marks=pytest.mark.slow) for beta in (0.0, 1.0))])

@@ -13,6 +13,8 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from xent_ops.integrations.trl import use_xent
+
 LETTERS = string.ascii_letters + string.digits
 TIMES = ("runtime", "per_second", "step_time", "total_flos")  # ends of names
 
@@ -118,6 +120,21 @@ def run(kind, folder, before_training, **options):
     trainer.train()
     weights = {name: value.detach().clone() for name, value in trainer.model.named_parameters() if value.requires_grad}
     return seen, trainer.state.log_history, weights
+
+
+def compare(folder, monkeypatch, theirs, kind, rel=1e-5, only_ours=None, **options):
+    """A run of the untouched trainer and one with use_xent, which must not reach ``theirs``, [(owner, name)]."""
+
+    def before_training(trainer):
+        use_xent(trainer)
+        for owner, name in theirs:
+            monkeypatch.setattr(owner, name, None)
+
+    monkeypatch.undo()
+    want = run(kind, folder, lambda trainer: None, **options)
+    got = run(kind, folder, before_training, **(options | (only_ours or {})))
+    assert_same_run(got, want, rel)
+    return got
 
 
 def assert_same_run(got, want, rel=1e-5):

@@ -151,6 +151,7 @@ def test_without_torch(checkout, tmp_path_factory, hook):
         assert part in warning
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "before, words",
     [
@@ -170,6 +171,7 @@ def test_what_else_may_be_missing(checkout, tmp_path_factory, before, words):
     assert said.count(WARNING) == 1 and words in said
 
 
+@pytest.mark.slow
 def test_old_setuptools_are_refused_by_name(checkout, tmp_path_factory):
     """Those of an environment of Python 3.11. Their own error is about the license in pyproject.toml."""
     before = "import setuptools; setuptools.__version__ = '65.5.0'"
@@ -179,6 +181,7 @@ def test_old_setuptools_are_refused_by_name(checkout, tmp_path_factory):
     assert f'requires = ["{_extension.OLDEST_SETUPTOOLS}"]' in (ROOT / "pyproject.toml").read_text()
 
 
+@pytest.mark.slow
 def test_without_torch_but_asked_for_cpp(checkout, tmp_path_factory):
     site = tmp_path_factory.mktemp("isolated") / "site"
     status, said, made = build_in_isolation(checkout, site, XENT_OPS_BUILD_CPP="1")
@@ -186,6 +189,7 @@ def test_without_torch_but_asked_for_cpp(checkout, tmp_path_factory):
     assert "cannot build its C++ part: there is no torch" in said and "--no-build-isolation" in said
 
 
+@pytest.mark.slow
 def test_without_torch_and_not_asked_for_cpp(checkout, tmp_path_factory):
     site = tmp_path_factory.mktemp("isolated") / "site"
     status, said, (made,) = build_in_isolation(checkout, site, XENT_OPS_BUILD_CPP="0")
