@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.graphs import AotEagerAndRecordGraphs
 from linear_compiled_cases import called, graphs_of
-from linear_log_prob_cases import close
+from linear_log_prob_cases import close, gradients_close
 from linear_parallel_cases import H, head_of
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
@@ -95,17 +95,10 @@ def one(device, kind, problem, sequence_dim=None, group=None, kept=None, **optio
     loss = call(*given, kind, group, sequence_parallel=sequence_dim is not None, **moved)
     same_bits_everywhere(loss, group)
     of_oracle = {name: value for name, value in options.items() if name not in ("chunk_rows", "accumulate_dtype")}
-    wanted, (of_input, *others) = expected(student, teacher, target, 0.75, kept, **of_oracle)
-    dtype = student[0].dtype
-    close(loss, wanted, dtype)
+    wanted, grads = expected(student, teacher, target, 0.75, kept, **of_oracle)
+    close(loss, wanted, student[0].dtype)
     made = torch.autograd.grad(loss, given[0], torch.tensor(0.75).to(loss))
-    if sequence_dim is not None:
-        of_input = of_input.chunk(dist.get_world_size(), sequence_dim)[dist.get_rank()]
-    start, size, _ = split(kind, V, group)
-    close(made[0], of_input, dtype)
-    for grad, part in zip(made[1:], others, strict=True):
-        close(grad[:size], part[start : start + size], dtype)
-        assert grad[size:].count_nonzero() == 0, "padding got a gradient"
+    gradients_close(made, grads, kind, student[0].dtype, sequence_dim, group)
     return loss
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from linear_log_prob_cases import close
-from linear_parallel_cases import head_of
+from linear_log_prob_cases import close, gradients_close
+from linear_parallel_cases import classes_of, head_of, leaves
 from vocab_parallel_cases import V, same_bits_everywhere, shard_of, split
 
 import xent_ops
@@ -23,26 +23,17 @@ def problem(dtype, shape):
 
 def one(device, kind, dtype, function, sequence_dim=None, shape=(9,)):
     """``function(over_ranks, x, w, ids, probs, ...)`` of ranks, and of one process in float64."""
-    world, rank, place = dist.get_world_size(), dist.get_rank(), split(kind, V)
     input, head, bias, ids, probs = problem(dtype, shape)
-    mine = input if sequence_dim is None else input.chunk(world, sequence_dim)[rank]
-    shards = (mine, shard_of(head.t(), place).t().contiguous(), shard_of(bias, place))
-    x, w, b = (tensor.clone().to(device).requires_grad_() for tensor in shards)
-    how = {"num_classes": V, "class_start": None if kind == "chunk" else place[0], "bias_shard": b}
-    loss = function(True, x, w, ids.to(device), probs.to(device), sequence_parallel=sequence_dim is not None, **how)
+    x, w, b, own_ids = leaves(device, input, head, bias, None, ids, kind=kind, sequence_dim=sequence_dim)
+    how = {"bias_shard": b, "sequence_parallel": sequence_dim is not None, **classes_of(kind)}
+    loss = function(True, x, w, own_ids, probs.to(device), **how)
     assert loss.shape == ()
     whole = [tensor.double().requires_grad_() for tensor in (input, head, bias)]
     wanted = function(False, *whole[:2], ids, probs, linear_bias=whole[2])
     same_bits_everywhere(loss)
     close(loss, wanted.detach(), dtype)
-    of_input, *others = torch.autograd.grad(wanted, whole)
-    of_input = of_input if sequence_dim is None else of_input.chunk(world, sequence_dim)[rank]
-    start, size, _ = place
-    made = torch.autograd.grad(loss, (x, w, b))
-    close(made[0], of_input, dtype)
-    for grad, part in zip(made[1:], others, strict=True):
-        close(grad[:size], part[start : start + size], dtype)
-        assert grad[size:].count_nonzero() == 0
+    grads = torch.autograd.grad(wanted, whole)
+    gradients_close(torch.autograd.grad(loss, (x, w, b)), grads, kind, dtype, sequence_dim)
 
 
 def probabilities(ranks, x, w, ids, probs, **how):

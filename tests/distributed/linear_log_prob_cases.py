@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from linear_parallel_cases import H, head_of, leaves
-from vocab_parallel_cases import Collectives, V, same_bits_everywhere, shard_of, split
+from linear_parallel_cases import H, classes_of, head_of, leaves
+from vocab_parallel_cases import Collectives, V, same_bits_everywhere, split
 
 import xent_ops
 from xent_ops.distributed import vocab_parallel_linear_token_log_probs
@@ -41,22 +41,23 @@ def close(actual, expected, dtype):
     assert error <= TOLERANCES[dtype] * expected.abs().max().clamp(min=1.0), f"{error} of {expected.abs().max()}"
 
 
+def gradients_close(made, wanted, kind, dtype, sequence_dim=None, group=None):
+    """This rank's gradients of (input, head, bias) are its parts of ``wanted``, and those of padding are zero."""
+    of_input, *others = wanted
+    if sequence_dim is not None:
+        of_input = of_input.chunk(dist.get_world_size(group), sequence_dim)[dist.get_rank(group)]
+    start, size, _ = split(kind, V, group)
+    close(made[0], of_input, dtype)
+    for grad, part in zip(made[1:], others, strict=True):
+        close(grad[:size], part[start : start + size], dtype)
+        assert grad[size:].count_nonzero() == 0, "padding got a gradient"
+
+
 def one(device, kind, problem, sequence_dim=None, **options):
     input, head, bias, _, target = problem
-    world, rank, place = dist.get_world_size(), dist.get_rank(), split(kind, V)
-    mine = input if sequence_dim is None else input.chunk(world, sequence_dim)[rank]
-    shards = (mine, shard_of(head.t(), place).t().contiguous(), shard_of(bias, place))
-    x, w, b = (tensor.clone().to(device).requires_grad_() for tensor in shards)
-    outputs = vocab_parallel_linear_token_log_probs(
-        x,
-        w,
-        target.to(device),
-        num_classes=V,
-        class_start=None if kind == "chunk" else place[0],
-        bias_shard=b,
-        sequence_parallel=sequence_dim is not None,
-        **options,
-    )
+    x, w, b, labels = leaves(device, *problem, kind=kind, sequence_dim=sequence_dim)
+    options["sequence_parallel"] = sequence_dim is not None
+    outputs = vocab_parallel_linear_token_log_probs(x, w, labels, bias_shard=b, **classes_of(kind), **options)
     counted = (target != -100).to(device)
     if options.get("skip_ignored"):
         assert (outputs.lse[~counted] == float("inf")).all()
@@ -67,14 +68,7 @@ def one(device, kind, problem, sequence_dim=None, **options):
         assert value.dtype == (torch.float64 if input.dtype == torch.float64 else torch.float32)
         close(value, wanted, input.dtype)
     total = sum((factor.to(value) * value).sum() for factor, value in zip(upstream(target), outputs, strict=True))
-    of_input, *others = grads
-    of_input = of_input if sequence_dim is None else of_input.chunk(world, sequence_dim)[rank]
-    start, size, _ = place
-    made = torch.autograd.grad(total, (x, w, b))
-    close(made[0], of_input, input.dtype)
-    for grad, wanted in zip(made[1:], others, strict=True):
-        close(grad[:size], wanted[start : start + size], input.dtype)
-        assert grad[size:].count_nonzero() == 0
+    gradients_close(torch.autograd.grad(total, (x, w, b)), grads, kind, input.dtype, sequence_dim)
 
 
 def values(device, kind):

@@ -129,12 +129,18 @@ def sequence_parallel(device):
                 one(device, kind, problem, sequence_dim=dim, pipelined=False, **options)
 
 
-def leaves(device, *problem):
+def leaves(device, input, head, bias, _, target, kind="chunk", sequence_dim=None):
     """This rank's (input, rows of the head, bias), which require grad, and the target."""
-    input, head, bias, _, target = problem
-    place = split("chunk", V)
+    place = split(kind, V)
+    if sequence_dim is not None:
+        input = input.chunk(dist.get_world_size(), sequence_dim)[dist.get_rank()]
     shards = (input, shard_of(head.t(), place).t().contiguous(), shard_of(bias, place))
     return *(tensor.clone().to(device).requires_grad_() for tensor in shards), target.to(device)
+
+
+def classes_of(kind):
+    """Keywords that say which classes this rank has."""
+    return {"num_classes": V, "class_start": None if kind == "chunk" else split(kind, V)[0]}
 
 
 def what_is_communicated(device):

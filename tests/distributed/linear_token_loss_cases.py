@@ -8,10 +8,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.token_losses import LOSSES, expected, focal, grpo, rows_of
 from linear_dtensor_cases import meshes
-from linear_log_prob_cases import close
-from linear_parallel_cases import H, head_of, leaves
+from linear_log_prob_cases import close, gradients_close
+from linear_parallel_cases import H, classes_of, head_of, leaves
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from vocab_parallel_cases import Collectives, V, same_bits_everywhere, shard_of, split
+from vocab_parallel_cases import Collectives, V, same_bits_everywhere
 
 import xent_ops
 from xent_ops.distributed import vocab_parallel_linear_token_loss
@@ -21,21 +21,17 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def one(device, kind, problem, fn, sequence_dim=None, **options):
     input, head, bias, _, target = problem
-    world, rank, place = dist.get_world_size(), dist.get_rank(), split(kind, V)
     rows = rows_of(fn, target.shape, dtype=torch.promote_types(input.dtype, torch.float32))
-    mine = input if sequence_dim is None else input.chunk(world, sequence_dim)[rank]
-    shards = (mine, shard_of(head.t(), place).t().contiguous(), shard_of(bias, place))
-    x, w, b = (tensor.clone().to(device).requires_grad_() for tensor in shards)
+    x, w, b, labels = leaves(device, *problem, kind=kind, sequence_dim=sequence_dim)
     loss = vocab_parallel_linear_token_loss(
         x,
         w,
-        target.to(device),
+        labels,
         fn,
-        num_classes=V,
-        class_start=None if kind == "chunk" else place[0],
         rows=tuple(row.to(device) for row in rows),
         bias_shard=b,
         sequence_parallel=sequence_dim is not None,
+        **classes_of(kind),
         **{"reduction": "sum", "divisor": 7.0, **options},
     )
     whole = [tensor.double().requires_grad_() for tensor in (input, head, bias)]
@@ -44,14 +40,8 @@ def one(device, kind, problem, fn, sequence_dim=None, **options):
     wanted = expected(fn, F.linear(*whole), target, rows, number, softcap, scale)
     same_bits_everywhere(loss)
     close(loss, wanted.detach(), input.dtype)
-    of_input, *others = torch.autograd.grad(wanted, whole)
-    of_input = of_input if sequence_dim is None else of_input.chunk(world, sequence_dim)[rank]
-    start, size, _ = place
-    made = torch.autograd.grad(loss, (x, w, b))
-    close(made[0], of_input, input.dtype)
-    for grad, part in zip(made[1:], others, strict=True):
-        close(grad[:size], part[start : start + size], input.dtype)
-        assert grad[size:].count_nonzero() == 0
+    grads = torch.autograd.grad(wanted, whole)
+    gradients_close(torch.autograd.grad(loss, (x, w, b)), grads, kind, input.dtype, sequence_dim)
 
 
 def values(device, kind):

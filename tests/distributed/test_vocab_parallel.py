@@ -9,7 +9,7 @@ import vocab_parallel_error_cases as errors
 from worlds import every_kind_and_dtype
 
 WORLDS = [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
-QUICK = [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4, 8))]  # what no third rank changes
+QUICK = [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (4, 8))]  # what no third rank changes
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 

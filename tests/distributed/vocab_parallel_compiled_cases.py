@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 from helpers.graphs import calls_of
-from torch._dynamo.testing import AotEagerAndRecordGraphs
-from vocab_parallel_cases import V, split
+from linear_compiled_cases import captured, graphs_of
+from vocab_parallel_cases import V, same_bits_everywhere, split
 
 from xent_ops.distributed import vocab_parallel_cross_entropy
 from xent_ops.testing import realistic_logits
@@ -59,30 +59,16 @@ def equal_to_eager(device, backend):
                 loss.sum().backward()
                 results.append((loss.detach(), x.grad))
             torch.testing.assert_close(results[0], results[1], rtol=2e-5, atol=1e-7)
-            losses_of_ranks = [torch.empty_like(results[1][0]) for _ in range(dist.get_world_size())]
-            dist.all_gather(losses_of_ranks, results[1][0].contiguous())
-            assert all(torch.equal(loss, losses_of_ranks[0]) for loss in losses_of_ranks)
+            same_bits_everywhere(results[1][0])
 
 
 def graph(device):
     """The collective stands in the forward graph, between the operators; the backward graph has none."""
-    backend = AotEagerAndRecordGraphs()
-    compiled = torch.compile(step_of(None), fullgraph=True, backend=backend)
     logits, target = inputs(device, 6)
-    compiled(logits.requires_grad_(), target, None).backward()
-
-    def calls(graphs):
-        (module,) = graphs
-        names = [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
-        return [name for name in names if name.startswith(("xent.", "_c10d"))]
-
-    assert calls(backend.fw_graphs) == [
-        "xent.cross_entropy_shard.default",
-        "_c10d_functional.all_gather_into_tensor.default",
-        "_c10d_functional.wait_tensor.default",
-        "xent.cross_entropy_shard_reduced.default",
-    ]
-    assert calls(backend.bw_graphs) == ["xent.cross_entropy_backward.default"]
+    gather = ["_c10d_functional.all_gather_into_tensor", "_c10d_functional.wait_tensor"]
+    forward, backward = graphs_of(step_of(None), logits.requires_grad_(), target, None)
+    assert forward == ["xent.cross_entropy_shard", *gather, "xent.cross_entropy_shard_reduced"]
+    assert backward == ["xent.cross_entropy_backward"]
 
 
 def lowered_for_inductor(device):
@@ -127,16 +113,7 @@ def cuda_graph_of_a_step(device):
     step = step_of(None, label_smoothing=0.125)
     logits, target = inputs(device, 16)
     x = logits.clone().requires_grad_()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            torch.autograd.grad(step(x, target, None), x)
-    torch.cuda.current_stream().wait_stream(stream)
-    recorded = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(recorded):
-        loss = step(x, target, None)
-        (grad,) = torch.autograd.grad(loss, x)
+    recorded, loss, (grad,) = captured(step, (x, target, None), x)
     for seed in (1, 2):
         other = torch.randn(logits.shape, generator=torch.Generator().manual_seed(seed)).to(device)
         other_target = torch.randint(0, V, target.shape, generator=torch.Generator().manual_seed(seed)).to(device)
