@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.covering import covering
 from torch.utils.checkpoint import checkpoint
 
 import xent_ops
@@ -80,6 +81,7 @@ def of_logits(student, teacher, target, **options):
 
 
 WAYS = [of_heads, of_logits]
+named = {"ids": lambda value: getattr(value, "__name__", str(value))}
 
 
 def assert_close(value, leaves, wanted, dtype):
@@ -91,10 +93,7 @@ def assert_close(value, leaves, wanted, dtype):
         torch.testing.assert_close(got.double() / size, right.double() / size, **CLOSE[dtype])
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype, beta, name, way", covering(DTYPES, BETAS, OPTIONS, WAYS), **named)
 def test_values(device, dtype, beta, name, way):
     student, teacher, target = problem(device, dtype)
     options = {"beta": beta, **OPTIONS[name]}
@@ -106,10 +105,10 @@ def test_values(device, dtype, beta, name, way):
         torch.testing.assert_close(way(student, teacher, target, **options), loss, **CLOSE[dtype])
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("skip_ignored", [False, True], ids=["", "skip_ignored"])
-@pytest.mark.parametrize("weighted", [False, True], ids=["", "token_weight"])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+REDUCTIONS = covering(["mean", "sum", "none"], [False, True], [False, True], WAYS)
+
+
+@pytest.mark.parametrize("reduction, weighted, skip_ignored, way", REDUCTIONS, **named)
 def test_reductions(device, way, reduction, weighted, skip_ignored):
     student, teacher, target = problem(device)
     token_weight = torch.randn(N, dtype=torch.float64).to(device) if weighted else None
@@ -123,10 +122,7 @@ def test_reductions(device, way, reduction, weighted, skip_ignored):
         torch.testing.assert_close(way(student, teacher, target, **options, **how), wanted.detach())
 
 
-@pytest.mark.parametrize("skip_ignored", [False, True], ids=["", "skip_ignored"])
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype, beta, name, skip_ignored", covering(DTYPES, BETAS, OPTIONS, [False, True]), **named)
 def test_rows(device, dtype, beta, name, skip_ignored):
     """Upstream gradients of each row, far from one; a second backward; frozen tensors; no second derivative."""
     student, teacher, target = problem(device, dtype)

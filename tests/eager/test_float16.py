@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.covering import covering
 
 import xent_ops
 
@@ -53,9 +54,7 @@ LOSSES = {
 FACTORS = {"1": 1.0, "1e5": 1e5, "1e-7": 1e-7, "one of 1e5": 1.0}
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("factor", FACTORS)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss, factor, compiled", covering(LOSSES, FACTORS, [False, True]), ids=str)
 def test_factors_of_rows(device, loss, factor, compiled):
     """With an upstream gradient, as a loss scaler has it, for which the largest gradient is one."""
     factors = torch.full((N,), FACTORS[factor], device=device)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.covering import covering
 from helpers.graphs import AotEagerAndRecordGraphs, operator_names
 
 import xent_ops
@@ -62,9 +63,7 @@ def function(stats, a, b, c):
     return (stats.log_probs * a).sum(-1) + stats.entropy * b + stats.lse * c
 
 
-@pytest.mark.parametrize("skip_ignored", [False, True], ids=["", "skip_ignored"])
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype, name, skip_ignored", covering(DTYPES, OPTIONS, [False, True]), ids=str)
 def test_log_probs(device, dtype, name, skip_ignored):
     """Of a head and of given logits; with any upstream gradients, and as a function of tokens in three products."""
     x, head, bias, ids, _ = problem(device, dtype)
@@ -178,11 +177,11 @@ def soft_expected(x, head, ids, probs, tail, z, reduction, token_weight=None):
     return loss if reduction == "none" else loss.sum() / (weight.sum() if reduction == "mean" else 1.0)
 
 
-@pytest.mark.parametrize("skip_ignored", [False, True], ids=["", "skip_ignored"])
-@pytest.mark.parametrize("weighted", [False, True], ids=["", "token_weight"])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("tail", [False, True], ids=["", "tail"])
-@pytest.mark.parametrize("z", [0.0, 0.1], ids=["", "z-loss"])
+@pytest.mark.parametrize(
+    "reduction, tail, z, weighted, skip_ignored",
+    covering(["mean", "sum", "none"], [False, True], [0.0, 0.1], [False, True], [False, True]),
+    ids=str,
+)
 def test_target_probs(device, tail, z, reduction, weighted, skip_ignored):
     x, head, _, ids, probs = problem(device)
     token_weight = factors_of(device)[1] if weighted else None
@@ -261,9 +260,9 @@ def test_log_probabilities_are_refused(device, places):
         assert torch.compile(loss, backend="aot_eager", fullgraph=True)(tail).isnan()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("probability", [1e-4, 1e-7, 1e-12, 1e-30])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name, probability, reduction", covering(OPTIONS, [1e-4, 1e-7, 1e-12, 1e-30], ["mean", "none"]), ids=str
+)
 def test_the_tail_keeps_its_digits(device, name, probability, reduction):
     """However little the student gives to the other classes. Logits are exact: the head is an identity."""
     options, factor = OPTIONS[name], {"plain": 1.0, "softcap": 1 / 0.7, "negative": -1 / 1.5}[name]
@@ -348,39 +347,31 @@ def test_the_graph(device, tail):
 
 def test_errors(device):
     x, head, _, ids, probs = problem(device, torch.float32)
-    call = xent_ops.linear_cross_entropy
-    with pytest.raises(ValueError, match=r"target_probs has shape \(9, 3\); expected \(9, 4\), a probability for each"):
-        call(x, head, ids, target_probs=probs[:, :3])
-    with pytest.raises(RuntimeError, match="target_probs requires grad"):
-        call(x, head, ids, target_probs=probs.clone().requires_grad_())
-    with pytest.raises(ValueError, match="weight is for one target a row: multiply target_probs"):
-        call(x, head, ids, target_probs=probs, weight=torch.ones(V, device=device))
-    with pytest.raises(ValueError, match="label_smoothing is for one target a row: smooth target_probs"):
-        call(x, head, ids, target_probs=probs, label_smoothing=0.1)
-    with pytest.raises(TypeError, match="with target_probs it holds class indices"):
-        call(x, head, probs, target_probs=probs)
-    with pytest.raises(TypeError, match=r"target_probs must be a torch.Tensor"):
-        call(x, head, ids, target_probs=0.5)
-    with pytest.raises(TypeError, match="tail must be"):
-        call(x, head, ids, target_probs=probs, tail="yes")
-    with pytest.raises(ValueError, match=r"target has shape \(9,\); with target_probs it has 2 dimensions"):
-        call(x, head, ids[:, 0], target_probs=probs[:, 0])
-    with pytest.raises(ValueError, match=r"target has shape \(9, 0\): no class a row"):
-        call(x, head, ids[:, :0], target_probs=probs[:, :0])
-    with pytest.raises(ValueError, match="num_items_in_batch is 0 where all labels of a step are ignored"):
-        call(x, head, ids[:, 0], reduction="sum", divisor=0)
-    with pytest.raises(ValueError, match="tail=True is for target_probs"):
-        call(x, head, ids[:, 0], tail=True)
-    divisor = torch.ones((), device=device, requires_grad=True)
-    for tail in (False, True):
-        with pytest.raises(RuntimeError, match="divisor requires grad"):
-            call(x, head, ids, target_probs=probs, reduction="sum", divisor=divisor, tail=tail)
-    with pytest.raises(ValueError, match="no class a row"):
-        xent_ops.linear_token_log_probs(x, head, ids[:, :0])
-    with pytest.raises(ValueError, match=r"ids has shape \(8, 4\); expected \(9, 4\), K classes of each row"):
-        xent_ops.linear_token_log_probs(x, head, ids[:8])
-    with pytest.raises(ValueError, match="label_smoothing is for one target a row"):
-        torch.ops.xent.token_logits(x @ head.t(), ids, label_smoothing=0.1)
+    call, one, divisor = xent_ops.linear_cross_entropy, ids[:, 0], torch.ones((), device=device, requires_grad=True)
+    several = {"target_probs": probs}
+    for error, text, target, options in (
+        (ValueError, r"target_probs has shape \(9, 3\); expected \(9, 4\), a probability", ids, {"target_probs": probs[:, :3]}),
+        (RuntimeError, "target_probs requires grad", ids, {"target_probs": probs.clone().requires_grad_()}),
+        (ValueError, "weight is for one target a row: multiply target_probs", ids, several | {"weight": torch.ones(V, device=device)}),
+        (ValueError, "label_smoothing is for one target a row: smooth target_probs", ids, several | {"label_smoothing": 0.1}),
+        (TypeError, "with target_probs it holds class indices", probs, several),
+        (TypeError, "target_probs must be a torch.Tensor", ids, {"target_probs": 0.5}),
+        (TypeError, "tail must be", ids, several | {"tail": "yes"}),
+        (ValueError, r"target has shape \(9,\); with target_probs it has 2 dimensions", one, {"target_probs": probs[:, 0]}),
+        (ValueError, r"target has shape \(9, 0\): no class a row", ids[:, :0], {"target_probs": probs[:, :0]}),
+        (ValueError, "num_items_in_batch is 0 where all labels of a step are ignored", one, {"reduction": "sum", "divisor": 0}),
+        (ValueError, "tail=True is for target_probs", one, {"tail": True}),
+        *((RuntimeError, "divisor requires grad", ids, several | {"reduction": "sum", "divisor": divisor, "tail": tail}) for tail in (False, True)),
+    ):  # fmt: skip
+        with pytest.raises(error, match=text):
+            call(x, head, target, **options)
+    for text, refused in (
+        ("no class a row", lambda: xent_ops.linear_token_log_probs(x, head, ids[:, :0])),
+        (r"ids has shape \(8, 4\); expected \(9, 4\), K classes", lambda: xent_ops.linear_token_log_probs(x, head, ids[:8])),
+        ("label_smoothing is for one target", lambda: torch.ops.xent.token_logits(x @ head.t(), ids, label_smoothing=0.1)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=text):
+            refused()
 
 
 def test_ids_out_of_range(device):

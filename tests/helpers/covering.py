@@ -2,6 +2,7 @@
 
 import itertools
 
+import torch
 from helpers.interpreter import INTERPRETED
 
 
@@ -24,6 +25,9 @@ def pairs(*axes):
     return chosen
 
 
-def pairs_if_interpreted(*axes):
-    """In Triton's interpreter, which takes .1 s a launch (2026-11-24); all combinations elsewhere."""
-    return pairs(*axes) if INTERPRETED else list(itertools.product(*map(list, axes)))
+def covering(*axes):
+    """All combinations where there is a GPU, whose launches are fast and choose their kernels by several options at
+    once. Pairs elsewhere: Triton's interpreter takes .1 s a launch (2026-11-24), and three options that are wrong together
+    are left to tests/fuzz."""
+    launches = torch.cuda.is_available() and not INTERPRETED
+    return list(itertools.product(*map(list, axes))) if launches else pairs(*axes)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from against_oracle import OPTIONS
+from helpers.covering import covering
 
 import xent_ops
 from xent_ops.kernels import reference_soft
@@ -12,9 +13,9 @@ from xent_ops.testing import realistic_logits
 pytestmark = pytest.mark.interpreter
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("weighted", [False, True], ids=["", "weight"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype, name, weighted", covering([torch.float32, torch.bfloat16, torch.float64], OPTIONS, [False, True]), ids=str
+)
 def test_class_probabilities(device, dtype, weighted, name):
     options = OPTIONS[name]
     logits = realistic_logits(5, 1003, dtype=dtype)

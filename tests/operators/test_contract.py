@@ -3,8 +3,9 @@
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from test_registration import calls_of
 
-from xent_ops.ops.contract import Contract
+from xent_ops.ops.contract import NAMES, Contract
 from xent_ops.ops.library import OPERATORS
 
 
@@ -56,6 +57,32 @@ cross_entropy_with_grad: logits; V=logits; grad_dtype label_smoothing softcap lo
 cross_entropy_divisor: logits; V=logits; no rule
 scale_grad_: grad; columns=grad; no rule""",
     )
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_each_tensor_is_refused_by_its_name(name):
+    """Of another dtype, shape or device. Tests of operators have what is refused beside that."""
+    contract = OPERATORS[name].contract
+    calls = [contract.bind(args, options) for _, args, options in calls_of(name, "cpu", torch.float32, False)]
+    for argument in (*contract.tensors, *contract.checked_last):
+        given = [call for call in calls if call[argument.position] is not None and call.owner.dim() > 1]
+        if not given and argument.name not in contract.required:
+            continue  # that no sample has
+        call = given[0]
+        tensor, text = call[argument.position], NAMES.get(argument.name, argument.name)
+        wrong = []
+        if argument.like != "any":
+            wrong += [(tensor.bool(), TypeError, "has dtype torch.bool")]
+        if argument.name != contract.owner:
+            wrong += [(tensor.new_zeros((*tensor.shape, 2)), ValueError, r"has shape \(.*\); expected \(")]
+            wrong += [(tensor.to("meta"), RuntimeError, "(is|are) on meta but .* on cpu")]
+        for one, error, words in wrong:
+            changed = call._replace(**{argument.name: one})._asdict()
+            with pytest.raises(error, match=f"^{text} {words}"):
+                OPERATORS[name].overload(
+                    *(value for key, value in changed.items() if key not in contract.keyword_only),
+                    **{key: changed[key] for key in contract.keyword_only},
+                )
 
 
 def contract(text, arguments=(), results=()):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from flat_options import FlatOptions
-from helpers.covering import pairs_if_interpreted
+from helpers.covering import covering
 
 from xent_ops.kernels import reference_distillation
 from xent_ops.testing import assert_distillation, distillation_oracle, realistic_logits
@@ -43,7 +43,7 @@ def given(widths, **options):
 
 @pytest.mark.parametrize(
     "widths, name, beta, dtype",
-    pairs_if_interpreted(WIDTHS, OPTIONS, BETAS, DTYPES),
+    covering(WIDTHS, OPTIONS, BETAS, DTYPES),
     ids=lambda value: str(value),
 )
 def test_values(device, widths, name, beta, dtype):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from flat_options import FlatOptions
+from helpers.covering import covering
 from helpers.interpreter import INTERPRETED
 
 from xent_ops.kernels import reference, reference_linear
@@ -71,9 +72,7 @@ def assert_gradient(grad, wanted, dtype):
     torch.testing.assert_close(grad.double(), wanted, rtol=2 * eps, atol=eps * wanted.abs().max().item() / 4)
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["", "weight"])
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype, name, weighted", covering(DTYPES, OPTIONS, [False, True]), ids=str)
 def test_the_gradients_of_slices_are_those_of_the_whole(device, backward, dtype, name, weighted):
     """With a masked class, an ignored row, an empty slice, and padding of NaN behind the last class."""
     options = OPTIONS[name]

@@ -353,14 +353,15 @@ def test_compiled(products):
 def test_what_is_refused(monkeypatch):
     x, head, target = problem("cpu", 4, 32, 16)
     call = xent_ops.linear_cross_entropy
+    for error, text, args in (
+        (TypeError, r"makes 8-bit numbers of torch.bfloat16 and torch.float16", (x.float(), head.float(), target)),
+        (ValueError, r"a number of features that is a multiple of 16.*got 24", (x[:, :24], head[:, :24], target)),
+        (NotImplementedError, "without logits_dtype and products", (x, head, torch.rand(4, 16))),
+    ):
+        with pytest.raises(error, match=text):
+            call(*args, products="fp8")
     with pytest.raises(ValueError, match=r"products must be one of 'fp8', 'fp8_gradients', or None .* got 'fp9'"):
         call(x, head, target, products="fp9")
-    with pytest.raises(TypeError, match=r"makes 8-bit numbers of torch.bfloat16 and torch.float16"):
-        call(x.float(), head.float(), target, products="fp8")
-    with pytest.raises(ValueError, match=r"a number of features that is a multiple of 16.*got 24"):
-        call(x[:, :24], head[:, :24], target, products="fp8")
-    with pytest.raises(NotImplementedError, match="without logits_dtype and products"):
-        call(x, head, torch.rand(4, 16), products="fp8")
     with pytest.raises(NotImplementedError, match=r"several classes a row take no products='fp8'"):
         xent_ops.linear_token_log_probs(x, head, target.unsqueeze(1), products="fp8")
     monkeypatch.setattr(fp8, "why_not", lambda device: "they need compute capability 8.9")

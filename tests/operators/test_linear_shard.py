@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.covering import pairs_if_interpreted
+from helpers.covering import covering
 from helpers.float16_problems import PROBLEMS
 
 from xent_ops.testing import assert_linear, linear_oracle
@@ -67,9 +67,7 @@ HOW = [{}, {"chunk_rows": 4}, {"chunk_rows": 4, "skip_ignored": True}]
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize(
-    "split, options, how, weighted", pairs_if_interpreted(SPLITS, [{}, FULL], HOW, [False, True]), ids=str
-)
+@pytest.mark.parametrize("split, options, how, weighted", covering(SPLITS, [{}, FULL], HOW, [False, True]), ids=str)
 def test_loss_and_gradients(device, split, options, how, weighted):
     *tensors, weight, target = problem(device)
     upstream = torch.rand(2, 5, generator=torch.Generator().manual_seed(2)).to(device)
@@ -156,15 +154,9 @@ def test_errors_of_chunks(device):
     stats, logits = ops.linear_cross_entropy_chunk(x, head, t, 0, V)
     one, lse = stats.new_ones(()), stats.new_ones(5)
     assert logits.shape == (5, 40) and logits[:, V:].count_nonzero() == 0
-    with pytest.raises(ValueError, match=r"logits has shape \(5, 39\); expected \(5, 40\)"):
-        ops.linear_cross_entropy_chunk_grad_(logits[:, 1:], one, None, head, t, lse, 0, V)
-    with pytest.raises(ValueError, match=r"lse has shape \(4,\); expected \(5,\)"):
-        ops.linear_cross_entropy_chunk_grad_(logits, one, None, head, t, lse[1:], 0, V)
     with pytest.raises(ValueError, match="grad_entropy and entropy go together"):
         rest = (None, None, lse, None)
         ops.linear_cross_entropy_chunk_grad_(logits, one, None, head, t, lse, 0, V, *rest)
-    with pytest.raises(TypeError, match=r"count has dtype torch.int64; expected one of int32"):
-        ops.linear_cross_entropy_chunk(x, head, t, 0, V, None, None, False, torch.tensor(3, device=device))
     ids, weight = t.unsqueeze(1), head.new_ones(V)
     for wrong, what in (
         ({}, "masks the columns of ids"),
@@ -189,16 +181,11 @@ def test_errors(device):
         ((input, head, target, 0, V, None, None, True), {"label_smoothing": 0.1}, "entropies go with the plain loss"),
         ((input, head, target, 5, V - 40), {}, "num_classes must be at least 1"),
         ((input, head, target, V, V), {}, "lies beyond num_classes"),
-        ((input, head, target[:1], 0, V), {}, "target has shape"),
     ]
     for args, options, text in bad:
         with pytest.raises(ValueError, match=text):
             ops.linear_cross_entropy_shard(*args, **options)
     gathered = ops.linear_cross_entropy_shard(input, head, target, 0, V)
-    with pytest.raises(ValueError, match="gathered has shape"):
-        ops.linear_cross_entropy_shard_join(input, head, target, gathered[:, 1:], 0, V)
-    with pytest.raises(TypeError, match="gathered has dtype"):
-        ops.linear_cross_entropy_shard_join(input, head, target, gathered.double(), 0, V)
     with pytest.raises(ValueError, match="needs the group_name"):
         rows, targets = input.unsqueeze(0), target.unsqueeze(0)
         ops.linear_cross_entropy_shard_join(input, head, targets, gathered, 0, V, None, None, rows)

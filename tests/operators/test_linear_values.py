@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.covering import covering
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -76,11 +77,10 @@ def test_no_product_depends_on_what_memory_held(device):
 SUMS = [*((dtype, None) for dtype in DTYPES), *((dtype, torch.float32) for dtype in DTYPES[:3])]
 
 
-@pytest.mark.parametrize("dtype, sums", SUMS, ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_values_and_gradients(device, dtype, name, reduction, sums):
+@pytest.mark.parametrize("kind, name, reduction", covering(SUMS, OPTIONS, ["mean", "sum", "none"]), ids=str)
+def test_values_and_gradients(device, kind, name, reduction):
     """Seven chunks of a bit more than 40 rows, an odd number of classes; the first backward and a later one."""
+    dtype, sums = kind
     x, head, target, bias, weight = problem(290, 33, 131, dtype, device)
     options = {"reduction": reduction, "chunk_rows": 48, "accumulate_dtype": sums, **OPTIONS[name]}
     check(x, head, target, bias, weight, twice=True, **options)
@@ -288,7 +288,7 @@ def test_inputs_that_share_memory(device):
         torch.testing.assert_close(*(torch.autograd.grad(loss, w)[0] for loss in (mine, wanted)))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(st.data())
 def test_property_random_problems(data):
     """All of it at random, in float64 tightly and in a narrower format within its budget."""

@@ -14,7 +14,6 @@ from xent_ops.ops.library import OPERATORS
 from xent_ops.ops.schemas import SCHEMAS
 
 ops = torch.ops.xent
-DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
 def calls(device, dtype, requires_grad):
@@ -87,8 +86,11 @@ def calls_of(name, device, dtype, requires_grad):
     return _samples(device, dtype, requires_grad)[name]
 
 
-@pytest.mark.parametrize("requires_grad", [False, True], ids=["", "grad"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# What a fake says of dtypes does not depend on gradients.
+KINDS = [(torch.float32, True), (torch.bfloat16, False), pytest.param(torch.float64, False, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("dtype, requires_grad", KINDS, ids=str)
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_opcheck(device, dtype, requires_grad, name):
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -216,13 +218,10 @@ LOGITS, TARGET = (4, 10), torch.tensor([1, 2, 3, 4])
 BAD = {
     "no dimension": (lambda x: ((x[0, 0], TARGET), {}), "no dimension"),
     "target shape": (lambda x: ((x, TARGET[:3]), {}), r"target has shape \(3,\); expected \(4,\)"),
-    "target rank": (lambda x: ((x, TARGET.view(2, 2, 1)), {}), r"target has shape \(2, 2, 1\); expected"),
     "float target": (lambda x: ((x, TARGET.float()), {}), "target has dtype torch.float32; expected one of int64, int32, uint8"),
-    "bool target": (lambda x: ((x, TARGET.bool()), {}), "target has dtype torch.bool"),
     "int logits": (lambda x: ((x.int(), TARGET), {}), "logits has dtype torch.int32; expected one of float32, bfloat16, float16, float64"),
     "no classes": (lambda x: ((x[:, :0], TARGET), {}), r"logits of shape \(4, 0\) have 0 classes; expected at least 1"),
     "weight shape": (lambda x: ((x, TARGET, x[0, :9]), {}), r"weight has shape \(9,\); expected \(10,\)"),
-    "weight dtype": (lambda x: ((x, TARGET, TARGET), {}), "weight has dtype torch.int64|weight has shape"),
     "smoothing": (lambda x: ((x, TARGET), {"label_smoothing": 1.5}), "label_smoothing must be between 0.0 and 1.0, got 1.5"),
     "nan smoothing": (lambda x: ((x, TARGET), {"label_smoothing": float("nan")}), "label_smoothing must be .* got nan"),
     "softcap": (lambda x: ((x, TARGET), {"softcap": 0.0}), "softcap must be a finite number above 0, or None"),
@@ -275,20 +274,12 @@ def test_weight_that_requires_grad_is_refused_by_the_row_operators():
         assert xent_ops.cross_entropy(x, TARGET, weight).isfinite()
 
 
-def test_backward_operators_check_their_rows():
+@pytest.mark.parametrize("name", ["cross_entropy_backward", "cross_entropy_backward_"])
+@pytest.mark.parametrize("one", ["grad_entropy", "entropy"])
+def test_an_entropy_and_its_gradient_go_together(name, one):
     x, row = torch.randn(LOGITS), torch.zeros(4)
-    for bad, text in [(row[:3], r"grad_loss has shape \(3,\)"), (TARGET, "grad_loss has dtype torch.int64")]:
-        with pytest.raises((TypeError, ValueError), match=text):
-            ops.cross_entropy_backward(bad, None, x, TARGET, row)
-    for name in ("cross_entropy_backward", "cross_entropy_backward_"):
-        for one in ("grad_entropy", "entropy"):
-            with pytest.raises(ValueError, match="grad_entropy and entropy go together"):
-                getattr(ops, name)(row, None, x, TARGET, row, **{one: row})
-            other = {"grad_entropy": row, "entropy": row} | {one: row[:3]}
-            with pytest.raises(ValueError, match=rf"{one} has shape \(3,\)"):
-                getattr(ops, name)(row, None, x, TARGET, row, **other)
-    with pytest.raises(ValueError, match=r"lse has shape \(2,\)"):
-        ops.soft_cross_entropy_backward(row, None, x, x, row[:2])
+    with pytest.raises(ValueError, match="grad_entropy and entropy go together"):
+        getattr(ops, name)(row, None, x, TARGET, row, **{one: row})
 
 
 @pytest.mark.usefixtures("eager_and_dispatched")

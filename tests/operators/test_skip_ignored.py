@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from helpers.covering import covering
 
 import xent_ops
 from xent_ops.head import packing
@@ -49,9 +50,7 @@ def assert_same(made, wanted, dtype):
         assert (got - expected).norm() <= TOLERANCES[dtype] * expected.norm()
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype, pattern, name", covering(DTYPES, PATTERNS, OPTIONS), ids=str)
 def test_reduced(device, dtype, pattern, name):
     *head, target = problem(device, dtype, pattern)
     options = {"chunk_rows": 128, **OPTIONS[name]}

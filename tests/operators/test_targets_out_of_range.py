@@ -6,7 +6,7 @@ That the CPU's operators raise instead is with the tests of each family. Backwar
 import pytest
 import torch
 from flat_options import FlatOptions
-from helpers.covering import pairs_if_interpreted
+from helpers.covering import covering
 from helpers.interpreter import INTERPRETED
 
 from xent_ops.kernels import reference, reference_shard
@@ -40,7 +40,7 @@ def assert_nan(values):
     assert values[1].all() and not values[[0, *range(2, len(values))]].any()
 
 
-@pytest.mark.parametrize("shape, bad, full", [*pairs_if_interpreted(SHAPES, BAD, [False, True]), *MANY], ids=str)
+@pytest.mark.parametrize("shape, bad, full", [*covering(SHAPES, BAD, [False, True]), *MANY], ids=str)
 def test_rows(device, kernels, raises_out_of_range, shape, bad, full):
     options = ALL if full else {}
     logits, target, weight = problem(device, shape, bad, weighted=full)

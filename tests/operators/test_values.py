@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from against_oracle import DTYPES, OPTIONS, row_case
-from helpers.covering import pairs_if_interpreted
+from helpers.covering import covering
 from helpers.interpreter import INTERPRETED
 
 import xent_ops
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.interpreter
 
 
 @pytest.mark.parametrize(
-    "vocabulary, dtype, upstream", pairs_if_interpreted([1, 2, 127, 128, 1000, 4097], DTYPES, [True, False]), ids=str
+    "vocabulary, dtype, upstream", covering([1, 2, 127, 128, 1000, 4097], DTYPES, [True, False]), ids=str
 )
 def test_vocabularies(device, dtype, vocabulary, upstream):
     logits = realistic_logits(5, vocabulary, dtype=dtype)
@@ -32,7 +32,7 @@ def test_odd_vocabulary_of_gpt2(device, dtype):
 
 @pytest.mark.parametrize(
     "dtype, name, weighted",
-    pairs_if_interpreted([torch.float32, torch.bfloat16, torch.float64], OPTIONS, [False, True]),
+    covering([torch.float32, torch.bfloat16, torch.float64], OPTIONS, [False, True]),
     ids=str,
 )
 def test_options(device, dtype, name, weighted):
@@ -51,9 +51,7 @@ def test_every_combination_of_options(device):
         row_case(device, logits, target, w, label_smoothing=e, softcap=cap, logit_scale=scale, ignore_index=11)
 
 
-@pytest.mark.parametrize(
-    "dtype, std, options", pairs_if_interpreted(DTYPES, [1.0, 10.0, 30.0], [{}, {"softcap": 32.0}]), ids=str
-)
+@pytest.mark.parametrize("dtype, std, options", covering(DTYPES, [1.0, 10.0, 30.0], [{}, {"softcap": 32.0}]), ids=str)
 def test_realistic_scales(device, dtype, std, options):
     """Outliers of 1e4 and columns of padding at -inf; smoothing would make an infinite loss there, as in torch."""
     logits = realistic_logits(8, 2000, dtype=dtype, std=std, outliers=True, padding=37)
@@ -156,7 +154,7 @@ def test_divisor(device, dtype, square):
     assert_grad(logits, wanted)
 
 
-REDUCED = pairs_if_interpreted([0, 1, 5], ["mean", "sum"], [False, True])
+REDUCED = covering([0, 1, 5], ["mean", "sum"], [False, True])
 MANY = [(9001, "mean", True)] if INTERPRETED else list(itertools.product([9001], ["mean", "sum"], [False, True]))
 
 

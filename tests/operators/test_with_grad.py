@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from against_oracle import DTYPES, OPTIONS
 from flat_options import FlatOptions
-from helpers.covering import pairs_if_interpreted
+from helpers.covering import covering
 from helpers.interpreter import INTERPRETED
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -74,7 +74,7 @@ def test_vocabularies(device, dtype, vocabulary):
 
 @pytest.mark.parametrize(
     "dtype, name, case",
-    pairs_if_interpreted([torch.float32, torch.bfloat16, torch.float64], OPTIONS, range(3)),
+    covering([torch.float32, torch.bfloat16, torch.float64], OPTIONS, range(3)),
     ids=str,
 )
 def test_options(device, dtype, name, case):
@@ -121,7 +121,7 @@ def test_views_are_read_and_written_where_they_lie(device, number):
 
 
 @pytest.mark.parametrize(
-    "dtype, std, softcap", pairs_if_interpreted([torch.float32, torch.bfloat16], [1.0, 30.0], [None, 32.0]), ids=str
+    "dtype, std, softcap", covering([torch.float32, torch.bfloat16], [1.0, 30.0], [None, 32.0]), ids=str
 )
 def test_realistic_scales(device, dtype, std, softcap):
     logits = realistic_logits(8, 2000, dtype=dtype, std=std, outliers=True, padding=37)
@@ -130,11 +130,14 @@ def test_realistic_scales(device, dtype, std, softcap):
     with_grad_case(device, logits, target, torch.tensor(1 / 8), square, softcap=softcap)
 
 
-@pytest.mark.parametrize("rows", [2, 5])  # fewer and more than the interpreter's processors
-@pytest.mark.parametrize("name", ["plain", "all"])
-@pytest.mark.parametrize("dtype, vocabulary", [(torch.float32, 1000), (torch.bfloat16, 1003), (torch.float16, 37)])
-def test_statistics(device, dtype, vocabulary, name, rows):
+KINDS = [(torch.float32, 1000), (torch.bfloat16, 1003), (torch.float16, 37)]
+
+
+# As many rows as are fewer and more than the interpreter's processors.
+@pytest.mark.parametrize("kind, name, rows", covering(KINDS, ["plain", "all"], [2, 5]), ids=str)
+def test_statistics(device, kind, name, rows):
     """Those of the forward operator, and nothing else changes; of an ignored row -1 and 0, whatever it holds."""
+    dtype, vocabulary = kind
     logits = realistic_logits(rows, vocabulary, dtype=dtype).to(device)
     logits[1] = float("nan")
     logits[0, [3, 30]] = logits[0].max()  # a tie
@@ -317,31 +320,6 @@ def test_scale_grad_of_views(device, view):
     wanted = torch.ones(4, 6, 30)
     view(wanted)[...] = 2.0
     assert torch.equal(storage.cpu(), wanted)
-
-
-def test_bad_arguments_name_themselves(device):
-    x, target = torch.randn(4, 10, device=device), torch.arange(4, device=device)
-    one = torch.ones((), device=device)
-    bad = [
-        (lambda f: f(x, target, one.expand(3)), ValueError, r"grad_scale has shape \(3,\); expected \(4,\), one value for"),
-        (lambda f: f(x, target, one.long()), TypeError, "grad_scale has dtype torch.int64; expected one of"),
-        (lambda f: f(x, target, one, one.expand(4, 1)), ValueError, r"grad_lse_square has shape \(4, 1\)"),
-        (lambda f: f(x, target, one.to("meta")), RuntimeError, "grad_scale is on meta but logits are on"),
-        (lambda f: f(x, target, one, None, x[0, :9]), ValueError, r"weight has shape \(9,\)"),
-        (lambda f: f(x, target, one, softcap=-1.0), ValueError, "softcap must be a finite number above 0"),
-    ]  # fmt: skip
-    for call, error, text in bad:
-        for function in (ops.cross_entropy_with_grad, ops.cross_entropy_with_grad_):
-            with pytest.raises(error, match=text):
-                call(function)
-    for args, error, text in [
-        ((x, one.expand(3)), ValueError, r"factor has shape \(3,\); expected \(4,\), one value for each row of the grad"),
-        ((x.long(), one), TypeError, "grad has dtype torch.int64"),
-        ((x[0, 0], one), ValueError, "grad has no dimension"),
-        ((x, one.to("meta")), RuntimeError, "factor is on meta but grad is on"),
-    ]:  # fmt: skip
-        with pytest.raises(error, match=text):
-            ops.scale_grad_(*args)
 
 
 def test_no_derivative(device):
