@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.gpu import captured, measured, no_synchronisation
 from helpers.graphs import calls_of, run_and_get_code
 
 import xent_ops
@@ -78,12 +79,8 @@ def test_nothing_synchronises(name, compiled):
         function = torch.compile(function, fullgraph=True)
     x, target = batch(0)
     value_and_grad(function, x, target)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         loss, grad = value_and_grad(function, x, target)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert loss.isfinite() and grad.isfinite().all()
 
 
@@ -96,18 +93,12 @@ def test_capture_and_replay_on_other_data(name, compiled):
         function = torch.compile(function, fullgraph=True)
     x, target = batch(0)
     x.requires_grad_()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            torch.autograd.grad(function(x, target), x)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad():
-        target.random_(-(2**62), 2**62)
-    with torch.cuda.graph(graph):
+
+    def step():
         loss = function(x, target)
-        (grad,) = torch.autograd.grad(loss, x)
+        return loss, *torch.autograd.grad(loss, x)
+
+    graph, (loss, grad) = captured(step, before=lambda: target.random_(-(2**62), 2**62))
     graph.replay()
     assert name == "probabilities" or loss.isnan()
     for seed in (1, 2, 3):
@@ -169,16 +160,11 @@ def peak_in_logits(step, *tensors, size):
         step(*tensors)
         for t in tensors:
             t.grad = None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step(*tensors)
-    torch.cuda.synchronize()
+    _, peak, _ = measured(lambda: step(*tensors))
     grads = sum(t.grad.numel() * t.grad.element_size() for t in tensors)
-    peak = torch.cuda.max_memory_allocated()
     for t in tensors:
         t.grad = None
-    return (peak - before - grads) / size
+    return (peak - grads) / size
 
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from helpers.gpu import captured, measured, no_synchronisation
 
 import xent_ops
 from xent_ops.head.sizes import rows_of_chunk
@@ -76,12 +77,8 @@ def test_nothing_synchronises(name, compiled):
     function = torch.compile(LOSSES[name], fullgraph=True) if compiled else LOSSES[name]
     args = batch(0)
     value_and_grads(function, *args)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         found = value_and_grads(function, *args)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(tensor.isfinite().all() for tensor in found)
 
 
@@ -89,16 +86,12 @@ def test_nothing_synchronises(name, compiled):
 def test_capture_and_replay_on_other_data(name):
     function, (hidden, head, *others) = LOSSES[name], batch(0)
     leaves = hidden.requires_grad_(), head.requires_grad_()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            torch.autograd.grad(function(*leaves, *others), leaves)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def step():
         loss = function(*leaves, *others)
-        grads = torch.autograd.grad(loss, leaves)
+        return loss, torch.autograd.grad(loss, leaves)
+
+    graph, (loss, grads) = captured(step)
     for seed in (1, 2, 3):
         other = batch(seed)
         with torch.no_grad():
@@ -129,18 +122,10 @@ def test_memory_of_a_step(chunk_rows, beta):
     for _ in range(2):
         function(hidden, head, *others).backward()
         hidden.grad = head.grad = None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    loss = function(hidden, head, *others)
-    torch.cuda.synchronize()
-    peak, left = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+    loss, peak, left = measured(lambda: function(hidden, head, *others))
     assert peak <= gradients + 2 * chunk + SMALL, (peak, gradients, chunk)
     assert left <= gradients + SMALL, (left, gradients)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    loss.backward()
-    assert torch.cuda.max_memory_allocated() - before <= SMALL
+    assert measured(loss.backward)[1] <= SMALL
 
 
 def test_memory_of_given_logits_compiled():
@@ -153,10 +138,5 @@ def test_memory_of_given_logits_compiled():
     for _ in range(2):
         step(hidden, head, *others).backward()
         hidden.grad = head.grad = None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step(hidden, head, *others).backward()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
+    _, peak, _ = measured(lambda: step(hidden, head, *others).backward())
     assert peak <= 2 * logits + gradients + SMALL, (peak / logits, gradients)

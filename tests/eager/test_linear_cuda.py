@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from helpers.gpu import captured, measured, no_synchronisation
 
 import xent_ops
 
@@ -103,12 +104,8 @@ def test_nothing_synchronises(name, compiled):
         function = torch.compile(function, fullgraph=True)
     args = batch(0)
     value_and_grads(function, *args)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         found = value_and_grads(function, *args)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(tensor.isfinite().all() for tensor in found)
 
 
@@ -132,12 +129,8 @@ def test_other_ways_of_a_call_do_not_synchronise():
         loss.backward()
 
     everything()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         everything()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -148,19 +141,12 @@ def test_capture_and_replay_on_other_data(name, compiled):
     if compiled:
         function = torch.compile(function, fullgraph=True)
     args = leaves(*batch(0))
-    target = args[3]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            torch.autograd.grad(function(*args), args[:3], allow_unused=True)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad():
-        target.random_(-(2**62), 2**62)
-    with torch.cuda.graph(graph):
+
+    def step():
         loss = function(*args)
-        grads = torch.autograd.grad(loss, args[:3], allow_unused=True)
+        return loss, torch.autograd.grad(loss, args[:3], allow_unused=True)
+
+    graph, (loss, grads) = captured(step, before=lambda: args[3].random_(-(2**62), 2**62))
     graph.replay()
     assert loss.isnan()
     for seed in (1, 2, 3):
@@ -194,16 +180,6 @@ def test_make_graphed_callables(name):
 
 
 # Memory, in bytes
-
-
-def measured(function):
-    """(what the function returns, its peak beyond what was allocated before, what it left allocated)."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    result = function()
-    torch.cuda.synchronize()
-    return result, torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
 
 
 ROWS, CLASSES, FEATURES = 8192, 32000, 1024
