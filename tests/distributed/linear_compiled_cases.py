@@ -143,6 +143,15 @@ def _recompute_all(context, op, *args, **kwargs):
 
 def gradients_are_made_once_in_a_checkpoint(device):
     """The partitioned backward scales what the forward has made; without the marks it would make that again."""
+    _gradients_are_made_once(device, slice(0, 3))
+
+
+def gradients_are_made_once_in_other_checkpoints(device):
+    """Of one that recomputes everything; of inputs that are split."""
+    _gradients_are_made_once(device, slice(3, None))
+
+
+def _gradients_are_made_once(device, cases):
     world = dist.get_world_size()
     mesh = init_device_mesh(device, (world,))
     x, head, bias, target = leaves(device, *head_of(torch.float32, (6 * world, 2)))
@@ -161,10 +170,10 @@ def gradients_are_made_once_in_a_checkpoint(device):
     for step, input, chunks, context, marked in (
         (step_of(None, **two), x, 2, {}, True),
         (step_of(None, **two), x, 2, {}, False),
+        (of_dtensors, x, 1, {}, True),
         (step_of(None, **one), x, 1, everything, True),
         (step_of(None, sequence_parallel=True, **two), part, 2, {}, True),
-        (of_dtensors, x, 1, {}, True),
-    ):
+    )[cases]:
 
         def loss_of(x, head, *rest, step=step):
             return step(x.sin(), head.cos(), *rest).sin()

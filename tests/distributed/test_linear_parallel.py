@@ -17,7 +17,6 @@ from worlds import KINDS, every_kind_and_dtype
 WORLDS = [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
 QUICK = [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (4, 8))]  # what no third rank changes
 FEW = [2, pytest.param(3, marks=pytest.mark.slow)]
-THREE = [pytest.param(3, kind, marks=pytest.mark.slow) for kind in KINDS]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
@@ -68,12 +67,13 @@ def test_token_loss(pool, device, world, kind):
     pool(world, device).run(token_loss.values, kind)
 
 
-@pytest.mark.parametrize("world, kind", [(1, "chunk"), *((2, kind) for kind in KINDS), *THREE])
+@pytest.mark.parametrize("world", FEW)
+@pytest.mark.parametrize("kind", KINDS)
 def test_distillation(pool, device, world, kind):
     pool(world, device).run(distillation.values, kind)
 
 
-@pytest.mark.parametrize("world", [1, *FEW])
+@pytest.mark.parametrize("world", FEW)
 @pytest.mark.parametrize(
     "case",
     [
@@ -127,10 +127,12 @@ def test_compiled(pool, device, world, backend):
     [
         compiled.graph,
         distillation.graph,
+        pytest.param(distillation.any_number_of_rows, marks=pytest.mark.slow),
         pytest.param(distillation.inductor, marks=pytest.mark.slow),
         pytest.param(compiled.order_of_the_pipeline, marks=pytest.mark.slow),
         compiled.bad_input_while_tracing,
         compiled.gradients_are_made_once_in_a_checkpoint,
+        pytest.param(compiled.gradients_are_made_once_in_other_checkpoints, marks=pytest.mark.slow),
         pytest.param(compiled.gradients_are_made_once, marks=pytest.mark.slow),
     ],
     ids=lambda case: case.__name__,
