@@ -138,7 +138,7 @@ def test_modules_and_transforms(device):
     torch.testing.assert_close(torch.func.grad(loss)(logits), torch.autograd.grad(loss(leaf), leaf)[0])
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled(device, backend):
     x, head, target, factors = problem(device, torch.float32)
     for way in (linear, of_logits):

@@ -49,7 +49,13 @@ def test_an_option_that_requires_grad_is_refused(device, function, option):
         FUNCTIONS[function](x, target, **{option: value})
 
 
-@pytest.mark.parametrize("function, option", CASES)
+# Each option of one function, and each function with one.
+COMPILED = [("cross_entropy", option) for option in OPTIONS] + [
+    (function, "softcap") for function in list(FUNCTIONS)[1:]
+]
+
+
+@pytest.mark.parametrize("function, option", COMPILED)
 def test_an_option_that_requires_grad_is_refused_while_compiling(function, option):
     x, target = inputs()
     value = torch.nn.Parameter(torch.tensor(0.5))
