@@ -49,7 +49,7 @@ void index_target(const Tensor& logits, const Tensor& target) {
   XENT_CHECK(has_rows_of(target, logits), "target must be one class for each row");
 }
 
-void options_of(const Tensor& logits, const MaybeTensor& weight, const Options& options) {
+void options_of(const Tensor& logits, const MaybeTensor& weight, const RowOptions& options) {
   XENT_CHECK(!weight || has_shape(*weight, logits, logits.dim() - 1, logits.dim()),
              "weight must be one number for each class");
   XENT_CHECK(options.label_smoothing >= 0 && options.label_smoothing <= 1, "label_smoothing must be from 0 to 1");
@@ -64,13 +64,13 @@ void place_of(const cpu::Slice& place) {
 
 }  // namespace
 
-void index(const Tensor& logits, const Tensor& target, const MaybeTensor& weight, const Options& options) {
+void index(const Tensor& logits, const Tensor& target, const MaybeTensor& weight, const RowOptions& options) {
   matrix("logits", logits);
   index_target(logits, target);
   options_of(logits, weight, options);
 }
 
-void soft(const Tensor& logits, const Tensor& probabilities, const MaybeTensor& weight, const Options& options) {
+void soft(const Tensor& logits, const Tensor& probabilities, const MaybeTensor& weight, const RowOptions& options) {
   matrix("logits", logits);
   XENT_CHECK(is_float(probabilities) && has_shape(probabilities, logits, 0, logits.dim()),
              "probabilities, the target, must be floating-point numbers of the shape of the logits");
@@ -78,7 +78,7 @@ void soft(const Tensor& logits, const Tensor& probabilities, const MaybeTensor& 
 }
 
 void shard(const Tensor& logits, const Tensor& target, const cpu::Slice& place, const MaybeTensor& weight,
-           const Options& options) {
+           const RowOptions& options) {
   index(logits, target, weight, options);
   place_of(place);
 }
@@ -110,11 +110,11 @@ void upstream(const Tensor& matrix, const Tensor& grad_loss, const MaybeTensor& 
 }
 
 void slice(int64_t class_start, MaybeInt num_classes, const MaybeTensor& weight,
-           const MaybeTensor& coefficient) {
-  XENT_CHECK(num_classes || (class_start == 0 && !coefficient), "class_start and coefficient go with num_classes");
+           const MaybeTensor& lse_coefficient) {
+  XENT_CHECK(num_classes || (class_start == 0 && !lse_coefficient), "class_start and lse_coefficient go with num_classes");
   if (num_classes) {
     place_of({class_start, *num_classes});
-    XENT_CHECK(weight.has_value() == coefficient.has_value(), "weight and coefficient go together");
+    XENT_CHECK(weight.has_value() == lse_coefficient.has_value(), "weight and lse_coefficient go together");
   }
 }
 

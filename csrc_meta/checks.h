@@ -16,10 +16,10 @@ extern const bool CHECKED;  // of library.cpp and python.cpp
 
 namespace checks {
 
-void index(const Tensor& logits, const Tensor& target, const MaybeTensor& weight, const Options& options);
-void soft(const Tensor& logits, const Tensor& probabilities, const MaybeTensor& weight, const Options& options);
+void index(const Tensor& logits, const Tensor& target, const MaybeTensor& weight, const RowOptions& options);
+void soft(const Tensor& logits, const Tensor& probabilities, const MaybeTensor& weight, const RowOptions& options);
 void shard(const Tensor& logits, const Tensor& target, const cpu::Slice& place, const MaybeTensor& weight,
-           const Options& options);
+           const RowOptions& options);
 
 // One number for each row of the matrix.
 void rows(const char* name, const MaybeTensor& tensor, const Tensor& matrix);
@@ -32,7 +32,7 @@ void scale(const Tensor& grad, const Tensor& factor);
 void upstream(const Tensor& matrix, const Tensor& grad_loss, const MaybeTensor& grad_lse, const Tensor& lse,
               const MaybeTensor& divisors, const MaybeTensor& grad_entropy, const MaybeTensor& entropy);
 void slice(int64_t class_start, MaybeInt num_classes, const MaybeTensor& weight,
-           const MaybeTensor& coefficient);
+           const MaybeTensor& lse_coefficient);
 
 // A class_start: both are a slice of the classes.
 void distillation(const Tensor& logits, const Tensor& teacher_logits, const Tensor& target,

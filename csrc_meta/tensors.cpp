@@ -116,7 +116,7 @@ Tensor dense(const Tensor& tensor, ScalarType dtype) {
   return allocated(torch::stable::contiguous(aten::to(tensor, dtype)));
 }
 
-Problem::Problem(const Tensor& logits, const MaybeTensor& target, const MaybeTensor& weight, const Options& options,
+Problem::Problem(const Tensor& logits, const MaybeTensor& target, const MaybeTensor& weight, const RowOptions& options,
                  bool with_values)
     : cpu::Problem{options} {
   dtype = tensors::dtype(logits);

@@ -63,7 +63,7 @@ inline const void* data(const MaybeTensor& tensor) {
 class Problem : public cpu::Problem {
  public:
   // No target: class probabilities, or a kernel that reads no target. No values: the kernel does not read the logits.
-  Problem(const Tensor& logits, const MaybeTensor& target, const MaybeTensor& weight, const Options& options,
+  Problem(const Tensor& logits, const MaybeTensor& target, const MaybeTensor& weight, const RowOptions& options,
           bool with_values = true);
 
   void check_targets(int64_t num_classes) const;

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernels.options import LossOptions, Options, Reduction
+from .kernels.options import LossOptions, Reduction, RowOptions
 from .kernels.reductions import reduce_rows
 from .linear_call import bind
 from .ops import arguments, checks, distillation_arguments, distillation_checks, transforms
@@ -96,7 +96,7 @@ def distillation_loss(
         logit_scale,
         (num_classes, beta, temperature, hard_weight, teacher_softcap, teacher_logit_scale),
     )
-    loss = LossOptions(Options(spec.options.ignore_index), reduction=reduction)
+    loss = LossOptions(RowOptions(spec.options.ignore_index), reduction=reduction)
     checks.reduction(reduction)
     divisor = arguments.divisor(divisor, input)
     linear_checks.reduced_by(divisor, input, reduction)

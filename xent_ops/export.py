@@ -25,7 +25,7 @@ _LOOPS: dict[str, Callable[..., Any]] = {
     "linear_cross_entropy_shard": shard.statistics,
 }
 _FORMS: dict[str, Callable[..., Any]] = {
-    **{name: functools.partial(loop, way=exported.EXPORTED) for name, loop in _LOOPS.items()},
+    **{name: functools.partial(loop, backend=exported.EXPORTED) for name, loop in _LOOPS.items()},
     "token_logits": ids.statistics_of_rows,
     "token_logits_backward": functools.partial(ids.gradient, writer=exported.Functional()),
     "linear_scale_grad": exported.scaled,

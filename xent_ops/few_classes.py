@@ -51,10 +51,10 @@ def bind(call: LinearCall, target_probs: Any, tail: Any) -> LinearCall:
         raise RuntimeError("target_probs requires grad, and the loss has no derivative for it: detach it")
     if call.head.class_weight is not None:
         raise ValueError("weight is for one target a row: multiply target_probs by the classes' weights instead")
-    if call.loss.rows.label_smoothing != 0.0:
+    if call.loss.row_options.label_smoothing != 0.0:
         raise ValueError("label_smoothing is for one target a row: smooth target_probs instead")
     checks.token_weight(call.token_weight, ids[..., 0])
-    ignore_index = call.loss.rows.ignore_index
+    ignore_index = call.loss.row_options.ignore_index
     if target_probs.device.type == "cpu" and not transforms.is_traced():  # elsewhere: probabilities
         checks.refuse_log_probabilities("target_probs", _counted_probs(ids, target_probs, ignore_index))
     return call._replace(target=first_counted(ids, ignore_index), ids=ids, target_probs=target_probs, tail=tail)
@@ -78,7 +78,7 @@ def probabilities(ids: Tensor, target_probs: Tensor, ignore_index: int) -> Tenso
 
 def loss(call: LinearCall) -> Tensor:
     """The loss of a call that ``bind`` has made, of plain tensors."""
-    ignore_index, reduction = call.loss.rows.ignore_index, call.loss.reduction
+    ignore_index, reduction = call.loss.row_options.ignore_index, call.loss.reduction
     call = call.in_autocast_dtype()
     assert call.ids is not None and call.target_probs is not None
     if call.ids.shape[-1] == 1 and not call.tail and call.loss.lse_square_scale == 0.0:  # a class with a weight
@@ -99,7 +99,7 @@ def loss(call: LinearCall) -> Tensor:
 def as_token_loss(call: LinearCall) -> tuple[LinearCall, TokenFunction]:
     """The sum of a function of tokens, which has the z-loss and the weights of the call."""
     assert call.ids is not None and call.target_probs is not None
-    ids, ignore_index, scale = call.ids, call.loss.rows.ignore_index, call.loss.lse_square_scale
+    ids, ignore_index, scale = call.ids, call.loss.row_options.ignore_index, call.loss.lse_square_scale
     rows = [probabilities(ids, call.target_probs, ignore_index)]
     if call.tail:
         rows.append(is_counted(ids, ignore_index) & _is_first(ids))
@@ -112,7 +112,7 @@ def as_token_loss(call: LinearCall) -> tuple[LinearCall, TokenFunction]:
 
 def _in_one_visit(call: LinearCall, function: TokenFunction, lse_square_scale: float) -> Tensor:
     """A mean or a sum without a tail, whose derivatives are known before the statistics."""
-    head, dtype, ignore_index = call.head, accumulator(call.input), call.loss.rows.ignore_index
+    head, dtype, ignore_index = call.head, accumulator(call.input), call.loss.row_options.ignore_index
     target, divisor, token_weight = call.target, call.divisor, call.token_weight
     if divisor is not None and divisor.requires_grad:
         checks.divisor_needs_grad()
@@ -135,7 +135,7 @@ def _in_one_visit(call: LinearCall, function: TokenFunction, lse_square_scale: f
         loop.wanted_gradients(call.input, head),
         head.accumulate_dtype,
         **head.chunking.keywords(),
-        **call.loss.rows.keywords(),
+        **call.loss.row_options.keywords(),
     )
     values = function.all_values(at_ids, lse, lse, target)
     return loop.value(divided(values, divisor), call.input, head, loop.Gradients(*grads), product_divisor)

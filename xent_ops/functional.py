@@ -184,15 +184,17 @@ def loss_of_logits(
 
 
 def _soft_cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions) -> Tensor:
-    if loss.rows.ignore_index >= 0:
+    if loss.row_options.ignore_index >= 0:
         raise ValueError(
-            f"ignore_index={loss.rows.ignore_index} is not supported for class probabilities; leave it below 0"
+            f"ignore_index={loss.row_options.ignore_index} is not supported for class probabilities; leave it below 0"
         )
     if transforms.functorch_is_active() or transforms.forward_mode():
-        refuse("soft_cross_entropy_forward", logits, target, weight, **loss.rows.soft_keywords())
-        row_loss, lse = reference_soft.soft_cross_entropy_forward(logits, target, weight, options=loss.rows)
+        refuse("soft_cross_entropy_forward", logits, target, weight, **loss.row_options.soft_keywords())
+        row_loss, lse = reference_soft.soft_cross_entropy_forward(logits, target, weight, options=loss.row_options)
     else:
-        row_loss, lse = torch.ops.xent.soft_cross_entropy_forward(logits, target, weight, **loss.rows.soft_keywords())
+        row_loss, lse = torch.ops.xent.soft_cross_entropy_forward(
+            logits, target, weight, **loss.row_options.soft_keywords()
+        )
     if loss.lse_square_scale != 0.0:
         row_loss = row_loss + loss.lse_square_scale * lse.square()
     if loss.reduction == "none":
@@ -246,8 +248,8 @@ def cross_entropy_outputs(
     if grad_in_forward and function.wants_gradient(logits):
         value, *rows = function.with_grad(logits, target, weight, loss, token_weight, with_statistics=True)
     else:
-        rows = torch.ops.xent.cross_entropy_forward(logits, target, weight, True, True, **loss.rows.keywords())
-    divisor, _ = cross_entropy_divisor(logits, target, weight, token_weight, options=loss.rows)
+        rows = torch.ops.xent.cross_entropy_forward(logits, target, weight, True, True, **loss.row_options.keywords())
+    divisor, _ = cross_entropy_divisor(logits, target, weight, token_weight, options=loss.row_options)
     outputs = outputs_of_rows(value, rows, target, divisor, loss, token_weight)
     if grad_in_forward:  # compiled, too
         outputs = outputs._replace(lse=outputs.lse.detach(), z_loss=outputs.z_loss.detach())
@@ -288,7 +290,7 @@ def token_log_probs(
     transforms.refuse("xent_ops.token_log_probs")
     refuse_dtensors("xent_ops.token_log_probs", input, target)
     arguments.tensors(input, target)
-    rows = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, dtype=input.dtype).rows
+    rows = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, dtype=input.dtype).row_options
     logits = classes_last(input, dim)
     target, ids = target_and_ids(target, input.dim() - 1, rows.ignore_index)
     if ids is not None:

@@ -106,9 +106,9 @@ def linear_cross_entropy(
         >>> loss = xent_ops.linear_cross_entropy(hidden, head.weight, target)
         >>> loss.backward()
     """
-    options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
-    chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
-    call = bind(input, linear_weight, target, linear_bias, weight, options, chunking, divisor, token_weight)
+    raw_options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
+    raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
+    call = bind(input, linear_weight, target, linear_bias, weight, raw_options, raw_chunking, divisor, token_weight)
     if target_probs is not None:
         name = "xent_ops.linear_cross_entropy with target_probs"
         refuse_dtensors(name, input, linear_weight, target, target_probs)
@@ -175,9 +175,9 @@ def linear_cross_entropy_outputs(
     name = "xent_ops.linear_cross_entropy_outputs"
     transforms.refuse(name)
     refuse_dtensors(name, input, linear_weight, target)
-    options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
-    chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
-    call = bind(input, linear_weight, target, linear_bias, weight, options, chunking, divisor, token_weight)
+    raw_options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
+    raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
+    call = bind(input, linear_weight, target, linear_bias, weight, raw_options, raw_chunking, divisor, token_weight)
     checks.token_weight(token_weight, target)
     call, value = call.in_autocast_dtype(), None
     head, loss, chunk_options = call.head, call.loss, call.head.chunking.keywords()
@@ -186,7 +186,7 @@ def linear_cross_entropy_outputs(
         loss_args = (call.divisor, token_weight, head.accumulate_dtype, True, True)
         value, _, *rows = composite.with_grad(head_args, *loss_args, **chunk_options, **loss.keywords())
     else:
-        keywords = {"accumulate_dtype": head.accumulate_dtype, **chunk_options, **loss.rows.keywords()}
+        keywords = {"accumulate_dtype": head.accumulate_dtype, **chunk_options, **loss.row_options.keywords()}
         rows = _ops.linear_cross_entropy_forward(*head_args, True, True, **keywords)
     divided = composite.divisors_of(
         target, weight, call.divisor, linear_weight.shape[0], rows[1].dtype, loss, token_weight
@@ -235,7 +235,9 @@ def linear_token_log_probs(
     name = "xent_ops.linear_token_log_probs"
     transforms.refuse(name)
     refuse_dtensors(name, input, linear_weight, target)
-    options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "none")
-    chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
-    call = bind(input, linear_weight, target, linear_bias, None, options, chunking, several=True).in_autocast_dtype()
-    return log_probs_of_rows(*statistics(call, with_entropy=True), call.target, call.ids, call.loss.rows)
+    raw_options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "none")
+    raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
+    call = bind(
+        input, linear_weight, target, linear_bias, None, raw_options, raw_chunking, several=True
+    ).in_autocast_dtype()
+    return log_probs_of_rows(*statistics(call, with_entropy=True), call.target, call.ids, call.loss.row_options)

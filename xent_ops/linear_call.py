@@ -44,7 +44,7 @@ class LinearCall(NamedTuple):
         """A mean becomes a sum that is divided by the number of counted rows, or by the sum of their weights."""
         if self.loss.reduction != "mean":
             return self
-        ignore_index, dtype = self.loss.rows.ignore_index, accumulator(self.input)
+        ignore_index, dtype = self.loss.row_options.ignore_index, accumulator(self.input)
         if self.token_weight is None:
             divisor = is_counted(self.target, ignore_index).sum().to(dtype)
         else:
@@ -58,8 +58,8 @@ def bind(
     target: Any,
     linear_bias: Any,
     class_weight: Any,
-    options: tuple[Any, Any, Any, Any, Any, str],  # as arguments.loss_options takes them
-    chunk_options: tuple[Any, ...],  # as arguments.chunks takes them
+    raw_options: tuple[Any, Any, Any, Any, Any, str],  # as arguments.loss_options takes them
+    raw_chunking: tuple[Any, ...],  # as arguments.chunks takes them
     divisor: Any = None,
     token_weight: Any = None,
     *,
@@ -68,13 +68,13 @@ def bind(
 ) -> LinearCall:
     """Refuses what is wrong wherever the tensors lie. Operators refuse what does not fit together."""
     arguments.linear(input, linear_weight, target, linear_bias, class_weight, names=names)
-    loss, ids = arguments.loss_options(*options, input.dtype), None
+    loss, ids = arguments.loss_options(*raw_options, input.dtype), None
     if several:
-        target, ids = target_and_ids(target, input.dim() - 1, loss.rows.ignore_index)
+        target, ids = target_and_ids(target, input.dim() - 1, loss.row_options.ignore_index)
     divisor = arguments.divisor(divisor, input)
     linear_checks.reduced_by(divisor, input, loss.reduction)
     arguments.optional("token_weight", token_weight)
-    accumulate_dtype, chunking = arguments.chunks(*chunk_options)
+    accumulate_dtype, chunking = arguments.chunks(*raw_chunking)
     if not target.is_floating_point():  # class probabilities have a derivative for it
         checks.weight_without_grad(class_weight)
     head = HeadSlice(linear_weight, linear_bias, class_weight, accumulate_dtype=accumulate_dtype, chunking=chunking)
@@ -100,7 +100,7 @@ def cross_entropy(call: LinearCall) -> Tensor:
 
 def statistics(call: LinearCall, with_entropy: bool, mask_ids: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """(losses of rows or x of their ids, lse, entropy) of plain tensors. ``mask_ids``: lse of the other classes."""
-    head, options = call.head, call.loss.rows
+    head, options = call.head, call.loss.row_options
     keywords = {"accumulate_dtype": head.accumulate_dtype, **head.chunking.keywords(), **options.keywords()}
     if call.ids is not None:
         head_args = (call.input, head.weight, call.ids, head.bias)

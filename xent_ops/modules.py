@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from . import functional, linear
 from .kernels.options import HeadProducts, Reduction
 from .ops import arguments, checks
-from .ops.shown import kind_of
+from .ops.message_values import type_name
 
 
 class CrossEntropyLoss(nn.Module):
@@ -88,7 +88,7 @@ def _not_defaults(module: nn.Module, defaults: dict[str, Any]) -> str:
 def _size(name: str, value: Any) -> int | None:
     if isinstance(value, (nn.Module, Tensor)):
         raise TypeError(
-            f"{name} must be an integer, got {kind_of(value)}; LinearCrossEntropyLoss(tied_weight=...) takes "
+            f"{name} must be an integer, got {type_name(value)}; LinearCrossEntropyLoss(tied_weight=...) takes "
             "the weight of a head that is there already"
         )
     return None if value is None else arguments.at_least_one(name, value)
@@ -104,7 +104,7 @@ def _tied(
     expected = "tied_weight must be a torch.nn.Parameter of shape (V, H), got"
     if not isinstance(weight, nn.Parameter):
         hint = "" if isinstance(weight, Tensor) else arguments.way_to_tensor("tied_weight", weight)
-        raise TypeError(f"{expected} {kind_of(weight)}{hint}")
+        raise TypeError(f"{expected} {type_name(weight)}{hint}")
     if weight.dim() != 2:
         raise TypeError(f"{expected} one of shape {tuple(weight.shape)}")
     rows, columns = weight.shape

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .kernels.options import LossOptions, Options
+from .kernels.options import LossOptions, RowOptions
 from .kernels.reductions import reduce_rows
 from .kernels.reference import is_counted
 
@@ -66,7 +66,7 @@ def outputs_of_rows(
     if value is None:
         value = reduced.value
     z_loss = torch.zeros_like(value) if reduced.z_loss is None else reduced.z_loss
-    counted = is_counted(target, loss.rows.ignore_index)
+    counted = is_counted(target, loss.row_options.ignore_index)
     hits = counted & (argmax == target)
     return CrossEntropyOutputs(
         value,
@@ -85,7 +85,7 @@ def log_probs_of_ids(at_ids: Tensor, lse: Tensor, ids: Tensor, ignore_index: int
 
 
 def log_probs_of_rows(
-    loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, target: Tensor, ids: Tensor | None, options: Options
+    loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, target: Tensor, ids: Tensor | None, options: RowOptions
 ) -> TokenLogProbs:
     """``of_classes``: losses; of several classes a row, ids, x of each."""
     counted = is_counted(target, options.ignore_index)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from .head import chunks, float16, loop, packing
-from .head.loop import Part, RowGradients
+from .head.loop import RowGradients, RowRange
 from .head.shard import RowStatistics
 from .kernels.reference import is_counted
 from .kernels.sizes import depend_on_data
 from .linear_call import LinearCall, statistics
 from .ops import checks, transforms
 from .ops.linear import composite
-from .ops.shown import kind_of, shown
+from .ops.message_values import repr_for_message, type_name
 from .outputs import TokenLogProbs, log_probs_of_ids
 
 Function = Callable[..., Tensor]
@@ -52,7 +52,7 @@ class TokenFunction:
         mask_ids: bool = False,
     ) -> None:
         if not callable(fn):
-            raise TypeError(f"fn must be a function of (stats, *rows), got {kind_of(fn)}")
+            raise TypeError(f"fn must be a function of (stats, *rows), got {type_name(fn)}")
         self.fn, self.rows, self.several = fn, _checked_rows(rows, target), ids is not None
         self.mask_ids = mask_ids
         if ids is not None:
@@ -67,13 +67,13 @@ class TokenFunction:
     def _probe(self, target: Tensor) -> bool:
         zeros = target.new_zeros(_PROBED, dtype=self.dtype)
         rows = [row.new_zeros((_PROBED, *shape)) for row, shape in zip(self.rows, self._token_shapes, strict=True)]
-        stats = _Recorder(zeros, rows.pop().to(self.dtype) if self.several else zeros)
+        stats = _FieldRecorder(zeros, rows.pop().to(self.dtype) if self.several else zeros)
         # A gradient mode of its own would leave an empty submodule in an exported program, which then cannot be loaded.
         with contextlib.nullcontext() if transforms.is_exported() else torch.enable_grad():
             self._check_value(self._call_on_zeros(stats, rows), _PROBED, target)
         return stats.entropy_was_read
 
-    def _call_on_zeros(self, stats: _Recorder, rows: list[Tensor]) -> Any:
+    def _call_on_zeros(self, stats: _FieldRecorder, rows: list[Tensor]) -> Any:
         if torch.compiler.is_compiling():
             return self.fn(stats, *rows)
         try:
@@ -88,7 +88,7 @@ class TokenFunction:
 
     def _check_value(self, value: Any, number: int, target: Tensor) -> None:
         if not isinstance(value, Tensor):
-            raise TypeError(f"fn returned {kind_of(value)}; expected a tensor of shape (n,), one number a token")
+            raise TypeError(f"fn returned {type_name(value)}; expected a tensor of shape (n,), one number a token")
         if not value.is_floating_point():
             raise TypeError(f"fn returned a tensor of dtype {value.dtype}; expected floating point, one number a token")
         if tuple(value.shape) != (number,):
@@ -127,7 +127,7 @@ class TokenFunction:
         """
         rows = self._rows(parts, self.number // parts)
 
-        def upstream(statistics: RowStatistics, part: Part) -> RowGradients:
+        def upstream(statistics: RowStatistics, part: RowRange) -> RowGradients:
             counted, row_values = is_counted(part.target, self.ignore_index), [part.of(row) for row in rows]
 
             def total(log_probs: Tensor, lse: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
@@ -249,7 +249,7 @@ def loss_by_chunks(
     values: list[Tensor] = []
     rows, count, packed, output_mask = input, None, None, loop.wanted_gradients(input, head)
     if head.chunking.skip_ignored:
-        packed = packing.order_of_counted(target, loss.rows.ignore_index, transforms.is_traced())
+        packed = packing.order_of_counted(target, loss.row_options.ignore_index, transforms.is_traced())
     if packed is not None:
         rows, target, count = packed.pack_rows(input.detach()), packed.indices(), packed.count
         function.arrange(packed.pack_rows, packed.number)
@@ -282,11 +282,13 @@ def divided(values: Tensor, divisor: Tensor | None) -> Tensor:
 def _checked_rows(rows: Any, target: Tensor) -> list[Tensor]:
     if isinstance(rows, Tensor) or not isinstance(rows, (tuple, list)):
         hint = ": for one tensor pass rows=(tensor,)" if isinstance(rows, Tensor) else ""
-        raise TypeError(f"rows must be a tuple of tensors, got {shown(rows) if not hint else 'a tensor'}{hint}")
+        raise TypeError(
+            f"rows must be a tuple of tensors, got {repr_for_message(rows) if not hint else 'a tensor'}{hint}"
+        )
     for i, row in enumerate(rows):
         name = f"rows[{i}]"
         if not isinstance(row, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {kind_of(row)}")
+            raise TypeError(f"{name} must be a torch.Tensor, got {type_name(row)}")
         if row.dim() < target.dim() or any(
             size != expected for size, expected in zip(row.shape, target.shape, strict=False)
         ):
@@ -303,7 +305,7 @@ def _checked_rows(rows: Any, target: Tensor) -> list[Tensor]:
     return [row.detach().clone() for row in rows]  # for a function that writes to them
 
 
-class _Recorder:
+class _FieldRecorder:
     """A TokenLogProbs of zeros that knows whether its entropy was read."""
 
     def __init__(self, zeros: Tensor, log_probs: Tensor) -> None:
@@ -337,11 +339,11 @@ class _Recorder:
 
 
 def _no_tensor(*_: Any) -> Any:
-    _Recorder.__torch_function__()
+    _FieldRecorder.__torch_function__()
 
 
 _OTHERS = "neg pos abs invert bool float int complex index round floor ceil trunc call contains setitem delitem"
 _COMPARING = "lt le gt ge eq ne"
 _BINARY = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift"
 for _name in f"{_OTHERS} {_COMPARING} {_BINARY} r{_BINARY.replace(' ', ' r')}".split():
-    setattr(_Recorder, f"__{_name}__", _no_tensor)
+    setattr(_FieldRecorder, f"__{_name}__", _no_tensor)

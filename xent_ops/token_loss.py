@@ -89,9 +89,9 @@ def linear_token_loss(
     """
     name = "xent_ops.linear_token_loss"
     transforms.refuse(name)
-    options = (ignore_index, 0.0, softcap, logit_scale, 0.0, reduction)
-    chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
-    call = bind(input, linear_weight, target, linear_bias, None, options, chunking, divisor, several=True)
+    raw_options = (ignore_index, 0.0, softcap, logit_scale, 0.0, reduction)
+    raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
+    call = bind(input, linear_weight, target, linear_bias, None, raw_options, raw_chunking, divisor, several=True)
     checks.reduction(reduction, ("mean", "sum"))
     arguments.boolean("check", check)
     if is_dtensor(input, linear_weight, target, linear_bias):
@@ -101,10 +101,10 @@ def linear_token_loss(
             raise NotImplementedError(f"{name} of DTensors takes one class a row, not ids (..., K)")
         return linear_tensor.token_loss(call, fn, rows, check)
     call = call.in_autocast_dtype().as_sum()
-    head, ignore_index = call.head, call.loss.rows.ignore_index
+    head, ignore_index = call.head, call.loss.row_options.ignore_index
     if not transforms.is_traced():  # else the operators check before anything runs
         head_args = (call.input, head.weight, call.target, head.bias)
-        keywords = {"accumulate_dtype": accumulate_dtype, **head.chunking.keywords(), **call.loss.rows._asdict()}
+        keywords = {"accumulate_dtype": accumulate_dtype, **head.chunking.keywords(), **call.loss.row_options._asdict()}
         refuse("linear_cross_entropy_forward", *head_args, **keywords)
     function = TokenFunction(fn, rows, call.target, ignore_index, accumulator(call.input), call.ids)
     return loss_of_head(call, function, check)
@@ -152,7 +152,7 @@ def token_loss(
     divisor = arguments.divisor(divisor, input)
     linear_checks.reduced_by(divisor, input, reduction)
     arguments.boolean("check", check)
-    logits, options = classes_last(input, dim), loss.rows
+    logits, options = classes_last(input, dim), loss.row_options
     target, ids = target_and_ids(target, input.dim() - 1, options.ignore_index)
     function = TokenFunction(fn, rows, target, options.ignore_index, accumulator(input), ids)
     if ids is not None:

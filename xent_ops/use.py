@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from .ops.shown import kind_of
+from .ops.message_values import type_name
 
 _INTEGRATIONS = {"trl": "trl", "peft": "transformers", "transformers": "transformers"}
 
@@ -60,6 +60,6 @@ def _integration(model_or_trainer: Any) -> Any:
             return importlib.import_module(f".integrations.{integration}", __package__)
     raise TypeError(
         f"use_xent takes a causal language model of transformers, a PeftModel or a trainer of TRL, got "
-        f"{kind_of(model_or_trainer)}: a model of your own calls xent_ops.LinearCrossEntropyLoss, or is compiled with "
-        "xent_ops.inductor.options(linear=True)"
+        f"{type_name(model_or_trainer)}: a model of your own calls xent_ops.LinearCrossEntropyLoss, or is compiled "
+        "with xent_ops.inductor.options(linear=True)"
     )

@@ -13,17 +13,17 @@ template <class A>
 struct ClassIndices {
   const Problem& problem;
   const Slice slice;
-  const A* coefficient;               // (N,) of a slice with class weights, else null
+  const A* lse_coefficient;           // (N,) of a slice with class weights, else null
   const std::vector<double> weights;  // of each block
   double sum_weights = 0;
 
   ClassIndices(const Problem& given, const Threads& threads)
       : ClassIndices(given, {0, given.classes}, nullptr, threads) {}
 
-  ClassIndices(const Problem& given, Slice of, const A* coefficients, const Threads& threads)
+  ClassIndices(const Problem& given, Slice of, const A* lse_coefficients, const Threads& threads)
       : problem(given),
         slice(of),
-        coefficient(coefficients),
+        lse_coefficient(lse_coefficients),
         weights(given.label_smoothing > 0 ? block_weights<A>(given, threads) : std::vector<double>()) {
     if (!problem.weight) sum_weights = double(problem.classes);
     for (const double weight : weights) sum_weights += weight;
@@ -48,23 +48,23 @@ struct ClassIndices {
     return loss;
   }
 
-  Coefficients<A> row_coefficients(std::int64_t row, double lse, double grad_loss, double grad_lse) const {
+  GradientCoefficients<A> row_coefficients(std::int64_t row, double lse, double grad_loss, double grad_lse) const {
     const Target t = target(row);
     const double a = !t.counted ? 0 : t.valid ? grad_loss : kNaN;
-    if (a == 0) return coefficients<A>(problem, lse, grad_lse, 0, 0, -1);  // 0 times an infinite weight is NaN
+    if (a == 0) return gradient_coefficients<A>(problem, lse, grad_lse, 0, 0, -1);  // 0 times an infinite weight is NaN
     double at_target = a * (1 - problem.label_smoothing);
     if (t.column >= 0) at_target *= weight_of<A>(problem, t.column);
     const double share = problem.label_smoothing / double(slice.num_classes);
     const double by_class = problem.label_smoothing > 0 ? a * share : 0;
     double total = a;
-    if (coefficient != nullptr) {
-      total *= double(coefficient[row]);
+    if (lse_coefficient != nullptr) {
+      total *= double(lse_coefficient[row]);
     } else if (problem.weight) {
       total = at_target + by_class * sum_weights;
     }
-    auto result = coefficients<A>(problem, lse, total + grad_lse, at_target, by_class, t.column);
-    // Shards that do not tile may leave a coefficient of 0 with an lse of NaN: NaN, not zeros.
-    result.live |= coefficient != nullptr || !problem.weight;
+    auto result = gradient_coefficients<A>(problem, lse, total + grad_lse, at_target, by_class, t.column);
+    // Shards that do not tile may leave an lse_coefficient of 0 with an lse of NaN: NaN, not zeros.
+    result.live |= lse_coefficient != nullptr || !problem.weight;
     return result;
   }
 };
@@ -118,12 +118,12 @@ void backward_as(
     const Upstream& upstream,
     const A* lse,
     const A* entropy,
-    const A* coefficient,
+    const A* lse_coefficient,
     MutableRows grad,
     const Threads& threads) {
   prefer_huge_pages(whole, grad);
   const Problem problem = without_padding(whole, slice);
-  const ClassIndices<A> indices(problem, slice, coefficient, threads);
+  const ClassIndices<A> indices(problem, slice, lse_coefficient, threads);
   const auto no_scan = [](std::int64_t, std::int64_t, std::int64_t) { return Sums(); };
   const auto join = [&](std::int64_t row, const Sums&) {
     const RowGrads grads = row_grads<A>(upstream, row, indices.target(row).counted, lse[row]);
@@ -139,10 +139,10 @@ void backward_as(
     }
     return result;
   };
-  const auto write = [&](std::int64_t row, const Coefficients<A>& joined, std::int64_t column, std::int64_t n) {
+  const auto write = [&](std::int64_t row, const GradientCoefficients<A>& joined, std::int64_t column, std::int64_t n) {
     emit(problem, grad, row, joined, column, n, weights_from<A>(problem, column));
   };
-  visit<Coefficients<A>>(problem.rows, problem.classes, threads, false, true, no_scan, join, write);
+  visit<GradientCoefficients<A>>(problem.rows, problem.classes, threads, false, true, no_scan, join, write);
 }
 
 template <class A>
@@ -173,10 +173,10 @@ void with_grad_as(
     const double grad_lse = squared ? 2 * value<A>(grad_lse_square, row) * double(lse[row]) : 0;  // 0 * inf is NaN
     return indices.row_coefficients(row, lse[row], value<A>(grad_scale, row), A(grad_lse));
   };
-  const auto write = [&](std::int64_t row, const Coefficients<A>& joined, std::int64_t column, std::int64_t n) {
+  const auto write = [&](std::int64_t row, const GradientCoefficients<A>& joined, std::int64_t column, std::int64_t n) {
     emit(problem, grad, row, joined, column, n, weights_from<A>(problem, column));
   };
-  visit<Coefficients<A>>(problem.rows, problem.classes, threads, true, true, scan_counted, join, write);
+  visit<GradientCoefficients<A>>(problem.rows, problem.classes, threads, true, true, scan_counted, join, write);
 }
 
 template <class A>
@@ -207,9 +207,9 @@ void forward_counted(const Problem& problem, MutableNumbers loss, MutableNumbers
 }
 
 void backward(const Problem& problem, Slice slice, const Upstream& upstream, Numbers lse, Numbers entropy,
-              Numbers coefficient, MutableRows grad, const Threads& threads) {
+              Numbers lse_coefficient, MutableRows grad, const Threads& threads) {
   return dispatch(problem, [&](auto a) {
-    return backward_as<decltype(a)>(problem, slice, upstream, lse, entropy, coefficient, grad, threads);
+    return backward_as<decltype(a)>(problem, slice, upstream, lse, entropy, lse_coefficient, grad, threads);
   });
 }
 

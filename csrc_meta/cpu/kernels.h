@@ -57,7 +57,7 @@ struct Threads {
 };
 
 // What changes the loss of a row. Class probabilities have no ignore_index.
-struct Options {
+struct RowOptions {
   std::int64_t ignore_index = -100;
   double label_smoothing = 0.0;
   std::optional<double> softcap;
@@ -65,7 +65,7 @@ struct Options {
 };
 
 // The arguments of every operator.
-struct Problem : Options {
+struct Problem : RowOptions {
   DType dtype = DType::float32;  // of the logits, and of their gradient
   std::int64_t rows = 0;         // N
   std::int64_t classes = 0;      // V; for a shard its columns, with those of padding
@@ -101,10 +101,10 @@ void forward(const Problem&, MutableNumbers loss, MutableNumbers lse, std::int64
 // As forward, but the logits of ignored rows are not read, and their lse is infinite.
 void forward_counted(const Problem&, MutableNumbers loss, MutableNumbers lse, const Threads&);
 
-// lse: of all classes. entropy may be null unless upstream.entropy is given. coefficient: (N,) from shard_join, or null:
+// lse: of all classes. entropy may be null unless upstream.entropy is given. lse_coefficient: (N,) from shard_join, or null:
 // of a slice without class weights it is 1, of all classes it follows from the weights. Columns behind the last class
 // get zeros.
-void backward(const Problem&, Slice, const Upstream&, Numbers lse, Numbers entropy, Numbers coefficient,
+void backward(const Problem&, Slice, const Upstream&, Numbers lse, Numbers entropy, Numbers lse_coefficient,
               MutableRows grad_logits, const Threads&);
 
 // probabilities: (N, V) of any dtype and strides. Returns the smallest of the rows that add up to less than 0 (as those
@@ -166,7 +166,7 @@ void shard_forward(const Problem&, Slice, MutableNumbers out, const Threads&);
 
 // gathered: (ranks, shard_width), dense. The logits and the values of the weight are not read.
 void shard_join(const Problem&, Slice, Numbers gathered, std::int64_t ranks, MutableNumbers loss, MutableNumbers lse,
-                MutableNumbers target_weight, MutableNumbers coefficient, const Threads&);
+                MutableNumbers target_weight, MutableNumbers lse_coefficient, const Threads&);
 
 // "avx512", "avx2" or "default": the instructions that the kernels use on this processor. Like torch, they obey
 // ATEN_CPU_CAPABILITY=default|avx2|avx512, read at the first call, if the processor supports it.

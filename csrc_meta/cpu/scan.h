@@ -160,7 +160,7 @@ inline Problem without_padding(Problem problem, const Slice& slice) {
 // The coefficients for the second visit of a row: grad_x_j = A softmax_j - B [j == t] - C q_j, as in
 // reference.cross_entropy_backward.
 template <class A>
-struct Coefficients {
+struct GradientCoefficients {
   Gradient<A> gradient = {};
   double at_target = 0;      // B
   std::int64_t column = -1;  // of the target, or -1
@@ -168,9 +168,9 @@ struct Coefficients {
 };
 
 template <class A>
-Coefficients<A> coefficients(
+GradientCoefficients<A> gradient_coefficients(
     const Problem& problem, double lse, double softmax, double at_target, double by_class, std::int64_t column) {
-  Coefficients<A> result;
+  GradientCoefficients<A> result;
   Gradient<A>& g = result.gradient;
   g.scale = A(problem.logit_scale);
   g.softcap = A(problem.softcap.value_or(0.0));
@@ -190,7 +190,7 @@ void emit(
     const Problem& problem,
     MutableRows grad,
     std::int64_t row,
-    const Coefficients<A>& row_coefficients,
+    const GradientCoefficients<A>& row_coefficients,
     std::int64_t column,
     std::int64_t n,
     const A* q) {

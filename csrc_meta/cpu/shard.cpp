@@ -83,7 +83,7 @@ void join_as(
     A* loss,
     A* lse,
     A* target_weight,
-    A* coefficient,
+    A* lse_coefficient,
     const Threads& threads) {
   const std::int64_t rows = problem.rows;
   const std::int64_t width = shard_width(problem);
@@ -122,7 +122,7 @@ void join_as(
     loss[row] = A(!t.counted ? 0 : t.valid && tiled ? part + sum_shares * log_total : kNaN);
     lse[row] = A(tiled ? top.pivot() + log_total : kNaN);
     target_weight[row] = A(t.counted ? sum_weights : 0);
-    coefficient[row] = A(t.counted ? sum_shares : 0);
+    lse_coefficient[row] = A(t.counted ? sum_shares : 0);
   });
 }
 
@@ -138,9 +138,9 @@ void shard_forward(const Problem& problem, Slice shard, MutableNumbers out, cons
 }
 
 void shard_join(const Problem& problem, Slice shard, Numbers gathered, std::int64_t ranks, MutableNumbers loss,
-                MutableNumbers lse, MutableNumbers target_weight, MutableNumbers coefficient, const Threads& threads) {
+                MutableNumbers lse, MutableNumbers target_weight, MutableNumbers lse_coefficient, const Threads& threads) {
   return dispatch(problem, [&](auto a) {
-    return join_as<decltype(a)>(problem, shard, gathered, ranks, loss, lse, target_weight, coefficient, threads);
+    return join_as<decltype(a)>(problem, shard, gathered, ranks, loss, lse, target_weight, lse_coefficient, threads);
   });
 }
 

@@ -89,14 +89,14 @@ void backward_as(
   const auto join = [&](std::int64_t row, const Sums& sums) {
     const double a = value<A>(upstream.loss, row);
     const double total = a * sums.mass + value<A>(upstream.lse, row);
-    return coefficients<A>(problem, lse[row], total, 0, a, -1);
+    return gradient_coefficients<A>(problem, lse[row], total, 0, a, -1);
   };
-  const auto write = [&](std::int64_t row, const Coefficients<A>& joined, std::int64_t column, std::int64_t n) {
+  const auto write = [&](std::int64_t row, const GradientCoefficients<A>& joined, std::int64_t column, std::int64_t n) {
     alignas(64) A q[kBlock];
     if (joined.gradient.factor != 0) probabilities.read(row, column, n, q);
     emit(problem, grad, row, joined, column, n, q);
   };
-  visit<Coefficients<A>>(problem.rows, problem.classes, threads, true, true, mass, join, write);
+  visit<GradientCoefficients<A>>(problem.rows, problem.classes, threads, true, true, mass, join, write);
 }
 
 }  // namespace

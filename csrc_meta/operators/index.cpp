@@ -7,7 +7,7 @@ namespace xent::operators {
 namespace {
 
 tensors::Problem checked(const Tensor& logits, const Tensor& target, const MaybeTensor& weight,
-                         const Options& options) {
+                         const RowOptions& options) {
   const tensors::Problem problem(logits, target, weight, options);
   problem.check_targets(problem.classes);
   return problem;
@@ -15,7 +15,7 @@ tensors::Problem checked(const Tensor& logits, const Tensor& target, const Maybe
 
 Four forward(const Tensor& logits, const Tensor& target, const MaybeTensor& weight, bool with_argmax, bool with_entropy,
              int64_t ignore_index, double label_smoothing, MaybeNumber softcap, double logit_scale) {
-  const Options options{ignore_index, label_smoothing, softcap, logit_scale};
+  const RowOptions options{ignore_index, label_smoothing, softcap, logit_scale};
   checks::index(logits, target, weight, options);
   const Four outputs = statistics(logits, target, with_argmax, with_entropy);
   if (!is_meta(logits)) {
@@ -29,7 +29,7 @@ Four forward(const Tensor& logits, const Tensor& target, const MaybeTensor& weig
 Three forward_reduced(const Tensor& logits, const Tensor& target, const MaybeTensor& weight, int64_t ignore_index,
                       double label_smoothing, MaybeNumber softcap, double logit_scale, double lse_square_scale,
                       const std::string& reduction) {
-  const Options options{ignore_index, label_smoothing, softcap, logit_scale};
+  const RowOptions options{ignore_index, label_smoothing, softcap, logit_scale};
   checks::index(logits, target, weight, options);
   checks::reduction(reduction, false);
   const Tensor value = numbers(logits, {}), divisors = numbers(logits, {2}), lse = per_row(logits, target);
@@ -43,7 +43,7 @@ Three forward_reduced(const Tensor& logits, const Tensor& target, const MaybeTen
 }
 
 Two divisor(const Tensor& logits, const Tensor& target, const MaybeTensor& weight, int64_t ignore_index) {
-  const Options options{ignore_index};
+  const RowOptions options{ignore_index};
   checks::index(logits, target, weight, options);
   const Tensor divisors = numbers(logits, {2}), inverse = numbers(logits, {2});
   if (!is_meta(logits)) {
@@ -56,23 +56,23 @@ Two divisor(const Tensor& logits, const Tensor& target, const MaybeTensor& weigh
 template <bool in_place>
 auto backward(const Tensor& grad_loss, const MaybeTensor& grad_lse, const Tensor& logits, const Tensor& target,
               const Tensor& lse, const MaybeTensor& weight, const MaybeTensor& divisors,
-              const MaybeTensor& grad_entropy, const MaybeTensor& entropy, const MaybeTensor& coefficient,
+              const MaybeTensor& grad_entropy, const MaybeTensor& entropy, const MaybeTensor& lse_coefficient,
               int64_t class_start, MaybeInt num_classes, MaybeDtype grad_dtype, int64_t ignore_index,
               double label_smoothing, MaybeNumber softcap, double logit_scale, double lse_square_scale) {
-  const Options options{ignore_index, label_smoothing, softcap, logit_scale};
+  const RowOptions options{ignore_index, label_smoothing, softcap, logit_scale};
   checks::index(logits, target, weight, options);
-  checks::slice(class_start, num_classes, weight, coefficient);
-  checks::rows("coefficient", coefficient, logits);
+  checks::slice(class_start, num_classes, weight, lse_coefficient);
+  checks::rows("lse_coefficient", lse_coefficient, logits);
   checks::upstream(logits, grad_loss, grad_lse, lse, divisors, grad_entropy, entropy);
   const auto write = [&](const Tensor& values, cpu::MutableRows grad) {
     const ScalarType dtype = tensors::accumulator(logits);
     const Tensor dense_lse = tensors::dense(lse, dtype);
     const MaybeTensor dense_entropy = tensors::dense(entropy, dtype);
-    const MaybeTensor dense_coefficient = tensors::dense(coefficient, dtype);
+    const MaybeTensor dense_lse_coefficient = tensors::dense(lse_coefficient, dtype);
     const tensors::Upstream upstream(logits, grad_loss, grad_lse, grad_entropy, divisors, lse_square_scale);
     const tensors::Problem problem(values, target, weight, options);
     cpu::backward(problem, {class_start, num_classes.value_or(problem.classes)}, upstream, dense_lse.const_data_ptr(),
-                  tensors::data(dense_entropy), tensors::data(dense_coefficient), grad,
+                  tensors::data(dense_entropy), tensors::data(dense_lse_coefficient), grad,
                   tensors::threads(logits, softcap));
   };
   if constexpr (in_place) {
@@ -86,7 +86,7 @@ template <bool in_place>
 auto with_grad(const Tensor& logits, const Tensor& target, const Tensor& grad_scale, const MaybeTensor& grad_lse_square,
                const MaybeTensor& weight, bool with_argmax, bool with_entropy, MaybeDtype grad_dtype,
                int64_t ignore_index, double label_smoothing, MaybeNumber softcap, double logit_scale) {
-  const Options options{ignore_index, label_smoothing, softcap, logit_scale};
+  const RowOptions options{ignore_index, label_smoothing, softcap, logit_scale};
   checks::index(logits, target, weight, options);
   checks::scalar_or_rows("grad_scale", grad_scale, logits);
   checks::scalar_or_rows("grad_lse_square", grad_lse_square, logits);
@@ -107,7 +107,7 @@ void scale_grad(const Tensor& grad, const Tensor& factor) {
     checks::writable("grad", grad);
     const tensors::Write out(grad);
     const tensors::PerRow values(factor, tensors::accumulator(grad));
-    cpu::scale_grad(tensors::Problem(out.memory(), std::nullopt, std::nullopt, Options(), false), out.rows,
+    cpu::scale_grad(tensors::Problem(out.memory(), std::nullopt, std::nullopt, RowOptions(), false), out.rows,
                     values.values, tensors::threads(grad, std::nullopt));
     out.finish();
   }

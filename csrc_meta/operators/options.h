@@ -9,7 +9,7 @@
 
 namespace xent {
 
-using cpu::Options;
+using cpu::RowOptions;
 using MaybeDtype = std::optional<ScalarType>;
 using MaybeInt = std::optional<int64_t>;
 using MaybeNumber = std::optional<double>;
@@ -24,8 +24,8 @@ struct DistillationOptions {
   double teacher_logit_scale;
 
   // What makes x of logits at a temperature of one.
-  Options student() const { return {ignore_index, 0.0, softcap, logit_scale}; }
-  Options teacher() const { return {ignore_index, 0.0, teacher_softcap, teacher_logit_scale}; }
+  RowOptions student() const { return {ignore_index, 0.0, softcap, logit_scale}; }
+  RowOptions teacher() const { return {ignore_index, 0.0, teacher_softcap, teacher_logit_scale}; }
 };
 
 }  // namespace xent

@@ -16,7 +16,7 @@ Tensor shard_part(const Tensor& logits, const Tensor& target, const MaybeTensor&
 Tensor forward(const Tensor& logits, const Tensor& target, int64_t class_start, int64_t num_classes,
                const MaybeTensor& weight, int64_t ignore_index, double label_smoothing, MaybeNumber softcap,
                double logit_scale) {
-  const Options options{ignore_index, label_smoothing, softcap, logit_scale};
+  const RowOptions options{ignore_index, label_smoothing, softcap, logit_scale};
   const cpu::Slice shard{class_start, num_classes};
   checks::shard(logits, target, shard, weight, options);
   const Tensor out = aten::unsqueeze(shard_part(logits, target, weight), 0);
@@ -29,11 +29,11 @@ Tensor forward(const Tensor& logits, const Tensor& target, int64_t class_start, 
   return out;
 }
 
-// loss, lse, target_weight, coefficient.
+// loss, lse, target_weight, lse_coefficient.
 Four join(const Tensor& logits, const Tensor& target, const Tensor& gathered, int64_t class_start, int64_t num_classes,
           const MaybeTensor& weight, int64_t ignore_index, double label_smoothing, MaybeNumber softcap,
           double logit_scale) {
-  const Options options{ignore_index, label_smoothing, softcap, logit_scale};
+  const RowOptions options{ignore_index, label_smoothing, softcap, logit_scale};
   const cpu::Slice shard{class_start, num_classes};
   checks::shard(logits, target, shard, weight, options);
   const Tensor part = shard_part(logits, target, weight);
@@ -43,11 +43,11 @@ Four join(const Tensor& logits, const Tensor& target, const Tensor& gathered, in
   const Four outputs{per_row(logits, target), per_row(logits, target), per_row(logits, target),
                      per_row(logits, target)};
   if (!is_meta(logits)) {
-    const auto& [loss, lse, target_weight, coefficient] = outputs;
+    const auto& [loss, lse, target_weight, lse_coefficient] = outputs;
     const Tensor dense = tensors::dense(gathered, tensors::accumulator(logits));
     cpu::shard_join(tensors::Problem(logits, target, weight, options, false), shard, dense.const_data_ptr(),
                     dense.size(0), loss.mutable_data_ptr(), lse.mutable_data_ptr(), target_weight.mutable_data_ptr(),
-                    coefficient.mutable_data_ptr(), tensors::threads(logits, softcap));
+                    lse_coefficient.mutable_data_ptr(), tensors::threads(logits, softcap));
   }
   return outputs;
 }
@@ -56,14 +56,14 @@ Four join_reduced(const Tensor& logits, const Tensor& target, const Tensor& gath
                   int64_t num_classes, const MaybeTensor& weight, int64_t ignore_index, double label_smoothing,
                   MaybeNumber softcap, double logit_scale, double lse_square_scale, const std::string& reduction) {
   checks::reduction(reduction, false);
-  const auto [loss, lse, target_weight, coefficient] = join(
+  const auto [loss, lse, target_weight, lse_coefficient] = join(
       logits, target, gathered, class_start, num_classes, weight, ignore_index, label_smoothing, softcap, logit_scale);
   const Tensor value = numbers(logits, {}), divisors = numbers(logits, {2});
   if (!is_meta(logits)) {
     reduce(tensors::Problem(logits, target, weight, {ignore_index}, false), loss, lse, target_weight.const_data_ptr(),
            lse_square_scale, reduction, divisors, value);
   }
-  return {value, divisors, lse, coefficient};
+  return {value, divisors, lse, lse_coefficient};
 }
 
 }  // namespace

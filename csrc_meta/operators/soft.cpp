@@ -7,13 +7,13 @@ namespace xent::operators {
 namespace {
 
 // They have no ignore_index.
-Options without_index(double label_smoothing, MaybeNumber softcap, double logit_scale) {
-  return {Options().ignore_index, label_smoothing, softcap, logit_scale};
+RowOptions without_index(double label_smoothing, MaybeNumber softcap, double logit_scale) {
+  return {RowOptions().ignore_index, label_smoothing, softcap, logit_scale};
 }
 
 Two forward(const Tensor& logits, const Tensor& probabilities, const MaybeTensor& weight, bool check_target,
             double label_smoothing, MaybeNumber softcap, double logit_scale) {
-  const Options options = without_index(label_smoothing, softcap, logit_scale);
+  const RowOptions options = without_index(label_smoothing, softcap, logit_scale);
   checks::soft(logits, probabilities, weight, options);
   const Tensor column = aten::select(logits, -1, 0);
   const Tensor loss = per_row(logits, column), lse = per_row(logits, column);
@@ -31,7 +31,7 @@ Two forward(const Tensor& logits, const Tensor& probabilities, const MaybeTensor
 Tensor backward(const Tensor& grad_loss, const MaybeTensor& grad_lse, const Tensor& logits, const Tensor& probabilities,
                 const Tensor& lse, const MaybeTensor& weight, double label_smoothing, MaybeNumber softcap,
                 double logit_scale) {
-  const Options options = without_index(label_smoothing, softcap, logit_scale);
+  const RowOptions options = without_index(label_smoothing, softcap, logit_scale);
   checks::soft(logits, probabilities, weight, options);
   checks::rows("grad_loss", grad_loss, logits);
   checks::rows("grad_lse", grad_lse, logits);

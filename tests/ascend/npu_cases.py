@@ -6,7 +6,7 @@ import torch
 
 from xent_ops import testing
 from xent_ops.kernels import reference_shard
-from xent_ops.kernels.options import Options
+from xent_ops.kernels.options import RowOptions
 
 OPTIONS = [
     {},
@@ -116,7 +116,7 @@ def check_join(weighted):
                     start,
                     classes,
                     None if weight is None else weight[start : start + columns],
-                    options=Options(**options),
+                    options=RowOptions(**options),
                 )
                 for start, columns in shards
             ]
@@ -124,9 +124,9 @@ def check_join(weighted):
         start, columns = shards[0]
         arguments = (logits[:, start : start + columns], target, gathered, start, classes)
         w = None if weight is None else weight[start : start + columns]
-        wanted = reference_shard.cross_entropy_shard_join(*arguments, w, options=Options(**options))
+        wanted = reference_shard.cross_entropy_shard_join(*arguments, w, options=RowOptions(**options))
         reduced = reference_shard.cross_entropy_shard_reduced(
-            *arguments, w, options=Options(**options), lse_square_scale=0.1
+            *arguments, w, options=RowOptions(**options), lse_square_scale=0.1
         )
         moved = [a.to("npu") if isinstance(a, torch.Tensor) else a for a in (*arguments, w)]
         made = [tensor.cpu() for tensor in ops.cross_entropy_shard_join(*moved, **options)]

@@ -30,7 +30,7 @@ from xent_ops.kernels import devices
 with pytest.warns(UserWarning, match="TRITON_INTERPRET is set"):
     launch = types.SimpleNamespace(**devices.ascend_launchers())
 from xent_ops.kernels.ascend import configs
-from xent_ops.kernels.options import Options
+from xent_ops.kernels.options import RowOptions
 
 ops = torch.ops.xent
 PINNED = torch.__version__.startswith("2.13")  # the version whose graphs are pinned
@@ -297,7 +297,7 @@ def test_a_launch_reads_and_synchronises_nothing(monkeypatch):
     x, target, row, weight = (t.to("npu") for t in (logits, target, torch.rand(7), torch.rand(300)))
     scalar = torch.rand(()).to("npu").expand(7)
     with Record() as record:
-        for w, options in ((None, Options()), (weight, Options(label_smoothing=0.1, softcap=20.0))):
+        for w, options in ((None, RowOptions()), (weight, RowOptions(label_smoothing=0.1, softcap=20.0))):
             launch.cross_entropy_forward(x, target, w, options=options)
             launch.cross_entropy_forward(x, target, w, True, True, options=options)
             launch.cross_entropy_backward(scalar, row, x, target, row, w, options=options)

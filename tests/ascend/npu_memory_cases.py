@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import xent_ops
 from xent_ops.kernels import devices, reference_shard
-from xent_ops.kernels.options import Options
+from xent_ops.kernels.options import RowOptions
 
 with pytest.warns(UserWarning, match="TRITON_INTERPRET is set"):
     devices.ascend_launchers()
@@ -63,7 +63,7 @@ def gathered(rows, ranks, weighted=False, **options):
     x, target = (tensor.to("npu") for tensor in inputs(10 * ranks, torch.float32, rows=rows))
     weight = torch.ones(10, device="npu") if weighted else None
     part = reference_shard.cross_entropy_shard
-    options = Options(**options)
+    options = RowOptions(**options)
     starts = range(0, 10 * ranks, 10)
     parts = [part(x[:, s : s + 10], target, s, 10 * ranks, weight, options=options) for s in starts]
     return x[:, :10], target, torch.cat(parts), 0, 10 * ranks, weight
@@ -94,7 +94,7 @@ def test_the_join_beside_plain_torch():
     for weighted, smoothing in itertools.product((True, False), (0.0, 0.1)):
         arguments = gathered(64, 2, weighted, label_smoothing=smoothing)
         with Count() as count:
-            join(*arguments, options=Options(label_smoothing=smoothing))
+            join(*arguments, options=RowOptions(label_smoothing=smoothing))
         numbers.append(count.number)
     assert min(numbers) == 63 and max(numbers) == 71, numbers
 

@@ -22,7 +22,7 @@ from triton.runtime import driver
 
 from xent_ops.kernels import devices
 from xent_ops.kernels.ascend.launch import LAUNCHERS
-from xent_ops.kernels.options import Options
+from xent_ops.kernels.options import RowOptions
 
 launch = types.SimpleNamespace(**LAUNCHERS)
 
@@ -77,11 +77,11 @@ def test_after_one_call_a_step_only_launches(monkeypatch):
         launch.soft_cross_entropy_backward(*made, logits, logits, lse, options=options)
         return list(launched)
 
-    first = step(64, 1, Options(label_smoothing=0.1))
+    first = step(64, 1, RowOptions(label_smoothing=0.1))
     number = len(compiled)
     assert set(compiled) == set(first) == {name for _, name in kernels()}
     for rows, seed, smoothing in ((64, 2, 0.1), (64, 3, 0.2), (63, 4, 0.1), (1, 5, 0.1)):
-        assert step(rows, seed, Options(ignore_index=seed, label_smoothing=smoothing)) == first
+        assert step(rows, seed, RowOptions(ignore_index=seed, label_smoothing=smoothing)) == first
         assert len(compiled) == number, compiled[number:]
 
 

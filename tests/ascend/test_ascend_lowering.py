@@ -36,7 +36,7 @@ from xent_ops import testing
 from xent_ops.kernels import reductions, reference, reference_shard, reference_soft
 from xent_ops.kernels.ascend import configs
 from xent_ops.kernels.ascend.launch import LAUNCHERS
-from xent_ops.kernels.options import Options
+from xent_ops.kernels.options import RowOptions
 
 launch = types.SimpleNamespace(**LAUNCHERS)
 MISSING = missing_tools()
@@ -67,7 +67,7 @@ def everything(dtype, classes):
     scalar = torch.zeros(()).expand(5)
     activations = [(None, 1.0), (None, 0.5), (30.0, 1.0), (100.0, 0.5)]
     for weight, smoothing, (softcap, scale) in itertools.product((None, torch.ones(classes)), (0.0, 0.1), activations):
-        options = {"options": Options(label_smoothing=smoothing, softcap=softcap, logit_scale=scale)}
+        options = {"options": RowOptions(label_smoothing=smoothing, softcap=softcap, logit_scale=scale)}
         launch.cross_entropy_forward(logits, target, weight, **options)
         launch.cross_entropy_reduced(logits, target, weight, **options)
         for wanted in ((True, False), (False, True), (True, True)):
@@ -108,10 +108,10 @@ def test_lowers_with_no_integer_compare_and_fits_the_unified_buffer(launches, mo
     monkeypatch.delenv(configs.UB_VARIABLE, raising=False)
     everything(dtype, 32000)
     one, weight = torch.zeros(1, 1, dtype=dtype), torch.ones(1)
-    index, row, full = torch.zeros(1, dtype=torch.int32), torch.zeros(1), {"options": Options(**FULL)}
+    index, row, full = torch.zeros(1, dtype=torch.int32), torch.zeros(1), {"options": RowOptions(**FULL)}
     launch.cross_entropy_forward(one, index, weight, **full)
-    launch.cross_entropy_forward(one, index, options=Options(label_smoothing=0.1))
-    launch.cross_entropy_backward(row, None, one, index.to(torch.uint8), row, weight, options=Options(2**40, **FULL))
+    launch.cross_entropy_forward(one, index, options=RowOptions(label_smoothing=0.1))
+    launch.cross_entropy_backward(row, None, one, index.to(torch.uint8), row, weight, options=RowOptions(2**40, **FULL))
     gathered = launch.cross_entropy_shard(one, index, 1, 2**33, weight, **full)
     launch.cross_entropy_shard_join(one, index, gathered, 1, 2**33, weight, **full)
     launch.cross_entropy_shard(one[:, :0], index, 1, 1)
@@ -208,7 +208,7 @@ OPTIONS = {
 def test_numbers_on_x86(x86, dtype, classes, options):
     named = dict(OPTIONS[options])
     weight = torch.linspace(0.5, 1.5, classes) if named.pop("weight", None) else None
-    options = {"options": Options(**named)}
+    options = {"options": RowOptions(**named)}
     logits = testing.realistic_logits(8, classes, dtype=dtype)
     logits[3] += 1e4  # large logits lose digits unless the loss is relative to their maximum
     target = torch.tensor([0, 1, classes - 1, classes // 2, -100, 7, 5, 3])
@@ -272,7 +272,7 @@ def test_shards_on_x86(x86, dtype, options):
     """Three shards, one of them empty, one with padding."""
     named, classes = dict(OPTIONS[options]), 10_000
     weight = torch.linspace(0.5, 1.5, classes) if named.pop("weight", None) else None
-    options = {"options": Options(**named)}
+    options = {"options": RowOptions(**named)}
     logits = testing.realistic_logits(8, classes, dtype=dtype)
     logits[3] += 1e4
     target = torch.tensor([0, 1, classes - 1, classes // 2, -100, 4999, 5000, 4096])
@@ -307,7 +307,7 @@ def test_shards_on_x86(x86, dtype, options):
 def test_class_probabilities_on_x86(x86, dtype, options):
     named, classes = dict(OPTIONS[options]), 10_000
     weight = torch.linspace(0.5, 1.5, classes) if named.pop("weight", None) else None
-    options = {"options": Options(**named)}
+    options = {"options": RowOptions(**named)}
     logits = testing.realistic_logits(8, classes, dtype=dtype)
     logits[3] += 1e4
     target = torch.softmax(testing.realistic_logits(8, classes, dtype=torch.float32, seed=1), -1).to(dtype)

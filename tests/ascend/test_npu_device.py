@@ -63,14 +63,14 @@ def test_many_rows():
 def test_every_kernel_fits_the_unified_buffer(dtype):
     """bishengir refuses a kernel that does not: every set of features, at the largest blocks."""
     from xent_ops.kernels.ascend.launch import LAUNCHERS
-    from xent_ops.kernels.options import Options
+    from xent_ops.kernels.options import RowOptions
 
     launch = types.SimpleNamespace(**LAUNCHERS)
 
     logits, target = on_npu(32000, dtype, rows=5)
     row, ones = torch.zeros(5, device="npu"), torch.ones(32000, device="npu")
     for weight, smoothing, softcap in itertools.product((None, ones), (0.0, 0.1), (None, 30.0, 100.0)):
-        options = {"options": Options(label_smoothing=smoothing, softcap=softcap)}
+        options = {"options": RowOptions(label_smoothing=smoothing, softcap=softcap)}
         launch.cross_entropy_forward(logits, target, weight, **options)
         for wanted in ((True, False), (False, True), (True, True)):
             launch.cross_entropy_forward(logits, target, weight, *wanted, **options)

@@ -109,7 +109,7 @@ class Shard(nn.Module):
         part = ops.cross_entropy_shard(logits, target, *place, label_smoothing=0.1)
         joined = ops.cross_entropy_shard_join(logits, target, gathered, *place, label_smoothing=0.1)
         reduced = ops.cross_entropy_shard_reduced(logits, target, gathered, *place, label_smoothing=0.1)
-        of_slice = (None, *place)  # no class weight, whose coefficient it would be
+        of_slice = (None, *place)  # no class weight, whose lse_coefficient it would be
         saved = (logits, target, joined[1])
         gradient = ops.cross_entropy_backward(rows, None, *saved, *(None,) * 4, *of_slice, label_smoothing=0.1)
         of_entropy = ops.cross_entropy_backward(rows, None, *saved, None, None, rows, rows, *of_slice)

@@ -9,7 +9,7 @@ from rewriting import Rewriting, V, assert_left_alone, assert_same, wide
 from xent_ops import inductor
 from xent_ops.inductor.rewriting.by_hand import NEVER
 from xent_ops.kernels import reference
-from xent_ops.kernels.options import Options
+from xent_ops.kernels.options import RowOptions
 
 LOSS = torch.ops.xent.cross_entropy.default
 B, S, H = 2, 3, 8
@@ -157,7 +157,7 @@ def test_a_target_out_of_range_is_an_error(bad):
         with pytest.raises(IndexError, match="out of bounds"):
             torch.compile(function, backend=Rewriting())(x, t)
         assert inductor.last_report().calls[0].replaced
-    loss, _ = reference.cross_entropy_forward(x, t, options=Options(ignore_index=NEVER))
+    loss, _ = reference.cross_entropy_forward(x, t, options=RowOptions(ignore_index=NEVER))
     assert loss.isnan().tolist() == [False, True, False, False, False, False]
 
 

@@ -14,7 +14,7 @@ from helpers.offline import launch, recorded
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
 
 from xent_ops.inductor.lowerings import packages
-from xent_ops.kernels.options import Options
+from xent_ops.kernels.options import RowOptions
 from xent_ops.kernels.triton import flags
 
 ROWS = {"many": 50, "few": 1}  # to two processors, as tests without a GPU have
@@ -231,7 +231,7 @@ def test_what_cannot_be_packed_is_refused():
         packages.refuse("cross_entropy_forward", [logits, target], {})
 
 
-@pytest.mark.parametrize("options", [Options(), Options(3, 0.1, 30.0, 2.0)])
+@pytest.mark.parametrize("options", [RowOptions(), RowOptions(3, 0.1, 30.0, 2.0)])
 def test_flags_as_source(options):
     """Inductor writes a constant into a module's source as it prints."""
     for made in (flags.flags_of(options, True, 2), flags.SumFlags(True, False, True, True, False, False, True)):

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from xent_ops.kernels import cpu, reference
-from xent_ops.kernels.options import Options
+from xent_ops.kernels.options import RowOptions
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -98,8 +98,8 @@ def assert_same(actual, plain, exact, logits):
 
 def as_record(options):
     """As the plain-torch functions take them: the row options in one record."""
-    rows = {name: value for name, value in options.items() if name in Options._fields}
-    return {"options": Options(**rows), **{name: value for name, value in options.items() if name not in rows}}
+    rows = {name: value for name, value in options.items() if name in RowOptions._fields}
+    return {"options": RowOptions(**rows), **{name: value for name, value in options.items() if name not in rows}}
 
 
 def lse_of(logits, target, weight, options):

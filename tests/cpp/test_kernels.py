@@ -163,9 +163,9 @@ def test_an_infinite_weight_leaves_rows_that_pass_nothing_back(ignore_index, smo
     assert loss[1] == 0 and not grad[1:].any() and (smoothing or grad[0].isfinite().all())
     assert not cpu.kernel("cross_entropy_with_grad")(x, target, a, None, weight, **options)[-1][1:].any()
     part = cpu.kernel("cross_entropy_shard")(x, target, 0, 8, weight, **options)
-    loss, lse, _, coefficient = cpu.kernel("cross_entropy_shard_join")(x, target, part, 0, 8, weight, **options)
-    assert loss[1] == 0 and coefficient[1] == 0
-    for saved in (coefficient, torch.full((3,), float("inf"))):
+    loss, lse, _, lse_coefficient = cpu.kernel("cross_entropy_shard_join")(x, target, part, 0, 8, weight, **options)
+    assert loss[1] == 0 and lse_coefficient[1] == 0
+    for saved in (lse_coefficient, torch.full((3,), float("inf"))):
         of_slice = weight, None, None, None, saved, 0, 8
         grad = cpu.kernel("cross_entropy_backward")(a, None, x, target, lse, *of_slice, **options)
         assert not grad[1:].any()
@@ -277,13 +277,13 @@ def test_shards(data):
     exact = reference_shard.cross_entropy_shard_join(logits.double(), target, part.double(), *place, weight, **record)
     assert_same(joined[:2], plain[:2], exact[:2], logits)
     lse = torch.logsumexp(x, -1)
-    coefficient = None if weight is None else rows_like(target, part.dtype, generator)
+    lse_coefficient = None if weight is None else rows_like(target, part.dtype, generator)
     grad = rows_like(target, part.dtype, generator) if data.draw(st.booleans()) else torch.tensor(0.5)
     divisor = torch.tensor([2, 3]) if data.draw(st.booleans()) else None
     entropy = (None, None)
     if data.draw(st.booleans()):
         entropy = rows_like(target, part.dtype, generator), torch.rand(target.shape, generator=generator).to(part.dtype)
-    arguments = grad, None, logits, target, lse, weight, divisor, *entropy, coefficient, *place
+    arguments = grad, None, logits, target, lse, weight, divisor, *entropy, lse_coefficient, *place
     options = {**options, **square}
     wanted = check("cross_entropy_backward", arguments, options, logits)
     grad = logits.clone()

@@ -221,8 +221,8 @@ def test_export_stays_dynamic():
                 soft_grad = ops.soft_cross_entropy_backward(soft, None, x, p, soft_lse)
                 part = ops.cross_entropy_shard(x, t, 0, 64, w)
                 joined = ops.cross_entropy_shard_join(x, t, part, 0, 64, w)
-                whole, both, lse, coefficient = ops.cross_entropy_shard_reduced(x, t, part, 0, 64, w)
-                of_slice = w, both, entropy, entropy, coefficient, 0, 64
+                whole, both, lse, lse_coefficient = ops.cross_entropy_shard_reduced(x, t, part, 0, 64, w)
+                of_slice = w, both, entropy, entropy, lse_coefficient, 0, 64
                 shard = ops.cross_entropy_backward(whole, None, x, t, lse, *of_slice)
                 composite = ops.cross_entropy(x, t, w, lse_square_scale=0.1)
                 return loss, grad, reduced, again, soft_grad, part, *joined, shard, composite

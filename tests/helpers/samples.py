@@ -33,7 +33,7 @@ def _call(options, name, *args, **more):
 
 
 def _with_twins(family):
-    """Each sample for the operator's in-place twin too, unless what that overwrites requires grad."""
+    """Each sample for the operator's in-place form too, unless what that overwrites requires grad."""
 
     @functools.wraps(family)
     def samples(*given, **keywords):
@@ -152,8 +152,8 @@ def of_shard(x, target, weight, place, options, **square):
     for reduction in ("mean", "sum"):
         of_all = (x, target, gathered, *place, weight)
         yield call("cross_entropy_shard_reduced", *of_all, reduction=reduction, **square)
-    coefficient = None if weight is None else _numbers(x)(target.shape)
-    yield from _backwards(call, fixed, target, weight, square, coefficient, *place)
+    lse_coefficient = None if weight is None else _numbers(x)(target.shape)
+    yield from _backwards(call, fixed, target, weight, square, lse_coefficient, *place)
 
 
 def of_launchers(x, target, weight, place, options, **square):
@@ -168,7 +168,7 @@ def of_launchers(x, target, weight, place, options, **square):
 
 
 def launched():
-    return {name for name, operator in OPERATORS.items() if not operator.composed}
+    return {name for name, operator in OPERATORS.items() if not operator.calls_operators}
 
 
 def of_head(x, head, target, bias, weight, options, **square):
@@ -287,11 +287,11 @@ def of_chunk(x, head, target, place, bias, weight, options, **square):
     _, logits = ops.linear_cross_entropy_chunk(*shard, **_fitting("linear_cross_entropy_chunk", options))
     row = numbers(target.shape)
     saved, divisor = (*fixed[1:], row, *place, weight), numbers(2).abs() + 1
-    coefficient = None if one_rank or weight is None else row
+    lse_coefficient = None if one_rank or weight is None else row
     for after in ((), (False, None, numbers(3)), (True, count)):
-        rest = (divisor, None, None, coefficient, *after)
+        rest = (divisor, None, None, lse_coefficient, *after)
         yield call("linear_cross_entropy_chunk_grad_", logits.clone(), numbers(()), None, *saved, *rest, **square)
-    rest = (None, row, row, coefficient)
+    rest = (None, row, row, lse_coefficient)
     yield call("linear_cross_entropy_chunk_grad_", logits.clone(), row, row, *saved, *rest)
     if "label_smoothing" not in options and weight is None:
         ids = several(target)
@@ -310,7 +310,7 @@ def of_chunk(x, head, target, place, bias, weight, options, **square):
             None,
             None,
             None,
-            coefficient,
+            lse_coefficient,
             True,
             None,
             None,

@@ -12,7 +12,7 @@ from xent_ops.ops.library import OPERATORS
 def described(contract):
     sizes = [f"{size}={contract.arguments[index]}" for size, (index, _) in contract.givers.items()]
     rules = [contract.arguments[index] for index, _, _ in contract.rules]
-    return f"{contract.owner}; {' '.join(sizes)}; {' '.join(rules) or 'no rule'}"
+    return f"{contract.primary}; {' '.join(sizes)}; {' '.join(rules) or 'no rule'}"
 
 
 def test_what_each_operator_has():
@@ -23,16 +23,16 @@ def test_what_each_operator_has():
         """\
 cross_entropy_forward: logits; V=logits; label_smoothing softcap logit_scale with_entropy
 cross_entropy_reduced: logits; V=logits; label_smoothing softcap logit_scale lse_square_scale reduction
-cross_entropy_backward: logits; V=logits; grad_dtype label_smoothing softcap logit_scale class_start num_classes coefficient class_start num_classes grad_entropy entropy entropy lse_square_scale
+cross_entropy_backward: logits; V=logits; grad_dtype label_smoothing softcap logit_scale class_start num_classes lse_coefficient class_start num_classes grad_entropy entropy entropy lse_square_scale
 distillation_forward: logits; V=logits T=teacher_logits; target joined
 distillation_backward: logits; V=logits T=teacher_logits; target
 distillation_with_grad: logits; V=logits T=teacher_logits; target
 linear_cross_entropy_forward: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows label_smoothing softcap logit_scale with_entropy
-linear_cross_entropy_backward: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows label_smoothing softcap logit_scale class_start num_classes coefficient class_start num_classes grad_entropy entropy entropy output_mask lse_square_scale
+linear_cross_entropy_backward: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows label_smoothing softcap logit_scale class_start num_classes lse_coefficient class_start num_classes grad_entropy entropy entropy output_mask lse_square_scale
 linear_cross_entropy_with_grad: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows label_smoothing softcap logit_scale with_entropy output_mask token_weight lse_square_scale reduction divisor
 linear_scale_grad: grad; columns=grad; no rule
 linear_cross_entropy_chunk: input; H=input V=linear_weight K=ids; logits_dtype label_smoothing softcap logit_scale class_start num_classes with_entropy mask_ids input
-linear_cross_entropy_chunk_grad_: logits; V=linear_weight H=linear_weight K=ids; label_smoothing softcap logit_scale class_start num_classes coefficient class_start num_classes grad_entropy entropy entropy grad_ids at_ids ids mask_ids lse_square_scale
+linear_cross_entropy_chunk_grad_: logits; V=linear_weight H=linear_weight K=ids; label_smoothing softcap logit_scale class_start num_classes lse_coefficient class_start num_classes grad_entropy entropy entropy grad_ids at_ids ids mask_ids lse_square_scale
 linear_cross_entropy_chunk_add_: input; H=input; grad_linear_weight grad_linear_weight
 attach_gradients: input; H=input columns=linear_weight; value
 linear_distillation_forward: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype chunk_rows target

@@ -47,7 +47,7 @@ def given(widths, **options):
     ids=lambda value: str(value),
 )
 def test_values(device, widths, name, beta, dtype):
-    """Each operator and its twin against the float64 oracle; the twins leave the gradient in the logits."""
+    """Each operator and its in-place form against the float64 oracle; the twins leave the gradient in the logits."""
     logits, teacher, target = problem(device, 4, dtype, dtype, widths)
     options = given(widths, beta=beta, **OPTIONS[name])
     target = torch.where(target == -100, options.get("ignore_index", -100), target)

@@ -46,8 +46,8 @@ def of_all(logits, target, weight, grads, options):
     a, b, c = (grad.double() for grad in grads)
     square = options.get("lse_square_scale", 0.0) * a * lse.square()
     total = (torch.where(counted, a * loss + square, 0.0) + b * lse + c * entropy).sum()
-    coefficient = torch.where(counted, (1 - smoothing) * w[safe] + smoothing / classes * w.sum(), 0.0)
-    return lse.detach(), entropy.detach(), coefficient, torch.autograd.grad(total, z)[0]
+    lse_coefficient = torch.where(counted, (1 - smoothing) * w[safe] + smoothing / classes * w.sum(), 0.0)
+    return lse.detach(), entropy.detach(), lse_coefficient, torch.autograd.grad(total, z)[0]
 
 
 @pytest.fixture(params=["operators", "twin", "plain torch"])
@@ -82,8 +82,8 @@ def test_the_gradients_of_slices_are_those_of_the_whole(device, backward, dtype,
     target = torch.tensor([0, 202, 64, 5, -100, 7], device=device)
     weight = torch.rand(203, generator=torch.Generator().manual_seed(2)).to(device) if weighted else None
     grads = leaves(target, dtype)
-    lse, entropy, coefficient, wanted = of_all(logits, target, weight, grads, options)
-    lse, entropy, coefficient = (value.to(grads[0].dtype) for value in (lse, entropy, coefficient))
+    lse, entropy, lse_coefficient, wanted = of_all(logits, target, weight, grads, options)
+    lse, entropy, lse_coefficient = (value.to(grads[0].dtype) for value in (lse, entropy, lse_coefficient))
     parts = []
     for start, size in SLICES:
         part = logits[:, start : start + size]
@@ -91,7 +91,7 @@ def test_the_gradients_of_slices_are_those_of_the_whole(device, backward, dtype,
         if start + size == 203 and size:
             part = torch.cat([part, part.new_full((6, 5), float("nan"))], -1)
             w = None if w is None else torch.cat([w, w.new_ones(5)])
-        rest = (w, None, grads[2], entropy, coefficient if weighted else None, start, 203)
+        rest = (w, None, grads[2], entropy, lse_coefficient if weighted else None, start, 203)
         parts.append(backward(*grads[:2], part, target, lse, *rest, **options))
     grad = torch.cat(parts, -1)
     assert grad[:, 203:].count_nonzero() == 0, "padding got a gradient"

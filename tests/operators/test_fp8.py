@@ -7,7 +7,7 @@ from helpers.interpreter import INTERPRETED
 import xent_ops
 from xent_ops.head import fp8
 from xent_ops.kernels import reference, reference_fp8
-from xent_ops.kernels.options import Options
+from xent_ops.kernels.options import RowOptions
 from xent_ops.kernels.reference_fp8 import DTYPE, LARGEST
 
 BOTH = pytest.mark.parametrize("products", ["fp8", "fp8_gradients"])
@@ -98,9 +98,9 @@ def test_gradients_of_logits(device, case):
     """One step of e4m3 from the gradient at most, in both layouts; nothing is cut off; rows of any magnitude."""
     rows, classes = 37, 219
     logits, target = torch.randn(rows, classes, device=device) * 3, torch.arange(rows, device=device)
-    target[4], options, given = -100, Options(), {}
+    target[4], options, given = -100, RowOptions(), {}
     if case == "options":
-        options = Options(label_smoothing=0.2, softcap=9.0, logit_scale=-1.5)
+        options = RowOptions(label_smoothing=0.2, softcap=9.0, logit_scale=-1.5)
         given = {"grad_lse": torch.randn(rows, device=device), "weight": torch.rand(classes, device=device) * 1e3}
     elif case == "entropy":
         given = {"grad_entropy": torch.randn(rows, device=device)}

@@ -5,7 +5,7 @@ import torch
 from helpers.covering import covering
 
 from xent_ops.kernels import reference_ids
-from xent_ops.kernels.options import Options
+from xent_ops.kernels.options import RowOptions
 
 pytestmark = pytest.mark.interpreter
 V, ROWS = 133, 5
@@ -55,7 +55,7 @@ def wanted(grad, ids, at_ids, grad_ids, b, lse, c, entropy, start, _, options):
     ids=str,
 )
 def test_values(device, dtype, places, name):
-    options = Options(softcap=5.0 if name in ("softcap", "both") else None, logit_scale=0.7)
+    options = RowOptions(softcap=5.0 if name in ("softcap", "both") else None, logit_scale=0.7)
     given = problem(device, dtype, places, name in ("entropy", "both"))
     correct = wanted(*given, options)
     made = given[0].clone()
@@ -83,7 +83,7 @@ def test_mixed_dtypes(device, case):
     """Each tensor of its own; the sums are those of float32, or of the lse where that is float64."""
     given = problem(device, torch.float64, 7, True)
     mixed = [value.to(dtype) for value, dtype in zip(given, MIXED[case], strict=False)]
-    correct = wanted(mixed[0], mixed[1], *[value.cpu().double() for value in mixed[2:]], *given[8:], Options())
+    correct = wanted(mixed[0], mixed[1], *[value.cpu().double() for value in mixed[2:]], *given[8:], RowOptions())
     made, plain = mixed[0].clone(), mixed[0].clone()
     torch.ops.xent.ids_grad_(made, *mixed[1:], *given[8:])
     reference_ids.ids_grad_(plain, *mixed[1:], *given[8:])

@@ -14,7 +14,7 @@ from triton.compiler import make_backend  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
-from xent_ops.kernels.options import Options  # noqa: E402
+from xent_ops.kernels.options import RowOptions  # noqa: E402
 from xent_ops.kernels.triton import cached, launch_backward  # noqa: E402
 from xent_ops.kernels.triton.launch import LAUNCHERS  # noqa: E402
 from xent_ops.ops.launch_cache import call_signature  # noqa: E402
@@ -56,7 +56,7 @@ def second_stages(arguments, runs=None, **options):
     """What the launchers return: functions of the tensors, by name and signature. Those in ``runs`` are not made."""
     runs = {} if runs is None else runs
     for name, args in arguments.items():
-        given = {} if name == "scale_grad_" else {"options": Options(**options)}
+        given = {} if name == "scale_grad_" else {"options": RowOptions(**options)}
         if (key := (name, call_signature(args, {}))) not in runs:
             runs[key] = LAUNCHERS[name](*args, **given)
     return runs

@@ -189,11 +189,11 @@ def test_errors(device):
     with pytest.raises(ValueError, match="needs the group_name"):
         rows, targets = input.unsqueeze(0), target.unsqueeze(0)
         ops.linear_cross_entropy_shard_join(input, head, targets, gathered, 0, V, None, None, rows)
-    with pytest.raises(ValueError, match="needs the coefficient"):
+    with pytest.raises(ValueError, match="needs the lse_coefficient"):
         ones = torch.ones(2, 5, device=device)
         ops.linear_cross_entropy_backward(ones, None, input, head, target, ones, None, weight, num_classes=V)
-    for rest in ({"class_start": 1}, {"coefficient": ones}):
-        with pytest.raises(ValueError, match="class_start and coefficient go with num_classes"):
+    for rest in ({"class_start": 1}, {"lse_coefficient": ones}):
+        with pytest.raises(ValueError, match="class_start and lse_coefficient go with num_classes"):
             ops.linear_cross_entropy_backward(ones, None, input, head, target, ones, **rest)
     with pytest.raises(ValueError, match="entropies go with the plain loss"):
         of_entropy = {"grad_entropy": ones, "entropy": ones, "num_classes": V, "label_smoothing": 0.1}

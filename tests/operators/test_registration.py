@@ -9,7 +9,7 @@ import torch
 from helpers import samples
 
 import xent_ops
-from xent_ops.kernels.options import LossOptions, Options
+from xent_ops.kernels.options import LossOptions, RowOptions
 from xent_ops.ops.library import OPERATORS
 from xent_ops.ops.schemas import SCHEMAS
 
@@ -152,10 +152,13 @@ def test_schemas_are_what_the_dispatcher_holds():
 
 def test_options_are_those_of_the_schemas():
     """Names, order and defaults: Python leaves out what equals the record's default, and operators fill in theirs."""
-    for name, record in (("cross_entropy_forward", Options()), ("cross_entropy", (*Options(), *LossOptions()[1:]))):
+    for name, record in (
+        ("cross_entropy_forward", RowOptions()),
+        ("cross_entropy", (*RowOptions(), *LossOptions()[1:])),
+    ):
         arguments = torch._C.parse_schema(f"xent::{name}{SCHEMAS[name]}").arguments
         found = {one.name: one.default_value for one in arguments if one.kwarg_only}
-        assert tuple(found)[: len(Options._fields)] == Options._fields
+        assert tuple(found)[: len(RowOptions._fields)] == RowOptions._fields
         assert tuple(found.values()) == tuple(record)
 
 

@@ -244,10 +244,10 @@ def test_weight_of_an_ignored_class_may_be_infinite(device, plain, ignore_index)
     grads = []
     for z, start in parts:
         w = weight[start:][: z.shape[1]]
-        loss, lse, _, coefficient = kernels.cross_entropy_shard_join(z, target, gathered, start, 40, w, **options)
+        loss, lse, _, lse_coefficient = kernels.cross_entropy_shard_join(z, target, gathered, start, 40, w, **options)
         torch.testing.assert_close(loss, theirs.detach())
-        assert coefficient[1] == 0
-        of_slice = (w, None, None, None, coefficient, start, 40)
+        assert lse_coefficient[1] == 0
+        of_slice = (w, None, None, None, lse_coefficient, start, 40)
         grads.append(kernels.cross_entropy_backward(torch.ones_like(loss), None, z, target, lse, *of_slice, **options))
     grad = torch.cat(grads, -1)
     torch.testing.assert_close(grad, wanted)
@@ -299,13 +299,16 @@ def test_bad_arguments_name_themselves(device):
         (lambda: ops.cross_entropy_shard(x, target, 0, 0), "num_classes must be at least 1, got 0"),
         (lambda: ops.cross_entropy_shard(x, target, 0, 20, label_smoothing=2.0), "label_smoothing must be"),
         (lambda: ops.cross_entropy_shard_join(x, target, gathered, 0, 20, x[0]), r"expected \(ranks, 21\)"),
-        (lambda: backward(row, None, x, target, row, x[0], num_classes=20), "needs the coefficient"),
-        (lambda: backward(row, None, x, target, row, coefficient=row, num_classes=20), "both or neither"),
+        (lambda: backward(row, None, x, target, row, x[0], num_classes=20), "needs the lse_coefficient"),
+        (lambda: backward(row, None, x, target, row, lse_coefficient=row, num_classes=20), "both or neither"),
         (lambda: backward(row, None, x, target, row, class_start=20, num_classes=20), beyond),
-        (lambda: backward(row, None, x, target, row, class_start=5), "class_start and coefficient go with num_classes"),
         (
-            lambda: backward(row, None, x, target, row, coefficient=row),
-            "class_start and coefficient go with num_classes",
+            lambda: backward(row, None, x, target, row, class_start=5),
+            "class_start and lse_coefficient go with num_classes",
+        ),
+        (
+            lambda: backward(row, None, x, target, row, lse_coefficient=row),
+            "class_start and lse_coefficient go with num_classes",
         ),
     ):
         with pytest.raises(ValueError, match=text):

@@ -78,10 +78,10 @@ def test_shards(device, kind, bad, options, weighted):
         [plain.cross_entropy_shard(x, target, *at, w, **options) for (x, *at), w in zip(shards, weights, strict=True)]
     )
     for (x, *at), w in zip(shards, weights, strict=True):
-        loss, lse, _, coefficient = kernels.cross_entropy_shard_join(x, target, gathered, *at, w, **options)
+        loss, lse, _, lse_coefficient = kernels.cross_entropy_shard_join(x, target, gathered, *at, w, **options)
         assert_nan(loss)
         assert lse.isfinite().all()
-        more = (w, None, None, None, None if w is None else coefficient, *at)
+        more = (w, None, None, None, None if w is None else lse_coefficient, *at)
         assert_nan(kernels.cross_entropy_backward(torch.ones_like(lse), None, x, target, lse, *more, **options))
 
 

@@ -26,7 +26,7 @@ def assert_lse_where_read(lse, expected, target, ignore_index=-100):
 
 
 def with_grad_case(device, logits, target, grad_scale, grad_lse_square=None, weight=None, **options):
-    """The functional operator and its twin against the oracle; the twin leaves the gradient in the logits."""
+    """The functional operator and its in-place form against the oracle; the twin leaves the gradient in the logits."""
     logits, target, grad_scale = logits.to(device), target.to(device), grad_scale.to(device)
     square = None if grad_lse_square is None else grad_lse_square.to(device)
     weight = None if weight is None else weight.to(device)

@@ -57,11 +57,11 @@ def bind_shard(
     if not transforms.is_traced():  # else the operators check before anything runs
         rows = input if split is None else input.new_empty(()).expand(*target.shape, input.shape[-1])  # its shape
         shard_args = (rows, head.weight, target, *shard_range, head.bias, head.class_weight)
-        refuse("linear_cross_entropy_shard", *shard_args, **call.loss.rows._asdict())
+        refuse("linear_cross_entropy_shard", *shard_args, **call.loss.row_options._asdict())
     if call.ids is not None:
         checks.refuse_products_of_ids(head.chunking.products)
         logits = input.new_empty(()).expand(*target.shape, shard_range[1])
-        refuse("token_logits", logits, call.ids, **call.loss.rows._asdict())
+        refuse("token_logits", logits, call.ids, **call.loss.row_options._asdict())
     head = head._replace(shard_range=shard_range)
     three_products = is_pipelined(pipelined, input, head, call.loss)
     return call._replace(head=head, sequence_dim=split, pipelined=three_products)
@@ -70,7 +70,7 @@ def bind_shard(
 def check_values(call: LinearCall) -> LinearCall:
     """Raises what depends on the values of targets."""
     classes = call.target if call.ids is None else call.ids
-    checks.target_values(classes, call.head.shard_range[1], call.loss.rows.ignore_index)
+    checks.target_values(classes, call.head.shard_range[1], call.loss.row_options.ignore_index)
     return call
 
 

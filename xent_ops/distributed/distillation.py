@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..head import chunks, distillation_shard, float16, loop
-from ..head.loop import ChunkLogits, HeadSlice, Part
+from ..head.loop import ChunkLogits, HeadSlice, RowRange
 from ..kernels import reductions
 from ..kernels.distillation import Distillation
 from ..kernels.options import Reduction
@@ -128,10 +128,10 @@ def vocab_parallel_linear_distillation_loss(
         world = ranks.world if sequence_parallel else 1
         rows = _rows(input, token_weight, world, reduction) if target is None else None
         classes, ignored = distillation_arguments.target_of(target, ignore_index, hard_weight, input, rows)
-        options = (ignored, 0.0, softcap, logit_scale, 0.0, reduction)
+        raw_options = (ignored, 0.0, softcap, logit_scale, 0.0, reduction)
         student_args = (input, weight_shard, classes, bias_shard, None)
-        chunking = (accumulate_dtype, chunk_rows, False)
-        student = bind(*student_args, options, chunking, divisor, token_weight, names=NAMES)
+        raw_chunking = (accumulate_dtype, chunk_rows, False)
+        student = bind(*student_args, raw_options, raw_chunking, divisor, token_weight, names=NAMES)
         student = bind_shard(student, ranks, None, num_classes, class_start, sequence_parallel)
         spec = distillation_arguments.spec(
             ignored, softcap, logit_scale, (student.head.shard_range[1], *divergence_options)
@@ -189,7 +189,7 @@ class _Steps:
         teacher: _Teacher,
         spec: Distillation,
         ranks: Collectives,
-        factor: Callable[[Part], Tensor],
+        factor: Callable[[RowRange], Tensor],
     ) -> None:
         self.weight, self.bias = student.weight.detach(), None if student.bias is None else student.bias.detach()
         self.teacher_weight, self.teacher_bias = teacher.teacher_weight, teacher.teacher_bias
@@ -198,7 +198,7 @@ class _Steps:
         self.losses: list[Tensor] = []
 
     def begin(
-        self, inputs: Sequence[Tensor], part: Part, count: Tensor | None, after: Tensor | None
+        self, inputs: Sequence[Tensor], part: RowRange, count: Tensor | None, after: Tensor | None
     ) -> tuple[Tensor, ChunkLogits]:
         heads = (inputs[0], self.weight, part.target, inputs[1], self.teacher_weight)
         slice_args = (self.class_start, self.bias, self.teacher_bias, after)
@@ -208,7 +208,7 @@ class _Steps:
     def end(
         self,
         chunk_logits: ChunkLogits,
-        part: Part,
+        part: RowRange,
         gathered: Tensor,
         output_mask: Sequence[bool],
         count: Tensor | None,

@@ -27,19 +27,19 @@ def loss_and_saved(
     loss: LossOptions,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """The loss, and the tensors that ``gradient`` takes: those of cross_entropy_backward behind the gradients."""
-    gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, loss.rows)
+    gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, loss.row_options)
     arguments = (logits, target, gathered, *shard_range, weight)
     divisor = None
     if loss.reduction == "none":
-        row_loss, lse, _, coefficient = below_autograd(
-            _ops.cross_entropy_shard_join.default, *arguments, **loss.rows.keywords()
+        row_loss, lse, _, lse_coefficient = below_autograd(
+            _ops.cross_entropy_shard_join.default, *arguments, **loss.row_options.keywords()
         )
         value = reductions.reduce_rows(row_loss, lse, target, None, loss).value
     else:
-        value, divisor, lse, coefficient = below_autograd(
+        value, divisor, lse, lse_coefficient = below_autograd(
             _ops.cross_entropy_shard_reduced.default, *arguments, **loss.keywords()
         )
-    row_tensors = (None, None, None if weight is None else coefficient)
+    row_tensors = (None, None, None if weight is None else lse_coefficient)
     return value, (logits, target, lse, weight, divisor if loss.reduction == "mean" else None, *row_tensors)
 
 
@@ -47,7 +47,9 @@ def gradient(grad: Tensor, saved: tuple[Tensor | None, ...], shard_range: tuple[
     """Of the loss over this rank's logits."""
     arguments: Any = (grad, None, *saved, *shard_range)
     if transforms.forward_mode():  # the upstream gradient has a tangent, which operators would drop
-        return reference.cross_entropy_backward(*arguments, options=loss.rows, lse_square_scale=loss.lse_square_scale)
+        return reference.cross_entropy_backward(
+            *arguments, options=loss.row_options, lse_square_scale=loss.lse_square_scale
+        )
     operator, options = _ops.cross_entropy_backward.default, loss.backward_keywords()
     if torch.is_grad_enabled():  # create_graph: the operator's formula says why there is no second derivative
         return operator(*arguments, **options)

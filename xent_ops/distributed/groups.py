@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ..ops.shown import shown
+from ..ops.message_values import repr_for_message
 
 Group = ProcessGroup | DeviceMesh | str | None
 
@@ -43,7 +43,7 @@ def process_group(group: Group) -> ProcessGroup:
         hint = f": torch.distributed.new_group({given}) makes one of these ranks" if isinstance(given, list) else ""
         raise TypeError(
             "group must be a ProcessGroup, a DeviceMesh of one dimension, a group's name, or None for all ranks, got "
-            f"{shown(given)}{hint}"
+            f"{repr_for_message(given)}{hint}"
         )
     return given
 

@@ -116,13 +116,13 @@ def vocab_parallel_linear_cross_entropy(
         >>> function(hidden, head.weight, target, num_classes=1024).backward()
     """
     name, ranks = "vocab_parallel_linear_cross_entropy", ranks_of(group)
-    options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
-    chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
+    raw_options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
+    raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
 
     def bind_call() -> LinearCall:
         transforms.refuse(f"xent_ops.distributed.{name}")
         head_args = (input, weight_shard, target, bias_shard, weight)
-        call = bind(*head_args, options, chunking, divisor, token_weight, names=NAMES)
+        call = bind(*head_args, raw_options, raw_chunking, divisor, token_weight, names=NAMES)
         if target_probs is None:
             few_classes.without_probs(tail)
         else:
@@ -192,16 +192,16 @@ def vocab_parallel_linear_token_log_probs(
         >>> (-log_probs - 0.01 * entropy).mean().backward()
     """
     name, ranks = "vocab_parallel_linear_token_log_probs", ranks_of(group)
-    options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "none")
-    chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
+    raw_options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "none")
+    raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
 
     def bind_call() -> LinearCall:
         transforms.refuse(f"xent_ops.distributed.{name}")
-        call = bind(input, weight_shard, target, bias_shard, None, options, chunking, names=NAMES)
+        call = bind(input, weight_shard, target, bias_shard, None, raw_options, raw_chunking, names=NAMES)
         return bind_shard(call, ranks, False, num_classes, class_start, sequence_parallel)
 
     call = consistency.check(name, group, ranks, lambda: check_values(bind_call())) if check else bind_call()
     gathered, ordered = gathered_input(call.input, call.target, call.sequence_dim, ranks)
     rows, entropy = sharded_rows(call.input, ordered, call.head, ranks, call.loss, gathered, with_entropy=True)
-    values = log_probs_of_rows(rows.loss, rows.lse, entropy, ordered, None, call.loss.rows)
+    values = log_probs_of_rows(rows.loss, rows.lse, entropy, ordered, None, call.loss.row_options)
     return TokenLogProbs(*(as_target(value, call.sequence_dim) for value in values))

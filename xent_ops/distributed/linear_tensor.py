@@ -105,7 +105,7 @@ def token_loss(call: LinearCall, fn: Function, rows: Any, check: bool) -> DTenso
         mine = mine._replace(divisor=counted.redistribute(mesh, _replicated(mesh)).to_local())
     if isinstance(rows, (tuple, list)):  # else it is refused
         rows = tuple(map(local.row, rows))
-    function = TokenFunction(fn, rows, mine.target, mine.loss.rows.ignore_index, accumulator(mine.input))
+    function = TokenFunction(fn, rows, mine.target, mine.loss.row_options.ignore_index, accumulator(mine.input))
 
     def statistics() -> tuple[Tensor, Tensor, Tensor]:
         args = (mine.input, mine.target, mine.head, ranks, mine.loss)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.options import Options
+from ..kernels.options import RowOptions
 from ..ops import arguments
 from ..ops.dtensors import refuse_dtensor
 from ..ops.library import below_autograd
@@ -62,7 +62,7 @@ def all_gather_shard_stats(
     weight: Tensor | None,
     ranks: Ranks,
     shard_range: tuple[int, int],
-    options: Options,
+    options: RowOptions,
 ) -> Tensor:
     """(ranks, numbers), the results of ``xent::cross_entropy_shard`` on all ranks: the one collective of a loss.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..head import chunks, float16, loop
-from ..head.loop import HeadSlice, OneRank, Part, RowGradients
+from ..head.loop import HeadSlice, OneRank, RowGradients, RowRange
 from ..head.shard import RowStatistics
 from ..kernels import reductions, reference
 from ..kernels.options import LossOptions
@@ -21,7 +21,7 @@ from ..kernels.reference import columns_of
 from ..linear_call import LinearCall
 from ..ops import checks
 from ..ops.linear import composite
-from ..ops.shown import shown
+from ..ops.message_values import repr_for_message
 from .groups import Ranks
 from .sharded_rows import reduced
 from .vocab_parallel import RowValues
@@ -56,7 +56,7 @@ class Collectives(OneRank):
 def is_pipelined(asked: bool | None, input: Tensor, head: HeadSlice, loss: LossOptions) -> bool:
     """Does this file compute this call? All ranks answer alike."""
     if not (asked is None or isinstance(asked, bool)):
-        raise TypeError(f"pipelined must be True, False or None, got {shown(asked)}")
+        raise TypeError(f"pipelined must be True, False or None, got {repr_for_message(asked)}")
     chunking = head.chunking
     possible = loss.reduction != "none" and not chunking.skip_ignored and chunking.products is None
     if asked and not possible:
@@ -90,7 +90,7 @@ def loss(
         token_weight = token_weight.to(one.dtype).reshape(ranks.world if scattered else 1, -1)
     chunk_values: list[tuple[Any, ...]] = []
 
-    def upstream(rows: RowStatistics, part: Part) -> RowGradients:
+    def upstream(rows: RowStatistics, part: RowRange) -> RowGradients:
         factors = () if token_weight is None else (part.of(token_weight),)
         chunk_values.append((rows.loss, rows.lse, rows.target_weight, part.target, *factors))
         return RowGradients(*(factors or (one,)), divisors=chunk_divisors)
@@ -116,7 +116,7 @@ def _divisors(
     weight = head.class_weight
     if weight is None or options.reduction != "mean":
         return chunks.divided_by(target, None, divisor, num_classes, dtype, options, token_weight)
-    ignore_index = options.rows.ignore_index
+    ignore_index = options.row_options.ignore_index
     columns = columns_of(head.weight.shape[0], *head.shard_range)
     column = target.to(torch.int64) - class_start
     is_here = (column >= 0) & (column < columns) & reference.is_counted(target, ignore_index)

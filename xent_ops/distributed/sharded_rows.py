@@ -32,7 +32,7 @@ def sharded_rows(
     Without ``sum_grad_input`` the gradient is this rank's part of the sum.
     """
     weight, bias, class_weight, shard_range, accumulate_dtype, chunking = head
-    options = {**chunking.keywords(), **loss.rows.keywords()}
+    options = {**chunking.keywords(), **loss.row_options.keywords()}
     rows = input if gathered_input is None else gathered_input
     statistics = below_autograd(
         _ops.linear_cross_entropy_shard.default,
@@ -68,7 +68,7 @@ def reduced(
     if loss.reduction == "none":
         return reductions.reduce_rows(rows.loss, rows.lse, target, None, loss, token_weight).value
     if loss.reduction == "mean":
-        divisors = reductions.divisor_of(rows.weight, target, loss.rows.ignore_index, token_weight)
+        divisors = reductions.divisor_of(rows.weight, target, loss.row_options.ignore_index, token_weight)
     else:
         divisors = divided_by(target, None, divisor, 1, rows.lse.dtype, loss)
     mean = loss._replace(reduction="mean")

@@ -72,7 +72,7 @@ def cross_entropy(
             return apply(input, local, local_target, local_weight, ranks, shard_range, loss, read)
         value = vocab_parallel.loss_of_shard(local, local_target, local_weight, ranks, shard_range, loss, local_factors)
         return from_local(value, mesh, rows, (*owners((input, local)), *read))
-    outputs = vocab_parallel.sharded_rows(local, local_target, local_weight, ranks, shard_range, loss.rows)
+    outputs = vocab_parallel.sharded_rows(local, local_target, local_weight, ranks, shard_range, loss.row_options)
     return reduced(outputs, local_target, shape, mesh, rows, loss, (*owners((input, local)), *read), local_factors)
 
 
@@ -192,7 +192,7 @@ def reduced(
         return from_local(value.contiguous(), mesh, rows, read, shape=shape, stride=stride)
     factors = None
     if token_weight is not None:
-        factors = counted_weights(token_weight, target, loss.rows.ignore_index, outputs.loss.dtype)
+        factors = counted_weights(token_weight, target, loss.row_options.ignore_index, outputs.loss.dtype)
     sums = torch.stack([times(term, factors).sum() for term in _terms_of_rows(outputs, target, loss)])
     partial = [Partial() if isinstance(placement, Shard) else Replicate() for placement in rows]
     replicated: list[Placement] = [Replicate()] * mesh.ndim
@@ -208,9 +208,9 @@ def _terms_of_rows(rows: vocab_parallel.RowValues, target: Tensor, loss: LossOpt
     if loss.reduction == "mean":
         terms.append(rows.weight)
     if loss.lse_square_scale != 0.0:
-        terms.append(z_losses(rows.lse, target, loss.rows.ignore_index, loss.lse_square_scale))
+        terms.append(z_losses(rows.lse, target, loss.row_options.ignore_index, loss.lse_square_scale))
         if loss.reduction == "mean":
-            terms.append(is_counted(target, loss.rows.ignore_index).to(rows.loss.dtype))
+            terms.append(is_counted(target, loss.row_options.ignore_index).to(rows.loss.dtype))
     return terms
 
 

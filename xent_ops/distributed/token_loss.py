@@ -84,17 +84,17 @@ def vocab_parallel_linear_token_loss(
         >>> function(hidden, weight_shard, torch.arange(8), focal, num_classes=1024).backward()
     """
     name, ranks = "vocab_parallel_linear_token_loss", ranks_of(group)
-    options = (ignore_index, 0.0, softcap, logit_scale, 0.0, reduction)
-    chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
+    raw_options = (ignore_index, 0.0, softcap, logit_scale, 0.0, reduction)
+    raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
     arguments.boolean("check", check)
 
     def bind_function() -> _Bound:
         transforms.refuse(f"xent_ops.distributed.{name}")
         head_args = (input, weight_shard, target, bias_shard, None)
-        call = bind(*head_args, options, chunking, divisor, several=True, names=NAMES)
+        call = bind(*head_args, raw_options, raw_chunking, divisor, several=True, names=NAMES)
         checks.reduction(reduction, ("mean", "sum"))
         call = bind_shard(call, ranks, None, num_classes, class_start, sequence_parallel)
-        ignore_index = call.loss.rows.ignore_index
+        ignore_index = call.loss.row_options.ignore_index
         function = TokenFunction(fn, rows, call.target, ignore_index, accumulator(call.input), call.ids)
         return _Bound(call, function)
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.options import LossOptions, Options, Reduction
+from ..kernels.options import LossOptions, Reduction, RowOptions
 from ..kernels.reductions import divisor_of, reduce_rows
 from ..ops import arguments, checks, transforms
 from ..ops.library import refuse
@@ -44,7 +44,7 @@ def sharded_rows(
     weight: Tensor | None,  # (columns of this rank,)
     ranks: Ranks,
     shard_range: tuple[int, int],  # class_start, num_classes
-    options: Options,
+    options: RowOptions,
 ) -> RowValues:
     checks.weight_without_grad(weight)
     gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, options)
@@ -89,8 +89,8 @@ def _checked(ranks: Ranks, *call: Any) -> _Bound:
     """Raises what the operators would, values of targets too."""
     bound = _bound(ranks, *call)
     target, logits, weight, shard_range, loss, _ = bound
-    refuse("cross_entropy_shard", *(logits, target, *shard_range, weight), **loss.rows._asdict())
-    checks.target_values(target, shard_range[1], loss.rows.ignore_index)
+    refuse("cross_entropy_shard", *(logits, target, *shard_range, weight), **loss.row_options._asdict())
+    checks.target_values(target, shard_range[1], loss.row_options.ignore_index)
     return bound
 
 
@@ -155,9 +155,9 @@ def vocab_parallel_cross_entropy(
         >>> loss = xent_ops.distributed.vocab_parallel_cross_entropy(shard, target, num_classes=1024)
         >>> loss.backward()
     """
-    options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
+    raw_options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
     ranks = ranks_of(group)
-    call = (ranks, logits_shard, target, weight, num_classes, class_start, options, token_weight)
+    call = (ranks, logits_shard, target, weight, num_classes, class_start, raw_options, token_weight)
     if check:
         consistency.check("vocab_parallel_cross_entropy", group, ranks, lambda: _checked(*call))
     bound = _bound(*call)
@@ -179,10 +179,10 @@ def loss_of_shard(
     if token_weight is None and wanted and not transforms.is_traced():
         return function.apply(logits, target, weight, ranks, shard_range, loss)
     if token_weight is not None or loss.reduction == "none":
-        rows = sharded_rows(logits, target, weight, ranks, shard_range, loss.rows)
-        divisor = divisor_of(rows.weight, target, loss.rows.ignore_index, token_weight)
+        rows = sharded_rows(logits, target, weight, ranks, shard_range, loss.row_options)
+        divisor = divisor_of(rows.weight, target, loss.row_options.ignore_index, token_weight)
         return reduce_rows(rows.loss, rows.lse, target, divisor, loss, token_weight).value
-    gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, loss.rows)
+    gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, loss.row_options)
     return torch.ops.xent.cross_entropy_shard_reduced(
         logits, target, gathered, *shard_range, weight, **loss.keywords()
     )[0]

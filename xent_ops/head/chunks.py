@@ -90,7 +90,7 @@ def divided_by(
     token_weight: Tensor | None = None,
 ) -> Tensor:
     """(2,): what a reduced loss and its z-loss are divided by."""
-    ignore_index = loss.rows.ignore_index
+    ignore_index = loss.row_options.ignore_index
     if loss.reduction == "mean":
         weights = reductions.target_weights(target, weight, classes, ignore_index, dtype)
         return reductions.divisor_of(weights, target, ignore_index, token_weight)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..kernels import reductions, reference
-from ..kernels.options import DEFAULTS, Chunking, LossOptions, Options
+from ..kernels.options import DEFAULTS, Chunking, LossOptions, RowOptions
 from . import float16
+from .backend import IN_MEMORY, Backend
 from .chunks import Gradients, as_rows, classes_of, divided_by, factors, in_dtype, skipped_values, unpack_statistics
-from .way import IN_MEMORY, Way
 
 _ops = torch.ops.xent
 
@@ -26,19 +26,19 @@ def statistics(
     with_argmax: bool = False,
     with_entropy: bool = False,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
     accumulate_dtype: torch.dtype | None = None,  # for the backward
-    way: Way = IN_MEMORY,
+    backend: Backend = IN_MEMORY,
     **fields: Any,
 ) -> tuple[Tensor, ...]:
     """(loss, lse, argmax, entropy), (0,) where they are not wanted."""
     flat, keywords, chunking = as_rows(input), options.keywords(), Chunking(**fields)
-    rows = way.rows(target, options.ignore_index, chunking, (flat, linear_weight))
+    rows = backend.rows(target, options.ignore_index, chunking, (flat, linear_weight))
 
     def visit(logits: Tensor, target: Tensor) -> Sequence[Tensor]:
         return _ops.cross_entropy_forward(logits, target, weight, with_argmax, with_entropy, **keywords)
 
-    computed = way.products(rows, flat, linear_weight, linear_bias, chunking).run(visit, rows.indices())
+    computed = backend.products(rows, flat, linear_weight, linear_bias, chunking).run(visit, rows.indices())
     ignored = options.ignore_index if chunking.skip_ignored else None
     return tuple(unpack_statistics(rows, computed, skipped_values(with_argmax, with_entropy), target, ignored))
 
@@ -55,15 +55,15 @@ def gradients(
     divisors: Tensor | None = None,
     grad_entropy: Tensor | None = None,
     entropy: Tensor | None = None,
-    coefficient: Tensor | None = None,
+    lse_coefficient: Tensor | None = None,
     class_start: int = 0,
     num_classes: int | None = None,
     output_mask: Sequence[bool] = (True, True, True),
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
     lse_square_scale: float = 0.0,
     accumulate_dtype: torch.dtype | None = None,
-    way: Way = IN_MEMORY,
+    backend: Backend = IN_MEMORY,
     **fields: Any,
 ) -> Gradients:
     """Makes the logits again. Gradients in the inputs' dtype; (0,) where the mask does not want one.
@@ -79,15 +79,15 @@ def gradients(
     upstream = reference.row_grads(
         grad_loss, grad_lse, target, lse, divisors, options.ignore_index, lse_square_scale, lse.dtype
     )
-    rows = way.rows(target, options.ignore_index, chunking, (flat, head))
+    rows = backend.rows(target, options.ignore_index, chunking, (flat, head))
     indices = rows.indices()
     grads = [None if tensor is None else rows.pack_grads(tensor) for tensor in (*upstream, grad_entropy)]
-    lses, entropies, coefficients = (
-        None if tensor is None else rows.pack(tensor) for tensor in (lse, entropy, coefficient)
+    lses, entropies, lse_coefficients = (
+        None if tensor is None else rows.pack(tensor) for tensor in (lse, entropy, lse_coefficient)
     )
-    row_args = (input.dtype, grads, indices, head.shape[0], options, weight, coefficients)
+    row_args = (input.dtype, grads, indices, head.shape[0], options, weight, lse_coefficients)
     factor, row_grads = float16.split_grads(*row_args)
-    products = way.products(rows, flat, head, bias, chunking, output_mask, accumulate_dtype, padding)
+    products = backend.products(rows, flat, head, bias, chunking, output_mask, accumulate_dtype, padding)
     slice_args = (class_start, num_classes, products.grad_dtype)
 
     def visit(
@@ -98,14 +98,14 @@ def gradients(
         grad_entropy: Tensor | None,
         lse: Tensor,
         entropy: Tensor | None,
-        coefficient: Tensor | None,
+        lse_coefficient: Tensor | None,
     ) -> Sequence[Tensor]:
-        entropy_args = (grad_entropy, entropy, coefficient)
+        entropy_args = (grad_entropy, entropy, lse_coefficient)
         backward_args = (grad_loss, grad_lse, logits, target, lse, weight, None, *entropy_args, *slice_args)
         return products.write("cross_entropy_backward", logits, *backward_args, **keywords)
 
     if any(output_mask):
-        products.run(visit, indices, *row_grads, lses, entropies, coefficients, gradient=True)
+        products.run(visit, indices, *row_grads, lses, entropies, lse_coefficients, gradient=True)
     return in_dtype(products.gradients(input.shape, factor), input.dtype)
 
 
@@ -122,10 +122,10 @@ def with_grad(
     with_argmax: bool = False,
     with_entropy: bool = False,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
     lse_square_scale: float = 0.0,
     reduction: str = "mean",
-    way: Way = IN_MEMORY,
+    backend: Backend = IN_MEMORY,
     **fields: Any,
 ) -> tuple[Tensor, ...]:
     """(value, divisors, loss, lse, argmax, entropy, gradients), the last but three of rows.
@@ -140,9 +140,9 @@ def with_grad(
     )
     inverse = chunk_divisors.reciprocal()
     flat, keywords, chunking = as_rows(input), options.keywords(), Chunking(**fields)
-    rows = way.rows(target, options.ignore_index, chunking, (flat, linear_weight))
+    rows = backend.rows(target, options.ignore_index, chunking, (flat, linear_weight))
     packed_weights = None if token_weight is None else rows.pack(token_weight.to(dtype))
-    products = way.products(rows, flat, linear_weight, linear_bias, chunking, output_mask, accumulate_dtype)
+    products = backend.products(rows, flat, linear_weight, linear_bias, chunking, output_mask, accumulate_dtype)
     row_args = (weight, with_argmax, with_entropy, products.grad_dtype)
 
     def visit(logits: Tensor, target: Tensor, token_weight: Tensor | None) -> Sequence[Tensor]:

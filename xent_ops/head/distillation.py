@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ..kernels import reductions
 from ..kernels.distillation import Distillation
-from ..kernels.options import Chunking, LossOptions, Options
+from ..kernels.options import Chunking, LossOptions, RowOptions
 from ..kernels.reference import accumulator
 from . import float16
+from .backend import IN_MEMORY, Backend
 from .chunks import Gradients, as_rows, divided_by, in_dtype, unpack_statistics
 from .packing import ComputedRows
-from .way import IN_MEMORY, Way
 
 _ops = torch.ops.xent
 
@@ -29,14 +29,20 @@ _SKIPPED = (0.0,) * 5
 
 
 def _products(
-    student: Head, target: Tensor, teacher: Head, spec: Distillation, chunking: Chunking, way: Way, *gradient_args: Any
+    student: Head,
+    target: Tensor,
+    teacher: Head,
+    spec: Distillation,
+    chunking: Chunking,
+    backend: Backend,
+    *gradient_args: Any,
 ) -> tuple[ComputedRows, Any]:
     """The rows that both heads multiply, and the student's products, with the teacher's beside them."""
     flat, flat_teacher = as_rows(student[0]), as_rows(teacher[0])
     heads = (flat, student[1]), (flat_teacher, teacher[1])
-    rows = way.rows(target, spec.options.ignore_index, chunking, *heads)
-    products = way.products(rows, flat, *student[1:], chunking, *gradient_args)
-    products.other_heads = (way.products(rows, flat_teacher, *teacher[1:], Chunking(products.size)),)
+    rows = backend.rows(target, spec.options.ignore_index, chunking, *heads)
+    products = backend.products(rows, flat, *student[1:], chunking, *gradient_args)
+    products.other_heads = (backend.products(rows, flat_teacher, *teacher[1:], Chunking(products.size)),)
     return rows, products
 
 
@@ -52,13 +58,13 @@ def statistics(
     accumulate_dtype: torch.dtype | None = None,  # for the backward
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
-    way: Way = IN_MEMORY,
+    backend: Backend = IN_MEMORY,
     **fields: Any,
 ) -> tuple[Tensor, Tensor]:
     """(losses of the rows, (...), statistics, (4, ...)), as of distillation_forward."""
     spec, chunking = Distillation(**fields), Chunking(chunk_rows, skip_ignored)
     student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
-    rows, products = _products(student, target, teacher, spec, chunking, way)
+    rows, products = _products(student, target, teacher, spec, chunking, backend)
     ignored = spec.options.ignore_index if skip_ignored else None
 
     def visit(logits: Tensor, teacher_logits: Tensor, target: Tensor) -> Sequence[Tensor]:
@@ -84,13 +90,13 @@ def gradients(
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
-    way: Way = IN_MEMORY,
+    backend: Backend = IN_MEMORY,
     **fields: Any,
 ) -> Gradients:
     """Makes the logits of both again. Gradients in the student's dtype; (0,) where the mask does not want one."""
     spec, dtype, chunking = Distillation(**fields), accumulator(input), Chunking(chunk_rows, skip_ignored)
     student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
-    rows, products = _products(student, target, teacher, spec, chunking, way, output_mask, accumulate_dtype)
+    rows, products = _products(student, target, teacher, spec, chunking, backend, output_mask, accumulate_dtype)
     indices, grad_rows = rows.indices(), rows.pack(grad_loss.to(dtype).expand(target.shape))
     factor, (upstream,) = float16.split_grads(input.dtype, [grad_rows], indices, linear_weight.shape[0], spec.options)
 
@@ -122,16 +128,16 @@ def with_grad(
     reduction: str = "mean",
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
-    way: Way = IN_MEMORY,
+    backend: Backend = IN_MEMORY,
     **fields: Any,
 ) -> tuple[Tensor, ...]:
     """(value, divisors, gradients), with the gradients as those of cross_entropy.with_grad."""
     spec, dtype, chunking = Distillation(**fields), accumulator(input), Chunking(chunk_rows, skip_ignored)
-    loss = LossOptions(Options(spec.options.ignore_index), reduction=reduction)
+    loss = LossOptions(RowOptions(spec.options.ignore_index), reduction=reduction)
     divisors = divided_by(target, None, divisor, linear_weight.shape[0], dtype, loss, token_weight)
     inverse = float16.split_divisors(input.dtype, divisors, target, token_weight, loss=loss)[0][0].reciprocal()
     student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
-    rows, products = _products(student, target, teacher, spec, chunking, way, output_mask, accumulate_dtype)
+    rows, products = _products(student, target, teacher, spec, chunking, backend, output_mask, accumulate_dtype)
     factors = None if token_weight is None else inverse * rows.pack(token_weight.to(dtype))
 
     def visit(logits: Tensor, teacher_logits: Tensor, target: Tensor, factor: Tensor | None) -> Sequence[Tensor]:

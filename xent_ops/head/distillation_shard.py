@@ -22,7 +22,7 @@ from torch import Tensor
 from ..kernels.distillation import Distillation
 from ..kernels.reference import is_counted
 from ..kernels.reference_ids import gather
-from ..kernels.reference_shard import HEADER, header, places, tiles
+from ..kernels.reference_shard import HEADER, header, shard_ranges, tiles
 from .chunks import classes_of
 from .shard import padded_logits
 
@@ -75,7 +75,7 @@ class Rows(NamedTuple):
 def join_statistics(gathered: Tensor, target: Tensor, spec: Distillation) -> Rows:
     """From the packed statistics of all ranks, (ranks, width). With a mixture the loss lacks the divergence."""
     assert spec.num_classes is not None
-    tiled = tiles(*places(gathered[:, -HEADER:]), spec.num_classes)
+    tiled = tiles(*shard_ranges(gathered[:, -HEADER:]), spec.num_classes)
     numbers = gathered[:, :-HEADER].view(gathered.shape[0], _numbers_per_row(spec), target.shape[0])
     values = iter(numbers.unbind(1))
     slice_lse, slice_teacher_lse = next(values), next(values)

@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 
 from ..kernels import reference, reference_ids
-from ..kernels.options import Chunking, Options
-from ..kernels.sizes import symbolic, traced
+from ..kernels.options import Chunking, RowOptions
+from ..kernels.sizes import size_hint, symbolic
+from .backend import Backend
 from .packing import ComputedRows
 from .products import OutOfPlace, Visit, accumulator_of_weight
 from .sizes import padded_classes, rows_of_chunk
-from .way import Way
 
 
 class Functional(OutOfPlace):
-    def write_columns(self, gradient: Tensor, dtype: torch.dtype | None, *column_args: Any, options: Options) -> Tensor:
+    def write_columns(
+        self, gradient: Tensor, dtype: torch.dtype | None, *column_args: Any, options: RowOptions
+    ) -> Tensor:
         return reference_ids.ids_grad(gradient, *column_args, options=options)
 
     def scatter(self, logits: Tensor, column: Tensor, value: Tensor) -> Tensor:
@@ -57,7 +59,7 @@ class ExportedProducts(Functional):
         self.size = number
         if not (symbolic(number) or symbolic(chunking.chunk_rows)):
             self.size = rows_of_chunk(
-                number, input, traced(head.shape[0]), False, chunking.chunk_rows, chunking.logits_dtype
+                number, input, size_hint(head.shape[0]), False, chunking.chunk_rows, chunking.logits_dtype
             )
             self.starts = range(0, max(number, 1), self.size)
         self.grads: list[list[Tensor]] = [[], [], []]
@@ -123,4 +125,4 @@ def scaled(grad: Tensor, factor: Tensor) -> Tensor:
     return reference.scaled_grad(grad, factor).contiguous()
 
 
-EXPORTED = Way(ExportedProducts, lambda target, *_: ComputedRows(target))
+EXPORTED = Backend(ExportedProducts, lambda target, *_: ComputedRows(target))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import reductions, reference
-from ..kernels.options import LossOptions, Options
+from ..kernels.options import LossOptions, RowOptions
 
 DEFAULT_LOSS = LossOptions()
 
@@ -40,7 +40,7 @@ def split_divisors(
     """
     if dtype != torch.float16:
         return divisors, None
-    target, options = target.reshape(-1), loss.rows
+    target, options = target.reshape(-1), loss.row_options
     factors = divisors.reciprocal().unsqueeze(-1).expand(2, target.shape[0])
     if token_weight is not None:
         factors = factors * reductions.counted_weights(
@@ -55,21 +55,21 @@ def split_divisors(
 def largest(
     target: Tensor,
     weight: Tensor | None,
-    coefficient: Tensor | None,
+    lse_coefficient: Tensor | None,
     classes: int,
-    options: Options,
+    options: RowOptions,
     grad_loss: Any,
     *grads: Tensor | None,
 ) -> Tensor:
     """What to divide upstream gradients of rows by, (), so that none is above one, with its class weights.
 
-    For a slice of the classes, the coefficient replaces the weights: where these are not negative, it is at least the
+    For a slice of the classes, lse_coefficient replaces the weights: where these are not negative, it is at least the
     factor of any column.
     """
     counted = reference.is_counted(target, options.ignore_index)
     loss_grads = torch.where(counted, grad_loss, 0.0)
-    if coefficient is not None:
-        loss_grads = loss_grads * coefficient
+    if lse_coefficient is not None:
+        loss_grads = loss_grads * lse_coefficient
     elif weight is not None:
         target_weights = reductions.target_weights(target, weight, classes, options.ignore_index, grad_loss.dtype)
         if options.label_smoothing > 0.0:
@@ -84,13 +84,13 @@ def split_grads(
     grads: Sequence[Tensor | None],
     target: Tensor,
     classes: int,
-    options: Options,
+    options: RowOptions,
     weight: Tensor | None = None,
-    coefficient: Tensor | None = None,
+    lse_coefficient: Tensor | None = None,
 ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
     """(factor, upstream gradients of rows without it, of which the first is of losses); no factor but for float16."""
     if dtype != torch.float16:
         return None, grads
     row_grads = [grad if grad is None or grad.dim() == 1 else grad.abs().amax(-1) for grad in grads]
-    factor = largest(target, weight, coefficient, classes, options, *row_grads)
+    factor = largest(target, weight, lse_coefficient, classes, options, *row_grads)
     return factor, [None if grad is None else grad / factor for grad in grads]

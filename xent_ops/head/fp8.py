@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import accelerators, devices, reference_fp8
-from ..kernels.options import Chunking, Options, as_record
+from ..kernels.options import Chunking, RowOptions, as_record
 from ..kernels.reference import grad_lse_of_square, infinite_where_ignored, is_counted
 from ..kernels.reference_fp8 import DTYPE, LARGEST
 from .packing import PackedRows
@@ -173,7 +173,7 @@ class Fp8Products(Products):
         with_entropy: bool,
         grad_dtype: torch.dtype | None,
         *,
-        options: Options,
+        options: RowOptions,
     ) -> list[Tensor]:
         flags = (with_argmax, with_entropy)
         statistics = list(_ops.cross_entropy_forward(logits, target, weight, *flags, **options.keywords()))
@@ -197,12 +197,12 @@ class Fp8Products(Products):
         divisors: None = None,
         grad_entropy: Tensor | None = None,
         entropy: Tensor | None = None,
-        coefficient: Tensor | None = None,
+        lse_coefficient: Tensor | None = None,
         class_start: int = 0,
         num_classes: int | None = None,
         grad_dtype: torch.dtype | None = None,
         *,
-        options: Options,
+        options: RowOptions,
     ) -> None:
         chunk = self.chunk
         start, stop = chunk.start, chunk.stop
@@ -221,7 +221,7 @@ class Fp8Products(Products):
             weight,
             grad_entropy,
             entropy,
-            coefficient,
+            lse_coefficient,
             class_start,
             num_classes,
             options,

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from ..kernels import reference, reference_ids
-from ..kernels.options import DEFAULTS, Chunking, Options
+from ..kernels.options import DEFAULTS, Chunking, RowOptions
 from . import float16
+from .backend import IN_MEMORY, Backend
 from .chunks import Gradients, as_rows, in_dtype, unpack_statistics
 from .products import InPlace, OutOfPlace
-from .way import IN_MEMORY, Way
 
 _ops = torch.ops.xent
 
 
 def statistics_of_rows(
-    logits: Tensor, ids: Tensor, with_entropy: bool = False, *, options: Options = DEFAULTS
+    logits: Tensor, ids: Tensor, with_entropy: bool = False, *, options: RowOptions = DEFAULTS
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(x of the ids (..., K), lse (...), entropy (...) or (0,)) of logits (..., V)."""
     target = reference_ids.first_counted(ids, options.ignore_index)
@@ -42,7 +42,7 @@ def gradient(
     lse: Tensor,
     entropy: Tensor | None = None,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
     class_start: int = 0,
     num_classes: int | None = None,
     grad_dtype: torch.dtype | None = None,
@@ -70,15 +70,15 @@ def statistics(
     with_entropy: bool = False,
     mask_ids: bool = False,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
     accumulate_dtype: torch.dtype | None = None,  # for the backward
-    way: Way = IN_MEMORY,
+    backend: Backend = IN_MEMORY,
     **fields: Any,
 ) -> tuple[Tensor, ...]:
     """(x of the ids (..., K), lse (...), entropy (...) or (0,)) of a head's logits."""
     flat, chunking, target = as_rows(input), Chunking(**fields), reference_ids.first_counted(ids, options.ignore_index)
-    rows = way.rows(target, options.ignore_index, chunking, (flat, linear_weight))
-    products = way.products(rows, flat, linear_weight, linear_bias, chunking)
+    rows = backend.rows(target, options.ignore_index, chunking, (flat, linear_weight))
+    products = backend.products(rows, flat, linear_weight, linear_bias, chunking)
 
     def visit(logits: Tensor, ids: Tensor) -> Sequence[Tensor]:
         if not mask_ids:
@@ -108,21 +108,21 @@ def gradients(
     output_mask: Sequence[bool] = (True, True, True),
     mask_ids: bool = False,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
     accumulate_dtype: torch.dtype | None = None,
-    way: Way = IN_MEMORY,
+    backend: Backend = IN_MEMORY,
     **fields: Any,
 ) -> Gradients:
     """Makes the logits again. In the inputs' dtype; (0,) where the mask does not want one."""
     flat, chunking, target = as_rows(input), Chunking(**fields), reference_ids.first_counted(ids, options.ignore_index)
-    rows = way.rows(target, options.ignore_index, chunking, (flat, linear_weight))
+    rows = backend.rows(target, options.ignore_index, chunking, (flat, linear_weight))
     grads = [
         rows.pack_rows(grad_ids.to(lse.dtype)),
         *(None if value is None else rows.pack_grads(value) for value in (grad_lse, grad_entropy)),
     ]
     values = [None if value is None else rows.pack_rows(value) for value in (ids, at_ids, lse, entropy)]
     factor, row_grads = float16.split_grads(input.dtype, grads, rows.indices(), linear_weight.shape[0], options)
-    products = way.products(rows, flat, linear_weight, linear_bias, chunking, output_mask, accumulate_dtype)
+    products = backend.products(rows, flat, linear_weight, linear_bias, chunking, output_mask, accumulate_dtype)
     gradient_options = {"options": options, "grad_dtype": products.grad_dtype, "writer": products, "mask_ids": mask_ids}
 
     def visit(
@@ -148,8 +148,8 @@ def with_grad(
     output_mask: Sequence[bool] = (True, True, True),
     accumulate_dtype: torch.dtype | None = None,
     *,
-    options: Options = DEFAULTS,
-    way: Way = IN_MEMORY,
+    options: RowOptions = DEFAULTS,
+    backend: Backend = IN_MEMORY,
     **fields: Any,
 ) -> tuple[Tensor, ...]:
     """(x of the ids, lse, the gradients as they were added up).
@@ -158,10 +158,10 @@ def with_grad(
     """
     flat, chunking, keywords = as_rows(input), Chunking(**fields), options.keywords()
     target = reference_ids.first_counted(ids, options.ignore_index)
-    rows = way.rows(target, options.ignore_index, chunking, (flat, linear_weight))
+    rows = backend.rows(target, options.ignore_index, chunking, (flat, linear_weight))
     grad_ids = rows.pack_rows(torch.where(reference.is_counted(ids, options.ignore_index), grad_log_probs, 0.0))
     grad_lse_squares = None if grad_lse_square is None else rows.pack(grad_lse_square)
-    products = way.products(rows, flat, linear_weight, linear_bias, chunking, output_mask, accumulate_dtype)
+    products = backend.products(rows, flat, linear_weight, linear_bias, chunking, output_mask, accumulate_dtype)
     result_args = (None, False, False, products.grad_dtype)
 
     def visit(logits: Tensor, ids: Tensor, target: Tensor, grad_ids: Tensor, grad_lse_squares: Any) -> Sequence[Tensor]:

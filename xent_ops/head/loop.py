@@ -84,7 +84,7 @@ class Gradients(NamedTuple):
     bias: Tensor
 
 
-class Part(NamedTuple):
+class RowRange(NamedTuple):
     """The rows of a chunk: of each rank's input these, one rank's after the other's."""
 
     start: int  # no slice: Dynamo would specialise the ends of one
@@ -104,14 +104,14 @@ class Steps(Protocol):
     """What a loss does to a chunk of rows before its statistics are gathered, and after that."""
 
     def begin(
-        self, inputs: Sequence[Tensor], part: Part, count: Tensor | None, after: Tensor | None
+        self, inputs: Sequence[Tensor], part: RowRange, count: Tensor | None, after: Tensor | None
     ) -> tuple[Tensor, ChunkLogits]:
         """(statistics, logits). ``inputs``: (n, H), the chunk's rows of each of the loop's."""
 
     def end(
         self,
         chunk_logits: ChunkLogits,
-        part: Part,
+        part: RowRange,
         gathered: Tensor,  # in flight: ``wait`` before reading it
         output_mask: Sequence[bool],  # which gradients
         count: Tensor | None,
@@ -120,7 +120,7 @@ class Steps(Protocol):
         """(the input's gradient, done), with that of the logits over them; None where no gradient is wanted."""
 
 
-Upstream = Callable[[RowStatistics, Part], RowGradients]
+Upstream = Callable[[RowStatistics, RowRange], RowGradients]
 
 
 class _CrossEntropy:
@@ -134,18 +134,18 @@ class _CrossEntropy:
         self.columns, self.mask_ids = head.columns(), mask_ids
 
     def begin(
-        self, inputs: Sequence[Tensor], part: Part, count: Tensor | None, after: Tensor | None
+        self, inputs: Sequence[Tensor], part: RowRange, count: Tensor | None, after: Tensor | None
     ) -> tuple[Tensor, ChunkLogits]:
         head_args = (self.weight, part.target, *self.head.shard_range, self.bias, self.head.class_weight)
         chunk_args = (self.with_entropy, count, after, part.ids, self.mask_ids, self.head.chunking.logits_dtype)
-        options = self.loss.rows.keywords()
+        options = self.loss.row_options.keywords()
         statistics, logits = _ops.linear_cross_entropy_chunk(inputs[0], *head_args, *chunk_args, **options)
         return statistics, (logits,)
 
     def end(
         self,
         chunk_logits: ChunkLogits,
-        part: Part,
+        part: RowRange,
         gathered: Tensor,
         output_mask: Sequence[bool],
         count: Tensor | None,
@@ -160,7 +160,7 @@ class _CrossEntropy:
             part.target,
             *slice_args,
             self.with_entropy,
-            self.loss.rows,
+            self.loss.row_options,
             ids_per_row,
         )
         grad_loss, grad_lse, grad_entropy, divisors, grad_ids = self.upstream(rows, part)
@@ -178,7 +178,7 @@ class _CrossEntropy:
             divisors,
             grad_entropy,
             None if grad_entropy is None else rows.entropy,
-            None if class_weight is None else rows.coefficient,
+            None if class_weight is None else rows.lse_coefficient,
             output_mask[0],
             count,
             after,
@@ -210,7 +210,7 @@ class _PendingChunk(NamedTuple):
     """A chunk after its first product. ``gathered`` may be in flight: ``wait`` before reading it."""
 
     input: Tensor  # (n, H)
-    part: Part
+    part: RowRange
     logits: ChunkLogits
     statistics: Tensor
     gathered: Tensor
@@ -245,7 +245,7 @@ def run_loop(
     def begin(i: int, after: Tensor | None) -> _PendingChunk:
         inputs_of_chunk = [ranks.wait(part) for part in chunk_inputs[i]] if scattered else chunk_inputs[i]
         start, stop = ends[i], ends[i + 1]
-        part = Part(start, stop, targets[:, start:stop].reshape(-1))
+        part = RowRange(start, stop, targets[:, start:stop].reshape(-1))
         if ids is not None:
             part = part._replace(ids=part.of(ids))
         statistics, logits = steps.begin(inputs_of_chunk, part, counts[i], after)

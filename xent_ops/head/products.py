@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..kernels import accelerators, devices, reference
-from ..kernels.options import Chunking, Options
+from ..kernels.options import Chunking, RowOptions
 from ..kernels.rows import front_of
-from ..kernels.sizes import symbolic, traced
+from ..kernels.sizes import size_hint, symbolic
 from .packing import ComputedRows, PackedRows
 from .sizes import padded_classes, rows_of_chunk
 
@@ -49,12 +49,14 @@ class InPlace:
     """Row operators write the gradient of logits over them."""
 
     def write(self, name: str, logits: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        """(other results, gradient) of a row operator that has an in-place twin. The logits are one of ``args`` too."""
+        """(other results, gradient) of a row operator that has an in-place form. The logits are one of ``args`` too."""
         results = getattr(_ops, f"{name}_")(*args, **options)
         other_results = () if results is None else results if isinstance(results, (tuple, list)) else (results,)
         return *other_results, logits
 
-    def write_columns(self, gradient: Tensor, dtype: torch.dtype | None, *column_args: Any, options: Options) -> Tensor:
+    def write_columns(
+        self, gradient: Tensor, dtype: torch.dtype | None, *column_args: Any, options: RowOptions
+    ) -> Tensor:
         """With the columns of ids, in a gradient of this dtype."""
         _ops.ids_grad_(front_of(gradient, dtype), *column_args, **options.keywords())
         return gradient
@@ -101,7 +103,7 @@ class Products(InPlace):
             self.weight, self.bias = self.weight[:classes], self.bias[:classes]
             zero_behind(self.padded_weight, self.padded_bias, classes)
         wider = output_mask[1] and sum_dtype != input.dtype
-        self.size = self._rows_of_chunk(traced(rows.number), traced(classes), wider, chunking.chunk_rows)
+        self.size = self._rows_of_chunk(size_hint(rows.number), size_hint(classes), wider, chunking.chunk_rows)
         self.kernels = rows.kernels if isinstance(rows, PackedRows) else None
         if self.kernels is not None:
             assert isinstance(rows, PackedRows) and rows.count is not None
@@ -120,7 +122,7 @@ class Products(InPlace):
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """(which of the rows, their logits, which may be overwritten). Without rows one empty chunk."""
         number, classes = self.rows.number, self.head.shape[0]
-        chunks, size = max(-(-traced(number) // self.size), 1), self.size
+        chunks, size = max(-(-size_hint(number) // self.size), 1), self.size
         if symbolic(number):  # in a package: as many chunks for every number of rows
             size = -(-number // chunks)
         # The counting kernels leave out rows that forward operators read, if only to mask what they make of them.

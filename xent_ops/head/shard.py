@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from ..kernels import reference, reference_shard
-from ..kernels.options import DEFAULTS, Chunking, Options
+from ..kernels.options import DEFAULTS, Chunking, RowOptions
 from ..kernels.reference_ids import Masked, gather, mask
 from ..kernels.rows import front_of
+from .backend import IN_MEMORY, Backend
 from .chunks import as_rows, classes_of
 from .ids import gradient
 from .products import (
@@ -31,7 +32,6 @@ from .products import (
     zero_behind,
 )
 from .sizes import padded_classes
-from .way import IN_MEMORY, Way
 
 _ops = torch.ops.xent
 _HEADER = reference_shard.HEADER
@@ -54,13 +54,13 @@ def statistics(
     weight: Tensor | None = None,
     with_entropy: bool = False,
     *,
-    options: Options = DEFAULTS,
-    way: Way = IN_MEMORY,
+    options: RowOptions = DEFAULTS,
+    backend: Backend = IN_MEMORY,
     **fields: Any,
 ) -> Tensor:
     flat, chunking = as_rows(input), Chunking(**fields)
     head, bias, weight, _ = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
-    rows = way.rows(target, options.ignore_index, chunking, (flat, head))
+    rows = backend.rows(target, options.ignore_index, chunking, (flat, head))
     columns = len(head)
 
     def visit(logits: Tensor, target: Tensor) -> Sequence[Tensor]:
@@ -69,7 +69,7 @@ def statistics(
     if columns == 0:
         computed: Sequence[Tensor] = visit(flat[:, :0], target.reshape(-1))
     else:
-        computed = way.products(rows, flat, head, bias, chunking).run(visit, rows.indices())
+        computed = backend.products(rows, flat, head, bias, chunking).run(visit, rows.indices())
         computed = [rows.unpack(values, fill) for values, fill in zip(computed, _SKIPPED, strict=False)]
     return pack_statistics(computed, class_start, columns, weight, with_entropy)
 
@@ -81,7 +81,7 @@ def rank_statistics(
     num_classes: int,
     weight: Tensor | None,
     with_entropy: bool,
-    options: Options,
+    options: RowOptions,
 ) -> Sequence[Tensor]:
     """Three statistics of each row of logits, then w_t or the entropy: see above."""
     if not with_entropy:
@@ -94,7 +94,7 @@ def rank_statistics(
 
 
 def _statistics_by_lse(
-    logits: Tensor, target: Tensor, class_start: int, with_entropy: bool, options: Options
+    logits: Tensor, target: Tensor, class_start: int, with_entropy: bool, options: RowOptions
 ) -> Sequence[Tensor]:
     """Three statistics of each row, relative to the lse of these logits, and the entropy where it is wanted."""
     column, keywords = _local_target(target, class_start, logits.shape[1], options)
@@ -113,7 +113,7 @@ def pack_statistics(
     return torch.cat([*statistics[:3], header, *statistics[3:]] if with_entropy else [*statistics, header]).unsqueeze(0)
 
 
-def _local_target(target: Tensor, class_start: int, columns: int, options: Options) -> tuple[Tensor, dict[str, Any]]:
+def _local_target(target: Tensor, class_start: int, columns: int, options: RowOptions) -> tuple[Tensor, dict[str, Any]]:
     """The targets as columns of this rank, and the options of a row operator that takes them."""
     column = target.to(torch.int64) - class_start
     is_here = (column >= 0) & (column < columns) & reference.is_counted(target, options.ignore_index)
@@ -132,22 +132,22 @@ def join(
     gathered_input: Tensor | None = None,
     with_entropy: bool = False,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
     accumulate_dtype: torch.dtype | None = None,  # for the backward
     group_name: str = "",  # likewise
     **fields: Any,
 ) -> tuple[Tensor, ...]:
     # The join of rows reads no logits, only their shape.
     logits = input.new_empty(()).expand(*target.shape, linear_weight.shape[0])
-    loss, lse, target_weight, coefficient, entropy, _ = join_statistics(
+    loss, lse, target_weight, lse_coefficient, entropy, _ = join_statistics(
         gathered, logits, target, (class_start, num_classes), weight, with_entropy, options
     )
-    assert target_weight is not None and coefficient is not None
+    assert target_weight is not None and lse_coefficient is not None
     if Chunking(**fields).skip_ignored:
         ignored = ~reference.is_counted(target, options.ignore_index)
         lse = lse.masked_fill(ignored, float("inf"))
         entropy = entropy.masked_fill(ignored, 0.0) if with_entropy else entropy
-    return loss, lse, target_weight, coefficient, entropy
+    return loss, lse, target_weight, lse_coefficient, entropy
 
 
 class RowStatistics(NamedTuple):
@@ -156,7 +156,7 @@ class RowStatistics(NamedTuple):
     loss: Tensor
     lse: Tensor
     target_weight: Tensor | None  # None: all classes are here
-    coefficient: Tensor | None  # likewise
+    lse_coefficient: Tensor | None  # likewise
     entropy: Tensor  # (0,) where it is not wanted
     at_ids: Tensor | None = None  # (n, K): x of several classes a row, where they were asked for
 
@@ -168,7 +168,7 @@ def join_statistics(
     shard_range: tuple[int, int | None],
     weight: Tensor | None,
     with_entropy: bool,
-    options: Options,
+    options: RowOptions,
     ids_per_row: int = 0,
 ) -> RowStatistics:
     """From the packed statistics of all ranks. The join reads only the shape of the logits."""
@@ -184,7 +184,7 @@ def join_statistics(
         gathered = gathered[:, :ids_start]
     num_entropies = target.numel() if with_entropy else 0
     statistics = gathered[:, : gathered.shape[1] - num_entropies]
-    loss, lse, target_weight, coefficient = _ops.cross_entropy_shard_join(
+    loss, lse, target_weight, lse_coefficient = _ops.cross_entropy_shard_join(
         logits, target, statistics, class_start, num_classes, weight, **options.keywords()
     )
     entropy = gathered.new_empty(0)
@@ -193,7 +193,7 @@ def join_statistics(
         share = (rank_lse - all_lse).exp()
         parts = share * (gathered[:, gathered.shape[1] - num_entropies :] + all_lse - rank_lse)
         entropy = torch.where(share == 0.0, 0.0, parts).sum(0).view(target.shape)
-    return RowStatistics(loss, lse, target_weight, coefficient, entropy, at_ids)
+    return RowStatistics(loss, lse, target_weight, lse_coefficient, entropy, at_ids)
 
 
 # A chunk at a time, for loop.py; its logits (rows, padded_classes) live from the first to the last.
@@ -214,7 +214,7 @@ def chunk(
     mask_ids: bool = False,
     logits_dtype: torch.dtype | None = None,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
     padded: Callable[..., Tensor] | None = None,
     writer: InPlace = InPlace(),  # noqa: B008 (which holds nothing)
 ) -> tuple[Tensor, Tensor]:
@@ -261,7 +261,7 @@ def chunk_statistics(
     with_entropy: bool,
     at_ids: Tensor | None,
     masked: Masked | None,
-    options: Options,
+    options: RowOptions,
 ) -> Tensor:
     """The packed statistics of this rank."""
     ids_rows = None if at_ids is None else at_ids.t()  # they come last
@@ -298,7 +298,7 @@ def chunk_grad_(
     divisors: Tensor | None = None,
     grad_entropy: Tensor | None = None,
     entropy: Tensor | None = None,
-    coefficient: Tensor | None = None,
+    lse_coefficient: Tensor | None = None,
     with_grad_input: bool = True,
     count: Tensor | None = None,
     after: Tensor | None = None,
@@ -307,7 +307,7 @@ def chunk_grad_(
     grad_ids: Tensor | None = None,
     mask_ids: bool = False,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
     lse_square_scale: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     head, _, weight, _ = classes_of(linear_weight, None, weight, class_start, num_classes)
@@ -318,7 +318,7 @@ def chunk_grad_(
         slice_args: dict[str, Any] = {"class_start": class_start, "num_classes": num_classes, "grad_dtype": dtype}
         gradient(*ids_args, options=options, **slice_args, writer=InPlace(), mask_ids=mask_ids)
     else:
-        backward_args = (weight, divisors, grad_entropy, entropy, coefficient, class_start, num_classes, dtype)
+        backward_args = (weight, divisors, grad_entropy, entropy, lse_coefficient, class_start, num_classes, dtype)
         _ops.cross_entropy_backward_(
             grad_loss,
             grad_lse,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.checks import FLOATS
-from ..ops.shown import shown
+from ..ops.message_values import repr_for_message
 
 
 def product(head: Any, hidden: Tensor, upcast: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -83,7 +83,7 @@ def hooks_after(head: nn.Module, before: int, behind: int) -> str | None:
     for hooks, ours in ((head._forward_pre_hooks, before), (head._forward_hooks, behind)):
         for number, hook in hooks.items():
             if number > ours and not (getattr(hook, "__module__", None) or "").startswith("torch.distributed."):
-                return shown(hook)
+                return repr_for_message(hook)
     return None
 
 

@@ -19,7 +19,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from ..kernels.options import HeadProducts
 from ..linear import linear_cross_entropy, linear_cross_entropy_outputs
 from ..ops import arguments, checks
-from ..ops.shown import shown
+from ..ops.message_values import repr_for_message
 from . import heads, tails
 
 
@@ -110,8 +110,8 @@ def use_xent(
         raise RuntimeError("use_xent is on already: call remove_xent(model) first")
     if base.loss_function is not ForCausalLMLoss:
         raise ValueError(
-            f"{type(base).__name__} has a loss of its own, {shown(base.loss_function)}; expected that of causal "
-            "language models, transformers.loss.loss_utils.ForCausalLMLoss"
+            f"{type(base).__name__} has a loss of its own, {repr_for_message(base.loss_function)}; expected that of "
+            "causal language models, transformers.loss.loss_utils.ForCausalLMLoss"
         )
     head = base.get_output_embeddings()
     if head is None:
@@ -121,7 +121,7 @@ def use_xent(
     logits_dtype = torch.float32 if upcast else logits_dtype
     tail = tails.find(base, head, upcast)
     loss = arguments.loss_options(-100, label_smoothing, *tail, lse_square_scale)
-    checks.option_values(loss.rows, head.weight.dtype)
+    checks.option_values(loss.row_options, head.weight.dtype)
     accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
     checks.chunk_rows(how.chunk_rows)
     options: dict[str, Any] = {"label_smoothing": label_smoothing, "lse_square_scale": lse_square_scale}

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .options import DEFAULTS, Options
+from .options import DEFAULTS, RowOptions
 from .reference import columns_of
 
 
 class Distillation(NamedTuple):
     """As the operators take them, ``options`` spelled out (``as_record``)."""
 
-    options: Options = DEFAULTS  # ignore_index, and what makes x of the student's logits at a temperature of one
+    options: RowOptions = DEFAULTS  # ignore_index, and what makes x of the student's logits at a temperature of one
     num_classes: int | None = None
     beta: float = 0.0
     temperature: float = 1.0
@@ -22,7 +22,7 @@ class Distillation(NamedTuple):
     teacher_logit_scale: float = 1.0
 
     def keywords(self) -> dict[str, Any]:
-        """As operators take them. Those at their defaults are left out, as in ``Options.keywords``."""
+        """As operators take them. Those at their defaults are left out, as in ``RowOptions.keywords``."""
         options = self.options.keywords()
         options.pop("label_smoothing", None)
         for name, value, default in zip(self._fields[1:], self[1:], Distillation()[1:], strict=True):
@@ -30,11 +30,11 @@ class Distillation(NamedTuple):
                 options[name] = value
         return options
 
-    def student(self) -> Options:
+    def student(self) -> RowOptions:
         """What makes x of the student's logits: the temperature divides both the cap and the scale."""
         return _divided(self.options, self.temperature)
 
-    def teacher(self) -> Options:
+    def teacher(self) -> RowOptions:
         options = self.options._replace(softcap=self.teacher_softcap, logit_scale=self.teacher_logit_scale)
         return _divided(options, self.temperature)
 
@@ -45,6 +45,6 @@ class Distillation(NamedTuple):
         return logits.shape[-1] if self.num_classes is None else self.num_classes
 
 
-def _divided(options: Options, temperature: float) -> Options:
+def _divided(options: RowOptions, temperature: float) -> RowOptions:
     softcap = None if options.softcap is None else options.softcap / temperature
     return options._replace(softcap=softcap, logit_scale=options.logit_scale / temperature)

@@ -16,7 +16,7 @@ TokenReduction = Literal["mean", "sum"]
 """How a loss that is a function of tokens reduces their numbers: for type checkers."""
 
 
-class Options(NamedTuple):
+class RowOptions(NamedTuple):
     """What changes the loss of a row. Schemas and Triton signatures spell the fields out, in this order."""
 
     ignore_index: int = -100
@@ -33,11 +33,11 @@ class Options(NamedTuple):
             return {}
         return {
             name: value
-            for name, value, default in zip(Options._fields, self, DEFAULTS, strict=True)
+            for name, value, default in zip(RowOptions._fields, self, DEFAULTS, strict=True)
             if value != default
         }
 
-    def numbers(self) -> tuple[int, float, float, float]:
+    def kernel_arguments(self) -> tuple[int, float, float, float]:
         """As kernels take them: no softcap is 0."""
         return self.ignore_index, self.label_smoothing, self.softcap or 0.0, self.logit_scale
 
@@ -47,7 +47,7 @@ class Options(NamedTuple):
         return self.logit_scale > 0.0
 
     @property
-    def only_scale(self) -> float | None:
+    def plain_scale(self) -> float | None:
         """x per logit where it is positive, with a margin for float32, and there is no other option; else None."""
         plain = self.label_smoothing == 0.0 and self.softcap is None
         return self.logit_scale if plain and self.logit_scale >= 1e-30 else None
@@ -59,7 +59,7 @@ class Options(NamedTuple):
         return keywords
 
 
-DEFAULTS = Options()
+DEFAULTS = RowOptions()
 
 
 class Activation(NamedTuple):
@@ -76,7 +76,7 @@ class Activation(NamedTuple):
 class LossOptions(NamedTuple):
     """The options of a whole loss: those of its rows, the z-loss, the reduction."""
 
-    rows: Options = DEFAULTS
+    row_options: RowOptions = DEFAULTS
     lse_square_scale: float = 0.0
     reduction: str = "mean"
 
@@ -89,7 +89,7 @@ class LossOptions(NamedTuple):
 
     def backward_keywords(self) -> dict[str, Any]:
         """As the backward of a reduced loss takes them."""
-        keywords = self.rows.keywords()
+        keywords = self.row_options.keywords()
         if torch.compiler.is_compiling() or self.lse_square_scale != 0.0:
             keywords["lse_square_scale"] = self.lse_square_scale
         return keywords
@@ -122,5 +122,5 @@ def as_record(keywords: dict[str, Any]) -> dict[str, Any]:
     The dispatcher leaves out what equals the schema's default.
     """
     remaining = dict(keywords)
-    options = Options(**{name: remaining.pop(name) for name in Options._fields if name in keywords})
+    options = RowOptions(**{name: remaining.pop(name) for name in RowOptions._fields if name in keywords})
     return {"options": options, **remaining}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .options import DEFAULTS, LossOptions, Options
+from .options import DEFAULTS, LossOptions, RowOptions
 from .reference import (
     accumulator,
     cross_entropy_forward,
@@ -74,7 +74,7 @@ def reduce_rows(
     and the z-loss ``lse_square_scale * lse^2`` by the number of counted rows, as Liger-Kernel and flash-attn do:
     ``divisors``, which no other reduction reads. Both are multiplied by token_weight first.
     """
-    ignore_index, factors = loss.rows.ignore_index, None
+    ignore_index, factors = loss.row_options.ignore_index, None
     if token_weight is not None:
         factors = counted_weights(token_weight, target, ignore_index, row_loss.dtype)
     row_loss, z_loss = times(row_loss, factors), None
@@ -96,7 +96,7 @@ def cross_entropy_divisor(
     weight: Tensor | None = None,
     token_weight: Tensor | None = None,  # which the operator does not have
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
 ) -> tuple[Tensor, Tensor]:
     """(divisors, 1 / divisors), each (2,)."""
     weights = target_weights(target, weight, logits.shape[-1], options.ignore_index, accumulator(logits))
@@ -109,7 +109,7 @@ def cross_entropy_reduced(
     target: Tensor,
     weight: Tensor | None = None,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
     lse_square_scale: float = 0.0,
     reduction: str = "mean",
     forward: Callable[..., tuple[Tensor, Tensor]] = cross_entropy_forward,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .options import DEFAULTS, Options
+from .options import DEFAULTS, RowOptions
 
 
 def accumulator(logits: Tensor) -> torch.dtype:
@@ -25,14 +25,14 @@ def accumulator(logits: Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
-def activation(logits: Tensor, options: Options) -> Tensor:
+def activation(logits: Tensor, options: RowOptions) -> Tensor:
     x = logits.to(accumulator(logits))
     if options.logit_scale != 1.0:
         x = x * options.logit_scale
     return x if options.softcap is None else options.softcap * torch.tanh(x / options.softcap)
 
 
-def activation_derivative(x: Tensor, options: Options) -> Tensor | float:
+def activation_derivative(x: Tensor, options: RowOptions) -> Tensor | float:
     if options.softcap is None:
         return options.logit_scale
     return options.logit_scale * (1 - (x / options.softcap).square())
@@ -69,7 +69,7 @@ def cross_entropy_forward(
     target: Tensor,
     weight: Tensor | None = None,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
 ) -> tuple[Tensor, Tensor]:
     """(loss, lse), each (...). A target out of range gives NaN."""
     classes, label_smoothing = logits.shape[-1], options.label_smoothing
@@ -95,7 +95,7 @@ def statistics(
     with_argmax: bool = False,
     with_entropy: bool = False,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, lse, argmax, entropy), each (...), the last two (0,) where they are not wanted.
 
@@ -128,7 +128,7 @@ def softmax_gradient(
     return grad
 
 
-def _finish(grad: Tensor, x: Tensor, lse: Tensor, row_grads: Tensor, dtype: torch.dtype, options: Options) -> Tensor:
+def _finish(grad: Tensor, x: Tensor, lse: Tensor, row_grads: Tensor, dtype: torch.dtype, options: RowOptions) -> Tensor:
     """Through the activation and into this dtype, contiguous whatever the logits' strides.
 
     A row that passes nothing back gets exact zeros even where its logits are not finite (0 * NaN is NaN): such
@@ -175,12 +175,12 @@ def cross_entropy_backward(
     divisors: Tensor | None = None,
     grad_entropy: Tensor | None = None,
     entropy: Tensor | None = None,
-    coefficient: Tensor | None = None,
+    lse_coefficient: Tensor | None = None,
     class_start: int = 0,
     num_classes: int | None = None,
     grad_dtype: torch.dtype | None = None,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
     lse_square_scale: float = 0.0,
 ) -> Tensor:
     """grad_logits (..., V). Pointwise but for sum(weight): Inductor makes one kernel of it.
@@ -188,15 +188,15 @@ def cross_entropy_backward(
     In grad_dtype, which is the logits' where it is None.
 
     Of a reduced loss: grad_loss is (), divisors and lse_square_scale are those of ``cross_entropy_reduced``. Of a slice
-    of ``num_classes`` classes: lse is that of all, coefficient that of ``cross_entropy_shard_join`` (1 if None), and
-    columns beyond the last class get zeros.
+    of ``num_classes`` classes: lse is that of all classes, lse_coefficient is from ``cross_entropy_shard_join`` (1 if
+    None), and columns beyond the last class get zeros.
 
     With a = grad_loss, b = grad_lse, c = grad_entropy and H the entropy:
 
-        grad_x_j = (a coefficient + b) p_j - c p_j (log p_j + H) - a (1-e) w_t [j == t] - a (e/V) w_j
-        coefficient = d loss / d lse = w_t (1-e) + (e/V) sum(w)
+        grad_x_j = (a lse_coefficient + b) p_j - c p_j (log p_j + H) - a (1-e) w_t [j == t] - a (e/V) w_j
+        lse_coefficient = d loss / d lse = w_t (1-e) + (e/V) sum(w)
 
-    Kernels write it as A p_j - B [j == t] - C w_j, less the entropy's term: A = a coefficient + b, B = a (1-e) w_t,
+    Kernels write it as A p_j - B [j == t] - C w_j, less the entropy's term: A = a lse_coefficient + b, B = a (1-e) w_t,
     C = a e/V.
 
     An ignored row has a = w_t = 0 (the weight of an ignored class may be infinite), one whose target is out of range
@@ -209,12 +209,12 @@ def cross_entropy_backward(
         grad_loss, grad_lse, target, lse, divisors, options.ignore_index, lse_square_scale, x.dtype
     )
     weight = None if weight is None else weight.to(x.dtype)
-    total, at_target, by_class, passed = coefficients(
-        grad_loss, grad_lse, target, classes, weight, coefficient, options, x.dtype
+    total, at_target, by_class, passed = gradient_coefficients(
+        grad_loss, grad_lse, target, classes, weight, lse_coefficient, options, x.dtype
     )
     counted = is_counted(target, options.ignore_index)
     at_target = at_target.unsqueeze(-1)
-    if weight is not None and coefficient is not None:  # by column: no target of another slice is gathered
+    if weight is not None and lse_coefficient is not None:  # by column: no target of another slice is gathered
         at_target = at_target * weight
     if grad_entropy is not None:
         passed = passed + grad_entropy.to(x.dtype).abs()
@@ -230,14 +230,14 @@ def cross_entropy_backward(
     return grad if columns == width else torch.where(column < columns, grad, 0.0)
 
 
-def coefficients(
+def gradient_coefficients(
     grad_loss: Tensor,
     grad_lse: Tensor | None,
     target: Tensor,
     classes: int,
     weight: Tensor | None,
-    coefficient: Tensor | None,
-    options: Options,
+    lse_coefficient: Tensor | None,
+    options: RowOptions,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(A, B, C, a sum of what a row passes back, which is zero where it passes nothing back), each (...).
@@ -248,8 +248,8 @@ def coefficients(
     a = torch.where(counted, grad_loss, 0.0).masked_fill(invalid, float("nan"))
     at_target, by_class = a * (1 - options.label_smoothing), a * (options.label_smoothing / classes)
     total, passed = a, a.abs()
-    if coefficient is not None:
-        total = a * coefficient.to(dtype)
+    if lse_coefficient is not None:
+        total = a * lse_coefficient.to(dtype)
     elif weight is not None:
         total = at_target = at_target * torch.where(counted, weights_at(weight, index), 0.0)
         passed = total.abs() + by_class.abs()
@@ -291,7 +291,7 @@ def cross_entropy_with_grad(
     with_entropy: bool = False,
     grad_dtype: torch.dtype | None = None,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
 ) -> tuple[Tensor, ...]:
     """(loss, lse, argmax, entropy, gradient of grad_scale * loss + grad_lse_square * lse^2 summed over counted rows).
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from .distillation import Distillation
-from .options import Options
+from .options import RowOptions
 from .reference import _logsumexp, accumulator, activation, activation_derivative, gather_target, is_counted
 from .reference_ids import Columns
 from .reference_ids import columns as columns_of_ids
@@ -46,7 +46,7 @@ def _log_softmax(x: Tensor) -> tuple[Tensor, Tensor]:
     return x - maximum - log_sum, (maximum + log_sum).squeeze(-1)  # not x - lse, which has been rounded
 
 
-def _x(logits: Tensor, options: Options, columns: int, dtype: torch.dtype) -> Tensor:
+def _x(logits: Tensor, options: RowOptions, columns: int, dtype: torch.dtype) -> Tensor:
     return activation(logits[..., :columns].to(dtype), options)
 
 
@@ -69,7 +69,7 @@ def distillation_forward(
 ) -> tuple[Tensor, Tensor]:
     """(loss (...), statistics (4, ...)); 0 in ignored rows, where other kernels' statistics may hold anything."""
     spec, dtype = Distillation(**fields), accumulator(logits)
-    columns, whole = spec.columns(logits, class_start), class_start is None
+    columns, all_classes = spec.columns(logits, class_start), class_start is None
     x, y = _x(logits, spec.student(), columns, dtype), _x(teacher_logits, spec.teacher(), columns, dtype)
     if joined is None:
         (log_s, lse), (log_t, teacher_lse) = _log_softmax(x), _log_softmax(y)
@@ -78,7 +78,7 @@ def distillation_forward(
         lse, teacher_lse, _, hard_lse = joined.to(dtype).unbind(0)
         log_s, log_t = x - lse.unsqueeze(-1), y - teacher_lse.unsqueeze(-1)
     s, t = log_s.exp(), log_t.exp()
-    if joined is None and not whole and 0.0 < spec.beta < 1.0:
+    if joined is None and not all_classes and 0.0 < spec.beta < 1.0:
         loss = student_kl = torch.zeros_like(lse)
     elif spec.beta == 0.0:
         loss = _expectation(t, log_t - log_s)
@@ -92,7 +92,7 @@ def distillation_forward(
     log_p = log_s
     if joined is None and spec.hard_weight != 0.0 and spec.temperature != 1.0:
         log_p, hard_lse = _log_softmax(_x(logits, spec.options, columns, dtype))
-    if whole and spec.hard_weight != 0.0:
+    if all_classes and spec.hard_weight != 0.0:
         index, _, invalid = gather_target(target, columns, spec.options.ignore_index)
         cross_entropy = -log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1)
         loss = loss + spec.hard_weight * cross_entropy.masked_fill(invalid, float("nan"))
@@ -136,7 +136,7 @@ def distillation_backward(
     if spec.hard_weight != 0.0:
         at = _targets(target, columns, class_start, spec)
         p = s if spec.temperature == 1.0 else (spec.temperature * x - hard_lse.unsqueeze(-1)).exp()
-        hot = at.here.unsqueeze(-1) & (torch.arange(columns, device=p.device) == at.place.unsqueeze(-1))
+        hot = at.here.unsqueeze(-1) & (torch.arange(columns, device=p.device) == at.column.unsqueeze(-1))
         p = (p - hot.to(dtype)) * (activation_derivative(x, spec.student()) * spec.temperature)
         grad = grad + spec.hard_weight * p.masked_fill(at.invalid.unsqueeze(-1), float("nan"))
     a = torch.where(is_counted(target, spec.options.ignore_index), grad_loss.to(dtype), 0.0).unsqueeze(-1)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .options import Options
+from .options import RowOptions
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -52,22 +52,22 @@ def gradient_rows(
     weight: Tensor | None,  # (width,)
     grad_entropy: Tensor | None,
     entropy: Tensor | None,
-    coefficient: Tensor | None,
+    lse_coefficient: Tensor | None,
     class_start: int,
     num_classes: int | None,
-    options: Options,
+    options: RowOptions,
     first_row: int,
 ) -> GradientRows:
     """Arguments as for reference.cross_entropy_backward. ``first_row``: the number of the first of these rows."""
     classes = width if num_classes is None else num_classes
     weight = None if weight is None else weight.to(lse.dtype)
-    total, b, c, _ = reference.coefficients(
-        grad_loss.expand(lse.shape), grad_lse, target, classes, weight, coefficient, options, lse.dtype
+    total, b, c, _ = reference.gradient_coefficients(
+        grad_loss.expand(lse.shape), grad_lse, target, classes, weight, lse_coefficient, options, lse.dtype
     )
     counted = reference.is_counted(target, options.ignore_index)
     local = torch.where(counted, target.to(torch.int64) - class_start, -1)
     column = torch.where((local >= 0) & (local < width), local, -1)
-    if weight is not None and coefficient is not None:
+    if weight is not None and lse_coefficient is not None:
         b = b * torch.where(column >= 0, reference.weights_at(weight, column.clamp_min(0)), 0.0)
     bound = torch.maximum(torch.maximum(total.abs(), b.abs()), (total - b).abs())
     if options.label_smoothing > 0.0:
@@ -111,7 +111,7 @@ def gradient(
     logits: Tensor,  # (n, width)
     row_values: GradientRows,
     weight: Tensor | None,  # (width,), float32
-    options: Options,
+    options: RowOptions,
     rows: Tensor | None,  # written: (n, at least width), zeros behind it
     transposed: Tensor | None,  # written: (at least width, n)
 ) -> None:

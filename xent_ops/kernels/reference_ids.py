@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .options import DEFAULTS, Options
+from .options import DEFAULTS, RowOptions
 from .reference import accumulator, activation, activation_derivative, is_counted, softmax_gradient
 
 _PAIRS = 4096  # of places of a row that are compared at a time: with 2048 rows 32 MiB, whatever K is
@@ -27,14 +27,14 @@ _PAIRS = 4096  # of places of a row that are compared at a time: with 2048 rows 
 def first_counted(ids: Tensor, ignore_index: int) -> Tensor:
     """(...): the first id of a row that is counted; ignore_index where none is. What stands for the row's target."""
     ids = ids.to(torch.int64)
-    place = is_counted(ids, ignore_index).to(torch.int8).argmax(-1, keepdim=True)
-    return ids.gather(-1, place).squeeze(-1)
+    position = is_counted(ids, ignore_index).to(torch.int8).argmax(-1, keepdim=True)
+    return ids.gather(-1, position).squeeze(-1)
 
 
 class Columns(NamedTuple):
     """Where the ids of rows are among the columns of a slice of the classes."""
 
-    place: Tensor  # (..., K), safe to gather with
+    column: Tensor  # (..., K), safe to gather with
     here: Tensor  # likewise: counted, and a column of this slice
     invalid: Tensor  # counted, and no class
 
@@ -47,13 +47,13 @@ def columns(ids: Tensor, width: int, class_start: int, num_classes: int | None, 
     return Columns(torch.where(here, column, 0), here, counted & ((ids < 0) | (ids >= classes)))
 
 
-def gather(logits: Tensor, ids: Tensor, class_start: int, num_classes: int | None, options: Options) -> Tensor:
+def gather(logits: Tensor, ids: Tensor, class_start: int, num_classes: int | None, options: RowOptions) -> Tensor:
     """(..., K): x of the ids; 0 of those that are ignored or not here, NaN of those that are no class."""
     at = columns(ids, logits.shape[-1], class_start, num_classes, options.ignore_index)
     if logits.shape[-1] == 0:
         x = logits.new_zeros(ids.shape, dtype=accumulator(logits))
     else:
-        x = torch.where(at.here, activation(logits.gather(-1, at.place), options), 0.0)
+        x = torch.where(at.here, activation(logits.gather(-1, at.column), options), 0.0)
     return torch.where(at.invalid, float("nan"), x)
 
 
@@ -82,7 +82,7 @@ def _column_values(
     class_start: int = 0,
     num_classes: int | None = None,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
 ) -> tuple[Tensor, Tensor]:
     """(column, value), each (..., K): what is to be written where."""
     at = columns(ids, grad_logits.shape[-1], class_start, num_classes, options.ignore_index)
@@ -101,18 +101,18 @@ def _to_write(at: Columns, value: Tensor, logits: Tensor) -> tuple[Tensor, Tenso
     """(column, value), each (..., K). ``value``: of the places that are here."""
     # Places that are not here write what the first place does that is; without one, what stands in column 0.
     first = at.here.to(torch.int8).argmax(-1, keepdim=True)
-    place = torch.where(at.here, at.place, at.place.gather(-1, first))
+    column = torch.where(at.here, at.column, at.column.gather(-1, first))
     value = torch.where(at.here, value, value.gather(-1, first))
-    return place, torch.where(at.here.any(-1, keepdim=True), value, logits.gather(-1, place))
+    return column, torch.where(at.here.any(-1, keepdim=True), value, logits.gather(-1, column))
 
 
-def mask(logits: Tensor, ids: Tensor, class_start: int, num_classes: int | None, options: Options) -> Masked:
+def mask(logits: Tensor, ids: Tensor, class_start: int, num_classes: int | None, options: RowOptions) -> Masked:
     """What masks the columns of the ids that are here. ``logits``: (..., columns), at least one."""
     at = columns(ids, logits.shape[-1], class_start, num_classes, options.ignore_index)
     lowest = float("-inf") if options.is_increasing else float("inf")
-    column, value = _to_write(at, logits.new_full((), lowest).expand(at.place.shape), logits)
-    places = torch.where(at.here, at.place, -1).sort(dim=-1).values
-    number = (places[..., 1:] != places[..., :-1]).sum(-1) + (places[..., 0] >= 0)
+    column, value = _to_write(at, logits.new_full((), lowest).expand(at.column.shape), logits)
+    masked = torch.where(at.here, at.column, -1).sort(dim=-1).values
+    number = (masked[..., 1:] != masked[..., :-1]).sum(-1) + (masked[..., 0] >= 0)
     return Masked(column, value, number)
 
 
@@ -121,7 +121,7 @@ class Masked(NamedTuple):
     value: Tensor  # likewise: what is to be written there
     number: Tensor  # (...): how many columns are masked
 
-    def lse(self, lse: Tensor, width: int, options: Options) -> Tensor:
+    def lse(self, lse: Tensor, width: int, options: RowOptions) -> Tensor:
         """That of the columns that are not masked, from the kernels', which are given all ``width``."""
         if options.softcap is not None:  # x of a masked logit is -softcap
             share = self.number * torch.exp(-options.softcap - lse)
@@ -131,11 +131,11 @@ class Masked(NamedTuple):
 
 def _added_up(at: Columns, values: Tensor) -> Tensor:
     """(..., K): of each place the sum of the values at all places of its class."""
-    places = at.place.shape[-1]
-    step = max(_PAIRS // places, 1)
+    ids_per_row = at.column.shape[-1]
+    step = max(_PAIRS // ids_per_row, 1)
     values, total = torch.where(at.here, values, 0.0), torch.zeros_like(values)
-    for start in range(0, places, step):
+    for start in range(0, ids_per_row, step):
         part = slice(start, start + step)
-        same = at.place.unsqueeze(-1) == at.place[..., part].unsqueeze(-2)
+        same = at.column.unsqueeze(-1) == at.column[..., part].unsqueeze(-2)
         total = total + torch.where(same, values[..., part].unsqueeze(-2), 0.0).sum(-1)
     return total

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from . import reference
-from .options import DEFAULTS, Options
+from .options import DEFAULTS, RowOptions
 
 
 def linear_cross_entropy_backward(
@@ -23,10 +23,10 @@ def linear_cross_entropy_backward(
     divisors: Tensor | None = None,
     grad_entropy: Tensor | None = None,
     entropy: Tensor | None = None,
-    coefficient: Tensor | None = None,
+    lse_coefficient: Tensor | None = None,
     output_mask: Sequence[bool] = (True, True, True),
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
     **others: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of input, linear_weight and linear_bias; (0,) where the mask does not want one.
@@ -36,7 +36,7 @@ def linear_cross_entropy_backward(
     logits = input @ linear_weight.t()  # torch 2.11 cannot trace F.linear with a bias below torch.func.vjp
     if linear_bias is not None:
         logits = logits + linear_bias
-    rows = (grad_loss, grad_lse, logits, target, lse, weight, divisors, grad_entropy, entropy, coefficient)
+    rows = (grad_loss, grad_lse, logits, target, lse, weight, divisors, grad_entropy, entropy, lse_coefficient)
     grad = reference.cross_entropy_backward(*rows, options=options, **others)
     rows_first = grad.reshape(-1, grad.shape[-1])
     return (

@@ -7,7 +7,7 @@ r's own (the maximum of its columns: large logits then lose no digits)::
     share_r       = [t on r] w_t (1-e)             + (e/V) sum_{j on r} w_j
     loss          = sum_r part_r + share_r (lse - p_r)
     lse           = P + log sum_r total_r exp(p_r - P),     total_r = sum_{j on r} exp(x_j - p_r),  P = max_r p_r
-    coefficient   = sum_r share_r = d loss / d lse, for the gradient of reference.py
+    lse_coefficient   = sum_r share_r = d loss / d lse, for the gradient of reference.py
 
 So a rank hands over 3 numbers a row, 4 with class weights (p, total, part, w_t where it holds the target, else 0), and
 a header for all of its rows: its first class, its number of classes, its sum of weights. From the headers share_r
@@ -23,7 +23,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .options import DEFAULTS, LossOptions, Options
+from .options import DEFAULTS, LossOptions, RowOptions
 from .reductions import divisor_of, reduce_rows
 from .reference import activation, columns_of, is_counted, weights_at
 
@@ -43,7 +43,7 @@ def cross_entropy_shard(
     num_classes: int,
     weight: Tensor | None = None,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
 ) -> Tensor:
     """(1, width): p, total, part and, with class weights, w_t of every row; then the header."""
     columns = columns_of(logits.shape[-1], class_start, num_classes)
@@ -84,7 +84,7 @@ def header(class_start: int, columns: int, sum_weights: Tensor) -> Tensor:
     return torch.cat([*(sum_weights.new_full((1,), integer) for integer in integers), sum_weights.reshape(1)])
 
 
-def places(headers: Tensor) -> tuple[Tensor, Tensor]:
+def shard_ranges(headers: Tensor) -> tuple[Tensor, Tensor]:
     """(first class, number of classes) of each shard, (ranks,), from the headers, (ranks, HEADER)."""
     digits = headers[:, :4].to(torch.int64)
     return digits[:, 0] * DIGIT + digits[:, 1], digits[:, 2] * DIGIT + digits[:, 3]
@@ -107,15 +107,15 @@ def cross_entropy_shard_join(
     num_classes: int,
     weight: Tensor | None = None,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, lse, w_t, coefficient), each (...), from the statistics of all ranks; all but lse are 0 where ignored.
+    """(loss, lse, w_t, lse_coefficient), each (...), from the statistics of all ranks; all but lse are 0 where ignored.
 
     The same bits on every rank: nothing that is the rank's own enters. Pointwise but for sums over ranks.
     """
     shape, number = target.shape, target.numel()
     headers = gathered[:, -HEADER:]
-    starts, sizes = places(headers)
+    starts, sizes = shard_ranges(headers)
     tiled = tiles(starts, sizes, num_classes)
     numbers = gathered[:, :-HEADER].reshape(gathered.shape[0], 3 if weight is None else 4, number)
     maximum, total, part = numbers[:, 0], numbers[:, 1], numbers[:, 2]
@@ -132,19 +132,19 @@ def cross_entropy_shard_join(
     share = target_weight
     if options.label_smoothing > 0.0:
         share = (1 - options.label_smoothing) * target_weight + options.label_smoothing / num_classes * headers[:, 4:]
-    coefficient = share.sum(0)
+    lse_coefficient = share.sum(0)
     distance = pivot - torch.where(maximum == float("-inf"), 0.0, maximum)
     # A shard without a share adds nothing, however far its maximum is: their difference may overflow.
     loss = (part + torch.where(share == 0.0, 0.0, share * distance)).sum(0)
-    loss = loss + coefficient * log_total
+    loss = loss + lse_coefficient * log_total
 
     counted = is_counted(target, options.ignore_index)
     valid = (target >= 0) & (target < num_classes)
     loss = torch.where(counted, torch.where(valid & tiled, loss, float("nan")), 0.0)
     lse = torch.where(tiled, pivot + log_total, float("nan"))
     target_weight = torch.where(counted, target_weight.sum(0), 0.0)
-    coefficient = torch.where(counted, coefficient, 0.0)
-    return loss.view(shape), lse.view(shape), target_weight.view(shape), coefficient.view(shape)
+    lse_coefficient = torch.where(counted, lse_coefficient, 0.0)
+    return loss.view(shape), lse.view(shape), target_weight.view(shape), lse_coefficient.view(shape)
 
 
 def cross_entropy_shard_reduced(
@@ -155,17 +155,17 @@ def cross_entropy_shard_reduced(
     num_classes: int,
     weight: Tensor | None = None,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
     lse_square_scale: float = 0.0,
     reduction: str = "mean",
     join: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = cross_entropy_shard_join,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, divisors, lse, coefficient): (), (2,) as of ``reductions.cross_entropy_reduced``, (...), (...).
+    """(loss, divisors, lse, lse_coefficient): (), (2,) as of ``reductions.cross_entropy_reduced``, (...), (...).
 
     ``join`` makes the rows.
     """
     shard = (gathered, class_start, num_classes, weight)
-    loss, lse, target_weight, coefficient = join(logits, target, *shard, options=options)
+    loss, lse, target_weight, lse_coefficient = join(logits, target, *shard, options=options)
     divisors = divisor_of(target_weight, target, options.ignore_index)
     value = reduce_rows(loss, lse, target, divisors, LossOptions(options, lse_square_scale, reduction)).value
-    return value, divisors, lse, coefficient
+    return value, divisors, lse, lse_coefficient

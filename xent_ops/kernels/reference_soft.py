@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .options import DEFAULTS, Options
+from .options import DEFAULTS, RowOptions
 from .reference import _finish, _logsumexp, activation, softmax_gradient
 
 
@@ -29,7 +29,7 @@ def soft_cross_entropy_forward(
     weight: Tensor | None = None,
     check_target: bool = True,  # ops/soft_cross_entropy.py has it
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
 ) -> tuple[Tensor, Tensor]:
     """(loss, lse), each (...): loss = sum_j w_j q_j (lse - x_j)."""
     x = activation(logits, options)
@@ -46,7 +46,7 @@ def soft_cross_entropy_backward(
     lse: Tensor,
     weight: Tensor | None = None,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
 ) -> Tensor:
     """grad_logits (..., V): ``(a sum(w q) + b) softmax_j - a w_j q_j`` through the activation."""
     x = activation(logits, options)
@@ -69,7 +69,7 @@ def soft_target_gradients(
     lse: Tensor,
     weight: Tensor | None,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients for class probabilities (..., V) and their weights (V,): of sum_j w_j q_j (lse - x_j)."""
     x = activation(logits, options)

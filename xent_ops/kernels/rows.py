@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .sizes import known, symbolic
+from .sizes import statically_true, symbolic
 
 
 class RowView(NamedTuple):
@@ -56,7 +56,7 @@ def _contiguous(tensor: Tensor) -> bool:
         return tensor.is_contiguous()
     dense = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if not (known(size == 1) or known(stride == dense)):
+        if not (statically_true(size == 1) or statically_true(stride == dense)):
             return False
         dense *= size
     return True
@@ -65,15 +65,15 @@ def _contiguous(tensor: Tensor) -> bool:
 @functools.lru_cache(1024)
 def _place(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int, int] | None:
     number = math.prod(shape[:-1])
-    if known(number == 0) or shape[-1] == 0:  # empty: contiguous() would not change the strides
+    if statically_true(number == 0) or shape[-1] == 0:  # empty: contiguous() would not change the strides
         return number, 1, 0, 0
     if strides[-1] != 1 and shape[-1] > 1:
         return None
     groups: list[list[int]] = []  # [size, stride], innermost first
     for size, stride in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
-        if known(size == 1):
+        if statically_true(size == 1):
             continue
-        if groups and known(stride == groups[-1][0] * groups[-1][1]):
+        if groups and statically_true(stride == groups[-1][0] * groups[-1][1]):
             groups[-1][0] *= size
         else:
             groups.append([size, stride])
@@ -128,10 +128,10 @@ def _rows_tensor(tensor: Tensor) -> Tensor:
 
 def dense_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Callable[[Tensor], Tensor]:
     """A contiguous tensor with the same values in the same order, in ``dtype`` if that is given."""
-    way = _as_it_is if _contiguous(tensor) else _cloned if _symbolic(tensor) else dense
+    convert = _as_it_is if _contiguous(tensor) else _cloned if _symbolic(tensor) else dense
     if dtype is None or tensor.dtype == dtype:
-        return way
-    return lambda tensor: way(tensor.to(dtype))
+        return convert
+    return lambda tensor: convert(tensor.to(dtype))
 
 
 def _cloned(tensor: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def _cloned(tensor: Tensor) -> Tensor:
 
 def per_row_like(tensor: Tensor | None) -> tuple[Callable[[Tensor], Tensor], int]:
     """(conversion, stride) for one value a row. The stride of an expanded scalar, such as a sum's gradient, is 0."""
-    if tensor is None or all(known(stride == 0) for stride in tensor.stride()):
+    if tensor is None or all(statically_true(stride == 0) for stride in tensor.stride()):
         return _as_it_is, 0
     if _contiguous(tensor):
         return _as_it_is, 1
@@ -155,8 +155,8 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def per_row(tensor: Tensor | None, absent: Tensor) -> tuple[Tensor, int]:
     """(tensor of one value a row as kernels take it, its stride); ``absent`` stands for None."""
-    way, stride = per_row_like(tensor)
-    return absent if tensor is None else way(tensor), stride
+    convert, stride = per_row_like(tensor)
+    return absent if tensor is None else convert(tensor), stride
 
 
 def class_weight(weight: Tensor | None, absent: Tensor) -> Tensor:

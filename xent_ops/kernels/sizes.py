@@ -19,14 +19,14 @@ def symbolic(size: Any) -> bool:
     return isinstance(size, torch.SymInt)
 
 
-def traced(size: Any) -> int:
+def size_hint(size: Any) -> int:
     """The size that was traced, by which kernels are chosen that serve every other size too."""
     return size.node.hint if symbolic(size) else size
 
 
 def size_to_serve(size: Any, many: int) -> int:
     """``size``; in a package, which serves many rows though it was traced with few, ``many`` or more."""
-    return max(traced(size), many) if symbolic(size) else size
+    return max(size_hint(size), many) if symbolic(size) else size
 
 
 def depend_on_data(tensor: torch.Tensor) -> bool:
@@ -39,7 +39,7 @@ def depend_on_data(tensor: torch.Tensor) -> bool:
     return has_free_unbacked_symbols(tensor)
 
 
-def known(condition: Any) -> bool:
+def statically_true(condition: Any) -> bool:
     """Does it hold for all sizes of the range? No guard: a package has none."""
     if isinstance(condition, bool):
         return condition
@@ -48,5 +48,5 @@ def known(condition: Any) -> bool:
     return statically_known_true(condition)
 
 
-def known_equal(shape: Sequence[Any], other: Sequence[Any]) -> bool:
-    return len(shape) == len(other) and all(known(a == b) for a, b in zip(shape, other, strict=True))
+def statically_equal(shape: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(shape) == len(other) and all(statically_true(a == b) for a, b in zip(shape, other, strict=True))

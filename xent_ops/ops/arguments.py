@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .._private import private
-from ..kernels.options import Chunking, LossOptions, Options
+from ..kernels.options import Chunking, LossOptions, RowOptions
 from ..kernels.reference import accumulator
 from ..kernels.rows import dense_classes
 from . import checks, transforms
-from .shown import kind_of, shown
+from .message_values import repr_for_message, type_name
 
 _is_wrapped = private(
     "torch._C._functorch.is_functorch_wrapped_tensor",
@@ -108,7 +108,7 @@ def loss_options(
         lse_square_scale = number("lse_square_scale", lse_square_scale)
     checks.reduction(reduction)
     checks.lse_square_scale(lse_square_scale, dtype)
-    return LossOptions(Options(ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction)
+    return LossOptions(RowOptions(ignore_index, label_smoothing, softcap, logit_scale), lse_square_scale, reduction)
 
 
 def class_dimension(name: str, tensor: Tensor, dim: Any) -> int:
@@ -222,7 +222,7 @@ def chunks(
     """What tells how the chunks of a linear cross entropy are made and added up."""
     for name, dtype in (("accumulate_dtype", accumulate_dtype), ("logits_dtype", logits_dtype)):
         if not (dtype is None or isinstance(dtype, torch.dtype)):
-            raise TypeError(f"{name} must be a torch.dtype or None, got {shown(dtype)}")
+            raise TypeError(f"{name} must be a torch.dtype or None, got {repr_for_message(dtype)}")
     boolean("skip_ignored", skip_ignored)
     checks.head_products(products)
     chunk_rows = None if chunk_rows is None else integer("chunk_rows", chunk_rows)
@@ -244,7 +244,7 @@ def _refuse_tensors(values: Iterable[tuple[str, Any]]) -> None:
             continue
         if not isinstance(value, Tensor):
             refuse_proxy(value)
-            found = "None" if value is None else kind_of(value)
+            found = "None" if value is None else type_name(value)
             raise TypeError(f"{name} must be a torch.Tensor, got {found}{way_to_tensor(name, value)}")
         if value.is_nested:
             raise TypeError(
@@ -274,7 +274,7 @@ def way_to_tensor(name: str, value: Any) -> str:
 
 def boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {shown(value)}")
+        raise TypeError(f"{name} must be True or False, got {repr_for_message(value)}")
     return value
 
 
@@ -303,7 +303,7 @@ def integer(name: str, value: Any) -> int:
     try:
         plain = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an integer, got {shown(value)}") from None
+        raise TypeError(f"{name} must be an integer, got {repr_for_message(value)}") from None
     if not is_int64(plain):
         raise ValueError(f"{name} must fit into 64 bits, got {plain}")
     return plain
@@ -348,11 +348,11 @@ def number(name: str, value: Any) -> float:
         if is_int64(value) and torch.compiler.is_compiling():
             return value  # may be a symbol; the operator's schema makes a float of it
     elif not (hasattr(value, "__float__") or hasattr(value, "__index__")):  # float() would read a string
-        raise TypeError(f"{name} must be a number, got {shown(value)}")
+        raise TypeError(f"{name} must be a number, got {repr_for_message(value)}")
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number, got {shown(value)}") from None
+        raise TypeError(f"{name} must be a number, got {repr_for_message(value)}") from None
     except OverflowError:
         raise ValueError(f"{name} must be at most {checks.FLOAT32_MAX}, got an integer beyond float64") from None
 

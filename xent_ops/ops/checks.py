@@ -16,9 +16,9 @@ from torch import Tensor
 
 from .._private import private
 from ..head import fp8
-from ..kernels.options import HEAD_PRODUCTS, Options, Reduction
-from ..kernels.sizes import known
-from .shown import shown
+from ..kernels.options import HEAD_PRODUCTS, Reduction, RowOptions
+from ..kernels.sizes import statically_true
+from .message_values import repr_for_message
 
 
 def _raise_value(condition: Any, message: Callable[[], str]) -> None:
@@ -61,9 +61,9 @@ def same_shape(
         check_value(size == wanted, message)
 
 
-def same_device(name: str, tensor: Tensor, other: Tensor, owner: str = "logits are") -> None:
+def same_device(name: str, tensor: Tensor, other: Tensor, other_is: str = "logits are") -> None:
     if tensor.device != other.device:
-        raise RuntimeError(f"{name} is on {tensor.device} but {owner} on {other.device}; both must be on one device")
+        raise RuntimeError(f"{name} is on {tensor.device} but {other_is} on {other.device}; both must be on one device")
 
 
 def dtype(name: str, tensor: Tensor, valid: tuple[torch.dtype, ...]) -> None:
@@ -71,7 +71,7 @@ def dtype(name: str, tensor: Tensor, valid: tuple[torch.dtype, ...]) -> None:
         raise TypeError(f"{name} has dtype {tensor.dtype}; expected one of {names(valid)}")
 
 
-def option_values(options: Options, logits_dtype: torch.dtype) -> None:
+def option_values(options: RowOptions, logits_dtype: torch.dtype) -> None:
     label_smoothing(options.label_smoothing)
     softcap(options.softcap, logits_dtype)
     logit_scale(options.logit_scale, logits_dtype)
@@ -112,7 +112,9 @@ def _fits(name: str, value: float, logits_dtype: torch.dtype) -> None:
 
 def reduction(value: str, valid: tuple[str, ...] = REDUCTIONS) -> None:
     if value not in valid:
-        raise ValueError(f"{shown(value)} is not a valid value for reduction; valid are {', '.join(map(repr, valid))}")
+        raise ValueError(
+            f"{repr_for_message(value)} is not a valid value for reduction; valid are {', '.join(map(repr, valid))}"
+        )
 
 
 def lse_square_scale(value: float, logits_dtype: torch.dtype) -> None:
@@ -190,7 +192,9 @@ def shard_range(columns: int, class_start: int, num_classes: int) -> None:
 def head_products(value: Any) -> None:
     if value is not None and value not in HEAD_PRODUCTS:
         expected = ", ".join(map(repr, HEAD_PRODUCTS))
-        raise ValueError(f"products must be one of {expected}, or None for those of the operands, got {shown(value)}")
+        raise ValueError(
+            f"products must be one of {expected}, or None for those of the operands, got {repr_for_message(value)}"
+        )
 
 
 def narrower(grad_dtype: torch.dtype | None, logits: Tensor) -> None:
@@ -202,7 +206,7 @@ def narrower(grad_dtype: torch.dtype | None, logits: Tensor) -> None:
             f"grad_dtype must be None, the logits' {logits.dtype} or, for float32 logits, torch.bfloat16 or "
             f"torch.float16; got {grad_dtype}"
         )
-    if logits.dim() > 0 and not known(logits.stride(-1) == 1):
+    if logits.dim() > 0 and not statically_true(logits.stride(-1) == 1):
         raise ValueError(f"a gradient in {grad_dtype} needs logits with the classes side by side, stride 1")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.options import Options
+from ..kernels.options import RowOptions
 from ..kernels.reductions import reduce_rows
 from . import arguments, checks, transforms
 from .library import LIBRARY, define
@@ -26,7 +26,7 @@ def cross_entropy(
     **options: Any,
 ) -> Tensor:
     arguments.tensors(logits, target, weight, "logits")
-    loss = arguments.loss_options(*Options(**options), lse_square_scale, reduction, logits.dtype)
+    loss = arguments.loss_options(*RowOptions(**options), lse_square_scale, reduction, logits.dtype)
     checks.weight_without_grad(weight)
     if transforms.forward_mode():  # in which operators drop the tangents
         transforms.refuse("torch.ops.xent.cross_entropy")

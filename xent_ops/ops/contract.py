@@ -57,11 +57,11 @@ DERIVED_SIZES: dict[str, Callable[[Call, torch.dtype], int]] = {
 CHECKED_LAST = frozenset(("P", "W"))  # they are made of arguments that must be right
 # Dtypes of results that are no other argument's.
 RESULT_DTYPES: dict[str, Callable[[Call], torch.dtype]] = {
-    "acc": lambda call: accumulator(call.owner),
+    "acc": lambda call: accumulator(call.primary),
     "int64": lambda call: torch.int64,
     "grad_dtype": lambda call: getattr(call, "grad_dtype", None) or call.logits.dtype,
     "logits_dtype": lambda call: getattr(call, "logits_dtype", None) or call.input.dtype,
-    "sums": lambda call: accumulator_of_weight(call.input.dtype, call.accumulate_dtype),
+    "sum_dtype": lambda call: accumulator_of_weight(call.input.dtype, call.accumulate_dtype),
 }
 
 
@@ -116,14 +116,14 @@ class Contract:
         self.positions = {name: index for index, name in enumerate(self.arguments)}
         table: dict[str, Row | None] = {**ARGUMENTS, **arguments}
         rows = {name: table.get(name) for name in self.arguments}
-        self.owner = next(name for name in ARGUMENTS if rows.get(name) is not None)
+        self.primary = next(name for name in ARGUMENTS if rows.get(name) is not None)
         # A namedtuple has its defaults at the end, as the schemas have.
         self.required = [argument.name for argument in schema.arguments if not argument.has_default_value()]
         defaults = [argument.default_value for argument in schema.arguments if argument.has_default_value()]
         record = namedtuple("Call", self.arguments, defaults=defaults)  # type: ignore[misc]
-        position = self.positions[self.owner]
-        owner = rows_of or (lambda call: call[position])  # Dynamo traces no itemgetter
-        self.Call = type("Call", (record,), {"owner": property(owner)})
+        position = self.positions[self.primary]
+        primary = rows_of or (lambda call: call[position])  # Dynamo traces no itemgetter
+        self.Call = type("Call", (record,), {"primary": property(primary)})
         self.givers: dict[str, tuple[int, int]] = {}  # of a size: (index of the argument that gives it, axis)
         tensors = [self._argument(name, *row) for name in ARGUMENTS if (row := rows.get(name)) is not None]
         self.checked_last = [one for one in tensors if not CHECKED_LAST.isdisjoint(one.shape.behind)]
@@ -149,7 +149,7 @@ class Contract:
         givers = tuple(
             [None if one in own else int(one) if one.isdigit() else self.givers.get(one, ()) for one in shape.behind]
         )
-        meaning = meaning.format(owner=self.owner) + (", or ()" if or_scalar else "")
+        meaning = meaning.format(primary=self.primary) + (", or ()" if or_scalar else "")
         return Argument(index, name, DTYPES.get(dtype), dtype, shape, frozenset(own), bool(or_scalar), meaning, givers)
 
     def _result(self, name: str, table: Mapping[str, Row]) -> tuple[str, Any, str]:
@@ -183,8 +183,8 @@ class Contract:
 
     def check_tensors(self, call: Call, called: Mapping[str, str] = NAMES, tensors: Any = None) -> None:
         """``called``: other names of arguments, for messages."""
-        owner = call.owner
-        device, rows = owner.device, owner.shape[:-1]
+        primary = call.primary
+        device, rows = primary.device, primary.shape[:-1]
         known = static(rows)
         for argument in self.tensors if tensors is None else tensors:
             index, name, dtypes, like, shape = argument[:5]
@@ -201,8 +201,8 @@ class Contract:
             ):
                 self._same_shape(argument, tensor, rows, call, called)
             if tensor.device != device:
-                anchor = "logits" if name == "weight" else self.owner  # of the classes of a head too
-                checks.same_device(called.get(name, name), tensor, owner, rules.are(called.get(anchor, anchor)))
+                anchor = "logits" if name == "weight" else self.primary  # of the classes of a head too
+                checks.same_device(called.get(name, name), tensor, primary, rules.are(called.get(anchor, anchor)))
 
     def size(self, name: str, call: Call, dtype: torch.dtype) -> int:
         place = self.givers.get(name)
@@ -231,11 +231,11 @@ class Contract:
             return
         text, own = called.get(argument.name, argument.name), argument.gives
         middle: Any = rows if has_rows else ()
-        if has_rows and argument.name == self.owner:
+        if has_rows and argument.name == self.primary:
             middle = sizes[: -len(behind)]
             if len(sizes) < len(behind):
-                shown = f"(..., {' '.join(behind)}){argument.meaning and f', {argument.meaning}'}"
-                raise ValueError(f"{text} {rules.have(text)} no dimension; expected shape {shown}")
+                expected_text = f"(..., {' '.join(behind)}){argument.meaning and f', {argument.meaning}'}"
+                raise ValueError(f"{text} {rules.have(text)} no dimension; expected shape {expected_text}")
         fits = len(sizes) == len(before) + len(middle) + len(behind)
         names = [*before, *[None] * len(middle), *behind]
         own = own | {size for size in names if size in self.givers and call[self.givers[size][0]] is None}
@@ -249,13 +249,13 @@ class Contract:
         ]
 
         def message() -> str:
-            shown = [
+            expected_text = [
                 size if size in own and len(size) > 1 else expected_size
                 for size, expected_size in zip(names, expected, strict=True)
             ]
             find_hint = rules.HINTS.get(argument.name)
-            shown, hint = (shown, "") if find_hint is None else find_hint(call, text, shown)
-            sizes_text = ", ".join(map(str, shown)) + ("," if len(shown) == 1 else "")
+            expected_text, hint = (expected_text, "") if find_hint is None else find_hint(call, text, expected_text)
+            sizes_text = ", ".join(map(str, expected_text)) + ("," if len(expected_text) == 1 else "")
             return f"{text} has shape {tuple(sizes)}; expected ({sizes_text}), {argument.meaning}{hint}"
 
         checks.check_value(fits, message)
@@ -280,7 +280,7 @@ class Contract:
         before, behind = (
             [self.size(name, call, own_dtype) for name in names] for names in (shape.before, shape.behind)
         )
-        rows = call.owner.shape[:-1] if shape.rows else ()
+        rows = call.primary.shape[:-1] if shape.rows else ()
         return (*before, *rows, *behind), own_dtype
 
 

@@ -29,7 +29,7 @@ def target_of(
 def spec(ignore_index: Any, softcap: Any, logit_scale: Any, divergence_options: tuple[Any, ...]) -> Distillation:
     """The options in the types that kernels take."""
     num_classes, beta, temperature, hard_weight, teacher_softcap, teacher_logit_scale = divergence_options
-    options = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale).rows
+    options = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale).row_options
     return Distillation(
         options,
         None if num_classes is None else arguments.integer("num_classes", num_classes),

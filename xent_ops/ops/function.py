@@ -78,13 +78,13 @@ def by_rows(
     """The loss by way of its rows, which transforms and forward-mode AD get in plain torch."""
     checks.weight_without_grad(weight)
     if transforms.functorch_is_active() or transforms.forward_mode():
-        refuse("cross_entropy_forward", logits, target, weight, **loss.rows._asdict())
+        refuse("cross_entropy_forward", logits, target, weight, **loss.row_options._asdict())
         # Zero gradients in ignored rows, even where their logits are NaN.
-        logits = torch.where(reference.is_counted(target, loss.rows.ignore_index).unsqueeze(-1), logits, 0.0)
-        row_loss, lse = reference.cross_entropy_forward(logits, target, weight, options=loss.rows)
+        logits = torch.where(reference.is_counted(target, loss.row_options.ignore_index).unsqueeze(-1), logits, 0.0)
+        row_loss, lse = reference.cross_entropy_forward(logits, target, weight, options=loss.row_options)
     else:
-        row_loss, lse, *_ = _ops.cross_entropy_forward(logits, target, weight, **loss.rows.keywords())
-    divisors, _ = reductions.cross_entropy_divisor(logits, target, weight, token_weight, options=loss.rows)
+        row_loss, lse, *_ = _ops.cross_entropy_forward(logits, target, weight, **loss.row_options.keywords())
+    divisors, _ = reductions.cross_entropy_divisor(logits, target, weight, token_weight, options=loss.row_options)
     return reductions.reduce_rows(row_loss, lse, target, divisors, loss, token_weight).value
 
 
@@ -127,7 +127,7 @@ def _forward(
     if loss.reduction == "sum":
         value, _, lse = below_autograd(reduced, logits, target, weight, reduction="sum", **options)
         return value, None, lse
-    rows = loss.rows.keywords()
+    rows = loss.row_options.keywords()
     row_loss, lse, *_ = below_autograd(_ops.cross_entropy_forward.default, logits, target, weight, **rows)
     return reductions.reduce_rows(row_loss, lse, target, None, loss).value, None, lse
 
@@ -215,7 +215,7 @@ class GradInForwardFunction(torch.autograd.Function):
         in_place: bool,
         with_statistics: bool,
     ) -> tuple[Tensor, ...]:
-        options, dtype = loss.rows.keywords(), reference.accumulator(logits)
+        options, dtype = loss.row_options.keywords(), reference.accumulator(logits)
         divisors, inverse = None, torch.ones(2, dtype=dtype, device=logits.device)
         if loss.reduction == "mean":  # inverse: one over what each row's loss, and its z-loss, is divided by
             divisors, inverse = _divisor(logits, target, weight, token_weight, loss)
@@ -259,6 +259,6 @@ def _divisor(
 ) -> tuple[Tensor, Tensor]:
     """(divisors, 1 / divisors) of a mean, each (2,)."""
     if token_weight is not None:
-        return reductions.cross_entropy_divisor(logits, target, weight, token_weight, options=loss.rows)
-    ignore_index = loss.rows.ignore_index
+        return reductions.cross_entropy_divisor(logits, target, weight, token_weight, options=loss.row_options)
+    ignore_index = loss.row_options.ignore_index
     return below_autograd(_ops.cross_entropy_divisor.default, logits, target, weight, ignore_index=ignore_index)

@@ -1,7 +1,7 @@
 """Where operators meet the dispatcher: one declaration an operator.
 
 ``operator`` defines ``xent::name`` from its schema, with its fake and its kernels. If schemas.py names an argument to
-overwrite, it also defines the in-place twin ``xent::name_``. ``autograd`` adds a formula.
+overwrite, it also defines the in-place form ``xent::name_``. ``autograd`` adds a formula.
 Everything here needs torch alone; Triton is imported when a tensor first arrives on its device (devices.py).
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._private import private
 from ..kernels import accelerators, cpu, devices
-from ..kernels.options import Options, as_record
+from ..kernels.options import RowOptions, as_record
 from ..kernels.rows import front_of
 from . import overwriting
 from .contract import Call, Contract, Row
@@ -61,20 +61,20 @@ class Operator:
         reference: Callable[..., Any],
         check_values: Callable[[Call], None] | None,
         ascend: bool,
-        composed: bool,
+        calls_operators: bool,
         overwrites: str | None,
     ) -> None:
         self.name, self.overload = name, define(name)
         self.contract = contract(self.overload._schema)
         self.bind = self.contract.Call
         self.reference, self.check_values = reference, check_values
-        self.ascend, self.composed, self.overwrites = ascend, composed, overwrites
+        self.ascend, self.calls_operators, self.overwrites = ascend, calls_operators, overwrites
         self.arguments = self.contract.arguments
         self.position = self.arguments.index(overwrites) if overwrites is not None else -1
-        self.has_options = not set(self.arguments).isdisjoint(Options._fields)
+        self.has_options = not set(self.arguments).isdisjoint(RowOptions._fields)
         self.launches = LaunchCache()
         torch.library.register_fake(f"xent::{name}", self.fake, lib=LIBRARY)
-        if composed:
+        if calls_operators:
             self.on_cpu = self.on_triton = self.on_npu = self.on_reference  # type: ignore[method-assign]
         LIBRARY.impl(name, self.on_cpu, "CPU")
         for accelerator in accelerators.ALL.values():
@@ -99,16 +99,16 @@ class Operator:
     def fake(self, *args: Any, **kwargs: Any) -> Any:
         """Outputs without values, for tracing; serves the meta device too."""
         call = self.bind(*args, **kwargs)
-        if call.owner.device.type != "meta":  # a fake tensor shows the device that it stands for
+        if call.primary.device.type != "meta":  # a fake tensor shows the device that it stands for
             for prepare in BEFORE_TRACING:
                 prepare()
         self.contract.check(call)
-        return _returned([call.owner.new_empty(shape, dtype=dtype) for shape, dtype in self.contract.outputs(call)])
+        return _returned([call.primary.new_empty(shape, dtype=dtype) for shape, dtype in self.contract.outputs(call)])
 
     def on_reference(self, *args: Any, **kwargs: Any) -> Any:
         call = self.bind(*args, **kwargs)
         self.check(call)
-        if self.composed and self.check_values is not None and call.owner.device.type == "cpu":
+        if self.calls_operators and self.check_values is not None and call.primary.device.type == "cpu":
             self.check_values(call)
         return self.reference(*args, **self.keywords(kwargs))
 
@@ -158,10 +158,10 @@ def operator(
     rows_of: Callable[[Call], Tensor] | None = None,
     rules: Sequence[Callable[[Call], None]] = (),
     ascend: bool = False,
-    composed: bool = False,
+    calls_operators: bool = False,
     overwrites: str | None = None,
 ) -> Any:
-    """Define and register ``xent::name``, and its in-place twin where schemas.py has one; return the overload.
+    """Define and register ``xent::name``, and its in-place form where schemas.py has one; return the overload.
 
     What it takes and gives follows from the names in its schema: contract.py.
 
@@ -172,11 +172,11 @@ def operator(
         check_values: raises on values of tensors, on the CPU without C++, where reading them does not synchronise.
         arguments, results, rows_of, rules: what this operator has of its own; see ``Contract``.
         ascend: kernels/ascend/ has a ``@launcher`` of this name. Else NPUs run the reference, and import no Triton.
-        composed: of other operators: ``reference`` is the kernel of every device. Autograd and tracers still see one
-            operator, unlike a composite (composite.py).
+        calls_operators: ``reference`` calls other operators and is the kernel of every device. Autograd and tracers
+            still see one operator, unlike a composite (composite.py).
         overwrites: the argument that the operator itself writes to.
     """
-    shared: dict[str, Any] = {"check_values": check_values, "ascend": ascend, "composed": composed}
+    shared: dict[str, Any] = {"check_values": check_values, "ascend": ascend, "calls_operators": calls_operators}
 
     def contract(schema: Any) -> Contract:
         return Contract(schema, arguments or {}, results or {}, rows_of, rules)
@@ -184,9 +184,9 @@ def operator(
     OPERATORS[name] = Operator(name, contract=contract, reference=reference, overwrites=overwrites, **shared)
     written_over = DECLARED[name][1]
     if written_over is not None:
-        twin = f"{name}_"
-        OPERATORS[twin] = Operator(
-            twin,
+        in_place_name = f"{name}_"
+        OPERATORS[in_place_name] = Operator(
+            in_place_name,
             contract=contract,
             reference=_in_place(reference, OPERATORS[name].arguments.index(written_over)),
             overwrites=written_over,

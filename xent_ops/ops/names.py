@@ -3,7 +3,7 @@
 A dtype is a class of dtypes, ``=name`` that of another argument, ``acc`` the accumulator's. A shape is sizes by name:
 ``...`` are the rows, a number is itself, and ``| ()`` says that one number for all rows will do.
 
-The order of this table has meaning. Arguments are checked in it. The first of an operator's is its owner, which gives
+The order of this table has meaning. Arguments are checked in it. The first of an operator's is its primary, which gives
 rows, dtype and device. The first with a size gives that size. Sizes that no argument gives: ``S``, ``P`` and ``W``
 (contract.DERIVED_SIZES).
 """
@@ -23,15 +23,15 @@ ARGUMENTS: dict[str, tuple[str, str, str]] = {
     "teacher_weight": ("=teacher_input", "T G", "one row of the teacher_input's features for each class"),
     "teacher_bias": ("=teacher_input", "T", "one number a class"),
     # The targets.
-    "target": ("index", "...", "one class index for each row of the {owner}"),
+    "target": ("index", "...", "one class index for each row of the {primary}"),
     "probabilities": ("float", "... V", "one probability for each logit"),
-    "ids": ("index", "... K", "K classes of each row of the {owner}"),
+    "ids": ("index", "... K", "K classes of each row of the {primary}"),
     "weight": ("float", "V", "one weight a class"),
     "token_weight": ("any", "...", "one number for each target"),
     # What a forward leaves to its backward.
-    "lse": ("float", "...", "one value for each row of the {owner}"),
-    "entropy": ("float", "...", "one value for each row of the {owner}"),
-    "coefficient": ("float", "...", "one value for each row of the {owner}"),
+    "lse": ("float", "...", "one value for each row of the {primary}"),
+    "entropy": ("float", "...", "one value for each row of the {primary}"),
+    "lse_coefficient": ("float", "...", "one value for each row of the {primary}"),
     "at_ids": ("float", "... K", "one number for each of the ids"),
     "statistics": ("float", "S ...", "those that distillation_forward makes of each row"),
     "joined": ("float", "S ...", "those that distillation_forward makes of each row"),
@@ -40,12 +40,12 @@ ARGUMENTS: dict[str, tuple[str, str, str]] = {
     "divisor": ("divisor", "", "one number"),
     "count": ("int32", "", "one number"),
     # Upstream gradients.
-    "grad_loss": ("float", "... | ()", "one value for each row of the {owner}"),
-    "grad_scale": ("float", "... | ()", "one value for each row of the {owner}"),
-    "factor": ("float", "... | ()", "one value for each row of the {owner}"),
-    "grad_lse_square": ("float", "... | ()", "one value for each row of the {owner}"),
-    "grad_lse": ("float", "...", "one value for each row of the {owner}"),
-    "grad_entropy": ("float", "...", "one value for each row of the {owner}"),
+    "grad_loss": ("float", "... | ()", "one value for each row of the {primary}"),
+    "grad_scale": ("float", "... | ()", "one value for each row of the {primary}"),
+    "factor": ("float", "... | ()", "one value for each row of the {primary}"),
+    "grad_lse_square": ("float", "... | ()", "one value for each row of the {primary}"),
+    "grad_lse": ("float", "...", "one value for each row of the {primary}"),
+    "grad_entropy": ("float", "...", "one value for each row of the {primary}"),
     "grad_ids": ("float", "... K", "one number for each of the ids"),
     "grad_log_probs": ("float", "... K", "one number for each of the ids"),
 }
@@ -57,7 +57,7 @@ RESULTS: dict[str, tuple[str, str, str]] = {
     "argmax": ("int64", "...", "with_argmax"),
     "entropy": ("acc", "...", "with_entropy"),
     "target_weight": ("acc", "...", ""),
-    "coefficient": ("acc", "...", ""),
+    "lse_coefficient": ("acc", "...", ""),
     "at_ids": ("acc", "... K", ""),
     "statistics": ("acc", "S ...", ""),
     "value": ("acc", "", ""),
@@ -71,7 +71,7 @@ RESULTS: dict[str, tuple[str, str, str]] = {
     "grad_linear_weight": ("=input", "V H", "output_mask 1"),
     "grad_linear_bias": ("=input", "V", "output_mask 2"),
     # Where they are added up, before an upstream gradient is applied.
-    "summed_weight": ("sums", "V H", "output_mask 1"),
+    "summed_weight": ("sum_dtype", "V H", "output_mask 1"),
     "summed_bias": ("acc", "V", "output_mask 2"),
     "done": ("=linear_weight", "0", ""),
 }

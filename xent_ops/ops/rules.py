@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from ..kernels.distillation import Distillation
-from ..kernels.options import Options
-from ..kernels.sizes import known_equal
+from ..kernels.options import RowOptions
+from ..kernels.sizes import statically_equal
 from . import checks, distillation_checks
 
 Call = Any
@@ -21,7 +21,7 @@ AT_LEAST_ONE = frozenset(("V", "T", "K"))
 
 def width(call: Call) -> int:
     """How many classes, or columns of them, this call has."""
-    return call.linear_weight.shape[0] if hasattr(call, "linear_weight") else call.owner.shape[-1]
+    return call.linear_weight.shape[0] if hasattr(call, "linear_weight") else call.primary.shape[-1]
 
 
 def sliced(call: Call) -> bool:
@@ -30,7 +30,7 @@ def sliced(call: Call) -> bool:
 
 
 def record(call: Call) -> Distillation:
-    options = Options(call.ignore_index, softcap=call.softcap, logit_scale=call.logit_scale)
+    options = RowOptions(call.ignore_index, softcap=call.softcap, logit_scale=call.logit_scale)
     return Distillation(options, *[getattr(call, name) for name in Distillation._fields[1:]])
 
 
@@ -84,7 +84,7 @@ def _temperature(call: Call) -> None:
         student, names = heads[0], ("linear_weight", "teacher_weight")
         teacher, widths = heads[2], (heads[1].shape[0], heads[3].shape[0])
     else:
-        student, teacher, names = call.owner, call.teacher_logits, ("logits", "teacher_logits")
+        student, teacher, names = call.primary, call.teacher_logits, ("logits", "teacher_logits")
         chunk = hasattr(call, "linear_weight")  # whose logits are padded
         widths = (width(call), width(call) if chunk else teacher.shape[-1])
     spec = record(call)
@@ -109,13 +109,13 @@ def _class_start(call: Call) -> None:
         checks.shard_range(width(call), call.class_start, call.num_classes)
 
 
-def _coefficient(call: Call) -> None:
+def _lse_coefficient(call: Call) -> None:
     """What a backward gets for a slice of the classes alone."""
     if call.num_classes is None:
-        if call.class_start != 0 or call.coefficient is not None:
-            raise ValueError("class_start and coefficient go with num_classes, of a slice of the classes")
-    elif (call.weight is None) != (call.coefficient is None):
-        raise ValueError("a class weight needs the coefficient that cross_entropy_shard_join returned: both or neither")
+        if call.class_start != 0 or call.lse_coefficient is not None:
+            raise ValueError("class_start and lse_coefficient go with num_classes, of a slice of the classes")
+    elif (call.weight is None) != (call.lse_coefficient is None):
+        raise ValueError("a class weight needs the lse_coefficient of cross_entropy_shard_join: pass both or neither")
 
 
 def _grad_entropy(call: Call) -> None:
@@ -162,11 +162,11 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[Call], None], str], ...] = (
     (("products",), _products, ""),
     (("chunk_rows",), lambda call: checks.chunk_rows(call.chunk_rows), ""),
     (("label_smoothing",), _label_smoothing, ""),
-    (("softcap",), lambda call: checks.softcap(call.softcap, call.owner.dtype), "temperature"),
-    (("logit_scale",), lambda call: checks.logit_scale(call.logit_scale, call.owner.dtype), "temperature"),
+    (("softcap",), lambda call: checks.softcap(call.softcap, call.primary.dtype), "temperature"),
+    (("logit_scale",), lambda call: checks.logit_scale(call.logit_scale, call.primary.dtype), "temperature"),
     (("temperature", "target"), _temperature, ""),
     (("class_start", "num_classes"), _class_start, "temperature"),
-    (("coefficient", "class_start", "num_classes"), _coefficient, ""),
+    (("lse_coefficient", "class_start", "num_classes"), _lse_coefficient, ""),
     (("grad_entropy", "entropy"), _grad_entropy, ""),
     (("with_entropy",), _entropy, ""),
     (("entropy",), _entropy, ""),
@@ -176,7 +176,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[Call], None], str], ...] = (
     (("joined",), _joined, ""),
     (("output_mask",), lambda call: checks.gradient_mask(call.output_mask), ""),
     (("token_weight",), lambda call: checks.real_without_grad(call.token_weight), ""),
-    (("lse_square_scale",), lambda call: checks.lse_square_scale(call.lse_square_scale, call.owner.dtype), ""),
+    (("lse_square_scale",), lambda call: checks.lse_square_scale(call.lse_square_scale, call.primary.dtype), ""),
     (("reduction", "divisor"), _reduction, ""),
 )
 
@@ -184,13 +184,13 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[Call], None], str], ...] = (
 BY_NAME = {names[0]: rule for names, rule, _ in RULES}
 
 
-# Hints in messages: (the expected sizes as they are shown, text)
+# Hints in messages: (the expected sizes as printed, text)
 
 
 def _swapped(call: Call, name: str, rows: Any) -> str:
     """Where linear_weight has the rows that the input should have."""
     input, linear_weight = call.input, call.linear_weight
-    if input.dim() != 2 or not known_equal(linear_weight.shape, (*rows, input.shape[-1])):
+    if input.dim() != 2 or not statically_equal(linear_weight.shape, (*rows, input.shape[-1])):
         return ""
     return (
         f": input and {name} seem to be swapped, the order is input, {name}, target (Liger-Kernel's has the weight "
@@ -198,19 +198,19 @@ def _swapped(call: Call, name: str, rows: Any) -> str:
     )
 
 
-def _target_hint(call: Call, name: str, shown: list[Any]) -> tuple[list[Any], str]:
-    return shown, _swapped(call, "linear_weight", call.target.shape) if hasattr(call, "input") else ""
+def _target_hint(call: Call, name: str, expected: list[Any]) -> tuple[list[Any], str]:
+    return expected, _swapped(call, "linear_weight", call.target.shape) if hasattr(call, "input") else ""
 
 
-def _weight_hint(call: Call, name: str, shown: list[Any]) -> tuple[list[Any], str]:
+def _weight_hint(call: Call, name: str, expected: list[Any]) -> tuple[list[Any], str]:
     shape = call.linear_weight.shape
     if not hasattr(call, "input"):
-        return shown, ""
+        return expected, ""
     if len(shape) != 2:
         return ["V", "H"], _swapped(call, name, shape[:-1])
-    if known_equal(shape[:1], call.input.shape[-1:]):
+    if statically_equal(shape[:1], call.input.shape[-1:]):
         return [shape[1], shape[0]], f": it is transposed, pass {name}.t(); LinearCrossEntropyLoss takes (H, V)"
-    return shown, ""
+    return expected, ""
 
 
 HINTS: dict[str, Callable[[Call, str, list[Any]], tuple[list[Any], str]]] = {

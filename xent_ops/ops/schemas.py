@@ -5,8 +5,8 @@ behind each line. Shapes: logits are (..., V) with the classes last, target is (
 the options: integers, then floats, then strings (DTensor's cache key starts at the first integer). Tensors come before
 the ``*``: torch registers no autograd formula for keyword-only ones.
 
-``DECLARED`` names for each operator its schema and the argument that its in-place twin overwrites, or None. A twin has
-a ``_`` at the end of its name, writes the last output of the operator over that argument, and returns the others.
+``DECLARED`` names for each operator its schema and the argument that its in-place form overwrites, or None. The name of
+an in-place form ends in ``_``. It writes the operator's last output over that argument, and returns the others.
 """
 
 SOFT_OPTIONS = "float label_smoothing=0.0, float? softcap=None, float logit_scale=1.0"
@@ -68,7 +68,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     # Of a slice of the classes too, from class_start on, where num_classes, of all slices, is given.
     "cross_entropy_backward": (
         "(Tensor grad_loss, Tensor? grad_lse, Tensor logits, Tensor target, Tensor lse, Tensor? weight=None, "
-        "Tensor? divisors=None, Tensor? grad_entropy=None, Tensor? entropy=None, Tensor? coefficient=None, "
+        "Tensor? divisors=None, Tensor? grad_entropy=None, Tensor? entropy=None, Tensor? lse_coefficient=None, "
         f"{SLICE}, {GRAD_DTYPE}, *, {OPTIONS}, {LSE_SQUARE}) -> Tensor grad_logits",
         "logits",
     ),
@@ -140,13 +140,14 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     ),
     "cross_entropy_shard_join": (
         "(Tensor logits, Tensor target, Tensor gathered, SymInt class_start, SymInt num_classes, "
-        f"Tensor? weight=None, *, {OPTIONS}) -> (Tensor loss, Tensor lse, Tensor target_weight, Tensor coefficient)",
+        f"Tensor? weight=None, *, {OPTIONS}) "
+        "-> (Tensor loss, Tensor lse, Tensor target_weight, Tensor lse_coefficient)",
         None,
     ),
     "cross_entropy_shard_reduced": (
         "(Tensor logits, Tensor target, Tensor gathered, SymInt class_start, SymInt num_classes, "
         f"Tensor? weight=None, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}) "
-        "-> (Tensor value, Tensor divisors, Tensor lse, Tensor coefficient)",
+        "-> (Tensor value, Tensor divisors, Tensor lse, Tensor lse_coefficient)",
         None,
     ),
     # The head and the loss as one. Composite: with gradients wanted, the one pass; else rows.
@@ -164,7 +165,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     "linear_cross_entropy_backward": (
         "(Tensor grad_loss, Tensor? grad_lse, Tensor input, Tensor linear_weight, Tensor target, Tensor lse, "
         "Tensor? linear_bias=None, Tensor? weight=None, Tensor? divisors=None, Tensor? grad_entropy=None, "
-        f"Tensor? entropy=None, Tensor? coefficient=None, {SLICE}, {OUTPUT_MASK}, *, {OPTIONS}, {LSE_SQUARE}, "
+        f"Tensor? entropy=None, Tensor? lse_coefficient=None, {SLICE}, {OUTPUT_MASK}, *, {OPTIONS}, {LSE_SQUARE}, "
         f"{ACCUMULATE}, {CHUNKING}) -> ({LINEAR_GRADS})",
         None,
     ),
@@ -224,7 +225,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         "(Tensor input, Tensor linear_weight, Tensor target, Tensor gathered, SymInt class_start, SymInt num_classes, "
         "Tensor? linear_bias=None, Tensor? weight=None, Tensor? gathered_input=None, bool with_entropy=False, *, "
         f"{OPTIONS}, {ACCUMULATE}, {CHUNKING}, str group_name='') "
-        "-> (Tensor loss, Tensor lse, Tensor target_weight, Tensor coefficient, Tensor entropy)",
+        "-> (Tensor loss, Tensor lse, Tensor target_weight, Tensor lse_coefficient, Tensor entropy)",
         None,
     ),
     # A chunk of rows at a time, its logits kept, with the caller's code between the first two: a gather of all ranks'
@@ -239,7 +240,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     "linear_cross_entropy_chunk_grad_": (
         "(Tensor(a!) logits, Tensor grad_loss, Tensor? grad_lse, Tensor linear_weight, Tensor target, Tensor lse, "
         f"{SLICE}, Tensor? weight=None, Tensor? divisors=None, Tensor? grad_entropy=None, Tensor? entropy=None, "
-        f"Tensor? coefficient=None, bool with_grad_input=True, {COUNT}, {AFTER}, {IDS}, Tensor? at_ids=None, "
+        f"Tensor? lse_coefficient=None, bool with_grad_input=True, {COUNT}, {AFTER}, {IDS}, Tensor? at_ids=None, "
         f"Tensor? grad_ids=None, {MASK_IDS}, *, {OPTIONS}, {LSE_SQUARE}) -> (Tensor grad_input, Tensor done)",
         None,
     ),
@@ -269,7 +270,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
 }
 
 
-def twin(schema: str, overwrites: str) -> str:
+def in_place_schema(schema: str, overwrites: str) -> str:
     """The schema of the operator that writes its last output over this argument."""
     arguments, outputs = schema.split(" -> ")
     written = arguments.replace(f"Tensor {overwrites},", f"Tensor(a!) {overwrites},")
@@ -281,7 +282,7 @@ SCHEMAS: dict[str, str] = {}
 for _name, (_schema, _overwrites) in DECLARED.items():
     SCHEMAS[_name] = _schema
     if _overwrites is not None:
-        SCHEMAS[f"{_name}_"] = twin(_schema, _overwrites)
+        SCHEMAS[f"{_name}_"] = in_place_schema(_schema, _overwrites)
 
 # Not in libxent_ops.so, and plain torch on a CPU: heads, whose loops over chunks are Python's (a package for a process
 # without it takes them from ``xent_ops.decompositions``), and several classes a row.

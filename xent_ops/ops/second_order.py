@@ -1,4 +1,4 @@
-"""Derivatives of the backward operators: autograd through their plain-torch twins."""
+"""Derivatives of the backward operators: autograd through their plain-torch references."""
 
 from __future__ import annotations
 

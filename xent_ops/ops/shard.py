@@ -20,22 +20,24 @@ from .library import Gradients, autograd, needs_grad, operator, run_backward, sa
 from .rules import check_targets
 
 
-def _save(ctx: Any, call: Call, coefficient: Tensor, **results: Any) -> None:
+def _save(ctx: Any, call: Call, lse_coefficient: Tensor, **results: Any) -> None:
     if needs_grad(ctx, "weight"):
         checks.weight_needs_grad()
-    save_for(ctx, "cross_entropy_backward", call, coefficient=None if call.weight is None else coefficient, **results)
+    save_for(
+        ctx, "cross_entropy_backward", call, lse_coefficient=None if call.weight is None else lse_coefficient, **results
+    )
 
 
 def _save_rows(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
-    _loss, lse, target_weight, coefficient = output
-    ctx.mark_non_differentiable(target_weight, coefficient)
-    _save(ctx, call, coefficient, lse=lse)
+    _loss, lse, target_weight, lse_coefficient = output
+    ctx.mark_non_differentiable(target_weight, lse_coefficient)
+    _save(ctx, call, lse_coefficient, lse=lse)
 
 
 def _save_reduced(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
-    _value, divisors, lse, coefficient = output
-    ctx.mark_non_differentiable(divisors, coefficient)
-    _save(ctx, call, coefficient, lse=lse, divisors=divisors if call.reduction == "mean" else None)
+    _value, divisors, lse, lse_coefficient = output
+    ctx.mark_non_differentiable(divisors, lse_coefficient)
+    _save(ctx, call, lse_coefficient, lse=lse, divisors=divisors if call.reduction == "mean" else None)
 
 
 def _rows_backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None, *_: None) -> Gradients:

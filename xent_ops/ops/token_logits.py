@@ -57,9 +57,9 @@ operator(
     "token_logits",
     reference=head_ids.statistics_of_rows,
     check_values=check_targets,
-    composed=True,
+    calls_operators=True,
 )
 autograd("token_logits", _backward, save("token_logits_backward"))
 
-operator("token_logits_backward", reference=head_ids.gradient, composed=True)
+operator("token_logits_backward", reference=head_ids.gradient, calls_operators=True)
 autograd("token_logits_backward", refuse_second_derivatives, save_nothing)

@@ -18,7 +18,7 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor.fx_passes import joint_graph
 
 from ..._private import unless_gone
-from ...kernels.sizes import traced
+from ...kernels.sizes import size_hint
 from ...ops import overwriting
 
 MARK = "last_reader"
@@ -134,7 +134,7 @@ def _reads_last(node: fx.Node, position: int, memory: dict[fx.Node, list[fx.Node
 def _rows_overlap(logits: fx.Node) -> bool:
     """With the traced sizes. For others the kernel checks."""
     value = logits.meta["val"]
-    sizes, strides = ([traced(size) for size in numbers] for numbers in (value.shape, value.stride()))
+    sizes, strides = ([size_hint(size) for size in numbers] for numbers in (value.shape, value.stride()))
     return None in (*sizes, *strides) or overwriting.may_overlap(sizes, strides)
 
 

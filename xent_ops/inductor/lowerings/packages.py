@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..._private import unless_gone
 from ...kernels import accelerators
-from ...kernels.sizes import symbolic, traced
+from ...kernels.sizes import size_hint, symbolic
 from ...ops.library import OPERATORS
 
 # Where arguments have the number of classes, by which kernels are chosen that do not serve all others.
@@ -61,7 +61,7 @@ def traced_launches(name: str, args: list[Any], options: dict[str, Any]) -> torc
     def call(*tensors: torch.Tensor) -> list[Any]:
         given = dict(zip(places, tensors, strict=True))
         all_args = [given.get(index, arg) for index, arg in enumerate(args)]
-        if operator.composed:
+        if operator.calls_operators:
             return [operator.reference(*all_args, **keywords)]
         # Both stages of the launcher: the first computes with sizes.
         return [LAUNCHERS[name](*all_args, **keywords)(*all_args)]
@@ -108,7 +108,7 @@ def refuse(name: str, args: list[Any], options: dict[str, Any]) -> None:
             f"xent::{name} cannot be packed for CUDA with a number of rows that depends on data, as that of "
             "logits[target != ignore_index] does; hand over all rows: ignored ones are left out of the loss"
         )
-    if any(symbolic(size) and traced(size) == 0 for tensor in tensors for size in tensor.shape):
+    if any(symbolic(size) and size_hint(size) == 0 for tensor in tensors for size in tensor.shape):
         raise NotImplementedError(
             f"xent::{name} cannot be packed for CUDA traced without rows, for which nothing is launched: trace with a "
             "usual number of them"

@@ -1,4 +1,4 @@
-"""Lowers an operator to its in-place twin where it is the last reader of the logits.
+"""Lowers an operator to its in-place form where it is the last reader of the logits.
 
 Inductor's own pass (reinplace_inplaceable_ops) refuses to write into an input of a graph, and the saved logits are an
 input of the backward graph. AOTAutograd marks saved tensors as donated if no input or output shares their memory. The
@@ -25,10 +25,10 @@ from . import calls, last_reader, packages, save
 # vectors, which their vector cores do element by element (traced only, never run there).
 DEVICES = {*accelerators.ALL, "npu", "cpu"}
 
-# Functional operator -> (its in-place twin, which argument of both it overwrites).
+# Functional operator -> (its in-place form, which argument of both it overwrites).
 INPLACE = {
-    OPERATORS[twin.removesuffix("_")].overload: (OPERATORS[twin].overload, OPERATORS[twin].position)
-    for twin in (f"{name}_" for name, (_, overwrites) in DECLARED.items() if overwrites is not None)
+    OPERATORS[in_place.removesuffix("_")].overload: (OPERATORS[in_place].overload, OPERATORS[in_place].position)
+    for in_place in (f"{name}_" for name, (_, overwrites) in DECLARED.items() if overwrites is not None)
 }
 # A gradient that the forward has made, on every device: plain torch scales it in place too.
 _SCALE = torch.ops.xent.linear_scale_grad.default

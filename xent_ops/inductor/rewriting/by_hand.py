@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...kernels.sizes import known, known_equal
+from ...kernels.sizes import statically_equal, statically_true
 from . import writers
 from .emitter import Emitter
 from .losses import Loss, Start
@@ -99,9 +99,9 @@ class ByHand(Loss):
         wanted, rows = value_of(self.node), value_of(loss)
         if self.negative:
             loss = emit("neg", loss)
-        if known_equal(wanted.shape, rows.shape):
+        if statically_equal(wanted.shape, rows.shape):
             return loss
-        if wanted.dim() == rows.dim() + 1 and known(wanted.shape[self.dim] == 1):
+        if wanted.dim() == rows.dim() + 1 and statically_true(wanted.shape[self.dim] == 1):
             return emit("unsqueeze", loss, self.dim)
         if self.is_soft and wanted.dim() == 0:
             return emit("sum", loss)

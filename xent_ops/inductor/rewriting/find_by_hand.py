@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...kernels.sizes import known_equal, traced
+from ...kernels.sizes import size_hint, statically_equal
 from . import find_soft
 from .by_hand import DIAGONAL, GATHER, NEVER, SUM, ByHand, first_of_arange
 from .modes import transformed
@@ -80,7 +80,7 @@ def _in_brackets(input: Any, index: Any) -> tuple[Any, int, Any, str]:
     every = len(index) == logits.dim() == 2 and first_of_arange(rows) == 0
     if (
         not every
-        or not known_equal(value_of(rows).shape, logits.shape[:1])
+        or not statically_equal(value_of(rows).shape, logits.shape[:1])
         or not _equal(indices.shape, logits.shape[:1])
     ):
         return input, 1, index[-1], "its brackets are not [torch.arange(rows), targets]"
@@ -111,7 +111,7 @@ def _difference(node: fx.Node) -> ByHand | None:
         if behind(source) is not behind(logits):
             return None
         why = "it reads two views of the logits"
-    if not why and (dim != total_dim or not known_equal(*(value_of(one).shape for one in node.args))):
+    if not why and (dim != total_dim or not statically_equal(*(value_of(one).shape for one in node.args))):
         why = "the rows of logsumexp are not those of the other operand"
     given = {"input": logits, "target": index, "ignore_index": NEVER, "reduction": "none"}
     between = [*views, picked, *casts, *sums, *rest]
@@ -139,5 +139,5 @@ _FINDERS = {
 
 def _equal(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
     """For what symbols stand for now. gather takes fewer targets than rows; our operator guards that they are equal."""
-    now, others_now = [traced(size) for size in sizes], [traced(size) for size in others]
+    now, others_now = [size_hint(size) for size in sizes], [size_hint(size) for size in others]
     return now == others_now and None not in now

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ...kernels.sizes import known_equal
+from ...kernels.sizes import statically_equal
 from .by_hand import SOFT, ByHand
 from .nodes import name_of, value_of, viewed_by
 from .reading import arguments_of, behind, input_of, is_log_softmax, is_negated, one_dim, softmax_dim
@@ -53,7 +53,7 @@ def _why_not(log_probs: fx.Node, target: fx.Node, given: dict[str, Any]) -> tupl
     dim %= max(logits.dim(), 1)
     if not probs.is_floating_point():
         return f"its target has dtype {probs.dtype}", dim
-    if not known_equal(logits.shape, probs.shape):
+    if not statically_equal(logits.shape, probs.shape):
         return "its target has another shape than the logits", dim
     if probs.requires_grad:
         return "its target requires grad, and has a gradient of the logits' size", dim

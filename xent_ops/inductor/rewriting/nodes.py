@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from ...kernels.sizes import traced
+from ...kernels.sizes import size_hint
 
 _PACKAGE = Path(__file__).parents[2]
 _LOSSES = (
@@ -83,7 +83,7 @@ def name_of(node: fx.Node) -> str | None:
 
 def hint(size: Any) -> Any:
     """A symbolic size as the number that it has now."""
-    if (now := traced(size)) is None:
+    if (now := size_hint(size)) is None:
         raise LeftAlone(f"the size {size} is not known")
     return now
 

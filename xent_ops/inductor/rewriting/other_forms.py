@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ...kernels.sizes import known
+from ...kernels.sizes import statically_true
 from .find_by_hand import GATHERS
 from .nodes import is_cast, name_of, value_of, viewed_by
 from .reading import arguments_of, behind, input_of, one_dim
@@ -30,7 +30,7 @@ def left(graph: fx.Graph, reported: Collection[fx.Node]) -> Iterator[tuple[fx.No
         if node in reported or not node.users or dim is None or not isinstance(value, Tensor) or not value.dim():
             continue
         reader = _reader(node)
-        if known(value.shape[dim] >= MANY) and reader not in readers:
+        if statically_true(value.shape[dim] >= MANY) and reader not in readers:
             readers.add(reader)
             yield node, what, value, _WHY.format(reader.name)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ...kernels.sizes import known
+from ...kernels.sizes import statically_true
 from .links import is_view, link_of
 from .nodes import is_cast, name_of, value_of, viewed_by
 
@@ -67,4 +67,4 @@ def _keeps_order(node: fx.Node) -> bool:
         return True
     made, source = value_of(node), value_of(node.args[0])
     whole = isinstance(made, Tensor) and isinstance(source, Tensor) and is_view(node)
-    return whole and name_of(node) == "getitem" and known(made.numel() == source.numel())
+    return whole and name_of(node) == "getitem" and statically_true(made.numel() == source.numel())

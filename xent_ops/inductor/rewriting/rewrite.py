@@ -122,9 +122,9 @@ def _refuse_few_classes(loss: Loss) -> None:
     if few is None or loss.is_soft or isinstance(loss, ByHand):
         return
     classes = logits.shape[loss.class_dim]
-    if sizes.known(classes < few):
+    if sizes.statically_true(classes < few):
         raise LeftAlone(f"F.cross_entropy is faster with fewer than {few} classes on a {logits.device.type.upper()}")
-    if sizes.known(logits.stride(loss.class_dim) != 1):
+    if sizes.statically_true(logits.stride(loss.class_dim) != 1):
         raise LeftAlone(f"F.cross_entropy is faster on a {logits.device.type.upper()} where classes are not dense")
 
 

@@ -70,7 +70,7 @@ def backward_kernel(
     lse_ptr,  # (N,) float32
     entropy_ptr,  # (N,) float32
     weight_ptr,  # (V,) float32
-    coefficient_ptr,  # float32: (1,) the sum of the weights; of a SHARD (N,) what a row's loss passes on to its lse
+    lse_coefficient_ptr,  # float32: (1,) the sum of the weights; of a SHARD (N,) what a row's loss passes on to its lse
     grad_ptr,  # (outer, inner, V): may be the logits themselves
     n_rows,
     chunk,  # rows of a program
@@ -130,11 +130,11 @@ def backward_kernel(
             target_weight = tl.load(weight_ptr + column)
             b *= tl.where(target == ignore_index, 0.0, target_weight)  # that of an ignored class may be infinite
             if SHARD:
-                total *= tl.load(coefficient_ptr + row)
+                total *= tl.load(lse_coefficient_ptr + row)
             else:
                 total = b
                 if HAS_SMOOTHING:
-                    total += c * tl.load(coefficient_ptr)
+                    total += c * tl.load(lse_coefficient_ptr)
         if HAS_GRAD_LSE:
             total += tl.load(grad_lse_ptr + row_index * grad_lse_stride).to(tl.float32)
         live = (total != 0.0) | (a != 0.0)

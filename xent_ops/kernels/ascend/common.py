@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from triton import JITFunction
 
-from ..options import Options
+from ..options import RowOptions
 from ..rows import dense
 from ..triton.configs import softcap
 from . import configs
@@ -50,7 +50,7 @@ def indices(target: Tensor) -> Tensor:
     return target.to(torch.int32) if target.dtype == torch.uint8 else target
 
 
-def features(weight: Tensor | None, options: Options, itemsize: int) -> dict[str, Any]:
+def features(weight: Tensor | None, options: RowOptions, itemsize: int) -> dict[str, Any]:
     """The flags that all kernels have."""
     return {
         "HAS_WEIGHT": weight is not None,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..options import DEFAULTS, Options
+from ..options import DEFAULTS, RowOptions
 from ..reference import columns_of, grad_lse_of_square, row_grads
 from ..rows import class_weight, dense, per_row, rows
 from . import configs
@@ -28,12 +28,12 @@ def _backward(
     divisors: Tensor | None = None,
     grad_entropy: Tensor | None = None,
     entropy: Tensor | None = None,
-    coefficient: Tensor | None = None,
+    lse_coefficient: Tensor | None = None,
     class_start: int = 0,
     num_classes: int | None = None,
     _grad_dtype: None = None,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
     lse_square_scale: float = 0.0,
 ) -> None:
     itemsize = logits.element_size()
@@ -52,10 +52,10 @@ def _backward(
     grad_lse_row, grad_lse_stride = per_row(grad_lse, lse)
     grad_entropy_row, grad_entropy_stride = per_row(grad_entropy, lse)
     weights = class_weight(weight, lse)
-    if coefficient is not None:
-        coefficient = dense(coefficient.float())
+    if lse_coefficient is not None:
+        lse_coefficient = dense(lse_coefficient.float())
     elif weight is not None and options.label_smoothing > 0.0:
-        coefficient = weights.sum()
+        lse_coefficient = weights.sum()
     flags = {
         "HAS_GRAD_LSE": grad_lse is not None,
         "HAS_ENTROPY": grad_entropy is not None,
@@ -72,7 +72,7 @@ def _backward(
             lse,
             lse if entropy is None else dense(entropy),
             weights,
-            lse if coefficient is None else coefficient,
+            lse if lse_coefficient is None else lse_coefficient,
             out.tensor,
             view.number,
             chunk,
@@ -84,7 +84,7 @@ def _backward(
             grad_entropy_stride,
             class_start,
             classes,
-            *options.numbers(),
+            *options.kernel_arguments(),
             SHARD=num_classes is not None,
             **flags,
             BLOCK=configs.block(columns, configs.backward_bytes(itemsize, **flags)),
@@ -122,7 +122,7 @@ def cross_entropy_with_grad(
     with_entropy: bool = False,
     _grad_dtype: None = None,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
     backward: Callable[..., Tensor | None] = cross_entropy_backward,
 ) -> tuple[Tensor, ...]:
     """By two kernels: a row does not fit into a vector core's memory, so the logits are read twice anyway."""

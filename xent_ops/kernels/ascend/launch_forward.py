@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import reductions
-from ..options import DEFAULTS, Options
+from ..options import DEFAULTS, RowOptions
 from ..reference import is_counted
 from ..rows import class_weight, rows
 from . import configs
@@ -20,7 +20,7 @@ def _forward(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    options: Options,
+    options: RowOptions,
     *,
     with_argmax: bool = False,
     with_entropy: bool = False,
@@ -54,7 +54,7 @@ def _forward(
             chunk,
             classes,
             *view[2:],
-            *options.numbers(),
+            *options.kernel_arguments(),
             **flags,
             BLOCK=configs.block(classes, configs.forward_bytes(itemsize, **flags)),
         )
@@ -69,7 +69,7 @@ def cross_entropy_forward(
     with_argmax: bool = False,
     with_entropy: bool = False,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
 ) -> tuple[Tensor, ...]:
     return _forward(logits, target, weight, options, with_argmax=with_argmax, with_entropy=with_entropy)
 
@@ -80,7 +80,7 @@ def forward_skipping(
     weight: Tensor | None,
     with_argmax: bool,
     with_entropy: bool,
-    options: Options,
+    options: RowOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Without reading ignored rows: their lse is infinite, their argmax -1, their entropy 0."""
     made = _forward(
@@ -93,7 +93,7 @@ def forward_skipping(
 
 
 def cross_entropy_forward_skipping(
-    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
+    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: RowOptions = DEFAULTS
 ) -> tuple[Tensor, Tensor]:
     return forward_skipping(logits, target, weight, False, False, options)[:2]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import reference_shard
-from ..options import DEFAULTS, Options
+from ..options import DEFAULTS, RowOptions
 from ..reference import columns_of
 from ..rows import class_weight, rows
 from . import configs
@@ -24,7 +24,7 @@ def cross_entropy_shard(
     num_classes: int,
     weight: Tensor | None = None,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
 ) -> Tensor:
     columns, itemsize = columns_of(logits.shape[-1], class_start, num_classes), logits.element_size()
     view = rows(logits)
@@ -45,7 +45,7 @@ def cross_entropy_shard(
             *view[2:],
             class_start,
             num_classes,
-            *options.numbers()[1:],
+            *options.kernel_arguments()[1:],
             **flags,
             BLOCK=configs.block(columns, configs.forward_bytes(itemsize, **flags)),
         )
@@ -61,12 +61,12 @@ def cross_entropy_shard_join(
     num_classes: int,
     weight: Tensor | None = None,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    loss, lse, target_weight, coefficient = (gathered.new_empty(target.shape) for _ in range(4))
+    loss, lse, target_weight, lse_coefficient = (gathered.new_empty(target.shape) for _ in range(4))
     number = target.numel()
     if number == 0:
-        return loss, lse, target_weight, coefficient
+        return loss, lse, target_weight, lse_coefficient
     programs, chunk = configs.programs(number, cores(gathered))
     with on(gathered):
         join_shards_kernel[(programs,)](
@@ -75,7 +75,7 @@ def cross_entropy_shard_join(
             loss,
             lse,
             target_weight,
-            coefficient,
+            lse_coefficient,
             number,
             chunk,
             gathered.shape[0],
@@ -85,7 +85,7 @@ def cross_entropy_shard_join(
             HAS_WEIGHT=weight is not None,
             HAS_SMOOTHING=options.label_smoothing > 0.0,
         )
-    return loss, lse, target_weight, coefficient
+    return loss, lse, target_weight, lse_coefficient
 
 
 @launcher

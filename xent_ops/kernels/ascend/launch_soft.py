@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..options import DEFAULTS, Options
+from ..options import DEFAULTS, RowOptions
 from ..rows import class_weight, dense, per_row, rows
 from . import configs
 from .common import cores, features, launcher, on
@@ -19,7 +19,7 @@ def soft_cross_entropy_forward(
     weight: Tensor | None = None,
     check_target: bool = True,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
 ) -> tuple[Tensor, Tensor]:
     classes, sizes = logits.shape[-1], (logits.element_size(), target.element_size())
     loss = logits.new_empty(logits.shape[:-1], dtype=torch.float32)
@@ -41,7 +41,7 @@ def soft_cross_entropy_forward(
             classes,
             *view[2:],
             *probabilities[2:],
-            *options.numbers()[1:],
+            *options.kernel_arguments()[1:],
             **flags,
             BLOCK=configs.block(classes, configs.soft_bytes(*sizes, **flags)),
         )
@@ -57,7 +57,7 @@ def soft_cross_entropy_backward(
     lse: Tensor,
     weight: Tensor | None = None,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
 ) -> Tensor:
     classes, sizes = logits.shape[-1], (logits.element_size(), target.element_size())
     gradient = logits.new_empty(logits.shape)
@@ -85,7 +85,7 @@ def soft_cross_entropy_backward(
             *probabilities[2:],
             grad_loss_stride,
             grad_lse_stride,
-            *options.numbers()[1:],
+            *options.kernel_arguments()[1:],
             **flags,
             BLOCK=configs.block(classes, configs.soft_bytes(*sizes, **flags)),
         )

@@ -124,7 +124,7 @@ def join_shards_kernel(
     loss_ptr,  # (N,) float32
     lse_ptr,  # (N,) float32
     target_weight_ptr,  # (N,) float32
-    coefficient_ptr,  # (N,) float32
+    lse_coefficient_ptr,  # (N,) float32
     n_rows,
     chunk,  # rows of a program
     world,
@@ -153,7 +153,7 @@ def join_shards_kernel(
         total = tl.cast(0.0, tl.float32)
         loss = tl.cast(0.0, tl.float32)
         target_weight = tl.cast(0.0, tl.float32)
-        coefficient = tl.cast(0.0, tl.float32)
+        lse_coefficient = tl.cast(0.0, tl.float32)
         for rank in tl.range(0, world):
             part_ptr = gathered_ptr + rank * stride + row
             maximum = tl.load(part_ptr)
@@ -170,13 +170,13 @@ def join_shards_kernel(
             # Nothing where it has no share, however far its maximum is: their difference may overflow.
             moved = tl.where(share == 0.0, 0.0, share * (pivot - without_infinity(maximum)))
             loss += tl.load(part_ptr + 2 * number) + moved
-            coefficient += share
+            lse_coefficient += share
             target_weight += weight
         log_total = tl.log(total)
-        loss += coefficient * log_total
+        loss += lse_coefficient * log_total
         loss = tl.where(tiled & (target >= 0) & (target < n_classes), loss, float("nan"))
         counted = target != ignore_index
         tl.store(loss_ptr + row, tl.where(counted, loss, 0.0))
         tl.store(lse_ptr + row, tl.where(tiled, pivot + log_total, float("nan")))
         tl.store(target_weight_ptr + row, tl.where(counted, target_weight, 0.0))
-        tl.store(coefficient_ptr + row, tl.where(counted, coefficient, 0.0))
+        tl.store(lse_coefficient_ptr + row, tl.where(counted, lse_coefficient, 0.0))

@@ -20,7 +20,7 @@ from .numerics import (
 
 
 @triton.jit
-def coefficients(
+def gradient_coefficients(
     a,  # upstream gradient of the loss
     target,
     valid,  # whether the target is a class
@@ -167,7 +167,7 @@ def backward_kernel(
     lse_ptr,  # (N,)
     entropy_ptr,  # (N,)
     weight_ptr,  # (V,) in the accumulator's dtype
-    weight_sum_ptr,  # (1,); shard: (N,), the coefficient of cross_entropy_shard_join
+    weight_sum_ptr,  # (1,); shard: (N,), the lse_coefficient of cross_entropy_shard_join
     grad_ptr,  # (outer, inner, V): may be the logits themselves
     n_cols,
     n_blocks,
@@ -229,7 +229,7 @@ def backward_kernel(
         target_weight = tl.load(weight_ptr + column, mask=owned, other=0.0)
         if FLAGS.smoothing:
             sum_weights = tl.load(weight_sum_ptr)
-    a, total, b, c = coefficients(
+    a, total, b, c = gradient_coefficients(
         a, target, valid, target_weight, sum_weights, total_classes, ignore_index, label_smoothing, FLAGS,
     )  # fmt: skip
     if FLAGS.shard:

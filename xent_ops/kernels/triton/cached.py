@@ -29,8 +29,8 @@ _data_ptr = Tensor.data_ptr
 class Launch:
     """A kernel, how many programs of it, its numbers and its constants.
 
-    Called with the tensors, on the device that is current. The kernel takes the tensors, then ``numbers``, then
-    ``constants``: its constexprs by name, and num_warps and num_stages, which an AOTInductor package wants both.
+    Called with the tensors, on the current device. The kernel takes the tensors, then ``numbers``, then ``constants``:
+    its constexprs by name, with num_warps and num_stages, which an AOTInductor package needs.
     """
 
     def __init__(self, kernel: Any, grid: int, *numbers: Any, **constants: Any) -> None:

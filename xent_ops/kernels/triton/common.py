@@ -15,7 +15,7 @@ from ..._private import private
 from .. import accelerators
 from ..reference import accumulator
 from ..rows import class_weight, dense_rows, front_of, is_narrower, rows, rows_like
-from ..sizes import known
+from ..sizes import statically_true
 from . import configs
 from .recording import RECORDING
 
@@ -37,12 +37,13 @@ def launcher(first_stage: Callable[..., Run]) -> Callable[..., Run]:
     return _register(first_stage.__name__, first_stage)
 
 
-def launcher_and_twin(first_stage: Callable[..., Run]) -> Callable[..., Run]:
-    """Register the launchers of an operator whose last output is a gradient of its logits, and of its in-place twin.
+def launcher_with_in_place_form(first_stage: Callable[..., Run]) -> Callable[..., Run]:
+    """Register the launchers of an operator whose last output is a gradient of its logits, and of its in-place form.
 
     The first stage is called with the strides of the rows that the gradient is written to and the operator's arguments.
-    It returns ``write(gradient, *args)``, which returns the other outputs, or None where there are none. Where the twin
-    writes a gradient that is narrower than the logits, to the front of each row, the first stage gets ``narrow=True``.
+    It returns ``write(gradient, *args)``, which returns the other outputs, or None where there are none. The in-place
+    form may write a gradient that is narrower than the logits, to the front of each row: the first stage then gets
+    ``narrow=True``.
     """
     names = [name for name in inspect.signature(first_stage).parameters if name != "out_strides"]
     position = names.index("logits")
@@ -63,7 +64,7 @@ def launcher_and_twin(first_stage: Callable[..., Run]) -> Callable[..., Run]:
 
         return run
 
-    def twin(*args: Any, **options: Any) -> Run:
+    def in_place_form(*args: Any, **options: Any) -> Run:
         logits, dtype = args[position], grad_dtype_of(args)
         layout = row_layout(logits)
         if is_narrower(dtype, logits):
@@ -81,7 +82,7 @@ def launcher_and_twin(first_stage: Callable[..., Run]) -> Callable[..., Run]:
 
     name = first_stage.__name__
     _register(name, operator)
-    _register(f"{name}_", twin)
+    _register(f"{name}_", in_place_form)
     return first_stage
 
 
@@ -151,7 +152,9 @@ def front_strides(strides: Strides, logits: Tensor, grad_dtype: torch.dtype | No
 def edges(classes: int, itemsize: int, *layouts: Strides) -> int:
     """0 where every row starts and ends on a 16-byte boundary, counted from the first; else see configs.edges."""
     vector = configs.vector(itemsize)
-    if classes % vector == 0 and all(known(stride % vector == 0) for layout in layouts for stride in layout[1:]):
+    if classes % vector == 0 and all(
+        statically_true(stride % vector == 0) for layout in layouts for stride in layout[1:]
+    ):
         return 0
     return configs.edges(classes, itemsize)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from triton import next_power_of_2
 
-from ..options import Options
+from ..options import RowOptions
 
 
 class Config(NamedTuple):
@@ -16,7 +16,7 @@ class Config(NamedTuple):
     num_stages: int
 
 
-def load(options: Options, weighted: bool) -> int:
+def load(options: RowOptions, weighted: bool) -> int:
     """The cost of an element beyond its exponential: 1 for a softcap, 2 for class weights together with smoothing."""
     return (options.softcap is not None) + 2 * (weighted and options.label_smoothing > 0.0)
 

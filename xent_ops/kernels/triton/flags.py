@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..options import Options
+from ..options import RowOptions
 from . import configs
 
 
@@ -29,7 +29,7 @@ class Flags(NamedTuple):
         return _expression(self)
 
 
-def flags_of(options: Options, weighted: bool, itemsize: int) -> Flags:
+def flags_of(options: RowOptions, weighted: bool, itemsize: int) -> Flags:
     """What follows from the options, of logits with elements of so many bytes."""
     return Flags(weighted, options.label_smoothing > 0.0, configs.softcap(options.softcap, itemsize))
 

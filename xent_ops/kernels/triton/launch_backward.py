@@ -1,4 +1,4 @@
-"""Launchers of the backward operator and its twin; see launch.py for what launchers share."""
+"""Launchers of the backward operator and its in-place form; see launch.py for what launchers share."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..options import DEFAULTS, Options
+from ..options import DEFAULTS, RowOptions
 from ..reference import accumulator, columns_of
 from ..rows import class_weight, dense_like, per_row_like
-from ..sizes import traced
+from ..sizes import size_hint
 from . import configs
 from .backward import backward_kernel
 from .cached import Launch
-from .common import Run, Strides, class_weights, edges, launcher_and_twin, row_layout
+from .common import Run, Strides, class_weights, edges, launcher_with_in_place_form, row_layout
 from .flags import flags_of
 from .launch_reduce import prepare_sum
 
 
-@launcher_and_twin
+@launcher_with_in_place_form
 def cross_entropy_backward(
     out_strides: Strides,  # of the rows that the gradient is written to
     grad_loss: Tensor,
@@ -31,23 +31,23 @@ def cross_entropy_backward(
     divisors: Tensor | None = None,
     grad_entropy: Tensor | None = None,
     entropy: Tensor | None = None,
-    coefficient: Tensor | None = None,
+    lse_coefficient: Tensor | None = None,
     class_start: int = 0,
     num_classes: int | None = None,
     grad_dtype: torch.dtype | None = None,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
     lse_square_scale: float = 0.0,
     narrow: bool = False,
 ) -> Run:
-    """``write(gradient, grad_loss, ..., coefficient)``. Of a slice, columns beyond the last class get zeros."""
+    """``write(gradient, grad_loss, ..., lse_coefficient)``. Of a slice, columns beyond the last class get zeros."""
     width, shard = logits.shape[-1], num_classes is not None
     columns = width if num_classes is None else columns_of(width, class_start, num_classes)
     padded = shard and columns < width
     if padded:
         logits = logits[..., :columns]
     number, strides, as_rows, _ = row_layout(logits)
-    if traced(logits.numel()) == 0:
+    if size_hint(logits.numel()) == 0:
 
         def write_zeros(gradient: Tensor, *_: Any) -> None:
             gradient.zero_()  # it has columns behind the last class, or no element
@@ -61,7 +61,7 @@ def cross_entropy_backward(
     as_targets, as_lse = dense_like(target), dense_like(lse, dtype)
     as_divisor = dense_like(lse if divisors is None else divisors)
     as_entropy = dense_like(lse if entropy is None else entropy, dtype)
-    as_coefficient = dense_like(lse if coefficient is None else coefficient, dtype)
+    as_lse_coefficient = dense_like(lse if lse_coefficient is None else lse_coefficient, dtype)
     sum_of = prepare_sum(classes, dtype, logits.device) if weighted and smoothing and not shard else None
     written = itemsize if grad_dtype is None else grad_dtype.itemsize
     border = edges(classes, written, strides, out_strides)
@@ -88,7 +88,7 @@ def cross_entropy_backward(
         grad_entropy_stride,
         class_start,
         num_classes or 0,
-        *options.numbers(),
+        *options.kernel_arguments(),
         lse_square_scale,
         FLAGS=flags,
         EDGES=border,
@@ -113,7 +113,7 @@ def cross_entropy_backward(
         divisors: Tensor | None = None,
         grad_entropy: Tensor | None = None,
         entropy: Tensor | None = None,
-        coefficient: Tensor | None = None,
+        lse_coefficient: Tensor | None = None,
         *_rest: Any,
     ) -> None:
         if padded:
@@ -121,7 +121,7 @@ def cross_entropy_backward(
             gradient, logits = gradient[..., :columns], logits[..., :columns]
             weight = None if weight is None else weight[:columns]
         lse = as_lse(lse)
-        weight_sum = lse if coefficient is None else as_coefficient(coefficient)
+        weight_sum = lse if lse_coefficient is None else as_lse_coefficient(lse_coefficient)
         if sum_of is not None:
             weight = class_weight(weight, lse)
             weight_sum = sum_of(weight)

@@ -11,10 +11,10 @@ from ..distillation import Distillation
 from ..reference import accumulator
 from ..reference_distillation import STATISTICS
 from ..rows import dense_like, per_row_like
-from ..sizes import traced
+from ..sizes import size_hint
 from . import configs
 from .cached import Launch
-from .common import Run, Strides, launcher, launcher_and_twin, new_rows, new_tensor, row_layout
+from .common import Run, Strides, launcher, launcher_with_in_place_form, new_rows, new_tensor, row_layout
 from .distillation import distillation_kernel
 from .flags import DistillationFlags, flags_of
 
@@ -54,7 +54,7 @@ class _Call:
         _, teacher_strides, self.teacher_rows, _ = row_layout(teacher_logits)
         self.target = dense_like(target)
         self.upstream, upstream_stride = per_row_like(upstream)
-        self.empty = traced(number) == 0
+        self.empty = size_hint(number) == 0
         width, classes = logits.shape[-1], how.columns(logits, class_start)
         itemsize = min(logits.element_size(), teacher_logits.element_size())
         vector = configs.vector(itemsize)
@@ -73,7 +73,7 @@ class _Call:
         capped = student.softcap is not None or teacher.softcap is not None
         loaded = capped or flags.rest or flags.beta == 2 or flags.hard == 2
         block, num_warps, num_stages = config(classes, logits.element_size(), flags.gradient, loaded)
-        ignore_index, _, *activation = student.numbers()
+        ignore_index, _, *activation = student.kernel_arguments()
         self.launch = Launch(
             distillation_kernel,
             number,
@@ -91,7 +91,7 @@ class _Call:
             how.temperature,
             how.hard_weight,
             *activation,
-            *teacher.numbers()[2:],
+            *teacher.kernel_arguments()[2:],
             FLAGS=flags_of(student, False, logits.element_size()),
             TEACHER_FLAGS=flags_of(teacher, False, teacher_logits.element_size()),
             HOW=flags,
@@ -152,7 +152,7 @@ def distillation_forward(
     return run
 
 
-@launcher_and_twin
+@launcher_with_in_place_form
 def distillation_backward(
     out_strides: Strides,
     grad_loss: Tensor,
@@ -181,7 +181,7 @@ def distillation_backward(
     return write
 
 
-@launcher_and_twin
+@launcher_with_in_place_form
 def distillation_with_grad(
     out_strides: Strides, logits: Tensor, teacher_logits: Tensor, target: Tensor, grad_scale: Tensor, **given: Any
 ) -> Run:

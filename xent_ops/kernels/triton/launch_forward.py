@@ -9,10 +9,10 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from ..accelerators import processors
-from ..options import DEFAULTS, Options
+from ..options import DEFAULTS, RowOptions
 from ..reference import accumulator
 from ..rows import dense_like
-from ..sizes import traced
+from ..sizes import size_hint
 from . import configs
 from .cached import Launch
 from .common import RowLayout, Run, class_weights, edges, launcher, new_tensor, row_layout
@@ -22,12 +22,12 @@ from .short import short_kernel
 from .split_row import join_kernel, partial_kernel
 
 
-def _prepare_kernels(logits: Tensor, layout: RowLayout, options: Options, flags: Flags) -> Callable[..., None]:
+def _prepare_kernels(logits: Tensor, layout: RowLayout, options: RowOptions, flags: Flags) -> Callable[..., None]:
     """``launch(logits, target, weights, loss, lse, argmax, entropy)`` by the kernels that suit these rows."""
     number, strides = layout.number, layout.strides
     classes, itemsize = logits.shape[-1], logits.element_size()
     extra, load = flags.argmax or flags.entropy, configs.load(options, flags.weight)
-    numbers = options.numbers()
+    numbers = options.kernel_arguments()
     vector = configs.vector(itemsize)
     border = edges(classes, itemsize, strides)
     short = configs.short(classes, itemsize, extra, load, flags.smoothing)
@@ -36,7 +36,7 @@ def _prepare_kernels(logits: Tensor, layout: RowLayout, options: Options, flags:
         programs = -(-number // short.rows)
         return Launch(short_kernel, programs, number, classes, *strides, *numbers, FLAGS=flags, **tiling, num_stages=1)
     config = configs.forward(classes, itemsize, extra, load)
-    config, parts, part_classes = configs.parts(traced(number), classes, config, processors(logits.device))
+    config, parts, part_classes = configs.parts(size_hint(number), classes, config, processors(logits.device))
     tiling = {"EDGES": border, "BLOCK": config.block, "VECTOR": vector}
     tiling |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if parts == 1:
@@ -62,7 +62,7 @@ def prepare_forward(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    options: Options,
+    options: RowOptions,
     with_argmax: bool = False,
     with_entropy: bool = False,
     skip_ignored: bool = False,
@@ -72,7 +72,7 @@ def prepare_forward(
     ``skip_ignored``: the logits of ignored rows are not read; their lse is infinite, their argmax -1, their entropy 0.
     """
     layout, launch = row_layout(logits), None
-    if traced(layout.number) > 0:
+    if size_hint(layout.number) > 0:
         flags = flags_of(options, weight is not None, logits.element_size())
         flags = flags._replace(argmax=with_argmax, entropy=with_entropy, skip_ignored=skip_ignored)
         launch = _prepare_kernels(logits, layout, options, flags)
@@ -105,7 +105,7 @@ def cross_entropy_forward(
     with_argmax: bool = False,
     with_entropy: bool = False,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
 ) -> Run:
     forward = prepare_forward(logits, target, weight, options, with_argmax, with_entropy)
     new_outputs = new_statistics(logits, with_argmax, with_entropy)

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..options import Options
+from ..options import RowOptions
 from ..reference_fp8 import GradientRows
 from .flags import flags_of
 from .fp8 import gradient_fp8_kernel, quantize_kernel
@@ -67,7 +67,7 @@ def gradient(
     logits: Tensor,
     of_rows: GradientRows,
     weight: Tensor | None,
-    options: Options,
+    options: RowOptions,
     rows: Tensor | None,
     transposed: Tensor | None,
 ) -> None:
@@ -85,7 +85,7 @@ def gradient(
     )
     packed = torch.stack([number.to(torch.float32) for number in numbers])
     flags = flags_of(options, weight is not None, logits.element_size())._replace(entropy=of_rows.entropy is not None)
-    _ignore_index, _smoothing, softcap, logit_scale = options.numbers()
+    _ignore_index, _smoothing, softcap, logit_scale = options.kernel_arguments()
     width = logits.shape[1] if rows is None else rows.shape[1]
     gradient_fp8_kernel[_grid(logits.shape[0], width)](
         logits,

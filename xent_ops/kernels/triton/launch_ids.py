@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from triton import next_power_of_2
 
-from ..options import DEFAULTS, Options
+from ..options import DEFAULTS, RowOptions
 from ..rows import dense_like
-from ..sizes import traced
+from ..sizes import size_hint
 from .cached import Launch
 from .common import Run, launcher, row_layout
 from .ids import ids_grad_kernel
@@ -29,15 +29,15 @@ def ids_grad_(
     class_start: int = 0,
     num_classes: int | None = None,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
 ) -> Run:
     layout = row_layout(grad_logits)
     number, strides, as_rows, _ = layout
-    if traced(number) == 0 or grad_logits.shape[-1] == 0:
+    if size_hint(number) == 0 or grad_logits.shape[-1] == 0:
         return lambda *_: None
     places = ids.shape[-1]
     size = next_power_of_2(places)
-    ignore_index, _, softcap, scale = options.numbers()
+    ignore_index, _, softcap, scale = options.kernel_arguments()
     numbers = (grad_logits.shape[-1], places, *strides, class_start, ignore_index, softcap, scale)
     launch = Launch(
         ids_grad_kernel,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..options import DEFAULTS, Options
+from ..options import DEFAULTS, RowOptions
 from ..reference import accumulator
 from ..rows import dense_like
 from ..sizes import size_to_serve
@@ -83,7 +83,7 @@ def prepare_sum(number: int, dtype: torch.dtype, device: torch.device) -> Callab
 def prepare_reduce(
     logits: Tensor,
     target: Tensor,
-    options: Options,
+    options: RowOptions,
     lse_square_scale: float,
     reduction: str,
     *,
@@ -115,7 +115,7 @@ def cross_entropy_reduced(
     target: Tensor,
     weight: Tensor | None = None,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
     lse_square_scale: float = 0.0,
     reduction: str = "mean",
 ) -> Run:
@@ -137,7 +137,7 @@ def cross_entropy_reduced(
 
 @launcher
 def cross_entropy_divisor(
-    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: Options = DEFAULTS
+    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: RowOptions = DEFAULTS
 ) -> Run:
     dtype = accumulator(logits)
     sums = _prepare_sums(

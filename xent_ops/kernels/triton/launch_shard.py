@@ -8,10 +8,10 @@ from torch import Tensor
 from triton import cdiv, next_power_of_2
 
 from .. import reference_shard
-from ..options import DEFAULTS, Options
+from ..options import DEFAULTS, RowOptions
 from ..reference import accumulator, columns_of
 from ..rows import dense_like
-from ..sizes import traced
+from ..sizes import size_hint
 from . import configs
 from .cached import Launch
 from .common import Run, class_weights, edges, launcher, new_tensor, row_layout
@@ -30,11 +30,11 @@ def cross_entropy_shard(
     num_classes: int,
     weight: Tensor | None = None,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
 ) -> Run:
     columns = columns_of(logits.shape[-1], class_start, num_classes)
     number, strides, as_rows, _ = row_layout(logits)
-    empty = traced(number) == 0
+    empty = size_hint(number) == 0
     itemsize, weighted = logits.element_size(), weight is not None
     border = edges(columns, itemsize, strides)
     load = configs.load(options, weighted)
@@ -46,7 +46,7 @@ def cross_entropy_shard(
         class_start,
         num_classes,
         *strides,
-        *options.numbers()[1:],
+        *options.kernel_arguments()[1:],
         FLAGS=flags_of(options, weighted, itemsize),
         EDGES=border,
         BLOCK=config.block,
@@ -72,11 +72,11 @@ def cross_entropy_shard(
 
 
 def _prepare_join(
-    target: Tensor, gathered: Tensor, num_classes: int, weighted: bool, options: Options
+    target: Tensor, gathered: Tensor, num_classes: int, weighted: bool, options: RowOptions
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """``join(target, gathered)`` -> (loss, lse, target_weight, coefficient)."""
+    """``join(target, gathered)`` -> (loss, lse, target_weight, lse_coefficient)."""
     number, world = target.numel(), gathered.shape[0]
-    empty = traced(number) == 0
+    empty = size_hint(number) == 0
     launch = Launch(
         join_shards_kernel,
         cdiv(number, JOIN_BLOCK),
@@ -112,7 +112,7 @@ def cross_entropy_shard_join(
     num_classes: int,
     weight: Tensor | None = None,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
 ) -> Run:
     join = _prepare_join(target, gathered, num_classes, weight is not None, options)
 
@@ -133,7 +133,7 @@ def cross_entropy_shard_reduced(
     num_classes: int,
     weight: Tensor | None = None,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
     lse_square_scale: float = 0.0,
     reduction: str = "mean",
 ) -> Run:
@@ -143,8 +143,8 @@ def cross_entropy_shard_reduced(
     def run(
         _logits: Tensor, target: Tensor, gathered: Tensor, *_rest: int | Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        loss, lse, target_weight, coefficient = join(target, gathered)
+        loss, lse, target_weight, lse_coefficient = join(target, gathered)
         value, divisors = reduce(loss, lse, target, target_weight)
-        return value, divisors, lse, coefficient
+        return value, divisors, lse, lse_coefficient
 
     return run

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..options import DEFAULTS, Options
+from ..options import DEFAULTS, RowOptions
 from ..reference import accumulator
 from ..rows import class_weight, dense_like, per_row_like
-from ..sizes import traced
+from ..sizes import size_hint
 from . import configs
 from .cached import Launch
 from .common import Run, launcher, new_gradient, new_rows, row_layout
@@ -17,7 +17,7 @@ from .flags import flags_of
 from .soft import soft_backward_kernel, soft_forward_kernel
 
 
-def _constants(logits: Tensor, options: Options, weighted: bool, grad_lse: bool) -> dict[str, Any]:
+def _constants(logits: Tensor, options: RowOptions, weighted: bool, grad_lse: bool) -> dict[str, Any]:
     config = configs.soft(logits.shape[-1], logits.element_size())
     flags = flags_of(options, weighted, logits.element_size())
     return {
@@ -35,17 +35,17 @@ def soft_cross_entropy_forward(
     weight: Tensor | None = None,
     check_target: bool = True,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
 ) -> Run:
     (number, strides, as_rows, _), (_, target_strides, as_targets, _) = row_layout(logits), row_layout(target)
-    empty = traced(number) == 0
+    empty = size_hint(number) == 0
     launch = Launch(
         soft_forward_kernel,
         number,
         logits.shape[-1],
         *strides,
         *target_strides,
-        *options.numbers()[1:],
+        *options.kernel_arguments()[1:],
         **_constants(logits, options, weight is not None, False),
     )
     new_row = new_rows(logits)
@@ -68,10 +68,10 @@ def soft_cross_entropy_backward(
     lse: Tensor,
     weight: Tensor | None = None,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
 ) -> Run:
     (number, strides, as_rows, _), (_, target_strides, as_targets, _) = row_layout(logits), row_layout(target)
-    empty = traced(number) == 0
+    empty = size_hint(number) == 0
     as_grad_loss, grad_loss_stride = per_row_like(grad_loss)
     as_grad_lse, grad_lse_stride = per_row_like(grad_lse)
     launch = Launch(
@@ -82,7 +82,7 @@ def soft_cross_entropy_backward(
         *target_strides,
         grad_loss_stride,
         grad_lse_stride,
-        *options.numbers()[1:],
+        *options.kernel_arguments()[1:],
         **_constants(logits, options, weight is not None, grad_lse is not None),
     )
     gradient = new_gradient(logits)

@@ -11,10 +11,10 @@ from triton import next_power_of_2
 
 from .. import accelerators
 from ..accelerators import processors
-from ..options import DEFAULTS, Options
+from ..options import DEFAULTS, RowOptions
 from ..reference import accumulator, grad_lse_of_square
 from ..rows import dense_like, is_narrower, per_row_like
-from ..sizes import size_to_serve, traced
+from ..sizes import size_hint, size_to_serve
 from . import configs
 from .cached import Launch
 from .common import (
@@ -24,7 +24,7 @@ from .common import (
     class_weights,
     edges,
     launcher,
-    launcher_and_twin,
+    launcher_with_in_place_form,
     mark_written,
     new_tensor,
     row_layout,
@@ -68,7 +68,7 @@ class _Call(NamedTuple):
     with_argmax: bool
     with_entropy: bool
     grad_dtype: torch.dtype | None
-    options: Options
+    options: RowOptions
     narrow: bool = False  # the gradient is written to the front of each row of logits
 
 
@@ -79,11 +79,11 @@ Kernel = Callable[..., None]
 
 def _prepare_with_grad(call: _Call) -> Kernel:
     logits, number = call.logits, call.layout.number
-    if traced(number) == 0:
+    if size_hint(number) == 0:
         return lambda *_tensors: None
     shared = _prepare_shared(call)
     # A program a row would leave some processors idle.
-    few = traced(number) < processors(logits.device) or is_narrower(call.grad_dtype, logits)
+    few = size_hint(number) < processors(logits.device) or is_narrower(call.grad_dtype, logits)
     general = _prepare_two_visits(call) if few else _prepare_launch(call, None)
     if shared is None:
         return general
@@ -99,7 +99,7 @@ def _prepare_shared(call: _Call) -> Kernel | None:
     """By the kernel that keeps a row in shared memory; None where it cannot."""
     logits, strides, options = call.logits, call.layout.strides, call.options
     classes, itemsize = logits.shape[-1], logits.element_size()
-    plain = call.weight is None and options.only_scale is not None
+    plain = call.weight is None and options.plain_scale is not None
     same_rows = strides == call.out_strides
     # Copies to shared memory take whole 16-byte vectors.
     written = itemsize if call.grad_dtype is None else call.grad_dtype.itemsize
@@ -132,7 +132,7 @@ def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
             with_grad_shared_kernel,
             programs,
             *numbers,
-            options.only_scale,
+            options.plain_scale,
             HAS_LSE_SQUARE=with_square,
             STATISTICS=call.with_argmax or call.with_entropy,
             num_warps=shared.num_warps,
@@ -153,7 +153,7 @@ def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
             with_grad_kernel,
             number,
             *numbers,
-            *options.numbers()[1:],
+            *options.kernel_arguments()[1:],
             FLAGS=flags_of(options, weighted, itemsize)._replace(
                 lse_square=with_square, skip_ignored=True, argmax=call.with_argmax, entropy=call.with_entropy
             ),
@@ -218,7 +218,7 @@ def _prepare_two_visits(call: _Call) -> Kernel:
     return kernel
 
 
-@launcher_and_twin
+@launcher_with_in_place_form
 def cross_entropy_with_grad(
     out_strides: Strides,
     logits: Tensor,
@@ -230,7 +230,7 @@ def cross_entropy_with_grad(
     with_entropy: bool = False,
     grad_dtype: torch.dtype | None = None,
     *,
-    options: Options = DEFAULTS,
+    options: RowOptions = DEFAULTS,
     narrow: bool = False,
 ) -> Run:
     rest = (target, grad_scale, grad_lse_square, weight, with_argmax, with_entropy, grad_dtype)
@@ -257,7 +257,7 @@ def cross_entropy_with_grad(
 @launcher
 def scale_grad_(grad: Tensor, factor: Tensor) -> Run:
     number, strides, as_rows, _ = row_layout(grad)
-    if traced(number) == 0:
+    if size_hint(number) == 0:
         return lambda _grad, _factor: None
     classes = grad.shape[-1]
     config = configs.backward(classes, grad.element_size())

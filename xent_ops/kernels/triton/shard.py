@@ -100,7 +100,7 @@ def join_shards_kernel(
     loss_ptr,  # (N,)
     lse_ptr,  # (N,)
     target_weight_ptr,  # (N,)
-    coefficient_ptr,  # (N,)
+    lse_coefficient_ptr,  # (N,)
     n_rows: "i64",
     world,
     n_classes: "i64",
@@ -137,7 +137,7 @@ def join_shards_kernel(
     faults = tl.where(tl.sum(sizes, axis=0) == n_classes, 0, 1)
     total = tl.zeros([BLOCK], ACC)
     loss = tl.zeros([BLOCK], ACC)
-    coefficient = tl.zeros([BLOCK], ACC)
+    lse_coefficient = tl.zeros([BLOCK], ACC)
     target_weight = tl.zeros([BLOCK], ACC)
     for rank in tl.range(0, world):
         part_ptr = gathered_ptr + tl.cast(rank, tl.int64) * stride
@@ -161,11 +161,11 @@ def join_shards_kernel(
         loss += tl.load(part_ptr + 2 * n_rows + rows, mask=inside, other=0.0)
         # Nothing where it has no share, however far its maximum is: their difference may overflow.
         loss += tl.where(share == 0.0, 0.0, share * (pivot - without_infinity(maximum)))
-        coefficient += share
+        lse_coefficient += share
         target_weight += weight
 
     log_total = tl.log2(total) * LN2
-    loss += coefficient * log_total
+    loss += lse_coefficient * log_total
     if not (FLAGS.weight or FLAGS.smoothing):  # as in row_outputs.finish, for parts that are relative to 0
         loss = tl.maximum(loss, 0.0, propagate_nan=tl.PropagateNan.ALL)
     valid = (target >= 0) & (target < n_classes)
@@ -175,4 +175,4 @@ def join_shards_kernel(
     tl.store(lse_ptr + rows, tl.where(faults == 0, pivot + log_total, float("nan")), mask=inside)
     tl.store(loss_ptr + rows, loss, mask=inside)
     tl.store(target_weight_ptr + rows, tl.where(ignored, 0.0, target_weight), mask=inside)
-    tl.store(coefficient_ptr + rows, tl.where(ignored, 0.0, coefficient), mask=inside)
+    tl.store(lse_coefficient_ptr + rows, tl.where(ignored, 0.0, lse_coefficient), mask=inside)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .backward import coefficients, gradient, write
+from .backward import gradient, gradient_coefficients, write
 from .forward import scan
 from .numerics import (
     LN2,
@@ -84,16 +84,16 @@ def with_grad_kernel(
     target_weight = tl.cast(0.0, ACC)
     if FLAGS.weight:
         target_weight = tl.load(weight_ptr + target, mask=valid, other=0.0)
-    a, coefficient, b, c = coefficients(
+    a, total, b, c = gradient_coefficients(
         a, target, valid, target_weight, weights, n_cols, ignore_index, label_smoothing, FLAGS
     )
     if FLAGS.lse_square:
         square = tl.load(grad_lse_square_ptr + tl.cast(row, tl.int64) * grad_lse_square_stride).to(ACC)
-        coefficient += tl.where(ignored, 0.0, 2.0 * square * lse)
+        total += tl.where(ignored, 0.0, 2.0 * square * lse)
     # A row that passes nothing back gets exact zeros, whatever its logits hold.
-    live = (coefficient != 0.0) | (a != 0.0)
+    live = (total != 0.0) | (a != 0.0)
     unit = slope_unit(act, FLAGS)
-    coefficient *= unit
+    total *= unit
     b *= unit
     c *= unit
     lse = tl.where(live, lse, 0.0)
@@ -110,19 +110,19 @@ def with_grad_kernel(
         columns = (n_blocks - 1 - block) * BLOCK + tl.arange(0, BLOCK)  # the end of the row was read last
         write(
             logits_ptr + boundary + columns, grad_ptr + out_boundary + columns, head + columns, columns < body,
-            columns < tl.where(live, body, 0), body_weight_ptr + columns, lse, coefficient, b, c, zero, zero,
+            columns < tl.where(live, body, 0), body_weight_ptr + columns, lse, total, b, c, zero, zero,
             act, -1, FLAGS, False,
         )  # fmt: skip
     if EDGES:
         edges, exist = edge_columns(head, body, n_cols, EDGES)
         write(
             logits_ptr + offset + edges, grad_ptr + out_offset + edges, edges, exist,
-            exist & (edges < tl.where(live, n_cols, 0)), weight_ptr + edges, lse, coefficient, b, c, zero, zero,
+            exist & (edges < tl.where(live, n_cols, 0)), weight_ptr + edges, lse, total, b, c, zero, zero,
             act, -1, FLAGS, False,
         )  # fmt: skip
     tl.debug_barrier()  # the target's own element is written again, as in backward.py
     grad, slope = gradient(
-        at_target, lse, coefficient, c, target_weight, zero, zero, act, FLAGS, False,
+        at_target, lse, total, c, target_weight, zero, zero, act, FLAGS, False,
     )  # fmt: skip
     tl.store(grad_ptr + out_offset + target, ((grad - b) * slope).to(grad_ptr.dtype.element_ty), mask=valid & live)
 

@@ -93,14 +93,14 @@ operator(
     check_values=check_targets,
     results={"stats": ("acc", _statistics_shape, "")},
     rules=(one_chunk,),
-    composed=True,
+    calls_operators=True,
 )
 operator(
     "linear_cross_entropy_chunk_grad_",
     reference=shard.chunk_grad_,
     arguments=PADDED,
     results=GRAD_INPUT,
-    composed=True,
+    calls_operators=True,
     overwrites="logits",
 )
 operator(
@@ -108,7 +108,7 @@ operator(
     reference=shard.chunk_add_,
     arguments={"grad_logits": None},
     rules=(one_chunk, _check_add),
-    composed=True,
+    calls_operators=True,
     overwrites="grad_linear_weight",
 )
 operator(
@@ -121,6 +121,6 @@ operator(
     },
     results={"loss": ("=value", lambda call: call.value.shape, "")},
     rules=(_check_gradients,),
-    composed=True,
+    calls_operators=True,
 )
 autograd("attach_gradients", _attached_backward, _save_gradients)

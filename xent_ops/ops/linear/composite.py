@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..._private import private
 from ...head import chunks
-from ...kernels.options import Chunking, LossOptions, Options
+from ...kernels.options import Chunking, LossOptions, RowOptions
 from ...kernels.reductions import reduce_rows
 from .. import arguments, transforms
 from .. import checks as row_checks
@@ -81,7 +81,7 @@ def linear_cross_entropy(
     **options: Any,
 ) -> Tensor:
     arguments.linear(input, linear_weight, target, linear_bias, weight, divisor)
-    loss = arguments.loss_options(*Options(**options), lse_square_scale, reduction, input.dtype)
+    loss = arguments.loss_options(*RowOptions(**options), lse_square_scale, reduction, input.dtype)
     row_checks.weight_without_grad(weight)
     checks.reduced_by(divisor, input, reduction)
     row_checks.token_weight(token_weight, target)

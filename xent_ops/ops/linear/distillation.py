@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...head import distillation as head_distillation
 from ...head.float16 import split_divisors
-from ...kernels.options import LossOptions, Options
+from ...kernels.options import LossOptions, RowOptions
 from ..checks import divisor_needs_grad
 from ..contract import Call
 from ..distillation import refuse_derivatives
@@ -30,7 +30,7 @@ def _save(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
         divisor_needs_grad()
     _value, divisors, *gradients = output
     ctx.mark_non_differentiable(divisors, *gradients)
-    loss = LossOptions(Options(call.ignore_index))
+    loss = LossOptions(RowOptions(call.ignore_index))
     _, divisor = split_divisors(call.input.dtype, divisors, call.target, call.token_weight, loss=loss)
     keep_gradients(ctx, call, gradients, divisor)
 
@@ -52,11 +52,11 @@ def _rows_backward(ctx: Any, grad_loss: Tensor, _: None) -> Gradients:
     return by_name(mask, run_backward(ctx, grad_loss, output_mask=mask))
 
 
-operator("linear_distillation_forward", reference=head_distillation.statistics, composed=True)
+operator("linear_distillation_forward", reference=head_distillation.statistics, calls_operators=True)
 autograd("linear_distillation_forward", _rows_backward, _save_rows)
 
-operator("linear_distillation_backward", reference=head_distillation.gradients, composed=True)
+operator("linear_distillation_backward", reference=head_distillation.gradients, calls_operators=True)
 autograd("linear_distillation_backward", refuse_derivatives, save_nothing)
 
-operator("linear_distillation_with_grad", reference=head_distillation.with_grad, results=SUMS, composed=True)
+operator("linear_distillation_with_grad", reference=head_distillation.with_grad, results=SUMS, calls_operators=True)
 autograd("linear_distillation_with_grad", _backward, _save)

@@ -15,7 +15,7 @@ from ...head import distillation_shard
 from ..library import operator
 from .chunk import GRAD_INPUT, PADDED, one_chunk
 
-operator("linear_distillation_chunk", reference=distillation_shard.chunk, rules=(one_chunk,), composed=True)
+operator("linear_distillation_chunk", reference=distillation_shard.chunk, rules=(one_chunk,), calls_operators=True)
 operator(
     "linear_distillation_chunk_grad_",
     reference=distillation_shard.chunk_grad_,
@@ -25,6 +25,6 @@ operator(
         "teacher_logits": ("float", "... P", "as linear_distillation_chunk makes them"),
     },
     results=GRAD_INPUT,
-    composed=True,
+    calls_operators=True,
     overwrites="logits",
 )

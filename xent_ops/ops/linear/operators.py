@@ -138,23 +138,23 @@ def _no_derivative(ctx: Any, *grads: Tensor) -> NoReturn:
     )
 
 
-operator("linear_cross_entropy_forward", reference=cross_entropy.statistics, composed=True)
+operator("linear_cross_entropy_forward", reference=cross_entropy.statistics, calls_operators=True)
 autograd("linear_cross_entropy_forward", _rows_backward, _save_rows)
 
 operator(
     "linear_cross_entropy_backward",
     reference=cross_entropy.gradients,
-    composed=True,
+    calls_operators=True,
 )
 autograd("linear_cross_entropy_backward", _second_backward, save_all)
 
-operator("linear_cross_entropy_with_grad", reference=cross_entropy.with_grad, results=SUMS, composed=True)
+operator("linear_cross_entropy_with_grad", reference=cross_entropy.with_grad, results=SUMS, calls_operators=True)
 autograd("linear_cross_entropy_with_grad", _with_grad_backward, _save_with_grad)
 
 operator(
     "linear_scale_grad",
     reference=chunks.scaled,
     results={"scaled": ("=grad", "... columns", "")},
-    composed=True,
+    calls_operators=True,
 )
 autograd("linear_scale_grad", _no_derivative, save_nothing)

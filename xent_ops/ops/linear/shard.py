@@ -26,17 +26,17 @@ def _save(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
     if needs_grad(ctx, "weight"):
         weight_needs_grad()
     ctx.mask = mask_of(ctx)
-    _loss, lse, target_weight, coefficient, entropy = output
-    ctx.mark_non_differentiable(target_weight, coefficient, *(() if call.with_entropy else (entropy,)))
+    _loss, lse, target_weight, lse_coefficient, entropy = output
+    ctx.mark_non_differentiable(target_weight, lse_coefficient, *(() if call.with_entropy else (entropy,)))
     ctx.group_name, ctx.scattered = call.group_name, call.gathered_input is not None
-    results = {"lse": lse, "coefficient": None if call.weight is None else coefficient}
+    results = {"lse": lse, "lse_coefficient": None if call.weight is None else lse_coefficient}
     results["entropy"] = entropy if call.with_entropy else None
     results["input"] = call.gathered_input if ctx.scattered else call.input
     save_for(ctx, "linear_cross_entropy_backward", call, **results)
 
 
 def _backward(
-    ctx: Any, grad_loss: Any, grad_lse: Any, _weight: None, _coefficient: None, grad_entropy: Any
+    ctx: Any, grad_loss: Any, grad_lse: Any, _weight: None, _lse_coefficient: None, grad_entropy: Any
 ) -> Gradients:
     gradients = by_name(
         ctx.mask,
@@ -85,7 +85,7 @@ operator(
     "linear_cross_entropy_shard",
     reference=shard.statistics,
     check_values=check_targets,
-    composed=True,
+    calls_operators=True,
 )
 autograd("linear_cross_entropy_shard", _shard_alone, save_nothing)
 
@@ -95,6 +95,6 @@ operator(
     arguments={"gathered_input": ("=input", "... H", "the inputs of all ranks")},
     rows_of=_rows_owner,
     rules=(_gathered_input,),
-    composed=True,
+    calls_operators=True,
 )
 autograd("linear_cross_entropy_shard_join", _backward, _save)

@@ -19,10 +19,10 @@ def _backward(ctx: Any, *grads: Tensor | None) -> Gradients:
     return by_name(mask, run_backward(ctx, None, **upstream(ctx, *grads), output_mask=mask))
 
 
-operator("linear_token_logits", reference=head_ids.statistics, check_values=check_targets, composed=True)
+operator("linear_token_logits", reference=head_ids.statistics, check_values=check_targets, calls_operators=True)
 autograd("linear_token_logits", _backward, save("linear_token_logits_backward"))
 
-operator("linear_token_logits_backward", reference=head_ids.gradients, composed=True)
+operator("linear_token_logits_backward", reference=head_ids.gradients, calls_operators=True)
 autograd("linear_token_logits_backward", refuse_second_derivatives, save_nothing)
 
 operator(
@@ -31,6 +31,6 @@ operator(
     check_values=check_targets,
     arguments={"grad_lse_square": ("float", "...", "one value for each row of the input")},
     results=SUMS,
-    composed=True,
+    calls_operators=True,
 )
 autograd("linear_token_logits_with_grad", refuse_second_derivatives, save_nothing)

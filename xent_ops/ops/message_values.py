@@ -7,13 +7,13 @@ from typing import Any
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
 
 
-def shown(value: Any) -> str:
+def repr_for_message(value: Any) -> str:
     """A constant as Python writes it, a function by its name, anything else by its type."""
     values = value if isinstance(value, (list, tuple)) else (value,)
     if all([isinstance(item, _CONSTANTS) for item in values]):
         return repr(value)
-    return getattr(value, "__qualname__", None) or kind_of(value)
+    return getattr(value, "__qualname__", None) or type_name(value)
 
 
-def kind_of(value: Any) -> str:
+def type_name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")

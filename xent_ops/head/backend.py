@@ -1,4 +1,4 @@
-"""How the losses make and multiply logits."""
+"""Two backends of the heads' losses: logits in memory that is reused, or nodes of an exported graph."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .packing import ComputedRows, counted_rows
 from .products import Products, counting_kernels
 
 
-class Way(NamedTuple):
-    """In memory that is reused, or as exporters take it."""
+class Backend(NamedTuple):
+    """Which rows are computed, and what makes and multiplies their logits."""
 
     products: Callable[..., Any]  # arguments as for ``Products``
     rows: Callable[..., ComputedRows]  # as ``rows_to_compute``
@@ -43,4 +43,4 @@ def _products(
     return kind(rows, input, linear_weight, linear_bias, chunking, *gradient_args)
 
 
-IN_MEMORY = Way(_products, rows_to_compute)
+IN_MEMORY = Backend(_products, rows_to_compute)
