@@ -61,7 +61,7 @@ Result call(const char* name, const char* overload, const Args&... args) {
   return torch::stable::detail::to<Result>(stack[0]);
 }
 
-// Contiguous and uninitialised, of the shape of `like`, which may be symbolic.
+// Contiguous and uninitialised, in the shape of `like`. The shape may be symbolic.
 inline Tensor empty_like(const Tensor& like, ScalarType dtype) {
   return call("aten::empty_like", "", like, std::optional<ScalarType>(dtype),
               std::optional<torch::headeronly::Layout>(), std::optional<torch::stable::Device>(),
@@ -92,7 +92,7 @@ inline Tensor cat(const std::vector<Tensor>& tensors) {
   return call("aten::cat", "", tensors, int64_t{0});
 }
 
-// (4, ...): what has four numbers for each of these.
+// (4, ...): the tensor four times, as a new first dimension.
 inline Tensor four_times(const Tensor& tensor) {
   return cat(std::vector<Tensor>(4, aten::unsqueeze(tensor, 0)));
 }
@@ -101,7 +101,7 @@ inline Tensor narrow(Tensor tensor, int64_t dim, int64_t start, int64_t length) 
   return torch::stable::narrow(tensor, dim, start, length);
 }
 
-// Where a gradient in this dtype lies that was written over the logits: in the front of each row, if it is narrower.
+// A gradient in this dtype that was written over the logits. A narrower one lies in the front of each row.
 inline Tensor front_of(const Tensor& logits, ScalarType dtype) {
   if (dtype == logits.scalar_type()) {
     return logits;
@@ -110,12 +110,12 @@ inline Tensor front_of(const Tensor& logits, ScalarType dtype) {
   return narrow(call("aten::view", "dtype", logits, dtype), last, 0, logits.size(last));
 }
 
-// A 0-d tensor on the CPU, which combines with tensors of any device. Its dtype counts among 0-d tensors.
+// A 0-d tensor on the CPU: it combines with tensors of any device. Its dtype counts only among 0-d tensors.
 inline Tensor scalar(double value, ScalarType dtype) {
   return torch::stable::full({}, value, dtype);
 }
 
-// The same of any int64: a double holds either half of it.
+// The same for any int64: a double holds either half of it exactly.
 inline Tensor scalar(int64_t value) {
   const int64_t low = value & 0xFFFFFFFF;
   return call("aten::bitwise_or", "Tensor", scalar(double(value - low), ScalarType::Long),

@@ -8,20 +8,20 @@
 namespace xent::checks {
 namespace {
 
-// Has the tensor dimensions [first, last) of `like`, and no others? torch compares the sizes of meta tensors, which may
-// be symbolic, and guards what it found; the sums compute nothing.
+// Does the tensor have the dimensions [first, last) of `like`, and no others? torch compares the sizes, because a meta
+// tensor's sizes may be symbolic, which takes a guard. The sums compute nothing.
 bool has_shape(const Tensor& tensor, const Tensor& like, int64_t first, int64_t last) {
   if (tensor.dim() != last - first) {
     return false;
   }
   if (is_meta(tensor) || is_meta(like)) {
-    std::vector<int64_t> others;
+    std::vector<int64_t> other_dims;
     for (int64_t i = 0; i < like.dim(); ++i) {
       if (i < first || i >= last) {
-        others.push_back(i);
+        other_dims.push_back(i);
       }
     }
-    return aten::call<bool>("aten::is_same_size", "", tensor, others.empty() ? like : aten::sum(like, others));
+    return aten::call<bool>("aten::is_same_size", "", tensor, other_dims.empty() ? like : aten::sum(like, other_dims));
   }
   const auto sizes = tensor.sizes(), expected = like.sizes();
   return std::equal(sizes.begin(), sizes.end(), expected.begin() + first);
@@ -111,7 +111,8 @@ void upstream(const Tensor& matrix, const Tensor& grad_loss, const MaybeTensor& 
 
 void slice(int64_t class_start, MaybeInt num_classes, const MaybeTensor& weight,
            const MaybeTensor& lse_coefficient) {
-  XENT_CHECK(num_classes || (class_start == 0 && !lse_coefficient), "class_start and lse_coefficient go with num_classes");
+  XENT_CHECK(num_classes || (class_start == 0 && !lse_coefficient),
+             "class_start and lse_coefficient go with num_classes");
   if (num_classes) {
     place_of({class_start, *num_classes});
     XENT_CHECK(weight.has_value() == lse_coefficient.has_value(), "weight and lse_coefficient go together");
@@ -180,10 +181,10 @@ void target_values(const Tensor& target, int64_t num_classes, int64_t ignore_ind
 
 void soft_values(double least) {
   if (least < 0.0) {
-    std::ostringstream shown;  // six digits, of small numbers too
-    shown << least;
+    std::ostringstream smallest;  // six digits, of small numbers too
+    smallest << least;
     throw std::invalid_argument(
-        "target of class probabilities has " + shown.str() +
+        "target of class probabilities has " + smallest.str() +
         " in a row that adds up to less than 0: pass target.exp() of log-probabilities, target.softmax(dim) of logits");
   }
 }

@@ -1,5 +1,5 @@
-// What no kernel survives: shapes and dtypes by which it would read or write elsewhere, arguments that contradict one
-// another. Only libxent_ops.so asks; before the extension Python has made its own checks, of more and in more words.
+// Checks that keep a kernel from reading or writing out of bounds: shapes, dtypes, and arguments that contradict each
+// other. Only libxent_ops.so uses them. Before a call of the extension, Python has checked more, with longer messages.
 #pragma once
 
 #include "operators/options.h"
@@ -23,29 +23,30 @@ void shard(const Tensor& logits, const Tensor& target, const cpu::Slice& place, 
 
 // One number for each row of the matrix.
 void rows(const char* name, const MaybeTensor& tensor, const Tensor& matrix);
-// Or one for all.
+// Or one number for all rows.
 void scalar_or_rows(const char* name, const MaybeTensor& tensor, const Tensor& matrix);
 
 void scale(const Tensor& grad, const Tensor& factor);
 
-// Of a backward: what goes together, and the two divisors.
+// Arguments of a backward that go together, and the two divisors.
 void upstream(const Tensor& matrix, const Tensor& grad_loss, const MaybeTensor& grad_lse, const Tensor& lse,
               const MaybeTensor& divisors, const MaybeTensor& grad_entropy, const MaybeTensor& entropy);
 void slice(int64_t class_start, MaybeInt num_classes, const MaybeTensor& weight,
            const MaybeTensor& lse_coefficient);
 
-// A class_start: both are a slice of the classes.
+// With a class_start, both are a slice of the classes.
 void distillation(const Tensor& logits, const Tensor& teacher_logits, const Tensor& target,
                   MaybeInt class_start, const DistillationOptions& options);
 void statistics(const char* name, const MaybeTensor& tensor, const Tensor& target);
 
-// Two elements at one address.
+// Refuses two elements at one address.
 void writable(const char* name, const Tensor& tensor);
 void reduction(const std::string& value, bool may_be_none);
 
-// Not only of the library. An int64 target outside [0, num_classes) that is not ignore_index: std::out_of_range.
+// Used by both libraries. Throws std::out_of_range for an int64 target outside [0, num_classes) that is not
+// ignore_index.
 void target_values(const Tensor& target, int64_t num_classes, int64_t ignore_index);
-// least: the smallest probability of the rows that add up to less than 0, or 0.
+// least: the smallest probability of the rows whose sum is below 0, or 0.
 void soft_values(double least);
 
 }  // namespace checks

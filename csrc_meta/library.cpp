@@ -42,7 +42,7 @@ const char* own_path() {
   return dladdr(reinterpret_cast<void*>(&own_path), &info) && info.dli_fname ? info.dli_fname : "libxent_ops.so";
 }
 
-// Which sources this was built from; xent_ops/_extension.py looks for it in the file.
+// The hash of the sources that this was built from. xent_ops/_extension.py searches the file for it.
 [[gnu::used]] const char sources[] = XENT_OPS_SOURCES;
 
 void register_operators(const char* path) {

@@ -16,15 +16,15 @@ STABLE_TORCH_LIBRARY_IMPL(xent_cpu, CPU, library) {
   xent::operators::add_kernels([&](const char* name, xent::operators::Kernel kernel) { library.impl(name, kernel); });
 }
 
-// Python has checked.
+// Python has already checked the arguments.
 namespace xent {
 const bool CHECKED = false;
 }
 
-// Which sources this was built from; xent_ops/_extension.py looks for it in the file.
+// The hash of the sources that this was built from. xent_ops/_extension.py searches the file for it.
 [[gnu::used]] static const char sources[] = XENT_OPS_SOURCES;
 
-// Which instructions the kernels use on this processor; ctypes calls it.
+// The instruction set that the kernels use on this processor. Called by ctypes.
 extern "C" [[gnu::visibility("default")]] const char* xent_ops_instruction_set() {
   return xent::cpu::instruction_set();
 }

@@ -34,7 +34,7 @@ std::vector<Dimension> joined(const Tensor& tensor, int64_t kept) {
   return result;
 }
 
-// As torch's own kernels do: storage that was freed under a tensor (untyped_storage().resize_(0)) is not read.
+// Refuses a tensor whose storage was freed (untyped_storage().resize_(0)), as torch's own kernels do.
 const Tensor& allocated(const Tensor& tensor) {
   if (tensor.const_data_ptr() == nullptr && tensor.numel() > 0) {
     throw std::runtime_error("a tensor has elements, but its storage has been freed or was never allocated");
@@ -156,7 +156,8 @@ Upstream::Upstream(const Tensor& logits, const Tensor& grad_loss, const MaybeTen
 
 namespace {
 
-// Matrix products crawl on subnormal numbers: a gradient divided by the rows is full of them where a model is sure.
+// Matrix multiplications are slow on subnormal numbers. A gradient divided by the number of rows is full of them if the
+// model is sure.
 class FlushToZero {
  public:
   FlushToZero() : before_(read()) { write(before_ | FLAG); }

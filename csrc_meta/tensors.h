@@ -28,7 +28,7 @@ struct Read {
 };
 Read read(const Tensor& tensor);
 
-// Where a gradient is written (checks::writable): the tensor itself, or a copy that `finish` writes back.
+// The memory of a gradient (checks::writable): the tensor itself, or a copy that `finish` copies back.
 class Write {
  public:
   explicit Write(const Tensor& tensor);
@@ -89,8 +89,8 @@ class Upstream : public cpu::Upstream {
 };
 
 // torch's intra-op threads, as set by torch.set_num_threads, at::set_num_threads or OMP_NUM_THREADS.
-// In the float32 arithmetic of float32 and bfloat16 logits subnormal numbers become 0; not with a softcap, whose
-// reciprocal may be subnormal.
+// Float32 arithmetic of float32 and bfloat16 logits flushes subnormal numbers to 0. With a softcap it does not, because
+// the softcap's reciprocal may be subnormal.
 cpu::Threads threads(const Tensor& logits, const std::optional<double>& softcap);
 
 }  // namespace xent::tensors

@@ -22,7 +22,7 @@ struct Gradient {
   const A* subtracted;  // null: none
 };
 
-// Of a row, its lse in two parts: x - pivot - log_total loses no digits to a large pivot.
+// A row's lse in two parts: x - pivot - log_total loses no digits to a large pivot.
 template <class A>
 struct Lse {
   A pivot, log_total;
@@ -33,43 +33,42 @@ enum class Middle : std::int32_t { student, teacher, mixture };
 
 // With s_j = exp(x_j - lse), t_j = exp(y_j - teacher_lse), m = (1 - beta) s + beta t and p_j = exp(temperature x_j -
 // hard_lse): grad_j = factor dx_j/dz_j (D_j + hard_weight temperature (p_j - hot)), where D_j is s_j - t_j if m is s,
-// else (1 - beta) s_j (log s_j - log m_j - of_student), without its first factor if m is t.
+// else (1 - beta) s_j (log s_j - log m_j - student_kl), without its first factor if m is t.
 template <class A>
 struct Divergence {
   Lse<A> lse, teacher_lse, hard_lse;
   Middle middle;
-  A share, log_share, log_teacher_share;  // 1 - beta, its logarithm and that of beta
-  A of_student;                           // sum_j s_j (log s_j - log m_j)
+  A share, log_share, log_teacher_share;  // 1 - beta, log(1 - beta), log(beta)
+  A student_kl;                           // sum_j s_j (log s_j - log m_j)
   A scale, softcap, factor;               // as in Gradient
   A temperature, hard_weight, hot;
 };
 
 struct DivergenceSums {
-  double of_student = 0;  // sum_j s_j (log s_j - log m_j)
-  double of_teacher = 0;  // sum_j t_j (log t_j - log m_j)
+  double student_kl = 0;  // sum_j s_j (log s_j - log m_j)
+  double teacher_kl = 0;  // sum_j t_j (log t_j - log m_j)
 };
 
 template <class A>
 struct Blocks {
   const char* name;
-  // x_j = scale * from_j for n <= kBlock elements; gives the maximum, which no NaN takes part in (-inf of nothing).
+  // x_j = scale * from_j for n <= kBlock elements. Returns the maximum, without NaNs (-inf if there is no number).
   // Fills x up to a whole vector with -inf: x has room for kBlock elements.
   A (*load)(DType, const void* from, std::int64_t n, A scale, A* x);
   // x_j = softcap tanh(x_j / softcap), in place.
   void (*cap)(A* x, std::int64_t n, A softcap);
-  // total = sum_j e_j, e_j = exp(x_j - pivot), of an x from `load`; and where moment is not null
-  // *moment = sum_j e_j (x_j - pivot), to which an e_j of 0 adds 0. Meanwhile fetches `next_bytes` at `next` into the
-  // cache.
+  // Returns sum_j e_j, e_j = exp(x_j - pivot), of an x from `load`. If moment is not null, it becomes
+  // sum_j e_j (x_j - pivot), where an e_j of 0 adds 0. Prefetches `next_bytes` at `next` into the cache.
   double (*exponentials)(
       const A* x, std::int64_t n, A pivot, double* moment, const void* next, std::int64_t next_bytes);
   // sum_j q_j (pivot - x_j); q null: all ones.
   double (*distance)(const A* x, std::int64_t n, A pivot, const A* q);
   double (*sum)(const A* q, std::int64_t n);
-  // `to` may be `from`.
+  // `to` may be the same memory as `from`.
   void (*gradient)(DType, const Gradient<A>&, const void* from, void* to, std::int64_t n);
-  // x_j *= factor, in place, of elements as they are stored.
+  // x_j *= factor, in place, for elements in their stored dtype.
   void (*scale)(DType, void* x, std::int64_t n, A factor);
-  // The sums of a block; and where `to` is not null the gradient, stored in this dtype.
+  // The sums of a block. If `to` is not null, also writes the gradient in this dtype.
   DivergenceSums (*divergence)(DType, const Divergence<A>&, const A* x, const A* y, void* to, std::int64_t n);
 };
 

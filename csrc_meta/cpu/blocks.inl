@@ -1,6 +1,6 @@
 // The loops of blocks.h. Included by blocks_target.inl inside a namespace, after simd.h.
 
-// Calls body(j, n) for whole vectors, with n a constant, then for the rest of the block.
+// Calls body(j, n) for whole vectors, with n a constant, then for the remaining elements.
 template <class A, class Body>
 inline void for_vectors(std::int64_t count, Body body) {
   std::int64_t j = 0;
@@ -160,39 +160,41 @@ inline Vector<A> below(Vector<A> x, const Lse<A>& lse) {
 }
 
 template <class T, class A>
-DivergenceSums divergence_as(const Divergence<A>& given, const A* x, const A* y, T* to, std::int64_t n) {
+DivergenceSums divergence_as(const Divergence<A>& arguments, const A* x, const A* y, T* to, std::int64_t n) {
   typedef Vector<A> V;
   const A infinity = A(__builtin_inf());
-  const A per_cap = given.softcap != 0 ? 1 / given.softcap : 0;
+  const A per_cap = arguments.softcap != 0 ? 1 / arguments.softcap : 0;
   DivergenceSums sums;
-  sums.of_teacher = add_parts<A>(n, [&, how = given](std::int64_t begin, std::int64_t end) ALWAYS_INLINE {
-    V of_student = {}, of_teacher = {};
-    for_vectors<A>(end - begin, [&](std::int64_t place, int left) ALWAYS_INLINE {
-      const std::int64_t j = begin + place;
+  sums.teacher_kl = add_parts<A>(n, [&, divergence = arguments](std::int64_t begin, std::int64_t end) ALWAYS_INLINE {
+    V student_kl = {}, teacher_kl = {};
+    for_vectors<A>(end - begin, [&](std::int64_t offset, int left) ALWAYS_INLINE {
+      const std::int64_t j = begin + offset;
       const V z = read<V>(x + j, left);
-      const V log_s = below(z, how.lse), log_t = below(read<V>(y + j, left), how.teacher_lse);
+      const V log_s = below(z, divergence.lse), log_t = below(read<V>(y + j, left), divergence.teacher_lse);
       const V s = exp(log_s), t = exp(log_t);
-      V log_m = how.middle == Middle::student ? log_s : log_t;
-      if (how.middle == Middle::mixture) log_m = log_of_sum(log_s + how.log_share, log_t + how.log_teacher_share);
+      V log_m = divergence.middle == Middle::student ? log_s : log_t;
+      if (divergence.middle == Middle::mixture) {
+        log_m = log_of_sum(log_s + divergence.log_share, log_t + divergence.log_teacher_share);
+      }
       V student = s == 0 ? V{} : s * (log_s - log_m), teacher = t == 0 ? V{} : t * (log_t - log_m);
-      of_student += first_lanes(student, left, A(0));
-      of_teacher += first_lanes(teacher, left, A(0));
+      student_kl += first_lanes(student, left, A(0));
+      teacher_kl += first_lanes(teacher, left, A(0));
       if (to == nullptr) return;
       V d = s - t;
-      if (how.middle != Middle::student) {
+      if (divergence.middle != Middle::student) {
         const V ratio = log_s - log_m;
-        d = s == 0 ? V{} : s * (ratio == infinity ? splat(infinity) : ratio - how.of_student);  // not inf - inf
-        if (how.middle == Middle::mixture) d *= how.share;
+        d = s == 0 ? V{} : s * (ratio == infinity ? splat(infinity) : ratio - divergence.student_kl);  // not inf - inf
+        if (divergence.middle == Middle::mixture) d *= divergence.share;
       }
-      if (how.hard_weight != 0) {
-        const V p = exp(below(z * how.temperature, how.hard_lse));
-        d += how.hard_weight * how.temperature * (p - how.hot);
+      if (divergence.hard_weight != 0) {
+        const V p = exp(below(z * divergence.temperature, divergence.hard_lse));
+        d += divergence.hard_weight * divergence.temperature * (p - divergence.hot);
       }
-      if (how.softcap != 0) d *= 1 - (z * per_cap) * (z * per_cap);
-      store(to + j, d * how.scale * how.factor, left);
+      if (divergence.softcap != 0) d *= 1 - (z * per_cap) * (z * per_cap);
+      store(to + j, d * divergence.scale * divergence.factor, left);
     });
-    sums.of_student += add_lanes(of_student);
-    return of_teacher;
+    sums.student_kl += add_lanes(student_kl);
+    return teacher_kl;
   });
   return sums;
 }
@@ -233,13 +235,14 @@ void scale_float(DType dtype, void* x, std::int64_t n, float factor) {
 void scale_double(DType, void* x, std::int64_t n, double factor) { scale_as(static_cast<double*>(x), n, factor); }
 
 DivergenceSums divergence_float(
-    DType dtype, const Divergence<float>& how, const float* x, const float* y, void* to, std::int64_t n) {
-  return as_stored(dtype, to, [=, &how](auto* stored) { return divergence_as(how, x, y, writable(stored, to), n); });
+    DType dtype, const Divergence<float>& divergence, const float* x, const float* y, void* to, std::int64_t n) {
+  return as_stored(dtype, to,
+                   [=, &divergence](auto* stored) { return divergence_as(divergence, x, y, writable(stored, to), n); });
 }
 
 DivergenceSums divergence_double(
-    DType, const Divergence<double>& how, const double* x, const double* y, void* to, std::int64_t n) {
-  return divergence_as(how, x, y, static_cast<double*>(to), n);
+    DType, const Divergence<double>& divergence, const double* x, const double* y, void* to, std::int64_t n) {
+  return divergence_as(divergence, x, y, static_cast<double*>(to), n);
 }
 
 #define XENT_BLOCKS(name, A) \

@@ -1,6 +1,6 @@
 // The loops for one instruction set. The file that includes this defines XENT_NAME, a namespace, VECTOR_BYTES, and
-// XENT_TARGET, as GCC and Clang name the set, unless it is the compiler's default. The target is set here rather than by
-// compiler flags, which a build would have to give file by file.
+// XENT_TARGET, GCC's and Clang's name of the set, unless it is the compiler's default. The target is set here, because
+// with compiler flags a build would need different flags for each file.
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif

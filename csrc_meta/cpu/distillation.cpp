@@ -21,54 +21,54 @@ Middle middle_of(double beta) {
 template <class A>
 class Distiller {
  public:
-  explicit Distiller(const Distillation& given)
-      : how(given),
-        hard(without_padding(given.student, given.slice)),
-        student(divided(hard, given.temperature)),
-        teacher(divided(without_padding(given.teacher, given.slice), given.temperature)),
-        middle(middle_of(given.beta)),
-        other_lse_(given.hard_weight != 0 && given.temperature != 1) {}
+  explicit Distiller(const Distillation& distillation)
+      : spec(distillation),
+        hard(without_padding(distillation.student, distillation.slice)),
+        student(divided(hard, distillation.temperature)),
+        teacher(divided(without_padding(distillation.teacher, distillation.slice), distillation.temperature)),
+        middle(middle_of(distillation.beta)),
+        other_lse_(distillation.hard_weight != 0 && distillation.temperature != 1) {}
 
-  Target target(std::int64_t row) const { return target_of(hard, how.slice, row); }
+  Target target(std::int64_t row) const { return target_of(hard, spec.slice, row); }
 
-  // The lse's of a row, from one visit of both.
+  // Visits both once, for the lse's of a row.
   Divergence<A> read_lse(std::int64_t row) const {
-    const Scan<A> of_student{student}, of_teacher{teacher}, of_hard{hard};
+    const Scan<A> scan_student{student}, scan_teacher{teacher}, scan_hard{hard};
     Sums sums, teacher_sums, hard_sums;
     each_block([&](std::int64_t column, std::int64_t n) {
-      fold(sums, of_student(row, column, n));
-      fold(teacher_sums, of_teacher(row, column, n));
-      if (other_lse_) fold(hard_sums, of_hard(row, column, n));
+      fold(sums, scan_student(row, column, n));
+      fold(teacher_sums, scan_teacher(row, column, n));
+      if (other_lse_) fold(hard_sums, scan_hard(row, column, n));
     });
     return with_lse(lse_of(sums), lse_of(teacher_sums), lse_of(other_lse_ ? hard_sums : sums));
   }
 
-  // From those of all classes: student, teacher, KL(s || m), hard.
-  Divergence<A> given_lse(const A* statistics, std::int64_t row) const {
+  // From the joined statistics of all classes: student, teacher, KL(s || m), hard.
+  Divergence<A> joined_lse(const A* statistics, std::int64_t row) const {
     const auto at_row = [&](std::int64_t which) { return statistics[which * student.rows + row]; };
-    Divergence<A> made = with_lse({at_row(0), 0}, {at_row(1), 0}, {at_row(other_lse_ ? 3 : 0), 0});
-    made.of_student = at_row(2);
-    return made;
+    Divergence<A> state = with_lse({at_row(0), 0}, {at_row(1), 0}, {at_row(other_lse_ ? 3 : 0), 0});
+    state.student_kl = at_row(2);
+    return state;
   }
 
-  // Another visit of both, which also writes `factor` times the gradient where `grad` is given.
+  // Visits both again. If `grad` is not null, also writes `factor` times the gradient to it.
   DivergenceSums visit_again(
-      std::int64_t row, Divergence<A> made, const MutableRows* grad = nullptr, double factor = 0) const {
-    const Target place = target(row);
-    made.factor = A(factor);
-    if (how.hard_weight != 0) made.hard_weight = A(place.valid ? how.hard_weight : kNaN);
+      std::int64_t row, Divergence<A> state, const MutableRows* grad = nullptr, double factor = 0) const {
+    const Target t = target(row);
+    state.factor = A(factor);
+    if (spec.hard_weight != 0) state.hard_weight = A(t.valid ? spec.hard_weight : kNaN);
     DivergenceSums sums;
     each_block([&](std::int64_t column, std::int64_t n) {
       alignas(64) A x[kBlock], y[kBlock];
       read(student, row, column, n, x);
       read(teacher, row, column, n, y);
       char* to = grad == nullptr ? nullptr : at(*grad, student.dtype, row, column);
-      const DivergenceSums part = blocks<A>().divergence(student.dtype, made, x, y, to, n);
-      sums.of_student += part.of_student;
-      sums.of_teacher += part.of_teacher;
-      const std::int64_t hot = place.column - column;
-      if (to != nullptr && how.hard_weight != 0 && place.column >= 0 && hot >= 0 && hot < n) {
-        Divergence<A> one = made;
+      const DivergenceSums part = blocks<A>().divergence(student.dtype, state, x, y, to, n);
+      sums.student_kl += part.student_kl;
+      sums.teacher_kl += part.teacher_kl;
+      const std::int64_t hot = t.column - column;
+      if (to != nullptr && spec.hard_weight != 0 && t.column >= 0 && hot >= 0 && hot < n) {
+        Divergence<A> one = state;
         one.hot = 1;
         blocks<A>().divergence(student.dtype, one, x + hot, y + hot, to + hot * size_of(student.dtype), 1);
       }
@@ -78,28 +78,28 @@ class Distiller {
   }
 
   double divergence(const DivergenceSums& sums) const {
-    if (middle == Middle::student) return sums.of_teacher;
-    if (middle == Middle::teacher) return sums.of_student;
-    return how.beta * sums.of_teacher + (1 - how.beta) * sums.of_student;
+    if (middle == Middle::student) return sums.teacher_kl;
+    if (middle == Middle::teacher) return sums.student_kl;
+    return spec.beta * sums.teacher_kl + (1 - spec.beta) * sums.student_kl;
   }
 
-  // What the cross entropy on the target adds to the loss. Reads the logits, so before the gradient is over them.
-  double hard_loss(std::int64_t row, const Divergence<A>& made) const {
-    if (!how.whole || how.hard_weight == 0) return 0;
-    const Target place = target(row);
-    if (!place.valid) return kNaN;
-    // Relative to the maximum: lse - x_t would lose digits where both are large.
-    const double of_target = double(made.hard_lse.pivot) - activated<A>(hard, row, place.column);
-    return how.hard_weight * (of_target + double(made.hard_lse.log_total));
+  // The weighted cross entropy on the target. Reads the logits: call it before the gradient overwrites them.
+  double hard_loss(std::int64_t row, const Divergence<A>& state) const {
+    if (!spec.all_classes || spec.hard_weight == 0) return 0;
+    const Target t = target(row);
+    if (!t.valid) return kNaN;
+    // Relative to the maximum: lse - x_t would lose digits if both are large.
+    const double target_loss = double(state.hard_lse.pivot) - activated<A>(hard, row, t.column);
+    return spec.hard_weight * (target_loss + double(state.hard_lse.log_total));
   }
 
-  // Zeros from a column on.
+  // Writes zeros from a column on.
   void zero(const MutableRows& grad, std::int64_t row, std::int64_t from) const {
-    const std::int64_t columns = how.student.classes - from;
+    const std::int64_t columns = spec.student.classes - from;
     if (columns > 0) std::memset(at(grad, student.dtype, row, from), 0, columns * size_of(student.dtype));
   }
 
-  const Distillation& how;
+  const Distillation& spec;
   const Problem hard, student, teacher;  // without padding; hard: at a temperature of one
   const Middle middle;
 
@@ -119,18 +119,18 @@ class Distiller {
   }
 
   Divergence<A> with_lse(Lse<A> lse, Lse<A> teacher_lse, Lse<A> hard_lse) const {
-    Divergence<A> made = {};
-    made.lse = lse;
-    made.teacher_lse = teacher_lse;
-    made.hard_lse = hard_lse;
-    made.middle = middle;
-    made.share = A(1 - how.beta);
-    made.log_share = A(std::log1p(-how.beta));
-    made.log_teacher_share = A(std::log(how.beta));
-    made.scale = A(student.logit_scale);
-    made.softcap = A(student.softcap.value_or(0.0));
-    made.temperature = A(how.temperature);
-    return made;
+    Divergence<A> state = {};
+    state.lse = lse;
+    state.teacher_lse = teacher_lse;
+    state.hard_lse = hard_lse;
+    state.middle = middle;
+    state.share = A(1 - spec.beta);
+    state.log_share = A(std::log1p(-spec.beta));
+    state.log_teacher_share = A(std::log(spec.beta));
+    state.scale = A(student.logit_scale);
+    state.softcap = A(student.softcap.value_or(0.0));
+    state.temperature = A(spec.temperature);
+    return state;
   }
 
   bool other_lse_;  // of the cross entropy
@@ -142,57 +142,57 @@ A one_number(const Lse<A>& lse) {
 }
 
 template <class A>
-void forward_as(const Distillation& how, const A* joined, A* loss, A* statistics, const Threads& threads) {
-  const Distiller<A> rows(how);
+void forward_as(const Distillation& spec, const A* joined, A* loss, A* statistics, const Threads& threads) {
+  const Distiller<A> rows(spec);
   const std::int64_t number = rows.student.rows;
-  for_each(threads, number, how.student.classes, [&](std::int64_t row) {
-    Divergence<A> made = {};
+  for_each(threads, number, spec.student.classes, [&](std::int64_t row) {
+    Divergence<A> state = {};
     DivergenceSums sums;
     loss[row] = 0;
     if (rows.target(row).counted) {
-      made = joined == nullptr ? rows.read_lse(row) : rows.given_lse(joined, row);
-      if (how.whole || joined != nullptr || rows.middle != Middle::mixture) sums = rows.visit_again(row, made);
-      loss[row] = A(rows.divergence(sums) + rows.hard_loss(row, made));
+      state = joined == nullptr ? rows.read_lse(row) : rows.joined_lse(joined, row);
+      if (spec.all_classes || joined != nullptr || rows.middle != Middle::mixture) sums = rows.visit_again(row, state);
+      loss[row] = A(rows.divergence(sums) + rows.hard_loss(row, state));
     }
-    const bool wanted = rows.middle != Middle::student;
-    const A values[] = {one_number(made.lse), one_number(made.teacher_lse), wanted ? A(sums.of_student) : A(0),
-                        one_number(made.hard_lse)};
+    const bool has_kl = rows.middle != Middle::student;
+    const A values[] = {one_number(state.lse), one_number(state.teacher_lse), has_kl ? A(sums.student_kl) : A(0),
+                        one_number(state.hard_lse)};
     for (int i = 0; i < 4; ++i) statistics[i * number + row] = values[i];
   });
 }
 
 template <class A>
 void backward_as(
-    const Distillation& how, PerRow grad_loss, const A* statistics, MutableRows grad, const Threads& threads) {
-  prefer_huge_pages(how.student, grad);
-  const Distiller<A> rows(how);
-  for_each(threads, rows.student.rows, how.student.classes, [&](std::int64_t row) {
+    const Distillation& spec, PerRow grad_loss, const A* statistics, MutableRows grad, const Threads& threads) {
+  prefer_huge_pages(spec.student, grad);
+  const Distiller<A> rows(spec);
+  for_each(threads, rows.student.rows, spec.student.classes, [&](std::int64_t row) {
     const double factor = rows.target(row).counted ? value<A>(grad_loss, row) : 0;
     if (factor == 0) {
       rows.zero(grad, row, 0);
     } else {
-      rows.visit_again(row, rows.given_lse(statistics, row), &grad, factor);
+      rows.visit_again(row, rows.joined_lse(statistics, row), &grad, factor);
     }
   });
 }
 
 template <class A>
-void with_grad_as(const Distillation& how, PerRow grad_scale, A* loss, MutableRows grad, const Threads& threads) {
-  prefer_huge_pages(how.student, grad);
-  const Distiller<A> rows(how);
-  for_each(threads, rows.student.rows, how.student.classes, [&](std::int64_t row) {
+void with_grad_as(const Distillation& spec, PerRow grad_scale, A* loss, MutableRows grad, const Threads& threads) {
+  prefer_huge_pages(spec.student, grad);
+  const Distiller<A> rows(spec);
+  for_each(threads, rows.student.rows, spec.student.classes, [&](std::int64_t row) {
     loss[row] = 0;
     const double factor = rows.target(row).counted ? value<A>(grad_scale, row) : 0;
     if (rows.target(row).counted) {
-      Divergence<A> made = rows.read_lse(row);
-      const double of_target = rows.hard_loss(row, made);
-      // KL(t || s) has a gradient that wants none of the sums, so one visit gives both.
+      Divergence<A> state = rows.read_lse(row);
+      const double hard_loss = rows.hard_loss(row, state);
+      // The gradient of KL(t || s) needs none of the sums, so one visit gives both.
       const bool at_once = rows.middle == Middle::student && factor != 0;
-      const DivergenceSums sums = rows.visit_again(row, made, at_once ? &grad : nullptr, factor);
-      loss[row] = A(rows.divergence(sums) + of_target);
+      const DivergenceSums sums = rows.visit_again(row, state, at_once ? &grad : nullptr, factor);
+      loss[row] = A(rows.divergence(sums) + hard_loss);
       if (at_once) return;
-      made.of_student = A(sums.of_student);
-      if (factor != 0) rows.visit_again(row, made, &grad, factor);
+      state.student_kl = A(sums.student_kl);
+      if (factor != 0) rows.visit_again(row, state, &grad, factor);
     }
     if (factor == 0) rows.zero(grad, row, 0);
   });
@@ -200,20 +200,22 @@ void with_grad_as(const Distillation& how, PerRow grad_scale, A* loss, MutableRo
 
 }  // namespace
 
-void distillation_forward(const Distillation& how, Numbers joined, MutableNumbers loss, MutableNumbers statistics,
+void distillation_forward(const Distillation& spec, Numbers joined, MutableNumbers loss, MutableNumbers statistics,
                           const Threads& threads) {
-  return dispatch(how.student, [&](auto a) { return forward_as<decltype(a)>(how, joined, loss, statistics, threads); });
+  return dispatch(spec.student,
+                  [&](auto a) { return forward_as<decltype(a)>(spec, joined, loss, statistics, threads); });
 }
 
-void distillation_backward(const Distillation& how, PerRow grad_loss, Numbers statistics, MutableRows grad,
+void distillation_backward(const Distillation& spec, PerRow grad_loss, Numbers statistics, MutableRows grad,
                            const Threads& threads) {
-  return dispatch(how.student,
-                  [&](auto a) { return backward_as<decltype(a)>(how, grad_loss, statistics, grad, threads); });
+  return dispatch(spec.student,
+                  [&](auto a) { return backward_as<decltype(a)>(spec, grad_loss, statistics, grad, threads); });
 }
 
-void distillation_with_grad(const Distillation& how, PerRow grad_scale, MutableNumbers loss, MutableRows grad,
+void distillation_with_grad(const Distillation& spec, PerRow grad_scale, MutableNumbers loss, MutableRows grad,
                             const Threads& threads) {
-  return dispatch(how.student, [&](auto a) { return with_grad_as<decltype(a)>(how, grad_scale, loss, grad, threads); });
+  return dispatch(spec.student,
+                  [&](auto a) { return with_grad_as<decltype(a)>(spec, grad_scale, loss, grad, threads); });
 }
 
 }  // namespace xent::cpu

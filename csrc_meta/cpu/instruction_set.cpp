@@ -1,4 +1,4 @@
-// Which of the compiled instruction sets serves this processor.
+// Chooses the best compiled instruction set that this processor supports.
 
 #include <cstdlib>
 #include <cstring>

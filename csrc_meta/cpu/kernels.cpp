@@ -17,14 +17,14 @@ struct ClassIndices {
   const std::vector<double> weights;  // of each block
   double sum_weights = 0;
 
-  ClassIndices(const Problem& given, const Threads& threads)
-      : ClassIndices(given, {0, given.classes}, nullptr, threads) {}
+  ClassIndices(const Problem& problem, const Threads& threads)
+      : ClassIndices(problem, {0, problem.classes}, nullptr, threads) {}
 
-  ClassIndices(const Problem& given, Slice of, const A* lse_coefficients, const Threads& threads)
-      : problem(given),
-        slice(of),
+  ClassIndices(const Problem& problem, Slice slice, const A* lse_coefficients, const Threads& threads)
+      : problem(problem),
+        slice(slice),
         lse_coefficient(lse_coefficients),
-        weights(given.label_smoothing > 0 ? block_weights<A>(given, threads) : std::vector<double>()) {
+        weights(problem.label_smoothing > 0 ? block_weights<A>(problem, threads) : std::vector<double>()) {
     if (!problem.weight) sum_weights = double(problem.classes);
     for (const double weight : weights) sum_weights += weight;
   }
@@ -37,7 +37,7 @@ struct ClassIndices {
     const Target t = target(row);
     if (!t.counted) return 0;
     if (!t.valid) return kNaN;
-    // Relative to the maximum: lse - x_t would lose digits where both are large.
+    // Relative to the maximum: lse - x_t would lose digits if both are large.
     const double log_total = std::log(sums.total);
     double loss = sums.pivot() - activated<A>(problem, row, t.column) + log_total;
     if (problem.weight) loss *= weight_of<A>(problem, t.column);
@@ -63,7 +63,7 @@ struct ClassIndices {
       total = at_target + by_class * sum_weights;
     }
     auto result = gradient_coefficients<A>(problem, lse, total + grad_lse, at_target, by_class, t.column);
-    // Shards that do not tile may leave an lse_coefficient of 0 with an lse of NaN: NaN, not zeros.
+    // If shards do not tile, lse_coefficient may be 0 and lse NaN: then the gradient is NaN, not 0.
     result.live |= lse_coefficient != nullptr || !problem.weight;
     return result;
   }
@@ -90,7 +90,7 @@ template <class A>
 void forward_counted_as(const Problem& problem, A* loss, A* lse, const Threads& threads) {
   const ClassIndices<A> indices(problem, threads);
   const Scan<A> scan{problem, false, false, indices.smoothing(), nullptr};
-  // Before the work is cut, so that threads get equal shares of what is left.
+  // Before the work is divided, so that threads get equal shares of the counted rows.
   std::vector<std::int64_t> counted;
   counted.reserve(problem.rows);
   for (std::int64_t row = 0; row < problem.rows; ++row) {

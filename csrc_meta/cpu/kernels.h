@@ -1,6 +1,6 @@
 // The CPU kernels of every operator of the namespace xent: raw pointers in, raw pointers out, no torch.
 //
-// The formulas are those of xent_ops/kernels/reference.py and reference_shard.py, corner cases included. Everything is
+// xent_ops/kernels/reference.py and reference_shard.py have the formulas and the corner cases. Everything is
 // computed in the accumulator's dtype (float32; float64 for float64 logits) or better, in an order that depends on the
 // sizes alone: the same bits for any number of threads. Nothing of the logits' size is allocated.
 //
@@ -29,13 +29,13 @@ struct RowsOf {
 using Rows = RowsOf<const void>;
 using MutableRows = RowsOf<void>;
 
-// One number a row in the accumulator's dtype, `stride` elements apart: 0 for an expanded scalar. null: not given.
+// One number for each row in the accumulator's dtype, `stride` elements apart (0 for an expanded scalar). null: absent.
 struct PerRow {
   const void* data = nullptr;
   std::int64_t stride = 0;
 };
 
-// Numbers of the accumulator's dtype: a kernel takes them as floats or as doubles. null: not given.
+// Numbers in the accumulator's dtype: a kernel takes them as floats or as doubles. null: absent.
 template <class Void>
 struct NumbersOf {
   Void* data;
@@ -56,7 +56,7 @@ struct Threads {
   std::function<void(std::int64_t begin, std::int64_t end, std::int64_t grain, const Body& body)> loop;
 };
 
-// What changes the loss of a row. Class probabilities have no ignore_index.
+// The options of a row's loss. Class probabilities have no ignore_index.
 struct RowOptions {
   std::int64_t ignore_index = -100;
   double label_smoothing = 0.0;
@@ -68,10 +68,10 @@ struct RowOptions {
 struct Problem : RowOptions {
   DType dtype = DType::float32;  // of the logits, and of their gradient
   std::int64_t rows = 0;         // N
-  std::int64_t classes = 0;      // V; for a shard its columns, with those of padding
+  std::int64_t classes = 0;      // V; for a shard the number of its columns, padding included
   Rows logits;
   const std::int64_t* target = nullptr;  // (N,), dense; null for class probabilities
-  // (V,), dense, in the accumulator's dtype (any pointer if there are no classes). Not given: every class counts 1.
+  // (V,), dense, in the accumulator's dtype (any pointer if there are no classes). Absent: every class counts 1.
   std::optional<const void*> weight;
 };
 
@@ -101,14 +101,14 @@ void forward(const Problem&, MutableNumbers loss, MutableNumbers lse, std::int64
 // As forward, but the logits of ignored rows are not read, and their lse is infinite.
 void forward_counted(const Problem&, MutableNumbers loss, MutableNumbers lse, const Threads&);
 
-// lse: of all classes. entropy may be null unless upstream.entropy is given. lse_coefficient: (N,) from shard_join, or null:
-// of a slice without class weights it is 1, of all classes it follows from the weights. Columns behind the last class
-// get zeros.
+// lse: of all classes. entropy may be null if upstream.entropy is. lse_coefficient: (N,) from shard_join; null for a
+// slice without class weights, where it is 1, and for all classes, where it follows from the weights. Columns behind
+// the last class get zeros.
 void backward(const Problem&, Slice, const Upstream&, Numbers lse, Numbers entropy, Numbers lse_coefficient,
               MutableRows grad_logits, const Threads&);
 
-// probabilities: (N, V) of any dtype and strides. Returns the smallest of the rows that add up to less than 0 (as those
-// of log-probabilities do), or 0 where no row does, or they are not to be checked.
+// probabilities: (N, V) of any dtype and strides. With `check`, returns the smallest probability of the rows whose sum
+// is below 0 (log-probabilities have such rows), and 0 if there is no such row.
 double soft_forward(const Problem&, DType, Rows probabilities, bool check, MutableNumbers loss, MutableNumbers lse,
                     const Threads&);
 
@@ -116,18 +116,18 @@ double soft_forward(const Problem&, DType, Rows probabilities, bool check, Mutab
 void soft_backward(const Problem&, DType, Rows probabilities, const Upstream&, Numbers lse, MutableRows grad_logits,
                    const Threads&);
 
-// A student's logits beside its teacher's, of the same rows: xent_ops/kernels/reference_distillation.py.
+// The logits of a student and its teacher, for the same rows: xent_ops/kernels/reference_distillation.py.
 struct Distillation {
-  Problem student;  // of all columns; with the options of a temperature of one
+  Problem student;  // all columns; its options are for a temperature of one
   Problem teacher;
   Slice slice;
-  bool whole = true;  // else the cross entropy is left to the join, and of a mixture all but the lse's
+  bool all_classes = true;  // else the join adds the cross entropy, and a mixture gives its lse's only
   double beta = 0.0;
   double temperature = 1.0;
   double hard_weight = 0.0;
 };
 
-// statistics, joined: (4, N). joined: those of all classes, for the parts of a mixture's sums; or null.
+// statistics, joined: (4, N). joined: the statistics of all classes, for a slice's part of a mixture's sums; or null.
 void distillation_forward(const Distillation&, Numbers joined, MutableNumbers loss, MutableNumbers statistics,
                           const Threads&);
 
@@ -135,30 +135,30 @@ void distillation_forward(const Distillation&, Numbers joined, MutableNumbers lo
 void distillation_backward(const Distillation&, PerRow grad_loss, Numbers statistics, MutableRows grad_logits,
                            const Threads&);
 
-// The loss, and the gradient of grad_scale times it. Of all classes.
+// The loss of all classes, and the gradient of grad_scale * loss.
 void distillation_with_grad(const Distillation&, PerRow grad_scale, MutableNumbers loss, MutableRows grad_logits,
                             const Threads&);
 
-// (2,): the sum of the counted targets' class weights (or of `target_weight`, (N,), where it is given), and the number
-// of counted rows. inverse, 1 / divisor, is optional (null). The logits are not read.
+// divisor: (2,), the sum of the counted targets' class weights and the number of counted rows. If `target_weight`,
+// (N,), is not null, it replaces the class weights. inverse, 1 / divisor, is optional (null). The logits are not read.
 void divisor(const Problem&, Numbers target_weight, MutableNumbers divisor, MutableNumbers inverse);
 
-// One number: the sum of the losses, which are 0 in ignored rows, and of lse_square_scale * lse^2 over the counted
-// rows; the mean divides them by divisor[0] and divisor[1]. Uses dtype, rows, target and ignore_index of the problem.
+// One number: the sum of the losses (0 in ignored rows) plus the sum of lse_square_scale * lse^2 over the counted rows.
+// A mean divides the two sums by divisor[0] and divisor[1]. Uses dtype, rows, target and ignore_index of the problem.
 void reduce(const Problem&, Numbers loss, Numbers lse, Numbers divisor, double lse_square_scale, bool mean,
             MutableNumbers value);
 
-// Loss, lse and the gradient of sum(grad_scale * loss + grad_lse_square * lse^2) over the counted rows, each row
-// visited once: the bits of forward, then backward, with the second read from the cache. grad_lse_square, argmax and
-// entropy are optional; of an ignored row the lse is infinite, argmax -1 and entropy 0.
+// Loss, lse and the gradient of sum(grad_scale * loss + grad_lse_square * lse^2) over the counted rows. The bits are
+// those of forward and backward; the second visit reads a row from the cache. grad_lse_square, argmax and entropy are
+// optional. An ignored row has an infinite lse, argmax -1 and entropy 0.
 void with_grad(const Problem&, PerRow grad_scale, PerRow grad_lse_square, MutableNumbers loss, MutableNumbers lse,
                std::int64_t* argmax, MutableNumbers entropy, MutableRows grad_logits, const Threads&);
 
-// Each row of grad times its factor, in place. A factor of 0 gives zeros whatever the row holds, as in a row that
-// passes nothing back. A factor of 1 is not applied. Uses dtype, rows and classes of the problem.
+// Multiplies each row of grad by its factor, in place. A factor of 0 gives zeros, even if the row holds NaN. A factor
+// of 1 is not applied. Uses dtype, rows and classes of the problem.
 void scale_grad(const Problem&, MutableRows grad, PerRow factor, const Threads&);
 
-// How many numbers `shard_forward` writes.
+// The number of values that `shard_forward` writes.
 std::int64_t shard_width(const Problem&);
 
 // out: (1, shard_width), as kernels/reference_shard.py lays it out.

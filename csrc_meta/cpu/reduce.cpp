@@ -1,7 +1,7 @@
 // From losses of rows to a reduced loss: xent_ops/kernels/reductions.py.
 //
-// Sums run over the rows in one thread and in double: N additions are little beside the N * V elements that made the
-// losses, and the order is the same for any number of threads.
+// One thread sums over the rows in double, so the order does not depend on the number of threads. N additions cost
+// little beside the N * V elements that the losses were computed from.
 
 #include "kernels.h"
 #include "scan.h"

@@ -21,21 +21,21 @@ auto dispatch(const Problem& problem, Body body) {
 
 struct Nothing {};
 
-// The sums of a block, of several, or of a row. They are relative to the pivot: the maximum, or 0 if that is -inf.
+// The sums of a block, of several blocks, or of a row, relative to the pivot: the maximum, or 0 if that is -inf.
 struct Sums {
   double maximum = -kInfinity;   // of x
   double total = 0;              // sum_j exp(x_j - pivot)
   double moment = 0;             // sum_j exp(x_j - pivot) (x_j - pivot)
   double distance = 0;           // sum_j q_j (pivot - x_j), where q_j are class weights or weighted probabilities
   double mass = 0;               // sum_j q_j
-  double top = -kInfinity;       // the largest z_j, which softcap may not tell apart; NaN where there is one
+  double top = -kInfinity;       // the largest z_j; NaN if there is one. Two z_j may have the same x_j: softcap rounds
   std::int64_t first = 0;        // the first column that holds it
 
   double pivot() const { return maximum == -kInfinity ? 0 : maximum; }
 };
 
-// Adds `next` to `sums`, which are of the columns before. Always from left to right, so the bits do not depend on which
-// thread scanned which block.
+// Adds `next` to `sums`, the sums of the columns before it. Always from left to right, so the bits do not depend on the
+// threads.
 inline void fold(Sums& sums, Sums next) {
   const double maximum = std::max(sums.maximum, next.maximum);
   for (Sums* part : {&sums, &next}) {
@@ -86,8 +86,8 @@ double value(PerRow values, std::int64_t row) {
   return values.data == nullptr ? 0.0 : double(static_cast<const A*>(values.data)[row * values.stride]);
 }
 
-// The gradients of a row's loss and lse, from those of a reduced loss: reference.row_grads. Each is rounded to the
-// accumulator's dtype, as a tensor would be.
+// The gradients of a row's loss and lse, from the gradients of a reduced loss (reference.row_grads). Each is rounded to
+// the accumulator's dtype, as a tensor would be.
 struct RowGrads {
   double loss, lse;
 };
@@ -120,8 +120,8 @@ void for_each(const Threads& threads, std::int64_t number, std::int64_t cost, Bo
 }
 
 // Visits every row: `scan(row, column, n)` returns the Sums of each block, `join(row, sums)` the coefficients for the
-// second visit, and `emit(row, joined, column, n)` is called for each block again. With enough rows a thread takes a
-// whole row, which the second visit finds in the cache. Threads share few rows.
+// second visit, and `emit(row, joined, column, n)` is called for each block again. If there are enough rows, a thread
+// takes a whole row, and the second visit finds it in the cache. If there are few, threads share a row.
 template <class Joined, class Scan, class Join, class Emit>
 void visit(
     std::int64_t rows,

@@ -1,4 +1,4 @@
-// The first visit of a block, and the second. Not part of the interface.
+// The first and the second visit of a block. Not part of the interface.
 #pragma once
 
 #include <cstring>
@@ -60,16 +60,16 @@ struct Probabilities {
   }
 };
 
-// The first j with x_j == wanted, or n. Sixty-four at a time, in a loop that compilers vectorise.
-template <class A, class Wanted>
-std::int64_t find(const A* x, std::int64_t n, Wanted wanted) {
+// The first j for which is_wanted(x_j), or n. Sixty-four at a time, in a loop that compilers vectorise.
+template <class A, class Predicate>
+std::int64_t find(const A* x, std::int64_t n, Predicate is_wanted) {
   std::int64_t j = 0;
   for (; j + 64 <= n; j += 64) {
     int found = 0;
-    for (int k = 0; k < 64; ++k) found |= wanted(x[j + k]);
+    for (int k = 0; k < 64; ++k) found |= is_wanted(x[j + k]);
     if (found) break;
   }
-  while (j < n && !wanted(x[j])) ++j;
+  while (j < n && !is_wanted(x[j])) ++j;
   return j;
 }
 
@@ -133,11 +133,11 @@ double activated(const Problem& problem, std::int64_t row, std::int64_t column) 
   return x[0];
 }
 
-// A target among the classes [start, start + columns) of `classes` in all.
+// A row's target and its column among the classes [start, start + columns), of `classes` in all.
 struct Target {
-  bool counted;         // not ignore_index
-  bool valid;           // a class
-  std::int64_t column;  // -1: not among these
+  bool counted;         // its target is not ignore_index
+  bool valid;           // its target is a class
+  std::int64_t column;  // -1: not among these columns
 
   Target(const Problem& problem, std::int64_t row, std::int64_t start, std::int64_t columns, std::int64_t classes) {
     const std::int64_t target = problem.target[row];
@@ -183,8 +183,8 @@ GradientCoefficients<A> gradient_coefficients(
   return result;
 }
 
-// The gradient of a block. q: of its classes, null for ones. The gradient may overwrite the logits, so the target's
-// element is computed first and stored last.
+// The gradient of a block. q: the factors of its classes; null means ones. The gradient may overwrite the logits, so
+// the target's element is computed first and stored last.
 template <class A>
 void emit(
     const Problem& problem,

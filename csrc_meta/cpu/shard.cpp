@@ -1,4 +1,4 @@
-// A vocabulary split over ranks. The algebra and the layout: xent_ops/kernels/reference_shard.py.
+// A vocabulary split over ranks. Formulas and layout: xent_ops/kernels/reference_shard.py.
 
 #include "kernels.h"
 #include "scan.h"
@@ -44,7 +44,7 @@ void forward_as(const Problem& problem, const Slice& shard, A* out, const Thread
   header[4] = A(sum_weights);
 }
 
-// The header of a rank. An integer is two digits. Garbage becomes -1, which fails the check of the tiling.
+// The header of a rank. An integer is two digits. Garbage becomes -1, so that the check of the tiling fails.
 struct Header {
   std::int64_t start, size;
   double sum_weights;
@@ -138,7 +138,8 @@ void shard_forward(const Problem& problem, Slice shard, MutableNumbers out, cons
 }
 
 void shard_join(const Problem& problem, Slice shard, Numbers gathered, std::int64_t ranks, MutableNumbers loss,
-                MutableNumbers lse, MutableNumbers target_weight, MutableNumbers lse_coefficient, const Threads& threads) {
+                MutableNumbers lse, MutableNumbers target_weight, MutableNumbers lse_coefficient,
+                const Threads& threads) {
   return dispatch(problem, [&](auto a) {
     return join_as<decltype(a)>(problem, shard, gathered, ranks, loss, lse, target_weight, lse_coefficient, threads);
   });

@@ -50,7 +50,7 @@ inline V read(const T* from, int n) {
 constexpr std::uint32_t kLanes32[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 constexpr std::uint64_t kLanes64[] = {0, 1, 2, 3, 4, 5, 6, 7};
 
-// v with `otherwise` behind its first n lanes. By a mask: to write lane by lane goes through memory, and doubles the
+// v with `otherwise` behind its first n lanes. By a mask: writing lane by lane goes through memory, and doubles the
 // time of a row of few classes.
 inline f32 first_lanes(f32 v, int n, float otherwise) {
   return read<u32>(kLanes32, kLanes<float>) < u32{} + std::uint32_t(n) ? v : f32{} + otherwise;
@@ -69,14 +69,14 @@ inline void write(T* to, V v, int n) {
 }
 
 // Intrinsics of x86 where GCC 12 emits several instructions for one (twenty for a narrowing). The portable
-// half conversions are those of M. Dukhan's FP16 library: exponents moved by integer arithmetic, subnormals rounded by
-// adding a number of the right exponent.
+// half conversions come from M. Dukhan's FP16 library: integer arithmetic moves the exponents, and adding a number of
+// the right exponent rounds the subnormals.
 #if VECTOR_BYTES == 64
 inline u32 widen(u16 v) { return bits<u32>(_mm512_cvtepu16_epi32(bits<__m256i>(v))); }
 inline u16 narrow(u32 v) { return bits<u16>(_mm512_cvtepi32_epi16(bits<__m512i>(v))); }
 inline f32 from_half(u16 v) { return _mm512_cvtph_ps(bits<__m256i>(v)); }
 inline u16 to_half(f32 v) { return bits<u16>(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)); }
-// The second where one is NaN.
+// The second operand if one is NaN.
 inline f32 larger(f32 a, f32 b) { return _mm512_max_ps(a, b); }
 inline f64 larger(f64 a, f64 b) { return _mm512_max_pd(a, b); }
 inline f32 smaller(f32 a, f32 b) { return _mm512_min_ps(a, b); }
@@ -174,7 +174,7 @@ inline f64 exp(f64 x) {
   return (2.0 * odd / (even - odd) + 1.0) * bits<f64>((bits<u64>(shifted) + 1023u) << 52);
 }
 
-// log(1 + u) = 2 artanh(u / (2 + u)) for 0 <= u <= 1, by its series in z = u / (2 + u) <= 1/3: what is left out is
+// log(1 + u) = 2 artanh(u / (2 + u)) for 0 <= u <= 1, by its series in z = u / (2 + u) <= 1/3. The terms left out are
 // less than z^(2 terms) / (2 terms + 1) of the result.
 template <class A, int terms>
 inline Vector<A> log_one_plus_of(Vector<A> u) {

@@ -11,7 +11,7 @@
 namespace xent::cpu {
 namespace {
 
-// The smallest probability of the rows that add up to less than 0, or 0. Takes its time.
+// The smallest probability of the rows whose sum is below 0, or 0. Slow; for the error message.
 template <class A>
 double least_of_negative_rows(const Problem& problem, const Probabilities<A>& probabilities) {
   Problem plain = problem;
@@ -43,7 +43,7 @@ double forward_as(
     A* loss,
     A* lse,
     const Threads& threads) {
-  // Smoothing alone gives a row this much; 0.999: what rounding may take of it in a row of zeros.
+  // The sum that smoothing alone gives a row. The factor 0.999 allows for rounding in a row of zeros.
   const double classes = double(problem.classes);
   double least_mass = 0.999 * problem.label_smoothing / classes;
   if (least_mass != 0) {

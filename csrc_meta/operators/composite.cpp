@@ -26,7 +26,7 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& target, const MaybeTens
   // Masked before the square: a row of padding may hold anything.
   const ScalarType dtype = rows[1].scalar_type();
   const Tensor kept = aten::call("aten::where", "self", counted, rows[1], aten::scalar(0.0, dtype));
-  // By subtraction, because aten::add takes a Scalar, which the stable ABI has not.
+  // By subtraction: aten::add takes a Scalar, and the stable ABI has no Scalar.
   const Tensor square = aten::call("aten::square", "", kept);
   return torch::stable::subtract(rows[0], square, -lse_square_scale);
 }

@@ -6,7 +6,7 @@
 namespace xent::operators {
 namespace {
 
-// As the kernels take them. Keeps the memory of what was converted.
+// The arguments as the kernels take them. Keeps the memory of converted tensors.
 class Problem : public cpu::Distillation {
  public:
   Problem(const Tensor& logits, const Tensor& teacher_logits, const Tensor& target, MaybeInt class_start,
@@ -16,7 +16,7 @@ class Problem : public cpu::Distillation {
     student = student_;
     teacher = teacher_;
     slice = {class_start.value_or(0), options.num_classes.value_or(student.classes)};
-    whole = !class_start;
+    all_classes = !class_start;
     beta = options.beta;
     temperature = options.temperature;
     hard_weight = options.hard_weight;
@@ -30,7 +30,7 @@ class Problem : public cpu::Distillation {
   }
 
  private:
-  // The kernels read any dtype of 32 bits or fewer beside another, and float64 beside itself.
+  // The kernels mix all dtypes of 32 bits or fewer. float64 goes with float64 only.
   static Tensor in_precision_of(const Tensor& logits, const Tensor& teacher) {
     const ScalarType dtype = tensors::accumulator(logits);
     return tensors::accumulator(teacher) == dtype ? teacher : aten::to(teacher, dtype);

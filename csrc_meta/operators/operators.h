@@ -1,6 +1,6 @@
-// The operators: functions with the arguments of their schemas (xent_ops/ops/schemas.py), in the same order, which
-// TORCH_BOX makes kernels of. One function serves the CPU and meta tensors, which have no memory: it checks its
-// arguments, allocates the results, and computes unless is_meta.
+// The operators: functions with the arguments of their schemas (xent_ops/ops/schemas.py), in the same order. TORCH_BOX
+// makes kernels of them. One function serves CPU and meta tensors. It checks its arguments and allocates the results.
+// Meta tensors have no memory, so for them (is_meta) it computes nothing.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -17,7 +17,7 @@ void add_index(const Add&);
 void add_soft(const Add&);
 void add_shard(const Add&);
 void add_distillation(const Add&);
-// xent::cross_entropy, which calls other operators, on any device.
+// xent::cross_entropy. It calls other operators, so it serves any device.
 void add_composite(const Add&);
 
 inline void add_kernels(const Add& add) {

@@ -23,7 +23,7 @@ struct DistillationOptions {
   MaybeNumber teacher_softcap;
   double teacher_logit_scale;
 
-  // What makes x of logits at a temperature of one.
+  // The activation that turns logits into x, at a temperature of one.
   RowOptions student() const { return {ignore_index, 0.0, softcap, logit_scale}; }
   RowOptions teacher() const { return {ignore_index, 0.0, teacher_softcap, teacher_logit_scale}; }
 };

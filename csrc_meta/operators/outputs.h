@@ -22,7 +22,7 @@ inline Tensor numbers(const Tensor& logits, std::initializer_list<int64_t> shape
   return torch::stable::new_empty(logits, {shape.begin(), shape.size()}, tensors::accumulator(logits));
 }
 
-// (0,): a result that is not wanted. Its pointer is null.
+// (0,): a result that nobody asked for. Its pointer is null.
 inline Tensor none(const Tensor& like, ScalarType dtype) {
   const std::vector<int64_t> shape{0};
   return torch::stable::new_empty(like, shape, dtype);
@@ -74,14 +74,14 @@ Tensor new_gradient(const Tensor& logits, MaybeDtype grad_dtype, const Write& wr
   return aten::to(grad, grad_dtype.value_or(logits.scalar_type()));
 }
 
-// What an operator returns of its other results and the gradient, and its twin that writes it over the logits.
+// The results: with the gradient last, or in the in-place form, written over the logits.
 template <bool in_place, class Write>
-auto with_gradient(const Tensor& logits, MaybeDtype grad_dtype, const Four& others, const Write& write) {
+auto with_gradient(const Tensor& logits, MaybeDtype grad_dtype, const Four& other_results, const Write& write) {
   if constexpr (in_place) {
     write_over(logits, grad_dtype, write);
-    return others;
+    return other_results;
   } else {
-    return std::tuple_cat(others, std::make_tuple(new_gradient(logits, grad_dtype, write)));
+    return std::tuple_cat(other_results, std::make_tuple(new_gradient(logits, grad_dtype, write)));
   }
 }
 

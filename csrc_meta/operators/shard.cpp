@@ -1,4 +1,4 @@
-// One rank's shard of a vocabulary that is split over ranks. The algebra: xent_ops/kernels/reference_shard.py.
+// One rank's shard of a vocabulary that is split over ranks. Formulas: xent_ops/kernels/reference_shard.py.
 #include "operators/operators.h"
 
 #include "operators/outputs.h"

@@ -63,7 +63,7 @@ def test_softcap_keeps_losses_of_certain_rows_positive(device, classes):
     torch.testing.assert_close(
         loss.cpu().double(),
         oracle(logits.bfloat16(), torch.zeros(rows).long(), softcap=60.0).loss,
-        atol=60 * 8e-7,  # numerics.tanh_rest; it is largest at -60
+        atol=60 * 8e-7,  # numerics.tanh_residual; it is largest at -60
         rtol=1e-5,
     )
 

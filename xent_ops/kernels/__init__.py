@@ -1,4 +1,4 @@
-"""What computes: cpu.py (C++), reference.py (plain torch), triton/ (CUDA, ROCm), ascend/ (Ascend NPUs).
+"""The kernels: cpu.py (C++), reference.py (plain torch), triton/ (CUDA, ROCm), ascend/ (Ascend NPUs).
 
-Nothing here knows the operators of the namespace ``xent``, which call it.
+The operators of the namespace ``xent`` call the kernels. Nothing here imports them.
 """

@@ -1,6 +1,6 @@
-"""The types of GPU that our Triton kernels serve, a record each. Another one (XPU) is another record here.
+"""The types of GPU that our Triton kernels serve, one record for each. To add a type (XPU), add a record.
 
-torch alone is imported. AMD's GPUs are "cuda" to torch.
+Imports torch only. torch calls AMD's GPUs "cuda".
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 
 
 class Accelerator(NamedTuple):
-    type: str  # of its torch.device
-    key: str  # of the dispatcher
-    current: Callable[[], int]  # the device that launches go to
-    on: Callable[[int], AbstractContextManager[Any]]  # makes another one current
+    type: str  # torch.device.type
+    key: str  # dispatch key
+    current: Callable[[], int]  # the current device: launches run there
+    on: Callable[[int], AbstractContextManager[Any]]  # makes another device current
     properties: Callable[[torch.device], Any]
     capability: Callable[[torch.device], tuple[int, int] | None]  # NVIDIA's compute capability; None elsewhere
     multiplies_into_float32: bool  # torch.mm(out_dtype=) of 16-bit operands
@@ -29,7 +29,7 @@ def _cuda_capability(device: torch.device) -> tuple[int, int] | None:
 CUDA = Accelerator(
     "cuda",
     "CUDA",
-    # torch.cuda.current_device asks first whether CUDA is initialised. It is, where there is a tensor.
+    # torch.cuda.current_device also checks that CUDA is initialised. If there is a tensor, it is.
     getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device),
     torch.cuda.device,
     torch.cuda.get_device_properties,
@@ -41,7 +41,7 @@ ALL = {accelerator.type: accelerator for accelerator in (CUDA,)}
 
 
 def of(device: torch.device) -> Accelerator | None:
-    """None for other devices, and in Triton's interpreter, whose tensors are the CPU's."""
+    """None for other devices, and in Triton's interpreter, which uses CPU tensors."""
     return ALL.get(device.type)
 
 

@@ -1,4 +1,4 @@
-"""The C++ kernels of csrc_meta for CPU tensors: loaded when the first one arrives, plain torch where there are none."""
+"""The C++ kernels of csrc_meta for CPU tensors, loaded with the first tensor. Plain torch if they are not built."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .. import _extension
 
 @functools.cache
 def problem() -> str | None:
-    """Why plain torch serves the CPU; None where the C++ kernels do."""
+    """Why CPU tensors use plain torch; None if they use the C++ kernels."""
     if not _extension.MODULE.exists():
         return "this xent_ops was built without its C++ extension"
     sources = _extension.sources_hash()
@@ -31,9 +31,9 @@ def problem() -> str | None:
 
 @functools.cache
 def kernel(name: str) -> Callable[..., Any] | None:
-    """The kernel of ``xent::name``, which also checks its arguments and raises IndexError for a target out of range."""
+    """The kernel of ``xent::name``. It also raises IndexError for a target out of range."""
     if problem() is None:
-        found = getattr(torch.ops.xent_cpu, name, None)  # some operators are for Python alone
+        found = getattr(torch.ops.xent_cpu, name, None)  # some operators have no C++ kernel
         return None if found is None else found.default
     if _extension.MODULE.exists():
         warnings.warn(
@@ -45,7 +45,7 @@ def kernel(name: str) -> Callable[..., Any] | None:
 
 
 def instruction_set() -> str:
-    """Which instructions the C++ kernels use on this processor: "avx512", "avx2" or "default"."""
+    """The instruction set that the C++ kernels use on this processor: "avx512", "avx2" or "default"."""
     function = ctypes.CDLL(str(_extension.MODULE)).xent_ops_instruction_set
     function.restype = ctypes.c_char_p
     return function().decode()

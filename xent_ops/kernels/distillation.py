@@ -1,4 +1,4 @@
-"""How a student's distribution is drawn to its teacher's: the options of a distillation as one record."""
+"""The options of a distillation as one record."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .reference import columns_of
 
 
 class Distillation(NamedTuple):
-    """As the operators take them, ``options`` spelled out (``as_record``)."""
+    """The operators take the same fields, with ``options`` spelled out (``as_record``)."""
 
-    options: RowOptions = DEFAULTS  # ignore_index, and what makes x of the student's logits at a temperature of one
+    options: RowOptions = DEFAULTS  # ignore_index, and the student's activation at a temperature of one
     num_classes: int | None = None
     beta: float = 0.0
     temperature: float = 1.0
@@ -22,7 +22,7 @@ class Distillation(NamedTuple):
     teacher_logit_scale: float = 1.0
 
     def keywords(self) -> dict[str, Any]:
-        """As operators take them. Those at their defaults are left out, as in ``RowOptions.keywords``."""
+        """The keywords of an operator. Defaults are left out, as in ``RowOptions.keywords``."""
         options = self.options.keywords()
         options.pop("label_smoothing", None)
         for name, value, default in zip(self._fields[1:], self[1:], Distillation()[1:], strict=True):
@@ -31,7 +31,7 @@ class Distillation(NamedTuple):
         return options
 
     def student(self) -> RowOptions:
-        """What makes x of the student's logits: the temperature divides both the cap and the scale."""
+        """The options of the student's activation: the temperature divides both the cap and the scale."""
         return _divided(self.options, self.temperature)
 
     def teacher(self) -> RowOptions:
@@ -39,7 +39,7 @@ class Distillation(NamedTuple):
         return _divided(options, self.temperature)
 
     def columns(self, logits: torch.Tensor, class_start: int | None = None) -> int:
-        """How many of the columns are classes. With a class_start they are a slice of num_classes."""
+        """The number of columns that are classes. With a class_start they are a slice of num_classes."""
         if class_start is not None:
             return columns_of(logits.shape[-1], class_start, self.num_classes)
         return logits.shape[-1] if self.num_classes is None else self.num_classes

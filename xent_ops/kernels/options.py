@@ -9,15 +9,15 @@ import torch
 from .sizes import symbolic
 
 Reduction = Literal["none", "mean", "sum"]
-"""How a loss reduces the losses of its rows: for type checkers."""
+"""The reductions of row losses, for type checkers."""
 
 
 TokenReduction = Literal["mean", "sum"]
-"""How a loss that is a function of tokens reduces their numbers: for type checkers."""
+"""The reductions of a loss that is a function of tokens, for type checkers."""
 
 
 class RowOptions(NamedTuple):
-    """What changes the loss of a row. Schemas and Triton signatures spell the fields out, in this order."""
+    """The options of a row's loss. Schemas and Triton signatures spell the fields out, in this order."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -25,8 +25,8 @@ class RowOptions(NamedTuple):
     logit_scale: float = 1.0
 
     def keywords(self) -> dict[str, Any]:
-        """As operators take them. Those at their defaults are left out: each takes the dispatcher 0.4 us."""
-        # To ask would specialise a symbolic option. torch 2.11 also traces where it says that it does not compile.
+        """The keywords of an operator. Defaults are left out: each keyword takes the dispatcher 0.4 us."""
+        # A comparison would specialise a symbolic option. torch 2.11 also traces where is_compiling() is False.
         if torch.compiler.is_compiling() or symbolic(self.ignore_index):
             return self._asdict()
         if self == DEFAULTS:
@@ -38,22 +38,22 @@ class RowOptions(NamedTuple):
         }
 
     def kernel_arguments(self) -> tuple[int, float, float, float]:
-        """As kernels take them: no softcap is 0."""
+        """The arguments of a kernel: a softcap of 0 is none."""
         return self.ignore_index, self.label_smoothing, self.softcap or 0.0, self.logit_scale
 
     @property
     def is_increasing(self) -> bool:
-        """Is the largest logit that of the largest x?"""
+        """Does the largest logit have the largest x?"""
         return self.logit_scale > 0.0
 
     @property
     def plain_scale(self) -> float | None:
-        """x per logit where it is positive, with a margin for float32, and there is no other option; else None."""
+        """The logit scale, if it is positive (with a margin for float32) and the only option; else None."""
         plain = self.label_smoothing == 0.0 and self.softcap is None
         return self.logit_scale if plain and self.logit_scale >= 1e-30 else None
 
     def soft_keywords(self) -> dict[str, Any]:
-        """As the operators for class probabilities take them, which know no ignore_index."""
+        """The keywords of the operators for class probabilities: they have no ignore_index."""
         keywords = self.keywords()
         keywords.pop("ignore_index", None)
         return keywords
@@ -63,32 +63,32 @@ DEFAULTS = RowOptions()
 
 
 class Activation(NamedTuple):
-    """What makes x of a logit: for those who find it in code that is not ours."""
+    """The softcap and scale that the pass and ``use_xent`` found in a model's code."""
 
     softcap: float | None = DEFAULTS.softcap
     logit_scale: float = DEFAULTS.logit_scale
 
     def keywords(self) -> dict[str, Any]:
-        """As operators take them, without those at their defaults."""
+        """The keywords of an operator, without defaults."""
         return {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
 
 
 class LossOptions(NamedTuple):
-    """The options of a whole loss: those of its rows, the z-loss, the reduction."""
+    """The options of a whole loss: the rows', the z-loss, the reduction."""
 
     row_options: RowOptions = DEFAULTS
     lse_square_scale: float = 0.0
     reduction: str = "mean"
 
     def keywords(self) -> dict[str, Any]:
-        """As the composite and the reduced operators take them."""
+        """The keywords of the composite and the reduced operators."""
         keywords = self.backward_keywords()
         if self.reduction != "mean":
             keywords["reduction"] = self.reduction
         return keywords
 
     def backward_keywords(self) -> dict[str, Any]:
-        """As the backward of a reduced loss takes them."""
+        """The keywords of a reduced loss' backward."""
         keywords = self.row_options.keywords()
         if torch.compiler.is_compiling() or self.lse_square_scale != 0.0:
             keywords["lse_square_scale"] = self.lse_square_scale
@@ -96,20 +96,20 @@ class LossOptions(NamedTuple):
 
 
 HeadProducts = Literal["fp8", "fp8_gradients"]
-"""What the products of a head multiply, where it is not what they are given: for type checkers."""
+"""The 8-bit modes of a head's matrix multiplications, for type checkers."""
 HEAD_PRODUCTS = get_args(HeadProducts)
 
 
 class Chunking(NamedTuple):
-    """How a head's logits are made: of which rows, how many at a time, in which dtype, by which products."""
+    """How a head computes its logits: which rows, how many at a time, in which dtype, by which multiplication."""
 
     chunk_rows: int | None = None
     skip_ignored: bool = False
-    logits_dtype: torch.dtype | None = None  # None: that of the input
+    logits_dtype: torch.dtype | None = None  # None: the input's dtype
     products: str | None = None
 
     def keywords(self) -> dict[str, Any]:
-        """As operators take them."""
+        """The keywords of an operator."""
         return self._asdict()
 
 

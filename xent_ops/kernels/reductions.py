@@ -1,4 +1,4 @@
-"""From losses of rows to a reduced loss, in plain torch: what a mean divides by, and the z-loss."""
+"""From losses of rows to a reduced loss, in plain torch: the divisors of a mean, and the z-loss."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def target_weights(
 
 
 def counted_weights(token_weight: Tensor, target: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    """(...): 0 in ignored rows, whatever theirs are."""
+    """(...): the token weights, 0 in ignored rows."""
     return torch.where(is_counted(target, ignore_index), token_weight.to(dtype), 0.0)
 
 
@@ -44,12 +44,12 @@ def divisor_of(target_weight: Tensor, target: Tensor, ignore_index: int, token_w
 
 
 def times(values: Tensor, factors: Tensor | None) -> Tensor:
-    """The values of rows times their ``counted_weights``; 0 where the weight is, whatever the value."""
+    """The values of rows times their ``counted_weights``; 0 where the weight is 0, even if the value is NaN."""
     return values if factors is None else torch.where(factors == 0.0, 0.0, values * factors)
 
 
 def z_losses(lse: Tensor, target: Tensor, ignore_index: int, lse_square_scale: float) -> Tensor:
-    """(...): of each row, 0 in ignored ones."""
+    """(...): the z-loss of each row, 0 in ignored rows."""
     # Masked before the square: a row of padding may hold anything, and the gradient of inf^2 * 0 is NaN.
     counted = is_counted(target, ignore_index)
     return lse_square_scale * torch.where(counted, lse, 0.0).square()
@@ -57,7 +57,7 @@ def z_losses(lse: Tensor, target: Tensor, ignore_index: int, lse_square_scale: f
 
 class Reduced(NamedTuple):
     value: Tensor  # includes the z-loss
-    z_loss: Tensor | None  # None where lse_square_scale is 0
+    z_loss: Tensor | None  # None if lse_square_scale is 0
 
 
 def reduce_rows(
@@ -70,9 +70,9 @@ def reduce_rows(
 ) -> Reduced:
     """Losses of class-index rows, (...), to () or, with reduction="none", to themselves and the z-loss.
 
-    "mean" divides the loss by the sum of the targets' class weights, as torch does (NaN where no row is counted),
-    and the z-loss ``lse_square_scale * lse^2`` by the number of counted rows, as Liger-Kernel and flash-attn do:
-    ``divisors``, which no other reduction reads. Both are multiplied by token_weight first.
+    "mean" divides the loss by the sum of the targets' class weights, as torch does (NaN if no row is counted). It
+    divides the z-loss ``lse_square_scale * lse^2`` by the number of counted rows, as Liger-Kernel and flash-attn do.
+    These two are ``divisors``; no other reduction reads them. Loss and z-loss are multiplied by token_weight first.
     """
     ignore_index, factors = loss.row_options.ignore_index, None
     if token_weight is not None:
@@ -94,7 +94,7 @@ def cross_entropy_divisor(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
-    token_weight: Tensor | None = None,  # which the operator does not have
+    token_weight: Tensor | None = None,  # the operator has no such argument
     *,
     options: RowOptions = DEFAULTS,
 ) -> tuple[Tensor, Tensor]:
@@ -116,8 +116,8 @@ def cross_entropy_reduced(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(value, divisors, lse): (), (2,), (...). The divisors do not depend on the reduction; a sum is not divided.
 
-    The lse is for the backward: infinite in ignored rows, which other kernels do not read. Their softmax is then zero.
-    ``forward`` makes the losses of the rows.
+    The lse is for the backward. It is infinite in ignored rows, so that their softmax is zero: other kernels do not
+    read these rows. ``forward`` computes the losses of the rows.
     """
     row_loss, lse = forward(logits, target, weight, options=options)
     divisors, _ = cross_entropy_divisor(logits, target, weight, options=options)

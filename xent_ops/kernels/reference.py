@@ -1,7 +1,7 @@
-"""The loss in plain torch: the CPU's kernel where C++ is not built, and what Inductor gets for the backward.
+"""The loss in plain torch. It is the CPU's kernel if C++ is not built, and Inductor compiles its backward.
 
 Per row, with x = softcap(logit_scale * logits), softcap(z) = cap * tanh(z / cap), V classes, target t, class
-weights w (1 where none are given) and label smoothing e:
+weights w (1 without class weights) and label smoothing e:
 
     lse  = logsumexp_j x_j
     loss = w_t (1-e) (lse - x_t) + (e/V) sum_j w_j (lse - x_j)           0 where t == ignore_index
@@ -9,7 +9,7 @@ weights w (1 where none are given) and label smoothing e:
 
 Sources: F.cross_entropy for weights and smoothing, Gemma 2 for the softcap. Everything is computed in float32
 (float64 for float64 logits). Functions take logits (..., V) of any strides; ``scale_grad_`` alone writes to a tensor.
-The backward functions are differentiable, which is where second derivatives come from.
+The backward functions are differentiable: second derivatives are their gradients.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def gather_target(target: Tensor, classes: int, ignore_index: int) -> tuple[Tens
 
 
 def weights_at(weight: Tensor, index: Tensor) -> Tensor:
-    """``weight[index]``. Python's brackets would read a 0-d index (the target of one unbatched row) into an int, which
-    synchronises a GPU and which no graph can hold."""
+    """``weight[index]``. Python's brackets read a 0-d index (the target of one unbatched row) into an int. That
+    synchronises a GPU and breaks a graph."""
     return torch.ops.aten.index.Tensor(weight, [index])
 
 
 def _logsumexp(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(max, log of the sum of exp(x - max)), each (..., 1): kept apart, lse - x_t loses no digits to a large max."""
+    """(max, log of the sum of exp(x - max)), each (..., 1). Two numbers keep the digits of lse - x_t."""
     maximum = x.amax(-1, keepdim=True)
     maximum = torch.where(maximum == float("-inf"), 0.0, maximum)
     return maximum, (x - maximum).exp().sum(-1, keepdim=True).log()
@@ -97,7 +97,7 @@ def statistics(
     *,
     options: RowOptions = DEFAULTS,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, lse, argmax, entropy), each (...), the last two (0,) where they are not wanted.
+    """(loss, lse, argmax, entropy), each (...), the last two (0,) unless asked for.
 
     argmax is int64, the first index on ties. entropy = -sum_j softmax_j log softmax_j, where a class of probability 0
     adds 0.
@@ -108,7 +108,7 @@ def statistics(
         argmax = activation(logits, options._replace(softcap=None)).argmax(-1)
     if with_entropy:
         maximum, log_sum = _logsumexp(x := activation(logits, options))
-        log_p = x - maximum - log_sum  # not x - lse, which has been rounded
+        log_p = x - maximum - log_sum  # not x - lse: the lse has been rounded
         p = log_p.exp()
         entropy = -(p * torch.where(p == 0, 0.0, log_p)).sum(-1)
     return loss, lse, argmax, entropy
@@ -117,12 +117,12 @@ def statistics(
 def softmax_gradient(
     x: Tensor, lse: Tensor, total: Tensor, entropy: Tensor | None = None, grad_entropy: Tensor | None = None
 ) -> Tensor:
-    """``A softmax_j``, and what flows back from the entropy H: ``-grad_entropy softmax_j (log softmax_j + H)``."""
+    """``A softmax_j``, and the entropy H's gradient: ``-grad_entropy softmax_j (log softmax_j + H)``."""
     log_p = x - lse.unsqueeze(-1)
     p = log_p.exp()
     grad = total.unsqueeze(-1) * p
     if grad_entropy is not None and entropy is not None:
-        # log 0 goes before it is multiplied: the outer where alone would leave 0 * inf in second derivatives.
+        # log 0 is removed before the multiplication: the outer where alone leaves 0 * inf in second derivatives.
         term = p * (torch.where(p == 0, 0.0, log_p) + entropy.unsqueeze(-1))
         grad = grad - grad_entropy.to(x.dtype).unsqueeze(-1) * torch.where(p == 0, 0.0, term)
     return grad
@@ -131,8 +131,8 @@ def softmax_gradient(
 def _finish(grad: Tensor, x: Tensor, lse: Tensor, row_grads: Tensor, dtype: torch.dtype, options: RowOptions) -> Tensor:
     """Through the activation and into this dtype, contiguous whatever the logits' strides.
 
-    A row that passes nothing back gets exact zeros even where its logits are not finite (0 * NaN is NaN): such
-    rows are padding that was never written.
+    A row without an upstream gradient gets exact zeros, even if its logits are not finite (0 * NaN is NaN): it may be
+    padding that was never written.
     """
     grad = grad * activation_derivative(x, options)
     dead = (row_grads == 0) & ~lse.isfinite()
@@ -149,9 +149,9 @@ def row_grads(
     lse_square_scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of each row's loss and lse, (...), from what a reduced loss was divided by and its z-loss.
+    """The gradients of each row's loss and lse, (...), from the divisors of a reduced loss and its z-loss.
 
-    Converted to the accumulator's dtype first: the other tensor's may not hold the one, or not resolve the other.
+    Converted to the accumulator's dtype first: a narrower dtype may overflow or round the quotient.
     """
     a = grad_loss.to(dtype)
     per_row = a
@@ -159,7 +159,7 @@ def row_grads(
         per_row, a = a / divisors[1].to(dtype), a / divisors[0].to(dtype)
     if lse_square_scale != 0.0:
         counted = is_counted(target, ignore_index)
-        # Chosen last: without a counted row, per_row is infinite.
+        # The where comes last: without a counted row, per_row is infinite.
         square = torch.where(counted, lse.to(dtype) * (2 * lse_square_scale * per_row), 0.0)
         grad_lse = square if grad_lse is None else square + grad_lse.to(dtype)
     return a.expand(lse.shape), grad_lse
@@ -185,10 +185,10 @@ def cross_entropy_backward(
 ) -> Tensor:
     """grad_logits (..., V). Pointwise but for sum(weight): Inductor makes one kernel of it.
 
-    In grad_dtype, which is the logits' where it is None.
+    In grad_dtype, or the logits' dtype if that is None.
 
-    Of a reduced loss: grad_loss is (), divisors and lse_square_scale are those of ``cross_entropy_reduced``. Of a slice
-    of ``num_classes`` classes: lse is that of all classes, lse_coefficient is from ``cross_entropy_shard_join`` (1 if
+    For a reduced loss: grad_loss is (), divisors and lse_square_scale are as in ``cross_entropy_reduced``. For a slice
+    of ``num_classes`` classes: lse is of all classes, lse_coefficient is from ``cross_entropy_shard_join`` (1 if
     None), and columns beyond the last class get zeros.
 
     With a = grad_loss, b = grad_lse, c = grad_entropy and H the entropy:
@@ -199,8 +199,8 @@ def cross_entropy_backward(
     Kernels write it as A p_j - B [j == t] - C w_j, less the entropy's term: A = a lse_coefficient + b, B = a (1-e) w_t,
     C = a e/V.
 
-    An ignored row has a = w_t = 0 (the weight of an ignored class may be infinite), one whose target is out of range
-    a = NaN.
+    An ignored row has a = w_t = 0 (the weight of an ignored class may be infinite). A row with a target out of range
+    has a = NaN.
     """
     width = logits.shape[-1]
     classes = width if num_classes is None else num_classes
@@ -214,12 +214,12 @@ def cross_entropy_backward(
     )
     counted = is_counted(target, options.ignore_index)
     at_target = at_target.unsqueeze(-1)
-    if weight is not None and lse_coefficient is not None:  # by column: no target of another slice is gathered
+    if weight is not None and lse_coefficient is not None:  # by column: the target may be in another slice
         at_target = at_target * weight
     if grad_entropy is not None:
         passed = passed + grad_entropy.to(x.dtype).abs()
     grad = softmax_gradient(x, lse, total, entropy, grad_entropy)
-    # No column where ignored: 0 times the weight of an ignored class, which may be infinite, would be NaN.
+    # An ignored row has no target column: the weight of an ignored class may be infinite, and 0 * inf is NaN.
     local = torch.where(counted, target.to(torch.int64) - class_start, -1).unsqueeze(-1)
     column = torch.arange(width, device=logits.device)
     grad = grad - torch.where(column == local, at_target, 0.0)
@@ -240,9 +240,9 @@ def gradient_coefficients(
     options: RowOptions,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(A, B, C, a sum of what a row passes back, which is zero where it passes nothing back), each (...).
+    """(A, B, C, passed), each (...). ``passed`` is a sum of magnitudes: 0 if all gradients of the row are 0.
 
-    Letters as in ``cross_entropy_backward``. Of a slice with class weights B lacks the target's.
+    Letters as in ``cross_entropy_backward``. For a slice with class weights, B lacks the target's weight.
     """
     index, counted, invalid = gather_target(target, classes, options.ignore_index)
     a = torch.where(counted, grad_loss, 0.0).masked_fill(invalid, float("nan"))
@@ -261,7 +261,7 @@ def gradient_coefficients(
 
 
 def columns_of(width: int, class_start: int, num_classes: int | None) -> int:
-    """Of the columns of a slice, or the rows of its head, those that are classes. Not negative: checks.shard_range."""
+    """How many columns of a slice, or rows of its head, are classes. Not negative: checks.shard_range."""
     if num_classes is None:
         return width
     left = num_classes - class_start
@@ -269,7 +269,7 @@ def columns_of(width: int, class_start: int, num_classes: int | None) -> int:
 
 
 def infinite_where_ignored(lse: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """What stands for the lse of a row that was not read: its softmax is then zero."""
+    """An infinite lse for rows that were not read: their softmax is then zero."""
     return torch.where(is_counted(target, ignore_index), lse, float("inf"))
 
 
@@ -295,7 +295,7 @@ def cross_entropy_with_grad(
 ) -> tuple[Tensor, ...]:
     """(loss, lse, argmax, entropy, gradient of grad_scale * loss + grad_lse_square * lse^2 summed over counted rows).
 
-    The lse of an ignored row is infinite, as that of ``cross_entropy_reduced``, its argmax -1 and its entropy 0.
+    An ignored row has an infinite lse, as in ``cross_entropy_reduced``, argmax -1 and entropy 0.
     """
     loss, lse, argmax, entropy = statistics(logits, target, weight, with_argmax, with_entropy, options=options)
     lse = infinite_where_ignored(lse, target, options.ignore_index)
@@ -303,20 +303,20 @@ def cross_entropy_with_grad(
     argmax = torch.where(counted, argmax, -1) if with_argmax else argmax
     entropy = torch.where(counted, entropy, 0.0) if with_entropy else entropy
     grad_lse = grad_lse_of_square(grad_lse_square, lse, target, options.ignore_index)
-    rest = (None, None, None, None, 0, None, grad_dtype)
-    gradient = cross_entropy_backward(grad_scale, grad_lse, logits, target, lse, weight, *rest, options=options)
+    backward_args = (grad_scale, grad_lse, logits, target, lse, weight)
+    gradient = cross_entropy_backward(*backward_args, grad_dtype=grad_dtype, options=options)
     return loss, lse, argmax, entropy, gradient
 
 
 def scaled_grad(grad: Tensor, factor: Tensor) -> Tensor:
-    """What ``scale_grad_`` writes, out of place."""
+    """``scale_grad_``, out of place."""
     factor = factor.unsqueeze(-1)
     return torch.where(factor == 0, 0.0, grad * factor).to(grad.dtype)
 
 
 def scale_grad_(grad: Tensor, factor: Tensor) -> None:
-    """grad (..., V) times factor, () or (...). Zero times anything is zero, as in a row that passes nothing back."""
+    """grad (..., V) times factor, () or (...). A factor of 0 gives zeros, whatever the row holds."""
     if factor.device.type == "cpu" and bool((factor == 1).all()):
         return
-    factor = factor.unsqueeze(-1)  # of one dimension at least: torch would round a scalar to the gradient's dtype
+    factor = factor.unsqueeze(-1)  # at least one dimension: torch would round a scalar to the gradient's dtype
     grad.mul_(factor).masked_fill_(factor == 0, 0.0)

@@ -6,17 +6,18 @@ m = (1 - beta) s + beta t:
     loss     = beta KL(t || m) + (1 - beta) KL(s || m) + hard_weight * cross entropy of the student
     grad_x_j = (1 - beta) s_j (log s_j - log m_j - KL(s || m)) + ...
 
-At its ends it is another formula: beta 0 is KL(t || s), whose gradient is s_j - t_j, and 1 is KL(s || t), whose
-gradient is s_j (log s_j - log t_j - KL(s || t)). The cross entropy is that of a temperature of one.
+The two ends have other formulas. beta 0 is KL(t || s), with the gradient s_j - t_j. beta 1 is KL(s || t), with the
+gradient s_j (log s_j - log t_j - KL(s || t)). The cross entropy has a temperature of one.
 
-Over a slice of the classes (a rank's, with a ``class_start``) the forward gives the lse's of the slice and, where beta
-is 0 or 1, the divergence between the two distributions within it; head/distillation_shard.py joins them. In between,
-the mixture is known once the lse's of all classes are. A second call gets these as ``joined``, and gives the slice's
-part of the sums. The cross entropy on the target is left to the join. The backward takes the statistics of all classes.
+For a slice of the classes (a rank's, with a ``class_start``) the forward returns the lse's of the slice and, if beta is
+0 or 1, the divergence between the two distributions within it; head/distillation_shard.py joins them. For a beta
+between 0 and 1, the mixture needs the lse's of all classes first. A second call takes these as ``joined``, and returns
+the slice's part of the sums. The join adds the cross entropy on the target. The backward takes the statistics of all
+classes.
 
-A probability of 0 adds nothing: 0 log 0 = 0. Where a class has a probability for the one and none for the other, the
-divergence is infinite where the formula says so. The gradient of KL(s || t) is then +inf in that class,
--inf in others.
+A probability of 0 adds nothing: 0 log 0 = 0. If a class has a probability in one distribution and none in the other,
+the divergence may be infinite, as the formula says. The gradient of KL(s || t) is then +inf in that class and -inf in
+all others.
 
 Source: generalized_jsd_loss of TRL's GKDTrainer (Agarwal et al., 2023, On-Policy Distillation of Language Models).
 """
@@ -43,7 +44,7 @@ def _log_softmax(x: Tensor) -> tuple[Tensor, Tensor]:
     if x.shape[-1] == 0:  # a slice without classes
         return x, x.new_full(x.shape[:-1], -math.inf)
     maximum, log_sum = _logsumexp(x)
-    return x - maximum - log_sum, (maximum + log_sum).squeeze(-1)  # not x - lse, which has been rounded
+    return x - maximum - log_sum, (maximum + log_sum).squeeze(-1)  # not x - lse: the lse has been rounded
 
 
 def _x(logits: Tensor, options: RowOptions, columns: int, dtype: torch.dtype) -> Tensor:
@@ -51,7 +52,7 @@ def _x(logits: Tensor, options: RowOptions, columns: int, dtype: torch.dtype) ->
 
 
 def _expectation(probabilities: Tensor, values: Tensor) -> Tensor:
-    """The sum over the classes; those without probability add nothing."""
+    """The sum over the classes; a class without probability adds nothing."""
     return torch.where(probabilities == 0.0, 0.0, probabilities * values).sum(-1)
 
 

@@ -1,15 +1,15 @@
-"""Products of 8-bit numbers in plain torch: rounded as a GPU rounds them, multiplied in float32.
+"""Matrix multiplications of 8-bit numbers in plain torch: rounded as a GPU rounds them, multiplied in float32.
 
-e4m3 has 4 bits of exponent and 3 of mantissa: 2^-9 to 448, infinities nowhere. A matrix is kept with one scale, its
-largest magnitude over 448. The gradient of the logits has one for each row, for which nothing is searched: with A, B
+e4m3 has 4 bits of exponent and 3 of mantissa: 2^-9 to 448, and no infinity. A matrix has one scale: its
+largest magnitude over 448. The gradient of the logits has one scale for each row, and needs no search for it: with A, B
 and C as in reference.cross_entropy_backward, no element of a row is larger than
 
     bound = logit_scale (max(|A|, |B|, |A - B|) + |C| max w + |grad_entropy| max(1/e, log V))
 
-So rows may differ by any factor. Weights and inputs are rounded to nearest; the gradient up or down at random, with the
-probabilities that make the mean right: to nearest, what is below 2.2e-6 of a row's bound would be zero, which is most
-of the classes. The random bits are a hash of the row's lse, its number and the class, so that the same call gives the
-same bits. The hash's constants are Knuth's and those of Chris Wellons' lowbias32.
+So rows may differ by any factor. Weights and inputs are rounded to nearest. The gradient is rounded up or down at
+random, so that its mean is right: rounding to nearest would make zeros of all elements below 2.2e-6 of a row's bound,
+and most classes are below it. The random bits are a hash of the row's lse, its number and the class, so the same call
+gives the same bits. The hash's constants are from Knuth and from Chris Wellons' lowbias32.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WORD = 0xFFFFFFFF
 
 
 class GradientRows(NamedTuple):
-    """What the gradients of rows are made of, (n,) each."""
+    """The numbers that the gradients of rows are computed from, (n,) each."""
 
     total: Tensor  # A, B and C, float32
     at_target: Tensor
@@ -80,7 +80,7 @@ def gradient_rows(
 
 
 def scale_of(largest: Tensor) -> Tensor:
-    """What numbers of this largest magnitude, (), are divided by."""
+    """The scale, (): numbers of this largest magnitude are divided by it."""
     return torch.where(largest == 0.0, 1.0, largest.to(torch.float32) / LARGEST)
 
 
@@ -91,7 +91,7 @@ def quantize(
     rows: Tensor | None = None,  # written: at least (R, C)
     transposed: Tensor | None = None,  # written: at least (C, R)
 ) -> None:
-    """To nearest. Behind the values zeros are written; both have room for as many."""
+    """Rounds to nearest. Writes zeros behind the values, in the whole of ``rows`` and ``transposed``."""
     floats = values.to(torch.float32)
     if factor is not None:
         floats = floats * factor.unsqueeze(1)
@@ -102,9 +102,9 @@ def quantize(
         _fill(transposed, rounded.t())
 
 
-def _fill(place: Tensor, values: Tensor) -> None:
-    place.view(torch.uint8).zero_()  # zero in 8 bits; torch 2.11 fills no float8 on a CPU
-    place[: values.shape[0], : values.shape[1]].copy_(values)
+def _fill(out: Tensor, values: Tensor) -> None:
+    out.view(torch.uint8).zero_()  # zero in 8 bits; torch 2.11 fills no float8 on a CPU
+    out[: values.shape[0], : values.shape[1]].copy_(values)
 
 
 def gradient(
@@ -142,9 +142,9 @@ def random_bits(column: Tensor, seed: Tensor) -> Tensor:
 
 
 def round_at_random(values: Tensor, bits: Tensor) -> Tensor:
-    """float32 to numbers that e4m3 has, up with the probability that is left: added below the third bit, cut off there.
+    """Rounds float32 to e4m3 at random: adds random bits below the third bit of the mantissa, and cuts off there.
 
-    Below 2^-6 the numbers of e4m3 are as far apart as from there to 2^-5, so there they are rounded 2^-6 higher.
+    Below 2^-6 the numbers of e4m3 are as far apart as between 2^-6 and 2^-5, so these are rounded 2^-6 higher.
     """
     size = values.abs()
     higher = torch.where(size < LEAST_NORMAL, LEAST_NORMAL, 0.0)

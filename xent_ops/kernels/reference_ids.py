@@ -1,14 +1,14 @@
 """Several classes a row, ``ids`` (n, K): their x, and the gradient of their columns. Plain torch, on every device.
 
-With g_k = d loss / d x of place k, and letters as in reference.cross_entropy_backward:
+With g_k = d loss / d x of the k-th id, and letters as in reference.cross_entropy_backward:
 
-    grad_x_j = b p_j - c p_j (log p_j + H) + sum of g_k over the places k with id_k = j
+    grad_x_j = b p_j - c p_j (log p_j + H) + sum of g_k over all k with id_k = j
 
-Kernels write the first two terms over all columns. The columns of ids are written again here: all that flows into one
-is added up before it is rounded, and equal ids write equal numbers, so that bits repeat.
+Kernels write the first two terms over all columns. Then the columns of ids are written again here: the gradients of a
+column are added up before they are rounded, and equal ids write equal numbers, so results repeat bit for bit.
 
-With ``mask_ids`` the lse is that of all other classes: the columns of ids are masked before the kernels read them. So
-it keeps its digits where the ids have nearly all probability. The lse of all is log(exp(lse) + sum of exp(x) of ids).
+With ``mask_ids`` the lse is of all other classes: the columns of ids are masked before the kernels read them. So it
+keeps its digits if the ids have nearly all probability. The lse of all is log(exp(lse) + sum of exp(x) of ids).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor
 from .options import DEFAULTS, RowOptions
 from .reference import accumulator, activation, activation_derivative, is_counted, softmax_gradient
 
-_PAIRS = 4096  # of places of a row that are compared at a time: with 2048 rows 32 MiB, whatever K is
+_PAIRS = 4096  # pairs of a row's ids that are compared at a time: with 2048 rows 32 MiB, whatever K is
 
 
 def first_counted(ids: Tensor, ignore_index: int) -> Tensor:
-    """(...): the first id of a row that is counted; ignore_index where none is. What stands for the row's target."""
+    """(...): the first counted id of a row, or ignore_index if there is none. It serves as the row's target."""
     ids = ids.to(torch.int64)
     position = is_counted(ids, ignore_index).to(torch.int8).argmax(-1, keepdim=True)
     return ids.gather(-1, position).squeeze(-1)
@@ -35,7 +35,7 @@ class Columns(NamedTuple):
     """Where the ids of rows are among the columns of a slice of the classes."""
 
     column: Tensor  # (..., K), safe to gather with
-    here: Tensor  # likewise: counted, and a column of this slice
+    here: Tensor  # (..., K): counted, and a column of this slice
     invalid: Tensor  # counted, and no class
 
 
@@ -48,7 +48,7 @@ def columns(ids: Tensor, width: int, class_start: int, num_classes: int | None, 
 
 
 def gather(logits: Tensor, ids: Tensor, class_start: int, num_classes: int | None, options: RowOptions) -> Tensor:
-    """(..., K): x of the ids; 0 of those that are ignored or not here, NaN of those that are no class."""
+    """(..., K): x of the ids; 0 for ids that are ignored or not here, NaN for ids that are no class."""
     at = columns(ids, logits.shape[-1], class_start, num_classes, options.ignore_index)
     if logits.shape[-1] == 0:
         x = logits.new_zeros(ids.shape, dtype=accumulator(logits))
@@ -64,7 +64,7 @@ def ids_grad_(grad_logits: Tensor, *args: Any, **keywords: Any) -> None:
 
 
 def ids_grad(grad_logits: Tensor, *args: Any, **keywords: Any) -> Tensor:
-    """The same of a copy."""
+    """The same, on a copy."""
     if grad_logits.shape[-1] == 0:
         return grad_logits.clone()
     return grad_logits.scatter(-1, *_column_values(grad_logits, *args, **keywords))
@@ -73,7 +73,7 @@ def ids_grad(grad_logits: Tensor, *args: Any, **keywords: Any) -> Tensor:
 def _column_values(
     grad_logits: Tensor,  # (..., columns)
     ids: Tensor,  # (..., K)
-    at_ids: Tensor,  # likewise: x
+    at_ids: Tensor,  # (..., K): x
     grad_ids: Tensor,
     grad_lse: Tensor,  # (...)
     lse: Tensor,
@@ -84,7 +84,7 @@ def _column_values(
     *,
     options: RowOptions = DEFAULTS,
 ) -> tuple[Tensor, Tensor]:
-    """(column, value), each (..., K): what is to be written where."""
+    """(column, value), each (..., K): the columns to write, and their values."""
     at = columns(ids, grad_logits.shape[-1], class_start, num_classes, options.ignore_index)
     x, lse, grad_of_lse = (value.to(accumulator(lse)) for value in (at_ids, lse, grad_lse))
     entropy = None if entropy is None else entropy.to(x.dtype)
@@ -92,14 +92,14 @@ def _column_values(
     passed = _added_up(at, grad_ids.to(x.dtype))
     live = (grad_lse != 0) if grad_entropy is None else (grad_lse != 0) | (grad_entropy != 0)
     value = torch.where(live.unsqueeze(-1), own_gradient, 0.0) + passed
-    # Exact zeros where nothing is passed back, whatever x is.
+    # Exact zeros without an upstream gradient, whatever x is.
     value = torch.where(value != 0, value * activation_derivative(x, options), 0.0).to(grad_logits.dtype)
     return _to_write(at, value, grad_logits)
 
 
 def _to_write(at: Columns, value: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(column, value), each (..., K). ``value``: of the places that are here."""
-    # Places that are not here write what the first place does that is; without one, what stands in column 0.
+    """(column, value), each (..., K). ``value``: for the ids that are here."""
+    # An id that is not here repeats the write of the first id that is. If none is, column 0 keeps its value.
     first = at.here.to(torch.int8).argmax(-1, keepdim=True)
     column = torch.where(at.here, at.column, at.column.gather(-1, first))
     value = torch.where(at.here, value, value.gather(-1, first))
@@ -107,7 +107,7 @@ def _to_write(at: Columns, value: Tensor, logits: Tensor) -> tuple[Tensor, Tenso
 
 
 def mask(logits: Tensor, ids: Tensor, class_start: int, num_classes: int | None, options: RowOptions) -> Masked:
-    """What masks the columns of the ids that are here. ``logits``: (..., columns), at least one."""
+    """The masking values for the columns of the ids that are here. ``logits``: (..., columns), at least one."""
     at = columns(ids, logits.shape[-1], class_start, num_classes, options.ignore_index)
     lowest = float("-inf") if options.is_increasing else float("inf")
     column, value = _to_write(at, logits.new_full((), lowest).expand(at.column.shape), logits)
@@ -118,11 +118,11 @@ def mask(logits: Tensor, ids: Tensor, class_start: int, num_classes: int | None,
 
 class Masked(NamedTuple):
     column: Tensor  # (..., K)
-    value: Tensor  # likewise: what is to be written there
+    value: Tensor  # (..., K): the value to write there
     number: Tensor  # (...): how many columns are masked
 
     def lse(self, lse: Tensor, width: int, options: RowOptions) -> Tensor:
-        """That of the columns that are not masked, from the kernels', which are given all ``width``."""
+        """The lse of the unmasked columns, from the kernels' lse of all ``width`` columns."""
         if options.softcap is not None:  # x of a masked logit is -softcap
             share = self.number * torch.exp(-options.softcap - lse)
             lse = lse + torch.log1p(-share)
@@ -130,7 +130,7 @@ class Masked(NamedTuple):
 
 
 def _added_up(at: Columns, values: Tensor) -> Tensor:
-    """(..., K): of each place the sum of the values at all places of its class."""
+    """(..., K): for each id the sum of the values of all equal ids."""
     ids_per_row = at.column.shape[-1]
     step = max(_PAIRS // ids_per_row, 1)
     values, total = torch.where(at.here, values, 0.0), torch.zeros_like(values)

@@ -1,4 +1,4 @@
-"""Linear cross entropy in plain torch, with all logits at once: what its second derivatives are made from."""
+"""Linear cross entropy in plain torch, with all logits at once. Second derivatives are computed from it."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def linear_cross_entropy_backward(
     output_mask: Sequence[bool] = (True, True, True),
     *,
     options: RowOptions = DEFAULTS,
-    **others: Any,
+    **keywords: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of input, linear_weight and linear_bias; (0,) where the mask does not want one.
+    """The gradients of input, linear_weight and linear_bias; (0,) where the mask is False.
 
-    ``others`` are those of ``reference.cross_entropy_backward``.
+    ``keywords``: as for ``reference.cross_entropy_backward``.
     """
     logits = input @ linear_weight.t()  # torch 2.11 cannot trace F.linear with a bias below torch.func.vjp
     if linear_bias is not None:
         logits = logits + linear_bias
     rows = (grad_loss, grad_lse, logits, target, lse, weight, divisors, grad_entropy, entropy, lse_coefficient)
-    grad = reference.cross_entropy_backward(*rows, options=options, **others)
+    grad = reference.cross_entropy_backward(*rows, options=options, **keywords)
     rows_first = grad.reshape(-1, grad.shape[-1])
     return (
         grad @ linear_weight if output_mask[0] else input.new_empty(0),

@@ -1,19 +1,18 @@
 """A vocabulary split over ranks, in plain torch: the packed statistics of a rank, and the join. See reference.py.
 
-The loss of a row is linear in lse and x_t, so it falls apart into one part a rank. Relative to any number p_r of rank
-r's own (the maximum of its columns: large logits then lose no digits)::
+The loss of a row is linear in lse and x_t, so it is a sum of one part for each rank. Each rank r subtracts a number p_r
+of its own (the maximum of its columns, so that large logits lose no digits)::
 
     part_r        = [t on r] w_t (1-e) (p_r - x_t) + (e/V) sum_{j on r} w_j (p_r - x_j)
     share_r       = [t on r] w_t (1-e)             + (e/V) sum_{j on r} w_j
     loss          = sum_r part_r + share_r (lse - p_r)
     lse           = P + log sum_r total_r exp(p_r - P),     total_r = sum_{j on r} exp(x_j - p_r),  P = max_r p_r
-    lse_coefficient   = sum_r share_r = d loss / d lse, for the gradient of reference.py
+    lse_coefficient = sum_r share_r = d loss / d lse, for the gradient of reference.py
 
-So a rank hands over 3 numbers a row, 4 with class weights (p, total, part, w_t where it holds the target, else 0), and
-a header for all of its rows: its first class, its number of classes, its sum of weights. From the headers share_r
-follows, and whether the shards tile the vocabulary: where they do not, every loss and lse is NaN. An integer of the
-header is two digits to the base 2^24, which float32 holds exactly. Columns beyond the last class are padding and
-count for nothing.
+So a rank sends 3 numbers for each row (p, total, part), and with class weights a fourth (w_t if it holds the target,
+else 0). It also sends one header: its first class, its number of classes, its sum of weights. The headers give share_r,
+and tell whether the shards tile the vocabulary. If they do not, every loss and lse is NaN. An integer of the header is
+two digits to the base 2^24, which float32 holds exactly. Columns beyond the last class are padding and are left out.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ DIGIT = 2**24
 
 
 def width(rows: int, weighted: bool) -> int:
-    """How many numbers the packed statistics of a rank are."""
+    """The number of values in the packed statistics of a rank."""
     return (4 if weighted else 3) * rows + HEADER
 
 
@@ -78,9 +77,9 @@ def cross_entropy_shard(
 
 
 def header(class_start: int, columns: int, sum_weights: Tensor) -> Tensor:
-    """(HEADER,): where a shard lies, and the sum of its weights, ()."""
+    """(HEADER,): the range of a shard, and the sum of its weights, ()."""
     integers = [class_start // DIGIT, class_start % DIGIT, columns // DIGIT, columns % DIGIT]
-    # Filled on the device: no copy that a capture refuses.
+    # Filled on the device: a capture refuses copies from the host.
     return torch.cat([*(sum_weights.new_full((1,), integer) for integer in integers), sum_weights.reshape(1)])
 
 
@@ -111,7 +110,7 @@ def cross_entropy_shard_join(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, lse, w_t, lse_coefficient), each (...), from the statistics of all ranks; all but lse are 0 where ignored.
 
-    The same bits on every rank: nothing that is the rank's own enters. Pointwise but for sums over ranks.
+    The same bits on every rank: only gathered numbers are used. Pointwise but for sums over ranks.
     """
     shape, number = target.shape, target.numel()
     headers = gathered[:, -HEADER:]
@@ -134,7 +133,7 @@ def cross_entropy_shard_join(
         share = (1 - options.label_smoothing) * target_weight + options.label_smoothing / num_classes * headers[:, 4:]
     lse_coefficient = share.sum(0)
     distance = pivot - torch.where(maximum == float("-inf"), 0.0, maximum)
-    # A shard without a share adds nothing, however far its maximum is: their difference may overflow.
+    # A shard without a share adds 0, even if its maximum is so far away that the difference overflows.
     loss = (part + torch.where(share == 0.0, 0.0, share * distance)).sum(0)
     loss = loss + lse_coefficient * log_total
 
@@ -160,9 +159,9 @@ def cross_entropy_shard_reduced(
     reduction: str = "mean",
     join: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = cross_entropy_shard_join,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, divisors, lse, lse_coefficient): (), (2,) as of ``reductions.cross_entropy_reduced``, (...), (...).
+    """(loss, divisors, lse, lse_coefficient): (), (2,) as in ``reductions.cross_entropy_reduced``, (...), (...).
 
-    ``join`` makes the rows.
+    ``join`` computes the rows.
     """
     shard = (gathered, class_start, num_classes, weight)
     loss, lse, target_weight, lse_coefficient = join(logits, target, *shard, options=options)

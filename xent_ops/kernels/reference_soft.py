@@ -16,7 +16,7 @@ from .reference import _finish, _logsumexp, activation, softmax_gradient
 def weighted_probabilities(
     probabilities: Tensor, weight: Tensor | None, label_smoothing: float, dtype: torch.dtype
 ) -> Tensor:
-    """w_j q_j with q = (1-e) p + e/V: what multiplies lse - x_j in the loss of class probabilities p."""
+    """w_j q_j with q = (1-e) p + e/V: the factor of lse - x_j in the loss of class probabilities p."""
     q = probabilities.to(dtype)
     if label_smoothing > 0.0:
         q = q * (1 - label_smoothing) + label_smoothing / probabilities.shape[-1]
@@ -27,7 +27,7 @@ def soft_cross_entropy_forward(
     logits: Tensor,
     probabilities: Tensor,
     weight: Tensor | None = None,
-    check_target: bool = True,  # ops/soft_cross_entropy.py has it
+    check_target: bool = True,  # checked in ops/soft_cross_entropy.py
     *,
     options: RowOptions = DEFAULTS,
 ) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ def soft_cross_entropy_backward(
     q = weighted_probabilities(probabilities, weight, options.label_smoothing, x.dtype)
     a = grad_loss.to(x.dtype)
     mass = q.sum(-1)
-    is_skipped = (a == 0) & ~mass.isfinite()  # as in _finish, whatever the probabilities hold
+    is_skipped = (a == 0) & ~mass.isfinite()  # as in _finish, even if the probabilities are not finite
     q = torch.where(is_skipped.unsqueeze(-1), 0.0, q)
     total = a * torch.where(is_skipped, 0.0, mass)
     if grad_lse is not None:
@@ -71,13 +71,13 @@ def soft_target_gradients(
     *,
     options: RowOptions = DEFAULTS,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients for class probabilities (..., V) and their weights (V,): of sum_j w_j q_j (lse - x_j)."""
+    """Gradients of sum_j w_j q_j (lse - x_j) for class probabilities (..., V) and their weights (V,)."""
     x = activation(logits, options)
     grad_q = grad_loss.to(x.dtype).unsqueeze(-1) * (lse.unsqueeze(-1) - x)
     grad_target = grad_q * (1 - options.label_smoothing)
     if weight is None:
         return grad_target.to(probabilities.dtype), None
     q = weighted_probabilities(probabilities, None, options.label_smoothing, x.dtype)
-    # Not flatten(0, -2), for which autograd's vmap (is_grads_batched) has no rule.
+    # Not flatten(0, -2): autograd's vmap (is_grads_batched) has no rule for it.
     grad_weight = (grad_q * q).sum(tuple(range(logits.dim() - 1))) if logits.dim() > 1 else grad_q * q
     return (grad_target * weight.to(x.dtype)).to(probabilities.dtype), grad_weight.to(weight.dtype)

@@ -16,7 +16,7 @@ from .sizes import statically_true, symbolic
 class RowView(NamedTuple):
     """A tensor (..., V) as rows of V elements; row i starts at (i // inner) * outer_stride + (i % inner) * stride.
 
-    If one stride describes them, ``inner`` is 1, for which Triton compiles a kernel without divisions.
+    If one stride describes them, ``inner`` is 1: Triton then compiles a kernel without divisions.
     """
 
     tensor: Tensor
@@ -33,17 +33,17 @@ def dense_classes(tensor: Tensor) -> Tensor:
 
 def rows(tensor: Tensor) -> RowView:
     """Merge the batch dimensions into at most two. A tensor that needs more, or has strided classes, is copied."""
-    place = _place_of(tensor)
-    if place is None:
+    layout = _layout_of(tensor)
+    if layout is None:
         tensor = tensor.contiguous()
-        place = _place_of(tensor)
-        assert place is not None
-    return RowView(tensor, *place)
+        layout = _layout_of(tensor)
+        assert layout is not None
+    return RowView(tensor, *layout)
 
 
-def _place_of(tensor: Tensor) -> tuple[int, int, int, int] | None:
-    place = _place.__wrapped__ if _symbolic(tensor) else _place  # symbols have no hash
-    return place(tensor.shape, tensor.stride())
+def _layout_of(tensor: Tensor) -> tuple[int, int, int, int] | None:
+    layout = _layout.__wrapped__ if _symbolic(tensor) else _layout  # symbols have no hash
+    return layout(tensor.shape, tensor.stride())
 
 
 def _symbolic(tensor: Tensor) -> bool:
@@ -51,7 +51,7 @@ def _symbolic(tensor: Tensor) -> bool:
 
 
 def _contiguous(tensor: Tensor) -> bool:
-    """For every size of the range: one that was traced as 1 hides how its dimension lies."""
+    """Contiguous for every size of the range? A size that was traced as 1 says nothing about its stride."""
     if not _symbolic(tensor):
         return tensor.is_contiguous()
     dense = 1
@@ -63,7 +63,7 @@ def _contiguous(tensor: Tensor) -> bool:
 
 
 @functools.lru_cache(1024)
-def _place(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int, int] | None:
+def _layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int, int] | None:
     number = math.prod(shape[:-1])
     if statically_true(number == 0) or shape[-1] == 0:  # empty: contiguous() would not change the strides
         return number, 1, 0, 0
@@ -91,7 +91,7 @@ def dense_rows(shape: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def front_of(logits: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Where a gradient in this dtype lies that is written over the logits: if narrower, in the front of each row."""
+    """The memory of a gradient in this dtype over the logits. A narrower one lies in the front of each row."""
     if dtype is None or not is_narrower(dtype, logits):
         return logits
     return logits.view(dtype)[..., : logits.shape[-1]]
@@ -127,7 +127,7 @@ def _rows_tensor(tensor: Tensor) -> Tensor:
 
 
 def dense_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Callable[[Tensor], Tensor]:
-    """A contiguous tensor with the same values in the same order, in ``dtype`` if that is given."""
+    """A contiguous tensor with the same values in the same order, in ``dtype`` if that is not None."""
     convert = _as_it_is if _contiguous(tensor) else _cloned if _symbolic(tensor) else dense
     if dtype is None or tensor.dtype == dtype:
         return convert
@@ -154,11 +154,11 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def per_row(tensor: Tensor | None, absent: Tensor) -> tuple[Tensor, int]:
-    """(tensor of one value a row as kernels take it, its stride); ``absent`` stands for None."""
+    """(one value for each row, as kernels take it; its stride). ``absent`` replaces None."""
     convert, stride = per_row_like(tensor)
     return absent if tensor is None else convert(tensor), stride
 
 
 def class_weight(weight: Tensor | None, absent: Tensor) -> Tensor:
-    """The class weights in the dtype of ``absent``, which stands for None."""
+    """The class weights in the dtype of ``absent``; ``absent`` itself replaces None."""
     return absent if weight is None else weight.to(absent.dtype).contiguous()

@@ -1,4 +1,4 @@
-"""Sizes that may be symbolic: where launches are recorded (triton/recording.py), a size stands for a range of sizes."""
+"""Sizes that may be symbolic: while launches are recorded (triton/recording.py), a size means a range of sizes."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def symbolic(size: Any) -> bool:
 
 
 def size_hint(size: Any) -> int:
-    """The size that was traced, by which kernels are chosen that serve every other size too."""
+    """The size at tracing. It chooses the kernels, which then serve every other size too."""
     return size.node.hint if symbolic(size) else size
 
 
 def size_to_serve(size: Any, many: int) -> int:
-    """``size``; in a package, which serves many rows though it was traced with few, ``many`` or more."""
+    """``size``, but at least ``many`` in a package: it serves many rows, even if it was traced with few."""
     return max(size_hint(size), many) if symbolic(size) else size
 
 
 def depend_on_data(tensor: torch.Tensor) -> bool:
-    """Does a graph that is compiled not know the sizes, as those of rows that a mask picks? Dynamo of torch 2.11 cannot
-    answer."""
+    """Do the sizes depend on data while a graph is compiled, as for rows that a mask picks? Dynamo of torch 2.11 cannot
+    tell."""
     if not (_DYNAMO_ANSWERS and torch.compiler.is_compiling()):
         return False
     from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
@@ -40,7 +40,7 @@ def depend_on_data(tensor: torch.Tensor) -> bool:
 
 
 def statically_true(condition: Any) -> bool:
-    """Does it hold for all sizes of the range? No guard: a package has none."""
+    """Does the condition hold for all sizes of the range? Adds no guard: a package has none."""
     if isinstance(condition, bool):
         return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true

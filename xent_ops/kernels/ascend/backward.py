@@ -9,7 +9,7 @@ from .forward import activate
 
 @triton.jit
 def write_zeros(grad_row_ptr, n_cols, BLOCK: tl.constexpr):
-    """The gradient of a row that passes nothing back, whatever its logits hold."""
+    """The gradient of a row without an upstream gradient: zeros, whatever its logits hold."""
     TILE: tl.constexpr = (BLOCK + 3) // 4  # the compiler keeps the zeros in the buffer throughout the kernel
     columns = tl.arange(0, TILE)
     zeros = tl.zeros([TILE], grad_row_ptr.dtype.element_ty)
@@ -20,7 +20,7 @@ def write_zeros(grad_row_ptr, n_cols, BLOCK: tl.constexpr):
 @triton.jit
 def _gradient(
     z,  # logits, a tile or the one of the target
-    w,  # their class weights; read with HAS_WEIGHT and HAS_SMOOTHING alone
+    w,  # their class weights; read only with HAS_WEIGHT and HAS_SMOOTHING
     lse,
     total,  # A, B, C of reference.cross_entropy_backward, times logit_scale
     b,
@@ -63,14 +63,14 @@ def _gradient(
 )  # fmt: skip
 def backward_kernel(
     grad_loss_ptr,  # (N,) with a stride, 0 for an expanded scalar
-    grad_lse_ptr,  # (N,) likewise
-    grad_entropy_ptr,  # (N,) likewise
+    grad_lse_ptr,  # (N,) with a stride
+    grad_entropy_ptr,  # (N,) with a stride
     logits_ptr,  # (outer, inner, V), rows of any stride
     target_ptr,  # (N,), contiguous, int64 or int32
     lse_ptr,  # (N,) float32
     entropy_ptr,  # (N,) float32
     weight_ptr,  # (V,) float32
-    lse_coefficient_ptr,  # float32: (1,) the sum of the weights; of a SHARD (N,) what a row's loss passes on to its lse
+    lse_coefficient_ptr,  # float32: (1,), the sum of the weights; with SHARD (N,), d loss / d lse
     grad_ptr,  # (outer, inner, V): may be the logits themselves
     n_rows,
     chunk,  # rows of a program
@@ -101,8 +101,8 @@ def backward_kernel(
 ):
     """grad_x_j = A softmax_j - B [j == t] - C w_j; A, B, C as in reference.cross_entropy_backward.
 
-    A row is written as if no column were the target's. Then the target's is written again, by itself: to compare
-    every column with the target would double the vector operations of a plain loss.
+    A row is written as if no column were the target's. Then the target's column is written again. Comparing every
+    column with the target would double the vector operations of a plain loss.
     """
     begin = tl.program_id(0) * chunk
     end = tl.minimum(begin + chunk, n_rows)
@@ -128,7 +128,7 @@ def backward_kernel(
         target_weight = tl.cast(1.0, tl.float32)
         if HAS_WEIGHT:
             target_weight = tl.load(weight_ptr + column)
-            b *= tl.where(target == ignore_index, 0.0, target_weight)  # that of an ignored class may be infinite
+            b *= tl.where(target == ignore_index, 0.0, target_weight)  # the weight of an ignored class may be infinite
             if SHARD:
                 total *= tl.load(lse_coefficient_ptr + row)
             else:

@@ -1,4 +1,4 @@
-"""What every launcher asks of its tensors."""
+"""What launchers share: cores, device, targets, flags."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from . import configs
 from .forward import forward_kernel
 
 Launcher = TypeVar("Launcher", bound=Callable[..., Any])
-LAUNCHERS: dict[str, Callable[..., Any]] = {}  # by the name of the operator, which is the function's
+LAUNCHERS: dict[str, Callable[..., Any]] = {}  # by the name of the operator and of the function
 
 
 def launcher(function: Launcher) -> Launcher:
@@ -36,7 +36,7 @@ def cores(tensor: Tensor) -> int:
 
 
 def on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the tensors'."""
+    """Makes the tensor's device current: Triton launches on the current device."""
     if not _on_host(tensor):
         module = torch.get_device_module(tensor.device)
         if tensor.device.index != module.current_device():

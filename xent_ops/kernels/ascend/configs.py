@@ -1,10 +1,10 @@
-"""Which block for which row, and how many programs: from the size of the unified buffer and the number of vector cores.
+"""Block sizes and numbers of programs, from the size of the unified buffer and the number of vector cores.
 
-The unified buffer (UB) of a vector core holds every tile that is alive at one moment, and twice what is copied in or
-out, since the next tile arrives while one is worked on. How many bytes a kernel needs for each column of its block was
-counted in the IR to which triton-ascend 3.2.0 lowers it: tiles share memory if they are not alive at the same time, and
-an operation does not write over its operands. `make test-ascend` counts again. What bishengir makes of it on a device
-was never seen, so a variable sets the block for measurements.
+The unified buffer (UB) of a vector core holds every live tile. Tiles that are copied in or out count twice, because the
+next tile arrives while one is used. The bytes that a kernel needs for each column of its block were counted in the IR
+of triton-ascend 3.2.0: tiles share memory if they are not alive at the same time, and an operation does not write over
+its operands. `make test-ascend` counts again. The code that bishengir generates for a device was never seen, so a
+variable sets the block for measurements.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from triton.runtime import driver
 UB_BYTES = 192 * 1024  # Atlas A2 and A3 (Ascend 910B, 910C)
 UB_VARIABLE = "XENT_OPS_ASCEND_UB_BYTES"
 BLOCK_VARIABLE = "XENT_OPS_ASCEND_BLOCK"
-FRACTION = 0.9  # of the UB: scalars, reductions and alignment take the rest
+FRACTION = 0.9  # of the UB: scalars, reductions and alignment need memory too
 MAX_PROGRAMS = 65535  # coreDim of a launch
 
 
 def _reported_ub_bytes() -> int:
-    """What CANN says about this device; 0 where it says nothing."""
+    """The size that CANN reports for this device; 0 if it reports none."""
     try:
         from tbe.common.platform import get_soc_spec, set_current_compile_soc_info
 
@@ -47,7 +47,7 @@ def _device_ub_bytes() -> int:
 
 
 def ub_bytes() -> int:
-    """Size of the unified buffer: the variable's, else the device's, else that of an A2."""
+    """Size of the unified buffer: from the variable, else from the device, else an A2's."""
     text = os.environ.get(UB_VARIABLE)
     return _parse_ub_bytes(text) if text else _device_ub_bytes()
 
@@ -66,7 +66,7 @@ def block(classes: int, column_bytes: float) -> int:
     return min(fits, next_power_of_2(max(1, classes)))
 
 
-# Bytes a column of each kernel's block, by its flags and the bytes of its elements: at least what is counted in its IR.
+# Bytes for each column of a kernel's block, by its flags and element sizes: at least the bytes counted in its IR.
 
 _CAPPED = (0, 68, 24)  # by SOFTCAP, in backward_kernel and the kernels of class probabilities
 
@@ -82,7 +82,7 @@ def forward_bytes(
     HAS_ARGMAX: bool = False,
     HAS_ENTROPY: bool = False,
 ) -> float:
-    """Also of shard_kernel."""
+    """For forward_kernel and shard_kernel."""
     if not (HAS_SMOOTHING or HAS_SCALE or SOFTCAP):
         both = HAS_ARGMAX and HAS_ENTROPY and itemsize == 4
         return 12.25 + 4 * itemsize + 4 * HAS_ENTROPY + 20 * HAS_ARGMAX + 4 * both
@@ -115,14 +115,14 @@ def soft_bytes(
     HAS_SCALE: bool,
     SOFTCAP: int,
 ) -> float:
-    """Of soft_forward_kernel and soft_backward_kernel."""
+    """For soft_forward_kernel and soft_backward_kernel."""
     number = 24.25 + 2.25 * itemsize + 2 * target_itemsize + 8 * HAS_WEIGHT + 8 * HAS_SMOOTHING
     return number + (_CAPPED[SOFTCAP] or 4 * HAS_SCALE)
 
 
 @functools.cache
 def vector_cores(device: torch.device) -> int:
-    """Of the tensors' device."""
+    """The number of vector cores of this device."""
     return int(driver.active.utils.get_device_properties(device.index or 0)["num_vectorcore"])
 
 

@@ -24,7 +24,7 @@ def _visit(
     left,  # columns from the first lane to the end of the row; not read unless MASKED
     maximum,  # the running state, all scalars: the largest x,
     total,  # the sum of e^(x - maximum),
-    moment,  # the sum of that times (x - maximum),
+    moment,  # the sum of e^(x - maximum) (x - maximum),
     smooth,  # the (weighted) sum of x - shift
     weights,  # the sum of weights
     shift,
@@ -39,10 +39,10 @@ def _visit(
     HAS_ENTROPY: tl.constexpr,
 ):
     """Fold one tile of the row into the running state. Also the largest z of the tile, before softcap."""
-    # What follows leaves -inf beyond the row as it is. Else padding is 0 until it is replaced.
+    # PLAIN: the next operations keep the -inf beyond the row. Else padding is 0 until it is replaced.
     PLAIN: tl.constexpr = not ((HAS_SMOOTHING or HAS_SCALE) or SOFTCAP != 0)
     if MASKED:
-        exists = tl.arange(0, pointers.shape[0]) < left  # of the addresses: it becomes the length of a copy
+        exists = tl.arange(0, pointers.shape[0]) < left  # a mask of the addresses: it becomes the length of a copy
         z = tl.load(pointers, mask=exists, other=float("-inf") if PLAIN else 0.0)
     else:
         z = tl.load(pointers)
@@ -61,13 +61,13 @@ def _visit(
             relative = tl.where(lane < left.to(tl.float32), relative, 0.0)
         smooth += tl.sum(relative, axis=0)
     if MASKED and not PLAIN:
-        # After softcap, which would make -softcap of -inf. Of the values: integers would not compare as vectors.
+        # After softcap, which would turn -inf into -softcap. A float mask: integers would not compare as vectors.
         inside = lane < left.to(tl.float32)
         x = tl.where(inside, x, float("-inf"))
     tile_maximum = tl.max(x, axis=0)
     tile_top = tile_maximum
     if HAS_ARGMAX:  # noqa: SIM102 (both are known when compiling)
-        if SOFTCAP != 0:  # which may round different logits to the same x
+        if SOFTCAP != 0:  # softcap may round different logits to the same x
             z *= logit_scale
             if MASKED:
                 z = tl.where(inside, z, float("-inf"))
@@ -145,7 +145,7 @@ def scan(
 
 @triton.jit
 def shift_of(x):
-    """What a smoothing sum is taken relative to: one x of the row, where that is a number to subtract."""
+    """The number that a smoothing sum subtracts: one x of the row if it is finite, else 0."""
     return tl.where(tl.abs(x) < float("inf"), x, 0.0)
 
 

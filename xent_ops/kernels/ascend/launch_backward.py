@@ -93,22 +93,22 @@ def _backward(
 
 @launcher
 def cross_entropy_backward(
-    grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
+    grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *args: Any, **options: Any
 ) -> Tensor:
     gradient = logits.new_empty(logits.shape)
-    _backward(gradient, grad_loss, grad_lse, logits, *rest, **options)
+    _backward(gradient, grad_loss, grad_lse, logits, *args, **options)
     return gradient
 
 
 @launcher
 def cross_entropy_backward_(
-    grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *rest: Any, **options: Any
+    grad_loss: Tensor, grad_lse: Tensor | None, logits: Tensor, *args: Any, **options: Any
 ) -> None:
     if rows(logits).tensor is logits:
-        _backward(logits, grad_loss, grad_lse, logits, *rest, **options)
+        _backward(logits, grad_loss, grad_lse, logits, *args, **options)
         torch.autograd.graph.increment_version(logits)  # autograd does not see a launch
     else:  # rows that no two strides describe: through a dense gradient
-        logits.copy_(cross_entropy_backward(grad_loss, grad_lse, logits, *rest, **options))
+        logits.copy_(cross_entropy_backward(grad_loss, grad_lse, logits, *args, **options))
 
 
 @launcher

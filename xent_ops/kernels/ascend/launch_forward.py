@@ -83,11 +83,10 @@ def forward_skipping(
     options: RowOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Without reading ignored rows: their lse is infinite, their argmax -1, their entropy 0."""
-    made = _forward(
+    loss, lse, argmax, entropy = _forward(
         logits, target, weight, options, with_argmax=with_argmax, with_entropy=with_entropy, skip_ignored=True
     )
     counted = is_counted(target, options.ignore_index)
-    loss, lse, argmax, entropy = made
     argmax = torch.where(counted, argmax, -1) if with_argmax else argmax
     return loss, lse, argmax, torch.where(counted, entropy, 0.0) if with_entropy else entropy
 

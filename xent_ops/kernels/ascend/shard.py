@@ -1,6 +1,6 @@
 """A vocabulary split over ranks: one shard's part of every row, and the join of all shards' parts.
 
-What a shard hands over, and how the parts make a loss, is in kernels/reference_shard.py.
+kernels/reference_shard.py has the packed statistics and the formulas.
 """
 
 import triton
@@ -119,7 +119,7 @@ def _faults(headers_ptr, stride, world, n_classes):
 
 @triton.jit(do_not_specialize=["n_rows", "chunk", "world", "n_classes", "ignore_index", "label_smoothing"])
 def join_shards_kernel(
-    gathered_ptr,  # (world, numbers * N + HEADER) float32, contiguous: what shard_kernel wrote, of every rank
+    gathered_ptr,  # (world, numbers * N + HEADER) float32, contiguous: the output of shard_kernel of every rank
     target_ptr,  # (N,), contiguous, int64 or int32
     loss_ptr,  # (N,) float32
     lse_ptr,  # (N,) float32

@@ -10,7 +10,7 @@ from .forward import activate
 
 @triton.jit
 def _weighted(p, pointers, exists, label_smoothing, n_cols, HAS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr):
-    """w_j q_j of a tile. Beyond ``exists`` it is 0 where there are weights or no smoothing."""
+    """w_j q_j of a tile. Beyond ``exists`` it is 0 if there are weights, or no smoothing."""
     q = p.to(tl.float32)
     if HAS_SMOOTHING:
         q = q * (1.0 - label_smoothing) + label_smoothing / n_cols
@@ -21,7 +21,7 @@ def _weighted(p, pointers, exists, label_smoothing, n_cols, HAS_WEIGHT: tl.const
 
 @triton.jit
 def _mass(total, label_smoothing, HAS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr):
-    """The sum of w_j q_j, from that of a row's w_j q_j, or without weights from that of its p_j."""
+    """The sum of w_j q_j of a row. ``total``: that sum, or the sum of p_j if there are no weights."""
     if HAS_SMOOTHING and not HAS_WEIGHT:
         total = total * (1.0 - label_smoothing) + label_smoothing
     return total

@@ -13,7 +13,7 @@ from .numerics import (
     edge_columns,
     row_offset,
     slope_unit,
-    tanh_rest,
+    tanh_residual,
     tanh_slope,
     weights_from,
 )
@@ -31,14 +31,14 @@ def gradient_coefficients(
     label_smoothing,
     FLAGS: tl.constexpr,
 ):
-    """a as it counts, and A (less what comes through the lse), B, C of reference.cross_entropy_backward."""
+    """a with ignored and invalid rows resolved; A (without grad_lse), B, C of reference.cross_entropy_backward."""
     a = tl.where(valid, a, float("nan"))
     a = tl.where(target == ignore_index, 0.0, a)
     b = a
     if FLAGS.smoothing:
         b *= 1.0 - label_smoothing
     if FLAGS.weight:
-        b *= tl.where(target == ignore_index, 0.0, target_weight)  # that of an ignored class may be infinite
+        b *= tl.where(target == ignore_index, 0.0, target_weight)  # the weight of an ignored class may be infinite
     total = b
     c = a * (label_smoothing / n_classes)
     if FLAGS.smoothing:
@@ -57,18 +57,18 @@ def gradient(
     grad_entropy,
     act,
     FLAGS: tl.constexpr,
-    TILE: tl.constexpr,  # as in numerics.tanh_rest
+    TILE: tl.constexpr,  # as in numerics.tanh_residual
 ):
     """(A softmax_j - C w_j, derivative of the activation): the gradient of a column, but for B at the target.
 
     A, B and C have been multiplied by slope_unit, and the derivative is relative to that.
     """
     if FLAGS.softcap == 2:
-        rest = tanh_rest(z, act, TILE)
-        log_p = bounded(rest, act, lse)
+        residual = tanh_residual(z, act, TILE)
+        log_p = bounded(residual, act, lse)
         p = tl.exp2(log_p)
         log_p *= LN2
-        slope = rest - rest * rest
+        slope = residual - residual * residual
     else:
         x = activate(z, act, FLAGS)
         log_p = x - lse
@@ -88,11 +88,11 @@ def gradient(
 
 
 @triton.jit
-def of_tile(
+def tile_gradient(
     pointers,  # into the logits of a row
     columns,
-    inside,  # which columns exist
-    read,  # which of them are read: none in a row that passes nothing back
+    inside,  # columns that exist
+    read,  # columns that are read: none in a row without an upstream gradient
     weight_pointers,  # of these columns
     lse,
     total,
@@ -126,7 +126,7 @@ def store(pointers, grad, inside):
 @triton.jit
 def write(
     pointers,
-    out_pointers,  # into the gradient of a row; the rest as for ``of_tile``
+    out_pointers,  # into the gradient of a row; the other arguments as for ``tile_gradient``
     columns,
     inside,
     read,
@@ -144,12 +144,12 @@ def write(
     NARROW: tl.constexpr = False,  # as in backward_kernel
 ):
     """The gradient of one tile."""
-    grad = of_tile(
+    grad = tile_gradient(
         pointers, columns, inside, read, weight_pointers, lse, total, b, c, entropy, grad_entropy, act, target, FLAGS,
         COMPARE,
     )  # fmt: skip
     if NARROW:
-        tl.debug_barrier()  # all threads have read this tile; what is written lies in it or before it
+        tl.debug_barrier()  # all threads have read this tile; the gradient is written to it or before it
     store(out_pointers, grad, inside)
 
 
@@ -159,9 +159,9 @@ def write(
 )
 def backward_kernel(
     grad_loss_ptr,  # (N,) with a stride, 0 for an expanded scalar
-    divisor_ptr,  # (2,): what the gradients of a row's loss and of its z-loss are divided by
+    divisor_ptr,  # (2,): divides the gradients of a row's loss and of its z-loss
     grad_lse_ptr,  # (N,) with a stride
-    grad_entropy_ptr,  # (N,) likewise
+    grad_entropy_ptr,  # (N,) with a stride
     logits_ptr,  # (outer, inner, V), rows of any stride
     target_ptr,  # (N,), contiguous, any integer dtype
     lse_ptr,  # (N,)
@@ -190,7 +190,7 @@ def backward_kernel(
     FLAGS: tl.constexpr,
     EDGES: tl.constexpr,  # as in numerics.aligned_body
     SAME_ROWS: tl.constexpr,  # logits and gradient have the same strides
-    COMPARE: tl.constexpr,  # columns are compared with the target; else its element is written apart
+    COMPARE: tl.constexpr,  # compare columns with the target; else its element is written again at the end
     NARROW: tl.constexpr,  # the gradient has fewer bytes and is written over the logits' first: one program a row
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,  # of BLOCK columns, that a program visits
@@ -198,8 +198,8 @@ def backward_kernel(
 ):
     """grad_x_j = A softmax_j - B [j == t] - C w_j; A, B, C as in reference.cross_entropy_backward."""
     ACC: tl.constexpr = lse_ptr.dtype.element_ty
-    # The last row first: the forward has left what it read last in the L2 cache, and nothing evicts that before it is
-    # read here (stores are the first to be evicted). 131072 x 1024, compiled: 1.58 copies, 1.73 the other way.
+    # The last row first: the forward read it last, so it is still in the L2 cache, and nothing evicts it before it is
+    # read here (stores are evicted first). 131072 x 1024, compiled: 1.58 copies; in the other order 1.73.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row = program // n_blocks
     start = (program - row * n_blocks) * (BLOCK * TILES)
@@ -239,12 +239,12 @@ def backward_kernel(
         grad_lse = tl.load(grad_lse_ptr + tl.cast(row, tl.int64) * grad_lse_stride).to(ACC)
     if FLAGS.lse_square:
         grad_square *= 2.0 * tl.cast(lse_square_scale, ACC)
-        # Chosen last: without a counted row the divisor is 0.
+        # The where comes last: without a counted row the divisor is 0.
         grad_lse += tl.where(target == ignore_index, 0.0, lse * grad_square)
     if FLAGS.grad_lse or FLAGS.lse_square:
         total += grad_lse
-    # A row that passes nothing back is not read: exact zeros, whatever its logits hold. Weights do not decide it, for
-    # which the logits would have to wait.
+    # A row without an upstream gradient is not read: exact zeros, whatever its logits hold. Class weights do not decide
+    # this: the loads of logits would wait for them.
     live = a != 0.0
     if FLAGS.grad_lse or FLAGS.lse_square:
         live |= grad_lse != 0.0
@@ -260,20 +260,21 @@ def backward_kernel(
     b *= unit
     c *= unit
     grad_entropy *= unit
-    lse = tl.where(live, lse, 0.0)  # with A, B and C 0 too, what is not read then gives 0
+    lse = tl.where(live, lse, 0.0)  # A, B and C are 0 too, so columns that are not read give 0
 
     offset = row_offset(row, n_inner, stride_outer, stride_inner)
     out_offset = row_offset(row, n_out_inner, out_stride_outer, out_stride_inner)
     head, out_boundary, body = aligned_body(out_offset, n_cols, EDGES, VECTOR)
     boundary = out_boundary if SAME_ROWS else offset + head
-    # To compare each column with the target takes a fifth of the kernel's instructions. Its element is written again
-    # instead, after its tile, where a row has so many tiles that few wait at the barriers. These keep the tile's
-    # other threads from writing before it is read (the gradient may lie over the logits) and after it is written.
+    # Comparing each column with the target takes a fifth of the kernel's instructions. If a row has many tiles, the
+    # target's element is written again after its tile instead, and few programs wait at the two barriers. The barriers
+    # order it with the tile's other threads: it is read before they write (the gradient may lie over the logits), and
+    # written after them.
     compared = tl.where(owned, column, -1).to(tl.int32)
     if not COMPARE:
-        place = column - head
-        in_tile = (place >= start) & (place < tl.minimum(start + BLOCK * TILES, body))
-        in_edges = (EDGES > 0) & (start == 0) & ((place < 0) | (place >= body))
+        position = column - head
+        in_tile = (position >= start) & (position < tl.minimum(start + BLOCK * TILES, body))
+        in_edges = (EDGES > 0) & (start == 0) & ((position < 0) | (position >= body))
         has_target = live & owned & (in_tile | in_edges)
         at_target = tl.load(logits_ptr + offset + column, mask=has_target, other=0.0).to(ACC)
         if has_target:
@@ -281,7 +282,7 @@ def backward_kernel(
     body_weight_ptr = weights_from(weight_ptr, head, n_cols, EDGES)
     if EDGES and NARROW:  # read before they are overwritten
         edges, exist = edge_columns(head, body, n_cols, EDGES)
-        of_edges = of_tile(
+        edge_gradient = tile_gradient(
             logits_ptr + offset + edges, edges, exist, exist & (edges < tl.where(live, n_cols, 0)), weight_ptr + edges,
             lse, total, b, c, entropy, grad_entropy, act, compared, FLAGS, COMPARE,
         )  # fmt: skip
@@ -293,8 +294,8 @@ def backward_kernel(
             act, compared, FLAGS, COMPARE, NARROW,
         )  # fmt: skip
     if EDGES and NARROW:
-        store(grad_ptr + out_offset + edges, of_edges, exist)
-    elif EDGES:  # noqa: SIM102 (known when compiling, the next when running)
+        store(grad_ptr + out_offset + edges, edge_gradient, exist)
+    elif EDGES:  # noqa: SIM102 (a constexpr; start is not)
         if start == 0:
             edges, exist = edge_columns(head, body, n_cols, EDGES)
             write(

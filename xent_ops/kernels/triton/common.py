@@ -1,4 +1,4 @@
-"""What all launchers share: the two stages, the device, outputs, class weights, where rows lie."""
+"""Shared by all launchers: the two stages, the device, outputs, class weights, layouts of rows."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ _GUARDS = private("torch._C._dynamo.guards", None, "a microsecond a launch")
 Strides = tuple[int, int, int]  # the last three of RowView
 Run = Callable[..., Any]  # the second stage of a launcher
 
-LAUNCHERS: dict[str, Callable[..., Run]] = {}  # by the name of the operator, which is the function's
+LAUNCHERS: dict[str, Callable[..., Run]] = {}  # by the name of the operator and of the function
 
 
 def launcher(first_stage: Callable[..., Run]) -> Callable[..., Run]:
     """Register a launcher. It has two stages, because the host takes longer for the first than a small kernel runs.
 
-    The first stage is called with an operator's arguments. It looks at everything but the numbers in the tensors
-    (shapes, strides, dtypes, devices, options), holds no tensor, and returns the second stage. That takes the
-    operator's positional arguments, these or others of the same kind, allocates the outputs, launches and returns them.
+    The first stage is called with an operator's arguments. It reads shapes, strides, dtypes, devices and options, but
+    no numbers in tensors, and keeps no tensor. It returns the second stage. The second stage takes the operator's
+    positional arguments, or others with the same shapes and so on, allocates the outputs, launches, and returns the
+    outputs.
     """
     return _register(first_stage.__name__, first_stage)
 
@@ -40,8 +41,8 @@ def launcher(first_stage: Callable[..., Run]) -> Callable[..., Run]:
 def launcher_with_in_place_form(first_stage: Callable[..., Run]) -> Callable[..., Run]:
     """Register the launchers of an operator whose last output is a gradient of its logits, and of its in-place form.
 
-    The first stage is called with the strides of the rows that the gradient is written to and the operator's arguments.
-    It returns ``write(gradient, *args)``, which returns the other outputs, or None where there are none. The in-place
+    The first stage takes the strides of the rows that the gradient is written to, and the operator's arguments. It
+    returns ``write(gradient, *args)``, which returns the other outputs, or None if there are none. The in-place
     form may write a gradient that is narrower than the logits, to the front of each row: the first stage then gets
     ``narrow=True``.
     """
@@ -59,8 +60,8 @@ def launcher_with_in_place_form(first_stage: Callable[..., Run]) -> Callable[...
 
         def run(*args: Any) -> Any:
             gradient = new_grad()
-            others = write(gradient, *args)
-            return gradient if others is None else (*others, gradient)
+            other_outputs = write(gradient, *args)
+            return gradient if other_outputs is None else (*other_outputs, gradient)
 
         return run
 
@@ -74,9 +75,9 @@ def launcher_with_in_place_form(first_stage: Callable[..., Run]) -> Callable[...
         def run(*args: Any) -> Any:
             logits = args[position]
             written = as_rows(logits)
-            others = write(front_of(written, dtype), *args[:position], written, *args[position + 1 :])
+            other_outputs = write(front_of(written, dtype), *args[:position], written, *args[position + 1 :])
             mark_written(written, logits)
-            return others[0] if others is not None and len(others) == 1 else others
+            return other_outputs[0] if other_outputs is not None and len(other_outputs) == 1 else other_outputs
 
         return run
 
@@ -110,7 +111,7 @@ def _register(name: str, first_stage: Callable[..., Run]) -> Callable[..., Run]:
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
     """Allocates a dense tensor on the current device, as Inductor's code does: torch.empty takes the host 1 us more."""
     if RECORDING.get():
-        # Of one dimension or more: Inductor fills a tensor of none, for which it launches a kernel.
+        # At least one dimension: Inductor launches a kernel to fill a tensor of no dimension.
         return lambda: torch.empty(tuple(shape) or (1,), dtype=dtype, device=device).view(tuple(shape))
     empty = getattr(_GUARDS, f"_empty_strided_{device.type}", None)
     if empty is None:
@@ -128,29 +129,29 @@ def new_gradient(logits: Tensor, dtype: torch.dtype | None = None) -> Callable[[
 
 
 class RowLayout(NamedTuple):
-    """Where the rows of a tensor (..., V) and of all like it lie, see ``rows``."""
+    """The layout of the rows of a tensor (..., V), and of all tensors like it; see ``rows``."""
 
     number: int
     strides: Strides
-    as_rows: Callable[[Tensor], Tensor]  # a copy, where no two strides describe the rows
+    as_rows: Callable[[Tensor], Tensor]  # copies if the rows need more than two strides
     copied: bool
 
 
 def row_layout(tensor: Tensor) -> RowLayout:
-    # Of a meta tensor: the first stage makes no copy.
+    # On the meta device: the first stage makes no copy.
     like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     view = rows(like)
     return RowLayout(view.number, view[2:], rows_like(like, view), view.tensor is not like)
 
 
 def front_strides(strides: Strides, logits: Tensor, grad_dtype: torch.dtype | None) -> Strides:
-    """Those of ``front_of`` logits with these."""
+    """The strides of ``front_of`` logits that have these strides."""
     wider = 1 if grad_dtype is None else logits.element_size() // grad_dtype.itemsize
     return strides[0], wider * strides[1], wider * strides[2]
 
 
 def edges(classes: int, itemsize: int, *layouts: Strides) -> int:
-    """0 where every row starts and ends on a 16-byte boundary, counted from the first; else see configs.edges."""
+    """0 if every row starts and ends on a 16-byte boundary, relative to the first row; else see configs.edges."""
     vector = configs.vector(itemsize)
     if classes % vector == 0 and all(
         statically_true(stride % vector == 0) for layout in layouts for stride in layout[1:]
@@ -160,11 +161,11 @@ def edges(classes: int, itemsize: int, *layouts: Strides) -> int:
 
 
 def class_weights(weight: Tensor | None, absent: Tensor, shifted: bool) -> Tensor:
-    """The class weights in the dtype of ``absent``, which stands for them where there are none.
+    """The class weights in the dtype of ``absent``; ``absent`` itself if there are none.
 
-    ``shifted``: the kernel reads them tile by tile beside rows with ``edges``, whose tiles start in any column, and
-    16-byte loads need boundaries in the weights too. So they come four times, less none, one, two or three columns at
-    the start (numerics.weights_from).
+    ``shifted``: the kernel reads them tile by tile beside rows with ``edges``. Their tiles start in any column, and
+    16-byte loads need boundaries in the weights too. So there are four copies, without the first 0, 1, 2 or 3 columns
+    (numerics.weights_from).
     """
     if weight is None:
         return absent
@@ -177,7 +178,7 @@ def class_weights(weight: Tensor | None, absent: Tensor, shifted: bool) -> Tenso
 
 
 def mark_written(view: Tensor, tensor: Tensor) -> None:
-    """After a kernel has written to the tensor, or to a copy of its rows."""
+    """Call it after a kernel has written to the tensor, or to a copy of its rows."""
     if view is tensor:
         torch.autograd.graph.increment_version(tensor)  # autograd does not see a launch
     else:

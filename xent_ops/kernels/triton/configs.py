@@ -1,4 +1,4 @@
-"""The blocks for each kind of row, in one table. No autotuning: it breaks capture and costs the first step.
+"""Block sizes for each kind of row. No autotuning: it breaks capture and slows down the first step.
 
 Measured on an H200, triton 3.6, bf16, 2026-11: times in copies of the logits (the limit is 0.5 forward, 1.0 backward).
 """
@@ -47,7 +47,7 @@ def forward(classes: int, itemsize: int, extra: bool = False, load: int = 0) -> 
 
 class Short(NamedTuple):
     rows: int  # that one program handles
-    block: int  # a row or more
+    block: int  # V or more
     num_warps: int
 
 
@@ -127,7 +127,7 @@ def with_grad(classes: int, itemsize: int) -> Config:
     """A program walks over a row twice. It has many warps, so that the rows in flight fit the L2 cache."""
     if itemsize == 8:
         return Config(min(max(next_power_of_2(classes), 128), 256), 4, 3)
-    # With 8 warps so many rows are in flight that the L2 cache holds them no more. In copies, bfloat16, plain and with
+    # With 8 warps, more rows are in flight than the L2 cache holds. In copies, bfloat16, plain and with
     # argmax and entropy, 8 and 16 warps: 4096 x 128256 1.62 and 1.55, both; 8192 x 50304 1.50, 1.34 and 1.44, 1.30;
     # 8192 x 32000 1.36, 1.15 and 1.48, 1.31 (one H100, 2026-11-25).
     return forward(classes, itemsize) if classes <= 8192 else Config(4096, 16, 3)
@@ -136,7 +136,7 @@ def with_grad(classes: int, itemsize: int) -> Config:
 class Shared(NamedTuple):
     parts: int  # programs that share a row
     tile: int
-    tiles: int  # of a part
+    tiles: int  # tiles of a part
     num_warps: int
 
 
@@ -169,7 +169,7 @@ def soft(classes: int, itemsize: int) -> Config:
     return Config(min(max(next_power_of_2(classes), 128), 2048 // max(itemsize, 4)), 4, 1)
 
 
-REDUCE_MOST_ROWS = 8192  # of one program
+REDUCE_MOST_ROWS = 8192  # for one program
 REDUCE_MOST_PROGRAMS = 256
 
 
@@ -188,7 +188,7 @@ def reduce(rows: int, itemsize: int) -> tuple[int, Config]:
 
 
 def edges(classes: int, itemsize: int) -> int:
-    """For rows that start anywhere, the boundary, in elements, on which their body starts: 128 bytes or 32.
+    """For rows that start anywhere: their body starts on a multiple of this many elements (128 bytes or 32).
 
     Forward and backward: 8192 x 50257 0.588 ms (0.591 with 32), 131072 x 1003 0.234 (0.223).
     """
@@ -203,8 +203,8 @@ def vector(itemsize: int) -> int:
 def softcap(cap: float | None, itemsize: int) -> int:
     """0: no softcap; 1: a tanh that is right to the last bits; 2: one that is right to 6e-7 of the cap.
 
-    The latter takes half the instructions, and its bound on x makes the maximum unnecessary. 16-bit logits are known to
-    4e-3 only, so the error does not matter for the caps in use (30, 50). Beyond 64, sums of e^x might overflow.
+    The last one takes half of the instructions, and its bound on x makes the maximum unnecessary. 16-bit logits have a
+    precision of 4e-3, so the error does not matter for the caps in use (30, 50). Beyond 64, sums of e^x might overflow.
     """
     if cap is None:
         return 0

@@ -1,4 +1,4 @@
-"""What kernels are compiled for, as one constexpr: another feature is one more field, and no signature changes.
+"""The features that a kernel is compiled for, as one constexpr: a new feature is a new field, no signature changes.
 
 Fields are bool or int: a float in an `if` does not compile. The values of options are arguments of the kernels.
 """
@@ -12,7 +12,7 @@ from . import configs
 
 
 class Flags(NamedTuple):
-    """The constexpr FLAGS of the kernels that visit logits. What a kernel does not look at stays as it is here."""
+    """The constexpr FLAGS of the kernels that visit logits. A kernel that does not read a field leaves its default."""
 
     weight: bool = False  # class weights
     smoothing: bool = False
@@ -30,19 +30,19 @@ class Flags(NamedTuple):
 
 
 def flags_of(options: RowOptions, weighted: bool, itemsize: int) -> Flags:
-    """What follows from the options, of logits with elements of so many bytes."""
+    """The flags that follow from the options. ``itemsize``: of the logits."""
     return Flags(weighted, options.label_smoothing > 0.0, configs.softcap(options.softcap, itemsize))
 
 
 class DistillationFlags(NamedTuple):
-    """The constexpr HOW of distillation_kernel."""
+    """The constexpr MODE of distillation_kernel."""
 
-    beta: int  # 0, 1, or 2 for what is in between
-    hard: int  # cross entropy on the target: 0 for none, 2 where its temperature is another than the divergence's
-    statistics: bool  # made; else they are read
-    divergence: bool  # to the mixture, which is known after the statistics
+    beta: int  # 0, 1, or 2 for values between 0 and 1
+    hard: int  # cross entropy on the target: 0 none, 1 at the divergence's temperature, 2 at another
+    statistics: bool  # computed; else they are read
+    divergence: bool  # to the mixture, in a visit after the statistics
     gradient: bool
-    rest: bool  # columns are no multiple of those of a lane
+    ragged: bool  # the number of columns is not a multiple of a lane's
     padded: bool  # there are columns behind the classes
     part: bool  # the columns are some of the classes; targets count from the first class of all
 
@@ -57,14 +57,14 @@ class SumFlags(NamedTuple):
     lse_square: bool  # it includes a z-loss
     mean: bool  # it is divided
     targets: bool  # counted rows are counted; without targets the value is a plain sum of losses
-    weights: bool  # rows count as much as their weights say
+    weights: bool  # rows are weighted
     row_weights: bool  # there is a weight for each row, not for each class
-    partial: bool  # the sums of one of several programs, which join_sums_kernel adds
+    partial: bool  # one of several programs; join_sums_kernel adds their sums
 
     def __repr__(self) -> str:
         return _expression(self)
 
 
 def _expression(flags: tuple[int, ...]) -> str:
-    """What makes them, wherever it stands: Inductor writes constants into the source of a module as they print."""
+    """An expression that rebuilds the flags in any module: Inductor writes constants into its source as they print."""
     return f"__import__({__name__!r}, fromlist=['']).{type(flags).__name__}{tuple(flags)}"

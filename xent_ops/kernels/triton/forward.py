@@ -1,7 +1,7 @@
 """One visit of a row of logits: loss, lse and, where asked for, argmax and entropy.
 
-A row has a program of its own. Other kernels serve rows of up to a few thousand columns, short.py, and rows that are
-fewer than the GPU can hold programs, split_row.py.
+One program for each row. short.py serves rows of up to a few thousand columns. split_row.py serves fewer rows than the
+GPU can hold programs.
 """
 
 import triton
@@ -17,7 +17,7 @@ from .numerics import (
     edge_columns,
     row_offset,
     scale_of,
-    tanh_rest,
+    tanh_residual,
     weights_from,
     without_infinity,
 )
@@ -33,16 +33,17 @@ def _start(LANES: tl.constexpr, VECTOR: tl.constexpr, FLAGS: tl.constexpr, ACC: 
     zero = tl.zeros([LANES], ACC)
     best = tl.full([LANES, VECTOR], float("-inf"), ACC)
     best_column = tl.full([LANES, VECTOR], NO_COLUMN, tl.int32)
-    #       maximum, sum of e^(x - maximum), sum of that times (x - maximum), smoothing sum, sum of weights, argmax
+    #       maximum, sum of e^(x - maximum), sum of e^(x - maximum) (x - maximum), smoothing sum, sum of weights, argmax
     return maximum, zero, zero, zero, zero, best, best_column
 
 
 @triton.jit
 def _fold(x, VECTOR: tl.constexpr):
-    """The sum of each vector: tl.sum over axis 1, on which Triton's thread-locality pass fails in this loop (3.6, 3.7).
+    """The sum of each vector. Not tl.sum over axis 1: Triton's thread-locality pass fails on it in this loop (3.6,
+    3.7).
 
-    An accumulator for each element instead took 24 registers more, and left fewer programs to a processor (8192 x 32000
-    with all options on: 0.86 copies, 0.79 so).
+    An accumulator for each element takes 24 registers more, so fewer programs fit on a processor (8192 x 32000 with all
+    options on: 0.86 copies, and 0.79 with this function).
     """
     for step in tl.static_range(3):
         if VECTOR >> step > 1:
@@ -56,10 +57,10 @@ def _visit(
     state,  # see _start
     pointers,  # (LANES, VECTOR) into the logits of the row
     columns,  # (LANES, VECTOR)
-    inside,  # (LANES, VECTOR): which of them exist; not read unless MASKED
+    inside,  # (LANES, VECTOR): columns that exist; read only if MASKED
     weight_pointers,  # (LANES, VECTOR)
     act,
-    shift,  # x of the target where finite: what the smoothing sum is taken relative to
+    shift,  # the smoothing sum subtracts it: x of the target if finite
     MASKED: tl.constexpr,
     FLAGS: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -73,7 +74,7 @@ def _visit(
         z = tl.load(pointers, eviction_policy=EVICTION)
     z = z.to(total.dtype)
     if FLAGS.softcap == 2:
-        x = bounded(tanh_rest(z, act, True), act, 0.0)
+        x = bounded(tanh_residual(z, act, True), act, 0.0)
     else:
         x = activate(z, act, FLAGS)
     if FLAGS.smoothing:
@@ -89,7 +90,7 @@ def _visit(
             relative = tl.where(inside, relative, 0.0)
         smooth += _fold(relative, VECTOR)
     if MASKED:
-        x = tl.where(inside, x, float("-inf"))  # after softcap, which would make -softcap of -inf
+        x = tl.where(inside, x, float("-inf"))  # after softcap, which would turn -inf into -softcap
     if FLAGS.argmax:
         z *= scale_of(act)
         if MASKED:
@@ -97,17 +98,15 @@ def _visit(
         better = z > best
         best = tl.where(better, z, best)
         best_column = tl.where(better, columns, best_column)
-    if (
-        FLAGS.softcap == 2
-    ):  # x is in units of ln 2 until _join, and sums are relative to 0, the maximum that _start made
+    if FLAGS.softcap == 2:  # x is in units of ln 2 until _join; sums are relative to 0, the maximum of _start
         new_maximum = maximum
         e = tl.exp2(x)
         if FLAGS.entropy:
             moment += tl.sum(tl.where(e == 0.0, 0.0, e * x), axis=1)
         total += tl.sum(e, axis=1)
     else:
-        # One maximum a vector instead of one a tile: nothing crosses threads inside the loop, at the price of one more
-        # exponential for VECTOR elements.
+        # One maximum for each vector, not for each tile: threads exchange nothing inside the loop. The price is one
+        # more exponential for VECTOR elements.
         new_maximum = tl.maximum(maximum, tl.max(x, axis=1))
         pivot = without_infinity(new_maximum)
         moved = maximum - pivot
@@ -157,9 +156,9 @@ def _first_of(state, top):
 @triton.jit
 def scan(
     logits_ptr,
-    offset,  # of the first element, from logits_ptr
+    offset,  # offset of the first element from logits_ptr
     first_column,  # its column
-    n_cols,  # how many to scan
+    n_cols,  # number of columns to scan
     n_classes,  # columns of the row
     weight_ptr,
     act,
@@ -169,7 +168,7 @@ def scan(
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
     ACC: tl.constexpr,
-    EVICTION: tl.constexpr,  # of the logits from the caches; no default value, which Triton 3.6 cannot hand on
+    EVICTION: tl.constexpr,  # eviction policy of the logits; no default value: Triton 3.6 cannot pass it on
 ):
     """Scan n_cols elements of a row: maximum, total, moment, smooth, weights, largest z, its first column.
 
@@ -273,9 +272,8 @@ def forward_kernel(
         logits_ptr, offset, 0, n_read, n_cols, weight_ptr, act, shift, FLAGS, EDGES, BLOCK, VECTOR,
         ACC, "",
     )  # fmt: skip
-    # Loaded last: before the loop it would hold up the row's own loads until the target has arrived (with skip_ignored
-    # they wait for it anyway). To pick it out of the tile by comparing columns was slower (131072 x 1024: 0.84 copies,
-    # 0.66 so).
+    # Loaded last: before the loop, the row's loads would wait for the target (with skip_ignored they wait for it
+    # anyway). Finding it in the tile by comparing columns was slower (131072 x 1024: 0.84 copies instead of 0.66).
     x_target = target_logit(row_ptr, target, valid, act, FLAGS)
     finish(
         row, True, n_cols, target, valid, x_target, shift, maximum, total, moment, smooth, weights, first,

@@ -1,6 +1,6 @@
-"""Matrices of 8-bit numbers (e4m3) for products, in both layouts that these want: reference_fp8.py has the reasons.
+"""Operands of 8-bit numbers (e4m3) for matrix multiplications, in two layouts. reference_fp8.py has the reasons.
 
-8-bit operands must lie along the sum of a product, and the gradient of the logits is summed along both.
+An 8-bit operand must be dense along the summed dimension, and the gradient of the logits is summed along both.
 """
 
 import triton
@@ -17,27 +17,28 @@ LEAST_NORMAL = tl.constexpr(0.015625)  # 2^-6
 def _e4m3(values, added, RANDOM: tl.constexpr):
     """The bits of float32 numbers in e4m3: rounded to nearest, or at random, where ``added`` has 20 random bits.
 
-    Below 2^-6 its numbers are as far apart as from there to 2^-5, so there they are rounded 2^-6 higher. By integers:
-    of two conversions by the hardware whose bytes are taken apart again, ptxas 12.8 lost one (2026-11-25).
+    Below 2^-6 the numbers of e4m3 are as far apart as between 2^-6 and 2^-5, so these are rounded 2^-6 higher. In
+    integer arithmetic: if the bytes of a hardware conversion of two numbers are split again, ptxas 12.8 loses one
+    (2026-11-25).
     """
     size = tl.abs(values)
     low = size < LEAST_NORMAL
     word = tl.where(low, size + LEAST_NORMAL, size).to(tl.int32, bitcast=True)
     word += added if RANDOM else 0x7FFFF + ((word >> 20) & 1)
     code = tl.minimum((word >> 20) - tl.where(low, 968, 960), 126)  # exponents count from 7 instead of 127; 448 is 126
-    code = tl.where(values == values, code, 127)  # of NaN the sum may overflow
+    code = tl.where(values == values, code, 127)  # for NaN the sum may overflow
     return tl.where(values < 0.0, code | 128, code)
 
 
 @triton.jit
-def _store_both(rows_ptr, columns_ptr, made, row, column, row_mask, column_mask, rows_stride, columns_stride,
+def _store_both(rows_ptr, columns_ptr, codes, row, column, row_mask, column_mask, rows_stride, columns_stride,
                 ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """A tile (rows, columns), and transposed."""
     mask = row_mask[:, None] & column_mask[None, :]
     if ROWS:
-        tl.store(rows_ptr + row[:, None].to(tl.int64) * rows_stride + column[None, :], made, mask=mask)
+        tl.store(rows_ptr + row[:, None].to(tl.int64) * rows_stride + column[None, :], codes, mask=mask)
     if COLUMNS:
-        transposed = tl.trans(made)
+        transposed = tl.trans(codes)
         tl.store(
             columns_ptr + column[:, None].to(tl.int64) * columns_stride + row[None, :], transposed, mask=tl.trans(mask)
         )
@@ -72,9 +73,9 @@ def quantize_kernel(
         values *= tl.load(factor_ptr + row, mask=row < n_rows, other=0.0)[:, None]
     values = values / tl.load(scale_ptr)
     values = tl.where(mask, values, 0.0)  # a scale may be NaN
-    made = _e4m3(values, 0, False).to(tl.uint8)
+    codes = _e4m3(values, 0, False).to(tl.uint8)
     _store_both(
-        rows_ptr, columns_ptr, made, row, column, row < most_rows, column < most_cols, rows_stride, columns_stride,
+        rows_ptr, columns_ptr, codes, row, column, row < most_rows, column < most_cols, rows_stride, columns_stride,
         ROWS, COLUMNS,
     )  # fmt: skip
 
@@ -89,8 +90,9 @@ def _random_bits(pair, seed):
 
 @triton.jit
 def _rounded_at_random(grad, first_column, seed, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Two columns share a hash. That they are taken apart also keeps Triton from loading the logits in the layout of
-    the transposed store, a row's elements far apart (1024 x 128256: 300 us for 600)."""
+    """Two columns share a hash. Splitting them also keeps Triton from loading the logits in the layout of the
+    transposed
+    store, with a row's elements far apart (1024 x 128256: 300 us instead of 600)."""
     even, odd = tl.split(tl.reshape(grad, [BLOCK_R, BLOCK_C // 2, 2]))
     pair = first_column // 2 + tl.arange(0, BLOCK_C // 2)
     bits = _random_bits(pair[None, :], seed[:, None])
@@ -103,7 +105,7 @@ def _rounded_at_random(grad, first_column, seed, BLOCK_R: tl.constexpr, BLOCK_C:
 def gradient_fp8_kernel(
     logits_ptr,  # (n, V), rows of any stride
     numbers_ptr,  # (7, n), float32: A, B, C, lse, entropy, grad_entropy, bound
-    column_ptr,  # (n,) int64: that of the target, or -1
+    column_ptr,  # (n,) int64: the target's column, or -1
     seed_ptr,  # (n,) int32
     weight_ptr,  # (V,)
     rows_ptr,  # written: (n, V), with zeros behind it
@@ -160,8 +162,8 @@ def gradient_fp8_kernel(
     )  # fmt: skip
     grad -= tl.where(column[None, :] == target[:, None], at_target[:, None], 0.0)
     grad = tl.where(inside[None, :] & live[:, None], grad * slope * factor[:, None], 0.0)
-    made = _rounded_at_random(grad, tl.program_id(0) * BLOCK_C, seed, BLOCK_R, BLOCK_C)
+    codes = _rounded_at_random(grad, tl.program_id(0) * BLOCK_C, seed, BLOCK_R, BLOCK_C)
     _store_both(
-        rows_ptr, columns_ptr, made, row, column, exists, column < most_cols, rows_stride, columns_stride, ROWS, False
+        rows_ptr, columns_ptr, codes, row, column, exists, column < most_cols, rows_stride, columns_stride, ROWS, False
     )
-    _store_both(rows_ptr, columns_ptr, made, row, column, exists, inside, rows_stride, columns_stride, False, COLUMNS)
+    _store_both(rows_ptr, columns_ptr, codes, row, column, exists, inside, rows_stride, columns_stride, False, COLUMNS)

@@ -8,16 +8,16 @@ from .numerics import row_offset
 
 @triton.jit(do_not_specialize=["ignore_index", "class_start"], do_not_specialize_on_alignment=["n_inner"])
 def ids_grad_kernel(
-    grad_ptr,  # (outer, inner, V), rows of any stride: where the other columns are written already
+    grad_ptr,  # (outer, inner, V), rows of any stride; the other columns are already written
     ids_ptr,  # (N, K), contiguous, any integer dtype
-    at_ids_ptr,  # (N, K), contiguous, of any dtype, as all that follow
+    at_ids_ptr,  # (N, K), contiguous, any dtype, as the next five
     grad_ids_ptr,
     grad_lse_ptr,  # (N,), contiguous
     lse_ptr,  # (N,)
     grad_entropy_ptr,  # (N,)
     entropy_ptr,  # (N,)
     n_cols,
-    n_places,
+    n_ids,
     n_inner,
     stride_outer,
     stride_inner,
@@ -27,22 +27,22 @@ def ids_grad_kernel(
     logit_scale: "fp64",
     HAS_SOFTCAP: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
-    PLACES: tl.constexpr,  # K or more
-    STEP: tl.constexpr,  # places that are compared with all at a time
+    WIDTH: tl.constexpr,  # K, rounded up to a power of two
+    STEP: tl.constexpr,  # ids that are compared with all others at a time
 ):
-    """One program a row. Equal ids write equal numbers: each adds up what flows to all of them, in one order."""
+    """One program a row. Equal ids write equal numbers: each adds up the gradients of all of them, in one order."""
     ACC: tl.constexpr = tl.float64 if lse_ptr.dtype.element_ty == tl.float64 else tl.float32
     row = tl.program_id(0)
-    offset = tl.cast(row, tl.int64) * n_places
-    place = tl.arange(0, PLACES)
-    exists = place < n_places
-    ids = tl.load(ids_ptr + offset + place, mask=exists, other=0).to(tl.int64)
+    offset = tl.cast(row, tl.int64) * n_ids
+    position = tl.arange(0, WIDTH)
+    exists = position < n_ids
+    ids = tl.load(ids_ptr + offset + position, mask=exists, other=0).to(tl.int64)
     here = exists & (ids != ignore_index) & (ids >= class_start) & (ids - class_start < n_cols)
-    x = tl.load(at_ids_ptr + offset + place, mask=here, other=0.0).to(ACC)
-    passed = tl.zeros([PLACES], ACC)
-    for start in tl.range(0, n_places, STEP):
+    x = tl.load(at_ids_ptr + offset + position, mask=here, other=0.0).to(ACC)
+    passed = tl.zeros([WIDTH], ACC)
+    for start in tl.range(0, n_ids, STEP):
         other = start + tl.arange(0, STEP)
-        inside = other < n_places
+        inside = other < n_ids
         other_ids = tl.load(ids_ptr + offset + other, mask=inside, other=0).to(tl.int64)
         values = tl.load(grad_ids_ptr + offset + other, mask=inside, other=0.0).to(ACC)
         same = (ids[:, None] == other_ids[None, :]) & inside[None, :]
@@ -62,6 +62,6 @@ def ids_grad_kernel(
         share = x / tl.cast(softcap, ACC)
         slope = slope * (1.0 - share * share)
     grad = tl.where(live, grad, 0.0) + passed
-    grad = tl.where(grad != 0.0, grad * slope, 0.0)  # exact zeros where nothing is passed back, whatever x is
+    grad = tl.where(grad != 0.0, grad * slope, 0.0)  # exact zeros without an upstream gradient, whatever x is
     row_ptr = grad_ptr + row_offset(row, n_inner, stride_outer, stride_inner)
     tl.store(row_ptr + (ids - class_start), grad.to(grad_ptr.dtype.element_ty), mask=here)

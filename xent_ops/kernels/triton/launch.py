@@ -2,8 +2,8 @@
 
 A launcher takes strides, picks a config, allocates and launches, in two stages; ``@launcher`` (common.py) puts it into
 ``LAUNCHERS``. Arguments have passed the operators' checks. Nothing here synchronises, so that every launch can be
-captured in a CUDA graph. What is allocated is an output, a few numbers a row or class, or, where no two strides
-describe the rows, a copy of the logits.
+captured in a CUDA graph. Launchers allocate outputs and a few numbers for each row or class. If the rows need more than
+two strides, they also copy the logits.
 """
 
 from . import (  # noqa: F401

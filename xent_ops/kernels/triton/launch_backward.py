@@ -1,4 +1,4 @@
-"""Launchers of the backward operator and its in-place form; see launch.py for what launchers share."""
+"""Launchers of the backward operator and its in-place form; see launch.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .launch_reduce import prepare_sum
 
 @launcher_with_in_place_form
 def cross_entropy_backward(
-    out_strides: Strides,  # of the rows that the gradient is written to
+    out_strides: Strides,  # strides of the rows that the gradient is written to
     grad_loss: Tensor,
     grad_lse: Tensor | None,
     logits: Tensor,
@@ -40,7 +40,7 @@ def cross_entropy_backward(
     lse_square_scale: float = 0.0,
     narrow: bool = False,
 ) -> Run:
-    """``write(gradient, grad_loss, ..., lse_coefficient)``. Of a slice, columns beyond the last class get zeros."""
+    """``write(gradient, grad_loss, ..., lse_coefficient)``. Columns of a slice beyond the last class get zeros."""
     width, shard = logits.shape[-1], num_classes is not None
     columns = width if num_classes is None else columns_of(width, class_start, num_classes)
     padded = shard and columns < width
@@ -114,7 +114,7 @@ def cross_entropy_backward(
         grad_entropy: Tensor | None = None,
         entropy: Tensor | None = None,
         lse_coefficient: Tensor | None = None,
-        *_rest: Any,
+        *_unread: Any,
     ) -> None:
         if padded:
             gradient[..., columns:].zero_()

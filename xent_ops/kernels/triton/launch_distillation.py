@@ -36,7 +36,7 @@ def config(classes: int, itemsize: int, gradient: bool, loaded: bool) -> configs
 
 
 class _Call:
-    """What the first stage looks at, and the launch that follows from it."""
+    """The first stage: it reads the arguments and prepares the launch."""
 
     def __init__(
         self,
@@ -44,34 +44,34 @@ class _Call:
         teacher_logits: Tensor,
         target: Tensor,
         upstream: Tensor | None,
-        out_strides: Strides | None,  # of the rows that the gradient is written to
+        out_strides: Strides | None,  # strides of the rows that the gradient is written to
         statistics: bool,
-        how: Distillation,
+        spec: Distillation,
         class_start: int | None = None,
-        joined: bool = False,  # what all slices' statistics make is given
+        joined: bool = False,  # the joined statistics of all slices are an argument
     ) -> None:
         number, strides, self.rows, _ = row_layout(logits)
         _, teacher_strides, self.teacher_rows, _ = row_layout(teacher_logits)
         self.target = dense_like(target)
         self.upstream, upstream_stride = per_row_like(upstream)
         self.empty = size_hint(number) == 0
-        width, classes = logits.shape[-1], how.columns(logits, class_start)
+        width, classes = logits.shape[-1], spec.columns(logits, class_start)
         itemsize = min(logits.element_size(), teacher_logits.element_size())
         vector = configs.vector(itemsize)
-        student, teacher = how.student(), how.teacher()
-        beta, part = 0 if how.beta == 0.0 else 1 if how.beta == 1.0 else 2, class_start is not None
+        student, teacher = spec.student(), spec.teacher()
+        beta, part = 0 if spec.beta == 0.0 else 1 if spec.beta == 1.0 else 2, class_start is not None
         flags = DistillationFlags(
             beta=beta,
-            hard=0 if how.hard_weight == 0.0 else 1 if how.temperature == 1.0 else 2,
+            hard=0 if spec.hard_weight == 0.0 else 1 if spec.temperature == 1.0 else 2,
             statistics=statistics,
             divergence=joined or (statistics and beta == 2 and not part),
             gradient=out_strides is not None,
-            rest=classes % vector != 0,
+            ragged=classes % vector != 0,
             padded=classes < width,
             part=part,
         )
         capped = student.softcap is not None or teacher.softcap is not None
-        loaded = capped or flags.rest or flags.beta == 2 or flags.hard == 2
+        loaded = capped or flags.ragged or flags.beta == 2 or flags.hard == 2
         block, num_warps, num_stages = config(classes, logits.element_size(), flags.gradient, loaded)
         ignore_index, _, *activation = student.kernel_arguments()
         self.launch = Launch(
@@ -85,16 +85,16 @@ class _Call:
             *(out_strides or strides),
             upstream_stride,
             class_start or 0,
-            how.num_classes or 0,
+            spec.num_classes or 0,
             ignore_index,
-            how.beta,
-            how.temperature,
-            how.hard_weight,
+            spec.beta,
+            spec.temperature,
+            spec.hard_weight,
             *activation,
             *teacher.kernel_arguments()[2:],
             FLAGS=flags_of(student, False, logits.element_size()),
             TEACHER_FLAGS=flags_of(teacher, False, teacher_logits.element_size()),
-            HOW=flags,
+            MODE=flags,
             BLOCK=block,
             VECTOR=vector,
             num_warps=num_warps,
@@ -133,10 +133,10 @@ def distillation_forward(
     target: Tensor,
     joined: Tensor | None = None,
     class_start: int | None = None,
-    **given: Any,
+    **fields: Any,
 ) -> Run:
-    made = joined is None
-    call = _Call(logits, teacher_logits, target, None, None, made, Distillation(**given), class_start, not made)
+    spec, has_joined = Distillation(**fields), joined is not None
+    call = _Call(logits, teacher_logits, target, None, None, not has_joined, spec, class_start, has_joined)
     new_loss, dtype = new_rows(logits), accumulator(logits)
     new_statistics = new_tensor((STATISTICS, *target.shape), dtype, logits.device)
     as_joined = None if joined is None else dense_like(joined, dtype)
@@ -145,8 +145,8 @@ def distillation_forward(
         logits: Tensor, teacher_logits: Tensor, target: Tensor, joined: Tensor | None = None, *_: Any
     ) -> tuple[Tensor, Tensor]:
         loss, statistics = new_loss(), new_statistics()
-        of_all = statistics if as_joined is None or joined is None else as_joined(joined)
-        call(logits, teacher_logits, target, None, loss, of_all, statistics, None)
+        all_statistics = statistics if as_joined is None or joined is None else as_joined(joined)
+        call(logits, teacher_logits, target, None, loss, all_statistics, statistics, None)
         return loss, statistics
 
     return run
@@ -161,9 +161,9 @@ def distillation_backward(
     target: Tensor,
     statistics: Tensor,
     class_start: int | None = None,
-    **given: Any,
+    **fields: Any,
 ) -> Run:
-    call = _Call(logits, teacher_logits, target, grad_loss, out_strides, False, Distillation(**given), class_start)
+    call = _Call(logits, teacher_logits, target, grad_loss, out_strides, False, Distillation(**fields), class_start)
     as_statistics = dense_like(statistics, accumulator(logits))
 
     def write(
@@ -183,9 +183,9 @@ def distillation_backward(
 
 @launcher_with_in_place_form
 def distillation_with_grad(
-    out_strides: Strides, logits: Tensor, teacher_logits: Tensor, target: Tensor, grad_scale: Tensor, **given: Any
+    out_strides: Strides, logits: Tensor, teacher_logits: Tensor, target: Tensor, grad_scale: Tensor, **fields: Any
 ) -> Run:
-    call = _Call(logits, teacher_logits, target, grad_scale, out_strides, True, Distillation(**given))
+    call = _Call(logits, teacher_logits, target, grad_scale, out_strides, True, Distillation(**fields))
     new_loss = new_rows(logits)
 
     def write(

@@ -1,4 +1,4 @@
-"""Launchers of the forward operators; see launch.py for what launchers share."""
+"""Launchers of the forward operators; see launch.py."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def prepare_forward(
     with_entropy: bool = False,
     skip_ignored: bool = False,
 ) -> Callable[..., None]:
-    """``forward(logits, target, weight, loss, lse, argmax, entropy)`` writes the last four, as far as they are wanted.
+    """``forward(logits, target, weight, loss, lse, argmax, entropy)`` writes the last four; argmax and entropy only if
+    asked for.
 
     ``skip_ignored``: the logits of ignored rows are not read; their lse is infinite, their argmax -1, their entropy 0.
     """
@@ -76,7 +77,7 @@ def prepare_forward(
         flags = flags_of(options, weight is not None, logits.element_size())
         flags = flags._replace(argmax=with_argmax, entropy=with_entropy, skip_ignored=skip_ignored)
         launch = _prepare_kernels(logits, layout, options, flags)
-    # Where weights are multiplied by what is read beside them; else only the target's is read.
+    # Smoothing multiplies all weights by the logits beside them; without it only the target's weight is read.
     shifted = options.label_smoothing > 0.0 and edges(logits.shape[-1], logits.element_size(), layout.strides) != 0
     as_rows, as_targets = layout.as_rows, dense_like(target)
 
@@ -89,7 +90,7 @@ def prepare_forward(
 
 
 def new_statistics(logits: Tensor, with_argmax: bool, with_entropy: bool) -> Callable[[], tuple[Tensor, ...]]:
-    """``new()`` -> loss, lse, argmax, entropy, which kernels write; (0,) where they are not wanted."""
+    """``new()`` -> loss, lse, argmax, entropy, for kernels to write; (0,) unless asked for."""
     shape, dtype, device = logits.shape[:-1], accumulator(logits), logits.device
     new_row = new_tensor(shape, dtype, device)
     new_argmax = new_tensor(shape if with_argmax else (0,), torch.int64, device)

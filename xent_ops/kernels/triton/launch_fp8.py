@@ -1,4 +1,4 @@
-"""What reference_fp8.py computes, on NVIDIA's GPUs."""
+"""reference_fp8.py on NVIDIA's GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .fp8 import gradient_fp8_kernel, quantize_kernel
 _TILE = {"BLOCK_R": 128, "BLOCK_C": 64, "num_warps": 8}
 
 
-_MOST_ROWS = 65535 * _TILE["BLOCK_R"]  # of a launch: CUDA takes no more programs along that dimension
+_MOST_ROWS = 65535 * _TILE["BLOCK_R"]  # of a launch: CUDA's limit of programs along that dimension
 
 
 def _grid(rows: int, columns: int) -> tuple[int, int]:
@@ -36,8 +36,8 @@ def quantize(
 ) -> None:
     values = values if values.stride(1) == 1 else values.contiguous()
     most = [values.shape[0], values.shape[1]]
-    for made in (rows, None if transposed is None else transposed.t()):
-        most = most if made is None else [max(most[0], made.shape[0]), max(most[1], made.shape[1])]
+    for matrix in (rows, None if transposed is None else transposed.t()):
+        most = most if matrix is None else [max(most[0], matrix.shape[0]), max(most[1], matrix.shape[1])]
     if most[0] > _MOST_ROWS:
         for start in range(0, most[0], _MOST_ROWS):
             part = slice(start, start + _MOST_ROWS)
@@ -65,7 +65,7 @@ def quantize(
 
 def gradient(
     logits: Tensor,
-    of_rows: GradientRows,
+    row_values: GradientRows,
     weight: Tensor | None,
     options: RowOptions,
     rows: Tensor | None,
@@ -73,25 +73,27 @@ def gradient(
 ) -> None:
     if logits.numel() == 0:
         return
-    absent = of_rows.total
+    absent = row_values.total
     numbers = (
-        of_rows.total,
-        of_rows.at_target,
-        of_rows.by_class,
-        of_rows.lse,
-        absent if of_rows.entropy is None else of_rows.entropy,
-        absent if of_rows.grad_entropy is None else of_rows.grad_entropy,
-        of_rows.bound,
+        row_values.total,
+        row_values.at_target,
+        row_values.by_class,
+        row_values.lse,
+        absent if row_values.entropy is None else row_values.entropy,
+        absent if row_values.grad_entropy is None else row_values.grad_entropy,
+        row_values.bound,
     )
     packed = torch.stack([number.to(torch.float32) for number in numbers])
-    flags = flags_of(options, weight is not None, logits.element_size())._replace(entropy=of_rows.entropy is not None)
+    flags = flags_of(options, weight is not None, logits.element_size())._replace(
+        entropy=row_values.entropy is not None
+    )
     _ignore_index, _smoothing, softcap, logit_scale = options.kernel_arguments()
     width = logits.shape[1] if rows is None else rows.shape[1]
     gradient_fp8_kernel[_grid(logits.shape[0], width)](
         logits,
         packed,
-        of_rows.column.contiguous(),
-        of_rows.seed,
+        row_values.column.contiguous(),
+        row_values.seed,
         absent if weight is None else weight,
         _bytes(rows, logits),
         _bytes(transposed, logits),

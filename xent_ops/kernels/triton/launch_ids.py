@@ -1,4 +1,4 @@
-"""Launcher of what several classes a row add to a gradient; see launch.py."""
+"""Launcher of the gradient of several classes a row; see launch.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .cached import Launch
 from .common import Run, launcher, row_layout
 from .ids import ids_grad_kernel
 
-_PAIRS = 4096  # of places that are compared at a time: 16 registers a thread
+_PAIRS = 4096  # pairs of a row's ids that are compared at a time: 16 registers a thread
 
 
 @launcher
@@ -35,17 +35,17 @@ def ids_grad_(
     number, strides, as_rows, _ = layout
     if size_hint(number) == 0 or grad_logits.shape[-1] == 0:
         return lambda *_: None
-    places = ids.shape[-1]
-    size = next_power_of_2(places)
+    ids_per_row = ids.shape[-1]
+    size = next_power_of_2(ids_per_row)
     ignore_index, _, softcap, scale = options.kernel_arguments()
-    numbers = (grad_logits.shape[-1], places, *strides, class_start, ignore_index, softcap, scale)
+    numbers = (grad_logits.shape[-1], ids_per_row, *strides, class_start, ignore_index, softcap, scale)
     launch = Launch(
         ids_grad_kernel,
         number,
         *numbers,
         HAS_SOFTCAP=options.softcap is not None,
         HAS_ENTROPY=grad_entropy is not None,
-        PLACES=size,
+        WIDTH=size,
         STEP=max(min(_PAIRS // size, size), 1),
         num_warps=8 if size >= 64 else 1,
         num_stages=1,
@@ -65,10 +65,10 @@ def ids_grad_(
         entropy: Tensor | None = None,
         *_: int | None,
     ) -> None:
-        written, of_rows = as_rows(grad_logits), as_lse(lse)
-        c = of_rows if grad_entropy is None or as_grad_entropy is None else as_grad_entropy(grad_entropy)
-        h = of_rows if entropy is None or as_entropy is None else as_entropy(entropy)
-        launch(written, as_ids(ids), as_at(at_ids), as_grads(grad_ids), as_grad_lse(grad_lse), of_rows, c, h)
+        written, flat_lse = as_rows(grad_logits), as_lse(lse)
+        c = flat_lse if grad_entropy is None or as_grad_entropy is None else as_grad_entropy(grad_entropy)
+        h = flat_lse if entropy is None or as_entropy is None else as_entropy(entropy)
+        launch(written, as_ids(ids), as_at(at_ids), as_grads(grad_ids), as_grad_lse(grad_lse), flat_lse, c, h)
         if written is grad_logits:
             torch.autograd.graph.increment_version(grad_logits)  # autograd does not see a launch
         else:

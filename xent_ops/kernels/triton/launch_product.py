@@ -1,4 +1,4 @@
-"""The three products of a linear cross entropy, of as many rows as a number on the device says."""
+"""The three matrix multiplications of a linear cross entropy. The number of rows is read on the device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SLICE = 8
 
 
 def why_not(input: Tensor, linear_weight: Tensor) -> str | None:
-    """Why the kernels cannot take these; None if they can. Sees shapes, dtypes and the device alone."""
+    """Why the kernels cannot take these; None if they can. Reads shapes, dtypes and the device only."""
     if input.dtype not in (torch.bfloat16, torch.float16):
         return f"products of {input.dtype} are not offered, only of torch.bfloat16 and torch.float16"
     accelerator = accelerators.of(input.device)
@@ -36,7 +36,7 @@ def why_not(input: Tensor, linear_weight: Tensor) -> str | None:
         capability = accelerator.capability(input.device)
         if capability is None:
             return "products were written for NVIDIA GPUs"
-        if capability[0] != 9:  # on 10 not all fit into shared memory, on others nothing was measured
+        if capability[0] != 9:  # on 10.0 the tiles exceed shared memory; others were not measured
             return f"products need compute capability 9.0, this GPU has {capability[0]}.{capability[1]}"
     if linear_weight.numel() == 0:
         return f"linear_weight of shape {tuple(linear_weight.shape)} has nothing to multiply"
@@ -51,13 +51,13 @@ def _dense(tensor: Tensor) -> bool:
 
 def _descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     stride, step = tensor.stride(0), 16 // tensor.element_size()
-    if tensor.shape[0] == 1 and stride % step:  # the stride of one row is never taken, but TMA wants whole 16 bytes
+    if tensor.shape[0] == 1 and stride % step:  # the stride of a single row is not used, but TMA needs whole 16 bytes
         stride = -(-tensor.shape[1] // step) * step
     return TensorDescriptor(tensor, list(tensor.shape), [stride, tensor.stride(1)], [rows, columns])
 
 
-def _of_16_bytes(rows: Tensor) -> Tensor:
-    """A copy where rows do not start at multiples of 16 bytes."""
+def _aligned_rows(rows: Tensor) -> Tensor:
+    """The rows; a copy if they do not start at multiples of 16 bytes."""
     columns, step = rows.shape[1], 16 // rows.element_size()
     return rows if rows.stride(0) % step == 0 else torch.nn.functional.pad(rows, (0, -columns % step))[:, :columns]
 
@@ -73,7 +73,7 @@ def _tiles(rows: int, columns: int) -> int:
 def logits(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, count: Tensor, out: Tensor) -> None:
     """out = input @ linear_weight.T + linear_bias, in the first ``count`` rows.
 
-    TMA writes whole 16 bytes: a row of out is followed by room for them.
+    TMA writes whole 16 bytes: the memory behind a row of out must have room for them.
     """
     classes, features = linear_weight.shape
     logits_kernel[(_programs(out, _tiles(*out.shape)),)](
@@ -92,8 +92,8 @@ def logits(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, cou
 
 
 def grad_weight(gradient: Tensor, input: Tensor, count: Tensor, out: Tensor, add: bool) -> None:
-    """out = gradient.T @ input, or += with ``add``, of the first ``count`` rows. Those after them hold zeros."""
-    gradient, quarters = _of_16_bytes(gradient), out.dtype == torch.float32
+    """out = gradient.T @ input, or += with ``add``, over the first ``count`` rows. The rows after them are zeros."""
+    gradient, quarters = _aligned_rows(gradient), out.dtype == torch.float32
     grad_weight_kernel[(_programs(out, _tiles(*out.shape)),)](
         _descriptor(gradient, _TILE.INNER, _TILE.ROWS),
         _descriptor(input, _TILE.INNER, _TILE.COLUMNS),
@@ -110,11 +110,11 @@ def grad_weight(gradient: Tensor, input: Tensor, count: Tensor, out: Tensor, add
 
 def grad_input(gradient: Tensor, linear_weight: Tensor, count: Tensor, order: Tensor, out: Tensor) -> None:
     """out[order] = gradient @ linear_weight, of the first ``count`` rows. out (N, H) is contiguous."""
-    (classes, features), gradient = linear_weight.shape, _of_16_bytes(gradient)
+    (classes, features), gradient = linear_weight.shape, _aligned_rows(gradient)
     programs = processors(out.device)
     packed = out.new_empty((gradient.shape[0], features))
     parts = out.new_empty((2 * programs * _TILE.ROWS, _TILE.COLUMNS), dtype=torch.float32)
-    for rest in (False, True):
+    for split in (False, True):
         grad_input_kernel[(programs,)](
             _descriptor(gradient, _TILE.ROWS, _TILE.INNER),
             _descriptor(linear_weight, _TILE.INNER, _TILE.COLUMNS),
@@ -124,7 +124,7 @@ def grad_input(gradient: Tensor, linear_weight: Tensor, count: Tensor, order: Te
             classes,
             features,
             GROUP=_GROUP,
-            REST=rest,
+            SPLIT=split,
             **_TILE._asdict(),
             **_COMPILER,
         )

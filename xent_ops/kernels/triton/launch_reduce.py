@@ -1,4 +1,4 @@
-"""Launchers of the reduced loss and of what a mean divides by; see launch.py for what launchers share."""
+"""Launchers of the reduced loss and of its divisors; see launch.py."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def _prepare_sums(
     row_weights: bool = False,
     mean: bool = False,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``sums(loss, lse, target, weight)`` -> what reduce_kernel writes: (value, divisors).
+    """``sums(loss, lse, target, weight)`` -> (value, divisors), written by reduce_kernel.
 
-    Where a tensor is not read any other may stand for it.
+    Pass any tensor for one that is not read.
     """
     value_shape = () if losses else (2,)
     new_value, new_divisor = new_tensor(value_shape, dtype, device), new_tensor((2,), dtype, device)

@@ -62,7 +62,7 @@ def cross_entropy_shard(
         logits: Tensor, target: Tensor, _class_start: int, _num_classes: int, weight: Tensor | None = None
     ) -> Tensor:
         out = new_part()
-        if not empty:  # without rows nobody looks at the header
+        if not empty:  # without rows the header is not read
             weight = None if weight is None else weight[:columns]
             weights = class_weights(weight, out, options.label_smoothing > 0.0 and border != 0)
             launch(as_rows(logits), as_targets(target), weights, out)
@@ -117,7 +117,7 @@ def cross_entropy_shard_join(
     join = _prepare_join(target, gathered, num_classes, weight is not None, options)
 
     def run(
-        _logits: Tensor, target: Tensor, gathered: Tensor, *_rest: int | Tensor | None
+        _logits: Tensor, target: Tensor, gathered: Tensor, *_unread: int | Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return join(target, gathered)
 
@@ -141,7 +141,7 @@ def cross_entropy_shard_reduced(
     reduce = prepare_reduce(logits, target, options, lse_square_scale, reduction, weighted=True, row_weights=True)
 
     def run(
-        _logits: Tensor, target: Tensor, gathered: Tensor, *_rest: int | Tensor | None
+        _logits: Tensor, target: Tensor, gathered: Tensor, *_unread: int | Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         loss, lse, target_weight, lse_coefficient = join(target, gathered)
         value, divisors = reduce(loss, lse, target, target_weight)

@@ -86,7 +86,7 @@ def soft_cross_entropy_backward(
         **_constants(logits, options, weight is not None, grad_lse is not None),
     )
     gradient = new_gradient(logits)
-    as_lse = dense_like(lse, accumulator(logits))  # in whose dtype the kernel computes
+    as_lse = dense_like(lse, accumulator(logits))  # the kernel computes in this dtype
 
     def run(
         grad_loss: Tensor,

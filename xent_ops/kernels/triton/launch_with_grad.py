@@ -37,10 +37,11 @@ from .with_grad import scale_kernel, with_grad_kernel
 
 
 def _shared_memory(device: torch.device) -> tuple[int, int]:
-    """Bytes that one program may keep a row in, and how many may share one; 0 where with_grad_shared.py cannot run.
+    """(bytes of shared memory for a row, the largest number of programs for one row); 0 if with_grad_shared.py cannot
+    run.
 
-    Programs that share a row wait for each other, so all must fit on the device at once, with those of other streams: a
-    quarter as many as there are processors.
+    Programs that share a row wait for each other, so all must fit on the device at once, beside the programs of other
+    streams: at most a quarter of the number of processors.
     """
     accelerator = accelerators.of(device)
     if accelerator is None or (accelerator.capability(device) or (0, 0)) < (8, 0):
@@ -49,18 +50,18 @@ def _shared_memory(device: torch.device) -> tuple[int, int]:
         return 0, 0
     try:
         from . import with_grad_shared  # noqa: F401
-    except (ImportError, AttributeError):  # Gluon is experimental: another Triton may not have what is asked of it
+    except (ImportError, AttributeError):  # Gluon is experimental: another Triton may lack these names
         return 0, 0
     properties = accelerator.properties(device)
     return getattr(properties, "shared_memory_per_block_optin", 0), max(properties.multi_processor_count // 4, 1)
 
 
 class _Call(NamedTuple):
-    """What the first stage looks at."""
+    """The arguments of the first stage."""
 
     logits: Tensor
     layout: RowLayout  # of the logits
-    out_strides: Strides  # of the rows that the gradient is written to
+    out_strides: Strides  # strides of the rows that the gradient is written to
     target: Tensor
     grad_scale: Tensor
     grad_lse_square: Tensor | None
@@ -82,15 +83,15 @@ def _prepare_with_grad(call: _Call) -> Kernel:
     if size_hint(number) == 0:
         return lambda *_tensors: None
     shared = _prepare_shared(call)
-    # A program a row would leave some processors idle.
+    # With one program for each row, some processors would be idle.
     few = size_hint(number) < processors(logits.device) or is_narrower(call.grad_dtype, logits)
     general = _prepare_two_visits(call) if few else _prepare_launch(call, None)
     if shared is None:
         return general
 
-    def choose(outputs: tuple[Tensor, ...], gradient: Tensor, logits: Tensor, *rest: Tensor | None) -> None:
+    def choose(outputs: tuple[Tensor, ...], gradient: Tensor, logits: Tensor, *args: Tensor | None) -> None:
         kernel = general if logits.data_ptr() % 16 else shared
-        kernel(outputs, gradient, logits, *rest)
+        kernel(outputs, gradient, logits, *args)
 
     return choose
 
@@ -111,7 +112,7 @@ def _prepare_shared(call: _Call) -> Kernel | None:
 
 
 def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
-    """By one kernel: that of with_grad_shared.py or that of with_grad.py."""
+    """By one kernel, of with_grad_shared.py or of with_grad.py."""
     logits, (number, strides, _, _), out_strides = call.logits, call.layout, call.out_strides
     classes, itemsize, weighted = logits.shape[-1], logits.element_size(), call.weight is not None
     options = call.options
@@ -122,7 +123,7 @@ def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
     numbers = (classes, *strides, *out_strides, scale_stride, square_stride, options.ignore_index)
     with_square = call.grad_lse_square is not None
     tiling: dict[str, Any] = {"EDGES": border, "VECTOR": configs.vector(itemsize)}
-    words, parts = 0, 0  # what programs exchange; those of a row, where they have statistics to join
+    words, parts = 0, 0  # words that programs exchange; parts of a row, if their statistics are joined
     if shared is not None:
         from .with_grad_shared import join_statistics_kernel, with_grad_shared_kernel
 
@@ -179,14 +180,14 @@ def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
         else:
             extra = class_weights(weight, lse, options.label_smoothing > 0.0 and border != 0)
         square = lse if grad_lse_square is None else as_square(grad_lse_square)
-        of_rows = outputs
+        row_tensors = outputs
         if parts:
-            of_rows = (*outputs[:2], new_tops(), new_firsts(), new_tops())
+            row_tensors = (*outputs[:2], new_tops(), new_firsts(), new_tops())
         elif shared is not None:
-            of_rows = (*outputs[:2], lse, lse, lse)
-        launch(logits, as_targets(target), as_scale(grad_scale), square, extra, *of_rows, gradient)
+            row_tensors = (*outputs[:2], lse, lse, lse)
+        launch(logits, as_targets(target), as_scale(grad_scale), square, extra, *row_tensors, gradient)
         if parts:
-            join(*of_rows[2:], *outputs[2:])
+            join(*row_tensors[2:], *outputs[2:])
 
     return kernel
 
@@ -197,9 +198,8 @@ def _prepare_two_visits(call: _Call) -> Kernel:
     row = torch.empty(tuple(logits.shape[:-1]), dtype=accumulator(logits), device="meta")  # like the lse
     forward = prepare_forward(logits, target, weight, options, call.with_argmax, call.with_entropy, skip_ignored=True)
     grad_lse = None if call.grad_lse_square is None else row
-    rest = (weight, None, None, None, None, 0, None, call.grad_dtype)
-    given = (call.grad_scale, grad_lse, logits, target, row, *rest)
-    backward = cross_entropy_backward(call.out_strides, *given, options=options, narrow=call.narrow)
+    backward_args = (call.grad_scale, grad_lse, logits, target, row, weight, *(None,) * 4, 0, None, call.grad_dtype)
+    backward = cross_entropy_backward(call.out_strides, *backward_args, options=options, narrow=call.narrow)
 
     def kernel(
         outputs: tuple[Tensor, ...],
@@ -233,9 +233,9 @@ def cross_entropy_with_grad(
     options: RowOptions = DEFAULTS,
     narrow: bool = False,
 ) -> Run:
-    rest = (target, grad_scale, grad_lse_square, weight, with_argmax, with_entropy, grad_dtype)
+    call_args = (target, grad_scale, grad_lse_square, weight, with_argmax, with_entropy, grad_dtype)
     layout = row_layout(logits)
-    kernel = _prepare_with_grad(_Call(logits, layout, out_strides, *rest, options, narrow))
+    kernel = _prepare_with_grad(_Call(logits, layout, out_strides, *call_args, options, narrow))
     as_rows, new_outputs = layout.as_rows, new_statistics(logits, with_argmax, with_entropy)
 
     def write(
@@ -267,7 +267,7 @@ def scale_grad_(grad: Tensor, factor: Tensor) -> Run:
     as_factor, stride = per_row_like(factor)
     launch = Launch(
         scale_kernel,
-        min(size_to_serve(tiles, most), most),  # which share all tiles
+        min(size_to_serve(tiles, most), most),  # programs that share all tiles
         tiles,
         classes,
         blocks,

@@ -9,7 +9,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _tanh(u):
-    """tanh to the last bits of the dtype. No libdevice: it does not lower for every Triton backend.
+    """tanh to the last bits of the dtype. Not libdevice's: it does not lower on every Triton backend.
 
     float32: a rational function, to 3 * 2^-23 relative, in 17 instructions and one of the slow kind (exponentials that
     switch to a polynomial near 0 take 20 and two). float64: 1 - 2 / (exp(2|u|) + 1) loses digits to cancellation
@@ -36,27 +36,27 @@ def _tanh(u):
 
 @triton.jit
 def _reciprocal(y):
-    """1 / y of a positive y, in two instructions: a division takes five, for it scales what is very large or small."""
+    """1 / y of a positive y, in two instructions. A division takes five, because it scales very large and small y."""
     root = tl.rsqrt(y)
     return root * root
 
 
 @triton.jit
 def activation_of(softcap, logit_scale, ACC: tl.constexpr):
-    """What makes x of a logit, ``activate``: built once in a kernel, passed on as one, taken apart in this file alone.
+    """The numbers of ``activate``, as one value: a kernel builds it once, and only this file takes it apart.
 
-    A plain tuple: AOTInductor copies a kernel's source, but no class that it names. Which softcap it is stays in FLAGS,
-    for a constexpr in a tuple becomes a number at run time (Triton 3.6 to 3.9).
+    A plain tuple: AOTInductor copies a kernel's source, but no class that it names. FLAGS says which softcap it is,
+    because a constexpr in a tuple becomes a number at run time (Triton 3.6 to 3.9).
     """
     return tl.cast(softcap, ACC), tl.cast(logit_scale, ACC)
 
 
 @triton.jit
-def tanh_rest(z, act, TILE: tl.constexpr):
+def tanh_residual(z, act, TILE: tl.constexpr):
     """(1 - tanh(logit_scale * z / softcap)) / 2, which is 1 / (exp(2u) + 1), for FLAGS.softcap == 2.
 
-    In a TILE four neighbours share a reciprocal, 1 / a = b (1 / ab), for its unit is what such kernels wait for. Where
-    exp(2u) is held down to 2^31, which keeps the product of four finite, tanh is 1 to 1e-9.
+    In a TILE four neighbours share a reciprocal, 1 / a = b (1 / ab), because the unit for reciprocals limits these
+    kernels. exp(2u) is at most 2^31, so that the product of four is finite; tanh is then 1 to 1e-9.
     """
     softcap, logit_scale = act
     u = tl.minimum(z * (2.0 * LOG2E * logit_scale / softcap), 31.0, propagate_nan=tl.PropagateNan.ALL)
@@ -67,17 +67,17 @@ def tanh_rest(z, act, TILE: tl.constexpr):
         first, second = tl.split(pairs)
         all_four = _reciprocal(first * second)
         pair = tl.join(all_four * second, all_four * first)
-        rest = tl.reshape(tl.join(pair * b, pair * a), y.shape)
+        residual = tl.reshape(tl.join(pair * b, pair * a), y.shape)
     else:
-        rest = _reciprocal(y)
-    return rest
+        residual = _reciprocal(y)
+    return residual
 
 
 @triton.jit
-def bounded(rest, act, pivot):
+def bounded(residual, act, pivot):
     """(x - pivot) / ln 2 for FLAGS.softcap == 2. The cap is at most 64, and e^64 is 6e27: sums need no maximum."""
     softcap, _ = act
-    return (softcap - pivot) * LOG2E - (2.0 * LOG2E * softcap) * rest
+    return (softcap - pivot) * LOG2E - (2.0 * LOG2E * softcap) * residual
 
 
 @triton.jit
@@ -108,7 +108,7 @@ def scale_of(act):
 
 @triton.jit
 def slope_unit(act, FLAGS: tl.constexpr):
-    """What every element's derivative has as a factor: tanh' is 4 r (1 - r), of the r of ``tanh_rest``."""
+    """The common factor of all elements' derivatives: tanh' is 4 r (1 - r), with r from ``tanh_residual``."""
     scale = scale_of(act)
     return 4.0 * scale if FLAGS.softcap == 2 else scale
 
@@ -117,7 +117,7 @@ def slope_unit(act, FLAGS: tl.constexpr):
 def tanh_slope(x, act):
     """1 - (x / softcap)^2, the derivative of a softcap relative to the scale."""
     softcap, _ = act
-    share = x * (1.0 / softcap)  # not x * x / softcap^2, which a small cap makes zero
+    share = x * (1.0 / softcap)  # not x * x / softcap^2: the square of a small cap is 0
     return 1.0 - share * share
 
 
@@ -130,12 +130,12 @@ def row_offset(row, n_inner, stride_outer, stride_inner):
 
 @triton.jit
 def aligned_body(offset, n_cols, EDGES: tl.constexpr, VECTOR: tl.constexpr):
-    """(columns before the first boundary of a row, its offset, length of the body, which is read in vectors, after it).
+    """(columns before the first boundary of a row, the boundary's offset, length of the body after it).
 
-    Rows of an odd vocabulary start anywhere. EDGES is 0 where they do not, else the elements between two boundaries
-    (configs.edges), a multiple of VECTOR. The fewer than 2 * EDGES columns before and after the
-    body go apart. The products tell Triton's alignment analysis what is divisible by VECTOR; without EDGES they change
-    nothing else, but Triton knows of arguments only whether 16 divides them.
+    The body is read in vectors. Rows of an odd vocabulary start anywhere: EDGES is then the number of elements between
+    two boundaries (configs.edges), a multiple of VECTOR; else 0. The fewer than 2 * EDGES columns before and after the
+    body are read separately. The multiplications by VECTOR tell Triton's alignment analysis what is divisible by it:
+    of arguments, Triton only knows whether 16 divides them.
     """
     if EDGES:
         boundary = (offset + (EDGES - 1)) // EDGES * EDGES
@@ -150,8 +150,8 @@ def aligned_body(offset, n_cols, EDGES: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def weights_from(weight_ptr, column, n_classes, EDGES: tl.constexpr):
-    """The class weights from this column on: of the copies that common.class_weights makes, where there are EDGES, the
-    one in which they start on a 16-byte boundary."""
+    """The class weights from this column on. With EDGES, in the copy of common.class_weights in which they start on a
+    16-byte boundary."""
     start = column
     if EDGES:
         lead = column & 3
@@ -161,7 +161,7 @@ def weights_from(weight_ptr, column, n_classes, EDGES: tl.constexpr):
 
 @triton.jit
 def edge_columns(head, body, n_cols, EDGES: tl.constexpr):
-    """The columns outside the body as (2, EDGES), and which of them exist."""
+    """The columns outside the body as (2, EDGES), and a mask of those that exist."""
     side = tl.arange(0, 2)[:, None]
     columns = tl.arange(0, EDGES)[None, :] + side * (head + body)
     return columns, columns < tl.where(side == 0, head, n_cols)

@@ -1,8 +1,8 @@
-"""Matrix products of as many rows as a number on the device says: what lies beyond is neither computed nor written.
+"""Matrix multiplications of ``count`` rows, a number on the device. Rows beyond it are neither computed nor written.
 
-Persistent programs, one for each processor. ``flatten`` makes one loop of tiles and steps, so that the loads of the
-next tile begin before the last one is stored. The operands come by descriptors (TMA), which read zeros outside. A tile
-of the result is ROWS x COLUMNS, a step along the inner dimension INNER long.
+Persistent programs, one for each processor. ``flatten`` turns tiles and steps into one loop, so that the loads of the
+next tile begin before the last one is stored. Operands are loaded by descriptors (TMA), which read zeros outside. A
+tile of the result is ROWS x COLUMNS. A step along the inner dimension is INNER long.
 """
 
 import triton
@@ -67,11 +67,11 @@ def logits_kernel(
     linear_weight,  # (V, H)
     logits,  # (M, V), in halves of a tile
     bias_ptr,  # (V,)
-    count_ptr,  # (): how many rows there are; int32
+    count_ptr,  # (): the number of rows, int32
     classes,
     features,
     BIAS: tl.constexpr,
-    GROUP: tl.constexpr,  # rows of tiles that are taken together: they read the same part of linear_weight
+    GROUP: tl.constexpr,  # rows of tiles that run together: they read the same part of linear_weight
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
@@ -100,10 +100,10 @@ def grad_weight_kernel(
     gradient,  # (M, V), zero in rows that are not counted
     input,  # (M, H)
     grad_weight,  # (V, H), in halves or quarters of a tile
-    count_ptr,  # (): how many rows there are; int32
+    count_ptr,  # (): the number of rows, int32
     classes,
     features,
-    ADD: tl.constexpr,  # to what grad_weight holds
+    ADD: tl.constexpr,  # to the values of grad_weight
     QUARTERS: tl.constexpr,  # for float32
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -130,7 +130,7 @@ def grad_weight_kernel(
 
 @triton.jit
 def _place(tile, down, across, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """First row and column of a tile, in an order that keeps what neighbours read in the L2 cache."""
+    """First row and column of a tile, in an order in which neighbours find their operands in the L2 cache."""
     group = tile // (GROUP * across)
     within = tile - group * (GROUP * across)
     size = tl.minimum(down - group * GROUP, GROUP)
@@ -139,23 +139,23 @@ def _place(tile, down, across, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS:
 
 @triton.jit
 def _shares(count, classes, features, programs, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr):
-    """How the tiles of grad_input, which are few and long, are shared among programs.
+    """Divides the tiles of grad_input, which are few and long, among programs.
 
-    (tiles down, tiles across, tiles that programs take whole, shares of each of the rest, steps of a share): as many
-    tiles as fill all programs are taken whole. Programs share the rest, each a part of the steps, in as many shares as
-    leave the fewest programs idle in the last round.
+    (tiles down, tiles across, tiles that programs take whole, shares of each other tile, steps of a share): as many
+    tiles as fill all programs are taken whole. Programs share the others, each a part of the steps. The number of
+    shares is the one that leaves the fewest programs idle in the last round.
     """
     down, across, steps = tl.cdiv(count, ROWS), tl.cdiv(features, COLUMNS), tl.cdiv(classes, INNER)
     whole = down * across // programs * programs
-    rest = down * across - whole
+    left = down * across - whole
     shares = 1
     length = steps
-    for more in tl.static_range(2, MOST_SHARES + 1):
-        shorter = tl.cdiv(steps, more)
-        better = tl.cdiv(rest * more, programs) * shorter < tl.cdiv(rest * shares, programs) * length
-        better &= rest * more <= 2 * programs  # as many parts as there is memory for
-        better &= shorter * (more - 1) < steps  # no share is empty
-        shares = tl.where(better, more, shares)
+    for candidate in tl.static_range(2, MOST_SHARES + 1):
+        shorter = tl.cdiv(steps, candidate)
+        better = tl.cdiv(left * candidate, programs) * shorter < tl.cdiv(left * shares, programs) * length
+        better &= left * candidate <= 2 * programs  # parts has no more memory
+        better &= shorter * (candidate - 1) < steps  # no share is empty
+        shares = tl.where(better, candidate, shares)
         length = tl.where(better, shorter, length)
     return down, across, whole, shares, length
 
@@ -166,11 +166,11 @@ def grad_input_kernel(
     linear_weight,  # (V, H)
     packed,  # (M, H), in halves of a tile
     parts,  # (2 * programs * ROWS, COLUMNS) float32, in halves of a tile
-    count_ptr,  # (): how many rows there are; int32
+    count_ptr,  # (): the number of rows, int32
     classes,
     features,
     GROUP: tl.constexpr,
-    REST: tl.constexpr,  # the shares of tiles, into parts; else the whole tiles, into packed
+    SPLIT: tl.constexpr,  # computes shares of tiles, into parts; else whole tiles, into packed
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
@@ -179,18 +179,18 @@ def grad_input_kernel(
     programs = tl.num_programs(0)
     down, across, whole, shares, length = _shares(tl.load(count_ptr), classes, features, programs, ROWS, COLUMNS, INNER)
     steps = tl.cdiv(classes, INNER)
-    rest = down * across - whole
-    for unit in tl.range(tl.program_id(0), rest * shares if REST else whole, programs, flatten=True):
+    left = down * across - whole
+    for unit in tl.range(tl.program_id(0), left * shares if SPLIT else whole, programs, flatten=True):
         tile = unit
         first = 0
         last = steps
-        if REST:
-            tile = whole + unit % rest
-            first = unit // rest * length
+        if SPLIT:
+            tile = whole + unit % left
+            first = unit // left * length
             last = tl.minimum(first + length, steps)
         row, column = _place(tile, down, across, GROUP, ROWS, COLUMNS)
         total = _multiply(gradient, linear_weight, row, column, first, last, False, False, ROWS, COLUMNS, INNER)
-        if REST:
+        if SPLIT:
             _write_halves(parts, total, unit * ROWS, 0, False, ROWS, COLUMNS)
         else:
             _write_halves(packed, total, row, column, False, ROWS, COLUMNS)
@@ -200,19 +200,19 @@ def grad_input_kernel(
 def scatter_kernel(
     packed_ptr,  # (M, H), contiguous, as parts_ptr written by grad_input_kernel
     parts_ptr,
-    order_ptr,  # (M,) int64: which row of grad_input each is
+    order_ptr,  # (M,) int64: the row of grad_input for each packed row
     grad_input_ptr,  # (N, H), contiguous
     count_ptr,
     classes,
     features,
-    programs,  # of grad_input_kernel
+    programs,  # number of programs of grad_input_kernel
     GROUP: tl.constexpr,
     SLICE: tl.constexpr,  # rows of a tile that one program takes
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """Adds up the shares of a tile, in their order, and puts the rows where they belong."""
+    """Adds up the shares of a tile, in their order, and writes the rows to grad_input."""
     count = tl.load(count_ptr)
     down, across, whole, shares, _length = _shares(count, classes, features, programs, ROWS, COLUMNS, INNER)
     tile = tl.program_id(0)
@@ -221,7 +221,7 @@ def scatter_kernel(
     row, column = _place(tile, down, across, GROUP, ROWS, COLUMNS)
     rows = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
     columns = tl.arange(0, COLUMNS)
-    places = rows[:, None] * COLUMNS + columns[None, :]
+    offsets = rows[:, None] * COLUMNS + columns[None, :]
     rows += row
     columns += column
     inside = (rows < count)[:, None] & (columns < features)[None, :]
@@ -229,10 +229,10 @@ def scatter_kernel(
         total = tl.load(packed_ptr + rows.to(tl.int64)[:, None] * features + columns[None, :], inside).to(tl.float32)
     else:
         total = tl.zeros((SLICE, COLUMNS), tl.float32)
-        rest = down * across - whole
+        left = down * across - whole
         for share in tl.range(0, shares):
-            part = (tile - whole + share * rest).to(tl.int64) * (ROWS * COLUMNS)
-            total += tl.load(parts_ptr + part + places)
+            part = (tile - whole + share * left).to(tl.int64) * (ROWS * COLUMNS)
+            total += tl.load(parts_ptr + part + offsets)
     to = tl.load(order_ptr + rows, mask=rows < count, other=0)
     grad = total.to(grad_input_ptr.dtype.element_ty)
     tl.store(grad_input_ptr + to[:, None] * features + columns[None, :], grad, inside)

@@ -1,8 +1,8 @@
 """Launches that are recorded into a graph instead of run.
 
-AOTInductor packs the kernels that its graph shows. So inductor/lowerings/packages.py calls a launcher with fake tensors
-while ``RECORDING`` is set, and traces it: what the launcher allocates and launches becomes nodes. Sizes may be symbolic
-then: sizes.py.
+AOTInductor packs the kernels that its graph shows. So inductor/lowerings/packages.py sets ``RECORDING``, calls a
+launcher with fake tensors and traces it: its allocations and launches become nodes. Sizes may be symbolic then
+(sizes.py).
 """
 
 from __future__ import annotations

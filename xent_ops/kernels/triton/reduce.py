@@ -1,6 +1,6 @@
-"""From losses of rows to a reduced loss, in a launch or two: plain torch takes five to nine, and the host longer.
+"""From losses of rows to a reduced loss, in one or two launches. Plain torch takes five to nine, and more host time.
 
-The sums have one order, whatever runs first: the same bits in every run.
+The order of the sums is fixed: the same bits in every run.
 """
 
 import triton
@@ -41,7 +41,7 @@ def reduce_kernel(
     lse_ptr,  # (N,); not read without lse_square
     target_ptr,  # (N,), any integer dtype; not read without targets
     weight_ptr,  # (V,), with row_weights (N,), in the accumulator's dtype; not read without weights
-    value_ptr,  # (); without losses (2,), 1 / divisor. partial: (4, programs), the sums of each
+    value_ptr,  # (); without losses (2,), 1 / divisor. partial: (4, programs), the sums of each program
     divisor_ptr,  # (2,): the sum of weights, and the number of counted rows. partial: not written
     n_rows: "i64",
     n_classes: "i64",
@@ -109,7 +109,7 @@ def join_sums_kernel(
     """One program."""
     part = tl.arange(0, BLOCK)
     exists = part < n_parts
-    # A sum that is not wanted was not made either, and without weights every counted row weighs one.
+    # Sums without their flag were not computed. Without weights every counted row weighs one.
     loss = _total(sums_ptr, part, exists) if FLAGS.losses else 0.0
     square = _total(sums_ptr + n_parts, part, exists) if FLAGS.lse_square else 0.0
     count = _total(sums_ptr + 3 * n_parts, part, exists) if FLAGS.targets else 0.0

@@ -1,4 +1,4 @@
-"""From the sums of a row to its outputs: what all forward kernels end with."""
+"""From the sums of a row to its outputs: the end of all forward kernels."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,7 @@ def target_logit(row_ptr, target, valid, act, FLAGS: tl.constexpr):
 
 @triton.jit
 def shift_of(x_target, FLAGS: tl.constexpr):
-    """What the smoothing sum is taken relative to: the target's x, where that is a number, and may be a large one."""
+    """The number that the smoothing sum subtracts: the target's x if it is finite, else 0."""
     if FLAGS.softcap == 2:
         shift = tl.zeros_like(x_target)
     else:
@@ -36,7 +36,7 @@ def finish(
     moment,
     smooth,
     weights,
-    first,  # no column of the row where no logit is greater than -inf
+    first,  # n_cols or more if no logit is greater than -inf
     weight_ptr,
     loss_ptr,
     lse_ptr,
@@ -49,9 +49,9 @@ def finish(
     """The outputs of a row, or of a vector of rows, from their sums."""
     pivot = without_infinity(maximum)
     log_total = tl.log2(total) * LN2
-    # Relative to the maximum until the end: lse - x_target would lose digits when both are large.
+    # Relative to the maximum until the end: lse - x_target would lose digits if both are large.
     loss = pivot - x_target + log_total
-    if FLAGS.softcap == 2:  # relative to 0, not to the largest x: what has been rounded may leave it just below
+    if FLAGS.softcap == 2:  # relative to 0, not to the largest x: rounding may leave it just below 0
         loss = tl.maximum(loss, 0.0, propagate_nan=tl.PropagateNan.ALL)
     if FLAGS.weight:
         loss *= tl.load(weight_ptr + target, mask=valid, other=0.0)

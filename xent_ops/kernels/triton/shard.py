@@ -1,6 +1,6 @@
 """A vocabulary split over ranks: one shard's part of every row, and the join of all shards' parts.
 
-What a shard hands over is in kernels/reference_shard.py, and so is the algebra.
+kernels/reference_shard.py has the packed statistics and the formulas.
 """
 
 import triton
@@ -52,7 +52,8 @@ def shard_kernel(
     column = tl.where(owned, target, 0)
     shift = tl.cast(0.0, ACC)
     if FLAGS.smoothing:
-        # Any logit of the row keeps the smoothing sum small where all of them are large: the first, without the target.
+        # Subtracting any logit of the row keeps the smoothing sum small if all are large. Without the target: the
+        # first.
         first = target_logit(row_ptr, column, column < n_cols, act, FLAGS)
         shift = shift_of(first, FLAGS)
     maximum, total, _moment, smooth, weights, _top, _first = scan(
@@ -95,7 +96,7 @@ def _integer(pointer, mask):
 
 @triton.jit(do_not_specialize=["n_rows", "n_classes", "ignore_index"])
 def join_shards_kernel(
-    gathered_ptr,  # (world, numbers * N + HEADER), contiguous: what shard_kernel wrote, of every rank
+    gathered_ptr,  # (world, numbers * N + HEADER), contiguous: the output of shard_kernel of every rank
     target_ptr,  # (N,)
     loss_ptr,  # (N,)
     lse_ptr,  # (N,)
@@ -132,8 +133,8 @@ def join_shards_kernel(
     starts = _integer(headers, ranks < world)
     sizes = _integer(headers + 2, ranks < world)
     filled = sizes > 0
-    # The shards tile the vocabulary if they start in different places, each at 0 or where another one ends, and hold
-    # as many columns together.
+    # The shards tile the vocabulary if they start at different classes, each at 0 or where another one ends, and have
+    # n_classes columns together.
     faults = tl.where(tl.sum(sizes, axis=0) == n_classes, 0, 1)
     total = tl.zeros([BLOCK], ACC)
     loss = tl.zeros([BLOCK], ACC)
@@ -159,7 +160,7 @@ def join_shards_kernel(
             share = (1.0 - label_smoothing) * weight
             share += label_smoothing / tl.cast(n_classes, ACC) * tl.load(part_ptr + header + 4)
         loss += tl.load(part_ptr + 2 * n_rows + rows, mask=inside, other=0.0)
-        # Nothing where it has no share, however far its maximum is: their difference may overflow.
+        # A shard without a share adds 0, even if its maximum is so far away that the difference overflows.
         loss += tl.where(share == 0.0, 0.0, share * (pivot - without_infinity(maximum)))
         lse_coefficient += share
         target_weight += weight

@@ -4,7 +4,17 @@ import triton
 import triton.language as tl
 
 from .forward import NO_COLUMN
-from .numerics import LN2, LOG2E, activate, activation_of, bounded, row_offset, scale_of, tanh_rest, without_infinity
+from .numerics import (
+    LN2,
+    LOG2E,
+    activate,
+    activation_of,
+    bounded,
+    row_offset,
+    scale_of,
+    tanh_residual,
+    without_infinity,
+)
 from .row_outputs import finish, shift_of, target_logit
 
 
@@ -32,9 +42,9 @@ def short_kernel(
     FLAGS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # V or more
-    VECTOR: tl.constexpr,  # elements in 16 bytes, on whose boundaries all rows start and end
+    VECTOR: tl.constexpr,  # elements in 16 bytes; all rows start and end on 16-byte boundaries
 ):
-    """ROWS rows a program. logit_scale must be positive: the largest logit is then that of the largest x."""
+    """ROWS rows a program. logit_scale must be positive: then the largest logit has the largest x."""
     ACC: tl.constexpr = loss_ptr.dtype.element_ty
     label_smoothing = tl.cast(label_smoothing, ACC)
     act = activation_of(softcap, logit_scale, ACC)
@@ -49,7 +59,7 @@ def short_kernel(
         target = tl.load(target_ptr + row, mask=exists, other=0).to(tl.int64)
         counted &= target != ignore_index
     read = counted[:, None] & inside
-    # Without a softcap, x / logit_scale stands for x: a multiplication and a choice less for each element.
+    # Without a softcap, x / logit_scale replaces x: each element takes one multiplication and one select less.
     if FLAGS.softcap:
         z = tl.load(row_ptr[:, None] + columns, mask=read, other=0.0)
     else:
@@ -63,7 +73,7 @@ def short_kernel(
     z = z.to(ACC)
     if FLAGS.softcap == 2:
         unit = tl.cast(LN2, ACC)
-        x = bounded(tanh_rest(z, act, True), act, 0.0)
+        x = bounded(tanh_residual(z, act, True), act, 0.0)
     elif FLAGS.softcap == 1:
         unit = tl.cast(1.0, ACC)
         x = activate(z, act, FLAGS)

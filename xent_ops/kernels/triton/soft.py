@@ -77,7 +77,7 @@ def soft_forward_kernel(
 )
 def soft_backward_kernel(
     grad_loss_ptr,  # (N,) with a stride, 0 for an expanded scalar
-    grad_lse_ptr,  # (N,) likewise
+    grad_lse_ptr,  # (N,) with a stride
     logits_ptr,  # (outer, inner, V), rows of any stride
     target_ptr,  # (outer, inner, V), rows of any stride
     lse_ptr,  # (N,)
@@ -107,7 +107,7 @@ def soft_backward_kernel(
     act = activation_of(softcap, logit_scale, ACC)
 
     a = tl.load(grad_loss_ptr + row * grad_loss_stride).to(ACC)
-    n_read = tl.where(a != 0.0, n_cols, 0)  # where no loss passes anything back, probabilities may hold anything
+    n_read = tl.where(a != 0.0, n_cols, 0)  # without an upstream gradient, probabilities may be anything
     mass = tl.zeros([BLOCK], ACC)
     for start in tl.range(0, n_read, BLOCK):
         columns = start + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""Fewer rows than the GPU can hold programs: several share a row, and another kernel puts their parts together.
+"""For fewer rows than the GPU can hold programs: several programs share a row, and another kernel joins their parts.
 
 In a fixed order: the same bits in every run.
 """
@@ -32,7 +32,7 @@ def partial_kernel(
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """One program a part of a row: its sums."""
+    """One program for each part of a row: its sums."""
     ACC: tl.constexpr = sums_ptr.dtype.element_ty
     row = tl.program_id(0) // n_parts
     part = tl.program_id(0) - row * n_parts
@@ -93,7 +93,7 @@ def join_kernel(
     FLAGS: tl.constexpr,
     PARTS: tl.constexpr,  # n_parts or more, a power of two
 ):
-    """One program a row: its parts put together, in a tree whose shape depends on their number alone."""
+    """One program a row: joins its parts, in a tree with a shape that depends only on their number."""
     ACC: tl.constexpr = loss_ptr.dtype.element_ty
     row = tl.program_id(0)
     offset = row_offset(row, n_inner, stride_outer, stride_inner)

@@ -1,4 +1,4 @@
-"""Loss and gradient of a row in one program, and the factor that the gradient is multiplied by afterwards."""
+"""Loss and gradient of a row in one program, and a later multiplication of the gradient by a factor."""
 
 import triton
 import triton.language as tl
@@ -26,7 +26,7 @@ def with_grad_kernel(
     logits_ptr,  # (outer, inner, V), rows of any stride
     target_ptr,  # (N,), contiguous, any integer dtype
     grad_scale_ptr,  # (N,) with a stride, 0 for a scalar
-    grad_lse_square_ptr,  # (N,) likewise
+    grad_lse_square_ptr,  # (N,) with a stride, 0 for a scalar
     weight_ptr,  # (V,) in the accumulator's dtype
     loss_ptr,  # (N,)
     lse_ptr,  # (N,)
@@ -52,9 +52,9 @@ def with_grad_kernel(
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,  # elements in 16 bytes
 ):
-    """One program a row: forwards for the sums, then backwards for the gradient, whose reads come from the L2 cache.
+    """One program a row: forwards for the sums, then backwards for the gradient, so that its reads hit the L2 cache.
 
-    The gradient is that of grad_scale * loss + grad_lse_square * lse^2; letters as in reference.cross_entropy_backward.
+    The gradient of grad_scale * loss + grad_lse_square * lse^2; letters as in reference.cross_entropy_backward.
     """
     ACC: tl.constexpr = loss_ptr.dtype.element_ty
     row = tl.program_id(0)
@@ -90,7 +90,7 @@ def with_grad_kernel(
     if FLAGS.lse_square:
         square = tl.load(grad_lse_square_ptr + tl.cast(row, tl.int64) * grad_lse_square_stride).to(ACC)
         total += tl.where(ignored, 0.0, 2.0 * square * lse)
-    # A row that passes nothing back gets exact zeros, whatever its logits hold.
+    # A row without an upstream gradient gets exact zeros, whatever its logits hold.
     live = (total != 0.0) | (a != 0.0)
     unit = slope_unit(act, FLAGS)
     total *= unit
@@ -99,7 +99,7 @@ def with_grad_kernel(
     lse = tl.where(live, lse, 0.0)
 
     at_target = tl.load(row_ptr + target, mask=valid, other=0.0).to(ACC)
-    # Where the gradient is written over the logits, no thread may begin before all have read the target's logit.
+    # The gradient may be written over the logits: no thread may begin before all have read the target's logit.
     tl.debug_barrier()
     head, out_boundary, body = aligned_body(out_offset, n_cols, EDGES, VECTOR)
     boundary = out_boundary if SAME_ROWS else offset + head
@@ -141,7 +141,7 @@ def scale_kernel(
     PER_ROW: tl.constexpr,  # one factor a row
     BLOCK: tl.constexpr,
 ):
-    """Programs share the tiles; what is multiplied by exactly one is neither read nor written."""
+    """Programs share the tiles. A tile with a factor of exactly 1 is neither read nor written."""
     ACC: tl.constexpr = tl.float64 if grad_ptr.dtype.element_ty == tl.float64 else tl.float32
     n_tiles = tl.cast(n_tiles, tl.int64)
     if not PER_ROW:

@@ -1,8 +1,8 @@
-"""Loss and gradient in one pass, the row kept in shared memory between its sums and its gradient.
+"""Loss and gradient in one pass. The row stays in shared memory between its sums and its gradient.
 
-A row that is too long for that is shared by several programs, which wait for each other's sums. Written in Gluon, the
-layer of Triton that can address shared memory. For NVIDIA, and for the plain loss (a z-loss and a positive logit_scale
-are plain); with_grad.py has every option and runs everywhere.
+Several programs share a row that is too long for that; they wait for each other's sums. Written in Gluon, the layer of
+Triton that can address shared memory. For NVIDIA GPUs, and for the plain loss (with a z-loss or a positive
+logit_scale). with_grad.py has every option and runs everywhere.
 """
 
 import triton
@@ -23,10 +23,9 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name from Tri
 def _fold(pivot, total, z, k):
     """Fold a tile (lanes, vector) into each lane's pivot, round(k maximum), and its sum of 2^(k z - pivot).
 
-    k z - pivot is one fused multiply-add: k z rounded by itself would lose 1e-3 where logits are near 1e4. Two pivots
-    are subtracted as they are: the greater of two numbers is no product, which a compiler might fuse with the
-    subtraction. Written as gl.fma, here in the loop, it is 5 % slower. A maximum beyond 4e9 may give inf or NaN: what
-    its pivot lost to rounding is an exponent then.
+    k z - pivot must be one fused multiply-add: a rounded k z would lose 1e-3 if logits are near 1e4. The subtraction of
+    two pivots is not fused: the larger of two numbers is no product. Written as gl.fma, here in the loop, it is 5 %
+    slower. A maximum beyond 4e9 may give inf or NaN: the rounding error of its pivot is then a large exponent.
     """
     new_pivot = gl.maximum(pivot, gl.max(z, axis=1) * k)
     finite = gl.where(new_pivot == float("-inf"), 0.0, new_pivot)
@@ -43,11 +42,11 @@ def _join(pivots, totals):
 
 @gluon.jit
 def _exchange(words_ptr, part, pivot, total, PARTS: gl.constexpr, WARPS: gl.constexpr):
-    """Hand over a part's pivot and total, and wait for those of all parts of its row.
+    """Publish a part's pivot and total, and wait for the words of all parts of its row.
 
-    Both are one word, written and read whole; never 0, for a total is 0 only where the pivot stands for -inf.
-    Every program puts all words together in one order. A lane reads one: reads by programs that wait slow down the
-    others' (4096 x 128256: 1.07 copies; where each lane read all words 1.19).
+    The two numbers are one word, so they are written and read together. The word is never 0: a total is 0 only if the
+    pivot is -inf. Every program joins all words in the same order. A lane reads one word, because the reads of waiting
+    programs slow down the others (4096 x 128256: 1.07 copies; 1.19 if each lane reads all words).
     """
     SLOTS: gl.constexpr = triton.next_power_of_2(PARTS)
     slot = gl.arange(0, SLOTS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
@@ -67,7 +66,7 @@ def _exchange(words_ptr, part, pivot, total, PARTS: gl.constexpr, WARPS: gl.cons
 
 @gluon.jit
 def _moments(exponent, inside, MASKED: gl.constexpr):
-    """Of each lane the sum of 2^exponent times the exponent: 0 where that is -inf, and outside."""
+    """For each lane the sum of 2^exponent * exponent. An exponent of -inf adds 0, and so does a column outside."""
     if MASKED:
         exponent = gl.where(inside, exponent, float("-inf"))
     return gl.sum(gl.exp2(exponent) * gl.maximum(exponent, -1e4), axis=1)
@@ -84,7 +83,7 @@ def with_grad_shared_kernel(
     logits_ptr,  # (outer, inner, V), rows of any stride
     target_ptr,  # (N,), contiguous, any integer dtype
     grad_scale_ptr,  # (N,) with a stride, 0 for a scalar
-    grad_lse_square_ptr,  # (N,) likewise
+    grad_lse_square_ptr,  # (N,) with a stride, 0 for a scalar
     words_ptr,  # (1 + N * PARTS,) int64, all 0: a counter, and a word for each part. Not read where PARTS is 1.
     loss_ptr,  # (N,)
     lse_ptr,  # (N,)
@@ -108,11 +107,11 @@ def with_grad_shared_kernel(
     EDGES: gl.constexpr,  # as in numerics.aligned_body; where it is not 0, logits and gradient have equal strides
     PARTS: gl.constexpr,  # programs that share a row
     TILE: gl.constexpr,
-    TILES: gl.constexpr,  # of a part
+    TILES: gl.constexpr,  # tiles of a part
     VECTOR: gl.constexpr,  # elements in 16 bytes
     WARPS: gl.constexpr,
 ):
-    """One program a row, or a part of one. A thread reads in shared memory what it put there itself."""
+    """One program for each row or part of a row. A thread reads only its own elements of shared memory."""
     layout: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32, 1], [WARPS, 1], [1, 0])
     lanes: gl.constexpr = gl.SliceLayout(1, layout)
     LANES: gl.constexpr = TILE // VECTOR
@@ -124,8 +123,8 @@ def with_grad_shared_kernel(
     row = gl.program_id(0)
     part = 0
     if PARTS > 1:
-        # In the order in which programs start, which is not promised to be that of their numbers: of the programs that
-        # this one waits for all have started, or the next ones to start belong to them. So none waits for ever.
+        # Parts are numbered in the order in which programs start, which need not be the order of program ids. So the
+        # programs that this one waits for have started, or are the next to start: none waits for ever.
         ticket = gl.atomic_add(words_ptr, 1, sem="relaxed").to(gl.int32)
         row = ticket // PARTS
         part = ticket - row * PARTS
@@ -141,14 +140,14 @@ def with_grad_shared_kernel(
     mine = body - part * SPAN  # columns of the body from this part's first on: the last part may have none
     columns = gl.arange(0, LANES, layout=lanes)[:, None] * VECTOR
     columns += gl.arange(0, VECTOR, layout=gl.SliceLayout(0, layout))[None, :]
-    # A tile's addresses are one 64-bit base and 32-bit columns: 64-bit ones for each lane take registers.
+    # A tile's addresses are one 64-bit base and 32-bit columns: a 64-bit address for each lane takes more registers.
     row_ptr = logits_ptr + boundary + part * SPAN
     out_row_ptr = grad_ptr + out_boundary + part * SPAN
 
     target = gl.load(target_ptr + row).to(gl.int64)
     ignored = target == ignore_index
     valid = (target >= 0) & (target < n_cols)
-    # Of an ignored row nothing is read: sums of what shared memory held before come to nothing below.
+    # An ignored row is not read. Its sums are of old shared memory, and are not used below.
     read = gl.where(ignored, 0, mine)
     kept = gl.allocate_shared_memory(logits_ptr.dtype.element_ty, [TILES, LANES, VECTOR], flat)
     for i in gl.static_range(TILES):
@@ -158,16 +157,16 @@ def with_grad_shared_kernel(
         async_copy.commit_group()
     scale = gl.cast(logit_scale, gl.float32)
     k = scale * LOG2E
-    # One part reads the target's logit and writes what follows from it: others' columns may be overwritten already.
-    place = target - head
-    owner = gl.where(valid & (place >= 0) & (place < body), place // SPAN, 0) == part
-    z_target = gl.load(logits_ptr + offset + target, mask=valid & owner, other=0.0).to(gl.float32)
+    # One part reads the target's logit and writes the loss and lse: other parts' columns may already be overwritten.
+    position = target - head
+    is_writer = gl.where(valid & (position >= 0) & (position < body), position // SPAN, 0) == part
+    z_target = gl.load(logits_ptr + offset + target, mask=valid & is_writer, other=0.0).to(gl.float32)
     a = gl.load(grad_scale_ptr + row.to(gl.int64) * grad_scale_stride).to(gl.float32)
 
     pivot = gl.full([LANES], float("-inf"), gl.float32, layout=lanes)
     total = gl.full([LANES], 0.0, gl.float32, layout=lanes)
     top, top_tile = pivot, gl.full([LANES], 0, gl.int32, layout=lanes)  # largest logit of each lane, and its tile
-    if EDGES:  # of one column each, in the first lanes of a tile, by the first part
+    if EDGES:  # the first part reads the edges: one column in each of the first lanes
         edge = gl.arange(0, LANES, layout=lanes)
         edge_columns = gl.where(edge < head, edge, edge + body)
         is_edge = (edge < 2 * EDGES) & (edge_columns < n_cols) & (part == 0)
@@ -181,34 +180,35 @@ def with_grad_shared_kernel(
             z = gl.where(i * TILE + columns < mine, z, float("-inf"))
         pivot, total = _fold(pivot, total, z, k)
         if STATISTICS:
-            of_tile = gl.max(z, axis=1)
-            top_tile = gl.where(of_tile > top, i, top_tile)
-            top = gl.maximum(top, of_tile)
+            tile_top = gl.max(z, axis=1)
+            top_tile = gl.where(tile_top > top, i, top_tile)
+            top = gl.maximum(top, tile_top)
 
     row_pivot, row_total = _join(pivot, total)
     if PARTS > 1:
         if logits_ptr.dtype.element_ty != grad_ptr.dtype.element_ty:
-            # A narrower gradient goes to the front of the row, over other parts' logits. These know by a part's word
-            # that it has read its own: the target's too, on which the word depends without being changed by it.
-            own = gl.where(valid & owner & (target != ignore_index), z_target * k, float("-inf"))
+            # A narrower gradient is written to the front of the row, over other parts' logits. A part's word tells the
+            # others that it has read its logits. The word also depends on the target's logit, without being changed
+            # by it, so that this one has been read too.
+            own = gl.where(valid & is_writer & (target != ignore_index), z_target * k, float("-inf"))
             row_pivot = gl.maximum(row_pivot, own)
         row_words_ptr = words_ptr + 1 + row.to(gl.int64) * PARTS
         pivots, totals = _exchange(row_words_ptr, part, row_pivot, row_total, PARTS, WARPS)
         row_pivot, row_total = _join(pivots, totals)
     log2_sum = gl.log2(row_total)
-    # Relative to the pivot until the end: lse - x_target would lose digits when both are large.
+    # Relative to the pivot until the end: lse - x_target would lose digits if both are large.
     loss = (log2_sum - gl.fma(z_target, k, -row_pivot)) * LN2
     loss = gl.where(valid, loss, float("nan"))
     lse = gl.where(ignored, float("inf"), (row_pivot + log2_sum) * LN2)
-    gl.store(loss_ptr + row, gl.where(ignored, 0.0, loss), mask=owner)
-    gl.store(lse_ptr + row, lse, mask=owner)
+    gl.store(loss_ptr + row, gl.where(ignored, 0.0, loss), mask=is_writer)
+    gl.store(lse_ptr + row, lse, mask=is_writer)
 
     a = gl.where(ignored, 0.0, gl.where(valid, a, float("nan")))
     upstream = a
     if HAS_LSE_SQUARE:
         square = gl.load(grad_lse_square_ptr + row.to(gl.int64) * grad_lse_square_stride).to(gl.float32)
         upstream += gl.where(ignored, 0.0, 2.0 * square * lse)
-    # The softmax is relative to the pivot as well: with the rounded lse it would be off by 2^-24 |lse|.
+    # The softmax is relative to the pivot too: with the rounded lse its error would be 2^-24 |lse|.
     factor = upstream * scale / row_total
     dtype: gl.constexpr = grad_ptr.dtype.element_ty
     moment = gl.full([LANES], 0.0, gl.float32, layout=lanes)
@@ -228,7 +228,7 @@ def with_grad_shared_kernel(
             gl.store(grad_ptr + out_offset + edge_columns, grad.to(dtype), mask=is_edge)
         barrier()  # the target's own element is written again, as in backward.py
         grad = factor * gl.exp2(gl.fma(z_target, k, -row_pivot)) - a * scale
-        gl.store(grad_ptr + out_offset + target, grad.to(dtype), mask=valid & owner)
+        gl.store(grad_ptr + out_offset + target, grad.to(dtype), mask=valid & is_writer)
     else:  # exact zeros, whatever the logits hold
         zero = gl.full([LANES, VECTOR], 0.0, dtype, layout=layout)
         for j in gl.static_range(TILES):
@@ -240,7 +240,7 @@ def with_grad_shared_kernel(
         if EDGES:
             gl.store(grad_ptr + out_offset + edge_columns, gl.full([LANES], 0.0, dtype, layout=lanes), mask=is_edge)
     if STATISTICS:
-        # The first of equal logits is in the first tile in which a lane has met one, for tiles follow each other.
+        # The first of equal logits is in the first tile in which a lane has found one.
         part_top = gl.max(top, axis=0)
         tile = gl.minimum(gl.min(gl.where(top == part_top, top_tile, TILES), axis=0), TILES - 1)
         z = kept.index(tile).load(layout).to(gl.float32)
@@ -261,10 +261,10 @@ def with_grad_shared_kernel(
             share += log2_sum
         else:
             share = gl.where(part == 0, log2_sum + share, share)
-        place = row.to(gl.int64) * PARTS + part
-        gl.store(tops_ptr + place, part_top)
-        gl.store(firsts_ptr + place, gl.where(ignored, -1, first))
-        gl.store(entropies_ptr + place, gl.where(ignored, 0.0, share * LN2))
+        slot_index = row.to(gl.int64) * PARTS + part
+        gl.store(tops_ptr + slot_index, part_top)
+        gl.store(firsts_ptr + slot_index, gl.where(ignored, -1, first))
+        gl.store(entropies_ptr + slot_index, gl.where(ignored, 0.0, share * LN2))
 
 
 @triton.jit
@@ -284,12 +284,12 @@ def join_statistics_kernel(
     row = tl.program_id(0)
     slot = tl.arange(0, SLOTS)
     exists = slot < PARTS
-    place = tl.cast(row, tl.int64) * PARTS + slot
+    slot_index = tl.cast(row, tl.int64) * PARTS + slot
     if ARGMAX:
-        tops = tl.load(tops_ptr + place, mask=exists, other=float("-inf"))
-        firsts = tl.load(firsts_ptr + place, mask=exists, other=0)
+        tops = tl.load(tops_ptr + slot_index, mask=exists, other=float("-inf"))
+        firsts = tl.load(firsts_ptr + slot_index, mask=exists, other=0)
         best = exists & (tops == tl.max(tops, axis=0))
         first = tl.min(tl.where(best, firsts, 2147483647), axis=0)
         tl.store(argmax_ptr + row, tl.where(first < n_cols, first, 0).to(tl.int64))
     if ENTROPY:
-        tl.store(entropy_ptr + row, tl.sum(tl.load(entropies_ptr + place, mask=exists, other=0.0), axis=0))
+        tl.store(entropy_ptr + row, tl.sum(tl.load(entropies_ptr + slot_index, mask=exists, other=0.0), axis=0))
