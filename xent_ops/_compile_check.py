@@ -80,13 +80,13 @@ def in_words(said: str) -> str | None:
 
 def _explain(said: str, status: int) -> str:
     lines = said.splitlines()
-    of_compiler = [line for line in lines if "error: " in line]
-    of_python = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Missing)\b", line)]
+    compiler_lines = [line for line in lines if "error: " in line]
+    python_lines = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Missing)\b", line)]
     # A compiler's first error is the cause, and so is the last exception of a chain.
-    shown = [*of_compiler[:1], *of_python[-1:], said.strip()[-300:]][0][:300]
+    excerpt = [*compiler_lines[:1], *python_lines[-1:], said.strip()[-300:]][0][:300]
     if words := in_words(said):
-        return f"ERROR: {words}. It said: {shown}"
-    return f"ERROR: the process died of signal {-status}" if status < 0 else f"ERROR: {shown}"
+        return f"ERROR: {words}. It said: {excerpt}"
+    return f"ERROR: the process died of signal {-status}" if status < 0 else f"ERROR: {excerpt}"
 
 
 def _compiler() -> str:

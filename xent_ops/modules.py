@@ -108,9 +108,9 @@ def _tied(
     if weight.dim() != 2:
         raise TypeError(f"{expected} one of shape {tuple(weight.shape)}")
     rows, columns = weight.shape
-    wanted = (num_classes or rows, in_features or columns)
-    if wanted != (rows, columns):
-        raise ValueError(f"tied_weight has shape {(rows, columns)}; expected {wanted}, (num_classes, in_features)")
+    sizes = (num_classes or rows, in_features or columns)
+    if sizes != (rows, columns):
+        raise ValueError(f"tied_weight has shape {(rows, columns)}; expected {sizes}, (num_classes, in_features)")
     if device is not None or dtype is not None:
         like = weight.new_empty(0, device=device, dtype=dtype)
         if (like.device, like.dtype) != (weight.device, weight.dtype):

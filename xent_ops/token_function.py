@@ -140,8 +140,8 @@ class TokenFunction:
                 stats.log_probs, stats.lse, stats.entropy
             )
             # An ignored row's may be NaN, as zero times infinity is.
-            grad_log_probs, *others = [derivative / divisors[0] for derivative in derivatives]
-            grad_lse, *grad_entropy = [torch.where(counted, derivative, 0.0) for derivative in others]
+            grad_log_probs, *other_grads = [derivative / divisors[0] for derivative in derivatives]
+            grad_lse, *grad_entropy = [torch.where(counted, derivative, 0.0) for derivative in other_grads]
             values.append(value)
             entropies = grad_entropy[0] if grad_entropy else None
             if part.ids is None:

@@ -98,7 +98,7 @@ def test_wrong_lines_are_told_and_not_timed(lines, monkeypatch, tmp_path, capsys
     def raises(logits, target, weight):
         raise NotImplementedError("needs a GPU of its own")
 
-    right = probe(contestants.of_torch, "right")
+    right = probe(contestants.torch_loss, "right")
     lines(right, probe(mean_over_all, "mean over all"), probe(raises, "raises"))
     assert main([*TINY, "--json", str(tmp_path / "x.json")]) == 1
     _, results = of_results(tmp_path / "x.json")
@@ -127,7 +127,7 @@ def test_wrong_lines_are_told_and_not_timed(lines, monkeypatch, tmp_path, capsys
     ids=["loss", "scale", "row", "target", "ignored", "nan", "shifted"],
 )
 def test_the_check_sees(damage, dtype, monkeypatch):
-    problem, one = Loss(Shape(34, 64), dtype, CPU), probe(contestants.of_torch_upcast)
+    problem, one = Loss(Shape(34, 64), dtype, CPU), probe(contestants.torch_loss_upcast)
     good = problem.bind(one)()
     assert problem.check(good, one).ok
     bad = Outputs(good.loss.clone(), (good.grads[0].clone(),))
@@ -215,7 +215,7 @@ def test_a_fraction_of_the_rows_is_ignored(tmp_path, capsys):
 
 def test_unsteady_figures_are_marked(lines, clock, capsys, tmp_path):
     unit = probe(lambda x, *_: Outputs(x, ()), "copy", unit=COPY)
-    lines(unit, probe(contestants.of_torch, "first", against=COPY))
+    lines(unit, probe(contestants.torch_loss, "first", against=COPY))
     for of_unit, of_first in ((STEADY, STEADY), (UNSTEADY, STEADY), (STEADY, UNSTEADY)):
         clock(of_unit, of_first)
         assert main([*TINY, "--json", str(tmp_path / "x.json")]) == 0
@@ -230,7 +230,7 @@ def test_unsteady_figures_are_marked(lines, clock, capsys, tmp_path):
 
 def test_a_busy_machine_is_told_first_and_in_every_line(lines, clock, monkeypatch, capsys):
     """Steady times of a machine that has other things to do, too."""
-    lines(probe(contestants.of_torch, "first"))
+    lines(probe(contestants.torch_loss, "first"))
     clock(STEADY)
     cores = timing.os.cpu_count()
     for load, busy in ((cores, False), (cores + 0.5, True)):
@@ -284,7 +284,7 @@ def test_a_row_of_calls(monkeypatch):
 def run_twice(lines, clock, tmp_path, before, now, *options):
     """The same lines, measured at other times."""
     for times, more in ((before, ["--json"]), (now, [*options, "--compare"])):
-        lines(*(probe(contestants.of_torch, name) for name in ("faster", "same", "slower")))
+        lines(*(probe(contestants.torch_loss, name) for name in ("faster", "same", "slower")))
         clock(*times)
         assert main([*TINY, *more, str(tmp_path / "before.json")]) == 0
 

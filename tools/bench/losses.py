@@ -25,9 +25,9 @@ from xent_ops.bench.contestants import (
     Peer,
     compiled,
     installed,
-    of_torch_upcast,
     own,
     products,
+    torch_loss_upcast,
 )
 from xent_ops.bench.contestants import losses as common
 from xent_ops.bench.problems import produced
@@ -95,7 +95,7 @@ def any_rows(load: Callable[[], Function], **options: Any) -> Callable[[], Funct
 
 def of_logits(dtype: torch.dtype, device: torch.device, dynamic: bool) -> list[Contestant]:
     one_pass_in_place = functools.partial(in_place, grad_in_forward=True)
-    load_upcast: Callable[[], Function] = lambda: of_torch_upcast  # noqa: E731
+    load_upcast: Callable[[], Function] = lambda: torch_loss_upcast  # noqa: E731
     found = [
         *(contestant for contestant in common() if contestant.kind != "peer"),
         Contestant("xent in-place", "ours", in_place, COPY),

@@ -142,11 +142,11 @@ class Step(Problem):
         """
         depth = math.sqrt(1 + self.layers / 8)
         limit = depth * max(check.tolerance(self.dtype), 1e-4)  # float32: the products' own rounding, seen through exp
-        of_loss = max(depth * torch.finfo(self.dtype).eps / math.sqrt(self.shape.rows), 3e-5)
-        of_loss += 4 * torch.finfo(outputs.loss.dtype).eps
+        loss_limit = max(depth * torch.finfo(self.dtype).eps / math.sqrt(self.shape.rows), 3e-5)
+        loss_limit += 4 * torch.finfo(outputs.loss.dtype).eps
         if contestant.in_8_bits is not None:
-            limit, of_loss = limit + contestant.in_8_bits[0], of_loss + contestant.in_8_bits[1]
-        limits = {"loss": of_loss, "head": limit, "early weight": limit}
+            limit, loss_limit = limit + contestant.in_8_bits[0], loss_limit + contestant.in_8_bits[1]
+        limits = {"loss": loss_limit, "head": limit, "early weight": limit}
         if outputs.loss.shape != () or len(outputs.grads) != len(self.parameters):
             return check.Verdict(dict.fromkeys(limits, math.inf), limits)
         loss, head, early = self.expected()
@@ -171,9 +171,9 @@ class Step(Problem):
             rows = hidden.detach()[part].requires_grad_()
             logits = F.linear(rows, self.head).float()
             loss = F.cross_entropy(logits, self.target[part], reduction="sum") / counted
-            of_rows, of_head = torch.autograd.grad(loss, (rows, self.head))
+            row_tensors, of_head = torch.autograd.grad(loss, (rows, self.head))
             total += loss.detach()
-            grad_hidden[part] = of_rows
+            grad_hidden[part] = row_tensors
             grad_head += of_head
         hidden.backward(grad_hidden)
         self._expected = (total, grad_head, self.early.grad.float())

@@ -128,9 +128,9 @@ class SplitLoss(Split, Loss):
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         grad = torch.empty(self.source.shape, dtype=torch.float64, device=self.device)
         for part in check.chunks(*self.shape):
-            value, of_rows = check.differentiated(share, self.whole[part], part)
+            value, row_tensors = check.differentiated(share, self.whole[part], part)
             total += value
-            grad[part] = of_rows[:, self.classes()]
+            grad[part] = row_tensors[:, self.classes()]
         return self.verdict(outputs, total, grad)
 
 
@@ -316,10 +316,10 @@ def heads(arguments: argparse.Namespace, setting: run.Setting) -> Found:
             ("unfused xent compiled", functools.partial(all_logits, classes)),
         ]
         for rows in others:
-            of_rows = functools.partial(functools.partial, split_loss, classes, rows)
+            row_tensors = functools.partial(functools.partial, split_loss, classes, rows)
             lines += [
-                (f"xent eager, {rows}", of_rows()),
-                (f"xent eager, logits made again, {rows}", of_rows(pipelined=False)),
+                (f"xent eager, {rows}", row_tensors()),
+                (f"xent eager, logits made again, {rows}", row_tensors(pipelined=False)),
             ]
         parallel = functools.partial(of_loss_parallel, classes)
         return [

@@ -135,11 +135,11 @@ class Tokens(Head):
         super().use_targets(which)
         self.old.copy_(self.olds[which])
 
-    def of_rows(self) -> tuple[Tensor, ...]:
+    def row_tensors(self) -> tuple[Tensor, ...]:
         return self.old, self.factor
 
     def share(self, options: check.Options) -> check.Share:
-        rows = self.of_rows()
+        rows = self.row_tensors()
 
         def of_logits(logits: Tensor, part: slice) -> Tensor:
             value: Tensor = self.fn(stats_of(logits, self.target[part]), *(row[part].double() for row in rows))
@@ -237,7 +237,7 @@ class TopClasses(Head):
         super().use_targets(which)
         self.ids.copy_(self._ids())
 
-    def of_rows(self) -> tuple[Tensor, ...]:
+    def row_tensors(self) -> tuple[Tensor, ...]:
         return self.ids, self.probs
 
     def share(self, options: check.Options) -> check.Share:
@@ -317,7 +317,7 @@ class Distillation(Head):
         self.teacher = new(shape.rows, teacher).to(dtype)
         self.teacher_matrix = (new(shape.classes, teacher) / teacher**0.5).to(dtype)
 
-    def of_rows(self) -> tuple[Tensor, ...]:
+    def row_tensors(self) -> tuple[Tensor, ...]:
         return self.teacher, self.teacher_matrix
 
     def share(self, options: check.Options) -> check.Share:

@@ -73,11 +73,11 @@ def own(**options: Any) -> Function:
     return lambda logits, target, weight: xent_ops.cross_entropy(logits, target, **options)
 
 
-def of_torch(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+def torch_loss(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     return F.cross_entropy(logits, target)
 
 
-def of_torch_upcast(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+def torch_loss_upcast(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     """Compiled F.cross_entropy upcasts in its kernels, so that is the form to beat."""
     return F.cross_entropy(logits.float(), target)
 
@@ -110,8 +110,8 @@ def losses() -> list[Contestant]:
         Contestant("xent eager", "ours", own, COPY),
         Contestant("xent compiled", "ours", compiled(own), COPY),
         Contestant("xent one pass", "ours", functools.partial(own, grad_in_forward=True), COPY),
-        Contestant("F eager", "torch", lambda: of_torch, COPY),
-        Contestant("F compiled", "torch", compiled(lambda: of_torch_upcast), COPY),
+        Contestant("F eager", "torch", lambda: torch_loss, COPY),
+        Contestant("F compiled", "torch", compiled(lambda: torch_loss_upcast), COPY),
         *installed(PEERS, COPY),
     ]
 

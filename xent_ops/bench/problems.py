@@ -182,9 +182,9 @@ class Head(Problem):
         return self.hidden, self.matrix
 
     def others(self) -> tuple[Tensor, ...]:
-        return self.target, *self.of_rows()
+        return self.target, *self.row_tensors()
 
-    def of_rows(self) -> tuple[Tensor, ...]:
+    def row_tensors(self) -> tuple[Tensor, ...]:
         """What a function takes beside hidden states, matrix and targets."""
         return ()
 
@@ -203,17 +203,17 @@ class Head(Problem):
         """
         # float32: the products' own rounding, seen through exp
         limit = contestant.slack * self.slack * max(check.tolerance(self.dtype), 1e-4)
-        of_loss = (
+        loss_limit = (
             contestant.slack * self.loss_slack * max(torch.finfo(self.dtype).eps / math.sqrt(self.shape.rows), 3e-5)
         )
-        of_loss += 4 * torch.finfo(outputs.loss.dtype).eps
+        loss_limit += 4 * torch.finfo(outputs.loss.dtype).eps
         rows_limit = limit
         if contestant.in_8_bits is not None:
-            limit, of_loss = contestant.in_8_bits[0], of_loss + contestant.in_8_bits[1]
+            limit, loss_limit = contestant.in_8_bits[0], loss_limit + contestant.in_8_bits[1]
             rows_limit = 3 * limit  # errors of 8-bit numbers are those of many terms
         expected = self.expected(contestant.options)
         errors = {"loss": check.worst((outputs.loss.detach().double() - expected.loss).abs() / expected.loss.abs())}
-        limits = {"loss": of_loss, "dH": limit, "dH of a row": rows_limit, "dW": limit}
+        limits = {"loss": loss_limit, "dH": limit, "dH of a row": rows_limit, "dW": limit}
         if outputs.loss.shape != ():
             errors["loss"] = math.inf
         if outputs.grads:  # else a forward alone

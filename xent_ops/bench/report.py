@@ -37,11 +37,11 @@ def show(title: str, results: Sequence[Result], unit: tuple[int, str]) -> None:
     names = list(dict.fromkeys(name for result in results for name in result.errors))
     more = list(dict.fromkeys(name for result in results for name in result.more))
     memory = any(result.peak_bytes is not None for result in results)
-    size, of_memory = unit
+    size, memory_unit = unit
     head = ["variant", "ms", "ratio", *more]
-    head += [f"peak, {of_memory}", f"less gradients, {of_memory}"] * memory
+    head += [f"peak, {memory_unit}", f"less gradients, {memory_unit}"] * memory
     head += [*(f"error of {name}" for name in names), "status"]
-    digits = 0 if of_memory == "MiB" else 2
+    digits = 0 if memory_unit == "MiB" else 2
     rows = []
     for result in results:
         row = [result.variant, figure(result, "ms", 4), figure(result, "ratio", 3)]

@@ -129,13 +129,13 @@ def _compare(reports: list[dict[str, Any]]) -> str | None:
         for rank, report in enumerate(reports):
             if isinstance(value, Tensor):
                 other = report[name]
-                places = ((other != value) & ~(other.isnan() & value.isnan())).reshape(-1).nonzero()
-                if len(places):
-                    place = int(places[0])
-                    mine, theirs = value.reshape(-1)[place].item(), other.reshape(-1)[place].item()
+                positions = ((other != value) & ~(other.isnan() & value.isnan())).reshape(-1).nonzero()
+                if len(positions):
+                    position = int(positions[0])
+                    mine, theirs = value.reshape(-1)[position].item(), other.reshape(-1)[position].item()
                     return (
-                        f"{name} differ between ranks: number {place} is {mine} on rank 0 but {theirs} on rank {rank} "
-                        f"({len(places)} of {value.numel()} differ)"
+                        f"{name} differ between ranks: number {position} is {mine} on rank 0 but {theirs} on rank "
+                        f"{rank} ({len(positions)} of {value.numel()} differ)"
                     )
             elif report[name] != value:
                 return (

@@ -37,15 +37,15 @@ def process_group(group: Group) -> ProcessGroup:
                 f"group is a DeviceMesh of {group.ndim} dimensions; pass one of them, mesh[name], for the vocabulary"
             )
         return group.get_group()
-    given: Any = group
+    found: Any = group
     # NON_GROUP_MEMBER: what new_group returns to the other ranks.
-    if not isinstance(given, ProcessGroup) and given != dist.GroupMember.NON_GROUP_MEMBER:
-        hint = f": torch.distributed.new_group({given}) makes one of these ranks" if isinstance(given, list) else ""
+    if not isinstance(found, ProcessGroup) and found != dist.GroupMember.NON_GROUP_MEMBER:
+        hint = f": torch.distributed.new_group({found}) makes one of these ranks" if isinstance(found, list) else ""
         raise TypeError(
             "group must be a ProcessGroup, a DeviceMesh of one dimension, a group's name, or None for all ranks, got "
-            f"{repr_for_message(given)}{hint}"
+            f"{repr_for_message(found)}{hint}"
         )
-    return given
+    return found
 
 
 @torch.compiler.assume_constant_result

@@ -85,11 +85,11 @@ def owners(*pairs: tuple[Tensor | None, Tensor | None]) -> tuple[DTensor, ...]:
     if transforms.is_traced():
         return ()
     return tuple(
-        whole
-        for whole, local in pairs
-        if isinstance(whole, DTensor)
+        dtensor
+        for dtensor, local in pairs
+        if isinstance(dtensor, DTensor)
         and local is not None
-        and whole._local_tensor.untyped_storage()._cdata == local.untyped_storage()._cdata
+        and dtensor._local_tensor.untyped_storage()._cdata == local.untyped_storage()._cdata
     )
 
 
@@ -131,8 +131,8 @@ class DTensorFunction(torch.autograd.Function):
         if not all(placement.is_replicate() for placement in grad.placements):
             grad = grad.redistribute(placements=[Replicate()] * logits.device_mesh.ndim)
         local = gradient(grad.to_local(), saved, *ctx.call)
-        whole = DTensor(local, copy.copy(logits._spec), requires_grad=False)
-        return whole, None, None, None, None, None, None, None
+        dtensor = DTensor(local, copy.copy(logits._spec), requires_grad=False)
+        return dtensor, None, None, None, None, None, None, None
 
 
 # As in ops/function.py.
@@ -272,8 +272,8 @@ def local_row_of(row: Any, shape: torch.Size, local_shape: torch.Size, mesh: Dev
     in_front = row.shape[: len(shape)] if isinstance(row, Tensor) else None
     if in_front is None or in_front == local_shape or in_front != shape:
         return row  # if it fits neither, it is refused
-    whole = DTensor.from_local(row, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return whole.redistribute(mesh, rows).to_local()
+    full_row = DTensor.from_local(row, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return full_row.redistribute(mesh, rows).to_local()
 
 
 def local_weight_of(

@@ -74,7 +74,7 @@ def gradients(
     head, bias, weight, padding = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
     if head.shape[0] == 0:
         shapes = (input.shape, linear_weight.shape, linear_weight.shape[:1])
-        zeros = [input.new_zeros(shape if wanted else 0) for shape, wanted in zip(shapes, output_mask, strict=True)]
+        zeros = [input.new_zeros(shape if needed else 0) for shape, needed in zip(shapes, output_mask, strict=True)]
         return zeros[0], zeros[1], zeros[2]
     upstream = reference.row_grads(
         grad_loss, grad_lse, target, lse, divisors, options.ignore_index, lse_square_scale, lse.dtype

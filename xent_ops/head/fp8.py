@@ -119,8 +119,8 @@ class Fp8Products(Products):
         number = self.classes * self.head.shape[1]
         if self.mask[1] and self.block >= self.rows.number:
             base = self.padded_weight
-            whole = base.as_strided((max(base.shape[0], self.classes), base.shape[1]), base.stride())
-            memory = whole.view(DTYPE).view(-1)
+            padded = base.as_strided((max(base.shape[0], self.classes), base.shape[1]), base.stride())
+            memory = padded.view(DTYPE).view(-1)
         else:
             memory = self.all_input.new_empty(number * sum(copies), dtype=DTYPE)
         starts = [number * sum(copies[:i]) for i in range(len(copies))]

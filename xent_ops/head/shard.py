@@ -274,8 +274,8 @@ def chunk_statistics(
         return rows if ids_rows is None else torch.cat([rows, ids_rows])
     slice_args = (logits, target, class_start, num_classes, weight)
     if masked is not None:
-        lse, *others = _statistics_by_lse(logits, target, class_start, False, options)
-        statistics = (masked.lse(lse, logits.shape[1], options), *others)
+        lse, *other_statistics = _statistics_by_lse(logits, target, class_start, False, options)
+        statistics = (masked.lse(lse, logits.shape[1], options), *other_statistics)
         packed = pack_statistics(statistics, class_start, logits.shape[1], weight, False)
     elif with_entropy:
         with_entropies = rank_statistics(*slice_args, True, options)

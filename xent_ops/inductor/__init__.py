@@ -45,7 +45,9 @@ BEFORE_TRACING.append(_before_tracing)
 def _settings(base: Mapping[str, Any] | str | None, linear: bool | str, products: HeadProducts | None) -> Any:
     from .rewriting import graph_pass, report
 
-    settings = graph_pass.settings(graph_pass.of_mode(base) if isinstance(base, str) else base or {}, linear, products)
+    settings = graph_pass.settings(
+        graph_pass.mode_options(base) if isinstance(base, str) else base or {}, linear, products
+    )
     report.clear()
     return settings
 

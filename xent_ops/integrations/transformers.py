@@ -38,14 +38,14 @@ class Report(NamedTuple):
     in_eval: bool
 
     def __str__(self) -> str:
-        of_head = [f"{self.features} features", f"{self.classes} classes"]
-        of_head += ["tied to the embedding"] if self.tied else []
-        of_head += [f"adapters {', '.join(self.adapters)}"] if self.adapters else []
-        of_logits = "" if self.logits_dtype is None else f", logits in {self.logits_dtype}"
+        details = [f"{self.features} features", f"{self.classes} classes"]
+        details += ["tied to the embedding"] if self.tied else []
+        details += [f"adapters {', '.join(self.adapters)}"] if self.adapters else []
+        logits_detail = "" if self.logits_dtype is None else f", logits in {self.logits_dtype}"
         where = "in training and evaluation" if self.in_eval else "in training"
         lines = [
-            f"{self.model}: {self.head} ({', '.join(of_head)}) and its loss are xent_ops.linear_cross_entropy {where}",
-            f"  softcap {self.softcap}, logit_scale {self.logit_scale:g}" + of_logits,
+            f"{self.model}: {self.head} ({', '.join(details)}) and its loss are xent_ops.linear_cross_entropy {where}",
+            f"  softcap {self.softcap}, logit_scale {self.logit_scale:g}" + logits_detail,
             "  not replaced: calls without labels" + ("" if self.in_eval else ", evaluation"),
         ]
         return "\n".join(lines)
@@ -122,10 +122,10 @@ def use_xent(
     tail = tails.find(base, head, upcast)
     loss = arguments.loss_options(-100, label_smoothing, *tail, lse_square_scale)
     checks.option_values(loss.row_options, head.weight.dtype)
-    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
-    checks.chunk_rows(how.chunk_rows)
+    accumulate_dtype, chunking = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
+    checks.chunk_rows(chunking.chunk_rows)
     options: dict[str, Any] = {"label_smoothing": label_smoothing, "lse_square_scale": lse_square_scale}
-    options |= {"accumulate_dtype": accumulate_dtype, **how._asdict(), **tail._asdict()}
+    options |= {"accumulate_dtype": accumulate_dtype, **chunking._asdict(), **tail._asdict()}
     vars(base)["_xent"] = _Hooks(base, head, upcast, options, in_eval)
     weight = head.weight
     return Report(
@@ -136,7 +136,7 @@ def use_xent(
         tied=weight is base.get_input_embeddings().weight,
         adapters=heads.adapters(head),
         **tail._asdict(),
-        logits_dtype=how.logits_dtype,
+        logits_dtype=chunking.logits_dtype,
         in_eval=in_eval,
     )
 
@@ -192,7 +192,7 @@ class _Hooks:
             head.register_forward_hook(self.after_head, prepend=True),
             model.register_forward_hook(self.after_model),
         ]
-        self.of_head = (self.handles[1].id, self.handles[2].id)
+        self.hook_ids = (self.handles[1].id, self.handles[2].id)
         model.loss_function = self.loss_function
 
     def remove(self) -> None:
@@ -227,7 +227,7 @@ class _Hooks:
             raise RuntimeError(
                 "the head is not the one that use_xent has seen: call it after peft and resize_token_embeddings"
             )
-        if (later := heads.hooks_after(self.head, *self.of_head)) is not None:
+        if (later := heads.hooks_after(self.head, *self.hook_ids)) is not None:
             raise RuntimeError(
                 f"{later} was registered on the head after use_xent, and would be given zero rows: register hooks first"
             )
@@ -273,7 +273,7 @@ class _Hooks:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        given = (num_items_in_batch is None, ignore_index, shift_labels is None)
+        loss_arguments = (num_items_in_batch is None, ignore_index, shift_labels is None)
         if self.call is None:
             if self.model.training and torch.is_grad_enabled():
                 raise RuntimeError(
@@ -282,7 +282,7 @@ class _Hooks:
                 )
             return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
         seen = (self.call.num_items_in_batch is None, self.call.ignore_index, self.call.shift_labels is None)
-        if self.loss is None or given != seen:
+        if self.loss is None or loss_arguments != seen:
             raise RuntimeError(
                 f"{type(self.model).__name__} gave its loss other arguments than it was given itself: use_xent takes "
                 "num_items_in_batch, ignore_index and shift_labels of the model's call"
@@ -304,8 +304,8 @@ class _Hooks:
             raise RuntimeError("the model did not call its loss_function: it was replaced after use_xent")
         if isinstance(output, tuple):
             return None
-        kept = {name: value for name, value in output.items() if name != "logits"}
-        without_logits = type(output)(**kept)
+        fields = {name: value for name, value in output.items() if name != "logits"}
+        without_logits = type(output)(**fields)
         for name, value in predicted.items():
             without_logits[name] = value
         return without_logits

@@ -196,9 +196,9 @@ class GradientFunction(torch.autograd.Function):
 
 def _gradient_in_plain_torch(grad: Tensor, saved: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
     """With the lse made again, which depends on the logits."""
-    (logits, target, _, weight, divisors), given = saved, as_record(options)
-    lse = reference.cross_entropy_forward(logits, target, weight, options=given["options"])[1]
-    return reference.cross_entropy_backward(grad, None, logits, target, lse, weight, divisors, **given)
+    (logits, target, _, weight, divisors), keywords = saved, as_record(options)
+    lse = reference.cross_entropy_forward(logits, target, weight, options=keywords["options"])[1]
+    return reference.cross_entropy_backward(grad, None, logits, target, lse, weight, divisors, **keywords)
 
 
 class GradInForwardFunction(torch.autograd.Function):

@@ -63,7 +63,7 @@ def linear_oracle(
     def wide(tensor: Tensor) -> Tensor:
         return tensor.detach().double().cpu()
 
-    def of_sum(terms: int) -> float:
+    def sum_error(terms: int) -> float:
         """Relative error of a product that adds up so many terms, to the sum of their magnitudes."""
         return eps(accumulator) * (4 + 2 * math.sqrt(terms))
 
@@ -93,14 +93,14 @@ def linear_oracle(
     rows = oracle(logits, t, weight, grad_loss=a, grad_lse=b, ignore_index=ignore_index, **options)
 
     # What rounded logits do: to x, lse, softmax and the gradient.
-    of_logits, tanh, scale = activated(logits, **options)
-    error = eps(logits_dtype or dtype) / 2 * logits.abs() + of_sum(x.shape[1]) * magnitude + tiny
+    x_of_logits, tanh, scale = activated(logits, **options)
+    error = eps(logits_dtype or dtype) / 2 * logits.abs() + sum_error(x.shape[1]) * magnitude + tiny
     error_x = torch.nan_to_num(error * scale, posinf=0.0)
     slope, bend = torch.full_like(logits, scale), torch.zeros_like(logits)
     if (cap := options.get("softcap")) is not None:
         slope, bend = scale * (1 - tanh.square()), 2 * scale / cap * tanh.abs()
         slope = torch.minimum(slope + bend * error_x, torch.tensor(scale).double())
-    p = (of_logits - forward.lse.unsqueeze(-1)).exp()
+    p = (x_of_logits - forward.lse.unsqueeze(-1)).exp()
     error_lse = (p * error_x.exp()).sum(-1).log().clamp(min=0)
     error_p = p * torch.expm1(error_x + error_lse.unsqueeze(-1))
     hot = F.one_hot(torch.where(counted, t, 0), head.shape[0])
@@ -130,7 +130,7 @@ def linear_oracle(
         value_bound = (error_loss + error_square).reshape(shape)
     else:
         value_bound = error_loss.sum() / divide[0].abs() + error_square.sum() / (divide[1].abs() if divide[1] else 1)
-        value_bound = value_bound + of_sum(t.numel()) * (forward.loss.abs().sum() / divide[0].abs() + value.abs())
+        value_bound = value_bound + sum_error(t.numel()) * (forward.loss.abs().sum() / divide[0].abs() + value.abs())
 
     g = rows.grad
     grad_input, grad_weight, grad_bias = g @ head, torch.zeros_like(head), g.sum(0)
@@ -140,7 +140,7 @@ def linear_oracle(
         rounded += eps(sums_dtype) / 2 * grad_weight.abs() + torch.finfo(sums_dtype).tiny * eps(sums_dtype) * unit
 
     def budget(products: Tensor, magnitudes: Tensor, terms: int, final: Tensor, roundings: int) -> Tensor:
-        bound = products + of_sum(terms) * magnitudes
+        bound = products + sum_error(terms) * magnitudes
         return 1.05 * (bound + roundings * (half * (final.abs() + bound) + tiny * (1 + unit)))
 
     bounds = (
@@ -169,7 +169,7 @@ def assert_linear(value: Tensor, grads: Sequence[Tensor | None], expected: Linea
         >>> assert_linear(loss, grads, linear_oracle(x, head, torch.arange(6)))
     """
     assert_within("value", value, expected.value, expected.value_bound)
-    for name, actual, wanted, bound in zip(
+    for name, actual, expected_grad, bound in zip(
         ("grad_input", "grad_linear_weight", "grad_linear_bias"),
         (*grads, None)[:3],
         expected.grads,
@@ -177,4 +177,4 @@ def assert_linear(value: Tensor, grads: Sequence[Tensor | None], expected: Linea
         strict=True,
     ):
         if actual is not None:
-            assert_within(name, actual, wanted, bound)
+            assert_within(name, actual, expected_grad, bound)

@@ -173,8 +173,8 @@ def realistic_logits(
     logits = torch.randn(shape, generator=generator) * std
     if outliers:
         flat = logits.view(-1)
-        places = torch.randint(0, flat.numel(), (max(1, flat.numel() // 1000),), generator=generator)
-        flat[places] = 1e4 * torch.randn(places.numel(), generator=generator).sign()
+        positions = torch.randint(0, flat.numel(), (max(1, flat.numel() // 1000),), generator=generator)
+        flat[positions] = 1e4 * torch.randn(positions.numel(), generator=generator).sign()
     if padding:
         logits[..., -padding:] = float("-inf")
     return logits.to(dtype)

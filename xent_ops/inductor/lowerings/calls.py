@@ -45,7 +45,9 @@ def _name_the_kernel(op: Any) -> None:
     A compiled step of 64 x 4096 outside a CUDA graph takes the host 1.2 times as long as one of F.cross_entropy, and
     1.7 to 1.9 times without this (H200, torch 2.11, 2026-11-22).
     """
-    call: Any = next(made for made in reversed(V.graph.operations) if getattr(made, "op_overload", None) is op)
+    call: Any = next(
+        operation for operation in reversed(V.graph.operations) if getattr(operation, "op_overload", None) is op
+    )
     if accelerators.of(call.get_device()) is not None and not (V.graph.cpp_wrapper or V.graph.aot_mode):
         name = op._schema.name.removeprefix("xent::")
         call.set_python_kernel_name(f"__import__('xent_ops').ops.library.OPERATORS[{name!r}].on_triton")

@@ -158,17 +158,17 @@ def _shared(node: fx.Node) -> list[fx.Node]:
         return []
     sources = [source for source in node.all_input_nodes if not isinstance(source.meta.get("val"), _NUMBERS)]
     if node.target is operator.getitem:
-        made: Any = node.args[0]
-        if _functionalized(made):
+        producer: Any = node.args[0]
+        if _functionalized(producer):
             # Results of the operator that writes, then what it has written to. They share no memory with its inputs.
             index: Any = node.args[1]
-            position, bases = index - max(1, len(made.args[0]._schema.returns)), made.kwargs["_all_bases"]
-            return [user for user in made.users if user.args == node.args] + (
+            position, bases = index - max(1, len(producer.args[0]._schema.returns)), producer.kwargs["_all_bases"]
+            return [user for user in producer.users if user.args == node.args] + (
                 [bases[position]] if position >= 0 else []
             )
         # The results of our operators share no memory with each other; one may be taken out several times.
-        ours = getattr(made.target, "namespace", "") == "xent"
-        return [user for user in made.users if user.args == node.args] if ours else sources
+        ours = getattr(producer.target, "namespace", "") == "xent"
+        return [user for user in producer.users if user.args == node.args] if ours else sources
     if _functionalized(node):
         return []  # a tuple
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -181,8 +181,8 @@ def _shared(node: fx.Node) -> list[fx.Node]:
 
 def _functionalized(node: fx.Node) -> bool:
     """Is it an operator of ours that writes to tensors, in its functional form?"""
-    of_torch = node.target is torch.ops.higher_order.auto_functionalized_v2
-    return of_torch and getattr(node.args[0], "namespace", "") == "xent"
+    is_functionalized = node.target is torch.ops.higher_order.auto_functionalized_v2
+    return is_functionalized and getattr(node.args[0], "namespace", "") == "xent"
 
 
 def _reads_nothing(node: fx.Node) -> bool:

@@ -56,18 +56,18 @@ def traced_launches(name: str, args: list[Any], options: dict[str, Any]) -> torc
 
     operator, recording = OPERATORS[name], RECORDING.set(True)
     keywords = operator.keywords(options)
-    places = [index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+    positions = [index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
 
     def call(*tensors: torch.Tensor) -> list[Any]:
-        given = dict(zip(places, tensors, strict=True))
-        all_args = [given.get(index, arg) for index, arg in enumerate(args)]
+        named_args = dict(zip(positions, tensors, strict=True))
+        all_args = [named_args.get(index, arg) for index, arg in enumerate(args)]
         if operator.calls_operators:
             return [operator.reference(*all_args, **keywords)]
         # Both stages of the launcher: the first computes with sizes.
         return [LAUNCHERS[name](*all_args, **keywords)(*all_args)]
 
     try:
-        traced = make_fx(call, products_into.decompositions())(*[args[index] for index in places])
+        traced = make_fx(call, products_into.decompositions())(*[args[index] for index in positions])
     finally:
         RECORDING.reset(recording)
     traced.graph.eliminate_dead_code(_has_effects)  # the first stage makes tensors without memory
@@ -98,8 +98,10 @@ def refuse(name: str, args: list[Any], options: dict[str, Any]) -> None:
         raise NotImplementedError(f"xent::{name} cannot be packed for CUDA with skip_ignored")
     if options.get("products"):
         raise NotImplementedError(f"xent::{name} cannot be packed for CUDA with products of 8-bit numbers")
-    given = dict(zip(OPERATORS[name].arguments, args, strict=False))
-    classes = [given[argument].shape[place] for argument, place in _CLASSES.items() if argument in given]
+    named_args = dict(zip(OPERATORS[name].arguments, args, strict=False))
+    classes = [
+        named_args[argument].shape[position] for argument, position in _CLASSES.items() if argument in named_args
+    ]
     if any(isinstance(size, torch.SymInt) for size in classes):
         raise NotImplementedError(f"xent::{name} cannot be packed for CUDA with a dynamic number of classes")
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]

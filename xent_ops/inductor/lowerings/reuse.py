@@ -57,8 +57,8 @@ def _dies_here(position: int, in_package: bool) -> bool:
     while True:
         if not isinstance(source, torch.fx.Node):
             return False
-        others = [user for user in source.users if user is not reader and user.target not in last_reader.SIZES]
-        if any(not in_package or user > node or _may_be_view(user) for user in others):
+        other_users = [user for user in source.users if user is not reader and user.target not in last_reader.SIZES]
+        if any(not in_package or user > node or _may_be_view(user) for user in other_users):
             return False
         if source.target not in _VIEWS:
             break

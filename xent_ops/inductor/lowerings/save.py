@@ -20,10 +20,10 @@ _SMALLEST_BUDGET = 1e-6
 _REGION = "_region_activation_memory_budget"  # torch.autograd.graph.region_activation_memory_budget, of torch 2.13
 
 
-def install(made: dict[Any, Callable[[fx.Node], Any]]) -> None:
+def install(result_nodes: dict[Any, Callable[[fx.Node], Any]]) -> None:
     """Mark what calls have made in every joint graph of Inductor, before it is partitioned: operator -> nodes."""
     if not any(isinstance(patterns, _Pass) for patterns in joint_graph.pass_patterns):
-        passes: list[Any] = [_Pass(op, nodes) for op, nodes in made.items()]
+        passes: list[Any] = [_Pass(op, nodes) for op, nodes in result_nodes.items()]
         joint_graph.pass_patterns += passes
 
 
@@ -36,21 +36,21 @@ def gradients(call: fx.Node) -> list[fx.Node]:
 
     The partitioner makes views and single results again whatever their marks, and so what they are taken from.
     """
-    made = [call]
+    result_nodes = [call]
     node: Any
     for node in call.args[4:7]:
         while getattr(node.target, "is_view", False):
-            made.append(node)
+            result_nodes.append(node)
             node = node.args[0]
-        made += results(node.args[0]) if node.target is operator.getitem else [node]
-    return made
+        result_nodes += results(node.args[0]) if node.target is operator.getitem else [node]
+    return result_nodes
 
 
 class _Pass:
     """In the form of a PatternMatcherPass."""
 
-    def __init__(self, op: Any, made: Callable[[fx.Node], Any]) -> None:
-        self.op, self.made = op, made
+    def __init__(self, op: Any, result_nodes: Callable[[fx.Node], Any]) -> None:
+        self.op, self.result_nodes = op, result_nodes
 
     @unless_gone("the mark of made gradients", "a checkpoint or a memory budget makes them twice", lambda *_: 0)
     def apply(self, graph: fx.Graph) -> int:
@@ -62,7 +62,7 @@ class _Pass:
             return 0
         _heed_marks(calls)
         for call in calls:
-            for node in self.made(call):
+            for node in self.result_nodes(call):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         return 0
 
@@ -80,6 +80,6 @@ def _heed_marks(calls: list[fx.Node]) -> None:
     if budget == 1.0:
         return
     before = reached(calls, lambda node: node.all_input_nodes)
-    others = any(map(get_default_op_list().is_compute_intensive, before))
+    has_intensive = any(map(get_default_op_list().is_compute_intensive, before))
     # The partitioner takes the budget of any node for that of the graph.
-    calls[0].meta["memory_budget"] = max(budget, _SMALLEST_BUDGET) if others else 1.0
+    calls[0].meta["memory_budget"] = max(budget, _SMALLEST_BUDGET) if has_intensive else 1.0

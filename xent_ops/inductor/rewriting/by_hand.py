@@ -56,7 +56,7 @@ class ByHand(Loss):
 
     def start(self) -> Start:
         order = position(self.node.graph)
-        logits: fx.Node = self.given["input"]
+        logits: fx.Node = self.call_args["input"]
         if self.reads_logits:
             start = Start(logits, {node for node in self.between if logits in node.all_input_nodes}, [])
         else:
@@ -64,9 +64,9 @@ class ByHand(Loss):
         start.behind = sorted({*start.behind, *self.between}, key=lambda node: order[node])
         source: Tensor = value_of(start.logits)
         for node in start.behind:
-            made = value_of(node)
-            if isinstance(made, Tensor) and made.dtype not in (source.dtype, torch.float32):
-                raise LeftAlone(f"{node.name} has dtype {made.dtype}, and the logits {source.dtype}")
+            result = value_of(node)
+            if isinstance(result, Tensor) and result.dtype not in (source.dtype, torch.float32):
+                raise LeftAlone(f"{node.name} has dtype {result.dtype}, and the logits {source.dtype}")
         start.upcast |= any(is_cast(node) and value_of(node).dtype != source.dtype for node in start.behind)
         return start
 
@@ -76,37 +76,37 @@ class ByHand(Loss):
 
     def arguments(self, emit: Emitter) -> dict[str, Any]:
         if self.is_soft:
-            return self.given
+            return self.call_args
         if self.what == DIAGONAL:
-            rows = value_of(self.given["input"]).shape[1 - self.dim]
+            rows = value_of(self.call_args["input"]).shape[1 - self.dim]
             if not isinstance(rows, int):
-                rows = emit("size", self.given["input"], 1 - self.dim)
-            device = value_of(self.given["input"]).device
-            return {**self.given, "target": emit(torch.arange, rows, device=device)}
-        target, logits = self.given["target"], value_of(self.given["input"])
+                rows = emit("size", self.call_args["input"], 1 - self.dim)
+            device = value_of(self.call_args["input"]).device
+            return {**self.call_args, "target": emit(torch.arange, rows, device=device)}
+        target, logits = self.call_args["target"], value_of(self.call_args["input"])
         if value_of(target).dim() == logits.dim():
             target = emit("squeeze", target, self.dim)
         elif self.in_brackets and first_of_arange(target, -1) < 0:
             classes: Any = logits.shape[self.dim]
             if not isinstance(classes, int):
-                classes = emit("size", self.given["input"], self.dim)
+                classes = emit("size", self.call_args["input"], self.dim)
             above = emit(operator.add, target, classes)
             target = emit(torch.where, emit(operator.lt, target, 0), above, target)
-        return {**self.given, "target": target}
+        return {**self.call_args, "target": target}
 
     def finished(self, emit: Emitter, loss: fx.Node) -> fx.Node:
         """The sign and the shape of the node, from the loss of each row."""
-        wanted, rows = value_of(self.node), value_of(loss)
+        expected, rows = value_of(self.node), value_of(loss)
         if self.negative:
             loss = emit("neg", loss)
-        if statically_equal(wanted.shape, rows.shape):
+        if statically_equal(expected.shape, rows.shape):
             return loss
-        if wanted.dim() == rows.dim() + 1 and statically_true(wanted.shape[self.dim] == 1):
+        if expected.dim() == rows.dim() + 1 and statically_true(expected.shape[self.dim] == 1):
             return emit("unsqueeze", loss, self.dim)
-        if self.is_soft and wanted.dim() == 0:
+        if self.is_soft and expected.dim() == 0:
             return emit("sum", loss)
         # The sizes of a fake tensor may be symbols, and a graph takes nodes.
-        sizes = [size if isinstance(size, int) else -1 for size in wanted.shape]
+        sizes = [size if isinstance(size, int) else -1 for size in expected.shape]
         if sizes.count(-1) > 1 or (-1 in sizes and 0 in sizes):
             raise LeftAlone(f"{self.node.name} has several sizes that change")
         return emit("reshape", loss, tuple(sizes))

@@ -24,11 +24,11 @@ from .region import refuse_written_after
 
 def emit_head(emit: Emitter, found: Found, loss: Loss, products: str | None) -> fx.Node:
     """The node of our operator. Raises LeftAlone."""
-    product, given = found.product, loss.arguments(emit)
+    product, call_args = found.product, loss.arguments(emit)
     weight = _matrix(emit, product)
     input, bias = _scaled(emit, found, product.input), _scaled(emit, found, product.bias)
     input = _hidden(emit, input, found, loss)
-    tensors = (input, weight, given["target"], bias, given.get("weight"))
+    tensors = (input, weight, call_args["target"], bias, call_args.get("weight"))
     for tensor in tensors:
         if tensor is not None and not isinstance(value_of(tensor), FakeTensor):
             raise LeftAlone(f"{tensor} is a {type(value_of(tensor)).__name__}, not a plain tensor")
@@ -42,21 +42,21 @@ def emit_head(emit: Emitter, found: Found, loss: Loss, products: str | None) -> 
     if cast.dtype != dtype:
         raise LeftAlone(f"torch computes it in {_name(dtype)} under autocast, ours would in {_name(cast.dtype)}")
     options: dict[str, Any] = found.activation.keywords()
-    options |= {name: given[name] for name in ("lse_square_scale",) if name in given}
+    options |= {name: call_args[name] for name in ("lse_square_scale",) if name in call_args}
     if found.logits_dtype is not None:
         options["logits_dtype"] = found.logits_dtype
     if products is not None:
         options["products"] = _possible(products, cast, value_of(weight))
     saved = [("input of the head", product.input), ("weight of the head", product.weight)]
-    saved += [("target", given["target"])] if loss.saves_target else []
+    saved += [("target", call_args["target"])] if loss.saves_target else []
     saved += [("bias", product.bias)] if product.bias is not None and bias is not product.bias else []
     refuse_written_after(emit.loss, saved)
     return emit(
         torch.ops.xent.linear_cross_entropy.default,
         *tensors,
-        ignore_index=given.get("ignore_index", -100),
-        label_smoothing=given.get("label_smoothing", 0.0),
-        reduction=given.get("reduction", "mean"),
+        ignore_index=call_args.get("ignore_index", -100),
+        label_smoothing=call_args.get("label_smoothing", 0.0),
+        reduction=call_args.get("reduction", "mean"),
         **options,
     )
 
@@ -86,8 +86,8 @@ def _hidden(emit: Emitter, hidden: fx.Node, found: Found, loss: Loss) -> fx.Node
         if name_of(view) == "contiguous" or isinstance(value_of(view), (tuple, list)):  # of several results: below
             continue
         dim = _followed(view, dim)
-        wanted = [hint(size) for size in value_of(view).shape]
-        wanted[dim] = hint(value_of(features))
+        expected = [hint(size) for size in value_of(view).shape]
+        expected[dim] = hint(value_of(features))
         target, args = view.target, list(view.args[1:])
         if name_of(view) in ("view", "reshape"):
             target = "reshape"  # hidden states may lie otherwise than logits
@@ -97,7 +97,7 @@ def _hidden(emit: Emitter, hidden: fx.Node, found: Found, loss: Loss) -> fx.Node
         if (parts := parts_of(view)) is not None:
             hidden = emit(parts.target, hidden, *parts.args[1:], **parts.kwargs)
         hidden = emit(target, hidden, *args, **view.kwargs)
-        if [hint(size) for size in value_of(hidden).shape] != wanted:
+        if [hint(size) for size in value_of(hidden).shape] != expected:
             raise LeftAlone(f"{view.name} selects classes")
     if dim != loss.class_dim:
         raise LeftAlone("the classes of the loss are not those of the product")
@@ -113,15 +113,17 @@ def _followed(view: fx.Node, dim: int) -> int:
     # A probe with stride 1 in this dimension and 0 in the others.
     strides = [0] * len(sizes)
     strides[dim] = 1
-    made: Any = torch.empty_strided(sizes, strides, device="meta")
+    result: Any = torch.empty_strided(sizes, strides, device="meta")
     for call in calls:
         args, kwargs = fx.node.map_arg((call.args[1:], call.kwargs), lambda node: hint(value_of(node)))
         target: Any = "reshape" if call.target == "view" else call.target
-        made = getattr(made, target)(*args, **kwargs) if isinstance(target, str) else target(made, *args, **kwargs)
-    found = [index for index, stride in enumerate(made.stride()) if stride != 0 and made.shape[index] != 1]
+        result = (
+            getattr(result, target)(*args, **kwargs) if isinstance(target, str) else target(result, *args, **kwargs)
+        )
+    found = [index for index, stride in enumerate(result.stride()) if stride != 0 and result.shape[index] != 1]
     if len(found) != 1:
         raise LeftAlone(f"{calls[0].name} does not keep the classes in one dimension")
-    if made.shape[found[0]] != classes:
+    if result.shape[found[0]] != classes:
         raise LeftAlone(f"{calls[0].name} selects classes")
     return found[0]
 

@@ -18,7 +18,7 @@ class Emitter:
 
     def __init__(self, loss: fx.Node) -> None:
         self.loss = loss
-        self.made: list[fx.Node] = []
+        self.emitted: list[fx.Node] = []
         self.fake_mode = value_of(loss).fake_mode
         self.autocasts = modes.autocasts(loss)
         self.meta: dict[str, Any] = {
@@ -50,11 +50,11 @@ class Emitter:
             make = self.loss.graph.call_method if isinstance(target, str) else self.loss.graph.call_function
             node = make(target, args, kwargs)
         node.meta = {**self.meta, "example_value": value}
-        self.made.append(node)
+        self.emitted.append(node)
         return node
 
     def undo(self) -> None:
-        for node in reversed(self.made):
+        for node in reversed(self.emitted):
             node.graph.erase_node(node)
 
 

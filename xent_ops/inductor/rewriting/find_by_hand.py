@@ -47,20 +47,20 @@ def _gathered(node: fx.Node) -> ByHand | None:
     input, dim, index, why = _one_a_row(node)
     if input is None or not is_log_softmax(behind(input)):
         return None
-    given = {"input": input, "target": index, "ignore_index": NEVER, "reduction": "none"}
-    return ByHand(node, given, False, why, GATHER, dim, in_brackets=name_of(node) == "getitem")
+    call_args = {"input": input, "target": index, "ignore_index": NEVER, "reduction": "none"}
+    return ByHand(node, call_args, False, why, GATHER, dim, in_brackets=name_of(node) == "getitem")
 
 
 def _one_a_row(node: fx.Node) -> tuple[Any, int, Any, str]:
     """(input, dim, index, why not) of a gather of one class of each row. The input is None where it is no gather."""
-    given = arguments_of(node, GATHERS.get(name_of(node) or "", ()))
-    input, dim, index = given.get("input"), given.get("dim"), given.get("index")
+    call_args = arguments_of(node, GATHERS.get(name_of(node) or "", ()))
+    input, dim, index = call_args.get("input"), call_args.get("dim"), call_args.get("index")
     if name_of(node) == "getitem":
         return _in_brackets(input, index)
     logits, indices = value_of(input), value_of(index)
     if not (isinstance(input, fx.Node) and isinstance(logits, Tensor) and isinstance(indices, Tensor)):
         return None, -1, None, ""
-    if len(given) > 3 or type(dim) is not int:
+    if len(call_args) > 3 or type(dim) is not int:
         return input, -1, index, "it has further arguments, or no dim"
     dim %= max(logits.dim(), 1)
     shape = list(logits.shape)
@@ -94,7 +94,7 @@ def _difference(node: fx.Node) -> ByHand | None:
     operands: list[Any] = [before_upcasts(one, views=True) for one in node.args]
     negative = name_of(operands[0][0]) in _PICKS
     (picked, views), (total, sums) = operands if negative else operands[::-1]
-    logits, total_dim, rest = _logsumexp(total)
+    logits, total_dim, subtractions = _logsumexp(total)
     if logits is None or name_of(picked) not in _PICKS:
         return None
     what, dim, index, why = SUM, total_dim, None, ""
@@ -113,20 +113,20 @@ def _difference(node: fx.Node) -> ByHand | None:
         why = "it reads two views of the logits"
     if not why and (dim != total_dim or not statically_equal(*(value_of(one).shape for one in node.args))):
         why = "the rows of logsumexp are not those of the other operand"
-    given = {"input": logits, "target": index, "ignore_index": NEVER, "reduction": "none"}
-    between = [*views, picked, *casts, *sums, *rest]
+    call_args = {"input": logits, "target": index, "ignore_index": NEVER, "reduction": "none"}
+    between = [*views, picked, *casts, *sums, *subtractions]
     in_brackets = name_of(picked) == "getitem"
-    return ByHand(node, given, False, why, what, dim, negative, between, True, in_brackets)
+    return ByHand(node, call_args, False, why, what, dim, negative, between, True, in_brackets)
 
 
 def _logsumexp(node: fx.Node) -> tuple[fx.Node | None, int, list[fx.Node]]:
     """(logits, dim, the nodes behind them)"""
-    given = arguments_of(node, ("input", "dim", "keepdim"))
-    dim = one_dim(given.get("dim"))
-    named = name_of(node) == "logsumexp" and given.keys() <= {"input", "dim", "keepdim"}
-    if not named or dim is None or not isinstance(given.get("input"), fx.Node):
+    call_args = arguments_of(node, ("input", "dim", "keepdim"))
+    dim = one_dim(call_args.get("dim"))
+    named = name_of(node) == "logsumexp" and call_args.keys() <= {"input", "dim", "keepdim"}
+    if not named or dim is None or not isinstance(call_args.get("input"), fx.Node):
         return None, -1, []
-    source, casts = before_upcasts(given["input"])
+    source, casts = before_upcasts(call_args["input"])
     return source, dim % max(value_of(source).dim(), 1), [node, *casts]
 
 
@@ -137,7 +137,7 @@ _FINDERS = {
 }
 
 
-def _equal(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
+def _equal(sizes: Sequence[Any], other_sizes: Sequence[Any]) -> bool:
     """For what symbols stand for now. gather takes fewer targets than rows; our operator guards that they are equal."""
-    now, others_now = [size_hint(size) for size in sizes], [size_hint(size) for size in others]
+    now, others_now = [size_hint(size) for size in sizes], [size_hint(size) for size in other_sizes]
     return now == others_now and None not in now

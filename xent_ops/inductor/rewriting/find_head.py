@@ -76,7 +76,7 @@ def find(loss: Loss, linear: bool | str) -> Found | None:
     _refuse_twice_normalized(product)
     if not any(link.tensor for link in links):  # by which 16-bit features would be rounded
         product = products.before_casts(product)
-    found = Found(product, links, start, with_own(activation_of(links), loss.given))
+    found = Found(product, links, start, with_own(activation_of(links), loss.call_args))
     if loss.is_soft:
         raise LeftAlone("its target is class probabilities, for which all logits are made")
     reads = {"input of the head": product.input, "weight of the head": product.weight, "bias": product.bias}
@@ -123,7 +123,7 @@ def _refuse_scales(found: Found) -> None:
 
 
 def _classes(loss: Loss) -> int:
-    shape = value_of(loss.given["input"]).shape
+    shape = value_of(loss.call_args["input"]).shape
     return hint(shape[loss.class_dim])
 
 
@@ -142,7 +142,7 @@ def _refuse_not_worthwhile(loss: Loss, product: Product, linear: bool | str) -> 
         least += logits.element_size() * elements
     if size < least:
         raise LeftAlone(f"too small: logits of {_mib(size)} MiB, and {_mib(least)} MiB pay; linear=True takes it")
-    if loss.given.get("reduction", "mean") == "none" and value_of(loss.node).requires_grad:
+    if loss.call_args.get("reduction", "mean") == "none" and value_of(loss.node).requires_grad:
         raise LeftAlone("losses of rows would take a fourth product for gradients; linear=True takes it")
 
 

@@ -15,8 +15,8 @@ from .tail import is_fused
 
 def loss_of(node: fx.Node) -> ByHand | None:
     """``torch.sum(-p * F.log_softmax(x, -1), dim=-1)``, and without a dim, over all."""
-    given = arguments_of(node, ("input", "dim", "keepdim"))
-    product, negative = given.pop("input", None), True
+    call_args = arguments_of(node, ("input", "dim", "keepdim"))
+    product, negative = call_args.pop("input", None), True
     between: list[fx.Node] = []
     if is_negated(product):
         between.append(product)
@@ -26,10 +26,10 @@ def loss_of(node: fx.Node) -> ByHand | None:
     if len(product.args) != 2 or product.kwargs:
         return None
     operands: list[Any] = list(product.args)
-    made = [is_log_softmax(behind(one)) for one in operands]
-    if sum(made) != 1 or not isinstance(value_of(operands[made.index(False)]), Tensor):
+    is_log_probs = [is_log_softmax(behind(one)) for one in operands]
+    if sum(is_log_probs) != 1 or not isinstance(value_of(operands[is_log_probs.index(False)]), Tensor):
         return None
-    log_probs, target = operands if made[0] else operands[::-1]
+    log_probs, target = operands if is_log_probs[0] else operands[::-1]
     between.append(product)
     if is_negated(target) and len(target.users) == 1:  # else somebody may write to it
         between.append(target)
@@ -37,18 +37,18 @@ def loss_of(node: fx.Node) -> ByHand | None:
     own = (behind(log_probs), input_of(behind(log_probs)))
     if name_of(target) in ("exp", "softmax") and behind(input_of(target)) in own:  # an entropy
         return None
-    why, dim = _why_not(log_probs, target, given)
+    why, dim = _why_not(log_probs, target, call_args)
     taken = {"input": log_probs, "target": target, "reduction": "none"}
     return ByHand(node, taken, False, why, SOFT, dim, negative, between)
 
 
-def _why_not(log_probs: fx.Node, target: fx.Node, given: dict[str, Any]) -> tuple[str, int]:
+def _why_not(log_probs: fx.Node, target: fx.Node, call_args: dict[str, Any]) -> tuple[str, int]:
     """(why not, dim of the classes)."""
     logits, probs = value_of(log_probs), value_of(target)
-    dim = one_dim(given.get("dim"))
-    if given.get("dim") is None and is_log_softmax(log_probs):
+    dim = one_dim(call_args.get("dim"))
+    if call_args.get("dim") is None and is_log_softmax(log_probs):
         dim = softmax_dim(log_probs)
-    if not given.keys() <= {"dim", "keepdim"} or dim is None:
+    if not call_args.keys() <= {"dim", "keepdim"} or dim is None:
         return "it sums over something other than the classes, or all", -1
     dim %= max(logits.dim(), 1)
     if not probs.is_floating_point():

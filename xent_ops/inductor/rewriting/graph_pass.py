@@ -46,14 +46,14 @@ class ReplaceCrossEntropy(CustomGraphPass):
 
         None, which switches these caches off, if a chained pass has no identifier, as torch does for such a pass alone.
         """
-        others = []
+        other_ids = []
         for other in _passes(self.previous):
             identifier = other.uuid() if isinstance(other, CustomGraphPass) else None
             if not identifier:
                 return None
-            others.append(identifier)
+            other_ids.append(identifier)
         asked = f"linear={self.linear}" if self.products is None else f"linear={self.linear}, {self.products}"
-        return ("replace_cross_entropy", cache_tag.tag(), asked, *others)
+        return ("replace_cross_entropy", cache_tag.tag(), asked, *other_ids)
 
 
 def _passes(value: Any) -> tuple[Any, ...]:
@@ -65,7 +65,7 @@ def _passes(value: Any) -> tuple[Any, ...]:
 _RUNS = "use_pre_grad_passes"  # False in mode="lite"
 
 
-def of_mode(name: str) -> dict[str, Any]:
+def mode_options(name: str) -> dict[str, Any]:
     """What torch.compile sets for a mode of this name. It takes a mode or options, and the pass comes with options."""
     every = list_mode_options()
     modes = {mode: found for mode, found in every.items() if found.get(_RUNS, True)}
@@ -111,8 +111,8 @@ def without_ours(current: Any) -> Any:
     if isinstance(current, ReplaceCrossEntropy):
         return current.previous
     if isinstance(current, (list, tuple)):
-        kept: list[Any] = []
+        remaining: list[Any] = []
         for one in current:
-            kept.extend(_passes(one.previous) if isinstance(one, ReplaceCrossEntropy) else (one,))
-        return type(current)(kept)
+            remaining.extend(_passes(one.previous) if isinstance(one, ReplaceCrossEntropy) else (one,))
+        return type(current)(remaining)
     return current

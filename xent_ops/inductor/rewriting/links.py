@@ -78,23 +78,23 @@ def walk(node: fx.Node, readers: set[fx.Node], tensors: bool = False) -> tuple[l
 
 def link_of(node: fx.Node, tensors: bool = False) -> Link | None:
     """``node`` as a link, or None if the operator has no option for it."""
-    name, made = name_of(node), value_of(node)
+    name, result = name_of(node), value_of(node)
     if name is None or not isinstance(tensor_of(node), Tensor):
         return None
     if name in STEPS:
         return _step(node, STEPS[name]) or (_by_tensor(node, STEPS[name]) if tensors else None)
     source = node.args[0] if node.args else None
     if name in _CAT and isinstance(source, (list, tuple)) and len(source) == 1 and isinstance(source[0], fx.Node):
-        return Link(node, source[0], "same") if value_of(source[0]).dtype == made.dtype else None
+        return Link(node, source[0], "same") if value_of(source[0]).dtype == result.dtype else None
     if not isinstance(source, fx.Node):
         return None
     before = value_of(source)
     if is_cast(node):
-        if before.device != made.device:
+        if before.device != result.device:
             return None
-        if before.dtype == made.dtype:
+        if before.dtype == result.dtype:
             return Link(node, source, "same")
-        return Link(node, source, "upcast") if before.dtype in _HALF and made.dtype == torch.float32 else None
+        return Link(node, source, "upcast") if before.dtype in _HALF and result.dtype == torch.float32 else None
     return Link(node, source, "view") if is_view(node) else None
 
 
@@ -113,8 +113,8 @@ def _step(node: fx.Node, kind: str) -> Link | None:
         number = found
     if len(operands) != 1 or not isinstance(operands[0], fx.Node):
         return None
-    before, made = value_of(operands[0]), value_of(node)
-    if not isinstance(before, Tensor) or before.dtype not in _FLOATS or before.dtype != made.dtype:
+    before, result = value_of(operands[0]), value_of(node)
+    if not isinstance(before, Tensor) or before.dtype not in _FLOATS or before.dtype != result.dtype:
         return None
     return Link(node, operands[0], "mul" if kind == "neg" else kind, number)
 
@@ -149,15 +149,15 @@ def is_view(node: fx.Node) -> bool:
     """Does it select or rearrange elements of its first argument?"""
     if (parts := parts_of(node)) is not None:
         return is_view(parts) and isinstance(node.args[1], int)
-    name, made, source = name_of(node), tensor_of(node), value_of(node.args[0]) if node.args else None
-    if not isinstance(made, Tensor) or not isinstance(source, Tensor) or made.dtype != source.dtype:
+    name, result, source = name_of(node), tensor_of(node), value_of(node.args[0]) if node.args else None
+    if not isinstance(result, Tensor) or not isinstance(source, Tensor) or result.dtype != source.dtype:
         return False  # view(dtype) reads the bits as something else
     if name == "getitem":
         index = node.args[1]
         return all(_is_basic(part) for part in (index if isinstance(index, tuple) else (index,)))
-    others = [n for n in node.all_input_nodes if n is not node.args[0]]
-    names = _VIEWS if made is value_of(node) else _PARTS
-    return name in names and not any(isinstance(value_of(n), Tensor) for n in others)
+    other_inputs = [n for n in node.all_input_nodes if n is not node.args[0]]
+    names = _VIEWS if result is value_of(node) else _PARTS
+    return name in names and not any(isinstance(value_of(n), Tensor) for n in other_inputs)
 
 
 def _is_basic(part: Any) -> bool:
@@ -187,9 +187,9 @@ def activation_of(links: list[Link]) -> Activation:
     return Activation(abs(after), scale)  # tanh is odd
 
 
-def with_own(found: Activation, given: dict[str, Any]) -> Activation:
+def with_own(found: Activation, call_args: dict[str, Any]) -> Activation:
     """What the links do, and after them the options of a loss of ours."""
-    own = Activation(**{name: given[name] for name in Activation._fields if name in given})
+    own = Activation(**{name: call_args[name] for name in Activation._fields if name in call_args})
     if any(isinstance(value, fx.Node) for value in own):
         raise LeftAlone("its softcap or logit_scale is computed in the graph")
     if own.softcap is not None and found.softcap is not None:

@@ -32,7 +32,7 @@ class Loss:
     """A call of F.cross_entropy, F.nll_loss or xent_ops.cross_entropy."""
 
     node: fx.Node
-    given: dict[str, Any]  # its arguments, by name
+    call_args: dict[str, Any]  # its arguments, by name
     transformed: bool  # is it inside a functorch transform or a level of forward-mode AD?
     why: str = ""  # it is left alone, as far as finding it tells
 
@@ -48,16 +48,16 @@ class Loss:
     @property
     def is_soft(self) -> bool:
         """Is the target class probabilities?"""
-        return bool(value_of(self.given["target"]).dim() == value_of(self.given["input"]).dim())
+        return bool(value_of(self.call_args["target"]).dim() == value_of(self.call_args["input"]).dim())
 
     @property
     def nodes(self) -> set[fx.Node]:
         """It and a log-softmax that it reads."""
-        return {self.node, behind(self.given.get("input"))}
+        return {self.node, behind(self.call_args.get("input"))}
 
     @property
     def class_dim(self) -> int:
-        dims: int = value_of(self.given["input"]).dim()
+        dims: int = value_of(self.call_args["input"]).dim()
         return dims - 1 if self.is_own or dims == 1 else 1
 
     @property
@@ -73,7 +73,7 @@ class Loss:
 
     def arguments(self, emit: Emitter) -> dict[str, Any]:
         """Of F.cross_entropy."""
-        return self.given
+        return self.call_args
 
     def finished(self, emit: Emitter, loss: fx.Node) -> fx.Node:
         """What takes the place of the node, made of our loss."""
@@ -81,23 +81,23 @@ class Loss:
 
     def start(self) -> Start:
         """Raises LeftAlone."""
-        return self.behind_log_softmax() if self.is_nll else Start(self.given["input"], {self.node}, [])
+        return self.behind_log_softmax() if self.is_nll else Start(self.call_args["input"], {self.node}, [])
 
     def behind_log_softmax(self) -> Start:
-        log_softmax, links = _log_softmax(self.node, self.given["input"])
-        _refuse_log_softmax(log_softmax, links, value_of(self.given["input"]), self.class_dim)
+        log_softmax, links = _log_softmax(self.node, self.call_args["input"])
+        _refuse_log_softmax(log_softmax, links, value_of(self.call_args["input"]), self.class_dim)
         source: Any = log_softmax.args[0] if log_softmax.args else log_softmax.kwargs["input"]
-        before, made = value_of(source), value_of(log_softmax)
-        if made.dtype not in (before.dtype, torch.float32) or before.dtype == torch.float64 != made.dtype:
-            raise LeftAlone(f"{log_softmax.name} makes {made.dtype} of {before.dtype}")
-        upcast = made.dtype != before.dtype or any(tensor_of(link).dtype != made.dtype for link in links)
+        before, result = value_of(source), value_of(log_softmax)
+        if result.dtype not in (before.dtype, torch.float32) or before.dtype == torch.float64 != result.dtype:
+            raise LeftAlone(f"{log_softmax.name} makes {result.dtype} of {before.dtype}")
+        upcast = result.dtype != before.dtype or any(tensor_of(link).dtype != result.dtype for link in links)
         views = [link for link in links if not is_cast(link)]
         return Start(source, {log_softmax}, [log_softmax, *links], views, upcast)
 
     @property
     def reads(self) -> list[tuple[str, fx.Node | None]]:
         """What ours reads beside the logits or their head."""
-        return [(name, self.given.get(name)) for name in ("target", "weight")]
+        return [(name, self.call_args.get(name)) for name in ("target", "weight")]
 
     @property
     def saves_target(self) -> bool:
@@ -157,31 +157,31 @@ def _log_softmax(loss: fx.Node, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     return node, links
 
 
-def _refuse_log_softmax(node: fx.Node, links: list[fx.Node], given: Tensor, classes: int) -> None:
+def _refuse_log_softmax(node: fx.Node, links: list[fx.Node], log_probs: Tensor, classes: int) -> None:
     """Raise LeftAlone unless the log-softmax is over the classes, as seen through the views behind it."""
-    made: Tensor = value_of(node)
+    result: Tensor = value_of(node)
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     if type(dim) is not int:
         raise LeftAlone(f"{node.name} names no dimension")
-    if given.dim() == 0 or made.dim() == 0:
+    if log_probs.dim() == 0 or result.dim() == 0:
         raise LeftAlone("its input is one number")
     # A probe with stride 1 in this dimension and 0 in the others: the views show where the dimension goes.
-    strides = [0] * made.dim()
+    strides = [0] * result.dim()
     strides[dim] = 1
-    wanted = [0] * given.dim()
-    wanted[classes] = 1
+    expected = [0] * log_probs.dim()
+    expected[classes] = 1
     try:
-        with given.fake_mode:  # type: ignore[attr-defined]
-            probe: Any = torch.empty_strided(made.shape, strides, device=made.device)
+        with log_probs.fake_mode:  # type: ignore[attr-defined]
+            probe: Any = torch.empty_strided(result.shape, strides, device=result.device)
             for link in links:
                 if is_cast(link) or name_of(link) == "contiguous":
                     continue
                 probe = _call(link, probe)
-        kept = [stride if size != 1 else 0 for size, stride in zip(probe.shape, probe.stride(), strict=True)]
-        found = probe.shape == given.shape and (kept == wanted or given.shape[classes] == 1)
+        found_strides = [stride if size != 1 else 0 for size, stride in zip(probe.shape, probe.stride(), strict=True)]
+        found = probe.shape == log_probs.shape and (found_strides == expected or log_probs.shape[classes] == 1)
     except (RuntimeError, ValueError):  # a view that the probe does not allow
         found = False
-    if not found or given.shape[classes] != made.shape[dim]:
+    if not found or log_probs.shape[classes] != result.shape[dim]:
         raise LeftAlone(f"the dimension of {node.name} is not the one of its classes")
 
 

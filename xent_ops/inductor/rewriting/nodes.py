@@ -127,12 +127,12 @@ _CASTS = {"bfloat16", "double", "float", "half", "to", "type", "type_as"}
 
 def viewed_by(node: fx.Node) -> fx.Node | None:
     """The node whose memory ``node`` is a view of, if it is one."""
-    made = value_of(node)
+    result = value_of(node)
     if node.op not in ("call_function", "call_method"):
         return None
     if (parts := parts_of(node)) is not None:
         node = parts
-    return next((one for one in node.all_input_nodes if share_memory(value_of(one), made)), None)
+    return next((one for one in node.all_input_nodes if share_memory(value_of(one), result)), None)
 
 
 def parts_of(node: fx.Node) -> fx.Node | None:

@@ -53,8 +53,8 @@ def _log_softmax(node: fx.Node) -> tuple[str, Any, int | None]:
 
 
 def _operand(node: fx.Node) -> tuple[Any, int | None]:
-    given = arguments_of(node, ("input", "dim"))
-    return given.get("input"), one_dim(given.get("dim"))
+    call_args = arguments_of(node, ("input", "dim"))
+    return call_args.get("input"), one_dim(call_args.get("dim"))
 
 
 def _reader(node: fx.Node) -> fx.Node:

@@ -56,14 +56,14 @@ def of(node: fx.Node) -> Product | None:
     if name_of(node) in _ADDITIONS:
         return _with_bias(node)
     if name_of(node) in _CONVOLUTIONS:
-        return _of_convolution(node)
-    product = _of_einsum(node) if name_of(node) == "einsum" else _of_two(node)
+        return _convolution(node)
+    product = _einsum(node) if name_of(node) == "einsum" else _two_operands(node)
     if product is None:
         return None
-    made, input, weight = (value_of(one) for one in (node, product.input, product.weight))
-    if not all(isinstance(one, Tensor) for one in (made, input, weight)):
+    result, input, weight = (value_of(one) for one in (node, product.input, product.weight))
+    if not all(isinstance(one, Tensor) for one in (result, input, weight)):
         return None
-    if weight.dim() != 2 or input.dim() < 1 or made.dim() != input.dim():
+    if weight.dim() != 2 or input.dim() < 1 or result.dim() != input.dim():
         return None
     return _seen_through(product)
 
@@ -90,19 +90,23 @@ def _half_of(node: fx.Node) -> fx.Node | None:
     return source if value_of(source).dtype in (torch.bfloat16, torch.float16) else None
 
 
-def _of_two(node: fx.Node) -> Product | None:
+def _two_operands(node: fx.Node) -> Product | None:
     name = name_of(node) or ""
     names = _ARGUMENTS.get(name)
     if names is None or len(node.args) > len(names) or not node.kwargs.keys() <= {*names}:
         return None
-    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
-    operands = [given.pop(one, None) for one in names if one not in ("beta", "alpha")]
+    call_args: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
+    operands = [call_args.pop(one, None) for one in names if one not in ("beta", "alpha")]
     if name == "linear":
         input, weight, bias = operands
     elif name == "addmm":
         bias, input, weight = operands
         vector = isinstance(value_of(bias), Tensor) and value_of(bias).dim() == 1
-        if not vector or value_of(bias).shape != value_of(node).shape[-1:] or any(one != 1 for one in given.values()):
+        if (
+            not vector
+            or value_of(bias).shape != value_of(node).shape[-1:]
+            or any(one != 1 for one in call_args.values())
+        ):
             return None
     else:
         (input, weight), bias = operands, None
@@ -111,36 +115,36 @@ def _of_two(node: fx.Node) -> Product | None:
     return Product(node, input, weight, name not in ("linear", "inner"), bias)
 
 
-def _of_einsum(node: fx.Node) -> Product | None:
+def _einsum(node: fx.Node) -> Product | None:
     """``bsh,vh->bsv``: the features are the last letter of one operand, and the classes that of the result."""
     if len(node.args) < 2 or node.kwargs:
         return None
-    equation, *given = node.args
-    operands: list[Any] = given
+    equation, *call_args = node.args
+    operands: list[Any] = call_args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = list(operands[0])
     found = re.fullmatch(r"([^,>]+),([^,>]+)->([^,>]+)", str(equation).replace(" ", ""))
     if found is None or len(operands) != 2:
         return None
     left, right, result = (re.findall(r"\.\.\.|\w", part) for part in found.groups())
-    for letters, of_weight, input, weight in ((left, right, *operands), (right, left, *reversed(operands))):
+    for letters, weight_letters, input, weight in ((left, right, *operands), (right, left, *reversed(operands))):
         rows, features, classes = letters[:-1], letters[-1], result[-1]
         once = len({*letters, classes}) == len(letters) + 1
-        if once and result == [*rows, classes] and of_weight in ([classes, features], [features, classes]):
-            return Product(node, input, weight, of_weight == [features, classes])
+        if once and result == [*rows, classes] and weight_letters in ([classes, features], [features, classes]):
+            return Product(node, input, weight, weight_letters == [features, classes])
     return None
 
 
-def _of_convolution(node: fx.Node) -> Product | None:
+def _convolution(node: fx.Node) -> Product | None:
     """Whose kernel has one element: a head of each pixel, (N, H, ...) to (N, V, ...)."""
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
-    input, weight, bias = (given.get(name) for name in names[:3])
+    call_args: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
+    input, weight, bias = (call_args.get(name) for name in names[:3])
     values = value_of(input), value_of(weight), value_of(node)
-    if not given.keys() <= {*names} or not all(isinstance(value, Tensor) for value in values):
+    if not call_args.keys() <= {*names} or not all(isinstance(value, Tensor) for value in values):
         return None
     usual = {"stride": 1, "padding": 0, "groups": 1}
-    plain = all(_is_all(given.get(name, value), value) for name, value in usual.items())
+    plain = all(_is_all(call_args.get(name, value), value) for name, value in usual.items())
     if not plain or any(size != 1 for size in values[1].shape[2:]) or values[0].dim() != values[1].dim():
         return None
     assert isinstance(input, fx.Node) and isinstance(weight, fx.Node)
@@ -160,12 +164,12 @@ def _with_bias(node: fx.Node) -> Product | None:
         if not (isinstance(logits, fx.Node) and isinstance(bias, fx.Node)):
             return None
         product = None if name_of(logits) in _ADDITIONS else of(logits)
-        before, vector, made = value_of(logits), value_of(bias), value_of(node)
+        before, vector, result = value_of(logits), value_of(bias), value_of(node)
         if product is None or product.bias is not None or len(logits.users) > 1 or not isinstance(vector, Tensor):
             continue
         if product.class_dim != -1:  # a vector is added along the last dimension
             continue
-        if vector.shape == before.shape[-1:] and vector.dtype == before.dtype == made.dtype:
+        if vector.shape == before.shape[-1:] and vector.dtype == before.dtype == result.dtype:
             return replace(product, bias=bias, addition=node)
     return None
 
@@ -175,8 +179,8 @@ def _seen_through(product: Product) -> Product:
     parent = viewed_by(product.weight)
     if not product.transposed or parent is None:
         return product
-    view, whole = value_of(product.weight), value_of(parent)
-    same = whole.dim() == 2 and view.shape == whole.t().shape and view.stride() == whole.t().stride()
-    if not same or view.storage_offset() != whole.storage_offset():
+    view, base = value_of(product.weight), value_of(parent)
+    same = base.dim() == 2 and view.shape == base.t().shape and view.stride() == base.t().stride()
+    if not same or view.storage_offset() != base.storage_offset():
         return product
     return replace(product, weight=parent, transposed=False, past=(*product.past, product.weight))

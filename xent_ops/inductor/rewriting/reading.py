@@ -15,8 +15,8 @@ _IN_ORDER = {"contiguous", "flatten", "reshape", "squeeze", "unflatten", "unsque
 
 def arguments_of(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
     """By name; more than ``names`` where it has others."""
-    given = dict(zip((*names, *map(str, range(len(node.args)))), node.args, strict=False)) | node.kwargs
-    return {"index" if name == "indices" else name: value for name, value in given.items()}
+    call_args = dict(zip((*names, *map(str, range(len(node.args)))), node.args, strict=False)) | node.kwargs
+    return {"index" if name == "indices" else name: value for name, value in call_args.items()}
 
 
 def input_of(node: fx.Node) -> Any:
@@ -65,6 +65,6 @@ def before_upcasts(node: Any, views: bool = False) -> tuple[fx.Node, list[fx.Nod
 def _keeps_order(node: fx.Node) -> bool:
     if name_of(node) in _IN_ORDER:
         return True
-    made, source = value_of(node), value_of(node.args[0])
-    whole = isinstance(made, Tensor) and isinstance(source, Tensor) and is_view(node)
-    return whole and name_of(node) == "getitem" and statically_true(made.numel() == source.numel())
+    result, source = value_of(node), value_of(node.args[0])
+    same_storage = isinstance(result, Tensor) and isinstance(source, Tensor) and is_view(node)
+    return same_storage and name_of(node) == "getitem" and statically_true(result.numel() == source.numel())

@@ -80,33 +80,33 @@ def _replace(loss: Loss, linear: bool | str, products: str | None, call: Call) -
 
 def _refuse(loss: Loss) -> None:
     """Raise LeftAlone for arguments that our operators do not take, or interpret differently than F.cross_entropy."""
-    given = loss.given
+    call_args = loss.call_args
     if loss.why:
         raise LeftAlone(loss.why)
     for name in _LEGACY:
-        if given.get(name) is not None:
+        if call_args.get(name) is not None:
             raise LeftAlone(f"the deprecated argument {name} is given; use reduction")
-    for name in given:
+    for name in call_args:
         if name not in _KNOWN | _OWN and name not in _LEGACY:
             raise LeftAlone(f"the argument {name} is unknown to xent_ops")
     for name in ("input", "target", "weight"):
-        tensor = value_of(given.get(name))
-        if given.get(name) is None:
+        tensor = value_of(call_args.get(name))
+        if call_args.get(name) is None:
             continue
         if not isinstance(tensor, FakeTensor):
             raise LeftAlone(f"{name} is a {type(tensor).__name__}, not a plain tensor")
         valid = checks.FLOATS if name != "target" else checks.FLOATS + checks.INDICES
         if tensor.dtype not in valid:
             raise LeftAlone(f"{name} has dtype {tensor.dtype}")
-    logits, soft = value_of(given["input"]), loss.is_soft
+    logits, soft = value_of(call_args["input"]), loss.is_soft
     if loss.is_nll and soft:
         raise LeftAlone("target has as many dimensions as input")
-    if isinstance(given.get("label_smoothing"), fx.Node):
+    if isinstance(call_args.get("label_smoothing"), fx.Node):
         raise LeftAlone("label_smoothing is computed in the graph")
-    ignore_index = value_of(given.get("ignore_index", -100))
+    ignore_index = value_of(call_args.get("ignore_index", -100))
     if soft and not (isinstance(ignore_index, int) and ignore_index < 0):
         raise LeftAlone("ignore_index does not go with class probabilities")
-    weight = value_of(given.get("weight"))
+    weight = value_of(call_args.get("weight"))
     if not soft and weight is not None and weight.requires_grad:
         raise LeftAlone("weight requires grad, which has no derivative; torch says so")
     operation = "xent::soft_cross_entropy_forward" if soft else "xent::cross_entropy_forward"
@@ -117,7 +117,7 @@ def _refuse(loss: Loss) -> None:
 
 def _refuse_few_classes(loss: Loss) -> None:
     """Raise LeftAlone where F.cross_entropy of class indices is faster as it is."""
-    logits: Tensor = value_of(loss.given["input"])
+    logits: Tensor = value_of(loss.call_args["input"])
     few = sizes.FEW_CLASSES.get(logits.device.type)
     if few is None or loss.is_soft or isinstance(loss, ByHand):
         return
@@ -144,10 +144,10 @@ def _put(loss: Loss, dead: list[fx.Node], make: Callable[[Emitter], fx.Node]) ->
 
 def _as_wanted(emit: Emitter, loss: fx.Node) -> fx.Node:
     """F.cross_entropy returns the logits' dtype, under autocast float32. Our operators return float32."""
-    wanted = value_of(emit.loss)
-    if value_of(loss).shape != wanted.shape:
-        raise LeftAlone(f"ours would have shape {tuple(value_of(loss).shape)}, not {tuple(wanted.shape)}")
-    return loss if value_of(loss).dtype == wanted.dtype else emit("to", loss, wanted.dtype)
+    expected = value_of(emit.loss)
+    if value_of(loss).shape != expected.shape:
+        raise LeftAlone(f"ours would have shape {tuple(value_of(loss).shape)}, not {tuple(expected.shape)}")
+    return loss if value_of(loss).dtype == expected.dtype else emit("to", loss, expected.dtype)
 
 
 def _substitute(loss: fx.Node, result: fx.Node) -> None:
@@ -177,12 +177,12 @@ def _classes_last(emit: Emitter, tensor: fx.Node, dim: int) -> fx.Node:
 
 
 def _emit_loss(emit: Emitter, logits: fx.Node, call: Loss, tail: Tail) -> fx.Node:
-    given = call.arguments(emit)
-    weight, reduction = given.get("weight"), given.get("reduction", "mean")
-    smoothing = given.get("label_smoothing", 0.0)
+    call_args = call.arguments(emit)
+    weight, reduction = call_args.get("weight"), call_args.get("reduction", "mean")
+    smoothing = call_args.get("label_smoothing", 0.0)
     options = tail.activation.keywords()
     logits, soft = _classes_last(emit, logits, call.class_dim), call.is_soft
-    target = _classes_last(emit, given["target"], call.class_dim) if soft else given["target"]
+    target = _classes_last(emit, call_args["target"], call.class_dim) if soft else call_args["target"]
     saved = [("logits", logits), *([("target", target)] if call.saves_target else [])]
     refuse_written_after(call.node, saved)
     if not soft:
@@ -191,7 +191,7 @@ def _emit_loss(emit: Emitter, logits: fx.Node, call: Loss, tail: Tail) -> fx.Nod
             logits,
             target,
             weight,
-            ignore_index=given.get("ignore_index", -100),
+            ignore_index=call_args.get("ignore_index", -100),
             label_smoothing=smoothing,
             reduction=reduction,
             **options,
@@ -217,11 +217,11 @@ def _shape(logits: Tensor) -> str:
 
 
 def _describe(loss: Loss) -> str:
-    given = loss.given
-    logits = value_of(given["input"])
-    given_options = {name: given.get(name) for name in (*_LEGACY, "reduction", "label_smoothing")}
+    call_args = loss.call_args
+    logits = value_of(call_args["input"])
+    given_options = {name: call_args.get(name) for name in (*_LEGACY, "reduction", "label_smoothing")}
     options = [f"{name}={option!r}" for name, option in given_options.items() if option is not None]
-    if given.get("weight") is not None:
+    if call_args.get("weight") is not None:
         options.append("weight")
     what = type(logits).__name__
     if isinstance(logits, Tensor):

@@ -32,8 +32,8 @@ def find(loss: fx.Node, logits: fx.Node, readers: set[fx.Node]) -> Tail:
     taken = len(links)
     while taken and not links[taken - 1].computes:  # views of the source may stay, even with other readers
         taken -= 1
-    rest, links = links[taken:], links[:taken]
-    written = rest[0].node if rest else source
+    remaining, links = links[taken:], links[:taken]
+    written = remaining[0].node if remaining else source
     mine = {link.node for link in links}
     writer = _fused_writer(written, loss, mine)
     if writer is not None:
@@ -59,9 +59,9 @@ def _refuse_fused(source: fx.Node) -> None:
 
 def is_fused(node: fx.Node) -> bool:
     """Does Inductor fuse it with what reads it?"""
-    made = value_of(node)
+    result = value_of(node)
     if is_cast(node):
-        return isinstance(made, Tensor) and made.dtype != value_of(node.args[0]).dtype
+        return isinstance(result, Tensor) and result.dtype != value_of(node.args[0]).dtype
     return is_pointwise(node) or name_of(node) in STEPS
 
 

@@ -157,14 +157,14 @@ def _by_signature(node: fx.Node) -> list[fx.Node]:
     """The arguments that a function of torch.nn.functional writes to, as inplace, max_norm and running_* tell."""
     target: Any = node.target
     try:
-        given = inspect.signature(target).bind(*node.args, **node.kwargs).arguments
+        bound_args = inspect.signature(target).bind(*node.args, **node.kwargs).arguments
     except (TypeError, ValueError):  # it only forwards (*args, **kwargs)
         return node.all_input_nodes if node.kwargs.get("inplace") else []
-    found = _nodes([value for name, value in given.items() if name.startswith("running_")])
-    if given.get("inplace"):
-        found += _nodes(next(iter(given.values())))
-    if given.get("max_norm") is not None:
-        found += _nodes(given.get("weight"))
+    found = _nodes([value for name, value in bound_args.items() if name.startswith("running_")])
+    if bound_args.get("inplace"):
+        found += _nodes(next(iter(bound_args.values())))
+    if bound_args.get("max_norm") is not None:
+        found += _nodes(bound_args.get("weight"))
     return found
 
 

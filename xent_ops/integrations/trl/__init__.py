@@ -92,9 +92,9 @@ def use_xent(
     kind = _kind_of(trainer)
     if "_xent" in vars(trainer):
         raise RuntimeError("use_xent is on already: call remove_xent(trainer) first")
-    accumulate_dtype, how = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
-    checks.chunk_rows(how.chunk_rows)
-    options: dict[str, Any] = {"accumulate_dtype": accumulate_dtype, **how._asdict()}
+    accumulate_dtype, chunking = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
+    checks.chunk_rows(chunking.chunk_rows)
+    options: dict[str, Any] = {"accumulate_dtype": accumulate_dtype, **chunking._asdict()}
     if kind.__name__ in _DISTILLING:
         options = _of_distillation(options)
         if trainer.is_fsdp_enabled:

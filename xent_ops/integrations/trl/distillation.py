@@ -22,7 +22,7 @@ from .. import heads, tails
 
 
 class Teacher(NamedTuple):
-    """What a loss is given of a teacher."""
+    """The teacher's outputs that a loss needs."""
 
     hidden: Tensor  # (..., H')
     weight: Tensor
@@ -123,9 +123,9 @@ class Divergence:
         )
         loss = teacher.divergence(student, target, tail, num_items_in_batch, self.options)
         input, weight, bias = student
-        of_entropy: dict[str, Any] = {"linear_bias": bias, **tails.with_temperature(tail, temperature)._asdict()}
+        entropy_options: dict[str, Any] = {"linear_bias": bias, **tails.with_temperature(tail, temperature)._asdict()}
         with torch.no_grad():
-            entropy = linear.linear_token_log_probs(input, weight, target, **of_entropy, **self.options).entropy
+            entropy = linear.linear_token_log_probs(input, weight, target, **entropy_options, **self.options).entropy
         return loss, entropy.sum(), counted.sum()
 
 
@@ -148,11 +148,11 @@ class GkdLoss:
     ) -> Any:
         if return_outputs:  # of evaluation with metrics: the logits
             return self.theirs(model, inputs, return_outputs, num_items_in_batch)
-        given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        model_inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         self.teacher.eval()
         with torch.no_grad(), self.trainer.accelerator.autocast():
-            hidden = self.teacher.base_model(**given, use_cache=False).last_hidden_state
+            hidden = self.teacher.base_model(**model_inputs, use_cache=False).last_hidden_state
             hidden, weight, bias = heads.product(self.teacher.get_output_embeddings(), hidden)
         teacher = Teacher(hidden, weight, bias, self.tail, self.trainer.beta)
-        more = {"num_items_in_batch": num_items_in_batch, "teacher": teacher, "fused_lm_head": True}
-        return model(**given, labels=inputs["labels"], **more)
+        loss_inputs = {"num_items_in_batch": num_items_in_batch, "teacher": teacher, "fused_lm_head": True}
+        return model(**model_inputs, labels=inputs["labels"], **loss_inputs)

@@ -90,8 +90,8 @@ class FusedHead:
         kwargs["use_cache"] = False
         if getattr(config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
-        of_backbone = self.model.base_model(*args, **kwargs)
-        hidden = of_backbone.last_hidden_state  # (B, S, H)
+        backbone_output = self.model.base_model(*args, **kwargs)
+        hidden = backbone_output.last_hidden_state  # (B, S, H)
         if shift_labels is not None:
             target = shift_labels
         elif labels is not None:
@@ -104,43 +104,45 @@ class FusedHead:
             teacher = teacher._replace(hidden=teacher.hidden[:, :-1])
             return teacher.divergence(student, target, self.tail, num_items_in_batch, self.options)
         counted = target != -100
-        found = self._of_tokens(hidden, target, counted)
+        found = self._token_outputs(hidden, target, counted)
         log_probs = found["log_probs"]
         loss = -log_probs.sum() / (counted.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
         aux_loss: Any = None
         if kwargs.get("output_router_logits"):
             experts = (config.num_experts, config.num_experts_per_tok)
-            aux_loss = load_balancing_loss_func(of_backbone.router_logits, *experts, kwargs.get("attention_mask"))
+            aux_loss = load_balancing_loss_func(backbone_output.router_logits, *experts, kwargs.get("attention_mask"))
             loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
         return FusedCausalLMOutput(loss=loss, label_mask=counted, aux_loss=aux_loss, **found)
 
-    def _of_tokens(self, hidden: Tensor, target: Tensor, counted: Tensor) -> dict[str, Tensor]:
+    def _token_outputs(self, hidden: Tensor, target: Tensor, counted: Tensor) -> dict[str, Tensor]:
         """Each (B, S), 0 where the target is ignored."""
         head = self.model.get_output_embeddings()
         input, weight, bias = heads.product(head, hidden)
-        given: dict[str, Any] = {"linear_bias": bias, **self.options, **self.tail._asdict()}
-        wanted = self.asked.outputs
+        keywords: dict[str, Any] = {"linear_bias": bias, **self.options, **self.tail._asdict()}
+        requested = self.asked.outputs
         found, sum_of_losses = {}, None
-        if "is_top1" in wanted:
+        if "is_top1" in requested:
             reduction: Reduction = "sum" if self.loss_is_sum else "none"
-            of_rows = linear.linear_cross_entropy_outputs(input, weight, target, reduction=reduction, **given)
-            found["log_probs"] = -(of_rows.token_losses if self.loss_is_sum else of_rows.loss)
-            sum_of_losses = of_rows.loss if self.loss_is_sum else None
-            entropy, lse = of_rows.entropy, of_rows.lse
-            found["is_top1"] = of_rows.predictions == target
+            outputs = linear.linear_cross_entropy_outputs(input, weight, target, reduction=reduction, **keywords)
+            found["log_probs"] = -(outputs.token_losses if self.loss_is_sum else outputs.loss)
+            sum_of_losses = outputs.loss if self.loss_is_sum else None
+            entropy, lse = outputs.entropy, outputs.lse
+            found["is_top1"] = outputs.predictions == target
         else:
-            found["log_probs"], entropy, lse = linear.linear_token_log_probs(input, weight, target, **given)
-        if "entropy" in wanted:
+            found["log_probs"], entropy, lse = linear.linear_token_log_probs(input, weight, target, **keywords)
+        if "entropy" in requested:
             found["entropy"] = entropy
         with torch.no_grad():
-            if "mean_logits" in wanted:
-                found["mean_logits"] = self._mean_logits(input, weight, bias, target, lse, given)
-            if "log_sum_sq_probs" in wanted:
+            if "mean_logits" in requested:
+                found["mean_logits"] = self._mean_logits(input, weight, bias, target, lse, keywords)
+            if "log_sum_sq_probs" in requested:
                 # sum p^2 = sum exp(2 x) / exp(2 lse): the lse of twice the logits.
                 cap, scale = self.tail
                 twice = Activation(None if cap is None else 2 * cap, 2 * scale)
-                of_squares = linear.linear_token_log_probs(input, weight, target, **(given | twice._asdict())).lse
-                found["log_sum_sq_probs"] = of_squares - 2 * lse
+                lse_of_doubled = linear.linear_token_log_probs(
+                    input, weight, target, **(keywords | twice._asdict())
+                ).lse
+                found["log_sum_sq_probs"] = lse_of_doubled - 2 * lse
         found = {name: value.masked_fill(~counted, 0) for name, value in found.items()}
         if sum_of_losses is not None:
             # Values without a gradient, plus 0 with that of their sum: upstream has one number for all tokens.
@@ -149,10 +151,12 @@ class FusedHead:
         return found
 
     def _mean_logits(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor, given: dict[str, Any]
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor, keywords: dict[str, Any]
     ) -> Tensor:
         if self.tail.softcap is not None:  # with label smoothing of 1 a loss is lse - mean x
-            smooth = linear.linear_cross_entropy(input, weight, target, reduction="none", label_smoothing=1.0, **given)
+            smooth = linear.linear_cross_entropy(
+                input, weight, target, reduction="none", label_smoothing=1.0, **keywords
+            )
             return lse - smooth
         mean = input.float() @ weight.mean(0, dtype=torch.float32)
         return self.tail.logit_scale * (mean if bias is None else mean + bias.float().mean())

@@ -91,8 +91,7 @@ def _random_bits(pair, seed):
 @triton.jit
 def _rounded_at_random(grad, first_column, seed, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     """Two columns share a hash. Splitting them also keeps Triton from loading the logits in the layout of the
-    transposed
-    store, with a row's elements far apart (1024 x 128256: 300 us instead of 600)."""
+    transposed store, with a row's elements far apart (1024 x 128256: 300 us instead of 600)."""
     even, odd = tl.split(tl.reshape(grad, [BLOCK_R, BLOCK_C // 2, 2]))
     pair = first_column // 2 + tl.arange(0, BLOCK_C // 2)
     bits = _random_bits(pair[None, :], seed[:, None])

@@ -67,8 +67,7 @@ def prepare_forward(
     with_entropy: bool = False,
     skip_ignored: bool = False,
 ) -> Callable[..., None]:
-    """``forward(logits, target, weight, loss, lse, argmax, entropy)`` writes the last four; argmax and entropy only if
-    asked for.
+    """``forward(logits, target, weight, loss, lse, argmax, entropy)`` writes its last four arguments.
 
     ``skip_ignored``: the logits of ignored rows are not read; their lse is infinite, their argmax -1, their entropy 0.
     """

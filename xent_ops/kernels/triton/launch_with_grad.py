@@ -37,8 +37,7 @@ from .with_grad import scale_kernel, with_grad_kernel
 
 
 def _shared_memory(device: torch.device) -> tuple[int, int]:
-    """(bytes of shared memory for a row, the largest number of programs for one row); 0 if with_grad_shared.py cannot
-    run.
+    """(bytes of shared memory for a row, most programs for one row); zeros if with_grad_shared.py cannot run.
 
     Programs that share a row wait for each other, so all must fit on the device at once, beside the programs of other
     streams: at most a quarter of the number of processors.
