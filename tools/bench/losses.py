@@ -71,9 +71,9 @@ def torch_options(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     return loss + ALL_OPTIONS.lse_square_scale * lse.square().sum() / counted.sum()
 
 
-def of_torch_with_pass() -> Function:
+def torch_loss_with_pass() -> Function:
     """With a report of its own."""
-    return compiled(lambda: of_torch_upcast, options=inductor.options(linear=False))()
+    return compiled(lambda: torch_loss_upcast, options=inductor.options(linear=False))()
 
 
 def any_rows(load: Callable[[], Function], **options: Any) -> Callable[[], Function]:
@@ -103,7 +103,7 @@ def of_logits(dtype: torch.dtype, device: torch.device, dynamic: bool) -> list[C
         Contestant("xent one pass compiled", "ours", compiled(lambda: with_grad), COPY),
         Contestant("xent compiled options", "ours", compiled(lambda: own_options), COPY, options=ALL_OPTIONS),
         Contestant("F compiled options", "torch", compiled(lambda: torch_options), COPY, options=ALL_OPTIONS),
-        Contestant("F compiled with the pass", "ours", of_torch_with_pass, COPY, confirm=left),
+        Contestant("F compiled with the pass", "ours", torch_loss_with_pass, COPY, confirm=left),
     ]
     if dtype in (torch.bfloat16, torch.float16):
         found.append(Contestant("F eager float32", "torch", load_upcast, COPY))
