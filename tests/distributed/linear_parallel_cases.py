@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.exact_numbers import DIVISOR, exact_problem
+from helpers.exact_numbers import DIVISOR, exact_fp8_problem, exact_problem
 from torch.utils.flop_counter import FlopCounterMode
 from vocab_parallel_cases import OPTIONS, Collectives, V, same_bits_everywhere, shard_of, split
 
@@ -327,10 +327,11 @@ def autocast(device):
 def exact_numbers(device):
     """The bits of one product, however the classes are split, with chunks of any size and rows split over the ranks."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    for dtype, kind, chunk_rows, sequence_parallel, skip_ignored in itertools.product(
-        (torch.bfloat16, torch.float16), ("chunk", "uneven"), (5, None), (False, True), (False, True)
+    for dtype, kind, chunk_rows, sequence_parallel, skip_ignored, products in itertools.product(
+        (torch.bfloat16, torch.float16), ("chunk", "uneven"), (5, None), (False, True), (False, True), (None, "fp8")
     ):
-        (x, head, target), (of_input, of_head) = exact_problem(dtype)
+        numbers = exact_problem if products is None else exact_fp8_problem
+        (x, head, target), (of_input, of_head) = numbers(dtype)
         place = split(kind, len(head))
         start, size, _ = place
         if sequence_parallel:
@@ -347,6 +348,7 @@ def exact_numbers(device):
             chunk_rows=chunk_rows,
             sequence_parallel=sequence_parallel,
             skip_ignored=skip_ignored,
+            products=products,
         )
         grads = torch.autograd.grad(loss, (x, shard))
         assert torch.equal(grads[0].cpu(), of_input) and torch.equal(

@@ -1,18 +1,22 @@
-"""The bits of exact numbers (helpers/exact_numbers.py): with chunks of any size, and where ignored rows are left out."""
+"""The bits of exact numbers (helpers/exact_numbers.py): with chunks of any size, and where ignored rows are left out.
+
+Of products of 16-bit and of 8-bit numbers.
+"""
 
 import itertools
 
 import pytest
 import torch
-from helpers.exact_numbers import DIVISOR, ROWS, exact_problem
+from helpers.exact_numbers import DIVISOR, ROWS, exact_fp8_problem, exact_problem
 
 import xent_ops
+from xent_ops.head import fp8
 
 CHUNKS = [1, 2, 5, 8, 20, ROWS, None]
 
 
-def problem(device, dtype):
-    (x, head, target), wanted = exact_problem(dtype)
+def problem(device, dtype, numbers=exact_problem):
+    (x, head, target), wanted = numbers(dtype)
     tensors = x.to(device).requires_grad_(), head.to(device).requires_grad_(), target.to(device)
     return tensors, [exact.to(device) for exact in wanted]
 
@@ -39,6 +43,31 @@ def test_gradients(device, function, dtype, chunk_rows, skip_ignored):
     loss = function(x, head, target, divisor=DIVISOR, chunk_rows=chunk_rows, skip_ignored=skip_ignored)
     for found, exact in zip(torch.autograd.grad(loss, (x, head)), wanted, strict=True):
         assert torch.equal(found, exact)
+
+
+@pytest.mark.parametrize("block_bytes", [None, 8 * 32], ids=["", "blocks"])
+@pytest.mark.parametrize("skip_ignored", [False, True], ids=["", "packed"])
+@pytest.mark.parametrize("products", ["fp8", "fp8_gradients"])
+@pytest.mark.parametrize("function", [summed, token_loss], ids=lambda f: f.__name__)
+def test_gradients_of_8_bit_products(device, function, products, skip_ignored, block_bytes, monkeypatch):
+    """The bits of float64's, with chunks of any size, of all rows at once and by blocks of eight.
+
+    A product is rounded to float32 when it is multiplied by 1/448, and to bfloat16 when it is stored, which is exact
+    again. Blocks that are added in float32, as those of float16 are, keep the error of the former: what they add up to
+    may be 1e-9 for 0.
+    """
+    if device == "cuda" and (why := fp8.why_not(torch.device(device))):
+        pytest.skip(why)
+    if block_bytes is not None:
+        monkeypatch.setattr(fp8, "_BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(fp8, "_PART_BYTES", block_bytes)
+    dtypes = [torch.bfloat16] if block_bytes is not None else [torch.bfloat16, torch.float16]
+    for dtype, chunk_rows in itertools.product(dtypes, (1, 5, None)):
+        (x, head, target), wanted = problem(device, dtype, exact_fp8_problem)
+        options = {"products": products, "chunk_rows": chunk_rows, "skip_ignored": skip_ignored}
+        loss = function(x, head, target, divisor=DIVISOR, **options)
+        for found, exact in zip(torch.autograd.grad(loss, (x, head)), wanted, strict=True):
+            assert torch.equal(found, exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
