@@ -83,7 +83,8 @@ def test_options(device, dtype, name, weighted):
     splits = ["empty"] if INTERPRETED else SPLITS  # seconds each there
     for split, padding in itertools.product(splits, [5] if INTERPRETED else [0, 5]):
         case(device, logits, target, SPLITS[split], weight, padding=padding, ignore_index=-1, **OPTIONS[name])
-    case(device, logits, target, [203], weight, upstream=False, ignore_index=-1, **OPTIONS[name])
+    if name == "plain" or not INTERPRETED:
+        case(device, logits, target, [203], weight, upstream=False, ignore_index=-1, **OPTIONS[name])
 
 
 def test_wide_shards(device):
@@ -161,7 +162,7 @@ def test_target_out_of_range(device, raises_out_of_range, bad, weighted):
         assert grad.isnan().all(-1).tolist() == grad.isnan().any(-1).tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["", "weight"])
+@pytest.mark.parametrize("weighted", [False] if INTERPRETED else [False, True], ids=str)
 def test_shards_that_do_not_tile_give_nan(device, weighted):
     """On every rank, in loss, lse and gradient; whatever the order of ranks, a tiling does not."""
     classes = 60
