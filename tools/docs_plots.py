@@ -126,7 +126,8 @@ def panel(plt: Any, theme: dict[str, Any], numbers: dict[str, float], title: str
 
 
 def vocabulary(plt: Any, theme: dict[str, Any], numbers: dict[str, Any]) -> Any:
-    figure, axes = plt.subplots(figsize=(9.2, 4.6), layout="constrained")
+    """Lines over their legend, as wide as a panel: a phone would shrink a wider picture, and its text."""
+    figure, axes = plt.subplots(figsize=(4.1, 4.9), layout="constrained")
     classes = [int(shape.split(" x ")[1]) for shape in numbers["shapes"]]
     order = sorted(range(len(classes)), key=classes.__getitem__)
     for (label, values), colour in zip(numbers["copies"].items(), theme["lines"], strict=True):
@@ -137,14 +138,15 @@ def vocabulary(plt: Any, theme: dict[str, Any], numbers: dict[str, Any]) -> Any:
     axes.axhline(1.5, color=theme["text"], linewidth=0.8, linestyle=":", label="two reads and one write")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    axes.set_xticks([classes[i] for i in order], [numbers["shapes"][i] for i in order], rotation=25, ha="right")
+    axes.set_xticks([classes[i] for i in order], [numbers["shapes"][i] for i in order], rotation=60)
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_ylabel("forward + backward, in copies of the logits")
+    axes.set_title("Forward and backward: time in copies of the logits", fontsize=10, loc="left")
     axes.grid(axis="y", color=theme["faint"], linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside right center", fontsize=8.5, frameon=False)
+    narrow = {"ncols": 2, "fontsize": 8, "handlelength": 1.2, "handletextpad": 0.5, "columnspacing": 0.8}
+    figure.legend(handles[::-1], labels[::-1], loc="outside lower left", frameon=False, **narrow)
     return figure
 
 
