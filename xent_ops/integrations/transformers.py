@@ -215,10 +215,9 @@ class _Hooks:
         if labels is None:
             if model.training and torch.is_grad_enabled():
                 raise RuntimeError(
-                    "use_xent is on and the model is called in training without labels, so that nothing is gained: "
-                    "whoever calls it wants the logits. Trainer does so with label_smoothing_factor (give "
-                    "label_smoothing to use_xent instead) and with compute_loss_func. Give labels, or call "
-                    "remove_xent(model)"
+                    "use_xent is on, and the model was called in training mode without labels, which needs the logits. "
+                    "Trainer does this with label_smoothing_factor (give label_smoothing to use_xent instead) and with "
+                    "compute_loss_func. Give labels, or call remove_xent(model)"
                 )
             return
         if getattr(model, "_is_replica", False):
