@@ -40,7 +40,7 @@ def lowering(op: Any) -> Callable[..., Any]:
 
 @unless_gone("direct calls of kernels in Inductor's code", "it goes through the dispatcher", lambda op: None)
 def _name_the_kernel(op: Any) -> None:
-    """Have Inductor's Python code call our Triton kernel instead of the dispatcher, which has nothing to do there.
+    """Make Inductor's Python code call our Triton kernel directly. The dispatcher has nothing to do there.
 
     A compiled step of 64 x 4096 outside a CUDA graph takes the host 1.2 times as long as one of F.cross_entropy, and
     1.7 to 1.9 times without this (H200, torch 2.11, 2026-11-22).

@@ -42,7 +42,7 @@ _NO_READERS = {operator.getitem, aten._unsafe_view.default, *SIZES}
 # They use the size of their argument and not its values.
 _LIKE = {aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, *SIZES}
 
-# AOTAutograd's tags of nodes that it traced in the backward, or that write what a Function's backward has written.
+# AOTAutograd's tags for nodes traced in the backward, or for writes of a Function's backward.
 _BACKWARD_TAGS = ("is_backward", "must_be_in_backward")
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
@@ -68,7 +68,7 @@ class _Pass:
     def apply(self, graph: fx.Graph) -> int:
         if not self._candidates(graph):
             return 0
-        # Also in the graph that the partitioner will see: it merges equal computations, which then share their memory.
+        # Also in the graph for the partitioner: it merges equal computations, and they then share memory.
         names = self._last_readers(graph) & self._last_readers(fx_graph_cse(graph))
         marked = [node for node in self._candidates(graph) if node.name in names]
         for node in marked:
@@ -124,7 +124,7 @@ def _reads_last(node: fx.Node, position: int, memory: dict[fx.Node, list[fx.Node
         return False
     before = reached([node], lambda step: () if step.target in _LIKE else step.all_input_nodes)
     readers = {reader for alias in aliases for reader in alias.users if not _reads_nothing(reader)} - {node}
-    # Of these the forward saves what the backward wants (save.py): they do not run again.
+    # The forward saves their results for the backward (save.py): they do not run again.
     readers -= {reader for reader in readers - backward if _functionalized(reader)}
     if any(reader.op == "output" for reader in readers):
         return False
@@ -160,7 +160,7 @@ def _shared(node: fx.Node) -> list[fx.Node]:
     if node.target is operator.getitem:
         producer: Any = node.args[0]
         if _functionalized(producer):
-            # Results of the operator that writes, then what it has written to. They share no memory with its inputs.
+            # The operator's results, then the tensors it wrote to. They share no memory with its inputs.
             index: Any = node.args[1]
             position, bases = index - max(1, len(producer.args[0]._schema.returns)), producer.kwargs["_all_bases"]
             return [user for user in producer.users if user.args == node.args] + (

@@ -1,7 +1,7 @@
 """Lowers an operator on CUDA to the launches of its Triton kernels, in AOTInductor packages alone.
 
-A package runs without Python, which compiles and launches our kernels. So there the launcher is traced (recording.py),
-and what it allocates and launches is lowered in the operator's place: the package holds cubins, and no operator of
+A package runs without Python, but Python compiles and launches our kernels. So the launcher is traced (recording.py),
+and its allocations and launches replace the operator: the package holds cubins, and no operator of
 ours. Everywhere else the operator stays one opaque call.
 """
 
@@ -22,13 +22,13 @@ from ...kernels import accelerators
 from ...kernels.sizes import size_hint, symbolic
 from ...ops.library import OPERATORS
 
-# Where arguments have the number of classes, by which kernels are chosen that do not serve all others.
+# The dimension of classes in each argument: kernels are chosen by it, and serve no other number of classes.
 _CLASSES = {"logits": -1, "teacher_logits": -1, "grad": -1, "linear_weight": 0, "teacher_weight": 0}
 
 
 @unless_gone("kernels in packages for CUDA", "AOTInductor makes none", lambda args: False)
 def packs(args: tuple[Any, ...]) -> bool:
-    """Is a package made, of a call with these arguments, whose kernels Python would launch?"""
+    """Is this call compiled for a package, with kernels that Python would launch?"""
     first = next(arg for arg in args if isinstance(arg, IRNode))
     device = first.get_device()
     return V.graph.aot_mode and device is not None and device.type == accelerators.CUDA.type
@@ -48,7 +48,7 @@ def lower(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
 def traced_launches(name: str, args: list[Any], options: dict[str, Any]) -> torch.fx.GraphModule:
     """What the kernels of ``xent::name`` do with such tensors, from the tensors among ``args`` to [outputs].
 
-    An operator that is made of others shows those: they are lowered in their turn.
+    If an operator calls other operators, the trace has these, and they are lowered in turn.
     """
     from ...kernels.triton.launch import LAUNCHERS
     from ...kernels.triton.recording import RECORDING
@@ -88,11 +88,11 @@ def _in_memory(arg: Any) -> Any:
 
 
 def refuse(name: str, args: list[Any], options: dict[str, Any]) -> None:
-    """Raise on what cannot be packed."""
+    """Raise for calls that cannot be packed."""
     if config.aot_inductor.emit_multi_arch_kernel:
         raise NotImplementedError("a package for several architectures cannot hold the kernels of xent_ops")
     if any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float64 for arg in args):
-        # Inductor hands the options of a kernel over as float.
+        # Inductor passes a kernel's options as float.
         raise NotImplementedError(f"xent::{name} cannot be packed for CUDA in float64")
     if options.get("skip_ignored"):
         raise NotImplementedError(f"xent::{name} cannot be packed for CUDA with skip_ignored")

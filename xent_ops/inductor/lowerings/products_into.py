@@ -1,7 +1,7 @@
 """Lowerings of torch's products into memory that exists, as the chunks of a linear cross entropy write them.
 
-A functionalised graph has no such nodes, so Inductor has no lowerings for them. In a package they come from the trace
-of our operators (packages.py).
+A functionalised graph has no such nodes, so Inductor has no lowerings for them. In a package, the trace of our
+operators has them (packages.py).
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ LOWERINGS: dict[Any, Any] = {
 
 
 def decompositions() -> dict[Any, Any]:
-    """Inductor's, without those of products that are lowered here."""
+    """Inductor's decompositions, without the products that are lowered here."""
     table = {op: by for op, by in select_decomp_table().items() if op not in LOWERINGS}
     return table | {aten.addmm.dtype_out: _addmm_dtype}
 
 
 def install() -> None:
-    """Not by register_lowering, which refuses ``out=``."""
+    """Registers without register_lowering: it refuses ``out=``."""
     for op, lowering in LOWERINGS.items():
         lowerings[op] = lowering

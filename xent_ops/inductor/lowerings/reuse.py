@@ -25,7 +25,7 @@ from . import calls, last_reader, packages, save
 # vectors, which their vector cores do element by element (traced only, never run there).
 DEVICES = {*accelerators.ALL, "npu", "cpu"}
 
-# Functional operator -> (its in-place form, which argument of both it overwrites).
+# Functional operator -> (its in-place form, position of the argument that this overwrites).
 INPLACE = {
     OPERATORS[in_place.removesuffix("_")].overload: (OPERATORS[in_place].overload, OPERATORS[in_place].position)
     for in_place in (f"{name}_" for name, (_, overwrites) in DECLARED.items() if overwrites is not None)
@@ -36,7 +36,7 @@ INPLACE[_SCALE] = (torch.ops.xent.scale_grad_.default, 0)
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)  # whose result is a buffer of its own
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)  # their result is a new buffer
 
 
 def writes_over(device: str) -> bool:

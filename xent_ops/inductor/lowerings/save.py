@@ -1,4 +1,4 @@
-"""Has the partitioner save the gradients that a linear loss has made, whatever else it recomputes.
+"""Makes the partitioner save the gradients of a linear loss, whatever else it recomputes.
 
 The forward makes them in three products. A checkpoint, a memory budget or aggressive recomputation would do so in the
 backward once more: six products, where rows take four. A formula of the operator's flops does not prevent that.
@@ -21,7 +21,7 @@ _REGION = "_region_activation_memory_budget"  # torch.autograd.graph.region_acti
 
 
 def install(result_nodes: dict[Any, Callable[[fx.Node], Any]]) -> None:
-    """Mark what calls have made in every joint graph of Inductor, before it is partitioned: operator -> nodes."""
+    """Mark the results of calls in every joint graph of Inductor, before it is partitioned: operator -> nodes."""
     if not any(isinstance(patterns, _Pass) for patterns in joint_graph.pass_patterns):
         passes: list[Any] = [_Pass(op, nodes) for op, nodes in result_nodes.items()]
         joint_graph.pass_patterns += passes
@@ -81,5 +81,5 @@ def _heed_marks(calls: list[fx.Node]) -> None:
         return
     before = reached(calls, lambda node: node.all_input_nodes)
     has_intensive = any(map(get_default_op_list().is_compute_intensive, before))
-    # The partitioner takes the budget of any node for that of the graph.
+    # The partitioner takes any node's budget as the graph's.
     calls[0].meta["memory_budget"] = max(budget, _SMALLEST_BUDGET) if has_intensive else 1.0

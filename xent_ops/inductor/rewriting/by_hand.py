@@ -1,4 +1,4 @@
-"""A loss that a model writes out, without F.cross_entropy, in the place of which our operator's loss of rows is put."""
+"""A loss that a model writes out, without F.cross_entropy. Our operator's loss of rows replaces it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class ByHand(Loss):
     """Its node is the log-probability of each row, or the sum over the classes; or minus that."""
 
     what: str = ""
-    dim: int = -1  # of the classes
+    dim: int = -1  # the dimension of the classes
     negative: bool = True  # the node is minus the loss
-    between: list[fx.Node] = field(default_factory=list)  # all nodes from given["input"] to this one
-    reads_logits: bool = False  # given["input"] is the logits, not a log-softmax of them
+    between: list[fx.Node] = field(default_factory=list)  # all nodes from call_args["input"] to this one
+    reads_logits: bool = False  # call_args["input"] is the logits, not their log-softmax
     in_brackets: bool = False  # the target may count from the end
 
     @property
@@ -113,7 +113,7 @@ class ByHand(Loss):
 
 
 def first_of_arange(node: Any, otherwise: int | None = None) -> Any:
-    """The first number of ``torch.arange``, whose numbers go up by one, and to which nothing writes."""
+    """The first number of a ``torch.arange`` with step 1 that nothing writes to."""
     if not isinstance(node, fx.Node) or name_of(node) != "arange" or value_of(node).dtype != torch.int64:
         return otherwise
     several = len(node.args) + ("end" in node.kwargs) > 1

@@ -1,6 +1,6 @@
 """Puts our operator in the place of a head and the loss behind it, as find_head.py found them.
 
-What the links between them do to rows is done to the hidden states instead. The operator has options for the rest.
+Links that change rows are applied to the hidden states instead. The operator has options for the other links.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def emit_head(emit: Emitter, found: Found, loss: Loss, products: str | None) -> 
 
 def _matrix(emit: Emitter, product: Product) -> fx.Node:
     """The weight as (V, H)."""
-    if value_of(product.weight).dim() > 2:  # of a convolution, (V, H, 1, ...)
+    if value_of(product.weight).dim() > 2:  # a convolution's weight, (V, H, 1, ...)
         return emit("flatten", product.weight, 1)
     return emit("t", product.weight) if product.transposed else product.weight
 
@@ -83,7 +83,7 @@ def _hidden(emit: Emitter, hidden: fx.Node, found: Found, loss: Loss) -> fx.Node
     if not isinstance(features, int):
         features = emit("size", hidden, dim)
     for view in found.views:
-        if name_of(view) == "contiguous" or isinstance(value_of(view), (tuple, list)):  # of several results: below
+        if name_of(view) == "contiguous" or isinstance(value_of(view), (tuple, list)):  # several results: see below
             continue
         dim = _followed(view, dim)
         expected = [hint(size) for size in value_of(view).shape]

@@ -33,7 +33,7 @@ _PICKS = {*GATHERS, "diagonal", "diag"}
 
 
 def losses(graph: fx.Graph) -> Iterator[ByHand]:
-    """The losses in order, those that cannot be replaced with the reason. One that is replaced may change the next."""
+    """The losses in order; with the reason if one cannot be replaced. A replaced loss may change the next one."""
     inside = transformed(graph)
     for node in list(graph.nodes):
         make = _FINDERS.get(name_of(node) or "")

@@ -48,7 +48,7 @@ class Found:
 
     @property
     def logits_dtype(self) -> torch.dtype | None:
-        """None: that of the operands."""
+        """None: the dtype of the operands."""
         return value_of(self.product.node).dtype if self.product.casts else None
 
     @property
@@ -74,7 +74,7 @@ def find(loss: Loss, linear: bool | str) -> Found | None:
         return None
     _refuse_not_worthwhile(loss, product, linear)
     _refuse_twice_normalized(product)
-    if not any(link.tensor for link in links):  # by which 16-bit features would be rounded
+    if not any(link.tensor for link in links):  # a tensor would round 16-bit features
         product = products.before_casts(product)
     found = Found(product, links, start, with_own(activation_of(links), loss.call_args))
     if loss.is_soft:
@@ -87,7 +87,7 @@ def find(loss: Loss, linear: bool | str) -> Found | None:
 
 
 def _refuse_other_products(source: fx.Node, loss: Loss) -> None:
-    """Raise LeftAlone, for the report, where a head is of another form, or a node that is no link stands behind it."""
+    """Raise LeftAlone, for the report, if a head has another form, or a node that is no link follows it."""
     if name_of(source) in products.NAMES:
         raise LeftAlone(f"{source.name} is no product of hidden states (..., H) and a weight (V, H) or (H, V)")
     parts = source.args[0] if name_of(source) == "getitem" else None  # one of several results

@@ -28,8 +28,8 @@ class ReplaceCrossEntropy(CustomGraphPass):
             raise ValueError(f'linear must be "auto", True or False, got {linear!r}')
         checks.head_products(products)
         self.previous, self.linear, self.products = previous, linear, products
-        self.timing_before = getattr(config, "pre_grad_pass_timing", None)  # what disable() puts back
-        # Inductor picks its decompositions before it runs the pass, which may bring the first of our operators.
+        self.timing_before = getattr(config, "pre_grad_pass_timing", None)  # disable() restores it
+        # Inductor picks its decompositions before the pass runs, and the pass may add the first of our operators.
         lowerings.install()
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -66,7 +66,7 @@ _RUNS = "use_pre_grad_passes"  # False in mode="lite"
 
 
 def mode_options(name: str) -> dict[str, Any]:
-    """What torch.compile sets for a mode of this name. It takes a mode or options, and the pass comes with options."""
+    """torch.compile's settings for this mode. It takes either a mode or options, and the pass needs options."""
     every = list_mode_options()
     modes = {mode: found for mode, found in every.items() if found.get(_RUNS, True)}
     if name not in modes:
@@ -76,7 +76,7 @@ def mode_options(name: str) -> dict[str, Any]:
 
 
 def settings(base: Mapping[str, Any], linear: bool | str, products: str | None = None) -> dict[str, Any]:
-    """``base``, and the settings by which Inductor runs our pass after the one in ``base``, or the one set now."""
+    """``base``, with settings that run our pass after the pass in ``base`` or the one that is set now."""
     if not isinstance(base, Mapping):
         raise TypeError(f"base must be a dict of Inductor's options, or the name of a mode, got {type(base).__name__}")
     if not base.get(_RUNS, True):

@@ -26,7 +26,7 @@ _VIEWS = {
 }  # fmt: skip
 # The same, with several results: a view takes one of them by getitem, and both nodes are links.
 _PARTS = {"chunk", "split", "split_with_sizes", "tensor_split", "unbind"}
-_CAT = {"cat", "concat", "concatenate"}  # of one tensor
+_CAT = {"cat", "concat", "concatenate"}  # with one tensor
 STEPS = {
     **dict.fromkeys(("mul", "multiply", "mul_", "multiply_", "imul"), "mul"),
     **dict.fromkeys(("div", "divide", "true_divide", "truediv", "div_", "divide_", "true_divide_", "itruediv"), "div"),
@@ -58,7 +58,7 @@ class Link:
 
 
 def walk(node: fx.Node, readers: set[fx.Node], tensors: bool = False) -> tuple[list[Link], fx.Node]:
-    """(the links from the loss backwards, the first node that is no link). ``tensors``: with those of BY_TENSOR."""
+    """(the links from the loss backwards, the first node that is no link). ``tensors``: include links of BY_TENSOR."""
     order = position(node.graph)
     links: list[Link] = []
     while True:
@@ -188,7 +188,7 @@ def activation_of(links: list[Link]) -> Activation:
 
 
 def with_own(found: Activation, call_args: dict[str, Any]) -> Activation:
-    """What the links do, and after them the options of a loss of ours."""
+    """The activation of the links, followed by the options of our own loss."""
     own = Activation(**{name: call_args[name] for name in Activation._fields if name in call_args})
     if any(isinstance(value, fx.Node) for value in own):
         raise LeftAlone("its softcap or logit_scale is computed in the graph")

@@ -1,6 +1,6 @@
-"""Finds the losses in a graph: F.cross_entropy, F.nll_loss of a log-softmax, which is the same, and our own.
+"""Finds the losses in a graph: F.cross_entropy, F.nll_loss of a log-softmax (the same loss), and our own.
 
-find_by_hand.py and find_soft.py find those that a model writes out.
+find_by_hand.py and find_soft.py find losses that a model writes out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Loss:
 
     @property
     def is_own(self) -> bool:
-        """Is it xent_ops.cross_entropy, which the pass has nothing to do for but to take up its head?"""
+        """Is it xent_ops.cross_entropy? The pass then only takes up its head."""
         return self.node.target in _OWN
 
     @property
@@ -76,7 +76,7 @@ class Loss:
         return self.call_args
 
     def finished(self, emit: Emitter, loss: fx.Node) -> fx.Node:
-        """What takes the place of the node, made of our loss."""
+        """The replacement of the node, computed from our loss."""
         return loss
 
     def start(self) -> Start:
@@ -96,7 +96,7 @@ class Loss:
 
     @property
     def reads(self) -> list[tuple[str, fx.Node | None]]:
-        """What ours reads beside the logits or their head."""
+        """The inputs of our operator beside the logits or their head."""
         return [(name, self.call_args.get(name)) for name in ("target", "weight")]
 
     @property
@@ -121,8 +121,8 @@ class Start:
 
     logits: fx.Node
     readers: set[fx.Node]  # the loss, or the log-softmax, ...
-    behind: list[fx.Node]  # these and what stands between them and the loss, in order
-    views: list[fx.Node] = field(default_factory=list)  # of the rows, among them
+    behind: list[fx.Node]  # the casts, and all nodes between them and the loss, in order
+    views: list[fx.Node] = field(default_factory=list)  # the views among them
     upcast: bool = False
 
 

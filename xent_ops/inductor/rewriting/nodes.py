@@ -35,7 +35,7 @@ _INPLACE_ARITHMETIC = {
 }  # fmt: skip
 PYTHON_WRITERS = {"setitem", "__setitem__", "delitem", *_INPLACE_ARITHMETIC}
 
-# Pointwise, but without aten's tag: made of several operators, or tagged otherwise.
+# Pointwise, but without aten's tag for it.
 _ALSO_POINTWISE = {
     "alpha_dropout", "copy_", "dropout", "feature_alpha_dropout", "masked_fill_", "setitem", "__setitem__",
 }  # fmt: skip
@@ -89,7 +89,7 @@ def hint(size: Any) -> Any:
 
 
 def storage_of(value: Any) -> int | None:
-    """An identifier of the storage. None for values that are no tensor, and for transforms' wrappers, which hide it."""
+    """An identifier of the storage. None for other values than tensors, and for transforms' wrappers."""
     try:
         return int(value.untyped_storage()._cdata) if isinstance(value, Tensor) else None
     except (NotImplementedError, RuntimeError):
@@ -136,7 +136,7 @@ def viewed_by(node: fx.Node) -> fx.Node | None:
 
 
 def parts_of(node: fx.Node) -> fx.Node | None:
-    """The node with several results, as split, of which ``node`` is one."""
+    """The node with several results, such as split, that ``node`` is one result of."""
     source = node.args[0] if name_of(node) == "getitem" else None
     return source if isinstance(source, fx.Node) and isinstance(value_of(source), (tuple, list)) else None
 

@@ -1,4 +1,4 @@
-"""Names the log-softmaxes over many classes in which the pass knows no loss: each is a line of the report."""
+"""Names the log-softmaxes over many classes that are part of no known loss: each is a line of the report."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _WHY = (
 
 
 def left(graph: fx.Graph, reported: Collection[fx.Node]) -> Iterator[tuple[fx.Node, str, Any, str]]:
-    """(node, what it computes, its logits, why it stays) of each that is read and not ``reported`` already."""
-    readers = set()  # of several, as of a loop over sequences, one line
+    """(node, its operation, its logits, the reason) of each that is read and not yet in ``reported``."""
+    readers = set()  # several with one reader, as in a loop over sequences, make one line
     for node in graph.nodes:
         what, logits, dim = _log_softmax(node)
         value = value_of(logits)

@@ -23,7 +23,7 @@ _ARGUMENTS = {
     "addmm": ("input", "mat1", "mat2", "beta", "alpha"),
 }
 _CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}
-# Of products of matrices, of heads or not.
+# Names of matrix multiplications, for heads and others.
 NAMES = {*_ARGUMENTS, *_CONVOLUTIONS, "einsum", "tensordot", "bmm", "baddbmm", "addbmm"}
 
 
@@ -37,7 +37,7 @@ class Product:
     transposed: bool  # the weight is (H, V), not (V, H)
     bias: fx.Node | None = None  # (V,)
     addition: fx.Node | None = None  # adds the bias, where the product does not
-    class_dim: int = -1  # of the logits; the features of the input have the same
+    class_dim: int = -1  # of the logits, and of the input's features
     casts: bool = False  # to float32, of the 16-bit operands that input, weight and bias are here
     past: tuple[fx.Node, ...] = ()  # these casts, and a transpose of the weight: the product reads them, ours does not
 
@@ -69,7 +69,7 @@ def of(node: fx.Node) -> Product | None:
 
 
 def before_casts(product: Product) -> Product:
-    """A float32 product whose operands were all 16-bit numbers, as the product of these: with float32 logits."""
+    """Replace a float32 product of upcast 16-bit operands by the product of these operands, with float32 logits."""
     operands = [product.input, product.weight, product.bias]
     sources = [None if node is None else _half_of(node) for node in operands]
     dtypes = {value_of(source).dtype for source, node in zip(sources, operands, strict=True) if source is not None}
@@ -83,7 +83,7 @@ def before_casts(product: Product) -> Product:
 
 
 def _half_of(node: fx.Node) -> fx.Node | None:
-    """What a node casts to float32 from 16 bits."""
+    """The 16-bit node that this node casts to float32."""
     if not is_cast(node) or value_of(node).dtype != torch.float32:
         return None
     source: Any = node.args[0]
@@ -116,7 +116,7 @@ def _two_operands(node: fx.Node) -> Product | None:
 
 
 def _einsum(node: fx.Node) -> Product | None:
-    """``bsh,vh->bsv``: the features are the last letter of one operand, and the classes that of the result."""
+    """``bsh,vh->bsv``: the features are the last letter of an operand, the classes the last letter of the result."""
     if len(node.args) < 2 or node.kwargs:
         return None
     equation, *call_args = node.args
@@ -136,7 +136,7 @@ def _einsum(node: fx.Node) -> Product | None:
 
 
 def _convolution(node: fx.Node) -> Product | None:
-    """Whose kernel has one element: a head of each pixel, (N, H, ...) to (N, V, ...)."""
+    """A convolution with a kernel of one element: a head for each pixel, (N, H, ...) to (N, V, ...)."""
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
     call_args: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
     input, weight, bias = (call_args.get(name) for name in names[:3])
@@ -156,7 +156,7 @@ def _is_all(value: Any, usual: int) -> bool:
 
 
 def _with_bias(node: fx.Node) -> Product | None:
-    """A product that nobody else reads, plus a vector of one number a class."""
+    """A product with one reader, plus a vector with one number for each class."""
     if len(node.args) != 2 or node.kwargs:
         return None
     in_place = name_of(node) != "add"  # then it writes to the first operand

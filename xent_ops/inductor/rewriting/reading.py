@@ -1,4 +1,4 @@
-"""How the arguments of a loss that a model writes out are read, through what stands before them."""
+"""Reads the arguments of a loss that a model writes out, through views and casts before them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def behind(node: Any) -> Any:
 
 
 def before_upcasts(node: Any, views: bool = False) -> tuple[fx.Node, list[fx.Node]]:
-    """(the node behind casts to float32, these). ``views``: and behind those that keep every element in its order."""
+    """(the node behind casts to float32, the casts). ``views``: also behind views that keep the order of elements."""
     nodes: list[fx.Node] = []
     while (link := link_of(node)) is not None:
         if link.kind not in ("same", "upcast") and not (views and link.kind == "view" and _keeps_order(node)):

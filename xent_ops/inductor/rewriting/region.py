@@ -1,13 +1,13 @@
 """May our operator take the place of these nodes? A wrong yes is a wrong number, so it is answered here alone.
 
-A region is the nodes between what ours reads and the loss. They are dead once ours stands where the loss does. So
+A region is the nodes between the inputs of our operator and the loss. They are dead once ours replaces the loss. So
 
-- nothing else may read them, or see what they write in place,
+- nothing else may read them, or see their in-place writes,
 - they pass on gradients as ours does,
 - they compute in the modes of the loss,
-- nothing may write to what ours reads, from where the region reads it to the loss.
+- nothing may write to our operator's inputs between the region's read and the loss.
 
-``refuse_written_after`` asks the same of what ours saves for its backward.
+``refuse_written_after`` checks the same for the tensors that ours saves for its backward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .nodes import LeftAlone, position, share_memory, tensor_of, value_of, viewe
 class Region:
     loss: fx.Node
     nodes: list[fx.Node]
-    reads: list[tuple[str, fx.Node | None]]  # what ours reads where the loss stands, as the report names it
+    reads: list[tuple[str, fx.Node | None]]  # the inputs of our operator, by their names in the report
     past: tuple[fx.Node, ...] = ()  # casts and views that ours reads past; they stay for others
 
     def refuse(self) -> None:
@@ -51,7 +51,7 @@ class Region:
                 raise LeftAlone(f"{node.name} is its target or weight as well")
 
     def _refuse_seen_writes(self) -> None:
-        """What the region writes in place is not written once ours stands there."""
+        """Raise LeftAlone if something outside sees the region's in-place writes: our operator does not make them."""
         for node in self.nodes:
             written = [value_of(one) for one in writers.written_by(node)]
             for _, read in self.reads:
@@ -99,7 +99,7 @@ class Region:
 
 
 def refuse_written_after(loss: fx.Node, saved: Iterable[tuple[str, fx.Node]]) -> None:
-    """Raise LeftAlone if something may write to what ours saves for its backward."""
+    """Raise LeftAlone if something may write to a tensor that ours saves for its backward."""
     for what, node in saved if value_of(loss).requires_grad else ():
         if (writer := writers.after(loss, [value_of(node)])) is not None:
             raise LeftAlone(f"{writer.name} may write to the {what} after it, whose backward needs it")

@@ -49,9 +49,9 @@ class Call:
     softcap: float | None = None  # the options that replaced the nodes before the loss
     logit_scale: float = 1.0
     why: str = ""  # why it was not replaced
-    head: bool = False  # the product before it is part of what replaced it
-    products: str | None = None  # of the head, as asked for
-    logits_dtype: Any = None  # torch.float32: of a product whose 16-bit operands were upcast before it
+    head: bool = False  # the replacement includes the product before it
+    products: str | None = None  # of the head, as requested
+    logits_dtype: Any = None  # torch.float32 if the product's 16-bit operands were upcast
     head_left: str = ""  # why the product before it was not taken up
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ class Report:
         return "\n".join(lines)
 
     def _nothing(self) -> list[str]:
-        """What it may mean that there is no call, and what to do."""
+        """Possible reasons for a report without calls, and what to do."""
         if self.graphs == 0:
             return [
                 "nothing was compiled since: a model compiles at its first call, and the pass sees what is compiled",

@@ -33,9 +33,9 @@ _LEGACY = ("size_average", "reduce")
 
 
 def replace_cross_entropy(graph: fx.Graph, linear: bool | str, products: str | None = None) -> list[Call]:
-    """Replace what can be replaced, in place, and return a record of each call. ``linear``: heads as well?
+    """Replace losses in the graph, in place, and return a record of each call. ``linear``: heads as well?
 
-    ``products``: of heads.
+    ``products``: the 8-bit mode of heads.
     """
     calls = []
     reported: set[fx.Node] = set()
@@ -116,7 +116,7 @@ def _refuse(loss: Loss) -> None:
 
 
 def _refuse_few_classes(loss: Loss) -> None:
-    """Raise LeftAlone where F.cross_entropy of class indices is faster as it is."""
+    """Raise LeftAlone if compiled F.cross_entropy of class indices is faster than ours."""
     logits: Tensor = value_of(loss.call_args["input"])
     few = sizes.FEW_CLASSES.get(logits.device.type)
     if few is None or loss.is_soft or isinstance(loss, ByHand):
@@ -129,7 +129,7 @@ def _refuse_few_classes(loss: Loss) -> None:
 
 
 def _put(loss: Loss, dead: list[fx.Node], make: Callable[[Emitter], fx.Node]) -> None:
-    """What ``make`` emits in the place of the loss, without the nodes before it that it took up."""
+    """The result of ``make`` in place of the loss. Removes the nodes before the loss that ``make`` took up."""
     emit = Emitter(loss.node)
     try:
         result = _as_wanted(emit, loss.finished(emit, make(emit)))

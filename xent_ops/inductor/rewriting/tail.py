@@ -1,6 +1,6 @@
 """The tail: the nodes between the matrix product and the loss, such as views, an upcast, a scale, a softcap.
 
-Inductor fuses these into its own cross entropy. Our operator is opaque to Inductor, which writes the operator's input
+Inductor fuses these into its own cross entropy. Our operator is opaque to Inductor, so it writes the operator's input
 to memory first. So either the operator takes up the whole tail, by its options, or the call stays with Inductor.
 """
 
@@ -58,7 +58,7 @@ def _refuse_fused(source: fx.Node) -> None:
 
 
 def is_fused(node: fx.Node) -> bool:
-    """Does Inductor fuse it with what reads it?"""
+    """Does Inductor fuse it with its readers?"""
     result = value_of(node)
     if is_cast(node):
         return isinstance(result, Tensor) and result.dtype != value_of(node.args[0]).dtype

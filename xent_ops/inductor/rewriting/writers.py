@@ -51,7 +51,7 @@ def between(
 ) -> fx.Node | None:
     """A node between ``first`` and ``last`` that may write to ``memory`` and is not in ``harmless``.
 
-    Two inputs of the graph may be views of one tensor, which their fake tensors do not show. So an input counts as a
+    Two inputs of the graph may be views of one tensor. Their fake tensors do not show that. So an input counts as a
     view of every other input of its dtype (torch refuses such views of two dtypes). Aliases made in the graph are
     known.
     """
@@ -143,7 +143,7 @@ def _by_schemas(node: fx.Node, schemas: Iterable[Any]) -> list[fx.Node]:
     for schema in schemas:
         for index, argument in enumerate(schema.arguments):
             annotated = argument.alias_info is not None and argument.alias_info.is_write
-            # batch_norm writes its statistics, which its schema does not say.
+            # batch_norm writes its statistics. Its schema does not say so.
             if not annotated and not argument.name.startswith("running_"):
                 continue
             if not argument.kwarg_only:
