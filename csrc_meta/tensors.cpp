@@ -54,13 +54,15 @@ cpu::DType dtype(const Tensor& tensor) {
   }
 }
 
-std::optional<Layout> layout(const Tensor& tensor) {
+std::optional<Layout> layout(const Tensor& tensor, bool apart) {
   const int64_t last = tensor.dim() - 1;
-  if (tensor.size(last) > 1 && tensor.stride(last) != 1) {
+  const bool dense = tensor.size(last) <= 1 || tensor.stride(last) == 1;
+  if (!dense && !(apart && tensor.size(last) <= cpu::kFewClasses)) {
     return std::nullopt;
   }
   const auto dimensions = joined(tensor, 1);
   Layout result;
+  result.class_stride = dense ? 1 : tensor.stride(last);
   if (tensor.numel() == 0) {
     return result;
   }
@@ -77,11 +79,11 @@ std::optional<Layout> layout(const Tensor& tensor) {
   return result;
 }
 
-Read read(const Tensor& tensor) {
-  auto found = layout(tensor);
+Read read(const Tensor& tensor, bool apart) {
+  auto found = layout(tensor, apart);
   const Tensor memory = found ? tensor : torch::stable::contiguous(tensor);
   const Layout place = found ? *found : *layout(memory);
-  return {memory, {allocated(memory).const_data_ptr(), place.inner, place.outer_stride, place.stride}};
+  return {memory, {allocated(memory).const_data_ptr(), place.inner, place.outer_stride, place.stride, place.class_stride}};
 }
 
 Write::Write(const Tensor& tensor) : tensor_(tensor), memory_(tensor) {
@@ -117,7 +119,7 @@ Tensor dense(const Tensor& tensor, ScalarType dtype) {
 }
 
 Problem::Problem(const Tensor& logits, const MaybeTensor& target, const MaybeTensor& weight, const RowOptions& options,
-                 bool with_values)
+                 Values values)
     : cpu::Problem{options} {
   dtype = tensors::dtype(logits);
   rows = 1;
@@ -125,8 +127,8 @@ Problem::Problem(const Tensor& logits, const MaybeTensor& target, const MaybeTen
     rows *= logits.size(i);
   }
   classes = logits.size(logits.dim() - 1);
-  if (with_values) {
-    logits_ = tensors::read(logits);
+  if (values != Values::absent) {
+    logits_ = tensors::read(logits, values == Values::apart);
     this->logits = logits_->rows;
   }
   if (target) {

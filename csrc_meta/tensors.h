@@ -16,17 +16,18 @@ struct Layout {
   int64_t inner = 1;
   int64_t outer_stride = 0;
   int64_t stride = 0;
+  int64_t class_stride = 1;
 };
 
-// Empty if the classes are not dense, or the rows have more than two strides.
-std::optional<Layout> layout(const Tensor& tensor);
+// Empty if the classes are not dense (unless few may be apart), or the rows have more than two strides.
+std::optional<Layout> layout(const Tensor& tensor, bool apart = false);
 
 // Rows of a tensor, and the tensor that keeps their memory.
 struct Read {
   Tensor tensor;
   cpu::Rows rows;
 };
-Read read(const Tensor& tensor);
+Read read(const Tensor& tensor, bool apart = false);
 
 // The memory of a gradient (checks::writable): the tensor itself, or a copy that `finish` copies back.
 class Write {
@@ -59,12 +60,15 @@ inline const void* data(const MaybeTensor& tensor) {
   return tensor ? tensor->const_data_ptr() : nullptr;
 }
 
+// The logits that a kernel reads. apart: few classes may have any stride.
+enum class Values { absent, dense, apart };
+
 // Arguments in the form that the kernels take. Keeps the memory of converted ones.
 class Problem : public cpu::Problem {
  public:
-  // No target: class probabilities, or a kernel that reads no target. No values: the kernel does not read the logits.
+  // No target: class probabilities, or a kernel that reads no target.
   Problem(const Tensor& logits, const MaybeTensor& target, const MaybeTensor& weight, const RowOptions& options,
-          bool with_values = true);
+          Values values = Values::dense);
 
   void check_targets(int64_t num_classes) const;
 

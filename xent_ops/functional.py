@@ -148,8 +148,8 @@ def cross_entropy(
             "weight is a DTensor but the logits are not: pass DTensor logits, or the weights of all classes as a plain "
             "tensor, weight.full_tensor()"
         )
-    logits = classes_last(input, dim)
     is_soft = target.dim() == input.dim() > 0
+    logits = classes_last(input, dim, apart=not (is_soft or inplace_backward or grad_in_forward))
     target = classes_last(target, dim, "target") if is_soft and target.is_floating_point() else target
     if not is_soft:
         arguments.suggest_dim(input, target, dim)

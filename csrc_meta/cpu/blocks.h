@@ -49,6 +49,34 @@ struct DivergenceSums {
   double teacher_kl = 0;  // sum_j t_j (log t_j - log m_j)
 };
 
+constexpr int kMostLanes = 16;
+
+// Rows side by side, at most Blocks::lanes of them.
+template <class A>
+struct Group {
+  std::int64_t rows, classes;  // kFewClasses at most
+  const void* from[kMostLanes];
+  std::int64_t class_stride;
+  A scale, softcap;  // as in Gradient
+};
+
+// Of each row, as rows.h defines them for a whole one.
+template <class A>
+struct GroupSums {
+  A maximum[kMostLanes], total[kMostLanes], moment[kMostLanes], distance[kMostLanes];
+  A top[kMostLanes], first[kMostLanes];  // no NaN takes part
+};
+
+// As in Gradient, with at_target added to the constant of the target's column (-1: none), and zeros where live is 0.
+template <class A>
+struct GroupGradient {
+  A lse[kMostLanes] = {}, total[kMostLanes] = {}, grad_entropy[kMostLanes] = {}, entropy[kMostLanes] = {};
+  A factor[kMostLanes] = {}, at_target[kMostLanes] = {}, column[kMostLanes] = {}, live[kMostLanes] = {};
+  const A* q;  // null: ones
+  bool has_entropy = false;
+  void* to[kMostLanes];
+};
+
 template <class A>
 struct Blocks {
   const char* name;
@@ -70,6 +98,10 @@ struct Blocks {
   void (*scale)(DType, void* x, std::int64_t n, A factor);
   // The sums of a block. If `to` is not null, also writes the gradient in this dtype.
   DivergenceSums (*divergence)(DType, const Divergence<A>&, const A* x, const A* y, void* to, std::int64_t n);
+  int lanes;
+  // Distances are summed by q if `distances`; q null: all ones.
+  void (*sums_of_group)(DType, const Group<A>&, bool distances, const A* q, GroupSums<A>&);
+  void (*gradient_of_group)(DType, const Group<A>&, const GroupGradient<A>&);
 };
 
 // The loops for the best instruction set of this processor: see `instruction_set`.

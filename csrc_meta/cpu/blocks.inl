@@ -199,6 +199,92 @@ DivergenceSums divergence_as(const Divergence<A>& arguments, const A* x, const A
   return sums;
 }
 
+// One class of all rows of a group after the other, lanes apart: where rows lie side by side in memory, what is there.
+template <class T>
+struct Columns {
+  const T* from;
+  std::int64_t stride;
+};
+
+template <class A, class T, class G>
+inline Columns<T> columns_of(const G& group, T* packed) {
+  const T* first = static_cast<const T*>(group.from[0]);
+  bool side_by_side = group.rows == kLanes<A>;
+  for (int row = 1; row < kLanes<A> && side_by_side; ++row) side_by_side = group.from[row] == first + row;
+  if (side_by_side) return {first, group.class_stride};
+  for (int row = 0; row < kLanes<A>; ++row) {  // the last row again in the lanes that are left
+    const T* from = static_cast<const T*>(group.from[row < group.rows ? row : group.rows - 1]);
+    for (std::int64_t j = 0; j < group.classes; ++j) packed[j * kLanes<A> + row] = from[j * group.class_stride];
+  }
+  return {packed, kLanes<A>};
+}
+
+template <class T, class A>
+void sums_of_group_as(const Group<A>& group, bool distances, const A* q, GroupSums<A>& sums, const T*) {
+  typedef Vector<A> V;
+  constexpr int lanes = kLanes<A>;
+  const A infinity = A(__builtin_inf());
+  alignas(64) T packed[kFewClasses * lanes];
+  alignas(64) A x[kFewClasses * lanes];
+  const Columns<T> columns = columns_of<A>(group, packed);
+  V top = splat(-infinity), first = {};
+  for (std::int64_t j = 0; j < group.classes; ++j) {
+    const V z = load(columns.from + j * columns.stride, lanes) * group.scale;
+    write(x + j * lanes, z, lanes);
+    first = z > top ? splat(A(j)) : first;
+    top = larger(z, top);
+  }
+  V maximum = top;
+  if (group.softcap != 0) {
+    maximum = capped(maximum, group.softcap);
+    cap(x, group.classes * lanes, group.softcap);
+  }
+  const V pivot = maximum == -infinity ? V{} : maximum;
+  V total = {}, moment = {}, distance = {};
+  for (std::int64_t j = 0; j < group.classes; ++j) {
+    const V below = read<V>(x + j * lanes, lanes) - pivot;
+    const V e = exp(below);
+    total += e;
+    moment += e == 0 ? V{} : e * below;
+    if (distances) distance -= q != nullptr ? q[j] * below : below;
+  }
+  write(sums.maximum, maximum, lanes);
+  write(sums.total, total, lanes);
+  write(sums.moment, moment, lanes);
+  write(sums.distance, distance, lanes);
+  write(sums.top, top, lanes);
+  write(sums.first, first, lanes);
+}
+
+template <class T, class A>
+void gradient_of_group_as(const Group<A>& group, const GroupGradient<A>& g, const T*) {
+  typedef Vector<A> V;
+  constexpr int lanes = kLanes<A>;
+  alignas(64) T packed[kFewClasses * lanes];
+  const Columns<T> columns = columns_of<A>(group, packed);
+  const V lse = read<V>(g.lse, lanes), total = read<V>(g.total, lanes), factor = read<V>(g.factor, lanes);
+  const V at_target = read<V>(g.at_target, lanes), column = read<V>(g.column, lanes), live = read<V>(g.live, lanes);
+  const V grad_entropy = read<V>(g.grad_entropy, lanes), entropy = read<V>(g.entropy, lanes);
+  const A per_cap = group.softcap != 0 ? 1 / group.softcap : 0;
+  for (std::int64_t j = 0; j < group.classes; ++j) {
+    V x = load(columns.from + j * columns.stride, lanes) * group.scale;
+    if (group.softcap != 0) x = capped(x, group.softcap);
+    const V log_p = x - lse;
+    const V p = exp(log_p);
+    V constant = g.q == nullptr ? factor : V{};
+    constant = column == A(j) ? constant + at_target : constant;
+    V d = p * total - constant;
+    if (g.has_entropy) d -= ((p == 0) | (grad_entropy == 0)) ? V{} : grad_entropy * p * (log_p + entropy);
+    if (g.q != nullptr) d -= factor == 0 ? V{} : factor * g.q[j];
+    if (group.softcap != 0) d *= 1 - (x * per_cap) * (x * per_cap);
+    store(packed + j * lanes, live == 0 ? V{} : d * group.scale, lanes);
+  }
+  for (std::int64_t row = 0; row < group.rows; ++row) {
+    T* to = static_cast<T*>(g.to[row]);
+    for (std::int64_t j = 0; j < group.classes; ++j) to[j] = packed[j * lanes + row];
+  }
+}
+
 // Calls body with a pointer to the type that the logits are stored as.
 template <class Body>
 inline auto as_stored(DType dtype, const void* elements, Body body) {
@@ -245,5 +331,24 @@ DivergenceSums divergence_double(
   return divergence_as(divergence, x, y, static_cast<double*>(to), n);
 }
 
-#define XENT_BLOCKS(name, A) \
-  {name, load_##A, cap<A>, exponentials<A>, distance<A>, sum<A>, gradient_##A, scale_##A, divergence_##A}
+void sums_of_group_float(DType dtype, const Group<float>& group, bool distances, const float* q,
+                         GroupSums<float>& sums) {
+  as_stored(dtype, nullptr, [&](auto* stored) { sums_of_group_as(group, distances, q, sums, stored); });
+}
+
+void sums_of_group_double(DType, const Group<double>& group, bool distances, const double* q,
+                          GroupSums<double>& sums) {
+  sums_of_group_as(group, distances, q, sums, static_cast<const double*>(nullptr));
+}
+
+void gradient_of_group_float(DType dtype, const Group<float>& group, const GroupGradient<float>& g) {
+  as_stored(dtype, nullptr, [&](auto* stored) { gradient_of_group_as(group, g, stored); });
+}
+
+void gradient_of_group_double(DType, const Group<double>& group, const GroupGradient<double>& g) {
+  gradient_of_group_as(group, g, static_cast<const double*>(nullptr));
+}
+
+#define XENT_BLOCKS(name, A)                                                                                      \
+  {name,         load_##A,   cap<A>,           exponentials<A>, distance<A>,         sum<A>,                     \
+   gradient_##A, scale_##A,  divergence_##A,   kLanes<A>,       sums_of_group_##A,   gradient_of_group_##A}

@@ -2,7 +2,7 @@
 
 #include "kernels.h"
 
-#include "scan.h"
+#include "group.h"
 
 #include <limits>
 
@@ -33,12 +33,11 @@ struct ClassIndices {
 
   Target target(std::int64_t row) const { return target_of(problem, slice, row); }
 
-  double loss(std::int64_t row, const Sums& sums) const {
+  double loss(std::int64_t row, const Sums& sums, double log_total) const {
     const Target t = target(row);
     if (!t.counted) return 0;
     if (!t.valid) return kNaN;
     // Relative to the maximum: lse - x_t would lose digits if both are large.
-    const double log_total = std::log(sums.total);
     double loss = sums.pivot() - activated<A>(problem, row, t.column) + log_total;
     if (problem.weight) loss *= weight_of<A>(problem, t.column);
     if (problem.label_smoothing > 0) {
@@ -51,20 +50,22 @@ struct ClassIndices {
   GradientCoefficients<A> row_coefficients(std::int64_t row, double lse, double grad_loss, double grad_lse) const {
     const Target t = target(row);
     const double a = !t.counted ? 0 : t.valid ? grad_loss : kNaN;
-    if (a == 0) return gradient_coefficients<A>(problem, lse, grad_lse, 0, 0, -1);  // 0 times an infinite weight is NaN
-    double at_target = a * (1 - problem.label_smoothing);
-    if (t.column >= 0) at_target *= weight_of<A>(problem, t.column);
-    const double share = problem.label_smoothing / double(slice.num_classes);
-    const double by_class = problem.label_smoothing > 0 ? a * share : 0;
-    double total = a;
-    if (lse_coefficient != nullptr) {
-      total *= double(lse_coefficient[row]);
-    } else if (problem.weight) {
-      total = at_target + by_class * sum_weights;
+    double at_target = 0, by_class = 0, total = 0;
+    if (a != 0) {  // 0 times an infinite weight is NaN
+      at_target = a * (1 - problem.label_smoothing);
+      if (t.column >= 0) at_target *= weight_of<A>(problem, t.column);
+      if (problem.label_smoothing > 0) by_class = a * (problem.label_smoothing / double(slice.num_classes));
+      total = a;
+      if (lse_coefficient != nullptr) {
+        total *= double(lse_coefficient[row]);
+      } else if (problem.weight) {
+        total = at_target + by_class * sum_weights;
+      }
     }
-    auto result = gradient_coefficients<A>(problem, lse, total + grad_lse, at_target, by_class, t.column);
+    // One object, which is not copied: a copy of scalars that were just stored stalls.
+    auto result = gradient_coefficients<A>(problem, lse, total + grad_lse, at_target, by_class, a != 0 ? t.column : -1);
     // If shards do not tile, lse_coefficient may be 0 and lse NaN: then the gradient is NaN, not 0.
-    result.live |= lse_coefficient != nullptr || !problem.weight;
+    result.live |= a != 0 && (lse_coefficient != nullptr || !problem.weight);
     return result;
   }
 };
@@ -76,14 +77,13 @@ void forward_as(
   const Scan<A> scan{problem, argmax != nullptr, entropy != nullptr, indices.smoothing(), nullptr};
   const auto finish = [&](std::int64_t row, const Sums& sums) {
     const double log_total = std::log(sums.total);
-    loss[row] = A(indices.loss(row, sums));
+    loss[row] = A(indices.loss(row, sums, log_total));
     lse[row] = A(sums.pivot() + log_total);
     if (argmax != nullptr) argmax[row] = sums.first;
     if (entropy != nullptr) entropy[row] = A(log_total - sums.moment / sums.total);
     return Nothing{};
   };
-  const auto nothing = [](std::int64_t, Nothing, std::int64_t, std::int64_t) {};
-  visit<Nothing>(problem.rows, problem.classes, threads, true, false, scan, finish, nothing);
+  visit_rows<A>(problem, nullptr, &scan, nullptr, threads, finish);
 }
 
 template <class A>
@@ -98,17 +98,13 @@ void forward_counted_as(const Problem& problem, A* loss, A* lse, const Threads& 
     lse[row] = std::numeric_limits<A>::infinity();
     if (indices.target(row).counted) counted.push_back(row);
   }
-  const auto scan_counted = [&](std::int64_t i, std::int64_t column, std::int64_t n) {
-    return scan(counted[i], column, n);
-  };
-  const auto finish = [&](std::int64_t i, const Sums& sums) {
-    const std::int64_t row = counted[i];
-    loss[row] = A(indices.loss(row, sums));
-    lse[row] = A(sums.pivot() + std::log(sums.total));
+  const auto finish = [&](std::int64_t row, const Sums& sums) {
+    const double log_total = std::log(sums.total);
+    loss[row] = A(indices.loss(row, sums, log_total));
+    lse[row] = A(sums.pivot() + log_total);
     return Nothing{};
   };
-  const auto nothing = [](std::int64_t, Nothing, std::int64_t, std::int64_t) {};
-  visit<Nothing>(counted.size(), problem.classes, threads, true, false, scan_counted, finish, nothing);
+  visit_rows<A>(problem, &counted, &scan, nullptr, threads, finish);
 }
 
 template <class A>
@@ -124,7 +120,7 @@ void backward_as(
   prefer_huge_pages(whole, grad);
   const Problem problem = without_padding(whole, slice);
   const ClassIndices<A> indices(problem, slice, lse_coefficient, threads);
-  const auto no_scan = [](std::int64_t, std::int64_t, std::int64_t) { return Sums(); };
+  const Scan<A>* no_scan = nullptr;
   const auto join = [&](std::int64_t row, const Sums&) {
     const RowGrads grads = row_grads<A>(upstream, row, indices.target(row).counted, lse[row]);
     auto result = indices.row_coefficients(row, lse[row], grads.loss, grads.lse);
@@ -139,10 +135,7 @@ void backward_as(
     }
     return result;
   };
-  const auto write = [&](std::int64_t row, const GradientCoefficients<A>& joined, std::int64_t column, std::int64_t n) {
-    emit(problem, grad, row, joined, column, n, weights_from<A>(problem, column));
-  };
-  visit<GradientCoefficients<A>>(problem.rows, problem.classes, threads, false, true, no_scan, join, write);
+  visit_rows<A>(problem, nullptr, no_scan, &grad, threads, join);
 }
 
 template <class A>
@@ -158,14 +151,11 @@ void with_grad_as(
     const Threads& threads) {
   prefer_huge_pages(problem, grad);
   const ClassIndices<A> indices(problem, threads);
-  const Scan<A> scan{problem, argmax != nullptr, entropy != nullptr, indices.smoothing(), nullptr};
-  const auto scan_counted = [&](std::int64_t row, std::int64_t column, std::int64_t n) {
-    return indices.target(row).counted ? scan(row, column, n) : Sums();
-  };
+  const Scan<A> scan{problem, argmax != nullptr, entropy != nullptr, indices.smoothing(), nullptr, true};
   const auto join = [&](std::int64_t row, const Sums& sums) {
     const bool counted = indices.target(row).counted;
     const double log_total = std::log(sums.total);
-    loss[row] = A(indices.loss(row, sums));
+    loss[row] = A(indices.loss(row, sums, log_total));
     lse[row] = counted ? A(sums.pivot() + log_total) : std::numeric_limits<A>::infinity();
     if (argmax != nullptr) argmax[row] = counted ? sums.first : -1;
     if (entropy != nullptr) entropy[row] = counted ? A(log_total - sums.moment / sums.total) : 0;
@@ -173,10 +163,7 @@ void with_grad_as(
     const double grad_lse = squared ? 2 * value<A>(grad_lse_square, row) * double(lse[row]) : 0;  // 0 * inf is NaN
     return indices.row_coefficients(row, lse[row], value<A>(grad_scale, row), A(grad_lse));
   };
-  const auto write = [&](std::int64_t row, const GradientCoefficients<A>& joined, std::int64_t column, std::int64_t n) {
-    emit(problem, grad, row, joined, column, n, weights_from<A>(problem, column));
-  };
-  visit<GradientCoefficients<A>>(problem.rows, problem.classes, threads, true, true, scan_counted, join, write);
+  visit_rows<A>(problem, nullptr, &scan, &grad, threads, join);
 }
 
 template <class A>

@@ -18,13 +18,17 @@ enum class DType : std::int32_t { float32, bfloat16, float16, float64 };
 
 constexpr bool accumulates_in_double(DType logits) { return logits == DType::float64; }
 
-// (N, classes), the classes dense: row i begins at element (i / inner) * outer_stride + (i % inner) * stride.
+// Rows of no more classes are computed side by side: a vector holds one class of several rows.
+constexpr std::int64_t kFewClasses = 64;
+
+// (N, classes): row i begins at element (i / inner) * outer_stride + (i % inner) * stride.
 template <class Void>
 struct RowsOf {
   Void* data = nullptr;
   std::int64_t inner = 1;  // at least 1
   std::int64_t outer_stride = 0;
   std::int64_t stride = 0;
+  std::int64_t class_stride = 1;  // another one only of logits that forward and backward read, with kFewClasses at most
 };
 using Rows = RowsOf<const void>;
 using MutableRows = RowsOf<void>;

@@ -69,7 +69,9 @@ inline std::int64_t size_of(DType dtype) {
 // The address of an element of a row; Byte is char or const char.
 template <class Byte, class Void>
 Byte* element(const RowsOf<Void>& rows, DType dtype, std::int64_t row, std::int64_t column) {
-  const std::int64_t offset = row / rows.inner * rows.outer_stride + row % rows.inner * rows.stride + column;
+  std::int64_t outer = 0, inner = row;
+  if (row >= rows.inner) outer = row / rows.inner, inner = row % rows.inner;
+  const std::int64_t offset = outer * rows.outer_stride + inner * rows.stride + column * rows.class_stride;
   return static_cast<Byte*>(rows.data) + offset * size_of(dtype);
 }
 

@@ -73,6 +73,20 @@ std::int64_t find(const A* x, std::int64_t n, Predicate is_wanted) {
   return j;
 }
 
+// x of one element of a row.
+template <class A>
+double activated(const Problem& problem, std::int64_t row, std::int64_t column) {
+  alignas(64) A x[64 / sizeof(A)];
+  const char* from = at(problem.logits, problem.dtype, row, column);
+  if (size_of(problem.dtype) == sizeof(A)) {  // a vector for one number takes as long as a row of few classes
+    x[0] = *reinterpret_cast<const A*>(from) * A(problem.logit_scale);
+  } else {
+    blocks<A>().load(problem.dtype, from, 1, A(problem.logit_scale), x);
+  }
+  if (problem.softcap) blocks<A>().cap(x, 1, A(*problem.softcap));
+  return x[0];
+}
+
 // The parts of a row's Sums to compute.
 template <class A>
 struct Scan {
@@ -81,13 +95,15 @@ struct Scan {
   bool entropy = false;
   const std::vector<double>* weights = nullptr;        // block_weights: also sum distances, by class weight
   const Probabilities<A>* probabilities = nullptr;     // also sum distances, by weighted probability
+  bool only_counted = false;                           // ignored rows are not read
 
   Sums operator()(std::int64_t row, std::int64_t column, std::int64_t n) const {
+    Sums sums;
+    if (only_counted && problem.target[row] == problem.ignore_index) return sums;
     const Blocks<A>& functions = blocks<A>();
     const A softcap = A(problem.softcap.value_or(0.0));
     alignas(64) A x[kBlock];
     const char* from = at(problem.logits, problem.dtype, row, column);
-    Sums sums;
     A maximum = functions.load(problem.dtype, from, n, A(problem.logit_scale), x);
     sums.top = maximum;
     if (argmax) sums.first = column + find(x, n, [=](A z) { return z == maximum; });
@@ -117,21 +133,27 @@ struct Scan {
     }
     return sums;
   }
-};
 
-// x of one element of a row.
-template <class A>
-double activated(const Problem& problem, std::int64_t row, std::int64_t column) {
-  alignas(64) A x[64 / sizeof(A)];
-  const char* from = at(problem.logits, problem.dtype, row, column);
-  if (size_of(problem.dtype) == sizeof(A)) {  // a vector for one number takes as long as a row of few classes
-    x[0] = *reinterpret_cast<const A*>(from) * A(problem.logit_scale);
-  } else {
-    blocks<A>().load(problem.dtype, from, 1, A(problem.logit_scale), x);
+  // Rows of few classes: no class probabilities.
+  void group(const Group<A>& rows, GroupSums<A>& sums) const {
+    const A* q = weights == nullptr ? nullptr : weights_from<A>(problem, 0);
+    blocks<A>().sums_of_group(problem.dtype, rows, weights != nullptr, q, sums);
   }
-  if (problem.softcap) blocks<A>().cap(x, 1, A(*problem.softcap));
-  return x[0];
-}
+
+  // What a group does not tell of a row.
+  Sums complete(std::int64_t row, Sums sums) const {
+    if (weights != nullptr) sums.mass = !problem.weight ? double(problem.classes) : (*weights)[0];
+    if (argmax && std::isnan(sums.total)) {  // a NaN among them, or +inf
+      for (std::int64_t j = 0; j < problem.classes; ++j) {
+        if (!std::isnan(activated<A>(problem, row, j))) continue;
+        sums.top = kNaN;
+        sums.first = j;
+        break;
+      }
+    }
+    return sums;
+  }
+};
 
 // A row's target and its column among the classes [start, start + columns), of `classes` in all.
 struct Target {

@@ -8,7 +8,7 @@ namespace {
 
 tensors::Problem checked(const Tensor& logits, const Tensor& target, const MaybeTensor& weight,
                          const RowOptions& options) {
-  const tensors::Problem problem(logits, target, weight, options);
+  const tensors::Problem problem(logits, target, weight, options, tensors::Values::apart);
   problem.check_targets(problem.classes);
   return problem;
 }
@@ -47,8 +47,8 @@ Two divisor(const Tensor& logits, const Tensor& target, const MaybeTensor& weigh
   checks::index(logits, target, weight, options);
   const Tensor divisors = numbers(logits, {2}), inverse = numbers(logits, {2});
   if (!is_meta(logits)) {
-    cpu::divisor(tensors::Problem(logits, target, weight, options, false), nullptr, divisors.mutable_data_ptr(),
-                 inverse.mutable_data_ptr());
+    cpu::divisor(tensors::Problem(logits, target, weight, options, tensors::Values::absent), nullptr,
+                 divisors.mutable_data_ptr(), inverse.mutable_data_ptr());
   }
   return {divisors, inverse};
 }
@@ -70,7 +70,7 @@ auto backward(const Tensor& grad_loss, const MaybeTensor& grad_lse, const Tensor
     const MaybeTensor dense_entropy = tensors::dense(entropy, dtype);
     const MaybeTensor dense_lse_coefficient = tensors::dense(lse_coefficient, dtype);
     const tensors::Upstream upstream(logits, grad_loss, grad_lse, grad_entropy, divisors, lse_square_scale);
-    const tensors::Problem problem(values, target, weight, options);
+    const tensors::Problem problem(values, target, weight, options, tensors::Values::apart);
     cpu::backward(problem, {class_start, num_classes.value_or(problem.classes)}, upstream, dense_lse.const_data_ptr(),
                   tensors::data(dense_entropy), tensors::data(dense_lse_coefficient), grad,
                   tensors::threads(logits, softcap));
@@ -107,8 +107,8 @@ void scale_grad(const Tensor& grad, const Tensor& factor) {
     checks::writable("grad", grad);
     const tensors::Write out(grad);
     const tensors::PerRow values(factor, tensors::accumulator(grad));
-    cpu::scale_grad(tensors::Problem(out.memory(), std::nullopt, std::nullopt, RowOptions(), false), out.rows,
-                    values.values, tensors::threads(grad, std::nullopt));
+    const tensors::Problem problem(out.memory(), std::nullopt, std::nullopt, RowOptions(), tensors::Values::absent);
+    cpu::scale_grad(problem, out.rows, values.values, tensors::threads(grad, std::nullopt));
     out.finish();
   }
 }

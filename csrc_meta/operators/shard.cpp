@@ -45,9 +45,10 @@ Four join(const Tensor& logits, const Tensor& target, const Tensor& gathered, in
   if (!is_meta(logits)) {
     const auto& [loss, lse, target_weight, lse_coefficient] = outputs;
     const Tensor dense = tensors::dense(gathered, tensors::accumulator(logits));
-    cpu::shard_join(tensors::Problem(logits, target, weight, options, false), shard, dense.const_data_ptr(),
-                    dense.size(0), loss.mutable_data_ptr(), lse.mutable_data_ptr(), target_weight.mutable_data_ptr(),
-                    lse_coefficient.mutable_data_ptr(), tensors::threads(logits, softcap));
+    const tensors::Problem problem(logits, target, weight, options, tensors::Values::absent);
+    cpu::shard_join(problem, shard, dense.const_data_ptr(), dense.size(0), loss.mutable_data_ptr(),
+                    lse.mutable_data_ptr(), target_weight.mutable_data_ptr(), lse_coefficient.mutable_data_ptr(),
+                    tensors::threads(logits, softcap));
   }
   return outputs;
 }
@@ -60,8 +61,8 @@ Four join_reduced(const Tensor& logits, const Tensor& target, const Tensor& gath
       logits, target, gathered, class_start, num_classes, weight, ignore_index, label_smoothing, softcap, logit_scale);
   const Tensor value = numbers(logits, {}), divisors = numbers(logits, {2});
   if (!is_meta(logits)) {
-    reduce(tensors::Problem(logits, target, weight, {ignore_index}, false), loss, lse, target_weight.const_data_ptr(),
-           lse_square_scale, reduction, divisors, value);
+    const tensors::Problem problem(logits, target, weight, {ignore_index}, tensors::Values::absent);
+    reduce(problem, loss, lse, target_weight.const_data_ptr(), lse_square_scale, reduction, divisors, value);
   }
   return {value, divisors, lse, lse_coefficient};
 }

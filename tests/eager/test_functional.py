@@ -246,12 +246,17 @@ class Arguments(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_classes_that_are_not_dense_are_copied_once(device):
-    """The copy is made before the operators, each of which would make its own."""
-    leaf = torch.randn(9, 4, device=device, requires_grad=True)
+@pytest.mark.parametrize("classes", [64, 65])
+def test_classes_that_are_not_dense_are_copied_once(device, classes):
+    """The copy is made before the operators, each of which would make its own. The CPU's kernels read few as they are."""
+    leaf = torch.randn(classes, 4, device=device, requires_grad=True)
     target = torch.tensor([1, 8, -100, 0], device=device)
     with Arguments() as arguments:
         xent_ops.cross_entropy(leaf.t(), target, lse_square_scale=0.1).backward()
     seen = arguments.seen
     logits = {x.data_ptr(): x for x in seen if x is not None and x.dim() == 2}
-    assert len(logits) == 1 and all(x.stride(-1) == 1 for x in logits.values())
+    assert len(logits) == 1
+    if device == "cpu" and classes == 64:
+        assert leaf.data_ptr() in logits
+    else:
+        assert all(x.stride(-1) == 1 for x in logits.values())

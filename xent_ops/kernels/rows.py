@@ -31,6 +31,11 @@ def dense_classes(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
+def reads_apart(tensor: Tensor) -> bool:
+    """Do the C++ kernels of class indices read these classes at any stride? kFewClasses of csrc_meta/cpu/kernels.h."""
+    return tensor.device.type == "cpu" and statically_true(tensor.shape[-1] <= 64)
+
+
 def rows(tensor: Tensor) -> RowView:
     """Merge the batch dimensions into at most two. A tensor that needs more, or has strided classes, is copied."""
     layout = _layout_of(tensor)

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from .._private import private
 from ..kernels.options import Chunking, LossOptions, RowOptions
 from ..kernels.reference import accumulator
-from ..kernels.rows import dense_classes
+from ..kernels.rows import dense_classes, reads_apart
 from . import checks, transforms
 from .message_values import repr_for_message, type_name
 
@@ -125,10 +125,11 @@ def class_dimension(name: str, tensor: Tensor, dim: Any) -> int:
     return dim % dims
 
 
-def classes_last(tensor: Tensor, dim: int, name: str = "input") -> Tensor:
-    """(..., C), dense in the classes."""
+def classes_last(tensor: Tensor, dim: int, name: str = "input", *, apart: bool = False) -> Tensor:
+    """(..., C), dense in the classes; with ``apart`` not those that the kernels of class indices read as they are."""
     dim = class_dimension(name, tensor, dim)
-    return dense_classes(tensor if dim == tensor.dim() - 1 else tensor.movedim(dim, -1))
+    moved = tensor if dim == tensor.dim() - 1 else tensor.movedim(dim, -1)
+    return moved if apart and reads_apart(moved) else dense_classes(moved)
 
 
 def suggest_dim(input: Tensor, target: Tensor, dim: int) -> None:
