@@ -53,7 +53,7 @@ def test_checkpointing(device, policy, compiled):
     if not compiled:
         with Log() as log:
             mine = gradients(step, x)
-        names = log.names
+        names = log.seen
     else:
         backend = AotEagerAndRecordGraphs()
         mine = gradients(torch.compile(step, fullgraph=True, backend=backend), x)

@@ -58,7 +58,7 @@ def test_grad_in_forward_visits_the_logits_once_and_saves_the_gradient_alone(h, 
     with Log() as log, torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         loss = xent_ops.cross_entropy(h, target, grad_in_forward=True)
         assert log.ours() == ["xent.cross_entropy_divisor.default", "xent.cross_entropy_with_grad.default"]
-        log.names.clear()
+        log.seen.clear()
         loss.backward()
     assert log.ours() == ["xent.scale_grad_.default"]
     (gradient,) = saved

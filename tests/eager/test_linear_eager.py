@@ -5,9 +5,9 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.dispatch_log import Log
+from helpers.dispatch_log import Log, Notes
 from torch.testing._internal.common_methods_invocations import op_db
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import xent_ops
@@ -185,20 +185,8 @@ def test_gradient_accumulation_is_one_mean(x, head, target):
 # Which products run, and what is kept
 
 
-class Shapes(TorchDispatchMode):
-    """Products, and the largest tensor that any operator returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.largest, self.names = 0, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self.names.append(func.overloadpacket.__name__)
-        for tensor in result if isinstance(result, tuple) else (result,):
-            if isinstance(tensor, torch.Tensor):
-                self.largest = max(self.largest, tensor.untyped_storage().nbytes())
-        return result
+def bytes_of(func, args, result):
+    return [tensor.untyped_storage().nbytes() for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)]
 
 
 @pytest.fixture
@@ -271,13 +259,13 @@ def test_the_logits_never_exist_as_a_whole(products, device, reduction):
     target = torch.randint(0, classes, (rows,), device=device)
     saved = []
     with (
-        Shapes() as shapes,
+        Notes(bytes_of) as made,
         torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
     ):
         loss = xent_ops.linear_cross_entropy(x, head, target, reduction=reduction, chunk_rows=chunk)
         loss.sum().backward(retain_graph=True)
         loss.sum().backward()
-    assert shapes.largest <= 4 * classes * features, "the gradient of the head"
+    assert max(made.seen) <= 4 * classes * features, "the gradient of the head"
     assert max(t.untyped_storage().nbytes() for t in saved) <= 4 * classes * features
     assert len(products) == (rows // chunk) * (1 + 3 * 2) and max(products) <= classes
 
@@ -294,19 +282,15 @@ def test_nothing_is_kept_without_grad(x, head, target):
 @pytest.mark.parametrize("dtype, sums", [(torch.float32, None), (torch.bfloat16, torch.float32), (torch.float16, None)])
 def test_gradients_are_handed_out_and_not_copied(x, head, bias, target, dtype, sums):
     leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (x, head, bias)]
-    pointers = []
 
-    class Scaled(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            if "scale_grad" in str(func) or "_to_copy" in str(func):  # from float32 sums
-                pointers.append((args[0] if result is None else result).data_ptr())
-            return result
+    def pointers(func, args, result):
+        scaled = "scale_grad" in str(func) or "_to_copy" in str(func)  # from float32 sums
+        return [(args[0] if result is None else result).data_ptr()] if scaled else []
 
     loss = xent_ops.linear_cross_entropy(*leaves[:2], target, linear_bias=leaves[2], accumulate_dtype=sums)
-    with Scaled():
+    with Notes(pointers) as scaled:
         loss.backward()
-    assert all(leaf.grad.data_ptr() in pointers for leaf in leaves)
+    assert all(leaf.grad.data_ptr() in scaled.seen for leaf in leaves)
 
 
 # Later backwards

@@ -1,16 +1,26 @@
-"""A dispatch mode that notes operators."""
+"""Dispatch modes that note operators."""
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Log(TorchDispatchMode):
-    def __init__(self):
+class Notes(TorchDispatchMode):
+    """What ``of(func, args, result)`` says of each operator that ran: a list, which may be empty."""
+
+    def __init__(self, of):
         super().__init__()
-        self.names = []
+        self.of, self.seen = of, []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.seen += self.of(func, args, result)
+        return result
+
+
+class Log(Notes):
+    """The names."""
+
+    def __init__(self):
+        super().__init__(lambda func, args, result: [str(func)])
 
     def ours(self):
-        return [name for name in self.names if name.startswith("xent")]
+        return [name for name in self.seen if name.startswith("xent")]

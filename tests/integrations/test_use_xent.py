@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from helpers.dispatch_log import Notes
+from torch.utils._pytree import tree_leaves
 
 import xent_ops
 
@@ -78,33 +79,22 @@ def test_through_inductor(name):
     tiny.assert_same(got, want)
 
 
-class Sizes(TorchDispatchMode):
-    """The size of each operator's largest output."""
-
-    def __init__(self):
-        super().__init__()
-        self.shapes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.shapes += [
-            tuple(t.shape) for t in (out if isinstance(out, (tuple, list)) else (out,)) if torch.is_tensor(t)
-        ]
-        return out
+def shapes(func, args, result):
+    return [tuple(tensor.shape) for tensor in tree_leaves(result) if torch.is_tensor(tensor)]
 
 
 def test_no_logits_are_made():
     model = tiny.make()
     ids, labels = tiny.batch()
     of_logits = [(2, 9, tiny.V), (18, tiny.V)]
-    with Sizes() as untouched:
+    with Notes(shapes) as untouched:
         model(input_ids=ids, labels=labels)
-    assert any(shape in of_logits for shape in untouched.shapes)
+    assert any(shape in of_logits for shape in untouched.seen)
     use_xent(model)
-    with Sizes() as seen:
+    with Notes(shapes) as used:
         model(input_ids=ids, labels=labels)
-    assert not any(shape in of_logits for shape in seen.shapes)
-    assert (2, 0, tiny.V) in seen.shapes
+    assert not any(shape in of_logits for shape in used.seen)
+    assert (2, 0, tiny.V) in used.seen
 
 
 OF_CALLS = [
