@@ -35,7 +35,7 @@ _DENSE, _FLOATS = torch.strided, checks.FLOATS  # found sooner than as attribute
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
-# What torch, Liger-Kernel or a trainer calls an argument, and what to do for it where a function has this parameter.
+# Names of arguments in torch, Liger-Kernel or a trainer -> the parameter of ours, and advice.
 _INSTEAD = {
     "accum_dtype": {"accumulate_dtype": "pass accumulate_dtype="},
     "bias": {"linear_bias": "pass linear_bias=", "bias_shard": "pass bias_shard="},
@@ -51,7 +51,7 @@ _INSTEAD = {
 
 
 def named(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """The function, which names its own parameters where a call has an unknown one.
+    """The function, with an error that lists its parameters if a call has an unknown one.
 
     An eager call takes .2 us longer (of 19, on a CPU, 2026-11-27).
     """
@@ -72,13 +72,13 @@ def named(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Re
 
 
 def tensors(input: Any, target: Any, weight: Any = None, input_name: str = "input") -> None:
-    """Refuse what is no dense tensor, and an input without a kernel. The first line of every public function."""
+    """Refuse other values than dense tensors, and an input without a kernel. Every public function calls it first."""
     if not (
         isinstance(input, Tensor)
         and isinstance(target, Tensor)
         and input.layout is _DENSE
         and target.layout is _DENSE
-        and not (input.is_nested or target.is_nested)  # whose layout may be strided too
+        and not (input.is_nested or target.is_nested)  # a nested layout may be strided too
         and input.dtype in _FLOATS
         and (weight is None or (isinstance(weight, Tensor) and weight.layout is _DENSE and not weight.is_nested))
     ):
@@ -96,7 +96,7 @@ def loss_options(
     reduction: str = "mean",
     dtype: torch.dtype = torch.float64,
 ) -> LossOptions:
-    """The options of a call in the types that kernels take; ``dtype`` is that of the logits, where they are known."""
+    """The options of a call in the types that kernels take; ``dtype``: of the logits, if known."""
     if not (
         type(label_smoothing) is type(logit_scale) is type(lse_square_scale) is float
         and (softcap is None or type(softcap) is float)
@@ -133,12 +133,12 @@ def classes_last(tensor: Tensor, dim: int, name: str = "input", *, apart: bool =
 
 
 def suggest_dim(input: Tensor, target: Tensor, dim: int) -> None:
-    """The slip of those who come from language models: (B, S, V) and (B, S), with torch's default dim=1."""
+    """A common mistake with language models: (B, S, V) and (B, S), with torch's default dim=1."""
     if input.dim() < 3:
         return
     if torch.compiler.is_compiling():
         if not _has_rows_of(target, input, dim % input.dim()) and _has_rows_of(target, input, input.dim() - 1):
-            raise ValueError(  # without sizes, of which Dynamo makes no text where they are symbols
+            raise ValueError(  # without sizes: Dynamo cannot format symbols
                 "target has one class index for each row of logits with the classes last, but dim is another: such "
                 "logits want dim=-1"
             )
@@ -170,7 +170,7 @@ def linear(
     divisor: Any = None,
     names: tuple[str, str] = ("linear_weight", "linear_bias"),
 ) -> None:
-    """``tensors`` for the head and the loss as one. ``names``: what the caller calls weight and bias."""
+    """``tensors`` for the head and the loss as one. ``names``: the caller's names of weight and bias."""
     _refuse_tensors((("input", input), (names[0], linear_weight), ("target", target)))
     for name, value in ((names[1], linear_bias), ("weight", weight), ("divisor", divisor)):
         optional(name, value)
@@ -194,7 +194,7 @@ def class_indices(target: Any) -> None:
 
 
 def divisor(value: Any, input: Tensor) -> Tensor | None:
-    """What a sum is divided by, as a tensor () beside the input."""
+    """The divisor of a sum, as a tensor () on the input's device."""
     if value is None or isinstance(value, Tensor):
         return value
     value = number("divisor", value)
@@ -220,7 +220,7 @@ def _is_zero(value: float) -> bool:
 def chunks(
     accumulate_dtype: Any, chunk_rows: Any, skip_ignored: Any, logits_dtype: Any = None, products: Any = None
 ) -> tuple[torch.dtype | None, Chunking]:
-    """What tells how the chunks of a linear cross entropy are made and added up."""
+    """The accumulator's dtype and the chunking of a linear cross entropy."""
     for name, dtype in (("accumulate_dtype", accumulate_dtype), ("logits_dtype", logits_dtype)):
         if not (dtype is None or isinstance(dtype, torch.dtype)):
             raise TypeError(f"{name} must be a torch.dtype or None, got {repr_for_message(dtype)}")
@@ -265,7 +265,7 @@ def _refuse_integers(name: str, tensor: Tensor, target: Tensor) -> None:
 
 
 def way_to_tensor(name: str, value: Any) -> str:
-    """How a user gets the tensor that was meant by what is none."""
+    """Advice for a value that is no tensor: how to get the tensor that was meant."""
     if isinstance(getattr(value, "weight", None), Tensor):  # an nn.Linear, an nn.Embedding
         return f"; pass {name}.weight"
     if isinstance(value, (int, float, complex, list, tuple)) or hasattr(value, "__array__"):

@@ -1,6 +1,6 @@
-"""What no kernel can take, refused before any kernel runs, eager and while tracing.
+"""Checks that run before any kernel, in eager mode and while tracing.
 
-Only ``target_values`` reads the values of a tensor on a GPU, which synchronises it: for ``xent_ops.check_targets`` and
+Only ``target_values`` reads the values of a tensor on a GPU, and so synchronises it: for ``xent_ops.check_targets`` and
 ``check=True``. Sizes may be symbolic, so they are compared through ``check_value``, which guards them and keeps
 the text.
 """
@@ -118,7 +118,7 @@ def reduction(value: str, valid: tuple[str, ...] = REDUCTIONS) -> None:
 
 
 def lse_square_scale(value: float, logits_dtype: torch.dtype) -> None:
-    # No math.isfinite: this is traced, and under dynamic=True Dynamo takes a float for a symbol, which it refuses.
+    # Not math.isfinite: this is traced, and under dynamic=True a float is a symbol, which math.isfinite refuses.
     if not 0.0 <= value <= FLOAT32_MAX:
         if not -math.inf < value < math.inf:
             raise ValueError(f"lse_square_scale must be finite, got {value}")
@@ -145,7 +145,7 @@ def refuse_products_of_ids(products: str | None) -> None:
 
 
 def refuse_log_probabilities(name: str, values: Tensor, dtype: torch.dtype = torch.float32) -> None:
-    """Probabilities, or what was passed by mistake? A row of log-probabilities adds up to less than 0."""
+    """Refuse log-probabilities and logits: a row of log-probabilities adds up to less than 0."""
     negative = values.sum(-1) < 0
     if bool(negative.any()):
         least, variable = values[negative].min().to(dtype), name.split()[0]
@@ -198,7 +198,7 @@ def head_products(value: Any) -> None:
 
 
 def narrower(grad_dtype: torch.dtype | None, logits: Tensor) -> None:
-    """In place such a gradient is written to the front of each row, whose elements must lie side by side."""
+    """In place, a narrower gradient is written to the front of each row, so a row's elements must be dense."""
     if grad_dtype in (None, logits.dtype):
         return
     if logits.dtype != torch.float32 or grad_dtype not in (torch.bfloat16, torch.float16):
@@ -229,7 +229,7 @@ def token_weight(tensor: Tensor | None, target: Tensor) -> None:
         real_without_grad(tensor)
 
 
-# Of heads
+# For heads
 
 
 def gradient_mask(mask: Sequence[bool]) -> None:
@@ -245,7 +245,7 @@ def wider(name: str, dtype: torch.dtype | None, input: Tensor) -> None:
 
 
 def multiplied(products: str | None, input: Tensor, linear_weight: Tensor) -> None:
-    """By which products, and whether these operands have such."""
+    """The products, and whether these operands have them."""
     if products is None:
         return
     head_products(products)

@@ -28,9 +28,9 @@ def cross_entropy(
     arguments.tensors(logits, target, weight, "logits")
     loss = arguments.loss_options(*RowOptions(**options), lse_square_scale, reduction, logits.dtype)
     checks.weight_without_grad(weight)
-    if transforms.forward_mode():  # in which operators drop the tangents
+    if transforms.forward_mode():  # operators drop the tangents
         transforms.refuse("torch.ops.xent.cross_entropy")
-    # The options as they came: to ask which are at their defaults would specialise a symbolic one.
+    # Unchanged options: comparing them with defaults would specialise a symbolic option.
     if reduction != "none":
         return torch.ops.xent.cross_entropy_reduced(
             logits, target, weight, lse_square_scale=lse_square_scale, reduction=reduction, **options

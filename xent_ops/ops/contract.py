@@ -1,4 +1,4 @@
-"""An operator's contract: its arguments by name, what it refuses of them, and its results' shapes and dtypes.
+"""An operator's contract: its arguments by name, their checks, and its results' shapes and dtypes.
 
 All three follow from the names in its schema, by the tables of names.py and rules.py. Sizes and dtypes that no
 argument has are made below, from those that have them.
@@ -31,7 +31,7 @@ DTYPES = {
     "divisor": checks.DIVISORS,
     "int32": (torch.int32,),
 }
-NAMES = {"probabilities": "target"}  # what arguments are called in public functions, and so in messages
+NAMES = {"probabilities": "target"}  # names of arguments in public functions, and so in messages
 
 
 def classes_of(call: Call) -> int:
@@ -48,13 +48,13 @@ def packed_width(call: Call) -> int:
     return shard.width(rows, call.weight is not None, getattr(call, "with_entropy", False), ids_per_row)
 
 
-# Sizes that no argument gives, from the call and the dtype of what has them.
+# Sizes that no argument gives, from the call and the dtype of the tensor that has them.
 DERIVED_SIZES: dict[str, Callable[[Call, torch.dtype], int]] = {
     "S": lambda call, dtype: STATISTICS,
     "P": lambda call, dtype: padded_classes(classes_of(call), dtype),
     "W": lambda call, dtype: packed_width(call),
 }
-CHECKED_LAST = frozenset(("P", "W"))  # they are made of arguments that must be right
+CHECKED_LAST = frozenset(("P", "W"))  # they are computed from arguments that must be checked before
 # Dtypes of results that are no other argument's.
 RESULT_DTYPES: dict[str, Callable[[Call], torch.dtype]] = {
     "acc": lambda call: accumulator(call.primary),
@@ -89,12 +89,12 @@ class Argument(NamedTuple):
     gives: frozenset[str]  # sizes
     or_scalar: bool
     meaning: str
-    # Of each size behind the rows: a number, or the (argument, axis) that gives it. None: this one; (): derived.
+    # For each size behind the rows: a number, or the (argument, axis) that gives it. None: this argument; (): derived.
     givers: tuple[int | tuple[int, ...] | None, ...]
 
 
 class Contract:
-    """Made once an operator.
+    """Built once for each operator.
 
     Args:
         schema: the operator's.
@@ -124,12 +124,12 @@ class Contract:
         position = self.positions[self.primary]
         primary = rows_of or (lambda call: call[position])  # Dynamo traces no itemgetter
         self.Call = type("Call", (record,), {"primary": property(primary)})
-        self.givers: dict[str, tuple[int, int]] = {}  # of a size: (index of the argument that gives it, axis)
+        self.givers: dict[str, tuple[int, int]] = {}  # size -> (index of the argument that gives it, axis)
         tensors = [self._argument(name, *row) for name in ARGUMENTS if (row := rows.get(name)) is not None]
         self.checked_last = [one for one in tensors if not CHECKED_LAST.isdisjoint(one.shape.behind)]
         self.tensors = [one for one in tensors if one not in self.checked_last]
         fixed = dict(zip(self.arguments[len(self.required) :], defaults, strict=True))
-        # (index, default, rule): what is required is never at its default.
+        # (index, default, rule); a required argument is never at its default.
         self.rules: list[tuple[int, Any, Callable[[Call], None]]] = []
         for names, rule, unless in rules.RULES:
             if names[0] in rows and unless not in rows:
@@ -165,13 +165,13 @@ class Contract:
         return dtype, shape, condition if optional else ""
 
     def blank(self, **arguments: Any) -> Call:
-        """A call of which some arguments are not there yet."""
+        """A call with some arguments missing."""
         return self.Call(**dict.fromkeys(self.required) | arguments)
 
     def bind(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> Call:
         return self.Call(*args, **keywords)
 
-    # What is refused
+    # Checks
 
     def check(self, call: Call) -> None:
         self.check_tensors(call)
@@ -201,7 +201,7 @@ class Contract:
             ):
                 self._same_shape(argument, tensor, rows, call, called)
             if tensor.device != device:
-                anchor = "logits" if name == "weight" else self.primary  # of the classes of a head too
+                anchor = "logits" if name == "weight" else self.primary  # also for the classes of a head
                 checks.same_device(called.get(name, name), tensor, primary, rules.are(called.get(anchor, anchor)))
 
     def size(self, name: str, call: Call, dtype: torch.dtype) -> int:
@@ -265,7 +265,7 @@ class Contract:
         for name in own & rules.AT_LEAST_ONE:
             rules.at_least_one(text, tensor, sizes[self.givers[name][1]], call)
 
-    # What is made
+    # Results
 
     def outputs(self, call: Call) -> Outputs:
         return [self._output(call, *result) for result in self.results]
@@ -285,7 +285,7 @@ class Contract:
 
 
 def _fits(argument: Argument, sizes: Sequence[int], rows: Sequence[int], call: Call) -> bool:
-    """Is the shape certainly right? ``_same_shape`` tells of those that this does not know."""
+    """Is the shape certainly right? If not, ``_same_shape`` decides."""
     givers = argument.givers
     number = len(sizes) - len(givers)
     if argument.shape.before or number < 0 or sizes[:number] != (rows if argument.shape.rows else ()):

@@ -1,4 +1,4 @@
-"""What users pass to the functions of distillation, as the operators take it: of one rank and over ranks."""
+"""From the users' arguments of distillation to the operators', for one rank and over ranks."""
 
 from __future__ import annotations
 

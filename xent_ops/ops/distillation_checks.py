@@ -1,4 +1,4 @@
-"""What no distillation can take: see checks.py."""
+"""Checks for all distillations: see checks.py."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def options(spec: Distillation, student: Tensor, teacher: Tensor) -> None:
 
 
 def classes(spec: Distillation, width: int, teacher_width: int, names: tuple[str, str]) -> None:
-    """``names``: of what has the student's and the teacher's classes."""
+    """``names``: of the arguments that have the student's and the teacher's classes."""
     number = spec.num_classes
     if number is None:
         if type(width) is type(teacher_width) is int and width == teacher_width:

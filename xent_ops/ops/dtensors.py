@@ -1,4 +1,4 @@
-"""What tells DTensors from plain tensors, without an import of torch.distributed."""
+"""Tells DTensors from plain tensors, without importing torch.distributed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def is_dtensor(*tensors: Tensor | None) -> bool:
     """Is one of them a DTensor?"""
     found = [tensor for tensor in tensors if hasattr(tensor, "device_mesh")]
     for tensor in found:
-        arguments.refuse_proxy(tensor)  # which has every attribute
+        arguments.refuse_proxy(tensor)  # a proxy has every attribute
     return bool(found)
 
 

@@ -42,7 +42,7 @@ def _teacher_product(call: Call) -> int:
 
 
 def _with_grads(call: Call) -> int:
-    """The logits, and what the mask wants; a bias' gradient is a sum."""
+    """The logits, and the products of the mask; a bias' gradient is a sum."""
     return (1 + sum(call.output_mask[:2])) * _product(call)
 
 
@@ -50,7 +50,7 @@ def _grad_weight_product(call: Call) -> int:
     return 2 * math.prod(call.input.shape) * call.columns if call.grad_linear_weight.dim() == 2 else 0
 
 
-# Of the operators that hold products.
+# For the operators that hold products.
 FLOPS: dict[str, Callable[[Call], int]] = {
     "linear_cross_entropy_forward": _product,
     "linear_cross_entropy_backward": _with_grads,
@@ -71,7 +71,7 @@ FLOPS: dict[str, Callable[[Call], int]] = {
 
 
 def formula(name: str) -> Callable[..., int]:
-    """What flop_counter calls with the operator's arguments, and with keywords of its own."""
+    """flop_counter calls it with the operator's arguments, and with keywords of its own."""
     contract = OPERATORS[name].contract
 
     def flops(*args: Any, **keywords: Any) -> int:

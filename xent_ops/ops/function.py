@@ -1,6 +1,6 @@
-"""A loss of class indices as one node of autograd: what eager training goes through.
+"""A loss of class indices as one node of autograd, for eager training.
 
-Compiled, exported and traced calls, and those that want no gradient, take the composite operator instead. The
+Compiled, exported and traced calls, and calls without gradients, take the composite operator instead. The
 transforms of torch.func, forward-mode AD and batches of upstream gradients (is_grads_batched) have plain torch.
 
 The node calls registered operators below autograd, so modes, profilers, subclasses of Tensor and kernels registered
@@ -38,7 +38,7 @@ def cross_entropy(
     inplace_backward: bool = False,
     grad_in_forward: bool = False,
 ) -> Tensor:
-    """The loss by whichever way the call wants: see the module."""
+    """The loss, by the way that fits the call: see the module."""
     if grad_in_forward and wants_gradient(logits):
         return with_grad(logits, target, weight, loss, token_weight, inplace_backward)[0]
     if token_weight is not None:
@@ -66,7 +66,7 @@ def with_grad(
     in_place: bool = False,
     with_statistics: bool = False,
 ) -> tuple[Tensor, ...]:
-    """(value, loss, lse, argmax, entropy): a loss whose gradient is made in forward, and constants of its rows."""
+    """(value, loss, lse, argmax, entropy): a loss with its gradient computed in forward, and constants of its rows."""
     checks.weight_without_grad(weight)
     in_place = in_place and _may_overwrite(logits)
     return GradInForwardFunction.apply(logits, target, weight, token_weight, loss, in_place, with_statistics)
@@ -75,7 +75,7 @@ def with_grad(
 def by_rows(
     logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions, token_weight: Tensor | None = None
 ) -> Tensor:
-    """The loss by way of its rows, which transforms and forward-mode AD get in plain torch."""
+    """The loss from its rows; in plain torch for transforms and forward-mode AD."""
     checks.weight_without_grad(weight)
     if transforms.functorch_is_active() or transforms.forward_mode():
         refuse("cross_entropy_forward", logits, target, weight, **loss.row_options._asdict())
@@ -120,7 +120,7 @@ def _refuse_derivatives(option: str, grad: Tensor) -> None:
 def _forward(
     logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(value, divisors of a mean, lse). ``options``: those of the backward."""
+    """(value, divisors of a mean, lse). ``options``: for the backward."""
     reduced = _ops.cross_entropy_reduced.default
     if loss.reduction == "mean":
         return below_autograd(reduced, logits, target, weight, **options)
@@ -133,7 +133,7 @@ def _forward(
 
 
 class CrossEntropyFunction(torch.autograd.Function):
-    """In eager. Its only output is the loss: to return what the backward needs as well takes the host 2 us."""
+    """For eager mode. Its only output is the loss: returning the saved tensors too takes the host 2 us."""
 
     @staticmethod
     def forward(
@@ -156,7 +156,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         return gradient(grad, *ctx.saved_tensors, ctx.options, ctx.in_place), None, None, None, None
 
 
-# Function.apply binds the signature of forward at every call, which takes the host 20 us.
+# Function.apply binds the signature of forward at every call: 20 us of host time.
 _apply: Callable[..., Tensor] = super(torch.autograd.Function, CrossEntropyFunction).apply
 
 
@@ -195,7 +195,7 @@ class GradientFunction(torch.autograd.Function):
 
 
 def _gradient_in_plain_torch(grad: Tensor, saved: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
-    """With the lse made again, which depends on the logits."""
+    """Computes the lse again, because it depends on the logits."""
     (logits, target, _, weight, divisors), keywords = saved, as_record(options)
     lse = reference.cross_entropy_forward(logits, target, weight, options=keywords["options"])[1]
     return reference.cross_entropy_backward(grad, None, logits, target, lse, weight, divisors, **keywords)

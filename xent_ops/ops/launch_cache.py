@@ -1,4 +1,4 @@
-"""The one cache between an operator's call and its kernels: what a call with such arguments launches."""
+"""The one cache between an operator's call and its kernels: call signature -> prepared launches."""
 
 from __future__ import annotations
 

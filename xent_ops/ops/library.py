@@ -35,10 +35,10 @@ except RuntimeError as error:
 # the rows of a matrix product (odd vocabularies) but not transpose it.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
-# Devices that plain torch serves; any other gets the dispatcher's error, which names operator and device.
+# Devices that plain torch serves. For any other, the dispatcher's error names operator and device.
 _REFERENCE_DEVICES = ("MPS", "XPU")
 
-# What runs whenever one of our operators is traced; inductor/ adds to it.
+# Hooks that run whenever one of our operators is traced; inductor/ adds to them.
 BEFORE_TRACING: list[Callable[[], None]] = []
 
 _below_autograd = private("torch._C._AutoDispatchBelowAutograd", contextlib.nullcontext, "some microseconds a call")
@@ -115,7 +115,7 @@ class Operator:
     def on_cpu(self, *args: Any, **kwargs: Any) -> Any:
         call = self.bind(*args, **kwargs)
         self.check(call)
-        # Which checks the targets' values itself.
+        # The C++ kernel checks the values of targets itself.
         kernel = None if self.name in PYTHON_ONLY else cpu.kernel(self.name)
         if kernel is not None:
             return kernel(*args, **kwargs)
@@ -170,7 +170,7 @@ def operator(
             schemas.PYTHON_ONLY names the operator, CUDA and ROCm what the ``@launcher`` of this name in kernels/triton/
             prepares.
         check_values: raises on values of tensors, on the CPU without C++, where reading them does not synchronise.
-        arguments, results, rows_of, rules: what this operator has of its own; see ``Contract``.
+        arguments, results, rows_of, rules: exceptions of this operator; see ``Contract``.
         ascend: kernels/ascend/ has a ``@launcher`` of this name. Else NPUs run the reference, and import no Triton.
         calls_operators: ``reference`` calls other operators and is the kernel of every device. Autograd and tracers
             still see one operator, unlike a composite (composite.py).
@@ -208,14 +208,14 @@ def _in_place(function: Callable[..., Any], position: int) -> Callable[..., Any]
 
 
 def _returned(outputs: list[Any]) -> Any:
-    """As the dispatcher wants the outputs of an operator."""
+    """The outputs in the form that the dispatcher needs."""
     if not outputs:
         return None
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 def refuse(name: str, *args: Any, **keywords: Any) -> None:
-    """Raise what an operator would raise, before it is called. Arguments may be missing."""
+    """Raise an operator's errors before it is called. Arguments may be missing."""
     contract = OPERATORS[name].contract
     contract.check(contract.blank(**dict(zip(contract.arguments, args, strict=False)), **keywords))
 
@@ -228,7 +228,7 @@ def autograd(name: str, backward: Callable[..., Gradients], save: Callable[[Any,
     contract = OPERATORS[name].contract
     positional = contract.arguments[: len(contract.arguments) - len(contract.keyword_only)]
 
-    # torch passes keyword_only_inputs where the operator has any, and fills in what the dispatcher left out.
+    # torch passes keyword_only_inputs if the operator has any, and fills in the defaults.
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Any = None) -> None:
         ctx.positions = contract.positions
         ctx.set_materialize_grads(False)
@@ -242,7 +242,7 @@ def autograd(name: str, backward: Callable[..., Gradients], save: Callable[[Any,
 
 
 def needs_grad(ctx: Any, name: str) -> bool:
-    """Does this argument need a gradient? The dispatcher leaves out those at the end that are at their defaults."""
+    """Does this argument need a gradient? The dispatcher leaves out defaults at the end."""
     position = ctx.positions[name]
     return any(ctx.needs_input_grad[position : position + 1])
 

@@ -1,16 +1,16 @@
-"""What each tensor of an operator is, by its name: text and nothing else, like schemas.py, for the same readers.
+"""The dtype, shape and meaning of each tensor, by its name: text only, like schemas.py, for the same readers.
 
-A dtype is a class of dtypes, ``=name`` that of another argument, ``acc`` the accumulator's. A shape is sizes by name:
-``...`` are the rows, a number is itself, and ``| ()`` says that one number for all rows will do.
+A dtype is a class of dtypes, ``=name`` the dtype of another argument, ``acc`` the accumulator's. A shape is sizes by
+name: ``...`` are the rows, a number is itself, and ``| ()`` says that one number for all rows will do.
 
-The order of this table has meaning. Arguments are checked in it. The first of an operator's is its primary, which gives
-rows, dtype and device. The first with a size gives that size. Sizes that no argument gives: ``S``, ``P`` and ``W``
-(contract.DERIVED_SIZES).
+The order of this table has meaning. Arguments are checked in it. The first one that an operator has is its primary: it
+gives rows, dtype and device. The first with a size gives that size. Sizes that no argument gives: ``S``, ``P`` and
+``W`` (contract.DERIVED_SIZES).
 """
 
-# name: (dtype, shape, what is expected of it)
+# name: (dtype, shape, meaning)
 ARGUMENTS: dict[str, tuple[str, str, str]] = {
-    # Those that have the rows.
+    # Tensors that have the rows.
     "logits": ("float", "... V", "the classes last"),
     "grad": ("float", "... columns", ""),
     "grad_logits": ("float", "... columns", "the classes last"),
@@ -28,7 +28,7 @@ ARGUMENTS: dict[str, tuple[str, str, str]] = {
     "ids": ("index", "... K", "K classes of each row of the {primary}"),
     "weight": ("float", "V", "one weight a class"),
     "token_weight": ("any", "...", "one number for each target"),
-    # What a forward leaves to its backward.
+    # Saved by a forward for its backward.
     "lse": ("float", "...", "one value for each row of the {primary}"),
     "entropy": ("float", "...", "one value for each row of the {primary}"),
     "lse_coefficient": ("float", "...", "one value for each row of the {primary}"),

@@ -1,4 +1,4 @@
-"""Which tensors an operator may write over."""
+"""Decides which tensors an operator may overwrite."""
 
 from __future__ import annotations
 

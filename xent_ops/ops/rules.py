@@ -1,4 +1,4 @@
-"""What options' values, and arguments together, must be: one function a name, for every operator that has it.
+"""Rules for options, and for arguments together: one function for each name, for every operator that has it.
 
 ``call`` is the operator's call, a namedtuple of its arguments (contract.py). Shapes and dtypes were checked before.
 """
@@ -25,7 +25,7 @@ def width(call: Call) -> int:
 
 
 def sliced(call: Call) -> bool:
-    """Of a slice of the classes, which may be empty?"""
+    """Is it a slice of the classes? A slice may be empty."""
     return getattr(call, "class_start", None) is not None and call.num_classes is not None
 
 
@@ -85,7 +85,7 @@ def _temperature(call: Call) -> None:
         teacher, widths = heads[2], (heads[1].shape[0], heads[3].shape[0])
     else:
         student, teacher, names = call.primary, call.teacher_logits, ("logits", "teacher_logits")
-        chunk = hasattr(call, "linear_weight")  # whose logits are padded
+        chunk = hasattr(call, "linear_weight")  # its logits are padded
         widths = (width(call), width(call) if chunk else teacher.shape[-1])
     spec = record(call)
     distillation_checks.options(spec, student, teacher)
@@ -94,14 +94,14 @@ def _temperature(call: Call) -> None:
 
 def check_targets(call: Call) -> None:
     """Raise IndexError for a class out of range. It reads the targets: for CPU tensors."""
-    if getattr(call, "hard_weight", 1.0) != 0.0:  # else a target says only what is ignored
+    if getattr(call, "hard_weight", 1.0) != 0.0:  # else a target only says which rows are ignored
         indices = call.ids if hasattr(call, "ids") else call.target
         number = getattr(call, "num_classes", None)
         if indices is not None:
             checks.target_values(indices, width(call) if number is None else number, call.ignore_index)
 
 
-# What goes together
+# Arguments that go together
 
 
 def _class_start(call: Call) -> None:
@@ -110,7 +110,7 @@ def _class_start(call: Call) -> None:
 
 
 def _lse_coefficient(call: Call) -> None:
-    """What a backward gets for a slice of the classes alone."""
+    """Arguments of a backward that only a slice of the classes has."""
     if call.num_classes is None:
         if call.class_start != 0 or call.lse_coefficient is not None:
             raise ValueError("class_start and lse_coefficient go with num_classes, of a slice of the classes")

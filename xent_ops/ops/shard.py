@@ -2,8 +2,8 @@
 
 No operator communicates. The caller's all-gather (distributed/parts.py) stands between ``cross_entropy_shard`` and the
 operator that joins the parts, where every tracer and every pass that moves collectives can see it. The join, of rows
-or reduced, carries the gradient: it takes the logits, whose values it does not read, and its formula is
-``cross_entropy_backward`` of a slice, which needs the lse of the whole vocabulary and so no collective. The shard
+or reduced, carries the gradient: it takes the logits without reading their values. Its formula is
+``cross_entropy_backward`` of a slice: with the lse of the whole vocabulary it needs no collective. The shard
 itself is called on detached logits.
 """
 

@@ -1,4 +1,4 @@
-"""Several classes a row, ``ids`` (..., K): x of each, of given logits, whose backward is one visit of them."""
+"""Several classes for each row, ``ids`` (..., K): their x from logits. The backward visits the logits once."""
 
 from __future__ import annotations
 

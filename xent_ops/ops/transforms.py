@@ -57,7 +57,7 @@ def is_traced() -> bool:
 
 
 def is_jit_traced() -> bool:
-    """By torch.jit.trace, to which sizes are tensors, and which records no operator with a list of bools."""
+    """By torch.jit.trace? Its sizes are tensors, and it records no operator with a list of bools."""
     return not torch.compiler.is_compiling() and _tracing_state() is not None
 
 

@@ -1,4 +1,4 @@
-"""What operators of a head refuse, before one is called: for functions that do something first, or call none."""
+"""The checks of a head's operators, for functions that compute something before their call, or call none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def head(
     may_be_empty: bool = False,
     names: tuple[str, str] = ("linear_weight", "linear_bias"),
 ) -> None:
-    """``names``: what the caller calls weight and bias."""
+    """``names``: the caller's names of weight and bias."""
     contract = OPERATORS["linear_cross_entropy_backward"].contract
     call = contract.blank(
         input=input,
@@ -45,7 +45,7 @@ def two_heads(
     names: tuple[str, str],
     teacher_names: tuple[str, str],
 ) -> None:
-    """Of slices, which may be empty. ``names``: of weights and biases."""
+    """Checks for slices, which may be empty. ``names``: of weights and biases."""
     contract = OPERATORS["linear_distillation_chunk"].contract
     fields = ("input", "linear_weight", "linear_bias"), ("teacher_input", "teacher_weight", "teacher_bias")
     heads: dict[str, Any] = dict(zip(fields[0], student, strict=True)) | dict(zip(fields[1], teacher, strict=True))

@@ -29,7 +29,7 @@ _ops = torch.ops.xent
 def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
     """The tensors in autocast's dtype where it is on, as nn.Linear casts them."""
     device = next(tensor for tensor in tensors if tensor is not None).device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):  # which knows no meta
+    if device == "meta" or not torch.is_autocast_enabled(device):  # it refuses meta
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(
@@ -41,7 +41,7 @@ def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def forward_runs_twice() -> bool:
-    """Inside saved-tensor hooks, of which an eager checkpoint is made: there one product is better than three."""
+    """Inside saved-tensor hooks? An eager checkpoint uses them. There one product is better than three."""
     # torch 2.11 makes a compiled selective checkpoint of hooks too, where only the context tells that it is traced.
     traced = transforms.is_traced() or _tracing_context() is not None
     return not traced and transforms.in_saved_tensors_hooks()
@@ -56,7 +56,7 @@ def gradients_in_forward(*tensors: Tensor | None) -> bool:
 def with_grad(
     head: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], *loss_args: Any, **keywords: Any
 ) -> tuple[Tensor, ...]:
-    """``linear_cross_entropy_with_grad``, whose mask follows from the head. ``loss_args``: its other arguments."""
+    """``linear_cross_entropy_with_grad``, with a mask from the head. ``loss_args``: its other arguments."""
     input, linear_weight, _, linear_bias, _ = head
     output_mask = [tensor is not None and tensor.requires_grad for tensor in (input, linear_weight, linear_bias)]
     return _ops.linear_cross_entropy_with_grad(*head, *loss_args[:2], output_mask, *loss_args[2:], **keywords)
@@ -106,7 +106,7 @@ def divisors_of(
     loss: LossOptions,
     token_weight: Tensor | None = None,
 ) -> tuple[Tensor | None, LossOptions]:
-    """What ``reduce_rows`` takes: what sums and means are divided by, and a reduction that does so; none for "none"."""
+    """Arguments of ``reduce_rows``: the divisors of a sum or mean, and the loss with a matching reduction."""
     if loss.reduction == "none":
         return None, loss
     divisors = chunks.divided_by(target, weight, divisor, classes, dtype, loss, token_weight)

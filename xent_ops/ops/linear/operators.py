@@ -1,4 +1,4 @@
-"""Operators of the head and the loss as one: rows, whose backward makes the logits again, and the one pass."""
+"""Operators of the head and the loss as one: rows, with a backward that computes the logits again, and the one pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..second_order import differentiate_call, no_second_derivative, save_all
 _ops = torch.ops.xent
 
 HEAD_NAMES = ("input", "linear_weight", "linear_bias")
-# Gradients in the dtypes in which they are added up.
+# Gradients in their accumulation dtypes.
 SUMS = {f"grad_linear_{one}": RESULTS[f"summed_{one}"] for one in ("weight", "bias")}
 
 
@@ -73,7 +73,7 @@ def _with_grad_backward(ctx: Any, grad_value: Any, _divisors: None, _loss: None,
     if not traced:  # a second backward makes them again
         ctx.gradients = None
     updates = {"output_mask": ctx.mask, "grad_lse": grad_lse}
-    if differentiable:  # made again, since it depends on the logits
+    if differentiable:  # computed again: it depends on the logits
         updates["lse"] = run("linear_cross_entropy_forward", values)[1]
     if values["token_weight"] is not None:
         grad_value = grad_value * values["token_weight"].to(grad_value.dtype)
