@@ -65,7 +65,7 @@ def test_each_tensor_is_refused_by_its_name(name):
     contract = OPERATORS[name].contract
     calls = [contract.bind(args, options) for _, args, options in calls_of(name, "cpu", torch.float32, False)]
     for argument in (*contract.tensors, *contract.checked_last):
-        given = [call for call in calls if call[argument.position] is not None and call.owner.dim() > 1]
+        given = [call for call in calls if call[argument.position] is not None and call.primary.dim() > 1]
         if not given and argument.name not in contract.required:
             continue  # that no sample has
         call = given[0]
