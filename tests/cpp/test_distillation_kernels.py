@@ -2,12 +2,13 @@
 
 import math
 
+import problems
 import pytest
 import torch
 from helpers.processes import run_python
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import FLOATS, assert_same, in_float64, many, problems, rows_like
+from problems import FLOATS, many, rows_like
 from refusals import assert_refused
 from torch.export import export
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -24,7 +25,7 @@ BETAS = (0.0, 1.0, 0.5, 0.03, 1e-60)
 @st.composite
 def distilled(draw):
     """(logits, teacher_logits, target, options, generator); the classes behind num_classes are padding."""
-    logits, target, _, given, generator = draw(problems())
+    logits, target, _, given, generator = draw(problems.problems())
     width = logits.shape[-1]
     classes = draw(st.sampled_from([None, width, max(1, width - 3)]))
     teacher_width = width if classes is None else classes + draw(st.integers(0, 2))
@@ -56,17 +57,11 @@ def distilled(draw):
 
 def check(name, arguments, options, logits, counted=None):
     """As plain torch. ``counted``: the rows whose statistics mean something."""
-    before = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
-    actual = cpu.kernel(name)(*arguments, **options)
-    for was, now in zip(before, arguments, strict=True):
-        if isinstance(was, torch.Tensor):
-            torch.testing.assert_close(now, was, rtol=0, atol=0, equal_nan=True)
-    function, record = getattr(reference_distillation, name), as_record(dict(options))
-    compared = [actual, function(*arguments, **record), function(*in_float64(arguments), **record)]
-    if counted is not None:
-        compared = [(loss, statistics[:, counted]) for loss, statistics in compared]
-    assert_same(*compared, logits)
-    return actual
+
+    def compared(results):
+        return results if counted is None else (results[0], results[1][:, counted])
+
+    return problems.check(name, arguments, options, logits, reference_distillation, compared)
 
 
 @many
@@ -113,24 +108,6 @@ def test_slices(data):
         check("distillation_forward", (logits, teacher, target, joined, start), options, logits, counted)
     grad = rows_like(target, dtype, generator)
     check("distillation_backward", (grad, logits, teacher, target, joined, start), options, logits)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_bits_for_any_number_of_threads(dtype):
-    generator = torch.Generator().manual_seed(0)
-    logits, teacher = (torch.randn(65, 9000, generator=generator).mul(4).to(dtype) for _ in range(2))
-    target = torch.randint(9000, (65,), generator=generator)
-    threads, made = torch.get_num_threads(), []
-    try:
-        for number in (1, 2, 3):
-            torch.set_num_threads(number)
-            options = {"beta": 0.3, "hard_weight": 0.5, "temperature": 2.0}
-            made.append(torch.ops.xent.distillation_with_grad(logits, teacher, target, torch.ones(()), **options))
-    finally:
-        torch.set_num_threads(threads)
-    for others in made[1:]:
-        for one, other in zip(made[0], others, strict=True):
-            assert torch.equal(one, other)
 
 
 def step(x, head, target, teacher_input, teacher):

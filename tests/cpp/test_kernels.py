@@ -14,10 +14,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import FLOATS, as_record, assert_same, check, lse_of, many, problems, rows_like
+from problems import FLOATS, assert_same, check, lse_of, many, problems, rows_like
 
 import xent_ops
 from xent_ops.kernels import cpu, reductions, reference, reference_shard, reference_soft
+from xent_ops.kernels.options import as_record
 
 pytestmark = pytest.mark.skipif(cpu.problem() is not None, reason=f"plain torch serves the CPU here: {cpu.problem()}")
 
@@ -309,7 +310,9 @@ def test_the_same_bits_for_any_number_of_threads(dtype, rows, classes):
         at_once = cpu.kernel("cross_entropy_with_grad")(logits, target, loss, lse, weight, True, True, **options)
         part = cpu.kernel("cross_entropy_shard")(logits, target, 0, classes, weight, **options)
         reduced = cpu.kernel("cross_entropy_reduced")(logits, target, weight, lse_square_scale=0.1, **options)
-        return loss, lse, entropy, argmax, grad, *soft, soft_grad, *at_once, part, *reduced
+        teacher = {"beta": 0.3, "hard_weight": 0.5, "temperature": 2.0}
+        distilled = cpu.kernel("distillation_with_grad")(logits, logits.abs(), target, loss, **teacher)
+        return loss, lse, entropy, argmax, grad, *soft, soft_grad, *at_once, part, *reduced, *distilled
 
     threads = torch.get_num_threads()
     try:
