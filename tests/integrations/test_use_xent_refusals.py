@@ -51,39 +51,39 @@ def test_twice():
         use_xent(model)
 
 
+BERT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+BART = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32}
+BAMBA = {"mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 8, "attn_layer_indices": [0]}
+MODELS = {
+    "BertForMaskedLM": ("Bert", BERT, "BertForMaskedLM .*its own"),
+    "LlamaModel": ("Llama", tiny.SIZES, "LlamaModel has"),  # no head
+    "BartForCausalLM": ("Bart", BART, "BartForCausalLM computes its loss by itself"),  # by nn.CrossEntropyLoss
+    "BambaForCausalLM": (  # adds a z-loss of its own
+        "Bamba",
+        tiny.SIZES | BAMBA | {"z_loss_coefficient": 1e-3},
+        "BambaForCausalLM reads its logits beside the loss",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name):
+    """A refusal leaves the model as it was."""
+    family, sizes, text = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**(sizes | tiny.TOKENS))
+    model = getattr(transformers, name)(config).train()
+    before = list(vars(model))
+    with pytest.raises(ValueError, match=text):
+        use_xent(model)
+    assert list(vars(model)) == before and model.training
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
 def test_a_loss_of_its_own():
     model = tiny.make()
     model.loss_function = lambda **kwargs: None
     with pytest.raises(ValueError, match=r"has a loss of its own, test_a_loss_of_its_own.<locals>.<lambda>; expected"):
         use_xent(model)
-    config = transformers.BertConfig(
-        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
-    )
-    with pytest.raises(ValueError, match=r"BertForMaskedLM .*its own"):
-        use_xent(transformers.BertForMaskedLM(config))
-
-
-def test_a_model_without_a_head():
-    config = transformers.LlamaConfig(**tiny.SIZES, **tiny.TOKENS)
-    with pytest.raises(ValueError, match="LlamaModel has"):
-        use_xent(transformers.LlamaModel(config))
-
-
-def test_a_model_that_computes_its_loss_itself():
-    """Bart's decoder calls nn.CrossEntropyLoss."""
-    config = transformers.BartConfig(
-        vocab_size=64, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=32
-    )
-    with pytest.raises(ValueError, match="BartForCausalLM computes its loss by itself"):
-        use_xent(transformers.BartForCausalLM(config))
-
-
-def test_logits_that_are_read_beside_the_loss():
-    """Bamba adds a z-loss of its own to the loss."""
-    sizes = tiny.SIZES | {"mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 8, "attn_layer_indices": [0]}
-    config = transformers.BambaConfig(**sizes, **tiny.TOKENS, z_loss_coefficient=1e-3)
-    with pytest.raises(ValueError, match="BambaForCausalLM reads its logits beside the loss"):
-        use_xent(transformers.BambaForCausalLM(config))
 
 
 @pytest.mark.parametrize(
@@ -127,16 +127,6 @@ def test_a_forward_that_does_something_else(change, error):
 
     with pytest.raises(ValueError, match=error):
         use_xent(patched(tiny.make(), forward))
-
-
-def test_a_refusal_leaves_the_model_as_it_was():
-    sizes = tiny.SIZES | {"mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 8, "attn_layer_indices": [0]}
-    model = transformers.BambaForCausalLM(transformers.BambaConfig(**sizes, **tiny.TOKENS, z_loss_coefficient=1e-3))
-    before = list(vars(model))
-    with pytest.raises(ValueError, match="reads its logits"):
-        use_xent(model.train())
-    assert list(vars(model)) == before and model.training
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 class Int8Linear(nn.Linear):
@@ -198,15 +188,6 @@ def test_data_parallel():
         replica(input_ids=ids, labels=labels)
 
 
-def test_a_head_that_came_later():
-    model = tiny.make()
-    use_xent(model)
-    model.resize_token_embeddings(80)
-    ids, labels = tiny.batch()
-    with pytest.raises(RuntimeError, match="the head is not the one that use_xent has seen"):
-        model(input_ids=ids, labels=labels)
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
 def test_hooks_that_came_later(register, compiled):
@@ -232,22 +213,28 @@ def test_hooks_that_came_later(register, compiled):
     handle.remove()
 
 
-def test_a_loss_function_that_came_later():
-    model = tiny.make()
-    use_xent(model)
-    model.loss_function = lambda logits, labels, vocab_size: logits.square().mean()
-    ids, labels = tiny.batch()
-    with pytest.raises(RuntimeError, match="did not call its loss_function"):
-        model(input_ids=ids, labels=labels)
+def _of_the_labels(input_ids, labels):
+    return transformers.modeling_outputs.CausalLMOutputWithPast(loss=labels.sum())
 
 
-def test_a_forward_that_came_later():
-    """TRL's trainers replace the model's forward by one with a head of its own."""
+@pytest.mark.parametrize(
+    "change, error",
+    [
+        (lambda model: model.resize_token_embeddings(80), "the head is not the one that use_xent has seen"),
+        (
+            lambda model: setattr(model, "loss_function", lambda logits, **_: logits.mean()),
+            "not call its loss_function",
+        ),
+        (lambda model: setattr(model, "forward", _of_the_labels), "did not call its head"),  # as TRL's trainers do
+    ],
+    ids=["head", "loss_function", "forward"],
+)
+def test_what_came_later(change, error):
     model = tiny.make()
     use_xent(model)
-    model.forward = lambda input_ids, labels: transformers.modeling_outputs.CausalLMOutputWithPast(loss=labels.sum())
+    change(model)
     ids, labels = tiny.batch()
-    with pytest.raises(RuntimeError, match="did not call its head"):
+    with pytest.raises(RuntimeError, match=error):
         model(input_ids=ids, labels=labels)
 
 
