@@ -73,7 +73,7 @@ def test_each_tensor_is_refused_by_its_name(name):
         wrong = []
         if argument.like != "any":
             wrong += [(tensor.bool(), TypeError, "has dtype torch.bool")]
-        if argument.name != contract.owner:
+        if argument.name != contract.primary:
             wrong += [(tensor.new_zeros((*tensor.shape, 2)), ValueError, r"has shape \(.*\); expected \(")]
             wrong += [(tensor.to("meta"), RuntimeError, "(is|are) on meta but .* on cpu")]
         for one, error, words in wrong:
