@@ -25,6 +25,8 @@ for line in sys.stdin:
         try:
             exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
             status = 0
+        except SystemExit as stop:
+            status = stop.code or 0
         except BaseException:
             traceback.print_exc()
         sys.stdout.flush()
