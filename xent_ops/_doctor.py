@@ -156,6 +156,33 @@ def _skipping(device: torch.device) -> str:
     return f"all rows are computed: {reason}" if reason else "ignored rows are skipped"
 
 
+def _row_bits(device: torch.device) -> str:
+    """Does a row have the same bits in every batch, with batch_invariant=True?"""
+    hidden, classes, most = (2048, 50257, 2048) if device.type == "cuda" else (256, 5003, 512)
+    found = []
+    try:
+        for dtype in DTYPES:
+            head = (torch.randn(classes, hidden, device=device) / hidden**0.5).to(dtype)
+            x, target = torch.randn(most + 1, hidden, device=device).to(dtype), torch.arange(most + 1, device=device)
+            every = _numbers_of_rows(x, head, target)
+            for number in (1, 100, most):
+                which = torch.randperm(most + 1)[:number].to(device)
+                if differing := int((_numbers_of_rows(x[which], head, target[which]) != every[which]).any(1).sum()):
+                    found.append(f"{differing} of {number} rows in {str(dtype).removeprefix('torch.')}")
+    except Exception as error:  # without Triton, or with a broken driver, which the checks below find too
+        return f"not known: {error}"
+    if not found:
+        return "a row has the same bits in every batch"
+    return f"NOT SO: {', '.join(found)} differ, for this device's library of products has other bits at other places"
+
+
+def _numbers_of_rows(x: torch.Tensor, head: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    x = x.detach().requires_grad_()
+    stats = xent_ops.linear_token_log_probs(x, head, target, batch_invariant=True)
+    (grad,) = torch.autograd.grad((stats.log_probs + stats.entropy).sum(), x)
+    return torch.cat([torch.stack(stats, 1).detach(), grad], 1)
+
+
 INTERPRETED = (
     "\n" + "!" * 100 + "\n!! WARNING: TRITON_INTERPRET is set. Every Triton kernel of a process that starts like "
     "this runs in an\n!! interpreter on the CPU: on a GPU machine A THOUSAND TIMES SLOWER, with no other sign of "
@@ -203,6 +230,10 @@ def main(arguments: argparse.Namespace) -> int:
     say("\nlinear_cross_entropy(..., skip_ignored=True)")
     for name, what in skipping.items():
         say(f"  {name}: {what}")
+    row_bits = {_name(device): _row_bits(device) for device in found}
+    say("\nbatch_invariant=True")
+    for name, what in row_bits.items():
+        say(f"  {name}: {what}")
     say(INTERPRETED if interpreted else "\nTRITON_INTERPRET is not set: Triton kernels are compiled.")
     say("\nA loss and its gradient on each device, against float64 (torch.compile takes 10 s to a minute)")
     checks = _checks(found, say)
@@ -214,6 +245,7 @@ def main(arguments: argparse.Namespace) -> int:
     wrong = [problem for problem in problems if problem]
     notes = [note for note in (_slow_cpu(), _interpreted() if interpreted and not gpus else None) if note]
     notes += [f"torch {torch.__version__} does not serve {what}: {cost}" for what, cost in LEFT_OUT.items()]
+    notes += [f"batch_invariant=True, {name}: {what}" for name, what in row_bits.items() if what.startswith("NOT SO")]
     everything = "Nothing is wrong, but:" if notes else "Everything is right."
     say("\nSomething is wrong:" if wrong else f"\n{everything}")
     for each in wrong + notes:
@@ -223,6 +255,7 @@ def main(arguments: argparse.Namespace) -> int:
             "versions": versions,
             "kernels": [dataclasses.asdict(service) for service in services],
             "skip_ignored": skipping,
+            "batch_invariant": row_bits,
             "library": library,
             "triton_interpret": interpreted,
             "checks": checks,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .head.sizes import padded_classes
 from .kernels import reference_soft
 from .kernels.options import LossOptions, Reduction
 from .kernels.reductions import cross_entropy_divisor
@@ -217,6 +218,7 @@ def cross_entropy_outputs(
     token_weight: Tensor | None = None,
     dim: int = 1,
     grad_in_forward: bool = False,
+    batch_invariant: bool = False,
 ) -> CrossEntropyOutputs:
     """``cross_entropy`` with what one logs beside it, from the same pass: see ``CrossEntropyOutputs``.
 
@@ -227,6 +229,8 @@ def cross_entropy_outputs(
         others: as for ``cross_entropy``; the target must be class indices.
         grad_in_forward: as for ``cross_entropy``: one visit for the loss, its gradient and everything else. The loss
             alone is differentiable then.
+        batch_invariant: as for ``token_log_probs``, for lse, predictions, token_losses and entropy, and the loss of
+            reduction="none"; not with grad_in_forward.
 
     Examples:
         >>> outputs = xent_ops.cross_entropy_outputs(torch.eye(3), torch.tensor([0, 1, 1]))
@@ -242,13 +246,20 @@ def cross_entropy_outputs(
     checks.weight_without_grad(weight)
     arguments.optional("token_weight", token_weight)
     checks.token_weight(token_weight, target)
+    if arguments.boolean("batch_invariant", batch_invariant) and grad_in_forward:
+        raise ValueError(
+            "batch_invariant=True beside grad_in_forward=True, which splits a row over more programs where rows are "
+            "few: leave one of them out"
+        )
     logits = classes_last(input, dim)
     arguments.suggest_dim(input, target, dim)
-    value = None
+    logits, value = _rows_alike(logits) if batch_invariant else logits, None
     if grad_in_forward and function.wants_gradient(logits):
         value, *rows = function.with_grad(logits, target, weight, loss, token_weight, with_statistics=True)
     else:
-        rows = torch.ops.xent.cross_entropy_forward(logits, target, weight, True, True, **loss.row_options.keywords())
+        rows = torch.ops.xent.cross_entropy_forward(
+            logits, target, weight, True, True, batch_invariant, **loss.row_options.keywords()
+        )
     divisor, _ = cross_entropy_divisor(logits, target, weight, token_weight, options=loss.row_options)
     outputs = outputs_of_rows(value, rows, target, divisor, loss, token_weight)
     if grad_in_forward:  # compiled, too
@@ -265,6 +276,7 @@ def token_log_probs(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     dim: int = -1,
+    batch_invariant: bool = False,
 ) -> TokenLogProbs:
     """log p(target), the entropy of the softmax and the lse of every row, in one pass and differentiable.
 
@@ -277,6 +289,10 @@ def token_log_probs(
             place of ignore_index counts for nothing, and a row is ignored where all of its places are.
         ignore_index, softcap, logit_scale: as for ``cross_entropy``; logit_scale is one over the temperature.
         dim: the class dimension, by default the last one.
+        batch_invariant: a row's numbers, and its row of the input's gradient, have bits that depend on its own logits,
+            target and options alone: not on other rows, on their number, or on where they lie. Few rows take longer,
+            and rows that do not start at multiples of 16 bytes, as those of odd vocabularies, are copied:
+            docs/reproducible.md.
 
     Returns:
         ``TokenLogProbs(log_probs, entropy, lse)``, each float32 (float64 for float64 input) with a number a row;
@@ -292,11 +308,26 @@ def token_log_probs(
     arguments.tensors(input, target)
     rows = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, dtype=input.dtype).row_options
     logits = classes_last(input, dim)
+    logits = _rows_alike(logits) if arguments.boolean("batch_invariant", batch_invariant) else logits
     target, ids = target_and_ids(target, input.dim() - 1, rows.ignore_index)
     if ids is not None:
-        loss_or_at_ids, lse, entropy = torch.ops.xent.token_logits(logits, ids, True, **rows.keywords())
+        loss_or_at_ids, lse, entropy = torch.ops.xent.token_logits(
+            logits, ids, True, batch_invariant, **rows.keywords()
+        )
     else:
         loss_or_at_ids, lse, _, entropy = torch.ops.xent.cross_entropy_forward(
-            logits, target, None, False, True, **rows.keywords()
+            logits, target, None, False, True, batch_invariant, **rows.keywords()
         )
     return log_probs_of_rows(loss_or_at_ids, lse, entropy, target, ids, rows)
+
+
+def _rows_alike(logits: Tensor) -> Tensor:
+    """Logits whose rows lie alike to the kernels, which read 16 bytes at a time: else a copy in which they do."""
+    if logits.device.type == "cpu":  # whose kernels fold blocks of columns, wherever these lie
+        return logits
+    classes, itemsize = logits.shape[-1], logits.element_size()
+    alignment = 16 if classes * itemsize % 16 == 0 else 128  # configs.edges of kernels/triton
+    pitches = [stride for size, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True) if size > 1]
+    if all(place * itemsize % alignment == 0 for place in (*pitches, logits.storage_offset())):
+        return logits
+    return torch.nn.functional.pad(logits, (0, padded_classes(classes, logits.dtype) - classes))[..., :classes]

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import few_classes
+from . import few_classes, one_shape
 from .functional import loss_of_logits
 from .kernels.options import HeadProducts, Reduction
 from .linear_call import LinearCall, bind, cross_entropy, statistics
@@ -42,6 +42,7 @@ def linear_cross_entropy(
     skip_ignored: bool = False,
     logits_dtype: torch.dtype | None = None,
     products: HeadProducts | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """``cross_entropy(F.linear(input, linear_weight, linear_bias), target)`` without the logits as a whole.
 
@@ -88,6 +89,13 @@ def linear_cross_entropy(
             alone, with the loss and statistics of 16-bit products. For bfloat16 and float16 and H a multiple of 16, on
             GPUs of compute capability 8.9 or more; on a CPU plain torch, rounded alike. Gradients have an error of 3 %
             in their norm, without a bias: docs/precision.md says when to use it. None: 16-bit products.
+        batch_invariant: a row's loss (reduction="none"), log-probability, entropy, lse and argmax have bits that depend
+            on its own hidden state, target and options and on the head alone, and so has its row of the input's
+            gradient (of a mean: but for the divisor). They do not depend on other rows, on the number of rows, on its
+            place among them, on padding, or on eager and compiled, with one ``chunk_rows`` or none. The gradients of
+            the head are sums over rows, and are not meant. All chunks get one shape, and the last one is filled up: at
+            most one chunk's products more, also for few rows. ``skip_ignored`` has no effect beside it. Not with
+            ``products``, for gradients of float16, or of DTensors. docs/reproducible.md has what it rests on.
 
     Returns:
         The loss, float32 (float64 for float64 input): (), or with "none" the target's shape. Gradients have their
@@ -107,13 +115,13 @@ def linear_cross_entropy(
         >>> loss.backward()
     """
     raw_options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
-    raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
+    raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
     call = bind(input, linear_weight, target, linear_bias, weight, raw_options, raw_chunking, divisor, token_weight)
     if target_probs is not None:
         name = "xent_ops.linear_cross_entropy with target_probs"
         refuse_dtensors(name, input, linear_weight, target, target_probs)
         transforms.refuse(name)
-        return few_classes.loss(few_classes.bind(call, target_probs, tail))
+        return one_shape.computed(few_classes.bind(call, target_probs, tail), few_classes.loss)
     few_classes.without_probs(tail)
     if is_dtensor(input, linear_weight, target, linear_bias, weight, token_weight):
         from .distributed import linear_tensor  # imported for DTensors only: it takes a while
@@ -121,18 +129,20 @@ def linear_cross_entropy(
         return linear_tensor.cross_entropy(call)
     if target.is_floating_point() or transforms.functorch_is_active() or transforms.forward_mode():
         return _from_all_logits(call.in_autocast_dtype())
-    return cross_entropy(call)
+    return one_shape.computed(call, cross_entropy)
 
 
 def _from_all_logits(call: LinearCall) -> Tensor:
     head = call.head
-    if head.chunking.logits_dtype not in (None, call.input.dtype) or head.chunking.products is not None:
+    chunking = head.chunking
+    other_products = chunking.logits_dtype not in (None, call.input.dtype) or chunking.products is not None
+    if other_products or chunking.batch_invariant:
         raise NotImplementedError(
             "class probabilities, torch.func and forward-mode AD make all logits, by the products of nn.Linear: "
-            "without logits_dtype and products"
+            "without logits_dtype, products and batch_invariant"
         )
     if not transforms.is_jit_traced():
-        linear_checks.head(call.input, head.weight, head.bias, head.accumulate_dtype, head.chunking)
+        linear_checks.head(call.input, head.weight, head.bias, head.accumulate_dtype, chunking)
     logits = F.linear(call.input, head.weight, head.bias)
     value = loss_of_logits(logits, call.target, head.class_weight, call.loss, call.token_weight)
     return value if call.divisor is None else value / call.divisor.to(value.dtype)
@@ -159,6 +169,7 @@ def linear_cross_entropy_outputs(
     skip_ignored: bool = False,
     logits_dtype: torch.dtype | None = None,
     products: HeadProducts | None = None,
+    batch_invariant: bool = False,
 ) -> CrossEntropyOutputs:
     """``linear_cross_entropy`` with what one logs beside it, from the same three products: see ``CrossEntropyOutputs``.
 
@@ -176,20 +187,24 @@ def linear_cross_entropy_outputs(
     transforms.refuse(name)
     refuse_dtensors(name, input, linear_weight, target)
     raw_options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
-    raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
+    raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
     call = bind(input, linear_weight, target, linear_bias, weight, raw_options, raw_chunking, divisor, token_weight)
     checks.token_weight(token_weight, target)
-    call, value = call.in_autocast_dtype(), None
-    head, loss, chunk_options = call.head, call.loss, call.head.chunking.keywords()
+    return one_shape.computed(call.in_autocast_dtype(), _outputs)
+
+
+def _outputs(call: LinearCall) -> CrossEntropyOutputs:
+    head, loss, chunk_options, value = call.head, call.loss, call.head.chunking.keywords(), None
+    target, weight, token_weight = call.target, head.class_weight, call.token_weight
     head_args = (call.input, head.weight, target, head.bias, weight)
-    if reduction != "none" and composite.gradients_in_forward(call.input, head.weight, head.bias):
+    if loss.reduction != "none" and composite.gradients_in_forward(call.input, head.weight, head.bias):
         loss_args = (call.divisor, token_weight, head.accumulate_dtype, True, True)
         value, _, *rows = composite.with_grad(head_args, *loss_args, **chunk_options, **loss.keywords())
     else:
         keywords = {"accumulate_dtype": head.accumulate_dtype, **chunk_options, **loss.row_options.keywords()}
         rows = _ops.linear_cross_entropy_forward(*head_args, True, True, **keywords)
     divided = composite.divisors_of(
-        target, weight, call.divisor, linear_weight.shape[0], rows[1].dtype, loss, token_weight
+        target, weight, call.divisor, head.weight.shape[0], rows[1].dtype, loss, token_weight
     )
     return outputs_of_rows(value, rows[:4], target, *divided, token_weight)
 
@@ -209,6 +224,7 @@ def linear_token_log_probs(
     skip_ignored: bool = False,
     logits_dtype: torch.dtype | None = None,
     products: HeadProducts | None = None,
+    batch_invariant: bool = False,
 ) -> TokenLogProbs:
     """``token_log_probs`` of ``F.linear(input, linear_weight, linear_bias)`` without the logits as a whole.
 
@@ -221,7 +237,7 @@ def linear_token_log_probs(
         ignore_index, softcap, logit_scale: as for ``token_log_probs``.
         accumulate_dtype, chunk_rows, skip_ignored: as for ``linear_cross_entropy``. Of an ignored row that is skipped
             the entropy is 0 and the lse infinite.
-        logits_dtype, products: as for ``linear_cross_entropy``.
+        logits_dtype, products, batch_invariant: as for ``linear_cross_entropy``.
 
     Returns:
         ``TokenLogProbs(log_probs, entropy, lse)``, each float32 (float64 for float64 input) with a number a row;
@@ -236,8 +252,10 @@ def linear_token_log_probs(
     transforms.refuse(name)
     refuse_dtensors(name, input, linear_weight, target)
     raw_options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "none")
-    raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
-    call = bind(
-        input, linear_weight, target, linear_bias, None, raw_options, raw_chunking, several=True
-    ).in_autocast_dtype()
+    raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
+    call = bind(input, linear_weight, target, linear_bias, None, raw_options, raw_chunking, several=True)
+    return one_shape.computed(call.in_autocast_dtype(), _token_log_probs)
+
+
+def _token_log_probs(call: LinearCall) -> TokenLogProbs:
     return log_probs_of_rows(*statistics(call, with_entropy=True), call.target, call.ids, call.loss.row_options)

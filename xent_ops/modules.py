@@ -171,6 +171,7 @@ class LinearCrossEntropyLoss(nn.Module):
         skip_ignored: bool = False,
         logits_dtype: torch.dtype | None = None,
         products: HeadProducts | None = None,
+        batch_invariant: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -178,10 +179,10 @@ class LinearCrossEntropyLoss(nn.Module):
         loss = arguments.loss_options(ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
         rows, self.lse_square_scale, self.reduction = loss
         self.ignore_index, self.label_smoothing, self.softcap, self.logit_scale = rows
-        chunks = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
+        chunks = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
         self.accumulate_dtype, chunking = arguments.chunks(*chunks)
         checks.chunk_rows(chunking.chunk_rows)
-        self.chunk_rows, self.skip_ignored, self.logits_dtype, self.products = chunking
+        self.chunk_rows, self.skip_ignored, self.logits_dtype, self.products, self.batch_invariant = chunking
         in_features, num_classes = _size("in_features", in_features), _size("num_classes", num_classes)
         if tied_weight is None:
             if in_features is None or num_classes is None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from .kernels.options import HeadProducts, TokenReduction
 from .kernels.reference import accumulator, is_counted
 from .linear_call import bind
+from .one_shape import PaddedCall
 from .ops import arguments, checks, transforms
 from .ops.arguments import classes_last
 from .ops.dtensors import is_dtensor, refuse_dtensors
@@ -38,6 +39,7 @@ def linear_token_loss(
     skip_ignored: bool = False,
     logits_dtype: torch.dtype | None = None,
     products: HeadProducts | None = None,
+    batch_invariant: bool = False,
     check: bool = False,
 ) -> Tensor:
     """Any loss that is a mean of one number a token, or a sum, from hidden states, in the products of cross entropy.
@@ -66,6 +68,7 @@ def linear_token_loss(
             computed.
         logits_dtype, products: as for ``linear_cross_entropy``; with products, and in float16, the loss takes four of
             them.
+        batch_invariant: as for ``linear_cross_entropy``. fn gets the bits of ``linear_token_log_probs``.
         check: compare fn on all tokens with fn on parts of them, and raise where they differ. Costs a product and
             synchronises; not in compiled graphs.
 
@@ -90,7 +93,7 @@ def linear_token_loss(
     name = "xent_ops.linear_token_loss"
     transforms.refuse(name)
     raw_options = (ignore_index, 0.0, softcap, logit_scale, 0.0, reduction)
-    raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
+    raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
     call = bind(input, linear_weight, target, linear_bias, None, raw_options, raw_chunking, divisor, several=True)
     checks.reduction(reduction, ("mean", "sum"))
     arguments.boolean("check", check)
@@ -107,6 +110,10 @@ def linear_token_loss(
         keywords = {"accumulate_dtype": accumulate_dtype, **head.chunking.keywords(), **call.loss.row_options._asdict()}
         refuse("linear_cross_entropy_forward", *head_args, **keywords)
     function = TokenFunction(fn, rows, call.target, ignore_index, accumulator(call.input), call.ids)
+    if batch_invariant:
+        padded = PaddedCall(call)
+        padded.pad_rows_of(function)
+        call = padded.call
     return loss_of_head(call, function, check)
 
 

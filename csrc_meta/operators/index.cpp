@@ -14,7 +14,9 @@ tensors::Problem checked(const Tensor& logits, const Tensor& target, const Maybe
 }
 
 Four forward(const Tensor& logits, const Tensor& target, const MaybeTensor& weight, bool with_argmax, bool with_entropy,
-             int64_t ignore_index, double label_smoothing, MaybeNumber softcap, double logit_scale) {
+             bool batch_invariant, int64_t ignore_index, double label_smoothing, MaybeNumber softcap,
+             double logit_scale) {
+  (void)batch_invariant;  // a row's bits depend on it alone in any case: rows.h, fold
   const RowOptions options{ignore_index, label_smoothing, softcap, logit_scale};
   checks::index(logits, target, weight, options);
   const Four outputs = statistics(logits, target, with_argmax, with_entropy);

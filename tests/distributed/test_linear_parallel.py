@@ -1,5 +1,6 @@
 """The head and the loss over ranks in real processes. Every rank runs the cases of linear_*cases.py beside this."""
 
+import batch_invariant_cases as batch_invariant
 import bench_cases as bench
 import distillation_cases as distillation
 import linear_compiled_cases as compiled
@@ -172,4 +173,12 @@ def test_cuda_graphs(pool, world, case):
     ids=lambda case: case.__name__,
 )
 def test_dtensor(pool, device, world, case):
+    pool(world, device).run(case)
+
+
+@pytest.mark.parametrize("world", FEW)
+@pytest.mark.parametrize(
+    "case", [batch_invariant.own_bits, batch_invariant.sequence_parallel], ids=lambda case: case.__name__
+)
+def test_batch_invariant(pool, device, world, case):
     pool(world, device).run(case)

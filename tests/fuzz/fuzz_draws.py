@@ -174,6 +174,9 @@ class _Program:
         # In a compiled graph "check" is refused.
         if "check" in names and self.backend is None and self.maybe(0.2):
             options["check"] = True
+        refused = self.dtype in DTYPES[2:] if self.linear else "grad_in_forward" in options
+        if "batch_invariant" in names and not refused and self.maybe(0.2):
+            options["batch_invariant"] = True
         if not self.linear:
             return
         if self.dtype in DTYPES[1:3] and self.maybe(0.3):
@@ -182,7 +185,7 @@ class _Program:
             options["logits_dtype"] = _Text("torch.float32")
         if self.maybe():
             options["chunk_rows"] = pick((1, 3, 16, 100))
-        if self.maybe(0.2):
+        if self.maybe(0.2) and "batch_invariant" not in options:  # beside which it has no effect
             options["skip_ignored"] = True
         with_grad = options.get("reduction", "mean") != "none" and "skip_ignored" not in options
         if "pipelined" in names and self.maybe(0.6):
@@ -380,7 +383,7 @@ class _Program:
             "for grad, leaf in zip(grads, given[1], strict=True):",
             "    assert grad.dtype == leaf.dtype and grad.shape == leaf.shape",
         )
-        unknown = ("inplace_backward", "grad_in_forward", "pipelined", "check")
+        unknown = ("inplace_backward", "grad_in_forward", "pipelined", "check", "batch_invariant")
         more = [f"{name}={value!r}" for name, value in self.options.items() if name not in unknown]
         if self.kind == "outputs" and "skip_ignored" not in self.options:
             more.append("skip_ignored=True")  # an ignored row's lse is infinite in any case

@@ -27,6 +27,7 @@ VALUES = {
     "logit_scale": 0.5,
     "token_weight": True,  # stands for a tensor
     "dim": -1,
+    "batch_invariant": True,
     "inplace_backward": True,
     "grad_in_forward": True,
 }

@@ -44,6 +44,10 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--chunk-rows", type=positives, metavar="ROWS,...", help="a line of ours for each size of chunks"
     )
+    found = add(
+        "invariant", heads.invariant, "batch_invariant=True beside the default", "1x128256,64x128256,8192x128256"
+    )
+    add_hidden(found, "4096")
     found = add("packages", heads.packages, "head and loss in an AOTInductor package", "8192x32000")
     add_hidden(found, "2048")
     found = add("tokens", tokens.tokens, "losses of tokens from hidden states", "8192x128256")

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import xent_ops
+from xent_ops.bench import check
 from xent_ops.bench.contestants import (
     CUTLASS,
     LIGER,
@@ -31,6 +32,7 @@ from xent_ops.bench.contestants import (
     imported,
     installed,
     linear,
+    products,
     unfused_torch,
 )
 from xent_ops.bench.contestants import heads as common
@@ -103,6 +105,29 @@ def ours(dtype: torch.dtype, rows: int | None) -> list[Contestant]:
         Contestant(f"xent compiled{end}", "ours", compiled(load(linear, {})), THREE_PRODUCTS),
         Contestant(f"xent forward{end}", "ours", load(forward, {}), ONE_PRODUCT),
     ]
+
+
+def of_log_probs(hidden: Tensor, matrix: Tensor, target: Tensor, **options: Any) -> Tensor:
+    log_probs = xent_ops.linear_token_log_probs(hidden, matrix, target, **options).log_probs
+    return -log_probs.sum() / (target != check.IGNORE_INDEX).sum()
+
+
+def invariant(arguments: argparse.Namespace, setting: Setting) -> tuple[list[Table], Sequence[Peer]]:
+    """The same bits in every batch: what it costs few rows and many."""
+    ways: list[tuple[str, Any, str]] = [
+        ("xent", linear, THREE_PRODUCTS),
+        ("xent log-probs", of_log_probs, THREE_PRODUCTS),
+        ("xent forward", forward, ONE_PRODUCT),
+    ]
+    found = [
+        Contestant(THREE_PRODUCTS, "torch", lambda: products, unit=THREE_PRODUCTS),
+        Contestant(ONE_PRODUCT, "torch", lambda: one_product, unit=ONE_PRODUCT),
+    ]
+    for name, function, unit in ways:
+        found.append(Contestant(name, "ours", functools.partial(functools.partial, function), unit))
+        one_shape = functools.partial(functools.partial, function, batch_invariant=True)
+        found.append(Contestant(f"{name} batch_invariant", "ours", one_shape, unit))
+    return head_tables(arguments.shapes, arguments.hidden, found, setting), ()
 
 
 def was_chunked() -> str:

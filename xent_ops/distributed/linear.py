@@ -26,8 +26,8 @@ from ..linear_call import LinearCall, bind
 from ..ops import arguments, transforms
 from ..outputs import TokenLogProbs, log_probs_of_rows
 from . import consistency, token_loss
-from .bound import NAMES, as_target, bind_shard, by_ranks, check_values, gathered_input
-from .groups import Group, ranks_of
+from .bound import NAMES, as_target, bind_shard, by_ranks, check_values, computed, gathered_input
+from .groups import Group, Ranks, ranks_of
 from .pipelined import loss as pipelined_loss
 from .sharded_rows import reduced, sharded_rows
 
@@ -59,6 +59,7 @@ def vocab_parallel_linear_cross_entropy(
     skip_ignored: bool = False,
     logits_dtype: torch.dtype | None = None,
     products: HeadProducts | None = None,
+    batch_invariant: bool = False,
     pipelined: bool | None = None,
     check: bool = False,
 ) -> Tensor:
@@ -87,6 +88,8 @@ def vocab_parallel_linear_cross_entropy(
             products of all rows, without ``pipelined``, ``skip_ignored`` and ``products``.
         accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products: as for ``xent_ops.linear_cross_entropy``, of
             this rank's products. With ``products`` four of them: not pipelined.
+        batch_invariant: likewise, for one number of ranks and one split of the classes. With ``sequence_parallel`` each
+            rank's part of the rows is filled up.
         pipelined: True: three products. The forward gathers a chunk's numbers while the next chunk's product runs, and
             makes the gradients, which the backward multiplies by the upstream gradient, in place; two chunks of logits.
             False: four. The forward gathers the numbers of all rows at once, and the backward makes the logits again;
@@ -117,7 +120,7 @@ def vocab_parallel_linear_cross_entropy(
     """
     name, ranks = "vocab_parallel_linear_cross_entropy", ranks_of(group)
     raw_options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
-    raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
+    raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
 
     def bind_call() -> LinearCall:
         transforms.refuse(f"xent_ops.distributed.{name}")
@@ -131,6 +134,10 @@ def vocab_parallel_linear_cross_entropy(
         return bind_shard(call, ranks, pipelined, num_classes, class_start, sequence_parallel)
 
     call = consistency.check(name, group, ranks, lambda: check_values(bind_call())) if check else bind_call()
+    return computed(call, ranks, _loss)
+
+
+def _loss(call: LinearCall, ranks: Ranks) -> Tensor:
     if call.ids is not None:
         return token_loss.loss(*few_classes.as_token_loss(call), ranks)
     split = call.sequence_dim
@@ -141,7 +148,7 @@ def vocab_parallel_linear_cross_entropy(
     gathered, ordered = gathered_input(call.input, call.target, split, ranks)
     rows, _ = sharded_rows(call.input, ordered, call.head, ranks, call.loss, gathered)
     value = reduced(rows, ordered, call.loss, call.divisor, factors)
-    return as_target(value, split) if reduction == "none" else value
+    return as_target(value, split) if call.loss.reduction == "none" else value
 
 
 def _check_few_classes(reduction: str, pipelined: bool | None, skip_ignored: bool) -> None:
@@ -174,6 +181,7 @@ def vocab_parallel_linear_token_log_probs(
     skip_ignored: bool = False,
     logits_dtype: torch.dtype | None = None,
     products: HeadProducts | None = None,
+    batch_invariant: bool = False,
     check: bool = False,
 ) -> TokenLogProbs:
     """``xent_ops.linear_token_log_probs`` of a head whose rows (classes) are split between the ranks of a group.
@@ -193,7 +201,7 @@ def vocab_parallel_linear_token_log_probs(
     """
     name, ranks = "vocab_parallel_linear_token_log_probs", ranks_of(group)
     raw_options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "none")
-    raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
+    raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
 
     def bind_call() -> LinearCall:
         transforms.refuse(f"xent_ops.distributed.{name}")
@@ -201,6 +209,10 @@ def vocab_parallel_linear_token_log_probs(
         return bind_shard(call, ranks, False, num_classes, class_start, sequence_parallel)
 
     call = consistency.check(name, group, ranks, lambda: check_values(bind_call())) if check else bind_call()
+    return computed(call, ranks, _token_log_probs)
+
+
+def _token_log_probs(call: LinearCall, ranks: Ranks) -> TokenLogProbs:
     gathered, ordered = gathered_input(call.input, call.target, call.sequence_dim, ranks)
     rows, entropy = sharded_rows(call.input, ordered, call.head, ranks, call.loss, gathered, with_entropy=True)
     values = log_probs_of_rows(rows.loss, rows.lse, entropy, ordered, None, call.loss.row_options)

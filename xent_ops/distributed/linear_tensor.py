@@ -45,6 +45,11 @@ class _Local(NamedTuple):
 
 def _local_of(call: LinearCall) -> _Local:
     """``call``: of DTensors."""
+    if call.head.chunking.batch_invariant:
+        raise NotImplementedError(
+            "batch_invariant=True of DTensors is not supported: pass local tensors, those of a head that is split over "
+            "ranks to xent_ops.distributed"
+        )
     input, (linear_weight, linear_bias, weight, *_) = call.input, call.head
     mesh = _mesh_of(input, linear_weight, linear_bias)
     assert isinstance(input, DTensor) and isinstance(linear_weight, DTensor)

@@ -17,7 +17,7 @@ from ..linear_call import LinearCall, bind
 from ..ops import arguments, checks, transforms
 from ..token_function import Function, TokenFunction, divided, loss_by_chunks
 from . import consistency
-from .bound import NAMES, bind_shard, by_ranks, check_values, gathered_input
+from .bound import NAMES, bind_shard, by_ranks, check_values, gathered_input, padded_call
 from .groups import Group, Ranks, ranks_of
 from .pipelined import Collectives
 from .sharded_rows import sharded_rows
@@ -53,6 +53,7 @@ def vocab_parallel_linear_token_loss(
     skip_ignored: bool = False,
     logits_dtype: torch.dtype | None = None,
     products: HeadProducts | None = None,
+    batch_invariant: bool = False,
     check: bool = False,
 ) -> Tensor:
     """``xent_ops.linear_token_loss`` of a head whose rows (classes) are split between the ranks of a group.
@@ -67,6 +68,7 @@ def vocab_parallel_linear_token_loss(
             ``sequence_parallel`` too.
         reduction, divisor, ignore_index, softcap, logit_scale: as for ``xent_ops.linear_token_loss``.
         accumulate_dtype, chunk_rows, logits_dtype, products: likewise.
+        batch_invariant: as for ``vocab_parallel_linear_cross_entropy``.
         skip_ignored: as for ``vocab_parallel_linear_cross_entropy``: four products, of the counted rows.
             Of several classes a row three, of all rows: there it has no effect, and ``products`` are refused.
         check: as for ``vocab_parallel_linear_cross_entropy``; compares the values of ``rows``, and fn on all tokens
@@ -85,7 +87,7 @@ def vocab_parallel_linear_token_loss(
     """
     name, ranks = "vocab_parallel_linear_token_loss", ranks_of(group)
     raw_options = (ignore_index, 0.0, softcap, logit_scale, 0.0, reduction)
-    raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
+    raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
     arguments.boolean("check", check)
 
     def bind_function() -> _Bound:
@@ -104,7 +106,12 @@ def vocab_parallel_linear_token_loss(
         return bound
 
     call, function = consistency.check(name, group, ranks, bind_checked) if check else bind_function()
-    return loss(call.as_sum(), function, ranks, check)
+    call = call.as_sum()
+    if call.head.chunking.batch_invariant:
+        padded = padded_call(call, ranks)
+        padded.pad_rows_of(function)
+        call = padded.call
+    return loss(call, function, ranks, check)
 
 
 def loss(call: LinearCall, function: TokenFunction, ranks: Ranks, check: bool = False) -> Tensor:

@@ -24,11 +24,17 @@ _ops = torch.ops.xent
 
 
 def statistics_of_rows(
-    logits: Tensor, ids: Tensor, with_entropy: bool = False, *, options: RowOptions = DEFAULTS
+    logits: Tensor,
+    ids: Tensor,
+    with_entropy: bool = False,
+    batch_invariant: bool = False,
+    *,
+    options: RowOptions = DEFAULTS,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(x of the ids (..., K), lse (...), entropy (...) or (0,)) of logits (..., V)."""
     target = reference_ids.first_counted(ids, options.ignore_index)
-    _, lse, _, entropy = _ops.cross_entropy_forward(logits, target, None, False, with_entropy, **options.keywords())
+    flags = (False, with_entropy, batch_invariant)
+    _, lse, _, entropy = _ops.cross_entropy_forward(logits, target, None, *flags, **options.keywords())
     return reference_ids.gather(logits, ids, 0, None, options), lse, entropy
 
 

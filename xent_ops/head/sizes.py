@@ -55,18 +55,32 @@ def rows_of_chunk(
     if chunk_rows is not None:
         return min(number, chunk_rows)
     on_cpu, itemsize = input.device.type == "cpu", input.element_size()
-    # Products of wider numbers take longer, so fewer rows will do.
-    rows = least = _ROWS_ON_CPU if on_cpu else 4096 // itemsize
+    rows = least = _least_rows(input)
     while not on_cpu and rows < number and 2 * rows * classes * itemsize <= _BYTES:
         rows *= 2
-    # By comparing alone: of a symbolic number of classes the rows are a number, and the guard is a range.
-    logits_itemsize = (logits_dtype or input.dtype).itemsize
-    while rows > 1 and rows * classes * logits_itemsize > _MOST_BYTES:
-        rows //= 2
+    rows = _within_most_bytes(rows, input, classes, logits_dtype)
     if wider and not on_cpu and rows < features:
         # At the end the sum and its copy are there at once. Until then a chunk of H rows takes the copy's place.
         rows = max(rows, min(features // least * least, 2 * rows))
     return evenly(number, rows)
+
+
+def rows_of_one_shape(input: Tensor, classes: int, logits_dtype: torch.dtype | None = None) -> int:
+    """The rows of every chunk, whatever the number of rows and whichever gradients are wanted."""
+    return _within_most_bytes(_least_rows(input), input, classes, logits_dtype)
+
+
+def _least_rows(input: Tensor) -> int:
+    # Products of wider numbers take longer, so fewer rows will do.
+    return _ROWS_ON_CPU if input.device.type == "cpu" else 4096 // input.element_size()
+
+
+def _within_most_bytes(rows: int, input: Tensor, classes: int, logits_dtype: torch.dtype | None) -> int:
+    # By comparing alone: of a symbolic number of classes the rows are a number, and the guard is a range.
+    itemsize = (logits_dtype or input.dtype).itemsize
+    while rows > 1 and rows * classes * itemsize > _MOST_BYTES:
+        rows //= 2
+    return rows
 
 
 def evenly(number: int, most: int) -> int:
@@ -78,10 +92,13 @@ def evenly(number: int, most: int) -> int:
 
 
 def padded_classes(classes: int, dtype: torch.dtype) -> int:
-    """The columns that a row of logits has in memory: its start is a multiple of 16 bytes, for cuBLAS' fast products.
+    """The columns that a row of logits has in memory: its start is a multiple of 128 bytes.
+
+    cuBLAS' fast products need 16. With 128, the boundaries of kernels/triton/configs.py (edges) are at the same columns
+    of every row, and so a row's bits do not depend on its place.
 
     On a CPU those behind the classes must hold zeros: with AMX, oneDNN multiplies what is there by zero, in bfloat16,
     and NaN gives NaN (https://github.com/uxlfoundation/oneDNN/issues/5717).
     """
-    step = 16 // dtype.itemsize
+    step = 128 // dtype.itemsize
     return -(-classes // step) * step

@@ -62,6 +62,7 @@ def use_xent(
     skip_ignored: bool = False,
     logits_dtype: torch.dtype | None = None,
     products: HeadProducts | None = None,
+    batch_invariant: bool = False,
 ) -> Report:
     """Make ``model`` compute its loss by ``xent_ops.linear_cross_entropy`` in training, eager and compiled.
 
@@ -81,6 +82,8 @@ def use_xent(
         lse_square_scale: of the z-loss, as for ``cross_entropy``.
         logits_dtype, products: as for ``linear_cross_entropy``. A head with a forward of its own that multiplies its
             16-bit operands in float32 gets float32 logits, from the 16-bit operands.
+        batch_invariant: as for ``linear_cross_entropy``: a row of the gradient has bits of its own, but for the number
+            that the loss is divided by.
         accumulate_dtype, chunk_rows, skip_ignored: as for ``linear_cross_entropy``. With skip_ignored the prompts of
             fine-tuning take no time in the head.
 
@@ -122,7 +125,8 @@ def use_xent(
     tail = tails.find(base, head, upcast)
     loss = arguments.loss_options(-100, label_smoothing, *tail, lse_square_scale)
     checks.option_values(loss.row_options, head.weight.dtype)
-    accumulate_dtype, chunking = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
+    chunks = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
+    accumulate_dtype, chunking = arguments.chunks(*chunks)
     checks.chunk_rows(chunking.chunk_rows)
     options: dict[str, Any] = {"label_smoothing": label_smoothing, "lse_square_scale": lse_square_scale}
     options |= {"accumulate_dtype": accumulate_dtype, **chunking._asdict(), **tail._asdict()}

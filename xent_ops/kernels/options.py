@@ -107,10 +107,13 @@ class Chunking(NamedTuple):
     skip_ignored: bool = False
     logits_dtype: torch.dtype | None = None  # None: the input's dtype
     products: str | None = None
+    batch_invariant: bool = False  # the rows are padded before an operator gets them: one_shape.py
 
     def keywords(self) -> dict[str, Any]:
         """The keywords of an operator."""
-        return self._asdict()
+        keywords = self._asdict()
+        del keywords["batch_invariant"]
+        return keywords
 
 
 DEFAULT_CHUNKING = Chunking()

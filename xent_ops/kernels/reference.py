@@ -94,6 +94,7 @@ def statistics(
     weight: Tensor | None = None,
     with_argmax: bool = False,
     with_entropy: bool = False,
+    batch_invariant: bool = False,
     *,
     options: RowOptions = DEFAULTS,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -102,6 +103,11 @@ def statistics(
     argmax is int64, the first index on ties. entropy = -sum_j softmax_j log softmax_j, where a class of probability 0
     adds 0.
     """
+    if batch_invariant and target.numel() == 1:  # torch splits the sum of a single row over threads
+        two = logits.reshape(1, -1).repeat(2, 1), target.reshape(1).repeat(2)
+        first = [value[:1] for value in statistics(*two, weight, with_argmax, with_entropy, options=options)]
+        loss, lse, argmax, entropy = (value.view(target.shape if value.numel() else 0) for value in first)
+        return loss, lse, argmax, entropy
     loss, lse = cross_entropy_forward(logits, target, weight, options=options)
     argmax, entropy = logits.new_empty(0, dtype=torch.int64), lse.new_empty(0)
     if with_argmax:

@@ -218,7 +218,12 @@ def _is_zero(value: float) -> bool:
 
 
 def chunks(
-    accumulate_dtype: Any, chunk_rows: Any, skip_ignored: Any, logits_dtype: Any = None, products: Any = None
+    accumulate_dtype: Any,
+    chunk_rows: Any,
+    skip_ignored: Any,
+    logits_dtype: Any = None,
+    products: Any = None,
+    batch_invariant: Any = False,
 ) -> tuple[torch.dtype | None, Chunking]:
     """The accumulator's dtype and the chunking of a linear cross entropy."""
     for name, dtype in (("accumulate_dtype", accumulate_dtype), ("logits_dtype", logits_dtype)):
@@ -226,8 +231,13 @@ def chunks(
             raise TypeError(f"{name} must be a torch.dtype or None, got {repr_for_message(dtype)}")
     boolean("skip_ignored", skip_ignored)
     checks.head_products(products)
+    if boolean("batch_invariant", batch_invariant) and products is not None:
+        raise ValueError(
+            f"batch_invariant=True takes 16-bit products, got products={products!r}: 8-bit numbers are "
+            "scaled by the largest number of all rows"
+        )
     chunk_rows = None if chunk_rows is None else integer("chunk_rows", chunk_rows)
-    return accumulate_dtype, Chunking(chunk_rows, skip_ignored, logits_dtype, products)
+    return accumulate_dtype, Chunking(chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
 
 
 def refuse_proxy(value: Any) -> None:

@@ -14,6 +14,7 @@ OPTIONS = f"SymInt ignore_index=-100, {SOFT_OPTIONS}"
 LSE_SQUARE = "float lse_square_scale=0.0"
 REDUCTION = "str reduction='mean'"
 STATISTICS = "bool with_argmax=False, bool with_entropy=False"
+BATCH_INVARIANT = "bool batch_invariant=False"  # the split of a row over programs does not depend on the number of rows
 SLICE = "SymInt class_start=0, SymInt? num_classes=None"
 
 # The logits are input @ linear_weight.T + linear_bias, made a chunk of rows at a time: input is (..., H), linear_weight
@@ -61,7 +62,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     ),
     # Two flags say which statistics are wanted beside loss and lse; the others are of shape (0,).
     "cross_entropy_forward": (
-        f"(Tensor logits, Tensor target, Tensor? weight=None, {STATISTICS}, *, {OPTIONS}) "
+        f"(Tensor logits, Tensor target, Tensor? weight=None, {STATISTICS}, {BATCH_INVARIANT}, *, {OPTIONS}) "
         "-> (Tensor loss, Tensor lse, Tensor argmax, Tensor entropy)",
         None,
     ),
@@ -88,7 +89,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     "scale_grad_": ("(Tensor(a!) grad, Tensor factor) -> ()", None),
     # Several classes a row, ids (..., K): x of each, which with the lse gives their log-probabilities.
     "token_logits": (
-        f"(Tensor logits, Tensor ids, bool with_entropy=False, *, {OPTIONS}) "
+        f"(Tensor logits, Tensor ids, bool with_entropy=False, {BATCH_INVARIANT}, *, {OPTIONS}) "
         "-> (Tensor at_ids, Tensor lse, Tensor entropy)",
         None,
     ),

@@ -50,6 +50,7 @@ def use_xent(
     skip_ignored: bool = True,
     logits_dtype: torch.dtype | None = None,
     products: HeadProducts | None = None,
+    batch_invariant: bool = False,
 ) -> Report:
     """Make a trainer of TRL compute its loss and metrics by xent_ops, eager and compiled.
 
@@ -64,8 +65,9 @@ def use_xent(
             of a subclass of yours. It is changed in place, and so are its model and its reference.
         any_version: also with a version of TRL that has not been seen.
         accumulate_dtype, chunk_rows: as for ``linear_cross_entropy``.
-        logits_dtype, products: likewise; not for the two trainers that distil.
-        skip_ignored: as for ``linear_cross_entropy``: tokens without a label, as prompts, take no time in the head.
+        logits_dtype, products, batch_invariant: likewise; not for the two trainers that distil.
+        skip_ignored: as for ``linear_cross_entropy``: tokens without a label, as prompts, take no time in the head (but
+            with batch_invariant).
 
     Returns:
         A ``Report`` of what was replaced.
@@ -92,7 +94,8 @@ def use_xent(
     kind = _kind_of(trainer)
     if "_xent" in vars(trainer):
         raise RuntimeError("use_xent is on already: call remove_xent(trainer) first")
-    accumulate_dtype, chunking = arguments.chunks(accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products)
+    chunks = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
+    accumulate_dtype, chunking = arguments.chunks(*chunks)
     checks.chunk_rows(chunking.chunk_rows)
     options: dict[str, Any] = {"accumulate_dtype": accumulate_dtype, **chunking._asdict()}
     if kind.__name__ in _DISTILLING:
@@ -169,8 +172,8 @@ def _models(trainer: Any, kind: type) -> dict[str, PreTrainedModel]:
 
 
 def _of_distillation(options: dict[str, Any]) -> dict[str, Any]:
-    for name in ("logits_dtype", "products"):
-        if options.pop(name) is not None:
+    for name, default in (("logits_dtype", None), ("products", None), ("batch_invariant", False)):
+        if options.pop(name) is not default:
             raise ValueError(f"{name} is not of linear_distillation_loss, which this trainer takes")
     return options
 

@@ -68,6 +68,7 @@ def cross_entropy_forward(
     weight: Tensor | None = None,
     with_argmax: bool = False,
     with_entropy: bool = False,
+    batch_invariant: bool = False,  # a program visits whole rows anyway
     *,
     options: RowOptions = DEFAULTS,
 ) -> tuple[Tensor, ...]:

@@ -22,8 +22,13 @@ from .short import short_kernel
 from .split_row import join_kernel, partial_kernel
 
 
-def _prepare_kernels(logits: Tensor, layout: RowLayout, options: RowOptions, flags: Flags) -> Callable[..., None]:
-    """``launch(logits, target, weights, loss, lse, argmax, entropy)`` by the kernels that suit these rows."""
+def _prepare_kernels(
+    logits: Tensor, layout: RowLayout, options: RowOptions, flags: Flags, whole_rows: bool
+) -> Callable[..., None]:
+    """``launch(logits, target, weights, loss, lse, argmax, entropy)`` by the kernels that suit these rows.
+
+    ``whole_rows``: a program visits a whole row, however few there are.
+    """
     number, strides = layout.number, layout.strides
     classes, itemsize = logits.shape[-1], logits.element_size()
     extra, load = flags.argmax or flags.entropy, configs.load(options, flags.weight)
@@ -36,7 +41,9 @@ def _prepare_kernels(logits: Tensor, layout: RowLayout, options: RowOptions, fla
         programs = -(-number // short.rows)
         return Launch(short_kernel, programs, number, classes, *strides, *numbers, FLAGS=flags, **tiling, num_stages=1)
     config = configs.forward(classes, itemsize, extra, load)
-    config, parts, part_classes = configs.parts(size_hint(number), classes, config, processors(logits.device))
+    parts, part_classes = 1, classes
+    if not whole_rows:
+        config, parts, part_classes = configs.parts(size_hint(number), classes, config, processors(logits.device))
     tiling = {"EDGES": border, "BLOCK": config.block, "VECTOR": vector}
     tiling |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if parts == 1:
@@ -66,16 +73,18 @@ def prepare_forward(
     with_argmax: bool = False,
     with_entropy: bool = False,
     skip_ignored: bool = False,
+    whole_rows: bool = False,
 ) -> Callable[..., None]:
     """``forward(logits, target, weight, loss, lse, argmax, entropy)`` writes its last four arguments.
 
     ``skip_ignored``: the logits of ignored rows are not read; their lse is infinite, their argmax -1, their entropy 0.
+    ``whole_rows``: as for ``_prepare_kernels``.
     """
     layout, launch = row_layout(logits), None
     if size_hint(layout.number) > 0:
         flags = flags_of(options, weight is not None, logits.element_size())
         flags = flags._replace(argmax=with_argmax, entropy=with_entropy, skip_ignored=skip_ignored)
-        launch = _prepare_kernels(logits, layout, options, flags)
+        launch = _prepare_kernels(logits, layout, options, flags, whole_rows)
     # Smoothing multiplies all weights by the logits beside them; without it only the target's weight is read.
     shifted = options.label_smoothing > 0.0 and edges(logits.shape[-1], logits.element_size(), layout.strides) != 0
     as_rows, as_targets = layout.as_rows, dense_like(target)
@@ -104,10 +113,12 @@ def cross_entropy_forward(
     weight: Tensor | None = None,
     with_argmax: bool = False,
     with_entropy: bool = False,
+    batch_invariant: bool = False,
     *,
     options: RowOptions = DEFAULTS,
 ) -> Run:
-    forward = prepare_forward(logits, target, weight, options, with_argmax, with_entropy)
+    flags = (with_argmax, with_entropy)
+    forward = prepare_forward(logits, target, weight, options, *flags, whole_rows=batch_invariant)
     new_outputs = new_statistics(logits, with_argmax, with_entropy)
 
     def run(logits: Tensor, target: Tensor, weight: Tensor | None = None, *_: bool) -> tuple[Tensor, ...]:

@@ -1,0 +1,87 @@
+"""batch_invariant=True of a head over ranks; run on every rank by test_linear_parallel.py."""
+
+import torch
+import torch.distributed as dist
+
+from xent_ops import distributed
+
+H, V = 16, 101  # of the shards: V / ranks classes, not equal
+
+
+def problem(device, number):
+    generator = torch.Generator().manual_seed(3)
+    head, x = torch.randn(V, H, generator=generator), torch.randn(number, H, generator=generator)
+    target = torch.randint(V, (number,), generator=generator)
+    target[2::9] = -100
+    size = -(-V // dist.get_world_size())
+    shard = head[size * dist.get_rank() :][:size]
+    return x.bfloat16().to(device), shard.bfloat16().to(device), target.to(device)
+
+
+def focal(stats):
+    return -((1 - stats.log_probs.exp()) ** 2) * stats.log_probs + 0.1 * stats.entropy
+
+
+def log_probs(x, shard, target, **options):
+    stats = distributed.vocab_parallel_linear_token_log_probs(
+        x, shard, target, num_classes=V, batch_invariant=True, **options
+    )
+    return *stats, (1.7 * stats.log_probs - 0.3 * stats.entropy).sum()
+
+
+def rows(x, shard, target, **options):
+    loss = distributed.vocab_parallel_linear_cross_entropy(
+        x, shard, target, num_classes=V, reduction="none", batch_invariant=True, **options
+    )
+    return loss, loss.sum()
+
+
+def summed(x, shard, target, **options):
+    return (
+        distributed.vocab_parallel_linear_cross_entropy(
+            x, shard, target, num_classes=V, reduction="sum", batch_invariant=True, **options
+        ),
+    )
+
+
+def tokens(x, shard, target, **options):
+    return (
+        distributed.vocab_parallel_linear_token_loss(
+            x, shard, target, focal, num_classes=V, reduction="sum", batch_invariant=True, **options
+        ),
+    )
+
+
+def bits(compute, x, shard, target, **options):
+    x = x.detach().requires_grad_()
+    *values, total = compute(x, shard, target, **options)
+    return [*(value.detach() for value in values), torch.autograd.grad(total, x)[0]]
+
+
+def own_bits(device):
+    x, shard, target = problem(device, 530)
+    for compute in (log_probs, rows, summed, tokens):
+        everything = bits(compute, x, shard, target)
+        for few in (1, 7, 513):
+            some = torch.randperm(530, generator=torch.Generator().manual_seed(few)).to(device)[:few]
+            for got, wanted in zip(bits(compute, x[some], shard, target[some]), everything, strict=True):
+                assert torch.equal(got, wanted[some]), f"{compute.__name__}, {few} rows"
+
+
+def sequence_parallel(device):
+    """Each rank's part of the rows is padded, and values come back in the order of the targets."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    x, shard, target = problem(device, 6 * world * 5)
+    for compute in (log_probs, rows, summed, tokens):
+        options = {} if compute is tokens else {"check": True}
+        # By sequences of 5: a rank has 6 tokens of each.
+        batch, labels = x.view(5, 6 * world, H), target.view(5, 6 * world)
+        mine = batch.chunk(world, 1)[rank].contiguous()
+        *values, gradient = bits(compute, mine, shard, labels, sequence_parallel=True, **options)
+        *of_two, gradient_of_two = bits(compute, mine[1:3], shard, labels[1:3], sequence_parallel=True)
+        assert gradient.shape == mine.shape and torch.equal(gradient[1:3], gradient_of_two)
+        for value, few in zip(values, of_two, strict=True):
+            assert value.shape == labels.shape and torch.equal(value[1:3], few), compute.__name__
+        *replicated, _ = bits(compute, batch, shard, labels)
+        for value, other in zip(values, replicated, strict=True):
+            torch.testing.assert_close(value, other, rtol=2e-2, atol=2e-2)

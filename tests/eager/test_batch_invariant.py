@@ -1,0 +1,292 @@
+"""batch_invariant=True: a row's bits are the same alone, beside other rows, in another place, and in other numbers."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import xent_ops
+from xent_ops.kernels import cpu
+
+HIDDEN, CLASSES = 64, 1003
+NUMBERS = (1, 7, 100)  # of rows; with those of a chunk, and one more
+FORMS = {
+    "float32": (torch.float32, None),
+    "bfloat16": (torch.bfloat16, None),
+    "bfloat16, float32 logits": (torch.bfloat16, torch.float32),
+    "float16": (torch.float16, None),
+    "float16, float32 logits": (torch.float16, torch.float32),
+}
+both_forms = pytest.mark.parametrize("form", FORMS)
+
+
+@pytest.fixture(params=["kernels", "plain torch"])
+def kernels(request, device, monkeypatch):
+    """On the CPU also without the C++ kernels."""
+    if request.param == "plain torch":
+        if device != "cpu":
+            pytest.skip("of the CPU")
+        monkeypatch.setattr(cpu, "kernel", lambda name: None)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(2)
+        yield
+        torch.set_num_threads(threads)
+    else:
+        yield
+
+
+def rows_of_chunk(device, dtype):
+    return 512 if device == "cpu" else 4096 // dtype.itemsize
+
+
+def problem(device, dtype, number, classes=CLASSES, hidden=HIDDEN):
+    x = torch.randn(number, hidden, device=device).to(dtype)
+    head = (torch.randn(classes, hidden, device=device) * (3 / hidden**0.5)).to(dtype)
+    bias = torch.randn(classes, device=device).to(dtype)
+    target = torch.randint(classes, (number,), device=device)
+    target[3::11] = -100
+    return x, head, bias, target
+
+
+def bits(compute, x, *rows):
+    """What it returns of rows, and the gradient of x for upstream ones that are functions of the rows alone."""
+    wanted = x.dtype != torch.float16
+    x = x.detach().requires_grad_(wanted)
+    values = [value for value in compute(x, *rows) if value.dim() > 0]
+    if not wanted:
+        return [value.detach() for value in values]
+    total = sum((factor * value).sum() for factor, value in zip((1.7, -0.3, 0.1), values, strict=False))
+    return [*(value.detach() for value in values), *torch.autograd.grad(total, x)]
+
+
+def assert_own_bits(compute, number, numbers, *rows):
+    """The bits of all rows, and of so many of them in a random order."""
+    everything = bits(compute, *rows)
+    for few in numbers:
+        some = torch.randperm(number, device=rows[0].device)[:few]
+        for got, wanted in zip(bits(compute, *(row[some] for row in rows)), everything, strict=True):
+            assert torch.equal(got, wanted[some]), f"{(got != wanted[some]).sum()} numbers of {few} rows differ"
+
+
+def log_probs(x, head, bias, target, **options):
+    return xent_ops.linear_token_log_probs(x, head, target, linear_bias=bias, batch_invariant=True, **options)
+
+
+@both_forms
+def test_log_probs_of_a_head(device, kernels, form):
+    dtype, logits_dtype = FORMS[form]
+    chunk = rows_of_chunk(device, dtype)
+    x, head, bias, target = problem(device, dtype, 2 * chunk + 5)
+
+    def compute(x, target):
+        return log_probs(x, head, bias, target, logits_dtype=logits_dtype, softcap=30.0)
+
+    assert_own_bits(compute, len(x), (*NUMBERS, chunk, chunk + 1), x, target)
+    plain = xent_ops.linear_token_log_probs(
+        x, head, target, linear_bias=bias, logits_dtype=logits_dtype, softcap=30.0, chunk_rows=chunk
+    )
+    for got, wanted in zip(compute(x, target), plain, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2e-2 if logits_dtype is None else 1e-3, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden, classes", [(2048, 50257), (4096, 32000), (1024, 128256)])
+@pytest.mark.parametrize("logits_dtype", [None, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_large_heads(hidden, classes, logits_dtype, dtype):
+    chunk = rows_of_chunk("cuda", dtype)
+    x, head, bias, target = problem("cuda", dtype, 2 * chunk, classes, hidden)
+
+    def compute(x, target):
+        return log_probs(x, head, bias, target, logits_dtype=logits_dtype)
+
+    assert_own_bits(compute, len(x), (*NUMBERS, chunk - 1, chunk, chunk + 1), x, target)
+
+
+def test_layouts_of_the_input(device):
+    """Where the rows lie in memory, and in which shape."""
+    x, head, bias, target = problem(device, torch.bfloat16, 60)
+    wanted = bits(lambda x: log_probs(x, head, bias, target), x)
+    wide = F.pad(x, (3, 5))[:, 3:-5]
+    columns = x.t().contiguous().t()
+    for other in (wide, columns, F.pad(x, (0, 0, 1, 0)).view(-1)[HIDDEN:].view(60, HIDDEN)):
+        assert all(map(torch.equal, bits(lambda x: log_probs(x, head, bias, target), other), wanted))
+    shaped = log_probs(x.view(3, 20, HIDDEN), head, bias, target.view(3, 20))
+    assert all(torch.equal(got.view(-1), value) for got, value in zip(shaped, wanted[:3], strict=True))
+
+
+def test_what_else_does_not_matter(device):
+    """skip_ignored, other targets' indices and dtypes, a checkpoint, no gradient."""
+    x, head, bias, target = problem(device, torch.bfloat16, 100)
+    counted = target != -100
+    wanted = log_probs(x, head, bias, target)
+    with torch.no_grad():
+        others = [
+            log_probs(x, head, bias, target, skip_ignored=True),
+            log_probs(x, head, bias, target.to(torch.int32)),
+            log_probs(x, head, bias, torch.where(counted, target, 7), ignore_index=7),
+        ]
+    counted &= target != 7
+    for other in others:
+        assert all(torch.equal(got[counted], value[counted]) for got, value in zip(other, wanted, strict=True))
+
+
+def test_losses_of_rows(device):
+    x, head, bias, target = problem(device, torch.bfloat16, 600)
+    weight = torch.rand(CLASSES, device=device)
+    factor = torch.rand(600, device=device)
+    options = {"linear_bias": bias, "batch_invariant": True, "reduction": "none"}
+
+    def loss(x, target, factor):
+        of_loss = {"weight": weight, "label_smoothing": 0.1, "lse_square_scale": 1e-3, "token_weight": factor}
+        return (xent_ops.linear_cross_entropy(x, head, target, **of_loss, **options),)
+
+    assert_own_bits(loss, 600, NUMBERS, x, target, factor)
+    probs = torch.rand(600, 3, device=device).softmax(-1) * 0.9
+    ids = torch.randint(CLASSES, (600, 3), device=device)
+
+    def top_classes(x, ids, probs):
+        return (xent_ops.linear_cross_entropy(x, head, ids, target_probs=probs, tail=True, **options),)
+
+    assert_own_bits(top_classes, 600, NUMBERS, x, ids, probs)
+
+
+def test_outputs_of_a_head(device):
+    x, head, bias, target = problem(device, torch.bfloat16, 600)
+
+    def outputs(x, target):
+        found = xent_ops.linear_cross_entropy_outputs(
+            x, head, target, linear_bias=bias, reduction="none", batch_invariant=True
+        )
+        assert found.loss.shape == found.predictions.shape == target.shape
+        return found.loss, found.lse.nan_to_num(posinf=0.0), found.entropy, found.predictions, found.token_losses
+
+    assert_own_bits(outputs, 600, NUMBERS, x, target)
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one class", "several classes"])
+def test_token_loss(device, several):
+    """The function gets the bits of linear_token_log_probs, and the sum's gradient of the input has rows of their own."""
+    x, head, bias, target = problem(device, torch.bfloat16, 600)
+    if several:
+        target = torch.stack([target, target.flip(0)], -1)
+    old = torch.randn(target.shape, device=device)
+    seen = []
+
+    def fn(stats, old):
+        if len(stats.lse) > 2:
+            seen.append(stats.log_probs.detach())
+        value = (stats.log_probs - old).exp().reshape(len(stats.lse), -1).sum(-1)
+        return value + 0.1 * stats.entropy
+
+    def compute(x, target, old):
+        x = x.detach().requires_grad_()
+        loss = xent_ops.linear_token_loss(
+            x, head, target, fn, rows=(old,), linear_bias=bias, reduction="sum", batch_invariant=True
+        )
+        return torch.autograd.grad(loss, x)[0]
+
+    everything = compute(x, target, old)
+    for few in NUMBERS:
+        some = torch.randperm(600, device=device)[:few]
+        assert torch.equal(compute(x[some], target[some], old[some]), everything[some])
+    seen.clear()
+    with torch.no_grad():
+        xent_ops.linear_token_loss(x, head, target, fn, rows=(old,), linear_bias=bias, batch_invariant=True)
+    assert torch.equal(torch.cat(seen)[:600], log_probs(x, head, bias, target).log_probs)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_reduced_losses(device, reduction):
+    """Beside the one without: the number that a mean divides by does not count what was added."""
+    x, head, bias, target = problem(device, torch.float32, 530)
+    results = []
+    for invariant in (False, True):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, head, bias)]
+        loss = xent_ops.linear_cross_entropy(
+            leaves[0], leaves[1], target, linear_bias=leaves[2], reduction=reduction, batch_invariant=invariant
+        )
+        results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    for got, wanted in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+    x.requires_grad_()
+    if reduction == "sum":
+        loss = xent_ops.linear_cross_entropy(x, head, target, linear_bias=bias, reduction="sum", batch_invariant=True)
+        alone = x.detach()[5:6].requires_grad_()
+        of_one = xent_ops.linear_cross_entropy(
+            alone, head, target[5:6], linear_bias=bias, reduction="sum", batch_invariant=True
+        )
+        assert torch.equal(torch.autograd.grad(of_one, alone)[0], torch.autograd.grad(loss, x)[0][5:6])
+
+
+def test_a_chunk_of_ones_own(device):
+    """chunk_rows is one shape too."""
+    x, head, bias, target = problem(device, torch.bfloat16, 100)
+    assert_own_bits(lambda x, t: log_probs(x, head, bias, t, chunk_rows=16), 100, (1, 15, 16, 17), x, target)
+
+
+def test_no_rows(device):
+    x, head, bias, target = problem(device, torch.bfloat16, 0)
+    found = bits(lambda x, t: log_probs(x, head, bias, t), x, target)
+    assert [value.shape for value in found] == [(0,), (0,), (0,), (0, HIDDEN)]
+
+
+@pytest.mark.parametrize("classes", [40, 1000, 1003, 50257])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_given_logits(device, kernels, dtype, classes):
+    logits = (3 * torch.randn(40, classes, device=device)).to(dtype)
+    target = torch.randint(classes, (40,), device=device)
+
+    def compute(z, t):
+        found = xent_ops.cross_entropy_outputs(z, t, reduction="none", dim=-1, batch_invariant=True)
+        return *xent_ops.token_log_probs(z, t, batch_invariant=True), found.predictions, found.token_losses
+
+    assert_own_bits(compute, 40, (1, 2, 7), logits, target)
+    wanted = [value[3:9] for value in bits(compute, logits, target)]
+    places = [F.pad(logits, (left, right))[3:9, left : left + classes] for left, right in ((1, 0), (8, 8), (3, 5))]
+    for other in (*places, logits[3:9].t().contiguous().t()):
+        assert all(map(torch.equal, bits(compute, other, target[3:9]), wanted))
+    ids = torch.stack([target, target.flip(0)], -1)
+    assert_own_bits(lambda z, t: xent_ops.token_log_probs(z, t, batch_invariant=True), 40, (1, 7), logits, ids)
+
+
+@pytest.mark.interpreter
+def test_a_row_alone(device):
+    """Without the flag more programs share it than one of many rows, in the interpreter too."""
+    logits = 3 * torch.randn(30, 8192, device=device)
+    target = torch.randint(8192, (30,), device=device)
+    assert_own_bits(lambda z, t: xent_ops.token_log_probs(z, t, batch_invariant=True), 30, (1, 5), logits, target)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("classes", [32000, 50257, 128256])
+def test_few_and_many_rows_of_logits(classes):
+    """Without the flag the split of a row over programs follows the number of rows."""
+    logits = (3 * torch.randn(2000, classes, device="cuda")).bfloat16()
+    target = torch.randint(classes, (2000,), device="cuda")
+
+    def compute(z, t):
+        return xent_ops.token_log_probs(z, t, batch_invariant=True)
+
+    assert_own_bits(compute, 2000, (1, 7, 64, 400, 1056, 1500), logits, target)
+
+
+def test_refused(device):
+    x, head, bias, target = problem(device, torch.float16, 4)
+    with pytest.raises(NotImplementedError, match="no gradients of float16"):
+        log_probs(x.requires_grad_(), head, bias, target)
+    x, head, bias, target = problem(device, torch.bfloat16, 4)
+    for products in ("fp8", "fp8_gradients"):
+        with pytest.raises(ValueError, match="16-bit products"):
+            log_probs(x, head, bias, target, products=products)
+    with pytest.raises(ValueError, match="chunk_rows must be at least 1"):
+        log_probs(x, head, bias, target, chunk_rows=0)
+    with pytest.raises(ValueError, match=r"target has shape \(3,\)"):
+        log_probs(x, head, bias, target[:3])
+    with pytest.raises(NotImplementedError, match="batch_invariant"):
+        xent_ops.linear_cross_entropy(x, head, torch.rand(4, CLASSES, device=device), batch_invariant=True)
+    with pytest.raises(TypeError, match="batch_invariant must be True or False"):
+        xent_ops.token_log_probs(x, target % HIDDEN, batch_invariant=1)
+    with pytest.raises(ValueError, match="grad_in_forward"):
+        xent_ops.cross_entropy_outputs(x, target % HIDDEN, batch_invariant=True, grad_in_forward=True)
+    with pytest.raises(NotImplementedError, match="odd number of features"):
+        log_probs(*(tensor.double() for tensor in (x[:, 1:], head[:, 1:], bias)), target)

@@ -1,0 +1,126 @@
+"""``batch_invariant=True`` of a head: all products of a call have one shape, whatever the number of its rows.
+
+cuBLAS and oneDNN choose a kernel by the shape of a product, and with it the order in which numbers are added up. So
+every chunk has as many rows as any other (head/sizes.py: rows_of_one_shape), and the last one is filled up with zeros
+whose targets are ignored. Operators get the longer call, and the functions that users call cut the values of rows.
+What is left to the library is that a row's bits do not depend on its place in a chunk: the doctor compares them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from .head.loop import wanted_gradients
+from .head.sizes import rows_of_one_shape
+from .linear_call import LinearCall
+from .ops import checks, transforms
+from .ops.library import refuse
+from .token_function import TokenFunction
+
+Result = TypeVar("Result")  # a tensor, or a NamedTuple of tensors
+Order = Callable[[Tensor], Tensor]
+
+
+def _as_it_is(values: Tensor) -> Tensor:
+    return values
+
+
+class PaddedCall:
+    """``call``: the same with chunks of one shape, of rows (number,).
+
+    ``parts``: over how many ranks the rows are split, whose parts are padded each. ``order`` brings what has the
+    target's shape into the order of these parts, (parts, ...), and ``back`` brings it back.
+    """
+
+    def __init__(
+        self, call: LinearCall, ranks: int = 1, parts: int = 1, order: Order = _as_it_is, back: Order = _as_it_is
+    ) -> None:
+        head, chunking, features = call.head, call.head.chunking, call.input.shape[-1]
+        if call.input.dtype == torch.float64 and features % 2 == 1:
+            raise NotImplementedError(
+                f"batch_invariant=True has no products of float64 with an odd number of features, here {features}: in "
+                "MKL's a row's bits depend on its place"
+            )
+        if call.input.dtype == torch.float16 and any(wanted_gradients(call.input, head)):
+            raise NotImplementedError(
+                "batch_invariant=True has no gradients of float16, which are divided by the largest upstream gradient "
+                "of all rows: use bfloat16 or float32, or call it below torch.no_grad()"
+            )
+        checks.chunk_rows(chunking.chunk_rows)
+        size, num_classes = chunking.chunk_rows, head.shard_range[1]
+        if size is None:
+            classes = head.weight.shape[0] if num_classes is None else -(-num_classes // ranks)
+            size = rows_of_one_shape(call.input, classes, chunking.logits_dtype)
+        self.parts, self.order, self.back, self.shape = parts, order, back, order(call.target).shape
+        if parts == 1:
+            checks.same_shape("target", self.shape, call.input.shape[:-1], "a class index for each row of the input")
+        checks.token_weight(call.token_weight, call.target)
+        size = max(size // parts, 1)  # of a part
+        self.rows = math.prod(call.input.shape[:-1])  # likewise
+        self.padded_rows = self.rows + -self.rows % size
+        self.number, ignore_index = parts * self.padded_rows, call.loss.row_options.ignore_index
+        chunking = chunking._replace(chunk_rows=parts * size, skip_ignored=False, batch_invariant=False)
+        self.call = call._replace(
+            target=self.pad(call.target.to(torch.int64), ignore_index),  # uint8 holds no -100
+            input=self._filled_up(call.input.reshape(1, self.rows, features), 0)[0],
+            head=head._replace(chunking=chunking),
+            token_weight=None if call.token_weight is None else self.pad(call.token_weight),
+            ids=None if call.ids is None else self.pad(call.ids.to(torch.int64), ignore_index),
+            target_probs=None if call.target_probs is None else self.pad(call.target_probs),
+            sequence_dim=None if call.sequence_dim is None else 0,
+        )
+
+    def pad(self, values: Tensor, fill: float = 0) -> Tensor:
+        """(number, *), of what has the target's shape in front."""
+        values = self.order(values)
+        tail = values.shape[len(self.shape) :]
+        return self._filled_up(values.reshape(self.parts, self.rows, *tail), fill).flatten(0, 1)
+
+    def cut(self, values: Tensor) -> Tensor:
+        """The other way round, in memory of its own: AOTAutograd cannot take apart two views of what was padded."""
+        tail = values.shape[1:]
+        own = values.view(self.parts, self.padded_rows, *tail)[:, : self.rows].clone()
+        return self.back(own.reshape((*self.shape, *tail)))
+
+    def compute(self, function: Callable[[LinearCall], Result]) -> Result:
+        """``function(call)`` without the values of the rows that were added."""
+        result: Any = function(self.call)
+        cut: Any = self._cut(result) if isinstance(result, Tensor) else type(result)(*map(self._cut, result))
+        return cut
+
+    def _cut(self, value: Tensor) -> Tensor:
+        """A value that was added up over the rows stays as it is."""
+        return value if value.dim() == 0 else self.cut(value)
+
+    def pad_rows_of(self, function: TokenFunction) -> None:
+        function.arrange(self.pad, self.number)
+        if self.call.ids is not None:
+            function.rows[-1] = self.call.ids  # ignored in the rows that were added
+
+    def _filled_up(self, values: Tensor, fill: float) -> Tensor:
+        """(parts, rows, *) to (parts, padded_rows, *), which starts at a multiple of 16 bytes."""
+        if not transforms.is_traced() and self.rows == self.padded_rows:
+            values = values.contiguous()
+            return values.clone() if values.data_ptr() % 16 else values
+        parts, _, *tail = values.shape
+        return torch.cat([values, values.new_full((parts, self.padded_rows - self.rows, *tail), fill)], 1)
+
+
+def computed(call: LinearCall, compute: Callable[[LinearCall], Result]) -> Result:
+    """``compute`` of plain tensors, with chunks of one shape where the call asks for them."""
+    if not call.head.chunking.batch_invariant:
+        return compute(call)
+    call = call.in_autocast_dtype()
+    if not transforms.is_traced():  # in words of the call, not of the one that is padded
+        head, options = call.head, {**call.head.chunking.keywords(), **call.loss.row_options._asdict()}
+        if call.ids is None:
+            head_args = (call.input, head.weight, call.target, head.bias, head.class_weight)
+            refuse("linear_cross_entropy_forward", *head_args, **options)
+        else:
+            refuse("linear_token_logits", call.input, head.weight, call.ids, head.bias, **options)
+    return PaddedCall(call).compute(compute)
