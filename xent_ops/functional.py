@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .head.sizes import padded_classes
 from .kernels import reference_soft
 from .kernels.options import LossOptions, Reduction
 from .kernels.reductions import cross_entropy_divisor
@@ -253,7 +252,7 @@ def cross_entropy_outputs(
         )
     logits = classes_last(input, dim)
     arguments.suggest_dim(input, target, dim)
-    logits, value = _rows_alike(logits) if batch_invariant else logits, None
+    value = None
     if grad_in_forward and function.wants_gradient(logits):
         value, *rows = function.with_grad(logits, target, weight, loss, token_weight, with_statistics=True)
     else:
@@ -308,7 +307,7 @@ def token_log_probs(
     arguments.tensors(input, target)
     rows = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, dtype=input.dtype).row_options
     logits = classes_last(input, dim)
-    logits = _rows_alike(logits) if arguments.boolean("batch_invariant", batch_invariant) else logits
+    arguments.boolean("batch_invariant", batch_invariant)
     target, ids = target_and_ids(target, input.dim() - 1, rows.ignore_index)
     if ids is not None:
         loss_or_at_ids, lse, entropy = torch.ops.xent.token_logits(
@@ -319,15 +318,3 @@ def token_log_probs(
             logits, target, None, False, True, batch_invariant, **rows.keywords()
         )
     return log_probs_of_rows(loss_or_at_ids, lse, entropy, target, ids, rows)
-
-
-def _rows_alike(logits: Tensor) -> Tensor:
-    """Logits whose rows lie alike to the kernels, which read 16 bytes at a time: else a copy in which they do."""
-    if logits.device.type == "cpu":  # whose kernels fold blocks of columns, wherever these lie
-        return logits
-    classes, itemsize = logits.shape[-1], logits.element_size()
-    alignment = 16 if classes * itemsize % 16 == 0 else 128  # configs.edges of kernels/triton
-    pitches = [stride for size, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True) if size > 1]
-    if all(place * itemsize % alignment == 0 for place in (*pitches, logits.storage_offset())):
-        return logits
-    return torch.nn.functional.pad(logits, (0, padded_classes(classes, logits.dtype) - classes))[..., :classes]
