@@ -88,8 +88,9 @@ def vocab_parallel_linear_cross_entropy(
             products of all rows, without ``pipelined``, ``skip_ignored`` and ``products``.
         accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products: as for ``xent_ops.linear_cross_entropy``, of
             this rank's products. With ``products`` four of them: not pipelined.
-        batch_invariant: likewise, for one number of ranks and one split of the classes. With ``sequence_parallel`` each
-            rank's part of the rows is filled up.
+        batch_invariant: likewise, for one number of ranks and one split of the classes. With three ranks and more the
+            input's gradient is not meant: its sum over ranks depends on the row's place. With ``sequence_parallel``
+            each rank's part of the rows is filled up.
         pipelined: True: three products. The forward gathers a chunk's numbers while the next chunk's product runs, and
             makes the gradients, which the backward multiplies by the upstream gradient, in place; two chunks of logits.
             False: four. The forward gathers the numbers of all rows at once, and the backward makes the logits again;
