@@ -226,7 +226,7 @@ struct Everything {
     };
     distil(distillation);
     Distillation of_slice = distillation;
-    of_slice.whole = false;
+    of_slice.all_classes = false;
     of_slice.slice = {2, 2 + distillation.slice.num_classes};
     distil(of_slice);
     distillation_forward(of_slice, statistics.data(), values(rows), values(4 * rows), threads);
