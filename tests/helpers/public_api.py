@@ -53,7 +53,8 @@ def options_of(entry):
 def together_of(entry):
     """All options that one call may have."""
     options = options_of(entry)
-    return {name: options[name] for name in options if name != "token_weight" or "inplace_backward" not in options}
+    apart = {"token_weight": "inplace_backward", "batch_invariant": "grad_in_forward"}
+    return {name: value for name, value in options.items() if apart.get(name) not in options}
 
 
 def cases_of(entry, each=True):
