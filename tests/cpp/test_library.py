@@ -386,7 +386,8 @@ def test_tensors_without_memory_are_refused():
                     try:
                         operator(*changed)
                     except RuntimeError as error:
-                        assert "freed or was never allocated" in str(error) or "device" in str(error), error
+                        words = "freed or was never allocated", "device", "aten::cat failed"  # the last in torch 2.11
+                        assert any(one in str(error) for one in words), error
                     else:
                         raise AssertionError((name, names[i]))
         """)
