@@ -181,6 +181,16 @@ def test_out_of_range_targets_still_raise():
         compiled(torch.randn(2, V), torch.tensor([0, V]))
 
 
+@pytest.mark.gpu
+def test_few_classes_on_a_gpu_are_left_alone(monkeypatch):
+    monkeypatch.undo()  # of conftest.py
+    for classes in (511, 512):
+        x, t = torch.randn(8, classes, device="cuda"), torch.zeros(8, dtype=torch.int64, device="cuda")
+        torch.compile(lambda x, t: F.cross_entropy(x, t), backend=Rewriting(), fullgraph=True)(x, t)
+        (call,) = inductor.last_report().calls
+        assert call.replaced == (classes == 512) and call.why.endswith("on a GPU") == (classes == 511)
+
+
 @pytest.mark.parametrize(
     "shape, why",
     [((8, 383), "with fewer than 384 classes"), ((8, 384), ""), ((2, 500, 3), "where classes are not dense")],

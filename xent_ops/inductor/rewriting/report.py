@@ -22,7 +22,8 @@ class Call:
       mode than the loss, or without gradients,
     - something may write to the logits while they are needed,
     - it has ``size_average``, ``reduce`` or class weights that require grad, or is inside a torch.func transform,
-    - on a CPU there are fewer than 384 classes, or they are not dense: F.cross_entropy is faster there,
+    - there are fewer than 384 classes on a CPU, or 512 on a GPU, or they are not dense on a CPU: F.cross_entropy is
+      faster there,
     - logits, targets or weights are no plain tensors, or have a dtype or device without a kernel,
     - F.nll_loss reads something other than a log_softmax of the graph that nothing else reads,
     - it is written out, and what it is made of is read by something else as well; or it takes several classes of a row,

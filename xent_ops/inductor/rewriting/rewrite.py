@@ -118,14 +118,15 @@ def _refuse(loss: Loss) -> None:
 def _refuse_few_classes(loss: Loss) -> None:
     """Raise LeftAlone if compiled F.cross_entropy of class indices is faster than ours."""
     logits: Tensor = value_of(loss.call_args["input"])
-    few = sizes.FEW_CLASSES.get(logits.device.type)
+    device = logits.device.type
+    few = sizes.FEW_CLASSES.get(device)
     if few is None or loss.is_soft or isinstance(loss, ByHand):
         return
-    classes = logits.shape[loss.class_dim]
-    if sizes.statically_true(classes < few):
-        raise LeftAlone(f"F.cross_entropy is faster with fewer than {few} classes on a {logits.device.type.upper()}")
-    if sizes.statically_true(logits.stride(loss.class_dim) != 1):
-        raise LeftAlone(f"F.cross_entropy is faster on a {logits.device.type.upper()} where classes are not dense")
+    if sizes.statically_true(logits.shape[loss.class_dim] < few):
+        on = "CPU" if device == "cpu" else "GPU"
+        raise LeftAlone(f"F.cross_entropy is faster with fewer than {few} classes on a {on}")
+    if device == "cpu" and sizes.statically_true(logits.stride(loss.class_dim) != 1):
+        raise LeftAlone("F.cross_entropy is faster on a CPU where classes are not dense")
 
 
 def _put(loss: Loss, dead: list[fx.Node], make: Callable[[Emitter], fx.Node]) -> None:
