@@ -1,4 +1,4 @@
-"""The arguments of the command. Needs no torch: --help and refusals come before torch is imported."""
+"""The arguments of the command. --help and refusals come before torch is imported, so this file does not import it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Is a loss and its gradient right? Against float64 autograd of torch's own operators, a few rows at a time.
+"""Compares a loss and its gradient with float64 autograd of torch's own operators, a few rows at a time.
 
-Errors are relative and a row's: a mean over 8192 rows makes every off-target gradient smaller than any absolute
-tolerance, and one wrong row in 8192 is invisible in the norm of the whole gradient. They are relative to the largest
-term of a row's gradient: with label smoothing a gradient is the difference of two terms, and may be nearly zero.
+Each row has its own relative error. A mean over 8192 rows makes every off-target gradient smaller than any absolute
+tolerance, and one wrong row in 8192 does not show in the norm of the whole gradient. An error is relative to the
+largest term of the row's gradient: with label smoothing a gradient is the difference of two terms, often nearly zero.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 from ..testing.rows import activated
 
 IGNORE_INDEX = -100
-CHUNK = 1 << 22  # logits that are in float64 at a time: half a dozen copies of them, 32 MiB each
-# What rows add to the loss, a function of their float64 logits and of their places.
+CHUNK = 1 << 22  # logits held in float64 at a time: half a dozen copies of them, 32 MiB each
+# (float64 logits of rows, positions of these rows) -> their part of the loss
 Share = Callable[[Tensor, slice], Tensor]
 
 
 @dataclass(frozen=True)
 class Options:
-    """Terms of the loss beside plain cross entropy with a mean over counted rows."""
+    """Additions to plain cross entropy, whose mean is over the rows that are not ignored."""
 
     weighted: bool = False
     label_smoothing: float = 0.0
@@ -39,7 +39,7 @@ PLAIN = Options()
 
 @dataclass(frozen=True)
 class Verdict:
-    """Relative errors by their names, and what each may be; inf where something is not finite or not zero."""
+    """Relative errors and their limits, by name. An error is inf if a value is not finite, or not zero as required."""
 
     errors: dict[str, float] = field(default_factory=dict)
     limits: dict[str, float] = field(default_factory=dict)
@@ -57,24 +57,24 @@ class Verdict:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """4 roundings to the logits' dtype (eager F.cross_entropy makes them), or what float32 exponentials lose."""
+    """4 roundings to the logits' dtype, as in eager F.cross_entropy; at least the error of float32 exponentials."""
     accumulator = torch.float64 if dtype == torch.float64 else torch.float32
     return max(4 * torch.finfo(dtype).eps, 64 * torch.finfo(accumulator).eps)
 
 
 def worst(*errors: Tensor) -> float:
-    """The largest; nan counts as inf, for a comparison with nan is False and max() may drop it."""
+    """The largest error. nan counts as inf, because a comparison with nan is False and max() may drop it."""
     return max(float(error.nan_to_num(nan=math.inf, posinf=math.inf).max()) for error in errors)
 
 
 def chunks(rows: int, classes: int, logits: int | None = None) -> Iterator[slice]:
-    """Rows that have so many logits, or CHUNK."""
+    """Slices of rows with at most ``logits`` logits each; the default is CHUNK."""
     step = max(1, (logits or CHUNK) // classes)
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def divisor(target: Tensor, weight: Tensor, options: Options) -> Tensor:
-    """Of the mean."""
+    """The divisor of the mean."""
     counted = (target != IGNORE_INDEX).double()
     return (counted * weight.double()[target.clamp(min=0)]).sum() if options.weighted else counted.sum()
 
@@ -97,7 +97,7 @@ def cross_entropy(target: Tensor, weight: Tensor, options: Options) -> Share:
 
 
 def mean(rows: Callable[[Tensor, slice], Tensor], target: Tensor) -> Share:
-    """Of what counted rows have, by their number."""
+    """The mean of ``rows`` over the rows that are not ignored."""
     counted = target != IGNORE_INDEX
 
     def share(logits: Tensor, part: slice) -> Tensor:
@@ -107,7 +107,7 @@ def mean(rows: Callable[[Tensor, slice], Tensor], target: Tensor) -> Share:
 
 
 def differentiated(share: Share, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-    """(what these rows add to the loss, the gradient of their logits), float64."""
+    """(the part of the loss from these rows, the gradient of their logits), float64."""
     z = logits.detach().double().requires_grad_()
     value = share(z, part)
     (grad,) = torch.autograd.grad(value, z)
@@ -115,7 +115,7 @@ def differentiated(share: Share, logits: Tensor, part: slice) -> tuple[Tensor, T
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
-    """In the 2-norm, without a second float64 tensor of this size."""
+    """The relative error in the 2-norm, without a second float64 tensor of this size."""
     if actual.shape != expected.shape:
         return torch.tensor(math.inf)
     squares = torch.zeros((), dtype=torch.float64, device=actual.device)
@@ -126,7 +126,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
 
 
 def smoothing_term(weight: Tensor, options: Options, scale: Tensor) -> Tensor:
-    """(): what label smoothing takes from the gradient of a row, in the 2-norm over its classes."""
+    """(): the 2-norm over the classes of the term that label smoothing subtracts from a row's gradient."""
     weights = weight.double() if options.weighted else torch.ones_like(weight, dtype=torch.float64)
     return scale * options.label_smoothing / weight.numel() * weights.norm()
 
@@ -136,8 +136,8 @@ def row_errors(
 ) -> Tensor:
     """(rows,): the larger of the relative errors at the target and, in the 2-norm, away from it.
 
-    ``scale`` is the size of a gradient at the target, ``step`` half the distance of subnormal numbers of the
-    gradient's dtype, ``smoothing`` as of ``smoothing_term``. Ignored rows must be zeros.
+    ``scale`` is the size of a gradient at the target. ``step`` is half the distance of subnormal numbers of the
+    gradient's dtype. ``smoothing`` comes from ``smoothing_term``. Ignored rows must be zeros.
     """
     difference = actual.double() - expected
     counted = target != IGNORE_INDEX

@@ -1,6 +1,6 @@
-"""Who takes part: this package, torch, and each peer's public function.
+"""The functions to compare: this package's, torch's, and each peer's public function.
 
-Nothing of a peer is imported before its turn, and what it raises is reported, not hidden.
+A peer is imported only when its turn comes. Its errors are reported, not hidden.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import xent_ops
 
 from .check import IGNORE_INDEX, PLAIN, Options
 
-# Of a problem's tensors -> a loss that is the mean over counted rows, or Outputs. The tensors are (logits, target,
-# weight), the latter class weights, or (hidden, matrix, target, *what a problem has for each row).
+# A problem's tensors -> the mean loss over the rows that are not ignored, or Outputs. The tensors are (logits, target,
+# class weights) or (hidden, matrix, target, *further tensors with one value for each row).
 Function = Callable[..., Any]
 
 COPY, THREE_PRODUCTS = "copy", "three products"
 
 
 class Outputs(NamedTuple):
-    """Of a step, where a function takes its gradients by itself; and what every step returns."""
+    """The result of a step. A function returns it too if it computes its own gradients."""
 
     loss: Tensor  # ()
     grads: tuple[Tensor, ...]
@@ -42,12 +42,12 @@ class Contestant:
     name: str
     kind: str  # "ours", "torch" or "peer"
     load: Callable[[], Function]  # imports what it needs
-    against: str = ""  # the unit, whose time this one's is a ratio of
-    unit: str = ""  # the unit that it is: the fastest line that has the name
+    against: str = ""  # the name of the unit: the ratio is this time to that of the unit
+    unit: str = ""  # it may be the unit of this name; the fastest such line is
     options: Options = PLAIN
-    slack: float = 1.0  # times the tolerances
-    in_8_bits: tuple[float, float] | None = None  # tolerances of gradients and loss where products have 8-bit numbers
-    captured: bool = True  # in a CUDA graph, where the others are
+    slack: float = 1.0  # factor of the tolerances
+    in_8_bits: tuple[float, float] | None = None  # tolerances of gradients and loss, for products of 8-bit numbers
+    captured: bool = True  # in a CUDA graph, if the others are
     confirm: Callable[[], str] = str  # called after the first step: a note, or an error
 
 
@@ -55,7 +55,7 @@ _numbers = itertools.count()
 
 
 def compiled(load: Callable[[], Function], **options: Any) -> Callable[[], Function]:
-    """Each has code of its own, under which torch.compile keeps what it has compiled and what it made dynamic."""
+    """Compile ``load()`` with its own code object, because torch.compile stores graphs and dynamic sizes by code."""
 
     def load_compiled() -> Function:
         function = load()
@@ -78,12 +78,12 @@ def torch_loss(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
 
 
 def torch_loss_upcast(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    """Compiled F.cross_entropy upcasts in its kernels, so that is the form to beat."""
+    """F.cross_entropy of upcast logits. Compiled, the upcast is part of the kernels: this is the form to beat."""
     return F.cross_entropy(logits.float(), target)
 
 
 def copies() -> list[Contestant]:
-    """Read and write the logits: the driver's copy is slow from 2^30 bytes on (H200), a kernel's where they are few."""
+    """Copy the logits in two ways. The driver's copy is slow from 2^30 bytes on (H200), a kernel's for few bytes."""
 
     def copy(run: Callable[[Tensor, Tensor], object]) -> Function:
         kept: list[Tensor] = []
@@ -104,7 +104,7 @@ def copies() -> list[Contestant]:
 
 
 def losses() -> list[Contestant]:
-    """For logits."""
+    """The contestants for a loss of logits."""
     return [
         *copies(),
         Contestant("xent eager", "ours", own, COPY),
@@ -117,7 +117,7 @@ def losses() -> list[Contestant]:
 
 
 def products(hidden: Tensor, matrix: Tensor, *_: Tensor) -> Outputs:
-    """The three matrix products of a step, the logits standing in for their gradient: it has their shape and dtype."""
+    """The three matrix products of a step. The logits replace their gradient, which has the same shape and dtype."""
     hidden, matrix = hidden.detach(), matrix.detach()
     logits = hidden @ matrix.T
     return Outputs(hidden.new_zeros(()), (logits @ matrix, logits.T @ hidden))
@@ -139,7 +139,7 @@ def _torch_chunked() -> Function:
 
 
 def heads() -> list[Contestant]:
-    """For hidden states and the head's weight."""
+    """The contestants for a loss of hidden states and the head's weight."""
     found = [
         Contestant("three products", "torch", lambda: products, unit=THREE_PRODUCTS),
         Contestant("xent eager", "ours", lambda: linear, THREE_PRODUCTS),
@@ -168,8 +168,8 @@ def _transformer_engine() -> Function:
 
     # Versions without overwrite_input synchronise unless is_cg_capturable says not to; later ones warn of it.
     capturable = () if "overwrite_input" in inspect.signature(parallel).parameters else (True,)
-    # (batch, sequence, classes); by position, for the names changed: label_smoothing, reduce_loss,
-    # dist_process_group, ignore_idx, is_cg_capturable.
+    # The logits are (batch, sequence, classes). Arguments go by position because their names changed between versions:
+    # label_smoothing, reduce_loss, dist_process_group, ignore_idx, is_cg_capturable.
     return lambda logits, target, weight: parallel(
         logits.unsqueeze(0), target.unsqueeze(0), 0.0, True, None, IGNORE_INDEX, *capturable
     )
@@ -177,11 +177,11 @@ def _transformer_engine() -> Function:
 
 @dataclass(frozen=True)
 class Peer:
-    distributions: tuple[str, ...]  # names its version is found under; the first is the name shown
+    distributions: tuple[str, ...]  # names to look up its version; the first is the name shown
     module: str
     load: Callable[[], Function]
     label: str = ""  # the name shown, where a distribution has several losses
-    also: tuple[tuple[str, str], ...] = ()  # (distribution, module) of what else it imports
+    also: tuple[tuple[str, str], ...] = ()  # (distribution, module) of its other imports
 
     @property
     def name(self) -> str:
@@ -227,7 +227,7 @@ def installed(peers: Sequence[Peer], against: str) -> list[Contestant]:
 
 
 def choose(tables: Sequence[Sequence[Contestant]], only: str | None, peers: Sequence[Peer]) -> list[list[Contestant]]:
-    """Of each table the lines with one of the words of ``only`` in their names, and the units of their ratios."""
+    """The lines of each table whose names have one of the words in ``only``, and the units of their ratios."""
     words = [word.strip() for word in (only or "").split(",") if word.strip()]
     names = list(dict.fromkeys(contestant.name for known in tables for contestant in known))
     if only is not None and not words:

@@ -1,6 +1,6 @@
 """All contestants on one problem: each is checked, captured and checked again, and then all are timed in turn.
 
-Whatever goes wrong is part of the result.
+Every failure is recorded in the result.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .problems import Problem
 @dataclass(frozen=True)
 class Settings:
     graph: bool  # in CUDA graphs
-    budget_ms: float  # of measuring a contestant
-    row: bool = False  # the wall time of a call in a row of calls
-    busy: str | None = None  # why every time is to be doubted: the machine was busy before
+    budget_ms: float  # time to measure one contestant
+    row: bool = False  # measure the wall time of a call in a row of calls
+    busy: str | None = None  # why all times are unsteady: the machine was busy before the run
 
 
 @dataclass
@@ -38,13 +38,13 @@ class Result:
     low_ms: float | None = None  # a quarter of the samples took less
     high_ms: float | None = None  # a quarter took more
     against: str = ""
-    ratio: float | None = None  # of ms to those of the unit ``against``
-    more: dict[str, float] = field(default_factory=dict)  # figures that one table has
+    ratio: float | None = None  # ms / ms of the unit ``against``
+    more: dict[str, float] = field(default_factory=dict)  # figures of one table only
     peak_bytes: int | None = None  # memory at the peak of one step, beyond the inputs
-    extra_bytes: int | None = None  # less that of the gradients, where they have memory of their own
+    extra_bytes: int | None = None  # peak_bytes without the gradients, if these have their own memory
     errors: dict[str, float] = field(default_factory=dict)  # relative
     limits: dict[str, float] = field(default_factory=dict)
-    unsteady: list[str] = field(default_factory=list)  # figures (fields of this) that are to be doubted
+    unsteady: list[str] = field(default_factory=list)  # the fields that are unsteady
     overwrites_input: bool = False
     note: str = ""
 
@@ -58,8 +58,8 @@ class Result:
 def measure(
     table: str, problem: Problem, contestants: Sequence[Contestant], settings: Settings, clock: timing.Clock
 ) -> list[Result]:
-    """What all need of memory stays allocated."""
-    torch.compiler.reset()  # what an earlier problem had compiled would be compiled for any shape
+    """Measure all contestants. Memory that all of them need stays allocated."""
+    torch.compiler.reset()  # functions that an earlier problem compiled would be compiled for any shape
     results, ready = [], []
     for number, contestant in enumerate(contestants, 1):
         print(f"{table}  {number}/{len(contestants)}  {contestant.name}", file=sys.stderr, flush=True)
@@ -70,7 +70,7 @@ def measure(
             run = _prepared(problem, contestant, settings, result)
             if run is not None:
                 ready.append((result, run, problem.restore if result.overwrites_input else None))
-        with contextlib.suppress(RuntimeError):  # the device's own failure, which the result tells already
+        with contextlib.suppress(RuntimeError):  # a failure of the device, which the result reports already
             timing.collect(problem.device)
     problem.use_targets(0)
     found = timing.in_turn([(run, before) for _, run, before in ready], settings.budget_ms, clock)
@@ -90,7 +90,7 @@ def _failures(result: Result) -> Iterator[None]:
 
 
 def _prepared(problem: Problem, contestant: Contestant, settings: Settings, result: Result) -> Callable[[], Any] | None:
-    """Checked, its memory measured, and captured where that was asked for; None where something is wrong."""
+    """Check the step, measure its memory, and capture it if ``settings`` ask for graphs. None if something is wrong."""
     eager = problem.bind(contestant)
     if not _right(problem, contestant, eager, result):
         return None
@@ -113,7 +113,7 @@ def _prepared(problem: Problem, contestant: Contestant, settings: Settings, resu
         result.add_note(f"timed by calls, for it cannot be captured: {error}")
         return eager
     result.mode = "graph"
-    # Other targets than at capture: a graph that recorded nothing, or numbers of the host, is found out.
+    # With other targets than at capture, a graph that recorded nothing, or recorded host values, gives wrong results.
     problem.use_targets(1)
     if not _right(problem, contestant, captured, result):
         result.add_note("replayed on other targets")

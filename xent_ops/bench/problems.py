@@ -1,6 +1,6 @@
-"""Inputs, what is run on them, and the check of its outcome: a loss of logits, or of hidden states and a head.
+"""A problem has inputs, a step on them, and a check of its result: a loss of logits, or of hidden states and a head.
 
-Tensors of a problem are allocated once, so that a captured CUDA graph can be replayed on other values.
+A problem allocates its tensors once, so that a captured CUDA graph can be replayed on other values.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from .arguments import Shape
 from .check import PLAIN, Options
 from .contestants import Contestant, Outputs
 
-# Logits of a head that are in float64 at a time, about five copies of them: 512 MiB each on a GPU, where a chunk of few
-# rows would read and write all of the weight's gradient for little.
+# Logits of a head held in float64 at a time, in about five copies: 512 MiB each on a GPU. There a chunk of few rows
+# would be slow, because each chunk reads and writes all of the weight's gradient.
 CHUNK = {"cuda": 1 << 26}
 
 
 class Problem:
-    """Base: targets and class weights.
+    """Base class with targets and class weights.
 
-    ``ignored``: the fraction of rows, here and there, that are ignored; None for every 17th.
+    ``ignored``: the fraction of rows that are ignored, at random positions; None ignores every 17th row.
     """
 
-    unit = (1 << 20, "MiB")  # of memory in tables, with its name
+    unit = (1 << 20, "MiB")  # the unit of memory in tables, and its name
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float | None = None) -> None:
         self.shape, self.dtype, self.device, self.ignored = shape, dtype, device, ignored
-        # A generator of our own: a CUDA graph whose capture failed leaves the default one unusable.
+        # Its own generator, because a failed capture of a CUDA graph leaves the default generator unusable.
         self.generator = torch.Generator(device).manual_seed(0)
         self.targets = (self._random_target(), self._random_target())
         self.target = self.targets[0].clone()
@@ -41,7 +41,7 @@ class Problem:
     def _random_target(self) -> Tensor:
         shape = self.shape
         target = torch.randint(shape.classes, (shape.rows,), generator=self.generator, device=self.device)
-        # Not the first row: a single row that is ignored has a mean of nothing, NaN.
+        # The first row is never ignored: the mean over no row is NaN.
         if self.ignored is None:
             target[16::17] = check.IGNORE_INDEX
         else:
@@ -57,15 +57,15 @@ class Problem:
         self.target.copy_(self.targets[which])
 
     def inputs(self) -> tuple[Tensor, ...]:
-        """What the gradients are taken of."""
+        """The tensors that get gradients."""
         raise NotImplementedError
 
     def others(self) -> tuple[Tensor, ...]:
-        """What a function takes beside them."""
+        """A function's further arguments."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Undo what a contestant did to the inputs."""
+        """Undo a contestant's changes to the inputs."""
 
     def overwritten(self) -> bool:
         return False
@@ -88,9 +88,9 @@ class Problem:
 
 
 class _Produced(torch.autograd.Function):
-    """The same memory as what a layer would return: no leaf, so that its gradient may be written over it.
+    """Returns its input like the output of a layer: it is no leaf, so its gradient may be written over it.
 
-    Nor a view: autograd gives a view that was written another place in the graph, where no gradient is asked for.
+    It is no view either. After a write in place, autograd moves a view in the graph, and no gradient would reach it.
     """
 
     @staticmethod
@@ -158,12 +158,12 @@ class Expected(NamedTuple):
 
 
 class Head(Problem):
-    """Hidden states and a head's weight -> the gradients of both. Compared with float64, in which no logit is rounded.
+    """Gradients of hidden states and of a head's weight, compared with float64, in which no logit is rounded.
 
-    The float64 outcome of both targets is kept, since all contestants are compared with it: 2 x V x H x 8 bytes.
+    It keeps the float64 results of both targets for all contestants: 2 x V x H x 8 bytes.
     """
 
-    slack, loss_slack = 1.0, 1.0  # times the tolerances
+    slack, loss_slack = 1.0, 1.0  # factors of the tolerances
 
     def __init__(
         self, shape: Shape, dtype: torch.dtype, device: torch.device, hidden: int, ignored: float | None = None
@@ -185,23 +185,23 @@ class Head(Problem):
         return self.target, *self.row_tensors()
 
     def row_tensors(self) -> tuple[Tensor, ...]:
-        """What a function takes beside hidden states, matrix and targets."""
+        """A function's arguments after hidden states, matrix and targets."""
         return ()
 
     def share(self, options: Options) -> check.Share:
-        """The loss, of float64 logits."""
+        """The loss as a function of float64 logits."""
         return check.cross_entropy(self.target, self.weight, options)
 
     def logits_at_once(self) -> int:
         return CHUNK.get(self.device.type, check.CHUNK)
 
     def check(self, outputs: Outputs, contestant: Contestant) -> check.Verdict:
-        """Gradients in the 2-norm. A row of hidden's may be off by the tolerance of a common row's size.
+        """Compare gradients in the 2-norm. The limit of a row of hidden's gradient is relative to a typical row.
 
-        The rounding errors of rows are independent, so that of their mean has a smaller tolerance, and four roundings
-        to the dtype that the loss is returned in.
+        The rounding errors of rows are independent. So the tolerance of their mean is smaller, plus four roundings to
+        the dtype of the returned loss.
         """
-        # float32: the products' own rounding, seen through exp
+        # 1e-4 for float32: exp enlarges the rounding of the products
         limit = contestant.slack * self.slack * max(check.tolerance(self.dtype), 1e-4)
         loss_limit = (
             contestant.slack * self.loss_slack * max(torch.finfo(self.dtype).eps / math.sqrt(self.shape.rows), 3e-5)
@@ -216,7 +216,7 @@ class Head(Problem):
         limits = {"loss": loss_limit, "dH": limit, "dH of a row": rows_limit, "dW": limit}
         if outputs.loss.shape != ():
             errors["loss"] = math.inf
-        if outputs.grads:  # else a forward alone
+        if outputs.grads:  # without gradients it is a forward alone
             hidden, matrix = outputs.grads
             errors["dH"] = check.worst(check.relative_error(hidden, expected.hidden))
             if math.isfinite(errors["dH"]):
@@ -225,7 +225,7 @@ class Head(Problem):
         return check.Verdict(errors, limits)
 
     def _row_errors(self, grad: Tensor, expected: Tensor) -> Tensor:
-        """(rows,): an ignored row must be zeros."""
+        """The error of each row, (rows,). An ignored row must be zeros."""
         size, counted = expected.norm(dim=1), self.target != check.IGNORE_INDEX
         common = size.square().sum().div(counted.sum()).sqrt()
         errors = (grad.double() - expected).norm(dim=1) / size.clamp(min=common)
@@ -239,7 +239,7 @@ class Head(Problem):
         return self._expected[key]
 
     def _reference(self, options: Options) -> Expected:
-        """In float64, by chunks of rows."""
+        """The expected results in float64, by chunks of rows."""
         share, matrix = self.share(options), self.matrix.double()
         grad_matrix = torch.zeros_like(matrix)
         grad_hidden = torch.empty(self.hidden.shape, dtype=torch.float64, device=self.device)

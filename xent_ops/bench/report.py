@@ -1,4 +1,4 @@
-"""What a run shows: tables in markdown on stdout, JSON for machines, the comparison with an earlier run, a picture."""
+"""The output of a run: markdown tables on stdout, JSON for machines, a comparison with an earlier run, a picture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def number(value: float | None, digits: int) -> str:
 
 
 def figure(result: Result, name: str, digits: int) -> str:
-    """A field of the result; ``~`` before one that is unsteady."""
+    """A field of the result as text, with ``~`` before an unsteady one."""
     return ("~" if name in result.unsteady else "") + number(getattr(result, name), digits)
 
 
@@ -33,7 +33,7 @@ def status(result: Result) -> str:
 
 
 def show(title: str, results: Sequence[Result], unit: tuple[int, str]) -> None:
-    """``unit``: of memory, with its name."""
+    """Print a table. ``unit``: the unit of memory, and its name."""
     names = list(dict.fromkeys(name for result in results for name in result.errors))
     more = list(dict.fromkeys(name for result in results for name in result.more))
     memory = any(result.peak_bytes is not None for result in results)
@@ -56,7 +56,7 @@ def show(title: str, results: Sequence[Result], unit: tuple[int, str]) -> None:
 
 
 def as_markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column and the last one are text, the others numbers, to the right."""
+    """A table. The first and the last column are text; the others are numbers, aligned to the right."""
     last = len(head) - 1
     cells = [[cell.replace("|", "\\|") for cell in line] for line in (head, *rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
@@ -105,7 +105,7 @@ def show_environment(found: Mapping[str, Any], busy: str | None, peers: Sequence
 
 
 def write_json(path: Path | None, content: dict[str, Any]) -> None:
-    """Values that JSON has no number for (an infinite error) become strings. Without a path, nothing."""
+    """Write ``content`` if there is a path. Values without a JSON number (an infinite error) become strings."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
@@ -119,7 +119,7 @@ def write_json(path: Path | None, content: dict[str, Any]) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """What ``--compare`` names.
+    """Read the file that ``--compare`` names.
 
     Raises:
     ValueError: there is no such file, or ``--json`` has not written it.
@@ -135,7 +135,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def compare(before: Mapping[str, Any], content: Mapping[str, Any]) -> None:
-    """A table of what was measured now beside an earlier run."""
+    """Print a table of this run's figures beside those of an earlier run."""
     old, new = _by_name(before), _by_name(content)
     print(f"Beside a run of {before['environment'].get('date', 'an unknown date')}")
     alike = ("device", "gpu", "cpu", "threads", "torch", "triton", "driver")
@@ -168,7 +168,7 @@ def _by_name(content: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def _verdict(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Of steady figures: are the middle halves of their samples apart?"""
+    """Compare two steady figures by the middle halves of their samples: they differ if these do not overlap."""
     if not before or not now:
         return "new" if now else "not measured now"
     if before["status"] != "ok" or now["status"] != "ok":
@@ -183,7 +183,7 @@ def _verdict(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def draw(path: Path, results: Sequence[Result], title: str) -> None:
-    """Bars: a row a table, its times beside its memory. An unsteady time is hatched."""
+    """Draw bars. Each table is a row with times and memory side by side. An unsteady time is hatched."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display needed

@@ -1,4 +1,4 @@
-"""The command: tables, each of a problem and who is measured on it."""
+"""The command. It measures tables; a table has a problem and its contestants."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Table:
     name: str
     make: Callable[[], Problem]
     contestants: Sequence[Contestant]
-    finish: Callable[[list[Result]], None] = lambda results: None  # adds figures that this table has
+    finish: Callable[[list[Result]], None] = lambda results: None  # adds figures of this table only
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where all tables of a run are measured."""
+    """The device and the settings of all tables of a run."""
 
     device: torch.device
     dtype: torch.dtype
@@ -88,7 +88,7 @@ def _device(text: str | None) -> torch.device:
         raise ValueError(f"--device {device}: float64, which every result is checked in, needs cpu, cuda or xpu")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {device}: this torch ({torch.__version__}) sees no GPU; valid here is cpu")
-    torch.empty(1, device=device)  # an error that names what is wrong with it
+    torch.empty(1, device=device)  # raises torch's own error for a bad device
     if device.type == "cuda":
         if interpreter_is_set():
             raise ValueError(
@@ -101,7 +101,7 @@ def _device(text: str | None) -> torch.device:
 
 
 def _check_output(path: Path) -> None:
-    """Now, not when everything has been measured."""
+    """Raise now if the file cannot be written, not after all measurements."""
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ValueError(f"{path}: there is no folder {folder} to write it to")
@@ -117,7 +117,7 @@ def _check_plot(path: Path) -> None:
 
 
 def run(arguments: argparse.Namespace, tables: Tables, clock: type[timing.Clock] = timing.Clock) -> int:
-    """0, or 1 where a line of this package is wrong or fails; peers' failures are their own."""
+    """Return 1 if a line of this package is wrong or fails, otherwise 0. Failures of peers do not count."""
     try:
         for path in filter(None, (arguments.json, arguments.plot)):
             _check_output(path)
@@ -158,7 +158,7 @@ def run(arguments: argparse.Namespace, tables: Tables, clock: type[timing.Clock]
             continue
         results += done
         content["results"] += [result.as_json() for result in done]
-        report.write_json(arguments.json, content)  # a run that is stopped leaves what it has
+        report.write_json(arguments.json, content)  # a run that is stopped leaves its results so far
         report.show(f"{table.name} {dtype}", done, problem.unit)
         del problem
         timing.collect(device)
@@ -171,5 +171,5 @@ def run(arguments: argparse.Namespace, tables: Tables, clock: type[timing.Clock]
     return int(failed or any(result.kind == "ours" and result.status != "ok" for result in results))
 
 
-# Where a run writes and reads, and what reads the arguments.
+# Arguments that name files, or serve to parse the others.
 _NOT_SETTINGS = ("command", "command_line", "parser", "json", "plot", "compare", "tables", "run")

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 L2_FLUSH_BYTES = 256 << 20  # as triton.testing.do_bench: several times any GPU's L2
-ROUNDS, WARM_UP = 7, 0.8  # WARM_UP: calls that are not timed, of those that are
-LEAST_CALLS, MOST_CALLS = 2, 1000  # timed in a block
-UNSTEADY = 1.5  # between the slow and the fast quarter of the samples
+ROUNDS, WARM_UP = 7, 0.8  # WARM_UP: untimed calls, as a fraction of the timed calls
+LEAST_CALLS, MOST_CALLS = 2, 1000  # timed calls in a block
+UNSTEADY = 1.5  # ratio of the slow to the fast quarter of the samples
 
 Action = Callable[[], Any]
 T = TypeVar("T")
@@ -48,17 +48,17 @@ class Times(NamedTuple):
 
 
 def busy() -> str | None:
-    """What else the machine does now, where that is more than it has cores for; before a run adds its own load."""
+    """Describe the machine's load if it exceeds the number of cores. Call it before a run adds its own load."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     return f"the load is {load:.1f} on {cores} cores" if load > cores else None
 
 
 class NotCapturable(Exception):
-    """With the reason why no CUDA graph can hold it."""
+    """Its message says why no CUDA graph can hold the call."""
 
 
 def reason(error: BaseException) -> str:
-    """One line."""
+    """The error in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return text if len(text) <= 200 else text[:197] + "..."
@@ -72,7 +72,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def collect(device: torch.device) -> None:
-    """Give freed memory back, so that one variant's leftovers are not in another's way."""
+    """Return freed memory to the device, so that one variant's memory does not disturb the next."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -80,10 +80,10 @@ def collect(device: torch.device) -> None:
 
 
 class Clock:
-    """On CUDA the GPU's own clock, the L2 flushed between the calls; elsewhere the host's.
+    """CUDA events on a GPU, with the L2 flushed between calls; elsewhere the host's clock.
 
-    With ``row`` a sample is the wall time of a call in a row of calls, launches included and nothing flushed: what an
-    eager loop on the host pays.
+    With ``row`` a sample is the wall time of a call in a row of calls, with launches and without flushes: the cost of
+    an eager loop on the host.
     """
 
     def __init__(self, device: torch.device, row: bool = False) -> None:
@@ -97,7 +97,7 @@ class Clock:
         return ms
 
     def block(self, run: Action, before: Action | None, count: int) -> list[float]:
-        """So many calls, with ``before`` called outside the clock before each. Their times, or one for all of a row."""
+        """Time ``count`` calls. ``before`` runs before each, untimed. Returns each time, or the mean of a row."""
         if self.row:
             return [self._wall(lambda: [run() for _ in range(count)]) / count]
         if self._flush is None:
@@ -129,10 +129,10 @@ class Clock:
 
 
 def in_turn(runs: Sequence[tuple[Action, Action | None]], budget_ms: float, clock: Clock) -> list[Times | Exception]:
-    """Rounds of long blocks: in each round every run, in a random order, first reaches its own clocks and power in
-    calls that are not timed. Of a run that raises, the error.
+    """Time all runs in rounds of long blocks, in random order. Untimed calls before each block let the GPU reach the
+    run's own clocks and power. A run that raises gives its error.
 
-    In a fixed order, one that follows an easier one is up to 6 % faster on an H100 at its limit of power (2026-11-26).
+    In a fixed order a run after a lighter one is up to 6 % faster on an H100 at its power limit (2026-11-26).
     """
     counts, samples = [0] * len(runs), [list[float]() for _ in runs]
     errors: dict[int, Exception] = {}
@@ -169,7 +169,7 @@ def _synchronising_is_an_error() -> Iterator[None]:
 class Captured:
     graph: torch.cuda.CUDAGraph
     outputs: Any  # overwritten by each replay
-    run: Action  # kept, for the graph reads the memory of tensors that it holds
+    run: Action  # kept, because the graph reads the memory of tensors that it holds
 
     def __call__(self) -> Any:
         self.graph.replay()
@@ -179,8 +179,8 @@ class Captured:
 def capture(run: Action, device: torch.device) -> Captured:
     """``run`` as a CUDA graph.
 
-    What synchronises is found by torch's debug mode first: a capture that fails leaves the allocator and the random
-    generator of the process in a state of capturing, and whatever is measured next would suffer.
+    torch's debug mode finds synchronisation first. A failed capture would leave the allocator and the random generator
+    of the process in the capturing state, and would disturb the next measurement.
     """
     try:
         with _synchronising_is_an_error():
@@ -224,13 +224,13 @@ def _resident(what: str) -> int:
 
 
 def peak_bytes(run: Callable[[], T], device: torch.device) -> tuple[T, int]:
-    """Of a call that has run before: what CUDA's allocator gave, or on the CPU what the process held of memory, beyond
-    what it was before."""
+    """Run a call that has run before. Returns its result and its peak memory beyond the memory before it: CUDA's
+    allocator counts it, or on the CPU the process."""
     collect(device)
     if device.type == "cpu":
         with contextlib.suppress(AttributeError):  # not glibc
-            ctypes.CDLL(None).malloc_trim(0)  # else a tensor that lies in freed memory would count as nothing
-        Path(_CLEAR_REFS).write_text("5")  # the peak begins anew
+            ctypes.CDLL(None).malloc_trim(0)  # or a tensor in freed memory would not count
+        Path(_CLEAR_REFS).write_text("5")  # resets the peak
         base = _resident("VmRSS")
         outputs = run()
         return outputs, _resident("VmHWM") - base

@@ -1,4 +1,4 @@
-"""A call of a head split over ranks, as the operators take it: what all losses of hidden states over ranks share."""
+"""Binds a call whose head is split over ranks: the part that all losses of hidden states share."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ NAMES = ("weight_shard", "bias_shard")
 
 
 def gathered_input(input: Tensor, target: Tensor, split: int | None, ranks: Ranks) -> tuple[Tensor | None, Tensor]:
-    """(the inputs of all ranks, the target in their order), both (ranks, ...); where nothing is split, as they were."""
+    """(the inputs of all ranks, the target in the ranks' order), both (ranks, ...). Without a split: (None, target)."""
     if split is None:
         return None, target
     return all_gather(input.detach().unsqueeze(0).contiguous(), ranks), by_ranks(target, split, ranks)
 
 
 def by_ranks(target: Tensor, split: int | None, ranks: Ranks) -> Tensor:
-    """The target in the order of the ranks' inputs, (ranks, ...); where nothing is split, as it was."""
+    """The target in the order of the ranks' inputs, (ranks, ...). Without a split: the target unchanged."""
     if split is None:
         return target
     return target.unflatten(split, (ranks.world, -1)).movedim(split, 0).contiguous()
 
 
 def as_target(value: Tensor, split: int | None) -> Tensor:
-    """A value for each row in that order, (ranks, ...), in the target's own."""
+    """The inverse of ``by_ranks``, for values of shape (ranks, ...), one for each row."""
     return value if split is None else value.movedim(0, split).flatten(split, split + 1)
 
 
@@ -52,7 +52,7 @@ def padded_call(call: LinearCall, ranks: Ranks) -> PaddedCall:
 
 
 def computed(call: LinearCall, ranks: Ranks, compute: Callable[[LinearCall, Ranks], Result]) -> Result:
-    """``compute``, with chunks of one shape where the call asks for them."""
+    """The result of ``compute``. With batch_invariant the call is padded first, so that all chunks have one shape."""
     if not call.head.chunking.batch_invariant:
         return compute(call, ranks)
     return padded_call(call, ranks).compute(lambda padded: compute(padded, ranks))
@@ -66,7 +66,7 @@ def bind_shard(
     class_start: Any,
     sequence_parallel: bool,
 ) -> LinearCall:
-    """The call with the classes of this rank. Raises every error that it can detect, but for the values of targets."""
+    """Bind the call to this rank's classes. Raises all errors that this rank can detect, except for target values."""
     for argument, tensor in (("input", call.input), ("weight_shard", call.head.weight), ("target", call.target)):
         refuse_dtensor(argument, tensor, "xent_ops.linear_cross_entropy")
     checks.token_weight(call.token_weight, call.target)
@@ -75,7 +75,7 @@ def bind_shard(
     linear_checks.head(input, head.weight, head.bias, head.accumulate_dtype, head.chunking, True, NAMES)
     shard_range = shard_range_of_width(head.weight.shape[0], num_classes, class_start, ranks)
     split = _split_dimension(input, target, ranks.world) if sequence_parallel and ranks.world > 1 else None
-    if not transforms.is_traced():  # else the operators check before anything runs
+    if not transforms.is_traced():  # in a trace the operators check before anything runs
         rows = input if split is None else input.new_empty(()).expand(*target.shape, input.shape[-1])  # its shape
         shard_args = (rows, head.weight, target, *shard_range, head.bias, head.class_weight)
         refuse("linear_cross_entropy_shard", *shard_args, **call.loss.row_options._asdict())
@@ -89,14 +89,14 @@ def bind_shard(
 
 
 def check_values(call: LinearCall) -> LinearCall:
-    """Raises what depends on the values of targets."""
+    """Raise the errors that depend on the values of targets."""
     classes = call.target if call.ids is None else call.ids
     checks.target_values(classes, call.head.shard_range[1], call.loss.row_options.ignore_index)
     return call
 
 
 def _split_dimension(input: Tensor, target: Tensor, world: int) -> int:
-    """The dimension of the target of which each rank's input has its share."""
+    """The dimension of the target along which the ranks' inputs are split."""
     shape = input.shape[:-1]
     if len(shape) == target.dim():
         for dim in range(target.dim()):

@@ -1,8 +1,8 @@
 """``check=True``: the arguments of all ranks, checked and compared before the loss is computed.
 
-A function over ranks binds its arguments to a record (a NamedTuple, which may hold others), and computes from that
-record alone. ``report`` goes through all of its fields. So a new argument is compared without a line here; a tensor
-needs an entry in ``_TENSORS``, else ``report`` raises.
+A function over ranks binds its arguments to a record, a NamedTuple that may hold others. It computes from that record
+alone. ``report`` compares all fields of the record, so a new argument needs no code here. Only a new tensor needs an
+entry in ``_TENSORS``; without the entry ``report`` raises.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _accumulator(tensor: Tensor) -> str:
     return "float64" if tensor.dtype == torch.float64 else "float32"
 
 
-# Field: the argument's name, and what of it must be the same on every rank. That it is given must be, always.
+# Field: the argument's name, and its properties that all ranks must agree on. Every rank must pass it, or none.
 _TENSORS: dict[str, tuple[str, dict[str, Callable[[Tensor], Any]]]] = {
     "target": ("target", {"target.shape": lambda t: tuple(t.shape), "targets": lambda t: t.to(torch.int64).cpu()}),
     "logits": ("logits_shard", {"accumulation in": _accumulator}),
@@ -69,10 +69,10 @@ _TENSORS: dict[str, tuple[str, dict[str, Callable[[Tensor], Any]]]] = {
 
 
 def check(name: str, group: Group, ranks: Ranks, bind: Callable[[], _Record]) -> _Record:
-    """Raise the same error on every rank of the group if an argument of one is wrong, or they do not fit together.
+    """Raise the same error on every rank of the group if an argument of any rank is wrong, or arguments do not match.
 
-    ``bind`` returns the record of this rank's arguments, and raises every error that this rank can detect by itself,
-    those that depend on data too.
+    ``bind`` returns the record of this rank's arguments. It raises every error that this rank can detect by itself,
+    including errors that depend on data.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("check=True compares values between ranks, which a compiled graph cannot: use it in eager")
@@ -83,7 +83,7 @@ def check(name: str, group: Group, ranks: Ranks, bind: Callable[[], _Record]) ->
     except Exception as error:  # the other ranks must get a report, or they wait for this one
         found = {"error": f"{type(error).__name__}: {error}"}
     reports: list[dict[str, Any]] = [{} for _ in range(ranks.world)]
-    with _without_transforms():  # a rank below a transform must report that error too
+    with _without_transforms():  # a rank inside a transform must report that error too
         dist.all_gather_object(reports, found, group=process_group(group))
     problem = _compare(reports)
     if problem is not None:
@@ -93,7 +93,7 @@ def check(name: str, group: Group, ranks: Ranks, bind: Callable[[], _Record]) ->
 
 
 def report(record: Any) -> dict[str, Any]:
-    """What all ranks must agree on, by name, and under "shard" the classes of this one. Reads the target."""
+    """The values that all ranks must agree on, by name. "shard" holds this rank's classes. Reads the target."""
     facts: dict[str, Any] = {}
     for field, value in record._asdict().items():
         value = value.agreed() if hasattr(value, "agreed") else value
@@ -107,7 +107,7 @@ def report(record: Any) -> dict[str, Any]:
             name, agreed = _TENSORS[field]
             facts[name] = None if value is None else "a tensor"
             facts |= {what: None if value is None else of(value) for what, of in agreed.items()}
-        elif field == "rows":  # of a function of tokens
+        elif field == "rows":  # arguments of a user's token loss
             facts["the number of rows"] = len(value)
             for i, row in enumerate(value):
                 facts |= {f"rows[{i}].shape": tuple(row.shape), f"rows[{i}].dtype": row.dtype, f"rows[{i}]": row.cpu()}

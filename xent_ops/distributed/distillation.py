@@ -1,8 +1,8 @@
 """Distillation where each rank holds some rows of the student's head and of the teacher's.
 
-The loop of pipelined.py with two heads: a chunk's statistics of both go in one all-gather, beside the next chunk's
-products. Where beta is between 0 and 1, the mixture is known behind the join alone: two numbers a row more are gathered
-there, and the gradient waits for them. head/distillation_shard.py has the formulas.
+This is the loop of pipelined.py with two heads. One all-gather sends a chunk's statistics of both heads while the next
+chunk's products run. With beta between 0 and 1 the mixture is known only after the join: a second all-gather sends two
+more numbers a row, and the gradient waits for it. head/distillation_shard.py has the formulas.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Teacher(NamedTuple):
 
 
 class _Bound(NamedTuple):
-    """A call as the loop takes it; consistency.py compares all of it."""
+    """The bound arguments of a call. consistency.py compares all of them."""
 
     student: LinearCall
     teacher: _Teacher
@@ -78,28 +78,27 @@ def vocab_parallel_linear_distillation_loss(
 ) -> Tensor:
     """``xent_ops.linear_distillation_loss`` of two heads whose rows (classes) are split between the ranks of a group.
 
-    Every rank gets the loss, bit for bit the same, and in backward the gradient of its own rows of the student's head
-    and the whole gradient of the student's input: four products of its classes, and two chunks of logits of each model
-    at a time. 3 numbers a row are all-gathered (2, and 2 more, where beta is between 0 and 1; with ``hard_weight`` one
-    more, at another temperature than one 2), and the gradient of the input is all-reduced.
+    Every rank gets the same loss, bit for bit. Backward returns the gradient of its own rows of the student's head, and
+    the whole gradient of the student's input. A step takes four products of this rank's classes. It holds two chunks of
+    logits of each model. 3 numbers a row are all-gathered, or 2 and then 2 more with beta between 0 and 1.
+    ``hard_weight`` adds 1, or 2 at a temperature other than one. The gradient of the input is all-reduced.
 
     Args:
-        input, weight_shard, bias_shard: of the student, as for ``vocab_parallel_linear_cross_entropy``.
+        input, weight_shard, bias_shard: the student's, as for ``vocab_parallel_linear_cross_entropy``.
         teacher_input, teacher_weight_shard, teacher_bias_shard: (..., H'), (classes of this rank, H') and (classes of
-            this rank,), of the teacher, whose head is split at the same classes; constants, as for
+            this rank,). The teacher's head is split at the same classes. All three are constants, as for
             ``xent_ops.linear_distillation_loss``. The input is the same on every rank.
-        group, num_classes, class_start: as for ``vocab_parallel_linear_cross_entropy``, of both heads. Both may have
-            rows of padding behind ``num_classes``, as many as they like.
-        target: (...), class indices of the whole vocabulary, the same on every rank: which rows are ignored, and what
-            the cross entropy of hard_weight is of. None: all rows count.
-        sequence_parallel: as for ``vocab_parallel_linear_cross_entropy``, of both inputs: the student's and the
-            teacher's are this rank's part of the same rows. Both are gathered, chunk by chunk; the gradient of the
-            student's is reduce-scattered.
+        group, num_classes, class_start: as for ``vocab_parallel_linear_cross_entropy``, for both heads. Each may
+            have any number of padding rows after ``num_classes``.
+        target: (...), class indices of the whole vocabulary, the same on every rank. They tell which rows are
+            ignored, and hard_weight's cross entropy uses them. None: all rows count.
+        sequence_parallel: as for ``vocab_parallel_linear_cross_entropy``, for both inputs. They are this rank's part of
+            the same rows. Both are gathered, chunk by chunk. The gradient of the student's input is reduce-scattered.
         beta, temperature, hard_weight, reduction, divisor, ignore_index, token_weight: as for
-            ``xent_ops.linear_distillation_loss``, the same on every rank; targets and token_weight are of all rows,
-            with ``sequence_parallel`` too.
-        softcap, teacher_softcap, logit_scale, teacher_logit_scale: likewise.
-        accumulate_dtype, chunk_rows: as for ``xent_ops.linear_cross_entropy``, of this rank's products; the same on
+            ``xent_ops.linear_distillation_loss``, the same on every rank. target and token_weight hold all rows,
+            also with ``sequence_parallel``.
+        softcap, teacher_softcap, logit_scale, teacher_logit_scale: as for ``beta``.
+        accumulate_dtype, chunk_rows: as for ``xent_ops.linear_cross_entropy``, for this rank's products; the same on
             every rank.
         check: as for ``vocab_parallel_linear_cross_entropy``.
 
@@ -148,7 +147,7 @@ def vocab_parallel_linear_distillation_loss(
 
 
 def _rows(input: Any, token_weight: Any, world: int, reduction: Any) -> Sequence[int] | None:
-    """The shape of all rows where no target has it; None where the input is refused behind this."""
+    """The shape of all rows, for a call without a target. None for an input that a later check refuses."""
     if not isinstance(input, Tensor) or input.dim() == 0:
         return None
     shape = input.shape[:-1]
@@ -161,7 +160,7 @@ def _rows(input: Any, token_weight: Any, world: int, reduction: Any) -> Sequence
             "without a target nothing says along which dimension sequence_parallel=True splits the rows: pass one with "
             'reduction="none"'
         )
-    return world * shape[0], *shape[1:]  # of a sum all orders are one
+    return world * shape[0], *shape[1:]  # a sum does not depend on the order
 
 
 def _bound_teacher(tensors: tuple[Any, Any, Any], student: LinearCall, spec: Distillation) -> _Teacher:
@@ -171,9 +170,9 @@ def _bound_teacher(tensors: tuple[Any, Any, Any], student: LinearCall, spec: Dis
     for which, tensor in zip(("input", "weight_shard", "bias_shard"), tensors, strict=True):
         distillation_checks.teacher_is_constant(f"teacher_{which}", tensor)
     teacher = _Teacher(*composite.cast_for_autocast(*tensors))
-    if not transforms.is_traced():  # else the operators check before anything runs
+    if not transforms.is_traced():  # in a trace the operators check before anything runs
         head, rows = student.head, student.target
-        if student.sequence_dim is not None:  # this rank's part of them
+        if student.sequence_dim is not None:  # this rank's rows
             rows = rows.new_empty(()).expand(student.input.shape[:-1])
         student_head, class_start = (student.input, head.weight, head.bias), head.shard_range[0]
         linear_checks.two_heads(student_head, rows, teacher, spec, class_start, NAMES, _TEACHER)
@@ -181,7 +180,7 @@ def _bound_teacher(tensors: tuple[Any, Any, Any], student: LinearCall, spec: Dis
 
 
 class _Steps:
-    """What distillation does to a chunk, for head/loop.py. ``losses`` are those of the rows of chunks."""
+    """The steps of distillation on a chunk, for head/loop.py. ``losses`` holds the row losses of each chunk."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ def loss_and_saved(
     shard_range: tuple[int, int],  # class_start, num_classes
     loss: LossOptions,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """The loss, and the tensors that ``gradient`` takes: those of cross_entropy_backward behind the gradients."""
+    """The loss, and the tensors that ``gradient`` takes: cross_entropy_backward's arguments after its gradients."""
     gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, loss.row_options)
     arguments = (logits, target, gathered, *shard_range, weight)
     divisor = None
@@ -44,7 +44,7 @@ def loss_and_saved(
 
 
 def gradient(grad: Tensor, saved: tuple[Tensor | None, ...], shard_range: tuple[int, int], loss: LossOptions) -> Tensor:
-    """Of the loss over this rank's logits."""
+    """The gradient of the loss with respect to this rank's logits."""
     arguments: Any = (grad, None, *saved, *shard_range)
     if transforms.forward_mode():  # the upstream gradient has a tangent, which operators would drop
         return reference.cross_entropy_backward(

@@ -1,6 +1,6 @@
 """The kinds of group that users pass: ProcessGroup, one-dimensional DeviceMesh, group name, None for all ranks.
 
-To torch.compile everything here is a constant.
+torch.compile treats everything here as a constant.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """Linear cross entropy where each rank holds some rows of the head.
 
-Two ways. Where gradients of a mean or a sum are wanted, pipelined.py: three products, two chunks of logits at a time.
-Else, and with ``pipelined=False``, four products and one chunk, N rows of input of width H in chunks of rows:
+There are two ways. If gradients of a mean or a sum are wanted, pipelined.py takes three products and holds two chunks
+of logits. Otherwise, and with ``pipelined=False``, a step takes four products and holds one chunk of logits:
 
     forward     a chunk's logits of this rank's classes, their statistics      xent::linear_cross_entropy_shard
                 one all-gather of 3 numbers a row (4 with class weights)
                 the loss and lse of every row                                  xent::linear_cross_entropy_shard_join
     backward    a chunk's logits again, their gradient over them, both         xent::linear_cross_entropy_backward
-                products of it
+                products of the gradient
                 the sum of grad_input over the ranks: one all-reduce
 
-With ``sequence_parallel`` the input is all-gathered before the first step, and the last is a reduce-scatter. Every
-collective is a ``_c10d_functional`` node between operators. The gathers run below autograd: the formula of the join
-(ops/linear/shard.py) returns the gradient of the rank's own input, summed over the ranks.
+With ``sequence_parallel`` the input is all-gathered before the first step, and the last step is a reduce-scatter. Every
+collective is a ``_c10d_functional`` node between operators. The gathers run without autograd, because the join's
+formula (ops/linear/shard.py) returns the gradient of the rank's own input, summed over the ranks.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def vocab_parallel_linear_cross_entropy(
 ) -> Tensor:
     """``xent_ops.linear_cross_entropy`` of a head whose rows (classes) are split between the ranks of a group.
 
-    Every rank gets the loss, bit for bit the same, and in backward the gradient of its own rows of the head and the
-    whole gradient of its input. No rank ever has more than two chunks of its own logits. 3 numbers a row (4 with class
-    weights) are all-gathered, and the input's gradient is all-reduced. No second derivative, no torch.func, no
-    forward-mode AD.
+    Every rank gets the same loss, bit for bit. Backward returns the gradient of its own rows of the head, and the whole
+    gradient of its input. No rank ever has more than two chunks of its own logits. 3 numbers a row (4 with class
+    weights) are all-gathered, and the input's gradient is all-reduced. Second derivatives, torch.func and forward-mode
+    AD are not supported.
 
     Args:
-        input: (..., H), the same on every rank, and requiring grad on every rank or on none; with
-            ``sequence_parallel`` this rank's part of it.
+        input: (..., H), the same on every rank; with ``sequence_parallel`` this rank's part of it. It requires grad on
+            every rank or on none.
         weight_shard: (classes of this rank, H), the rows of the head from ``class_start`` on, of the input's dtype.
             Shards may differ in size and may be empty. Rows beyond ``num_classes`` are padding, with a gradient of 0.
         target: (...), class indices of the whole vocabulary, the same on every rank.
@@ -83,22 +83,22 @@ def vocab_parallel_linear_cross_entropy(
             its gradient is reduce-scattered instead of all-reduced.
         weight: (classes of this rank,), this rank's slice of the class weights; on every rank or on none.
         divisor: for reduction="sum", as for ``xent_ops.linear_cross_entropy``; the same on every rank.
-        token_weight: as in ``xent_ops.cross_entropy``, of all targets, the same on every rank.
-        target_probs, tail: as for ``xent_ops.linear_cross_entropy``, the same on every rank, for a mean or a sum: three
-            products of all rows, without ``pipelined``, ``skip_ignored`` and ``products``.
-        accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products: as for ``xent_ops.linear_cross_entropy``, of
-            this rank's products. With ``products`` four of them: not pipelined.
-        batch_invariant: likewise, for one number of ranks and one split of the classes. With three ranks and more the
-            input's gradient is not meant: its sum over ranks depends on the row's place. With ``sequence_parallel``
-            each rank's part of the rows is filled up.
-        pipelined: True: three products. The forward gathers a chunk's numbers while the next chunk's product runs, and
-            makes the gradients, which the backward multiplies by the upstream gradient, in place; two chunks of logits.
-            False: four. The forward gathers the numbers of all rows at once, and the backward makes the logits again;
-            one chunk. None: pipelined where gradients of a mean or a sum are wanted, but not with ``skip_ignored``,
-            which pipelined=True refuses, nor inside an eager checkpoint. Inside a compiled one Inductor saves the
-            gradients; with another backend pass False. A compiled graph has the loop over the chunks unrolled: another
-            number is another graph. All ranks must take one way, with one ``chunk_rows``: weights and biases require
-            grad on every rank or on none.
+        token_weight: as in ``xent_ops.cross_entropy``, for all targets, the same on every rank.
+        target_probs, tail: as for ``xent_ops.linear_cross_entropy``, the same on every rank, for a mean or a sum. They
+            take three products of all rows, without ``pipelined``, ``skip_ignored`` and ``products``.
+        accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products: as for ``xent_ops.linear_cross_entropy``,
+            for this rank's products. With ``products`` there are four products, not pipelined.
+        batch_invariant: as for ``xent_ops.linear_cross_entropy``, for one number of ranks and one split of the classes.
+            With three or more ranks it excludes the input's gradient, because its sum over the ranks depends on the
+            row's position. With ``sequence_parallel`` each rank's part of the rows is padded.
+        pipelined: True: three products, two chunks of logits. The forward gathers a chunk's statistics while the next
+            chunk's product runs, and computes the gradients. The backward scales them in place by the upstream
+            gradient. False: four products, one chunk of logits. The forward gathers the statistics of all rows at once,
+            and the backward computes the logits again. None: True if gradients of a mean or a sum are wanted, except
+            with ``skip_ignored`` (True refuses it) and inside an eager checkpoint. Inside a compiled checkpoint
+            Inductor saves the gradients; pass False for another backend. A compiled graph unrolls the loop, so another
+            number of chunks is another graph. All ranks must use the same way and the same ``chunk_rows``: weights and
+            biases require grad on every rank or on none.
         check: as for ``vocab_parallel_cross_entropy``; it does not compare the values of inputs.
         ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale: as in
             ``xent_ops.cross_entropy``; smoothing spreads over all ``num_classes``.
@@ -106,11 +106,11 @@ def vocab_parallel_linear_cross_entropy(
     Returns:
         The loss, float32 (float64 for float64 input): (), or the target's shape with reduction="none".
 
-    Errors are those of ``vocab_parallel_cross_entropy`` and of ``xent_ops.linear_cross_entropy``. Below torch.autocast
+    Errors are those of ``vocab_parallel_cross_entropy`` and of ``xent_ops.linear_cross_entropy``. Under torch.autocast
     input, weight_shard and bias_shard are cast as for nn.Linear.
 
-    Shards that do not tile the vocabulary give NaN on every rank, and what differs between ranks wrong numbers, as for
-    ``vocab_parallel_cross_entropy``.
+    Shards that do not tile the vocabulary give NaN on every rank. Arguments that differ between ranks give wrong
+    numbers, as for ``vocab_parallel_cross_entropy``.
 
     Examples:
         >>> world = torch.distributed.get_world_size()

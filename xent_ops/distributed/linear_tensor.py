@@ -1,8 +1,8 @@
 """``xent_ops.linear_cross_entropy`` of DTensors: each rank computes on its local tensors.
 
-A dimension of the mesh may split the classes of the head, Shard(0), which linear.py serves, or the rows of the input.
-Where it does both, as SequenceParallel and ColwiseParallel leave them, the input is gathered first. The gradients are
-placed as the tensors are: DTensor's own redistribution sums them where they are parts of a sum.
+A dimension of the mesh may split the classes of the head (Shard(0), as in linear.py) or the rows of the input. If it
+splits both, as after SequenceParallel and ColwiseParallel, the input is gathered first. Every gradient gets the
+placement of its tensor. DTensor's own redistribution adds up gradients that are parts of a sum.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from .parts import first_class
 
 
 class _Local(NamedTuple):
-    """What this rank computes with."""
+    """The tensors and the layout that this rank computes with."""
 
     call: LinearCall
-    ranks: Ranks  # that share the vocabulary
+    ranks: Ranks  # the ranks that share the vocabulary
     mesh: DeviceMesh
-    rows: list[Placement]  # of the rows among the dimensions of the mesh
-    shape: torch.Size  # of all rows
+    rows: list[Placement]  # the rows' placement on each dimension of the mesh
+    shape: torch.Size  # the shape of all rows
 
     @property
     def has_all_rows(self) -> bool:
         return not any(isinstance(placement, Shard) for placement in self.rows)
 
     def row(self, value: Any) -> Any:
-        """This rank's part of what has the target's shape in front."""
+        """This rank's part of a tensor whose leading dimensions are the target's."""
         return tensor.local_row_of(value, self.shape, self.call.input.shape[:-1], self.mesh, self.rows)
 
 
 def _local_of(call: LinearCall) -> _Local:
-    """``call``: of DTensors."""
+    """The local part of a call of DTensors."""
     if call.head.chunking.batch_invariant:
         raise NotImplementedError(
             "batch_invariant=True of DTensors is not supported: pass local tensors, those of a head that is split over "
@@ -79,14 +79,14 @@ def _local_of(call: LinearCall) -> _Local:
 
 
 def cross_entropy(call: LinearCall) -> DTensor:
-    """Of ``xent_ops.linear_cross_entropy``."""
+    """``xent_ops.linear_cross_entropy`` of DTensors."""
     transforms.refuse("xent_ops.linear_cross_entropy of DTensors")
     local = _local_of(call)
     mine, ranks, mesh, rows, shape = local
     target, divisor, replicated = mine.target, mine.divisor, _replicated(mesh)
     if local.has_all_rows and mine.pipelined:
         total = pipelined.loss(mine, target, mine.token_weight, ranks, sum_grad_input=False)
-        return tensor.from_local(total, mesh, replicated, ())  # the gradients are there
+        return tensor.from_local(total, mesh, replicated, ())  # the gradients exist already
     outputs, _ = sharded_rows.sharded_rows(mine.input, target, mine.head, ranks, mine.loss, sum_grad_input=False)
     read = _read(call, mine)
     value = tensor.reduced(outputs, target, shape, mesh, rows, mine.loss, read, mine.token_weight)
@@ -98,7 +98,7 @@ def cross_entropy(call: LinearCall) -> DTensor:
 
 
 def token_loss(call: LinearCall, fn: Function, rows: Any, check: bool) -> DTensor:
-    """Of ``xent_ops.linear_token_loss``."""
+    """``xent_ops.linear_token_loss`` of DTensors."""
     transforms.refuse("xent_ops.linear_token_loss of DTensors")
     local = _local_of(call)
     mine, ranks, mesh, placements, _ = local
@@ -108,7 +108,7 @@ def token_loss(call: LinearCall, fn: Function, rows: Any, check: bool) -> DTenso
     if call.loss.reduction == "mean" and not local.has_all_rows and mine.divisor is not None:
         counted = DTensor.from_local(mine.divisor, mesh, partial, run_check=False)
         mine = mine._replace(divisor=counted.redistribute(mesh, _replicated(mesh)).to_local())
-    if isinstance(rows, (tuple, list)):  # else it is refused
+    if isinstance(rows, (tuple, list)):  # TokenFunction refuses other types
         rows = tuple(map(local.row, rows))
     function = TokenFunction(fn, rows, mine.target, mine.loss.row_options.ignore_index, accumulator(mine.input))
 
@@ -135,7 +135,7 @@ def _replicated(mesh: DeviceMesh) -> list[Placement]:
 
 
 def _read(call: LinearCall, mine: LinearCall) -> tuple[DTensor, ...]:
-    """What the backward reads."""
+    """The DTensors that the backward reads."""
     head_pairs = zip(call.head[:3], mine.head[:3], strict=True)
     return tensor.owners((call.input, mine.input), (call.target, mine.target), *head_pairs)
 
@@ -177,7 +177,7 @@ def _vocabulary_dimension(linear_weight: DTensor) -> int | None:
 
 
 def _rows(input: DTensor, vocabulary: int | None) -> list[Placement]:
-    """The placements of the rows that this rank computes: those of the input, gathered where the classes are split."""
+    """The placements of the rows that this rank computes: the input's, gathered where ranks split the classes."""
     features = input.dim() - 1
     rows: list[Placement] = []
     for mesh_dim, placement in enumerate(input.placements):
@@ -192,6 +192,6 @@ def _rows(input: DTensor, vocabulary: int | None) -> list[Placement]:
 
 
 def _local(value: Tensor, mesh: DeviceMesh, placements: list[Placement], grad_placements: list[Placement]) -> Tensor:
-    """The local tensor of a DTensor in these placements. Its gradient comes back placed as the DTensor is."""
+    """The local tensor of a DTensor in these placements. Its gradient returns in ``grad_placements``."""
     assert isinstance(value, DTensor)
     return value.redistribute(mesh, placements).to_local(grad_placements=grad_placements)

@@ -43,7 +43,7 @@ def first_class(width: int, class_start: int | None, num_classes: int, ranks: Ra
 
 
 def shard_range_of(logits: Tensor, num_classes: Any, class_start: Any, ranks: Ranks) -> tuple[int, int]:
-    """(class_start, num_classes) of this rank's columns. Raises what this rank can detect without the others."""
+    """(class_start, num_classes) of this rank's columns. Raises the errors that this rank can detect alone."""
     refuse_dtensor("logits_shard", logits, "xent_ops.cross_entropy")
     if logits.dim() < 1:
         raise ValueError("logits_shard has no dimension; expected (..., columns of this rank)")
@@ -66,7 +66,7 @@ def all_gather_shard_stats(
 ) -> Tensor:
     """(ranks, numbers), the results of ``xent::cross_entropy_shard`` on all ranks: the one collective of a loss.
 
-    It is called below autograd, because the gradient flows through the logits of the operator that joins.
+    It runs without autograd, because the gradient flows through the logits of the operator that joins.
     """
     keywords = options.keywords()
     statistics = below_autograd(

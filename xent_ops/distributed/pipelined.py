@@ -1,8 +1,8 @@
 """Linear cross entropy over ranks in three products: the loop of head/loop.py with collectives.
 
-A chunk's statistics are gathered beside the next one's product. The gradients are made in the forward, and the backward
-multiplies them by the upstream gradient, in place. With ``sequence_parallel`` each chunk's input is gathered before its
-product, and its gradient reduce-scattered.
+A chunk's statistics are gathered while the next chunk's product runs. The forward computes the gradients, and the
+backward multiplies them by the upstream gradient, in place. With ``sequence_parallel`` each chunk's input is gathered
+before its product, and the input's gradient is reduce-scattered.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Collectives(OneRank):
 
 
 def is_pipelined(asked: bool | None, input: Tensor, head: HeadSlice, loss: LossOptions) -> bool:
-    """Does this file compute this call? All ranks answer alike."""
+    """Does this file compute this call? All ranks return the same answer."""
     if not (asked is None or isinstance(asked, bool)):
         raise TypeError(f"pipelined must be True, False or None, got {repr_for_message(asked)}")
     chunking = head.chunking
@@ -69,7 +69,7 @@ def is_pipelined(asked: bool | None, input: Tensor, head: HeadSlice, loss: LossO
 
 def loss(
     call: LinearCall,
-    target: Tensor,  # of all rows: (...), or (ranks, ...) where ``scattered``: the input is this rank's part
+    target: Tensor,  # all rows, (...); if ``scattered``, (ranks, ...), and the input is this rank's part
     token_weight: Tensor | None,  # of the target's shape
     ranks: Ranks,
     *,
@@ -111,7 +111,7 @@ def _divisors(
     dtype: torch.dtype,
     token_weight: Tensor | None,
 ) -> Tensor:
-    """(2,), as divided_by of chunks.py: class weights of targets are summed over the ranks that hold them."""
+    """(2,), as from chunks.divided_by. The class weights of targets are summed over the ranks that hold them."""
     class_start, num_classes = head.shard_range
     weight = head.class_weight
     if weight is None or options.reduction != "mean":

@@ -1,4 +1,4 @@
-"""Losses of rows of a head of which each rank holds some rows, with one gather: see linear.py."""
+"""The loss of each row where each rank holds some classes of the head, with one all-gather: see linear.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sharded_rows(
     sum_grad_input: bool = True,
     with_entropy: bool = False,
 ) -> tuple[RowValues, Tensor]:
-    """Values for each row of the target, its entropy where it is wanted.
+    """(the values of each row of the target, the entropies if ``with_entropy``).
 
     Without ``sum_grad_input`` the gradient is this rank's part of the sum.
     """

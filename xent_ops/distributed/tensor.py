@@ -38,14 +38,14 @@ def cross_entropy(
     dim: int,
     token_weight: Tensor | None = None,
 ) -> DTensor:
-    """Arguments are those of ``xent_ops.cross_entropy``; what has the target's shape may be a plain tensor."""
+    """Arguments are those of ``xent_ops.cross_entropy``. Tensors of the target's shape may be plain tensors."""
     assert isinstance(input, DTensor)
     transforms.refuse("xent_ops.cross_entropy of DTensors")
     classes_dim = arguments.class_dimension("input", input, dim)
     mesh = input.device_mesh
     vocabulary, rows = _split(input, classes_dim)
     num_classes = input.shape[classes_dim]
-    each_has_all_rows = not any(placement.is_shard() for placement in rows)  # so the whole loss
+    each_has_all_rows = not any(placement.is_shard() for placement in rows)  # and so the whole loss
     one_node = (
         each_has_all_rows
         and token_weight is None
@@ -57,7 +57,7 @@ def cross_entropy(
     )
     local = dense_classes(input._local_tensor if one_node else input.to_local().movedim(classes_dim, -1))
     shape = torch.Size([*input.shape[:classes_dim], *input.shape[classes_dim + 1 :]])
-    if isinstance(target, DTensor) or target.shape != local.shape[:-1]:  # else it holds this rank's rows
+    if isinstance(target, DTensor) or target.shape != local.shape[:-1]:  # otherwise it holds this rank's rows
         arguments.suggest_dim(input, target, dim)
     local_target = local_target_of(target, shape, local.shape[:-1], mesh, rows)
     local_factors = local_row_of(token_weight, shape, local.shape[:-1], mesh, rows)
@@ -77,10 +77,10 @@ def cross_entropy(
 
 
 def owners(*pairs: tuple[Tensor | None, Tensor | None]) -> tuple[DTensor, ...]:
-    """The DTensors among the first of each pair whose memory is that of the second.
+    """The first tensor of each pair, if it is a DTensor that shares its memory with the second.
 
-    A backward reads this memory. What is written to a DTensor in place does not change the version of its local tensor,
-    nor the other way round, so a node saves both: then it raises.
+    A backward reads this memory. A write in place to a DTensor does not change the version of its local tensor, and the
+    reverse. So a node saves both, and autograd raises after either write.
     """
     if transforms.is_traced():
         return ()
@@ -97,14 +97,14 @@ class DTensorFunction(torch.autograd.Function):
     """The node of function.py from DTensor to DTensor.
 
     ``to_local`` and ``from_local`` would be nodes of their own, which cost the host more than the loss itself
-    (docs/lab/2026-11-host-time.md). So the DTensors are made here; the gradient has the layout of the logits.
+    (docs/lab/2026-11-host-time.md). So this node creates the DTensors. The gradient has the layout of the logits.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         logits: DTensor,  # contiguous, classes last
-        local: Tensor,  # of this rank, without a graph
+        local: Tensor,  # this rank's tensor, without a graph
         target: Tensor,
         weight: Tensor | None,
         ranks: Ranks,
@@ -140,7 +140,7 @@ apply: Callable[..., DTensor] = super(torch.autograd.Function, DTensorFunction).
 
 
 class _BackwardChecks(torch.autograd.Function):
-    """The loss as it is, with a backward that raises where the gradient would be wrong: see ``from_local``."""
+    """Returns the loss unchanged. Its backward raises if the gradient would be wrong: see ``from_local``."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, read: tuple[DTensor, ...]) -> Tensor:
@@ -160,7 +160,7 @@ def from_local(
     """A loss as a DTensor.
 
     Its backward raises for ``create_graph=True``, because torch 2.11's to_local would drop that graph. It also raises
-    where a DTensor in ``read`` was written to after the loss: see ``owners``.
+    if a DTensor in ``read`` was written to after the loss: see ``owners``.
     """
     if value.requires_grad and not transforms.is_traced():
         value = _BackwardChecks.apply(value, read)
@@ -182,9 +182,9 @@ def reduced(
     read: tuple[DTensor, ...],
     token_weight: Tensor | None = None,
 ) -> DTensor:
-    """The loss from this rank's rows and their target, which are placed as ``rows`` of a tensor of this shape.
+    """The loss from this rank's rows and targets. ``rows`` places them in a tensor of ``shape``.
 
-    ``read``: as of ``from_local``.
+    ``read``: as for ``from_local``.
     """
     if loss.reduction == "none":
         value = reduce_rows(outputs.loss, outputs.lse, target, None, loss, token_weight).value
@@ -203,7 +203,7 @@ def reduced(
 
 
 def _terms_of_rows(rows: vocab_parallel.RowValues, target: Tensor, loss: LossOptions) -> list[Tensor]:
-    """What is added up over this rank's rows: loss, z-loss if there is one, and for "mean" the divisor of each."""
+    """The terms to add up over this rank's rows: loss, z-loss if there is one, and for "mean" the divisor of each."""
     terms = [rows.loss]
     if loss.reduction == "mean":
         terms.append(rows.weight)
@@ -266,7 +266,7 @@ def local_target_of(
 
 
 def local_row_of(row: Any, shape: torch.Size, local_shape: torch.Size, mesh: DeviceMesh, rows: list[Placement]) -> Any:
-    """Of what has the target's shape in front the part of this rank's rows, as ``local_target_of``."""
+    """As ``local_target_of``, for a value whose leading dimensions are the target's."""
     if isinstance(row, DTensor):
         return row.redistribute(mesh, rows).to_local()
     in_front = row.shape[: len(shape)] if isinstance(row, Tensor) else None

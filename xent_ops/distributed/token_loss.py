@@ -1,7 +1,7 @@
 """A user's function of each token's statistics where each rank holds some rows of the head.
 
-The function stands behind the join, where every rank has the statistics of all tokens: each calls it on the same
-numbers, and gets the same bits. The collectives are those of linear.py, with 4 numbers a row where it reads entropies.
+Every rank calls the function after the join, on the same statistics of all tokens, and so gets the same bits. The
+collectives are the same as in linear.py, with 4 numbers a row if the function reads entropies.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ def vocab_parallel_linear_token_loss(
 ) -> Tensor:
     """``xent_ops.linear_token_loss`` of a head whose rows (classes) are split between the ranks of a group.
 
-    Every rank gets the loss, bit for bit the same, and in backward the gradient of its own rows of the head and the
-    whole gradient of its input: three products, and two chunks of logits at a time.
+    Every rank gets the same loss, bit for bit. Backward returns the gradient of its own rows of the head, and the whole
+    gradient of its input. A step takes three products, and holds two chunks of logits.
 
     Args:
         input, weight_shard, target, group, num_classes, class_start, bias_shard, sequence_parallel: as for
             ``vocab_parallel_linear_cross_entropy``.
-        fn, rows: as for ``xent_ops.linear_token_loss``, of all tokens, the same on every rank: with
-            ``sequence_parallel`` too.
+        fn, rows: as for ``xent_ops.linear_token_loss``, for all tokens, the same on every rank, also with
+            ``sequence_parallel``.
         reduction, divisor, ignore_index, softcap, logit_scale: as for ``xent_ops.linear_token_loss``.
-        accumulate_dtype, chunk_rows, logits_dtype, products: likewise.
+        accumulate_dtype, chunk_rows, logits_dtype, products: as for ``xent_ops.linear_token_loss``.
         batch_invariant: as for ``vocab_parallel_linear_cross_entropy``.
-        skip_ignored: as for ``vocab_parallel_linear_cross_entropy``: four products, of the counted rows.
-            Of several classes a row three, of all rows: there it has no effect, and ``products`` are refused.
-        check: as for ``vocab_parallel_linear_cross_entropy``; compares the values of ``rows``, and fn on all tokens
-            with fn on parts of them (not where a row has several classes).
+        skip_ignored: as for ``vocab_parallel_linear_cross_entropy``: four products, without ignored rows.
+            With several classes a row it has no effect: three products of all rows, and ``products`` is refused.
+        check: as for ``vocab_parallel_linear_cross_entropy``. It also compares the values of ``rows``, and fn on all
+            tokens with fn on parts of them (except with several classes a row).
 
     Returns:
         The loss, float32 (float64 for float64 input), (). Errors are those of ``xent_ops.linear_token_loss`` and
@@ -132,7 +132,7 @@ def loss(call: LinearCall, function: TokenFunction, ranks: Ranks, check: bool = 
     if call.ids is None and not call.pipelined:
         statistics_of_rows, ordered = statistics()
         return divided(function.all_values(*statistics_of_rows, ordered), call.divisor)
-    if call.ids is not None:  # by the loop, of all rows: no other way knows several classes a row
+    if call.ids is not None:  # only the loop over all rows supports several classes a row
         call = call._replace(head=head._replace(chunking=head.chunking._replace(skip_ignored=False)))
     ordered = by_ranks(target, split, ranks)
     return loss_by_chunks(call, ordered, function, Collectives(ranks), scattered=split is not None)

@@ -1,12 +1,12 @@
 """Cross entropy where each rank holds some columns of the logits.
 
-There is one collective forward and none backward. ``xent::cross_entropy_shard`` computes 3 numbers a row (4 with class
-weights) from a rank's columns, one all-gather hands them to every rank, and ``xent::cross_entropy_shard_reduced`` or
-``xent::cross_entropy_shard_join`` computes the loss from them: the same numbers in the same order, so the same bits on
-every rank. The gradient of a shard needs the lse of the whole vocabulary and nothing else from other ranks. In a
+There is one collective in forward and none in backward. ``xent::cross_entropy_shard`` computes 3 numbers a row (4 with
+class weights) from a rank's columns, one all-gather sends them to every rank, and ``xent::cross_entropy_shard_reduced``
+or ``xent::cross_entropy_shard_join`` computes the loss from them. All ranks read the same numbers in the same order,
+so they get the same bits. The gradient of a shard needs only the lse of the whole vocabulary from other ranks. In a
 compiled graph the collective is a ``_c10d_functional`` node between the operators, which Inductor may overlap and
-reorder. In eager training all of them are one autograd node (function.py). Memory beyond the logits: the gradient of
-the shard, and a few numbers a row.
+reorder. In eager training all of them are one autograd node (function.py). Beyond the logits it needs memory for the
+gradient of the shard and for a few numbers a row.
 
 The loss is the same on every rank. Every rank calls ``backward()`` with the same upstream gradient, and gets the
 gradient of its own columns.
@@ -35,7 +35,7 @@ class RowValues(NamedTuple):
 
     loss: Tensor
     lse: Tensor
-    weight: Tensor  # of the row's target; 0 in ignored rows; 1 without class weights
+    weight: Tensor  # the class weight of the row's target; 0 in ignored rows; 1 without class weights
 
 
 def sharded_rows(
@@ -55,7 +55,7 @@ def sharded_rows(
 
 
 class _Bound(NamedTuple):
-    """A call as the operators take it; consistency.py compares all of it."""
+    """The bound arguments of a call. consistency.py compares all of them."""
 
     target: Tensor  # (...)
     logits: Tensor  # (..., columns of this rank)
@@ -86,7 +86,7 @@ def _bound(
 
 
 def _checked(ranks: Ranks, *call: Any) -> _Bound:
-    """Raises what the operators would, values of targets too."""
+    """Bind a call. Raises the errors that the operators would raise, also for target values."""
     bound = _bound(ranks, *call)
     target, logits, weight, shard_range, loss, _ = bound
     refuse("cross_entropy_shard", *(logits, target, *shard_range, weight), **loss.row_options._asdict())
@@ -114,17 +114,17 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """``xent_ops.cross_entropy`` of logits whose classes are split between the ranks of a group.
 
-    Every rank gets the loss, bit for bit the same (where all of them, or none, ask for a gradient: the mean over the
-    rows has two kernels), and in backward the gradient of its own columns. One all-gather of 3 numbers a row (4 with
-    class weights) forward, no communication backward. No second derivative, no torch.func, no forward-mode AD.
+    Every rank gets the same loss, bit for bit, if all ranks or none ask for a gradient (the mean has two kernels).
+    Backward returns the gradient of its own columns and does not communicate. Forward all-gathers 3 numbers a row (4
+    with class weights). Second derivatives, torch.func and forward-mode AD are not supported.
 
     Args:
         logits_shard: (..., columns of this rank), the classes last, from ``class_start`` on. Shards may differ in size
             and may be empty. Columns beyond ``num_classes`` are padding, with a gradient of 0.
         target: (...), class indices of the whole vocabulary, the same on every rank.
         group: the ranks that share the vocabulary: a ProcessGroup, a DeviceMesh of one dimension, a group's name, or
-            None for all ranks. A compiled graph holds rank and size of a group given by name: after groups were made
-            anew under old names, call ``torch.compiler.reset()``.
+            None for all ranks. A compiled graph stores rank and size of a group that is passed by name. After you
+            create new groups with old names, call ``torch.compiler.reset()``.
         num_classes: the size of the whole vocabulary.
         class_start: the first class of this rank. By default the split is that of torch.chunk and of DTensor's Shard:
             ceil(num_classes / ranks) classes each, as long as there are any.
@@ -140,8 +140,8 @@ def vocab_parallel_cross_entropy(
         The loss, float32 (float64 for float64 logits): (), or the target's shape with reduction="none".
 
     Raises:
-        ValueError, TypeError, RuntimeError: for what this rank can see, before it communicates; the other ranks then
-            wait for it (``check=True`` raises everywhere).
+        ValueError, TypeError, RuntimeError: for errors that this rank can see, before it communicates. The other ranks
+            then wait for it (``check=True`` raises on all ranks).
         IndexError: on the CPU, for a target outside [0, num_classes) that is not ignore_index; on a GPU that row's
             loss and gradient are NaN.
 
@@ -174,7 +174,7 @@ def loss_of_shard(
     loss: LossOptions,
     token_weight: Tensor | None = None,
 ) -> Tensor:
-    """Arguments as of ``sharded_rows``; the weights have no gradient."""
+    """The loss from this rank's columns, see RowValues. The weights have no gradient."""
     wanted = logits.requires_grad and torch.is_grad_enabled()
     if token_weight is None and wanted and not transforms.is_traced():
         return function.apply(logits, target, weight, ranks, shard_range, loss)

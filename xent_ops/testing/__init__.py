@@ -2,10 +2,10 @@
 
 The oracle is written with torch's own float64 operators and autograd and shares no code with the kernels. A budget
 is a bound for each element, derived from the formats: what rounding can do, times a small safety factor. Absolute
-tolerances check nothing here: with a mean over 8192 rows the gradients off the target are below 1e-8.
+tolerances are useless here: with a mean over 8192 rows the gradients off the target are smaller than 1e-8.
 
-The format is that of the tensor under test: its dtype is for you to check. And logits may be so large that one rounding
-of lse changes the softmax (1e6 in float32): there the budget of a gradient exceeds it.
+The budgets follow the dtype of the tensor under test, so check that dtype yourself. If logits are so large that one
+rounding of lse changes the softmax (1e6 in float32), the budget of a gradient is larger than the gradient.
 """
 
 from .distillation import DistillationExpected, assert_distillation, distillation_oracle

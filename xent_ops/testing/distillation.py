@@ -1,4 +1,4 @@
-"""The oracle and the budgets of distillation's rows."""
+"""The oracle and the error budgets of distillation losses, one for each row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DistillationExpected(NamedTuple):
     loss_bound: Tensor
     grad_bound: Tensor
     loss_scale: Tensor  # (...): the sum of the absolute parts that cancel in the loss
-    grad_scale: Tensor  # (..., V): likewise of the gradient
+    grad_scale: Tensor  # (..., V): the same sum for the gradient
 
 
 def distillation_oracle(
@@ -39,9 +39,9 @@ def distillation_oracle(
     logit_scale: float = 1.0,
     teacher_logit_scale: float = 1.0,
 ) -> DistillationExpected:
-    """Distillation of rows in float64 on the CPU, by F.kl_div as TRL's generalized_jsd_loss has it, and autograd.
+    """Distillation losses of rows in float64 on the CPU, by F.kl_div (as in TRL's generalized_jsd_loss) and autograd.
 
-    Finite logits only: of masked classes autograd makes NaN.
+    All logits must be finite: autograd returns NaN for masked classes.
 
     Examples:
         >>> expected = distillation_oracle(torch.eye(2), torch.zeros(2, 2))
@@ -97,7 +97,7 @@ def distillation_oracle(
 
 
 def assert_distillation(loss: Tensor, grad: Tensor, expected: DistillationExpected) -> None:
-    """Losses of rows and the gradient of the student's logits.
+    """Check losses of rows and the gradient of the student's logits.
 
     Examples:
         >>> logits, teacher = torch.randn(4, 9, requires_grad=True), torch.randn(4, 9)

@@ -1,4 +1,4 @@
-"""The oracle and the budgets of the head and the loss as one."""
+"""The oracle and the error budgets of linear cross entropy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LinearExpected(NamedTuple):
 
     value: Tensor  # () or, for "none", (...)
     lse: Tensor  # (...)
-    grads: tuple[Tensor, Tensor, Tensor]  # of input, linear_weight, linear_bias (also where there is none)
+    grads: tuple[Tensor, Tensor, Tensor]  # of input, linear_weight, linear_bias (also without a bias)
     value_bound: Tensor
     lse_bound: Tensor
     grad_bounds: tuple[Tensor, Tensor, Tensor]
@@ -43,11 +43,11 @@ def linear_oracle(
 ) -> LinearExpected:
     """Linear cross entropy with all its logits in float64, by ``oracle``, and error budgets from formats and chunks.
 
-    Logits are rounded once to ``logits_dtype`` (None: the input's), and their gradient to the input's; products are
-    added up in float32 (float64).
-    The gradient of linear_weight is rounded to ``accumulate_dtype`` (None: the input's; float32 for float16) after each
-    chunk of ``chunk_rows`` rows (None: all), and like the others to the input's dtype before and after it is multiplied
-    by the upstream gradient. float16 gradients of logits are made for upstream gradients that are at most about one.
+    Logits are rounded once to ``logits_dtype`` (None: the input's), and their gradient to the input's dtype. Products
+    are added up in float32 (float64). The gradient of linear_weight is rounded to ``accumulate_dtype`` (None: the
+    input's; float32 for float16) after each chunk of ``chunk_rows`` rows (None: all). Every gradient is rounded to the
+    input's dtype before and after its multiplication by the upstream gradient. float16 gradients of logits assume
+    upstream gradients of at most about one.
 
     Examples:
         >>> head, target = torch.zeros(4, 8), torch.arange(2)
@@ -64,7 +64,7 @@ def linear_oracle(
         return tensor.detach().double().cpu()
 
     def sum_error(terms: int) -> float:
-        """Relative error of a product that adds up so many terms, to the sum of their magnitudes."""
+        """The error of a product that adds up ``terms`` terms, relative to the sum of their magnitudes."""
         return eps(accumulator) * (4 + 2 * math.sqrt(terms))
 
     t = target.detach().long().cpu().reshape(-1)
@@ -75,7 +75,7 @@ def linear_oracle(
     counted = t != ignore_index
     forward = oracle(logits, t, weight, ignore_index=ignore_index, **options)
 
-    # What a mean divides by, and the upstream gradients of each row's loss and lse.
+    # The divisors of a mean, and the upstream gradients of each row's loss and lse.
     number = counted.sum().double()
     divide = (torch.tensor(float(divisor)).double(), torch.tensor(float(divisor)).double())
     if reduction == "mean":
@@ -92,7 +92,7 @@ def linear_oracle(
     b = torch.where(per_square == 0, 0, per_square * forward.lse)
     rows = oracle(logits, t, weight, grad_loss=a, grad_lse=b, ignore_index=ignore_index, **options)
 
-    # What rounded logits do: to x, lse, softmax and the gradient.
+    # The errors of x, lse, softmax and gradient from rounded logits.
     x_of_logits, tanh, scale = activated(logits, **options)
     error = eps(logits_dtype or dtype) / 2 * logits.abs() + sum_error(x.shape[1]) * magnitude + tiny
     error_x = torch.nan_to_num(error * scale, posinf=0.0)
@@ -108,7 +108,7 @@ def linear_oracle(
     wide_weight = torch.ones_like(bias) if weight is None else wide(weight)
     wt = torch.where(counted, wide_weight[torch.where(counted, t, 0)], 0)
     mass = wt.unsqueeze(-1) * (1 - smooth) * hot + (smooth / head.shape[0] * wide_weight if smooth else 0)
-    mass = torch.where(counted.unsqueeze(-1), mass, 0)  # of the targets: loss = sum_j mass_j (lse - x_j)
+    mass = torch.where(counted.unsqueeze(-1), mass, 0)  # target probabilities: loss = sum_j mass_j (lse - x_j)
     total = (a * mass.sum(-1) + b).abs()
     mass = mass.abs()
     parts = total.unsqueeze(-1) * p + a.abs().unsqueeze(-1) * mass
@@ -116,7 +116,7 @@ def linear_oracle(
     error_g = error_g + (per_square.abs() * error_lse).unsqueeze(-1) * p * slope
     far = 8 + torch.nan_to_num(forward.lse, 0, 0, 0).abs().unsqueeze(-1)
     error_g = error_g + 8 * eps(accumulator) * far * rows.grad_scale + half * (rows.grad.abs() + error_g)
-    unit = up.abs().max().clamp(min=1.0) if up.numel() else up.new_ones(())  # of what is made before it is multiplied
+    unit = up.abs().max().clamp(min=1.0) if up.numel() else up.new_ones(())  # size of unscaled gradients
     if dtype == torch.float16:
         unit = torch.nan_to_num(total.max(), posinf=1.0) if total.numel() else unit
     passes = (total > 0).unsqueeze(-1)
@@ -160,7 +160,7 @@ def linear_oracle(
 
 
 def assert_linear(value: Tensor, grads: Sequence[Tensor | None], expected: LinearExpected) -> None:
-    """A loss, and its gradients of input, linear_weight and linear_bias (those that are there).
+    """Check a loss and its gradients of input, linear_weight and linear_bias. None skips a gradient.
 
     Examples:
         >>> x, head = torch.randn(6, 8, requires_grad=True), torch.randn(9, 8, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The oracle and the budgets of a row's loss."""
+"""The oracle and the error budgets of losses of rows."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 
 
 class Expected(NamedTuple):
-    """float64 values of a row loss, its lse, and the gradient of the logits for given upstream gradients."""
+    """float64 values of a row loss, its lse, and the gradient of the logits for the upstream gradients."""
 
     loss: Tensor  # (...)
     lse: Tensor  # (...)
     grad: Tensor  # (..., V)
     grad_scale: Tensor  # (..., V): the sum of the absolute parts that cancel in grad
-    loss_scale: Tensor  # (...): likewise for the loss
+    loss_scale: Tensor  # (...): the same sum for the loss
 
 
 class Activated(NamedTuple):
-    """What the options make of logits."""
+    """Logits after the options."""
 
     x: Tensor
-    tanh: Tensor  # of what a softcap caps; 0 without one
+    tanh: Tensor  # the tanh of the softcap; 0 without a softcap
     steepest: float  # |dx / dlogit| at most
 
 
@@ -75,9 +75,9 @@ def oracle(
     with torch.no_grad():
         derivative = torch.full_like(z, steepest)
         if softcap is not None:
-            derivative = derivative * (1 + (x / softcap).square())  # its two parts, not their difference
+            derivative = derivative * (1 + (x / softcap).square())  # the sum of its two parts, not their difference
         counted = t != ignore_index
-        # Nothing comes back to an ignored row, whatever its logits hold.
+        # An ignored row gets no gradient, whatever its logits are.
         passes_back = (counted | (b != 0.0)).unsqueeze(-1)
         grad = torch.where(passes_back, grad, 0.0)
         wt = torch.ones_like(a) if w is None else w[torch.where(counted, t, 0)]
@@ -117,7 +117,7 @@ def assert_within(name: str, actual: Tensor, expected: Tensor, bound: Tensor) ->
 
 
 def assert_loss(actual: Tensor, expected: Expected) -> None:
-    """Row losses: float32 (float64) sums over V classes in a tree, relative to the parts that cancel.
+    """Check row losses: float32 (float64) sums over V classes in a tree, relative to the parts that cancel.
 
     Examples:
         >>> x, target = realistic_logits(4, 9, dtype=torch.float32), torch.arange(4)
@@ -128,7 +128,7 @@ def assert_loss(actual: Tensor, expected: Expected) -> None:
 
 
 def assert_lse(actual: Tensor, expected: Expected) -> None:
-    """8 roundings. (For 16-bit logits and a softcap of at most 64 GPU kernels may be off by 6e-7 of the cap.)
+    """Check lse: 8 roundings. (For 16-bit logits and a softcap up to 64, GPU kernels may be off by 6e-7 of the cap.)
 
     Examples:
         >>> x, target = realistic_logits(4, 9, dtype=torch.float32), torch.arange(4)
@@ -139,10 +139,10 @@ def assert_lse(actual: Tensor, expected: Expected) -> None:
 
 
 def assert_grad(actual: Tensor, expected: Expected) -> None:
-    """Gradients, element by element: one rounding to their dtype, and a softmax made from a rounded lse.
+    """Check gradients, element by element: one rounding to their dtype, and a softmax from a rounded lse.
 
-    lse is stored in float32, so exp(x - lse) has a relative error of eps * |lse|; below the smallest normal number
-    of the gradient's dtype only the absolute step of the format is promised.
+    lse is stored in float32, so exp(x - lse) has a relative error of eps * |lse|. Under the smallest normal number of
+    the gradient's dtype, the budget is the absolute step of the format.
 
     Examples:
         >>> x, target = realistic_logits(4, 9, dtype=torch.bfloat16).requires_grad_(), torch.arange(4)
@@ -163,7 +163,7 @@ def assert_grad(actual: Tensor, expected: Expected) -> None:
 def realistic_logits(
     *shape: int, dtype: torch.dtype, std: float = 3.0, seed: int = 0, outliers: bool = False, padding: int = 0
 ) -> Tensor:
-    """Logits as models make them: normal with ``std``; outliers of +-1e4; the last ``padding`` columns -inf.
+    """Logits like those of models: normal with ``std``; outliers of +-1e4; the last ``padding`` columns are -inf.
 
     Examples:
         >>> realistic_logits(2, 9, dtype=torch.bfloat16, padding=1)[:, -1].tolist()
