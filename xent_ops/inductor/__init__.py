@@ -1,8 +1,8 @@
 """Support for Inductor, and a pass that replaces ``F.cross_entropy`` in compiled models, with or without the head.
 
 ``torch.compile(model, options=xent_ops.inductor.options())`` replaces it in one compiled model, ``enable()`` in
-everything that this thread compiles from then on, ``with replace_cross_entropy():`` in what is compiled inside the
-block. ``last_report()`` says what was replaced, what was not, and why. docs/compile.md shows it.
+everything that this thread compiles from then on, ``with replace_cross_entropy():`` in everything compiled inside the
+block. ``last_report()`` lists the replaced calls, and the others with the reason. docs/compile.md shows it.
 
 This module imports quickly: only its functions import ``torch._inductor``, which takes over a second.
 """
@@ -27,8 +27,8 @@ cache_tag.install()
 def _before_tracing() -> None:
     """Install the cache tag, and at the first trace the lowerings.
 
-    The tag at every trace, because another thread has none, and the user may have set another. The lowerings as late as
-    possible, because importing Inductor's tables takes over a second; Inductor needs them before it compiles.
+    It installs the tag at every trace, because another thread has none, and the user may have set another. It installs
+    the lowerings late, because importing Inductor's tables takes over a second; Inductor needs them before it compiles.
     """
     cache_tag.install()
     lowerings.install()
@@ -58,20 +58,20 @@ def options(
     linear: bool | str = "auto",
     products: HeadProducts | None = None,
 ) -> dict[str, Any]:
-    """Options for ``torch.compile`` that replace ``F.cross_entropy`` in what is compiled with them.
+    """Options for ``torch.compile`` that replace ``F.cross_entropy`` in the model that it compiles.
 
     Args:
-        base: further options, which are kept, or the name of a mode of ``torch.compile``, as ``"reduce-overhead"``,
-            which it refuses beside options. A ``pre_grad_custom_pass`` among them runs before ours; without one, the
-            pass that is set in ``torch._inductor.config`` now does.
-        linear: whether the head before the loss becomes one operator with it, ``xent::linear_cross_entropy``, which
-            never holds all logits. ``"auto"``: where they are large and nothing else reads them. True: small ones too,
-            and of losses of rows, which take a fourth product. False: only ``F.linear_cross_entropy`` does.
-        products: of these heads, as for ``xent_ops.linear_cross_entropy``; a head that cannot have them stays, and the
-            report says why.
+        base: further options to keep, or the name of a mode of ``torch.compile`` such as ``"reduce-overhead"``
+            (``torch.compile`` itself refuses a mode together with options). A ``pre_grad_custom_pass`` in ``base`` runs
+            before ours; without one, the pass that is now set in ``torch._inductor.config`` does.
+        linear: whether the head and the loss become one operator, ``xent::linear_cross_entropy``. It never holds all
+            logits. ``"auto"``: if the logits are large and nothing else reads them. True: also for small logits, and
+            for ``reduction="none"``, which takes a fourth product. False: only for ``F.linear_cross_entropy``.
+        products: as for ``xent_ops.linear_cross_entropy``, for these heads. A head that does not support it stays
+            unchanged, and the report says why.
 
-    Clears the report. Raises ValueError for another ``linear`` or ``products``, and for a mode that torch does not have
-    or that runs no passes.
+    Clears the report. Raises ValueError for an invalid ``linear`` or ``products``, and for a mode that torch does not
+    have or that runs no passes.
 
     Examples:
         >>> model = torch.nn.Linear(16, 16)
@@ -116,8 +116,8 @@ def disable() -> None:
 
 @contextlib.contextmanager
 def replace_cross_entropy(*, linear: bool | str = "auto", products: HeadProducts | None = None) -> Iterator[None]:
-    """``enable()`` for the compilations inside the block: a function compiles at its first call, not where it is
-    decorated. Clears the report on entry.
+    """``enable()`` for the compilations inside the block. A function compiles at its first call, not at its decoration.
+    Clears the report on entry.
 
     Examples:
         >>> loss = torch.compile(torch.nn.functional.cross_entropy)

@@ -1,9 +1,9 @@
 """A tag in the keys of torch's compile caches, so that artifacts of another version of xent_ops are never used.
 
-torch keeps compiled graphs on disk. The key of a graph with a backward (AOTAutograd's cache) is made from the graph
+torch keeps compiled graphs on disk. The key of a graph with a backward (AOTAutograd's cache) comes from the graph
 that Dynamo saw. It names our operators, but holds neither their autograd formulas nor their decompositions. After a
-change of either, torch served the old backward (tried on torch 2.11 and 2.13). So every key gets a tag made of our
-version and sources. The price: an upgrade starts with cold caches, once.
+change of either, torch served the old backward (tried on torch 2.11 and 2.13). So every key gets a tag from our
+version and sources. The cost: an upgrade starts with cold caches, once.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _PACKAGE = Path(__file__).parent.parent
 def tag() -> str:
     """``xent_ops-<version>-<hash of the package's .py files>``; characters that are safe in a file name.
 
-    The hash is of relative names and contents, so that two machines with the same release share their artifacts. It
-    takes 2 ms. An installation without sources (zipped, or .pyc alone) is told apart by its version alone.
+    The hash covers relative names and contents, so that two machines with the same release share their artifacts. It
+    takes 2 ms. For an installation without sources (zipped, or .pyc alone) only the version distinguishes the tag.
     """
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):

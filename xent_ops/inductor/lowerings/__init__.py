@@ -1,4 +1,4 @@
-"""How Inductor lowers our operators: opaque calls, in place where nothing reads later, launches in packages."""
+"""Inductor's lowerings of our operators: opaque calls, in place for the last reader; kernel launches in packages."""
 
 from __future__ import annotations
 

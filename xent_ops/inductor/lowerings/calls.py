@@ -1,4 +1,4 @@
-"""Lowerings by which Inductor's code calls our operators: one opaque call each, options as in the schema."""
+"""Lowerings that let Inductor's code call our operators: one opaque call each, with the options of the schema."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _name_the_kernel(op: Any) -> None:
 
 @unless_gone("defaults in packages", "AOTInductor may refuse integers", lambda op, options: options)
 def _packed(op: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """``options`` as in the graph; for an AOTInductor package with the defaults spelled out.
+    """The graph's ``options``. For an AOTInductor package it adds the defaults.
 
     An option at its default is not in the graph. AOTInductor of torch 2.13 then omits it from the description of the
     call, but passes its integers, and the program ends with "Mismatch between ints consumed and num_ints".

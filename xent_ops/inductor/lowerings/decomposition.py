@@ -44,7 +44,7 @@ def install() -> None:
     forget = decomposition.fast_random_decomps.cache_clear
     reuse.install()
     calls.install()
-    # Last: if anything before is missing, Inductor makes a fallback of each operator, and refuses one that has both.
+    # Last: without the lowerings above Inductor adds a fallback, and refuses an operator that has a decomposition too.
     for op, function in DECOMPOSITIONS.items():
         decomposition.decompositions[op] = _unless_reused(function)
     forget()

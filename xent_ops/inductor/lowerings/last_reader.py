@@ -59,7 +59,7 @@ def install(positions: dict[Any, int]) -> None:
 
 
 class _Pass:
-    """The last pass over the joint graph, in the form of a PatternMatcherPass: others have replaced nodes before."""
+    """The last pass over the joint graph, with the interface of a PatternMatcherPass. Other passes run before it."""
 
     def __init__(self, positions: dict[Any, int]) -> None:
         self.positions = positions
@@ -90,8 +90,8 @@ class _Pass:
 def _backward(graph: fx.Graph) -> set[fx.Node]:
     """The nodes of the backward, without recomputed ones.
 
-    Not only the nodes that depend on upstream gradients (tangents): a Function's backward may ignore its upstream
-    gradient, or write saved values to a buffer.
+    They include nodes that do not depend on upstream gradients (tangents): a Function's backward may ignore its
+    upstream gradient, or write saved values to a buffer.
     """
     starts = [node for node in graph.nodes if node.meta.get("partitioner_tag") in _BACKWARD_TAGS]
     starts += [node for node in graph.find_nodes(op="placeholder") if "tangents" in node.name]
@@ -99,7 +99,7 @@ def _backward(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _gradients(output: fx.Node) -> set[fx.Node]:
-    """The gradients that a joint graph returns, by AOTAutograd's descriptions; without descriptions all its outputs."""
+    """The gradients among a joint graph's outputs, by AOTAutograd's descriptions; all outputs if there are none."""
     returned = torch.utils._pytree.arg_tree_leaves(*output.args)
     descriptions = output.meta.get("desc") or []
     if len(descriptions) == len(returned):
@@ -111,8 +111,8 @@ def _gradients(output: fx.Node) -> set[fx.Node]:
 def _reads_last(node: fx.Node, position: int, memory: dict[fx.Node, list[fx.Node]], backward: set[fx.Node]) -> bool:
     """Is every result of another read of the logits' memory either needed by ``node`` or in the forward?
 
-    Every result, not the reading node alone: the partitioner may recompute a read in the backward, and Inductor inlines
-    a pointwise operator into each of its users.
+    It checks results, not only reading nodes: the partitioner may recompute a read in the backward, and Inductor
+    inlines a pointwise operator into each of its users.
     """
     logits = node.args[position]
     if not isinstance(logits, fx.Node) or _rows_overlap(logits):
@@ -132,7 +132,7 @@ def _reads_last(node: fx.Node, position: int, memory: dict[fx.Node, list[fx.Node
 
 
 def _rows_overlap(logits: fx.Node) -> bool:
-    """With the traced sizes. For others the kernel checks."""
+    """Do rows overlap at the traced sizes? The kernel checks other sizes."""
     value = logits.meta["val"]
     sizes, strides = ([size_hint(size) for size in numbers] for numbers in (value.shape, value.stride()))
     return None in (*sizes, *strides) or overwriting.may_overlap(sizes, strides)
@@ -201,7 +201,7 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
 def reached(
     start: list[fx.Node], steps: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.users
 ) -> set[fx.Node]:
-    """All nodes that lead from these, or to these, and these themselves."""
+    """``start`` and all nodes that ``steps`` reaches from it: users by default, inputs with ``all_input_nodes``."""
     found, waiting = set(start), list(start)
     while waiting:
         for node in steps(waiting.pop()):

@@ -1,8 +1,8 @@
-"""Lowers an operator on CUDA to the launches of its Triton kernels, in AOTInductor packages alone.
+"""Lowers an operator on CUDA to the launches of its Triton kernels. This happens only in AOTInductor packages.
 
 A package runs without Python, but Python compiles and launches our kernels. So the launcher is traced (recording.py),
-and its allocations and launches replace the operator: the package holds cubins, and no operator of
-ours. Everywhere else the operator stays one opaque call.
+and its allocations and launches replace the operator. The package then holds cubins and none of our operators.
+Elsewhere the operator stays one opaque call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...kernels import accelerators
 from ...kernels.sizes import size_hint, symbolic
 from ...ops.library import OPERATORS
 
-# The dimension of classes in each argument: kernels are chosen by it, and serve no other number of classes.
+# The dimension of classes in each argument. Its size selects the kernels, which support only that number of classes.
 _CLASSES = {"logits": -1, "teacher_logits": -1, "grad": -1, "linear_weight": 0, "teacher_weight": 0}
 
 
@@ -46,9 +46,9 @@ def lower(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
 
 
 def traced_launches(name: str, args: list[Any], options: dict[str, Any]) -> torch.fx.GraphModule:
-    """What the kernels of ``xent::name`` do with such tensors, from the tensors among ``args`` to [outputs].
+    """A trace of the launches of ``xent::name``, from the tensors among ``args`` to [outputs].
 
-    If an operator calls other operators, the trace has these, and they are lowered in turn.
+    If an operator calls other operators, the trace has these operators, and they are lowered in turn.
     """
     from ...kernels.triton.launch import LAUNCHERS
     from ...kernels.triton.recording import RECORDING
@@ -70,7 +70,7 @@ def traced_launches(name: str, args: list[Any], options: dict[str, Any]) -> torc
         traced = make_fx(call, products_into.decompositions())(*[args[index] for index in positions])
     finally:
         RECORDING.reset(recording)
-    traced.graph.eliminate_dead_code(_has_effects)  # the first stage makes tensors without memory
+    traced.graph.eliminate_dead_code(_has_effects)  # the first stage creates tensors without memory
     return traced
 
 
@@ -81,7 +81,7 @@ def _has_effects(node: torch.fx.Node) -> bool:
 
 
 def _in_memory(arg: Any) -> Any:
-    """The argument where it lies, its strides fixed."""
+    """The argument in memory, with fixed strides."""
     box = TensorBox(ExternKernel.realize_input(arg))
     as_storage_and_layout(box, freeze=True)
     return box

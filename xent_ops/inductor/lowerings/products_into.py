@@ -1,7 +1,7 @@
-"""Lowerings of torch's products into memory that exists, as the chunks of a linear cross entropy write them.
+"""Lowerings of torch's products with ``out=``, which the chunks of a linear cross entropy use.
 
-A functionalised graph has no such nodes, so Inductor has no lowerings for them. In a package, the trace of our
-operators has them (packages.py).
+A functionalised graph has no ``out=``, so Inductor has no lowerings for these products. The trace of our operators for
+a package has them (packages.py).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _addmm(total: Any, left: Any, right: Any, *, out: Any) -> Any:
 
 
 def _addmm_dtype(total: Tensor, left: Tensor, right: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:
-    """AOTInductor has no C function for it, and torch 2.11 no fake."""
+    """AOTInductor has no C function for addmm with a dtype, and torch 2.11 has no fake for it."""
     return out.copy_(total + torch.mm(left, right, out_dtype=out_dtype))
 
 
@@ -70,6 +70,6 @@ def decompositions() -> dict[Any, Any]:
 
 
 def install() -> None:
-    """Registers without register_lowering: it refuses ``out=``."""
+    """Register the lowerings without register_lowering, because it refuses ``out=``."""
     for op, lowering in LOWERINGS.items():
         lowerings[op] = lowering

@@ -30,7 +30,7 @@ INPLACE = {
     OPERATORS[in_place.removesuffix("_")].overload: (OPERATORS[in_place].overload, OPERATORS[in_place].position)
     for in_place in (f"{name}_" for name, (_, overwrites) in DECLARED.items() if overwrites is not None)
 }
-# A gradient that the forward has made, on every device: plain torch scales it in place too.
+# It scales a gradient from the forward, in place on every device: plain torch scales in place too.
 _SCALE = torch.ops.xent.linear_scale_grad.default
 INPLACE[_SCALE] = (torch.ops.xent.scale_grad_.default, 0)
 
@@ -40,16 +40,16 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)  # their res
 
 
 def writes_over(device: str) -> bool:
-    """Does a kernel of ours serve this device? On a CPU without C++ Inductor fuses plain torch instead."""
+    """Has this device a kernel of ours? On a CPU without C++, Inductor fuses plain torch instead."""
     return device in DEVICES and (device != "cpu" or cpu.problem() is None)
 
 
 @unless_gone("gradients written over logits", "a compiled loss takes a second buffer of logits", lambda *_: False)
 def _dies_here(position: int, in_package: bool) -> bool:
-    """Is the node that is lowered the last reader of its logits, the argument at ``position``, and their only one here?
+    """Is the lowered node the last reader of its logits (the argument at ``position``), and the only one in this graph?
 
-    The graph of a package has forward and backward. There others may read before ``node``, but not by a view, whose
-    readers may come later; Inductor lets them read before anything is written.
+    The graph of a package has forward and backward. There other nodes may read before ``node``: Inductor orders these
+    reads before the write. They may not read through a view, because the view's readers may come later.
     """
     node = V.graph.current_node
     source: Any = node.args[position]

@@ -1,7 +1,7 @@
 """Makes the partitioner save the gradients of a linear loss, whatever else it recomputes.
 
-The forward makes them in three products. A checkpoint, a memory budget or aggressive recomputation would do so in the
-backward once more: six products, where rows take four. A formula of the operator's flops does not prevent that.
+The forward computes them in three products. A checkpoint, a memory budget or aggressive recomputation would repeat that
+in the backward: six products, where row losses take four. A formula of the operator's flops does not prevent it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def install(result_nodes: dict[Any, Callable[[fx.Node], Any]]) -> None:
 
 
 def results(call: fx.Node) -> tuple[fx.Node, ...]:
-    return (call, *call.users)  # these take the single results
+    return (call, *call.users)  # the users are getitem nodes, one for each result
 
 
 def gradients(call: fx.Node) -> list[fx.Node]:
-    """A call of ``attach_gradients`` and the gradients it carries, with what these are taken from.
+    """A call of ``attach_gradients``, the gradients it carries, and the nodes that these are views or results of.
 
-    The partitioner makes views and single results again whatever their marks, and so what they are taken from.
+    The partitioner recomputes views and single results in spite of their marks, so their sources need a mark too.
     """
     result_nodes = [call]
     node: Any
@@ -47,7 +47,7 @@ def gradients(call: fx.Node) -> list[fx.Node]:
 
 
 class _Pass:
-    """In the form of a PatternMatcherPass."""
+    """Sets the marks. It has the interface of a PatternMatcherPass."""
 
     def __init__(self, op: Any, result_nodes: Callable[[fx.Node], Any]) -> None:
         self.op, self.result_nodes = op, result_nodes
@@ -57,7 +57,7 @@ class _Pass:
         from torch.utils.checkpoint import CheckpointPolicy
 
         calls = graph.find_nodes(op="call_function", target=self.op)
-        # The budget of a region is above the one that _heed_marks sets.
+        # The budget of a region overrides the budget that _heed_marks sets.
         if not calls or any(_REGION in (node.meta.get("custom") or {}) for node in graph.nodes):
             return 0
         _heed_marks(calls)
@@ -68,10 +68,10 @@ class _Pass:
 
 
 def _heed_marks(calls: list[fx.Node]) -> None:
-    """Change a memory budget below which torch 2.13 would not do as it is told.
+    """Change a memory budget with which torch 2.13 would not obey the marks.
 
-    With a budget of 0 it looks at no marks. And where it finds nothing else that it could recompute, it saves the
-    marked node, a tuple, which Inductor refuses; there is nothing to gain by a budget in such a graph.
+    With a budget of 0 it ignores all marks. If it finds nothing else to recompute, it saves the marked node itself, a
+    tuple, and Inductor refuses that; a budget gains nothing in that graph.
     """
     from torch._functorch import config
     from torch._functorch.partitioners import get_default_op_list

@@ -15,8 +15,8 @@ from .emitter import Emitter
 from .losses import Loss, Start
 from .nodes import LeftAlone, is_cast, name_of, position, share_memory, value_of
 
-# gather ignores no target: this one is no class, nor what a cast makes of NaN or infinity, nor a usual mark. One out of
-# range stays an error or NaN.
+# gather ignores no target. So this ignore_index is no class, no result of a cast of NaN or infinity, and no usual mark.
+# A target out of range stays an error or NaN.
 NEVER = -(2**63) // 3
 
 GATHER, SUM, DIAGONAL, SOFT = "log_softmax, gather", "gather, logsumexp", "diagonal, logsumexp", "log_softmax, sum"
@@ -24,14 +24,14 @@ GATHER, SUM, DIAGONAL, SOFT = "log_softmax, gather", "gather, logsumexp", "diago
 
 @dataclass
 class ByHand(Loss):
-    """Its node is the log-probability of each row, or the sum over the classes; or minus that."""
+    """The node is the log-probability of each row, or the sum over the classes, or the negative of either."""
 
     what: str = ""
     dim: int = -1  # the dimension of the classes
     negative: bool = True  # the node is minus the loss
     between: list[fx.Node] = field(default_factory=list)  # all nodes from call_args["input"] to this one
     reads_logits: bool = False  # call_args["input"] is the logits, not their log-softmax
-    in_brackets: bool = False  # the target may count from the end
+    in_brackets: bool = False  # a negative target counts from the end
 
     @property
     def nodes(self) -> set[fx.Node]:

@@ -69,7 +69,7 @@ def _matrix(emit: Emitter, product: Product) -> fx.Node:
 
 
 def _scaled(emit: Emitter, found: Found, operand: Any) -> Any:
-    """Input or bias by the tensors that scale the logits."""
+    """The input or the bias, scaled by the tensors that scale the logits."""
     for link in reversed(found.links):
         if operand is not None and link.tensor is not None:
             operand = emit("mul" if link.kind == BY_TENSOR["mul"] else "div", operand, link.tensor)
@@ -77,7 +77,7 @@ def _scaled(emit: Emitter, found: Found, operand: Any) -> Any:
 
 
 def _hidden(emit: Emitter, hidden: fx.Node, found: Found, loss: Loss) -> fx.Node:
-    """The hidden states of the rows that the loss reads, (*target.shape, H): the views of the logits, done to these."""
+    """Apply the views of the logits to the hidden states: the rows that the loss reads, (*target.shape, H)."""
     dim = found.product.dim
     features = value_of(hidden).shape[dim]
     if not isinstance(features, int):
@@ -90,7 +90,7 @@ def _hidden(emit: Emitter, hidden: fx.Node, found: Found, loss: Loss) -> fx.Node
         expected[dim] = hint(value_of(features))
         target, args = view.target, list(view.args[1:])
         if name_of(view) in ("view", "reshape"):
-            target = "reshape"  # hidden states may lie otherwise than logits
+            target = "reshape"  # the strides of hidden states may differ from those of logits
             shape = list(args[0]) if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
             shape[dim] = features
             args = [tuple(shape)]
@@ -105,7 +105,7 @@ def _hidden(emit: Emitter, hidden: fx.Node, found: Found, loss: Loss) -> fx.Node
 
 
 def _followed(view: fx.Node, dim: int) -> int:
-    """Where a view of the logits puts the dimension of the classes, in real numbers: no guard on a symbolic size."""
+    """The dimension of the classes after a view of the logits. It uses hints, so symbolic sizes get no guard."""
     parts = parts_of(view)
     calls = [view] if parts is None else [parts, view]
     before: Tensor = value_of(calls[0].args[0])

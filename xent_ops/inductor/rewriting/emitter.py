@@ -29,10 +29,10 @@ class Emitter:
 
     @contextlib.contextmanager
     def modes(self) -> Iterator[None]:
-        """Fake tensors, and the autocast that the loss runs in."""
+        """Enter the fake mode, and the autocast that the loss runs in."""
         with contextlib.ExitStack() as stack:
-            # Our composite operator makes constants, which need the fake mode. Of nested hooks torch calls the
-            # innermost: these keep the user's hooks from seeing fake tensors.
+            # Our composite operator creates constants, which need the fake mode. torch calls the innermost of nested
+            # hooks. So these hooks keep fake tensors from the user's hooks.
             stack.enter_context(self.fake_mode)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged))
             for arguments in self.autocasts:

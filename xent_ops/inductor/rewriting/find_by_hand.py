@@ -5,7 +5,7 @@ and the cross entropy of soft targets.
     x.gather(t) - logsumexp(x), x.diagonal() - logsumexp(x)     the same
     sum(log_softmax(x) * p)                                     minus xent::soft_cross_entropy_forward(x, p)
 
-A mask, a mean or a ratio behind them stays as it is. Inductor would scatter the gradient of gather into zeros of the
+A mask, a mean or a ratio after them stays unchanged. Inductor would scatter the gradient of gather into zeros of the
 logits' size, beside that of the log-softmax.
 """
 
@@ -33,7 +33,7 @@ _PICKS = {*GATHERS, "diagonal", "diag"}
 
 
 def losses(graph: fx.Graph) -> Iterator[ByHand]:
-    """The losses in order; with the reason if one cannot be replaced. A replaced loss may change the next one."""
+    """The losses in order. A loss that cannot be replaced has the reason. A replaced loss may change the next one."""
     inside = transformed(graph)
     for node in list(graph.nodes):
         make = _FINDERS.get(name_of(node) or "")
@@ -52,7 +52,7 @@ def _gathered(node: fx.Node) -> ByHand | None:
 
 
 def _one_a_row(node: fx.Node) -> tuple[Any, int, Any, str]:
-    """(input, dim, index, why not) of a gather of one class of each row. The input is None where it is no gather."""
+    """(input, dim, index, why not) of a gather of one class of each row. The input is None if the node is no gather."""
     call_args = arguments_of(node, GATHERS.get(name_of(node) or "", ()))
     input, dim, index = call_args.get("input"), call_args.get("dim"), call_args.get("index")
     if name_of(node) == "getitem":
@@ -70,7 +70,7 @@ def _one_a_row(node: fx.Node) -> tuple[Any, int, Any, str]:
 
 
 def _in_brackets(input: Any, index: Any) -> tuple[Any, int, Any, str]:
-    """The same of ``x[rows, t]``."""
+    """The same as ``_one_a_row``, for ``x[rows, t]``."""
     logits, indices = value_of(input), value_of(index[-1]) if isinstance(index, tuple) and len(index) > 1 else None
     if not (isinstance(input, fx.Node) and isinstance(logits, Tensor) and isinstance(indices, Tensor)):
         return None, -1, None, ""
@@ -138,6 +138,6 @@ _FINDERS = {
 
 
 def _equal(sizes: Sequence[Any], other_sizes: Sequence[Any]) -> bool:
-    """For what symbols stand for now. gather takes fewer targets than rows; our operator guards that they are equal."""
+    """Compare by the hints of symbols. gather takes fewer targets than rows; our operator guards the equality."""
     now, others_now = [size_hint(size) for size in sizes], [size_hint(size) for size in other_sizes]
     return now == others_now and None not in now

@@ -1,4 +1,4 @@
-"""Finds the head before a loss: a product, then views, casts, a scale or a softcap, and nobody else who reads them.
+"""Finds the head before a loss: a product, then views, casts, a scale or a softcap, without other readers.
 
 input (..., H) -> product (..., V) -> links -> loss      becomes      views of input -> linear_cross_entropy
 """
@@ -20,9 +20,9 @@ from .products import Product
 from .reading import behind, input_of
 from .region import Region
 
-# linear="auto" takes up logits of this many bytes and more. One H200, bfloat16, head and loss, the operator beside
-# compiled F (`bench --linear 2048`): 125 MiB of logits take as long, 250 MiB 7 and 12 % less with the same memory, and
-# from 500 MiB on, 4 to 7 % less with less memory where they are more than a chunk (head/sizes.py).
+# linear="auto" replaces a head with at least this many bytes of logits. Our operator's time against compiled F for
+# head and loss (H200, bfloat16, `bench --linear 2048`): equal for 125 MiB of logits; 7 and 12 % less for 250 MiB, with
+# the same memory; 4 to 7 % less from 500 MiB on, with less memory if the logits exceed a chunk (head/sizes.py).
 WORTHWHILE = {"cpu": 64 * 2**20}
 WORTHWHILE_ON_GPUS = 250 * 2**20
 _PLAIN = ("torch/nn/functional.py", " in linear_cross_entropy\n")  # in the innermost frame of a stack trace
@@ -30,16 +30,16 @@ _PLAIN = ("torch/nn/functional.py", " in linear_cross_entropy\n")  # in the inne
 
 @dataclass
 class Found:
-    """A head that the operator can take up, with all between it and the loss."""
+    """A head that the operator can replace, with all nodes from it to the loss."""
 
     product: Product
-    links: list[Link]  # from the loss backwards
+    links: list[Link]  # from the loss back to the product
     start: Start
     activation: Activation
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """Dead once the operator stands there. The last one first."""
+        """The nodes that are dead once the operator replaces them, the last one first."""
         return [*reversed(self.start.behind), *(link.node for link in self.links), *self.product.nodes]
 
     @property
@@ -48,23 +48,23 @@ class Found:
 
     @property
     def logits_dtype(self) -> torch.dtype | None:
-        """None: the dtype of the operands."""
+        """The logits' dtype; None for the dtype of the operands."""
         return value_of(self.product.node).dtype if self.product.casts else None
 
     @property
     def views(self) -> list[fx.Node]:
-        """From the product to the loss, in order."""
+        """The views from the product to the loss, in order."""
         return [link.node for link in reversed(self.links) if link.kind == "view"] + self.start.views
 
 
 def is_asked_for(node: fx.Node) -> bool:
-    """Was it made by F.linear_cross_entropy, without options F.linear and F.cross_entropy?"""
+    """Does it come from F.linear_cross_entropy? Without options that calls F.linear and F.cross_entropy."""
     frame = (node.stack_trace or "").replace("\\", "/").rpartition('File "')[2]
     return all(part in frame for part in _PLAIN)
 
 
 def find(loss: Loss, linear: bool | str) -> Found | None:
-    """The head before ``loss``; None where there is none. Raises LeftAlone where it cannot be taken up."""
+    """The head before ``loss``; None if there is none. Raises LeftAlone if the operator cannot replace it."""
     start = loss.start()
     links, source = walk(start.logits, start.readers, tensors=True)
     product = products.of(source)
@@ -106,15 +106,15 @@ def _refuse_other_products(source: fx.Node, loss: Loss) -> None:
 
 
 def _refuse_from_outside(source: fx.Node) -> None:
-    """Raise LeftAlone, for the report, where the logits were computed before this graph."""
+    """Raise LeftAlone, for the report, if the logits were computed before this graph."""
     value = value_of(source)
-    leaf = isinstance(value, Tensor) and value.requires_grad and value.is_leaf  # nobody's result
+    leaf = isinstance(value, Tensor) and value.requires_grad and value.is_leaf  # no operator's result
     if source.op == "placeholder" and not leaf:
         raise LeftAlone("its logits come into the graph from outside: a graph break or an uncompiled head before it")
 
 
 def _refuse_scales(found: Found) -> None:
-    """Raise LeftAlone where a tensor that scales the logits cannot scale the features."""
+    """Raise LeftAlone if a tensor that scales the logits cannot scale the features."""
     tanh_behind = False
     for link in reversed(found.links):  # from the product on
         tanh_behind = tanh_behind or link.kind == "tanh"
@@ -147,10 +147,10 @@ def _refuse_not_worthwhile(loss: Loss, product: Product, linear: bool | str) -> 
 
 
 def _refuse_twice_normalized(product: Product) -> None:
-    """Raise LeftAlone where Inductor's code for a CPU makes a wrong gradient of the weight: pytorch issue 185702.
+    """Raise LeftAlone if Inductor's code for a CPU computes a wrong gradient of the weight: pytorch issue 185702.
 
-    A gradient that Inductor does not fuse with F.normalize of F.normalize is enough, as any operator's is. Torch 2.13
-    is wrong, 2.14.1 right.
+    The weight is F.normalize of F.normalize, and its gradient comes from any operator that Inductor does not fuse with
+    them. Torch 2.13 is wrong, 2.14.1 is right.
     """
     if torch.__version__ >= "2.14":
         return
@@ -161,13 +161,13 @@ def _refuse_twice_normalized(product: Product) -> None:
 
 
 def _is_part(graph: fx.Graph) -> bool:
-    """Is it a graph in a graph, a checkpointed part? Dynamo notes where the inputs of a whole graph come from."""
+    """Is it a graph in a graph, a checkpointed part? Dynamo records the origin of inputs only for a whole graph."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     return any("example_value" in node.meta for node in inputs) and not any("grapharg" in node.meta for node in inputs)
 
 
 def _has_other_heads(product: Product) -> bool:
-    """Does another product read the same weight, or its transpose, as where a loss is computed by chunks of rows?"""
+    """Does another product read the same weight, or its transpose, for example in a loss by chunks of rows?"""
     readers = list(product.weight.users)
     for view in product.weight.users:
         if viewed_by(view) is product.weight:

@@ -14,7 +14,7 @@ from .tail import is_fused
 
 
 def loss_of(node: fx.Node) -> ByHand | None:
-    """``torch.sum(-p * F.log_softmax(x, -1), dim=-1)``, and without a dim, over all."""
+    """The loss ``torch.sum(-p * F.log_softmax(x, -1), dim=-1)``, or its sum without a dim."""
     call_args = arguments_of(node, ("input", "dim", "keepdim"))
     product, negative = call_args.pop("input", None), True
     between: list[fx.Node] = []
@@ -31,7 +31,7 @@ def loss_of(node: fx.Node) -> ByHand | None:
         return None
     log_probs, target = operands if is_log_probs[0] else operands[::-1]
     between.append(product)
-    if is_negated(target) and len(target.users) == 1:  # else somebody may write to it
+    if is_negated(target) and len(target.users) == 1:  # another user may write to it
         between.append(target)
         target, negative = target.args[0], not negative
     own = (behind(log_probs), input_of(behind(log_probs)))

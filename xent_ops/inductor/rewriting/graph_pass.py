@@ -18,9 +18,9 @@ from . import report, rewrite
 class ReplaceCrossEntropy(CustomGraphPass):
     """Runs ``previous``, a value of ``torch._inductor.config.pre_grad_custom_pass``, then replaces F.cross_entropy.
 
-    With the head before it as ``linear`` and ``products`` say: xent_ops.inductor.options.
+    ``linear`` and ``products`` decide about the head: see xent_ops.inductor.options.
 
-    One object rather than a list of passes: torch 2.11 takes no list.
+    It is one object and no list of passes, because torch 2.11 takes no list.
     """
 
     def __init__(self, previous: Any = None, linear: bool | str = "auto", products: str | None = None) -> None:
@@ -44,7 +44,7 @@ class ReplaceCrossEntropy(CustomGraphPass):
     def uuid(self) -> Any:
         """Our part of the keys of torch's compile caches: our sources' hash, our option, the other passes' identifiers.
 
-        None, which switches these caches off, if a chained pass has no identifier, as torch does for such a pass alone.
+        None if a chained pass has no identifier. That turns the caches off, as torch does for that pass alone.
         """
         other_ids = []
         for other in _passes(self.previous):
@@ -84,8 +84,8 @@ def settings(base: Mapping[str, Any], linear: bool | str, products: str | None =
     current = base.get("pre_grad_custom_pass", config.pre_grad_custom_pass)
     merged = {**base, "pre_grad_custom_pass": with_ours(current, linear, products)}
     if hasattr(config, "pre_grad_pass_timing"):
-        # torch 2.13 runs passes with a uuid() only on graphs that are in no cache, and the report would miss the
-        # others. "early" runs the pass first and looks up the graph that it made, as older versions do.
+        # torch 2.13 runs passes with a uuid() only on graphs that are in no cache, so the report would miss cached
+        # graphs. "early" runs the pass first and looks up the resulting graph, as older versions do.
         merged.setdefault("pre_grad_pass_timing", "early")
     return merged
 
@@ -107,7 +107,7 @@ def with_ours(current: Any, linear: bool | str, products: str | None = None) -> 
 
 
 def without_ours(current: Any) -> Any:
-    """The argument of ``with_ours`` that gave ``current``. From a list of passes ours is removed."""
+    """The inverse of ``with_ours``: the value without our pass. In a list of passes it removes only ours."""
     if isinstance(current, ReplaceCrossEntropy):
         return current.previous
     if isinstance(current, (list, tuple)):

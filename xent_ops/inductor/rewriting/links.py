@@ -1,7 +1,7 @@
-"""Links: nodes between the product and the loss that change nothing, or that the operator has an option for.
+"""Links: nodes between the product and the loss that change nothing, or that an option of the operator can replace.
 
 The operator computes ``softcap * tanh(logit_scale * logits / softcap)`` in float32, and rounds nothing in between. So
-does Inductor's fused code, even where the model computes in bfloat16.
+does Inductor's fused code, even if the model computes in bfloat16.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .nodes import LeftAlone, is_cast, name_of, parts_of, position, share_memory
 
 _HALF = (torch.bfloat16, torch.float16)
 _FLOATS = (*_HALF, torch.float32, torch.float64)
-# They select or rearrange elements, each at most once. So their backward sums nothing, and loses nothing in bfloat16.
-# expand and index tensors are not among them.
+# They select or rearrange elements, each at most once. So their backward has no sums that would round in bfloat16.
+# expand and index tensors are excluded.
 _VIEWS = {
     "T", "contiguous", "flatten", "mT", "movedim", "narrow", "permute", "reshape", "select", "squeeze", "swapaxes",
     "swapdims", "t", "to_dense", "transpose", "unflatten", "unsqueeze", "view",
 }  # fmt: skip
-# The same, with several results: a view takes one of them by getitem, and both nodes are links.
+# Views with several results. getitem takes one of the results, and both nodes are links.
 _PARTS = {"chunk", "split", "split_with_sizes", "tensor_split", "unbind"}
 _CAT = {"cat", "concat", "concatenate"}  # with one tensor
 STEPS = {
@@ -33,7 +33,7 @@ STEPS = {
     **dict.fromkeys(("neg", "negative", "neg_", "negative_"), "neg"),
     **dict.fromkeys(("tanh", "tanh_"), "tanh"),
 }
-# A product scales its features by a tensor before it as well as its classes behind it; the loss has no option for one.
+# The loss has no option for a tensor. But a tensor can scale the features before the product, instead of the logits.
 BY_TENSOR = {"mul": "mul_tensor", "div": "div_tensor"}
 _SIZES = {"dim", "element_size", "is_contiguous", "numel", "size", "storage_offset", "stride", "sym_size", "sym_stride"}
 
@@ -46,7 +46,7 @@ class Link:
     source: fx.Node  # the tensor that it reads
     kind: str  # "view", "same" (a cast or a cat that changes nothing), "upcast", a value of STEPS, or one of BY_TENSOR
     number: float = 1.0  # the factor or divisor
-    tensor: fx.Node | None = None  # the same, of one of BY_TENSOR: (), a temperature that is learned or not
+    tensor: fx.Node | None = None  # the factor or divisor of one of BY_TENSOR, (): a temperature, learned or not
 
     @property
     def computes(self) -> bool:
@@ -173,7 +173,7 @@ def asks_for_sizes(user: fx.Node) -> bool:
 
 
 def activation_of(links: list[Link]) -> Activation:
-    """Of ``a * tanh(b * x)``, a cap of a and a scale of a * b."""
+    """The activation of the links. ``a * tanh(b * x)`` has softcap a and scale a * b."""
     caps = [index for index, link in enumerate(links) if link.kind == "tanh"]
     if len(caps) > 1:
         raise LeftAlone(f"{links[caps[1]].node.name} is a second softcap; the operator has one")

@@ -34,7 +34,7 @@ class Loss:
     node: fx.Node
     call_args: dict[str, Any]  # its arguments, by name
     transformed: bool  # is it inside a functorch transform or a level of forward-mode AD?
-    why: str = ""  # it is left alone, as far as finding it tells
+    why: str = ""  # why it is left alone, if the search shows it already
 
     @property
     def is_nll(self) -> bool:
@@ -42,7 +42,7 @@ class Loss:
 
     @property
     def is_own(self) -> bool:
-        """Is it xent_ops.cross_entropy? The pass then only takes up its head."""
+        """Is it xent_ops.cross_entropy? Then the pass can only replace it together with its head."""
         return self.node.target in _OWN
 
     @property
@@ -52,7 +52,7 @@ class Loss:
 
     @property
     def nodes(self) -> set[fx.Node]:
-        """It and a log-softmax that it reads."""
+        """The loss node, and the log-softmax that it reads, if any."""
         return {self.node, behind(self.call_args.get("input"))}
 
     @property
@@ -62,17 +62,17 @@ class Loss:
 
     @property
     def title(self) -> str:
-        """For the report, where it is not F.cross_entropy."""
+        """Its name in the report, if it is not F.cross_entropy."""
         names = {"nll_loss": self.is_nll, "xent": self.is_own}
         return next((name for name, is_it in names.items() if is_it), "")
 
     @property
     def remedy(self) -> str:
-        """For the report, where it is left alone."""
+        """The remedy in the report, if it is left alone."""
         return ""
 
     def arguments(self, emit: Emitter) -> dict[str, Any]:
-        """Of F.cross_entropy."""
+        """The arguments of F.cross_entropy."""
         return self.call_args
 
     def finished(self, emit: Emitter, loss: fx.Node) -> fx.Node:
@@ -80,7 +80,7 @@ class Loss:
         return loss
 
     def start(self) -> Start:
-        """Raises LeftAlone."""
+        """The start of the walk to the head. Raises LeftAlone."""
         return self.behind_log_softmax() if self.is_nll else Start(self.call_args["input"], {self.node}, [])
 
     def behind_log_softmax(self) -> Start:
@@ -101,11 +101,11 @@ class Loss:
 
     @property
     def saves_target(self) -> bool:
-        """Does our backward read a target that theirs may not read? F.cross_entropy saves class indices too."""
+        """Does our backward read a target that torch's may not read? F.cross_entropy saves class indices too."""
         return self.is_soft
 
     def tail(self) -> Tail:
-        """The nodes before the loss that the operator takes up. Raises LeftAlone."""
+        """The nodes before the loss that the operator replaces. Raises LeftAlone."""
         start = self.start()
         tail = find(self.node, start.logits, start.readers)
         tail.views += start.views
@@ -158,7 +158,7 @@ def _log_softmax(loss: fx.Node, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 
 
 def _refuse_log_softmax(node: fx.Node, links: list[fx.Node], log_probs: Tensor, classes: int) -> None:
-    """Raise LeftAlone unless the log-softmax is over the classes, as seen through the views behind it."""
+    """Raise LeftAlone unless the log-softmax is over the dimension that is the classes after the views."""
     result: Tensor = value_of(node)
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     if type(dim) is not int:

@@ -53,7 +53,7 @@ def value_of(node: Any) -> Any:
 
 
 def tensor_of(node: Any) -> Any:
-    """The fake tensor of a node; of one with several results, as split has them, the first."""
+    """The fake tensor of a node; the first one if it has several results, such as split."""
     value = value_of(node)
     return value[0] if isinstance(value, (tuple, list)) and value else value
 
@@ -61,7 +61,7 @@ def tensor_of(node: Any) -> Any:
 def name_of(node: fx.Node) -> str | None:
     """The same name for ``x.reshape(...)`` and ``torch.reshape(x, ...)``.
 
-    None for a node that is no method, torch function or Python operator, nor the property ``T`` or ``mT``.
+    None if a node is no method, torch function, Python operator, or property ``T`` or ``mT``.
     """
     if node.op == "call_method":
         return str(node.target)
@@ -82,14 +82,14 @@ def name_of(node: fx.Node) -> str | None:
 
 
 def hint(size: Any) -> Any:
-    """A symbolic size as the number that it has now."""
+    """The current number of a symbolic size."""
     if (now := size_hint(size)) is None:
         raise LeftAlone(f"the size {size} is not known")
     return now
 
 
 def storage_of(value: Any) -> int | None:
-    """An identifier of the storage. None for other values than tensors, and for transforms' wrappers."""
+    """An identifier of the storage. None for values that are no tensors, and for transforms' wrappers."""
     try:
         return int(value.untyped_storage()._cdata) if isinstance(value, Tensor) else None
     except (NotImplementedError, RuntimeError):
@@ -146,7 +146,7 @@ def position(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def where(node: fx.Node) -> str:
-    """The innermost frame outside the losses of torch and ours: nn.CrossEntropyLoss is called from somewhere."""
+    """The innermost frame outside torch's losses and ours: the place that calls nn.CrossEntropyLoss, for example."""
     frames = re.findall(r'File "(.+)", line (\d+), in (\S+)', (node.stack_trace or "").replace("\\", "/"))
     outside = [frame for frame in frames if not frame[0].endswith(_LOSSES)]
     if not outside:

@@ -1,4 +1,4 @@
-"""Names the log-softmaxes over many classes that are part of no known loss: each is a line of the report."""
+"""Finds log-softmaxes over many classes that belong to no known loss. Each gets a line in the report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .reading import arguments_of, behind, input_of, one_dim
 
 MANY = 1024  # classes; a router of experts takes its logsumexp over fewer
 _PICKS = (*GATHERS, "index_select")
-_SHIFTS = ("add", "clamp", "clamp_min", "clip")  # against a log of zero
+_SHIFTS = ("add", "clamp", "clamp_min", "clip")  # they avoid a log of zero
 _WHY = (
     "{} reads it, and the pass knows the log-probability of one class of each row and sums with probabilities; "
     "xent_ops.token_log_probs computes log-probabilities, logsumexps and entropies"
@@ -36,7 +36,7 @@ def left(graph: fx.Graph, reported: Collection[fx.Node]) -> Iterator[tuple[fx.No
 
 
 def _log_softmax(node: fx.Node) -> tuple[str, Any, int | None]:
-    """(form, logits, dim of the classes); no dim where it is no log-softmax."""
+    """(form, logits, dim of the classes). The dim is None if the node is no log-softmax."""
     name = name_of(node)
     if name in ("log_softmax", "logsumexp"):
         return name, *_operand(node)

@@ -1,6 +1,6 @@
 """Recognises the head: a product of hidden states (..., H) with a weight of H features by V classes.
 
-F.linear, inner, matmul, mm, addmm and einsum, and the addition of a bias behind them.
+It knows F.linear, inner, matmul, mm, addmm and einsum, and an addition of the bias after them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Product:
     bias: fx.Node | None = None  # (V,)
     addition: fx.Node | None = None  # adds the bias, where the product does not
     class_dim: int = -1  # of the logits, and of the input's features
-    casts: bool = False  # to float32, of the 16-bit operands that input, weight and bias are here
-    past: tuple[fx.Node, ...] = ()  # these casts, and a transpose of the weight: the product reads them, ours does not
+    casts: bool = False  # the model casts the 16-bit input, weight and bias to float32
+    past: tuple[fx.Node, ...] = ()  # these casts and a transpose of the weight: the product reads them, ours does not
 
     @property
     def dim(self) -> int:
@@ -47,12 +47,12 @@ class Product:
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """The last one first."""
+        """The nodes of the head, the last one first."""
         return [self.node] if self.addition is None else [self.addition, self.node]
 
 
 def of(node: fx.Node) -> Product | None:
-    """The head that makes ``node``, or None."""
+    """The head that computes ``node``, or None."""
     if name_of(node) in _ADDITIONS:
         return _with_bias(node)
     if name_of(node) in _CONVOLUTIONS:
@@ -175,7 +175,7 @@ def _with_bias(node: fx.Node) -> Product | None:
 
 
 def _seen_through(product: Product) -> Product:
-    """The weight itself where the product reads its transpose."""
+    """The product of the weight itself, if it reads the weight's transpose."""
     parent = viewed_by(product.weight)
     if not product.transposed or parent is None:
         return product

@@ -14,7 +14,7 @@ _IN_ORDER = {"contiguous", "flatten", "reshape", "squeeze", "unflatten", "unsque
 
 
 def arguments_of(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
-    """By name; more than ``names`` where it has others."""
+    """The arguments of the node by name, also arguments that are not in ``names``."""
     call_args = dict(zip((*names, *map(str, range(len(node.args)))), node.args, strict=False)) | node.kwargs
     return {"index" if name == "indices" else name: value for name, value in call_args.items()}
 
@@ -42,7 +42,7 @@ def is_negated(node: Any) -> bool:
 
 
 def behind(node: Any) -> Any:
-    """The node behind views and casts."""
+    """The node that the views and casts read."""
     while isinstance(node, fx.Node):
         through = viewed_by(node) or (node.args[0] if is_cast(node) else None)
         if through is None:
@@ -52,7 +52,7 @@ def behind(node: Any) -> Any:
 
 
 def before_upcasts(node: Any, views: bool = False) -> tuple[fx.Node, list[fx.Node]]:
-    """(the node behind casts to float32, the casts). ``views``: also behind views that keep the order of elements."""
+    """(the node before casts to float32, the casts). ``views``: also before views that keep the order of elements."""
     nodes: list[fx.Node] = []
     while (link := link_of(node)) is not None:
         if link.kind not in ("same", "upcast") and not (views and link.kind == "view" and _keeps_order(node)):

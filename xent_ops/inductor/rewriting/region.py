@@ -1,10 +1,10 @@
-"""May our operator take the place of these nodes? A wrong yes is a wrong number, so it is answered here alone.
+"""Decides whether our operator may replace a region. A wrong yes gives wrong numbers, so only this file decides.
 
 A region is the nodes between the inputs of our operator and the loss. They are dead once ours replaces the loss. So
 
 - nothing else may read them, or see their in-place writes,
-- they pass on gradients as ours does,
-- they compute in the modes of the loss,
+- they must pass on gradients like ours,
+- they must compute in the modes of the loss,
 - nothing may write to our operator's inputs between the region's read and the loss.
 
 ``refuse_written_after`` checks the same for the tensors that ours saves for its backward.
@@ -29,10 +29,10 @@ class Region:
     loss: fx.Node
     nodes: list[fx.Node]
     reads: list[tuple[str, fx.Node | None]]  # the inputs of our operator, by their names in the report
-    past: tuple[fx.Node, ...] = ()  # casts and views that ours reads past; they stay for others
+    past: tuple[fx.Node, ...] = ()  # casts and views that ours does not read; they stay for other readers
 
     def refuse(self) -> None:
-        """Raise LeftAlone unless ours may take the place of the nodes."""
+        """Raise LeftAlone unless ours may replace the nodes."""
         self._refuse_readers()
         self._refuse_seen_writes()
         self._refuse_without_gradients()
@@ -51,7 +51,7 @@ class Region:
                 raise LeftAlone(f"{node.name} is its target or weight as well")
 
     def _refuse_seen_writes(self) -> None:
-        """Raise LeftAlone if something outside sees the region's in-place writes: our operator does not make them."""
+        """Raise LeftAlone if something outside sees the region's in-place writes: our operator does not write."""
         for node in self.nodes:
             written = [value_of(one) for one in writers.written_by(node)]
             for _, read in self.reads:
@@ -71,7 +71,7 @@ class Region:
             raise LeftAlone(f"{writer.name} writes in place to {base.name}, an input")
 
     def _refuse_without_gradients(self) -> None:
-        gradients = gradient_modes(self.loss.graph)  # a view that is made without them says that it requires grad
+        gradients = gradient_modes(self.loss.graph)  # a view created without them still has requires_grad
         for node in (*self.nodes, *self.past) if gradients[self.loss] else ():
             if not gradients[node] and any(_requires_grad(one) for one in node.all_input_nodes):
                 raise LeftAlone(f"{node.name} was made without gradients")
@@ -91,7 +91,7 @@ class Region:
                 continue
             first = next((node for node in nodes if read in node.all_input_nodes), None)
             if first is None and read in self.loss.all_input_nodes:
-                continue  # the loss itself reads it, where ours does
+                continue  # the loss itself reads it, as ours does
             first = first or nodes[0]
             writer = writers.between(first, self.loss, value_of(read), inputs, set(self.nodes))
             if writer is not None:

@@ -13,12 +13,12 @@ from ..._private import private
 class Call:
     """One call of F.cross_entropy, F.nll_loss or F.linear_cross_entropy in a compiled graph, or code that computes the
     same (log-softmax and gather, ...); and xent_ops.cross_entropy behind a head. A log-softmax over 1024 classes or
-    more in which the pass knows no loss is a call that is left alone, with the name of the node that reads it.
+    more that belongs to no known loss is a call that is left alone, with the name of the node that reads it.
 
-    A call is left alone where
+    A call is left alone if
 
-    - what stands before the loss has no option of ours,
-    - a scaled, capped or upcast value is returned or read elsewhere, or is made under another autocast or inference
+    - a node before the loss has no matching option of our operator,
+    - a scaled, capped or upcast value is returned or read elsewhere, or is computed under another autocast or inference
       mode than the loss, or without gradients,
     - something may write to the logits while they are needed,
     - it has ``size_average``, ``reduce`` or class weights that require grad, or is inside a torch.func transform,
@@ -26,18 +26,18 @@ class Call:
       faster there,
     - logits, targets or weights are no plain tensors, or have a dtype or device without a kernel,
     - F.nll_loss reads something other than a log_softmax of the graph that nothing else reads,
-    - it is written out, and what it is made of is read by something else as well; or it takes several classes of a row,
-      or brackets with other rows, or probabilities that require grad or that Inductor fuses with it.
+    - it is written out, and another node reads its parts as well; or it takes several classes of a row, or brackets
+      with other rows, or probabilities that require grad or that Inductor fuses with it.
 
-    A head is left alone where
+    A head is left alone if
 
     - the logits are returned or read by something else, also in a no_grad block,
     - they are too small, or the target is class probabilities,
-    - product and loss run under another autocast or inference mode, or a part of the head is made without gradients,
+    - product and loss run under different autocast or inference modes, or a part of the head runs without gradients,
     - something may write to input, weight or bias between them, or to input and weight after the loss,
-    - the logits come into the graph from outside, from before a graph break or from a head that is not compiled,
-    - a tensor scales the logits behind a softcap, or may be written before the loss,
-    - the product has another form: of batches, a convolution of more than one element, tensordot, an einsum whose
+    - the logits enter the graph as an input: after a graph break, or from a head that is not compiled,
+    - a tensor scales the logits after a softcap, or something may write to it before the loss,
+    - the product has another form: batches, a convolution of more than one element, tensordot, an einsum whose
       result has the classes elsewhere,
     - something else stands between them: a mask, a second bias, a view of some of the classes,
     - the logits leave a checkpointed part.
@@ -53,7 +53,7 @@ class Call:
     head: bool = False  # the replacement includes the product before it
     products: str | None = None  # of the head, as requested
     logits_dtype: Any = None  # torch.float32 if the product's 16-bit operands were upcast
-    head_left: str = ""  # why the product before it was not taken up
+    head_left: str = ""  # why the product before it was not replaced
 
     def __str__(self) -> str:
         outcome = "replaced" if self.replaced else "left alone"
@@ -137,7 +137,7 @@ def clear() -> None:
 
 
 def last_report() -> Report:
-    """What was replaced, what was not, and why, since the last ``options()``, ``enable()`` or
+    """The replaced calls, and the others with the reason, since the last ``options()``, ``enable()`` or
     ``replace_cross_entropy()``. ``print`` it.
 
     Examples:

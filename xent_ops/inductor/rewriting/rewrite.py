@@ -130,7 +130,7 @@ def _refuse_few_classes(loss: Loss) -> None:
 
 
 def _put(loss: Loss, dead: list[fx.Node], make: Callable[[Emitter], fx.Node]) -> None:
-    """The result of ``make`` in place of the loss. Removes the nodes before the loss that ``make`` took up."""
+    """Replace the loss by the result of ``make``. Removes ``dead``, the nodes before the loss that it also replaces."""
     emit = Emitter(loss.node)
     try:
         result = _as_wanted(emit, loss.finished(emit, make(emit)))
@@ -144,7 +144,7 @@ def _put(loss: Loss, dead: list[fx.Node], make: Callable[[Emitter], fx.Node]) ->
 
 
 def _as_wanted(emit: Emitter, loss: fx.Node) -> fx.Node:
-    """F.cross_entropy returns the logits' dtype, under autocast float32. Our operators return float32."""
+    """Cast to the loss's dtype. F.cross_entropy returns the logits' dtype (float32 under autocast), ours float32."""
     expected = value_of(emit.loss)
     if value_of(loss).shape != expected.shape:
         raise LeftAlone(f"ours would have shape {tuple(value_of(loss).shape)}, not {tuple(expected.shape)}")
@@ -163,7 +163,7 @@ def _with_views(emit: Emitter, tail: Tail) -> fx.Node:
     for view in tail.views:
         target = view.target
         if target == "view":
-            # The upcast of a slice is dense, the slice is not. Where it cannot be viewed, reshape copies it.
+            # The upcast of a slice is dense, the slice is not. If it cannot be viewed, reshape copies it.
             target = "reshape"
         node = emit(target, node, *view.args[1:], **view.kwargs)
     return node
@@ -173,7 +173,7 @@ def _classes_last(emit: Emitter, tensor: fx.Node, dim: int) -> fx.Node:
     if dim == value_of(tensor).dim() - 1:
         return tensor
     tensor = emit("movedim", tensor, dim, -1)
-    # Dense already where the model made its (N, C, d1) by transposing.
+    # It is dense already if the model transposed to get its (N, C, d1).
     return tensor if value_of(tensor).stride(-1) == 1 else emit("contiguous", tensor)
 
 
@@ -199,7 +199,7 @@ def _emit_loss(emit: Emitter, logits: fx.Node, call: Loss, tail: Tail) -> fx.Nod
         )
     else:
         soft_forward = torch.ops.xent.soft_cross_entropy_forward.default
-        # torch takes any numbers as probabilities, and sums that are written out have other uses, as policy gradients.
+        # torch accepts any numbers as probabilities, and written-out sums have other uses, such as policy gradients.
         rows = emit(soft_forward, logits, target, weight, False, label_smoothing=smoothing, **options)
         loss = emit(operator.getitem, rows, 0)
         if reduction != "none":

@@ -1,7 +1,7 @@
 """The tail: the nodes between the matrix product and the loss, such as views, an upcast, a scale, a softcap.
 
-Inductor fuses these into its own cross entropy. Our operator is opaque to Inductor, so it writes the operator's input
-to memory first. So either the operator takes up the whole tail, by its options, or the call stays with Inductor.
+Inductor fuses these into its own cross entropy. Our operator is opaque to Inductor, so Inductor writes its input to
+memory first. So either the operator's options replace the whole tail, or the call stays with Inductor.
 """
 
 from __future__ import annotations
