@@ -1,1 +1,1 @@
-"""The head and the loss by chunks of rows: what the linear operators compute. Declared and checked in ops/linear/."""
+"""Losses from hidden states, computed by chunks of rows. The operators in ops/linear/ check arguments and call this."""

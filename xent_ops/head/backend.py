@@ -1,4 +1,4 @@
-"""Two backends of the heads' losses: logits in memory that is reused, or nodes of an exported graph."""
+"""Two backends for losses from hidden states: one reuses the logits' memory, one writes nodes of an exported graph."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .products import Products, counting_kernels
 
 
 class Backend(NamedTuple):
-    """Which rows are computed, and what makes and multiplies their logits."""
+    """Chooses the rows to compute, and the class that computes logits and multiplies their gradients."""
 
-    products: Callable[..., Any]  # arguments as for ``Products``
-    rows: Callable[..., ComputedRows]  # as ``rows_to_compute``
+    products: Callable[..., Any]  # takes the arguments of ``Products``
+    rows: Callable[..., ComputedRows]  # takes the arguments of ``rows_to_compute``
 
 
 def rows_to_compute(
     target: Tensor, ignore_index: int, chunking: Chunking, *heads: tuple[Tensor, Tensor]
 ) -> ComputedRows:
-    """``heads``: input (N, H) and linear_weight of each."""
+    """``heads``: (input (N, H), linear_weight) of each head."""
     if not chunking.skip_ignored:
         return ComputedRows(target)
     plain = chunking.logits_dtype in (None, heads[0][0].dtype) and chunking.products is None

@@ -1,12 +1,12 @@
-"""What losses from hidden states share. They go by chunks of rows: the loop is the ``run`` of products.py.
+"""Functions that all losses from hidden states share. ``run`` in products.py is their loop over chunks of rows.
 
-The logits of one chunk exist at a time, in memory that is allocated once a call:
+The logits of only one chunk exist at a time. Their memory is allocated once per call:
 
     logits = input @ linear_weight.T + linear_bias
-    their statistics, or the gradient of the logits written over them, or both in one visit
-    grad_input = gradient @ linear_weight;  grad_linear_weight += gradient.T @ input;  grad_linear_bias += its sum
+        statistics of the logits, their gradient written over them, or both in one pass
+        grad_input = gradient @ linear_weight;  grad_linear_weight += gradient.T @ input;  grad_linear_bias += its sum
 
-The same formulas give the gradients of a slice of the classes. All classes are the slice of one rank, from 0 on.
+The same formulas give the gradients for a slice of the classes. All classes are one slice that starts at class 0.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def as_rows(input: Tensor) -> Tensor:
 
 
 def scaled(grad: Tensor, factor: Tensor) -> Tensor:
-    """grad times factor, ()."""
+    """grad times factor, a tensor ()."""
     grad = grad.clone(memory_format=torch.contiguous_format)
     _ops.scale_grad_(grad, factor)
     return grad
@@ -40,10 +40,10 @@ def scaled(grad: Tensor, factor: Tensor) -> Tensor:
 def unpack_statistics(
     rows: ComputedRows, computed: Sequence[Tensor], fills: Sequence[float | None], target: Tensor, ignored: int | None
 ) -> list[Tensor]:
-    """Statistics of the computed rows as those of all rows, (..., *), or (0,) where they are not wanted.
+    """Spread statistics of the computed rows over all rows, (..., *). A statistic that is not wanted is (0,).
 
-    ``fills``: the value in a row that was skipped; None: this statistic is not wanted. With an ignore_index, ignored
-    rows that were computed get that value too.
+    ``fills``: the value for skipped rows, or None if the statistic is not wanted. With an ignore_index, ignored rows
+    that were computed get this value too.
     """
     values = list(computed)
     for i, fill in enumerate(fills):
@@ -57,7 +57,7 @@ def unpack_statistics(
 
 
 def skipped_values(with_argmax: bool, with_entropy: bool) -> tuple[float | None, ...]:
-    """loss, lse, argmax and entropy of an ignored row that was skipped; None where they are not wanted."""
+    """The loss, lse, argmax and entropy of a skipped row. None: the statistic is not wanted."""
     return 0.0, math.inf, -1 if with_argmax else None, 0.0 if with_entropy else None
 
 
@@ -72,7 +72,7 @@ def classes_of(
     class_start: int,
     num_classes: int | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
-    """The three tensors without the rows behind the last class, and how many such rows there are."""
+    """The three tensors without the padding rows, and the number of padding rows."""
     if num_classes is None:
         return linear_weight, linear_bias, weight, 0
     columns = reference.columns_of(linear_weight.shape[0], class_start, num_classes)
@@ -89,7 +89,7 @@ def divided_by(
     loss: LossOptions,
     token_weight: Tensor | None = None,
 ) -> Tensor:
-    """(2,): what a reduced loss and its z-loss are divided by."""
+    """(2,): the divisors of a reduced loss and of its z-loss."""
     ignore_index = loss.row_options.ignore_index
     if loss.reduction == "mean":
         weights = reductions.target_weights(target, weight, classes, ignore_index, dtype)
@@ -100,6 +100,6 @@ def divided_by(
 
 
 def factors(inverse: Tensor, token_weight: Tensor | None, lse_square_scale: float) -> tuple[Tensor, Tensor | None]:
-    """Factors of the gradients of losses and of lse^2: (), or one a row. ``inverse``: of the divisors, (2,)."""
+    """Factors of the gradients of losses and of lse^2, () or one per row. ``inverse`` (2,): one over the divisors."""
     row_factors = inverse if token_weight is None else inverse.unsqueeze(-1) * token_weight
     return row_factors[0], None if lse_square_scale == 0.0 else lse_square_scale * row_factors[1]

@@ -1,4 +1,4 @@
-"""Class indices: what the operators of linear cross entropy compute, by chunks of rows."""
+"""Linear cross entropy with class indices, by chunks of rows. The linear operators call it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def statistics(
     with_entropy: bool = False,
     *,
     options: RowOptions = DEFAULTS,
-    accumulate_dtype: torch.dtype | None = None,  # for the backward
+    accumulate_dtype: torch.dtype | None = None,  # only the backward uses it
     backend: Backend = IN_MEMORY,
     **fields: Any,
 ) -> tuple[Tensor, ...]:
-    """(loss, lse, argmax, entropy), (0,) where they are not wanted."""
+    """(loss, lse, argmax, entropy), each (0,) if it is not wanted."""
     flat, keywords, chunking = as_rows(input), options.keywords(), Chunking(**fields)
     rows = backend.rows(target, options.ignore_index, chunking, (flat, linear_weight))
 
@@ -66,9 +66,9 @@ def gradients(
     backend: Backend = IN_MEMORY,
     **fields: Any,
 ) -> Gradients:
-    """Makes the logits again. Gradients in the inputs' dtype; (0,) where the mask does not want one.
+    """Compute the logits again. The gradients have the inputs' dtype, or are (0,) if the mask does not want them.
 
-    For a slice of the classes, grad_input is that slice's part of a sum.
+    For a slice of the classes, grad_input is the slice's part of a sum over slices.
     """
     flat, keywords, chunking = as_rows(input), options.keywords(), Chunking(**fields)
     head, bias, weight, padding = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
@@ -128,10 +128,10 @@ def with_grad(
     backend: Backend = IN_MEMORY,
     **fields: Any,
 ) -> tuple[Tensor, ...]:
-    """(value, divisors, loss, lse, argmax, entropy, gradients), the last but three of rows.
+    """(value, divisors, loss, lse, argmax, entropy, gradients). Loss, lse, argmax and entropy have one value per row.
 
-    argmax and entropy are (0,) where they are not wanted. The gradients of the weight and the bias have the
-    dtype in which they were added up. For float16, divide them by the second result of split_divisors.
+    argmax and entropy are (0,) if they are not wanted. The gradients of the weight and the bias have the dtype
+    in which they were added up. For float16, divide them by the second result of split_divisors.
     """
     loss, dtype = LossOptions(options, lse_square_scale, reduction), reference.accumulator(input)
     divisors = divided_by(target, weight, divisor, linear_weight.shape[0], dtype, loss, token_weight)

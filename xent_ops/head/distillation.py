@@ -1,7 +1,7 @@
-"""Distillation by chunks of rows: the products of a student's head and of its teacher's, the rows by our operators.
+"""Distillation from hidden states, by chunks of rows: products with both heads, and row operators on their logits.
 
-As cross_entropy.py, with a second set of logits beside the student's: two chunks exist at a time. The products of the
-teacher are skipped where the student's are.
+It works like cross_entropy.py, with two chunks of logits at a time: the student's and the teacher's. The teacher's
+products are skipped for the rows that the student's products skip.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _products(
     backend: Backend,
     *gradient_args: Any,
 ) -> tuple[ComputedRows, Any]:
-    """The rows that both heads multiply, and the student's products, with the teacher's beside them."""
+    """The rows that both heads multiply, and the student's products, whose ``other_heads`` has the teacher's."""
     flat, flat_teacher = as_rows(student[0]), as_rows(teacher[0])
     heads = (flat, student[1]), (flat_teacher, teacher[1])
     rows = backend.rows(target, spec.options.ignore_index, chunking, *heads)
@@ -55,13 +55,13 @@ def statistics(
     linear_bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
     *,
-    accumulate_dtype: torch.dtype | None = None,  # for the backward
+    accumulate_dtype: torch.dtype | None = None,  # only the backward uses it
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
     backend: Backend = IN_MEMORY,
     **fields: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(losses of the rows, (...), statistics, (4, ...)), as of distillation_forward."""
+    """(losses of the rows, (...), statistics, (4, ...)), as distillation_forward returns them."""
     spec, chunking = Distillation(**fields), Chunking(chunk_rows, skip_ignored)
     student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
     rows, products = _products(student, target, teacher, spec, chunking, backend)
@@ -93,7 +93,7 @@ def gradients(
     backend: Backend = IN_MEMORY,
     **fields: Any,
 ) -> Gradients:
-    """Makes the logits of both again. Gradients in the student's dtype; (0,) where the mask does not want one."""
+    """Compute both logits again. Gradients have the student's dtype, or are (0,) if the mask does not want them."""
     spec, dtype, chunking = Distillation(**fields), accumulator(input), Chunking(chunk_rows, skip_ignored)
     student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
     rows, products = _products(student, target, teacher, spec, chunking, backend, output_mask, accumulate_dtype)
@@ -131,7 +131,7 @@ def with_grad(
     backend: Backend = IN_MEMORY,
     **fields: Any,
 ) -> tuple[Tensor, ...]:
-    """(value, divisors, gradients), with the gradients as those of cross_entropy.with_grad."""
+    """(value, divisors, gradients). The gradients are like those of cross_entropy.with_grad."""
     spec, dtype, chunking = Distillation(**fields), accumulator(input), Chunking(chunk_rows, skip_ignored)
     loss = LossOptions(RowOptions(spec.options.ignore_index), reduction=reduction)
     divisors = divided_by(target, None, divisor, linear_weight.shape[0], dtype, loss, token_weight)

@@ -1,14 +1,14 @@
-"""One rank's rows of a student's head and of its teacher's: the statistics that it packs, the join, a chunk of rows.
+"""Distillation where each rank holds a slice of both heads' classes: packed statistics, the join, one chunk of rows.
 
-By the chain rule a divergence is that within the ranks' slices and that between them. With the lse's of a slice l_r (of
-the student) and u_r (of the teacher), and those of all, l and u::
+The chain rule splits a divergence into a part within the ranks' slices and a part between them. l_r is the student's
+lse of slice r and u_r the teacher's; l and u are the lse's of all classes::
 
     KL(t || s) = sum_r T_r (KL_r + log T_r - log S_r),   log S_r = l_r - l,   log T_r = u_r - u
 
-where KL_r is between the two distributions within the slice. So at a beta of 0 or 1 a rank hands over three numbers a
-row, l_r, u_r and KL_r. In between it hands over two, for the mixture is known only behind the join; the parts of its
-sums (the divergence, and the KL that the gradient wants) are gathered after it. A cross entropy on the target adds x of
-the target, 0 where it is on another rank, and the student's lse at a temperature of one where that is another.
+KL_r is between the two distributions within the slice. At a beta of 0 or 1 a rank therefore packs three numbers per
+row: l_r, u_r and KL_r. In between it packs l_r and u_r only, because the mixture is known after the join. Its parts of
+two sums, the divergence and the KL that the gradient needs, are gathered after that. A cross entropy on the target adds
+x of the target, which is 0 if it is on another rank, and at a temperature other than one the student's lse at one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .chunks import classes_of
 from .shard import padded_logits
 
 _ops = torch.ops.xent
-_NO_SHARE = float("-inf")  # the logarithm of the share of a slice that has none
+_NO_SHARE = float("-inf")  # the logarithm of the share of a slice without probability
 
 
 def _without_mixture(spec: Distillation) -> bool:
@@ -35,19 +35,19 @@ def _without_mixture(spec: Distillation) -> bool:
 
 
 def _numbers_per_row(spec: Distillation) -> int:
-    # Conditions, not sums of booleans: to Dynamo the numbers of a spec may be symbols, which torch 2.11 cannot add up.
+    # Conditions, not sums of booleans: to Dynamo the numbers of a spec may be symbols, which torch 2.11 cannot add.
     target_numbers = (1 if spec.temperature == 1.0 else 2) if spec.hard_weight != 0.0 else 0
     return (3 if _without_mixture(spec) else 2) + target_numbers
 
 
 def width(rows: int, spec: Distillation) -> int:
-    """How many numbers the packed statistics of a rank are."""
+    """The number of values in the packed statistics of a rank."""
     return _numbers_per_row(spec) * rows + HEADER
 
 
 def chunk_statistics(
     logits: Tensor,  # (n, columns)
-    teacher_logits: Tensor,  # likewise
+    teacher_logits: Tensor,  # (n, columns)
     target: Tensor,
     class_start: int,
     spec: Distillation,
@@ -66,14 +66,14 @@ def chunk_statistics(
 
 
 class Rows(NamedTuple):
-    """What all ranks know of the rows, the same bits on each. In ignored rows statistics may hold anything."""
+    """What all ranks know of the rows, with the same bits on each. Statistics of ignored rows may hold any value."""
 
     loss: Tensor  # (n,)
     statistics: Tensor  # (4, n), as distillation_backward takes them
 
 
 def join_statistics(gathered: Tensor, target: Tensor, spec: Distillation) -> Rows:
-    """From the packed statistics of all ranks, (ranks, width). With a mixture the loss lacks the divergence."""
+    """Join the packed statistics of all ranks, (ranks, width). With a mixture the loss still lacks the divergence."""
     assert spec.num_classes is not None
     tiled = tiles(*shard_ranges(gathered[:, -HEADER:]), spec.num_classes)
     numbers = gathered[:, :-HEADER].view(gathered.shape[0], _numbers_per_row(spec), target.shape[0])
@@ -99,7 +99,7 @@ def join_statistics(gathered: Tensor, target: Tensor, spec: Distillation) -> Row
 
 
 def _chained(log_p: Tensor, log_q: Tensor, slice_kl: Tensor) -> Tensor:
-    """KL(p || q) from the slices' shares and the KL within each slice, which is not read where a slice has no share."""
+    """KL(p || q) from the slices' shares and the KL within each slice. The KL of a slice without share is not read."""
     p = log_p.exp()
     slice_kl = torch.where((log_p == _NO_SHARE) | (log_q == _NO_SHARE), 0.0, slice_kl)
     return torch.where(p == 0.0, 0.0, p * (slice_kl + log_p - log_q)).sum(0)
@@ -112,7 +112,7 @@ def _counted(loss: Tensor, target: Tensor, spec: Distillation) -> Tensor:
 def mixture_sums(
     logits: Tensor, teacher_logits: Tensor, target: Tensor, rows: Rows, class_start: int, spec: Distillation
 ) -> Tensor | None:
-    """(1, 2 n): this slice's part of the sums with the mixture; None without one, at a beta of 0 or 1."""
+    """(1, 2 n): this slice's parts of the mixture's sums. None at a beta of 0 or 1, where there is no mixture."""
     if _without_mixture(spec):
         return None
     slice_args = (logits, teacher_logits, target, rows.statistics, class_start)
@@ -121,14 +121,14 @@ def mixture_sums(
 
 
 def add_mixture_sums(rows: Rows, gathered: Tensor, target: Tensor, spec: Distillation) -> Rows:
-    """From the sums of all ranks, (ranks, 2 n)."""
+    """Add the sums of all ranks, (ranks, 2 n)."""
     divergence, student_kl = gathered.view(gathered.shape[0], 2, -1).sum(0).unbind()
     lse, teacher_lse, _, hard_lse = rows.statistics.unbind()
     statistics = torch.stack([lse, teacher_lse, student_kl, hard_lse])
     return Rows(rows.loss + _counted(divergence, target, spec), statistics)
 
 
-# A chunk at a time, for loop.py; its logits (rows, padded_classes) live from the first to the last.
+# One chunk at a time, for loop.py. A chunk's logits (rows, padded_classes) live from its first operator to its last.
 
 
 def chunk(

@@ -1,7 +1,7 @@
-"""Products that are written to no memory that exists: for exporters, whose graphs have none.
+"""Products for exporters, whose graphs have no memory to write to.
 
-Chunks are a graph's nodes here, so a known number of rows is unrolled, and a symbolic one is one chunk: its memory is
-the exporter's. Ignored rows are computed.
+Chunks are nodes of the graph. A known number of rows is unrolled into chunks; a symbolic number is one chunk, and the
+exporter plans the memory. Ignored rows are computed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Functional(OutOfPlace):
 
 
 class ExportedProducts(Functional):
-    """As ``Products``."""
+    """The interface of ``Products``."""
 
     def __init__(
         self,
@@ -115,13 +115,13 @@ def logits_of(input: Tensor, head: Tensor, bias: Tensor | None, dtype: torch.dty
 def padded_logits(
     input: Tensor, head: Tensor, bias: Tensor | None, count: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """As shard.py's."""
+    """The same as in shard.py."""
     logits = logits_of(input, head, bias, dtype)
     return torch.nn.functional.pad(logits, (0, padded_classes(head.shape[0], logits.dtype) - head.shape[0]))
 
 
 def scaled(grad: Tensor, factor: Tensor) -> Tensor:
-    """A copy in any case: the result of an operator is none of its arguments."""
+    """Always a copy: an operator must not return one of its arguments."""
     return reference.scaled_grad(grad, factor).contiguous()
 
 

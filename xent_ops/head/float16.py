@@ -1,8 +1,8 @@
-"""float16 has no numbers for a gradient that was divided by the number of rows, or multiplied by a large weight.
+"""float16 cannot hold a gradient that was divided by the number of rows, or multiplied by a large weight.
 
-With 32768 rows and 128256 classes almost all of it is zero. So the gradient of float16 logits is made for upstream
-gradients of which the largest is one, and what they were divided by multiplies the products, whose sums over chunks are
-float32.
+With 32768 rows and 128256 classes almost all of it would be zero. So the gradient of float16 logits is computed for
+upstream gradients whose largest magnitude is one. The factor that this took out multiplies the products later, whose
+sums over chunks are float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEFAULT_LOSS = LossOptions()
 
 
 def divisible(number: Tensor) -> Tensor:
-    """The number, or one where nothing can be divided by it."""
+    """The number, or one if nothing can be divided by it."""
     return torch.where((number != 0.0) & number.isfinite(), number, 1.0)
 
 
@@ -35,8 +35,8 @@ def split_divisors(
 ) -> tuple[Tensor, Tensor | None]:
     """(divisors of the gradients of a chunk's logits, (2,); divisor of their products, ()).
 
-    For a reduced loss and its z-loss, whose rows have these weights. Without ``weight`` class weights
-    count as their mean, the quotient of the two divisors: a rank does not have those of all targets.
+    For a reduced loss and its z-loss, with these weights of rows. Without ``weight`` all class weights count as
+    their mean, the quotient of the two divisors, because a rank does not have the class weights of all targets.
     """
     if dtype != torch.float16:
         return divisors, None
@@ -61,9 +61,9 @@ def largest(
     grad_loss: Any,
     *grads: Tensor | None,
 ) -> Tensor:
-    """What to divide upstream gradients of rows by, (), so that none is above one, with its class weights.
+    """A divisor () for upstream gradients of rows, so that none is above one with its class weights.
 
-    For a slice of the classes, lse_coefficient replaces the weights: where these are not negative, it is at least the
+    For a slice of the classes, lse_coefficient replaces the weights. If no weight is negative, it is at least the
     factor of any column.
     """
     counted = reference.is_counted(target, options.ignore_index)
@@ -88,7 +88,7 @@ def split_grads(
     weight: Tensor | None = None,
     lse_coefficient: Tensor | None = None,
 ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-    """(factor, upstream gradients of rows without it, of which the first is of losses); no factor but for float16."""
+    """(factor, upstream gradients divided by it). The first one is the losses' gradient. Only float16 has a factor."""
     if dtype != torch.float16:
         return None, grads
     row_grads = [grad if grad is None or grad.dim() == 1 else grad.abs().amax(-1) for grad in grads]

@@ -1,18 +1,18 @@
-"""The three products of a head with 8-bit numbers (e4m3): kernels/reference_fp8.py says how these are made.
+"""The three products of a head with 8-bit numbers (e4m3). kernels/reference_fp8.py describes the rounding.
 
-``products="fp8"`` makes all three of them so, "fp8_gradients" those of the gradients, from the logits and statistics of
-16-bit products. An 8-bit operand must lie along the sum of its product, so each matrix is there in the layouts that its
-products want:
+``products="fp8"`` uses 8 bits in all three products. "fp8_gradients" uses them for the gradients only, and takes logits
+and statistics from 16-bit products. An 8-bit operand must be dense along its product's sum, so each matrix is stored in
+every layout that its products need:
 
     logits       input (N, H)                       weight (V, H)
     grad_input   gradient (n, V) of a chunk         weight (H, V)
     grad_weight  gradient (V, S) of a block         input (H, S), times each row's bound
     S            rows of a block of chunks: all, up to 1 GiB of V x S
 
-A row's bound is what its gradient was divided by, which the rows of grad_input are multiplied by afterwards. The
-product for the weight is made once a block: added up over chunks of 2048 rows it would read and write the gradient of
-the weight each time (.15 of the three products at 8192 x 4096 x 128256). Where there is one block, the weight's 8-bit
-copies lie in the memory of its gradient, which that product is the last to write.
+A row's bound is the number that its gradient was divided by. Later the row of grad_input is multiplied by it. The
+product for the weight is computed once per block. If every chunk of 2048 rows added to the weight's gradient, reading
+and writing it would cost .15 of the three products at 8192 x 4096 x 128256. With a single block, the weight's 8-bit
+copies are stored in the memory of its gradient: the last product to read them is the one that writes this gradient.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from .sizes import evenly
 
 _ops = torch.ops.xent
 
-MULTIPLE = 16  # of the sizes along a product's sum
-CAPABILITY = (8, 9)  # the first that multiplies 8-bit numbers
-_CHUNK_BYTES = 2**29  # of a chunk's logits and their gradient in rows
-_STEP = 128  # of the rows of a chunk, where they are not fewer
-_MOST_ROWS = 2**20  # of a chunk: a launch has no more than 65535 tiles of rows
-_BLOCK_BYTES = 2**30  # of the gradient of a block, where that is of all rows
-_PART_BYTES = 2**29  # else: the weight's copies then have memory of their own
-_SLAB = 4096  # classes of a product that is added to the gradient of the weight
+MULTIPLE = 16  # sizes along a product's sum are multiples of it
+CAPABILITY = (8, 9)  # the first compute capability that multiplies 8-bit numbers
+_CHUNK_BYTES = 2**29  # a chunk's logits and, stored by rows, their gradient
+_STEP = 128  # chunks have a multiple of so many rows, unless they have fewer
+_MOST_ROWS = 2**20  # of a chunk: a launch has at most 65535 tiles of rows
+_BLOCK_BYTES = 2**30  # the gradient of a block, if the block has all rows
+_PART_BYTES = 2**29  # else: the weight's copies then have their own memory
+_SLAB = 4096  # classes per product that is added to the weight's gradient
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why there are no products of 8-bit numbers; None where there are. On a CPU they are plain torch."""
+    """The reason why 8-bit products do not run here, or None if they do. On a CPU they are plain torch."""
     accelerator = accelerators.of(device)
     if device.type in ("cpu", "meta"):
         return None
@@ -58,7 +58,7 @@ def why_not(device: torch.device) -> str | None:
 def _kernels(device: torch.device) -> Any:
     if accelerators.of(device) is None:
         return reference_fp8
-    devices.triton_launchers()  # which says what to do where there is no Triton
+    devices.triton_launchers()  # raises without Triton, and says how to install it
     return importlib.import_module("..kernels.triton.launch_fp8", __package__)
 
 
@@ -67,14 +67,14 @@ def _multiple(number: int) -> int:
 
 
 def _largest(tensor: Tensor) -> Tensor:
-    """In magnitude; 0 of nothing."""
+    """The largest magnitude; 0 for an empty tensor."""
     if tensor.numel() == 0:
         return tensor.new_zeros((), dtype=torch.float32)
     return torch.linalg.vector_norm(tensor, float("inf"), dtype=torch.float32)
 
 
 class Fp8Products(Products):
-    """``Products`` of 8-bit numbers. The gradient of a chunk's logits is not over them, but in both layouts."""
+    """``Products`` of 8-bit numbers. The gradient of a chunk's logits is stored in both layouts, and not over them."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Fp8Products(Products):
         return weight[: shape[0]] if self.mask[1] else weight, bias[: shape[0]]
 
     def _memory(self, *copies: bool) -> list[Tensor]:
-        """For 8-bit copies of the weight; empty where they are not wanted."""
+        """Memory for 8-bit copies of the weight; empty if they are not wanted."""
         number = self.classes * self.head.shape[1]
         if self.mask[1] and self.block >= self.rows.number:
             base = self.padded_weight
@@ -127,7 +127,7 @@ class Fp8Products(Products):
         return [memory[start : start + number * is_wanted] for start, is_wanted in zip(starts, copies, strict=True)]
 
     def _rows_of_chunk(self, number: int, classes: int, wider: bool, chunk_rows: int | None) -> int:
-        """As many as have their logits, and beside them their gradient, in so many bytes."""
+        """As many rows as fit into _CHUNK_BYTES with their logits and gradient."""
         if chunk_rows is not None:
             return min(max(number, 1), chunk_rows, _MOST_ROWS)
         most = min(_CHUNK_BYTES // (classes * (self.all_input.element_size() + 1)), _MOST_ROWS)
@@ -149,13 +149,13 @@ class Fp8Products(Products):
             super()._write_logits(chunk, logits)
             return
         part = self.rows.select(self.input8.view(torch.uint8), chunk).view(DTYPE)
-        padded = logits.as_strided((logits.shape[0], self.classes), logits.stride())  # there is room
+        padded = logits.as_strided((logits.shape[0], self.classes), logits.stride())  # the memory has room for them
         self.fp8.product(part, self.head8, self.scale_of_input, self.scale_of_weight, padded)
         if self.head_bias is not None:
             logits.add_(self.head_bias)
 
     def write(self, name: str, logits: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        """The gradient is in both layouts, not over the logits, and its products are added up at once."""
+        """Store the gradient in both layouts, not over the logits, and add up its products at once."""
         options = as_record(options)
         if name == "cross_entropy_with_grad":
             return *self._with_grad(*args, **options), logits
@@ -177,7 +177,7 @@ class Fp8Products(Products):
     ) -> list[Tensor]:
         flags = (with_argmax, with_entropy)
         statistics = list(_ops.cross_entropy_forward(logits, target, weight, *flags, **options.keywords()))
-        # As rows that are not read.
+        # Ignored rows get the statistics of rows that are not read.
         counted = is_counted(target, options.ignore_index)
         lse = statistics[1] = infinite_where_ignored(statistics[1], target, options.ignore_index)
         statistics[2] = torch.where(counted, statistics[2], -1) if with_argmax else statistics[2]
@@ -244,7 +244,7 @@ class Fp8Products(Products):
                 self._add_block(start - place, stop)
 
     def _add_block(self, start: int, stop: int) -> None:
-        """The products of the gradient of these rows for the weight's and the bias'."""
+        """Add the products of these rows' gradient to the gradients of the weight and the bias."""
         number, first = stop - start, start == 0
         width, classes = _multiple(number), self.head.shape[0]
         gradient, bounds = self.gradient8_t[:classes, :width], self.bounds[:number]
@@ -259,22 +259,22 @@ class Fp8Products(Products):
             self._add_product(gradient, input8_t, scale, first)
         if self.mask[2]:
             scale = reference_fp8.scale_of(bounds.amax())
-            ones = bounds.new_empty((MULTIPLE, width), dtype=DTYPE)  # times their rows' bounds
+            ones = bounds.new_empty((MULTIPLE, width), dtype=DTYPE)  # ones times the bounds of their rows
             self.fp8.quantize(bounds.unsqueeze(0), scale, None, ones)
             grad_bias = bounds.new_empty((classes, MULTIPLE))
             self.fp8.product(gradient, ones, self.scale_of_gradient, scale, grad_bias)
             self.bias.copy_(grad_bias[:, 0]) if first else self.bias.add_(grad_bias[:, 0])
 
     def _add_product(self, gradient: Tensor, input8_t: Tensor, scale: Tensor, first: bool) -> None:
-        if first:  # and the weight's copies are read no more, where they lie in this memory
+        if first:  # from here on the weight's copies, which may share this memory, are not read
             self.fp8.product(gradient, input8_t, self.scale_of_gradient, scale, self.weight)
             zero_behind(self.padded_weight, self.padded_bias, self.weight.shape[0])
             return
-        for part in range(0, self.weight.shape[0], _SLAB):  # so many are added while they are in the L2 cache
+        for part in range(0, self.weight.shape[0], _SLAB):  # so few classes are added while they are in the L2 cache
             slab = slice(part, part + _SLAB)
             added = torch.empty_like(self.weight[slab])
             self.fp8.product(gradient[slab], input8_t, self.scale_of_gradient, scale, added)
             self.weight[slab] += added
 
     def add(self, chunk: slice, logits: Tensor) -> None:
-        """Done by ``write``."""
+        """``write`` has added the products."""

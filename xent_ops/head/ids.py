@@ -1,7 +1,7 @@
-"""Several classes a row, ``ids`` (..., K): x of each, lse and entropy, of given logits and of a head's by chunks.
+"""Several classes per row, ``ids`` (..., K): x of each, lse and entropy, from logits or from a head by chunks.
 
-The row operators serve the lse and the entropy, with the row's first counted id for its target; plain torch serves the
-ids: kernels/reference_ids.py.
+The row operators compute the lse and the entropy; their target is the first counted id of the row. Plain torch computes
+x of the ids: kernels/reference_ids.py.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ def gradient(
     class_start: int = 0,
     num_classes: int | None = None,
     grad_dtype: torch.dtype | None = None,
-    writer: InPlace = OutOfPlace(),  # noqa: B008 (which holds nothing)
-    mask_ids: bool = False,  # in the logits they are masked, and lse is that of the other classes
+    writer: InPlace = OutOfPlace(),  # noqa: B008 (it has no state)
+    mask_ids: bool = False,  # the logits have the ids masked, and lse is over the other classes
 ) -> Tensor:
     """(..., columns), written over the logits or to new memory."""
     grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse.to(lse.dtype)
-    grad_lse = torch.where(at_ids.isnan().any(-1), float("nan"), grad_lse)  # of an id that is no class, too
+    grad_lse = torch.where(at_ids.isnan().any(-1), float("nan"), grad_lse)  # NaN also for an id that is no class
     target, keywords = reference_ids.first_counted(ids, options.ignore_index), options.keywords()
     slice_args = (None, None, grad_entropy, entropy, None, class_start, num_classes, grad_dtype)
     backward_args = (lse.new_zeros(()), grad_lse, logits, target, lse, *slice_args)
     (grad_logits,) = writer.write("cross_entropy_backward", logits, *backward_args, **keywords)
-    if mask_ids:  # nothing flows from this lse to the ids
+    if mask_ids:  # this lse does not depend on the ids
         grad_lse, lse = torch.zeros_like(lse), torch.full_like(lse, math.inf)
     column_args = (ids, at_ids, grad_ids, grad_lse, lse, grad_entropy, entropy, class_start, num_classes)
     return writer.write_columns(grad_logits, grad_dtype, *column_args, options=options)
@@ -77,7 +77,7 @@ def statistics(
     mask_ids: bool = False,
     *,
     options: RowOptions = DEFAULTS,
-    accumulate_dtype: torch.dtype | None = None,  # for the backward
+    accumulate_dtype: torch.dtype | None = None,  # only the backward uses it
     backend: Backend = IN_MEMORY,
     **fields: Any,
 ) -> tuple[Tensor, ...]:
@@ -119,7 +119,7 @@ def gradients(
     backend: Backend = IN_MEMORY,
     **fields: Any,
 ) -> Gradients:
-    """Makes the logits again. In the inputs' dtype; (0,) where the mask does not want one."""
+    """Compute the logits again. The gradients have the inputs' dtype, or are (0,) if the mask does not want them."""
     flat, chunking, target = as_rows(input), Chunking(**fields), reference_ids.first_counted(ids, options.ignore_index)
     rows = backend.rows(target, options.ignore_index, chunking, (flat, linear_weight))
     grads = [
@@ -158,9 +158,9 @@ def with_grad(
     backend: Backend = IN_MEMORY,
     **fields: Any,
 ) -> tuple[Tensor, ...]:
-    """(x of the ids, lse, the gradients as they were added up).
+    """(x of the ids, lse, the gradients in the dtypes in which they were added up).
 
-    The gradients are those of the sum of grad_log_probs * log_probs and of grad_lse_square * lse^2, over counted rows.
+    The gradients are of the sum of grad_log_probs * log_probs and of grad_lse_square * lse^2, over counted rows.
     """
     flat, chunking, keywords = as_rows(input), Chunking(**fields), options.keywords()
     target = reference_ids.first_counted(ids, options.ignore_index)
@@ -172,7 +172,7 @@ def with_grad(
 
     def visit(logits: Tensor, ids: Tensor, target: Tensor, grad_ids: Tensor, grad_lse_squares: Any) -> Sequence[Tensor]:
         at_ids = reference_ids.gather(logits, ids, 0, None, options)
-        # The kernel takes the first id for the target, whose column is written again with those of the others.
+        # The kernel takes the first id as its target. The columns of all ids are written again afterwards.
         grad_target = torch.where(at_ids.isnan().any(-1), float("nan"), -grad_ids.sum(-1))
         row_args = (logits, target, grad_target, grad_lse_squares, *result_args)
         _, lse, *_, grad_logits = products.write("cross_entropy_with_grad", logits, *row_args, **keywords)

@@ -1,8 +1,8 @@
-"""The loop over chunks of rows that is open in its middle.
+"""The loop over chunks of rows for losses that run the caller's code between a chunk's statistics and its gradient.
 
-Between a chunk's statistics and its gradient the caller's code runs: the all-gather of all ranks, a user's function,
-or both. So tracers must see the loop, and its steps are operators (ops/linear/chunk.py). Loops with nothing in the
-middle are inside of one operator: products.py. In the order of the device's stream, over ranks::
+The caller's code is the all-gather over ranks, a user's function, or both. So tracers must see the loop, and its steps
+are operators (ops/linear/chunk.py). A loop without the caller's code stays inside one operator: products.py. The device
+and the ranks work in this order::
 
     logits of chunk 0, its statistics
     all-gather of the statistics of 0
@@ -12,7 +12,7 @@ middle are inside of one operator: products.py. In the order of the device's str
     product for the weight's gradient of 0                    the logits of 0 are gone
     ...
 
-A collective runs beside the work on the lines below it. Two chunks of logits exist at a time; with one rank, one.
+A collective runs in parallel with the lines below it. Two chunks of logits exist at a time; on one rank, one does.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _ops = torch.ops.xent
 
 
 class HeadSlice(NamedTuple):
-    """The rows of the head that a rank holds, and how its chunks are made."""
+    """The rows of the head that a rank holds, and the options of its chunks."""
 
     weight: Tensor  # (classes, H)
     bias: Tensor | None  # (classes,)
-    class_weight: Tensor | None  # likewise
-    shard_range: tuple[int, Any] = (0, None)  # class_start, num_classes; None: these are all classes
+    class_weight: Tensor | None  # (classes,)
+    shard_range: tuple[int, Any] = (0, None)  # class_start, num_classes; None: this slice has all classes
     accumulate_dtype: torch.dtype | None = None
     chunking: Chunking = DEFAULT_CHUNKING
 
     def columns(self) -> int:
-        """How many of the rows are classes; those behind them are padding."""
+        """The number of rows that are classes. The rows behind them are padding."""
         return columns_of(self.weight.shape[0], *self.shard_range)
 
 
 class OneRank:
-    """The collectives of one rank do nothing. Those of several are in flight until ``wait``: pipelined.py."""
+    """Collectives for one rank, which do nothing. With several ranks they run until ``wait``: pipelined.py."""
 
     world = 1
 
@@ -59,7 +59,7 @@ class OneRank:
         return tensor
 
     def sum(self, gradient: Tensor, scattered: bool) -> Tensor:
-        """Over the ranks: all of it, or where ``scattered`` this rank's part."""
+        """The sum over the ranks, or with ``scattered`` this rank's part of it."""
         return gradient
 
     def wait(self, tensor: Tensor) -> Tensor:
@@ -67,17 +67,17 @@ class OneRank:
 
 
 class RowGradients(NamedTuple):
-    """Upstream gradients of a chunk's rows, as ``cross_entropy_backward`` takes them: (n,), or () for all rows."""
+    """Upstream gradients of a chunk's rows for ``cross_entropy_backward``: (n,), or () for all rows."""
 
     grad_loss: Tensor
     grad_lse: Tensor | None = None
     grad_entropy: Tensor | None = None
-    divisors: Tensor | None = None  # (2,): what grad_loss and the gradient of the z-loss are divided by
+    divisors: Tensor | None = None  # (2,): grad_loss and the gradient of the z-loss are divided by them
     grad_ids: Tensor | None = None  # (n, K)
 
 
 class Gradients(NamedTuple):
-    """Of the input, (..., H), the weight and the bias; (0,) where they are not wanted. The last two are sums."""
+    """Gradients of the input, (..., H), the weight and the bias, or (0,) if not wanted. The last two are sums."""
 
     input: Tensor
     weight: Tensor
@@ -85,9 +85,9 @@ class Gradients(NamedTuple):
 
 
 class RowRange(NamedTuple):
-    """The rows of a chunk: of each rank's input these, one rank's after the other's."""
+    """The rows of a chunk. It has rows ``start`` to ``stop`` of each rank's input, rank after rank."""
 
-    start: int  # no slice: Dynamo would specialise the ends of one
+    start: int  # not a slice: Dynamo would specialise its ends
     stop: int
     target: Tensor  # (n,)
     ids: Tensor | None = None  # (n, K)
@@ -97,27 +97,27 @@ class RowRange(NamedTuple):
         return values[:, self.start : self.stop].flatten(0, 1)
 
 
-ChunkLogits = tuple[Tensor, ...]  # of each head; a chunk keeps them from its first product to its last
+ChunkLogits = tuple[Tensor, ...]  # one tensor per head; a chunk keeps them from its first product to its last
 
 
 class Steps(Protocol):
-    """What a loss does to a chunk of rows before its statistics are gathered, and after that."""
+    """The work of a loss on a chunk of rows before its statistics are gathered, and after that."""
 
     def begin(
         self, inputs: Sequence[Tensor], part: RowRange, count: Tensor | None, after: Tensor | None
     ) -> tuple[Tensor, ChunkLogits]:
-        """(statistics, logits). ``inputs``: (n, H), the chunk's rows of each of the loop's."""
+        """(statistics, logits). ``inputs``: for each input of the loop, the chunk's rows (n, H)."""
 
     def end(
         self,
         chunk_logits: ChunkLogits,
         part: RowRange,
-        gathered: Tensor,  # in flight: ``wait`` before reading it
-        output_mask: Sequence[bool],  # which gradients
+        gathered: Tensor,  # in flight: call ``wait`` before reading it
+        output_mask: Sequence[bool],  # the gradients that are wanted
         count: Tensor | None,
         after: Tensor | None,
     ) -> tuple[Tensor, Tensor] | None:
-        """(the input's gradient, done), with that of the logits over them; None where no gradient is wanted."""
+        """(gradient of the input, done). The logits' gradient is written over them. None: no gradient is wanted."""
 
 
 Upstream = Callable[[RowStatistics, RowRange], RowGradients]
@@ -189,7 +189,7 @@ class _CrossEntropy:
 
 
 def gradients(
-    input: Tensor,  # as ``run_loop`` takes them
+    input: Tensor,  # the arguments of ``run_loop``
     target: Tensor,
     head: HeadSlice,
     loss: LossOptions,
@@ -198,7 +198,7 @@ def gradients(
     output_mask: Sequence[bool],
     *,
     with_entropy: bool = False,
-    mask_ids: bool = False,  # the lse of rows is that of the classes that no id names
+    mask_ids: bool = False,  # lse is over the classes that no id of the row names
     **loop_options: Any,
 ) -> Gradients:
     """The gradients of all rows. ``upstream`` sees each chunk's statistics once, in the order of the rows."""
@@ -207,7 +207,7 @@ def gradients(
 
 
 class _PendingChunk(NamedTuple):
-    """A chunk after its first product. ``gathered`` may be in flight: ``wait`` before reading it."""
+    """A chunk after its first product. ``gathered`` may be in flight: call ``wait`` before reading it."""
 
     input: Tensor  # (n, H)
     part: RowRange
@@ -218,16 +218,16 @@ class _PendingChunk(NamedTuple):
 
 def run_loop(
     steps: Steps,
-    inputs: Sequence[Tensor],  # (..., H) of this rank: the input that gradients are of, then others with the same rows
-    target: Tensor,  # of all rows: (...), or (ranks, ...) where ``scattered``
+    inputs: Sequence[Tensor],  # (..., H) of this rank: the first gets gradients, others have the same rows
+    target: Tensor,  # of all rows: (...), or with ``scattered`` (ranks, ...)
     head: HeadSlice,
     ranks: OneRank,
-    output_mask: Sequence[bool],  # which gradients
+    output_mask: Sequence[bool],  # the gradients that are wanted
     *,
-    count: Tensor | None = None,  # (): how many of the rows come first that are counted
-    scattered: bool = False,  # the inputs are this rank's part of the rows
-    sum_over_ranks: bool = True,  # over the ranks; else the input's gradient is this rank's part of a sum
-    ids: Tensor | None = None,  # several classes of each row, (parts, N, K) as the targets are arranged
+    count: Tensor | None = None,  # (): the number of counted rows, which come first
+    scattered: bool = False,  # the inputs have this rank's part of the rows
+    sum_over_ranks: bool = True,  # else the input's gradient is this rank's part of the sum
+    ids: Tensor | None = None,  # several classes per row, (parts, N, K), in the order of the targets
 ) -> Gradients:
     """The loop over chunks."""
     input, parts = inputs[0], ranks.world if scattered else 1
@@ -255,14 +255,14 @@ def run_loop(
     grad_weight, grad_bias = head_gradients(head.weight.detach(), head.weight.shape, output_mask[1:], sum_dtype)
     columns = head.columns()
     grad_inputs: list[Tensor] = []
-    # ``after`` keeps the order of the loop in a graph. What a function computes of two chunks' rows may be fused where
-    # both read one tensor, a divisor for example: then the logits of all chunks would have to be there before the first
-    # gradient (of 8192 x 4096 x 128256 3026 MiB, not 1568, 2026-11-25).
+    # ``after`` keeps the order of the loop in a graph. A compiler may fuse a function's work on two chunks if both read
+    # one tensor, such as a divisor. Then the logits of all chunks would exist before the first gradient
+    # (8192 x 4096 x 128256: 3026 MiB, not 1568, 2026-11-25).
     overlaps, done = ranks.world > 1, None
     chunk = begin(0, None)
     for i in range(len(chunk_inputs)):
         x, part, logits, _, gathered = chunk
-        del chunk  # which holds the logits
+        del chunk  # it holds the logits
         after = None
         if overlaps and i + 1 < len(chunk_inputs):
             chunk = begin(i + 1, done)
@@ -286,9 +286,9 @@ def run_loop(
 
 
 def _ends(number: int, parts: int, rows: Tensor, head: HeadSlice, world: int) -> list[int]:
-    """Where chunks begin and end, as even as they get, from what is the same on every rank: all loop as often.
+    """The ends of the chunks, as even as possible. They depend only on values that all ranks share.
 
-    Small local logits are one chunk: all local logits at once, unfused, would be 2 % faster (two H200s,
+    Small local logits are one chunk. All local logits at once, unfused, would be 2 % faster (two H200s,
     8192 x 4096 x 32064; docs/lab/2026-11-linear.md).
     """
     num_classes = head.weight.shape[0] if head.shard_range[1] is None else head.shard_range[1]
@@ -304,6 +304,6 @@ def wanted_gradients(input: Tensor, head: HeadSlice) -> list[bool]:
 
 
 def value(value: Tensor, input: Tensor, head: HeadSlice, grads: Gradients, divisor: Tensor | None) -> Tensor:
-    """The loss, whose derivatives are these gradients divided by the divisor, once."""
+    """The loss. Its derivatives are these gradients, divided by the divisor once."""
     gradient_args: tuple[Any, ...] = (input, head.weight, head.bias, *grads, divisor)
     return _ops.attach_gradients(value, *gradient_args)

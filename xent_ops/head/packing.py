@@ -1,7 +1,7 @@
-"""Which rows a linear cross entropy computes: all, or the counted ones packed to the front.
+"""Chooses the rows that a linear cross entropy computes: all rows, or the counted rows packed to the front.
 
-The number of computed rows must be known on the host. On a CPU, the counted rows are computed. On a GPU, asking for
-their number would synchronise: all rows are kept, counted ones first, and products.py reads the number on the device.
+The host must know the number of computed rows. A CPU computes the counted rows only. On a GPU, reading their number
+would synchronise. So all rows are kept, counted rows first, and products.py reads the number on the device.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ..kernels.reference import is_counted
 
 
 class ComputedRows:
-    """All rows, (N,). Chunks see ``number`` of them."""
+    """All rows, (N,). Chunks cover the first ``number`` of them."""
 
     def __init__(self, target: Tensor) -> None:
         self.target, self.dims = target.reshape(-1), target.dim()
         self.number = self.target.shape[0]
 
     def pack(self, values: Tensor) -> Tensor:
-        """One value a row, (...) to (number,)."""
+        """One value per row, (...) to (number,)."""
         return values.reshape(-1)
 
     def pack_grads(self, values: Tensor) -> Tensor:
@@ -30,15 +30,15 @@ class ComputedRows:
         return self.pack(values)
 
     def unpack(self, values: Tensor, fill: float) -> Tensor:
-        """(number,) to (N,), with ``fill`` in rows that no chunk sees."""
+        """(number,) to (N,), with ``fill`` in rows that no chunk covers."""
         return values
 
     def pack_rows(self, values: Tensor) -> Tensor:
-        """(..., *) with the target's shape in front to (number, *)."""
+        """(..., *), where ... is the target's shape, to (number, *)."""
         return values.reshape(self.target.shape[0], *values.shape[self.dims :])
 
     def unpack_rows(self, rows: Tensor, fill: float = 0.0) -> Tensor:
-        """(number, *) to (N, *), with ``fill`` in rows that no chunk sees."""
+        """(number, *) to (N, *), with ``fill`` in rows that no chunk covers."""
         return rows
 
     def indices(self) -> Tensor:
@@ -51,9 +51,9 @@ class ComputedRows:
 
 
 class PackedRows(ComputedRows):
-    """Some rows, in this order. ``count``, (), says how many are counted: those come first. None: all are.
+    """Some rows, in this order. ``count``, a tensor (), is the number of counted rows, which come first. None: all.
 
-    ``kernels``: products that read the count (products.py), given with it.
+    ``kernels``: products that read the count (products.py). They need ``count``.
     """
 
     def __init__(self, target: Tensor, order: Tensor, count: Tensor | None = None, kernels: Any = None) -> None:
@@ -67,8 +67,8 @@ class PackedRows(ComputedRows):
         packed = self.pack(values)
         if self.count is None:
             return packed
-        # No product writes the logits of rows behind the count. Backward operators read those of every row that passes
-        # something back, and the head's gradients add up whole tiles of rows.
+        # No product writes the logits of rows after the count. Backward operators read the logits of every row with an
+        # upstream gradient other than 0, and the head's gradients add up whole tiles of rows.
         return torch.where(torch.arange(self.number, device=packed.device) < self.count, packed, 0.0)
 
     def unpack(self, values: Tensor, fill: float) -> Tensor:
@@ -85,7 +85,7 @@ class PackedRows(ComputedRows):
 
 
 def counted_rows(target: Tensor, ignore_index: int, kernels: Any) -> ComputedRows:
-    """The counted rows. On a GPU this needs ``kernels``, products that read their number; without them: all rows."""
+    """The counted rows. On a GPU this needs ``kernels``, products that read their number. Without them: all rows."""
     if target.numel() == 0:
         return ComputedRows(target)
     if target.device.type == "cpu":
@@ -94,9 +94,9 @@ def counted_rows(target: Tensor, ignore_index: int, kernels: Any) -> ComputedRow
 
 
 def order_of_counted(target: Tensor, ignore_index: int, traced: bool) -> PackedRows | None:
-    """The same for loop.py, whose operators look for such products by themselves.
+    """The same for loop.py, whose operators look for these products themselves.
 
-    None: all rows, as on a CPU where the number of counted ones is not known while tracing.
+    None: all rows. While tracing for a CPU the number of counted rows is not known, so all rows are computed.
     """
     if target.numel() == 0 or (traced and target.device.type == "cpu"):
         return None
@@ -104,14 +104,14 @@ def order_of_counted(target: Tensor, ignore_index: int, traced: bool) -> PackedR
 
 
 def _on_the_host(target: Tensor, ignore_index: int) -> PackedRows:
-    """The counted rows alone."""
+    """The counted rows only."""
     return PackedRows(target, is_counted(target.reshape(-1), ignore_index).nonzero().squeeze(1))
 
 
 def _on_the_device(target: Tensor, ignore_index: int, kernels: Any = None) -> PackedRows:
-    """All rows, the counted ones first, in their order."""
+    """All rows in their order, counted rows first."""
     counted = is_counted(target.reshape(-1), ignore_index)
-    # By a running sum and a scatter: 25 us, where to sort takes 33 (8192 rows, one H200, 2026-11-23).
+    # A running sum and a scatter take 25 us, a sort 33 (8192 rows, one H200, 2026-11-23).
     counted_so_far = counted.cumsum(0)
     count, all_rows = counted_so_far[-1], torch.arange(counted.shape[0], device=target.device)
     place = torch.where(counted, counted_so_far - 1, count + all_rows - counted_so_far)

@@ -1,4 +1,4 @@
-"""The three products of a linear cross entropy, a chunk of rows at a time: by torch, or by kernels that count rows."""
+"""The three products of a linear cross entropy for one chunk of rows: by torch, or by kernels that read a row count."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .sizes import padded_classes, rows_of_chunk
 
 _ops = torch.ops.xent
 
-# What a loss makes of a chunk: (logits of each head, values of its rows) -> statistics of its rows. Where the head's
-# gradients are wanted, the gradient of the logits comes behind them.
+# The work of a loss on a chunk: (logits of each head, values of its rows) -> statistics of its rows. If the head's
+# gradients are wanted, the gradient of the logits is the last result.
 Visit = Callable[..., Sequence[Tensor]]
 
 
@@ -29,27 +29,27 @@ def accumulator_of_weight(dtype: torch.dtype, accumulate_dtype: torch.dtype | No
 
 
 def why_not_counting(input: Tensor, linear_weight: Tensor) -> str | None:
-    """Why no product of input (N, H) reads the number of rows on the device; None where products do."""
+    """The reason why no product of input (N, H) reads the number of rows on the device, or None if products do."""
     if accelerators.of(input.device) is None:
         return f"there are no such products for {input.device.type}"
     return _counting().why_not(input, linear_weight)
 
 
 def counting_kernels(input: Tensor, linear_weight: Tensor) -> Any:
-    """Products that read the number of rows on the device; None where there are none."""
+    """Products that read the number of rows on the device, or None if there are none."""
     return _counting() if why_not_counting(input, linear_weight) is None else None
 
 
 def _counting() -> Any:
-    devices.triton_launchers()  # which says what to do where there is no Triton
+    devices.triton_launchers()  # raises without Triton, and says how to install it
     return importlib.import_module("..kernels.triton.launch_product", __package__)
 
 
 class InPlace:
-    """Row operators write the gradient of logits over them."""
+    """Row operators write the gradient of logits over the logits."""
 
     def write(self, name: str, logits: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        """(other results, gradient) of a row operator that has an in-place form. The logits are one of ``args`` too."""
+        """(other results, gradient) of a row operator with an in-place form. ``args`` contain the logits too."""
         results = getattr(_ops, f"{name}_")(*args, **options)
         other_results = () if results is None else results if isinstance(results, (tuple, list)) else (results,)
         return *other_results, logits
@@ -57,7 +57,7 @@ class InPlace:
     def write_columns(
         self, gradient: Tensor, dtype: torch.dtype | None, *column_args: Any, options: RowOptions
     ) -> Tensor:
-        """With the columns of ids, in a gradient of this dtype."""
+        """Write the columns of the ids into a gradient of this dtype."""
         _ops.ids_grad_(front_of(gradient, dtype), *column_args, **options.keywords())
         return gradient
 
@@ -74,7 +74,7 @@ class OutOfPlace(InPlace):
 
 
 class Products(InPlace):
-    """Makes logits of chunks, and turns their gradients into those of input (N, H), linear_weight and linear_bias."""
+    """Computes logits of chunks, and from their gradients those of input (N, H), linear_weight and linear_bias."""
 
     def __init__(
         self,
@@ -85,8 +85,8 @@ class Products(InPlace):
         chunking: Chunking,
         output_mask: Sequence[bool] = (False, False, False),
         accumulate_dtype: torch.dtype | None = None,
-        padding: int = 0,  # rows of zeros behind the gradients of linear_weight and linear_bias
-        other_heads: Sequence[Products] = (),  # of other heads, whose chunks are of the same rows
+        padding: int = 0,  # rows of zeros at the end of the gradients of linear_weight and linear_bias
+        other_heads: Sequence[Products] = (),  # other heads, whose chunks have the same rows
     ) -> None:
         self.other_heads = other_heads
         self.logits_dtype = chunking.logits_dtype or input.dtype
@@ -120,12 +120,12 @@ class Products(InPlace):
         return rows_of_chunk(number, self.all_input, classes, wider, chunk_rows, self.logits_dtype)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """(which of the rows, their logits, which may be overwritten). Without rows one empty chunk."""
+        """(the chunk's rows, their logits). The caller may overwrite the logits. Without rows: one empty chunk."""
         number, classes = self.rows.number, self.head.shape[0]
         chunks, size = max(-(-size_hint(number) // self.size), 1), self.size
-        if symbolic(number):  # in a package: as many chunks for every number of rows
+        if symbolic(number):  # in a package: the same number of chunks for every number of rows
             size = -(-number // chunks)
-        # The counting kernels leave out rows that forward operators read, if only to mask what they make of them.
+        # The counting kernels leave rows unwritten that forward operators read, even if these only mask the result.
         new = self.all_input.new_empty if self.kernels is None or any(self.mask) else self.all_input.new_zeros
         memory = logits_memory(new, size, self._columns(), self.logits_dtype)[:, :classes]
         for self.index in range(chunks):
@@ -143,9 +143,9 @@ class Products(InPlace):
             logits_of(self.part, self.head, self.head_bias, logits)
 
     def run(self, visit: Visit, *values: Tensor | None, gradient: bool = False) -> list[Tensor]:
-        """The statistics of all computed rows; with ``gradient`` the head's gradients are added up too.
+        """The statistics of all computed rows. With ``gradient`` the head's gradients are added up too.
 
-        ``values``: (number, ...) of these rows, of which ``visit`` gets those of a chunk.
+        ``values``: (number, ...), values of these rows. ``visit`` gets the values of one chunk.
         """
         statistics = []
         heads = (self, *self.other_heads)
@@ -160,7 +160,7 @@ class Products(InPlace):
         return [torch.cat(parts) for parts in zip(*statistics, strict=True)]
 
     def gradients(self, shape: torch.Size, factor: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the input, of this shape, the weight and the bias, as they were added up, times the factor."""
+        """Gradients of the input (in this shape), the weight and the bias in their sums' dtypes, times the factor."""
         sums = self.input.view(shape if self.mask[0] else 0), self.padded_weight, self.padded_bias
         if factor is not None:
             for gradient in sums:
@@ -168,13 +168,13 @@ class Products(InPlace):
         return sums
 
     def add(self, chunk: slice, logits: Tensor) -> None:
-        """Add the products of the chunk that ``chunks`` yielded last. The gradient is written over its logits."""
+        """Add the products of the last chunk from ``chunks``. Its gradient is written over its logits."""
         gradient = gradient_in(logits, self.grad_dtype)
         if self.kernels is not None and self.mask[1]:
             self.kernels.grad_weight(gradient, self.part, self.count, self.weight, add=self.index > 0)
         elif self.mask[1]:
             add_product(self.weight, gradient.t(), self.part, self.index == 0)
-        del self.part  # its memory serves the next product
+        del self.part  # the next product reuses its memory
         if self.mask[0]:
             if not isinstance(self.rows, PackedRows):
                 torch.mm(gradient, self.head, out=self.input[chunk])
@@ -187,7 +187,7 @@ class Products(InPlace):
 
 
 def logits_memory(new: Callable[..., Tensor], rows: int, classes: int, dtype: torch.dtype) -> Tensor:
-    """(rows, padded_classes), by ``new``, one of the input's."""
+    """Memory (rows, padded_classes). ``new`` allocates it, for example ``input.new_empty``."""
     padded = new((rows, padded_classes(classes, dtype)), dtype=dtype)
     if padded.device.type == "cpu":  # see padded_classes
         padded[:, classes:].zero_()
@@ -195,10 +195,10 @@ def logits_memory(new: Callable[..., Tensor], rows: int, classes: int, dtype: to
 
 
 def gradient_in(logits: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The gradient in this dtype that was written over the logits, as products take it."""
+    """The gradient of this dtype that was written over the logits, in the form that products take."""
     gradient = front_of(logits, dtype)
     if gradient is not logits and logits.device.type == "cpu":
-        # See padded_classes. What stands there are halves of float32 numbers, and oneDNN reads a block of 64.
+        # See padded_classes. Behind the gradient are halves of float32 numbers, and oneDNN reads blocks of 64.
         classes = logits.shape[1]
         logits.view(gradient.dtype)[:, classes : classes + 64].zero_()
     return gradient
@@ -207,7 +207,7 @@ def gradient_in(logits: Tensor, dtype: torch.dtype | None) -> Tensor:
 def head_gradients(
     input: Tensor, shape: Sequence[int], output_mask: Sequence[bool], sum_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Memory for the gradients of linear_weight, of this shape, and linear_bias: uninitialised, (0,) if not wanted."""
+    """Uninitialised memory for the gradients of linear_weight (of this shape) and linear_bias; (0,) if not wanted."""
     return (
         input.new_empty(tuple(shape) if output_mask[0] else (0,), dtype=sum_dtype),
         input.new_empty(tuple(shape)[:1] if output_mask[1] else (0,), dtype=reference.accumulator(input)),
@@ -215,14 +215,14 @@ def head_gradients(
 
 
 def zero_behind(grad_weight: Tensor, grad_bias: Tensor, classes: int) -> None:
-    """The rows of a padded head."""
+    """Write zeros to the padding rows of a head's gradients."""
     if grad_weight.dim() == 2:
         grad_weight[classes:].zero_()
     grad_bias[classes:].zero_()
 
 
 def logits_of(input: Tensor, head: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """In the dtype of ``out``, which may be float32 for operands of 16 bits: then nothing is rounded to these."""
+    """Logits in the dtype of ``out``. It may be float32 for 16-bit operands; then nothing is rounded to 16 bits."""
     out_dtype: dict[str, Any] = {}
     if out.dtype != input.dtype:
         bias = None if bias is None else bias.to(out.dtype)
@@ -242,13 +242,13 @@ def multiplies_into_float32(tensor: Tensor) -> bool:
 
 
 def add_rows(total: Tensor, rows: Tensor, first: bool) -> None:
-    """total += the sum of the rows, in total's dtype; ``first`` starts it from zero."""
+    """total += the sum of the rows, in total's dtype. With ``first`` the total starts at zero."""
     added = rows.sum(0, dtype=total.dtype)
     total.copy_(added) if first else total.add_(added)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """total += left @ right, which ``first`` starts from zero."""
+    """total += left @ right. With ``first`` the total starts at zero."""
     if total.dtype == left.dtype:
         torch.mm(left, right, out=total) if first else torch.addmm(total, left, right, out=total)
     elif multiplies_into_float32(total):

@@ -1,8 +1,8 @@
-"""One rank's rows of the head, by chunks of rows as in chunks.py: statistics, the join, one chunk at a time.
+"""One rank's slice of the head, by chunks of rows (chunks.py): statistics, the join, one chunk at a time.
 
-A rank packs its statistics of rows into one tensor for the all-gather. Without entropies these are the largest x, the
+A rank packs its rows' statistics into one tensor for the all-gather. Without entropies these are the largest x, the
 total relative to it and the part of the loss. With entropies they are the lse l_r, 1 and the loss of the rank's own
-columns, statistics relative to p_r = l_r (kernels/reference_shard.py); the entropies H_r come last. After the join::
+columns, all relative to p_r = l_r (kernels/reference_shard.py), and at the end the entropies H_r. After the join::
 
     entropy = sum_r exp(l_r - lse) (H_r + lse - l_r)
 """
@@ -35,12 +35,12 @@ from .sizes import padded_classes
 
 _ops = torch.ops.xent
 _HEADER = reference_shard.HEADER
-_SKIPPED = (float("-inf"), 0.0, 0.0, 0.0)  # the statistics of a row that is skipped
-_NOWHERE = -1  # the target of a row whose class is on another rank, or that is ignored
+_SKIPPED = (float("-inf"), 0.0, 0.0, 0.0)  # the statistics of a skipped row
+_NOWHERE = -1  # the target of an ignored row, or of a row whose class is on another rank
 
 
 def width(rows: int, weighted: bool, with_entropy: bool, ids_per_row: int = 0) -> int:
-    """How many numbers the packed statistics of a rank are."""
+    """The number of values in the packed statistics of a rank."""
     return reference_shard.width(rows, weighted) + (rows if with_entropy else 0) + ids_per_row * rows
 
 
@@ -83,7 +83,7 @@ def rank_statistics(
     with_entropy: bool,
     options: RowOptions,
 ) -> Sequence[Tensor]:
-    """Three statistics of each row of logits, then w_t or the entropy: see above."""
+    """Three statistics of each row of logits (see the module), then w_t or the entropy."""
     if not with_entropy:
         packed = _ops.cross_entropy_shard(logits, target, class_start, num_classes, weight, **options.keywords())
         return packed[0, :-_HEADER].view(3 if weight is None else 4, -1).unbind()
@@ -96,7 +96,7 @@ def rank_statistics(
 def _statistics_by_lse(
     logits: Tensor, target: Tensor, class_start: int, with_entropy: bool, options: RowOptions
 ) -> Sequence[Tensor]:
-    """Three statistics of each row, relative to the lse of these logits, and the entropy where it is wanted."""
+    """Three statistics of each row, relative to the lse of these logits, and the entropy if it is wanted."""
     column, keywords = _local_target(target, class_start, logits.shape[1], options)
     loss, lse, _, entropy = _ops.cross_entropy_forward(logits, column, None, False, with_entropy, **keywords)
     statistics = (lse, torch.ones_like(lse), loss)
@@ -106,7 +106,7 @@ def _statistics_by_lse(
 def pack_statistics(
     statistics: Sequence[Tensor], class_start: int, columns: int, weight: Tensor | None, with_entropy: bool
 ) -> Tensor:
-    """(1, width): the statistics of rows, with a header before the entropies."""
+    """(1, width): the statistics of rows. The header comes before the entropies."""
     dtype = statistics[0].dtype
     sum_weights = statistics[0].new_full((), columns) if weight is None else weight.to(dtype).sum()
     header = reference_shard.header(class_start, columns, sum_weights)
@@ -114,7 +114,7 @@ def pack_statistics(
 
 
 def _local_target(target: Tensor, class_start: int, columns: int, options: RowOptions) -> tuple[Tensor, dict[str, Any]]:
-    """The targets as columns of this rank, and the options of a row operator that takes them."""
+    """The targets as columns of this rank, and options with which a row operator takes them."""
     column = target.to(torch.int64) - class_start
     is_here = (column >= 0) & (column < columns) & reference.is_counted(target, options.ignore_index)
     return torch.where(is_here, column, _NOWHERE), options._replace(ignore_index=_NOWHERE).keywords()
@@ -133,11 +133,11 @@ def join(
     with_entropy: bool = False,
     *,
     options: RowOptions = DEFAULTS,
-    accumulate_dtype: torch.dtype | None = None,  # for the backward
-    group_name: str = "",  # likewise
+    accumulate_dtype: torch.dtype | None = None,  # only the backward uses it
+    group_name: str = "",  # only the backward uses it
     **fields: Any,
 ) -> tuple[Tensor, ...]:
-    # The join of rows reads no logits, only their shape.
+    # The join of rows reads only the logits' shape.
     logits = input.new_empty(()).expand(*target.shape, linear_weight.shape[0])
     loss, lse, target_weight, lse_coefficient, entropy, _ = join_statistics(
         gathered, logits, target, (class_start, num_classes), weight, with_entropy, options
@@ -151,14 +151,14 @@ def join(
 
 
 class RowStatistics(NamedTuple):
-    """What all ranks know of a row once they are joined, each of the target's shape."""
+    """Joined statistics of rows, which all ranks know, each of the target's shape."""
 
     loss: Tensor
     lse: Tensor
-    target_weight: Tensor | None  # None: all classes are here
-    lse_coefficient: Tensor | None  # likewise
-    entropy: Tensor  # (0,) where it is not wanted
-    at_ids: Tensor | None = None  # (n, K): x of several classes a row, where they were asked for
+    target_weight: Tensor | None  # None: this rank has all classes
+    lse_coefficient: Tensor | None  # None: this rank has all classes
+    entropy: Tensor  # (0,) if it is not wanted
+    at_ids: Tensor | None = None  # (n, K): x of several classes per row, if they were asked for
 
 
 def join_statistics(
@@ -171,7 +171,7 @@ def join_statistics(
     options: RowOptions,
     ids_per_row: int = 0,
 ) -> RowStatistics:
-    """From the packed statistics of all ranks. The join reads only the shape of the logits."""
+    """Join the packed statistics of all ranks. It reads only the shape of the logits."""
     class_start, num_classes = shard_range
     if num_classes is None:
         loss, lse, *entropy_and_ids = gathered.unbind()
@@ -196,7 +196,7 @@ def join_statistics(
     return RowStatistics(loss, lse, target_weight, lse_coefficient, entropy, at_ids)
 
 
-# A chunk at a time, for loop.py; its logits (rows, padded_classes) live from the first to the last.
+# One chunk at a time, for loop.py. A chunk's logits (rows, padded_classes) live from its first operator to its last.
 
 
 def chunk(
@@ -216,9 +216,9 @@ def chunk(
     *,
     options: RowOptions = DEFAULTS,
     padded: Callable[..., Tensor] | None = None,
-    writer: InPlace = InPlace(),  # noqa: B008 (which holds nothing)
+    writer: InPlace = InPlace(),  # noqa: B008 (it has no state)
 ) -> tuple[Tensor, Tensor]:
-    """(the packed statistics of this rank, the logits). Rows behind the count may have logits of 0."""
+    """(the packed statistics of this rank, the logits). Rows after the count may have logits of 0."""
     head, bias, weight, _ = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
     logits = (padded or padded_logits)(input, head, bias, count, logits_dtype)
     columns, masked, at_ids = head.shape[0], None, None
@@ -248,7 +248,7 @@ def padded_logits(
         logits_of(input, head, bias, class_logits)
     else:
         kernels.logits(input, head, bias, count, class_logits)
-    logits[:, columns:].zero_()  # the result of an operator holds nothing that nobody wrote
+    logits[:, columns:].zero_()  # an operator must not return memory that nobody wrote
     return logits
 
 
@@ -264,7 +264,7 @@ def chunk_statistics(
     options: RowOptions,
 ) -> Tensor:
     """The packed statistics of this rank."""
-    ids_rows = None if at_ids is None else at_ids.t()  # they come last
+    ids_rows = None if at_ids is None else at_ids.t()  # they are packed last
     if num_classes is None:
         loss, lse, _, entropy = _ops.cross_entropy_forward(
             logits, target, weight, False, with_entropy, **options.keywords()
@@ -352,7 +352,7 @@ def chunk_add_(
     first: bool,
     count: Tensor | None = None,
 ) -> None:
-    """A gradient of shape (0,) is not wanted. ``first`` starts the sums from zero."""
+    """A gradient of shape (0,) is not wanted. With ``first`` the sums start at zero."""
     class_grads = front_of(grad_logits[:, :columns], input.dtype)
     if grad_linear_weight.dim() == 2:
         class_total = grad_linear_weight[:columns]

@@ -1,7 +1,7 @@
-"""The logits of a chunk in memory; how many rows a chunk has: their memory against products of few rows.
+"""The padded row length and the number of rows of a chunk. More rows need more memory; with few, products are slow.
 
-Measured on an H200 with torch 2.11, bfloat16, 8192 rows (16384 at V = 32000), forward and backward in CUDA graphs, in
-multiples of the three products alone (2026-11-23; one machine, other runs differ by .03):
+Measured on an H200 with torch 2.11, bfloat16, 8192 rows (16384 at V = 32000), forward and backward in CUDA graphs. The
+figures are multiples of the time of the three products alone (2026-11-23; one machine, other runs differ by .03):
 
     H x V            1024   2048   4096   8192 rows
     1024 x 32000     1.33   1.24   1.17   1.14
@@ -19,13 +19,13 @@ multiples of the three products alone (2026-11-23; one machine, other runs diffe
 On two cores of a CPU with AVX-512 (2048 rows, 256 x 32000): float32 .97, .94, .91 and 1.03 with 256, 512, 1024 and 2048
 rows, bfloat16 1.00, .96, 1.03 and 1.35.
 
-On a GPU little is to be had above 2048 rows. The product for the weight's gradient reads and writes all of it in each
-chunk, the row kernel takes what a copy of the logits takes (.03 at H = 4096, .12 at 1024). Sizes in between are worse
-where they leave the last wave of tiles of the input's gradient half empty: docs/lab/2026-11-linear.md.
+On a GPU little is gained above 2048 rows. In each chunk the product for the weight's gradient reads and writes all of
+it, and the row kernel takes as long as a copy of the logits (.03 at H = 4096, .12 at 1024). A size in between is slower
+if it leaves the last wave of tiles of the input's gradient half empty: docs/lab/2026-11-linear.md.
 
-No more than 1 GiB of logits: 2048 rows would be 2 GB at 500,000 classes and 40 GB at ten million, where hidden sizes
-are small, and so the gradients beside them. Fewer rows cost 1.04 times the time at H = 64. Twice as much where the
-weight's gradient is added up in more bytes than it has in the end, in memory that the sum's copy takes later.
+A chunk has at most 1 GiB of logits. 2048 rows would be 2 GB at 500,000 classes and 40 GB at ten million, where hidden
+sizes, and so the gradients, are small. Fewer rows cost 1.04 times the time at H = 64. A chunk may be twice as large if
+the sum of the weight's gradient is wider than the result: it uses memory that the copy of the sum needs later.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_BYTES = 256 * 2**20  # of a chunk's logits; small vocabularies get more rows than the least
-_MOST_BYTES = 2**30  # likewise, of large ones
+_BYTES = 256 * 2**20  # a chunk's logits; a small vocabulary gets more rows, up to this
+_MOST_BYTES = 2**30  # a chunk's logits; a large vocabulary gets fewer rows, down to this
 _ROWS_ON_CPU = 512
 _MULTIPLE = 128
 
@@ -47,9 +47,9 @@ def rows_of_chunk(
     chunk_rows: int | None,
     logits_dtype: torch.dtype | None = None,
 ) -> int:
-    """For that number of rows of input (N, H) and this number of classes.
+    """The rows of a chunk, for this number of rows of input (N, H) and this number of classes.
 
-    ``wider``: the gradient of the weight is added up in more bytes than it has in the end.
+    ``wider``: the sum of the weight's gradient has more bytes than the result.
     """
     number, features = max(number, 1), input.shape[1]
     if chunk_rows is not None:
@@ -60,23 +60,23 @@ def rows_of_chunk(
         rows *= 2
     rows = _within_most_bytes(rows, input, classes, logits_dtype)
     if wider and not on_cpu and rows < features:
-        # At the end the sum and its copy are there at once. Until then a chunk of H rows takes the copy's place.
+        # The sum and its copy exist together only at the end. Until then a chunk of H rows uses the copy's memory.
         rows = max(rows, min(features // least * least, 2 * rows))
     return evenly(number, rows)
 
 
 def rows_of_one_shape(input: Tensor, classes: int, logits_dtype: torch.dtype | None = None) -> int:
-    """The rows of every chunk, whatever the number of rows and whichever gradients are wanted."""
+    """The rows of every chunk, for any number of rows and any wanted gradients."""
     return _within_most_bytes(_least_rows(input), input, classes, logits_dtype)
 
 
 def _least_rows(input: Tensor) -> int:
-    # Products of wider numbers take longer, so fewer rows will do.
+    # Products of wider numbers take longer, so fewer rows are enough.
     return _ROWS_ON_CPU if input.device.type == "cpu" else 4096 // input.element_size()
 
 
 def _within_most_bytes(rows: int, input: Tensor, classes: int, logits_dtype: torch.dtype | None) -> int:
-    # By comparing alone: of a symbolic number of classes the rows are a number, and the guard is a range.
+    # Only comparisons: for a symbolic number of classes the result is a plain number, and the guard is a range.
     itemsize = (logits_dtype or input.dtype).itemsize
     while rows > 1 and rows * classes * itemsize > _MOST_BYTES:
         rows //= 2
@@ -84,7 +84,7 @@ def _within_most_bytes(rows: int, input: Tensor, classes: int, logits_dtype: tor
 
 
 def evenly(number: int, most: int) -> int:
-    """The rows of a chunk where as few chunks as can be share them: a short last one costs almost as much as a full."""
+    """The rows of a chunk if as few chunks as possible share them. A short last one costs almost as much as a full."""
     if number <= most:
         return number
     even = -(-number // -(-number // most))
@@ -92,13 +92,13 @@ def evenly(number: int, most: int) -> int:
 
 
 def padded_classes(classes: int, dtype: torch.dtype) -> int:
-    """The columns that a row of logits has in memory: its start is a multiple of 128 bytes.
+    """The columns of a row of logits in memory. Each row starts at a multiple of 128 bytes.
 
-    cuBLAS' fast products need 16. With 128, the boundaries of kernels/triton/configs.py (edges) are at the same columns
-    of every row, and so a row's bits do not depend on its place.
+    cuBLAS' fast products need multiples of 16. With 128, the boundaries of kernels/triton/configs.py (edges) are at the
+    same columns in every row, and so a row's bits do not depend on its place.
 
-    On a CPU those behind the classes must hold zeros: with AMX, oneDNN multiplies what is there by zero, in bfloat16,
-    and NaN gives NaN (https://github.com/uxlfoundation/oneDNN/issues/5717).
+    On a CPU the columns behind the classes must hold zeros. With AMX, oneDNN multiplies bfloat16 values there by zero,
+    and NaN times zero is NaN (https://github.com/uxlfoundation/oneDNN/issues/5717).
     """
     step = 128 // dtype.itemsize
     return -(-classes // step) * step
