@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import _command_line  # noqa: F401 (first: `python -m xent_ops --help` ends there, before torch is imported)
+from . import _command_line  # noqa: F401 (must be first: `python -m xent_ops --help` exits there, without torch)
 
 # isort: split
 from . import inductor
@@ -55,7 +55,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    # torch.distributed and DTensor take most of a second to import, so they are imported on first use.
+    # torch.distributed and DTensor are most of a second of import time, so they are imported on first use.
     if name == "distributed":
         return importlib.import_module(".distributed", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""``python -m xent_ops``: which command runs, and nothing else. _command_line.py has the arguments."""
+"""Runs the command of ``python -m xent_ops``. _command_line.py parses the arguments."""
 
 from __future__ import annotations
 

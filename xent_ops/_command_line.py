@@ -1,8 +1,8 @@
 """The arguments of ``python -m xent_ops``: bench, doctor or library-path.
 
-Needs no torch, which takes seconds to import. Python imports the package before its ``__main__``, and the package
-imports this file first: in a process that runs ``python -m xent_ops`` the arguments are read then, and --help or a
-refusal ends it. In every other process nothing happens here.
+This module does not import torch, which takes seconds. Python imports the package before its ``__main__``, and the
+package imports this module first. So a process that runs ``python -m xent_ops`` parses the arguments here, and --help
+or an error ends it at once. In every other process this module does nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ LIBRARY_PATH = "path of libxent_ops.so: the operators for processes without Pyth
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """With ``command``, its ``parser`` and, for reports, the ``command_line``. --help and refusals raise SystemExit."""
-    import argparse  # here: ``import xent_ops`` alone needs no arguments
+    """With ``command``, its ``parser`` and, for reports, the ``command_line``. --help and errors raise SystemExit."""
+    import argparse  # here: ``import xent_ops`` alone does not need argparse
 
     from .bench import arguments as bench
 
@@ -38,7 +38,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--json", action="store_true", help="for a bug report: the same and torch's own, as JSON"
     )
     found, unknown = parser.parse_known_args(argv)
-    if unknown:  # by the command's parser: parse_args would show the usage of the one that knows no option
+    if unknown:  # the command's parser reports it: parse_args would show the usage of the top parser, without options
         getattr(found, "parser", parser).error(f"unrecognized arguments: {' '.join(unknown)}")
     if found.command is None:
         parser.print_help()

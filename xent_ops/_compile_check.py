@@ -1,7 +1,7 @@
 """A small loss and its gradient under torch.compile, on one device: ``python -m xent_ops._compile_check DEVICE``.
 
-``check`` runs it in a process with empty caches: what an earlier process compiled would hide that the compiler is gone,
-and a compiler's crash must not end the process that asks.
+``check`` starts it in a process with empty caches. With full caches a missing compiler would not be noticed, and a
+crash of the compiler must not end the calling process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 _MODULE = ["-m", "xent_ops._compile_check"]
 TIMEOUT = 600  # seconds; two busy cores took 50
 
-# The first that is found in what an error says.
+# The first of these that the error text contains is the cause.
 _CAUSES = (
     (
         r"No working C\+\+ compiler found",
@@ -49,14 +49,14 @@ _CAUSES = (
 
 
 def check(device: torch.device) -> str | None:
-    """What is wrong with compiled code on this device, in words; None where nothing is."""
+    """A description of the error of compiled code on this device, or None if there is no error."""
     with tempfile.TemporaryDirectory() as empty:
         variables = {
             **os.environ,
             "TORCHINDUCTOR_CACHE_DIR": f"{empty}/inductor",
             "TRITON_CACHE_DIR": f"{empty}/triton",
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
-            # With empty caches Inductor would try vector instructions and precompile headers first, for half a minute.
+            # Otherwise, with empty caches, Inductor tests vector instructions and precompiles headers for 30 seconds.
             "TORCHINDUCTOR_VEC_ISA_OK": "0",
             "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
         }
@@ -71,7 +71,7 @@ def check(device: torch.device) -> str | None:
 
 
 def in_words(said: str) -> str | None:
-    """The cause that this text of an error tells, where it is a known one."""
+    """The cause that this error text shows, if it is a known one."""
     for pattern, words in _CAUSES:
         if re.search(pattern, said):
             return words.format(compiler=_compiler())
@@ -82,7 +82,7 @@ def _explain(said: str, status: int) -> str:
     lines = said.splitlines()
     compiler_lines = [line for line in lines if "error: " in line]
     python_lines = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Missing)\b", line)]
-    # A compiler's first error is the cause, and so is the last exception of a chain.
+    # A compiler's first error is the cause. In a chain of Python exceptions the last one is.
     excerpt = [*compiler_lines[:1], *python_lines[-1:], said.strip()[-300:]][0][:300]
     if words := in_words(said):
         return f"ERROR: {words}. It said: {excerpt}"

@@ -1,4 +1,4 @@
-"""``python -m xent_ops doctor``: which kernels serve which device here, why, and are they right?"""
+"""``python -m xent_ops doctor`` reports the kernels for each device, the reasons, and whether the results are right."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ABSENT = {"cuda": "no, this torch is built without", "rocm": "no, this torch is 
 
 @dataclass(frozen=True)
 class Service:
-    """Who computes on one kind of device, whether or not this machine has it."""
+    """The kernels for one kind of device, whether or not this machine has such a device."""
 
     label: str
     library: str
@@ -51,19 +51,19 @@ SERVICES = (
 
 
 def devices() -> list[torch.device]:
-    """Every device of this machine that tensors can be on and that an operator might serve."""
+    """Every device of this machine that can hold tensors and that an operator might support."""
     found = [torch.device("cpu")]
     found += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
         found.append(torch.device("mps"))
     found += [torch.device("xpu", index) for index in range(torch.xpu.device_count())]
-    if npu := getattr(torch, "npu", None):  # torch_npu has been imported, as it is by itself with torch
+    if npu := getattr(torch, "npu", None):  # torch imports torch_npu by itself
         found += [torch.device("npu", index) for index in range(npu.device_count())]
     return found
 
 
 def check(device: torch.device, dtype: torch.dtype) -> str | None:
-    """What is wrong with a tiny loss and its gradient on this device; None where nothing is."""
+    """A description of a wrong loss or gradient of a tiny case on this device, or None if both are right."""
     options: dict[str, Any] = {"ignore_index": 3, "label_smoothing": 0.1, "softcap": 20.0}
     logits = testing.realistic_logits(7, 1003, dtype=dtype)
     target = torch.arange(7) * 143
@@ -78,7 +78,7 @@ def check(device: torch.device, dtype: torch.dtype) -> str | None:
         testing.assert_grad(grad.cpu(), expected)
     except AssertionError as error:
         return f"WRONG: {error}"
-    except Exception as error:  # whatever a broken driver or compiler raises is the finding
+    except Exception as error:  # any error of a broken driver or compiler is a result
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return f"ERROR: {type(error).__name__}: {error} (at {frame.filename}:{frame.lineno})"
     return None
@@ -94,7 +94,7 @@ def _triton_problem() -> str | None:
 
 
 def _npu_problem() -> str | None:
-    """What torch says at its own import, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps it from importing torch_npu."""
+    """The error of torch_npu's import. torch's own import shows it first, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0."""
     if importlib.util.find_spec("torch_npu") is None or hasattr(torch, "npu"):
         return None
     try:
@@ -121,7 +121,7 @@ def _cpu_service() -> Service:
 
 
 def _slow_cpu() -> str | None:
-    """That CPU tensors take the slow path, and how to change it."""
+    """A message if CPU tensors use the slow path. It says how to change that."""
     if (reason := cpu.problem()) is None:
         return None
     return (
@@ -135,7 +135,7 @@ def _interpreted() -> str:
 
 
 def _library() -> tuple[str, str | None]:
-    """What there is for processes without Python, and what is wrong with it."""
+    """The library for processes without Python, and its problem if there is one."""
     if not _extension.LIBRARY.exists():
         missing = f"there is no {_extension.LIBRARY}"
         return f"nothing: {missing}", missing if _extension.MODULE.exists() else None
@@ -146,12 +146,12 @@ def _library() -> tuple[str, str | None]:
 
 
 def _skipping(device: torch.device) -> str:
-    """What skip_ignored=True does for bfloat16 on this device."""
+    """The effect of skip_ignored=True for bfloat16 on this device."""
     if device.type == "cpu":
         return "ignored rows are skipped"
     try:
         reason = products.why_not_counting(*torch.empty(2, 1, 16, dtype=torch.bfloat16, device=device))
-    except Exception as error:  # without Triton, or with a broken driver, which the checks below find too
+    except Exception as error:  # no Triton or a broken driver, which the checks below report too
         return f"not known: {error}"
     return f"all rows are computed: {reason}" if reason else "ignored rows are skipped"
 
@@ -169,7 +169,7 @@ def _row_bits(device: torch.device) -> str:
                 which = torch.randperm(most + 1)[:number].to(device)
                 if differing := int((_numbers_of_rows(x[which], head, target[which]) != every[which]).any(1).sum()):
                     found.append(f"{differing} of {number} rows in {str(dtype).removeprefix('torch.')}")
-    except Exception as error:  # without Triton, or with a broken driver, which the checks below find too
+    except Exception as error:  # no Triton or a broken driver, which the checks below report too
         return f"not known: {error}"
     if not found:
         return "a row has the same bits in every batch"
@@ -191,7 +191,7 @@ INTERPRETED = (
 
 
 def _checks(found: list[torch.device], say: Callable[..., None]) -> list[dict[str, str | None]]:
-    """Each is named before it runs, since a compilation takes its time."""
+    """Print the name of each check before it runs, because a compilation is slow."""
     done: list[dict[str, str | None]] = []
     for device in found:
         for dtype in (*DTYPES, None):
@@ -204,7 +204,7 @@ def _checks(found: list[torch.device], say: Callable[..., None]) -> list[dict[st
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0, or 1 where something is wrong; what it is is repeated at the end."""
+    """The exit status: 0, or 1 if there is a problem. All problems are repeated at the end."""
 
     def say(text: str, end: str = "\n") -> None:
         if not arguments.json:

@@ -1,6 +1,6 @@
-"""What doctor says about Ascend NPUs: which of the parts that they need are there, and which do not fit together.
+"""The doctor's report on Ascend NPUs: the required parts that are installed, and the parts that do not fit together.
 
-Versions are read from metadata. An import of torch_npu fails where CANN is missing, which is one of the findings.
+Versions come from metadata. Without CANN an import of torch_npu would fail, and missing CANN is one of the problems.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .kernels import devices
 @dataclass(frozen=True)
 class Parts:
     torch_npu: str | None  # its version
-    torch: str | None  # the torch that it asks for, like 2.13
+    torch: str | None  # the torch version that it requires, such as 2.13
     triton_ascend: str | None
-    has_backend: bool  # the triton that is imported has an ascend backend
-    has_cann_language: bool  # and triton.language.extra.cann, which the kernels of Inductor-Ascend import
+    has_backend: bool  # the Triton that Python imports has an ascend backend
+    has_cann_language: bool  # it also has triton.language.extra.cann, which Inductor-Ascend's kernels import
     cann: str | None  # its folder
 
 
 def _torch_of(torch_npu: str | None) -> str | None:
-    """torch_npu requires one minor version of torch: ``torch==2.13.0.*``."""
+    """torch_npu requires one minor version of torch, such as ``torch==2.13.0.*``."""
     requirements = importlib.metadata.requires("torch_npu") or [] if torch_npu else []
     found = re.search(r"^torch\s*\(?==\s*(\d+\.\d+)", "\n".join(requirements), re.MULTILINE)
     return found[1] if found else None
@@ -37,7 +37,7 @@ def _torch_of(torch_npu: str | None) -> str | None:
 def _exists(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except Exception:  # its package is missing, or fails when it is imported
+    except Exception:  # the package is missing or its import fails
         return False
 
 
@@ -47,7 +47,7 @@ def parts() -> Parts:
         torch_npu,
         _torch_of(torch_npu),
         _environment.distribution_version("triton-ascend"),
-        torch_npu is not None and _exists("triton.backends.ascend"),  # imports Triton, which takes a second
+        torch_npu is not None and _exists("triton.backends.ascend"),  # this imports Triton, which takes a second
         torch_npu is not None and _exists("triton.language.extra.cann"),
         os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME"),
     )
@@ -66,7 +66,7 @@ def why(found: Parts) -> str:
 
 
 def problems(found: Parts) -> list[str]:
-    """What keeps an NPU from running, where torch_npu is installed."""
+    """Problems that keep an NPU from running, if torch_npu is installed."""
     if found.torch_npu is None:
         return []
     wrong = []

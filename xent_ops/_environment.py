@@ -1,4 +1,4 @@
-"""What a report has to name so that its figures can be read elsewhere: versions, driver, devices."""
+"""Versions, driver and devices: a report needs them so that its figures can be understood on other machines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def distribution_version(*names: str) -> str | None:
 
 
 def triton_version() -> str | None:
-    """By metadata: importing Triton costs time, and may be the very thing that is broken."""
+    """The version from metadata. Importing Triton is slow, and a broken Triton may be the problem to report."""
     return distribution_version("triton", "pytorch-triton", "triton-rocm", "pytorch-triton-rocm", "triton-ascend")
 
 

@@ -1,6 +1,6 @@
-"""What was built from csrc_meta, does it match the sources, and what builds it?
+"""The libraries that were built from csrc_meta, whether they match the sources, and the command that builds them.
 
-Needs neither torch nor the rest of the package: setup.py and tools/setup_env.py run this file by its path.
+This file imports neither torch nor other modules of the package: setup.py and tools/setup_env.py run it by its path.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ PACKAGE = Path(__file__).parent
 SOURCES = PACKAGE.parent / "csrc_meta"  # in a checkout; an installed package has none
 SCHEMAS = PACKAGE / "ops" / "schemas.py"
 MODULE = PACKAGE / "_C.abi3.so"  # CPU kernels for Python
-OLDEST_SETUPTOOLS = "setuptools>=77"  # as in pyproject.toml, which --no-build-isolation does not heed
+OLDEST_SETUPTOOLS = "setuptools>=77"  # as in pyproject.toml, which --no-build-isolation ignores
 LIBRARY = PACKAGE / "libxent_ops.so"  # the operators for processes without Python
 
 _MARK = "xent_ops sources "
 
 
 def sources_hash() -> str | None:
-    """Of all that the build reads; None where there are no sources."""
+    """The hash of all files that the build reads, or None if there are no sources."""
     if not SOURCES.is_dir():
         return None
     digest = hashlib.sha256()
@@ -39,12 +39,12 @@ def sources_hash() -> str | None:
 
 
 def mark(sources: str) -> str:
-    """What the build compiles into each product."""
+    """The text that the build compiles into each product."""
     return _MARK + sources
 
 
 def built_hash(product: Path) -> str | None:
-    """The hash of the sources that this product was built from; None where it is not there or not ours."""
+    """The hash of the sources of this product. None: the product does not exist or is not ours."""
     if not product.exists():
         return None
     found = re.search(_MARK.encode() + rb"([0-9a-f]{16})", product.read_bytes())
@@ -52,13 +52,13 @@ def built_hash(product: Path) -> str | None:
 
 
 def is_current() -> bool:
-    """Are both products there, and built from the sources beside them?"""
+    """Do both products exist, and were they built from the sources in this checkout?"""
     sources = sources_hash()
     return sources is not None and built_hash(MODULE) == sources == built_hash(LIBRARY)
 
 
 def build_command() -> str:
-    """What builds the C++ part of this installation, or says what is missing for it."""
+    """The command that builds the C++ part of this installation, or a text that says which tool is missing."""
     pip = [sys.executable, "-m", "pip", "install"]
     build = shlex.join([*pip, "--no-build-isolation", "--no-deps"])
     command = f"XENT_OPS_BUILD_CPP=1 {build} {_origin()}"
@@ -72,7 +72,7 @@ def _setuptools_is_new() -> bool:
 
 
 def _origin() -> str:
-    """The arguments of pip for where this installation came from: its own record says it (PEP 610)."""
+    """pip's arguments for the source of this installation, from the installation's own record (PEP 610)."""
     if SOURCES.is_dir():
         return shlex.join(["--editable", str(PACKAGE.parent)])
     record = None
@@ -82,7 +82,7 @@ def _origin() -> str:
     url = found.get("url", "")
     if "vcs_info" in found:
         vcs = found["vcs_info"]
-        # pip may hold the wheel without C++ of this commit, and thinks that the same commit need not be installed.
+        # pip may have cached this commit's wheel without C++, and it does not reinstall the same commit.
         return shlex.join(["--no-cache-dir", "--force-reinstall", f"{vcs['vcs']}+{url}@{vcs['commit_id']}"])
     if url and not url.endswith(".whl"):
         folder = unquote(urlsplit(url).path) if "dir_info" in found else ""
@@ -93,7 +93,7 @@ def _origin() -> str:
 def library_path() -> str:
     """Path of libxent_ops.so: schemas, meta and CPU kernels of the operators of logits, without Python.
 
-    ``torch.ops.load_library`` takes it, and ``dlopen`` in a C++ program; docs/cpp.md shows both.
+    Load it with ``torch.ops.load_library``, or with ``dlopen`` in a C++ program; docs/cpp.md shows both.
 
     Raises:
         FileNotFoundError: the package was built without C++.

@@ -1,4 +1,4 @@
-"""Private names of torch. Where a version lacks one, something else is done, with one warning a process for each."""
+"""Private names of torch. If a version lacks one, a substitute is used, with one warning per process and name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-LEFT_OUT: dict[str, str] = {}  # what is left out, and what that costs: for doctor
+LEFT_OUT: dict[str, str] = {}  # missing feature -> its cost, for doctor
 
 
 def left_out(what: str, cost: str, error: object) -> None:
@@ -25,7 +25,7 @@ def left_out(what: str, cost: str, error: object) -> None:
 
 
 def private(name: str, otherwise: Any, cost: str) -> Any:
-    """What torch has under this full name; ``otherwise`` where it has none."""
+    """The object with this full name in torch, or ``otherwise`` if torch does not have it."""
     found: Any = torch
     try:
         for part in name.split(".")[1:]:
@@ -39,9 +39,9 @@ def private(name: str, otherwise: Any, cost: str) -> Any:
 def unless_gone(
     what: str, cost: str, otherwise: Callable[..., Any], errors: tuple[type[Exception], ...] = ()
 ) -> Callable[[Any], Any]:
-    """A decorator: what ``otherwise`` returns of the same arguments, where the function meets a name that is gone.
+    """A decorator. If the function meets a missing name, ``otherwise`` gets the same arguments and returns the result.
 
-    ``errors``: what else shows that a name means something else.
+    ``errors``: further exceptions that show that a name has another meaning.
     """
 
     expected: tuple[type[Exception], ...] = (ImportError, AttributeError, *errors)

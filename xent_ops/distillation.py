@@ -1,4 +1,4 @@
-"""Distillation as users call it: of given logits, and of the hidden states of a student and its teacher."""
+"""The public distillation functions: from logits, or from the hidden states of a student and its teacher."""
 
 from __future__ import annotations
 
@@ -39,43 +39,43 @@ def distillation_loss(
 ) -> Tensor:
     """The generalised Jensen-Shannon divergence between the logits of a student and of its teacher.
 
-    With s and t the softmax of the student's and the teacher's x / temperature, x as for ``cross_entropy``, and
-    m = (1 - beta) s + beta t, the loss of a row is
+    s and t are the softmax of the student's and the teacher's x / temperature, with x as for ``cross_entropy``, and
+    m = (1 - beta) s + beta t. The loss of a row is
 
         beta KL(t || m) + (1 - beta) KL(s || m)         for beta between 0 and 1
         KL(t || s) for beta = 0, forward KL;            KL(s || t) for beta = 1, reverse KL
 
-    plus ``hard_weight`` times the student's cross entropy on the target, which is not divided by the temperature. No
-    factor temperature^2: where gradients should not shrink with it, multiply the loss.
+    plus ``hard_weight`` times the student's cross entropy on the target, which is not divided by the temperature. There
+    is no factor temperature^2: multiply the loss by it if gradients should not shrink with the temperature.
 
     Args:
         input: logits of the student, (..., V), the classes last; float32, bfloat16, float16 or float64.
-        teacher_input: logits of the teacher, with the same rows, of any of these dtypes: a constant, which must not
+        teacher_input: logits of the teacher, with the same rows, of any of these dtypes. It is a constant: it must not
             require grad.
-        target: (...), class indices, int64, int32 or uint8: which rows are ignored, and what the cross entropy of
-            hard_weight is of. None: all rows count.
+        target: (...), class indices, int64, int32 or uint8. It marks ignored rows, and is the target of hard_weight's
+            cross entropy. None: all rows count.
         beta: from 0 to 1.
         temperature: above 0.
-        hard_weight: of the cross entropy; 0 for none.
+        hard_weight: the factor of the cross entropy; 0 for none.
         reduction: "mean" divides the sum by the number of counted rows (TRL's "batchmean" with labels), or by the sum
-            of their token_weight; "sum"; or "none", a number a row, 0 in ignored ones.
+            of their token_weight; "sum"; or "none", one number per row, 0 in ignored rows.
         divisor: for "sum", as for ``linear_cross_entropy``.
-        ignore_index: rows with this target add neither loss nor gradient. Refused without a target.
-        num_classes: how many columns are classes, where one or both are padded behind them: those behind have no
-            probability, on both sides, and their gradient is 0. None: all, of as many on both sides.
-        softcap, logit_scale: as for ``cross_entropy``, of the student.
-        teacher_softcap, teacher_logit_scale: of the teacher.
-        token_weight: a factor of each row's loss, of the target's shape, as for ``cross_entropy``.
+        ignore_index: rows with this target add neither loss nor gradient. Without a target it is refused.
+        num_classes: the number of classes, if one or both sides have padding columns behind them. Padding has no
+            probability on both sides, and its gradient is 0. None: all columns are classes, equally many on both sides.
+        softcap, logit_scale: as for ``cross_entropy``, for the student.
+        teacher_softcap, teacher_logit_scale: the same for the teacher.
+        token_weight: a factor for each row's loss, of the target's shape, as for ``cross_entropy``.
 
-    A class masked by -inf on both sides has no part. One that has probability for the one and none for the other makes
-    the loss infinite where the formula says so: where the student lacks it at beta = 0, where the teacher lacks it at
-    beta = 1, and in between never.
+    A class that -inf masks on both sides adds nothing. If only one side gives a class probability, the loss is infinite
+    where the formula says so: at beta = 0 if the student lacks the class, at beta = 1 if the teacher lacks it. It is
+    finite in between.
 
     Returns:
-        The loss, float32 (float64 for float64 input): (), or with "none" the shape of the rows. No second derivatives,
-        no torch.func, no forward-mode AD, no DTensors.
+        The loss, float32 (float64 for float64 input): (), or with "none" the shape of the rows. It has no second
+        derivatives, no torch.func, no forward-mode AD, no DTensors.
 
-    Errors are those of ``cross_entropy``; and RuntimeError for a teacher that requires grad.
+    Errors are those of ``cross_entropy``, and RuntimeError for a teacher that requires grad.
 
     Source: generalized_jsd_loss of TRL's GKDTrainer (Agarwal et al., 2023, arXiv 2306.13649).
 
@@ -133,27 +133,27 @@ def linear_distillation_loss(
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
 ) -> Tensor:
-    """``distillation_loss`` of the hidden states and heads of a student and its teacher, without their logits.
+    """``distillation_loss`` from the hidden states and heads of a student and its teacher, without all logits.
 
-    Two chunks of logits exist at a time. Where gradients are wanted, the forward makes them too: three products of the
-    student's head and one of the teacher's; the backward multiplies them by the upstream gradient, in place. Without
-    gradients, one product of each. With ``reduction="none"`` the backward makes both logits again: six products.
+    Two chunks of logits exist at a time. If gradients are wanted, the forward computes them too, in three products of
+    the student's head and one of the teacher's. The backward multiplies them by the upstream gradient, in place.
+    Without gradients: one product of each. With ``reduction="none"`` the backward computes both logits again: six.
 
     Args:
-        input, linear_weight, linear_bias: (..., H), (V, H) and (V,), of the student, as for ``linear_cross_entropy``.
-        teacher_input, teacher_weight, teacher_bias: (..., H'), (V', H') and (V',), of the teacher, with the same rows;
-            another size of features, and another dtype than the student's, are fine. Constants: they must not require
-            grad. Below torch.autocast they are cast, too.
-        num_classes: where V and V' differ, because heads are padded: how many rows of both are classes.
+        input, linear_weight, linear_bias: (..., H), (V, H) and (V,), the student's, as for ``linear_cross_entropy``.
+        teacher_input, teacher_weight, teacher_bias: (..., H'), (V', H') and (V',), the teacher's, with the same rows.
+            H' and the dtype may differ from the student's. They are constants and must not require grad. Under
+            torch.autocast they are cast too.
+        num_classes: the number of classes, if V and V' differ because heads are padded. Other rows are padding.
         target, beta, temperature, hard_weight, reduction, ignore_index, token_weight: as for ``distillation_loss``.
-        softcap, teacher_softcap, logit_scale, teacher_logit_scale: likewise.
+        softcap, teacher_softcap, logit_scale, teacher_logit_scale: as for ``distillation_loss``.
         divisor, accumulate_dtype, chunk_rows: as for ``linear_cross_entropy``.
-        skip_ignored: as for ``linear_cross_entropy``, of the products of both heads, where both can be. Without a
-            target no row is ignored, so it saves nothing.
+        skip_ignored: as for ``linear_cross_entropy``, for the products of both heads if both have such products.
+            Without a target no row is ignored, and it saves nothing.
 
     Returns:
-        The loss, float32 (float64 for float64 input): (), or with "none" the shape of the rows. Gradients are those of
-        the student's input, weight and bias, in their dtype. Restrictions and errors are as for ``distillation_loss``.
+        The loss, float32 (float64 for float64 input): (), or with "none" the shape of the rows. The student's input,
+        weight and bias get gradients, in their dtype. Restrictions and errors are as for ``distillation_loss``.
 
     Sources: as for ``distillation_loss``; Liger-Kernel's fused linear JSD for the chunks.
 

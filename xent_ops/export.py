@@ -1,4 +1,4 @@
-"""Our operators as core aten, for compilers that have none: ``ExportedProgram.run_decompositions``, ONNX."""
+"""Decomposes our operators to core aten for compilers that lack them: ``ExportedProgram.run_decompositions``, ONNX."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from .head import cross_entropy, distillation, distillation_shard, exported, ids, shard
 from .ops.library import OPERATORS, Operator
 
-# In the place of kernels that write to memory or read values; the other operators have a reference in plain torch.
+# They replace kernels that write to memory or read values. The other operators have a reference in plain torch.
 _LOOPS: dict[str, Callable[..., Any]] = {
     "linear_cross_entropy_forward": cross_entropy.statistics,
     "linear_cross_entropy_backward": cross_entropy.gradients,
@@ -37,19 +37,19 @@ _FORMS: dict[str, Callable[..., Any]] = {
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Core aten for every operator of xent_ops, beside torch's own table: for compilers that know aten alone.
+    """Core aten for every operator of xent_ops, together with torch's own table. For compilers that know only aten.
 
     Returns:
-        A new table, ``torch.export.default_decompositions()`` with ours, for ``ExportedProgram.run_decompositions``.
-        What it makes of a program holds core aten alone; ``torch.onnx.export`` and other backends take it.
+        A new table for ``ExportedProgram.run_decompositions``: ``torch.export.default_decompositions()`` and ours. The
+        resulting program has core aten only, which ``torch.onnx.export`` and other backends accept.
 
     The formulas are those of the plain-torch kernels, in float32 (float64 for float64). A target out of range gives
-    NaN, as on a GPU. Of a linear loss a known number of rows becomes as many chunks as the operator would have, and a
-    dynamic one a single chunk, with all logits. Rows that ``skip_ignored`` would leave out are computed.
+    NaN, as on a GPU. In a linear loss a known number of rows is split into chunks as in the operator. A dynamic number
+    of rows is a single chunk with all logits. Rows that ``skip_ignored`` would leave out are computed.
 
-    A training step of ``make_fx`` is core aten too, but for operators that write to an argument: those of
-    ``inplace_backward=True``, ``linear_token_loss`` and heads split over ranks. torch.export keeps these as they are,
-    and elsewhere their entries raise NotImplementedError.
+    A training step of ``make_fx`` becomes core aten too, except operators that write to an argument. These come from
+    ``inplace_backward=True``, ``linear_token_loss`` and heads split over ranks. torch.export keeps them unchanged. In
+    other programs their entries raise NotImplementedError.
 
     Examples:
         >>> model = xent_ops.LinearCrossEntropyLoss(16, 100).requires_grad_(False)

@@ -1,10 +1,10 @@
-"""Cross entropy with the probabilities of a few classes a row, a teacher's top k: as a function of tokens.
+"""Cross entropy with probabilities for a few classes per row, such as a teacher's top k, as a function of tokens.
 
-With q the softmax, ids the classes that a row names and p_k their probabilities:
+q is the softmax, ids are the classes of a row, and p_k are their probabilities:
 
     loss = -sum_k p_k log q_k  -  tail (1 - sum_k p_k) log(1 - sum of q over the ids)
 
-Without a tail the loss is not least at q = p where the probabilities add up to less than one.
+Without a tail, and with probabilities that add up to less than one, the minimum of the loss is not at q = p.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .outputs import TokenLogProbs
 from .token_function import Function, TokenFunction, divided, loss_of_head
 
 _ops = torch.ops.xent
-_OVER = 1e-3  # how far above one probabilities may add up
+_OVER = 1e-3  # probabilities may add up to 1 + _OVER
 
 
 def bind(call: LinearCall, target_probs: Any, tail: Any) -> LinearCall:
-    """The call with the probabilities of its target's classes, (..., K)."""
+    """The call, with probabilities (..., K) for the classes of its target."""
     arguments.boolean("tail", tail)
     arguments.required("target_probs", target_probs)
     ids, rows = call.target, call.input.dim() - 1
@@ -55,13 +55,13 @@ def bind(call: LinearCall, target_probs: Any, tail: Any) -> LinearCall:
         raise ValueError("label_smoothing is for one target a row: smooth target_probs instead")
     checks.token_weight(call.token_weight, ids[..., 0])
     ignore_index = call.loss.row_options.ignore_index
-    if target_probs.device.type == "cpu" and not transforms.is_traced():  # elsewhere: probabilities
+    if target_probs.device.type == "cpu" and not transforms.is_traced():  # not while tracing: it reads values
         checks.refuse_log_probabilities("target_probs", _counted_probs(ids, target_probs, ignore_index))
     return call._replace(target=first_counted(ids, ignore_index), ids=ids, target_probs=target_probs, tail=tail)
 
 
 def without_probs(tail: Any) -> None:
-    """Raises where a call without target_probs cannot have this tail."""
+    """Refuse ``tail`` in a call without target_probs."""
     if arguments.boolean("tail", tail):
         raise ValueError("tail=True is for target_probs, whose remainder it is: pass these, or leave it out")
 
@@ -71,17 +71,17 @@ def _counted_probs(ids: Tensor, target_probs: Tensor, ignore_index: int) -> Tens
 
 
 def probabilities(ids: Tensor, target_probs: Tensor, ignore_index: int) -> Tensor:
-    """(..., K): 0 of ignored ids; NaN in a row that adds up to less than 0, as log-probabilities do."""
+    """(..., K): 0 for ignored ids. NaN in a row with a sum below 0, which is typical of log-probabilities."""
     probs = _counted_probs(ids, target_probs, ignore_index)
     return torch.where(probs.sum(-1, keepdim=True) < 0.0, float("nan"), probs)
 
 
 def loss(call: LinearCall) -> Tensor:
-    """The loss of a call that ``bind`` has made, of plain tensors."""
+    """The loss of a call from ``bind``, for plain tensors."""
     ignore_index, reduction = call.loss.row_options.ignore_index, call.loss.reduction
     call = call.in_autocast_dtype()
     assert call.ids is not None and call.target_probs is not None
-    if call.ids.shape[-1] == 1 and not call.tail and call.loss.lse_square_scale == 0.0:  # a class with a weight
+    if call.ids.shape[-1] == 1 and not call.tail and call.loss.lse_square_scale == 0.0:  # one class with a weight
         factor = probabilities(call.ids, call.target_probs, ignore_index)[..., 0]
         if call.token_weight is not None:
             factor = factor * call.token_weight
@@ -97,7 +97,7 @@ def loss(call: LinearCall) -> Tensor:
 
 
 def as_token_loss(call: LinearCall) -> tuple[LinearCall, TokenFunction]:
-    """The sum of a function of tokens, which has the z-loss and the weights of the call."""
+    """The call as a sum of a function of tokens. The function applies the z-loss and the token weights."""
     assert call.ids is not None and call.target_probs is not None
     ids, ignore_index, scale = call.ids, call.loss.row_options.ignore_index, call.loss.lse_square_scale
     rows = [probabilities(ids, call.target_probs, ignore_index)]
@@ -111,7 +111,7 @@ def as_token_loss(call: LinearCall) -> tuple[LinearCall, TokenFunction]:
 
 
 def _in_one_visit(call: LinearCall, function: TokenFunction, lse_square_scale: float) -> Tensor:
-    """A mean or a sum without a tail, whose derivatives are known before the statistics."""
+    """A mean or a sum without a tail in one pass: its derivatives do not depend on the statistics."""
     head, dtype, ignore_index = call.head, accumulator(call.input), call.loss.row_options.ignore_index
     target, divisor, token_weight = call.target, call.divisor, call.token_weight
     if divisor is not None and divisor.requires_grad:
@@ -142,7 +142,7 @@ def _in_one_visit(call: LinearCall, function: TokenFunction, lse_square_scale: f
 
 
 def _is_first(ids: Tensor) -> Tensor:
-    """(..., K): no earlier place of the row has the same id. By sorting: to compare all pairs takes K times as much."""
+    """(..., K): no earlier place of the row has the same id. A sort: comparing all pairs would take K times as much."""
     values, order = ids.to(torch.int64).sort(dim=-1, stable=True)
     first = torch.cat([torch.ones_like(values[..., :1], dtype=torch.bool), values[..., 1:] != values[..., :-1]], -1)
     return torch.empty_like(first).scatter(-1, order, first)
@@ -152,20 +152,20 @@ def _function(tail: bool, lse_square_scale: float, weighted: bool) -> Function:
     def fn(stats: TokenLogProbs, probs: Tensor, *optional_rows: Tensor) -> Tensor:
         log_q, lse = stats.log_probs, stats.lse
         if tail:  # x of the ids, and the lse of all other classes
-            # By hand: torch.logsumexp guards on the number of tokens, which may depend on data.
+            # Not torch.logsumexp: it guards on the number of tokens, which may depend on data.
             other_lse, is_first_id = lse.unsqueeze(-1), optional_rows[0]
             shift = torch.where(is_first_id, log_q, other_lse).amax(-1, keepdim=True).detach()
             total = torch.where(is_first_id, log_q - shift, float("-inf")).exp().sum(-1, keepdim=True)
             lse = (shift + torch.log(total + torch.exp(other_lse - shift))).squeeze(-1)
             log_q = log_q - lse.unsqueeze(-1)
-        # Each is rounded, and their sum where they were divided by it: twice half of eps.
+        # Each probability is rounded, and so is their sum if they were divided by it: twice half of eps.
         over = max(_OVER, torch.finfo(probs.dtype).eps)
         probs = probs.to(log_q.dtype)
         loss = -torch.where(probs == 0.0, 0.0, probs * log_q).sum(-1)  # 0 log 0 is 0
         if tail:
             mass = probs.sum(-1)
             tail_mass = torch.where(mass > 1.0 + over, float("nan"), (1.0 - mass).clamp(min=0.0))
-            # Where no class is left, the least probability that the dtype has.
+            # If no class remains, use the least positive number of the dtype as probability.
             log_tail = (stats.lse - lse).clamp(min=math.log(torch.finfo(lse.dtype).tiny))
             loss = loss - torch.where(tail_mass == 0.0, 0.0, tail_mass * log_tail)
         if lse_square_scale != 0.0:

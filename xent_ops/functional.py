@@ -1,6 +1,6 @@
-"""The functions that users call: from their shapes to the operators' (..., V), and the reductions.
+"""The public functions of logits: they bring the arguments to the operators' shape (..., V), and reduce the losses.
 
-The algebra is in kernels/reference.py, the operators' contract in docs/ops.md.
+The formulas are in kernels/reference.py, the contract of the operators in docs/ops.md.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .outputs import CrossEntropyOutputs, TokenLogProbs, log_probs_of_rows, outp
 def check_targets(target: Tensor, num_classes: int, ignore_index: int = -100) -> None:
     """Raise IndexError for a target outside [0, num_classes) that is not ignore_index.
 
-    Reads the values, so it synchronises a GPU: call it while debugging. Without it, such a target is an IndexError
-    on the CPU, and NaN in its row's loss and gradient elsewhere.
+    It reads the values and so synchronises a GPU: call it while debugging. Without it, such a target is an IndexError
+    on the CPU. On other devices it gives NaN in its row's loss and gradient.
 
     Args:
         target: class indices of any shape; int64, int32 or uint8.
         num_classes: V, the number of classes.
-        ignore_index: the target that marks a row as not counted.
+        ignore_index: a row with this target does not count.
 
     Examples:
         >>> xent_ops.check_targets(torch.tensor([0, 2, -100]), num_classes=3)
@@ -68,57 +68,57 @@ def cross_entropy(
 ) -> Tensor:
     """Cross entropy between logits and class indices or class probabilities: ``F.cross_entropy`` and more.
 
-    With x = softcap * tanh(logit_scale * input / softcap) (x = logit_scale * input without a softcap), e the label
-    smoothing, w the class weights and t the target of a row:
+    x = softcap * tanh(logit_scale * input / softcap), or without a softcap x = logit_scale * input. e is the label
+    smoothing, w are the class weights, and t is the target of a row:
 
         lse  = logsumexp_j x_j
         loss = w_t (1-e) (lse - x_t) + (e/C) sum_j w_j (lse - x_j) + lse_square_scale * lse^2
 
-    The input is never upcast in memory and never written (but see ``inplace_backward``); one pass over it forward and
-    one backward, with nothing saved but the input and one float a row.
+    The input is never upcast in memory, and never written unless you ask for ``inplace_backward``. The forward and the
+    backward each read it once. Only the input and one float per row are saved.
 
     Args:
         input: logits, (C,), (N, C) or (N, C, d1, ..., dK) with the classes in ``dim``; float32, bfloat16, float16 or
-            float64. Rows of any stride are read where they lie (``logits[:, :-1]``); a class dimension that is not
-            dense is copied once.
+            float64. Rows of any stride are read in place (``logits[:, :-1]``). A class dimension that is not dense is
+            copied once.
         target: class indices, the input's shape without ``dim``, int64, int32 or uint8; or class probabilities, the
             input's shape, floating point. On the CPU log-probabilities, whose rows add up to less than 0, are an error.
-        weight: (C,), a rescaling of each class; any floating dtype. With class indices it must not require grad.
+        weight: (C,), a factor for each class; any floating dtype. With class indices it must not require grad.
         ignore_index: rows with this target add neither loss nor gradient. Not for class probabilities.
-        reduction: "none" (the shape of class indices), "sum", or "mean": the sum of the losses over the sum of the
-            counted targets' weights (NaN where no row is counted), as in torch; the z-loss is divided by the number of
-            counted rows. Class probabilities are divided by the number of rows.
+        reduction: "none" (the shape of class indices), "sum", or "mean". A mean is the sum of the losses divided by the
+            sum of the counted targets' weights, as in torch; NaN if no row counts. The z-loss is divided by the number
+            of counted rows. Class probabilities are divided by the number of rows.
         label_smoothing: e, from 0 to 1 (Szegedy et al., 2016).
-        lse_square_scale: of the z-loss (PaLM), which keeps lse near 0; 0 or above. Added for counted rows alone.
+        lse_square_scale: the factor of the z-loss (PaLM), which keeps lse near 0; 0 or above. Ignored rows have none.
         softcap: cap of the logits (Gemma 2), above 0; None for none.
-        logit_scale: factor of the logits, applied before the softcap (an inverse temperature); not 0. Below 0 it takes
-            distances as logits. Options are constants: a tensor that requires grad is refused. For a learned
-            temperature multiply the logits by it.
-        token_weight: a factor of each target's loss and z-loss, of the target's shape, any sign and dtype; 0 leaves a
+        logit_scale: a factor for the logits, applied before the softcap (an inverse temperature); not 0. With a factor
+            below 0, distances serve as logits. Options are constants: a tensor that requires grad is refused. For a
+            learned temperature multiply the logits by it.
+        token_weight: a factor for each target's loss and z-loss, of the target's shape, any sign and dtype; 0 leaves a
             target out. "mean" then divides by the sum of the counted targets' factors (times their class weights), NaN
-            where that is 0. A constant: it must not require grad.
+            if that is 0. It is a constant: it must not require grad.
         dim: the class dimension. 1 as in torch; -1 for language-model logits (B, S, V) with targets (B, S).
-        inplace_backward: in eager, write the gradient over the input's storage: no second buffer of its size. The
-            input must not be a leaf, nor a view of one. After the backward the input holds the gradient, and a later
-            backward that needs the input raises. Inside saved-tensor hooks (a non-reentrant checkpoint,
-            ``save_on_cpu``) autograd could not raise, so the gradient gets memory of its own. Compiled graphs, which
-            reuse that buffer anyway, and torch.func's transforms ignore it. Class indices only.
-        grad_in_forward: in eager, compute the gradient in forward, in the same pass over the input: one read and one
-            write of its size in all, instead of two and one. The backward multiplies it by the upstream gradient,
-            which costs nothing where that is one, and returns it once: a second backward raises, and so does a second
-            derivative. The gradient is rounded to the input's dtype before it is multiplied: with float16 and a loss
-            scaler, small gradients underflow that would not otherwise. With ``inplace_backward`` the gradient is
-            written over the input in forward already, so the input must not be read after this call. Compiled graphs
-            and torch.func's transforms ignore it. Class indices only.
+        inplace_backward: in eager, write the gradient over the input's storage, without a second buffer of this size.
+            The input must be neither a leaf nor a view of one. After the backward the input holds the gradient, and a
+            later backward that needs the input raises. Inside saved-tensor hooks (a non-reentrant checkpoint,
+            ``save_on_cpu``) autograd could not raise, so the gradient gets its own memory. Compiled graphs, which reuse
+            the buffer anyway, and torch.func's transforms ignore this option. Class indices only.
+        grad_in_forward: in eager, compute the gradient in the forward, in the same pass over the input. The input is
+            read once and written once, instead of read twice and written once. The backward multiplies the gradient by
+            the upstream gradient, at no cost if that is one, and returns it once: a second backward or a second
+            derivative raises. The gradient is rounded to the input's dtype before the multiplication, so with float16
+            and a loss scaler more small gradients underflow. With ``inplace_backward`` the forward already writes the
+            gradient over the input, so do not read the input after this call. Compiled graphs and torch.func's
+            transforms ignore this option. Class indices only.
 
     Returns:
         The loss, float32 (float64 for float64 input): (), or with "none" the shape of class indices.
 
     Raises:
-        ValueError, TypeError, RuntimeError: for types, shapes, dtypes, devices and options that are not as above, and
-            for a softcap, logit_scale or lse_square_scale beyond float32, unless the logits are float64.
-        IndexError: on the CPU, for a class index out of range that is not ignore_index. On a GPU, where a check would
-            synchronise, that row's loss and gradient are NaN; ``check_targets`` checks there too.
+        ValueError, TypeError, RuntimeError: types, shapes, dtypes, devices or options are not as above; or a softcap,
+            logit_scale or lse_square_scale is beyond float32 and the logits are not float64.
+        IndexError: on the CPU, a class index is out of range and not ignore_index. On a GPU, where a check would
+            synchronise, the row's loss and gradient are NaN instead; ``check_targets`` checks there too.
 
     Sources: torch.nn.functional.cross_entropy; z-loss as in Liger-Kernel and flash-attention.
 
@@ -135,7 +135,7 @@ def cross_entropy(
     if inplace_backward and not grad_in_forward:
         refuse_token_weight("inplace_backward=True without grad_in_forward=True", token_weight)
     if is_dtensor(input):
-        from .distributed import tensor  # imported for DTensors only: it takes a while
+        from .distributed import tensor  # for DTensors only: this import is slow
 
         for name, value in (("inplace_backward", inplace_backward), ("grad_in_forward", grad_in_forward)):
             if value:
@@ -165,7 +165,7 @@ def loss_of_logits(
     inplace_backward: bool = False,
     grad_in_forward: bool = False,
 ) -> Tensor:
-    """The loss of plain tensors, with the classes last."""
+    """The loss of plain tensors whose last dimension has the classes."""
     if target.dim() == logits.dim():
         if target.dtype in checks.INDICES:
             raise TypeError(
@@ -219,17 +219,17 @@ def cross_entropy_outputs(
     grad_in_forward: bool = False,
     batch_invariant: bool = False,
 ) -> CrossEntropyOutputs:
-    """``cross_entropy`` with what one logs beside it, from the same pass: see ``CrossEntropyOutputs``.
+    """``cross_entropy`` with values for logging, from the same pass: see ``CrossEntropyOutputs``.
 
-    Dtypes and errors are those of ``cross_entropy``. The loss and the lse are differentiable, with reduction="none" the
-    z-loss too.
+    Dtypes and errors are those of ``cross_entropy``. The loss and the lse are differentiable. With reduction="none" the
+    z-loss is too.
 
     Args:
         others: as for ``cross_entropy``; the target must be class indices.
-        grad_in_forward: as for ``cross_entropy``: one visit for the loss, its gradient and everything else. The loss
-            alone is differentiable then.
-        batch_invariant: as for ``token_log_probs``, for lse, predictions, token_losses and entropy, and the loss of
-            reduction="none"; not with grad_in_forward.
+        grad_in_forward: as for ``cross_entropy``: one pass computes the loss, its gradient and all other outputs. Only
+            the loss is then differentiable.
+        batch_invariant: as for ``token_log_probs``. It applies to lse, predictions, token_losses, entropy and the
+            loss of reduction="none". It cannot be combined with grad_in_forward.
 
     Examples:
         >>> outputs = xent_ops.cross_entropy_outputs(torch.eye(3), torch.tensor([0, 1, 1]))
@@ -261,7 +261,7 @@ def cross_entropy_outputs(
         )
     divisor, _ = cross_entropy_divisor(logits, target, weight, token_weight, options=loss.row_options)
     outputs = outputs_of_rows(value, rows, target, divisor, loss, token_weight)
-    if grad_in_forward:  # compiled, too
+    if grad_in_forward:  # in compiled graphs too
         outputs = outputs._replace(lse=outputs.lse.detach(), z_loss=outputs.z_loss.detach())
     return outputs
 
@@ -279,22 +279,22 @@ def token_log_probs(
 ) -> TokenLogProbs:
     """log p(target), the entropy of the softmax and the lse of every row, in one pass and differentiable.
 
-    What policy-gradient losses ask for: ``log_probs = x_t - lse`` and ``entropy = -sum_j p_j log p_j`` in nats, where
-    classes masked with -inf add nothing. In ignored rows both are 0, and so are their gradients.
+    Policy-gradient losses need ``log_probs = x_t - lse`` and ``entropy = -sum_j p_j log p_j`` in nats. Classes masked
+    with -inf add nothing. In ignored rows both are 0, and so are their gradients.
 
     Args:
         input: logits as for ``cross_entropy``.
-        target: class indices, the input's shape without ``dim``; or several of each row, with K places behind it. A
-            place of ignore_index counts for nothing, and a row is ignored where all of its places are.
+        target: class indices, the input's shape without ``dim``; or K classes per row, with K as an additional last
+            dimension. A place with ignore_index does not count, and a row is ignored if all of its places are.
         ignore_index, softcap, logit_scale: as for ``cross_entropy``; logit_scale is one over the temperature.
         dim: the class dimension, by default the last one.
-        batch_invariant: a row's numbers, and its row of the input's gradient, have bits that depend on its own logits,
-            target and options alone: not on other rows, on their number, or on where they lie. Few rows take longer,
-            and rows that do not start at multiples of 16 bytes, as those of odd vocabularies, are copied:
+        batch_invariant: the bits of a row's numbers, and of its row of the input's gradient, depend only on its own
+            logits, target and options. They do not depend on other rows, on their number, or on their memory. Few rows
+            take longer. Rows that do not start at multiples of 16 bytes, as with odd vocabularies, are copied:
             docs/reproducible.md.
 
     Returns:
-        ``TokenLogProbs(log_probs, entropy, lse)``, each float32 (float64 for float64 input) with a number a row;
+        ``TokenLogProbs(log_probs, entropy, lse)``, each float32 (float64 for float64 input) with one number per row;
         log_probs has the target's shape. Errors are those of ``cross_entropy``.
 
     Examples:

@@ -1,4 +1,4 @@
-"""The head and the loss as one, as users call it, which never holds more than a chunk of the logits."""
+"""Public functions for the head and the loss together. They hold at most one chunk of the logits at a time."""
 
 from __future__ import annotations
 
@@ -44,69 +44,69 @@ def linear_cross_entropy(
     products: HeadProducts | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """``cross_entropy(F.linear(input, linear_weight, linear_bias), target)`` without the logits as a whole.
+    """``cross_entropy(F.linear(input, linear_weight, linear_bias), target)`` without all logits in memory.
 
-    The logits are made a chunk of rows at a time. Where gradients of a mean or a sum are wanted, the forward makes
-    them too, in three products, and the backward multiplies them by the upstream gradient, in place. A second backward
-    (retain_graph), reduction="none", and a call inside an eager checkpoint make the logits again: four products.
+    The logits are computed one chunk of rows at a time. If gradients of a mean or a sum are wanted, the forward makes
+    three products, and the backward multiplies the gradients by the upstream gradient, in place. The logits are
+    computed again, in a fourth product, for a second backward, reduction="none", or an eager checkpoint.
 
     Args:
-        input: (..., H), what the head gets; float32, bfloat16, float16 or float64.
-        linear_weight: (V, H), the weight of the head as in nn.Linear, of the input's dtype. Below torch.autocast both
+        input: (..., H), the input of the head; float32, bfloat16, float16 or float64.
+        linear_weight: (V, H), the weight of the head as in nn.Linear, in the input's dtype. Under torch.autocast both
             are cast, as for nn.Linear.
-        target: (...), class indices, int64, int32 or uint8; or class probabilities (..., V), floating point, for which
-            all logits are made at once: ``chunk_rows``, ``accumulate_dtype`` and ``skip_ignored`` have no effect, and
-            ``products`` and another ``logits_dtype`` are refused.
+        target: (...), class indices, int64, int32 or uint8; or class probabilities (..., V), floating point. With
+            probabilities all logits are computed at once: ``chunk_rows``, ``accumulate_dtype`` and ``skip_ignored``
+            have no effect, and ``products`` and another ``logits_dtype`` are refused.
         linear_bias: (V,), of the input's dtype.
         weight, ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale: as for
             ``cross_entropy``.
-        divisor: for reduction="sum", a number that the sum is divided by, as a tensor () or a float: with the number
-            of counted targets of all micro-batches, gradients add up to those of one mean over all of them. The float 0
-            is refused. A tensor is not read, which would wait for the device: 0 in it gives inf, or NaN.
-        token_weight: as for ``cross_entropy``. It takes no other product and no other visit of the logits.
-        target_probs: (..., K), floating point, a constant: probabilities p of the K classes that the target, then of
-            that shape, names of each row, as a teacher's top k. The loss of a row is -sum_k p_k log q_k, with q the
-            softmax; ids equal to ignore_index are skipped, equal classes add up, and a row is ignored where all of
-            its places are. A mean divides by the number of counted rows. Without ``weight``, ``label_smoothing``
-            and ``products``.
-        tail: with target_probs: all other classes form one more, of probability 1 - sum_k p_k (NaN where that is below
-            -0.001, or below the rounding of their dtype, -0.0078 for bfloat16). Without it, a loss of probabilities
-            that add up to less than one is not least where q is p. Its log-probability keeps its digits however
-            small it is.
-        accumulate_dtype: in which the chunks' parts of linear_weight's gradient are added up. None: the input's dtype,
-            and float32 for float16. torch.float32 is more exact for bfloat16, and takes V x H float32 for a while.
-        chunk_rows: rows of a chunk. Fewer need less memory, chunk_rows x V logits, and more time. None: the default, of
-            1 GiB of logits at most (2 where accumulate_dtype has more bytes than the input's).
-        skip_ignored: compute the counted rows alone, packed to the front, however many there are: without a
-            synchronisation, and in a CUDA graph of any other number of them. Time is that of the counted rows. Needs a
-            CPU, or bfloat16 or float16 on a GPU of compute capability 9 (H100, H200), a contiguous linear_weight and H
-            a multiple of 8; elsewhere all rows are computed. Where no row is ignored it takes up to 4 % longer.
-        logits_dtype: torch.float32 keeps the logits of 16-bit inputs in float32, as their products are added up, and
-            rounds nothing to 16 bits before the softmax: log-probabilities come 100 times nearer, for 4 % of the time
-            and a chunk of logits twice as large. Gradients are rounded to 16 bits as ever. With skip_ignored, on a GPU
-            all rows are computed. None: the input's dtype.
-        products: "fp8" multiplies 8-bit numbers (e4m3) in all three products, "fp8_gradients" in those of the gradients
-            alone, with the loss and statistics of 16-bit products. For bfloat16 and float16 and H a multiple of 16, on
-            GPUs of compute capability 8.9 or more; on a CPU plain torch, rounded alike. Gradients have an error of 3 %
-            in their norm, without a bias: docs/precision.md says when to use it. None: 16-bit products.
-        batch_invariant: a row's loss (reduction="none"), log-probability, entropy, lse and argmax have bits that depend
-            on its own hidden state, target and options and on the head alone, and so has its row of the input's
-            gradient (of a mean: but for the divisor). They do not depend on other rows, on the number of rows, on its
-            place among them, on padding, or on eager and compiled, with one ``chunk_rows`` or none. The gradients of
-            the head are sums over rows, and are not meant. All chunks get one shape, and the last one is filled up: at
-            most one chunk's products more, also for few rows. ``skip_ignored`` has no effect beside it. Not with
-            ``products``, for gradients of float16, or of DTensors. docs/reproducible.md has what it rests on.
+        divisor: for reduction="sum", a tensor () or float that divides the sum. With the number of counted
+            targets of all micro-batches, gradients add up to those of one mean over all of them. The float 0 is
+            refused. A tensor is not read, which would wait for the device: 0 in it gives inf, or NaN.
+        token_weight: as for ``cross_entropy``. It needs no additional product and no additional pass over the logits.
+        target_probs: (..., K), floating point: probabilities p of K classes per row, such as a teacher's top k. The
+            target, of the same shape, names the classes. They are a constant. The loss of a row is -sum_k p_k log q_k,
+            where q is the softmax. Ids equal to ignore_index are skipped, equal classes add up, and a row is ignored if
+            all of its places are. A mean divides by the number of counted rows. Not with ``weight``,
+            ``label_smoothing`` or ``products``.
+        tail: with target_probs, all other classes form one more class. Its probability is 1 - sum_k p_k, or NaN if
+            that is below -0.001 or below the rounding of their dtype, -0.0078 for bfloat16. Its log-probability is
+            accurate, however small it is. Without a tail, the loss of probabilities that add up to less than one is
+            not least at q = p.
+        accumulate_dtype: the dtype that adds up the chunks' parts of linear_weight's gradient. None: the input's dtype,
+            and float32 for float16. torch.float32 is more exact for bfloat16, and needs V x H float32 for a while.
+        chunk_rows: the rows of a chunk. Fewer rows need less memory, chunk_rows x V logits, and more time. None: the
+            default, at most 1 GiB of logits (2 if accumulate_dtype has more bytes than the input's).
+        skip_ignored: compute only the counted rows, packed to the front. Time is that of the counted rows. Nothing
+            synchronises, and each replay of a CUDA graph may have another number of them. Needs a CPU, or bfloat16 or
+            float16 on a GPU of compute capability 9 (H100, H200), a contiguous linear_weight and H a multiple of 8;
+            elsewhere all rows are computed. If no row is ignored, it takes up to 4 % longer.
+        logits_dtype: torch.float32 keeps the logits of 16-bit inputs in float32, the dtype of their products' sums.
+            Nothing is rounded to 16 bits before the softmax. Log-probabilities are 100 times nearer, for 4 % of the
+            time and a chunk of logits twice as large. Gradients are still rounded to 16 bits. With skip_ignored on a
+            GPU all rows are computed. None: the input's dtype.
+        products: "fp8" multiplies 8-bit numbers (e4m3) in all three products. "fp8_gradients" does so for the gradients
+            only; loss and statistics come from 16-bit products. For bfloat16 and float16 and H a multiple of 16, on
+            GPUs of compute capability 8.9 or more; on a CPU in plain torch with the same rounding. Gradients have an
+            error of 3 % in their norm, without a bias: docs/precision.md says when to use it. None: 16-bit products.
+        batch_invariant: the bits of a row's loss (reduction="none"), log-probability, entropy, lse, argmax and input
+            gradient (for a mean: except its divisor) depend only on the head and on the row's own hidden state, target
+            and options. They do not depend on other rows, the number of rows, the row's place, padding, or eager and
+            compiled, for one ``chunk_rows`` or none. It does not cover the head's gradients, which are sums over rows.
+            All chunks get one shape, and the last one is filled up: this costs at most one chunk's products, also with
+            few rows. ``skip_ignored`` has no effect. Not with ``products``, for gradients of float16, or for DTensors.
+            docs/reproducible.md lists the conditions.
 
     Returns:
         The loss, float32 (float64 for float64 input): (), or with "none" the target's shape. Gradients have their
-        inputs' dtype and are the same bits in every run.
+        inputs' dtype and the same bits in every run.
 
-    Below torch.func transforms and forward-mode AD, and for second derivatives, all logits are made at once:
+    Under torch.func transforms and forward-mode AD, and for second derivatives, all logits are computed at once:
     ``chunk_rows``, ``accumulate_dtype`` and ``skip_ignored`` have no effect there.
 
     Errors are those of ``cross_entropy``.
 
-    Sources: torch.nn.functional.linear_cross_entropy for the names, Liger-Kernel for gradients made in forward.
+    Sources: torch.nn.functional.linear_cross_entropy for the names, Liger-Kernel for gradients in the forward.
 
     Examples:
         >>> head = torch.nn.Linear(16, 1000, bias=False)
@@ -124,7 +124,7 @@ def linear_cross_entropy(
         return one_shape.computed(few_classes.bind(call, target_probs, tail), few_classes.loss)
     few_classes.without_probs(tail)
     if is_dtensor(input, linear_weight, target, linear_bias, weight, token_weight):
-        from .distributed import linear_tensor  # imported for DTensors only: it takes a while
+        from .distributed import linear_tensor  # for DTensors only: this import is slow
 
         return linear_tensor.cross_entropy(call)
     if target.is_floating_point() or transforms.functorch_is_active() or transforms.forward_mode():
@@ -171,11 +171,11 @@ def linear_cross_entropy_outputs(
     products: HeadProducts | None = None,
     batch_invariant: bool = False,
 ) -> CrossEntropyOutputs:
-    """``linear_cross_entropy`` with what one logs beside it, from the same three products: see ``CrossEntropyOutputs``.
+    """``linear_cross_entropy`` with values for logging, from the same three products: see ``CrossEntropyOutputs``.
 
-    Arguments and errors are those of ``linear_cross_entropy``; the target must be class indices. Three products are
-    for a mean or a sum, of which the loss alone is differentiated. reduction="none" takes four. Where the lse is
-    differentiated too, it takes six: detach an lse that leaves a compiled step to be logged.
+    Arguments and errors are those of ``linear_cross_entropy``; the target must be class indices. A mean or a sum needs
+    three products if only its loss is differentiated, and six if the lse is too. reduction="none" needs four. If the
+    lse leaves a compiled step only for logging, detach it.
 
     Examples:
         >>> hidden, weight, target = torch.eye(3), 2 * torch.eye(3), torch.tensor([0, 1, 1])
@@ -226,21 +226,21 @@ def linear_token_log_probs(
     products: HeadProducts | None = None,
     batch_invariant: bool = False,
 ) -> TokenLogProbs:
-    """``token_log_probs`` of ``F.linear(input, linear_weight, linear_bias)`` without the logits as a whole.
+    """``token_log_probs`` of ``F.linear(input, linear_weight, linear_bias)`` without all logits in memory.
 
-    Log-probability of the target, entropy and lse of every token from hidden states, differentiable: what GRPO, PPO
-    and DPO ask for. The backward makes the logits again, so any upstream gradients are right: four products in all.
+    Log-probability of the target, entropy and lse of every token from hidden states, differentiable, for GRPO, PPO and
+    DPO. The backward computes the logits again, for any upstream gradients: four products in all.
 
     Args:
         input, linear_weight, linear_bias: (..., H), (V, H) and (V,), as for ``linear_cross_entropy``.
-        target: (...), class indices; or (..., K), several of each row, as for ``token_log_probs``.
+        target: (...), class indices; or (..., K), K classes per row, as for ``token_log_probs``.
         ignore_index, softcap, logit_scale: as for ``token_log_probs``.
-        accumulate_dtype, chunk_rows, skip_ignored: as for ``linear_cross_entropy``. Of an ignored row that is skipped
-            the entropy is 0 and the lse infinite.
+        accumulate_dtype, chunk_rows, skip_ignored: as for ``linear_cross_entropy``. An ignored row that is skipped has
+            an entropy of 0 and an infinite lse.
         logits_dtype, products, batch_invariant: as for ``linear_cross_entropy``.
 
     Returns:
-        ``TokenLogProbs(log_probs, entropy, lse)``, each float32 (float64 for float64 input) with a number a row;
+        ``TokenLogProbs(log_probs, entropy, lse)``, each float32 (float64 for float64 input) with one number per row;
         log_probs has the target's shape.
 
     Examples:

@@ -1,4 +1,4 @@
-"""A call of a head and its loss: its arguments are checked once, and stand in one record that all ways compute from."""
+"""The arguments of a head and its loss in one record. They are checked once; every implementation computes from it."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ _ops = torch.ops.xent
 
 
 class LinearCall(NamedTuple):
-    """Of plain tensors, or of one rank's. distributed/consistency.py compares all fields between ranks."""
+    """Plain tensors, all of them or one rank's part. distributed/consistency.py compares all fields between ranks."""
 
-    target: Tensor  # (...), a class index for each row: of several classes the first that counts
+    target: Tensor  # (...), a class index for each row; with several classes the first that counts
     input: Tensor  # (..., H)
     head: HeadSlice
     loss: LossOptions
     divisor: Tensor | None
     token_weight: Tensor | None
     ids: Tensor | None = None  # (..., K), several classes of each row
-    target_probs: Tensor | None = None  # likewise, of these
+    target_probs: Tensor | None = None  # (..., K), probabilities of the ids
     tail: bool = False
     sequence_dim: int | None = None  # over ranks: the dimension of the target along which the input is split
-    pipelined: bool = False  # likewise: three products
+    pipelined: bool = False  # over ranks: three products
 
     def in_autocast_dtype(self) -> LinearCall:
         input, weight, bias = composite.cast_for_autocast(self.input, self.head.weight, self.head.bias)
         if input is self.input and weight is self.head.weight and bias is self.head.bias:
-            return self  # a copy of the records takes Dynamo 6 ms
+            return self  # copying the records would take Dynamo 6 ms
         return self._replace(input=input, head=self.head._replace(weight=weight, bias=bias))
 
     def as_sum(self) -> LinearCall:
-        """A mean becomes a sum that is divided by the number of counted rows, or by the sum of their weights."""
+        """Turn a mean into a sum with a divisor: the number of counted rows, or the sum of their weights."""
         if self.loss.reduction != "mean":
             return self
         ignore_index, dtype = self.loss.row_options.ignore_index, accumulator(self.input)
@@ -58,15 +58,15 @@ def bind(
     target: Any,
     linear_bias: Any,
     class_weight: Any,
-    raw_options: tuple[Any, Any, Any, Any, Any, str],  # as arguments.loss_options takes them
-    raw_chunking: tuple[Any, ...],  # as arguments.chunks takes them
+    raw_options: tuple[Any, Any, Any, Any, Any, str],  # the arguments of arguments.loss_options
+    raw_chunking: tuple[Any, ...],  # the arguments of arguments.chunks
     divisor: Any = None,
     token_weight: Any = None,
     *,
     several: bool = False,  # the target may be (..., K)
     names: tuple[str, str] = ("linear_weight", "linear_bias"),
 ) -> LinearCall:
-    """Refuses what is wrong wherever the tensors lie. Operators refuse what does not fit together."""
+    """Refuse values that are wrong on any device. The operators refuse tensors that do not fit together."""
     arguments.linear(input, linear_weight, target, linear_bias, class_weight, names=names)
     loss, ids = arguments.loss_options(*raw_options, input.dtype), None
     if several:
@@ -75,14 +75,14 @@ def bind(
     linear_checks.reduced_by(divisor, input, loss.reduction)
     arguments.optional("token_weight", token_weight)
     accumulate_dtype, chunking = arguments.chunks(*raw_chunking)
-    if not target.is_floating_point():  # class probabilities have a derivative for it
+    if not target.is_floating_point():  # class probabilities have a derivative for the class weight
         checks.weight_without_grad(class_weight)
     head = HeadSlice(linear_weight, linear_bias, class_weight, accumulate_dtype=accumulate_dtype, chunking=chunking)
     return LinearCall(target, input, head, loss, divisor, token_weight, ids)
 
 
 def cross_entropy(call: LinearCall) -> Tensor:
-    """The loss of plain tensors and class indices, by one operator."""
+    """The loss for plain tensors and class indices, by one operator."""
     head = call.head
     return _ops.linear_cross_entropy(
         call.input,

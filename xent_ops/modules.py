@@ -1,4 +1,4 @@
-"""``nn.Module`` faces of the functions."""
+"""``nn.Module`` versions of the functions."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .ops.message_values import type_name
 
 
 class CrossEntropyLoss(nn.Module):
-    """``xent_ops.cross_entropy`` as a module; the state_dict is that of ``nn.CrossEntropyLoss`` (``weight``, if given).
+    """``xent_ops.cross_entropy`` as a module. The state_dict is that of ``nn.CrossEntropyLoss`` (``weight``, if set).
 
-    Arguments, shapes, dtypes, formula and errors: see ``xent_ops.cross_entropy``; ``forward(input, target,
-    token_weight=None)``.
+    ``forward(input, target, token_weight=None)``. Arguments, shapes, dtypes, formula and errors are those of
+    ``xent_ops.cross_entropy``.
 
     Examples:
         >>> criterion = xent_ops.CrossEntropyLoss(label_smoothing=0.1)
@@ -65,7 +65,7 @@ class CrossEntropyLoss(nn.Module):
 
 
 def _options_with_defaults(function: Callable[..., Tensor], *own_names: str) -> dict[str, Any]:
-    """What a module hands on to its function: the keyword-only arguments, but for those that each call has."""
+    """The options that a module passes to its function: the keyword-only arguments, except those of each call."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in own_names}
 
@@ -122,20 +122,20 @@ def _tied(
 
 
 class LinearCrossEntropyLoss(nn.Module):
-    """The head of a model and its loss as one module: ``xent_ops.linear_cross_entropy`` with a weight of its own.
+    """The head of a model and its loss as one module: ``xent_ops.linear_cross_entropy`` with its own weight.
 
     The state_dict is that of ``nn.Linear(in_features, num_classes, bias)``: ``weight`` (V, H) and ``bias`` (V,).
 
     Args:
         in_features: H.
         num_classes: V.
-        bias: does the head have one?
-        tied_weight: a Parameter (V, H) to use as the head's weight, an embedding's for example. The sizes may then be
-            left out. Where something replaces the module's Parameter, as ``to_empty`` does, the next call raises: tie
-            it again by ``head.weight = embedding.weight``. A Parameter that the embedding alone replaces, as
-            ``embedding.load_state_dict(assign=True)`` does, is not seen: tie the head again then.
-        class_weight: (V,), a rescaling of each class. Moves with the module, and is not in its state_dict.
-        device, dtype: of the parameters, as in nn.Linear. A tied weight has its own.
+        bias: whether the head has a bias.
+        tied_weight: a Parameter (V, H) to use as the head's weight, for example an embedding's. The sizes may then be
+            omitted. If something replaces the module's Parameter, as ``to_empty`` does, the next call raises: tie it
+            again by ``head.weight = embedding.weight``. If only the embedding's Parameter is replaced, as by
+            ``embedding.load_state_dict(assign=True)``, the module does not notice: tie the head again then.
+        class_weight: (V,), a factor for each class. It moves with the module, and is not in its state_dict.
+        device, dtype: of the parameters, as in nn.Linear. A tied weight keeps its own.
         others: as for ``xent_ops.linear_cross_entropy``.
 
     ``forward(input, target, divisor=None, token_weight=None, target_probs=None, tail=False)`` takes input (..., H) and
@@ -210,14 +210,14 @@ class LinearCrossEntropyLoss(nn.Module):
 
     @contextlib.contextmanager
     def _tie_is_watched(self) -> Iterator[None]:
-        """to_empty(), to() of another kind of device and load_state_dict(assign=True) put new Parameters here."""
+        """Notice new Parameters from to_empty(), to() another kind of device and load_state_dict(assign=True)."""
         before = self.weight
         yield
         if self.tied and self.weight is not before:
-            object.__setattr__(self, "_untied", self.weight)  # no second name of a parameter
+            object.__setattr__(self, "_untied", self.weight)  # not registered: no second name of the Parameter
 
     def reset_parameters(self) -> None:
-        """As nn.Linear; a tied weight stays what it is."""
+        """Initialise as nn.Linear does. A tied weight is not changed."""
         if not self.tied:
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.bias is not None:

@@ -1,9 +1,9 @@
-"""``batch_invariant=True`` of a head: all products of a call have one shape, whatever the number of its rows.
+"""``batch_invariant=True`` for a head: all products of a call have one shape, for any number of rows.
 
-cuBLAS and oneDNN choose a kernel by the shape of a product, and with it the order in which numbers are added up. So
-every chunk has as many rows as any other (head/sizes.py: rows_of_one_shape), and the last one is filled up with zeros
-whose targets are ignored. Operators get the longer call, and the functions that users call cut the values of rows.
-What is left to the library is that a row's bits do not depend on its place in a chunk: the doctor compares them.
+cuBLAS and oneDNN choose a kernel, and with it the order in which numbers are added up, by the shape of a product. So
+all chunks have the same number of rows (head/sizes.py: rows_of_one_shape). The last one is filled up with zeros whose
+targets are ignored. Operators get this longer call, and the public functions cut off the values of the added rows.
+The library must still give a row the same bits at every place in a chunk. The doctor checks that.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def _as_it_is(values: Tensor) -> Tensor:
 
 
 class PaddedCall:
-    """``call``: the same with chunks of one shape, of rows (number,).
+    """``call``: the same call with chunks of one shape, with rows (number,).
 
-    ``parts``: over how many ranks the rows are split, whose parts are padded each. ``order`` brings what has the
-    target's shape into the order of these parts, (parts, ...), and ``back`` brings it back.
+    ``parts``: the number of ranks that the rows are split over. Each rank's part is padded. ``order`` brings tensors of
+    the target's shape into the order of these parts, (parts, ...), and ``back`` reverses it.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PaddedCall:
             checks.same_shape("target", self.shape, call.input.shape[:-1], "a class index for each row of the input")
         checks.token_weight(call.token_weight, call.target)
         size = max(size // parts, 1)  # of a part
-        self.rows = math.prod(call.input.shape[:-1])  # likewise
+        self.rows = math.prod(call.input.shape[:-1])  # of a part
         self.padded_rows = self.rows + -self.rows % size
         self.number, ignore_index = parts * self.padded_rows, call.loss.row_options.ignore_index
         chunking = chunking._replace(chunk_rows=parts * size, skip_ignored=False, batch_invariant=False)
@@ -76,34 +76,34 @@ class PaddedCall:
         )
 
     def pad(self, values: Tensor, fill: float = 0) -> Tensor:
-        """(number, *), of what has the target's shape in front."""
+        """Tensors (target's shape, *) to (number, *)."""
         values = self.order(values)
         tail = values.shape[len(self.shape) :]
         return self._filled_up(values.reshape(self.parts, self.rows, *tail), fill).flatten(0, 1)
 
     def cut(self, values: Tensor) -> Tensor:
-        """The other way round, in memory of its own: AOTAutograd cannot take apart two views of what was padded."""
+        """The inverse of ``pad``, in new memory: AOTAutograd cannot take apart two views of the padded tensor."""
         tail = values.shape[1:]
         own = values.view(self.parts, self.padded_rows, *tail)[:, : self.rows].clone()
         return self.back(own.reshape((*self.shape, *tail)))
 
     def compute(self, function: Callable[[LinearCall], Result]) -> Result:
-        """``function(call)`` without the values of the rows that were added."""
+        """``function(call)`` without the values of the added rows."""
         result: Any = function(self.call)
         cut: Any = self._cut(result) if isinstance(result, Tensor) else type(result)(*map(self._cut, result))
         return cut
 
     def _cut(self, value: Tensor) -> Tensor:
-        """A value that was added up over the rows stays as it is."""
+        """A value that is a sum over the rows is not cut."""
         return value if value.dim() == 0 else self.cut(value)
 
     def pad_rows_of(self, function: TokenFunction) -> None:
         function.arrange(self.pad, self.number)
         if self.call.ids is not None:
-            function.rows[-1] = self.call.ids  # ignored in the rows that were added
+            function.rows[-1] = self.call.ids  # ignored in the added rows
 
     def _filled_up(self, values: Tensor, fill: float) -> Tensor:
-        """(parts, rows, *) to (parts, padded_rows, *), which starts at a multiple of 16 bytes."""
+        """(parts, rows, *) to (parts, padded_rows, *). The result starts at a multiple of 16 bytes."""
         if not transforms.is_traced() and self.rows == self.padded_rows:
             values = values.contiguous()
             return values.clone() if values.data_ptr() % 16 else values
@@ -112,11 +112,11 @@ class PaddedCall:
 
 
 def computed(call: LinearCall, compute: Callable[[LinearCall], Result]) -> Result:
-    """``compute`` of plain tensors, with chunks of one shape where the call asks for them."""
+    """``compute`` for plain tensors, with chunks of one shape if the call asks for them."""
     if not call.head.chunking.batch_invariant:
         return compute(call)
     call = call.in_autocast_dtype()
-    if not transforms.is_traced():  # in words of the call, not of the one that is padded
+    if not transforms.is_traced():  # the errors must describe the caller's tensors, not the padded ones
         head, options = call.head, {**call.head.chunking.keywords(), **call.loss.row_options._asdict()}
         if call.ids is None:
             head_args = (call.input, head.weight, call.target, head.bias, head.class_weight)

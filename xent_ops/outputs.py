@@ -1,4 +1,4 @@
-"""What functions with more than one result return, and how they are made of the operators' values of rows."""
+"""The results of functions that return more than one value, and their computation from operators' values of rows."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .kernels.reference import is_counted
 
 
 class CrossEntropyOutputs(NamedTuple):
-    """What ``cross_entropy_outputs`` returns. Shapes are for targets (N, d1, ...). What is not marked
-    differentiable is a constant.
+    """The result of ``cross_entropy_outputs``. Shapes are for targets (N, d1, ...). Fields that are not marked
+    differentiable are constants.
 
     Attributes:
         loss: () or, for reduction="none", the target's shape; includes z_loss. Differentiable.
-        z_loss: likewise; 0 where lse_square_scale is 0. Differentiable for reduction="none".
+        z_loss: shape as for the loss; 0 if lse_square_scale is 0. Differentiable for reduction="none".
         lse: the target's shape, infinite in ignored rows. Differentiable.
         predictions: the target's shape, int64; the first index of the largest ``logit_scale * logit``, -1 in ignored
             rows.
-        accuracy: (), the share of counted rows whose prediction is the target; NaN without one.
+        accuracy: (), the share of counted rows whose prediction is the target; NaN if no row is counted.
         token_losses: the target's shape; each row's loss without z-loss and token_weight, 0 in ignored rows. Without
             label smoothing and class weights it is -log p of the target.
         entropy: the target's shape, of the softmax, in nats; 0 in ignored rows.
@@ -39,10 +39,10 @@ class CrossEntropyOutputs(NamedTuple):
 
 
 class TokenLogProbs(NamedTuple):
-    """What ``token_log_probs`` returns, each of the target's shape and differentiable.
+    """The result of ``token_log_probs``. All fields are of the target's shape and differentiable.
 
     Attributes:
-        log_probs: of the target; 0 in ignored rows. Of several classes a row, ids (..., K), of each; 0 of ignored ids.
+        log_probs: of the target; 0 in ignored rows. With ids (..., K) there is one per id; 0 for ignored ids.
         entropy: of the softmax, in nats; 0 in ignored rows.
         lse: the logsumexp of the row.
     """
@@ -60,7 +60,7 @@ def outputs_of_rows(
     loss: LossOptions,
     token_weight: Tensor | None,
 ) -> CrossEntropyOutputs:
-    """Of the rows' (loss, lse, argmax, entropy). ``value``: the reduced loss, where an operator has made it."""
+    """From the rows' (loss, lse, argmax, entropy). ``value``: the reduced loss, if an operator has computed it."""
     row_loss, lse, argmax, entropy = rows
     reduced = reduce_rows(row_loss, lse, target, divisor, loss, token_weight)
     if value is None:
@@ -73,21 +73,21 @@ def outputs_of_rows(
         z_loss if loss.reduction == "none" else z_loss.detach(),
         torch.where(counted, lse, float("inf")),
         torch.where(counted, argmax, -1),
-        hits.sum() / counted.sum().to(lse.dtype),  # not in the default dtype, as integers are divided
+        hits.sum() / counted.sum().to(lse.dtype),  # a division of integers would have the default dtype
         row_loss.detach(),
         torch.where(counted, entropy, 0.0).detach(),
     )
 
 
 def log_probs_of_ids(at_ids: Tensor, lse: Tensor, ids: Tensor, ignore_index: int) -> Tensor:
-    """(..., K), from x of the ids; 0 of ignored ones."""
+    """(..., K), from x of the ids; 0 for ignored ids."""
     return torch.where(is_counted(ids, ignore_index), at_ids - lse.unsqueeze(-1), 0.0)
 
 
 def log_probs_of_rows(
     loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, target: Tensor, ids: Tensor | None, options: RowOptions
 ) -> TokenLogProbs:
-    """``of_classes``: losses; of several classes a row, ids, x of each."""
+    """``loss_or_at_ids``: losses, or with several classes per row (ids) x of each."""
     counted = is_counted(target, options.ignore_index)
     log_probs = -loss_or_at_ids if ids is None else log_probs_of_ids(loss_or_at_ids, lse, ids, options.ignore_index)
     return TokenLogProbs(log_probs, torch.where(counted, entropy, 0.0), lse)

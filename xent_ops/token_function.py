@@ -1,4 +1,4 @@
-"""A user's function of the statistics of tokens, as the loop over chunks and the functions of rows call it."""
+"""A user's function of the statistics of tokens. The loop over chunks and the functions of rows call it."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from .outputs import TokenLogProbs, log_probs_of_ids
 Function = Callable[..., Tensor]
 """``fn(stats, *rows)``: stats is a TokenLogProbs of n tokens; returns (n,)."""
 
-_PROBED = 2  # tokens: with one, a sum over tokens would have the right shape
+_PROBED = 2  # tokens: with only one, a sum over tokens would have the right shape
 _INSTEAD = "xent_ops.linear_token_log_probs (token_log_probs of logits), which is differentiable, takes any function"
 
 
 class _Agreed(NamedTuple):
-    """What must be the same on all ranks."""
+    """Values that must be the same on all ranks."""
 
     rows: list[Tensor]
     reads_entropy: bool
 
 
 class TokenFunction:
-    """A function that was tried on two tokens of zeros: what it reads is known, and that it returns one number a token.
+    """A user's function. A call on two tokens of zeros shows which fields it reads and that it returns two numbers.
 
-    ``rows`` have the target's shape in front. ``ids``, the classes of a token where it has several, are the last of the
-    rows. With ``mask_ids`` the function gets x of the ids as log_probs, and the lse of all other classes as lse.
+    ``rows`` are tensors (target's shape, *). If a token has several classes, ``ids``, they are the last of the rows.
+    With ``mask_ids`` the function gets x of the ids as log_probs, and the lse of all other classes as lse.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TokenFunction:
         if ids is not None:
             self.rows.append(ids)
         self.ignore_index, self.dtype, self.number = ignore_index, dtype, target.numel()
-        self._token_shapes = [row.shape[target.dim() :] for row in self.rows]  # of a token
+        self._token_shapes = [row.shape[target.dim() :] for row in self.rows]  # per token
         self.reads_entropy = self._probe(target)
 
     def agreed(self) -> _Agreed:
@@ -68,7 +68,7 @@ class TokenFunction:
         zeros = target.new_zeros(_PROBED, dtype=self.dtype)
         rows = [row.new_zeros((_PROBED, *shape)) for row, shape in zip(self.rows, self._token_shapes, strict=True)]
         stats = _FieldRecorder(zeros, rows.pop().to(self.dtype) if self.several else zeros)
-        # A gradient mode of its own would leave an empty submodule in an exported program, which then cannot be loaded.
+        # Setting a gradient mode would leave an empty submodule in an exported program, which could then not be loaded.
         with contextlib.nullcontext() if transforms.is_exported() else torch.enable_grad():
             self._check_value(self._call_on_zeros(stats, rows), _PROBED, target)
         return stats.entropy_was_read
@@ -105,25 +105,25 @@ class TokenFunction:
             )
 
     def ids(self, parts: int = 1) -> Tensor | None:
-        """(parts, tokens, K), or None where a token has one class."""
+        """(parts, tokens, K), or None if a token has one class."""
         return self._rows(parts, self.number // parts)[-1] if self.several else None
 
     def arrange(self, order: Callable[[Tensor], Tensor], number: int | None = None) -> None:
-        """Put the tokens of each of the rows in another order, or take so many of them."""
+        """Bring the tokens of all rows into another order, or take ``number`` of them."""
         self.rows = [order(row) for row in self.rows]
         self.number = self.number if number is None else number
 
     def _rows(self, *shape: int) -> list[Tensor]:
-        """With this shape in front."""
+        """The rows, reshaped to (*shape, *)."""
         return [row.reshape(*shape, *tail) for row, tail in zip(self.rows, self._token_shapes, strict=True)]
 
     def upstream_of_parts(self, parts: int, divisors: Tensor, values: list[Tensor]) -> Callable[..., RowGradients]:
         """The function that head/loop.py calls between a chunk's statistics and its gradient.
 
-        ``values`` gets fn's numbers for each chunk, 0 in ignored rows. ``divisors``, (2,), are of the sum.
+        ``values`` gets fn's numbers for each chunk, 0 in ignored rows. ``divisors``, (2,), divide the sum.
 
-        The row operator's loss is -log_prob, so the gradient of it is -grad_log_probs. With ids there is no such loss:
-        its gradient is 0, and the lse gets what all ids pass to it.
+        The row operator's loss is -log_prob, so its gradient is -grad_log_probs. With ids this loss is not used: its
+        gradient is 0, and the lse gets the sum of all ids' gradients.
         """
         rows = self._rows(parts, self.number // parts)
 
@@ -139,7 +139,7 @@ class TokenFunction:
             derivatives, value = torch.func.grad(total, (0, 1, 2) if self.reads_entropy else (0, 1), has_aux=True)(
                 stats.log_probs, stats.lse, stats.entropy
             )
-            # An ignored row's may be NaN, as zero times infinity is.
+            # The derivative of an ignored row may be NaN, because zero times infinity is.
             grad_log_probs, *other_grads = [derivative / divisors[0] for derivative in derivatives]
             grad_lse, *grad_entropy = [torch.where(counted, derivative, 0.0) for derivative in other_grads]
             values.append(value)
@@ -155,7 +155,7 @@ class TokenFunction:
     def all_values(self, loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, target: Tensor) -> Tensor:
         """(N,): fn's numbers for all tokens, 0 in ignored rows. Differentiable.
 
-        ``loss_or_at_ids``: losses, of the target's shape, or x of the ids, with K places behind it.
+        ``loss_or_at_ids``: losses, of the target's shape, or x of the ids, with K as an additional dimension.
         """
         stats, rows, counted = self._all_stats(loss_or_at_ids, lse, entropy, target)
         return self._call(stats, rows, counted)
@@ -170,7 +170,7 @@ class TokenFunction:
     def _statistics(
         self, loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, rows: Sequence[Tensor], counted: Tensor
     ) -> TokenLogProbs:
-        """Of tokens, (n,) or (n, K). Nothing flows back to ignored rows, whatever their derivatives are."""
+        """For tokens, (n,) or (n, K). Ignored rows get no gradient, even if a derivative is NaN."""
         if not self.reads_entropy:
             entropy = lse.new_full((), float("nan")).expand(lse.shape)
         lse = torch.where(counted, lse, lse.detach())
@@ -189,7 +189,7 @@ class TokenFunction:
         return torch.where(counted, value.to(self.dtype), 0.0)
 
     def check(self, loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, target: Tensor) -> None:
-        """Raise where a token's number depends on which others are beside it. Reads values, so it synchronises."""
+        """Raise if a token's number depends on the other tokens. It reads values, so it synchronises."""
         if torch.compiler.is_compiling():
             raise RuntimeError("check=True compares values, which a compiled graph cannot: use it in eager")
         with torch.no_grad():
@@ -212,14 +212,14 @@ class TokenFunction:
 
 
 def loss_of_head(call: LinearCall, function: TokenFunction, check: bool = False) -> Tensor:
-    """A sum over the tokens, of plain tensors."""
+    """A sum over the tokens, for plain tensors."""
     if check:
         with torch.no_grad():
             function.check(*statistics(call, function.reads_entropy, function.mask_ids), call.target)
     head, input = call.head, call.input
-    # A program that torch.export makes of torch.func.grad, which derives fn, fails when it runs. A loop over a number
-    # of rows that depends on data has no number of chunks. And only the derivatives of all rows tell what keeps their
-    # products in float16's range.
+    # Exceptions: a program that torch.export makes of torch.func.grad, which derives fn, fails when it runs. If the
+    # number of rows depends on data, the number of chunks is unknown. In float16 the scale that keeps products in range
+    # needs the derivatives of all rows.
     in_forward = (
         composite.gradients_in_forward(input, head.weight, head.bias)
         and head.chunking.products is None
@@ -235,10 +235,10 @@ def loss_of_head(call: LinearCall, function: TokenFunction, check: bool = False)
 
 def loss_by_chunks(
     call: LinearCall,
-    target: Tensor,  # its own, or in the order of the ranks' inputs, (ranks, ...)
+    target: Tensor,  # its own, or (ranks, ...) in the order of the ranks' inputs
     function: TokenFunction,
     ranks: loop.OneRank,
-    **layout: Any,  # scattered and sum_over_ranks, as head/loop.py takes them
+    **layout: Any,  # scattered and sum_over_ranks, the arguments of head/loop.py
 ) -> Tensor:
     """The loss by the loop over chunks. At least one of input, weight and bias requires grad."""
     input, head, loss, divisor = call.input, call.head, call.loss, call.divisor
@@ -302,11 +302,11 @@ def _checked_rows(rows: Any, target: Tensor) -> list[Tensor]:
             raise RuntimeError(
                 f"{name} requires grad, which would be lost: detach it. Where it should be learned, {_INSTEAD}"
             )
-    return [row.detach().clone() for row in rows]  # for a function that writes to them
+    return [row.detach().clone() for row in rows]  # copies for a function that writes to them
 
 
 class _FieldRecorder:
-    """A TokenLogProbs of zeros that knows whether its entropy was read."""
+    """A TokenLogProbs of zeros that records whether its entropy was read."""
 
     def __init__(self, zeros: Tensor, log_probs: Tensor) -> None:
         self.log_probs, self.lse, self._zeros, self.entropy_was_read = log_probs, zeros, zeros, False

@@ -1,4 +1,4 @@
-"""Losses that are a user's function of each token's statistics, as users call them: of logits, of hidden states."""
+"""Public losses that are a user's function of each token's statistics: from logits, or from hidden states."""
 
 from __future__ import annotations
 
@@ -42,46 +42,45 @@ def linear_token_loss(
     batch_invariant: bool = False,
     check: bool = False,
 ) -> Tensor:
-    """Any loss that is a mean of one number a token, or a sum, from hidden states, in the products of cross entropy.
+    """Any loss that is a mean or a sum of one number per token, from hidden states, with the products of cross entropy.
 
-    ``fn(linear_token_log_probs(input, linear_weight, target), *rows).mean()`` over the counted tokens, with
-    ``fn(stats, *rows)`` called on a chunk of tokens at a time, between the chunk's statistics and its gradient: policy
-    gradients (GRPO, DAPO, CISPO, PPO), token weights, focal, entropy-regularised losses. The forward makes the
+    ``fn(linear_token_log_probs(input, linear_weight, target), *rows).mean()`` over the counted tokens. ``fn(stats,
+    *rows)`` is called on one chunk of tokens at a time, between the chunk's statistics and its gradient. For policy
+    gradients (GRPO, DAPO, CISPO, PPO), token weights, focal and entropy-regularised losses. The forward computes the
     gradients, and the backward multiplies them by the upstream gradient, in place.
 
     Args:
         input, linear_weight, linear_bias: (..., H), (V, H) and (V,), as for ``linear_cross_entropy``.
-        target: (...), class indices; or several of each token, (..., K), any of which may be ignore_index: then
-            ``log_probs`` is (n, K), 0 at ignored places, and a token is ignored where all of its places are. Equal ids
+        target: (...), class indices; or (..., K), K classes per token, any of which may be ignore_index. Then
+            ``log_probs`` is (n, K), 0 at ignored places, and a token is ignored if all of its places are. Equal ids
             add up.
-        fn: gets ``TokenLogProbs(log_probs, entropy, lse)`` of n tokens, each (n,), float32 (float64 for float64 input),
-            and n rows of each of ``rows``; returns (n,), floating point. A token's number must not depend on the other
-            tokens. ``torch.func.grad`` derives it; compiled steps trace it. It
-            is called once more beforehand, on two tokens of zeros, to see what it reads and returns: an entropy that
-            it does not read costs nothing. In ignored tokens its value and its derivatives count for nothing.
-        rows: tensors with the target's shape in front, (..., *), constants to autograd: old log-probabilities,
-            advantages, weights.
-        reduction: "mean" divides the sum over tokens by the number of counted ones (NaN without one); or "sum".
+        fn: takes ``TokenLogProbs(log_probs, entropy, lse)`` of n tokens, each (n,), float32 (float64 for float64
+            input), and n rows of each of ``rows``; returns (n,), floating point. A token's number must not depend on
+            other tokens. ``torch.func.grad`` derives it, and compiled steps trace it. A first call, on two tokens of
+            zeros, shows which fields it reads and what it returns: an entropy that it does not read costs nothing. In
+            ignored tokens its value and its derivatives are not used.
+        rows: tensors (target's shape, *), constants to autograd: old log-probabilities, advantages, weights.
+        reduction: "mean" divides the sum over tokens by the number of counted tokens (NaN if there are none); or "sum".
         divisor: for "sum", as for ``linear_cross_entropy``.
         ignore_index, softcap, logit_scale: as for ``cross_entropy``.
-        accumulate_dtype, chunk_rows, skip_ignored: as for ``linear_cross_entropy``; compiled for a CPU, all rows are
-            computed.
-        logits_dtype, products: as for ``linear_cross_entropy``; with products, and in float16, the loss takes four of
-            them.
+        accumulate_dtype, chunk_rows, skip_ignored: as for ``linear_cross_entropy``. Code compiled for a CPU computes
+            all rows.
+        logits_dtype, products: as for ``linear_cross_entropy``. With ``products``, and in float16, the loss takes four
+            products.
         batch_invariant: as for ``linear_cross_entropy``. fn gets the bits of ``linear_token_log_probs``.
-        check: compare fn on all tokens with fn on parts of them, and raise where they differ. Costs a product and
+        check: compare fn on all tokens with fn on parts of them, and raise if they differ. This costs a product and
             synchronises; not in compiled graphs.
 
     Returns:
-        The loss, float32 (float64 for float64 input), (). No second derivatives, no torch.func, no forward-mode AD.
-        Without gradients, one product. Inside an eager checkpoint, which runs the forward twice, five; a compiled one
-        is refused by torch.func.grad of torch 2.13: leave the loss outside, it keeps no logits.
+        The loss, float32 (float64 for float64 input), (). It has no second derivatives, no torch.func, no forward-mode
+        AD. Without gradients it takes one product, and five inside an eager checkpoint, which runs the forward twice.
+        torch.func.grad of torch 2.13 refuses a compiled checkpoint: leave the loss outside, because it keeps no logits.
 
-    DTensors as for ``linear_cross_entropy``, ``rows`` placed as the target or plain.
+    DTensors are as for ``linear_cross_entropy``. ``rows`` are placed as the target, or plain.
 
-    Errors are those of ``linear_cross_entropy``; and TypeError, ValueError or RuntimeError for a function that returns
-    something else, and for rows, or tensors that fn closes over, that require grad. Losses that mix tokens (DPO, GSPO)
-    take ``linear_token_log_probs``, at four products.
+    Errors are those of ``linear_cross_entropy``, and TypeError, ValueError or RuntimeError for a function that returns
+    another type or shape, and for rows, or tensors that fn closes over, that require grad. For losses that mix tokens
+    (DPO, GSPO) use ``linear_token_log_probs``, which takes four products.
 
     Examples:
         >>> hidden, weight = torch.randn(6, 16, requires_grad=True), torch.randn(1000, 16)
@@ -98,14 +97,14 @@ def linear_token_loss(
     checks.reduction(reduction, ("mean", "sum"))
     arguments.boolean("check", check)
     if is_dtensor(input, linear_weight, target, linear_bias):
-        from .distributed import linear_tensor  # imported for DTensors only: it takes a while
+        from .distributed import linear_tensor  # for DTensors only: this import is slow
 
         if call.ids is not None:
             raise NotImplementedError(f"{name} of DTensors takes one class a row, not ids (..., K)")
         return linear_tensor.token_loss(call, fn, rows, check)
     call = call.in_autocast_dtype().as_sum()
     head, ignore_index = call.head, call.loss.row_options.ignore_index
-    if not transforms.is_traced():  # else the operators check before anything runs
+    if not transforms.is_traced():  # while tracing, the operators check before anything runs
         head_args = (call.input, head.weight, call.target, head.bias)
         keywords = {"accumulate_dtype": accumulate_dtype, **head.chunking.keywords(), **call.loss.row_options._asdict()}
         refuse("linear_cross_entropy_forward", *head_args, **keywords)
@@ -132,13 +131,13 @@ def token_loss(
     dim: int = -1,
     check: bool = False,
 ) -> Tensor:
-    """``linear_token_loss`` of given logits: one visit of them forward, one backward.
+    """``linear_token_loss`` from logits: one pass over them forward, one backward.
 
     Args:
         input: logits as for ``token_log_probs``.
-        target: class indices, the input's shape without ``dim``; or several of each token, with K places behind it.
-        fn, rows, reduction, divisor, check: as for ``linear_token_loss``; fn is called on all tokens at once, and
-            autograd derives it.
+        target: class indices, the input's shape without ``dim``; or K classes per token, K being the last dimension.
+        fn, rows, reduction, divisor, check: as for ``linear_token_loss``; autograd derives fn in one call for all
+            tokens.
         ignore_index, softcap, logit_scale, dim: as for ``token_log_probs``.
 
     Returns:

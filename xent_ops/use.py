@@ -1,4 +1,4 @@
-"""One name for the integrations: what is given decides which of them it is."""
+"""One function for all integrations: the type of its argument selects the integration."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _INTEGRATIONS = {"trl": "trl", "peft": "transformers", "transformers": "transfor
 
 
 def use_xent(model_or_trainer: Any, **options: Any) -> Any:
-    """Make a model of transformers, or a trainer of TRL, compute its loss by xent_ops. ``remove_xent`` undoes it.
+    """Make a model of transformers, or a trainer of TRL, compute its loss with xent_ops. ``remove_xent`` undoes it.
 
     Args:
-        model_or_trainer: a causal language model of transformers, a PeftModel around one, or a trainer of TRL; of
-            subclasses of yours too. It is changed in place.
-        options: of a model those of ``xent_ops.integrations.transformers.use_xent``, of a trainer those of
-            ``xent_ops.integrations.trl.use_xent``, which have the details.
+        model_or_trainer: a causal language model of transformers, a PeftModel around one, or a trainer of TRL, and also
+            instances of your subclasses. It is changed in place.
+        options: for a model those of ``xent_ops.integrations.transformers.use_xent``, for a trainer those of
+            ``xent_ops.integrations.trl.use_xent``. Their pages have the details.
 
     Returns:
-        The ``Report`` of that function: what was replaced.
+        The ``Report`` of that function, which lists the replaced parts.
 
     Raises:
-        TypeError: for anything else. And what that function raises.
+        TypeError: for any other object. Also the errors of that function.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -39,7 +39,7 @@ def remove_xent(model_or_trainer: Any) -> None:
     """Undo ``use_xent``.
 
     Args:
-        model_or_trainer: what ``use_xent`` was given.
+        model_or_trainer: the argument of ``use_xent``.
 
     Raises:
         RuntimeError: use_xent is not on.

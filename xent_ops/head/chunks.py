@@ -3,8 +3,8 @@
 The logits of only one chunk exist at a time. Their memory is allocated once per call:
 
     logits = input @ linear_weight.T + linear_bias
-        statistics of the logits, their gradient written over them, or both in one pass
-        grad_input = gradient @ linear_weight;  grad_linear_weight += gradient.T @ input;  grad_linear_bias += its sum
+    statistics of the logits, their gradient written over them, or both in one pass
+    grad_input = gradient @ linear_weight;  grad_linear_weight += gradient.T @ input;  grad_linear_bias += its sum
 
 The same formulas give the gradients for a slice of the classes. All classes are one slice that starts at class 0.
 """
