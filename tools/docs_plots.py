@@ -2,7 +2,7 @@
 
     python tools/docs_plots.py
 
-Each file carries the numbers that it shows in its description, and a test compares them with the tables.
+The description in each file has the numbers that it shows, and a test compares them with the tables.
 """
 
 import json
@@ -37,11 +37,11 @@ def copies(cell: str) -> float | None:
 
 
 def row(rows: Rows, name: str) -> list[str]:
-    """Of that name; else the one that adds a version or a remark to it."""
+    """The row of that name, or the row whose name adds a version or a remark to it."""
     return rows[name] if name in rows else next(cells for key, cells in rows.items() if key.startswith(f"{name} "))
 
 
-# What the table calls it, what the picture does, the first ones ours.
+# The name in the table -> the name in the picture. Ours come first.
 LOSSES = {
     "xent one pass in-place": "xent_ops, one pass, in place",
     "xent eager": "xent_ops",
@@ -61,8 +61,8 @@ HEADS = {
 }
 SHAPE = "8192 x 32000"
 
-# What a panel of the overview measures, and how its numbers are written. Each is a picture of its own: two stand side
-# by side, and a phone shows one below the other.
+# The title of each panel of the overview, and the format of its numbers. Each panel is its own picture: two stand side
+# by side, and a phone shows one under the other.
 PANELS = {
     "loss-time": ("The loss: time in ms", "{:.2f}"),
     "loss-memory": ("The loss: peak memory, in sizes of the logits", "{:.0f}"),
@@ -111,7 +111,7 @@ THEMES = {
 
 
 def panel(plt: Any, theme: dict[str, Any], numbers: dict[str, float], title: str, form: str) -> Any:
-    """Bars, each below its name: the names leave no room beside them on a phone."""
+    """Draw bars, each under its name, because a phone has no room for the names beside the bars."""
     figure, axes = plt.subplots(figsize=(4.1, 0.5 + 0.4 * len(numbers)), layout="constrained")
     for place, (label, value) in enumerate(numbers.items()):
         ours = label.startswith("xent_ops")
@@ -119,14 +119,14 @@ def panel(plt: Any, theme: dict[str, Any], numbers: dict[str, float], title: str
         axes.bar_label(bars, [form.format(value)], padding=4, fontsize=9)
         axes.text(0, place - 0.1, label, fontsize=9, fontweight="bold" if ours else "normal")
     axes.set_xlim(0, max(numbers.values()) * 1.12)  # with room for the last number
-    axes.set_ylim(len(numbers) - 0.25, -0.5)  # the first one above, and a distance to the next picture
+    axes.set_ylim(len(numbers) - 0.25, -0.5)  # the first bar at the top, and a distance to the next picture
     axes.set_title(title, fontsize=10, loc="left")
     axes.set_axis_off()
     return figure
 
 
 def vocabulary(plt: Any, theme: dict[str, Any], numbers: dict[str, Any]) -> Any:
-    """Lines over their legend, as wide as a panel: a phone would shrink a wider picture, and its text."""
+    """Draw lines above their legend, as wide as a panel: a phone would shrink a wider picture and its text."""
     figure, axes = plt.subplots(figsize=(4.1, 4.9), layout="constrained")
     classes = [int(shape.split(" x ")[1]) for shape in numbers["shapes"]]
     order = sorted(range(len(classes)), key=classes.__getitem__)

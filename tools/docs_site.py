@@ -1,4 +1,4 @@
-"""Hooks of mkdocs (mkdocs.yml): what the site shows differently from a viewer of the repository's files."""
+"""Hooks of mkdocs (mkdocs.yml): the differences between the site and the files in the repository."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 # mkdocs is imported where it is needed: tests read this file without it.
 ROOT = Path(__file__).parent.parent
-PAGES = sorted(path.name for path in ROOT.glob("*.md"))  # of the repository's root; README.md is the home page
+PAGES = sorted(path.name for path in ROOT.glob("*.md"))  # pages in the repository's root; README.md is the home page
 
 PICTURE = re.compile(r'<picture>.*?srcset="([^"]+)".*?<img alt="([^"]*)" src="([^"]+)".*?</picture>', re.DOTALL)
 SOURCE = re.compile(r"\[([^]]+)\]\((?:\.\./)*(?:examples|xent_ops|tests|tools|csrc_meta|lab|LICENSE|CITATION)[^)]*\)")
@@ -18,7 +18,7 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
 
     for name in PAGES:
         text = (ROOT / name).read_text(encoding="utf-8")
-        # They stand one folder above the others.
+        # These pages are one folder above the others.
         files.append(File.generated(config, name, content=text.replace("](docs/", "](").replace('"docs/', '"')))
     return files
 
@@ -26,8 +26,8 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     for name in PAGES:
         markdown = markdown.replace(f"](../{name}", f"]({name}")
-    # Sources and lab notes are not part of the site. Where a link to an example stands alone the page shows the file,
-    # elsewhere the link's text stays.
+    # Sources and lab notes are not part of the site. A link to an example in its own paragraph becomes the file's text.
+    # Of other links the text stays.
     markdown = EXAMPLE.sub(_code, markdown)
     markdown = SOURCE.sub(r"\1", markdown)
     # A reader of the site sees pages, not files.
@@ -37,7 +37,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> None:
-    """mkdocs takes a table that an empty line cuts in two for text, also with --strict."""
+    """Raise for a table that an empty line cuts in two. mkdocs shows it as text, even with --strict."""
     from mkdocs.exceptions import PluginError
 
     if "<p>|" in html:

@@ -1,6 +1,6 @@
 """A CUDA device for Triton that launches nothing. Binding, keys and compilation are Triton's own.
 
-It serves to measure the host time of a launch, and to test launches, on a machine without a GPU.
+It is for measuring the host time of a launch, and for testing launches, on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 TARGET = GPUTarget("cuda", 90, 32)
-LAUNCHED: list[tuple[str, tuple[int, ...], list[Any]]] = []  # kernel, grid, arguments; by RecordingDriver
+LAUNCHED: list[tuple[str, tuple[int, ...], list[Any]]] = []  # (kernel, grid, arguments), written by RecordingDriver
 
 
 class Driver:
@@ -29,7 +29,7 @@ class Driver:
     )
 
     def get_current_device(self) -> int:
-        return 99  # no real GPU, since kernels compiled here cannot run
+        return 99  # no real GPU has it, because kernels compiled here cannot run
 
     def get_current_stream(self, device: int) -> int:
         return 0

@@ -1,6 +1,6 @@
 """Lists everything that this machine lacks, before anything is installed, with the commands to run.
 
-It must run on any Python, to say that it is too old. So it has no f-strings and no annotations.
+It must run on any Python, to report an old one. So it has no f-strings and no annotations.
 """
 
 from __future__ import print_function
@@ -72,7 +72,7 @@ def missing():
     error = error_of([compiler, "--version"])
     if error is not None:
         yield "compiler", "a C++ compiler: %s; CXX=clang++, say, takes another" % error
-    elif has_headers and not mac:  # Apple's clang has OpenMP behind other flags
+    elif has_headers and not mac:  # Apple's clang needs other flags for OpenMP
         error = build_error(compiler, include)
         if error is not None:
             yield "compiler", "a C++ compiler with C++20 and OpenMP: %s says\n%s" % (compiler, error)

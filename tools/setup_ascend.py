@@ -1,6 +1,6 @@
 """Makes the environment of `make test-ascend`: setup_ascend.py FOLDER, run by the interpreter of the main environment.
 
-It holds triton-ascend and takes everything else, including torch, from the main environment, which comes later on
+It holds triton-ascend. Everything else, including torch, is from the main environment, which comes later on
 sys.path. If triton-ascend cannot be installed, it says so and exits with 75, which the Makefile treats as "skipped".
 torch_npu goes into FOLDER/torch_npu, which is not on sys.path; without it the tests of Inductor-Ascend are skipped.
 """
@@ -18,7 +18,7 @@ REQUIREMENTS = ROOT / "requirements-ascend.txt"
 TORCH_NPU = ROOT / "requirements-ascend-npu.txt"
 OURS = "made-by-make"  # a folder without it belongs to someone else
 SKIPPED = 75
-PYTHONS = ((3, 9), (3, 11))  # of triton-ascend's wheels
+PYTHONS = ((3, 9), (3, 11))  # the versions of triton-ascend's wheels
 
 
 def main() -> None:

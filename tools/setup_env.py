@@ -8,7 +8,7 @@ PYTHON           the interpreter to build on; if it has torch, that torch is use
 TORCH            a requirement for torch other than the one in requirements-dev.txt
 TORCH_INDEX_URL  a package index for torch: PyTorch's install page names one for each build
 
-and one for this call: XENT_OPS_BUILD_CPP=0 leaves the C++ extension as it is.
+and one for this call: XENT_OPS_BUILD_CPP=0 does not build the C++ extension.
 """
 
 import hashlib
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def digest(venv: Path) -> str:
-    """A hash of everything that an environment depends on; its path too, since a moved one does not work."""
+    """A hash of everything that an environment depends on; also its path, because a moved one does not work."""
     texts = [file.read_bytes() for file in (REQUIREMENTS, ROOT / "pyproject.toml", Path(__file__))]
     return hashlib.sha256(b"\0".join([*texts, bytes(ROOT), bytes(venv)])).hexdigest()
 
@@ -94,17 +94,17 @@ def install(venv: Path, base: str, torch: str, index: str) -> None:
     pins = [line for line in lines if line and re.split("[=;]", line)[0] not in there]
     if torch_there.partition("+")[0] != pinned_torch.removeprefix("torch=="):
         pins = [older(pin, triton_there) for pin in pins]
-    # The installed torch is a requirement too: else pip replaces it where a pin and torch do not agree.
+    # The installed torch is a requirement too. Otherwise pip replaces it if a pin and torch conflict.
     run(*pip, *pins, f"torch=={torch_there}")
     install_project(venv)
 
 
 def older(pin: str, triton: str) -> str:
-    """The pin, looser where it may not suit another torch than the pinned one."""
+    """The pin, loosened if it may not fit a torch other than the pinned one."""
     if pin.startswith("setuptools=="):
         return "setuptools>=77"  # as in pyproject.toml; torch 2.11 wants one below 82
     if pin.startswith("numpy==") and triton and version(triton) < (3, 7):
-        return re.sub("^[^;]*", "numpy<2.4", pin)  # Triton 3.6's interpreter makes scalars of arrays with an axis
+        return re.sub("^[^;]*", "numpy<2.4", pin)  # Triton 3.6's interpreter converts arrays with an axis to scalars
     return pin
 
 
@@ -121,8 +121,8 @@ def extension_is_current() -> bool:
 
 
 def install_project(venv: Path) -> None:
-    """Also builds the C++ extension; without dependencies, and with the environment's setuptools and torch, so that no
-    second torch is installed. Whoever works on it is told by an error what the C++ part lacks."""
+    """Install the project without dependencies, and build its C++ extension by the environment's setuptools and torch.
+    So no second torch is installed. If the C++ part lacks something, the build stops with an error."""
     os.environ["XENT_OPS_BUILD_CPP"] = os.environ.get("XENT_OPS_BUILD_CPP") or "1"
     run(*pip_of(venv), "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
 

@@ -1,7 +1,7 @@
 """Makes the environment of `make test-integrations`: setup_integrations.py FOLDER, run by that of the main environment.
 
-It holds the newest of each of PACKAGES and ALONE that the index has now. The rest comes from the main environment,
-which is later on sys.path: torch, and transformers, accelerate and peft at versions that go together.
+It holds the newest version of each of PACKAGES and ALONE in the index. All others come from the main environment, which
+is later on sys.path: torch, and transformers, accelerate and peft at versions that fit together.
 """
 
 import subprocess
@@ -9,9 +9,9 @@ import sys
 import sysconfig
 from pathlib import Path
 
-# That train with our loss, and what these need.
+# Packages that train with our loss, with their dependencies.
 PACKAGES = ("datasets", "deepspeed", "kernels", "lightning", "torchtitan", "trl")
-ALONE = ("verl",)  # without what it needs (an older transformers, ray), of which its recipe reads nothing
+ALONE = ("verl",)  # without its dependencies (an older transformers, ray): its recipe does not use them
 OURS = "made-by-make"  # a folder without it belongs to someone else
 
 

@@ -1,1 +1,1 @@
-"""Tables of docs/benchmarks.md that ``python -m xent_ops bench`` has not, on the same parts: python -m tools.bench"""
+"""python -m tools.bench: the other tables of docs/benchmarks.md, with the parts of ``python -m xent_ops bench``."""

@@ -1,4 +1,4 @@
-"""Head and loss as one in all forms, with other chunks and other packages' variants; and in an AOTInductor package."""
+"""All forms of head and loss as one operator, with other chunk sizes, other packages, and an AOTInductor package."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from xent_ops.bench.contestants import heads as common
 from xent_ops.bench.run import Setting, Table, head_tables
 
 ONE_PRODUCT = "one product"
-# Relative errors of gradients, in the 2-norm, and of the loss beside those of its dtype. docs/precision.md has those of
-# large heads; fewer features and classes make them larger.
+# Limits of relative errors: of gradients in the 2-norm, and of the loss in addition to the limit of its dtype. Heads
+# with few features and classes have larger errors than the large heads in docs/precision.md.
 IN_8_BITS = {"fp8": (5e-2, 3e-3), "fp8_gradients": (4e-2, 0.0)}
-AUTO_CHUNKS = (4, 8)  # 8 is what auto_chunker takes by itself; fewer are faster and need more memory
+AUTO_CHUNKS = (4, 8)  # auto_chunker's default is 8; fewer chunks are faster and need more memory
 AUTO_CHUNKER: dict[str, Any] = {
     "auto_chunker.enable": True,
-    # Above these thresholds alone it chunks. They ask for logits 8 times as large as the inputs of their product, which
-    # those of 16384 rows of Llama 3.2 1B are not.
+    # It chunks only above these thresholds. The defaults need logits 8 times as large as the inputs of their product.
+    # The logits of 16384 rows of Llama 3.2 1B are smaller than that.
     "auto_chunker.output_size_threshold": 0,
     "auto_chunker.amplify_ratio_threshold": 0,
-    # A step from a cache on disk does not tell whether it was chunked.
+    # A step from a cache on disk does not report whether it was chunked.
     "fx_graph_cache": False,
     "fx_graph_remote_cache": False,
 }
@@ -66,7 +66,7 @@ def forward(hidden: Tensor, matrix: Tensor, target: Tensor, **options: Any) -> O
 
 
 def outputs(hidden: Tensor, matrix: Tensor, target: Tensor, **options: Any) -> Tensor:
-    """Everything that one logs is computed, and the loss alone differentiated."""
+    """Computes all outputs for logging, and differentiates only the loss."""
     return xent_ops.linear_cross_entropy_outputs(hidden, matrix, target, **options).loss
 
 
@@ -75,13 +75,13 @@ def unfused_ours(hidden: Tensor, matrix: Tensor, target: Tensor) -> Tensor:
 
 
 def ours(dtype: torch.dtype, rows: int | None) -> list[Contestant]:
-    """With so many rows a chunk."""
+    """Our contestants with chunks of ``rows`` rows."""
     ways: list[tuple[str, Any, dict[str, Any]]] = [
         ("xent eager", linear, {}),
         ("xent outputs", outputs, {}),
         ("xent skipping", linear, {"skip_ignored": True}),
     ]
-    if dtype == torch.bfloat16:  # the others add up in float32 or wider by themselves
+    if dtype == torch.bfloat16:  # other dtypes always add up in float32 or wider
         ways.append(("xent float32 dW", linear, {"accumulate_dtype": torch.float32}))
     if dtype in (torch.bfloat16, torch.float16):
         ways.append(("xent float32 logits", linear, {"logits_dtype": torch.float32}))
@@ -113,7 +113,7 @@ def of_log_probs(hidden: Tensor, matrix: Tensor, target: Tensor, **options: Any)
 
 
 def invariant(arguments: argparse.Namespace, setting: Setting) -> tuple[list[Table], Sequence[Peer]]:
-    """The same bits in every batch: what it costs few rows and many."""
+    """The cost of batch_invariant with few rows and with many."""
     ways: list[tuple[str, Any, str]] = [
         ("xent", linear, THREE_PRODUCTS),
         ("xent log-probs", of_log_probs, THREE_PRODUCTS),
@@ -131,7 +131,7 @@ def invariant(arguments: argparse.Namespace, setting: Setting) -> tuple[list[Tab
 
 
 def was_chunked() -> str:
-    """Raises where Inductor left the graph as it is: that is another contestant."""
+    """Raise if Inductor did not chunk the graph, because that would be another contestant."""
     from torch._inductor import metrics
 
     if metrics.num_auto_chunking == 0:
@@ -149,7 +149,7 @@ def has_auto_chunker() -> bool:
 
 
 def liger_cute() -> Function:
-    """Of the architecture. LIGER_KERNEL_IMPL=cutedsl leads to the one of 10.0 alone, which raises on 9.0 (0.8.5)."""
+    """This architecture's function. LIGER_KERNEL_IMPL=cutedsl always selects that of 10.0; it fails on 9.0 (0.8.5)."""
     folder = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy"
     if torch.cuda.get_device_capability()[0] == 9:
         return imported(f"{folder}_sm90", "liger_fused_linear_cross_entropy_sm90")
@@ -168,7 +168,7 @@ PEERS = (
     *LINEAR_PEERS,
     CUTE,
     replace(QUACK, label="quack-kernels untuned", load=functools.partial(quack, False, tuned=False)),
-    # One chunk of all rows, and the pipeline without exponentials in its products.
+    # One chunk with all rows, and the pipeline without exponentials in its products.
     replace(QUACK, label="quack-kernels all logits", load=functools.partial(quack, True, use_scaled_exp=False)),
 )
 

@@ -1,4 +1,4 @@
-"""What an eager forward and backward costs the host."""
+"""The host's time for an eager forward and backward."""
 
 from __future__ import annotations
 

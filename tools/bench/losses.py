@@ -1,4 +1,4 @@
-"""The loss of given logits in all its forms, and steps from hidden states with what models compute before the loss."""
+"""All forms of the loss of logits, and steps from hidden states with the operations of models before the loss."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ ALL_OPTIONS = Options(weighted=True, label_smoothing=0.1, softcap=30.0, lse_squa
 
 
 def in_place(**options: Any) -> Function:
-    """A gradient is written over logits that are no leaf."""
+    """Our loss with its gradient written over the logits, which are no leaf."""
     loss = own(inplace_backward=True, **options)
     return lambda logits, target, weight: loss(produced(logits), target, weight)
 
 
 def with_grad(logits: Tensor, target: Tensor, weight: Tensor) -> Outputs:
-    """The operator itself, as a graph of one's own would call it."""
+    """The operator itself, as a user's own graph would call it."""
     scale = 1 / (target != IGNORE_INDEX).sum().to(torch.float32)
     loss, *_, grad = torch.ops.xent.cross_entropy_with_grad(logits.detach(), target, scale)
     return Outputs(loss.sum() * scale, (grad,))
@@ -61,7 +61,7 @@ def own_options(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
 
 
 def torch_options(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    """The same loss as ``own_options``, written as one writes it today."""
+    """The same loss as ``own_options``, written with torch's functions."""
     cap = ALL_OPTIONS.softcap
     assert cap is not None
     x = cap * torch.tanh(logits.float() / cap)
@@ -72,12 +72,12 @@ def torch_options(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
 
 
 def torch_loss_with_pass() -> Function:
-    """With a report of its own."""
+    """The pass, with a new report for this contestant."""
     return compiled(lambda: torch_loss_upcast, options=inductor.options(linear=False))()
 
 
 def any_rows(load: Callable[[], Function], **options: Any) -> Callable[[], Function]:
-    """Compiled for any number of rows."""
+    """Compile ``load()`` for any number of rows."""
 
     def load_compiled() -> Function:
         function = compiled(load, **options)()
@@ -135,12 +135,12 @@ def opaque_inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
 
 
 def step(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Function]:
-    """All logits, which are no input: a gradient may be written over them."""
+    """A step that computes all logits. They are no input, so a gradient may be written over them."""
     return lambda: lambda hidden, matrix, target: loss(hidden @ matrix.T, target)
 
 
 def steps(arguments: argparse.Namespace, setting: Setting) -> tuple[list[Table], Sequence[Peer]]:
-    """The opaque backward shows what it costs or saves that the compiled gradient is written over the logits."""
+    """Compiled steps. The opaque backward is the baseline for a compiled gradient written over the logits."""
     ours = step(xent_ops.cross_entropy)
     upcast = step(lambda logits, target: F.cross_entropy(logits.float(), target))
     written = functools.partial(xent_ops.cross_entropy, inplace_backward=True)
@@ -170,11 +170,11 @@ def gemma(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def by_rows(logits: Tensor, target: Tensor) -> Tensor:
-    """The mean of counted rows, by hand."""
+    """The mean over the rows that are not ignored, without F.cross_entropy's own mean."""
     return F.cross_entropy(logits / 1.25, target, reduction="none").sum() / (target != IGNORE_INDEX).sum()
 
 
-# A loss as a model writes it, and the options that say the same.
+# A loss as models write it, and the equivalent options.
 TAILS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Options]] = {
     "upcast": (lambda x, t: F.cross_entropy(x.float(), t), Options()),
     "nanochat": (lambda x, t: F.cross_entropy(15 * torch.tanh(x.float() / 15), t), Options(softcap=15.0)),
@@ -189,7 +189,7 @@ TAILS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Options]] = {
 
 
 def left(head: bool = False) -> str:
-    """What the pass was to replace, and a head that it was to take up, and did not."""
+    """The losses that the pass should have replaced but did not; with ``head``, also the heads."""
     notes = []
     for call in inductor.last_report().calls:
         if not call.replaced:
@@ -205,7 +205,7 @@ def tails(arguments: argparse.Namespace, setting: Setting) -> tuple[list[Table],
     for name, (loss, options) in TAILS.items():
         ours = functools.partial(xent_ops.cross_entropy, softcap=options.softcap, logit_scale=options.logit_scale)
         with_pass = compiled(step(loss), options=inductor.options(linear=False))
-        # Inductor may write a tail's intermediate values to memory, in bfloat16: slack.
+        # The slack is for Inductor, which may write a tail's intermediate values to memory in bfloat16.
         how: dict[str, Any] = {"against": THREE_PRODUCTS, "options": options, "slack": 4.0}
         known = [
             Contestant(THREE_PRODUCTS, "torch", lambda: products, unit=THREE_PRODUCTS),

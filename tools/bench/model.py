@@ -1,6 +1,6 @@
-"""Whole training steps, compiled, of a Llama of transformers: what the loss is worth in training.
+"""Whole compiled training steps of a Llama of transformers. They show the effect of the loss on training.
 
-Forward and backward to the gradients of all weights. The optimizer is left out, because it is the same for all.
+A step is the forward, and the backward to all weights' gradients. It has no optimizer, which would be the same for all.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from .heads import AUTO_CHUNKER, IN_8_BITS, has_auto_chunker, unfused_ours, was_
 from .losses import left
 
 BODY, LINEAR = "body alone", "xent linear"
-# Logits that the eager step holds at a time, about five copies of them in float32: 256 MiB each. All at once they would
-# need more than the step that is measured, 134 GB for 65536 tokens and 128256 classes.
+# Logits that the eager step holds at a time, in about five float32 copies of 256 MiB each. All logits at once would
+# need more memory than the measured step: 134 GB for 65536 tokens and 128256 classes.
 CHUNK = 1 << 26
 # Llama 3.2 1B with a head of its own; a tiny one.
 DEFAULTS = {
@@ -53,7 +53,7 @@ KEYS = tuple(DEFAULTS["cuda"])
 
 
 def sizes(text: str) -> dict[str, int]:
-    """What is named; the defaults of the others depend on the device."""
+    """The sizes in ``text``. The defaults of the others depend on the device."""
     found = {}
     for part in filter(None, map(str.strip, text.split(","))):
         match = re.fullmatch(r"(\w+)=0*([1-9]\d*)", part)
@@ -81,7 +81,7 @@ def llama(size: dict[str, int]) -> Any:
 class Step(Problem):
     """Random tokens. The targets are the next tokens, and the last position of each sequence is ignored.
 
-    ``ignored``: the fraction of positions, these and others here and there, that are ignored; None for these alone.
+    ``ignored``: the fraction of ignored positions, the last ones and random ones; None ignores only the last ones.
     A contestant is a function of (model, tokens (B, S), targets) that returns the loss.
     """
 
@@ -103,7 +103,7 @@ class Step(Problem):
         self.targets = (following.flatten(),) * 2
         self.target = self.targets[0].clone()
         self.head = self.model.lm_head.weight
-        self.early = self.model.model.layers[0].self_attn.q_proj.weight  # all of the backward lies before it
+        self.early = self.model.model.layers[0].self_attn.q_proj.weight  # its gradient needs the whole backward
         checked = (self.head, self.early)
         others = (weight for weight in self.model.parameters() if not any(weight is other for other in checked))
         self.parameters = (*checked, *others)
@@ -133,15 +133,15 @@ class Step(Problem):
     def check(self, outputs: Outputs, contestant: Contestant) -> check.Verdict:
         """The loss, and in the 2-norm the gradients of the head and of an early weight, beside the plain eager step's.
 
-        Not float64's: the body's own rounding, which is the same for all, would be all that is seen. A compiled body
+        A comparison with float64 would show only the body's own rounding, which is the same for all. A compiled body
         rounds less often than an eager one, and the noise grows with the layers: in bfloat16 these gradients differed
         by 0.7 % with 2 layers of 64 and by 1.1 % with 8 of 256, and float64 was as far from either. The tolerance is
-        about four times that: four roundings, and more with depth. The loss is a mean of rows whose noise is
-        independent; its tolerance is that of one rounding of a row's loss (36 times the noise that was seen with 128
-        rows), and four roundings to the dtype that it is returned in.
+        about four times that: four roundings, and more with depth. The loss is a mean over rows with independent noise.
+        Its tolerance is one rounding of a row's loss (36 times the noise that was seen with 128 rows), and four
+        roundings to the dtype of the returned loss.
         """
         depth = math.sqrt(1 + self.layers / 8)
-        limit = depth * max(check.tolerance(self.dtype), 1e-4)  # float32: the products' own rounding, seen through exp
+        limit = depth * max(check.tolerance(self.dtype), 1e-4)  # 1e-4 for float32: exp enlarges the products' rounding
         loss_limit = max(depth * torch.finfo(self.dtype).eps / math.sqrt(self.shape.rows), 3e-5)
         loss_limit += 4 * torch.finfo(outputs.loss.dtype).eps
         if contestant.in_8_bits is not None:
@@ -158,7 +158,7 @@ class Step(Problem):
         return check.Verdict(errors, limits)
 
     def expected(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The eager step on float32 logits, the loss by chunks of rows, which add up in float32."""
+        """The eager step on float32 logits. The loss runs by chunks of rows, and sums in float32."""
         if self._expected is not None:
             return self._expected
         self.restore()
@@ -182,12 +182,12 @@ class Step(Problem):
 
 
 def body(model: Any) -> Callable[[Tensor], Tensor]:
-    """Hidden states of rows."""
+    """The model's body: tokens to the hidden states of rows."""
     return lambda tokens: model.model(input_ids=tokens, use_cache=False).last_hidden_state.flatten(0, 1)
 
 
 def whole(loss: Function, **options: Any) -> Callable[[], Function]:
-    """Body, head and loss are compiled as one."""
+    """Compile body, head and loss together."""
 
     def of_model(model: Any) -> Callable[[Tensor, Tensor], Tensor]:
         hidden, matrix = body(model), model.lm_head.weight
@@ -202,7 +202,7 @@ def whole(loss: Function, **options: Any) -> Callable[[], Function]:
 
 
 def after_body(load: Callable[[], Function]) -> Callable[[], Function]:
-    """The body is compiled, and the loss called after it: it cannot be compiled in."""
+    """Compile the body, and call the loss after it, because the loss cannot be compiled with it."""
 
     def of_model(model: Any) -> Callable[[Tensor, Tensor], Tensor]:
         loss, hidden = load(), compiled(lambda: body(model))()
@@ -220,13 +220,13 @@ def by_transformers(with_xent: bool, compile_it: bool) -> Callable[[], Function]
         with torch.device("meta"):
             twin = type(model)(model.config).train()
         twin.load_state_dict(model.state_dict(keep_vars=True), assign=True)  # the same parameters
-        twin.model.rotary_emb = model.model.rotary_emb  # whose buffers are not in the state
+        twin.model.rotary_emb = model.model.rotary_emb  # its buffers are not in the state
         if with_xent:
             use_xent(twin)
         call = torch.compile(twin) if compile_it else twin
 
         def step(tokens: Tensor, target: Tensor) -> Tensor:
-            labels = target.view(tokens.shape).roll(1, 1)  # which the model shifts back
+            labels = target.view(tokens.shape).roll(1, 1)  # the model shifts them back
             value: Tensor = call(input_ids=tokens, labels=labels).loss
             return value
 
@@ -239,7 +239,7 @@ def no_head(hidden: Tensor, matrix: Tensor, target: Tensor) -> Tensor:
     return hidden.float().mean()
 
 
-# Without those of CUTLASS: quack-kernels tunes its products in the first call, for minutes.
+# Peers that need CUTLASS are excluded: quack-kernels tunes its products in the first call, for minutes.
 PEERS = tuple(peer for peer in LINEAR_PEERS if not peer.also)
 
 
@@ -264,14 +264,14 @@ def steps(dtype: torch.dtype) -> list[Contestant]:
         for how in ("compiled", "eager"):
             found.append(Contestant(f"{name} {how}", kind, by_transformers(with_xent, how == "compiled")))
     if has_auto_chunker():
-        # By itself it takes the product that makes most of its inputs: the head.
+        # By default it chunks the product whose output is largest against its inputs: the head.
         chunked = whole(unfused_torch, options=AUTO_CHUNKER)
         found.append(Contestant("auto_chunker", "torch", chunked, confirm=was_chunked))
     return found + [replace(peer, load=after_body(peer.load)) for peer in installed(PEERS, "")]
 
 
 def finish(rows: int, results: list[Result]) -> None:
-    """Tokens a second, and the time of head and loss, which is a difference of two steps."""
+    """Add the tokens a second, and the time of head and loss, which is the difference of two steps."""
     of_body = next((result.ms for result in results if result.variant == BODY), None)
     for result in results:
         if result.ms:

@@ -4,9 +4,9 @@
     python -m torch.distributed.run --nproc-per-node 2 -m tools.bench ranks-heads --hidden 4096
     python -m tools.bench ranks --alone 8      # one process: a rank of 8, whose group sends nothing
 
-Rank 0 prints. A sample is a row of calls that all ranks begin together. The unit of heads is what no way can do
-without: the three products of this rank's classes, one all-reduce of the input's gradient, one all-gather of 12 bytes
-a row.
+Rank 0 prints. A sample is a row of calls that all ranks begin together. The unit of heads is the work that every way
+needs: the three products of this rank's classes, one all-reduce of the input's gradient, one all-gather of 12 bytes a
+row.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from xent_ops.distributed.parts import share_of_rank
 from xent_ops.head.sizes import rows_of_chunk
 
 NECESSARY = "products and collectives"
-TOLERANCE = 2e-2  # of bfloat16 gradients, relative in the 2-norm
+TOLERANCE = 2e-2  # for bfloat16 gradients, relative in the 2-norm
 Found = tuple[list[run.Table], Sequence[Peer]]
 
 
 class Clock(timing.Clock):
-    """A row of calls, so that the host runs ahead of the device if it can, begun together by all ranks."""
+    """Times a row of calls that all ranks begin together. The host can run ahead of the device."""
 
     def __init__(self, device: torch.device, row: bool = True) -> None:
         super().__init__(device, row=True)
@@ -77,7 +77,7 @@ def main(arguments: argparse.Namespace) -> int:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         status = run.run(arguments, arguments.tables, Clock)
-    # It waits for ever for a CUDA graph that holds NCCL's communicator: none may be left.
+    # destroy_process_group waits forever for a CUDA graph that holds NCCL's communicator. So no graph may be left.
     torch.compiler.reset()
     timing.collect(torch.device(arguments.device or "cpu"))
     dist.destroy_process_group()
@@ -85,7 +85,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 class Split(Problem):
-    """The same tensors on every rank, of which each takes its classes. What one rank cannot do, none is timed at."""
+    """All ranks have the same tensors, and each uses its classes. A contestant that fails on one rank is not timed."""
 
     def classes(self) -> slice:
         start, size = share_of_rank(self.shape.classes, dist.get_rank(), dist.get_world_size())
@@ -103,7 +103,7 @@ class Split(Problem):
         return step
 
     def verdict(self, outputs: Outputs, *expected: Tensor) -> check.Verdict:
-        """The worst of all ranks, of the loss and both gradients."""
+        """The largest errors over all ranks, of the loss and the gradients."""
         errors = [check.worst((outputs.loss.double() - expected[0]).abs() / expected[0].abs())]
         for grad, wanted in zip(outputs.grads, expected[1:], strict=True):
             errors.append(check.worst(check.relative_error(grad, wanted)))
@@ -169,7 +169,7 @@ def of_a_dtensor(classes: int) -> Function:
 
 
 def losses(arguments: argparse.Namespace, setting: run.Setting) -> Found:
-    """What part of a step is the host's is seen in CUDA graphs, and without autograd's own thread."""
+    """Steps of the loss. CUDA graphs, and steps without autograd's own thread, show the host's part of the time."""
     alone = arguments.alone is not None
 
     def known(shape: Shape) -> list[Contestant]:
@@ -222,7 +222,7 @@ def split_loss(classes: int, chunk_rows: int | None = None, **options: Any) -> F
 
 
 def on_a_sequence(load: Callable[[], Function]) -> Callable[[], Function]:
-    """The hidden states of this rank's part of the rows alone."""
+    """Call the loss with the hidden states of this rank's part of the rows."""
 
     def load_it() -> Function:
         loss, kept = load(), list[Tensor]()
@@ -239,7 +239,7 @@ def on_a_sequence(load: Callable[[], Function]) -> Callable[[], Function]:
 
 
 def all_logits(classes: int) -> Function:
-    """All local logits; compiled. The all-reduce that a tensor-parallel layer does follows the backward."""
+    """A compiled step with all local logits. After the backward comes the all-reduce of a tensor-parallel layer."""
     loss = compiled(lambda: lambda x, w, t: vocab_parallel_cross_entropy(F.linear(x, w), t, num_classes=classes))()
 
     def step(hidden: Tensor, part: Tensor, target: Tensor) -> Outputs:
@@ -266,7 +266,7 @@ def of_loss_parallel(classes: int) -> Function:
 
 
 def units(chunk_rows: int | None) -> list[Contestant]:
-    """What a step cannot do without, together and by its parts."""
+    """The work that every step needs, together and by parts."""
 
     def reduce(hidden: Tensor) -> None:
         dist.all_reduce(torch.zeros_like(hidden))
@@ -301,7 +301,7 @@ def units(chunk_rows: int | None) -> list[Contestant]:
 
 
 def heads(arguments: argparse.Namespace, setting: run.Setting) -> Found:
-    """All with the first size of chunks, ours with the others too."""
+    """All contestants with the first chunk size; ours also with the other sizes."""
 
     def known(classes: int) -> list[Contestant]:
         first, *others = arguments.chunk_rows or [None]

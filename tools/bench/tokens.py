@@ -35,13 +35,13 @@ Found = tuple[list[Table], Sequence[Peer]]
 
 
 def clip(stats: Stats, old: Tensor, factor: Tensor) -> Tensor:
-    """GRPO without a bonus, as Liger-Kernel has it; the factors are advantages."""
+    """GRPO without a bonus, as in Liger-Kernel. The factors are advantages."""
     ratio = (stats.log_probs - old).exp()
     return -torch.minimum(ratio * factor, ratio.clamp(0.8, 1.2) * factor)
 
 
 def grpo(stats: Stats, old: Tensor, factor: Tensor) -> Tensor:
-    """With an entropy bonus."""
+    """GRPO with an entropy bonus."""
     return clip(stats, old, factor) - 0.01 * stats.entropy
 
 
@@ -51,7 +51,7 @@ def weights(stats: Stats, old: Tensor, factor: Tensor) -> Tensor:
 
 
 LOSSES = {"grpo": grpo, "clip": clip, "weights": weights}
-SEQUENCE = 1024  # tokens that share an advantage, where so many divide the rows; else all do
+SEQUENCE = 1024  # tokens that share an advantage, if it divides the number of rows; otherwise all tokens do
 
 
 def sequence(rows: int) -> int:
@@ -73,7 +73,7 @@ def stats_of(logits: Tensor, target: Tensor) -> Stats:
     return Stats(log_probs.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1), entropy, lse)
 
 
-# What follows takes (hidden, matrix, target, old, factor): old log-probabilities and factors of tokens.
+# The next functions take (hidden, matrix, target, old, factor): old log-probabilities and factors of tokens.
 
 
 def by_function(fn: Any, hidden: Tensor, matrix: Tensor, target: Tensor, *rows: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def in_torch(fn: Any, hidden: Tensor, matrix: Tensor, target: Tensor, *rows: Ten
 
 
 def liger_grpo() -> Function:
-    """Its GRPO of sequences, with the mean over tokens ("bnpo"): it takes (sequences, tokens, H)."""
+    """Liger-Kernel's GRPO of sequences, with the mean over tokens ("bnpo"). Its input is (sequences, tokens, H)."""
     kind = imported("liger_kernel.chunked_loss", "LigerFusedLinearGRPOLoss")
     loss = kind(beta=0.0, loss_type="bnpo", use_ref_model=False)
 
@@ -109,16 +109,16 @@ def liger_grpo() -> Function:
 
 
 class Tokens(Head):
-    """Ratios of new to old probabilities are between .9 and 1.1: none is at a bound, where rounding would decide."""
+    """Ratios of new to old probabilities are between .9 and 1.1. At a bound rounding would decide, so none is there."""
 
-    # The relative error of a ratio is the absolute one of a logit. The loss is about one, where cross entropy is eight.
+    # The relative error of a ratio is the absolute error of a logit. The loss is about one, and cross entropy eight.
     slack, loss_slack = 2.0, 8.0
 
     def __init__(self, loss: str, shape: Shape, dtype: torch.dtype, device: torch.device, *given: Any) -> None:
         super().__init__(shape, dtype, device, *given)
         self.fn = LOSSES[loss]
         self.factor = torch.rand(shape.rows, generator=self.generator, device=device) + 0.5
-        if loss == "clip":  # of a sequence each
+        if loss == "clip":  # one factor for each sequence
             length = sequence(shape.rows)
             self.factor = self.factor.view(-1, length)[:, :1].expand(-1, length).flatten()
         noise = torch.rand(shape.rows, generator=self.generator, device=device) * 0.18 - 0.09
@@ -149,7 +149,7 @@ class Tokens(Head):
 
 
 def both(name: str, load: Callable[[], Function]) -> list[Contestant]:
-    """Eager and compiled."""
+    """The contestant eager and compiled."""
     return [
         Contestant(f"{name} eager", "ours", load, THREE_PRODUCTS),
         Contestant(f"{name} compiled", "ours", compiled(load), THREE_PRODUCTS),
@@ -184,12 +184,12 @@ def tokens(arguments: argparse.Namespace, setting: Setting) -> Found:
     return head_tables(arguments.shapes, arguments.hidden, known, setting, make), peers
 
 
-# A teacher's most probable classes and what they leave over, as one more class: (hidden, matrix, target, ids, probs).
+# A teacher's most probable classes, and all others as one more class: (hidden, matrix, target, ids, probs).
 CLASSES = 64
 
 
 def of_top(log_q: Tensor, probs: Tensor) -> Tensor:
-    """Of log-probabilities of the ids, (..., K)."""
+    """The loss of the log-probabilities of the ids, (..., K)."""
     left = torch.log((1 - log_q.exp().sum(-1)).clamp(min=torch.finfo(log_q.dtype).eps))
     return -(probs * log_q).sum(-1) - (1 - probs.sum(-1)) * left
 
@@ -219,13 +219,13 @@ def of_top_classes() -> list[Contestant]:
 class TopClasses(Head):
     """The named classes have 0.9 of the teacher's probability, in falling shares; the target is the first of them."""
 
-    slack = 2.0  # the probability that is left over has the error of all logits
+    slack = 2.0  # the probability of all other classes has the error of all logits
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, *given: Any) -> None:
         super().__init__(shape, dtype, device, *given)
         shares = torch.rand(shape.rows, CLASSES, generator=self.generator, device=device).sort(descending=True).values
         self.probs = 0.9 * shares / shares.sum(-1, keepdim=True)
-        # A step through all classes, so that no two of a row are equal.
+        # Steps through all classes, so that the ids of a row differ.
         self.steps = torch.arange(CLASSES, device=device) * max(shape.classes // CLASSES, 1)
         self.ids = self._ids()
 
@@ -266,7 +266,7 @@ def distilled_logits(hidden: Tensor, matrix: Tensor, target: Tensor, *teacher: T
 
 
 def divergences(logits: Tensor, teacher_logits: Tensor, beta: float) -> Tensor:
-    """Of rows, as TRL's generalized_jsd_loss."""
+    """The divergence of each row, as in TRL's generalized_jsd_loss."""
     log_s, log_t = logits.log_softmax(-1), teacher_logits.log_softmax(-1)
 
     def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -285,7 +285,7 @@ def distilled_in_torch(hidden: Tensor, matrix: Tensor, target: Tensor, *teacher:
 
 
 def liger_jsd(beta: float) -> Function:
-    """A Function in eager, which compiles its chunks."""
+    """Liger-Kernel's Function, called eagerly. It compiles its chunks itself."""
     loss = imported("liger_kernel.chunked_loss", "LigerFusedLinearJSDLoss")(0.0, 1.0, beta)
     return lambda hidden, matrix, target, *teacher: loss(hidden, matrix, *teacher, target, None, None)
 
@@ -304,7 +304,7 @@ def of_teacher(beta: float, peers: Sequence[Peer]) -> list[Contestant]:
 
 
 class Distillation(Head):
-    """Student and teacher know nothing of each other. The loss is about one, where cross entropy is eight."""
+    """Student and teacher are independent. The loss is about one; cross entropy is about eight."""
 
     slack, loss_slack = 2.0, 8.0
 

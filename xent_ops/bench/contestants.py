@@ -180,7 +180,7 @@ class Peer:
     distributions: tuple[str, ...]  # names to look up its version; the first is the name shown
     module: str
     load: Callable[[], Function]
-    label: str = ""  # the name shown, where a distribution has several losses
+    label: str = ""  # the name shown, if a distribution has several losses
     also: tuple[tuple[str, str], ...] = ()  # (distribution, module) of its other imports
 
     @property

@@ -1,4 +1,4 @@
-"""Distillation where each rank holds some rows of the student's head and of the teacher's.
+"""Distillation where each rank holds some rows of the student's head and of the teacher's head.
 
 This is the loop of pipelined.py with two heads. One all-gather sends a chunk's statistics of both heads while the next
 chunk's products run. With beta between 0 and 1 the mixture is known only after the join: a second all-gather sends two

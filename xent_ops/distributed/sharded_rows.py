@@ -19,11 +19,11 @@ _ops = torch.ops.xent
 
 def sharded_rows(
     input: Tensor,  # (..., H) of this rank
-    target: Tensor,  # of all rows
+    target: Tensor,  # all rows
     head: HeadSlice,
     ranks: Ranks,
     loss: LossOptions,
-    gathered_input: Tensor | None = None,  # (ranks, *input.shape) where the inputs of all ranks are wanted
+    gathered_input: Tensor | None = None,  # (ranks, *input.shape), with sequence_parallel
     sum_grad_input: bool = True,
     with_entropy: bool = False,
 ) -> tuple[RowValues, Tensor]:

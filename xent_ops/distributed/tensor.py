@@ -96,7 +96,7 @@ def owners(*pairs: tuple[Tensor | None, Tensor | None]) -> tuple[DTensor, ...]:
 class DTensorFunction(torch.autograd.Function):
     """The node of function.py from DTensor to DTensor.
 
-    ``to_local`` and ``from_local`` would be nodes of their own, which cost the host more than the loss itself
+    ``to_local`` and ``from_local`` would be separate nodes. They would cost the host more than the loss itself
     (docs/lab/2026-11-host-time.md). So this node creates the DTensors. The gradient has the layout of the logits.
     """
 

@@ -98,7 +98,7 @@ def enable(*, linear: bool | str = "auto", products: HeadProducts | None = None)
 
 
 def disable() -> None:
-    """Undo ``enable()``. Other passes stay, even those that were set after it, and so does the report.
+    """Undo ``enable()``. The report and other passes stay, even passes that were set after it.
 
     Examples:
         >>> xent_ops.inductor.enable(linear=False)

@@ -1,1 +1,1 @@
-"""Our loss inside models and trainers of other packages. Nothing here is imported by ``import xent_ops``."""
+"""Our loss inside models and trainers of other packages. ``import xent_ops`` imports nothing from here."""

@@ -1,4 +1,4 @@
-"""What a language model's head multiplies by: the weight of an nn.Linear, with the LoRA adapters of peft on it."""
+"""The operands of a language model's head: the weight of an nn.Linear, also with the LoRA adapters of peft on it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..ops.message_values import repr_for_message
 
 
 def product(head: Any, hidden: Tensor, upcast: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(input, weight, bias) whose product is ``head(hidden)``; raises where the head is none that can be taken.
+    """(input, weight, bias) whose product is ``head(hidden)``. Raises TypeError if the head is not supported.
 
-    Called inside the head's forward, where FSDP has gathered the weight and the caller's autocast is on.
+    Call it inside the head's forward, because there FSDP has gathered the weight and the caller's autocast is on.
 
     Args:
-        upcast: what ``upcasts(head)`` has found; the product is then that of the operands in float32.
+        upcast: the result of ``upcasts(head)``; if True, the product is that of the operands in float32.
     """
     if _of_peft(head, "ModulesToSaveWrapper"):
         return product(_active_copy(head), hidden)
@@ -41,14 +41,14 @@ def product(head: Any, hidden: Tensor, upcast: bool = False) -> tuple[Tensor, Te
             bias = bias + (up.bias * scaling).to(bias.dtype)
     if len(inputs) == 1:
         return hidden, base.weight, bias
-    # W + s B A, as columns beside W: a sum in bfloat16 would round the delta to W's last bit, and lose a small one.
+    # W + s B A, as further columns of W. A sum in bfloat16 would round the delta to W's last bit, and lose a small one.
     return torch.cat(inputs, -1), torch.cat(weights, 1), bias
 
 
 def upcasts(head: Any) -> bool:
-    """Is the forward one of its own that multiplies 16-bit operands in float32, F.linear(x.float(), weight.float())?
+    """Has the head its own forward that multiplies 16-bit operands in float32, F.linear(x.float(), weight.float())?
 
-    Seen by a call of it with four random rows: logits that were rounded to 16 bits differ.
+    A call with four random rows decides: logits that were rounded to 16 bits differ.
     """
     if not isinstance(head, nn.Linear) or type(head).forward is nn.Linear.forward:
         return False
@@ -62,7 +62,7 @@ def upcasts(head: Any) -> bool:
 
 
 def refuse_partitioned(head: nn.Module) -> None:
-    """Weights of DeepSpeed's ZeRO-3, which marks its parameters: its hooks hang on what the head returns."""
+    """Raise TypeError for weights of DeepSpeed's ZeRO-3 (it marks its parameters): its hooks use the head's output."""
     if any(hasattr(parameter, "ds_id") for parameter in head.parameters()):
         raise TypeError(
             "the head's weight is partitioned by DeepSpeed's ZeRO-3, which gathers it for what the head returns alone, "
@@ -71,14 +71,14 @@ def refuse_partitioned(head: nn.Module) -> None:
 
 
 def adapters(head: Any) -> list[str]:
-    """The names of the LoRA adapters that count now."""
+    """The names of the active LoRA adapters."""
     return _active_adapters(head) if _of_peft(head, "lora.layer.Linear") else []
 
 
 def hooks_after(head: nn.Module, before: int, behind: int) -> str | None:
-    """The name of a hook that the head got after the two of these numbers: it may change what they hide from it.
+    """The name of a hook registered on the head after our two hooks: it would see an empty input.
 
-    Not those of torch.distributed, which gather the weight for FSDP.
+    Hooks of torch.distributed do not count: they gather the weight for FSDP.
     """
     for hooks, ours in ((head._forward_pre_hooks, before), (head._forward_hooks, behind)):
         for number, hook in hooks.items():
@@ -101,13 +101,13 @@ def _active_copy(head: Any) -> Any:
 
 
 def _of_peft(head: Any, name: str) -> bool:
-    kind = type(head)  # by name, since peft need not be installed
+    kind = type(head)  # by name, because peft may not be installed
     return kind.__module__.startswith("peft.") and f"{kind.__module__}.{kind.__qualname__}".endswith(f".{name}")
 
 
 def _check_linear(head: Any, upcast: bool = False) -> None:
     kind = f"{type(head).__module__}.{type(head).__qualname__}"
-    # FSDP2's subclass of nn.Linear keeps it
+    # FSDP2's subclass of nn.Linear keeps this forward.
     if getattr(type(head), "forward", None) is not nn.Linear.forward and not upcast:
         raise TypeError(
             f"the head is a {kind}; expected torch.nn.Linear, plain or with peft's LoRA on it, or a subclass that "

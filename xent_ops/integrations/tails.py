@@ -1,4 +1,4 @@
-"""What a model of transformers does to its logits between the head and the loss, seen by running it."""
+"""Finds the operations on logits between the head and the loss of a model of transformers, by running the model."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from ..kernels.options import Activation
 from . import heads
 
-# Where configurations of transformers 5.23 say what their model does: cap, factor, divisor.
+# The fields in configurations of transformers 5.23 for a cap, a factor or a divisor of the logits.
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 _DIVISORS = ("logits_scaling",)
 
 
 def candidates(config: Any) -> list[Activation]:
-    """The tails that the configuration may speak of; whether one is right is for ``find`` to see."""
+    """The tails that the configuration may mean. ``find`` checks which of them is right."""
     config = config.get_text_config()
 
     def values(names: tuple[str, ...]) -> list[float]:
@@ -32,8 +32,8 @@ def candidates(config: Any) -> list[Activation]:
 def find(model: Any, head: nn.Module, upcast: bool = False) -> Activation:
     """The tail of a model and its head; ``upcast`` as for ``heads.product``.
 
-    Two forwards of four tokens in evaluation mode. In the first a ramp takes the place of the head's output; in the
-    second nothing does, since no logits are there in training either: a model that reads them beside its loss shows.
+    It runs two forwards of four tokens in evaluation mode. The first replaces the head's output by a ramp, the second
+    by an empty tensor, as in training. If the two losses differ, the model reads its logits beside the loss.
     """
     name = type(model).__name__
     ramped, loss = _run(model, head, upcast, ramp=True)
@@ -58,18 +58,18 @@ def find(model: Any, head: nn.Module, upcast: bool = False) -> Activation:
 
 
 def with_temperature(tail: Activation, temperature: float) -> Activation:
-    """The tail, and then a division: cap tanh(s z / cap) / T."""
+    """The tail, then a division by the temperature: cap tanh(s z / cap) / T."""
     cap, scale = tail
     return Activation(None if cap is None else cap / temperature, scale / temperature)
 
 
 def _ramp(logits: Tensor) -> Tensor:
-    """(V,), far beyond any softcap: the logits of a model that nobody trained are too small to show one."""
+    """(V,), far beyond any softcap. The logits of an untrained model are too small to show a softcap."""
     return torch.linspace(-200.0, 200.0, logits.shape[-1], device=logits.device)
 
 
 def _run(model: Any, head: nn.Module, upcast: bool, *, ramp: bool) -> tuple[Tensor, Tensor]:
-    """(the logits that loss_function is given, the loss that the model returns), where loss_function returns 0."""
+    """(the logits that loss_function gets, the loss that the model returns), while loss_function returns 0."""
     name = type(model).__name__
     ids = torch.arange(4, device=model.get_input_embeddings().weight.device)[None]
     heads_seen: list[Tensor] = []

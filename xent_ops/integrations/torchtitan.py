@@ -20,7 +20,7 @@ from ..linear import linear_cross_entropy
 
 
 def _of_logits(pred: Tensor, labels: Tensor, *, global_vocab_size: int | None = None) -> Tensor:
-    """As torchtitan's ``cross_entropy_loss``: pred (B, S, V), with loss parallelism this rank's classes of it."""
+    """Like torchtitan's ``cross_entropy_loss``: pred (B, S, V); with loss parallelism, this rank's classes of it."""
     options: dict[str, Any] = {"reduction": "sum", "ignore_index": titan.IGNORE_INDEX}
     if isinstance(pred, DTensor) and not isinstance(labels, DTensor):
         if pred.placements != (Shard(pred.ndim - 1),):
@@ -41,8 +41,8 @@ def _of_logits(pred: Tensor, labels: Tensor, *, global_vocab_size: int | None = 
 class XentCrossEntropyLoss(titan.CrossEntropyLoss):  # type: ignore[misc, unused-ignore]
     """The sum of the losses of logits over ``global_valid_tokens``, without a float32 copy of the logits.
 
-    Takes the place of torchtitan's ``CrossEntropyLoss``: by itself or as ``loss_fn`` of ``ChunkedLossWrapper``, with
-    loss parallelism and without.
+    It replaces torchtitan's ``CrossEntropyLoss``, alone or as ``loss_fn`` of ``ChunkedLossWrapper``, with or without
+    loss parallelism.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -58,13 +58,13 @@ class XentCrossEntropyLoss(titan.CrossEntropyLoss):  # type: ignore[misc, unused
 class XentLinearLoss(titan.ChunkedLossWrapper):  # type: ignore[misc, unused-ignore]
     """The sum of the losses of hidden states over ``global_valid_tokens``: the head and the loss as one operator.
 
-    Takes the place of torchtitan's ``ChunkedLossWrapper`` around a ``CrossEntropyLoss``. The trainer gives it the head,
+    It replaces torchtitan's ``ChunkedLossWrapper`` around a ``CrossEntropyLoss``. The trainer passes the head to it,
     and the decoder returns hidden states. The head's forward becomes the head and the loss, so that FSDP's hooks gather
-    the weight for it once. A head whose classes are split over tensor-parallel ranks stays split. ``num_chunks`` has no
-    meaning here: ``chunk_rows`` is chosen by the operator.
+    the weight for it once. A head whose classes are split over tensor-parallel ranks stays split. ``num_chunks`` is
+    ignored: the operator chooses ``chunk_rows``.
 
     Raises:
-        ValueError: the head is split by the backend "spmd_types", or by parallelize_module (give
+        ValueError: the backend "spmd_types" or parallelize_module splits the head (then pass
             ``XentCrossEntropyLoss`` to ``ChunkedLossWrapper``); or ``loss_fn`` is no CrossEntropyLoss.
     """
 
@@ -88,7 +88,7 @@ class XentLinearLoss(titan.ChunkedLossWrapper):  # type: ignore[misc, unused-ign
     def __call__(
         self, pred: Tensor, labels: Tensor, global_valid_tokens: Tensor | None = None, **loss_inputs: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """pred (B, S, H), labels (B, S). ``loss_inputs``, such as positions, are not read, as by CrossEntropyLoss."""
+        """pred (B, S, H), labels (B, S). Like CrossEntropyLoss it ignores ``loss_inputs``, such as positions."""
         split = isinstance(self.lm_head.weight, DTensor)
         if (not split and spmd_mesh_size("tp") > 1) or (split and _expects_logits(self.lm_head)):
             raise ValueError(
@@ -99,7 +99,7 @@ class XentLinearLoss(titan.ChunkedLossWrapper):  # type: ignore[misc, unused-ign
 
 
 def _expects_logits(lm_head: nn.Module) -> bool:
-    """Has parallelize_module put hooks on it that place its output?"""
+    """Has parallelize_module added hooks to the head that place its output?"""
     hooks = lm_head._forward_hooks.values()
     return any(getattr(hook, "__module__", "").startswith("torch.distributed.tensor") for hook in hooks)
 

@@ -1,8 +1,8 @@
 """``use_xent(model)``: a causal language model of transformers computes its training loss without its logits.
 
-The model's own forward runs. Hooks on the head keep what it is given and hand zero rows on; the loss is computed inside
-the head's call, where FSDP has gathered the weight, and ``model.loss_function`` returns it. So whatever else the model
-adds to its loss, Mixtral's auxiliary loss for example, stays.
+The model's own forward runs. Hooks on the head keep the head's input and pass an empty one on. The head's call computes
+the loss, because there FSDP has gathered the weight, and ``model.loss_function`` returns it. So other terms that the
+model adds to its loss stay, for example Mixtral's auxiliary loss.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from . import heads, tails
 
 
 class Report(NamedTuple):
-    """What ``use_xent`` replaced, and what it did not; ``str`` of it is one line each."""
+    """The parts that ``use_xent`` replaced, and the others. ``str`` of it has one line for each."""
 
     model: str
     head: str
@@ -66,39 +66,39 @@ def use_xent(
 ) -> Report:
     """Make ``model`` compute its loss by ``xent_ops.linear_cross_entropy`` in training, eager and compiled.
 
-    A call with labels in training mode returns its loss and no logits: ``output.logits`` is None, and zero rows where
-    the model returns a tuple. The loss and its gradients are those of the untouched model, with its
-    ``num_items_in_batch``, ``ignore_index`` and ``shift_labels``, its softcap and logit scale, a tied head, and LoRA
-    adapters of peft on the head. ``remove_xent(model)`` undoes it.
+    A call with labels in training mode returns its loss and no logits: ``output.logits`` is None, or empty if the
+    model returns a tuple. The loss and its gradients equal those of the original model. ``num_items_in_batch``,
+    ``ignore_index``, ``shift_labels``, softcap, logit scale, a tied head, and LoRA adapters of peft on the head are
+    supported. ``remove_xent(model)`` undoes it.
 
-    Call it with the weights in place, before torch.compile and DDP, and after peft has put adapters on the head. The
-    model is run twice on four tokens to see what it does to its logits.
+    Call it after loading the weights and after peft has added adapters to the head, but before torch.compile and DDP.
+    It runs the model twice on four tokens to find the operations on the logits.
 
     Args:
         model: a causal language model of transformers, or a PeftModel around one. Changed in place.
-        in_eval: also in evaluation mode. The output then has ``predictions`` (B, S), int64, the most likely next token
-            at each position (-1 where the label is ignored), and ``accuracy`` (), in the place of logits.
-        label_smoothing: as for ``cross_entropy``, and as Trainer's ``label_smoothing_factor``, which needs the logits.
-        lse_square_scale: of the z-loss, as for ``cross_entropy``.
-        logits_dtype, products: as for ``linear_cross_entropy``. A head with a forward of its own that multiplies its
-            16-bit operands in float32 gets float32 logits, from the 16-bit operands.
-        batch_invariant: as for ``linear_cross_entropy``: a row of the gradient has bits of its own, but for the number
-            that the loss is divided by.
+        in_eval: use it in evaluation mode too. The output then has, instead of logits, ``predictions`` (B, S), int64,
+            the most likely next token at each position (-1 where the label is ignored), and ``accuracy`` ().
+        label_smoothing: as for ``cross_entropy``. It replaces Trainer's ``label_smoothing_factor``, which needs logits.
+        lse_square_scale: the factor of the z-loss, as for ``cross_entropy``.
+        logits_dtype, products: as for ``linear_cross_entropy``. If a head's own forward multiplies its 16-bit operands
+            in float32, the logits are float32, computed from the 16-bit operands.
+        batch_invariant: as for ``linear_cross_entropy``: the bits of a row's gradient do not depend on other rows,
+            except through the number that the loss is divided by.
         accumulate_dtype, chunk_rows, skip_ignored: as for ``linear_cross_entropy``. With skip_ignored the prompts of
             fine-tuning take no time in the head.
 
     Returns:
-        A ``Report`` of what was replaced.
+        A ``Report`` of the replaced parts.
 
     Raises:
-        TypeError: not such a model; a head that is not nn.Linear, a quantised one, DoRA on it; one whose weight is
-            partitioned by DeepSpeed's ZeRO-3, for which there is LinearCrossEntropyLoss.
-        ValueError: a model with a loss of its own, one that calls its head more than once, one that reads its logits
-            beside the loss, or changes them otherwise than by a softcap or a scale.
+        TypeError: another kind of model; a head that is not nn.Linear, is quantised or has DoRA; a head whose weight
+            DeepSpeed's ZeRO-3 partitions (use LinearCrossEntropyLoss there).
+        ValueError: the model has its own loss, calls its head more than once, reads its logits beside the loss, or
+            changes them in another way than by a softcap or a scale.
         TypeError, ValueError: options that ``linear_cross_entropy`` refuses.
-        RuntimeError: use_xent is on already. Later, from the model's call: one in training without labels, by a
-            Trainer with ``label_smoothing_factor`` or ``compute_loss_func`` for example, one through DataParallel, and
-            one after the head got another hook, or the model another ``loss_function``.
+        RuntimeError: use_xent is on already. Later, from a call of the model: in training without labels (for example
+            by a Trainer with ``label_smoothing_factor`` or ``compute_loss_func``), through DataParallel, or after the
+            head got another hook or the model another ``loss_function``.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -146,7 +146,7 @@ def use_xent(
 
 
 def remove_xent(model: nn.Module) -> None:
-    """Undo ``use_xent(model)``. Raises RuntimeError where it is not on.
+    """Undo ``use_xent(model)``. Raises RuntimeError if it is not on.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -164,7 +164,7 @@ def _base(model: Any) -> Any:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, PreTrainedModel):
         hint = ""
-        if hasattr(model, "accelerator"):  # a trainer's
+        if hasattr(model, "accelerator"):  # it is a trainer
             hint = ": pass trainer.model, or a trainer of TRL to xent_ops.integrations.trl.use_xent"
         raise TypeError(
             f"expected a model of transformers, or a PeftModel around one, before it is compiled or wrapped; got "
@@ -174,7 +174,7 @@ def _base(model: Any) -> Any:
 
 
 class _Call(NamedTuple):
-    """What the model was called with."""
+    """The arguments of the model's call."""
 
     labels: Tensor
     shift_labels: Tensor | None
@@ -183,7 +183,7 @@ class _Call(NamedTuple):
 
 
 class _Hooks:
-    """The hooks of one model, as methods: a deep copy of the model has copies of them that know the copy alone."""
+    """The hooks of one model. They are methods, so that a deep copy of the model gets its own copies of the hooks."""
 
     def __init__(self, model: Any, head: Any, upcast: bool, options: dict[str, Any], in_eval: bool) -> None:
         self.model, self.head, self.upcast, self.options, self.in_eval = model, head, upcast, options, in_eval
@@ -192,7 +192,7 @@ class _Hooks:
         self.handles = [
             model.register_forward_pre_hook(self.before_model, with_kwargs=True),
             head.register_forward_pre_hook(self.before_head),
-            # First of all: FSDP's own hook, which frees the weight, comes after it.
+            # It runs first: FSDP's own hook, which frees the weight, must come after it.
             head.register_forward_hook(self.after_head, prepend=True),
             model.register_forward_hook(self.after_model),
         ]
@@ -212,7 +212,7 @@ class _Hooks:
         self.predicted: dict[str, Tensor] = {}
 
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._forget()  # of a call that raised
+        self._forget()  # the state of a call that raised
         labels = args[self.labels_position] if len(args) > self.labels_position else kwargs.get("labels")
         if not (model.training or self.in_eval):
             return

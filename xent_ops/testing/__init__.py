@@ -1,7 +1,7 @@
 """A float64 oracle and error budgets, for this project's tests and for yours.
 
 The oracle is written with torch's own float64 operators and autograd and shares no code with the kernels. A budget
-is a bound for each element, derived from the formats: what rounding can do, times a small safety factor. Absolute
+is a bound for each element, derived from the formats: the largest rounding error times a small safety factor. Absolute
 tolerances are useless here: with a mean over 8192 rows the gradients off the target are smaller than 1e-8.
 
 The budgets follow the dtype of the tensor under test, so check that dtype yourself. If logits are so large that one

@@ -1,4 +1,4 @@
-"""Lowers an operator to its in-place form where it is the last reader of the logits.
+"""Lowers an operator to its in-place form if it is the last reader of the logits.
 
 Inductor's own pass (reinplace_inplaceable_ops) refuses to write into an input of a graph, and the saved logits are an
 input of the backward graph. AOTAutograd marks saved tensors as donated if no input or output shares their memory. The

@@ -1,4 +1,4 @@
-"""Makes the partitioner save the gradients of a linear loss, whatever else it recomputes.
+"""Lets the partitioner save the gradients of a linear loss, even if it recomputes everything else.
 
 The forward computes them in three products. A checkpoint, a memory budget or aggressive recomputation would repeat that
 in the backward: six products, where row losses take four. A formula of the operator's flops does not prevent it.

@@ -1,4 +1,4 @@
-"""Puts our operator in the place of a head and the loss behind it, as find_head.py found them.
+"""Replaces a head and its loss, which find_head.py found, by our operator.
 
 Links that change rows are applied to the hidden states instead. The operator has options for the other links.
 """

@@ -120,7 +120,7 @@ def _difference(node: fx.Node) -> ByHand | None:
 
 
 def _logsumexp(node: fx.Node) -> tuple[fx.Node | None, int, list[fx.Node]]:
-    """(logits, dim, the nodes behind them)"""
+    """(logits, dim, the nodes after them)"""
     call_args = arguments_of(node, ("input", "dim", "keepdim"))
     dim = one_dim(call_args.get("dim"))
     named = name_of(node) == "logsumexp" and call_args.keys() <= {"input", "dim", "keepdim"}

@@ -99,7 +99,7 @@ def link_of(node: fx.Node, tensors: bool = False) -> Link | None:
 
 
 def _step(node: fx.Node, kind: str) -> Link | None:
-    """``x * 2``, ``2 * x``, ``torch.div(x, other=2)``; None where the other operand is not a Python number."""
+    """``x * 2``, ``2 * x``, ``torch.div(x, other=2)``; None if the other operand is not a Python number."""
     operands = [*node.args, *(node.kwargs[name] for name in ("input", "other") if name in node.kwargs)]
     if len(operands) != len(node.args) + len(node.kwargs):
         return None  # out=, rounding_mode=

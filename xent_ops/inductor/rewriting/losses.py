@@ -117,7 +117,7 @@ class Loss:
 
 @dataclass
 class Start:
-    """Where the nodes before a loss begin."""
+    """The first of the nodes before a loss, with its readers."""
 
     logits: fx.Node
     readers: set[fx.Node]  # the loss, or the log-softmax, ...

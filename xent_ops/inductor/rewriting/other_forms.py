@@ -23,7 +23,7 @@ _WHY = (
 
 def left(graph: fx.Graph, reported: Collection[fx.Node]) -> Iterator[tuple[fx.Node, str, Any, str]]:
     """(node, its operation, its logits, the reason) of each that is read and not yet in ``reported``."""
-    readers = set()  # several with one reader, as in a loop over sequences, make one line
+    readers = set()  # log-softmaxes with one reader, as in a loop over sequences, share one line
     for node in graph.nodes:
         what, logits, dim = _log_softmax(node)
         value = value_of(logits)
@@ -58,7 +58,7 @@ def _operand(node: fx.Node) -> tuple[Any, int | None]:
 
 
 def _reader(node: fx.Node) -> fx.Node:
-    """The first node behind views and casts that reads it."""
+    """The first reader of ``node`` that is no view or cast."""
     while len(node.users) == 1:
         user = next(iter(node.users))
         if user.op == "output" or not (is_cast(user) or viewed_by(user) is node):

@@ -36,8 +36,8 @@ class Product:
     weight: fx.Node
     transposed: bool  # the weight is (H, V), not (V, H)
     bias: fx.Node | None = None  # (V,)
-    addition: fx.Node | None = None  # adds the bias, where the product does not
-    class_dim: int = -1  # of the logits, and of the input's features
+    addition: fx.Node | None = None  # adds the bias, if the product does not
+    class_dim: int = -1  # the dimension of classes in the logits, and of features in the input
     casts: bool = False  # the model casts the 16-bit input, weight and bias to float32
     past: tuple[fx.Node, ...] = ()  # these casts and a transpose of the weight: the product reads them, ours does not
 

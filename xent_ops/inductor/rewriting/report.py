@@ -12,7 +12,7 @@ from ..._private import private
 @dataclass(frozen=True)
 class Call:
     """One call of F.cross_entropy, F.nll_loss or F.linear_cross_entropy in a compiled graph, or code that computes the
-    same (log-softmax and gather, ...); and xent_ops.cross_entropy behind a head. A log-softmax over 1024 classes or
+    same (log-softmax and gather, ...); and xent_ops.cross_entropy after a head. A log-softmax over 1024 classes or
     more that belongs to no known loss is a call that is left alone, with the name of the node that reads it.
 
     A call is left alone if
@@ -51,7 +51,7 @@ class Call:
     logit_scale: float = 1.0
     why: str = ""  # why it was not replaced
     head: bool = False  # the replacement includes the product before it
-    products: str | None = None  # of the head, as requested
+    products: str | None = None  # the requested 8-bit mode of the head
     logits_dtype: Any = None  # torch.float32 if the product's 16-bit operands were upcast
     head_left: str = ""  # why the product before it was not replaced
 
@@ -83,7 +83,7 @@ class Report:
     ``replaced`` and ``left_alone`` are the calls of each kind.
     """
 
-    graphs: int  # that the pass saw
+    graphs: int  # the number of graphs that the pass saw
     calls: tuple[Call, ...]
 
     @property

@@ -1,7 +1,7 @@
 """``use_xent(trainer)``: a trainer of TRL computes its loss and its metrics by operators of xent_ops.
 
-The losses and metrics stay TRL's; the numbers of tokens that they are made of come from us. docs/integrations.md lists
-the methods of TRL that are replaced, and the test that notices where one changes.
+TRL still computes its losses and metrics, but from our values for each token. docs/integrations.md lists the methods of
+TRL that are replaced, and the test that detects a change in one of them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ..transformers import _base
 from .distillation import Divergence, GkdLoss
 from .fused_head import FusedHead
 
-VERSIONS = ("1.16",)  # of TRL, that tests have run with
+VERSIONS = ("1.16",)  # the versions of TRL that are tested
 
-# The classes of TRL that are known: a trainer is of one, or of a subclass that is not TRL's.
+# The supported classes of TRL. A trainer's class is one of them, or a subclass outside TRL.
 _FUSED = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
 _DISTILLING = ("GKDTrainer", "DistillationTrainer")
 
 
 class Report(NamedTuple):
-    """What ``use_xent`` replaced; ``str`` of it is one line each."""
+    """The parts that ``use_xent`` replaced. ``str`` of it has one line for each."""
 
     trainer: str
     replaced: list[str]
@@ -54,30 +54,30 @@ def use_xent(
 ) -> Report:
     """Make a trainer of TRL compute its loss and metrics by xent_ops, eager and compiled.
 
-    The values of losses, metrics and gradients are TRL's. ``remove_xent(trainer)`` undoes it. Call it between the
-    trainer and ``trainer.train()``. Each model is run twice on four tokens to see what it does to its logits.
+    The values of losses, metrics and gradients equal TRL's. ``remove_xent(trainer)`` undoes it. Call it between the
+    trainer and ``trainer.train()``. It runs each model twice on four tokens to find the operations on logits.
 
-    With SFTTrainer's own "nll", the log-probabilities that the model returns have the gradient of their sum alone: that
-    takes three products instead of four. A ``compute_loss`` of a subclass gets the gradient of each.
+    With SFTTrainer's own "nll", the log-probabilities that the model returns have only the gradient of their sum: it
+    takes three products instead of four. A ``compute_loss`` of a subclass gets the gradient of each log-probability.
 
     Args:
         trainer: an SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer, DistillationTrainer or GKDTrainer, or
-            of a subclass of yours. It is changed in place, and so are its model and its reference.
-        any_version: also with a version of TRL that has not been seen.
+            your subclass of one. It is changed in place, and so are its model and its reference.
+        any_version: accept versions of TRL that are not tested.
         accumulate_dtype, chunk_rows: as for ``linear_cross_entropy``.
-        logits_dtype, products, batch_invariant: likewise; not for the two trainers that distil.
-        skip_ignored: as for ``linear_cross_entropy``: tokens without a label, as prompts, take no time in the head (but
-            with batch_invariant).
+        logits_dtype, products, batch_invariant: as for ``linear_cross_entropy``; not for the two distillation trainers.
+        skip_ignored: as for ``linear_cross_entropy``: tokens without a label, such as prompts, take no time in the head
+            (except with batch_invariant).
 
     Returns:
-        A ``Report`` of what was replaced.
+        A ``Report`` of the replaced parts.
 
     Raises:
         TypeError: another trainer; a head that is not nn.Linear, or whose weight is quantised, split over ranks or
             partitioned by DeepSpeed's ZeRO-3.
-        ValueError: a model that changes its logits otherwise than by a softcap or a scale.
-        RuntimeError: another version of TRL; a forward that is not TRL's any more; use_xent is on already, of the
-            trainer or of its model.
+        ValueError: a model that changes its logits in another way than by a softcap or a scale.
+        RuntimeError: another version of TRL; a forward that is no longer TRL's; use_xent is on already, for the
+            trainer or for its model.
         TypeError, ValueError: options that ``linear_cross_entropy`` refuses.
 
     Examples:
@@ -122,7 +122,7 @@ def use_xent(
 
 
 def remove_xent(trainer: Any) -> None:
-    """Undo ``use_xent(trainer)``. Raises RuntimeError where it is not on.
+    """Undo ``use_xent(trainer)``. Raises RuntimeError if it is not on.
 
     Examples:
         >>> report = use_xent(trainer)
@@ -137,7 +137,7 @@ def remove_xent(trainer: Any) -> None:
 
 
 def _kind_of(trainer: Any) -> type:
-    """The class of TRL that a trainer is of."""
+    """The class of TRL that a trainer is an instance of."""
     for kind in type(trainer).__mro__:
         if kind.__module__.split(".")[0] == "trl":
             if kind.__name__ in _FUSED + _DISTILLING:
@@ -153,9 +153,9 @@ def _kind_of(trainer: Any) -> type:
 
 
 def _models(trainer: Any, kind: type) -> dict[str, PreTrainedModel]:
-    """The models of transformers whose heads are multiplied, by their names in the trainer.
+    """The models of transformers whose heads the loss uses, by their names in the trainer.
 
-    Accelerate has wrapped and compiled references and teachers already. Raises where the head of one cannot be taken.
+    Accelerate has wrapped and compiled references and teachers already. Raises if a head is not supported.
     """
     second = "teacher_model" if kind.__name__ in _DISTILLING else "ref_model"
     found = {name: getattr(trainer, name, None) for name in ("model", second)}
@@ -179,7 +179,7 @@ def _of_distillation(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _loss_is_sum(trainer: Any, kind: type) -> bool:
-    """Is the loss the sum of the log-probabilities times a number?"""
+    """Is the loss a number times the sum of the log-probabilities?"""
     if kind.__name__ != "SFTTrainer" or trainer.args.loss_type != "nll":
         return False
     return "compute_loss" not in vars(trainer) and type(trainer).compute_loss is trl.SFTTrainer.compute_loss

@@ -1,7 +1,7 @@
 """The divergences of TRL's distillation trainers, by ``linear_distillation_loss``.
 
-``DistillationTrainer`` has a function that makes one of hidden states and heads, and ours takes its place while the
-trainer computes its loss. ``GKDTrainer`` makes one of logits: its ``compute_loss`` is replaced.
+``DistillationTrainer`` calls a function that computes the divergence from hidden states and heads. Ours replaces it
+while the trainer computes its loss. ``GKDTrainer`` computes it from logits, so its ``compute_loss`` is replaced.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Teacher(NamedTuple):
         num_items_in_batch: Any,
         options: dict[str, Any],
     ) -> Tensor:
-        """Over the tokens of this batch, of which there may be none, or a count of several batches' tokens."""
+        """The divergence divided by the number of this batch's tokens (at least 1), or by ``num_items_in_batch``."""
         input, weight, bias = student
         if num_items_in_batch is None:
             num_items_in_batch = (target != -100).sum().clamp(min=1)
@@ -66,7 +66,7 @@ class Teacher(NamedTuple):
 
 
 class Divergence:
-    """Of a DistillationTrainer: its divergence is ours until ``remove``."""
+    """Replaces the divergence of a DistillationTrainer by ours until ``remove``."""
 
     def __init__(self, trainer: Any, options: dict[str, Any]) -> None:
         self.trainer, self.options, self.theirs = trainer, options, trainer._compute_loss
@@ -106,7 +106,7 @@ class Divergence:
         teacher_final_logit_softcapping: float | None = None,
         temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(loss, the sum of the student's entropies, how many tokens count), as TRL's function of these arguments."""
+        """(loss, sum of the student's entropies, number of counted tokens), like TRL's function of these arguments."""
         if any(isinstance(weight, DTensor) for weight in (student_lm_head_weight, teacher_lm_head_weight)):
             raise TypeError("the weight of a head is a DTensor; expected plain tensors: call remove_xent(trainer)")
         counted = completion_mask != 0
@@ -130,7 +130,7 @@ class Divergence:
 
 
 class GkdLoss:
-    """Of a GKDTrainer: its ``compute_loss`` is ours until ``remove``. The student's fused head makes the divergence."""
+    """Replaces a GKDTrainer's ``compute_loss`` until ``remove``. The student's fused head computes the divergence."""
 
     def __init__(self, trainer: Any, teacher: PreTrainedModel) -> None:
         self.trainer, self.teacher, self.theirs = trainer, teacher, trainer.compute_loss
@@ -146,7 +146,7 @@ class GkdLoss:
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        if return_outputs:  # of evaluation with metrics: the logits
+        if return_outputs:  # evaluation with metrics needs the logits
             return self.theirs(model, inputs, return_outputs, num_items_in_batch)
         model_inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         self.teacher.eval()

@@ -1,8 +1,8 @@
-"""The fused head that TRL gives a model, with our operators in the place of TRL's.
+"""TRL's fused head of a model, computed by our operators.
 
-``add_fused_lm_head`` of trl.trainer.utils replaces ``model.forward``: called with ``fused_lm_head=True``, the model
-returns numbers of each next token in the place of logits. SFT, DPO, KTO, GRPO and RLOO make their losses and metrics of
-these, so this forward is all that is replaced for them.
+``add_fused_lm_head`` of trl.trainer.utils replaces ``model.forward``. Called with ``fused_lm_head=True``, the model
+returns values for each next token instead of logits. SFT, DPO, KTO, GRPO and RLOO compute their losses and metrics from
+these values. So for these trainers only this forward is replaced.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .distillation import Teacher
 
 
 class Asked(NamedTuple):
-    """What a trainer asked of its fused head: arguments of ``add_fused_lm_head``, by their names there."""
+    """The trainer's arguments to ``add_fused_lm_head``, with the same names."""
 
     temperature: float
     cast_lm_head_to_fp32: bool
@@ -35,14 +35,14 @@ class Asked(NamedTuple):
 
 
 class FusedHead:
-    """Of one model: its forward is ours until ``remove``.
+    """Replaces the forward of one model by ours until ``remove``.
 
     Args:
-        model: causal language model of transformers whose forward is TRL's.
-        options: of the linear losses, for each call.
-        loss_is_sum: the trainer's loss is the sum of the log-probabilities times a number, so that its gradient is that
-            of a cross entropy: three products in the place of four.
-        autocast: the context of the forward where accelerate has wrapped TRL's.
+        model: a causal language model of transformers whose forward is TRL's.
+        options: options of the linear losses, for each call.
+        loss_is_sum: the trainer's loss is a number times the sum of the log-probabilities. So its gradient is that of a
+            cross entropy: three products instead of four.
+        autocast: the context of the forward if accelerate has wrapped TRL's forward.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class FusedHead:
         model.forward = self.ours
 
     def remove(self) -> None:
-        self.is_on = False  # for whatever wraps ours by now, as accelerate does where it trains under autocast
+        self.is_on = False  # for wrappers of our forward: accelerate wraps it to train under autocast
         if self.model.forward is self.ours:
             self.model.forward = self.theirs
 
@@ -99,7 +99,7 @@ class FusedHead:
         else:
             raise ValueError("fused_lm_head=True wants labels or shift_labels")
         target = target.to(hidden.device)
-        if teacher is not None:  # of GKD: its divergence alone
+        if teacher is not None:  # GKD needs only its divergence
             student = heads.product(self.model.get_output_embeddings(), hidden)
             teacher = teacher._replace(hidden=teacher.hidden[:, :-1])
             return teacher.divergence(student, target, self.tail, num_items_in_batch, self.options)
@@ -115,7 +115,7 @@ class FusedHead:
         return FusedCausalLMOutput(loss=loss, label_mask=counted, aux_loss=aux_loss, **found)
 
     def _token_outputs(self, hidden: Tensor, target: Tensor, counted: Tensor) -> dict[str, Tensor]:
-        """Each (B, S), 0 where the target is ignored."""
+        """The requested outputs, each (B, S), 0 where the target is ignored."""
         head = self.model.get_output_embeddings()
         input, weight, bias = heads.product(head, hidden)
         keywords: dict[str, Any] = {"linear_bias": bias, **self.options, **self.tail._asdict()}
@@ -145,7 +145,7 @@ class FusedHead:
                 found["log_sum_sq_probs"] = lse_of_doubled - 2 * lse
         found = {name: value.masked_fill(~counted, 0) for name, value in found.items()}
         if sum_of_losses is not None:
-            # Values without a gradient, plus 0 with that of their sum: upstream has one number for all tokens.
+            # The values have no gradient. The added 0 has their sum's gradient: upstream is one number for all tokens.
             zero = (sum_of_losses.detach() - sum_of_losses) / max(target.numel(), 1)
             found["log_probs"] = found["log_probs"] + zero
         return found
@@ -163,7 +163,7 @@ class FusedHead:
 
 
 def _asked(model: PreTrainedModel) -> tuple[Asked, bool]:
-    """What TRL's forward closes over, and has accelerate wrapped that forward?"""
+    """(the closure variables of TRL's forward, whether accelerate has wrapped that forward)."""
     for forward, wrapped in ((model.forward, False), (vars(model).get("_original_forward"), True)):
         if inspect.ismethod(forward):
             nonlocals = inspect.getclosurevars(forward).nonlocals
