@@ -79,8 +79,8 @@ def cross_entropy(
 def owners(*pairs: tuple[Tensor | None, Tensor | None]) -> tuple[DTensor, ...]:
     """The first tensor of each pair, if it is a DTensor that shares its memory with the second.
 
-    A backward reads this memory. A write in place to a DTensor does not change the version of its local tensor, and the
-    reverse. So a node saves both, and autograd raises after either write.
+    A backward reads this memory. A write in place to a DTensor does not change the version of its local tensor, and
+    vice versa. So a node saves both, and autograd raises after either write.
     """
     if transforms.is_traced():
         return ()

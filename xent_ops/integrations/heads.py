@@ -46,7 +46,7 @@ def product(head: Any, hidden: Tensor, upcast: bool = False) -> tuple[Tensor, Te
 
 
 def upcasts(head: Any) -> bool:
-    """Has the head its own forward that multiplies 16-bit operands in float32, F.linear(x.float(), weight.float())?
+    """Does the head's own forward multiply 16-bit operands in float32, F.linear(x.float(), weight.float())?
 
     A call with four random rows decides: logits that were rounded to 16 bits differ.
     """
@@ -76,7 +76,7 @@ def adapters(head: Any) -> list[str]:
 
 
 def hooks_after(head: nn.Module, before: int, behind: int) -> str | None:
-    """The name of a hook registered on the head after our two hooks: it would see an empty input.
+    """The name of a hook registered on the head after our two hooks. That hook would get an empty input.
 
     Hooks of torch.distributed do not count: they gather the weight for FSDP.
     """

@@ -40,7 +40,7 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)  # their res
 
 
 def writes_over(device: str) -> bool:
-    """Has this device a kernel of ours? On a CPU without C++, Inductor fuses plain torch instead."""
+    """Is there a kernel of ours for this device? On a CPU without C++, Inductor fuses plain torch instead."""
     return device in DEVICES and (device != "cpu" or cpu.problem() is None)
 
 

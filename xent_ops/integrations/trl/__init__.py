@@ -54,10 +54,10 @@ def use_xent(
 ) -> Report:
     """Make a trainer of TRL compute its loss and metrics by xent_ops, eager and compiled.
 
-    The values of losses, metrics and gradients equal TRL's. ``remove_xent(trainer)`` undoes it. Call it between the
-    trainer and ``trainer.train()``. It runs each model twice on four tokens to find the operations on logits.
+    The values of losses, metrics and gradients equal TRL's. ``remove_xent(trainer)`` undoes it. Call it before
+    ``trainer.train()``. It runs each model twice on four tokens to find the operations on its logits.
 
-    With SFTTrainer's own "nll", the log-probabilities that the model returns have only the gradient of their sum: it
+    With SFTTrainer's own "nll", the log-probabilities that the model returns have only the gradient of their sum. This
     takes three products instead of four. A ``compute_loss`` of a subclass gets the gradient of each log-probability.
 
     Args:
