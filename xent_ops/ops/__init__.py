@@ -1,4 +1,4 @@
-"""The operators of the namespace ``xent``; importing this registers them."""
+"""The operators of the namespace ``xent``. Importing this package registers them."""
 
 from . import (
     composite,

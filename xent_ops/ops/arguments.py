@@ -1,6 +1,6 @@
-"""Arguments of public functions: tensors that are tensors, options that are numbers, the dimension of the classes.
+"""Checks of public functions' arguments: tensors are tensors, options are numbers, the class dimension exists.
 
-The operators check what depends on the tensors: shapes, dtypes, devices, ranges of options (checks.py). Nothing here
+checks.py checks the properties that depend on the tensors: shapes, dtypes, devices, ranges of options. Nothing here
 reads a tensor on a GPU.
 """
 
@@ -29,13 +29,13 @@ _is_wrapped = private(
     "an option that is a tensor of torch.func is not refused in words",
 )
 
-_DENSE, _FLOATS = torch.strided, checks.FLOATS  # found sooner than as attributes
+_DENSE, _FLOATS = torch.strided, checks.FLOATS  # globals are found faster than attributes
 
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
-# Names of arguments in torch, Liger-Kernel or a trainer -> the parameter of ours, and advice.
+# Argument names of torch, Liger-Kernel or a trainer -> our parameter, and advice.
 _INSTEAD = {
     "accum_dtype": {"accumulate_dtype": "pass accumulate_dtype="},
     "bias": {"linear_bias": "pass linear_bias=", "bias_shard": "pass bias_shard="},
@@ -51,9 +51,9 @@ _INSTEAD = {
 
 
 def named(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """The function, with an error that lists its parameters if a call has an unknown one.
+    """The function, with an error that lists its parameters for a call with an unknown one.
 
-    An eager call takes .2 us longer (of 19, on a CPU, 2026-11-27).
+    An eager call takes .2 us longer (19 us in total, on a CPU, 2026-11-27).
     """
     known = dict.fromkeys(inspect.signature(function).parameters)
 
@@ -72,13 +72,13 @@ def named(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Re
 
 
 def tensors(input: Any, target: Any, weight: Any = None, input_name: str = "input") -> None:
-    """Refuse other values than dense tensors, and an input without a kernel. Every public function calls it first."""
+    """Refuse values other than dense tensors, and inputs without a kernel. Every public function calls this first."""
     if not (
         isinstance(input, Tensor)
         and isinstance(target, Tensor)
         and input.layout is _DENSE
         and target.layout is _DENSE
-        and not (input.is_nested or target.is_nested)  # a nested layout may be strided too
+        and not (input.is_nested or target.is_nested)  # nested tensors may be strided too
         and input.dtype in _FLOATS
         and (weight is None or (isinstance(weight, Tensor) and weight.layout is _DENSE and not weight.is_nested))
     ):
@@ -96,7 +96,7 @@ def loss_options(
     reduction: str = "mean",
     dtype: torch.dtype = torch.float64,
 ) -> LossOptions:
-    """The options of a call in the types that kernels take; ``dtype``: of the logits, if known."""
+    """The options in the types that kernels take. ``dtype``: the logits' dtype, if known."""
     if not (
         type(label_smoothing) is type(logit_scale) is type(lse_square_scale) is float
         and (softcap is None or type(softcap) is float)
@@ -112,7 +112,7 @@ def loss_options(
 
 
 def class_dimension(name: str, tensor: Tensor, dim: Any) -> int:
-    """``dim`` as a number from 0 on."""
+    """``dim`` as a number that is not negative."""
     dim, dims = dim if type(dim) is int else integer("dim", dim), tensor.dim()
     if dims == 0:
         raise ValueError(f"{name} has no dimension; expected (C,), (N, C) or (N, C, d1, ...)")
@@ -126,19 +126,19 @@ def class_dimension(name: str, tensor: Tensor, dim: Any) -> int:
 
 
 def classes_last(tensor: Tensor, dim: int, name: str = "input", *, apart: bool = False) -> Tensor:
-    """(..., C), dense in the classes; with ``apart`` not those that the kernels of class indices read as they are."""
+    """(..., C), dense in the classes. ``apart``: leave tensors as they are if the class-index kernels can read them."""
     dim = class_dimension(name, tensor, dim)
     moved = tensor if dim == tensor.dim() - 1 else tensor.movedim(dim, -1)
     return moved if apart and reads_apart(moved) else dense_classes(moved)
 
 
 def suggest_dim(input: Tensor, target: Tensor, dim: int) -> None:
-    """A common mistake with language models: (B, S, V) and (B, S), with torch's default dim=1."""
+    """Detect a common mistake with language models: (B, S, V) and (B, S), with torch's default dim=1."""
     if input.dim() < 3:
         return
     if torch.compiler.is_compiling():
         if not _has_rows_of(target, input, dim % input.dim()) and _has_rows_of(target, input, input.dim() - 1):
-            raise ValueError(  # without sizes: Dynamo cannot format symbols
+            raise ValueError(  # no sizes in the text: Dynamo cannot format symbols
                 "target has one class index for each row of logits with the classes last, but dim is another: such "
                 "logits want dim=-1"
             )
@@ -154,7 +154,7 @@ def suggest_dim(input: Tensor, target: Tensor, dim: int) -> None:
 
 
 def _has_rows_of(target: Tensor, input: Tensor, dim: int) -> bool:
-    """Has the target the input's sizes without ``dim``? Yes for all that is not known before it runs."""
+    """Does the target have the input's sizes without ``dim``? Yes for sizes that are not known before the code runs."""
     from torch.fx.experimental.symbolic_shapes import guard_or_true
 
     rows = [*input.shape[:dim], *input.shape[dim + 1 :]]
@@ -170,7 +170,7 @@ def linear(
     divisor: Any = None,
     names: tuple[str, str] = ("linear_weight", "linear_bias"),
 ) -> None:
-    """``tensors`` for the head and the loss as one. ``names``: the caller's names of weight and bias."""
+    """``tensors`` for a head and its loss. ``names``: the caller's names of weight and bias."""
     _refuse_tensors((("input", input), (names[0], linear_weight), ("target", target)))
     for name, value in ((names[1], linear_bias), ("weight", weight), ("divisor", divisor)):
         optional(name, value)
@@ -204,7 +204,7 @@ def divisor(value: Any, input: Tensor) -> Tensor | None:
             "labels of a step are ignored, a step to leave out"
         )
     dtype = accumulator(input)
-    if torch.compiler.is_compiling():  # for each value that is filled in, AOTAutograd would compile again
+    if torch.compiler.is_compiling():  # AOTAutograd would compile again for each constant value
         return torch.ones((), dtype=dtype, device=input.device) * value
     return torch.full((), value, dtype=dtype, device=input.device)
 
@@ -225,7 +225,7 @@ def chunks(
     products: Any = None,
     batch_invariant: Any = False,
 ) -> tuple[torch.dtype | None, Chunking]:
-    """The accumulator's dtype and the chunking of a linear cross entropy."""
+    """The accumulator's dtype and the chunk options of a linear cross entropy."""
     for name, dtype in (("accumulate_dtype", accumulate_dtype), ("logits_dtype", logits_dtype)):
         if not (dtype is None or isinstance(dtype, torch.dtype)):
             raise TypeError(f"{name} must be a torch.dtype or None, got {repr_for_message(dtype)}")
@@ -241,7 +241,7 @@ def chunks(
 
 
 def refuse_proxy(value: Any) -> None:
-    """Raises where torch.fx.symbolic_trace calls a function."""
+    """Raise if torch.fx.symbolic_trace calls a public function."""
     if isinstance(value, torch.fx.Proxy):
         raise TypeError(
             "torch.fx.symbolic_trace calls with proxies, which have no shape or dtype that a loss could check: use "
@@ -268,15 +268,15 @@ def _refuse_tensors(values: Iterable[tuple[str, Any]]) -> None:
 
 
 def _refuse_integers(name: str, tensor: Tensor, target: Tensor) -> None:
-    """Of an argument that holds numbers: a tensor of another dtype, and why it may be there."""
+    """For an argument that must hold numbers: a tensor of another dtype is refused, with the likely mistake."""
     swapped = tensor.dtype in checks.INDICES and target.dtype in _FLOATS
     hint = f": {name} and target seem to be swapped" if swapped else ""
     raise TypeError(f"{name} has dtype {tensor.dtype}; expected one of {checks.names(_FLOATS)}{hint}")
 
 
 def way_to_tensor(name: str, value: Any) -> str:
-    """Advice for a value that is no tensor: how to get the tensor that was meant."""
-    if isinstance(getattr(value, "weight", None), Tensor):  # an nn.Linear, an nn.Embedding
+    """Advice for a value that is not a tensor: the way to get the intended tensor."""
+    if isinstance(getattr(value, "weight", None), Tensor):  # an nn.Linear or nn.Embedding
         return f"; pass {name}.weight"
     if isinstance(value, (int, float, complex, list, tuple)) or hasattr(value, "__array__"):
         return f"; torch.as_tensor({name}) makes one"
@@ -292,7 +292,7 @@ def boolean(name: str, value: Any) -> bool:
 def is_int64(value: Any) -> bool:
     if type(value) is not int:
         return False
-    if torch.compiler.is_compiling():  # to Dynamo a symbol is an int too, of a value that it may not know
+    if torch.compiler.is_compiling():  # to Dynamo a symbol is an int too, and its value may be unknown
         from torch.fx.experimental.symbolic_shapes import guard_or_true
 
         return guard_or_true(value >= -(2**63)) and guard_or_true(value < 2**63)
@@ -300,7 +300,7 @@ def is_int64(value: Any) -> bool:
 
 
 def integer(name: str, value: Any) -> int:
-    """A plain int of anything that is an integer, as torch has it: True is none. Symbols stay what they are."""
+    """A plain int from any integer in torch's sense (True is not one). Symbols are returned unchanged."""
     if is_int64(value) or isinstance(value, torch.SymInt):
         return value
     if isinstance(value, Tensor):
@@ -308,7 +308,7 @@ def integer(name: str, value: Any) -> int:
         if kind.is_floating_point or kind.is_complex or kind == torch.bool or value.numel() != 1:
             raise TypeError(f"{name} must be an integer, got a tensor of shape {tuple(value.shape)} and dtype {kind}")
         _readable(name, value, "an integer")
-    elif isinstance(value, (bool, float)):  # operator.index takes the one, and Dynamo may not know the other's value
+    elif isinstance(value, (bool, float)):  # operator.index accepts bools, and Dynamo may not know a float's value
         found = type(value).__name__ if torch.compiler.is_compiling() else repr(value)
         raise TypeError(f"{name} must be an integer, got {found}")
     try:
@@ -336,7 +336,7 @@ _LEARNED_TOO = {
 
 
 def number(name: str, value: Any) -> float:
-    """A plain float of anything that is a number. Symbols stay what they are, and integers while tracing."""
+    """A plain float from any number. Symbols, and while tracing integers, are returned unchanged."""
     if type(value) is float:
         return value
     if isinstance(value, (torch.SymFloat, torch.SymInt)):
@@ -344,7 +344,7 @@ def number(name: str, value: Any) -> float:
         return symbol
     if isinstance(value, Tensor):
         instead = _LEARNED + _LEARNED_TOO.get(name, "")
-        # Before its value is read: as a number it would lose its gradient, or its tangent, without a word.
+        # Check this before reading the value: as a number it would silently lose its gradient or its tangent.
         if value.requires_grad or _transformed(value):
             raise RuntimeError(
                 f"{name} is a tensor that requires grad or that torch.func transforms, but the loss has no derivative "
@@ -357,7 +357,7 @@ def number(name: str, value: Any) -> float:
         _readable(name, value, "a number", instead)
     elif type(value) is int:
         if is_int64(value) and torch.compiler.is_compiling():
-            return value  # may be a symbol; the operator's schema makes a float of it
+            return value  # may be a symbol; the operator's schema converts it to a float
     elif not (hasattr(value, "__float__") or hasattr(value, "__index__")):  # float() would read a string
         raise TypeError(f"{name} must be a number, got {repr_for_message(value)}")
     try:

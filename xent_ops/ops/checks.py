@@ -1,8 +1,7 @@
 """Checks that run before any kernel, in eager mode and while tracing.
 
-Only ``target_values`` reads the values of a tensor on a GPU, and so synchronises it: for ``xent_ops.check_targets`` and
-``check=True``. Sizes may be symbolic, so they are compared through ``check_value``, which guards them and keeps
-the text.
+Only ``target_values`` reads a tensor's values on a GPU, and so synchronises it: for ``xent_ops.check_targets`` and
+``check=True``. Sizes may be symbolic, so they are compared with ``check_value``, which adds a guard and keeps the text.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def names(dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def _static(sizes: Iterable[int]) -> bool:
-    """Plain integers? check_value takes symbols too, but costs microseconds for each size."""
+    """Are all sizes plain integers? check_value takes symbols too, but costs microseconds for each size."""
     for size in sizes:  # noqa: SIM110 (all() of a generator takes three times as long)
         if type(size) is not int:
             return False
@@ -49,7 +48,7 @@ def _static(sizes: Iterable[int]) -> bool:
 def same_shape(
     name: str, shape: torch.Size, expected: torch.Size, meaning: str, hint: Callable[[], str] | None = None
 ) -> None:
-    """``hint`` is asked for once there is an error."""
+    """``hint`` is called only if there is an error."""
     if _static(shape) and _static(expected) and shape == expected:
         return
 
@@ -102,7 +101,7 @@ def logit_scale(value: float, logits_dtype: torch.dtype) -> None:
 
 
 def _fits(name: str, value: float, logits_dtype: torch.dtype) -> None:
-    """Beyond float32 a kernel would compute with infinity, and return NaN."""
+    """Refuse a value beyond float32: a kernel would compute with infinity, and return NaN."""
     if not -FLOAT32_MAX <= value <= FLOAT32_MAX and logits_dtype != torch.float64:
         raise ValueError(
             f"{name} must be at most {FLOAT32_MAX} in magnitude for logits of dtype {logits_dtype}, which are computed "
@@ -118,7 +117,7 @@ def reduction(value: str, valid: tuple[str, ...] = REDUCTIONS) -> None:
 
 
 def lse_square_scale(value: float, logits_dtype: torch.dtype) -> None:
-    # Not math.isfinite: this is traced, and under dynamic=True a float is a symbol, which math.isfinite refuses.
+    # Not math.isfinite: this is traced, and with dynamic=True a float is a symbol, which math.isfinite refuses.
     if not 0.0 <= value <= FLOAT32_MAX:
         if not -math.inf < value < math.inf:
             raise ValueError(f"lse_square_scale must be finite, got {value}")
@@ -145,7 +144,7 @@ def refuse_products_of_ids(products: str | None) -> None:
 
 
 def refuse_log_probabilities(name: str, values: Tensor, dtype: torch.dtype = torch.float32) -> None:
-    """Refuse log-probabilities and logits: a row of log-probabilities adds up to less than 0."""
+    """Refuse log-probabilities and logits. A row of log-probabilities adds up to less than 0."""
     negative = values.sum(-1) < 0
     if bool(negative.any()):
         least, variable = values[negative].min().to(dtype), name.split()[0]
@@ -158,7 +157,7 @@ def refuse_log_probabilities(name: str, values: Tensor, dtype: torch.dtype = tor
 def target_values(target: Tensor, num_classes: int, ignore_index: int) -> None:
     """Raise IndexError for a target outside [0, num_classes) that is not ignore_index."""
     dtype("target", target, INDICES)
-    indices = target.to(torch.int64)  # uint8 compared with -100 would wrap around
+    indices = target.to(torch.int64)  # uint8 would wrap around when compared with -100
     bad = ((indices < 0) | (indices >= num_classes)) & (indices != ignore_index)
     if bool(bad.any()):
         first = int(indices[bad][0])
@@ -198,7 +197,7 @@ def head_products(value: Any) -> None:
 
 
 def narrower(grad_dtype: torch.dtype | None, logits: Tensor) -> None:
-    """In place, a narrower gradient is written to the front of each row, so a row's elements must be dense."""
+    """A narrower gradient is written in place to the start of each row, so a row's elements must be dense."""
     if grad_dtype in (None, logits.dtype):
         return
     if logits.dtype != torch.float32 or grad_dtype not in (torch.bfloat16, torch.float16):
@@ -238,14 +237,14 @@ def gradient_mask(mask: Sequence[bool]) -> None:
 
 
 def wider(name: str, dtype: torch.dtype | None, input: Tensor) -> None:
-    """Of sums, or of logits."""
+    """Check the dtype of sums or of logits, which may be wider than the input's."""
     if dtype in (None, input.dtype) or (dtype == torch.float32 and input.dtype in (torch.bfloat16, torch.float16)):
         return
     raise TypeError(f"{name} must be None, the input's {input.dtype} or, for 16-bit inputs, torch.float32; got {dtype}")
 
 
 def multiplied(products: str | None, input: Tensor, linear_weight: Tensor) -> None:
-    """The products, and whether these operands have them."""
+    """Check ``products``, and that these operands support it."""
     if products is None:
         return
     head_products(products)

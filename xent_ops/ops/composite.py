@@ -1,6 +1,6 @@
-"""``torch.ops.xent.cross_entropy``: the reduced operator, or the row operator and its z-loss.
+"""``torch.ops.xent.cross_entropy``: the reduced operator, or the row operator with a z-loss.
 
-Composite (CompositeImplicitAutograd): autograd and every tracer see its parts, torch.export sees one node.
+It is composite (CompositeImplicitAutograd): autograd and every tracer see its parts, torch.export sees one node.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def cross_entropy(
     arguments.tensors(logits, target, weight, "logits")
     loss = arguments.loss_options(*RowOptions(**options), lse_square_scale, reduction, logits.dtype)
     checks.weight_without_grad(weight)
-    if transforms.forward_mode():  # operators drop the tangents
+    if transforms.forward_mode():  # operators drop tangents
         transforms.refuse("torch.ops.xent.cross_entropy")
-    # Unchanged options: comparing them with defaults would specialise a symbolic option.
+    # Options are passed unchanged: comparing them with defaults would specialise a symbolic option.
     if reduction != "none":
         return torch.ops.xent.cross_entropy_reduced(
             logits, target, weight, lse_square_scale=lse_square_scale, reduction=reduction, **options

@@ -1,7 +1,7 @@
-"""An operator's contract: its arguments by name, their checks, and its results' shapes and dtypes.
+"""An operator's contract: its arguments by name, their checks, and the shapes and dtypes of its results.
 
-All three follow from the names in its schema, by the tables of names.py and rules.py. Sizes and dtypes that no
-argument has are made below, from those that have them.
+All three follow from the names in its schema, with the tables in names.py and rules.py. DERIVED_SIZES and RESULT_DTYPES
+compute the sizes and dtypes that no argument has.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from . import checks, rules
 from .names import ARGUMENTS, RESULTS
 
 Call = rules.Call
-Row = tuple[str, Any, str]  # of names.py; the shape of a result may be a function of the call
-Outputs = list[tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of each
+Row = tuple[str, Any, str]  # a row of names.py; the shape of a result may be a function of the call
+Outputs = list[tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of each result
 
 DTYPES = {
     "float": checks.FLOATS,
@@ -31,16 +31,16 @@ DTYPES = {
     "divisor": checks.DIVISORS,
     "int32": (torch.int32,),
 }
-NAMES = {"probabilities": "target"}  # names of arguments in public functions, and so in messages
+NAMES = {"probabilities": "target"}  # names of arguments in public functions, used in messages
 
 
 def classes_of(call: Call) -> int:
-    """How many of the columns are classes; the columns behind them are padding."""
+    """The number of columns that are classes. The columns behind them are padding."""
     return columns_of(rules.width(call), getattr(call, "class_start", 0), getattr(call, "num_classes", None))
 
 
 def packed_width(call: Call) -> int:
-    """How many numbers the packed statistics of a rank are."""
+    """The number of values in the packed statistics of a rank."""
     rows, ids = call.target.numel(), getattr(call, "ids", None)
     if hasattr(call, "beta"):
         return distillation_shard.width(rows, rules.record(call))
@@ -48,14 +48,14 @@ def packed_width(call: Call) -> int:
     return shard.width(rows, call.weight is not None, getattr(call, "with_entropy", False), ids_per_row)
 
 
-# Sizes that no argument gives, from the call and the dtype of the tensor that has them.
+# Sizes that no argument has. Each is computed from the call and the dtype of the tensor with this size.
 DERIVED_SIZES: dict[str, Callable[[Call, torch.dtype], int]] = {
     "S": lambda call, dtype: STATISTICS,
     "P": lambda call, dtype: padded_classes(classes_of(call), dtype),
     "W": lambda call, dtype: packed_width(call),
 }
-CHECKED_LAST = frozenset(("P", "W"))  # they are computed from arguments that must be checked before
-# Dtypes of results that are no other argument's.
+CHECKED_LAST = frozenset(("P", "W"))  # computed from arguments, so these must be checked before
+# Dtypes of results that no argument has.
 RESULT_DTYPES: dict[str, Callable[[Call], torch.dtype]] = {
     "acc": lambda call: accumulator(call.primary),
     "int64": lambda call: torch.int64,
@@ -77,30 +77,30 @@ class Shape(NamedTuple):
         return ROWS if shape == ROWS else shape
 
 
-ROWS = Shape((), True, ())  # one number for each
+ROWS = Shape((), True, ())  # one number per row
 
 
 class Argument(NamedTuple):
     position: int  # among the operator's arguments
     name: str
-    dtypes: tuple[torch.dtype, ...] | None  # None: as ``like`` says
+    dtypes: tuple[torch.dtype, ...] | None  # None: see ``like``
     like: str
     shape: Shape
-    gives: frozenset[str]  # sizes
+    gives: frozenset[str]  # the sizes that this argument defines
     or_scalar: bool
     meaning: str
-    # For each size behind the rows: a number, or the (argument, axis) that gives it. None: this argument; (): derived.
+    # For each size after the rows: a number, or the (argument, axis) that defines it. None: this argument; (): derived.
     givers: tuple[int | tuple[int, ...] | None, ...]
 
 
 class Contract:
-    """Built once for each operator.
+    """Built once per operator.
 
     Args:
-        schema: the operator's.
-        arguments, results: rows for names that mean something else here than in names.py. None: not checked.
-        rows_of: of a call, the tensor that has the rows and the device, where it is not the first one of names.py.
-        own_rules: rules of this operator alone.
+        schema: the schema of the operator.
+        arguments, results: rows for names with another meaning than in names.py. None: not checked.
+        rows_of: from a call, the tensor with the rows and the device, if it is not the first one of names.py.
+        own_rules: rules of this operator only.
     """
 
     def __init__(
@@ -117,19 +117,19 @@ class Contract:
         table: dict[str, Row | None] = {**ARGUMENTS, **arguments}
         rows = {name: table.get(name) for name in self.arguments}
         self.primary = next(name for name in ARGUMENTS if rows.get(name) is not None)
-        # A namedtuple has its defaults at the end, as the schemas have.
+        # A namedtuple has its defaults at the end, like the schemas.
         self.required = [argument.name for argument in schema.arguments if not argument.has_default_value()]
         defaults = [argument.default_value for argument in schema.arguments if argument.has_default_value()]
         record = namedtuple("Call", self.arguments, defaults=defaults)  # type: ignore[misc]
         position = self.positions[self.primary]
-        primary = rows_of or (lambda call: call[position])  # Dynamo traces no itemgetter
+        primary = rows_of or (lambda call: call[position])  # Dynamo cannot trace itemgetter
         self.Call = type("Call", (record,), {"primary": property(primary)})
-        self.givers: dict[str, tuple[int, int]] = {}  # size -> (index of the argument that gives it, axis)
+        self.givers: dict[str, tuple[int, int]] = {}  # size -> (index of the argument that defines it, axis)
         tensors = [self._argument(name, *row) for name in ARGUMENTS if (row := rows.get(name)) is not None]
         self.checked_last = [one for one in tensors if not CHECKED_LAST.isdisjoint(one.shape.behind)]
         self.tensors = [one for one in tensors if one not in self.checked_last]
         fixed = dict(zip(self.arguments[len(self.required) :], defaults, strict=True))
-        # (index, default, rule); a required argument is never at its default.
+        # (index, default, rule). A required argument never equals its default.
         self.rules: list[tuple[int, Any, Callable[[Call], None]]] = []
         for names, rule, unless in rules.RULES:
             if names[0] in rows and unless not in rows:
@@ -165,7 +165,7 @@ class Contract:
         return dtype, shape, condition if optional else ""
 
     def blank(self, **arguments: Any) -> Call:
-        """A call with some arguments missing."""
+        """A call in which some arguments may be missing."""
         return self.Call(**dict.fromkeys(self.required) | arguments)
 
     def bind(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> Call:
@@ -176,7 +176,7 @@ class Contract:
     def check(self, call: Call) -> None:
         self.check_tensors(call)
         for index, default, rule in self.rules:
-            if call[index] is not default:  # no comparison: it would specialise a symbolic number
+            if call[index] is not default:  # identity, not equality: comparing would specialise a symbolic number
                 rule(call)
         if self.checked_last:
             self.check_tensors(call, tensors=self.checked_last)
@@ -201,7 +201,7 @@ class Contract:
             ):
                 self._same_shape(argument, tensor, rows, call, called)
             if tensor.device != device:
-                anchor = "logits" if name == "weight" else self.primary  # also for the classes of a head
+                anchor = "logits" if name == "weight" else self.primary  # the same for the classes of a head
                 checks.same_device(called.get(name, name), tensor, primary, rules.are(called.get(anchor, anchor)))
 
     def size(self, name: str, call: Call, dtype: torch.dtype) -> int:
@@ -225,7 +225,7 @@ class Contract:
         )
 
     def _same_shape(self, argument: Argument, tensor: Tensor, rows: Any, call: Call, called: Mapping[str, str]) -> None:
-        """The sizes that an argument gives are right, except where there is none of a kind that must be there."""
+        """Check the sizes. A size that the argument itself defines is right, but one of AT_LEAST_ONE must not be 0."""
         sizes, (before, has_rows, behind) = tensor.shape, argument.shape
         if argument.or_scalar and len(sizes) == 0:
             return

@@ -1,6 +1,6 @@
-"""Operators for class-index targets: losses and statistics of rows, reduced losses, and the backward of all of them.
+"""Operators for class-index targets: losses and statistics of rows, reduced losses, and their backward.
 
-The reduced loss is one number with what it was divided by; further terms of a loss are plain torch on the rows' lse.
+The reduced loss is returned with its divisors. Further terms of a loss are plain torch on the rows' lse.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .second_order import differentiate_call, no_second_derivative, save_all
 
 
 def _save_rows(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
-    """Keep the logits, the target and one float a row: the backward makes the softmax again from the lse."""
+    """Keep the logits, the target and one float per row: the backward computes the softmax again from the lse."""
     if needs_grad(ctx, "weight"):
         checks.weight_needs_grad()
     _loss, lse, argmax, entropy = output
@@ -41,7 +41,7 @@ def _save_reduced(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
 
 def _reduced_backward(ctx: Any, grad_value: Tensor, *_: None) -> Gradients:
     updates = {}
-    if torch.is_grad_enabled():  # The gradient is differentiated in its turn: with an lse that depends on the logits.
+    if torch.is_grad_enabled():  # A second derivative needs an lse that depends on the logits.
         updates["lse"] = run("cross_entropy_forward", saved(ctx))[1]
     return {"logits": run_backward(ctx, grad_value, **updates)}
 

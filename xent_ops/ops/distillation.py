@@ -1,4 +1,4 @@
-"""Operators of distillation of given logits: losses of rows and their backward, and both in one."""
+"""Operators for distillation from logits: losses of rows, their backward, and both in one operator."""
 
 from __future__ import annotations
 

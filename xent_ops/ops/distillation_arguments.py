@@ -1,4 +1,4 @@
-"""From the users' arguments of distillation to the operators', for one rank and over ranks."""
+"""Converts the users' arguments of distillation to the operators', for one rank and for several."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import arguments
 def target_of(
     target: Any, ignore_index: Any, hard_weight: Any, input: Any, rows: Sequence[int] | None
 ) -> tuple[Any, Any]:
-    """A target of these rows that ignores nothing, where there is none; None where the input is refused behind this."""
+    """The target. Without one: a target of these rows that ignores nothing, or an empty one for an invalid input."""
     if target is not None:
         return target, ignore_index
     if arguments.number("hard_weight", hard_weight) != 0.0:

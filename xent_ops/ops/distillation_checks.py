@@ -1,4 +1,4 @@
-"""Checks for all distillations: see checks.py."""
+"""Checks for all distillation operators: see checks.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import checks
 
 
 def options(spec: Distillation, student: Tensor, teacher: Tensor) -> None:
-    """``student``, ``teacher``: tensors of the dtypes of their logits."""
+    """``student``, ``teacher``: tensors with the dtypes of their logits."""
     if not 0.0 <= spec.beta <= 1.0:
         raise ValueError(f"beta must be between 0.0 and 1.0, got {spec.beta}")
     if not (spec.temperature > 0.0 and math.isfinite(spec.temperature)):
@@ -31,7 +31,7 @@ def options(spec: Distillation, student: Tensor, teacher: Tensor) -> None:
 
 
 def classes(spec: Distillation, width: int, teacher_width: int, names: tuple[str, str]) -> None:
-    """``names``: of the arguments that have the student's and the teacher's classes."""
+    """``names``: the arguments that have the student's and the teacher's classes."""
     number = spec.num_classes
     if number is None:
         if type(width) is type(teacher_width) is int and width == teacher_width:
@@ -54,7 +54,7 @@ def classes(spec: Distillation, width: int, teacher_width: int, names: tuple[str
 
 
 def slices(spec: Distillation, class_start: int | None, width: int, teacher_width: int, names: tuple[str, str]) -> None:
-    """Without a class_start all classes, as ``classes``; else both must be split at the same classes."""
+    """Without a class_start: all classes, as in ``classes``. With one, both heads must be split at the same classes."""
     if class_start is None:
         classes(spec, width, teacher_width, names)
         return

@@ -8,10 +8,10 @@ from . import arguments
 
 
 def is_dtensor(*tensors: Tensor | None) -> bool:
-    """Is one of them a DTensor?"""
+    """Is at least one of them a DTensor?"""
     found = [tensor for tensor in tensors if hasattr(tensor, "device_mesh")]
     for tensor in found:
-        arguments.refuse_proxy(tensor)  # a proxy has every attribute
+        arguments.refuse_proxy(tensor)  # a proxy answers every attribute
     return bool(found)
 
 

@@ -1,9 +1,9 @@
-"""The floating-point operations of operators that hold products, as torch.utils.flop_counter counts them.
+"""The floating-point operations of operators with products, for torch.utils.flop_counter.
 
-A product of (n, H) and (H, V) counts 2 n H V, and nothing else counts, as of nn.Linear and F.cross_entropy. All rows
-of an operator count: the number of rows that ``skip_ignored`` leaves out is known on the device alone.
+A product of (n, H) and (H, V) counts 2 n H V. Nothing else counts, the same as for nn.Linear and F.cross_entropy. All
+rows count, because only the device knows the number of rows that ``skip_ignored`` leaves out.
 
-Importing torch.utils.flop_counter imports Triton, 0.1 s, so the formulas wait until it is imported by someone else.
+Importing torch.utils.flop_counter imports Triton (0.1 s). So the formulas are registered once other code imports it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MODULE = "torch.utils.flop_counter"
 
 
 def _product(call: Call) -> int:
-    """One product with the head, of the classes of a slice or the rows of a chunk."""
+    """One product with the head, for the classes of a slice or the rows of a chunk."""
     classes, features = call.linear_weight.shape
     rows = call.logits.shape[:1] if hasattr(call, "logits") else call.input.shape[:-1]
     if hasattr(call, "class_start"):
@@ -42,7 +42,7 @@ def _teacher_product(call: Call) -> int:
 
 
 def _with_grads(call: Call) -> int:
-    """The logits, and the products of the mask; a bias' gradient is a sum."""
+    """The product for the logits, and one for each gradient in the mask. A bias' gradient is a sum, not a product."""
     return (1 + sum(call.output_mask[:2])) * _product(call)
 
 
@@ -50,7 +50,7 @@ def _grad_weight_product(call: Call) -> int:
     return 2 * math.prod(call.input.shape) * call.columns if call.grad_linear_weight.dim() == 2 else 0
 
 
-# For the operators that hold products.
+# The operators with products.
 FLOPS: dict[str, Callable[[Call], int]] = {
     "linear_cross_entropy_forward": _product,
     "linear_cross_entropy_backward": _with_grads,
@@ -71,7 +71,7 @@ FLOPS: dict[str, Callable[[Call], int]] = {
 
 
 def formula(name: str) -> Callable[..., int]:
-    """flop_counter calls it with the operator's arguments, and with keywords of its own."""
+    """flop_counter calls it with the operator's arguments and with its own keywords."""
     contract = OPERATORS[name].contract
 
     def flops(*args: Any, **keywords: Any) -> int:
@@ -89,7 +89,7 @@ def register(flop_counter: ModuleType) -> None:
 
 
 class _WhenImported:
-    """Finds flop_counter as the other finders do, and has its loader register the formulas at the end."""
+    """Finds flop_counter like the other finders. Its loader registers the formulas at the end."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -111,7 +111,7 @@ class _WhenImported:
 
 
 def install() -> None:
-    """Once all operators are there."""
+    """Call this after all operators are registered."""
     if _MODULE in sys.modules:
         register(sys.modules[_MODULE])
     else:

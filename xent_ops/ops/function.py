@@ -1,14 +1,14 @@
 """A loss of class indices as one node of autograd, for eager training.
 
-Compiled, exported and traced calls, and calls without gradients, take the composite operator instead. The
-transforms of torch.func, forward-mode AD and batches of upstream gradients (is_grads_batched) have plain torch.
+Compiled, exported and traced calls, and calls without gradients, use the composite operator instead. The transforms
+of torch.func, forward-mode AD and batches of upstream gradients (is_grads_batched) use plain torch.
 
-The node calls registered operators below autograd, so modes, profilers, subclasses of Tensor and kernels registered
-over ours see them.
+The node calls registered operators below autograd. So modes, profilers, subclasses of Tensor and kernels that users
+register over ours see these calls.
 
 In-place gradients rely on autograd's version counter: a producer that saved its output, a second backward and
-retain_graph all find a tensor that was modified in place, and raise. Inside saved-tensor hooks (a non-reentrant
-checkpoint is made of them) autograd compares no versions, and there the gradient gets memory of its own.
+retain_graph all find a modified tensor and raise. Inside saved-tensor hooks (a non-reentrant checkpoint uses them)
+autograd compares no versions, so there the gradient gets its own memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def cross_entropy(
     inplace_backward: bool = False,
     grad_in_forward: bool = False,
 ) -> Tensor:
-    """The loss, by the way that fits the call: see the module."""
+    """The loss, by the implementation that fits the call: see the module."""
     if grad_in_forward and wants_gradient(logits):
         return with_grad(logits, target, weight, loss, token_weight, inplace_backward)[0]
     if token_weight is not None:
@@ -66,7 +66,7 @@ def with_grad(
     in_place: bool = False,
     with_statistics: bool = False,
 ) -> tuple[Tensor, ...]:
-    """(value, loss, lse, argmax, entropy): a loss with its gradient computed in forward, and constants of its rows."""
+    """(value, loss, lse, argmax, entropy): a loss whose gradient the forward computes, and constants of its rows."""
     checks.weight_without_grad(weight)
     in_place = in_place and _may_overwrite(logits)
     return GradInForwardFunction.apply(logits, target, weight, token_weight, loss, in_place, with_statistics)
@@ -75,11 +75,11 @@ def with_grad(
 def by_rows(
     logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions, token_weight: Tensor | None = None
 ) -> Tensor:
-    """The loss from its rows; in plain torch for transforms and forward-mode AD."""
+    """The loss from its rows. For transforms and forward-mode AD it is plain torch."""
     checks.weight_without_grad(weight)
     if transforms.functorch_is_active() or transforms.forward_mode():
         refuse("cross_entropy_forward", logits, target, weight, **loss.row_options._asdict())
-        # Zero gradients in ignored rows, even where their logits are NaN.
+        # The gradient of an ignored row is zero even if its logits are NaN.
         logits = torch.where(reference.is_counted(target, loss.row_options.ignore_index).unsqueeze(-1), logits, 0.0)
         row_loss, lse = reference.cross_entropy_forward(logits, target, weight, options=loss.row_options)
     else:
@@ -89,14 +89,14 @@ def by_rows(
 
 
 def _may_overwrite(logits: Tensor) -> bool:
-    """Raises where the caller may not ask for it."""
+    """May the gradient overwrite the logits? Raises if the caller must not ask for it."""
     _refuse_a_leaf(logits)
     overwriting.writable("logits", logits)
     return not transforms.in_saved_tensors_hooks() and not logits.is_neg()
 
 
 def _refuse_a_leaf(logits: Tensor) -> None:
-    """As torch does for its own in-place operators: also a view of one."""
+    """Refuse a leaf, and a view of one, as torch's own in-place operators do."""
     if any(x is not None and x.is_leaf and x.requires_grad for x in (logits, logits._base)):
         raise RuntimeError(
             "inplace_backward=True would overwrite a leaf tensor that requires grad, or a view of it, with its own "
@@ -105,7 +105,7 @@ def _refuse_a_leaf(logits: Tensor) -> None:
 
 
 def _refuse_derivatives(option: str, grad: Tensor) -> None:
-    """Not ``once_differentiable``: that is silent where the upstream gradient itself needs no gradient."""
+    """Not ``once_differentiable``: it raises nothing if the upstream gradient itself needs no gradient."""
     if transforms.is_batch(grad) or transforms.active():
         raise NotImplementedError(
             f"{option}=True has one gradient to give: its backward below vmap (is_grads_batched=True), another "
@@ -120,7 +120,7 @@ def _refuse_derivatives(option: str, grad: Tensor) -> None:
 def _forward(
     logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(value, divisors of a mean, lse). ``options``: for the backward."""
+    """(value, divisors of a mean, lse). ``options``: keywords for the backward."""
     reduced = _ops.cross_entropy_reduced.default
     if loss.reduction == "mean":
         return below_autograd(reduced, logits, target, weight, **options)
@@ -133,7 +133,7 @@ def _forward(
 
 
 class CrossEntropyFunction(torch.autograd.Function):
-    """For eager mode. Its only output is the loss: returning the saved tensors too takes the host 2 us."""
+    """For eager mode. It returns only the loss: returning the saved tensors too would cost the host 2 us."""
 
     @staticmethod
     def forward(
@@ -151,17 +151,17 @@ class CrossEntropyFunction(torch.autograd.Function):
             _refuse_derivatives("inplace_backward", grad)
         if transforms.is_batch(grad) or transforms.forward_mode():  # operators would loop, or drop the tangent
             return _gradient_in_plain_torch(grad, ctx.saved_tensors, ctx.options), None, None, None, None
-        # As a node of its own only where its derivative is wanted: that takes the host 30 us.
+        # A node of its own, which costs the host 30 us, only if its derivative is wanted.
         gradient: Any = GradientFunction.apply if torch.is_grad_enabled() else GradientFunction.forward
         return gradient(grad, *ctx.saved_tensors, ctx.options, ctx.in_place), None, None, None, None
 
 
-# Function.apply binds the signature of forward at every call: 20 us of host time.
+# Function.apply would bind forward's signature at every call, for 20 us of host time.
 _apply: Callable[..., Tensor] = super(torch.autograd.Function, CrossEntropyFunction).apply
 
 
 class GradientFunction(torch.autograd.Function):
-    """The gradient of the logits; its own derivative is autograd through plain torch."""
+    """The gradient of the logits. Its own derivative is autograd through plain torch."""
 
     @staticmethod
     def forward(
@@ -195,14 +195,14 @@ class GradientFunction(torch.autograd.Function):
 
 
 def _gradient_in_plain_torch(grad: Tensor, saved: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
-    """Computes the lse again, because it depends on the logits."""
+    """Compute the lse again, because it depends on the logits."""
     (logits, target, _, weight, divisors), keywords = saved, as_record(options)
     lse = reference.cross_entropy_forward(logits, target, weight, options=keywords["options"])[1]
     return reference.cross_entropy_backward(grad, None, logits, target, lse, weight, divisors, **keywords)
 
 
 class GradInForwardFunction(torch.autograd.Function):
-    """The forward makes the gradient too, for an upstream gradient of one; the backward multiplies it by another."""
+    """The forward computes the gradient for an upstream gradient of one. The backward multiplies it by the real one."""
 
     @staticmethod
     def forward(
@@ -217,7 +217,7 @@ class GradInForwardFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         options, dtype = loss.row_options.keywords(), reference.accumulator(logits)
         divisors, inverse = None, torch.ones(2, dtype=dtype, device=logits.device)
-        if loss.reduction == "mean":  # inverse: one over what each row's loss, and its z-loss, is divided by
+        if loss.reduction == "mean":  # inverse: one over the divisors of the loss and the z-loss
             divisors, inverse = _divisor(logits, target, weight, token_weight, loss)
         factors = [inverse[0], None if loss.lse_square_scale == 0.0 else loss.lse_square_scale * inverse[1]]
         if token_weight is not None:

@@ -12,7 +12,7 @@ Signature = tuple[Any, ...]
 
 
 def call_signature(args: tuple[Any, ...], options: dict[str, Any]) -> Signature:
-    """All that launches depend on: not the numbers in tensors, and of an address its offset from a 16-byte boundary."""
+    """Everything that launches depend on: no numbers in tensors, and of an address only its offset modulo 16 bytes."""
     return (
         *[
             (arg.shape, arg.stride(), arg.dtype, arg.device, arg.data_ptr() % 16)
@@ -25,11 +25,11 @@ def call_signature(args: tuple[Any, ...], options: dict[str, Any]) -> Signature:
 
 
 class LaunchCache:
-    """Launches by call signature: the arguments were checked and the kernels chosen when the entry was made.
+    """Launches by call signature. An entry was made after the arguments were checked and the kernels chosen.
 
-    To check, choose and bind at every call would add 50 us to a step that takes the host 42 (one core of an EPYC,
-    launches that do nothing, 2026-11-22). Bounded, because a number of rows may never come again; the oldest entry
-    leaves first.
+    Checking, choosing and binding at every call would add 50 us to a step that takes the host 42 us (one core of an
+    EPYC, launches that do nothing, 2026-11-22). The cache is bounded, because a number of rows may never occur again;
+    the oldest entry is removed first.
     """
 
     SIZE = 1024

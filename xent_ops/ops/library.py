@@ -1,8 +1,8 @@
-"""Where operators meet the dispatcher: one declaration an operator.
+"""Registers operators with the dispatcher: one declaration per operator.
 
 ``operator`` defines ``xent::name`` from its schema, with its fake and its kernels. If schemas.py names an argument to
-overwrite, it also defines the in-place form ``xent::name_``. ``autograd`` adds a formula.
-Everything here needs torch alone; Triton is imported when a tensor first arrives on its device (devices.py).
+overwrite, it also defines the in-place form ``xent::name_``. ``autograd`` adds a derivative formula.
+This module needs only torch. Triton is imported when a tensor on its device first arrives (devices.py).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ except RuntimeError as error:
         f"loaded libxent_ops.so. Import xent_ops first; to load the library afterwards does no harm. ({error})"
     ) from None
 
-# needs_fixed_stride_order: our kernels take any row stride but want the classes dense, so Inductor may pad
-# the rows of a matrix product (odd vocabularies) but not transpose it.
+# needs_fixed_stride_order: our kernels accept any row stride but need dense classes. So Inductor may pad the rows of
+# a matrix product (odd vocabularies) but not transpose it.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
-# Devices that plain torch serves. For any other, the dispatcher's error names operator and device.
+# Devices that use plain torch. For any other device, the dispatcher's error names operator and device.
 _REFERENCE_DEVICES = ("MPS", "XPU")
 
-# Hooks that run whenever one of our operators is traced; inductor/ adds to them.
+# Hooks that run before any of our operators is traced; inductor/ adds to them.
 BEFORE_TRACING: list[Callable[[], None]] = []
 
 _below_autograd = private("torch._C._AutoDispatchBelowAutograd", contextlib.nullcontext, "some microseconds a call")
@@ -51,7 +51,7 @@ def define(name: str) -> Any:
 
 
 class Operator:
-    """One operator: its contract, and a kernel for each device. ``operator`` tells the arguments."""
+    """One operator: its contract, and a kernel for each device. ``operator`` documents the arguments."""
 
     def __init__(
         self,
@@ -79,13 +79,13 @@ class Operator:
         LIBRARY.impl(name, self.on_cpu, "CPU")
         for accelerator in accelerators.ALL.values():
             LIBRARY.impl(name, self.on_triton, accelerator.key)
-        # By key, not by the name "npu": that works without torch_npu, before it is imported and after.
+        # The key, not the name "npu", because the key works without torch_npu, before its import and after it.
         LIBRARY.impl(name, self.on_npu, "PrivateUse1")
         for key in _REFERENCE_DEVICES:
             LIBRARY.impl(name, self.on_reference, key)
 
     def keywords(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The keywords of a call with the options as one record."""
+        """The keywords of a call, with the options as one record."""
         return as_record(kwargs) if self.has_options else kwargs
 
     def check(self, call: Call) -> None:
@@ -97,9 +97,9 @@ class Operator:
         overwriting.writable(self.overwrites, call[self.position])
 
     def fake(self, *args: Any, **kwargs: Any) -> Any:
-        """Outputs without values, for tracing; serves the meta device too."""
+        """Outputs without values, for tracing. The meta device uses it too."""
         call = self.bind(*args, **kwargs)
-        if call.primary.device.type != "meta":  # a fake tensor shows the device that it stands for
+        if call.primary.device.type != "meta":  # a fake tensor reports the device that it represents
             for prepare in BEFORE_TRACING:
                 prepare()
         self.contract.check(call)
@@ -115,7 +115,7 @@ class Operator:
     def on_cpu(self, *args: Any, **kwargs: Any) -> Any:
         call = self.bind(*args, **kwargs)
         self.check(call)
-        # The C++ kernel checks the values of targets itself.
+        # The C++ kernel checks the targets' values itself.
         kernel = None if self.name in PYTHON_ONLY else cpu.kernel(self.name)
         if kernel is not None:
             return kernel(*args, **kwargs)
@@ -124,7 +124,7 @@ class Operator:
         return self.reference(*args, **self.keywords(kwargs))
 
     def on_triton(self, *args: Any, **kwargs: Any) -> Any:
-        if self.overwrites is not None:  # the signature does not tell
+        if self.overwrites is not None:  # the call signature does not contain it
             overwriting.may_be_written(self.overwrites, args[self.position])
         signature = call_signature(args, kwargs)
         launch = self.launches.get(signature)
@@ -137,7 +137,7 @@ class Operator:
     def on_npu(self, *args: Any, **kwargs: Any) -> Any:
         self.check(self.bind(*args, **kwargs))
         keywords = self.keywords(kwargs)
-        # The vector cores have no float64, and our kernels there write gradients in the logits' dtype.
+        # The vector cores have no float64, and our Ascend kernels write gradients in the logits' dtype.
         if not self.ascend or any(
             isinstance(arg, torch.dtype) or (isinstance(arg, Tensor) and arg.dtype == torch.float64) for arg in args
         ):
@@ -161,19 +161,19 @@ def operator(
     calls_operators: bool = False,
     overwrites: str | None = None,
 ) -> Any:
-    """Define and register ``xent::name``, and its in-place form where schemas.py has one; return the overload.
+    """Define and register ``xent::name``, and its in-place form if schemas.py has one. Returns the overload.
 
-    What it takes and gives follows from the names in its schema: contract.py.
+    The types of arguments and results follow from the names in its schema: contract.py.
 
     Args:
-        reference: the kernel in plain torch. The CPU runs the C++ kernel ``xent_cpu::name`` where it is built, unless
-            schemas.PYTHON_ONLY names the operator, CUDA and ROCm what the ``@launcher`` of this name in kernels/triton/
-            prepares.
-        check_values: raises on values of tensors, on the CPU without C++, where reading them does not synchronise.
+        reference: the kernel in plain torch. The CPU runs the C++ kernel ``xent_cpu::name`` if it is built, unless
+            schemas.PYTHON_ONLY names the operator. CUDA and ROCm run the kernels that the ``@launcher`` of this name in
+            kernels/triton/ prepares.
+        check_values: raises on values of tensors. It runs on the CPU without C++: reading them does not synchronise.
         arguments, results, rows_of, rules: exceptions of this operator; see ``Contract``.
-        ascend: kernels/ascend/ has a ``@launcher`` of this name. Else NPUs run the reference, and import no Triton.
+        ascend: kernels/ascend/ has a ``@launcher`` of this name. Else NPUs run the reference, and do not import Triton.
         calls_operators: ``reference`` calls other operators and is the kernel of every device. Autograd and tracers
-            still see one operator, unlike a composite (composite.py).
+            still see one operator, unlike with a composite (composite.py).
         overwrites: the argument that the operator itself writes to.
     """
     shared: dict[str, Any] = {"check_values": check_values, "ascend": ascend, "calls_operators": calls_operators}
@@ -196,7 +196,7 @@ def operator(
 
 
 def _in_place(function: Callable[..., Any], position: int) -> Callable[..., Any]:
-    """The function with its last output written over the argument at ``position``."""
+    """The function, with its last output written over the argument at ``position``."""
 
     def write(*args: Any, **keywords: Any) -> Any:
         results = function(*args, **keywords)
@@ -220,15 +220,15 @@ def refuse(name: str, *args: Any, **keywords: Any) -> None:
     contract.check(contract.blank(**dict(zip(contract.arguments, args, strict=False)), **keywords))
 
 
-Gradients = Mapping[str, "Tensor | None"]  # by the names of arguments
+Gradients = Mapping[str, "Tensor | None"]  # by argument name
 
 
 def autograd(name: str, backward: Callable[..., Gradients], save: Callable[[Any, Call, Any], None]) -> None:
-    """A formula: ``save(ctx, call, output)``, and ``backward(ctx, *grads)``, which returns gradients by name."""
+    """Add a formula: ``save(ctx, call, output)``, and ``backward(ctx, *grads)``, which returns gradients by name."""
     contract = OPERATORS[name].contract
     positional = contract.arguments[: len(contract.arguments) - len(contract.keyword_only)]
 
-    # torch passes keyword_only_inputs if the operator has any, and fills in the defaults.
+    # torch passes keyword_only_inputs if the operator has any, and inserts the defaults.
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Any = None) -> None:
         ctx.positions = contract.positions
         ctx.set_materialize_grads(False)
@@ -242,17 +242,17 @@ def autograd(name: str, backward: Callable[..., Gradients], save: Callable[[Any,
 
 
 def needs_grad(ctx: Any, name: str) -> bool:
-    """Does this argument need a gradient? The dispatcher leaves out defaults at the end."""
+    """Does this argument need a gradient? The dispatcher omits defaults at the end."""
     position = ctx.positions[name]
     return any(ctx.needs_input_grad[position : position + 1])
 
 
 def save_nothing(ctx: Any, call: Call, output: Any) -> None:
-    """Of a formula that only raises."""
+    """For a formula that only raises."""
 
 
 def save_for(ctx: Any, name: str, call: Call, *also: str, **results: Any) -> None:
-    """Keep every argument of the operator ``name``, a backward, that the call or results have, and ``also`` these."""
+    """Keep the arguments of the backward operator ``name`` that the call or results have, and the names in ``also``."""
     values = call._asdict() | results
     state = {argument: values[argument] for argument in (*OPERATORS[name].arguments, *also) if argument in values}
     tensors = {argument: value for argument, value in state.items() if isinstance(value, Tensor)}
@@ -266,7 +266,7 @@ def saved(ctx: Any) -> dict[str, Any]:
 
 
 def run(name: str, values: Mapping[str, Any]) -> Any:
-    """Call an operator with the values of its arguments. Others are left out."""
+    """Call an operator with the values of its arguments. Other values are ignored."""
     contract, operator = OPERATORS[name].contract, OPERATORS[name].overload
     call = contract.blank(**{argument: values[argument] for argument in contract.arguments if argument in values})
     keywords = {argument: getattr(call, argument) for argument in contract.keyword_only}
@@ -276,7 +276,7 @@ def run(name: str, values: Mapping[str, Any]) -> Any:
 def run_backward(ctx: Any, grad_loss: Tensor | None, **updates: Any) -> Any:
     """Run the operator that ``save_for`` named, with the values that it kept and with these updates.
 
-    An entropy without a gradient is left out. Where there is an lse, a loss without a gradient gets 0.
+    An entropy without a gradient is left out. If there is an lse, a loss without a gradient gets a gradient of 0.
     """
     values = saved(ctx) | updates
     if updates.get("grad_entropy") is None:
@@ -287,7 +287,7 @@ def run_backward(ctx: Any, grad_loss: Tensor | None, **updates: Any) -> Any:
 
 
 def below_autograd(overload: Any, *args: Any, **options: Any) -> Any:
-    """Call an operator inside an autograd.Function, which has recorded what there is to record.
+    """Call an operator inside an autograd.Function, which records everything that autograd needs.
 
     The dispatcher then skips the operator's own formula. Modes, subclasses and kernels that users register over ours
     still see the call.

@@ -1,4 +1,4 @@
-"""Values in messages, never by an address."""
+"""Formats values for error messages, without memory addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides which tensors an operator may overwrite."""
+"""Decides whether an operator may overwrite a tensor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def may_be_written(name: str, tensor: Tensor) -> None:
-    """For a tensor that an operator overwrites with something that has no derivative."""
+    """Check a tensor that an operator overwrites with values that have no derivative."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
             f"{name} must not require grad, for an operator that has no derivative writes over it: call the operator "
@@ -23,7 +23,7 @@ def may_be_written(name: str, tensor: Tensor) -> None:
 
 
 def writable(name: str, tensor: Tensor) -> None:
-    """Refuse elements that share memory."""
+    """Refuse tensors whose elements share memory."""
     if may_overlap(tensor.shape, tensor.stride()):
         raise RuntimeError(
             f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} share memory between their "
@@ -32,10 +32,10 @@ def writable(name: str, tensor: Tensor) -> None:
 
 
 def may_overlap(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Do elements share memory, or are the strides so odd that it takes more to tell?"""
+    """Do elements share memory, or are the strides too unusual to tell?"""
     if 0 in sizes:
         return False
-    behind = 0  # the last element of the dimensions with smaller strides
+    behind = 0  # offset of the last element of the dimensions with smaller strides
     for stride, size in sorted(zip(strides, sizes, strict=True)):
         if size > 1:
             if stride <= behind:

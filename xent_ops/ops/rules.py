@@ -1,6 +1,6 @@
-"""Rules for options, and for arguments together: one function for each name, for every operator that has it.
+"""Rules for options and for combinations of arguments: one function per name, for every operator with this name.
 
-``call`` is the operator's call, a namedtuple of its arguments (contract.py). Shapes and dtypes were checked before.
+``call`` is the operator's call, a namedtuple of its arguments (contract.py). Shapes and dtypes have been checked.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ AT_LEAST_ONE = frozenset(("V", "T", "K"))
 
 
 def width(call: Call) -> int:
-    """How many classes, or columns of them, this call has."""
+    """The number of classes, or of columns of a slice, of this call."""
     return call.linear_weight.shape[0] if hasattr(call, "linear_weight") else call.primary.shape[-1]
 
 
 def sliced(call: Call) -> bool:
-    """Is it a slice of the classes? A slice may be empty."""
+    """Is the call for a slice of the classes? A slice may be empty."""
     return getattr(call, "class_start", None) is not None and call.num_classes is not None
 
 
@@ -72,20 +72,20 @@ def _products(call: Call) -> None:
 
 
 def chunking(call: Call) -> None:
-    """How chunks are made and added up."""
+    """Check the options of chunks and sums."""
     for name in ("accumulate_dtype", "logits_dtype", "products", "chunk_rows"):
         BY_NAME[name](call)
 
 
 def _temperature(call: Call) -> None:
-    """All options of a distillation, and its classes."""
+    """Check all options of a distillation, and its classes."""
     if hasattr(call, "teacher_input"):
         heads = call.input, call.linear_weight, call.teacher_input, call.teacher_weight
         student, names = heads[0], ("linear_weight", "teacher_weight")
         teacher, widths = heads[2], (heads[1].shape[0], heads[3].shape[0])
     else:
         student, teacher, names = call.primary, call.teacher_logits, ("logits", "teacher_logits")
-        chunk = hasattr(call, "linear_weight")  # its logits are padded
+        chunk = hasattr(call, "linear_weight")  # its logits have padding columns
         widths = (width(call), width(call) if chunk else teacher.shape[-1])
     spec = record(call)
     distillation_checks.options(spec, student, teacher)
@@ -93,15 +93,15 @@ def _temperature(call: Call) -> None:
 
 
 def check_targets(call: Call) -> None:
-    """Raise IndexError for a class out of range. It reads the targets: for CPU tensors."""
-    if getattr(call, "hard_weight", 1.0) != 0.0:  # else a target only says which rows are ignored
+    """Raise IndexError for a class out of range. It reads the targets, so it is for CPU tensors."""
+    if getattr(call, "hard_weight", 1.0) != 0.0:  # else the target only marks ignored rows
         indices = call.ids if hasattr(call, "ids") else call.target
         number = getattr(call, "num_classes", None)
         if indices is not None:
             checks.target_values(indices, width(call) if number is None else number, call.ignore_index)
 
 
-# Arguments that go together
+# Combinations of arguments
 
 
 def _class_start(call: Call) -> None:
@@ -110,7 +110,7 @@ def _class_start(call: Call) -> None:
 
 
 def _lse_coefficient(call: Call) -> None:
-    """Arguments of a backward that only a slice of the classes has."""
+    """Check the arguments of a backward that only a slice of the classes has."""
     if call.num_classes is None:
         if call.class_start != 0 or call.lse_coefficient is not None:
             raise ValueError("class_start and lse_coefficient go with num_classes, of a slice of the classes")
@@ -153,8 +153,8 @@ def _joined(call: Call) -> None:
         raise ValueError("joined statistics are for a slice of the classes, class_start=, at a beta between 0 and 1")
 
 
-# (names, rule, not where the schema has this name too), in the order in which they are asked: of a call in which one of
-# the names is not at its default. The first name must be in the schema.
+# (names, rule, exception: not for schemas with this name). Rules run in this order, if one of the names is not at its
+# default. The first name must be in the schema.
 RULES: tuple[tuple[tuple[str, ...], Callable[[Call], None], str], ...] = (
     (("grad_dtype",), lambda call: checks.narrower(call.grad_dtype, call.logits), ""),
     (("accumulate_dtype",), lambda call: checks.wider("accumulate_dtype", call.accumulate_dtype, call.input), ""),
@@ -184,11 +184,11 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[Call], None], str], ...] = (
 BY_NAME = {names[0]: rule for names, rule, _ in RULES}
 
 
-# Hints in messages: (the expected sizes as printed, text)
+# Hints for messages: (the expected sizes as printed, text)
 
 
 def _swapped(call: Call, name: str, rows: Any) -> str:
-    """Where linear_weight has the rows that the input should have."""
+    """A hint, if linear_weight has the rows that the input should have."""
     input, linear_weight = call.input, call.linear_weight
     if input.dim() != 2 or not statically_equal(linear_weight.shape, (*rows, input.shape[-1])):
         return ""

@@ -1,4 +1,4 @@
-"""Derivatives of the backward operators: autograd through their plain-torch references."""
+"""Derivatives of the backward operators, by autograd through their plain-torch references."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .library import needs_grad
 
 
 def save_all(ctx: Any, call: Call, output: Any) -> None:
-    """Of a backward operator: its second derivatives need all that it was called with."""
+    """For a backward operator: its second derivatives need all of its arguments."""
     values = call._asdict()
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     ctx.save_for_backward(*tensors.values())
@@ -25,7 +25,7 @@ def save_all(ctx: Any, call: Call, output: Any) -> None:
 def differentiate_call(
     function: Callable[..., Any], ctx: Any, grad: Any, without: Collection[str] = ()
 ) -> dict[str, Tensor | None]:
-    """``differentiate`` of a reference with what ``save_all`` kept, by name."""
+    """``differentiate`` for a reference, with the arguments that ``save_all`` kept, by name."""
     names, options = ctx.names, as_record({name: value for name, value in ctx.options.items() if name not in without})
 
     def by_name(*tensors: Tensor) -> Any:
@@ -36,7 +36,7 @@ def differentiate_call(
 
 
 def no_second_derivative() -> NoReturn:
-    # The lse depends on the logits of all ranks: this rank's part of a second derivative would be wrong without a word.
+    # The lse depends on the logits of all ranks, so this rank's part of a second derivative would be silently wrong.
     raise RuntimeError(
         "the cross entropy of DTensors, or of a vocabulary split over ranks, or of several classes a row, or "
         "linear_token_loss, has no second derivative: call xent_ops.cross_entropy or xent_ops.linear_token_log_probs "
@@ -59,10 +59,10 @@ def differentiate(
 ) -> tuple[Tensor | None, ...]:
     """The vector-Jacobian product of ``function`` for the arguments that need it, None for the others.
 
-    ``grad`` is one upstream gradient, or a tuple where the function returns several tensors.
+    ``grad`` is one upstream gradient, or a tuple if the function returns several tensors.
 
-    torch.func.vjp rather than torch.autograd.grad, so that it also works below functorch transforms and the
-    result can be differentiated again.
+    It uses torch.func.vjp, not torch.autograd.grad. So it also works inside functorch transforms, and the result can be
+    differentiated again.
     """
     indices = [i for i, needed in enumerate(needs_grad) if needed]
 

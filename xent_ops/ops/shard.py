@@ -1,10 +1,10 @@
-"""Row operators of a vocabulary split over ranks: a shard's part, and the join of all parts.
+"""Row operators for a vocabulary that is split over ranks: the statistics of one shard, and the join of all shards.
 
-No operator communicates. The caller's all-gather (distributed/parts.py) stands between ``cross_entropy_shard`` and the
-operator that joins the parts, where every tracer and every pass that moves collectives can see it. The join, of rows
-or reduced, carries the gradient: it takes the logits without reading their values. Its formula is
-``cross_entropy_backward`` of a slice: with the lse of the whole vocabulary it needs no collective. The shard
-itself is called on detached logits.
+No operator communicates. The caller's all-gather (distributed/parts.py) runs between ``cross_entropy_shard`` and the
+join, where every tracer and every pass that moves collectives can see it. ``cross_entropy_shard`` is called on detached
+logits. The join, of rows or reduced, carries the gradient. It takes the logits, but does not read their values. Its
+formula is ``cross_entropy_backward`` of a slice, which needs no collective because it has the lse of the whole
+vocabulary.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Several classes for each row, ``ids`` (..., K): their x from logits. The backward visits the logits once."""
+"""Several classes per row, ``ids`` (..., K): x of each, from logits. The backward is one pass over the logits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .second_order import refuse_second_derivatives
 
 
 def target_and_ids(target: Tensor, rows: int, ignore_index: int) -> tuple[Tensor, Tensor | None]:
-    """(a target for each row, ids): several classes a row, where the target has one dimension more than ``rows``."""
+    """(one target per row, ids). A target with one dimension more than ``rows`` has ids: several classes per row."""
     if target.dim() != rows + 1:
         return target, None
     checks.dtype("target", target, checks.INDICES)

@@ -1,4 +1,4 @@
-"""The context of a call: a tracer, transforms of torch.func, a level of forward-mode AD, saved-tensor hooks."""
+"""The context of a call: tracers, transforms of torch.func, levels of forward-mode AD, saved-tensor hooks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .._private import left_out, private
 
 _ANSWERS_ALWAYS = torch.__version__ < "2.13"
 _UNSEEN = "transforms of torch.func around a loss are not seen"
-functorch_is_active = private(  # Dynamo answers it too
+functorch_is_active = private(  # Dynamo supports it too
     "torch._C._are_functorch_transforms_active", lambda: False, _UNSEEN
 )
 _interpreters = private("torch._C._functorch.get_interpreter_stack", lambda: None, _UNSEEN)
@@ -36,7 +36,7 @@ if not hasattr(forward_ad, "_current_level"):
 
 def in_saved_tensors_hooks() -> bool:
     """Inside a non-reentrant checkpoint, ``save_on_cpu`` or other hooks?"""
-    return _saved_tensors_hooks(True) is not None  # also while tracing
+    return _saved_tensors_hooks(True) is not None  # while tracing too
 
 
 def dual_level() -> bool:
@@ -52,12 +52,12 @@ def dual_level() -> bool:
 
 
 def is_traced() -> bool:
-    """Is Dynamo or torch.jit.trace recording this call? Modes and subclasses see the operators anyway."""
+    """Is Dynamo or torch.jit.trace recording this call? Modes and subclasses see the operators in any case."""
     return torch.compiler.is_compiling() or is_jit_traced()
 
 
 def is_jit_traced() -> bool:
-    """By torch.jit.trace? Its sizes are tensors, and it records no operator with a list of bools."""
+    """Is torch.jit.trace recording? Its sizes are tensors, and it cannot record an operator with a list of bools."""
     return not torch.compiler.is_compiling() and _tracing_state() is not None
 
 
@@ -67,12 +67,12 @@ def is_recorded() -> bool:
 
 
 def is_exported() -> bool:
-    """By torch.export. Dynamo of torch 2.11 answers so in every compilation, and a strict export is one to it."""
+    """Is torch.export tracing? In torch 2.11 Dynamo always says yes, so a strict export counts as a compilation."""
     return torch.compiler.is_exporting() and not (_ANSWERS_ALWAYS and torch.compiler.is_dynamo_compiling())
 
 
 def active() -> bool:
-    """Is a functorch transform, or a level of forward-mode AD, around this call in eager?"""
+    """In eager, is this call inside a functorch transform or a level of forward-mode AD?"""
     return not torch.compiler.is_compiling() and (functorch_is_active() or dual_level())
 
 
@@ -86,14 +86,14 @@ def forward_mode() -> bool:
 
 
 def is_batch(grad: Tensor) -> bool:
-    """Is this upstream gradient a batch of them: vmap over a backward, or is_grads_batched=True?"""
+    """Is this upstream gradient a batch of gradients, from vmap over a backward or is_grads_batched=True?"""
     if torch.compiler.is_compiling():
         return False
     return _is_legacy_batch(grad) or functorch_is_active()
 
 
 def refuse(name: str) -> None:
-    """Raise inside a transform. For functions without a rule, whose derivatives would be dropped silently."""
+    """Raise inside a transform, for functions without a rule. Their derivatives would silently be lost."""
     if active():
         raise NotImplementedError(
             f"{name} below a functorch transform (torch.func) or forward-mode AD is not supported; "

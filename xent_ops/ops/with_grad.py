@@ -1,6 +1,6 @@
-"""Loss and gradient in one visit of the logits, for upstream gradients that are known in forward.
+"""Loss and gradient in one pass over the logits, for upstream gradients that are known in the forward.
 
-The operators have no derivative: ``xent_ops.cross_entropy(..., grad_in_forward=True)`` is their autograd.Function.
+The operators have no derivative. ``xent_ops.cross_entropy(..., grad_in_forward=True)`` is their autograd.Function.
 """
 
 from __future__ import annotations

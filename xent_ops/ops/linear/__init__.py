@@ -1,4 +1,4 @@
-"""The head and the loss as one: operators of linear cross entropy. They never hold all logits."""
+"""Operators for the head and the loss together (linear cross entropy). They never hold all logits."""
 
 from . import chunk, composite, distillation, distillation_chunk, operators, shard, token_logits
 

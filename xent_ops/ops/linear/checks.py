@@ -1,4 +1,4 @@
-"""The checks of a head's operators, for functions that compute something before their call, or call none."""
+"""Checks of a head's operators, for functions that compute before they call an operator, or that call none."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def two_heads(
     names: tuple[str, str],
     teacher_names: tuple[str, str],
 ) -> None:
-    """Checks for slices, which may be empty. ``names``: of weights and biases."""
+    """Checks for slices, which may be empty. ``names``: of the weights and biases."""
     contract = OPERATORS["linear_distillation_chunk"].contract
     fields = ("input", "linear_weight", "linear_bias"), ("teacher_input", "teacher_weight", "teacher_bias")
     heads: dict[str, Any] = dict(zip(fields[0], student, strict=True)) | dict(zip(fields[1], teacher, strict=True))

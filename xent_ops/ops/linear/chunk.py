@@ -1,13 +1,13 @@
-"""Operators of one chunk of rows of a head, or of a rank's slice of one. Between them the caller's code runs.
+"""Operators for one chunk of rows of a head, or of a rank's slice of it. The caller's code runs between them.
 
-The loop is head/loop.py's. The logits of a chunk live from the first operator to the third::
+head/loop.py has the loop. The logits of a chunk live from the first operator to the third::
 
     linear_cross_entropy_chunk        a chunk's logits and their statistics: (loss, lse), with entropies (loss, lse,
-                                      entropy), (2, n) or (3, n); of a slice what cross_entropy_shard returns; after
-                                      them x of the ids, (K, n)
+                                      entropy), (2, n) or (3, n). A slice has the results of cross_entropy_shard. x of
+                                      the ids, (K, n), comes last.
     linear_cross_entropy_chunk_grad_  from upstream gradients of rows: the gradient, written over the logits, and the
-                                      input's gradient, of a slice this rank's part of it
-    linear_cross_entropy_chunk_add_   the chunk's part of the weight's and the bias' gradient
+                                      input's gradient; for a slice, this rank's part of it
+    linear_cross_entropy_chunk_add_   adds the chunk's part of the weight's and the bias' gradient
     attach_gradients                  the loss, whose derivatives are these gradients
 """
 
@@ -27,7 +27,7 @@ from ..rules import check_targets
 from ..second_order import no_second_derivative
 from .operators import HEAD_NAMES, give_away_once, keep_gradients
 
-# Of the logits that the first operator makes, whose columns are padded.
+# For the logits that the first operator returns, whose columns are padded.
 PADDED = {
     "logits": ("float", "... P", "as linear_cross_entropy_chunk makes them"),
     "linear_weight": ("float", "V H", "one row of features for each class"),
@@ -72,7 +72,7 @@ def _attached(
 def _check_gradients(call: Call) -> None:
     for name in HEAD_NAMES:
         tensor, gradient = getattr(call, name), getattr(call, f"grad_{name}")
-        is_given = gradient.dim() != 1 or gradient.shape[0] != 0  # one size at a time: that of rows may depend on data
+        is_given = gradient.dim() != 1 or gradient.shape[0] != 0  # one size at a time: rows may depend on data
         if tensor is not None and gradient.dim() == tensor.dim() and is_given:
             checks.same_shape(f"grad_{name}", gradient.shape, tensor.shape, f"the gradient of {name}")
 
@@ -115,7 +115,7 @@ operator(
     "attach_gradients",
     reference=_attached,
     arguments={
-        "linear_weight": ("=input", "columns H", "one row of the input's features for each class"),  # may have none
+        "linear_weight": ("=input", "columns H", "one row of the input's features for each class"),  # may be empty
         "linear_bias": ("=input", "columns", "one number a class"),
         "divisor": None,
     },

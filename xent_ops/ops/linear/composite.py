@@ -1,6 +1,6 @@
-"""``torch.ops.xent.linear_cross_entropy``: the one pass where gradients of a reduced loss are wanted, else rows.
+"""``torch.ops.xent.linear_cross_entropy``: one operator if a reduced loss needs gradients, else the rows' operator.
 
-Composite: the choice is made when the call is traced or runs, so an evaluated or exported graph holds one product.
+It is composite: the choice is made when the call is traced or runs, so a graph for inference or export has one product.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _ops = torch.ops.xent
 
 
 def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
-    """The tensors in autocast's dtype where it is on, as nn.Linear casts them."""
+    """The tensors, in autocast's dtype if it is on, as nn.Linear casts them."""
     device = next(tensor for tensor in tensors if tensor is not None).device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):  # it refuses meta
+    if device == "meta" or not torch.is_autocast_enabled(device):  # autocast refuses meta
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(
@@ -41,14 +41,14 @@ def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def forward_runs_twice() -> bool:
-    """Inside saved-tensor hooks? An eager checkpoint uses them. There one product is better than three."""
-    # torch 2.11 makes a compiled selective checkpoint of hooks too, where only the context tells that it is traced.
+    """Inside saved-tensor hooks? An eager checkpoint uses them, and there one product is better than three."""
+    # torch 2.11 implements a compiled selective checkpoint with hooks too. Only its context shows that it is traced.
     traced = transforms.is_traced() or _tracing_context() is not None
     return not traced and transforms.in_saved_tensors_hooks()
 
 
 def gradients_in_forward(*tensors: Tensor | None) -> bool:
-    """Is it the forward that makes the gradients of a reduced loss? These tensors are input, weight and bias."""
+    """Does the forward compute the gradients of a reduced loss? These tensors are input, weight and bias."""
     wants_grad = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     return wants_grad and not forward_runs_twice() and not transforms.is_jit_traced()
 

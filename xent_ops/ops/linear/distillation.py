@@ -1,4 +1,4 @@
-"""Operators of distillation from hidden states: losses of rows, and the one pass that makes the gradients."""
+"""Operators for distillation from hidden states: losses of rows, and one operator that also computes the gradients."""
 
 from __future__ import annotations
 

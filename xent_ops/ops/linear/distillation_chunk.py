@@ -1,7 +1,7 @@
-"""Operators of one chunk of rows of a rank's slices of two heads, between which the caller's gathers stand.
+"""Operators for one chunk of rows of a rank's slices of two heads. The caller's gathers run between them.
 
-As chunk.py, whose last two operators serve here too. The loop is head/loop.py's, its steps are of_ranks in
-distributed/distillation.py::
+The last two operators of chunk.py are used here too. head/loop.py has the loop, and of_ranks in
+distributed/distillation.py its steps::
 
     linear_distillation_chunk         a chunk's logits of both heads, and the packed statistics of a rank
     (distillation_forward             the slice's part of the sums with the mixture, at a beta between 0 and 1)

@@ -1,4 +1,4 @@
-"""Operators of the head and the loss as one: rows, with a backward that computes the logits again, and the one pass."""
+"""Operators for the head and the loss: rows, whose backward computes the logits again, and loss with gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..second_order import differentiate_call, no_second_derivative, save_all
 _ops = torch.ops.xent
 
 HEAD_NAMES = ("input", "linear_weight", "linear_bias")
-# Gradients in their accumulation dtypes.
+# Gradients in the dtypes of their sums.
 SUMS = {f"grad_linear_{one}": RESULTS[f"summed_{one}"] for one in ("weight", "bias")}
 
 
@@ -31,7 +31,7 @@ def mask_of(ctx: Any) -> list[bool]:
 
 
 def by_name(mask: Sequence[bool], gradients: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
-    """The gradients that the mask wants, by name."""
+    """The gradients that the mask selects, by name."""
     return {name: grad for name, grad, is_wanted in zip(HEAD_NAMES, gradients, mask, strict=True) if is_wanted}
 
 
@@ -70,34 +70,34 @@ def _with_grad_backward(ctx: Any, grad_value: Any, _divisors: None, _loss: None,
         grad_value = values["lse"].new_zeros(())
     if ctx.gradients is not None and not differentiable and grad_lse is None:
         return give_away(ctx, grad_value, keep=traced or transforms.is_batch(grad_value))
-    if not traced:  # a second backward makes them again
+    if not traced:  # a second backward computes them again
         ctx.gradients = None
     updates = {"output_mask": ctx.mask, "grad_lse": grad_lse}
-    if differentiable:  # computed again: it depends on the logits
+    if differentiable:  # recomputed, because it depends on the logits
         updates["lse"] = run("linear_cross_entropy_forward", values)[1]
     if values["token_weight"] is not None:
         grad_value = grad_value * values["token_weight"].to(grad_value.dtype)
     return by_name(ctx.mask, run_backward(ctx, grad_value, **updates))
 
 
-# Gradients that a forward has made are an attribute of ctx, not saved tensors: the first backward scales them in place
-# and gives them away.
+# Gradients from the forward are an attribute of ctx, not saved tensors: the first backward scales them in place and
+# returns them.
 
 
 def keep_gradients(ctx: Any, call: Call, gradients: Sequence[Tensor], divisor: Tensor | None) -> None:
-    """``divisor``, (): ``give_away`` divides them by it."""
+    """``divisor``, a tensor (): ``give_away`` divides the gradients by it."""
     output_mask = getattr(call, "output_mask", (True, True, True))
     ctx.mask = [bool(is_made and needed) for is_made, needed in zip(output_mask, mask_of(ctx), strict=True)]
     ctx.dtype, ctx.gradients, ctx.divisor = call.input.dtype, gradients, divisor
 
 
 def give_away_once(ctx: Any, grad: Tensor) -> Gradients:
-    """The gradients times the upstream gradient of the loss, (). A later backward raises, unless the graph is kept."""
+    """The gradients times the loss's upstream gradient (). A later backward raises, unless the graph was retained."""
     if ctx.gradients is None:
         raise RuntimeError(
             "the gradients of this loss were given away by its first backward, which did not ask for retain_graph=True"
         )
-    # Compiled autograd traces this, and replays no change of ctx: there the gradients stay as they are.
+    # Compiled autograd traces this and replays no change of ctx, so there ctx keeps the gradients.
     return give_away(
         ctx, grad, keep=torch.compiler.is_compiling() or transforms.is_batch(grad) or transforms.keep_graph()
     )
@@ -107,7 +107,7 @@ def give_away(ctx: Any, grad: Tensor, keep: bool) -> Gradients:
     gradients, factor = ctx.gradients, grad if ctx.divisor is None else grad / ctx.divisor
     if not keep:
         ctx.gradients = None
-    # A tracer records no write: functionalization would hide it from xent_ops.decompositions.
+    # A tracer must not record a write: functionalization would hide it from xent_ops.decompositions.
     keep = keep or transforms.is_recorded()
     scaled: list[Tensor | None] = []
     for gradient, is_wanted in zip(gradients, ctx.mask, strict=True):
@@ -123,10 +123,10 @@ def give_away(ctx: Any, grad: Tensor, keep: bool) -> Gradients:
 
 
 def _second_backward(ctx: Any, *grads: Tensor) -> Gradients:
-    """By autograd through plain torch, with all logits at once."""
+    """Autograd through plain torch, with all logits at once."""
     if ctx.options["num_classes"] is not None:
         no_second_derivative()
-    # A derivative in plain torch has no chunks.
+    # Plain torch has no chunks.
     left_out = ("accumulate_dtype", *Chunking._fields)
     return differentiate_call(reference_linear.linear_cross_entropy_backward, ctx, grads, left_out)
 

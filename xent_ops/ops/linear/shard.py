@@ -1,9 +1,9 @@
-"""Operators of one rank's rows of the head: its statistics, and the join of all ranks'.
+"""Operators for one rank's slice of the head: its statistics, and the join of all ranks' statistics.
 
-No operator communicates. The caller's all-gather (distributed/linear.py) stands between ``linear_cross_entropy_shard``,
+No operator communicates. The caller's all-gather (distributed/linear.py) runs between ``linear_cross_entropy_shard``,
 which is called on detached tensors, and ``linear_cross_entropy_shard_join``, which carries the gradient. The join's
-formula makes the logits again, since they are gone. There grad_input is this rank's part of a sum over ranks, which the
-formula asks of torch's functional collectives: a node of the backward graph.
+formula computes the logits again, because they were not kept. Its grad_input is this rank's part of a sum over ranks.
+The formula calls torch's functional collectives for the sum: a node of the backward graph.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def _backward(
 
 
 def _sum_over_ranks(gradient: Tensor, group_name: str, scattered: bool) -> Tensor:
-    """The sum of (...); where ``scattered``, this rank's part of the sum of (ranks, ...)."""
-    if transforms.is_batch(gradient):  # torch would run the collective on each, and stack them before they are there
+    """The sum over ranks of (...); with ``scattered``, this rank's part of the sum of (ranks, ...)."""
+    if transforms.is_batch(gradient):  # torch would stack the results of its collectives before they have arrived
         raise NotImplementedError(
             "the gradient of the input is summed over ranks by a collective, which takes no batch of upstream "
             "gradients (is_grads_batched=True, torch.vmap): call backward for each of them, or for a mean or a sum "

@@ -1,4 +1,4 @@
-"""Several classes a row, ``ids`` (..., K): x of each, of a head: one product forward, three backward."""
+"""Several classes per row, ``ids`` (..., K): x of each, from a head. One product forward, three backward."""
 
 from __future__ import annotations
 
