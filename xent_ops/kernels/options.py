@@ -101,7 +101,7 @@ HEAD_PRODUCTS = get_args(HeadProducts)
 
 
 class Chunking(NamedTuple):
-    """How a head computes its logits: which rows, how many at a time, in which dtype, by which multiplication."""
+    """The options for a head's logits: which rows to compute, the rows of a chunk, the dtype, the multiplication."""
 
     chunk_rows: int | None = None
     skip_ignored: bool = False
@@ -120,9 +120,9 @@ DEFAULT_CHUNKING = Chunking()
 
 
 def as_record(keywords: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of an operator's call with the options among them as one record, ``options``.
+    """The keywords of an operator's call, with the options combined into one record, ``options``.
 
-    The dispatcher leaves out what equals the schema's default.
+    The dispatcher omits values that equal the schema's default.
     """
     remaining = dict(keywords)
     options = RowOptions(**{name: remaining.pop(name) for name in RowOptions._fields if name in keywords})

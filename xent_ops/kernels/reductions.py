@@ -1,4 +1,4 @@
-"""From losses of rows to a reduced loss, in plain torch: the divisors of a mean, and the z-loss."""
+"""Reduces losses of rows in plain torch: the divisors of a mean, and the z-loss."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def times(values: Tensor, factors: Tensor | None) -> Tensor:
 
 def z_losses(lse: Tensor, target: Tensor, ignore_index: int, lse_square_scale: float) -> Tensor:
     """(...): the z-loss of each row, 0 in ignored rows."""
-    # Masked before the square: a row of padding may hold anything, and the gradient of inf^2 * 0 is NaN.
+    # Masked before the square: a padding row may hold any value, and the gradient of inf^2 * 0 is NaN.
     counted = is_counted(target, ignore_index)
     return lse_square_scale * torch.where(counted, lse, 0.0).square()
 
@@ -94,7 +94,7 @@ def cross_entropy_divisor(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
-    token_weight: Tensor | None = None,  # the operator has no such argument
+    token_weight: Tensor | None = None,  # no argument of the operator
     *,
     options: RowOptions = DEFAULTS,
 ) -> tuple[Tensor, Tensor]:

@@ -1,15 +1,15 @@
-"""Matrix multiplications of 8-bit numbers in plain torch: rounded as a GPU rounds them, multiplied in float32.
+"""Matrix multiplications of 8-bit numbers in plain torch, rounded as on a GPU and multiplied in float32.
 
-e4m3 has 4 bits of exponent and 3 of mantissa: 2^-9 to 448, and no infinity. A matrix has one scale: its
-largest magnitude over 448. The gradient of the logits has one scale for each row, and needs no search for it: with A, B
-and C as in reference.cross_entropy_backward, no element of a row is larger than
+e4m3 has 4 bits of exponent and 3 of mantissa: 2^-9 to 448, and no infinity. A matrix has one scale, its largest
+magnitude over 448. The gradient of the logits has one scale per row, from a bound instead of a search. With A, B and C
+as in reference.cross_entropy_backward, no element of a row is larger than
 
     bound = logit_scale (max(|A|, |B|, |A - B|) + |C| max w + |grad_entropy| max(1/e, log V))
 
 So rows may differ by any factor. Weights and inputs are rounded to nearest. The gradient is rounded up or down at
-random, so that its mean is right: rounding to nearest would make zeros of all elements below 2.2e-6 of a row's bound,
-and most classes are below it. The random bits are a hash of the row's lse, its number and the class, so the same call
-gives the same bits. The hash's constants are from Knuth and from Chris Wellons' lowbias32.
+random, so that its mean is right. Rounding to nearest would turn all elements below 2.2e-6 of a row's bound into zeros,
+and most classes are below it. The random bits are a hash of the row's lse, its number and the class, so equal calls
+give equal bits. The hash's constants are from Knuth and from Chris Wellons' lowbias32.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def quantize(
     rows: Tensor | None = None,  # written: at least (R, C)
     transposed: Tensor | None = None,  # written: at least (C, R)
 ) -> None:
-    """Rounds to nearest. Writes zeros behind the values, in the whole of ``rows`` and ``transposed``."""
+    """Round to nearest. The memory of ``rows`` and ``transposed`` behind the values is filled with zeros."""
     floats = values.to(torch.float32)
     if factor is not None:
         floats = floats * factor.unsqueeze(1)
@@ -103,7 +103,7 @@ def quantize(
 
 
 def _fill(out: Tensor, values: Tensor) -> None:
-    out.view(torch.uint8).zero_()  # zero in 8 bits; torch 2.11 fills no float8 on a CPU
+    out.view(torch.uint8).zero_()  # zero in 8 bits; torch 2.11 cannot fill a float8 tensor on a CPU
     out[: values.shape[0], : values.shape[1]].copy_(values)
 
 
@@ -134,7 +134,7 @@ def gradient(
 
 
 def random_bits(column: Tensor, seed: Tensor) -> Tensor:
-    """The upper 16 of 20 bits, int32. Two columns share a hash."""
+    """The upper 16 of 20 bits, int32. Two columns use one hash."""
     mixed = (column // 2 * 0x9E3779B1 + seed.to(torch.int64)) & _WORD
     mixed = ((mixed ^ (mixed >> 16)) * 0x7FEB352D) & _WORD
     mixed = mixed ^ (mixed >> 15)
@@ -142,9 +142,9 @@ def random_bits(column: Tensor, seed: Tensor) -> Tensor:
 
 
 def round_at_random(values: Tensor, bits: Tensor) -> Tensor:
-    """Rounds float32 to e4m3 at random: adds random bits below the third bit of the mantissa, and cuts off there.
+    """Round float32 to e4m3 at random: add random bits below the third bit of the mantissa, then truncate there.
 
-    Below 2^-6 the numbers of e4m3 are as far apart as between 2^-6 and 2^-5, so these are rounded 2^-6 higher.
+    Below 2^-6 the numbers of e4m3 are as far apart as between 2^-6 and 2^-5: there 2^-6 is added before the rounding.
     """
     size = values.abs()
     higher = torch.where(size < LEAST_NORMAL, LEAST_NORMAL, 0.0)

@@ -1,14 +1,14 @@
-"""Several classes a row, ``ids`` (n, K): their x, and the gradient of their columns. Plain torch, on every device.
+"""Several classes per row, ``ids`` (n, K): their x, and the gradient of their columns. Plain torch, on every device.
 
-With g_k = d loss / d x of the k-th id, and letters as in reference.cross_entropy_backward:
+g_k is d loss / d x of the k-th id. The other letters are those of reference.cross_entropy_backward:
 
     grad_x_j = b p_j - c p_j (log p_j + H) + sum of g_k over all k with id_k = j
 
-Kernels write the first two terms over all columns. Then the columns of ids are written again here: the gradients of a
-column are added up before they are rounded, and equal ids write equal numbers, so results repeat bit for bit.
+Kernels write the first two terms over all columns. The functions here then write the columns of the ids again. They add
+up the gradients of a column before rounding, and equal ids write equal numbers, so results repeat bit for bit.
 
-With ``mask_ids`` the lse is of all other classes: the columns of ids are masked before the kernels read them. So it
-keeps its digits if the ids have nearly all probability. The lse of all is log(exp(lse) + sum of exp(x) of ids).
+With ``mask_ids`` the lse is over all other classes: the columns of the ids are masked before the kernels read them. So
+the lse is accurate even if the ids have nearly all probability. The lse of all is log(exp(lse) + sum of exp(x) of ids).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from .options import DEFAULTS, RowOptions
 from .reference import accumulator, activation, activation_derivative, is_counted, softmax_gradient
 
-_PAIRS = 4096  # pairs of a row's ids that are compared at a time: with 2048 rows 32 MiB, whatever K is
+_PAIRS = 4096  # pairs of a row's ids that are compared at a time: with 2048 rows 32 MiB, for any K
 
 
 def first_counted(ids: Tensor, ignore_index: int) -> Tensor:
@@ -32,7 +32,7 @@ def first_counted(ids: Tensor, ignore_index: int) -> Tensor:
 
 
 class Columns(NamedTuple):
-    """Where the ids of rows are among the columns of a slice of the classes."""
+    """The places of the ids of rows among the columns of a slice of the classes."""
 
     column: Tensor  # (..., K), safe to gather with
     here: Tensor  # (..., K): counted, and a column of this slice
@@ -48,7 +48,7 @@ def columns(ids: Tensor, width: int, class_start: int, num_classes: int | None, 
 
 
 def gather(logits: Tensor, ids: Tensor, class_start: int, num_classes: int | None, options: RowOptions) -> Tensor:
-    """(..., K): x of the ids; 0 for ids that are ignored or not here, NaN for ids that are no class."""
+    """(..., K): x of the ids. 0 for ids that are ignored or not in this slice, NaN for ids that are no class."""
     at = columns(ids, logits.shape[-1], class_start, num_classes, options.ignore_index)
     if logits.shape[-1] == 0:
         x = logits.new_zeros(ids.shape, dtype=accumulator(logits))
@@ -58,13 +58,13 @@ def gather(logits: Tensor, ids: Tensor, class_start: int, num_classes: int | Non
 
 
 def ids_grad_(grad_logits: Tensor, *args: Any, **keywords: Any) -> None:
-    """Writes the columns of the ids that are here. The arguments are those of ``_column_values``."""
+    """Write the columns of the ids in this slice. The arguments are those of ``_column_values``."""
     if grad_logits.shape[-1] > 0:
         grad_logits.scatter_(-1, *_column_values(grad_logits, *args, **keywords))
 
 
 def ids_grad(grad_logits: Tensor, *args: Any, **keywords: Any) -> Tensor:
-    """The same, on a copy."""
+    """The same as ``ids_grad_``, on a copy."""
     if grad_logits.shape[-1] == 0:
         return grad_logits.clone()
     return grad_logits.scatter(-1, *_column_values(grad_logits, *args, **keywords))
@@ -92,14 +92,14 @@ def _column_values(
     passed = _added_up(at, grad_ids.to(x.dtype))
     live = (grad_lse != 0) if grad_entropy is None else (grad_lse != 0) | (grad_entropy != 0)
     value = torch.where(live.unsqueeze(-1), own_gradient, 0.0) + passed
-    # Exact zeros without an upstream gradient, whatever x is.
+    # Without an upstream gradient the result is exactly zero, for any x.
     value = torch.where(value != 0, value * activation_derivative(x, options), 0.0).to(grad_logits.dtype)
     return _to_write(at, value, grad_logits)
 
 
 def _to_write(at: Columns, value: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(column, value), each (..., K). ``value``: for the ids that are here."""
-    # An id that is not here repeats the write of the first id that is. If none is, column 0 keeps its value.
+    """(column, value), each (..., K). ``value``: for the ids in this slice."""
+    # An id outside this slice repeats the write of the first id in it. If there is none, column 0 keeps its value.
     first = at.here.to(torch.int8).argmax(-1, keepdim=True)
     column = torch.where(at.here, at.column, at.column.gather(-1, first))
     value = torch.where(at.here, value, value.gather(-1, first))
@@ -107,7 +107,7 @@ def _to_write(at: Columns, value: Tensor, logits: Tensor) -> tuple[Tensor, Tenso
 
 
 def mask(logits: Tensor, ids: Tensor, class_start: int, num_classes: int | None, options: RowOptions) -> Masked:
-    """The masking values for the columns of the ids that are here. ``logits``: (..., columns), at least one."""
+    """The masking values for the columns of the ids in this slice. ``logits``: (..., columns), at least one column."""
     at = columns(ids, logits.shape[-1], class_start, num_classes, options.ignore_index)
     lowest = float("-inf") if options.is_increasing else float("inf")
     column, value = _to_write(at, logits.new_full((), lowest).expand(at.column.shape), logits)
@@ -119,7 +119,7 @@ def mask(logits: Tensor, ids: Tensor, class_start: int, num_classes: int | None,
 class Masked(NamedTuple):
     column: Tensor  # (..., K)
     value: Tensor  # (..., K): the value to write there
-    number: Tensor  # (...): how many columns are masked
+    number: Tensor  # (...): the number of masked columns
 
     def lse(self, lse: Tensor, width: int, options: RowOptions) -> Tensor:
         """The lse of the unmasked columns, from the kernels' lse of all ``width`` columns."""

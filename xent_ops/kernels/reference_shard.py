@@ -1,4 +1,4 @@
-"""A vocabulary split over ranks, in plain torch: the packed statistics of a rank, and the join. See reference.py.
+"""A vocabulary that is split over ranks, in plain torch: a rank's packed statistics, and the join. See reference.py.
 
 The loss of a row is linear in lse and x_t, so it is a sum of one part for each rank. Each rank r subtracts a number p_r
 of its own (the maximum of its columns, so that large logits lose no digits)::
@@ -9,10 +9,10 @@ of its own (the maximum of its columns, so that large logits lose no digits)::
     lse           = P + log sum_r total_r exp(p_r - P),     total_r = sum_{j on r} exp(x_j - p_r),  P = max_r p_r
     lse_coefficient = sum_r share_r = d loss / d lse, for the gradient of reference.py
 
-So a rank sends 3 numbers for each row (p, total, part), and with class weights a fourth (w_t if it holds the target,
-else 0). It also sends one header: its first class, its number of classes, its sum of weights. The headers give share_r,
-and tell whether the shards tile the vocabulary. If they do not, every loss and lse is NaN. An integer of the header is
-two digits to the base 2^24, which float32 holds exactly. Columns beyond the last class are padding and are left out.
+So a rank sends 3 numbers per row (p, total, part), and with class weights a fourth (w_t if it holds the target, else
+0). It also sends one header: its first class, its number of classes, its sum of weights. From the headers follow
+share_r and whether the shards tile the vocabulary. If they do not, every loss and lse is NaN. An integer of the header
+is two digits in base 2^24, which float32 holds exactly. Columns after the last class are padding and are left out.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def cross_entropy_shard(
 def header(class_start: int, columns: int, sum_weights: Tensor) -> Tensor:
     """(HEADER,): the range of a shard, and the sum of its weights, ()."""
     integers = [class_start // DIGIT, class_start % DIGIT, columns // DIGIT, columns % DIGIT]
-    # Filled on the device: a capture refuses copies from the host.
+    # Filled on the device, because a CUDA graph capture refuses copies from the host.
     return torch.cat([*(sum_weights.new_full((1,), integer) for integer in integers), sum_weights.reshape(1)])
 
 
@@ -110,7 +110,7 @@ def cross_entropy_shard_join(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, lse, w_t, lse_coefficient), each (...), from the statistics of all ranks; all but lse are 0 where ignored.
 
-    The same bits on every rank: only gathered numbers are used. Pointwise but for sums over ranks.
+    It gives the same bits on every rank, because it uses only gathered numbers. Pointwise except for sums over ranks.
     """
     shape, number = target.shape, target.numel()
     headers = gathered[:, -HEADER:]
@@ -133,7 +133,7 @@ def cross_entropy_shard_join(
         share = (1 - options.label_smoothing) * target_weight + options.label_smoothing / num_classes * headers[:, 4:]
     lse_coefficient = share.sum(0)
     distance = pivot - torch.where(maximum == float("-inf"), 0.0, maximum)
-    # A shard without a share adds 0, even if its maximum is so far away that the difference overflows.
+    # A shard without a share adds 0, even if the difference to its maximum overflows.
     loss = (part + torch.where(share == 0.0, 0.0, share * distance)).sum(0)
     loss = loss + lse_coefficient * log_total
 

@@ -1,4 +1,4 @@
-"""The loss of class probabilities in plain torch. See reference.py; with q = (1-e) p + e/V:
+"""The loss of class probabilities in plain torch. See reference.py. With q = (1-e) p + e/V:
 
 loss     = sum_j w_j q_j (lse - x_j)
 grad_x_j = (a sum_k w_k q_k + b) softmax_j - a w_j q_j
@@ -27,7 +27,7 @@ def soft_cross_entropy_forward(
     logits: Tensor,
     probabilities: Tensor,
     weight: Tensor | None = None,
-    check_target: bool = True,  # checked in ops/soft_cross_entropy.py
+    check_target: bool = True,  # ops/soft_cross_entropy.py checks the targets
     *,
     options: RowOptions = DEFAULTS,
 ) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Tensors in the forms that kernels take: rows of any stride, and one value a row. Needs torch alone."""
+"""Tensors in the forms that kernels take: rows of any stride, and one value per row. Imports torch only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RowView(NamedTuple):
 
 
 def dense_classes(tensor: Tensor) -> Tensor:
-    """A copy if the last dimension is not dense, one for forward and backward. A transposed (B, S, V) is dense."""
+    """A copy if the last dimension is not dense, shared by forward and backward. A transposed (B, S, V) is dense."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
@@ -56,7 +56,7 @@ def _symbolic(tensor: Tensor) -> bool:
 
 
 def _contiguous(tensor: Tensor) -> bool:
-    """Contiguous for every size of the range? A size that was traced as 1 says nothing about its stride."""
+    """Contiguous for every size of the range? A size that was 1 while tracing says nothing about its stride."""
     if not _symbolic(tensor):
         return tensor.is_contiguous()
     dense = 1
@@ -96,26 +96,26 @@ def dense_rows(shape: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def front_of(logits: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The memory of a gradient in this dtype over the logits. A narrower one lies in the front of each row."""
+    """The memory of a gradient in this dtype over the logits. A narrower gradient uses the front of each row."""
     if dtype is None or not is_narrower(dtype, logits):
         return logits
     return logits.view(dtype)[..., : logits.shape[-1]]
 
 
 def is_narrower(dtype: torch.dtype | None, logits: Tensor) -> bool:
-    """ops/checks.py lets no other dtype than the logits' through."""
+    """ops/checks.py allows only the logits' dtype and narrower ones."""
     return dtype is not None and dtype != logits.dtype
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """One value a row, contiguous and flat; a copy of N numbers where needed."""
+    """One value per row, contiguous and flat. It copies N numbers if necessary."""
     if tensor.dim() == 1 and tensor.is_contiguous():
         return tensor
     return tensor.reshape(-1).contiguous()
 
 
-# The following look at one tensor and return a function that converts any tensor of the same shape, strides and dtype.
-# So a launcher decides once, in its first stage.
+# These functions look at one tensor and return a function that converts any tensor of the same shape, strides and
+# dtype. So a launcher decides once, in its first stage.
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
@@ -140,12 +140,12 @@ def dense_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Callable[[Te
 
 
 def _cloned(tensor: Tensor) -> Tensor:
-    """``dense``, where the traced size would decide whether that copies."""
+    """``dense``, for a traced size that would decide whether it copies."""
     return tensor.clone(memory_format=torch.contiguous_format).view(-1)
 
 
 def per_row_like(tensor: Tensor | None) -> tuple[Callable[[Tensor], Tensor], int]:
-    """(conversion, stride) for one value a row. The stride of an expanded scalar, such as a sum's gradient, is 0."""
+    """(conversion, stride) for one value per row. The stride of an expanded scalar, such as a sum's gradient, is 0."""
     if tensor is None or all(statically_true(stride == 0) for stride in tensor.stride()):
         return _as_it_is, 0
     if _contiguous(tensor):
@@ -159,7 +159,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def per_row(tensor: Tensor | None, absent: Tensor) -> tuple[Tensor, int]:
-    """(one value for each row, as kernels take it; its stride). ``absent`` replaces None."""
+    """(one value for each row in the form that kernels take, its stride). ``absent`` replaces None."""
     convert, stride = per_row_like(tensor)
     return absent if tensor is None else convert(tensor), stride
 

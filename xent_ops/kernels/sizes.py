@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-# With fewer classes compiled F.cross_entropy is faster than our kernels, or as fast. Before the C++ kernels computed
-# rows of up to 64 classes side by side, F took .20 of our time with 2 classes, .31 with 21, .75 with 128, 1.02 with 300
-# and 1.07 with 384 (docs/benchmarks.md, "On a CPU"). Where the classes are not the last dimension, compiled code copies
-# the logits: F takes .35 to .55 of the time with 512 to 8192 too.
+# With fewer classes compiled F.cross_entropy is as fast as our kernels or faster. Before the C++ kernels computed rows
+# of up to 64 classes side by side, F took .20 of our time with 2 classes, .31 with 21, .75 with 128, 1.02 with 300 and
+# 1.07 with 384 (docs/benchmarks.md, "On a CPU"). If the classes are not the last dimension, compiled code copies the
+# logits, and with 512 to 8192 classes too F takes .35 to .55 of the time.
 # On a GPU (one H200, bfloat16, in CUDA graphs, 2026-11-27) it takes .025 of our time with 2 classes, .30 with 21, .58
 # with 128 and 1.26 with 1024; nothing was measured between the last two.
 FEW_CLASSES = {"cpu": 384, "cuda": 512}
@@ -32,8 +32,8 @@ def size_to_serve(size: Any, many: int) -> int:
 
 
 def depend_on_data(tensor: torch.Tensor) -> bool:
-    """Do the sizes depend on data while a graph is compiled, as for rows that a mask picks? Dynamo of torch 2.11 cannot
-    tell."""
+    """Do the sizes depend on data while a graph is compiled, for example of rows that a mask selects? Dynamo of torch
+    2.11 cannot tell."""
     if not (_DYNAMO_ANSWERS and torch.compiler.is_compiling()):
         return False
     from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols

@@ -1,4 +1,4 @@
-"""The gradient of the row operator: each element read once and written once."""
+"""The gradient of the row operator. Each element is read once and written once."""
 
 import triton
 import triton.language as tl
@@ -126,7 +126,7 @@ def store(pointers, grad, inside):
 @triton.jit
 def write(
     pointers,
-    out_pointers,  # into the gradient of a row; the other arguments as for ``tile_gradient``
+    out_pointers,  # into the gradient of a row; the other arguments are those of ``tile_gradient``
     columns,
     inside,
     read,
@@ -193,7 +193,7 @@ def backward_kernel(
     COMPARE: tl.constexpr,  # compare columns with the target; else its element is written again at the end
     NARROW: tl.constexpr,  # the gradient has fewer bytes and is written over the logits' first: one program a row
     BLOCK: tl.constexpr,
-    TILES: tl.constexpr,  # of BLOCK columns, that a program visits
+    TILES: tl.constexpr,  # of BLOCK columns, that a program computes
     VECTOR: tl.constexpr,  # elements in 16 bytes
 ):
     """grad_x_j = A softmax_j - B [j == t] - C w_j; A, B, C as in reference.cross_entropy_backward."""

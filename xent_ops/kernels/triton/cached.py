@@ -27,9 +27,9 @@ _data_ptr = Tensor.data_ptr
 
 
 class Launch:
-    """A kernel, how many programs of it, its numbers and its constants.
+    """A kernel, its number of programs, its numbers and its constants.
 
-    Called with the tensors, on the current device. The kernel takes the tensors, then ``numbers``, then ``constants``:
+    Call it with the tensors, on the current device. The kernel takes the tensors, then ``numbers``, then ``constants``:
     its constexprs by name, with num_warps and num_stages, which an AOTInductor package needs.
     """
 
@@ -47,7 +47,7 @@ class Launch:
         if (
             compiled is None
             or self.kernel.pre_run_hooks
-            or _RUNTIME.launch_enter_hook.calls  # a profiler's
+            or _RUNTIME.launch_enter_hook.calls  # a profiler has installed one
             or _RUNTIME.launch_exit_hook.calls
         ):
             launched = self.by_triton(*tensors)

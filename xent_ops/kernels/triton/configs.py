@@ -118,7 +118,7 @@ def backward(classes: int, itemsize: int, load: int = 0) -> Backward:
 
 
 def backward_in_order(classes: int) -> Backward:
-    """Of float32 logits, a gradient of 16 bits over them: one program a row, from the first tile to the last."""
+    """For float32 logits and a 16-bit gradient over them: one program per row, from the first tile to the last."""
     block = min(max(next_power_of_2(classes), 128), 4096)
     return Backward(block, -(-classes // block), max(block // 512, 1))
 

@@ -2,14 +2,14 @@
 
 The formulas are in reference_distillation.py.
 
-One kernel; MODE selects its parts. A program has one row of the student and of the teacher:
+There is one kernel; MODE selects its parts. A program has one row of the student and of the teacher:
 
-    statistics      one visit of both: maximum and sum of each. If beta is 0 or 1, also the divergence, a sum of
-                    differences weighted with the running softmax. For a beta between 0 and 1 the divergence takes a
-                    second visit, because the mixture needs the statistics.
-    gradient        one more visit, in reverse order: the L2 cache still has some of the last columns.
+    statistics      one pass over both: maximum and sum of each. If beta is 0 or 1, also the divergence, a sum of
+                    differences weighted with the running softmax. For a beta between 0 and 1 the divergence needs a
+                    second pass, because the mixture needs the statistics.
+    gradient        one more pass, in reverse order: the L2 cache still has some of the last columns.
 
-For a rank's slice of the classes, the statistics are of the slice. The visits for the mixture and for the gradient read
+For a rank's slice of the classes, the statistics are of the slice. The passes for the mixture and for the gradient read
 the statistics of all classes, which the caller has joined.
 """
 

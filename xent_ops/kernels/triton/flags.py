@@ -1,4 +1,4 @@
-"""The features that a kernel is compiled for, as one constexpr: a new feature is a new field, no signature changes.
+"""The features that a kernel is compiled for, in one constexpr. A new feature is a new field: no signature changes.
 
 Fields are bool or int: a float in an `if` does not compile. The values of options are arguments of the kernels.
 """
@@ -12,7 +12,7 @@ from . import configs
 
 
 class Flags(NamedTuple):
-    """The constexpr FLAGS of the kernels that visit logits. A kernel that does not read a field leaves its default."""
+    """The constexpr FLAGS of the kernels that read logits. A kernel that does not read a field leaves its default."""
 
     weight: bool = False  # class weights
     smoothing: bool = False
@@ -40,7 +40,7 @@ class DistillationFlags(NamedTuple):
     beta: int  # 0, 1, or 2 for values between 0 and 1
     hard: int  # cross entropy on the target: 0 none, 1 at the divergence's temperature, 2 at another
     statistics: bool  # computed; else they are read
-    divergence: bool  # to the mixture, in a visit after the statistics
+    divergence: bool  # to the mixture, in a pass after the statistics
     gradient: bool
     ragged: bool  # the number of columns is not a multiple of a lane's
     padded: bool  # there are columns behind the classes

@@ -1,4 +1,4 @@
-"""One visit of a row of logits: loss, lse and, where asked for, argmax and entropy.
+"""One pass over a row of logits: loss, lse and, if they are asked for, argmax and entropy.
 
 One program for each row. short.py serves rows of up to a few thousand columns. split_row.py serves fewer rows than the
 GPU can hold programs.

@@ -20,10 +20,10 @@ from .flags import DistillationFlags, flags_of
 
 
 def config(classes: int, itemsize: int, gradient: bool, loaded: bool) -> configs.Config:
-    """A program walks over a row of each. Many warps keep the rows in flight few, for the L2 cache.
+    """A program walks over one row of each. Many warps keep few rows in flight, for the L2 cache.
 
-    ``loaded``: a softcap, a beta between 0 and 1, a cross entropy of another temperature, or columns that are no whole
-    vectors. More than 8 elements a thread would spill then.
+    ``loaded``: a softcap, a beta between 0 and 1, a cross entropy of another temperature, or columns that are not whole
+    vectors. More than 8 elements per thread would then spill.
     """
     row = max(next_power_of_2(classes), 128)
     if itemsize == 8:

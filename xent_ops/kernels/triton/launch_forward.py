@@ -28,7 +28,7 @@ def _prepare_kernels(
 ) -> Callable[..., None]:
     """``launch(logits, target, weights, loss, lse, argmax, entropy)`` by the kernels that suit these rows.
 
-    ``whole_rows``: a program visits a whole row, however few there are.
+    ``whole_rows``: one program computes a whole row, even if there are few rows.
     """
     number, strides = layout.number, layout.strides
     classes, itemsize = logits.shape[-1], logits.element_size()

@@ -96,7 +96,7 @@ def _prepare_with_grad(call: _Call) -> Kernel:
 
 
 def _prepare_shared(call: _Call) -> Kernel | None:
-    """By the kernel that keeps a row in shared memory; None where it cannot."""
+    """The kernel that keeps a row in shared memory, or None if it cannot run."""
     logits, strides, options = call.logits, call.layout.strides, call.options
     classes, itemsize = logits.shape[-1], logits.element_size()
     plain = call.weight is None and options.plain_scale is not None
@@ -111,7 +111,7 @@ def _prepare_shared(call: _Call) -> Kernel | None:
 
 
 def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
-    """By one kernel, of with_grad_shared.py or of with_grad.py."""
+    """A launch of one kernel, from with_grad_shared.py or with_grad.py."""
     logits, (number, strides, _, _), out_strides = call.logits, call.layout, call.out_strides
     classes, itemsize, weighted = logits.shape[-1], logits.element_size(), call.weight is not None
     options = call.options
@@ -192,7 +192,7 @@ def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
 
 
 def _prepare_two_visits(call: _Call) -> Kernel:
-    """Forward and backward, each over many programs; few rows are still in the L2 cache at the second visit."""
+    """Forward and backward, each over many programs. Few rows are still in the L2 cache at the second pass."""
     logits, target, weight, options = call.logits, call.target, call.weight, call.options
     row = torch.empty(tuple(logits.shape[:-1]), dtype=accumulator(logits), device="meta")  # like the lse
     forward = prepare_forward(logits, target, weight, options, call.with_argmax, call.with_entropy, skip_ignored=True)

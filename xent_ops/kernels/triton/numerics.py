@@ -101,7 +101,7 @@ def activate_by(z, softcap, logit_scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def scale_of(act):
-    """x per logit, below the softcap."""
+    """x per logit, without the softcap."""
     _, logit_scale = act
     return logit_scale
 
@@ -134,8 +134,8 @@ def aligned_body(offset, n_cols, EDGES: tl.constexpr, VECTOR: tl.constexpr):
 
     The body is read in vectors. Rows of an odd vocabulary start anywhere: EDGES is then the number of elements between
     two boundaries (configs.edges), a multiple of VECTOR; else 0. The fewer than 2 * EDGES columns before and after the
-    body are read separately. The multiplications by VECTOR tell Triton's alignment analysis what is divisible by it:
-    of arguments, Triton only knows whether 16 divides them.
+    body are read separately. The multiplications by VECTOR show Triton's alignment analysis that the results are
+    divisible by it. For arguments Triton only knows whether 16 divides them.
     """
     if EDGES:
         boundary = (offset + (EDGES - 1)) // EDGES * EDGES
@@ -161,7 +161,7 @@ def weights_from(weight_ptr, column, n_classes, EDGES: tl.constexpr):
 
 @triton.jit
 def edge_columns(head, body, n_cols, EDGES: tl.constexpr):
-    """The columns outside the body as (2, EDGES), and a mask of those that exist."""
+    """The columns outside the body, (2, EDGES), and a mask of those that exist."""
     side = tl.arange(0, 2)[:, None]
     columns = tl.arange(0, EDGES)[None, :] + side * (head + body)
     return columns, columns < tl.where(side == 0, head, n_cols)

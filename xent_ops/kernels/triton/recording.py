@@ -1,7 +1,7 @@
 """Launches that are recorded into a graph instead of run.
 
 AOTInductor packs the kernels that its graph shows. So inductor/lowerings/packages.py sets ``RECORDING``, calls a
-launcher with fake tensors and traces it: its allocations and launches become nodes. Sizes may be symbolic then
+launcher with fake tensors and traces it: its allocations and launches become nodes. Sizes may then be symbolic
 (sizes.py).
 """
 

@@ -1,4 +1,4 @@
-"""From losses of rows to a reduced loss, in one or two launches. Plain torch takes five to nine, and more host time.
+"""Reduces losses of rows in one or two launches. Plain torch takes five to nine, and more host time.
 
 The order of the sums is fixed: the same bits in every run.
 """

@@ -1,4 +1,4 @@
-"""From the sums of a row to its outputs: the end of all forward kernels."""
+"""Computes the outputs of a row from its sums: the end of all forward kernels."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from .numerics import LN2, activate, without_infinity
 
 @triton.jit
 def target_logit(row_ptr, target, valid, act, FLAGS: tl.constexpr):
-    """x of the target; nothing is read where the target is out of range."""
+    """x of the target. Nothing is read if the target is out of range."""
     return activate(tl.load(row_ptr + target, mask=valid, other=0.0), act, FLAGS)
 
 

@@ -1,4 +1,4 @@
-"""A vocabulary split over ranks: one shard's part of every row, and the join of all shards' parts.
+"""A vocabulary that is split over ranks: one shard's part of every row, and the join of all shards' parts.
 
 kernels/reference_shard.py has the packed statistics and the formulas.
 """

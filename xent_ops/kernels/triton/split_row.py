@@ -1,6 +1,6 @@
-"""For fewer rows than the GPU can hold programs: several programs share a row, and another kernel joins their parts.
+"""Several programs per row, if there are fewer rows than the GPU can hold programs. Another kernel joins their parts.
 
-In a fixed order: the same bits in every run.
+The order of the join is fixed: the same bits in every run.
 """
 
 import triton

@@ -52,9 +52,9 @@ def with_grad_kernel(
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,  # elements in 16 bytes
 ):
-    """One program a row: forwards for the sums, then backwards for the gradient, so that its reads hit the L2 cache.
+    """One program per row: forwards for the sums, then backwards for the gradient, so that its reads hit the L2 cache.
 
-    The gradient of grad_scale * loss + grad_lse_square * lse^2; letters as in reference.cross_entropy_backward.
+    The gradient is of grad_scale * loss + grad_lse_square * lse^2; letters as in reference.cross_entropy_backward.
     """
     ACC: tl.constexpr = loss_ptr.dtype.element_ty
     row = tl.program_id(0)

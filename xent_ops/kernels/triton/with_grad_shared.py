@@ -1,7 +1,7 @@
 """Loss and gradient in one pass. The row stays in shared memory between its sums and its gradient.
 
-Several programs share a row that is too long for that; they wait for each other's sums. Written in Gluon, the layer of
-Triton that can address shared memory. For NVIDIA GPUs, and for the plain loss (with a z-loss or a positive
+If a row is too long for that, several programs share it and wait for each other's sums. Written in Gluon, the layer of
+Triton that can address shared memory. It is for NVIDIA GPUs, and for the plain loss (with a z-loss or a positive
 logit_scale). with_grad.py has every option and runs everywhere.
 """
 
