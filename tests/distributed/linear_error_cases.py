@@ -128,6 +128,7 @@ def check_across_ranks(device):
         ({}, {"accumulate_dtype": torch.float32}, "accumulate_dtype is None on rank 0 but torch.float32"),
         ({}, {"chunk_rows": 4}, "chunk_rows is None on rank 0 but 4"),
         ({}, {"skip_ignored": True}, "skip_ignored is False on rank 0 but True"),
+        ({}, {"batch_invariant": True}, "batch_invariant is False on rank 0 but True"),
         ({}, {"logits_dtype": torch.float32}, "logits_dtype is None on rank 0 but torch.float32"),
         ({}, {"products": "fp8"}, f"rank {last}: TypeError: products='fp8' makes 8-bit numbers of torch.bfloat16"),
         ({}, {"sequence_parallel": True}, f"rank {last}: ValueError: target has shape"),
