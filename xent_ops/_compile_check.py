@@ -95,7 +95,7 @@ def _compiler() -> str:
 
 
 def _run(device: torch.device) -> None:
-    """Raises what torch.compile raises, or an AssertionError for a wrong number."""
+    """Raises the errors of torch.compile, or an AssertionError for a wrong number."""
     import xent_ops
 
     @torch.compile(fullgraph=True)

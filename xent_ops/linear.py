@@ -47,8 +47,8 @@ def linear_cross_entropy(
     """``cross_entropy(F.linear(input, linear_weight, linear_bias), target)`` without all logits in memory.
 
     The logits are computed one chunk of rows at a time. If gradients of a mean or a sum are wanted, the forward makes
-    three products, and the backward multiplies the gradients by the upstream gradient, in place. The logits are
-    computed again, in a fourth product, for a second backward, reduction="none", or an eager checkpoint.
+    three products, and the backward multiplies the gradients by the upstream gradient, in place. A second backward
+    (retain_graph), reduction="none", and a call inside an eager checkpoint compute the logits again: four products.
 
     Args:
         input: (..., H), the input of the head; float32, bfloat16, float16 or float64.

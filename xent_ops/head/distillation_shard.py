@@ -6,9 +6,9 @@ lse of slice r and u_r the teacher's; l and u are the lse's of all classes::
     KL(t || s) = sum_r T_r (KL_r + log T_r - log S_r),   log S_r = l_r - l,   log T_r = u_r - u
 
 KL_r is between the two distributions within the slice. At a beta of 0 or 1 a rank therefore packs three numbers per
-row: l_r, u_r and KL_r. In between it packs l_r and u_r only, because the mixture is known after the join. Its parts of
-two sums, the divergence and the KL that the gradient needs, are gathered after that. A cross entropy on the target adds
-x of the target, which is 0 if it is on another rank, and at a temperature other than one the student's lse at one.
+row: l_r, u_r and KL_r. In between it packs l_r and u_r only, because the mixture needs the join. Its parts of two
+sums, the divergence and the KL that the gradient needs, are gathered after that. A cross entropy on the target adds
+x of the target (0 if it is on another rank) and, unless the temperature is one, the student's lse at one.
 """
 
 from __future__ import annotations

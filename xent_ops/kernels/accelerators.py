@@ -16,7 +16,7 @@ class Accelerator(NamedTuple):
     type: str  # torch.device.type
     key: str  # dispatch key
     current: Callable[[], int]  # the current device: launches run there
-    on: Callable[[int], AbstractContextManager[Any]]  # makes another device current
+    on: Callable[[int], AbstractContextManager[Any]]  # sets another device as current
     properties: Callable[[torch.device], Any]
     capability: Callable[[torch.device], tuple[int, int] | None]  # NVIDIA's compute capability; None elsewhere
     multiplies_into_float32: bool  # torch.mm(out_dtype=) of 16-bit operands

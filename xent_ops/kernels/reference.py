@@ -39,7 +39,7 @@ def activation_derivative(x: Tensor, options: RowOptions) -> Tensor | float:
 
 
 def is_counted(target: Tensor, ignore_index: int) -> Tensor:
-    """(...): not ignored. In int64: uint8 compared with -100 would wrap around and take class 156 for ignored."""
+    """(...): not ignored. It compares in int64: uint8 would wrap -100 around, and class 156 would count as ignored."""
     return target.to(torch.int64) != ignore_index
 
 
@@ -135,10 +135,10 @@ def softmax_gradient(
 
 
 def _finish(grad: Tensor, x: Tensor, lse: Tensor, row_grads: Tensor, dtype: torch.dtype, options: RowOptions) -> Tensor:
-    """Through the activation and into this dtype, contiguous whatever the logits' strides.
+    """Apply the activation's derivative and convert to this dtype, contiguous for any strides of the logits.
 
     A row without an upstream gradient gets exact zeros, even if its logits are not finite (0 * NaN is NaN): it may be
-    padding that was never written.
+    padding that nothing has written.
     """
     grad = grad * activation_derivative(x, options)
     dead = (row_grads == 0) & ~lse.isfinite()
@@ -189,9 +189,9 @@ def cross_entropy_backward(
     options: RowOptions = DEFAULTS,
     lse_square_scale: float = 0.0,
 ) -> Tensor:
-    """grad_logits (..., V). Pointwise but for sum(weight): Inductor makes one kernel of it.
+    """grad_logits (..., V). Pointwise except for sum(weight): Inductor generates one kernel for it.
 
-    In grad_dtype, or the logits' dtype if that is None.
+    The dtype is grad_dtype, or if that is None the logits' dtype.
 
     For a reduced loss: grad_loss is (), divisors and lse_square_scale are as in ``cross_entropy_reduced``. For a slice
     of ``num_classes`` classes: lse is of all classes, lse_coefficient is from ``cross_entropy_shard_join`` (1 if
@@ -202,8 +202,8 @@ def cross_entropy_backward(
         grad_x_j = (a lse_coefficient + b) p_j - c p_j (log p_j + H) - a (1-e) w_t [j == t] - a (e/V) w_j
         lse_coefficient = d loss / d lse = w_t (1-e) + (e/V) sum(w)
 
-    Kernels write it as A p_j - B [j == t] - C w_j, less the entropy's term: A = a lse_coefficient + b, B = a (1-e) w_t,
-    C = a e/V.
+    Kernels write it as A p_j - B [j == t] - C w_j, without the entropy's term: A = a lse_coefficient + b,
+    B = a (1-e) w_t, C = a e/V.
 
     An ignored row has a = w_t = 0 (the weight of an ignored class may be infinite). A row with a target out of range
     has a = NaN.
@@ -220,7 +220,7 @@ def cross_entropy_backward(
     )
     counted = is_counted(target, options.ignore_index)
     at_target = at_target.unsqueeze(-1)
-    if weight is not None and lse_coefficient is not None:  # by column: the target may be in another slice
+    if weight is not None and lse_coefficient is not None:  # per column: the target may be in another slice
         at_target = at_target * weight
     if grad_entropy is not None:
         passed = passed + grad_entropy.to(x.dtype).abs()
@@ -267,7 +267,7 @@ def gradient_coefficients(
 
 
 def columns_of(width: int, class_start: int, num_classes: int | None) -> int:
-    """How many columns of a slice, or rows of its head, are classes. Not negative: checks.shard_range."""
+    """The number of columns of a slice, or rows of its head, that are classes. Not negative: checks.shard_range."""
     if num_classes is None:
         return width
     left = num_classes - class_start
@@ -321,7 +321,7 @@ def scaled_grad(grad: Tensor, factor: Tensor) -> Tensor:
 
 
 def scale_grad_(grad: Tensor, factor: Tensor) -> None:
-    """grad (..., V) times factor, () or (...). A factor of 0 gives zeros, whatever the row holds."""
+    """grad (..., V) times factor, () or (...). A factor of 0 gives zeros, for any values in the row."""
     if factor.device.type == "cpu" and bool((factor == 1).all()):
         return
     factor = factor.unsqueeze(-1)  # at least one dimension: torch would round a scalar to the gradient's dtype

@@ -68,7 +68,7 @@ def distillation_forward(
     class_start: int | None = None,
     **fields: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(loss (...), statistics (4, ...)); 0 in ignored rows, where other kernels' statistics may hold anything."""
+    """(loss (...), statistics (4, ...)); 0 in ignored rows, where other kernels' statistics may hold any value."""
     spec, dtype = Distillation(**fields), accumulator(logits)
     columns, all_classes = spec.columns(logits, class_start), class_start is None
     x, y = _x(logits, spec.student(), columns, dtype), _x(teacher_logits, spec.teacher(), columns, dtype)

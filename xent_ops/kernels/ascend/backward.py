@@ -1,4 +1,4 @@
-"""The gradient of the row operator, or of a shard's columns: each element read once and written once."""
+"""The gradient of the row operator, or of a shard's columns. Each element is read once and written once."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from .forward import activate
 
 @triton.jit
 def write_zeros(grad_row_ptr, n_cols, BLOCK: tl.constexpr):
-    """The gradient of a row without an upstream gradient: zeros, whatever its logits hold."""
+    """The gradient of a row without an upstream gradient: zeros, for any logits."""
     TILE: tl.constexpr = (BLOCK + 3) // 4  # the compiler keeps the zeros in the buffer throughout the kernel
     columns = tl.arange(0, TILE)
     zeros = tl.zeros([TILE], grad_row_ptr.dtype.element_ty)
@@ -19,7 +19,7 @@ def write_zeros(grad_row_ptr, n_cols, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gradient(
-    z,  # logits, a tile or the one of the target
+    z,  # logits: a tile, or the target's logit
     w,  # their class weights; read only with HAS_WEIGHT and HAS_SMOOTHING
     lse,
     total,  # A, B, C of reference.cross_entropy_backward, times logit_scale

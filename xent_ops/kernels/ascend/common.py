@@ -1,4 +1,4 @@
-"""What launchers share: cores, device, targets, flags."""
+"""Shared by launchers: cores, device, targets, flags."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def _reported_ub_bytes() -> int:
 
         set_current_compile_soc_info(torch.get_device_module("npu").get_device_name())
         return int(get_soc_spec("UB_SIZE"))
-    except Exception:  # without CANN no tbe; with it, whatever an unknown chip makes it raise
+    except Exception:  # without CANN there is no tbe; with it, any error of an unknown chip
         return 0
 
 
@@ -127,6 +127,6 @@ def vector_cores(device: torch.device) -> int:
 
 
 def programs(rows: int, cores: int) -> tuple[int, int]:
-    """(number of programs, rows of each but the last): one program a vector core, contiguous rows."""
+    """(number of programs, rows of each except the last): one program per vector core, contiguous rows."""
     chunk = -(-rows // min(rows, cores, MAX_PROGRAMS))
     return -(-rows // chunk), chunk

@@ -1,4 +1,4 @@
-"""One visit of a row of logits: loss, lse and, where asked for, argmax and entropy."""
+"""One pass over a row of logits: loss, lse and, if they are asked for, argmax and entropy."""
 
 import triton
 import triton.language as tl
@@ -38,7 +38,7 @@ def _visit(
     HAS_ARGMAX: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
 ):
-    """Fold one tile of the row into the running state. Also the largest z of the tile, before softcap."""
+    """Fold one tile of the row into the running state. It also returns the largest z of the tile, before softcap."""
     # PLAIN: the next operations keep the -inf beyond the row. Else padding is 0 until it is replaced.
     PLAIN: tl.constexpr = not ((HAS_SMOOTHING or HAS_SCALE) or SOFTCAP != 0)
     if MASKED:
@@ -87,7 +87,7 @@ def _visit(
 
 @triton.jit
 def _first_of(pointers, lane, left, top, logit_scale):
-    """The first column of a tile that holds ``top``, before softcap, 0 for none; a second read of that one tile."""
+    """The first column of a tile that holds ``top``, before softcap; 0 for none. It reads this one tile again."""
     exists = tl.arange(0, pointers.shape[0]) < left
     z = tl.load(pointers, mask=exists, other=0.0).to(tl.float32) * logit_scale
     z = tl.where(lane < left.to(tl.float32), z, float("-inf"))
@@ -112,7 +112,7 @@ def scan(
     HAS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The state of _visit after a whole row, the largest z, and where the first tile begins that holds it."""
+    """The state of _visit after a whole row, the largest z, and the start of the first tile that holds it."""
     lane = columns.to(tl.float32)
     n_full = n_cols // BLOCK * BLOCK
     maximum = tl.cast(float("-inf"), tl.float32)
@@ -179,7 +179,7 @@ def forward_kernel(
     HAS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program a chunk of rows, one after the other. Exponentials are summed relative to a running maximum."""
+    """A program handles a chunk of rows, one after the other. Exponentials are relative to a running maximum."""
     begin = tl.program_id(0) * chunk
     end = tl.minimum(begin + chunk, n_rows)
     columns = tl.arange(0, BLOCK)

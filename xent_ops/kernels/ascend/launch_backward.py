@@ -107,7 +107,7 @@ def cross_entropy_backward_(
     if rows(logits).tensor is logits:
         _backward(logits, grad_loss, grad_lse, logits, *args, **options)
         torch.autograd.graph.increment_version(logits)  # autograd does not see a launch
-    else:  # rows that no two strides describe: through a dense gradient
+    else:  # two strides cannot describe the rows: use a dense gradient
         logits.copy_(cross_entropy_backward(grad_loss, grad_lse, logits, *args, **options))
 
 
@@ -125,7 +125,7 @@ def cross_entropy_with_grad(
     options: RowOptions = DEFAULTS,
     backward: Callable[..., Tensor | None] = cross_entropy_backward,
 ) -> tuple[Tensor, ...]:
-    """By two kernels: a row does not fit into a vector core's memory, so the logits are read twice anyway."""
+    """Two kernels: a row does not fit into a vector core's memory, so the logits are read twice in any case."""
     statistics = forward_skipping(logits, target, weight, with_argmax, with_entropy, options)
     lse = statistics[1]
     grad_lse = grad_lse_of_square(grad_lse_square, lse, target, options.ignore_index)

@@ -68,7 +68,7 @@ def cross_entropy_forward(
     weight: Tensor | None = None,
     with_argmax: bool = False,
     with_entropy: bool = False,
-    batch_invariant: bool = False,  # a program visits whole rows anyway
+    batch_invariant: bool = False,  # a program computes whole rows in any case
     *,
     options: RowOptions = DEFAULTS,
 ) -> tuple[Tensor, ...]:
@@ -83,7 +83,7 @@ def forward_skipping(
     with_entropy: bool,
     options: RowOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Without reading ignored rows: their lse is infinite, their argmax -1, their entropy 0."""
+    """Ignored rows are not read: their lse is infinite, their argmax -1, their entropy 0."""
     loss, lse, argmax, entropy = _forward(
         logits, target, weight, options, with_argmax=with_argmax, with_entropy=with_entropy, skip_ignored=True
     )
@@ -100,5 +100,5 @@ def cross_entropy_forward_skipping(
 
 @launcher
 def cross_entropy_reduced(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows by the kernel, their sums by plain torch."""
+    """The kernel computes the rows, plain torch their sums."""
     return reductions.cross_entropy_reduced(*args, **options, forward=cross_entropy_forward_skipping)

@@ -1,4 +1,4 @@
-"""Launchers of a vocabulary split over ranks: a shard's part, and the join of all parts. See launch.py."""
+"""Launchers for a vocabulary that is split over ranks: a shard's part, and the join of all parts. See launch.py."""
 
 from __future__ import annotations
 
@@ -90,5 +90,5 @@ def cross_entropy_shard_join(
 
 @launcher
 def cross_entropy_shard_reduced(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The rows by the kernel, their sums by plain torch."""
+    """The kernel computes the rows, plain torch their sums."""
     return reference_shard.cross_entropy_shard_reduced(*args, **options, join=cross_entropy_shard_join)

@@ -1,4 +1,4 @@
-"""A vocabulary split over ranks: one shard's part of every row, and the join of all shards' parts.
+"""A vocabulary that is split over ranks: one shard's part of every row, and the join of all shards' parts.
 
 kernels/reference_shard.py has the packed statistics and the formulas.
 """
@@ -41,7 +41,7 @@ def shard_kernel(
     SOFTCAP: tl.constexpr,  # see softcap of triton/configs.py
     BLOCK: tl.constexpr,
 ):
-    """A program a chunk of rows. The one of row 0 also writes the header."""
+    """A program handles a chunk of rows. The program of row 0 also writes the header."""
     begin = tl.program_id(0) * chunk
     end = tl.minimum(begin + chunk, n_rows)
     columns = tl.arange(0, BLOCK)
@@ -134,9 +134,9 @@ def join_shards_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
 ):
-    """A program a chunk of rows, all in scalars: in a vector of rows, targets would be compared as integers.
+    """A program handles a chunk of rows, all in scalars: in a vector of rows, targets would be compared as integers.
 
-    Ranks are visited in order, so that all ranks get the same bits.
+    Ranks are read in order, so that all ranks get the same bits.
     """
     begin = tl.program_id(0) * chunk
     end = tl.minimum(begin + chunk, n_rows)
@@ -167,7 +167,7 @@ def join_shards_kernel(
             share = weight
             if HAS_SMOOTHING:
                 share = (1.0 - label_smoothing) * weight + label_smoothing / n_classes * tl.load(header_ptr + 4)
-            # Nothing where it has no share, however far its maximum is: their difference may overflow.
+            # A shard without a share adds 0, even if the difference to its maximum overflows.
             moved = tl.where(share == 0.0, 0.0, share * (pivot - without_infinity(maximum)))
             loss += tl.load(part_ptr + 2 * number) + moved
             lse_coefficient += share

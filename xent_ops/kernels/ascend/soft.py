@@ -94,7 +94,7 @@ def soft_forward_kernel(
 )  # fmt: skip
 def soft_backward_kernel(
     grad_loss_ptr,  # (N,) with a stride, 0 for an expanded scalar
-    grad_lse_ptr,  # (N,) likewise
+    grad_lse_ptr,  # (N,) with a stride, 0 for an expanded scalar
     logits_ptr,  # (outer, inner, V), rows of any stride
     target_ptr,  # (outer, inner, V), rows of any stride
     lse_ptr,  # (N,) float32
@@ -132,7 +132,7 @@ def soft_backward_kernel(
         grad_row_ptr = grad_ptr + row_index * n_cols
         lse = tl.load(lse_ptr + row)
         a = tl.load(grad_loss_ptr + row_index * grad_loss_stride).to(tl.float32)
-        n_read = tl.where(a != 0.0, n_cols, 0)  # where no loss passes anything back, probabilities may hold anything
+        n_read = tl.where(a != 0.0, n_cols, 0)  # without an upstream gradient, probabilities may hold any value
         total = tl.cast(0.0, tl.float32)
         for start in tl.range(0, n_read, BLOCK):
             exists = columns < n_read - start

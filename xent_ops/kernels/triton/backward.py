@@ -59,7 +59,7 @@ def gradient(
     FLAGS: tl.constexpr,
     TILE: tl.constexpr,  # as in numerics.tanh_residual
 ):
-    """(A softmax_j - C w_j, derivative of the activation): the gradient of a column, but for B at the target.
+    """(A softmax_j - C w_j, derivative of the activation): the gradient of a column, without B at the target.
 
     A, B and C have been multiplied by slope_unit, and the derivative is relative to that.
     """
@@ -243,8 +243,8 @@ def backward_kernel(
         grad_lse += tl.where(target == ignore_index, 0.0, lse * grad_square)
     if FLAGS.grad_lse or FLAGS.lse_square:
         total += grad_lse
-    # A row without an upstream gradient is not read: exact zeros, whatever its logits hold. Class weights do not decide
-    # this: the loads of logits would wait for them.
+    # A row without an upstream gradient is not read: exact zeros for any logits. Class weights do not decide this,
+    # because the loads of logits would then wait for them.
     live = a != 0.0
     if FLAGS.grad_lse or FLAGS.lse_square:
         live |= grad_lse != 0.0

@@ -32,8 +32,8 @@ def launcher(first_stage: Callable[..., Run]) -> Callable[..., Run]:
 
     The first stage is called with an operator's arguments. It reads shapes, strides, dtypes, devices and options, but
     no numbers in tensors, and keeps no tensor. It returns the second stage. The second stage takes the operator's
-    positional arguments, or others with the same shapes and so on, allocates the outputs, launches, and returns the
-    outputs.
+    positional arguments, or others with the same shapes, strides and so on. It allocates the outputs, launches, and
+    returns the outputs.
     """
     return _register(first_stage.__name__, first_stage)
 

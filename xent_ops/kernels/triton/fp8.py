@@ -17,15 +17,15 @@ LEAST_NORMAL = tl.constexpr(0.015625)  # 2^-6
 def _e4m3(values, added, RANDOM: tl.constexpr):
     """The bits of float32 numbers in e4m3: rounded to nearest, or at random, where ``added`` has 20 random bits.
 
-    Below 2^-6 the numbers of e4m3 are as far apart as between 2^-6 and 2^-5, so these are rounded 2^-6 higher. In
-    integer arithmetic: if the bytes of a hardware conversion of two numbers are split again, ptxas 12.8 loses one
+    Below 2^-6 the numbers of e4m3 are as far apart as between 2^-6 and 2^-5: there 2^-6 is added before the rounding.
+    In integer arithmetic: if the bytes of a hardware conversion of two numbers are split again, ptxas 12.8 loses one
     (2026-11-25).
     """
     size = tl.abs(values)
     low = size < LEAST_NORMAL
     word = tl.where(low, size + LEAST_NORMAL, size).to(tl.int32, bitcast=True)
     word += added if RANDOM else 0x7FFFF + ((word >> 20) & 1)
-    code = tl.minimum((word >> 20) - tl.where(low, 968, 960), 126)  # exponents count from 7 instead of 127; 448 is 126
+    code = tl.minimum((word >> 20) - tl.where(low, 968, 960), 126)  # 7 replaces 127 as the exponents' bias; 448 is 126
     code = tl.where(values == values, code, 127)  # for NaN the sum may overflow
     return tl.where(values < 0.0, code | 128, code)
 
@@ -142,7 +142,7 @@ def gradient_fp8_kernel(
         entropy = tl.load(number_ptr + 4 * numbers_stride, mask=exists, other=0.0)
         grad_entropy = tl.load(number_ptr + 5 * numbers_stride, mask=exists, other=0.0) * unit
     bound = tl.load(number_ptr + 6 * numbers_stride, mask=exists, other=0.0)
-    live = bound != 0.0  # else zeros, whatever the logits hold
+    live = bound != 0.0  # else zeros, for any logits
     lse = tl.where(live, lse, 0.0)
     entropy = tl.where(live, entropy, 0.0)
     factor = tl.where(live, LARGEST / bound, 0.0)

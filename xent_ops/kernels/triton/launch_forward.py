@@ -140,5 +140,5 @@ def _rows_start_alike(logits: Tensor) -> bool:
     classes, itemsize = logits.shape[-1], logits.element_size()
     multiple = 16 if classes * itemsize % 16 == 0 else 128
     strides = [stride for size, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True) if size > 1]
-    address = 0 if RECORDING.get() else logits.data_ptr()  # what a package allocates starts at such a multiple
+    address = 0 if RECORDING.get() else logits.data_ptr()  # a package allocates at this multiple
     return address % multiple == 0 and all(stride * itemsize % multiple == 0 for stride in strides)

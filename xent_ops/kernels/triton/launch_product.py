@@ -28,7 +28,7 @@ _SLICE = 8
 
 
 def why_not(input: Tensor, linear_weight: Tensor) -> str | None:
-    """Why the kernels cannot take these; None if they can. Reads shapes, dtypes and the device only."""
+    """The reason why the kernels cannot take these, or None. It reads only shapes, dtypes and the device."""
     if input.dtype not in (torch.bfloat16, torch.float16):
         return f"products of {input.dtype} are not offered, only of torch.bfloat16 and torch.float16"
     accelerator = accelerators.of(input.device)

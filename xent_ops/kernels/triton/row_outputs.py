@@ -25,7 +25,7 @@ def shift_of(x_target, FLAGS: tl.constexpr):
 @triton.jit
 def finish(
     row,
-    exists,  # whether there is such a row
+    exists,  # whether this row exists
     n_cols,
     target,
     valid,

@@ -160,7 +160,7 @@ def join_shards_kernel(
             share = (1.0 - label_smoothing) * weight
             share += label_smoothing / tl.cast(n_classes, ACC) * tl.load(part_ptr + header + 4)
         loss += tl.load(part_ptr + 2 * n_rows + rows, mask=inside, other=0.0)
-        # A shard without a share adds 0, even if its maximum is so far away that the difference overflows.
+        # A shard without a share adds 0, even if the difference to its maximum overflows.
         loss += tl.where(share == 0.0, 0.0, share * (pivot - without_infinity(maximum)))
         lse_coefficient += share
         target_weight += weight
