@@ -26,7 +26,7 @@ Result = TypeVar("Result")  # a tensor, or a NamedTuple of tensors
 Order = Callable[[Tensor], Tensor]
 
 
-def _as_it_is(values: Tensor) -> Tensor:
+def _unchanged(values: Tensor) -> Tensor:
     return values
 
 
@@ -38,18 +38,18 @@ class PaddedCall:
     """
 
     def __init__(
-        self, call: LinearCall, ranks: int = 1, parts: int = 1, order: Order = _as_it_is, back: Order = _as_it_is
+        self, call: LinearCall, ranks: int = 1, parts: int = 1, order: Order = _unchanged, back: Order = _unchanged
     ) -> None:
         head, chunking, features = call.head, call.head.chunking, call.input.shape[-1]
         if call.input.dtype == torch.float64 and features % 2 == 1:
             raise NotImplementedError(
-                f"batch_invariant=True has no products of float64 with an odd number of features, here {features}: in "
-                "MKL's a row's bits depend on its place"
+                f"batch_invariant=True takes no float64 with an odd number of features, here {features}: the bits that "
+                "MKL's products give a row depend on its place"
             )
         if call.input.dtype == torch.float16 and any(wanted_gradients(call.input, head)):
             raise NotImplementedError(
-                "batch_invariant=True has no gradients of float16, which are divided by the largest upstream gradient "
-                "of all rows: use bfloat16 or float32, or call it below torch.no_grad()"
+                "batch_invariant=True takes no gradients of float16, divided by the largest upstream gradient "
+                "of all rows: use bfloat16 or float32, or call it in torch.no_grad()"
             )
         checks.chunk_rows(chunking.chunk_rows)
         size, num_classes = chunking.chunk_rows, head.shard_range[1]

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vocab_parallel_cases import Collectives, V, same_bits_everywhere, shard_of, split
 
 from xent_ops.distributed import vocab_parallel_linear_distillation_loss
-from xent_ops.head.sizes import padded_classes
+from xent_ops.kernels.rows import padded_classes
 from xent_ops.testing import distillation_oracle
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

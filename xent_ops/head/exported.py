@@ -14,11 +14,12 @@ from torch import Tensor
 
 from ..kernels import reference, reference_ids
 from ..kernels.options import Chunking, RowOptions
+from ..kernels.rows import padded_classes
 from ..kernels.sizes import size_hint, symbolic
 from .backend import Backend
 from .packing import ComputedRows
 from .products import OutOfPlace, Visit, accumulator_of_weight
-from .sizes import padded_classes, rows_of_chunk
+from .sizes import rows_of_chunk
 
 
 class Functional(OutOfPlace):

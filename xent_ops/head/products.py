@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..kernels import accelerators, devices, reference
 from ..kernels.options import Chunking, RowOptions
-from ..kernels.rows import front_of
+from ..kernels.rows import front_of, padded_classes
 from ..kernels.sizes import size_hint, symbolic
 from .packing import ComputedRows, PackedRows
-from .sizes import padded_classes, rows_of_chunk
+from .sizes import rows_of_chunk
 
 _ops = torch.ops.xent
 

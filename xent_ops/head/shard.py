@@ -18,7 +18,7 @@ from torch import Tensor
 from ..kernels import reference, reference_shard
 from ..kernels.options import DEFAULTS, Chunking, RowOptions
 from ..kernels.reference_ids import Masked, gather, mask
-from ..kernels.rows import front_of
+from ..kernels.rows import front_of, padded_classes
 from .backend import IN_MEMORY, Backend
 from .chunks import as_rows, classes_of
 from .ids import gradient
@@ -31,7 +31,6 @@ from .products import (
     logits_of,
     zero_behind,
 )
-from .sizes import padded_classes
 
 _ops = torch.ops.xent
 _HEADER = reference_shard.HEADER

@@ -1,4 +1,4 @@
-"""The padded row length and the number of rows of a chunk. More rows need more memory; with few, products are slow.
+"""The number of rows of a chunk. More rows need more memory; with few, products are slow.
 
 Measured on an H200 with torch 2.11, bfloat16, 8192 rows (16384 at V = 32000), forward and backward in CUDA graphs. The
 figures are multiples of the time of the three products alone (2026-11-23; one machine, other runs differ by .03):
@@ -89,16 +89,3 @@ def evenly(number: int, most: int) -> int:
         return number
     even = -(-number // -(-number // most))
     return min(most, -(-even // _MULTIPLE) * _MULTIPLE)
-
-
-def padded_classes(classes: int, dtype: torch.dtype) -> int:
-    """The columns of a row of logits in memory. Each row starts at a multiple of 128 bytes.
-
-    cuBLAS' fast products need multiples of 16. With 128, the boundaries of kernels/triton/configs.py (edges) are at the
-    same columns in every row, and so a row's bits do not depend on its place.
-
-    On a CPU the columns behind the classes must hold zeros. With AMX, oneDNN multiplies bfloat16 values there by zero,
-    and NaN times zero is NaN (https://github.com/uxlfoundation/oneDNN/issues/5717).
-    """
-    step = 128 // dtype.itemsize
-    return -(-classes // step) * step

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..head import distillation_shard, shard
 from ..head.products import accumulator_of_weight
-from ..head.sizes import padded_classes
 from ..kernels.reference import accumulator, columns_of
 from ..kernels.reference_distillation import STATISTICS
+from ..kernels.rows import padded_classes
 from . import checks, rules
 from .names import ARGUMENTS, RESULTS
 

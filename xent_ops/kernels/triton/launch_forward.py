@@ -11,7 +11,7 @@ from triton import next_power_of_2
 from ..accelerators import processors
 from ..options import DEFAULTS, RowOptions
 from ..reference import accumulator
-from ..rows import dense_like
+from ..rows import dense_like, padded_classes, row_alignment
 from ..sizes import size_hint
 from . import configs
 from .cached import Launch
@@ -125,7 +125,8 @@ def cross_entropy_forward(
     def run(logits: Tensor, target: Tensor, weight: Tensor | None = None, *_: bool) -> tuple[Tensor, ...]:
         if batch_invariant and not _rows_start_alike(logits):
             classes = logits.shape[-1]
-            copy = torch.nn.functional.pad(logits, (0, -classes % (128 // logits.element_size())))[..., :classes]
+            padding = padded_classes(classes, logits.dtype) - classes
+            copy = torch.nn.functional.pad(logits, (0, padding))[..., :classes]
             arguments = (copy, target, weight, *flags, batch_invariant)
             return torch.ops.xent.cross_entropy_forward(*arguments, **keywords)
         outputs = new_outputs()
@@ -136,9 +137,8 @@ def cross_entropy_forward(
 
 
 def _rows_start_alike(logits: Tensor) -> bool:
-    """Does every row start where loads of 16 bytes cut it at the same columns? With ``configs.edges``: of 128."""
-    classes, itemsize = logits.shape[-1], logits.element_size()
-    multiple = 16 if classes * itemsize % 16 == 0 else 128
+    itemsize = logits.element_size()
+    multiple = row_alignment(logits.shape[-1], itemsize)
     strides = [stride for size, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True) if size > 1]
     address = 0 if RECORDING.get() else logits.data_ptr()  # a package allocates at this multiple
     return address % multiple == 0 and all(stride * itemsize % multiple == 0 for stride in strides)

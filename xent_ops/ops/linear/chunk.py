@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...head import shard
-from ...head.sizes import padded_classes
+from ...kernels.rows import padded_classes
 from .. import checks
 from ..contract import Call, packed_width
 from ..library import Gradients, autograd, operator
