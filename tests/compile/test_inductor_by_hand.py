@@ -302,7 +302,7 @@ def test_through_inductor(loss, found):
     got = torch.compile(loss, options=inductor.options(), fullgraph=True)(*inputs)
     assert [call.replaced for call in inductor.last_report().calls] == [True] * found, str(inductor.last_report())
     torch.testing.assert_close(got, want)
-    if not torch.compile(loss, backend="aot_eager")(*inputs).requires_grad:
+    if loss is _sentences and torch.__version__ < "2.12":
         pytest.skip("torch 2.11's AOTAutograd drops the gradient of to_dense")
     torch.testing.assert_close(torch.autograd.grad(got, leaves), want_grads, rtol=1e-4, atol=1e-6)
 

@@ -24,7 +24,7 @@ def kernels(request, device, monkeypatch):
     """On the CPU also without the C++ kernels."""
     if request.param == "plain torch":
         if device != "cpu":
-            pytest.skip("of the CPU")
+            pytest.skip("plain torch takes the place of the C++ kernels on a CPU only")
         monkeypatch.setattr(cpu, "kernel", lambda name: None)
         threads = torch.get_num_threads()
         torch.set_num_threads(2)
