@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-# With fewer classes compiled F.cross_entropy is as fast as our kernels or faster. Before the C++ kernels computed rows
-# of up to 64 classes side by side, F took .20 of our time with 2 classes, .31 with 21, .75 with 128, 1.02 with 300 and
-# 1.07 with 384 (docs/benchmarks.md, "On a CPU"). If the classes are not the last dimension, compiled code copies the
-# logits, and with 512 to 8192 classes too F takes .35 to .55 of the time.
-# On a GPU (one H200, bfloat16, in CUDA graphs, 2026-11-27) it takes .025 of our time with 2 classes, .30 with 21, .58
-# with 128 and 1.26 with 1024; nothing was measured between the last two.
+# With fewer classes compiled F.cross_entropy is faster than our kernels, or as fast: docs/benchmarks.md, "Few classes".
+# On a CPU it takes .78 of our time with 2 classes, .70 with 21, .75 with 128, .94 with 300 and 1.23 with 384. Where the
+# classes are not the last dimension, compiled code copies the logits: it took .35 to .55 with 512 to 8192 classes too.
+# On a GPU it takes .025 with 2 classes, .30 with 21, .58 with 128 and 1.26 with 1024. Between the last two nothing was
+# measured.
 FEW_CLASSES = {"cpu": 384, "cuda": 512}
 _DYNAMO_ANSWERS = torch.__version__ >= "2.13"
 
