@@ -169,21 +169,15 @@ def class_weight(weight: Tensor | None, absent: Tensor) -> Tensor:
     return absent if weight is None else weight.to(absent.dtype).contiguous()
 
 
-def row_alignment(classes: int, itemsize: int) -> int:
-    """Bytes: if every row starts at a multiple of this, a row's bits do not depend on its place.
-
-    Kernels load 16 bytes at a time. If a row is no multiple of 16 bytes, their boundaries lie further apart: see
-    kernels/triton/configs.py, edges.
-    """
-    return 16 if classes * itemsize % 16 == 0 else 128
-
-
 def padded_classes(classes: int, dtype: torch.dtype) -> int:
-    """The columns of a row of logits in memory. Each row starts at a multiple of ``row_alignment``.
+    """The columns of a row of logits in memory. Each row starts at a multiple of 128 bytes.
 
-    cuBLAS' fast products need multiples of 16 bytes. On a CPU the columns behind the classes must hold zeros. With AMX,
-    oneDNN multiplies bfloat16 values there by zero, and NaN times zero is NaN
-    (https://github.com/uxlfoundation/oneDNN/issues/5717).
+    cuBLAS' fast products need multiples of 16. With 128, the boundaries of kernels/triton/configs.py (edges) are at the
+    same columns in every row, and so a row's bits do not depend on its place. The rule does not look at the number of
+    classes: where that is symbolic, a graph would be compiled twice.
+
+    On a CPU the columns behind the classes must hold zeros. With AMX, oneDNN multiplies bfloat16 values there by zero,
+    and NaN times zero is NaN (https://github.com/uxlfoundation/oneDNN/issues/5717).
     """
-    step = row_alignment(classes, dtype.itemsize) // dtype.itemsize
+    step = 128 // dtype.itemsize
     return -(-classes // step) * step
