@@ -157,6 +157,8 @@ class Products(InPlace):
                 *results, grad_logits = results
                 self.add(chunk, grad_logits)
             statistics.append(results)
+        if len(statistics) == 1:
+            return list(statistics[0])  # without copies
         return [torch.cat(parts) for parts in zip(*statistics, strict=True)]
 
     def gradients(self, shape: torch.Size, factor: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
