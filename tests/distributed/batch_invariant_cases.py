@@ -59,13 +59,12 @@ def bits(compute, x, shard, target, **options):
 
 
 def own_bits(device):
-    exact = None if dist.get_world_size() == 2 else -1  # an all-reduce of more ranks adds up by the number's place
     x, shard, target = problem(device, 530)
     for compute in (log_probs, rows, summed, tokens):
         everything = bits(compute, x, shard, target)
         for few in (1, 7, 513):
             some = torch.randperm(530, generator=torch.Generator().manual_seed(few)).to(device)[:few]
-            for got, wanted in zip(bits(compute, x[some], shard, target[some])[:exact], everything, strict=False):
+            for got, wanted in zip(bits(compute, x[some], shard, target[some]), everything, strict=True):
                 assert torch.equal(got, wanted[some]), f"{compute.__name__}, {few} rows"
 
 
@@ -81,7 +80,7 @@ def sequence_parallel(device):
         *values, gradient = bits(compute, mine, shard, labels, sequence_parallel=True, **options)
         *of_two, gradient_of_two = bits(compute, mine[1:3], shard, labels[1:3], sequence_parallel=True)
         assert gradient.shape == mine.shape
-        assert world > 2 or torch.equal(gradient[1:3], gradient_of_two)
+        assert torch.equal(gradient[1:3], gradient_of_two), compute.__name__
         for value, few in zip(values, of_two, strict=True):
             assert value.shape == labels.shape and torch.equal(value[1:3], few), compute.__name__
         *replicated, _ = bits(compute, batch, shard, labels)

@@ -5,6 +5,7 @@ import torch
 from helpers.covering import covering
 from helpers.float16_problems import PROBLEMS
 
+from xent_ops.kernels import cpu
 from xent_ops.testing import assert_linear, linear_oracle
 
 ops = torch.ops.xent
@@ -132,6 +133,29 @@ def test_float16_gradients_of_other_outputs_beyond_it(device, of, sign):
     ]
     for half, single in zip(*made, strict=True):
         assert (half - single).abs().max() <= 4e-3 * single.abs().max()
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["kernels", "plain torch"])
+def test_eight_ranks_in_their_order(device, plain, monkeypatch):
+    """The bits of a row's join depend neither on its place nor on the number of rows."""
+    if plain:
+        monkeypatch.setattr(cpu, "kernel", lambda name: None)
+    ranks, size, number = 8, 40, 300
+    input, head = torch.randn(number, H, device=device), torch.randn(ranks * size, H, device=device)
+    target = torch.randint(ranks * size, (number,), device=device)
+    shards = [(head[start:][:size], target, start, ranks * size) for start in range(0, ranks * size, size)]
+    stats = torch.cat([ops.linear_cross_entropy_shard(input, *shard, None, None, True) for shard in shards])
+    first, header, entropies = stats.split([3 * number, 5, number], 1)
+
+    def join(rows):
+        gathered = torch.cat([first.view(ranks, 3, -1)[:, :, rows].flatten(1), header, entropies[:, rows]], 1)
+        join_args = (input[rows], head[:size], target[rows], gathered, 0, ranks * size, None, None, None, True)
+        return ops.linear_cross_entropy_shard_join(*join_args, in_rank_order=True)
+
+    everything = join(torch.arange(number, device=device))
+    for few in (1, 5, 37, number):
+        rows = torch.randperm(number, device=device)[:few]
+        assert all(torch.equal(got, all_rows[rows]) for got, all_rows in zip(join(rows), everything, strict=True))
 
 
 def test_a_class_that_wraps_around_to_ignore_index(device):

@@ -55,7 +55,7 @@ def computed(call: LinearCall, ranks: Ranks, compute: Callable[[LinearCall, Rank
     """The result of ``compute``. With batch_invariant the call is padded first, so that all chunks have one shape."""
     if not call.head.chunking.batch_invariant:
         return compute(call, ranks)
-    return padded_call(call, ranks).compute(lambda padded: compute(padded, ranks))
+    return padded_call(call, ranks).compute(lambda padded: compute(padded, ranks.for_any_batch()))
 
 
 def bind_shard(

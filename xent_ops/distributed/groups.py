@@ -22,6 +22,11 @@ class Ranks(NamedTuple):
     name: str  # the group's name, which functional collectives take
     rank: int
     world: int
+    in_rank_order: bool = False  # sums over the ranks are added up in their order, whatever a number's place
+
+    def for_any_batch(self) -> Ranks:
+        """The ranks for batch_invariant=True. A sum of two has one order."""
+        return self._replace(in_rank_order=self.world > 2)
 
 
 def process_group(group: Group) -> ProcessGroup:

@@ -89,8 +89,8 @@ def vocab_parallel_linear_cross_entropy(
         accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products: as for ``xent_ops.linear_cross_entropy``,
             for this rank's products. With ``products`` there are four products, not pipelined.
         batch_invariant: as for ``xent_ops.linear_cross_entropy``, for one number of ranks and one split of the classes.
-            With three or more ranks it excludes the input's gradient, because its sum over the ranks depends on the
-            row's position. With ``sequence_parallel`` each rank's part of the rows is padded.
+            With three or more ranks the input's gradient is summed in the order of the ranks, by an all-to-all and an
+            all-gather. With ``sequence_parallel`` each rank's part of the rows is padded.
         pipelined: True: three products, two chunks of logits. The forward gathers a chunk's statistics while the next
             chunk's product runs, and computes the gradients. The backward scales them in place by the upstream
             gradient. False: four products, one chunk of logits. The forward gathers the statistics of all rows at once,

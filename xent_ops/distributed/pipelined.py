@@ -19,7 +19,7 @@ from ..kernels import reductions, reference
 from ..kernels.options import LossOptions
 from ..kernels.reference import columns_of
 from ..linear_call import LinearCall
-from ..ops import checks
+from ..ops import checks, rank_sums
 from ..ops.linear import composite
 from ..ops.message_values import repr_for_message
 from .groups import Ranks
@@ -33,21 +33,15 @@ class Collectives(OneRank):
     """Functional collectives of a group of ranks: nodes that tracers see."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self.world, self.name = ranks.world, ranks.name
+        self.world, self.name, self.in_rank_order = ranks.world, ranks.name, ranks.in_rank_order
 
     def gather(self, tensor: Tensor) -> Tensor:
-        if self.world == 1:
-            return tensor
-        gathered = _collectives.all_gather_into_tensor(tensor, self.world, self.name)
-        # Two all-gathers of gloo in flight at a time corrupt the heap, in plain torch too (2.11, 2.13, 2.15).
-        return self.wait(gathered) if tensor.device.type == "cpu" else gathered
+        return tensor if self.world == 1 else rank_sums.gather(tensor, self.world, self.name)
 
     def sum(self, gradient: Tensor, scattered: bool) -> Tensor:
         if self.world == 1:
             return gradient
-        if scattered:
-            return _collectives.reduce_scatter_tensor(gradient, "sum", self.world, self.name)
-        return _collectives.all_reduce(gradient, "sum", self.name)
+        return rank_sums.start(gradient, self.world, self.name, scattered, self.in_rank_order)
 
     def wait(self, tensor: Tensor) -> Tensor:
         return tensor if self.world == 1 else _collectives.wait_tensor(tensor)

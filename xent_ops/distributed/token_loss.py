@@ -110,7 +110,7 @@ def vocab_parallel_linear_token_loss(
     if call.head.chunking.batch_invariant:
         padded = padded_call(call, ranks)
         padded.pad_rows_of(function)
-        call = padded.call
+        call, ranks = padded.call, ranks.for_any_batch()
     return loss(call, function, ranks, check)
 
 

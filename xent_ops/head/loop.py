@@ -53,7 +53,7 @@ class HeadSlice(NamedTuple):
 class OneRank:
     """Collectives for one rank, which do nothing. With several ranks they run until ``wait``: pipelined.py."""
 
-    world = 1
+    world, in_rank_order = 1, False
 
     def gather(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -162,6 +162,7 @@ class _CrossEntropy:
             self.with_entropy,
             self.loss.row_options,
             ids_per_row,
+            self.ranks.in_rank_order,
         )
         grad_loss, grad_lse, grad_entropy, divisors, grad_ids = self.upstream(rows, part)
         if not any(output_mask):

@@ -134,12 +134,13 @@ def join(
     options: RowOptions = DEFAULTS,
     accumulate_dtype: torch.dtype | None = None,  # only the backward uses it
     group_name: str = "",  # only the backward uses it
+    in_rank_order: bool = False,
     **fields: Any,
 ) -> tuple[Tensor, ...]:
     # The join of rows reads only the logits' shape.
     logits = input.new_empty(()).expand(*target.shape, linear_weight.shape[0])
     loss, lse, target_weight, lse_coefficient, entropy, _ = join_statistics(
-        gathered, logits, target, (class_start, num_classes), weight, with_entropy, options
+        gathered, logits, target, (class_start, num_classes), weight, with_entropy, options, 0, in_rank_order
     )
     assert target_weight is not None and lse_coefficient is not None
     if Chunking(**fields).skip_ignored:
@@ -169,6 +170,7 @@ def join_statistics(
     with_entropy: bool,
     options: RowOptions,
     ids_per_row: int = 0,
+    in_rank_order: bool = False,  # torch's sum of five or more ranks has another order at other places
 ) -> RowStatistics:
     """Join the packed statistics of all ranks. It reads only the shape of the logits."""
     class_start, num_classes = shard_range
@@ -191,7 +193,8 @@ def join_statistics(
         rank_lse, all_lse = gathered[:, :num_entropies], lse.reshape(-1)
         share = (rank_lse - all_lse).exp()
         parts = share * (gathered[:, gathered.shape[1] - num_entropies :] + all_lse - rank_lse)
-        entropy = torch.where(share == 0.0, 0.0, parts).sum(0).view(target.shape)
+        parts = torch.where(share == 0.0, 0.0, parts)
+        entropy = (reference_shard.sum_in_order(parts) if in_rank_order else parts.sum(0)).view(target.shape)
     return RowStatistics(loss, lse, target_weight, lse_coefficient, entropy, at_ids)
 
 

@@ -17,6 +17,7 @@ is two digits in base 2^24, which float32 holds exactly. Columns after the last 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -98,6 +99,14 @@ def tiles(starts: Tensor, sizes: Tensor, num_classes: int) -> Tensor:
     return (~filled | follows).all() & (sizes.sum() == num_classes)
 
 
+def sum_in_order(parts: Tensor) -> Tensor:
+    """(ranks, ...) to (...), added up from the first to the last.
+
+    torch's sum of five or more rows has an order that depends on the place in a row (on a CPU).
+    """
+    return functools.reduce(torch.add, parts.unbind())
+
+
 def cross_entropy_shard_join(
     logits: Tensor,
     target: Tensor,
@@ -122,7 +131,7 @@ def cross_entropy_shard_join(
     target = target.to(torch.int64).reshape(-1)
     top = maximum.amax(0)
     pivot = torch.where(top == float("-inf"), 0.0, top)
-    log_total = (total * (maximum - pivot).exp()).sum(0).log()
+    log_total = sum_in_order(total * (maximum - pivot).exp()).log()
     if weight is None:
         first = starts.unsqueeze(-1)
         target_weight = ((target >= first) & (target < first + sizes.unsqueeze(-1))).to(maximum.dtype)
@@ -131,17 +140,17 @@ def cross_entropy_shard_join(
     share = target_weight
     if options.label_smoothing > 0.0:
         share = (1 - options.label_smoothing) * target_weight + options.label_smoothing / num_classes * headers[:, 4:]
-    lse_coefficient = share.sum(0)
+    lse_coefficient = sum_in_order(share)
     distance = pivot - torch.where(maximum == float("-inf"), 0.0, maximum)
     # A shard without a share adds 0, even if the difference to its maximum overflows.
-    loss = (part + torch.where(share == 0.0, 0.0, share * distance)).sum(0)
+    loss = sum_in_order(part + torch.where(share == 0.0, 0.0, share * distance))
     loss = loss + lse_coefficient * log_total
 
     counted = is_counted(target, options.ignore_index)
     valid = (target >= 0) & (target < num_classes)
     loss = torch.where(counted, torch.where(valid & tiled, loss, float("nan")), 0.0)
     lse = torch.where(tiled, pivot + log_total, float("nan"))
-    target_weight = torch.where(counted, target_weight.sum(0), 0.0)
+    target_weight = torch.where(counted, sum_in_order(target_weight), 0.0)
     lse_coefficient = torch.where(counted, lse_coefficient, 0.0)
     return loss.view(shape), lse.view(shape), target_weight.view(shape), lse_coefficient.view(shape)
 

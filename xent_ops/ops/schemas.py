@@ -215,7 +215,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     ),
     "linear_scale_grad": ("(Tensor grad, Tensor factor) -> Tensor scaled", None),
     # One rank's rows of the head. The caller's all-gather stands between the first two, as above; the formula of the
-    # join adds grad_input up over the ranks of the group.
+    # join adds grad_input up over the ranks of the group; in_rank_order: so that the order does not depend on the row.
     "linear_cross_entropy_shard": (
         "(Tensor input, Tensor linear_weight, Tensor target, SymInt class_start, SymInt num_classes, "
         f"Tensor? linear_bias=None, Tensor? weight=None, bool with_entropy=False, *, {OPTIONS}, {CHUNKING}) "
@@ -225,7 +225,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     "linear_cross_entropy_shard_join": (
         "(Tensor input, Tensor linear_weight, Tensor target, Tensor gathered, SymInt class_start, SymInt num_classes, "
         "Tensor? linear_bias=None, Tensor? weight=None, Tensor? gathered_input=None, bool with_entropy=False, *, "
-        f"{OPTIONS}, {ACCUMULATE}, {CHUNKING}, str group_name='') "
+        f"{OPTIONS}, {ACCUMULATE}, {CHUNKING}, str group_name='', bool in_rank_order=False) "
         "-> (Tensor loss, Tensor lse, Tensor target_weight, Tensor lse_coefficient, Tensor entropy)",
         None,
     ),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...head import shard
-from .. import checks, transforms
+from .. import checks, rank_sums, transforms
 from ..checks import weight_needs_grad
 from ..contract import Call
 from ..library import Gradients, autograd, needs_grad, operator, run_backward, save_for, save_nothing
@@ -29,6 +29,7 @@ def _save(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
     _loss, lse, target_weight, lse_coefficient, entropy = output
     ctx.mark_non_differentiable(target_weight, lse_coefficient, *(() if call.with_entropy else (entropy,)))
     ctx.group_name, ctx.scattered = call.group_name, call.gathered_input is not None
+    ctx.world, ctx.in_rank_order = call.gathered.shape[0], call.in_rank_order
     results = {"lse": lse, "lse_coefficient": None if call.weight is None else lse_coefficient}
     results["entropy"] = entropy if call.with_entropy else None
     results["input"] = call.gathered_input if ctx.scattered else call.input
@@ -44,11 +45,11 @@ def _backward(
     )
     total = gradients.get("input")
     if total is not None and ctx.group_name:
-        gradients["input"] = _sum_over_ranks(total, ctx.group_name, ctx.scattered)
+        gradients["input"] = _sum_over_ranks(total, ctx)
     return gradients
 
 
-def _sum_over_ranks(gradient: Tensor, group_name: str, scattered: bool) -> Tensor:
+def _sum_over_ranks(gradient: Tensor, ctx: Any) -> Tensor:
     """The sum over ranks of (...); with ``scattered``, this rank's part of the sum of (ranks, ...)."""
     if transforms.is_batch(gradient):  # torch would stack the results of its collectives before they have arrived
         raise NotImplementedError(
@@ -56,11 +57,9 @@ def _sum_over_ranks(gradient: Tensor, group_name: str, scattered: bool) -> Tenso
             "gradients (is_grads_batched=True, torch.vmap): call backward for each of them, or for a mean or a sum "
             "pass pipelined=True"
         )
-    collectives = torch.ops._c10d_functional
-    if scattered:
-        total = collectives.reduce_scatter_tensor(gradient, "sum", gradient.shape[0], group_name)
-        return collectives.wait_tensor(total)[0]
-    return collectives.wait_tensor(collectives.all_reduce(gradient, "sum", group_name))
+    total = rank_sums.start(gradient, ctx.world, ctx.group_name, ctx.scattered, ctx.in_rank_order)
+    total = torch.ops._c10d_functional.wait_tensor(total)
+    return total[0] if ctx.scattered else total
 
 
 def _shard_alone(ctx: Any, grad: Tensor) -> NoReturn:
