@@ -14,8 +14,9 @@ Tensor shard_part(const Tensor& logits, const Tensor& target, const MaybeTensor&
 }
 
 Tensor forward(const Tensor& logits, const Tensor& target, int64_t class_start, int64_t num_classes,
-               const MaybeTensor& weight, int64_t ignore_index, double label_smoothing, MaybeNumber softcap,
-               double logit_scale) {
+               const MaybeTensor& weight, bool batch_invariant, int64_t ignore_index, double label_smoothing,
+               MaybeNumber softcap, double logit_scale) {
+  (void)batch_invariant;  // a row's bits depend on it alone in any case: rows.h, fold
   const RowOptions options{ignore_index, label_smoothing, softcap, logit_scale};
   const cpu::Slice shard{class_start, num_classes};
   checks::shard(logits, target, shard, weight, options);

@@ -1,9 +1,12 @@
 """batch_invariant=True of a head over ranks; run on every rank by test_linear_parallel.py."""
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 
 from xent_ops import distributed
+from xent_ops.kernels import cpu
 
 H, V = 16, 101  # of the shards: V / ranks classes, not equal
 
@@ -86,3 +89,42 @@ def sequence_parallel(device):
         *replicated, _ = bits(compute, batch, shard, labels)
         for value, other in zip(values, replicated, strict=True):
             torch.testing.assert_close(value, other, rtol=2e-2, atol=2e-2)
+
+
+def compiled(device, backend):
+    """Without graph breaks, the bits of eager."""
+    x, shard, target = problem(device, 100)
+    for compute in (log_probs, rows, summed):
+        in_one_graph = torch.compile(compute, backend=backend, fullgraph=True, dynamic=False)
+        for number in (100, 7):
+            eager = bits(compute, x[:number], shard, target[:number])
+            for got, wanted in zip(bits(in_one_graph, x[:number], shard, target[:number]), eager, strict=True):
+                assert torch.equal(got, wanted), f"{compute.__name__}, {number} rows"
+
+
+def given_logits(device):
+    """In plain torch on a CPU, where a sum of one row is split over threads, and the rows of many are not."""
+    columns, world, threads = 100_003, dist.get_world_size(), torch.get_num_threads()
+    generator = torch.Generator().manual_seed(5 + dist.get_rank())
+    logits = torch.randn(9, columns, generator=generator).to(device)
+    target = torch.arange(9, device=device) * (world * columns // 9)
+    factor = torch.rand(9, generator=torch.Generator().manual_seed(4)).to(device)
+
+    def compute(rows, **options):
+        z, options = logits[rows].requires_grad_(), {"reduction": "none", **options}
+        if "token_weight" in options:
+            options["token_weight"] = factor[rows]
+        loss = distributed.vocab_parallel_cross_entropy(
+            z, target[rows], num_classes=world * columns, batch_invariant=True, **options
+        )
+        (gradient,) = torch.autograd.grad(loss.sum(), z)
+        return [gradient] if options["reduction"] == "sum" else [gradient, loss.detach()]
+
+    torch.set_num_threads(2)
+    with mock.patch.object(cpu, "kernel", lambda name: None):
+        for options in ({}, {"token_weight": True}, {"reduction": "sum"}):
+            everything = compute(torch.arange(9), **options)
+            for some in (torch.tensor([4]), torch.tensor([8, 0, 4])):
+                alone = compute(some, **options)
+                assert all(torch.equal(got, wanted[some]) for got, wanted in zip(alone, everything, strict=True))
+    torch.set_num_threads(threads)

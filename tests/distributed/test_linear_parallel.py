@@ -176,9 +176,16 @@ def test_dtensor(pool, device, world, case):
     pool(world, device).run(case)
 
 
-@pytest.mark.parametrize("world", FEW)
+@pytest.mark.parametrize("world", [2, 3])  # the sum of two has one order
 @pytest.mark.parametrize(
-    "case", [batch_invariant.own_bits, batch_invariant.sequence_parallel], ids=lambda case: case.__name__
+    "case",
+    [batch_invariant.own_bits, batch_invariant.sequence_parallel, batch_invariant.given_logits],
+    ids=lambda case: case.__name__,
 )
 def test_batch_invariant(pool, device, world, case):
     pool(world, device).run(case)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_batch_invariant_compiled(pool, device, backend):
+    pool(3, device).run(batch_invariant.compiled, backend)

@@ -121,6 +121,7 @@ def check_across_ranks(device):
         ({}, {"lse_square_scale": 0.1}, "lse_square_scale is 0.0 on rank 0 but 0.1"),
         ({}, {"softcap": 5.0}, "softcap is None on rank 0 but 5.0"),
         ({}, {"logit_scale": 2.0}, "logit_scale is 1.0 on rank 0 but 2.0"),
+        ({}, {"batch_invariant": True}, "batch_invariant is False on rank 0 but True"),
         ({}, {"token_weight": weights}, "token_weight is None on rank 0 but a tensor"),
         (
             {"token_weight": weights},
@@ -183,6 +184,7 @@ def check_raises_on_every_rank(device):
         ({}, {"logit_scale": 1e39}, "ValueError: logit_scale must be at most"),
         ({}, {"label_smoothing": 2.0}, "ValueError: label_smoothing must be between"),
         ({}, {"lse_square_scale": 1e39}, "ValueError: lse_square_scale must be at most"),
+        ({}, {"batch_invariant": 1}, "TypeError: batch_invariant must be True or False"),
         ({}, {"reduction": "avg"}, "ValueError: 'avg' is not a valid value for reduction"),
         ({}, {"labels": target.float()}, "TypeError: target has dtype torch.float32"),
         ({}, {"labels": None}, "TypeError: target must be a torch.Tensor, got None"),

@@ -11,7 +11,7 @@ from helpers.covering import covering
 from helpers.dispatch_log import Log
 from helpers.interpreter import INTERPRETED
 
-from xent_ops.kernels import reference, reference_shard
+from xent_ops.kernels import cpu, reference, reference_shard
 from xent_ops.testing import assert_grad, assert_loss, assert_lse, oracle, realistic_logits
 
 pytestmark = pytest.mark.interpreter
@@ -102,6 +102,36 @@ def test_views_and_batches(device):
     case(device, logits[:, :-1], target[:, 1:, 1], [50, 51])
     case(device, logits[0, 0], target[0, 0, 0], [50, 51])
     case(device, logits[:0], target[:0, :, 0], [50, 51])
+
+
+@pytest.mark.parametrize("kernels", ["kernels", "plain torch"])
+@pytest.mark.parametrize("columns, padding", [(4000, 3), (4003, 0), (40, 1)])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_batch_invariant(device, dtype, columns, padding, kernels, monkeypatch):
+    """A row's statistics alone, beside others, in other places of memory, with and without columns of padding."""
+    threads = torch.get_num_threads()
+    if INTERPRETED and columns % 8:
+        pytest.skip("rows of such a length must start at 128 bytes, and a CPU's memory starts at 64")
+    if kernels == "plain torch":
+        if device == "cuda" or INTERPRETED:
+            pytest.skip("plain torch takes the place of the C++ kernels on a CPU only")
+        monkeypatch.setattr(cpu, "kernel", lambda name: None)
+        torch.set_num_threads(2)
+        columns *= 10  # with so many, torch splits the sum of a single row over threads
+    logits = (3 * torch.randn(6, columns + padding)).to(device, dtype)
+    target = (torch.arange(6) * (columns + 499) // 5).to(device)
+
+    def statistics(x, t):
+        packed = ops.cross_entropy_shard(x, t, 500, 500 + columns, None, True)
+        return packed[0, :-5].view(3, -1)
+
+    wanted = statistics(logits, target)
+    for rows in ([4], [1, 4, 5]):
+        apart = logits[rows]
+        places = [F.pad(apart, (left, right))[:, left : left + columns + padding] for left, right in ((1, 0), (3, 5))]
+        for other in (apart, *places, logits[rows, :columns], apart.t().contiguous().t()):
+            assert torch.equal(statistics(other, target[rows]), wanted[:, rows])
+    torch.set_num_threads(threads)
 
 
 def test_a_large_common_offset_keeps_the_loss(device):

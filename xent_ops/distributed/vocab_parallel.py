@@ -45,9 +45,10 @@ def sharded_rows(
     ranks: Ranks,
     shard_range: tuple[int, int],  # class_start, num_classes
     options: RowOptions,
+    batch_invariant: bool = False,
 ) -> RowValues:
     checks.weight_without_grad(weight)
-    gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, options)
+    gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, options, batch_invariant)
     loss, lse, target_weight, _ = torch.ops.xent.cross_entropy_shard_join(
         logits, target, gathered, *shard_range, weight, **options.keywords()
     )
@@ -63,6 +64,7 @@ class _Bound(NamedTuple):
     shard_range: tuple[int, int]  # class_start, num_classes
     loss: LossOptions
     token_weight: Tensor | None  # (...)
+    batch_invariant: bool
 
 
 def _bound(
@@ -74,6 +76,7 @@ def _bound(
     class_start: Any,
     options: tuple[Any, Any, Any, Any, Any, str],  # as arguments.loss_options takes them
     token_weight: Any,
+    batch_invariant: Any,
 ) -> _Bound:
     transforms.refuse("xent_ops.distributed.vocab_parallel_cross_entropy")
     arguments.tensors(logits, target, weight, "logits_shard")
@@ -82,13 +85,14 @@ def _bound(
     arguments.optional("token_weight", token_weight)
     checks.token_weight(token_weight, target)
     shard_range = shard_range_of(logits, num_classes, class_start, ranks)
-    return _Bound(target, logits, weight, shard_range, loss, token_weight)
+    arguments.boolean("batch_invariant", batch_invariant)
+    return _Bound(target, logits, weight, shard_range, loss, token_weight, batch_invariant)
 
 
 def _checked(ranks: Ranks, *call: Any) -> _Bound:
     """Bind a call. Raises the errors that the operators would raise, also for target values."""
     bound = _bound(ranks, *call)
-    target, logits, weight, shard_range, loss, _ = bound
+    target, logits, weight, shard_range, loss, *_ = bound
     refuse("cross_entropy_shard", *(logits, target, *shard_range, weight), **loss.row_options._asdict())
     checks.target_values(target, shard_range[1], loss.row_options.ignore_index)
     return bound
@@ -110,6 +114,7 @@ def vocab_parallel_cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     token_weight: Tensor | None = None,
+    batch_invariant: bool = False,
     check: bool = False,
 ) -> Tensor:
     """``xent_ops.cross_entropy`` of logits whose classes are split between the ranks of a group.
@@ -130,6 +135,8 @@ def vocab_parallel_cross_entropy(
             ceil(num_classes / ranks) classes each, as long as there are any.
         weight: (columns of this rank,), this rank's slice of the class weights; on every rank or on none.
         token_weight: as in ``xent_ops.cross_entropy``, the same on every rank.
+        batch_invariant: as for ``xent_ops.token_log_probs``, for a row's loss (reduction="none") and its row of the
+            gradient, and for one number of ranks and one split of the classes. Few rows do not take longer here.
         check: before anything is computed, exchange row counts, options, targets and shards between all ranks. Every
             rank raises ValueError if an argument of any rank is wrong, or if they do not fit together. Reads the target
             and synchronises; not in compiled graphs.
@@ -157,12 +164,13 @@ def vocab_parallel_cross_entropy(
     """
     raw_options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
     ranks = ranks_of(group)
-    call = (ranks, logits_shard, target, weight, num_classes, class_start, raw_options, token_weight)
+    call = (ranks, logits_shard, target, weight, num_classes, class_start, raw_options, token_weight, batch_invariant)
     if check:
         consistency.check("vocab_parallel_cross_entropy", group, ranks, lambda: _checked(*call))
     bound = _bound(*call)
-    target, logits, class_weight, shard_range, loss, token_weight = bound
-    return loss_of_shard(logits, target, class_weight, ranks, shard_range, loss, token_weight)
+    target, logits, class_weight, shard_range, loss, token_weight, _ = bound
+    shard_args = (logits, target, class_weight, ranks, shard_range, loss, token_weight)
+    return loss_of_shard(*shard_args, bound.batch_invariant)
 
 
 def loss_of_shard(
@@ -173,16 +181,17 @@ def loss_of_shard(
     shard_range: tuple[int, int],
     loss: LossOptions,
     token_weight: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """The loss from this rank's columns, see RowValues. The weights have no gradient."""
     wanted = logits.requires_grad and torch.is_grad_enabled()
     if token_weight is None and wanted and not transforms.is_traced():
-        return function.apply(logits, target, weight, ranks, shard_range, loss)
+        return function.apply(logits, target, weight, ranks, shard_range, loss, batch_invariant)
     if token_weight is not None or loss.reduction == "none":
-        rows = sharded_rows(logits, target, weight, ranks, shard_range, loss.row_options)
+        rows = sharded_rows(logits, target, weight, ranks, shard_range, loss.row_options, batch_invariant)
         divisor = divisor_of(rows.weight, target, loss.row_options.ignore_index, token_weight)
         return reduce_rows(rows.loss, rows.lse, target, divisor, loss, token_weight).value
-    gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, loss.row_options)
+    gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, loss.row_options, batch_invariant)
     return torch.ops.xent.cross_entropy_shard_reduced(
         logits, target, gathered, *shard_range, weight, **loss.keywords()
     )[0]

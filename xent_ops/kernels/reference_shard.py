@@ -42,10 +42,17 @@ def cross_entropy_shard(
     class_start: int,
     num_classes: int,
     weight: Tensor | None = None,
+    batch_invariant: bool = False,
     *,
     options: RowOptions = DEFAULTS,
 ) -> Tensor:
     """(1, width): p, total, part and, with class weights, w_t of every row; then the header."""
+    if batch_invariant:
+        logits = logits.contiguous()  # the order of torch's sum follows the strides
+        if target.numel() == 1:  # torch splits the sum of a single row over threads
+            two = logits.reshape(1, -1).repeat(2, 1), target.reshape(1).repeat(2)
+            packed = cross_entropy_shard(*two, class_start, num_classes, weight, options=options)
+            return torch.cat([packed[:, :-HEADER:2], packed[:, -HEADER:]], 1)
     columns = columns_of(logits.shape[-1], class_start, num_classes)
     x = activation(logits[..., :columns], options)
     local = target.to(torch.int64) - class_start

@@ -135,8 +135,8 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     # One rank's shard of the vocabulary. The caller's all-gather of (1, W) to (ranks, W) stands between
     # cross_entropy_shard and the two that join: to losses of rows, or to a reduced loss.
     "cross_entropy_shard": (
-        "(Tensor logits, Tensor target, SymInt class_start, SymInt num_classes, Tensor? weight=None, *, "
-        f"{OPTIONS}) -> Tensor stats",
+        "(Tensor logits, Tensor target, SymInt class_start, SymInt num_classes, Tensor? weight=None, "
+        f"{BATCH_INVARIANT}, *, {OPTIONS}) -> Tensor stats",
         None,
     ),
     "cross_entropy_shard_join": (

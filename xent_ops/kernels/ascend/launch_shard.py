@@ -23,6 +23,7 @@ def cross_entropy_shard(
     class_start: int,
     num_classes: int,
     weight: Tensor | None = None,
+    batch_invariant: bool = False,  # a program computes whole rows in any case
     *,
     options: RowOptions = DEFAULTS,
 ) -> Tensor:

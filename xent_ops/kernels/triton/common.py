@@ -14,7 +14,7 @@ from torch import Tensor
 from ..._private import private
 from .. import accelerators
 from ..reference import accumulator
-from ..rows import class_weight, dense_rows, front_of, is_narrower, rows, rows_like
+from ..rows import class_weight, dense_rows, front_of, is_narrower, padded_classes, rows, rows_like
 from ..sizes import statically_true
 from . import configs
 from .recording import RECORDING
@@ -158,6 +158,22 @@ def edges(classes: int, itemsize: int, *layouts: Strides) -> int:
     ):
         return 0
     return configs.edges(classes, itemsize)
+
+
+def realigned(logits: Tensor) -> Tensor | None:
+    """For batch_invariant: a copy, unless loads of 16 bytes, or configs.edges, cut all rows at the same columns."""
+    classes, itemsize = logits.shape[-1], logits.element_size()
+    multiple = 16 if classes * itemsize % 16 == 0 else 128
+    strides = [stride for size, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True) if size > 1]
+    address = 0 if RECORDING.get() else logits.data_ptr()  # a package allocates at this multiple
+    alike = address % multiple == 0 and all(stride * itemsize % multiple == 0 for stride in strides)
+    if alike and rows(logits).tensor is logits:  # else the launcher copies them densely
+        return None
+    padding = padded_classes(classes, logits.dtype) - classes
+    if padding == 0:
+        return logits.clone(memory_format=torch.contiguous_format)  # which F.pad does not make of transposed logits
+    dense = logits if logits.stride(-1) == 1 else logits.contiguous()
+    return torch.nn.functional.pad(dense, (0, padding))[..., :classes]
 
 
 def class_weights(weight: Tensor | None, absent: Tensor, shifted: bool) -> Tensor:

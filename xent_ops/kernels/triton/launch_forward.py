@@ -11,14 +11,13 @@ from triton import next_power_of_2
 from ..accelerators import processors
 from ..options import DEFAULTS, RowOptions
 from ..reference import accumulator
-from ..rows import dense_like, padded_classes
+from ..rows import dense_like
 from ..sizes import size_hint
 from . import configs
 from .cached import Launch
-from .common import RowLayout, Run, class_weights, edges, launcher, new_tensor, row_layout
+from .common import RowLayout, Run, class_weights, edges, launcher, new_tensor, realigned, row_layout
 from .flags import Flags, flags_of
 from .forward import forward_kernel
-from .recording import RECORDING
 from .short import short_kernel
 from .split_row import join_kernel, partial_kernel
 
@@ -123,10 +122,8 @@ def cross_entropy_forward(
     new_outputs = new_statistics(logits, with_argmax, with_entropy)
 
     def run(logits: Tensor, target: Tensor, weight: Tensor | None = None, *_: bool) -> tuple[Tensor, ...]:
-        if batch_invariant and not _rows_start_alike(logits):
-            classes = logits.shape[-1]
-            padding = padded_classes(classes, logits.dtype) - classes
-            copy = torch.nn.functional.pad(logits, (0, padding))[..., :classes]
+        copy = realigned(logits) if batch_invariant else None
+        if copy is not None:
             arguments = (copy, target, weight, *flags, batch_invariant)
             return torch.ops.xent.cross_entropy_forward(*arguments, **keywords)
         outputs = new_outputs()
@@ -134,12 +131,3 @@ def cross_entropy_forward(
         return outputs
 
     return run
-
-
-def _rows_start_alike(logits: Tensor) -> bool:
-    """Do loads of 16 bytes, or configs.edges, cut every row at the same columns?"""
-    classes, itemsize = logits.shape[-1], logits.element_size()
-    multiple = 16 if classes * itemsize % 16 == 0 else 128
-    strides = [stride for size, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True) if size > 1]
-    address = 0 if RECORDING.get() else logits.data_ptr()  # a package allocates at this multiple
-    return address % multiple == 0 and all(stride * itemsize % multiple == 0 for stride in strides)

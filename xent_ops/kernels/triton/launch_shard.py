@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from triton import cdiv, next_power_of_2
 
@@ -14,7 +15,7 @@ from ..rows import dense_like
 from ..sizes import size_hint
 from . import configs
 from .cached import Launch
-from .common import Run, class_weights, edges, launcher, new_tensor, row_layout
+from .common import Run, class_weights, edges, launcher, new_tensor, realigned, row_layout
 from .flags import Flags, flags_of
 from .launch_reduce import prepare_reduce
 from .shard import join_shards_kernel, shard_kernel
@@ -29,10 +30,13 @@ def cross_entropy_shard(
     class_start: int,
     num_classes: int,
     weight: Tensor | None = None,
+    batch_invariant: bool = False,
     *,
     options: RowOptions = DEFAULTS,
 ) -> Run:
     columns = columns_of(logits.shape[-1], class_start, num_classes)
+    if batch_invariant:
+        logits = logits[..., :columns]  # the stride of a single row is its number of columns
     number, strides, as_rows, _ = row_layout(logits)
     empty = size_hint(number) == 0
     itemsize, weighted = logits.element_size(), weight is not None
@@ -56,11 +60,17 @@ def cross_entropy_shard(
     )
     shape = (1, reference_shard.width(number, weighted))
     new_part = new_tensor(shape, accumulator(logits), logits.device)
-    as_targets = dense_like(target)
+    as_targets, keywords = dense_like(target), options.keywords()
 
     def run(
-        logits: Tensor, target: Tensor, _class_start: int, _num_classes: int, weight: Tensor | None = None
+        logits: Tensor, target: Tensor, _class_start: int, _num_classes: int, weight: Tensor | None = None, *_: bool
     ) -> Tensor:
+        if batch_invariant and columns > 0:
+            logits = logits[..., :columns]
+            copy = realigned(logits)
+            if copy is not None:
+                arguments = (copy, target, class_start, num_classes, weight, batch_invariant)
+                return torch.ops.xent.cross_entropy_shard(*arguments, **keywords)
         out = new_part()
         if not empty:  # without rows the header is not read
             weight = None if weight is None else weight[:columns]
