@@ -88,6 +88,17 @@ def test_all_forms_of_a_head(tmp_path):
     assert forward["ratio"] == forward["ms"] / results["one product"]["ms"] and forward["errors"].keys() == {"loss"}
 
 
+def test_cost_of_batch_invariant(tmp_path):
+    """One row costs the products of a whole chunk then, 512 rows on a CPU."""
+    results = bench(tmp_path, "invariant", "--shapes", "1x2000", "--hidden", "16")
+    names = ("xent", "xent log-probs", "xent forward")
+    both = {f"{name}{end}" for name in names for end in ("", " batch_invariant")}
+    assert results.keys() == {"three products", "one product"} | both
+    assert statuses(results) == {"ok"}
+    for name in names:
+        assert results[f"{name} batch_invariant"]["ms"] > results[name]["ms"]
+
+
 @pytest.mark.slow
 def test_compiled_heads_and_packages(tmp_path):
     """auto_chunker is refused where it leaves the graph as it is."""

@@ -15,6 +15,8 @@ import xent_ops
 
 tiny = pytest.importorskip("tiny", reason="transformers is not installed")
 
+from transformers.modeling_outputs import BaseModelOutputWithPast  # noqa: E402
+
 from xent_ops.integrations.transformers import remove_xent, use_xent  # noqa: E402
 
 
@@ -95,6 +97,20 @@ def test_no_logits_are_made():
         model(input_ids=ids, labels=labels)
     assert not any(shape in of_logits for shape in used.seen)
     assert (2, 0, tiny.V) in used.seen
+
+
+def test_batch_invariant():
+    """A sequence has the same gradient of its hidden states alone and beside others. With MKL it fails by default."""
+    model = tiny.make("Llama", hidden_size=64, vocab_size=1003)
+    use_xent(model, batch_invariant=True)
+    hidden, labels = torch.randn(40, 2, 64), torch.randint(1003, (40, 2))
+
+    def gradient(rows):
+        x = hidden[rows].requires_grad_()
+        model.model.forward = lambda *args, **kwargs: BaseModelOutputWithPast(last_hidden_state=x)
+        return torch.autograd.grad(model(input_ids=labels[rows], labels=labels[rows], num_items_in_batch=7).loss, x)[0]
+
+    assert torch.equal(gradient([3]), gradient(list(range(40)))[3:4])
 
 
 OF_CALLS = [

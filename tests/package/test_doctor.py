@@ -199,6 +199,34 @@ def test_what_torch_does_not_serve_is_said(compiled_elsewhere, monkeypatch, caps
     assert "Everything is right" not in out
 
 
+def test_bits_of_rows_that_hold():
+    assert _doctor._row_bits(torch.device("cpu")) == "a row has the same bits in every batch"
+
+
+def test_bits_of_rows_that_depend_on_the_place(compiled_elsewhere, monkeypatch, capsys):
+    """As with a library whose products give odd rows of a chunk other bits. It is a note, not an error."""
+    right = _doctor._numbers_of_rows
+
+    def wrong(x, head, target):
+        return right(x, head, target) + (torch.arange(len(x)) % 2).unsqueeze(1)
+
+    monkeypatch.setattr(_doctor, "devices", lambda: [torch.device("cpu")])
+    monkeypatch.setattr(_doctor, "_numbers_of_rows", wrong)
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    (said,) = report["batch_invariant"].values()
+    assert said.startswith("NOT SO: ") and "of 100 rows in float32" in said and "of 512 rows in bfloat16" in said
+    assert [note for note in report["notes"] if said in note]
+
+
+def test_bits_of_rows_that_cannot_be_read(monkeypatch):
+    def broken(*args):
+        raise RuntimeError("the driver is too old")
+
+    monkeypatch.setattr(_doctor, "_numbers_of_rows", broken)
+    assert _doctor._row_bits(torch.device("cpu")) == "not known: the driver is too old"
+
+
 def test_the_interpreter_is_a_note(compiled_elsewhere, monkeypatch, capsys):
     monkeypatch.setattr(_doctor, "devices", lambda: [torch.device("cpu")])
     monkeypatch.setattr(_doctor, "interpreter_is_set", lambda: True)
