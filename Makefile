@@ -5,14 +5,12 @@ BASE = $(or $(PYTHON),python3)
 PY = $(VENV)/bin/python
 DOCS = $(VENV)-docs
 
-# Tests never take a compiled step from an earlier run: caches on disk do not see every change of an operator.
 # Triton reads TRITON_INTERPRET when it is imported, so the kernels' interpreter has a process of its own.
 # Processes share the tests, each a stretch of files, and who is done takes from the others. Each takes 1 to 2 GB.
 JOBS ?= auto
 TESTS = -m pytest -q --numprocesses $(JOBS) --maxprocesses 8 --dist worksteal
-PYTEST = TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $(PY) $(TESTS)
-COMPILED = env -u TRITON_INTERPRET $(PYTEST)
-INTERPRETED = env TRITON_INTERPRET=1 $(PYTEST)
+COMPILED = env -u TRITON_INTERPRET $(PY) $(TESTS)
+INTERPRETED = env TRITON_INTERPRET=1 $(PY) $(TESTS)
 # What the runs of one target passed, failed and skipped: the last line counts both, and both run where one fails.
 COUNTS = $(VENV)/counts.json
 # `make test` lists its slowest tests, and warns (it does not fail) where it takes this many minutes.
@@ -61,12 +59,12 @@ sanitize-gpu: env  ## compute-sanitizer over all kernels on an NVIDIA GPU; ARGS=
 test-ascend: env  ## the Ascend kernels through triton-ascend's passes, in an environment of their own, without a device
 	@# 75: the environment cannot be had here, and the script has said why.
 	@$(PY) tools/setup_ascend.py $(VENV)-ascend && PY=$(VENV)-ascend/bin/python && \
-		env -u TRITON_INTERPRET TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $$PY $(TESTS) tests/ascend/test_ascend_*.py \
+		env -u TRITON_INTERPRET $$PY $(TESTS) tests/ascend/test_ascend_*.py \
 		|| test $$? = 75
 
 test-integrations: env  ## trainers of other packages, the newest of each, in an environment of their own
 	@$(PY) tools/setup_integrations.py $(VENV)-integrations
-	env -u TRITON_INTERPRET TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $(VENV)-integrations/bin/python $(TESTS) tests/integrations
+	env -u TRITON_INTERPRET $(VENV)-integrations/bin/python $(TESTS) tests/integrations
 
 .PHONY: docs docs-env
 docs: docs-env  ## the documentation site, into site/; a broken link or reference is an error

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.utils.backend_registration
-from helpers.processes import PATH, run_cases, run_python
+from helpers.processes import PATH, run_cases, run_python, run_with_torch
 
 HERE = Path(__file__).parent
 
@@ -48,7 +48,7 @@ REDISPATCH = """
 
 
 def test_without_triton_the_error_says_what_to_install():
-    run_python(
+    run_with_torch(
         REDISPATCH
         + """
     sys.modules["triton"] = None
@@ -60,14 +60,13 @@ def test_without_triton_the_error_says_what_to_install():
 
 def test_a_triton_without_ascend_backend_is_refused():
     pytest.importorskip("triton", reason="triton is not installed")
-    run_python(
+    run_with_torch(
         REDISPATCH
         + """
     text = message()
     assert "no ascend backend (it has: " in text and "pip install triton-ascend" in text, text
     assert "nvidia" in text and "torch_npu" in text, text
-    """,
-        TRITON_INTERPRET="0",
+    """
     )
 
 

@@ -35,13 +35,14 @@ def summed(x, head, target):
 def test_bits_of_eager(device, loss, backend):
     head = (torch.randn(CLASSES, HIDDEN, device=device) / 2).bfloat16()
     x, target = torch.randn(600, HIDDEN, device=device).bfloat16(), torch.randint(CLASSES, (600,), device=device)
-    compiled = torch.compile(loss, fullgraph=True, backend=backend, dynamic=loss is not of_tokens)
-    gradients = []
+    compiled, gradients = torch.compile(loss, fullgraph=True, backend=backend), []
     for number in NUMBERS[:3] if loss is of_tokens else NUMBERS:
         found = []
         for call in (loss, compiled):
-            rows = x[:number].clone().requires_grad_()
-            value = call(rows, head, target[:number])
+            rows, classes = x[:number].clone().requires_grad_(), target[:number]
+            if loss is not of_tokens:
+                torch._dynamo.mark_dynamic(rows, 0), torch._dynamo.mark_dynamic(classes, 0)
+            value = call(rows, head, classes)
             found.append((value.detach(), *torch.autograd.grad(value.sum(), rows)))
         (eager, eager_grad), (value, gradient) = found
         if value.dim() == 1:

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from helpers.graphs import AotEagerAndRecordGraphs, CompileCounterWithBackend, calls_of, inductor_code, operator_names
-from helpers.processes import run_python
+from helpers.processes import run_with_torch
 from helpers.token_losses import LOSSES, focal, grpo, rows_of
 
 import xent_ops
@@ -155,7 +155,7 @@ def test_inside_a_checkpoint(device):
             torch.testing.assert_close(torch.autograd.grad(loss, (x, head)), wanted)
         """
     try:
-        run_python(program)  # by itself: torch 2.13 leaves hooks refused in all of the process
+        run_with_torch(program)  # by itself: torch 2.13 leaves hooks refused in all of the process
     except AssertionError as error:
         if "don't yet support saved tensor hooks" in str(error):
             raise NotImplementedError("torch refuses saved-tensor hooks") from error

@@ -1,4 +1,4 @@
-"""Processes that stay: one spawn a world size, to which tests send the cases that all ranks run together.
+"""Processes that stay, for each world size, to which tests send the cases that all ranks run together.
 
 torch's MultiProcessTestCase is private, wants unittest classes, and starts new processes, which import torch, for each
 test.
@@ -17,6 +17,13 @@ import torch.multiprocessing as mp
 
 TIMEOUT = 60  # seconds a collective waits for a rank that failed
 CASE_TIMEOUT = 300
+# What ranks on a CPU are forked with: to import it takes 4 to 8 s a process. Where it cannot be imported, ranks do it.
+PRELOAD = [
+    "torch._inductor.compile_fx",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "xent_ops.distributed",
+]
 
 
 def _serve(rank, world, device, store, pipe):
@@ -51,7 +58,9 @@ class Workers:
     def __init__(self, world, device):
         self.broken = False  # after a failure ranks may be in the middle of different collectives
         self.folder = tempfile.TemporaryDirectory()
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver" if device == "cpu" else "spawn")  # CUDA's state is not forked
+        if device == "cpu":
+            context.set_forkserver_preload(PRELOAD)
         self.pipes, self.processes = [], []
         for rank in range(world):
             mine, theirs = context.Pipe()

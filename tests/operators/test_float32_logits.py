@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from helpers.covering import covering
 from helpers.interpreter import INTERPRETED
 
 import xent_ops
@@ -25,9 +26,11 @@ def front(logits, dtype):
 
 
 @pytest.mark.interpreter
-@SIXTEEN
-@pytest.mark.parametrize("classes", [3, 64, 1003, 1024, 4100, 9000])
-@pytest.mark.parametrize("full", [False, True], ids=["plain", "options"])
+@pytest.mark.parametrize(
+    "classes, dtype, full",
+    covering([3, 64, 1003, 1024, 4100, 9000], [torch.bfloat16, torch.float16], [False, True]),
+    ids=str,
+)
 def test_gradients_of_rows(device, dtype, classes, full):
     """In place and out of place: those of the float32 operators, rounded once."""
     rows = 4 if INTERPRETED else 7

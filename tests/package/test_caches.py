@@ -37,7 +37,7 @@ print(json.dumps({"grad": x.grad[0, 1].item(), "hits": counters["aot_autograd"][
 
 def run_step(folder, cache, step=STEP):
     """A training step in a process of its own, with the package in ``folder`` and the compile caches in ``cache``."""
-    environment = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_FORCE_DISABLE_CACHES"}
+    environment = {name: value for name, value in os.environ.items() if "CACHE" not in name and "_PGO" not in name}
     environment |= {
         "PYTHONPATH": str(folder),
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
