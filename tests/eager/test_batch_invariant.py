@@ -150,6 +150,13 @@ def test_losses_of_rows(device):
     assert_own_bits(top_classes, 600, NUMBERS, x, ids, probs)
 
 
+def test_module(device):
+    x, *_, target = problem(device, torch.float32, 600)
+    options = {"bias": True, "reduction": "none", "device": device}
+    head = xent_ops.LinearCrossEntropyLoss(HIDDEN, CLASSES, batch_invariant=True, **options)
+    assert_own_bits(lambda x, t: (head(x, t),), 600, NUMBERS, x, target)
+
+
 def test_outputs_of_a_head(device):
     x, head, bias, target = problem(device, torch.bfloat16, 600)
 

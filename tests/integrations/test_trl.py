@@ -13,6 +13,7 @@ import tiny  # noqa: E402
 import trainers  # noqa: E402
 import trl.trainer.utils  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
+from transformers.modeling_outputs import BaseModelOutputWithPast  # noqa: E402
 
 from xent_ops.integrations.trl import remove_xent, use_xent  # noqa: E402
 
@@ -88,6 +89,24 @@ def test_the_outputs_of_the_forward(kind, given, tmp_path):
     assert ours.keys() == theirs.keys()
     for got, want in zip(our_grads, their_grads, strict=True):
         assert (got - want).norm() <= 1e-5 * want.norm() + 1e-8
+
+
+def test_batch_invariant(tmp_path):
+    """As tests/integrations/test_use_xent.py: gradients of a sequence's hidden states, alone and beside others."""
+    trainer = trainers.make("GRPO", tmp_path)
+    use_xent(trainer, batch_invariant=True)
+    model, width = trainer.model, trainer.model.lm_head.in_features
+    hidden, labels = torch.randn(40, 2, width), torch.randint(3, tiny.V, (40, 2))
+
+    def bits(rows):
+        x = hidden[rows].requires_grad_()
+        model.model.forward = lambda *args, **kwargs: BaseModelOutputWithPast(last_hidden_state=x)
+        batch = {"input_ids": labels[rows], "labels": labels[rows], "num_items_in_batch": torch.tensor(7)}
+        log_probs = model(**batch, fused_lm_head=True).log_probs
+        return log_probs.detach(), *torch.autograd.grad(1.3 * log_probs.sum(), x)
+
+    for alone, beside in zip(bits([3]), bits(list(range(40))), strict=True):
+        assert torch.equal(alone, beside[3:4])
 
 
 def lora(**options):
