@@ -63,11 +63,13 @@ def bits(compute, x, shard, target, **options):
 
 def own_bits(device):
     x, shard, target = problem(device, 530)
-    for compute in (log_probs, rows, summed, tokens):
-        everything = bits(compute, x, shard, target)
+    in_thirds = {"chunk_rows": 96}  # three ranks have equal parts of it, but not of 512 rows
+    calls = [(log_probs, {}), (rows, {}), (summed, {}), (tokens, {}), (rows, in_thirds), (summed, in_thirds)]
+    for compute, options in calls:
+        everything = bits(compute, x, shard, target, **options)
         for few in (1, 7, 513):
             some = torch.randperm(530, generator=torch.Generator().manual_seed(few)).to(device)[:few]
-            for got, wanted in zip(bits(compute, x[some], shard, target[some]), everything, strict=True):
+            for got, wanted in zip(bits(compute, x[some], shard, target[some], **options), everything, strict=True):
                 assert torch.equal(got, wanted[some]), f"{compute.__name__}, {few} rows"
 
 
