@@ -10,8 +10,13 @@ import sysconfig
 from pathlib import Path
 
 # Packages that train with our loss, with their dependencies.
-PACKAGES = ("datasets", "deepspeed", "kernels", "lightning", "torchtitan", "trl")
-ALONE = ("verl",)  # without its dependencies (an older transformers, ray): its recipe does not use them
+PACKAGES = (
+    "datasets", "deepspeed", "kernels", "lightning", "pytorch-metric-learning", "sentence-transformers", "torchtitan",
+    "trl",
+    "bettermap", "cached-path", "dataclass-extensions", "einops", "importlib-resources",  # of those ALONE
+)  # fmt: skip
+# Without their dependencies: an older transformers, an older torch, ray. The recipes do not need these.
+ALONE = ("ai2-olmo-core", "fla-core", "flash-linear-attention", "megatron-core", "speculators", "verl")
 OURS = "made-by-make"  # a folder without it belongs to someone else
 
 

@@ -75,7 +75,7 @@ def _refused(operator: Operator) -> Callable[..., NoReturn]:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
             f"xent::{operator.name} writes to {operator.overwrites}, which core aten cannot: export a loss without its "
-            "training step, below torch.no_grad() or of parameters that require no grad"
+            "training step, under torch.no_grad() or of parameters that require no grad"
         )
 
     return refuse

@@ -1,4 +1,4 @@
-"""use_xent below DDP and FSDP2 in two real processes. The case, run on every rank, is use_xent_cases.py's."""
+"""use_xent with DDP and FSDP2 in two real processes. The case, run on every rank, is use_xent_cases.py's."""
 
 import pytest
 

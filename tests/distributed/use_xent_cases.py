@@ -1,4 +1,4 @@
-"""use_xent below DDP and FSDP2; run on every rank by test_use_xent_parallel.py."""
+"""use_xent with DDP and FSDP2; run on every rank by test_use_xent_parallel.py."""
 
 import copy
 

@@ -199,7 +199,7 @@ def check_raises_on_every_rank(device):
         with pytest.raises(ValueError, match=f"^vocab_parallel_cross_entropy: rank {last}: {re.escape(text)}"):
             call(**{**right, **(wrong if odd else {})})
 
-    text = f"rank {last}: NotImplementedError: .*vocab_parallel_cross_entropy below a functorch transform"
+    text = f"rank {last}: NotImplementedError: .*vocab_parallel_cross_entropy inside a functorch transform"
     for transform in (torch.func.grad, torch.vmap, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))):
         function = transform(call) if odd else call
         with pytest.raises(ValueError, match=text):

@@ -347,7 +347,7 @@ def test_errors(device):
         (lambda: xent_ops.distillation_loss(x @ weight.t(), y), ValueError, r"has 13 classes but teacher_logits 4; .* num_classes="),
         (lambda: xent_ops.distillation_loss(x, x), RuntimeError, "teacher_input requires grad"),
         (lambda: xent_ops.distillation_loss(x, x.detach()[None]), ValueError, r"teacher_logits has shape \(1, 9, 6\); expected"),
-        (lambda: torch.func.grad(lambda x: xent_ops.distillation_loss(x, x.detach()))(x), NotImplementedError, "below a functorch transform"),
+        (lambda: torch.func.grad(lambda x: xent_ops.distillation_loss(x, x.detach()))(x), NotImplementedError, "inside a functorch transform"),
     ]  # fmt: skip
     for make, error, text in bad:
         with pytest.raises(error, match=text):

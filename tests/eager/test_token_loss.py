@@ -379,5 +379,5 @@ def test_functions_that_mix_tokens(device, function):
 def test_transforms_and_dtensors_are_refused(device):
     x, head, _, target = problem(device)
     for function in (xent_ops.linear_token_loss, of_logits):
-        with pytest.raises(NotImplementedError, match="token_loss below a functorch transform"):
+        with pytest.raises(NotImplementedError, match="token_loss inside a functorch transform"):
             torch.func.grad(lambda x, function=function: function(x, head, target, focal))(x.detach())

@@ -114,7 +114,7 @@ def test_vmap_over_class_weights(x, device):
 @pytest.mark.parametrize("function", ["cross_entropy_outputs", "token_log_probs"])
 def test_other_functions_below_transforms_raise_rather_than_lie(x, device, function):
     call = getattr(xent_ops, function)
-    with pytest.raises(NotImplementedError, match=f"xent_ops.{function} below a functorch transform"):
+    with pytest.raises(NotImplementedError, match=f"xent_ops.{function} inside a functorch transform"):
         grad(lambda x: call(x, TARGET.to(device)).lse.sum())(x)
 
 

@@ -1,4 +1,4 @@
-"""Training below DeepSpeed's ZeRO, with our loss and with torch's; started by torchrun from test_deepspeed.py."""
+"""Training with DeepSpeed's ZeRO, with our loss and with torch's; started by torchrun from test_deepspeed.py."""
 
 import os
 import sys

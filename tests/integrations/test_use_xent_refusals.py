@@ -129,6 +129,19 @@ def test_a_forward_that_does_something_else(change, error):
         use_xent(patched(tiny.make(), forward))
 
 
+def test_a_criterion():
+    """As the models of flash-linear-attention have it, which gives the criterion hidden states and the head."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        loss = self.criterion(self.model(input_ids=input_ids).last_hidden_state, labels, self.lm_head.weight)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss)
+
+    model = patched(tiny.make(), forward)
+    model.criterion = lambda hidden, labels, weight: hidden.sum()
+    with pytest.raises(ValueError, match=r"by model\.criterion: instead of use_xent, put .*docs/migrate\.md"):
+        use_xent(model)
+
+
 class Int8Linear(nn.Linear):
     """As quantised heads are: a subclass with a forward of its own."""
 

@@ -15,7 +15,7 @@ from xent_ops.integrations.trl import use_xent
 
 
 def below_ddp(kind, folder):
-    """A whole run, one folder for both: below DDP a model is saved by rank 0 alone."""
+    """A whole run, one folder for both: with DDP a model is saved by rank 0 alone."""
     used = []
 
     def with_xent(trainer):

@@ -56,9 +56,9 @@ def upcasts(head: Any) -> bool:
         return False
     with torch.no_grad():
         x = torch.randn(4, head.in_features, generator=torch.Generator().manual_seed(0)).to(head.weight)
-        made = type(head).forward(head, x)
-        wanted = F.linear(x.float(), head.weight.float(), None if head.bias is None else head.bias.float())
-    return made.dtype == torch.float32 and bool((made - wanted).norm() <= 1e-5 * wanted.norm())
+        logits = type(head).forward(head, x)
+        exact = F.linear(x.float(), head.weight.float(), None if head.bias is None else head.bias.float())
+    return logits.dtype == torch.float32 and bool((logits - exact).norm() <= 1e-5 * exact.norm())
 
 
 def refuse_partitioned(head: nn.Module) -> None:

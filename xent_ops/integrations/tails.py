@@ -100,6 +100,11 @@ def _run(model: Any, head: nn.Module, upcast: bool, *, ramp: bool) -> tuple[Tens
         del model._loss_function
         for module, mode in training.items():
             module.training = mode
+    if not losses_seen and hasattr(model, "criterion"):  # models of flash-linear-attention
+        raise ValueError(
+            f"{name} computes its loss by model.criterion: instead of use_xent, put a criterion there that calls "
+            "xent_ops.linear_cross_entropy (docs/migrate.md, flash-linear-attention)"
+        )
     if len(heads_seen) != 1:
         raise ValueError(f"{name} calls its head {len(heads_seen)} times; expected once")
     if len(losses_seen) != 1:

@@ -33,7 +33,7 @@ def linear_cross_entropy_backward(
 
     ``keywords``: as for ``reference.cross_entropy_backward``.
     """
-    logits = input @ linear_weight.t()  # torch 2.11 cannot trace F.linear with a bias below torch.func.vjp
+    logits = input @ linear_weight.t()  # torch 2.11 cannot trace F.linear with a bias under torch.func.vjp
     if linear_bias is not None:
         logits = logits + linear_bias
     rows = (grad_loss, grad_lse, logits, target, lse, weight, divisors, grad_entropy, entropy, lse_coefficient)

@@ -80,6 +80,6 @@ def teacher_is_constant(name: str, *tensors: Tensor | None) -> None:
 
 def teacher_needs_grad(name: str) -> None:
     raise RuntimeError(
-        f"{name} requires grad, and distillation has no derivative for its teacher: compute it below torch.no_grad(), "
+        f"{name} requires grad, and distillation has no derivative for its teacher: compute it under torch.no_grad(), "
         "or detach it"
     )

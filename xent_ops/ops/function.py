@@ -108,7 +108,7 @@ def _refuse_derivatives(option: str, grad: Tensor) -> None:
     """Not ``once_differentiable``: it raises nothing if the upstream gradient itself needs no gradient."""
     if transforms.is_batch(grad) or transforms.active():
         raise NotImplementedError(
-            f"{option}=True has one gradient to give: its backward below vmap (is_grads_batched=True), another "
+            f"{option}=True has one gradient to give: its backward under vmap (is_grads_batched=True), another "
             "functorch transform or forward-mode AD is not supported"
         )
     if torch.is_grad_enabled():

@@ -13,12 +13,12 @@ def may_be_written(name: str, tensor: Tensor) -> None:
     if tensor.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
             f"{name} must not require grad, for an operator that has no derivative writes over it: call the operator "
-            "below torch.no_grad(), or use xent_ops.cross_entropy(..., inplace_backward=True)"
+            "under torch.no_grad(), or use xent_ops.cross_entropy(..., inplace_backward=True)"
         )
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise RuntimeError(
             f"{name} was made in inference mode, and outside it no tensor of inference mode is written to: call the "
-            f"operator below torch.inference_mode(), or pass {name}.clone()"
+            f"operator under torch.inference_mode(), or pass {name}.clone()"
         )
 
 

@@ -96,6 +96,6 @@ def refuse(name: str) -> None:
     """Raise inside a transform, for functions without a rule. Their derivatives would silently be lost."""
     if active():
         raise NotImplementedError(
-            f"{name} below a functorch transform (torch.func) or forward-mode AD is not supported; "
+            f"{name} inside a functorch transform (torch.func) or forward-mode AD is not supported; "
             "xent_ops.cross_entropy is"
         )

@@ -16,7 +16,7 @@ from .rules import check_targets
 
 def _no_derivative(ctx: Any, *grads: Tensor) -> NoReturn:
     raise RuntimeError(
-        "xent::cross_entropy_with_grad has no derivative, since it returns the gradient itself: call it below "
+        "xent::cross_entropy_with_grad has no derivative, since it returns the gradient itself: call it under "
         "torch.no_grad(), or use xent_ops.cross_entropy(..., grad_in_forward=True)"
     )
 

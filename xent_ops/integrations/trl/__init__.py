@@ -101,7 +101,7 @@ def use_xent(
     if kind.__name__ in _DISTILLING:
         options = _of_distillation(options)
         if trainer.is_fsdp_enabled:
-            raise TypeError(f"{kind.__name__} below FSDP, which splits the weights of both heads over ranks")
+            raise TypeError(f"{kind.__name__} with FSDP, which splits the weights of both heads over ranks")
     models = _models(trainer, kind)
     replaced: list[FusedHead | Divergence | GkdLoss] = []
     loss_is_sum = _loss_is_sum(trainer, kind)

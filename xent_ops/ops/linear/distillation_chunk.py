@@ -1,7 +1,7 @@
 """Operators for one chunk of rows of a rank's slices of two heads. The caller's gathers run between them.
 
-The last two operators of chunk.py are used here too. head/loop.py has the loop, and of_ranks in
-distributed/distillation.py its steps::
+The last two operators of chunk.py are used here too. head/loop.py has the loop, and
+distributed/distillation.py calls it::
 
     linear_distillation_chunk         a chunk's logits of both heads, and the packed statistics of a rank
     (distillation_forward             the slice's part of the sums with the mixture, at a beta between 0 and 1)
