@@ -173,7 +173,7 @@ def _row_bits(device: torch.device) -> str:
         return f"not known: {error}"
     if not found:
         return "a row has the same bits in every batch"
-    return f"NOT SO: {', '.join(found)} differ, for this device's library of products has other bits at other places"
+    return f"NOT SO: {', '.join(found)} differ: the bits of its matrix multiplications depend on a row's place"
 
 
 def _numbers_of_rows(x: torch.Tensor, head: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ def linear_token_loss(
     batch_invariant: bool = False,
     check: bool = False,
 ) -> Tensor:
-    """Any loss that is a mean or a sum of one number per token, from hidden states, with the products of cross entropy.
+    """A loss that is a mean or a sum of one number per token, from hidden states, at the cost of cross entropy.
 
     ``fn(linear_token_log_probs(input, linear_weight, target), *rows).mean()`` over the counted tokens. ``fn(stats,
     *rows)`` is called on one chunk of tokens at a time, between the chunk's statistics and its gradient. For policy

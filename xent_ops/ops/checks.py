@@ -254,8 +254,8 @@ def multiplied(products: str | None, input: Tensor, linear_weight: Tensor) -> No
     features = linear_weight.shape[1]
     if features % fp8.MULTIPLE or features == 0:
         raise ValueError(
-            f"{what} needs a number of features that is a multiple of {fp8.MULTIPLE}, as products of 8-bit numbers do; "
-            f"got {features}"
+            f"{what} needs a number of features that is a multiple of {fp8.MULTIPLE}, because 8-bit matrix "
+            f"multiplications do; got {features}"
         )
     reason = fp8.why_not(input.device)
     if reason is not None:
