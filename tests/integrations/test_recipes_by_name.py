@@ -138,7 +138,7 @@ class Embedder(nn.Module):
 def test_sentence_transformers():
     package("sentence_transformers", "sentence-transformers")
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.losses import MultipleNegativesRankingLoss
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
     embedder = Embedder()
     loss = MultipleNegativesRankingLoss(SentenceTransformer(modules=[embedder], device="cpu"))
@@ -160,6 +160,7 @@ def test_megatron_core(recipes, monkeypatch, tied):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
+    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)  # the other one needs a GPU
     parallel_state.initialize_model_parallel()
     try:
         config = TransformerConfig(
