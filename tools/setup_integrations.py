@@ -10,13 +10,9 @@ import sysconfig
 from pathlib import Path
 
 # Packages that train with our loss, with their dependencies.
-PACKAGES = (
-    "datasets", "deepspeed", "kernels", "lightning", "pytorch-metric-learning", "sentence-transformers", "torchtitan",
-    "trl",
-    "bettermap", "cached-path", "dataclass-extensions", "einops", "importlib-resources",  # of those ALONE
-)  # fmt: skip
-# Without their dependencies: an older transformers, an older torch, ray. The recipes do not need these.
-ALONE = ("ai2-olmo-core", "fla-core", "flash-linear-attention", "megatron-core", "speculators", "verl")
+PACKAGES = ("datasets", "deepspeed", "kernels", "lightning", "pytorch-metric-learning", "torchtitan", "trl")
+# Without their dependencies (an older transformers, ray): the recipes do not use these.
+ALONE = ("speculators", "verl")
 OURS = "made-by-make"  # a folder without it belongs to someone else
 
 
