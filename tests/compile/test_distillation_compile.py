@@ -8,8 +8,8 @@ from helpers.graphs import (
     CompileCounterWithBackend,
     Partitioned,
     calls_of,
-    inductor_code,
     operator_names,
+    run_and_get_code,
 )
 from torch._functorch import config
 
@@ -19,10 +19,10 @@ V, H, TEACHER_H, N = 40, 16, 8, 24
 LINEAR = "linear_distillation_with_grad"
 
 
-def inputs(device, rows=N, dtype=torch.float32):
+def inputs(device, rows=N):
     generator = torch.Generator().manual_seed(2)
     shapes = ((rows, H), (V, H), (rows, TEACHER_H), (V, TEACHER_H))
-    x, head, teacher, teacher_head = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    x, head, teacher, teacher_head = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
     target = torch.randint(V, (rows,), generator=generator)
     target[::5] = -100
     return x.requires_grad_(), head.requires_grad_(), teacher, teacher_head, target.to(device)
@@ -55,23 +55,6 @@ def gradients(step, x, head, *rest):
     return loss.detach(), *torch.autograd.grad(loss, (x, head))
 
 
-# By Inductor the loss of a mean over heads, and of given logits; the others differ before it.
-BY_INDUCTOR = [pytest.param(step, "inductor", marks=pytest.mark.slow if step in STEPS[2:] else ()) for step in STEPS]
-
-
-@pytest.mark.parametrize(
-    "step, backend",
-    [*((step, "aot_eager") for step in STEPS), *BY_INDUCTOR],
-    ids=lambda case: getattr(case, "__name__", case),
-)
-def test_one_graph(device, step, backend):
-    tensors = inputs(device)
-    compiled = torch.compile(step, fullgraph=True, backend=backend)
-    torch.testing.assert_close(gradients(compiled, *tensors), gradients(step, *tensors))
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(*tensors), step(*tensors))
-
-
 def test_the_graphs(device):
     """One operator has all the products; the backward scales what it made."""
     backend, tensors = AotEagerAndRecordGraphs(), inputs(device)
@@ -85,7 +68,7 @@ def test_the_graphs(device):
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 def test_any_number_of_rows(device, step):
-    """As long as the number of chunks is the same."""
+    """One graph, as long as the number of chunks is the same; and without gradients."""
     count = CompileCounterWithBackend("aot_eager")
     compiled, graphs = torch.compile(step, fullgraph=True, backend=count, dynamic=True), []
     for rows in (N, 28, 30):
@@ -93,17 +76,29 @@ def test_any_number_of_rows(device, step):
         torch.testing.assert_close(gradients(compiled, *tensors), gradients(step, *tensors))
         graphs.append(count.frame_count)
     assert graphs[0] == graphs[-1]
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*tensors), step(*tensors))
 
 
 @pytest.mark.usefixtures("cpu_as_cuda")
-def test_the_gradient_is_written_over_the_logits(device):
-    code = inductor_code(torch.compile(of_logits, fullgraph=True), *inputs(device))
-    assert calls_of("distillation_backward_", code) == 1 and calls_of("distillation_backward", code) == 0
-
-
-def test_the_gradients_are_scaled_in_place(device):
-    code = inductor_code(torch.compile(of_heads, fullgraph=True), *inputs(device, dtype=torch.bfloat16))
-    assert calls_of("scale_grad_", code) == 2 and calls_of("linear_scale_grad", code) == 0
+@pytest.mark.parametrize(
+    "step, in_place, functional, times",
+    [
+        (of_logits, "distillation_backward_", "distillation_backward", 1),
+        (of_heads, "scale_grad_", "linear_scale_grad", 2),
+        # These differ before Inductor.
+        pytest.param(without_target, "scale_grad_", "linear_scale_grad", 2, marks=pytest.mark.slow),
+        pytest.param(rows, "linear_distillation_backward", "linear_scale_grad", 1, marks=pytest.mark.slow),
+    ],
+    ids=lambda case: getattr(case, "__name__", None),
+)
+def test_by_inductor(device, step, in_place, functional, times):
+    """The gradient is written over the logits; gradients that were made are scaled in place."""
+    tensors = inputs(device)
+    found, code = run_and_get_code(lambda: gradients(torch.compile(step, fullgraph=True), *tensors))
+    torch.testing.assert_close(found, gradients(step, *tensors))
+    code = "\n".join(code)
+    assert calls_of(in_place, code) == times and calls_of(functional, code) == 0
 
 
 def test_the_one_pass_runs_once(device):

@@ -3,6 +3,7 @@
 import data_parallel_cases as cases
 import fsdp_linear_cases as fsdp
 import pytest
+from worlds import each
 
 CASES = [(way, "aot_eager") for way in cases.WAYS]
 CASES.append(pytest.param("DDP of compiled", "inductor", marks=pytest.mark.slow))
@@ -25,22 +26,18 @@ def test_the_head_and_the_loss_as_one(pool, device, way, backend):
     pool(2, device).run(cases.linear_head, way, backend)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        fsdp.collectives,
-        fsdp.accumulation_without_sync,
-        fsdp.mixed_precision,
-        fsdp.tied_embedding,
-        fsdp.outside_of_its_module,
-    ],
-    ids=lambda case: case.__name__,
+@each(
+    fsdp.collectives,
+    fsdp.accumulation_without_sync,
+    fsdp.mixed_precision,
+    fsdp.tied_embedding,
+    fsdp.outside_of_its_module,
 )
 def test_fsdp_of_the_head_and_the_loss(pool, device, case):
     pool(2, device).run(case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [fsdp.hybrid_sharding, fsdp.tensor_parallel], ids=lambda case: case.__name__)
+@each(fsdp.hybrid_sharding, fsdp.tensor_parallel)
 def test_meshes_of_two_dimensions(pool, device, case):
     pool(4, device).run(case)

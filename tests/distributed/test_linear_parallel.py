@@ -13,7 +13,7 @@ import linear_precision_cases as precision
 import linear_token_loss_cases as token_loss
 import pytest
 import torch
-from worlds import KINDS, every_kind_and_dtype
+from worlds import KINDS, each, every_kind_and_dtype
 
 WORLDS = [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
 QUICK = [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (4, 8))]  # what no third rank changes
@@ -27,24 +27,20 @@ def test_values(pool, device, world, kind, dtype):
 
 
 @pytest.mark.parametrize("world", QUICK)
-@pytest.mark.parametrize(
-    "case",
-    [
-        cases.sequence_parallel,
-        cases.what_is_communicated,
-        cases.flops,
-        cases.groups_of_one_and_some,
-        cases.edge_rows,
-        cases.exact_numbers,
-        cases.backward_again,
-        cases.batch_of_upstream_gradients,
-        cases.checkpoint,
-        cases.autocast,
-        errors.bad_input,
-        errors.check_across_ranks,
-        errors.check_of_the_split_dimension,
-    ],
-    ids=lambda case: case.__name__,
+@each(
+    cases.sequence_parallel,
+    cases.what_is_communicated,
+    cases.flops,
+    cases.groups_of_one_and_some,
+    cases.edge_rows,
+    cases.exact_numbers,
+    cases.backward_again,
+    cases.batch_of_upstream_gradients,
+    cases.checkpoint,
+    cases.autocast,
+    errors.bad_input,
+    errors.check_across_ranks,
+    errors.check_of_the_split_dimension,
 )
 def test_behaviour(pool, device, world, case):
     pool(world, device).run(case)
@@ -75,23 +71,19 @@ def test_distillation(pool, device, world, kind):
 
 
 @pytest.mark.parametrize("world", FEW)
-@pytest.mark.parametrize(
-    "case",
-    [
-        distillation.sequence_parallel,
-        distillation.masks_and_edges,
-        distillation.ignored_rows_of_nan,
-        distillation.behaviour,
-        distillation.errors,
-    ],
-    ids=lambda case: case.__name__,
+@each(
+    distillation.sequence_parallel,
+    distillation.masks_and_edges,
+    distillation.ignored_rows_of_nan,
+    distillation.behaviour,
+    distillation.errors,
 )
 def test_behaviour_of_distillation(pool, device, world, case):
     pool(world, device).run(case)
 
 
 @pytest.mark.parametrize("world", FEW)
-@pytest.mark.parametrize("case", [precision.float32_logits, precision.eight_bits], ids=lambda case: case.__name__)
+@each(precision.float32_logits, precision.eight_bits)
 def test_precision(pool, device, world, case):
     pool(world, device).run(case)
 
@@ -108,7 +100,7 @@ def test_few_classes_without_gradients(pool, device, world):
 
 
 @pytest.mark.parametrize("world", FEW)
-@pytest.mark.parametrize("case", [token_loss.behaviour, token_loss.of_dtensors], ids=lambda case: case.__name__)
+@each(token_loss.behaviour, token_loss.of_dtensors)
 def test_behaviour_of_token_loss(pool, device, world, case):
     pool(world, device).run(case)
 
@@ -123,65 +115,49 @@ def test_compiled(pool, device, world, backend):
         pool(world, device).run(compiled.pipeline_equal_to_eager)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        compiled.graph,
-        distillation.graph,
-        pytest.param(distillation.any_number_of_rows, marks=pytest.mark.slow),
-        pytest.param(distillation.inductor, marks=pytest.mark.slow),
-        pytest.param(compiled.order_of_the_pipeline, marks=pytest.mark.slow),
-        compiled.bad_input_while_tracing,
-        compiled.gradients_are_made_once_in_a_checkpoint,
-        pytest.param(compiled.gradients_are_made_once_in_other_checkpoints, marks=pytest.mark.slow),
-        pytest.param(compiled.gradients_are_made_once, marks=pytest.mark.slow),
-    ],
-    ids=lambda case: case.__name__,
+@each(
+    compiled.graph,
+    distillation.graph,
+    pytest.param(distillation.any_number_of_rows, marks=pytest.mark.slow),
+    pytest.param(distillation.inductor, marks=pytest.mark.slow),
+    pytest.param(compiled.order_of_the_pipeline, marks=pytest.mark.slow),
+    compiled.bad_input_while_tracing,
+    compiled.gradients_are_made_once_in_a_checkpoint,
+    pytest.param(compiled.gradients_are_made_once_in_other_checkpoints, marks=pytest.mark.slow),
+    pytest.param(compiled.gradients_are_made_once, marks=pytest.mark.slow),
 )
 def test_tracing(pool, device, case):
     pool(2, device).run(case)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(bench.report, marks=pytest.mark.slow), bench.wrong_is_seen], ids=lambda case: case.__name__
-)
+@each(pytest.param(bench.report, marks=pytest.mark.slow), bench.wrong_is_seen)
 def test_bench(pool, device, case):
     pool(2, device).run(case)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(
-    "case", [compiled.cuda_graph_of_a_step, compiled.cuda_graphs_of_inductor], ids=lambda case: case.__name__
-)
+@each(compiled.cuda_graph_of_a_step, compiled.cuda_graphs_of_inductor)
 def test_cuda_graphs(pool, world, case):
     pool(world, "cuda").run(case)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "case",
-    [
-        dtensor.placements,
-        dtensor.targets,
-        dtensor.token_weights,
-        dtensor.what_is_communicated,
-        dtensor.parallel_styles,
-        dtensor.written_in_place,
-        dtensor.refused,
-    ],
-    ids=lambda case: case.__name__,
+@each(
+    dtensor.placements,
+    dtensor.targets,
+    dtensor.token_weights,
+    dtensor.what_is_communicated,
+    dtensor.parallel_styles,
+    dtensor.written_in_place,
+    dtensor.refused,
 )
 def test_dtensor(pool, device, world, case):
     pool(world, device).run(case)
 
 
 @pytest.mark.parametrize("world", [2, 3])  # the sum of two has one order
-@pytest.mark.parametrize(
-    "case",
-    [batch_invariant.own_bits, batch_invariant.sequence_parallel, batch_invariant.given_logits],
-    ids=lambda case: case.__name__,
-)
+@each(batch_invariant.own_bits, batch_invariant.sequence_parallel, batch_invariant.given_logits)
 def test_batch_invariant(pool, device, world, case):
     pool(world, device).run(case)
 

@@ -2,11 +2,12 @@
 
 import parallel_trainer_cases as cases
 import pytest
+from worlds import each
 
 WORLDS = [2, pytest.param(3, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("case", [cases.pipeline, cases.context_parallel], ids=lambda case: case.__name__)
+@each(cases.pipeline, cases.context_parallel)
 def test_a_step(pool, device, world, case):
     pool(world, device).run(case)

@@ -6,7 +6,7 @@ import torch
 import vocab_parallel_cases as cases
 import vocab_parallel_compiled_cases as compiled
 import vocab_parallel_error_cases as errors
-from worlds import every_kind_and_dtype
+from worlds import each, every_kind_and_dtype
 
 WORLDS = [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
 QUICK = [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (4, 8))]  # what no third rank changes
@@ -24,25 +24,21 @@ def test_values_through_the_dispatcher(pool, device, dtype):
 
 
 @pytest.mark.parametrize("world", QUICK)
-@pytest.mark.parametrize(
-    "case",
-    [
-        cases.one_node,
-        cases.batch_of_upstream_gradients,
-        cases.integers_of_other_types,
-        cases.rows_match_the_oracle_closely,
-        cases.edge_rows,
-        cases.fewer_classes_than_ranks,
-        cases.collectives,
-        cases.groups,
-        errors.bad_input,
-        errors.shards_that_do_not_tile,
-        errors.check_across_ranks,
-        errors.check_raises_on_every_rank,
-        errors.check_of_numbers_of_other_types,
-        cases.one_rank_holds_every_class,
-    ],
-    ids=lambda case: case.__name__,
+@each(
+    cases.one_node,
+    cases.batch_of_upstream_gradients,
+    cases.integers_of_other_types,
+    cases.rows_match_the_oracle_closely,
+    cases.edge_rows,
+    cases.fewer_classes_than_ranks,
+    cases.collectives,
+    cases.groups,
+    errors.bad_input,
+    errors.shards_that_do_not_tile,
+    errors.check_across_ranks,
+    errors.check_raises_on_every_rank,
+    errors.check_of_numbers_of_other_types,
+    cases.one_rank_holds_every_class,
 )
 def test_behaviour(pool, device, world, case):
     pool(world, device).run(case)
@@ -56,39 +52,29 @@ def test_compiled(pool, device, world, backend):
     pool(world, device).run(compiled.equal_to_eager, backend)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [compiled.graph, compiled.lowered_for_inductor, compiled.bad_input_while_tracing],
-    ids=lambda case: case.__name__,
-)
+@each(compiled.graph, compiled.lowered_for_inductor, compiled.bad_input_while_tracing)
 def test_tracing(pool, device, case):
     pool(2, device).run(case)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(
-    "case", [compiled.cuda_graph_of_a_step, compiled.cuda_graphs_of_inductor], ids=lambda case: case.__name__
-)
+@each(compiled.cuda_graph_of_a_step, compiled.cuda_graphs_of_inductor)
 def test_cuda_graphs(pool, world, case):
     pool(world, "cuda").run(case)
 
 
 @pytest.mark.parametrize("world", [world for world in WORLDS if world != 3])
-@pytest.mark.parametrize(
-    "case",
-    [
-        dtensor.placements_of_logits,
-        dtensor.one_node,
-        dtensor.other_layouts,
-        dtensor.refused_in_backward,
-        dtensor.loss_without_a_gradient,
-        dtensor.rows_of_this_rank,
-        dtensor.what_is_communicated,
-        dtensor.colwise_parallel,
-        dtensor.refused,
-    ],
-    ids=lambda case: case.__name__,
+@each(
+    dtensor.placements_of_logits,
+    dtensor.one_node,
+    dtensor.other_layouts,
+    dtensor.refused_in_backward,
+    dtensor.loss_without_a_gradient,
+    dtensor.rows_of_this_rank,
+    dtensor.what_is_communicated,
+    dtensor.colwise_parallel,
+    dtensor.refused,
 )
 def test_dtensor(pool, device, world, case):
     pool(world, device).run(case)

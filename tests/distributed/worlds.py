@@ -1,4 +1,4 @@
-"""Which kinds of split and which dtypes meet at which numbers of ranks."""
+"""Which kinds of split and which dtypes meet at which numbers of ranks, and which cases a test runs."""
 
 import pytest
 
@@ -14,3 +14,8 @@ def every_kind_and_dtype(worlds, dtypes):
         number, marks = (world, ()) if isinstance(world, int) else (world.values[0], world.marks)
         cases += [(number, kind, others[(place + step) % len(others)], marks) for place, kind in enumerate(KINDS)]
     return [pytest.param(*case, id="-".join(map(str, case)), marks=marks) for *case, marks in cases]
+
+
+def each(*cases):
+    """The test runs once for each of these functions, which are called its ``case``."""
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.__name__)

@@ -1,11 +1,9 @@
 """What only a GPU can show: capture and replay, no synchronisation, memory."""
 
-import gc
-
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.gpu import captured, measured, no_synchronisation
+from helpers.gpu import captured, collected, measured, no_synchronisation  # noqa: F401 (a fixture)
 from helpers.graphs import calls_of, run_and_get_code
 
 import xent_ops
@@ -14,12 +12,6 @@ pytestmark = pytest.mark.gpu
 
 CAP = {"softcap": 20.0, "logit_scale": 0.5}
 OPTIONS = {"label_smoothing": 0.1, "lse_square_scale": 1e-3, **CAP}
-
-
-@pytest.fixture(autouse=True)
-def collected():
-    """A CUDA graph of an earlier test that the garbage collector frees during a capture would invalidate it."""
-    gc.collect()
 
 
 def _probabilities(x, target, weight):

@@ -1,10 +1,8 @@
 """Distillation on a GPU: capture and replay, no synchronisation, memory. Values: test_distillation.py, on any device."""
 
-import gc
-
 import pytest
 import torch
-from helpers.gpu import captured, measured, no_synchronisation
+from helpers.gpu import captured, collected, measured, no_synchronisation  # noqa: F401 (a fixture)
 
 import xent_ops
 from xent_ops.head.sizes import rows_of_chunk
@@ -13,15 +11,6 @@ pytestmark = pytest.mark.gpu
 
 ROWS, CLASSES, FEATURES, TEACHER = 8192, 32000, 1024, 2048
 SMALL = 2 * 2**20  # losses, targets, and what the allocator rounds up
-
-
-@pytest.fixture(autouse=True)
-def collected():
-    """A CUDA graph of an earlier test that the garbage collector frees during a capture would invalidate it."""
-    gc.collect()
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def batch(seed, rows=64, classes=1003, features=40, teacher_features=72):

@@ -1,8 +1,20 @@
 """What tests of capture and replay, of synchronisation and of memory on a GPU share."""
 
 import contextlib
+import gc
 
+import pytest
 import torch
+
+
+@pytest.fixture(autouse=True)
+def collected():
+    """Of the files that import it: a CUDA graph of an earlier test that the garbage collector frees during a capture
+    would invalidate that, and an earlier test's memory would count."""
+    gc.collect()
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager

@@ -216,10 +216,7 @@ def test_dynamic_classes():
 @pytest.mark.parametrize(
     "name, dynamic",
     [
-        *(
-            pytest.param(name, False, marks=() if name in ("mean", "log_probs") else pytest.mark.slow)
-            for name in LOSSES
-        ),
+        *(pytest.param(name, False, marks=() if name == "log_probs" else pytest.mark.slow) for name in LOSSES),
         ("mean", True),
         ("linear", True),
     ],
