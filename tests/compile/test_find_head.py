@@ -90,53 +90,6 @@ def test_operands_that_are_upcast(product, dtype):
     torch.testing.assert_close(compiled(x, w, b, t), loss(x, w, b, t), rtol=1e-6, atol=1e-6)
 
 
-SCALES = {
-    "x * s": lambda y, s: y * s,
-    "s * x": lambda y, s: s * y,
-    "x / s": lambda y, s: y / s,
-    "two, and a number": lambda y, s: torch.mul(2 * (y / s), s.exp()),
-    "in place": lambda y, s: y.mul_(s),
-    "before a softcap": lambda y, s: 5 * torch.tanh(y * s / 5),
-}
-
-
-@pytest.mark.parametrize("scale", SCALES)
-def test_a_temperature_that_is_a_tensor(scale):
-    """Learned or not, it scales the features, and the bias; its gradient is right."""
-    x, w, b, t = inputs()
-    for s in (torch.tensor(0.7, requires_grad=True), torch.tensor(0.7), torch.tensor(2)):
-        if scale == "two, and a number" and s.dtype == torch.int64:
-            continue
-        call, _ = assert_taken(lambda x, w, b, s, t: ce(SCALES[scale](F.linear(x, w, b), s), t), x, w, b, s, t)
-        assert call.softcap == (5.0 if scale == "before a softcap" else None)
-    half = [tensor.detach().bfloat16().requires_grad_() for tensor in (x, w)]
-    s = torch.tensor(0.7, requires_grad=True)
-    assert_taken(lambda x, w, s, t: ce(SCALES[scale](x @ w.t(), s).float(), t), *half, s, t, **IN_BFLOAT16)
-
-
-CONVOLUTIONS = {
-    "conv1d": lambda x, w, b: F.conv1d(x.transpose(1, 2), w[:, :, None], b),
-    "conv2d": lambda x, w, b: F.conv2d(x.transpose(1, 2)[..., None], w[:, :, None, None], b, padding=0),
-    "stride": lambda x, w, b: F.conv2d(x.transpose(1, 2)[..., None], w[:, :, None, None], bias=b, stride=(1, 1)),
-    "without bias": lambda x, w, b: torch.conv3d(x.transpose(1, 2)[..., None, None], w[:, :, None, None, None]),
-    "transposed": lambda x, w, b: F.conv1d(x.transpose(1, 2), w[:, :, None], b).transpose(1, 2).reshape(-1, V),
-}
-
-
-@pytest.mark.parametrize("kind", CONVOLUTIONS)
-def test_a_convolution_of_one_element(kind):
-    """A head of each pixel, as segmentation has it: the classes are the second dimension."""
-    x, w, b, t = inputs()
-
-    def loss(x, w, b, t):
-        logits = CONVOLUTIONS[kind](x, w, b)
-        t = t.flatten() if logits.dim() == 2 else t.view(B, S, *[1] * (logits.dim() - 3))
-        return F.cross_entropy(logits, t) + 0 * b.sum()
-
-    _, node = assert_taken(loss, x, w, b, t)
-    assert node.args[1].meta["example_value"].shape == (V, H)
-
-
 @pytest.mark.parametrize("products", ["fp8", "fp8_gradients"])
 def test_products_that_are_asked_for(products):
     """By heads that have them; others stay, and the report says why."""
@@ -219,15 +172,6 @@ LINKS = {
         y[:, :-1].contiguous().float().view(-1, V), t[:, 1:].contiguous().view(-1)
     ),
     "narrow, select": lambda y, t: F.cross_entropy(y.narrow(1, 1, 3).select(1, 2), t[:, 0].clamp(min=0)),
-    "split": lambda y, t: F.cross_entropy(y.split([S - 1, 1], 1)[0].reshape(-1, V), t[:, 1:].flatten()),
-    "split by size": lambda y, t: F.cross_entropy(torch.split(y, 3, dim=1)[1].mT, t[:, :2]),
-    "split, upcast, scaled": lambda y, t: F.cross_entropy((y / 2).view(-1, V).split(4)[1].float(), t.flatten()[4:8]),
-    "upcast, split": lambda y, t: F.cross_entropy(y.float().chunk(2)[-1].view(-1, V), t[1]),
-    "split with all classes": lambda y, t: F.cross_entropy(y.split(V, -1)[0].view(-1, V), t.view(-1)),
-    "chunk": lambda y, t: F.cross_entropy(y.chunk(2)[1].transpose(1, 2), t[1:]),
-    "tensor_split": lambda y, t: F.cross_entropy(y.view(-1, V).tensor_split(3)[2], t.flatten()[7:]),
-    "unbind": lambda y, t: F.cross_entropy(y.unbind(1)[-1], t[:, -1]),
-    "nll_loss, split": lambda y, t: F.nll_loss(y.log_softmax(-1).split((1, 4), dim=1)[1].mT, t[:, 1:]),
     "last token": lambda y, t: F.cross_entropy(y[:, -1], t[:, 0]),
     "transposed": lambda y, t: F.cross_entropy(y.transpose(1, 2), t),
     "mT": lambda y, t: F.cross_entropy(y.mT, t),
@@ -251,7 +195,7 @@ LINKS = {
 }  # fmt: skip
 
 
-_UPCASTS = ("upcast", "shifted, contiguous", "softcap", "softcap, shifted", "split, upcast, scaled", "upcast, split")
+_UPCASTS = ("upcast", "shifted, contiguous", "softcap", "softcap, shifted")
 IN_BOTH = ("sequence", *_UPCASTS)  # dtypes
 
 
@@ -271,25 +215,6 @@ def test_a_shift_slices_the_hidden_states():
     x, w, _, t = inputs()
     _, node = assert_taken(lambda x, w, t: LINKS["shifted"](x @ w.T, t), x, w, t)
     assert node.args[0].meta["example_value"].shape == (B * (S - 1), H)
-    _, node = assert_taken(lambda x, w, t: LINKS["split"](x @ w.T, t), x, w, t)
-    assert node.args[0].meta["example_value"].shape == (B * (S - 1), H)
-
-
-def test_a_split_of_any_number_of_rows():
-    """One compilation, whose sizes are symbols."""
-    x, w, _, t = inputs()
-    x, t = x.detach().view(-1, H), t.flatten()
-    backend = Rewriting(linear=True)
-
-    def loss(x, w, t):
-        n = x.shape[0] - 2
-        return F.cross_entropy((x @ w.T).split([n, 2])[0], t.split([n, 2])[0])
-
-    torch.compiler.reset()
-    compiled = torch.compile(loss, backend=backend, dynamic=True, fullgraph=True)
-    for rows in (10, 7):
-        torch.testing.assert_close(compiled(x[:rows], w, t[:rows]), loss(x[:rows], w, t[:rows]))
-    assert len(heads_of(backend.graph)) == xent_ops.inductor.last_report().graphs == 1
 
 
 def test_bfloat16_against_float64():

@@ -52,14 +52,14 @@ LEFT = {
         lambda x, t: F.nll_loss(F.log_softmax(x[:, :36].view(6, 6, 6), 1).transpose(1, 2), t[:, None].expand(6, 6) % 6),
         "not the one of its classes",
     ),
-    "some classes": (lambda x, t: F.nll_loss(F.log_softmax(x, -1)[:, :20], t % 20), "not the one of its classes"),
+    "some classes": (lambda x, t: F.nll_loss(F.log_softmax(x, -1)[:, :20], t % 20), "selects classes"),
     "mixed by a view": (
         lambda x, t: F.nll_loss(F.log_softmax(x[:, :36], -1).view(12, 18), t.repeat(2) % 18),
-        "not the one of its classes",
+        "does not keep the classes in one dimension",
     ),
     "no log_softmax": (lambda x, t: F.nll_loss(x.sin(), t), "no log_softmax of this graph"),
     "a shift before": (lambda x, t: F.nll_loss(F.log_softmax(x + 1, -1), t), "add stands before it"),
-    "size_average": (lambda x, t: F.nll_loss(F.log_softmax(x, -1), t, size_average=False), "size_average is given"),
+    "size_average": (lambda x, t: F.nll_loss(F.log_softmax(x, -1), t, size_average=False), "no argument size_average"),
 }
 
 

@@ -46,7 +46,6 @@ VIEWS = {
     "shifted": lambda x, cap, t: F.cross_entropy(
         cap(x.view(2, 3, V))[..., :-1, :].contiguous().view(-1, V).float(), t.view(2, 3)[:, 1:].reshape(-1)
     ),
-    "split": lambda x, cap, t: F.cross_entropy(cap(x.float()).split((2, 4))[1], t[2:]),
     "transposed": lambda x, cap, t: F.cross_entropy(cap(x.view(2, 3, V)).transpose(1, 2), t.view(2, 3)),
 }
 

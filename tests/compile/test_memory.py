@@ -7,7 +7,8 @@ import torch
 from helpers.graphs import calls_of, inductor_code, run_and_get_code
 
 import xent_ops
-from xent_ops.inductor.lowerings import decomposition, reuse
+from tools.bench.opaque import opaque_backward
+from xent_ops.inductor.lowerings import reuse
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 IN_PLACE, FUNCTIONAL = "cross_entropy_backward_", "cross_entropy_backward"
@@ -145,7 +146,7 @@ def test_logits_that_live_on_are_not_overwritten(cpu_as_cuda):
 
 def test_an_opaque_backward_needs_two(device):
     """That the tests above can fail, and that the benchmark compares with what it says."""
-    with decomposition.opaque_backward():
+    with opaque_backward():
         code = step_code(device)
     assert calls_of(FUNCTIONAL, code) == 1 and calls_of(IN_PLACE, code) == 0 and "mm; del mm  # reuse" not in code
     torch.compiler.reset()

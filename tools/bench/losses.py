@@ -128,7 +128,7 @@ def losses(arguments: argparse.Namespace, setting: Setting) -> tuple[list[Table]
 def opaque_inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
     from torch._inductor.compile_fx import compile_fx
 
-    from xent_ops.inductor.lowerings.decomposition import opaque_backward
+    from .opaque import opaque_backward
 
     with opaque_backward():
         return compile_fx(graph, inputs)

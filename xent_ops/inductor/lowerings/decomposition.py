@@ -7,9 +7,8 @@ logits. Other backends (aot_eager, NPU graphs) keep the opaque node.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,25 +47,3 @@ def install() -> None:
     for op, function in DECOMPOSITIONS.items():
         decomposition.decompositions[op] = _unless_reused(function)
     forget()
-
-
-@contextlib.contextmanager
-def opaque_backward() -> Iterator[None]:
-    """Compile without decompositions, each gradient in a buffer of its own: a baseline for the lowerings.
-
-    Compile caches are off inside, because their keys do not hold decompositions.
-    """
-    from torch._functorch import config
-
-    install()
-    ours = {op: decomposition.decompositions.pop(op) for op in DECOMPOSITIONS}
-    decomposition.fast_random_decomps.cache_clear()
-    try:
-        with (
-            config.patch(donated_buffer=False),
-            torch.compiler.config.patch(force_disable_caches=True),  # type: ignore[attr-defined]
-        ):
-            yield
-    finally:
-        decomposition.decompositions.update(ours)
-        decomposition.fast_random_decomps.cache_clear()

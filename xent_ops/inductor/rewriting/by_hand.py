@@ -1,4 +1,4 @@
-"""A loss that a model writes out, without F.cross_entropy. Our operator's loss of rows replaces it."""
+"""A log-probability that a model writes out, without F.cross_entropy. Our operator's loss of rows replaces it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,11 @@ from .nodes import LeftAlone, is_cast, name_of, position, share_memory, value_of
 # A target out of range stays an error or NaN.
 NEVER = -(2**63) // 3
 
-GATHER, SUM, DIAGONAL, SOFT = "log_softmax, gather", "gather, logsumexp", "diagonal, logsumexp", "log_softmax, sum"
-
 
 @dataclass
 class ByHand(Loss):
-    """The node is the log-probability of each row, or the sum over the classes, or the negative of either."""
+    """The node is the log-probability of the target of each row, or minus that."""
 
-    what: str = ""
     dim: int = -1  # the dimension of the classes
     negative: bool = True  # the node is minus the loss
     between: list[fx.Node] = field(default_factory=list)  # all nodes from call_args["input"] to this one
@@ -43,16 +40,15 @@ class ByHand(Loss):
 
     @property
     def is_soft(self) -> bool:
-        return self.what == SOFT
+        return False
 
     @property
     def title(self) -> str:
-        return self.what
+        return "gather, logsumexp" if self.reads_logits else "log_softmax, gather"
 
     @property
     def remedy(self) -> str:
-        one = "cross_entropy takes class probabilities" if self.is_soft else "token_log_probs computes them"
-        return f"; xent_ops.{one}"
+        return "; xent_ops.token_log_probs computes them"
 
     def start(self) -> Start:
         order = position(self.node.graph)
@@ -75,14 +71,6 @@ class ByHand(Loss):
         return True  # take_along_dim saves a copy of it
 
     def arguments(self, emit: Emitter) -> dict[str, Any]:
-        if self.is_soft:
-            return self.call_args
-        if self.what == DIAGONAL:
-            rows = value_of(self.call_args["input"]).shape[1 - self.dim]
-            if not isinstance(rows, int):
-                rows = emit("size", self.call_args["input"], 1 - self.dim)
-            device = value_of(self.call_args["input"]).device
-            return {**self.call_args, "target": emit(torch.arange, rows, device=device)}
         target, logits = self.call_args["target"], value_of(self.call_args["input"])
         if value_of(target).dim() == logits.dim():
             target = emit("squeeze", target, self.dim)
@@ -103,8 +91,6 @@ class ByHand(Loss):
             return loss
         if expected.dim() == rows.dim() + 1 and statically_true(expected.shape[self.dim] == 1):
             return emit("unsqueeze", loss, self.dim)
-        if self.is_soft and expected.dim() == 0:
-            return emit("sum", loss)
         # The sizes of a fake tensor may be symbols, and a graph takes nodes.
         sizes = [size if isinstance(size, int) else -1 for size in expected.shape]
         if sizes.count(-1) > 1 or (-1 in sizes and 0 in sizes):

@@ -1,9 +1,6 @@
-"""Finds losses that a model writes out: log-probabilities of targets, as DPO, GRPO and contrastive losses read them,
-and the cross entropy of soft targets.
+"""Finds log-probabilities of targets that a model writes out, as DPO, GRPO and contrastive losses read them.
 
-    log_softmax(x).gather(t)                                    minus xent::cross_entropy(x, t, reduction="none")
-    x.gather(t) - logsumexp(x), x.diagonal() - logsumexp(x)     the same
-    sum(log_softmax(x) * p)                                     minus xent::soft_cross_entropy_forward(x, p)
+    log_softmax(x).gather(t), x.gather(t) - logsumexp(x)        minus xent::cross_entropy(x, t, reduction="none")
 
 A mask, a mean or a ratio after them stays unchanged. Inductor would scatter the gradient of gather into zeros of the
 logits' size, beside that of the log-softmax.
@@ -18,18 +15,16 @@ import torch
 from torch import Tensor, fx
 
 from ...kernels.sizes import size_hint, statically_equal
-from . import find_soft
-from .by_hand import DIAGONAL, GATHER, NEVER, SUM, ByHand, first_of_arange
+from .by_hand import NEVER, ByHand, first_of_arange
 from .modes import transformed
 from .nodes import name_of, value_of
-from .reading import arguments_of, before_upcasts, behind, input_of, is_log_softmax, one_dim
+from .reading import arguments_of, before_upcasts, behind, is_log_softmax, one_dim
 
 GATHERS = {
     "gather": ("input", "dim", "index"),
     "take_along_dim": ("input", "index", "dim"),
     "getitem": ("input", "index"),
 }
-_PICKS = {*GATHERS, "diagonal", "diag"}
 
 
 def losses(graph: fx.Graph) -> Iterator[ByHand]:
@@ -48,7 +43,7 @@ def _gathered(node: fx.Node) -> ByHand | None:
     if input is None or not is_log_softmax(behind(input)):
         return None
     call_args = {"input": input, "target": index, "ignore_index": NEVER, "reduction": "none"}
-    return ByHand(node, call_args, False, why, GATHER, dim, in_brackets=name_of(node) == "getitem")
+    return ByHand(node, call_args, False, why, dim, in_brackets=name_of(node) == "getitem")
 
 
 def _one_a_row(node: fx.Node) -> tuple[Any, int, Any, str]:
@@ -92,18 +87,12 @@ def _difference(node: fx.Node) -> ByHand | None:
     if len(node.args) != 2 or node.kwargs or not all(isinstance(value_of(one), Tensor) for one in node.args):
         return None
     operands: list[Any] = [before_upcasts(one, views=True) for one in node.args]
-    negative = name_of(operands[0][0]) in _PICKS
+    negative = name_of(operands[0][0]) in GATHERS
     (picked, views), (total, sums) = operands if negative else operands[::-1]
     logits, total_dim, subtractions = _logsumexp(total)
-    if logits is None or name_of(picked) not in _PICKS:
+    if logits is None or name_of(picked) not in GATHERS:
         return None
-    what, dim, index, why = SUM, total_dim, None, ""
-    if name_of(picked) in GATHERS:
-        input, dim, index, why = _one_a_row(picked)
-    else:
-        what, input = DIAGONAL, input_of(picked)
-        if value_of(logits).dim() != 2 or picked.kwargs or picked.args[1:] not in ((), (0,), (0, 0, 1), (0, -2, -1)):
-            return None
+    input, dim, index, why = _one_a_row(picked)
     if input is None:
         return None
     source, casts = before_upcasts(input)
@@ -116,7 +105,7 @@ def _difference(node: fx.Node) -> ByHand | None:
     call_args = {"input": logits, "target": index, "ignore_index": NEVER, "reduction": "none"}
     between = [*views, picked, *casts, *sums, *subtractions]
     in_brackets = name_of(picked) == "getitem"
-    return ByHand(node, call_args, False, why, what, dim, negative, between, True, in_brackets)
+    return ByHand(node, call_args, False, why, dim, negative, between, True, in_brackets)
 
 
 def _logsumexp(node: fx.Node) -> tuple[fx.Node | None, int, list[fx.Node]]:
@@ -133,7 +122,6 @@ def _logsumexp(node: fx.Node) -> tuple[fx.Node | None, int, list[fx.Node]]:
 _FINDERS = {
     **dict.fromkeys(GATHERS, _gathered),
     **dict.fromkeys(("sub", "subtract"), _difference),
-    "sum": find_soft.loss_of,
 }
 
 

@@ -15,7 +15,7 @@ from ...kernels.options import Activation
 from . import products
 from .links import Link, activation_of, link_of, walk, with_own
 from .losses import Loss, Start
-from .nodes import LeftAlone, hint, name_of, value_of, viewed_by
+from .nodes import LeftAlone, hint, maker_of, name_of, value_of, viewed_by
 from .products import Product
 from .reading import behind, input_of
 from .region import Region
@@ -25,7 +25,6 @@ from .region import Region
 # the same memory; 4 to 7 % less from 500 MiB on, with less memory if the logits exceed a chunk (head/sizes.py).
 WORTHWHILE = {"cpu": 64 * 2**20}
 WORTHWHILE_ON_GPUS = 250 * 2**20
-_PLAIN = ("torch/nn/functional.py", " in linear_cross_entropy\n")  # in the innermost frame of a stack trace
 
 
 @dataclass
@@ -57,16 +56,10 @@ class Found:
         return [link.node for link in reversed(self.links) if link.kind == "view"] + self.start.views
 
 
-def is_asked_for(node: fx.Node) -> bool:
-    """Does it come from F.linear_cross_entropy? Without options that calls F.linear and F.cross_entropy."""
-    frame = (node.stack_trace or "").replace("\\", "/").rpartition('File "')[2]
-    return all(part in frame for part in _PLAIN)
-
-
 def find(loss: Loss, linear: bool | str) -> Found | None:
     """The head before ``loss``; None if there is none. Raises LeftAlone if the operator cannot replace it."""
     start = loss.start()
-    links, source = walk(start.logits, start.readers, tensors=True)
+    links, source = walk(start.logits, start.readers)
     product = products.of(source)
     if product is None:
         _refuse_other_products(source, loss)
@@ -74,15 +67,12 @@ def find(loss: Loss, linear: bool | str) -> Found | None:
         return None
     _refuse_not_worthwhile(loss, product, linear)
     _refuse_twice_normalized(product)
-    if not any(link.tensor for link in links):  # a tensor would round 16-bit features
-        product = products.before_casts(product)
+    product = products.before_casts(product)
     found = Found(product, links, start, with_own(activation_of(links), loss.call_args))
     if loss.is_soft:
         raise LeftAlone("its target is class probabilities, for which all logits are made")
     reads = {"input of the head": product.input, "weight of the head": product.weight, "bias": product.bias}
-    scales = [("scale of the logits", link.tensor) for link in links if link.tensor is not None]
-    Region(loss.node, found.nodes, [*reads.items(), *scales, *loss.reads], product.past).refuse()
-    _refuse_scales(found)
+    Region(loss.node, found.nodes, [*reads.items(), *loss.reads], product.past).refuse()
     return found
 
 
@@ -90,19 +80,15 @@ def _refuse_other_products(source: fx.Node, loss: Loss) -> None:
     """Raise LeftAlone, for the report, if a head has another form, or a node that is no link follows it."""
     if name_of(source) in products.NAMES:
         raise LeftAlone(f"{source.name} is no product of hidden states (..., H) and a weight (V, H) or (H, V)")
-    parts = source.args[0] if name_of(source) == "getitem" else None  # one of several results
-    if isinstance(parts, fx.Node) and not isinstance(value_of(parts), Tensor):
-        if isinstance(parts.target, torch._ops.HigherOrderOperator):
-            raise LeftAlone(f"its logits are made inside of {parts.name}")
-        source = parts
-    for before in source.all_input_nodes:
+    maker = maker_of(source)
+    if isinstance(maker.target, torch._ops.HigherOrderOperator):
+        raise LeftAlone(f"its logits are made inside of {maker.name}")
+    for before in maker.all_input_nodes:
         while (link := link_of(before)) is not None:
             before = link.source
         product = products.of(before)
-        if product is None:
-            continue
-        if source is parts or hint(value_of(product.node).shape[product.dim]) == _classes(loss):
-            raise LeftAlone(f"{source.name} stands between the head and the loss")
+        if product is not None and (maker is not source or hint(value_of(product.node).shape[-1]) == _classes(loss)):
+            raise LeftAlone(f"{maker.name} stands between the head and the loss")
 
 
 def _refuse_from_outside(source: fx.Node) -> None:
@@ -113,22 +99,13 @@ def _refuse_from_outside(source: fx.Node) -> None:
         raise LeftAlone("its logits come into the graph from outside: a graph break or an uncompiled head before it")
 
 
-def _refuse_scales(found: Found) -> None:
-    """Raise LeftAlone if a tensor that scales the logits cannot scale the features."""
-    tanh_behind = False
-    for link in reversed(found.links):  # from the product on
-        tanh_behind = tanh_behind or link.kind == "tanh"
-        if tanh_behind and link.tensor is not None:
-            raise LeftAlone(f"{link.node.name} scales the logits by a tensor behind a softcap")
-
-
 def _classes(loss: Loss) -> int:
     shape = value_of(loss.call_args["input"]).shape
     return hint(shape[loss.class_dim])
 
 
 def _refuse_not_worthwhile(loss: Loss, product: Product, linear: bool | str) -> None:
-    if linear is True or is_asked_for(product.node):
+    if linear is True:
         return
     if _is_part(loss.node.graph):
         raise LeftAlone("its gradients would be kept in a checkpointed part; linear=True takes it")

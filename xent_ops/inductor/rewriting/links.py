@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from ...kernels.options import Activation
-from .nodes import LeftAlone, is_cast, name_of, parts_of, position, share_memory, tensor_of, value_of
+from .nodes import LeftAlone, hint, is_cast, name_of, position, share_memory, value_of
 
 _HALF = (torch.bfloat16, torch.float16)
 _FLOATS = (*_HALF, torch.float32, torch.float64)
@@ -24,8 +24,6 @@ _VIEWS = {
     "T", "contiguous", "flatten", "mT", "movedim", "narrow", "permute", "reshape", "select", "squeeze", "swapaxes",
     "swapdims", "t", "to_dense", "transpose", "unflatten", "unsqueeze", "view",
 }  # fmt: skip
-# Views with several results. getitem takes one of the results, and both nodes are links.
-_PARTS = {"chunk", "split", "split_with_sizes", "tensor_split", "unbind"}
 _CAT = {"cat", "concat", "concatenate"}  # with one tensor
 STEPS = {
     **dict.fromkeys(("mul", "multiply", "mul_", "multiply_", "imul"), "mul"),
@@ -33,8 +31,6 @@ STEPS = {
     **dict.fromkeys(("neg", "negative", "neg_", "negative_"), "neg"),
     **dict.fromkeys(("tanh", "tanh_"), "tanh"),
 }
-# The loss has no option for a tensor. But a tensor can scale the features before the product, instead of the logits.
-BY_TENSOR = {"mul": "mul_tensor", "div": "div_tensor"}
 _SIZES = {"dim", "element_size", "is_contiguous", "numel", "size", "storage_offset", "stride", "sym_size", "sym_stride"}
 
 
@@ -44,9 +40,8 @@ class Link:
 
     node: fx.Node
     source: fx.Node  # the tensor that it reads
-    kind: str  # "view", "same" (a cast or a cat that changes nothing), "upcast", a value of STEPS, or one of BY_TENSOR
+    kind: str  # "view", "same" (a cast or a cat that changes nothing), "upcast", or a value of STEPS
     number: float = 1.0  # the factor or divisor
-    tensor: fx.Node | None = None  # the factor or divisor of one of BY_TENSOR, (): a temperature, learned or not
 
     @property
     def computes(self) -> bool:
@@ -57,32 +52,32 @@ class Link:
         return self.computes and share_memory(value_of(self.node), value_of(self.source))
 
 
-def walk(node: fx.Node, readers: set[fx.Node], tensors: bool = False) -> tuple[list[Link], fx.Node]:
-    """(the links from the loss backwards, the first node that is no link). ``tensors``: include links of BY_TENSOR."""
+def walk(node: fx.Node, readers: set[fx.Node]) -> tuple[list[Link], fx.Node]:
+    """(the links from the loss backwards, the first node that is no link)."""
     order = position(node.graph)
     links: list[Link] = []
     while True:
         # ``x.div_(c)`` as a statement: later nodes read x, not its result.
         first = min(order[reader] for reader in readers)
         before = [user for user in node.users if not user.users and order[user] < first]
-        found = [link for user in before if (link := link_of(user, tensors)) is not None]
+        found = [link for user in before if (link := link_of(user)) is not None]
         statements = [link for link in found if link.in_place and link.source is node]
         statements.sort(key=lambda link: order[link.node], reverse=True)
         links += statements
-        link = link_of(node, tensors)
+        link = link_of(node)
         if link is None:
             return links, node
         links.append(link)
         readers, node = {node}, link.source
 
 
-def link_of(node: fx.Node, tensors: bool = False) -> Link | None:
+def link_of(node: fx.Node) -> Link | None:
     """``node`` as a link, or None if the operator has no option for it."""
     name, result = name_of(node), value_of(node)
-    if name is None or not isinstance(tensor_of(node), Tensor):
+    if name is None or not isinstance(result, Tensor):
         return None
     if name in STEPS:
-        return _step(node, STEPS[name]) or (_by_tensor(node, STEPS[name]) if tensors else None)
+        return _step(node, STEPS[name])
     source = node.args[0] if node.args else None
     if name in _CAT and isinstance(source, (list, tuple)) and len(source) == 1 and isinstance(source[0], fx.Node):
         return Link(node, source[0], "same") if value_of(source[0]).dtype == result.dtype else None
@@ -119,22 +114,6 @@ def _step(node: fx.Node, kind: str) -> Link | None:
     return Link(node, operands[0], "mul" if kind == "neg" else kind, number)
 
 
-def _by_tensor(node: fx.Node, kind: str) -> Link | None:
-    """``x * s``, ``s * x``, ``x / s`` with a tensor s of shape ()."""
-    if kind not in BY_TENSOR or node.kwargs or len(node.args) != 2:
-        return None
-    one, other = node.args
-    if kind == "mul" and isinstance(value_of(one), Tensor) and value_of(one).dim() == 0:
-        one, other = other, one
-    values = value_of(one), value_of(other)
-    if not (isinstance(one, fx.Node) and isinstance(other, fx.Node) and all(isinstance(v, Tensor) for v in values)):
-        return None
-    logits, by = values
-    if by.dim() != 0 or logits.dim() == 0 or logits.dtype not in _FLOATS or value_of(node).dtype != logits.dtype:
-        return None
-    return Link(node, one, BY_TENSOR[kind], tensor=other)
-
-
 def _number(operand: Any) -> float | None:
     if type(operand) not in (int, float):
         return None
@@ -147,17 +126,14 @@ def _number(operand: Any) -> float | None:
 
 def is_view(node: fx.Node) -> bool:
     """Does it select or rearrange elements of its first argument?"""
-    if (parts := parts_of(node)) is not None:
-        return is_view(parts) and isinstance(node.args[1], int)
-    name, result, source = name_of(node), tensor_of(node), value_of(node.args[0]) if node.args else None
+    name, result, source = name_of(node), value_of(node), value_of(node.args[0]) if node.args else None
     if not isinstance(result, Tensor) or not isinstance(source, Tensor) or result.dtype != source.dtype:
         return False  # view(dtype) reads the bits as something else
     if name == "getitem":
         index = node.args[1]
         return all(_is_basic(part) for part in (index if isinstance(index, tuple) else (index,)))
     other_inputs = [n for n in node.all_input_nodes if n is not node.args[0]]
-    names = _VIEWS if result is value_of(node) else _PARTS
-    return name in names and not any(isinstance(value_of(n), Tensor) for n in other_inputs)
+    return name in _VIEWS and not any(isinstance(value_of(n), Tensor) for n in other_inputs)
 
 
 def _is_basic(part: Any) -> bool:
@@ -166,6 +142,27 @@ def _is_basic(part: Any) -> bool:
         return all(_is_basic(bound) for bound in (part.start, part.stop, part.step))
     part = value_of(part)
     return part is None or part is Ellipsis or (isinstance(part, (int, torch.SymInt)) and not isinstance(part, bool))
+
+
+def followed(view: fx.Node, dim: int) -> int:
+    """The dimension after a view that is ``dim`` before it. It uses hints, so symbolic sizes get no guard."""
+    if name_of(view) == "contiguous":
+        return dim
+    sizes = [hint(size) for size in value_of(view.args[0]).shape]
+    # A probe with stride 1 in this dimension and 0 in the others.
+    probe = torch.empty_strided(sizes, [int(one == dim) for one in range(len(sizes))], device="meta")
+    args, kwargs = fx.node.map_arg((view.args[1:], view.kwargs), lambda node: hint(value_of(node)))
+    target: Any = "reshape" if view.target == "view" else view.target
+    try:
+        result = getattr(probe, target)(*args, **kwargs) if isinstance(target, str) else target(probe, *args, **kwargs)
+    except (RuntimeError, ValueError) as error:
+        raise LeftAlone(f"{view.name} does not keep the classes in one dimension") from error
+    found = [index for index, stride in enumerate(result.stride()) if stride != 0 and result.shape[index] != 1]
+    if len(found) != 1:
+        raise LeftAlone(f"{view.name} does not keep the classes in one dimension")
+    if result.shape[found[0]] != sizes[dim]:
+        raise LeftAlone(f"{view.name} selects classes")
+    return found[0]
 
 
 def asks_for_sizes(user: fx.Node) -> bool:

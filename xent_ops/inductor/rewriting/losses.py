@@ -1,6 +1,6 @@
 """Finds the losses in a graph: F.cross_entropy, F.nll_loss of a log-softmax (the same loss), and our own.
 
-find_by_hand.py and find_soft.py find losses that a model writes out.
+find_by_hand.py finds losses that a model writes out.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import fx
 
 from .emitter import Emitter
-from .links import is_view
+from .links import followed, is_view
 from .modes import transformed
-from .nodes import LeftAlone, is_cast, name_of, tensor_of, value_of
-from .reading import behind
+from .nodes import LeftAlone, is_cast, name_of, value_of
+from .reading import arguments_of, behind, input_of
 from .region import Region
 from .tail import Tail, find
 
 _SIGNATURES = {F.cross_entropy: inspect.signature(F.cross_entropy), F.nll_loss: inspect.signature(F.nll_loss)}
 _OWN = (torch.ops.xent.cross_entropy, torch.ops.xent.cross_entropy.default)
-_MODULES = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)
 
 
 @dataclass
@@ -84,15 +83,26 @@ class Loss:
         return self.behind_log_softmax() if self.is_nll else Start(self.call_args["input"], {self.node}, [])
 
     def behind_log_softmax(self) -> Start:
-        log_softmax, links = _log_softmax(self.node, self.call_args["input"])
-        _refuse_log_softmax(log_softmax, links, value_of(self.call_args["input"]), self.class_dim)
-        source: Any = log_softmax.args[0] if log_softmax.args else log_softmax.kwargs["input"]
+        log_softmax, links = _log_softmax(self.call_args["input"])
+        source: Any = input_of(log_softmax)
         before, result = value_of(source), value_of(log_softmax)
         if result.dtype not in (before.dtype, torch.float32) or before.dtype == torch.float64 != result.dtype:
             raise LeftAlone(f"{log_softmax.name} makes {result.dtype} of {before.dtype}")
-        upcast = result.dtype != before.dtype or any(tensor_of(link).dtype != result.dtype for link in links)
+        upcast = result.dtype != before.dtype or any(value_of(link).dtype != result.dtype for link in links)
         views = [link for link in links if not is_cast(link)]
+        self._refuse_other_classes(log_softmax, views)
         return Start(source, {log_softmax}, [log_softmax, *links], views, upcast)
+
+    def _refuse_other_classes(self, log_softmax: fx.Node, views: list[fx.Node]) -> None:
+        """Raise LeftAlone unless the log-softmax is over the dimension that is the classes after the views."""
+        dim = arguments_of(log_softmax, ("input", "dim")).get("dim")
+        if type(dim) is not int:
+            raise LeftAlone(f"{log_softmax.name} names no dimension")
+        dim %= max(value_of(log_softmax).dim(), 1)
+        for view in views:
+            dim = followed(view, dim)
+        if dim != self.class_dim:
+            raise LeftAlone(f"the dimension of {log_softmax.name} is not the one of its classes")
 
     @property
     def reads(self) -> list[tuple[str, fx.Node | None]]:
@@ -126,8 +136,8 @@ class Start:
     upcast: bool = False
 
 
-def losses(graph: fx.Graph) -> Iterator[Loss | fx.Node]:
-    """The losses in order. A loss module that Dynamo did not inline is returned as its node."""
+def losses(graph: fx.Graph) -> Iterator[Loss]:
+    """The losses in order."""
     inside = transformed(graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in _SIGNATURES:
@@ -135,16 +145,9 @@ def losses(graph: fx.Graph) -> Iterator[Loss | fx.Node]:
         elif node.op == "call_function" and node.target in _OWN:
             names = ("input", *(argument.name for argument in _OWN[1]._schema.arguments[1:]))
             yield Loss(node, dict(zip(names, node.args, strict=False)) | node.kwargs, node in inside)
-        elif node.op == "call_module" and isinstance(_module(node), _MODULES):
-            yield node
 
 
-def _module(node: fx.Node) -> torch.nn.Module | None:
-    owner = node.graph.owning_module
-    return None if owner is None else owner.get_submodule(str(node.target))
-
-
-def _log_softmax(loss: fx.Node, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+def _log_softmax(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     """(the node of log_softmax, the views and upcasts from there to the loss, in order)."""
     links: list[fx.Node] = []
     while name_of(node) != "log_softmax":
@@ -155,37 +158,3 @@ def _log_softmax(loss: fx.Node, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
         links.insert(0, node)
         node = source
     return node, links
-
-
-def _refuse_log_softmax(node: fx.Node, links: list[fx.Node], log_probs: Tensor, classes: int) -> None:
-    """Raise LeftAlone unless the log-softmax is over the dimension that is the classes after the views."""
-    result: Tensor = value_of(node)
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    if type(dim) is not int:
-        raise LeftAlone(f"{node.name} names no dimension")
-    if log_probs.dim() == 0 or result.dim() == 0:
-        raise LeftAlone("its input is one number")
-    # A probe with stride 1 in this dimension and 0 in the others: the views show where the dimension goes.
-    strides = [0] * result.dim()
-    strides[dim] = 1
-    expected = [0] * log_probs.dim()
-    expected[classes] = 1
-    try:
-        with log_probs.fake_mode:  # type: ignore[attr-defined]
-            probe: Any = torch.empty_strided(result.shape, strides, device=result.device)
-            for link in links:
-                if is_cast(link) or name_of(link) == "contiguous":
-                    continue
-                probe = _call(link, probe)
-        found_strides = [stride if size != 1 else 0 for size, stride in zip(probe.shape, probe.stride(), strict=True)]
-        found = probe.shape == log_probs.shape and (found_strides == expected or log_probs.shape[classes] == 1)
-    except (RuntimeError, ValueError):  # a view that the probe does not allow
-        found = False
-    if not found or log_probs.shape[classes] != result.shape[dim]:
-        raise LeftAlone(f"the dimension of {node.name} is not the one of its classes")
-
-
-def _call(node: fx.Node, tensor: Any) -> Any:
-    args, kwargs = fx.node.map_arg((node.args[1:], node.kwargs), value_of)
-    target: Any = node.target
-    return getattr(tensor, target)(*args, **kwargs) if isinstance(target, str) else target(tensor, *args, **kwargs)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ...kernels.sizes import size_hint
 
@@ -52,10 +53,15 @@ def value_of(node: Any) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
-def tensor_of(node: Any) -> Any:
-    """The fake tensor of a node; the first one if it has several results, such as split."""
-    value = value_of(node)
-    return value[0] if isinstance(value, (tuple, list)) and value else value
+def refuse_foreign(tensors: dict[str, Any]) -> None:
+    """Raise LeftAlone for a subclass of Tensor, and for a device without our operators: it has all of them or none."""
+    for name, tensor in tensors.items():
+        value = value_of(tensor)
+        if not isinstance(value, FakeTensor):
+            raise LeftAlone(f"{name} is a {type(value).__name__}, not a plain tensor")
+        key = torch._C._dispatch_key_for_device(value.device.type)
+        if not torch._C._dispatch_has_kernel_for_dispatch_key("xent::cross_entropy_forward", key):
+            raise LeftAlone(f"xent_ops has no kernel for the device {value.device.type}")
 
 
 def name_of(node: fx.Node) -> str | None:
@@ -130,15 +136,13 @@ def viewed_by(node: fx.Node) -> fx.Node | None:
     result = value_of(node)
     if node.op not in ("call_function", "call_method"):
         return None
-    if (parts := parts_of(node)) is not None:
-        node = parts
-    return next((one for one in node.all_input_nodes if share_memory(value_of(one), result)), None)
+    return next((one for one in maker_of(node).all_input_nodes if share_memory(value_of(one), result)), None)
 
 
-def parts_of(node: fx.Node) -> fx.Node | None:
-    """The node with several results, such as split, that ``node`` is one result of."""
+def maker_of(node: fx.Node) -> fx.Node:
+    """The node with several results, such as split, that ``node`` is one result of; otherwise ``node`` itself."""
     source = node.args[0] if name_of(node) == "getitem" else None
-    return source if isinstance(source, fx.Node) and isinstance(value_of(source), (tuple, list)) else None
+    return source if isinstance(source, fx.Node) and not isinstance(value_of(source), Tensor) else node
 
 
 def position(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -22,9 +22,8 @@ _ARGUMENTS = {
     "mm": ("input", "mat2"),
     "addmm": ("input", "mat1", "mat2", "beta", "alpha"),
 }
-_CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}
 # Names of matrix multiplications, for heads and others.
-NAMES = {*_ARGUMENTS, *_CONVOLUTIONS, "einsum", "tensordot", "bmm", "baddbmm", "addbmm"}
+NAMES = {*_ARGUMENTS, "einsum", "tensordot", "bmm", "baddbmm", "addbmm", "conv1d", "conv2d", "conv3d"}
 
 
 @dataclass
@@ -37,13 +36,8 @@ class Product:
     transposed: bool  # the weight is (H, V), not (V, H)
     bias: fx.Node | None = None  # (V,)
     addition: fx.Node | None = None  # adds the bias, if the product does not
-    class_dim: int = -1  # the dimension of classes in the logits, and of features in the input
     casts: bool = False  # the model casts the 16-bit input, weight and bias to float32
     past: tuple[fx.Node, ...] = ()  # these casts and a transpose of the weight: the product reads them, ours does not
-
-    @property
-    def dim(self) -> int:
-        return self.class_dim % int(value_of(self.node).dim())
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -55,8 +49,6 @@ def of(node: fx.Node) -> Product | None:
     """The head that computes ``node``, or None."""
     if name_of(node) in _ADDITIONS:
         return _with_bias(node)
-    if name_of(node) in _CONVOLUTIONS:
-        return _convolution(node)
     product = _einsum(node) if name_of(node) == "einsum" else _two_operands(node)
     if product is None:
         return None
@@ -135,26 +127,6 @@ def _einsum(node: fx.Node) -> Product | None:
     return None
 
 
-def _convolution(node: fx.Node) -> Product | None:
-    """A convolution with a kernel of one element: a head for each pixel, (N, H, ...) to (N, V, ...)."""
-    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    call_args: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
-    input, weight, bias = (call_args.get(name) for name in names[:3])
-    values = value_of(input), value_of(weight), value_of(node)
-    if not call_args.keys() <= {*names} or not all(isinstance(value, Tensor) for value in values):
-        return None
-    usual = {"stride": 1, "padding": 0, "groups": 1}
-    plain = all(_is_all(call_args.get(name, value), value) for name, value in usual.items())
-    if not plain or any(size != 1 for size in values[1].shape[2:]) or values[0].dim() != values[1].dim():
-        return None
-    assert isinstance(input, fx.Node) and isinstance(weight, fx.Node)
-    return Product(node, input, weight, False, bias, class_dim=1)
-
-
-def _is_all(value: Any, usual: int) -> bool:
-    return all(one == usual for one in value) if isinstance(value, (tuple, list)) else value == usual
-
-
 def _with_bias(node: fx.Node) -> Product | None:
     """A product with one reader, plus a vector with one number for each class."""
     if len(node.args) != 2 or node.kwargs:
@@ -166,8 +138,6 @@ def _with_bias(node: fx.Node) -> Product | None:
         product = None if name_of(logits) in _ADDITIONS else of(logits)
         before, vector, result = value_of(logits), value_of(bias), value_of(node)
         if product is None or product.bias is not None or len(logits.users) > 1 or not isinstance(vector, Tensor):
-            continue
-        if product.class_dim != -1:  # a vector is added along the last dimension
             continue
         if vector.shape == before.shape[-1:] and vector.dtype == before.dtype == result.dtype:
             return replace(product, bias=bias, addition=node)

@@ -33,14 +33,6 @@ def is_log_softmax(node: Any) -> bool:
     return isinstance(node, fx.Node) and name_of(node) == "log_softmax"
 
 
-def softmax_dim(log_softmax: fx.Node) -> int | None:
-    return one_dim(log_softmax.args[1] if len(log_softmax.args) > 1 else log_softmax.kwargs.get("dim"))
-
-
-def is_negated(node: Any) -> bool:
-    return isinstance(node, fx.Node) and name_of(node) in ("neg", "negative") and bool(node.args)
-
-
 def behind(node: Any) -> Any:
     """The node that the views and casts read."""
     while isinstance(node, fx.Node):

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from . import writers
 from .links import asks_for_sizes, link_of
 from .modes import gradient_modes, modes
-from .nodes import LeftAlone, position, share_memory, tensor_of, value_of, viewed_by, where
+from .nodes import LeftAlone, position, share_memory, value_of, viewed_by, where
 
 
 @dataclass
@@ -106,5 +106,5 @@ def refuse_written_after(loss: fx.Node, saved: Iterable[tuple[str, fx.Node]]) ->
 
 
 def _requires_grad(node: fx.Node) -> bool:
-    value = tensor_of(node)
+    value = value_of(node)
     return isinstance(value, Tensor) and value.requires_grad

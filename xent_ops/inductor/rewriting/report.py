@@ -11,36 +11,10 @@ from ..._private import private
 
 @dataclass(frozen=True)
 class Call:
-    """One call of F.cross_entropy, F.nll_loss or F.linear_cross_entropy in a compiled graph, or code that computes the
-    same (log-softmax and gather, ...); and xent_ops.cross_entropy after a head. A log-softmax over 1024 classes or
-    more that belongs to no known loss is a call that is left alone, with the name of the node that reads it.
+    """One loss in a compiled graph: F.cross_entropy, F.nll_loss, a log-probability that the model writes out, or
+    xent_ops.cross_entropy after a head. Or a log-softmax over 1024 classes or more that belongs to no known loss.
 
-    A call is left alone if
-
-    - a node before the loss has no matching option of our operator,
-    - a scaled, capped or upcast value is returned or read elsewhere, or is computed under another autocast or inference
-      mode than the loss, or without gradients,
-    - something may write to the logits while they are needed,
-    - it has ``size_average``, ``reduce`` or class weights that require grad, or is inside a torch.func transform,
-    - there are fewer than 384 classes on a CPU, or 512 on a GPU, or they are not dense on a CPU: F.cross_entropy is
-      faster there,
-    - logits, targets or weights are no plain tensors, or have a dtype or device without a kernel,
-    - F.nll_loss reads something other than a log_softmax of the graph that nothing else reads,
-    - it is written out, and another node reads its parts as well; or it takes several classes of a row, or brackets
-      with other rows, or probabilities that require grad or that Inductor fuses with it.
-
-    A head is left alone if
-
-    - the logits are returned or read by something else, also in a no_grad block,
-    - they are too small, or the target is class probabilities,
-    - product and loss run under different autocast or inference modes, or a part of the head runs without gradients,
-    - something may write to input, weight or bias between them, or to input and weight after the loss,
-    - the logits enter the graph as an input: after a graph break, or from a head that is not compiled,
-    - a tensor scales the logits after a softcap, or something may write to it before the loss,
-    - the product has another form: batches, a convolution of more than one element, tensordot, an einsum whose
-      result has the classes elsewhere,
-    - something else stands between them: a mask, a second bias, a view of some of the classes,
-    - the logits leave a checkpointed part.
+    ``why`` and ``head_left`` name the node that keeps the loss or its head as they are.
     """
 
     where: str  # "file.py:12 in forward", of the innermost frame outside torch

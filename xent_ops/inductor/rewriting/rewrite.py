@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ...kernels import sizes
 from ...kernels.options import Activation
@@ -22,14 +21,13 @@ from .by_hand import ByHand
 from .emit_head import emit_head
 from .emitter import Emitter
 from .losses import Loss, losses
-from .nodes import LeftAlone, value_of, where
+from .nodes import LeftAlone, refuse_foreign, value_of, where
 from .region import refuse_written_after
 from .report import Call
 from .tail import Tail
 
 _KNOWN = {"input", "target", "weight", "ignore_index", "reduction", "label_smoothing"}
 _OWN = {*Activation._fields, "lse_square_scale"}
-_LEGACY = ("size_average", "reduce")
 
 
 def replace_cross_entropy(graph: fx.Graph, linear: bool | str, products: str | None = None) -> list[Call]:
@@ -40,9 +38,8 @@ def replace_cross_entropy(graph: fx.Graph, linear: bool | str, products: str | N
     calls = []
     reported: set[fx.Node] = set()
     for loss in itertools.chain(losses(graph), find_by_hand.losses(graph)):
-        if isinstance(loss, fx.Node):
-            calls.append(Call(where(loss), "a loss of torch.nn", False, why="Dynamo did not inline this module"))
-        elif (call := _replace(loss, linear, products, Call(where(loss.node), _describe(loss), False))) is not None:
+        call = _replace(loss, linear, products, Call(where(loss.node), _describe(loss), False))
+        if call is not None:
             calls.append(call)
             reported |= loss.nodes
     for node, what, logits, why in other_forms.left(graph, reported):
@@ -59,7 +56,7 @@ def _replace(loss: Loss, linear: bool | str, products: str | None, call: Call) -
     except LeftAlone as reason:
         return None if loss.is_own else dataclasses.replace(call, why=f"{reason}{loss.remedy}")
     try:
-        found = find_head.find(loss, linear) if linear is not False or find_head.is_asked_for(loss.node) else None
+        found = find_head.find(loss, linear) if linear is not False else None
         if found is not None:
             _put(loss, found.nodes, lambda emit: emit_head(emit, found, loss, products))
             taken = found.activation._asdict() | {"logits_dtype": found.logits_dtype, "products": products}
@@ -83,22 +80,16 @@ def _refuse(loss: Loss) -> None:
     call_args = loss.call_args
     if loss.why:
         raise LeftAlone(loss.why)
-    for name in _LEGACY:
-        if call_args.get(name) is not None:
-            raise LeftAlone(f"the deprecated argument {name} is given; use reduction")
-    for name in call_args:
-        if name not in _KNOWN | _OWN and name not in _LEGACY:
-            raise LeftAlone(f"the argument {name} is unknown to xent_ops")
-    for name in ("input", "target", "weight"):
-        tensor = value_of(call_args.get(name))
-        if call_args.get(name) is None:
-            continue
-        if not isinstance(tensor, FakeTensor):
-            raise LeftAlone(f"{name} is a {type(tensor).__name__}, not a plain tensor")
-        valid = checks.FLOATS if name != "target" else checks.FLOATS + checks.INDICES
-        if tensor.dtype not in valid:
-            raise LeftAlone(f"{name} has dtype {tensor.dtype}")
-    logits, soft = value_of(call_args["input"]), loss.is_soft
+    for name, value in call_args.items():
+        if name not in _KNOWN | _OWN and value is not None:
+            raise LeftAlone(f"our operator has no argument {name}")
+    tensors = {name: call_args[name] for name in ("input", "target", "weight") if call_args.get(name) is not None}
+    refuse_foreign(tensors)
+    for name, tensor in tensors.items():
+        dtype = value_of(tensor).dtype
+        if dtype not in (checks.FLOATS if name != "target" else checks.FLOATS + checks.INDICES):
+            raise LeftAlone(f"{name} has dtype {dtype}")
+    soft = loss.is_soft
     if loss.is_nll and soft:
         raise LeftAlone("target has as many dimensions as input")
     if isinstance(call_args.get("label_smoothing"), fx.Node):
@@ -109,10 +100,6 @@ def _refuse(loss: Loss) -> None:
     weight = value_of(call_args.get("weight"))
     if not soft and weight is not None and weight.requires_grad:
         raise LeftAlone("weight requires grad, which has no derivative; torch says so")
-    operation = "xent::soft_cross_entropy_forward" if soft else "xent::cross_entropy_forward"
-    key = torch._C._dispatch_key_for_device(logits.device.type)
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(operation, key):
-        raise LeftAlone(f"xent_ops has no kernel for the device {logits.device.type}")
 
 
 def _refuse_few_classes(loss: Loss) -> None:
@@ -220,13 +207,8 @@ def _shape(logits: Tensor) -> str:
 def _describe(loss: Loss) -> str:
     call_args = loss.call_args
     logits = value_of(call_args["input"])
-    given_options = {name: call_args.get(name) for name in (*_LEGACY, "reduction", "label_smoothing")}
-    options = [f"{name}={option!r}" for name, option in given_options.items() if option is not None]
-    if call_args.get("weight") is not None:
-        options.append("weight")
-    what = type(logits).__name__
-    if isinstance(logits, Tensor):
-        what = _shape(logits)
-    if loss.title:
-        what = f"{loss.title} of {what}"
-    return ", ".join([what, *options])
+    names = ("reduction", "label_smoothing")
+    options = [f"{name}={call_args[name]!r}" for name in names if call_args.get(name) is not None]
+    options += ["weight"] if call_args.get("weight") is not None else []
+    what = _shape(logits) if isinstance(logits, Tensor) else type(logits).__name__
+    return ", ".join([f"{loss.title} of {what}" if loss.title else what, *options])

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from ...kernels.options import Activation
 from . import writers
 from .links import STEPS, activation_of, walk
-from .nodes import LeftAlone, is_cast, is_pointwise, name_of, position, share_memory, value_of, viewed_by
+from .nodes import LeftAlone, is_cast, is_pointwise, name_of, share_memory, value_of, viewed_by
 
 
 @dataclass
@@ -67,12 +67,12 @@ def is_fused(node: fx.Node) -> bool:
 
 def _fused_writer(written: fx.Node, loss: fx.Node, mine: set[fx.Node]) -> fx.Node | None:
     """A pointwise operator outside the tail that writes to the logits in place before the loss."""
-    order, memory = position(loss.graph), value_of(written)
+    memory = value_of(written)
     for node in loss.graph.nodes:
         if node is loss:
             return None
         if node in mine or not is_pointwise(node):
             continue
-        if any(share_memory(value_of(one), memory) for one in writers.written_by(node)) and order[node] < order[loss]:
+        if any(share_memory(value_of(one), memory) for one in writers.written_by(node)):
             return node
     return None

@@ -26,19 +26,8 @@ _PURE = {
     "has_names", "get_device", "storage_offset",
 }  # fmt: skip
 _PURE_BUILTINS = {
-    "abs",
-    "bool",
-    "float",
-    "getattr",
-    "hasattr",
-    "int",
-    "isinstance",
-    "len",
-    "max",
-    "min",
-    "round",
-    "sum",
-}
+    "abs", "bool", "float", "getattr", "hasattr", "int", "isinstance", "len", "max", "min", "round", "sum",
+}  # fmt: skip
 # Modules of pure functions; out= is checked separately. Functorch's functions wrap a tensor, and a write to the wrapper
 # is found.
 _PURE_MODULES = {"_operator", "math", "torch", "torch.functional"}
