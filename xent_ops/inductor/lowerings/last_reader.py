@@ -109,10 +109,11 @@ def _gradients(output: fx.Node) -> set[fx.Node]:
 
 
 def _reads_last(node: fx.Node, position: int, memory: dict[fx.Node, list[fx.Node]], backward: set[fx.Node]) -> bool:
-    """Is every result of another read of the logits' memory either needed by ``node`` or in the forward?
+    """Does nothing in the backward need the logits' memory after ``node`` has read it?
 
-    It checks results, not only reading nodes: the partitioner may recompute a read in the backward, and Inductor
-    inlines a pointwise operator into each of its users.
+    What other nodes compute from that memory must be an input of ``node``, or stay in the forward. Their results count,
+    not only the nodes that read: the partitioner may compute a read again in the backward, and Inductor copies a
+    pointwise operator into each of its users.
     """
     logits = node.args[position]
     if not isinstance(logits, fx.Node) or _rows_overlap(logits):

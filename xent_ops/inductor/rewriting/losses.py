@@ -79,7 +79,7 @@ class Loss:
         return loss
 
     def start(self) -> Start:
-        """The start of the walk to the head. Raises LeftAlone."""
+        """The logits, and the nodes between them and the loss. Raises LeftAlone."""
         return self.behind_log_softmax() if self.is_nll else Start(self.call_args["input"], {self.node}, [])
 
     def behind_log_softmax(self) -> Start:
@@ -127,11 +127,11 @@ class Loss:
 
 @dataclass
 class Start:
-    """The first of the nodes before a loss, with its readers."""
+    """Where the walk from a loss to its head starts: the logits that the loss, or its log-softmax, reads."""
 
     logits: fx.Node
-    readers: set[fx.Node]  # the loss, or the log-softmax, ...
-    behind: list[fx.Node]  # the casts, and all nodes between them and the loss, in order
+    readers: set[fx.Node]  # they read the logits for the loss: F.cross_entropy itself, or the log-softmax
+    behind: list[fx.Node]  # the nodes between the logits and the loss, in order: the log-softmax, its views and casts
     views: list[fx.Node] = field(default_factory=list)  # the views among them
     upcast: bool = False
 
