@@ -40,7 +40,7 @@ FORMS = {
     "logsumexp": Form(
         "xt", lambda k: k.x.gather(-1, k.t[:, None]), lambda y, k: k.x.logsumexp(-1, keepdim=True) - y
     ),
-    "probabilities": Form("xp", lambda k: k.x / 4, lambda y, k: F.cross_entropy(y, k.p)),
+    "probabilities": Form("x", lambda k: k.x / 4, lambda y, k: F.cross_entropy(y, k.p)),
     "head": Form("hwb", lambda k: F.linear(k.h, k.w, k.b), _cross_entropy, head=True),
     "transposed head": Form("hw", lambda k: k.h @ k.w.t(), _cross_entropy, head=True),
     "scaled head": Form("hwb", lambda k: F.linear(k.h, k.w, k.b) * 2, _cross_entropy, head=True),
@@ -271,7 +271,11 @@ def test_a_bias_that_is_the_weight_of_the_loss_too():
     assert_left("head", "abs_ may write to the bias between", function, gradients=False)
 
 
-SAVED = [(name, read) for name, read in WRITTEN if read in "xphwb"] + [("gather", "t"), ("gathered head", "t")]
+SAVED = [(name, read) for name, read in WRITTEN if read in "xphwb"] + [
+    ("gather", "t"),
+    ("gathered head", "t"),
+    ("probabilities", "p"),
+]
 
 
 @pytest.mark.parametrize("name, read", SAVED)
