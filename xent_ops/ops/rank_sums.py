@@ -16,15 +16,20 @@ from ..kernels.reference_shard import sum_in_order
 _collectives = torch.ops._c10d_functional
 
 
+def wait(result: Tensor) -> Tensor:
+    """What a collective returned, when it has arrived."""
+    return _collectives.wait_tensor(result)
+
+
 def gather(tensor: Tensor, world: int, group_name: str) -> Tensor:
-    """(world * n, ...) of each rank's (n, ...). Call wait_tensor on it."""
+    """(world * n, ...) of each rank's (n, ...). Call wait on it."""
     gathered = _collectives.all_gather_into_tensor(tensor, world, group_name)
     # Two all-gathers of gloo in flight at a time corrupt the heap, in plain torch too (2.11, 2.13, 2.15).
     return _collectives.wait_tensor(gathered) if tensor.device.type == "cpu" else gathered
 
 
 def start(tensor: Tensor, world: int, group_name: str, scattered: bool, in_rank_order: bool) -> Tensor:
-    """The sum of (n, ...); with ``scattered``, this rank's (n / world, ...) of it. Call wait_tensor on it."""
+    """The sum of (n, ...); with ``scattered``, this rank's (n / world, ...) of it. Call wait on it."""
     if scattered:
         if in_rank_order:
             return _part_of_sum(tensor, world, group_name)

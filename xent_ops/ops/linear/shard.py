@@ -58,7 +58,7 @@ def _sum_over_ranks(gradient: Tensor, ctx: Any) -> Tensor:
             "pass pipelined=True"
         )
     total = rank_sums.start(gradient, ctx.world, ctx.group_name, ctx.scattered, ctx.in_rank_order)
-    total = torch.ops._c10d_functional.wait_tensor(total)
+    total = rank_sums.wait(total)
     return total[0] if ctx.scattered else total
 
 
