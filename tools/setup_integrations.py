@@ -10,9 +10,12 @@ import sysconfig
 from pathlib import Path
 
 # Packages that train with our loss, with their dependencies.
-PACKAGES = ("datasets", "deepspeed", "kernels", "lightning", "pytorch-metric-learning", "torchtitan", "trl")
-# Without their dependencies (an older transformers, ray): the recipes do not use these.
-ALONE = ("speculators", "verl")
+PACKAGES = (
+    *("ai2-olmo-core", "datasets", "deepspeed", "flash-linear-attention", "kernels", "lightning"),
+    *("pytorch-metric-learning", "sentence-transformers", "torchtitan", "trl"),
+)
+# Without their dependencies (an older transformers, ray, CUDA libraries): the recipes do not use these.
+ALONE = ("megatron-core", "speculators", "verl")
 OURS = "made-by-make"  # a folder without it belongs to someone else
 
 

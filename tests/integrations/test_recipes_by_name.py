@@ -9,22 +9,75 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 import xent_ops
 
 DOCS = Path(__file__).parents[2] / "docs"
-S, H, V = 6, 16, 50
+B, S, H, V = 2, 6, 16, 50
+
+
+def package(name, needed=""):
+    """Skips where it is not installed. A package whose own dependencies are missing is not installed either."""
+    return pytest.importorskip(name, reason=f"{needed or name} is not installed", exc_type=ImportError)
 
 
 def blocks(page):
     return re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
+@pytest.fixture(scope="module")
+def recipes():
+    """The names that docs/migrate.md defines. The page starts a group of one rank, which the tests of Megatron need."""
+    names = {}
+    for block in blocks("migrate.md"):
+        exec(block, names)
+    yield names
+    dist.destroy_process_group()
+
+
+def batch():
+    """(hidden states, labels) of B sequences of S tokens; every third label is ignored."""
+    labels = torch.randint(V, (B, S))
+    return torch.randn(B, S, H, requires_grad=True), labels.masked_fill(torch.arange(S) % 3 == 1, -100)
+
+
 def assert_equal(ours, theirs, tensors):
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     gradients = [torch.autograd.grad(loss, tensors, retain_graph=True) for loss in (ours, theirs)]
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("items", [None, 7])
+def test_flash_linear_attention(recipes, items):
+    """The code of its models between the last layer and the loss. (Its layers need a GPU.)"""
+    modeling = package("fla.models.modeling_utils", "flash-linear-attention")
+    config = modeling.PretrainedConfig(fuse_linear_cross_entropy=False, fuse_cross_entropy=False, use_l2warp=False)
+    model = modeling.FLAForCausalLM(config)
+    model.lm_head, model.criterion = nn.Linear(H, V), None
+    hidden, labels = batch()
+    theirs, _ = model._compute_logits_and_loss(hidden, labels, num_items_in_batch=items)
+    config.fuse_linear_cross_entropy, model.criterion = True, recipes["Criterion"]()
+    ours, logits = model._compute_logits_and_loss(hidden, labels, num_items_in_batch=items)
+    assert logits is None
+    assert_equal(ours, theirs, [hidden, model.lm_head.weight, model.lm_head.bias])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("z_loss", [None, 1e-3])
+def test_olmo_core(recipes, monkeypatch, reduction, z_loss):
+    lm_head = package("olmo_core.nn.lm_head", "ai2-olmo-core")
+    monkeypatch.setattr(lm_head, "fused_linear_cross_entropy_loss", recipes["fused_linear_cross_entropy_loss"])
+    head = lm_head.LMHead(d_model=H, vocab_size=V)
+    hidden, labels = batch()
+    options = {"labels": labels, "loss_reduction": reduction, "z_loss_multiplier": z_loss, "return_logits": False}
+    theirs = head(hidden, **options)
+    head._loss_implementation = lm_head.LMLossImplementation.fused_linear
+    ours = head(hidden, **options)
+    assert_equal(ours.loss, theirs.loss, [hidden, *head.w_out.parameters()])
+    torch.testing.assert_close((ours.ce_loss, ours.z_loss), (theirs.ce_loss, theirs.z_loss), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name, beta", [("kl_div_loss", 0.0), ("reverse_kl_div_loss", 1.0), ("js_div_loss", 0.5)])
@@ -46,9 +99,7 @@ def test_speculators(name, beta):
 
 def metric_problem(name, **options):
     """(the package's loss of V classes, features, labels)"""
-    losses = pytest.importorskip(
-        "pytorch_metric_learning.losses", reason="pytorch-metric-learning is not installed", exc_type=ImportError
-    )
+    losses = package("pytorch_metric_learning.losses", "pytorch-metric-learning")
     loss = getattr(losses, name)(num_classes=V, embedding_size=H, **options)
     return loss, torch.randn(8, H, requires_grad=True), torch.randint(V, (8,))
 
@@ -70,3 +121,47 @@ def test_margin_losses(name, function, margin):
     operands = F.normalize(features), F.normalize(loss.W.t())
     ours = xent_ops.linear_token_loss(*operands, labels, names[function], logit_scale=30.0)
     torch.testing.assert_close(ours, loss(features, labels), rtol=1e-4, atol=1e-4)
+
+
+class Embedder(nn.Module):
+    """A module of a SentenceTransformer: the embedding of a sentence is the mean of those of its tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(V, H)
+
+    def forward(self, features):
+        return features | {"sentence_embedding": self.tokens(features["input_ids"]).mean(1)}
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 drops the gradient of to_dense")
+def test_sentence_transformers():
+    package("sentence_transformers", "sentence-transformers")
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    embedder = Embedder()
+    loss = MultipleNegativesRankingLoss(SentenceTransformer(modules=[embedder], device="cpu"))
+    pairs = [{"input_ids": torch.randint(V, (4, S))} for _ in range(2)]
+    theirs = torch.autograd.grad(loss(pairs, None), embedder.tokens.weight)
+    loss.compile(options=xent_ops.inductor.options(linear=True))
+    ours = torch.autograd.grad(loss(pairs, None), embedder.tokens.weight)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    (call,) = xent_ops.inductor.last_report().calls
+    assert call.replaced and call.head, str(call)
+
+
+def test_megatron_core(recipes):
+    """The loss of logits (S, B, V) on one rank. A GPTModel was tried by hand: its layers need a GPU."""
+    tensor_parallel = package("megatron.core.tensor_parallel", "megatron-core")
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel()
+    try:
+        logits, labels = torch.randn(S, B, V, requires_grad=True), torch.randint(V, (S, B))
+        theirs = tensor_parallel.vocab_parallel_cross_entropy(logits.clone(), labels)  # it writes over its argument
+        ours = recipes["vocab_parallel_cross_entropy"](logits, labels)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        assert_equal(ours.mean(), theirs.mean(), [logits])
+    finally:
+        parallel_state.destroy_model_parallel()
