@@ -35,10 +35,20 @@ LINE = "2 passed, 2 failed, 1 expected to fail, 8 skipped: 4 need a GPU, 3: trit
 def test_both_runs_are_counted_in_the_last_line(pytester, monkeypatch):
     """Below pytest's own, of processes that share the tests. No skip has a line of its own."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # some of them import torch, in each of three processes
     before = {"passed": {"": 1}, "skipped": {"needs a GPU": 2}}
     pytester.path.joinpath("counts.json").write_text(json.dumps(before))
     pytester.makepyfile(test_some=MODULE)
-    options = ("-q", "-rfEx", "-p", "helpers.closing_line", "--add-counts=counts.json", "--numprocesses=2")
+    options = (
+        "-q",
+        "-rfEx",
+        "-p",
+        "xdist",
+        "-p",
+        "helpers.closing_line",
+        "--add-counts=counts.json",
+        "--numprocesses=2",
+    )
     done = pytester.runpytest_subprocess(*options)
     assert done.ret == pytest.ExitCode.TESTS_FAILED and done.outlines[-1] == LINE
     assert done.outlines[-2].startswith("1 failed, 1 passed, 6 skipped, 1 xfailed, 1 error in ")
