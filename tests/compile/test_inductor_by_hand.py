@@ -305,6 +305,9 @@ UNKNOWN = {
     "log_softmax of float32 (2, 1024)": _label_smoother,
     "logsumexp of float32 (1024)": lambda x, t: torch.stack([y.logsumexp(-1) for y in x]) - x[:, 0],
     "logsumexp of float32 (2, 1024)": lambda x, t: torch.distributions.Categorical(logits=x).log_prob(t),
+    "log of a softmax of float32 (2, 1024)": lambda x, t: x.softmax(-1).gather(1, t[:, None]).squeeze(1).log(),
+    "log of a softmax of float32 (2, 1024) ": lambda x, t: (x.float().softmax(-1)[torch.arange(2), t] + 1e-9).log(),
+    "log of a sum of exps of float32 (2, 1024)": lambda x, t: x.exp().sum(-1, keepdim=True).log() - x[:, :1],
     "log_softmax of float32 (2, 1024) ": lambda x, t: (F.one_hot(t, x.shape[1]) * x.log_softmax(-1)).sum(-1),
 }
 
