@@ -14,11 +14,11 @@ OPTIONS = f"SymInt ignore_index=-100, {SOFT_OPTIONS}"
 LSE_SQUARE = "float lse_square_scale=0.0"
 REDUCTION = "str reduction='mean'"
 STATISTICS = "bool with_argmax=False, bool with_entropy=False"
-BATCH_INVARIANT = "bool batch_invariant=False"  # the split of a row over programs does not depend on the number of rows
+BATCH_INVARIANT = "bool batch_invariant=False"  # a row's bits do not depend on the other rows
 SLICE = "SymInt class_start=0, SymInt? num_classes=None"
 
-# The logits are input @ linear_weight.T + linear_bias, made a chunk of rows at a time: input is (..., H), linear_weight
-# (V, H), linear_bias (V,). The mask names the gradients of these three that are wanted; the others are of shape (0,).
+# The logits are input @ linear_weight.T + linear_bias, computed one chunk of rows at a time: input is (..., H),
+# linear_weight (V, H), linear_bias (V,). The mask names the gradients that are wanted; the others have shape (0,).
 LINEAR = "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias=None, Tensor? weight=None"
 DIVISOR = "Tensor? divisor=None"
 TOKEN_WEIGHT = "Tensor? token_weight=None"
@@ -27,10 +27,10 @@ ACCUMULATE = "ScalarType? accumulate_dtype=None"
 LOGITS_DTYPE = "ScalarType? logits_dtype=None"
 CHUNKS = "SymInt? chunk_rows=None, bool skip_ignored=False"
 CHUNKING = f"{CHUNKS}, {LOGITS_DTYPE}, str? products=None"
-# A gradient of 16 bits for float32 logits; in place it is written to the front of each row.
+# A 16-bit gradient for float32 logits. The in-place form writes it to the front of each row.
 GRAD_DTYPE = "ScalarType? grad_dtype=None"
-COUNT = "Tensor? count=None"  # of the first rows of a chunk, (): those after them are ignored ones
-# Never read. It only orders a graph: the operator runs after the one that made this tensor, such as "done", (0,).
+COUNT = "Tensor? count=None"  # (), the number of counted rows of a chunk; ignored rows follow them
+# Never read. It only orders a graph: the operator runs after the one that returned this tensor, such as "done", (0,).
 AFTER = "Tensor? after=None"
 IDS = "Tensor? ids=None"  # several classes of each row of a chunk, (n, K)
 MASK_IDS = "bool mask_ids=False"  # lse is that of the classes that the ids of a row do not name
@@ -44,37 +44,37 @@ TWO_HEADS = (
 )
 LINEAR_GRADS = "Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias"
 
-# Made of the others for every device: no kernels of their own.
+# These call other operators on every device, and have no kernels of their own.
 COMPOSITES = ("cross_entropy", "linear_cross_entropy")
 
 DECLARED: dict[str, tuple[str, "str | None"]] = {
-    # What users call. Composite: a graph shows the operators below.
+    # Public functions call it. Composite: a graph shows the other operators.
     "cross_entropy": (
         f"(Tensor logits, Tensor target, Tensor? weight=None, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}) -> Tensor loss",
         None,
     ),
-    # Class indices as targets: one visit of the logits each way. A reduced loss is one number, with what it was
-    # divided by.
+    # Class indices as targets: forward and backward visit the logits once each. A reduced loss is one number. Its
+    # divisors are returned too.
     "cross_entropy_reduced": (
         f"(Tensor logits, Tensor target, Tensor? weight=None, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}) "
         "-> (Tensor value, Tensor divisors, Tensor lse)",
         None,
     ),
-    # Two flags say which statistics are wanted beside loss and lse; the others are of shape (0,).
+    # Two flags ask for argmax and entropy. Without its flag, each has shape (0,).
     "cross_entropy_forward": (
         f"(Tensor logits, Tensor target, Tensor? weight=None, {STATISTICS}, {BATCH_INVARIANT}, *, {OPTIONS}) "
         "-> (Tensor loss, Tensor lse, Tensor argmax, Tensor entropy)",
         None,
     ),
-    # Of a slice of the classes too, from class_start on, where num_classes, of all slices, is given.
+    # With num_classes (of all slices), the logits are the slice of the classes from class_start on.
     "cross_entropy_backward": (
         "(Tensor grad_loss, Tensor? grad_lse, Tensor logits, Tensor target, Tensor lse, Tensor? weight=None, "
         "Tensor? divisors=None, Tensor? grad_entropy=None, Tensor? entropy=None, Tensor? lse_coefficient=None, "
         f"{SLICE}, {GRAD_DTYPE}, *, {OPTIONS}, {LSE_SQUARE}) -> Tensor grad_logits",
         "logits",
     ),
-    # Loss and gradient in one visit of the logits; what a mean divides by, before there are losses; and what applies
-    # an upstream gradient afterwards.
+    # Loss and gradient in one visit of the logits. cross_entropy_divisor computes the divisor of a mean before, and
+    # scale_grad_ multiplies by the upstream gradient afterwards.
     "cross_entropy_with_grad": (
         "(Tensor logits, Tensor target, Tensor grad_scale, Tensor? grad_lse_square=None, Tensor? weight=None, "
         f"{STATISTICS}, {GRAD_DTYPE}, *, {OPTIONS}) "
@@ -87,7 +87,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         None,
     ),
     "scale_grad_": ("(Tensor(a!) grad, Tensor factor) -> ()", None),
-    # Several classes a row, ids (..., K): x of each, which with the lse gives their log-probabilities.
+    # Several classes per row, ids (..., K): x of each. With the lse it gives their log-probabilities.
     "token_logits": (
         f"(Tensor logits, Tensor ids, bool with_entropy=False, {BATCH_INVARIANT}, *, {OPTIONS}) "
         "-> (Tensor at_ids, Tensor lse, Tensor entropy)",
@@ -98,7 +98,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         f"Tensor lse, Tensor? entropy=None, *, {OPTIONS}) -> Tensor grad_logits",
         None,
     ),
-    # Writes the columns of the ids, where cross_entropy_backward has written the others.
+    # Writes the columns of the ids. cross_entropy_backward has written the others before.
     "ids_grad_": (
         "(Tensor(a!) grad_logits, Tensor ids, Tensor at_ids, Tensor grad_ids, Tensor grad_lse, Tensor lse, "
         f"Tensor? grad_entropy=None, Tensor? entropy=None, {SLICE}, *, {OPTIONS}) -> ()",
@@ -115,8 +115,8 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         f"{SOFT_OPTIONS}) -> Tensor grad_logits",
         None,
     ),
-    # A teacher's logits beside the student's: losses of rows, what the backward wants of them, and its gradient. With a
-    # class_start both are a slice of num_classes, of which the forward gives parts for a join.
+    # A teacher's logits beside the student's: losses of rows, the statistics that the backward needs, and the gradient.
+    # With class_start both are a slice of num_classes, and the forward returns this slice's part for a join.
     "distillation_forward": (
         "(Tensor logits, Tensor teacher_logits, Tensor target, Tensor? joined=None, SymInt? class_start=None, *, "
         f"{DISTILLATION}) -> (Tensor loss, Tensor statistics)",
@@ -132,8 +132,8 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         "-> (Tensor loss, Tensor grad_logits)",
         "logits",
     ),
-    # One rank's shard of the vocabulary. The caller's all-gather of (1, W) to (ranks, W) stands between
-    # cross_entropy_shard and the two that join: to losses of rows, or to a reduced loss.
+    # One rank's shard of the vocabulary. The caller gathers the results of cross_entropy_shard, (1, W), of all ranks to
+    # (ranks, W). The other two join them: to losses of rows, or to a reduced loss.
     "cross_entropy_shard": (
         "(Tensor logits, Tensor target, SymInt class_start, SymInt num_classes, Tensor? weight=None, "
         f"{BATCH_INVARIANT}, *, {OPTIONS}) -> Tensor stats",
@@ -151,13 +151,13 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         "-> (Tensor value, Tensor divisors, Tensor lse, Tensor lse_coefficient)",
         None,
     ),
-    # The head and the loss as one. Composite: with gradients wanted, the one pass; else rows.
+    # The head and the loss as one. Composite: one pass if gradients are wanted, otherwise rows.
     "linear_cross_entropy": (
         f"({LINEAR}, {DIVISOR}, {TOKEN_WEIGHT}, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}, {ACCUMULATE}, {CHUNKING}) "
         "-> Tensor loss",
         None,
     ),
-    # Rows: one product forward, three backward.
+    # Rows: one matrix multiplication in the forward, three in the backward.
     "linear_cross_entropy_forward": (
         f"({LINEAR}, {STATISTICS}, *, {OPTIONS}, {ACCUMULATE}, {CHUNKING}) "
         "-> (Tensor loss, Tensor lse, Tensor argmax, Tensor entropy)",
@@ -170,7 +170,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         f"{ACCUMULATE}, {CHUNKING}) -> ({LINEAR_GRADS})",
         None,
     ),
-    # The same of several classes a row.
+    # The same for several classes per row.
     "linear_token_logits": (
         "(Tensor input, Tensor linear_weight, Tensor ids, Tensor? linear_bias=None, bool with_entropy=False, "
         f"{MASK_IDS}, *, {OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> (Tensor at_ids, Tensor lse, Tensor entropy)",
@@ -182,23 +182,23 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         f"{OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> ({LINEAR_GRADS})",
         None,
     ),
-    # With constants for the derivatives of their log-probabilities, (..., K), and of lse^2, (...): one visit of logits.
+    # The derivatives of their log-probabilities, (..., K), and of lse^2, (...), are constants: one visit of the logits.
     "linear_token_logits_with_grad": (
         "(Tensor input, Tensor linear_weight, Tensor ids, Tensor grad_log_probs, Tensor? grad_lse_square=None, "
         f"Tensor? linear_bias=None, {OUTPUT_MASK}, {ACCUMULATE}, *, {OPTIONS}, {CHUNKING}) "
         f"-> (Tensor at_ids, Tensor lse, {LINEAR_GRADS})",
         None,
     ),
-    # One pass: a reduced loss, the losses and statistics of its rows and its gradients, three products in all; and what
-    # applies the upstream gradient.
+    # One pass with three matrix multiplications: a reduced loss, the losses and statistics of its rows, its gradients.
+    # linear_scale_grad multiplies these by the upstream gradient.
     "linear_cross_entropy_with_grad": (
         f"({LINEAR}, {DIVISOR}, {TOKEN_WEIGHT}, {OUTPUT_MASK}, {ACCUMULATE}, {STATISTICS}, *, {OPTIONS}, {LSE_SQUARE}, "
         f"{REDUCTION}, {CHUNKING}) -> (Tensor value, Tensor divisors, Tensor loss, Tensor lse, Tensor argmax, "
         f"Tensor entropy, {LINEAR_GRADS})",
         None,
     ),
-    # The same of a teacher's head beside the student's: losses of rows, two products, and four in the backward; or one
-    # pass, four.
+    # The same with a teacher's head beside the student's. Rows: two matrix multiplications in the forward, four in the
+    # backward. One pass: four.
     "linear_distillation_forward": (
         f"({TWO_HEADS}, *, {DISTILLATION}, {ACCUMULATE}, {CHUNKS}) -> (Tensor loss, Tensor statistics)",
         None,
@@ -214,8 +214,8 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         None,
     ),
     "linear_scale_grad": ("(Tensor grad, Tensor factor) -> Tensor scaled", None),
-    # One rank's rows of the head. The caller's all-gather stands between the first two, as above; the formula of the
-    # join adds grad_input up over the ranks of the group; in_rank_order: so that the order does not depend on the row.
+    # One rank's rows of the head. The caller gathers between the first two, as above. The formula of the join sums
+    # grad_input over the ranks of the group. in_rank_order: the order of this sum does not depend on the row.
     "linear_cross_entropy_shard": (
         "(Tensor input, Tensor linear_weight, Tensor target, SymInt class_start, SymInt num_classes, "
         f"Tensor? linear_bias=None, Tensor? weight=None, bool with_entropy=False, *, {OPTIONS}, {CHUNKING}) "
@@ -229,8 +229,8 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         "-> (Tensor loss, Tensor lse, Tensor target_weight, Tensor lse_coefficient, Tensor entropy)",
         None,
     ),
-    # A chunk of rows at a time, its logits kept, with the caller's code between the first two: a gather of all ranks'
-    # statistics, a function of a row's statistics. Three products. Of a slice where num_classes is given.
+    # One chunk of rows, whose logits are kept. The caller's code runs between the first two: a gather of all ranks'
+    # statistics, or a function of a row's statistics. Three matrix multiplications. With num_classes, of a slice.
     "linear_cross_entropy_chunk": (
         f"(Tensor input, Tensor linear_weight, Tensor target, {SLICE}, Tensor? linear_bias=None, "
         f"Tensor? weight=None, bool with_entropy=False, {COUNT}, {AFTER}, {IDS}, {MASK_IDS}, {LOGITS_DTYPE}, *, "
@@ -250,7 +250,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         f"SymInt columns, bool first, {COUNT}) -> ()",
         None,
     ),
-    # The same of a student's and a teacher's slices; the other two operators are those above and below.
+    # The same for a student's and a teacher's slices. The other two operators of the loop serve both.
     "linear_distillation_chunk": (
         "(Tensor input, Tensor linear_weight, Tensor target, Tensor teacher_input, Tensor teacher_weight, "
         f"SymInt class_start, Tensor? linear_bias=None, Tensor? teacher_bias=None, {AFTER}, *, {DISTILLATION}) "
@@ -275,8 +275,8 @@ def in_place_schema(schema: str, overwrites: str) -> str:
     """The schema of the operator that writes its last output over this argument."""
     arguments, outputs = schema.split(" -> ")
     written = arguments.replace(f"Tensor {overwrites},", f"Tensor(a!) {overwrites},")
-    rest = [output.strip() for output in outputs.strip("()").split(",")[:-1]]
-    return f"{written} -> ({', '.join(rest)})"
+    other_outputs = [output.strip() for output in outputs.strip("()").split(",")[:-1]]
+    return f"{written} -> ({', '.join(other_outputs)})"
 
 
 SCHEMAS: dict[str, str] = {}
@@ -285,6 +285,6 @@ for _name, (_schema, _overwrites) in DECLARED.items():
     if _overwrites is not None:
         SCHEMAS[f"{_name}_"] = in_place_schema(_schema, _overwrites)
 
-# Not in libxent_ops.so, and plain torch on a CPU: heads, whose loops over chunks are Python's (a package for a process
-# without it takes them from ``xent_ops.decompositions``), and several classes a row.
+# Not in libxent_ops.so, and plain torch on a CPU: heads, whose loops over chunks are written in Python, and several
+# classes per row. A package for a process without Python takes heads from ``xent_ops.decompositions``.
 PYTHON_ONLY = frozenset(name for name in SCHEMAS if name.startswith(("linear_", "token_logits", "ids_grad", "attach_")))
