@@ -58,7 +58,7 @@ def clock(monkeypatch):
     return lambda *times: monkeypatch.setattr(timing, "in_turn", lambda runs, *more: list(times)[: len(runs)])
 
 
-@pytest.mark.parametrize("more, unit", [([], "copy"), (["--linear", "16"], "three products")])
+@pytest.mark.parametrize("more, unit", [([], "copy"), (["--linear", "16"], "three matmuls")])
 def test_json_picture_and_table(more, unit, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     figures, picture = tmp_path / "bench.json", tmp_path / "bench.png"

@@ -82,10 +82,10 @@ def test_all_forms_of_a_head(tmp_path):
     only = "xent eager,xent float32,xent skipping,xent forward,xent outputs"
     sizes = ("--shapes", "34x64", "--hidden", "16", "--dtype", "bfloat16")
     results = bench(tmp_path, "heads", *sizes, "--chunk-rows", "5,18", "--only", only)
-    assert {"three products", "one product", "xent eager 5", "xent eager 18", "xent forward 5"} <= results.keys()
+    assert {"three matmuls", "one matmul", "xent eager 5", "xent eager 18", "xent forward 5"} <= results.keys()
     assert statuses(results) == {"ok"}
     forward = results["xent forward 18"]
-    assert forward["ratio"] == forward["ms"] / results["one product"]["ms"] and forward["errors"].keys() == {"loss"}
+    assert forward["ratio"] == forward["ms"] / results["one matmul"]["ms"] and forward["errors"].keys() == {"loss"}
 
 
 def test_cost_of_batch_invariant(tmp_path):
@@ -93,7 +93,7 @@ def test_cost_of_batch_invariant(tmp_path):
     results = bench(tmp_path, "invariant", "--shapes", "1x2000", "--hidden", "16")
     names = ("xent", "xent log-probs", "xent forward")
     both = {f"{name}{end}" for name in names for end in ("", " batch_invariant")}
-    assert results.keys() == {"three products", "one product"} | both
+    assert results.keys() == {"three matmuls", "one matmul"} | both
     assert statuses(results) == {"ok"}
     for name in names:
         assert results[f"{name} batch_invariant"]["ms"] > results[name]["ms"]

@@ -23,7 +23,7 @@ from xent_ops.bench.contestants import (
     CUTLASS,
     LIGER,
     LINEAR_PEERS,
-    THREE_PRODUCTS,
+    THREE_MATMULS,
     Contestant,
     Function,
     Outputs,
@@ -38,7 +38,7 @@ from xent_ops.bench.contestants import (
 from xent_ops.bench.contestants import heads as common
 from xent_ops.bench.run import Setting, Table, head_tables
 
-ONE_PRODUCT = "one product"
+ONE_MATMUL = "one matmul"
 # Limits of relative errors: of gradients in the 2-norm, and of the loss in addition to the limit of its dtype. Heads
 # with few features and classes have larger errors than the large heads in docs/precision.md.
 IN_8_BITS = {"fp8": (5e-2, 3e-3), "fp8_gradients": (4e-2, 0.0)}
@@ -97,13 +97,13 @@ def ours(dtype: torch.dtype, rows: int | None) -> list[Contestant]:
                 f"{name}{end}",
                 "ours",
                 load(function, how),
-                THREE_PRODUCTS,
+                THREE_MATMULS,
                 in_8_bits=IN_8_BITS.get(how.get("products", "")),
             )
             for name, function, how in ways
         ),
-        Contestant(f"xent compiled{end}", "ours", compiled(load(linear, {})), THREE_PRODUCTS),
-        Contestant(f"xent forward{end}", "ours", load(forward, {}), ONE_PRODUCT),
+        Contestant(f"xent compiled{end}", "ours", compiled(load(linear, {})), THREE_MATMULS),
+        Contestant(f"xent forward{end}", "ours", load(forward, {}), ONE_MATMUL),
     ]
 
 
@@ -115,13 +115,13 @@ def of_log_probs(hidden: Tensor, matrix: Tensor, target: Tensor, **options: Any)
 def invariant(arguments: argparse.Namespace, setting: Setting) -> tuple[list[Table], Sequence[Peer]]:
     """The cost of batch_invariant with few rows and with many."""
     ways: list[tuple[str, Any, str]] = [
-        ("xent", linear, THREE_PRODUCTS),
-        ("xent log-probs", of_log_probs, THREE_PRODUCTS),
-        ("xent forward", forward, ONE_PRODUCT),
+        ("xent", linear, THREE_MATMULS),
+        ("xent log-probs", of_log_probs, THREE_MATMULS),
+        ("xent forward", forward, ONE_MATMUL),
     ]
     found = [
-        Contestant(THREE_PRODUCTS, "torch", lambda: products, unit=THREE_PRODUCTS),
-        Contestant(ONE_PRODUCT, "torch", lambda: one_product, unit=ONE_PRODUCT),
+        Contestant(THREE_MATMULS, "torch", lambda: products, unit=THREE_MATMULS),
+        Contestant(ONE_MATMUL, "torch", lambda: one_product, unit=ONE_MATMUL),
     ]
     for name, function, unit in ways:
         found.append(Contestant(name, "ours", functools.partial(functools.partial, function), unit))
@@ -175,14 +175,14 @@ PEERS = (
 
 def heads(arguments: argparse.Namespace, setting: Setting) -> tuple[list[Table], Sequence[Peer]]:
     found = [line for line in common() if line.kind == "torch"]
-    found.append(Contestant(ONE_PRODUCT, "torch", lambda: one_product, unit=ONE_PRODUCT))
+    found.append(Contestant(ONE_MATMUL, "torch", lambda: one_product, unit=ONE_MATMUL))
     for rows in arguments.chunk_rows or [None]:
         found += ours(setting.dtype, rows)
-    found.append(Contestant("unfused xent compiled", "ours", compiled(lambda: unfused_ours), THREE_PRODUCTS))
+    found.append(Contestant("unfused xent compiled", "ours", compiled(lambda: unfused_ours), THREE_MATMULS))
     for chunks in AUTO_CHUNKS if has_auto_chunker() else ():
         load = compiled(lambda: unfused_torch, options=AUTO_CHUNKER | {"auto_chunker.num_chunk": chunks})
-        found.append(Contestant(f"auto_chunker {chunks}", "torch", load, THREE_PRODUCTS, confirm=was_chunked))
-    found += installed(PEERS, THREE_PRODUCTS)
+        found.append(Contestant(f"auto_chunker {chunks}", "torch", load, THREE_MATMULS, confirm=was_chunked))
+    found += installed(PEERS, THREE_MATMULS)
     return head_tables(arguments.shapes, arguments.hidden, found, setting), PEERS
 
 
@@ -216,9 +216,9 @@ def packages(arguments: argparse.Namespace, setting: Setting) -> tuple[list[Tabl
     def lines(name: str, loss: Function) -> list[Contestant]:
         load: Callable[[], Function] = lambda: loss  # noqa: E731
         return [
-            Contestant(f"{name} eager", "ours", load, THREE_PRODUCTS),
-            Contestant(f"{name} compiled", "ours", compiled(load), THREE_PRODUCTS),
-            Contestant(f"{name} package", "ours", lambda: package(with_gradients(loss)), THREE_PRODUCTS),
+            Contestant(f"{name} eager", "ours", load, THREE_MATMULS),
+            Contestant(f"{name} compiled", "ours", compiled(load), THREE_MATMULS),
+            Contestant(f"{name} package", "ours", lambda: package(with_gradients(loss)), THREE_MATMULS),
         ]
 
     units = [line for line in common() if line.unit]

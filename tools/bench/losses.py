@@ -18,7 +18,7 @@ from xent_ops.bench.check import IGNORE_INDEX, Options
 from xent_ops.bench.contestants import (
     COPY,
     PEERS,
-    THREE_PRODUCTS,
+    THREE_MATMULS,
     Contestant,
     Function,
     Outputs,
@@ -157,8 +157,8 @@ def steps(arguments: argparse.Namespace, setting: Setting) -> tuple[list[Table],
             ("xent opaque backward dynamic", "ours", any_rows(ours, backend=opaque_inductor)),
             ("F compiled dynamic", "torch", any_rows(upcast)),
         ]
-    unit = Contestant(THREE_PRODUCTS, "torch", lambda: products, unit=THREE_PRODUCTS)
-    known = [unit, *(Contestant(*line, against=THREE_PRODUCTS) for line in lines)]
+    unit = Contestant(THREE_MATMULS, "torch", lambda: products, unit=THREE_MATMULS)
+    known = [unit, *(Contestant(*line, against=THREE_MATMULS) for line in lines)]
     return head_tables(arguments.shapes, arguments.hidden, known, setting), ()
 
 
@@ -206,9 +206,9 @@ def tails(arguments: argparse.Namespace, setting: Setting) -> tuple[list[Table],
         ours = functools.partial(xent_ops.cross_entropy, softcap=options.softcap, logit_scale=options.logit_scale)
         with_pass = compiled(step(loss), options=inductor.options(linear=False))
         # The slack is for Inductor, which may write a tail's intermediate values to memory in bfloat16.
-        how: dict[str, Any] = {"against": THREE_PRODUCTS, "options": options, "slack": 4.0}
+        how: dict[str, Any] = {"against": THREE_MATMULS, "options": options, "slack": 4.0}
         known = [
-            Contestant(THREE_PRODUCTS, "torch", lambda: products, unit=THREE_PRODUCTS),
+            Contestant(THREE_MATMULS, "torch", lambda: products, unit=THREE_MATMULS),
             Contestant(f"{name}: F compiled", "torch", compiled(step(loss)), **how),
             Contestant(f"{name}: pass", "ours", with_pass, confirm=left, **how),
             Contestant(f"{name}: own call", "ours", compiled(step(ours)), **how | {"slack": 1.0}),

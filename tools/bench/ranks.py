@@ -5,7 +5,7 @@
     python -m tools.bench ranks --alone 8      # one process: a rank of 8, whose group sends nothing
 
 Rank 0 prints. A sample is a row of calls that all ranks begin together. The unit of heads is the work that every way
-needs: the three products of this rank's classes, one all-reduce of the input's gradient, one all-gather of 12 bytes a
+needs: the three matmuls of this rank's classes, one all-reduce of the input's gradient, one all-gather of 12 bytes a
 row.
 """
 

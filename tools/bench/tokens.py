@@ -17,7 +17,7 @@ from xent_ops.bench import check
 from xent_ops.bench.arguments import Shape
 from xent_ops.bench.contestants import (
     LIGER,
-    THREE_PRODUCTS,
+    THREE_MATMULS,
     Contestant,
     Function,
     Outputs,
@@ -151,8 +151,8 @@ class Tokens(Head):
 def both(name: str, load: Callable[[], Function]) -> list[Contestant]:
     """The contestant eager and compiled."""
     return [
-        Contestant(f"{name} eager", "ours", load, THREE_PRODUCTS),
-        Contestant(f"{name} compiled", "ours", compiled(load), THREE_PRODUCTS),
+        Contestant(f"{name} eager", "ours", load, THREE_MATMULS),
+        Contestant(f"{name} compiled", "ours", compiled(load), THREE_MATMULS),
     ]
 
 
@@ -160,7 +160,7 @@ def partial(function: Any, *given: Any, **options: Any) -> Callable[[], Function
     return functools.partial(functools.partial, function, *given, **options)
 
 
-UNIT = Contestant(THREE_PRODUCTS, "torch", lambda: products, unit=THREE_PRODUCTS)
+UNIT = Contestant(THREE_MATMULS, "torch", lambda: products, unit=THREE_MATMULS)
 
 
 def of_tokens(loss: str, peers: Sequence[Peer]) -> list[Contestant]:
@@ -169,9 +169,9 @@ def of_tokens(loss: str, peers: Sequence[Peer]) -> list[Contestant]:
         UNIT,
         *(both("xent token_weight", lambda: by_weights) if loss == "weights" else ()),
         *both("xent token loss", partial(by_function, fn)),
-        Contestant("xent log-probs compiled", "ours", compiled(partial(by_log_probs, fn)), THREE_PRODUCTS),
-        Contestant("torch compiled", "torch", compiled(partial(in_torch, fn)), THREE_PRODUCTS),
-        *installed(peers, THREE_PRODUCTS),
+        Contestant("xent log-probs compiled", "ours", compiled(partial(by_log_probs, fn)), THREE_MATMULS),
+        Contestant("torch compiled", "torch", compiled(partial(in_torch, fn)), THREE_MATMULS),
+        *installed(peers, THREE_MATMULS),
     ]
 
 
@@ -211,8 +211,8 @@ def of_top_classes() -> list[Contestant]:
     return [
         UNIT,
         *both("xent target_probs", lambda: top_classes),
-        Contestant("xent log-probs compiled", "ours", compiled(lambda: top_by_log_probs), THREE_PRODUCTS),
-        Contestant("torch compiled", "torch", compiled(lambda: top_in_torch), THREE_PRODUCTS),
+        Contestant("xent log-probs compiled", "ours", compiled(lambda: top_by_log_probs), THREE_MATMULS),
+        Contestant("torch compiled", "torch", compiled(lambda: top_in_torch), THREE_MATMULS),
     ]
 
 

@@ -27,7 +27,7 @@ from .check import IGNORE_INDEX, PLAIN, Options
 # class weights) or (hidden, matrix, target, *further tensors with one value for each row).
 Function = Callable[..., Any]
 
-COPY, THREE_PRODUCTS = "copy", "three products"
+COPY, THREE_MATMULS = "copy", "three matmuls"
 
 
 class Outputs(NamedTuple):
@@ -141,14 +141,14 @@ def _torch_chunked() -> Function:
 def heads() -> list[Contestant]:
     """The contestants for a loss of hidden states and the head's weight."""
     found = [
-        Contestant("three products", "torch", lambda: products, unit=THREE_PRODUCTS),
-        Contestant("xent eager", "ours", lambda: linear, THREE_PRODUCTS),
-        Contestant("xent compiled", "ours", compiled(lambda: linear), THREE_PRODUCTS),
-        Contestant("unfused F compiled", "torch", compiled(lambda: unfused_torch), THREE_PRODUCTS),
+        Contestant("three matmuls", "torch", lambda: products, unit=THREE_MATMULS),
+        Contestant("xent eager", "ours", lambda: linear, THREE_MATMULS),
+        Contestant("xent compiled", "ours", compiled(lambda: linear), THREE_MATMULS),
+        Contestant("unfused F compiled", "torch", compiled(lambda: unfused_torch), THREE_MATMULS),
     ]
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):  # from torch 2.13 on
-        found.append(Contestant("F.linear_cross_entropy", "torch", _torch_chunked, THREE_PRODUCTS))
-    return found + installed(LINEAR_PEERS, THREE_PRODUCTS)
+        found.append(Contestant("F.linear_cross_entropy", "torch", _torch_chunked, THREE_MATMULS))
+    return found + installed(LINEAR_PEERS, THREE_MATMULS)
 
 
 def imported(module: str, name: str, **options: Any) -> Function:
