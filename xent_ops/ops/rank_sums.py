@@ -7,25 +7,30 @@ additions in float32, and for the whole sum an all-gather. Together they send as
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..kernels.reference import accumulator
 from ..kernels.reference_shard import sum_in_order
 
-_collectives = torch.ops._c10d_functional
+
+def _collectives() -> Any:
+    """Looked up at each call: `import xent_ops` works with a torch that lacks this private name."""
+    return torch.ops._c10d_functional
 
 
 def wait(result: Tensor) -> Tensor:
     """What a collective returned, when it has arrived."""
-    return _collectives.wait_tensor(result)
+    return _collectives().wait_tensor(result)
 
 
 def gather(tensor: Tensor, world: int, group_name: str) -> Tensor:
     """(world * n, ...) of each rank's (n, ...). Call wait on it."""
-    gathered = _collectives.all_gather_into_tensor(tensor, world, group_name)
+    gathered = _collectives().all_gather_into_tensor(tensor, world, group_name)
     # Two all-gathers of gloo in flight at a time corrupt the heap, in plain torch too (2.11, 2.13, 2.15).
-    return _collectives.wait_tensor(gathered) if tensor.device.type == "cpu" else gathered
+    return _collectives().wait_tensor(gathered) if tensor.device.type == "cpu" else gathered
 
 
 def start(tensor: Tensor, world: int, group_name: str, scattered: bool, in_rank_order: bool) -> Tensor:
@@ -33,18 +38,18 @@ def start(tensor: Tensor, world: int, group_name: str, scattered: bool, in_rank_
     if scattered:
         if in_rank_order:
             return _part_of_sum(tensor, world, group_name)
-        return _collectives.reduce_scatter_tensor(tensor, "sum", world, group_name)
+        return _collectives().reduce_scatter_tensor(tensor, "sum", world, group_name)
     if not in_rank_order:
-        return _collectives.all_reduce(tensor, "sum", group_name)
+        return _collectives().all_reduce(tensor, "sum", group_name)
     missing = -tensor.shape[0] % world
     if missing == 0:
         return gather(_part_of_sum(tensor, world, group_name), world, group_name)
     filled_up = torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))])
     total = gather(_part_of_sum(filled_up, world, group_name), world, group_name)
-    return _collectives.wait_tensor(total)[: tensor.shape[0]]
+    return _collectives().wait_tensor(total)[: tensor.shape[0]]
 
 
 def _part_of_sum(tensor: Tensor, world: int, group_name: str) -> Tensor:
     sizes = [tensor.shape[0] // world] * world
-    parts = _collectives.wait_tensor(_collectives.all_to_all_single(tensor.contiguous(), sizes, sizes, group_name))
+    parts = _collectives().wait_tensor(_collectives().all_to_all_single(tensor.contiguous(), sizes, sizes, group_name))
     return sum_in_order(parts.to(accumulator(parts)).unflatten(0, (world, -1))).to(parts.dtype)
