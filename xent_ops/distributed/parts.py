@@ -69,7 +69,7 @@ def all_gather_shard_stats(
 
     It runs without autograd, because the gradient flows through the logits of the operator that joins.
     """
-    shard_args = (logits.detach(), target, *shard_range, weight, *((True,) if batch_invariant else ()))
+    shard_args = (logits.detach(), target, *shard_range, weight, batch_invariant)
     statistics = below_autograd(torch.ops.xent.cross_entropy_shard.default, *shard_args, **options.keywords())
     return all_gather(statistics, ranks)
 

@@ -26,8 +26,6 @@ from .groups import Ranks
 from .sharded_rows import reduced
 from .vocab_parallel import RowValues
 
-_collectives = torch.ops._c10d_functional
-
 
 class Collectives(OneRank):
     """Functional collectives of a group of ranks: nodes that tracers see."""
@@ -44,7 +42,7 @@ class Collectives(OneRank):
         return rank_sums.start(gradient, self.world, self.name, scattered, self.in_rank_order)
 
     def wait(self, tensor: Tensor) -> Tensor:
-        return tensor if self.world == 1 else _collectives.wait_tensor(tensor)
+        return tensor if self.world == 1 else rank_sums.wait(tensor)
 
 
 def is_pipelined(asked: bool | None, input: Tensor, head: HeadSlice, loss: LossOptions) -> bool:
@@ -121,5 +119,5 @@ def _divisors(
     divisors = reductions.divisor_of(weights, target, ignore_index, token_weight)
     if ranks.world == 1:
         return divisors
-    total = _collectives.wait_tensor(_collectives.all_reduce(divisors[0], "sum", ranks.name))
+    total = rank_sums.wait(rank_sums.start(divisors[0], ranks.world, ranks.name, scattered=False, in_rank_order=False))
     return torch.stack([total, divisors[1]])

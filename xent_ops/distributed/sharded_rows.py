@@ -33,7 +33,6 @@ def sharded_rows(
     """
     weight, bias, class_weight, shard_range, accumulate_dtype, chunking = head
     options = {**chunking.keywords(), **loss.row_options.keywords()}
-    order = {"in_rank_order": True} if ranks.in_rank_order else {}
     rows = input if gathered_input is None else gathered_input
     statistics = below_autograd(
         _ops.linear_cross_entropy_shard.default,
@@ -58,7 +57,7 @@ def sharded_rows(
         with_entropy,
         accumulate_dtype=accumulate_dtype,
         group_name=ranks.name if sum_grad_input and ranks.world > 1 else "",
-        **order,
+        in_rank_order=ranks.in_rank_order,
         **options,
     )
     return RowValues(row_loss, lse, target_weight), entropy

@@ -18,7 +18,7 @@ from ..kernels.rows import padded_classes
 from ..kernels.sizes import size_hint, symbolic
 from .backend import Backend
 from .packing import ComputedRows
-from .products import OutOfPlace, Visit, accumulator_of_weight
+from .products import OutOfPlace, Visit, accumulator_of_weight, concatenated
 from .sizes import rows_of_chunk
 
 
@@ -79,7 +79,7 @@ class ExportedProducts(Functional):
                 *results, grad_logits = results
                 self._add(self._part(self.input, start), grad_logits.to(self.input.dtype))
             statistics.append(results)
-        return [_concatenated(parts) for parts in zip(*statistics, strict=True)]
+        return [concatenated(parts) for parts in zip(*statistics, strict=True)]
 
     def _add(self, x: Tensor, gradient: Tensor) -> None:
         if self.mask[0]:
@@ -91,7 +91,7 @@ class ExportedProducts(Functional):
 
     def gradients(self, shape: torch.Size, factor: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         none, dtypes = self.input.new_empty(0), (self.sum_dtype, reference.accumulator(self.input))
-        grad_input = _concatenated(self.grads[0]).view(shape) if self.grads[0] else none
+        grad_input = concatenated(self.grads[0]).view(shape) if self.grads[0] else none
         weight, bias = (
             sum(parts[1:], parts[0]) if parts else none.to(t) for parts, t in zip(self.grads[1:], dtypes, strict=True)
         )
@@ -101,10 +101,6 @@ class ExportedProducts(Functional):
         if factor is not None:
             grad_input, weight, bias = (reference.scaled_grad(grad, factor) for grad in (grad_input, weight, bias))
         return grad_input, weight, bias
-
-
-def _concatenated(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def logits_of(input: Tensor, head: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:

@@ -28,7 +28,7 @@ from ..kernels.options import DEFAULT_CHUNKING, Chunking, LossOptions
 from ..kernels.reference import columns_of
 from . import shard
 from .chunks import as_rows
-from .products import accumulator_of_weight, head_gradients
+from .products import accumulator_of_weight, concatenated, head_gradients
 from .shard import RowStatistics
 from .sizes import rows_of_chunk
 
@@ -282,7 +282,7 @@ def run_loop(
     total = input.new_empty(0)
     if output_mask[0]:
         parts_of_total = [ranks.wait(part) for part in grad_inputs] if sum_over_ranks else grad_inputs
-        total = (parts_of_total[0] if len(chunk_inputs) == 1 else torch.cat(parts_of_total)).view(input.shape)
+        total = concatenated(parts_of_total).view(input.shape)
     return Gradients(total, grad_weight, grad_bias)
 
 

@@ -157,9 +157,7 @@ class Products(InPlace):
                 *results, grad_logits = results
                 self.add(chunk, grad_logits)
             statistics.append(results)
-        if len(statistics) == 1:
-            return list(statistics[0])  # without copies
-        return [torch.cat(parts) for parts in zip(*statistics, strict=True)]
+        return [concatenated(parts) for parts in zip(*statistics, strict=True)]
 
     def gradients(self, shape: torch.Size, factor: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the input (in this shape), the weight and the bias in their sums' dtypes, times the factor."""
@@ -186,6 +184,11 @@ class Products(InPlace):
                 self.kernels.grad_input(gradient, self.head, self.count, self.rows.order[chunk], self.input)
         if self.mask[2]:
             add_rows(self.bias, gradient, self.index == 0)
+
+
+def concatenated(parts: Sequence[Tensor]) -> Tensor:
+    """The results of all chunks, one after the other. That of a single chunk is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def logits_memory(new: Callable[..., Tensor], rows: int, classes: int, dtype: torch.dtype) -> Tensor:
