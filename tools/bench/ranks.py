@@ -313,6 +313,7 @@ def heads(arguments: argparse.Namespace, setting: run.Setting) -> Found:
             ("xent compiled, sequence parallel", on_a_sequence(compiled(ours(sequence_parallel=True)))),
             ("xent eager, logits made again", ours(pipelined=False)),
             ("xent compiled, logits made again", compiled(ours(pipelined=False))),
+            ("xent eager, batch_invariant", ours(batch_invariant=True)),
             ("unfused xent compiled", functools.partial(all_logits, classes)),
         ]
         for rows in others:
