@@ -79,6 +79,12 @@ def collect(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def _repeat(run: Action, count: int) -> None:
+    """Drop each result at once: gradients of hundreds of calls would fill the device."""
+    for _ in range(count):
+        run()
+
+
 class Clock:
     """CUDA events on a GPU, with the L2 flushed between calls; elsewhere the host's clock.
 
@@ -99,7 +105,7 @@ class Clock:
     def block(self, run: Action, before: Action | None, count: int) -> list[float]:
         """Time ``count`` calls. ``before`` runs before each, untimed. Returns each time, or the mean of a row."""
         if self.row:
-            return [self._wall(lambda: [run() for _ in range(count)]) / count]
+            return [self._wall(lambda: _repeat(run, count)) / count]
         if self._flush is None:
             return [self._wall(run, before) for _ in range(count)]
         pairs = [self._events(run, before, self._flush) for _ in range(count)]

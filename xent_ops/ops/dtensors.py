@@ -12,7 +12,7 @@ def is_dtensor(*tensors: Tensor | None) -> bool:
     found = [tensor for tensor in tensors if hasattr(tensor, "device_mesh")]
     for tensor in found:
         arguments.refuse_proxy(tensor)  # a proxy answers every attribute
-    return bool(found)
+    return len(found) > 0  # Dynamo of torch 2.11 does not trace bool() of a list
 
 
 def refuse_dtensors(name: str, *tensors: Tensor) -> None:
