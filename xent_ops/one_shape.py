@@ -46,10 +46,12 @@ class PaddedCall:
                 f"batch_invariant=True takes no float64 with an odd number of features, here {features}: the bits that "
                 "MKL's products give a row depend on its place"
             )
-        if call.input.dtype == torch.float16 and any(wanted_gradients(call.input, head)):
+        weighted = call.token_weight is not None or head.class_weight is not None
+        scaled = weighted and call.loss.reduction != "none" and call.input.dtype == torch.float16
+        if scaled and any(wanted_gradients(call.input, head)):
             raise NotImplementedError(
-                "batch_invariant=True takes no gradients of float16, divided by the largest upstream gradient "
-                "of all rows: use bfloat16 or float32, or call it in torch.no_grad()"
+                "batch_invariant=True takes no gradients of a reduced loss of float16 with weights of rows or "
+                'classes, divided by the largest weight of all rows: use reduction="none", bfloat16 or float32'
             )
         checks.chunk_rows(chunking.chunk_rows)
         size, num_classes = chunking.chunk_rows, head.shard_range[1]

@@ -65,7 +65,8 @@ def own_bits(device):
     x, shard, target = problem(device, 530)
     in_thirds = {"chunk_rows": 96}  # three ranks have equal parts of it, but not of 512 rows
     calls = [(log_probs, {}), (rows, {}), (summed, {}), (tokens, {}), (rows, in_thirds), (summed, in_thirds)]
-    for compute, options in calls:
+    in_float16 = [(compute, {}, x.half(), shard.half()) for compute in (log_probs, summed)]
+    for compute, options, x, shard in [*((*call, x, shard) for call in calls), *in_float16]:
         everything = bits(compute, x, shard, target, **options)
         for few in (1, 7, 513):
             some = torch.randperm(530, generator=torch.Generator().manual_seed(few)).to(device)[:few]

@@ -49,11 +49,8 @@ def problem(device, dtype, number, classes=CLASSES, hidden=HIDDEN):
 
 def bits(compute, x, *rows):
     """What it returns of rows, and the gradient of x for upstream ones that are functions of the rows alone."""
-    wanted = x.dtype != torch.float16
-    x = x.detach().requires_grad_(wanted)
+    x = x.detach().requires_grad_()
     values = [value for value in compute(x, *rows) if value.dim() > 0]
-    if not wanted:
-        return [value.detach() for value in values]
     total = sum((factor * value).sum() for factor, value in zip((1.7, -0.3, 0.1), values, strict=False))
     return [*(value.detach() for value in values), *torch.autograd.grad(total, x)]
 
@@ -130,8 +127,9 @@ def test_what_else_does_not_matter(device):
         assert all(torch.equal(got[counted], value[counted]) for got, value in zip(other, wanted, strict=True))
 
 
-def test_losses_of_rows(device):
-    x, head, bias, target = problem(device, torch.bfloat16, 600)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_losses_of_rows(device, dtype):
+    x, head, bias, target = problem(device, dtype, 600)
     weight = torch.rand(CLASSES, device=device)
     factor = torch.rand(600, device=device)
     options = {"linear_bias": bias, "batch_invariant": True, "reduction": "none"}
@@ -170,10 +168,12 @@ def test_outputs_of_a_head(device):
     assert_own_bits(outputs, 600, NUMBERS, x, target)
 
 
-@pytest.mark.parametrize("several", [False, True], ids=["one class", "several classes"])
-def test_token_loss(device, several):
+@pytest.mark.parametrize(
+    "several, dtype", [(False, torch.bfloat16), (True, torch.bfloat16), (False, torch.float16)], ids=str
+)
+def test_token_loss(device, several, dtype):
     """The function gets the bits of linear_token_log_probs, and the sum's gradient of the input has rows of their own."""
-    x, head, bias, target = problem(device, torch.bfloat16, 600)
+    x, head, bias, target = problem(device, dtype, 600)
     if several:
         target = torch.stack([target, target.flip(0)], -1)
     old = torch.randn(target.shape, device=device)
@@ -200,6 +200,26 @@ def test_token_loss(device, several):
     with torch.no_grad():
         xent_ops.linear_token_loss(x, head, target, fn, rows=(old,), linear_bias=bias, batch_invariant=True)
     assert torch.equal(torch.cat(seen)[:600], log_probs(x, head, bias, target).log_probs)
+
+
+def test_rows_beside_a_far_larger_gradient(device):
+    """A factor for all rows, the largest upstream gradient, would leave few bits to the gradients of the others."""
+    x, head, bias, target = problem(device, torch.float16, 100)
+    upstream = torch.full((100,), 1e-2, device=device)
+    upstream[::7] = 1e3
+
+    def compute(x, target, upstream):
+        x = x.detach().requires_grad_()
+        found = log_probs(x, head, bias, target)
+        return [torch.autograd.grad((found.log_probs * upstream).sum(), x)[0]]
+
+    (everything,) = compute(x, target, upstream)
+    for some in (torch.arange(1, 7), torch.tensor([3]), torch.randperm(100)):
+        some = some.to(device)
+        assert torch.equal(compute(x[some], target[some], upstream[some])[0], everything[some])
+    exact = log_probs(z := x.double().requires_grad_(), head.double(), bias.double(), target)
+    (wanted,) = torch.autograd.grad((exact.log_probs * upstream).sum(), z)
+    assert ((everything - wanted).norm(dim=-1) <= 5e-3 * wanted.norm(dim=-1)).all()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -279,8 +299,9 @@ def test_few_and_many_rows_of_logits(classes):
 
 def test_refused(device):
     x, head, bias, target = problem(device, torch.float16, 4)
-    with pytest.raises(NotImplementedError, match="no gradients of float16"):
-        log_probs(x.requires_grad_(), head, bias, target)
+    for weights in ({"weight": torch.ones(CLASSES, device=device)}, {"token_weight": torch.ones(4, device=device)}):
+        with pytest.raises(NotImplementedError, match="of float16 with weights of rows or classes"):
+            xent_ops.linear_cross_entropy(x.clone().requires_grad_(), head, target, batch_invariant=True, **weights)
     x, head, bias, target = problem(device, torch.bfloat16, 4)
     for products in ("fp8", "fp8_gradients"):
         with pytest.raises(ValueError, match="16-bit products"):

@@ -86,7 +86,7 @@ def gradients(
         None if tensor is None else rows.pack(tensor) for tensor in (lse, entropy, lse_coefficient)
     )
     row_args = (input.dtype, grads, indices, head.shape[0], options, weight, lse_coefficients)
-    factor, row_grads = float16.split_grads(*row_args)
+    factors, row_grads = float16.split_grads(*row_args)
     products = backend.products(rows, flat, head, bias, chunking, output_mask, accumulate_dtype, padding)
     slice_args = (class_start, num_classes, products.grad_dtype)
 
@@ -105,8 +105,8 @@ def gradients(
         return products.write("cross_entropy_backward", logits, *backward_args, **keywords)
 
     if any(output_mask):
-        products.run(visit, indices, *row_grads, lses, entropies, lse_coefficients, gradient=True)
-    return in_dtype(products.gradients(input.shape, factor), input.dtype)
+        products.run(visit, indices, *row_grads, lses, entropies, lse_coefficients, gradient=True, factors=factors)
+    return in_dtype(products.gradients(input.shape), input.dtype)
 
 
 def with_grad(

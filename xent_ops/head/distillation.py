@@ -98,7 +98,7 @@ def gradients(
     student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
     rows, products = _products(student, target, teacher, spec, chunking, backend, output_mask, accumulate_dtype)
     indices, grad_rows = rows.indices(), rows.pack(grad_loss.to(dtype).expand(target.shape))
-    factor, (upstream,) = float16.split_grads(input.dtype, [grad_rows], indices, linear_weight.shape[0], spec.options)
+    factors, (upstream,) = float16.split_grads(input.dtype, [grad_rows], indices, linear_weight.shape[0], spec.options)
 
     def visit(
         logits: Tensor, teacher_logits: Tensor, target: Tensor, grad_loss: Tensor, *statistics: Tensor
@@ -108,8 +108,8 @@ def gradients(
 
     if any(output_mask):
         values = [rows.pack(value) for value in statistics.unbind()]
-        products.run(visit, indices, upstream, *values, gradient=True)
-    return in_dtype(products.gradients(input.shape, factor), input.dtype)
+        products.run(visit, indices, upstream, *values, gradient=True, factors=factors)
+    return in_dtype(products.gradients(input.shape), input.dtype)
 
 
 def with_grad(

@@ -17,6 +17,7 @@ from ..kernels.options import Chunking, RowOptions
 from ..kernels.rows import padded_classes
 from ..kernels.sizes import size_hint, symbolic
 from .backend import Backend
+from .float16 import RowFactors, times
 from .packing import ComputedRows
 from .products import OutOfPlace, Visit, accumulator_of_weight, concatenated
 from .sizes import rows_of_chunk
@@ -54,6 +55,7 @@ class ExportedProducts(Functional):
         self.input, self.head, self.bias, self.mask, self.dtype = input, head, bias, mask, chunking.logits_dtype
         self.sum_dtype = accumulator_of_weight(input.dtype, accumulate_dtype)
         self.padding, self.other_heads = padding, other_heads
+        self.factors: RowFactors | None = None
         self.grad_dtype = None if self.dtype in (None, input.dtype) else input.dtype
         number = input.shape[0]
         self.starts: Sequence[int] = (0,)
@@ -68,8 +70,10 @@ class ExportedProducts(Functional):
     def _part(self, values: Tensor, start: int) -> Tensor:
         return values if len(self.starts) == 1 else values[start : start + self.size]
 
-    def run(self, visit: Visit, *values: Tensor | None, gradient: bool = False) -> list[Tensor]:
-        statistics = []
+    def run(
+        self, visit: Visit, *values: Tensor | None, gradient: bool = False, factors: RowFactors | None = None
+    ) -> list[Tensor]:
+        statistics, self.factors = [], factors
         for start in self.starts:
             parts = [None if value is None else self._part(value, start) for value in values]
             heads = (self, *self.other_heads)
@@ -77,19 +81,21 @@ class ExportedProducts(Functional):
             results = visit(*logits, *parts)
             if gradient:
                 *results, grad_logits = results
-                self._add(self._part(self.input, start), grad_logits.to(self.input.dtype))
+                shares = None if factors is None else self._part(factors.shares, start)
+                self._add(self._part(self.input, start), grad_logits.to(self.input.dtype), shares)
             statistics.append(results)
         return [concatenated(parts) for parts in zip(*statistics, strict=True)]
 
-    def _add(self, x: Tensor, gradient: Tensor) -> None:
+    def _add(self, x: Tensor, gradient: Tensor, shares: Tensor | None) -> None:
         if self.mask[0]:
             self.grads[0].append(torch.mm(gradient, self.head))
         if self.mask[1]:
-            self.grads[1].append(torch.mm(gradient.t().to(self.sum_dtype), x.to(self.sum_dtype)))
+            self.grads[1].append(torch.mm(gradient.t().to(self.sum_dtype), times(x, shares).to(self.sum_dtype)))
         if self.mask[2]:
-            self.grads[2].append(gradient.sum(0, dtype=reference.accumulator(x)))
+            dtype = reference.accumulator(x)
+            self.grads[2].append(times(gradient.to(dtype), shares).sum(0))
 
-    def gradients(self, shape: torch.Size, factor: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
         none, dtypes = self.input.new_empty(0), (self.sum_dtype, reference.accumulator(self.input))
         grad_input = concatenated(self.grads[0]).view(shape) if self.grads[0] else none
         weight, bias = (
@@ -98,8 +104,11 @@ class ExportedProducts(Functional):
         if self.padding:
             weight = torch.nn.functional.pad(weight, (0, 0, 0, self.padding)) if self.mask[1] else weight
             bias = torch.nn.functional.pad(bias, (0, self.padding)) if self.mask[2] else bias
-        if factor is not None:
-            grad_input, weight, bias = (reference.scaled_grad(grad, factor) for grad in (grad_input, weight, bias))
+        if self.factors is not None:
+            if self.mask[0]:
+                factors = self.factors.rows.view(*shape[:-1], 1)
+                grad_input = (grad_input * factors).to(grad_input.dtype)
+            weight, bias = (reference.scaled_grad(grad, self.factors.largest) for grad in (weight, bias))
         return grad_input, weight, bias
 
 

@@ -1,14 +1,18 @@
 """float16 cannot hold a gradient that was divided by the number of rows, or multiplied by a large weight.
 
 With 32768 rows and 128256 classes almost all of it would be zero. So the gradient of float16 logits is computed for
-upstream gradients whose largest magnitude is one. The factor that this took out multiplies the products later, whose
-sums over chunks are float32.
+upstream gradients whose largest magnitude is one. The factors that this took out multiply the products later, whose
+sums over chunks are float32. There are two kinds:
+
+- a divisor for all rows of a reduced loss, whose gradients are computed with the loss (``split_divisors``);
+- a factor for each row where upstream gradients are known (``split_grads``, ``RowFactors``). Then the bits of a row of
+  the input's gradient do not depend on the other rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,11 +52,16 @@ def split_divisors(
         )
     square_factors = factors[1] * loss.lse_square_scale if loss.lse_square_scale != 0.0 else None
     loss_factors = factors[1] if weight is None else factors[0]
-    factor = largest(target, weight, None, classes, options, loss_factors, square_factors)
+    factor = largest(magnitudes(target, weight, None, classes, options, loss_factors, square_factors))
     return divisors * factor, factor.reciprocal()
 
 
-def largest(
+def largest(numbers: Tensor) -> Tensor:
+    """A divisor () for these numbers, so that none is above one."""
+    return divisible(torch.cat([numbers.new_zeros(1), numbers]).amax())
+
+
+def magnitudes(
     target: Tensor,
     weight: Tensor | None,
     lse_coefficient: Tensor | None,
@@ -61,7 +70,7 @@ def largest(
     grad_loss: Any,
     *grads: Tensor | None,
 ) -> Tensor:
-    """A divisor () for upstream gradients of rows, so that none is above one with its class weights.
+    """For each row, (n,), the largest magnitude of its upstream gradients, with its class weights.
 
     For a slice of the classes, lse_coefficient replaces the weights. If no weight is negative, it is at least the
     factor of any column.
@@ -76,7 +85,20 @@ def largest(
             target_weights = target_weights.abs() + weight.to(grad_loss.dtype).abs().mean()
         loss_grads = loss_grads * target_weights
     rows = [loss_grads, *(grad for grad in grads if grad is not None)]
-    return divisible(torch.cat([grad_loss.new_zeros(1), *rows]).abs().amax())
+    return torch.stack(rows).abs().amax(0)
+
+
+class RowFactors(NamedTuple):
+    """What ``split_grads`` took out of the upstream gradients of rows."""
+
+    rows: Tensor  # (n,)
+    largest: Tensor  # ()
+    shares: Tensor  # (n,): factors of rows over the largest one; 0 for rows without a gradient
+
+
+def times(rows: Tensor, factors: Tensor | None) -> Tensor:
+    """Rows (n, H) times their factors (n,), in the dtype of the rows."""
+    return rows if factors is None else rows * factors.to(rows.dtype).unsqueeze(1)
 
 
 def split_grads(
@@ -87,10 +109,17 @@ def split_grads(
     options: RowOptions,
     weight: Tensor | None = None,
     lse_coefficient: Tensor | None = None,
-) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-    """(factor, upstream gradients divided by it). The first one is the losses' gradient. Only float16 has a factor."""
+) -> tuple[RowFactors | None, Sequence[Tensor | None]]:
+    """(factors, upstream gradients divided by them). Only float16 has factors, of which each is a power of two.
+
+    The first gradient is the losses'.
+    """
     if dtype != torch.float16:
         return None, grads
     row_grads = [grad if grad is None or grad.dim() == 1 else grad.abs().amax(-1) for grad in grads]
-    factor = largest(target, weight, lse_coefficient, classes, options, *row_grads)
-    return factor, [None if grad is None else grad / factor for grad in grads]
+    numbers = magnitudes(target, weight, lse_coefficient, classes, options, *row_grads)
+    rows = divisible(torch.pow(2.0, numbers.log2().ceil()))
+    factors_of_gradients = torch.where(numbers == 0.0, 0.0, rows)
+    divisor = largest(factors_of_gradients)
+    divided = [None if grad is None else grad / rows.view(-1, *(1,) * (grad.dim() - 1)) for grad in grads]
+    return RowFactors(rows, divisor, factors_of_gradients / divisor), divided

@@ -239,7 +239,10 @@ class Fp8Products(Products):
             if isinstance(self.rows, PackedRows):
                 self.input.index_copy_(0, self.rows.order[chunk], out)
         if sums_head:
-            self.bounds[place : place + stop - start] = row_values.bound
+            shares = None if self.factors is None else self.factors.shares[chunk]
+            self.bounds[place : place + stop - start] = (
+                row_values.bound if shares is None else row_values.bound * shares
+            )
             if stop == self.rows.number or stop % self.block == 0:
                 self._add_block(start - place, stop)
 

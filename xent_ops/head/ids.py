@@ -127,7 +127,7 @@ def gradients(
         *(None if value is None else rows.pack_grads(value) for value in (grad_lse, grad_entropy)),
     ]
     values = [None if value is None else rows.pack_rows(value) for value in (ids, at_ids, lse, entropy)]
-    factor, row_grads = float16.split_grads(input.dtype, grads, rows.indices(), linear_weight.shape[0], options)
+    factors, row_grads = float16.split_grads(input.dtype, grads, rows.indices(), linear_weight.shape[0], options)
     products = backend.products(rows, flat, linear_weight, linear_bias, chunking, output_mask, accumulate_dtype)
     gradient_options = {"options": options, "grad_dtype": products.grad_dtype, "writer": products, "mask_ids": mask_ids}
 
@@ -140,8 +140,8 @@ def gradients(
         return [gradient(grad_ids, grad_lse, grad_entropy, logits, *values, **gradient_options)]
 
     if any(output_mask):
-        products.run(visit, *row_grads, *values, gradient=True)
-    return in_dtype(products.gradients(input.shape, factor), input.dtype)
+        products.run(visit, *row_grads, *values, gradient=True, factors=factors)
+    return in_dtype(products.gradients(input.shape), input.dtype)
 
 
 def with_grad(

@@ -13,6 +13,7 @@ from ..kernels import accelerators, devices, reference
 from ..kernels.options import Chunking, RowOptions
 from ..kernels.rows import front_of, padded_classes
 from ..kernels.sizes import size_hint, symbolic
+from .float16 import RowFactors, times
 from .packing import ComputedRows, PackedRows
 from .sizes import rows_of_chunk
 
@@ -89,6 +90,7 @@ class Products(InPlace):
         other_heads: Sequence[Products] = (),  # other heads, whose chunks have the same rows
     ) -> None:
         self.other_heads = other_heads
+        self.factors: RowFactors | None = None
         self.logits_dtype = chunking.logits_dtype or input.dtype
         self.grad_dtype = None if self.logits_dtype == input.dtype else input.dtype
         self.rows, self.all_input, self.head, self.head_bias = rows, input, linear_weight, linear_bias
@@ -142,12 +144,15 @@ class Products(InPlace):
         else:
             logits_of(self.part, self.head, self.head_bias, logits)
 
-    def run(self, visit: Visit, *values: Tensor | None, gradient: bool = False) -> list[Tensor]:
-        """The statistics of all computed rows. With ``gradient`` the head's gradients are added up too.
+    def run(
+        self, visit: Visit, *values: Tensor | None, gradient: bool = False, factors: RowFactors | None = None
+    ) -> list[Tensor]:
+        """The statistics of all computed rows. With ``gradient`` the head's gradients are added up too, times
+        ``factors``.
 
         ``values``: (number, ...), values of these rows. ``visit`` gets the values of one chunk.
         """
-        statistics = []
+        statistics, self.factors = [], factors
         heads = (self, *self.other_heads)
         for chunks in zip(*(products.chunks() for products in heads), strict=True):
             chunk = chunks[0][0]
@@ -159,17 +164,21 @@ class Products(InPlace):
             statistics.append(results)
         return [concatenated(parts) for parts in zip(*statistics, strict=True)]
 
-    def gradients(self, shape: torch.Size, factor: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the input (in this shape), the weight and the bias in their sums' dtypes, times the factor."""
-        sums = self.input.view(shape if self.mask[0] else 0), self.padded_weight, self.padded_bias
-        if factor is not None:
-            for gradient in sums:
-                _ops.scale_grad_(gradient, factor)
-        return sums
+    def gradients(self, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the input (in this shape), the weight and the bias in their sums' dtypes."""
+        if self.factors is not None:
+            if self.mask[0]:
+                self.input.mul_(self.rows.unpack(self.factors.rows, 0).unsqueeze(1))
+            for gradient in (self.padded_weight, self.padded_bias):
+                _ops.scale_grad_(gradient, self.factors.largest)
+        return self.input.view(shape if self.mask[0] else 0), self.padded_weight, self.padded_bias
 
     def add(self, chunk: slice, logits: Tensor) -> None:
         """Add the products of the last chunk from ``chunks``. Its gradient is written over its logits."""
-        gradient = gradient_in(logits, self.grad_dtype)
+        gradient, shares = gradient_in(logits, self.grad_dtype), None
+        if self.factors is not None and any(self.mask[1:]):
+            shares = self.factors.shares[chunk]
+            self.part = times(self.part, shares)
         if self.kernels is not None and self.mask[1]:
             self.kernels.grad_weight(gradient, self.part, self.count, self.weight, add=self.index > 0)
         elif self.mask[1]:
@@ -183,7 +192,7 @@ class Products(InPlace):
             else:
                 self.kernels.grad_input(gradient, self.head, self.count, self.rows.order[chunk], self.input)
         if self.mask[2]:
-            add_rows(self.bias, gradient, self.index == 0)
+            add_rows(self.bias, gradient, self.index == 0, shares)
 
 
 def concatenated(parts: Sequence[Tensor]) -> Tensor:
@@ -246,8 +255,11 @@ def multiplies_into_float32(tensor: Tensor) -> bool:
     return accelerator is not None and accelerator.multiplies_into_float32
 
 
-def add_rows(total: Tensor, rows: Tensor, first: bool) -> None:
-    """total += the sum of the rows, in total's dtype. With ``first`` the total starts at zero."""
+def add_rows(total: Tensor, rows: Tensor, first: bool, factors: Tensor | None = None) -> None:
+    """total += the sum of the rows times their factors, in total's dtype. With ``first`` the total starts at zero."""
+    if factors is not None:
+        add_product(total.unsqueeze(1), rows.t(), factors.to(rows.dtype).unsqueeze(1), first)
+        return
     added = rows.sum(0, dtype=total.dtype)
     total.copy_(added) if first else total.add_(added)
 
