@@ -25,10 +25,9 @@ def loss_and_saved(
     ranks: Ranks,
     shard_range: tuple[int, int],  # class_start, num_classes
     loss: LossOptions,
-    batch_invariant: bool = False,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """The loss, and the tensors that ``gradient`` takes: cross_entropy_backward's arguments after its gradients."""
-    gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, loss.row_options, batch_invariant)
+    gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, loss.row_options)
     arguments = (logits, target, gathered, *shard_range, weight)
     divisor = None
     if loss.reduction == "none":
@@ -67,16 +66,15 @@ class VocabParallelFunction(torch.autograd.Function):
         ranks: Ranks,
         shard_range: tuple[int, int],
         loss: LossOptions,
-        batch_invariant: bool,
     ) -> Tensor:
-        value, saved = loss_and_saved(logits, target, weight, ranks, shard_range, loss, batch_invariant)
+        value, saved = loss_and_saved(logits, target, weight, ranks, shard_range, loss)
         ctx.save_for_backward(*saved)
         ctx.call = shard_range, loss
         return value
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient(grad, ctx.saved_tensors, *ctx.call), None, None, None, None, None, None
+        return gradient(grad, ctx.saved_tensors, *ctx.call), None, None, None, None, None
 
 
 # As in ops/function.py.

@@ -63,13 +63,12 @@ def all_gather_shard_stats(
     ranks: Ranks,
     shard_range: tuple[int, int],
     options: RowOptions,
-    batch_invariant: bool = False,
 ) -> Tensor:
     """(ranks, numbers), the results of ``xent::cross_entropy_shard`` on all ranks: the one collective of a loss.
 
     It runs without autograd, because the gradient flows through the logits of the operator that joins.
     """
-    shard_args = (logits.detach(), target, *shard_range, weight, batch_invariant)
+    shard_args = (logits.detach(), target, *shard_range, weight, ranks.batch_invariant)
     statistics = below_autograd(torch.ops.xent.cross_entropy_shard.default, *shard_args, **options.keywords())
     return all_gather(statistics, ranks)
 

@@ -45,10 +45,9 @@ def sharded_rows(
     ranks: Ranks,
     shard_range: tuple[int, int],  # class_start, num_classes
     options: RowOptions,
-    batch_invariant: bool = False,
 ) -> RowValues:
     checks.weight_without_grad(weight)
-    gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, options, batch_invariant)
+    gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, options)
     loss, lse, target_weight, _ = torch.ops.xent.cross_entropy_shard_join(
         logits, target, gathered, *shard_range, weight, **options.keywords()
     )
@@ -169,8 +168,8 @@ def vocab_parallel_cross_entropy(
         consistency.check("vocab_parallel_cross_entropy", group, ranks, lambda: _checked(*call))
     bound = _bound(*call)
     target, logits, class_weight, shard_range, loss, token_weight, _ = bound
-    shard_args = (logits, target, class_weight, ranks, shard_range, loss, token_weight)
-    return loss_of_shard(*shard_args, bound.batch_invariant)
+    ranks = ranks.for_any_batch() if bound.batch_invariant else ranks
+    return loss_of_shard(logits, target, class_weight, ranks, shard_range, loss, token_weight)
 
 
 def loss_of_shard(
@@ -181,17 +180,16 @@ def loss_of_shard(
     shard_range: tuple[int, int],
     loss: LossOptions,
     token_weight: Tensor | None = None,
-    batch_invariant: bool = False,
 ) -> Tensor:
     """The loss from this rank's columns, see RowValues. The weights have no gradient."""
     wanted = logits.requires_grad and torch.is_grad_enabled()
     if token_weight is None and wanted and not transforms.is_traced():
-        return function.apply(logits, target, weight, ranks, shard_range, loss, batch_invariant)
+        return function.apply(logits, target, weight, ranks, shard_range, loss)
     if token_weight is not None or loss.reduction == "none":
-        rows = sharded_rows(logits, target, weight, ranks, shard_range, loss.row_options, batch_invariant)
+        rows = sharded_rows(logits, target, weight, ranks, shard_range, loss.row_options)
         divisor = divisor_of(rows.weight, target, loss.row_options.ignore_index, token_weight)
         return reduce_rows(rows.loss, rows.lse, target, divisor, loss, token_weight).value
-    gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, loss.row_options, batch_invariant)
+    gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, loss.row_options)
     return torch.ops.xent.cross_entropy_shard_reduced(
         logits, target, gathered, *shard_range, weight, **loss.keywords()
     )[0]
