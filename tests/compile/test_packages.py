@@ -3,8 +3,8 @@
 import packed
 import pytest
 import torch
-from helpers import samples
 from helpers.covering import pairs
+from helpers.samples import Problem, launched, of_launchers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 
@@ -21,7 +21,7 @@ ROWS = {"many": 50, "few": 1}  # to two processors, as tests without a GPU have
 GIVEN = {"label_smoothing": 0.1, "softcap": 30.0, "logit_scale": 0.5}
 
 
-def launched(monkeypatch, sample):
+def launches(monkeypatch, sample):
     """(kernel, grid, what is passed) of each launch of the launcher."""
     found = []
     for made, args in recorded(monkeypatch, lambda: launch(*sample)):
@@ -54,19 +54,17 @@ def described(value):
 @pytest.mark.parametrize("rows, classes, full", pairs(ROWS.values(), [256, 5003], [False, True]), ids=str)
 def test_every_launch_is_traced(monkeypatch, rows, classes, full):
     """Each with the kernel, the grid, the numbers and tensors of the same shapes."""
-    logits, target, weight, *_ = packed.inputs(rows, classes, torch.bfloat16, "cpu")
-    options, square = {"ignore_index": 7} | (GIVEN if full else {}), {"lse_square_scale": 1e-2 if full else 0.0}
-    place, weight = (classes, 4 * classes), weight if full else None
-    names = set()
-    for sample in samples.of_launchers(logits, target, weight, place, options, **square):
-        expected = launched(monkeypatch, sample)
+    problem = Problem((rows,), classes, (classes, 4 * classes), dtype=torch.bfloat16)
+    options, names = {"ignore_index": 7, "lse_square_scale": 1e-2 if full else 0.0} | (GIVEN if full else {}), set()
+    for sample in of_launchers(problem, options, full):
+        expected = launches(monkeypatch, sample)
         assert expected, sample.name
         with FakeTensorMode() as mode:
             fakes = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in sample.args]
             graph = packages.traced_launches(sample.name, fakes, sample.options)
         assert nodes_of(graph) == expected, sample.name
         names.add(sample.name)
-    assert names == samples.launched()
+    assert names == launched()
 
 
 def placeholders(module, given, dynamic):

@@ -9,7 +9,6 @@ from helpers.processes import run_python
 from hypothesis import given
 from hypothesis import strategies as st
 from problems import FLOATS, many, rows_like
-from refusals import assert_refused
 from torch.export import export
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -135,42 +134,3 @@ torch.testing.assert_close(tuple(results), expected)
 assert "xent_ops" not in sys.modules
 """
     )
-
-
-def bad_calls():
-    x, y, t, rows, statistics = torch.randn(4, 9), torch.randn(4, 9), torch.arange(4), torch.ones(4), torch.ones(4, 4)
-    forward, backward, with_grad = (f"distillation_{name}" for name in ("forward", "backward", "with_grad"))
-    for teacher in (y.long(), y[0], y[:3], y[:, :8], y.view(2, 2, 9)):
-        yield forward, (x, teacher, t), {}
-    yield forward, (x.long(), y, t), {}
-    yield forward, (x, y, t[:3]), {}
-    yield forward, (x, y, t.float()), {}
-    yield forward, (x, y, t + 6), {"hard_weight": 0.5}
-    for wrong in (
-        {"beta": 1.5},
-        {"beta": -0.1},
-        {"temperature": 0.0},
-        {"temperature": math.inf},
-        {"hard_weight": math.nan},
-    ):
-        yield forward, (x, y, t), wrong
-    for wrong in ({"softcap": 0.0}, {"teacher_softcap": -1.0}, {"logit_scale": 0.0}, {"teacher_logit_scale": math.inf}):
-        yield forward, (x, y, t), {"temperature": 2.0, **wrong}
-    for classes in (0, 10):
-        yield forward, (x, y, t), {"num_classes": classes}
-    yield forward, (x, y[:, :8], t), {"num_classes": 9}
-    yield forward, (x, y, t, None, 0), {}
-    yield forward, (x, y, t, None, 20), {"num_classes": 18}
-    yield forward, (x, y[:, :8], t, None, 0), {"num_classes": 18}
-    yield forward, (x, y, t, statistics, 0), {"num_classes": 18}
-    yield forward, (x, y, t, statistics[:3], 0), {"num_classes": 18, "beta": 0.5}
-    yield backward, (rows[1:], x, y, t, statistics), {}
-    yield backward, (rows, x, y, t, statistics.long()), {}
-    yield backward, (rows, x, y, t, statistics[1:]), {}
-    yield with_grad, (x, y, t, rows[1:]), {}
-    yield with_grad, (x, y, t - 1, rows), {"hard_weight": 1.0}
-    yield f"{with_grad}_", (x[:1].expand(4, 9), y, t, rows), {}
-
-
-def test_what_no_kernel_survives(tmp_path):
-    assert_refused([*bad_calls()], tmp_path)

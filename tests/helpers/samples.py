@@ -1,20 +1,83 @@
-"""What every operator of the namespace is called with: for opcheck, offline compilation and packages.
+"""What every operator is called with, and what it must refuse, from its contract: a new operator needs no line here.
 
-A function for each family of operators yields samples of tensors and options that its caller chooses. An operator gets
-those of the options that its schema names.
+``variants`` calls an operator with its required arguments, with each other argument at each of its values, and with all
+that go together. The contract decides which do: its errors name the arguments that a call lacks. Tensors follow from
+the names in its schema. Values of options stand in ``VALUES`` and ``REFUSED``; an option that is not there has those of
+its type.
 """
 
 import functools
-import itertools
+import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from xent_ops.kernels.options import HEAD_PRODUCTS, RowOptions
 from xent_ops.kernels.reference import accumulator
-from xent_ops.ops.library import OPERATORS
+from xent_ops.kernels.rows import padded_classes
+from xent_ops.ops.contract import DERIVED_SIZES, NAMES, Contract, Shape
+from xent_ops.ops.library import OPERATORS, run
+from xent_ops.ops.names import ARGUMENTS, RESULTS
+from xent_ops.ops.schemas import COMPOSITES, SCHEMAS
 
 ops = torch.ops.xent
-MASKS = ([True, True, True], [True, False, False], [False, True, True])  # of the gradients of a head
+NAN, INF = float("nan"), float("inf")
+
+# Of each option values that are not its default. In a call with all options, the first that its rules accept.
+VALUES: dict[str, tuple[Any, ...]] = {
+    "ignore_index": (5,),
+    "label_smoothing": (0.1,),
+    "softcap": (5.0,),
+    "logit_scale": (1.5,),
+    "lse_square_scale": (0.1,),
+    "reduction": ("sum", "none"),
+    "beta": (0.5, 1.0),
+    "temperature": (2.0,),
+    "hard_weight": (0.5,),
+    "teacher_softcap": (3.0,),
+    "teacher_logit_scale": (0.75,),
+    "output_mask": ([True, False, False], [False, True, True]),
+    "chunk_rows": (4,),
+    "products": HEAD_PRODUCTS,
+    "grad_dtype": (torch.bfloat16,),
+    "group_name": (),  # needs ranks: tests/distributed
+    "gathered_input": (),
+}
+BY_TYPE: dict[str, tuple[Any, ...]] = {
+    "bool": (True, False),
+    "float": (0.5,),
+    "Optional[float]": (2.0,),
+    "Optional[ScalarType]": (torch.float32,),
+}
+# Of each option values that every operator with it refuses.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "label_smoothing": (1.5, 1.0000001, -0.5, NAN),
+    "softcap": (0.0, -2.25, 1e-46, 1.1754943508222873e-38, INF, 1e39, NAN),
+    "logit_scale": (0.0, -0.0, INF, 1e39, NAN),
+    "lse_square_scale": (-0.1, INF, 1e39, NAN),
+    "reduction": ("median",),
+    "beta": (1.5, -0.1),
+    "temperature": (0.0, INF),
+    "hard_weight": (NAN,),
+    "teacher_softcap": (0.0,),
+    "teacher_logit_scale": (INF,),
+    "num_classes": (0, -1),
+    "class_start": (-1, 2**62),
+    "chunk_rows": (0, -3),
+    "accumulate_dtype": (torch.int32, torch.float64),
+    "logits_dtype": (torch.int32, torch.float64),
+    "grad_dtype": (torch.int32, torch.float64),
+    "products": ("int8",),
+    "output_mask": ([True, True],),
+}
+
+
+REFUSED_BY_TYPE: dict[str, tuple[Any, ...]] = {
+    "float": (NAN,),
+    "Optional[float]": (NAN,),
+    "Optional[ScalarType]": (torch.int32,),
+}
 
 
 class Sample(NamedTuple):
@@ -23,307 +86,341 @@ class Sample(NamedTuple):
     options: dict[str, Any]
 
 
-def _fitting(name, options):
-    names = {argument.name for argument in getattr(ops, name).default._schema.arguments}
-    return {key: value for key, value in options.items() if key in names}
+class Problem(NamedTuple):
+    """Sizes of a call. ``place``: where a slice of ``classes`` begins, and the number of classes of all slices."""
+
+    rows: tuple[int, ...] = (6,)
+    classes: int = 37
+    place: tuple[int, int] = (5, 50)
+    teacher_classes: int | None = None
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    requires_grad: bool = False
+    apart: bool = False  # rows with a gap between them, and one target for all
+
+    def size(self, name: str) -> int:
+        sizes = {"V": self.classes, "columns": self.classes, "T": self.teacher_classes or self.classes}
+        return int(name) if name.isdigit() else {**sizes, "H": 16, "G": 4, "K": 3}[name]
 
 
-def _call(options, name, *args, **more):
-    return Sample(name, args, _fitting(name, options) | more)
+ROWS, SCALAR, EMPTY = "a tensor", "a tensor of shape ()", "a tensor of shape (0,)"
+LEAVES = {"logits", "input", "linear_weight", "linear_bias", "probabilities"}
+OF_PROBLEM = {*LEAVES, "grad", "grad_logits", "grad_linear_weight", "grad_input", "value"}  # of its dtype
+NOT_CHECKED = {"after": ("float", "3", ""), "value": ("float", "", "")}  # beside results of that name
+MAY_BE_EMPTY = {"grad_linear_weight", "grad_linear_bias"}
 
 
-def _with_twins(family):
-    """Each sample for the operator's in-place form too, unless what that overwrites requires grad."""
-
-    @functools.wraps(family)
-    def samples(*given, **keywords):
-        for sample in family(*given, **keywords):
-            yield sample
-            twin, args = OPERATORS.get(f"{sample.name}_"), list(sample.args)
-            if twin is not None and not args[twin.position].requires_grad:
-                args[twin.position] = args[twin.position].clone()
-                yield Sample(twin.name, tuple(args), sample.options)
-
-    return samples
+@functools.cache
+def contract_of(name: str) -> Contract:
+    if name in OPERATORS:
+        return OPERATORS[name].contract
+    loss = {"loss": ("acc", lambda call: (), "")}
+    return Contract(getattr(ops, name).default._schema, {}, loss, None, ())
 
 
-def _numbers(like):
-    return functools.partial(torch.randn, device=like.device, dtype=accumulator(like))
+@functools.cache
+def arguments_of(name: str) -> dict[str, Any]:
+    """Each argument of the schema, by name."""
+    return {argument.name: argument for argument in getattr(ops, name).default._schema.arguments}
 
 
-def _backwards(call, x, target, weight, square, *of_slice):
-    numbers = _numbers(x)
-    grad, grad_lse, lse, entropy = (numbers(target.shape) for _ in range(4))
-    saved, divisor = (x, target, lse, weight), numbers(2).abs() + 1
-    of_divisor, of_entropy = (divisor, None, None, *of_slice), (None, grad_lse, entropy, *of_slice)
-    plain = (None, None, None, *of_slice) if of_slice else ()
-    for upstream in (grad_lse, None):
-        yield call("cross_entropy_backward", grad, upstream, *saved, *plain)
-        yield call("cross_entropy_backward", grad, upstream, *saved, *of_entropy)
-        yield call("cross_entropy_backward", numbers(()), upstream, *saved, *of_divisor, **square)
-    yield call("cross_entropy_backward", numbers(()), None, *saved, *of_divisor)
-    yield call("cross_entropy_backward", grad, grad_lse, *saved, *of_divisor, **square)
+@functools.cache
+def _tensor_rows(name: str) -> dict[str, tuple[str, Shape]]:
+    """The class of dtypes and the shape of each tensor of an operator."""
+    checked = contract_of(name)
+    rows = {one.name: (one.like, one.shape) for one in (*checked.tensors, *checked.checked_last)}
+    for argument in arguments_of(name).values():
+        if "Tensor" in str(argument.type) and argument.name not in {*rows, *VALUES}:
+            like, shape, _ = {**ARGUMENTS, **RESULTS, **NOT_CHECKED}[argument.name]
+            rows[argument.name] = like, Shape.of(shape)
+    return rows
 
 
-@_with_twins
-def of_indices(x, target, weight, options, **square):
-    """A loss of logits (..., V); ``square``: lse_square_scale, or nothing."""
-    call, numbers, fixed = functools.partial(_call, options), _numbers(x), x.detach()
-    for reduction in ("none", "mean", "sum"):
-        if reduction == "mean" and not x.numel():
-            continue  # NaN, as in torch: opcheck compares NaN with NaN and finds them different
-        yield call("cross_entropy", x, target, weight, reduction=reduction, **square)
-        if reduction != "none":
-            yield call("cross_entropy_reduced", x, target, weight, reduction=reduction, **square)
-    yield call("cross_entropy_forward", x, target, weight)
-    for wanted in ((True, False), (False, True), (True, True)):
-        yield call("cross_entropy_forward", x, target, weight, *wanted)
-    yield from _backwards(call, x, target, weight, square)
-    scalar, row = numbers(()), numbers(target.shape)
-    for upstream in ((scalar, None), (scalar, scalar), (scalar, row), (row, None), (row, row)):
-        yield call("cross_entropy_with_grad", fixed, target, *upstream, weight)
-    for wanted in ((True, False), (True, True)):
-        yield call("cross_entropy_with_grad", fixed, target, row, scalar, weight, *wanted)
-    if x.dtype == torch.float32:  # a gradient of 16 bits
-        saved = (fixed, target, row, weight, None, None, None, None, 0, None, torch.bfloat16)
-        yield call("cross_entropy_backward", row, row, *saved)
-        yield call("cross_entropy_with_grad", fixed, target, row, None, weight, False, True, torch.bfloat16)
-    rest = {name: value for name, value in options.items() if name != "label_smoothing"}
-    yield from of_ids(x, target, functools.partial(_call, rest))
-    for factor in (scalar, row):
-        yield call("scale_grad_", fixed.clone(), factor)
-    if x.numel():
-        yield call("cross_entropy_divisor", fixed, target, weight)
+@functools.cache
+def _optional(name: str) -> list[str]:
+    """The arguments that a call may go without."""
+    return [
+        one.name for one in arguments_of(name).values() if one.has_default_value() or str(one.type).startswith("Opt")
+    ]
 
 
-def several(target):
-    """Three classes of each row: the target, another, and the target again."""
-    return torch.stack([target, target.clamp(max=0), target], -1)
+def values_of(name: str, argument: str, problem: Problem) -> list[Any]:
+    """The values of an argument. Of a required one, the first is that of most calls."""
+    found, kind = arguments_of(name)[argument], str(arguments_of(name)[argument].real_type)
+    if argument in VALUES:
+        return list(VALUES[argument])
+    if "Tensor" in kind:
+        rows = {one.name: one.or_scalar for one in contract_of(name).tensors}
+        return [ROWS, *[SCALAR] * rows.get(argument, False), *[EMPTY] * (argument in MAY_BE_EMPTY)]
+    if kind in ("int", "Optional[int]"):
+        start, total = problem.place
+        of_slice = {
+            "class_start": [start, 0],
+            "num_classes": [total, start + problem.classes - 7],
+            "columns": [problem.classes],
+        }
+        return of_slice.get(argument, [2])
+    return [value for value in BY_TYPE[kind] if not found.has_default_value() or value != found.default_value]
 
 
-def of_ids(x, target, call):
-    """Several classes a row, of given logits."""
-    numbers, ids = _numbers(x), several(target)
-    row, places = numbers(target.shape), numbers(ids.shape)
-    for entropy in (False, True):
-        yield call("token_logits", x, ids, entropy)
-    yield call("token_logits_backward", places, row, row, x.detach(), ids, places, row, row)
-    yield call("token_logits_backward", places, None, None, x.detach(), ids, places, row)
-    yield call("ids_grad_", x.detach().clone(), ids, places, places, row, row)
-    yield call("ids_grad_", x.detach().clone(), ids, places, places, row, row, row, row, 1, 2 * x.shape[-1])
+@functools.lru_cache(100)
+def _random(name: str, shape: tuple[int, ...], device: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    return torch.randn(shape, generator=generator).to(device)
 
 
-def of_probabilities(x, target, weight, options):
-    call, numbers = functools.partial(_call, options), _numbers(x)
-    grad, grad_lse, lse = (numbers(x.shape[:-1]) for _ in range(3))
-    yield call("soft_cross_entropy_forward", x, target, weight)
-    for upstream in (grad_lse, None):
-        yield call("soft_cross_entropy_backward", grad, upstream, x, target, lse, weight)
+def _target(name: str, shape: Sequence[int], ignore_index: int, problem: Problem) -> torch.Tensor:
+    """Classes that every slice and every padded head has. Some are ignored, and of several a row the last is the first."""
+    classes = (_random(name, tuple(shape), problem.device).abs() * 1000).long() % max(1, problem.classes - 7)
+    classes = classes[..., :1].expand(shape).clone() if problem.apart and shape else classes
+    if name == "ids" and classes.numel():
+        classes[..., -1] = classes[..., 0]
+    if classes.numel() > 3 and not problem.apart:
+        classes.view(-1)[3:5] = ignore_index
+    return classes
 
 
-@_with_twins
-def of_distillation(x, teacher, target, options, num_classes=None):
-    """Of a student's logits and its teacher's."""
-    call, numbers, fixed = functools.partial(_call, options), _numbers(x), x.detach()
-    scalar, row, statistics = numbers(()), numbers(target.shape), numbers(4, *target.shape)
-    for beta, more in ((0.0, {}), (1.0, {"hard_weight": 0.5}), (0.5, {"hard_weight": 0.5, "temperature": 2.0})):
-        more = {"beta": beta, "num_classes": num_classes, **more}
-        yield call("distillation_forward", x, teacher, target, **more)
-        yield call("distillation_backward", row, fixed, teacher, target, statistics, **more)
-        yield call("distillation_with_grad", fixed, teacher, target, scalar, **more)
-    yield call("distillation_backward", scalar, fixed, teacher, target, statistics, **more)
-    yield call("distillation_with_grad", fixed, teacher, target, row, **more)
-    classes, both = num_classes or x.shape[-1], (fixed, teacher, target)  # the last of twice as many
-    for beta, given in ((0.0, (None,)), (1.0, (None,)), (0.5, (None,)), (0.5, (statistics,))):
-        more.update(beta=beta, num_classes=2 * classes)
-        yield call("distillation_forward", *both, *given, classes, **more)
-        yield call("distillation_backward", row, *both, statistics, classes, **more)
+def _tensor(name: str, argument: str, kind: str, values: dict[str, Any], problem: Problem) -> torch.Tensor:
+    like, shape = _tensor_rows(name)[argument]
+    own, primary = problem.dtype, values.get(contract_of(name).primary)
+    wide = accumulator(torch.empty(0, dtype=own))
+    if like == "index":
+        sizes = [*problem.rows, *map(problem.size, shape.behind)]
+        return _target(argument, sizes, values.get("ignore_index", -100), problem)
+    if like == "int32":
+        return torch.tensor(3, dtype=torch.int32, device=problem.device)
+    if argument == "divisor":
+        return torch.tensor(3, device=problem.device)
+    if argument.startswith("teacher"):
+        dtype = torch.float64 if own == torch.float64 else torch.float32
+    else:
+        dtype = own if argument in OF_PROBLEM or like == "=input" else torch.float32 if argument == "weight" else wide
+    if argument == "grad_linear_bias" and primary is not None and "columns" in values:
+        dtype = wide  # the sum over chunks
+    call = contract_of(name).blank(**{key: value for key, value in values.items() if value is not None})
+
+    def size(letter: str) -> int:
+        return DERIVED_SIZES[letter](call, dtype) if letter in DERIVED_SIZES else problem.size(letter)
+
+    sizes = [*map(size, shape.before), *(problem.rows if shape.rows else ()), *map(size, shape.behind)]
+    if argument == "grad_logits" and "columns" in values:
+        sizes[-1] = padded_classes(values["columns"], dtype)
+    if kind in (SCALAR, EMPTY):
+        sizes = [] if kind == SCALAR else [0]
+    if problem.apart and argument == contract_of(name).primary and len(sizes) > 2:
+        whole = _random(argument, (*sizes[:-2], sizes[-2] + 1, sizes[-1]), problem.device)
+        return (whole / 2).to(dtype)[..., :-1, :]
+    tensor = _random(argument, tuple(sizes), problem.device)
+    if argument == "joined":  # at one temperature, one lse serves both losses
+        tensor = torch.cat([tensor[:3], tensor[:1]])
+    positive = argument in ("weight", "token_weight", "divisors", "probabilities")
+    return (tensor.abs() + 0.1 if positive else tensor / 2).to(dtype)
 
 
-@_with_twins
-def of_shard(x, target, weight, place, options, **square):
-    """Logits of the classes from place[0] on, of place[1] in all. Each rank has these logits."""
-    call, fixed = functools.partial(_call, options), x.detach()  # the join alone is differentiable, and but once
-    fitting = _fitting("cross_entropy_shard", options)
-    starts = range(0, place[1], x.shape[-1])
-    gathered = torch.cat([ops.cross_entropy_shard(fixed, target, at, place[1], weight, **fitting) for at in starts])
-    yield call("cross_entropy_shard", fixed, target, *place, weight)
-    yield call("cross_entropy_shard_join", x, target, gathered, *place, weight)
-    for reduction in ("mean", "sum"):
-        of_all = (x, target, gathered, *place, weight)
-        yield call("cross_entropy_shard_reduced", *of_all, reduction=reduction, **square)
-    lse_coefficient = None if weight is None else _numbers(x)(target.shape)
-    yield from _backwards(call, fixed, target, weight, square, lse_coefficient, *place)
+def _gathered(name: str, values: dict[str, Any], problem: Problem) -> torch.Tensor:
+    """The results of as many ranks as have all classes. They have the same logits."""
+    shard = re.sub("_(join|reduced)$", "", name)
+    given = {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+    starts = range(0, values["num_classes"], problem.classes)
+    return torch.cat([run(shard, {**given, "class_start": start}) for start in starts])
 
 
-def of_launchers(x, target, weight, place, options, **square):
-    """Of every operator that has a launcher."""
-    families = (
-        of_indices(x, target, weight, options, **square),
-        of_probabilities(x, x, weight, options),
-        of_distillation(x.detach(), x.detach().clone(), target, options),
-        of_shard(x, target, weight, place, options, **square),
-    )
-    return [sample for sample in itertools.chain(*families) if sample.name in launched()]
+def build(name: str, problem: Problem, chosen: dict[str, Any]) -> Sample:
+    """The call with these values, where ``ROWS``, ``SCALAR`` and ``EMPTY`` stand for tensors."""
+    arguments, contract = arguments_of(name), contract_of(name)
+    values = {key: value for key, value in chosen.items() if value not in (ROWS, SCALAR, EMPTY)}
+    last = {one.name for one in contract.checked_last}
+    overwritten = {one.name for one in arguments.values() if one.alias_info is not None}
+    for argument in sorted((key for key in chosen if key not in values), key=lambda key: key in last):
+        if argument == "gathered":
+            values[argument] = _gathered(name, values, problem)
+            continue
+        tensor = _tensor(name, argument, chosen[argument], values, problem)
+        if problem.requires_grad and argument in LEAVES - overwritten:
+            tensor.requires_grad_()
+        values[argument] = tensor.contiguous() if argument in overwritten else tensor
+    args, options = [], {}
+    for argument in arguments.values():
+        if argument.kwarg_only:
+            if argument.name in values:
+                options[argument.name] = values[argument.name]
+        else:
+            args.append(values[argument.name] if argument.name in values else _default(argument))
+    while args and len(args) > len(contract.required) and contract.arguments[len(args) - 1] not in values:
+        args.pop()
+    return Sample(name, tuple(args), options)
 
 
-def launched():
+def _default(argument: Any) -> Any:
+    return argument.default_value if argument.has_default_value() else None
+
+
+def complete(name: str, problem: Problem, chosen: dict[str, Any], depth: int = 4) -> dict[str, Any] | None:
+    """The chosen values, with the arguments that they do not go without; None if they are refused."""
+    try:
+        sample = build(name, problem, chosen)
+        contract = contract_of(name)
+        contract.check(contract.bind(sample.args, sample.options))
+    except (ValueError, TypeError, RuntimeError) as error:
+        for argument in _optional(name) if depth else ():
+            if argument not in chosen and re.search(rf"\b{argument}\b", str(error)):
+                for value in values_of(name, argument, problem):
+                    found = complete(name, problem, {**chosen, argument: value}, depth - 1)
+                    if found is not None:
+                        return found
+        return None
+    return chosen
+
+
+def variants(
+    name: str, problem: Problem, always: dict[str, Any] | None = None, never: Sequence[str] = (), each: bool = True
+) -> list[Sample]:
+    """Calls of an operator: with each argument at each value, if ``each``, and with all that go together.
+
+    Args:
+        always: values that all calls have whose schema has the name and whose rules accept them.
+        never: arguments that stay at their defaults.
+    """
+    always = tuple((key, value) for key, value in (always or {}).items() if key in arguments_of(name))
+    detached = problem._replace(requires_grad=False)
+    found = []
+    for chosen in _chosen(name, detached._replace(device="cpu"), always, tuple(never), each):
+        has_derivative = problem.requires_grad and _has_derivative(build(name, problem, chosen))
+        found.append(build(name, problem if has_derivative else detached, chosen))
+    return found
+
+
+def _has_derivative(sample: Sample) -> bool:
+    """Some formulas only raise, some for a slice of the classes."""
+    leaves = [arg for arg in sample.args if isinstance(arg, torch.Tensor) and arg.requires_grad]
+    formula = torch._C._dispatch_has_kernel_for_dispatch_key(f"xent::{sample.name}", "Autograd")
+    if not (formula or sample.name in COMPOSITES):
+        return False
+    try:
+        results = getattr(ops, sample.name)(*sample.args, **sample.options)
+        results = results if isinstance(results, tuple) else (results,)
+        summed = [result.sum() for result in results if result is not None and result.requires_grad]
+        torch.autograd.grad(summed, leaves, allow_unused=True)
+    except RuntimeError:
+        return False
+    return bool(summed)
+
+
+@functools.cache
+def _chosen(
+    name: str, problem: Problem, always: tuple[Any, ...], never: tuple[str, ...], each: bool
+) -> list[dict[str, Any]]:
+    arguments = arguments_of(name)
+    optional = [argument for argument in _optional(name) if argument not in never]
+    required = {key: values_of(name, key, problem)[0] for key in arguments if key not in _optional(name)}
+    least = complete(name, problem, required)
+    if least is None:
+        return []
+    for key, value in always:
+        least = complete(name, problem, {**least, key: value}) or least
+    found = [least]
+    if each:
+        for argument in (*required, *optional):
+            values = values_of(name, argument, problem)
+            # Numbers are told apart by values alone: the call with all of them will do.
+            if argument in dict(always) or (len(values) == 1 and "float" in str(arguments[argument].real_type)):
+                continue
+            for value in values:
+                found.append(complete(name, problem, {**least, argument: value}))
+    most = least
+    for argument in optional:
+        for value in values_of(name, argument, problem) if argument not in most else ():
+            more = complete(name, problem, {**most, argument: value})
+            if more is not None:
+                most = more
+                break
+    found.append(most)
+    different = {str(sorted(one.items(), key=str)): one for one in found if one is not None}
+    return list(different.values())
+
+
+@functools.cache
+def calls_of(name: str, device: str, dtype: torch.dtype, requires_grad: bool) -> list[Sample]:
+    """Samples of one operator, built once for all tests: copy what is written to, as opcheck does."""
+    problem = Problem(device=device, dtype=dtype, requires_grad=requires_grad)
+    found = variants(name, problem)
+    others = [problem._replace(rows=(2, 4), classes=16, place=(0, 16), apart=True), problem._replace(rows=())]
+    if any(argument.startswith("teacher") for argument in arguments_of(name)):
+        others.append(problem._replace(teacher_classes=40))
+    for other in others:
+        found += variants(name, other, each=False)
+    # A mean of no rows is NaN, which opcheck finds different from NaN.
+    return found + variants(name, problem._replace(rows=(0,)), {"reduction": "sum"}, each=False)
+
+
+def calls(device: str, dtype: torch.dtype, requires_grad: bool):
+    """Samples of every operator."""
+    for name in SCHEMAS:
+        yield from calls_of(name, device, dtype, requires_grad)
+
+
+def launched() -> set[str]:
     return {name for name, operator in OPERATORS.items() if not operator.calls_operators}
 
 
-def of_head(x, head, target, bias, weight, options, **square):
-    """The head and the loss as one: input (..., H), head (V, H)."""
-    call, numbers = functools.partial(_call, options), _numbers(x)
-    given, masks = (x, head, target, bias, weight), MASKS[:1]
-    if "accumulate_dtype" in options:
-        masks = MASKS[1:]
-    yield call("linear_cross_entropy", *given, reduction="none" if masks == MASKS[:1] else "mean", **square)
-    token_weight, divisor = torch.randn(target.shape, device=x.device), torch.tensor(3, device=x.device)
-    yield call("linear_cross_entropy", *given, divisor, token_weight, reduction="sum", **square)
-    for wanted in ((), (True, False), (False, True)):
-        yield call("linear_cross_entropy_forward", *given, *wanted)
-    grad, grad_lse, lse, entropy = (numbers(target.shape) for _ in range(4))
-    saved = (x, head, target, lse, bias, weight)
-    yield call("linear_cross_entropy_backward", grad, grad_lse, *saved)
-    yield call("linear_cross_entropy_backward", numbers(()), None, *saved, numbers(2).abs() + 1, **square)
-    yield call("linear_cross_entropy_backward", grad, None, *saved, None, grad_lse, entropy)
-    for mask in masks:
-        yield call("linear_cross_entropy_backward", grad, None, *saved, *(None,) * 4, 0, None, mask)
-        if x.numel():
-            for factors, more in ((None, {}), (token_weight, {"with_argmax": True, "with_entropy": True})):
-                yield call("linear_cross_entropy_with_grad", *given, None, factors, mask, **more, **square)
-    if "label_smoothing" not in options:
-        ids = several(target)
-        row, places = numbers(target.shape), numbers(ids.shape)
-        for entropy in (False, True):
-            yield call("linear_token_logits", x, head, ids, bias, entropy)
-        yield call("linear_token_logits", x, head, ids, bias, mask_ids=True)
-        saved = (x.detach(), head.detach(), ids, places, row, None if bias is None else bias.detach())
-        yield call("linear_token_logits_backward", places, row, row, *saved, row)
-        for mask in MASKS[1:]:
-            yield call("linear_token_logits_backward", places, None, None, *saved, None, mask)
-        yield call("linear_token_logits_backward", places, row, None, *saved, mask_ids=True)
-        fixed = (x.detach(), head.detach(), ids, places)
-        yield call("linear_token_logits_with_grad", *fixed)
-        for mask in MASKS:
-            yield call("linear_token_logits_with_grad", *fixed, row, saved[-1], mask)
-    for factor in (numbers(()), numbers(len(head))):
-        yield call("linear_scale_grad", head.detach(), factor)
+def of_launchers(problem: Problem, options: dict[str, Any], weighted: bool) -> list[Sample]:
+    """Samples of every operator that has a launcher, with these options, and class weights or none.
+
+    Not with batch_invariant, which calls the operator again, on a copy, where rows begin at other multiples.
+    """
+    always = {**options, **({"weight": ROWS} if weighted else {})}
+    never = {*RowOptions._fields, "lse_square_scale", "weight", "batch_invariant"} - set(always)
+    return [sample for name in sorted(launched()) for sample in variants(name, problem, always, sorted(never))]
 
 
-def of_head_in_8_bits(x, head, target, bias, weight, options, **square):
-    """Products of 8-bit numbers: what ``of_head`` has, but for several classes a row."""
-    for products in ("fp8", "fp8_gradients"):
-        for sample in of_head(x, head, target, bias, weight, {**options, "products": products}, **square):
-            if "token_logits" not in sample.name and "scale_grad" not in sample.name:
-                yield sample
+class Refusal(NamedTuple):
+    """A call that is right but for one argument."""
+
+    argument: str
+    sample: Sample
+    error: type[Exception]
+    words: str
 
 
-def of_two_heads(x, head, teacher, teacher_head, target, biases, options, num_classes=None):
-    """Distillation of a student's head and its teacher's. ``biases``: of both."""
-    call = functools.partial(_call, options)
-    more = {"beta": 0.5, "hard_weight": 0.5, "temperature": 2.0, "num_classes": num_classes}
-    both = (x, head, target, teacher, teacher_head, *biases)
-    fixed = [tensor if tensor is None else tensor.detach() for tensor in both]  # which have no gradient
-    yield call("linear_distillation_forward", *both, **more)
-    numbers = _numbers(x)
-    for factor, rest in ((numbers(target.shape), ()), (numbers(()), (*fixed[5:], MASKS[2]))):
-        yield call("linear_distillation_backward", factor, numbers(4, *target.shape), *fixed[:5], *rest, **more)
-    if x.numel():
-        # A positive loss: the backward scales the gradients in place, and opcheck's is that of its magnitude.
-        token_weight, divisor = torch.rand(target.shape, device=x.device), torch.tensor(3, device=x.device)
-        for mask in MASKS:
-            yield call("linear_distillation_with_grad", *both, None, None, mask, **more)
-        yield call("linear_distillation_with_grad", *both, divisor, token_weight, reduction="sum", **more)
+def refusals(name: str) -> list[Refusal]:
+    """Each tensor with another dtype, shape or device, each option with what its rule refuses."""
+    problem, contract = Problem(), contract_of(name)
+    least, most = (_chosen(name, problem, (), (), False)[place] for place in (0, -1))
+    found = []
 
+    def add(argument: str, value: Any, error: type[Exception], words: str) -> None:
+        args, options = list(call.args), dict(call.options)
+        if argument in contract.keyword_only:
+            options[argument] = value
+        else:
+            index = contract.positions[argument]
+            args += [_default(arguments_of(name)[one]) for one in contract.arguments[len(args) : index + 1]]
+            args[index] = value
+        found.append(Refusal(argument, Sample(name, tuple(args), options), error, words))
 
-def of_two_slices(x, head, teacher, teacher_head, target, place, biases, options):
-    """A chunk of rows of a rank's slices of both heads, from place[0] on, of place[1] in all."""
-    call, numbers = functools.partial(_call, options), _numbers(x)
-    tensors = (x, head, target, teacher, teacher_head, *biases)
-    *both, bias, teacher_bias = [tensor if tensor is None else tensor.detach() for tensor in tensors]
-    for beta, hard_weight, temperature in ((0.0, 0.0, 1.0), (1.0, 0.5, 1.0), (0.5, 0.5, 2.0)):
-        more = {"beta": beta, "hard_weight": hard_weight, "temperature": temperature, "num_classes": place[1]}
-        given = (*both, place[0], bias, teacher_bias)
-        yield call("linear_distillation_chunk", *given, **more)
-        fitting = _fitting("linear_distillation_chunk", {**options, **more})
-        _, logits, teacher_logits = ops.linear_distillation_chunk(*given, numbers(3), **fitting)
-        saved = (teacher_logits, both[1], target, numbers(4, len(target)), place[0])
-        for factor, rest in ((numbers(()), ()), (numbers(len(target)), (False, numbers(3)))):
-            yield call("linear_distillation_chunk_grad_", logits.clone(), factor, *saved, *rest, **more)
-
-
-def of_head_shard(x, head, target, place, bias, weight, options, **square):
-    """One rank's rows of the head, from place[0] on, of place[1] in all; the same a chunk of rows at a time."""
-    call, numbers = functools.partial(_call, options), _numbers(x)
-    fixed = (x.detach(), head.detach(), target)
-    shard = (*fixed, *place, bias.detach(), weight)
-    plain = weight is None and "label_smoothing" not in options  # else there are no entropies
-    for entropy in (False, True)[: 1 + plain]:
-        gathered = ops.linear_cross_entropy_shard(*shard, entropy, **_fitting("linear_cross_entropy_shard", options))
-        yield call("linear_cross_entropy_shard", *shard, entropy)
-        joined = (x, head, target, gathered, *place, bias, weight, None, entropy)
-        yield call("linear_cross_entropy_shard_join", *joined)
-    row = numbers(target.shape)
-    saved, of_slice = (*fixed, row, bias.detach(), weight), (None if weight is None else row, *place)
-    if plain:
-        yield call("linear_cross_entropy_backward", row, None, *saved, None, row, row, *of_slice)
-    for mask in MASKS:
-        yield call("linear_cross_entropy_backward", row, row, *saved, None, None, None, *of_slice, mask)
-    for slice_of_head in (place, (0, None)):
-        yield from of_chunk(x, head, target, slice_of_head, bias, weight, options, **square)
-
-
-def of_chunk(x, head, target, place, bias, weight, options, **square):
-    """A chunk of rows of a head, or of a rank's rows of it; the caller's code stands between the operators."""
-    call, numbers = functools.partial(_call, options), _numbers(x)
-    fixed, one_rank = (x.detach(), head.detach(), target), place[1] is None
-    shard = (*fixed, *place, bias.detach(), weight)
-    with_entropy = weight is None and (one_rank or "label_smoothing" not in options)
-    for entropy in (False, True)[: 1 + with_entropy]:
-        yield call("linear_cross_entropy_chunk", *shard, entropy)
-    count = torch.tensor(3, dtype=torch.int32, device=x.device)
-    yield call("linear_cross_entropy_chunk", *shard, False, count)
-    _, logits = ops.linear_cross_entropy_chunk(*shard, **_fitting("linear_cross_entropy_chunk", options))
-    row = numbers(target.shape)
-    saved, divisor = (*fixed[1:], row, *place, weight), numbers(2).abs() + 1
-    lse_coefficient = None if one_rank or weight is None else row
-    for after in ((), (False, None, numbers(3)), (True, count)):
-        rest = (divisor, None, None, lse_coefficient, *after)
-        yield call("linear_cross_entropy_chunk_grad_", logits.clone(), numbers(()), None, *saved, *rest, **square)
-    rest = (None, row, row, lse_coefficient)
-    yield call("linear_cross_entropy_chunk_grad_", logits.clone(), row, row, *saved, *rest)
-    if "label_smoothing" not in options and weight is None:
-        ids = several(target)
-        yield call("linear_cross_entropy_chunk", *shard, True, count, None, ids)
-        yield call("linear_cross_entropy_chunk", *shard, False, count, None, ids, True)
-        places = (ids, numbers(ids.shape), numbers(ids.shape))
-        yield call(
-            "linear_cross_entropy_chunk_grad_", logits.clone(), row, row, *saved, *rest, True, None, None, *places
-        )
-        yield call(
-            "linear_cross_entropy_chunk_grad_",
-            logits.clone(),
-            numbers(()),
-            row,
-            *saved,
-            None,
-            None,
-            None,
-            lse_coefficient,
-            True,
-            None,
-            None,
-            *places,
-            mask_ids=True,
-        )
-    sums, none = (numbers(head.shape).to(head.dtype), numbers(len(head))), (head.new_empty(0).detach(), numbers(0))
-    for first, wanted in ((True, sums), (False, sums), (True, (sums[0], none[1])), (False, (none[0], sums[1]))):
-        copies = [tensor.clone() for tensor in wanted]
-        columns = len(head) if one_rank else min(len(head), place[1])
-        yield call("linear_cross_entropy_chunk_add_", *copies, logits, fixed[0], columns, first)
-    copies = [tensor.clone() for tensor in sums]
-    yield call("linear_cross_entropy_chunk_add_", *copies, logits, fixed[0], columns, False, count)
-    gradients = [tensor.detach().clone() for tensor in (x, head, bias)]
-    yield call("attach_gradients", numbers(()), x, head, bias, *gradients)
-    yield call("attach_gradients", numbers(()), x, head, None, *gradients[:2], numbers(0), numbers(()))
+    checked = {one.name: one for one in (*contract.tensors, *contract.checked_last)}
+    for argument, schema in arguments_of(name).items():
+        values = values_of(name, argument, problem)
+        with_it = complete(name, problem, {**least, argument: values[0]}) if values else None
+        call = build(name, problem, (with_it or least) if argument in checked else most)
+        if argument in checked and with_it is not None:
+            tensor = contract.bind(call.args, call.options)[contract.positions[argument]]
+            text = NAMES.get(argument, argument)
+            if checked[argument].like != "any":
+                add(argument, tensor.bool(), TypeError, f"^{text} has dtype torch.bool")
+            if checked[argument] in contract.checked_last:
+                add(argument, tensor[..., 1:], ValueError, rf"^{text} has shape \(.*\); expected \(")
+            elif argument == contract.primary:
+                add(argument, tensor.new_zeros(()), ValueError, f"^{text} (has|have) no dimension")
+            else:
+                wrong = [
+                    tensor.new_zeros((*tensor.shape, 2)),
+                    *([tensor[..., :1]] if tensor.dim() and not checked[argument].gives else []),
+                ]
+                for one in wrong:
+                    add(argument, one, ValueError, rf"^{text} has shape \(.*\)")
+                add(argument, tensor.to("meta"), RuntimeError, rf"^{text} (is|are) on meta but .* on cpu")
+        elif argument not in checked:
+            for value in REFUSED.get(argument, REFUSED_BY_TYPE.get(str(schema.real_type), ())):
+                add(argument, value, Exception, rf"\b{argument}\b")
+    return found

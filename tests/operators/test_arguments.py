@@ -345,28 +345,6 @@ def test_what_is_no_tensor(name, make, text):
             xent_ops.token_log_probs(**given)
 
 
-@pytest.mark.interpreter
-def test_operators_in_place_refuse_tensors_of_inference_mode(device):
-    ops, target, rows = torch.ops.xent, inputs(device)[1], torch.ones(4, device=device)
-    calls = {
-        "cross_entropy_backward_": lambda x: ops.cross_entropy_backward_(rows, None, x, target, rows),
-        "cross_entropy_with_grad_": lambda x: ops.cross_entropy_with_grad_(x, target, rows),
-        "slice": lambda x: ops.cross_entropy_backward_(rows, None, x, target, rows, num_classes=9),
-        "scale_grad_": lambda x: ops.scale_grad_(x, 2 * rows),
-    }
-    for name, call in calls.items():
-        with torch.inference_mode():
-            x = torch.randn(4, 9, device=device)
-            kept = x.clone()
-        argument = "grad" if name == "scale_grad_" else "logits"
-        with pytest.raises(RuntimeError, match=rf"^{argument} was made in inference mode, .* {argument}.clone\(\)"):
-            call(x)
-        assert torch.equal(x, kept)
-        with torch.inference_mode():
-            call(x)
-            assert not torch.equal(x, kept)
-
-
 def test_arguments_of_the_usual_types_are_not_converted(monkeypatch):
     """Conversion would be most of an eager call's time."""
 

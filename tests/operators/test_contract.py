@@ -3,10 +3,11 @@
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from test_registration import calls_of
+from helpers.samples import REFUSED, Problem, contract_of, refusals, variants
 
-from xent_ops.ops.contract import NAMES, Contract
+from xent_ops.ops.contract import Contract
 from xent_ops.ops.library import OPERATORS
+from xent_ops.ops.schemas import SCHEMAS
 
 
 def described(contract):
@@ -32,14 +33,14 @@ linear_cross_entropy_backward: input; H=input V=linear_weight; accumulate_dtype 
 linear_cross_entropy_with_grad: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows label_smoothing softcap logit_scale with_entropy output_mask token_weight lse_square_scale reduction divisor
 linear_scale_grad: grad; columns=grad; no rule
 linear_cross_entropy_chunk: input; H=input V=linear_weight K=ids; logits_dtype label_smoothing softcap logit_scale class_start num_classes with_entropy mask_ids input
-linear_cross_entropy_chunk_grad_: logits; V=linear_weight H=linear_weight K=ids; label_smoothing softcap logit_scale class_start num_classes lse_coefficient class_start num_classes grad_entropy entropy entropy grad_ids at_ids ids mask_ids lse_square_scale
+linear_cross_entropy_chunk_grad_: logits; V=linear_weight H=linear_weight K=ids; label_smoothing softcap logit_scale class_start num_classes lse_coefficient class_start num_classes grad_entropy entropy entropy grad_ids at_ids ids mask_ids lse_square_scale logits
 linear_cross_entropy_chunk_add_: input; H=input; grad_linear_weight grad_linear_weight
 attach_gradients: input; H=input columns=linear_weight; value
 linear_distillation_forward: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype chunk_rows target
 linear_distillation_backward: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype chunk_rows target output_mask
 linear_distillation_with_grad: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype chunk_rows target output_mask token_weight reduction divisor
 linear_distillation_chunk: input; H=input V=linear_weight G=teacher_input T=teacher_weight; target input
-linear_distillation_chunk_grad_: logits; V=linear_weight H=linear_weight; target
+linear_distillation_chunk_grad_: logits; V=linear_weight H=linear_weight; target logits
 linear_cross_entropy_shard: input; H=input V=linear_weight; logits_dtype products chunk_rows label_smoothing softcap logit_scale class_start with_entropy
 linear_cross_entropy_shard_join: input; H=input V=linear_weight ranks=gathered; accumulate_dtype logits_dtype products chunk_rows label_smoothing softcap logit_scale class_start with_entropy gathered_input input
 ids_grad_: grad_logits; columns=grad_logits K=ids; label_smoothing softcap logit_scale class_start num_classes grad_entropy entropy entropy grad_ids
@@ -59,30 +60,44 @@ scale_grad_: grad; columns=grad; no rule""",
     )
 
 
-@pytest.mark.parametrize("name", OPERATORS)
-def test_each_tensor_is_refused_by_its_name(name):
-    """Of another dtype, shape or device. Tests of operators have what is refused beside that."""
-    contract = OPERATORS[name].contract
-    calls = [contract.bind(args, options) for _, args, options in calls_of(name, "cpu", torch.float32, False)]
-    for argument in (*contract.tensors, *contract.checked_last):
-        given = [call for call in calls if call[argument.position] is not None and call.primary.dim() > 1]
-        if not given and argument.name not in contract.required:
-            continue  # that no sample has
-        call = given[0]
-        tensor, text = call[argument.position], NAMES.get(argument.name, argument.name)
-        wrong = []
-        if argument.like != "any":
-            wrong += [(tensor.bool(), TypeError, "has dtype torch.bool")]
-        if argument.name != contract.primary:
-            wrong += [(tensor.new_zeros((*tensor.shape, 2)), ValueError, r"has shape \(.*\); expected \(")]
-            wrong += [(tensor.to("meta"), RuntimeError, "(is|are) on meta but .* on cpu")]
-        for one, error, words in wrong:
-            changed = call._replace(**{argument.name: one})._asdict()
-            with pytest.raises(error, match=f"^{text} {words}"):
-                OPERATORS[name].overload(
-                    *(value for key, value in changed.items() if key not in contract.keyword_only),
-                    **{key: changed[key] for key in contract.keyword_only},
-                )
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_each_argument_is_refused_by_its_name(name):
+    """A tensor of another dtype, shape or device, and an option beyond its rule. Nothing else is wrong with the call."""
+    found = refusals(name)
+    for _, (_, args, options), error, words in found:
+        with pytest.raises(error, match=words):
+            getattr(torch.ops.xent, name)(*args, **options)
+    checked = contract_of(name)
+    ruled = {checked.arguments[index] for index, _, _ in checked.rules} & set(REFUSED)
+    assert {one.name for one in checked.tensors} | ruled <= {argument for argument, *_ in found}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", [name for name, one in OPERATORS.items() if one.overwrites])
+def test_what_may_not_be_overwritten(device, name):
+    """Tensors of inference mode outside it, tensors that require grad, and rows that share memory."""
+    sample, operator = variants(name, Problem(device=device), each=False)[0], OPERATORS[name]
+    written = sample.args[operator.position]
+    with torch.inference_mode():
+        of_inference = written.clone()
+
+    def call(tensor):
+        args = [*sample.args]
+        args[operator.position] = tensor
+        return operator.overload(*args, **sample.options)
+
+    for wrong, words in (
+        (of_inference, rf"was made in inference mode, .* {operator.overwrites}.clone\(\)"),
+        (written.clone().requires_grad_(), "must not require grad"),
+        (written[:1].expand_as(written), "share memory"),
+    ):
+        kept = wrong.detach().clone()
+        with pytest.raises(RuntimeError, match=f"^{operator.overwrites} .*{words}"):
+            call(wrong)
+        assert torch.equal(wrong, kept)
+    with torch.inference_mode():
+        call(of_inference)
+        assert not torch.equal(of_inference, written)
 
 
 def contract(text, arguments=(), results=()):

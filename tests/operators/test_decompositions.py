@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_registration import calls_of
+from helpers.samples import calls_of
 from torch.export import Dim, export
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -54,6 +54,8 @@ def test_values(name, dtype):
     table, overload = dict(xent_ops.decompositions().items()), OPERATORS[name].overload
     samples = calls_of(name, "cpu", dtype, False)
     samples = [sample for sample in samples if not sample.options.get("products")]  # core aten has no such
+    if name.endswith("_shard"):  # what a rank packs of skipped rows is not read: the join has their values
+        samples = [sample for sample in samples if not sample.options.get("skip_ignored")]
     assert samples
     for _, args, options in samples:
         args = skipped_before(name, args, options)

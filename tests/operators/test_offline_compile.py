@@ -14,8 +14,8 @@ import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-from helpers import samples  # noqa: E402
 from helpers.offline import compile_call, launch, recorded, specialised, spills  # noqa: E402
+from helpers.samples import Problem, of_launchers  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from xent_ops.kernels.triton import (  # noqa: E402
@@ -84,17 +84,17 @@ def everything(dtype, vocabulary, full):
     square = {"lse_square_scale": 1e-4 if full else 0.0}
 
     def given(rows, classes):
-        weight = torch.ones(classes) if full else None
-        return torch.zeros(rows, classes, dtype=dtype), torch.zeros(rows, dtype=torch.int64), weight
+        return torch.zeros(rows, classes, dtype=dtype), torch.zeros(rows, dtype=torch.int64)
 
     for classes in (vocabulary, 256):  # 256: rows that fit in a tile
-        launch("cross_entropy_forward", given(50, classes)[:2], {})
-    place = (vocabulary, 4 * vocabulary)
-    for sample in samples.of_launchers(*given(2, vocabulary), place, options, **square):  # few rows: they are split
+        launch("cross_entropy_forward", given(50, classes), {})
+    few_rows = Problem((2,), vocabulary, (vocabulary, 4 * vocabulary), dtype=dtype)  # they are split
+    for sample in of_launchers(few_rows, {**options, **square}, full):
         launch(*sample)
+    weight = (torch.ones(16),) * full
     for rows in (1000, 9000):  # the sums over rows by one program, by several
-        launch("cross_entropy_reduced", given(rows, 16), {**options, **square, "reduction": "sum"})
-        launch("cross_entropy_divisor", given(rows, 16), {"ignore_index": 7})
+        launch("cross_entropy_reduced", given(rows, 16) + weight, {**options, **square, "reduction": "sum"})
+        launch("cross_entropy_divisor", given(rows, 16) + weight, {"ignore_index": 7})
 
 
 CASES = [
@@ -177,16 +177,11 @@ def test_another_option_value_is_the_same_kernel(monkeypatch):
 
     def keys(rows, classes, scale, **options):
         def launches():
-            target, weight, square = (
-                torch.zeros(rows, dtype=torch.int64),
-                torch.ones(classes),
-                {"lse_square_scale": scale},
-            )
-            place = (5 * rows, 10**6 + rows)  # another rank, another vocabulary
-            every = samples.of_launchers(torch.zeros(rows, classes), target, weight, place, options, **square)
-            for sample in every:
+            place = (5 * rows + 16, 10 * classes + rows)  # another rank, another vocabulary
+            for sample in of_launchers(Problem((rows,), classes, place), {**options, "lse_square_scale": scale}, True):
                 if not sample.name.startswith("cross_entropy_with_grad"):
                     launch(*sample)
+            weight = torch.ones(classes)
             more = torch.zeros(rows + 2)  # fewer rows than processors take forward and backward
             args = (torch.zeros(rows + 2, classes), more.long(), more[0], more, weight)
             launch("cross_entropy_with_grad", args, options)

@@ -1,12 +1,10 @@
 """Registration: schemas, fakes, autograd, errors. test_values.py tests the values."""
 
-import collections
-import functools
 import itertools
 
 import pytest
 import torch
-from helpers import samples
+from helpers.samples import calls_of, launched, refusals
 
 import xent_ops
 from xent_ops.kernels.options import LossOptions, RowOptions
@@ -14,76 +12,6 @@ from xent_ops.ops.library import OPERATORS
 from xent_ops.ops.schemas import SCHEMAS
 
 ops = torch.ops.xent
-
-
-def calls(device, dtype, requires_grad):
-    """Samples of every operator."""
-    torch.manual_seed(0)
-    full, square = {"label_smoothing": 0.1, "softcap": 5.0, "logit_scale": 1.5}, {"lse_square_scale": 0.1}
-
-    def leaf(*shape):
-        return (torch.randn(shape, device=device) / 4).to(dtype).requires_grad_(requires_grad)
-
-    logits, batched, soft = leaf(6, 37), leaf(2, 5, 16), torch.rand(6, 37, device=device, dtype=dtype)
-    target, weight = torch.tensor([0, 36, 5, -100, 7, 8], device=device), torch.rand(37, device=device)
-    yield from samples.of_indices(logits, target, None, {}, **square)
-    yield from samples.of_indices(logits, target.clamp(min=5), weight, {"ignore_index": 5, **full}, **square)
-    yield from samples.of_indices(batched[:, :-1], target[:1].expand(2, 4), None, {}, **square)
-    yield from samples.of_indices(batched[0, 0], target[2], None, {"label_smoothing": 0.5}, **square)
-    yield from samples.of_indices(logits[:0], target[:0], None, {}, **square)
-    yield from samples.of_probabilities(logits, soft, None, {})
-    yield from samples.of_probabilities(logits, soft, weight.to(dtype), full)
-    fixed, teacher_options = logits.detach(), {"softcap": 5.0, "teacher_softcap": 3.0, "logit_scale": 1.5}
-    yield from samples.of_distillation(logits, fixed.clone(), target, {})
-    yield from samples.of_distillation(
-        batched[:, :-1], batched.detach()[:, 1:, :9].float(), target[:1].expand(2, 4), teacher_options, 9
-    )
-    yield from samples.of_distillation(logits[:0], fixed[:0], target[:0], {})
-    yield from samples.of_shard(logits, target, None, (0, 37), {}, **square)
-    yield from samples.of_shard(logits, target, weight, (20, 60), {"ignore_index": -100, **full}, **square)
-    yield from samples.of_shard(logits, target, None, (5, 40), full, **square)
-    x, head, bias, chunks = leaf(6, 8), leaf(37, 8), leaf(37), {"chunk_rows": 4}
-    wide = {"accumulate_dtype": None if dtype == torch.float64 else torch.float32}
-    yield from samples.of_head(x, head, target, None, None, chunks, **square)
-    yield from samples.of_head(x, head, target, None, None, {**chunks, "skip_ignored": True}, **square)
-    if dtype == torch.bfloat16:
-        precise = {**chunks, "logits_dtype": torch.float32}
-        yield from samples.of_head(x, head, target, bias, weight, {**precise, **full}, **square)
-        yield from samples.of_chunk(x, head, target, (0, None), bias, None, precise, **square)
-        yield from samples.of_head_in_8_bits(leaf(6, 16), leaf(37, 16), target, bias, weight, chunks, **square)
-    if dtype == torch.float32:
-        yield from samples.of_head(x, head, target, bias, weight, {**chunks, **wide, **full}, **square)
-        yield from samples.of_head(
-            x.unflatten(0, (2, 3)), head, target.view(2, 3).clamp(min=0), bias, None, {"ignore_index": 5}, **square
-        )
-        yield from samples.of_head(x[0], head, target[0], None, None, {"label_smoothing": 0.5}, **square)
-        yield from samples.of_head(x[:0], head, target[:0], None, None, {}, **square)
-    teacher, teacher_head = torch.randn(6, 4, device=device), torch.randn(40, 4, device=device)
-    yield from samples.of_two_heads(
-        x, head, teacher, teacher_head[:37], target, (bias, teacher_head[:37, 0].clone()), chunks
-    )
-    more = {**teacher_options, **wide, "skip_ignored": True, "chunk_rows": 4}
-    yield from samples.of_two_heads(x, head, teacher, teacher_head, target.clamp(max=29), (None, None), more, 30)
-    both = (x, head, teacher, teacher_head[:37], target)
-    yield from samples.of_two_slices(*both, (5, 50), (bias, teacher_head[:37, 0].clone()), {})
-    yield from samples.of_two_slices(*both[:3], teacher_head, target, (20, 40), (None, None), teacher_options)
-    yield from samples.of_head_shard(x, head, target, (0, 37), bias, None, chunks, **square)
-    yield from samples.of_head_shard(x, head, target, (0, 37), bias, weight, {**chunks, **full}, **square)
-    for options in (full, {"softcap": 5.0}):  # with padding
-        yield from samples.of_head_shard(x, head, target.clamp(max=29), (0, 30), bias, None, options, **square)
-
-
-@functools.cache
-def _samples(device, dtype, requires_grad):
-    found = collections.defaultdict(list)
-    for sample in calls(device, dtype, requires_grad):
-        found[sample.name].append(sample)
-    return found
-
-
-def calls_of(name, device, dtype, requires_grad):
-    """Samples of one operator, made once for all tests: copy what is written to, as opcheck does."""
-    return _samples(device, dtype, requires_grad)[name]
 
 
 # What a fake says of dtypes does not depend on gradients.
@@ -129,9 +57,19 @@ def _form(args, kwargs):
     return str((tensors, masks, options))
 
 
-def test_every_operator_has_samples():
-    seen = {sample.name for sample in calls("cpu", torch.float32, False)}
-    assert seen == set(SCHEMAS), "tests/helpers/samples.py has every operator of schemas.py"
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_samples_have_every_argument(name):
+    """At a value that is not its default; of those with ranks, tests/distributed has calls."""
+    schema = getattr(ops, name).default._schema
+    given = set()
+    for _, args, options in calls_of(name, "cpu", torch.bfloat16, False) + calls_of(name, "cpu", torch.float32, False):
+        values = {**dict(zip([argument.name for argument in schema.arguments], args, strict=False)), **options}
+        given |= {
+            one.name for one in schema.arguments if one.name in values and values[one.name] is not one.default_value
+        }
+    refused = {"label_smoothing", "products"} if "ids" in given else set()
+    of_ranks = {"group_name", "gathered_input"}
+    assert {argument.name for argument in schema.arguments} - of_ranks - refused <= given
 
 
 def test_every_operator_has_its_launchers():
@@ -140,7 +78,7 @@ def test_every_operator_has_its_launchers():
     from xent_ops.kernels.ascend import launch as ascend
     from xent_ops.kernels.triton import launch
 
-    assert set(launch.LAUNCHERS) == samples.launched()
+    assert set(launch.LAUNCHERS) == launched()
     assert set(ascend.LAUNCHERS) == {name for name, operator in OPERATORS.items() if operator.ascend}
 
 
@@ -218,34 +156,16 @@ def test_gradgradcheck_of_the_backward_operators(device):
 
 
 LOGITS, TARGET = (4, 10), torch.tensor([1, 2, 3, 4])
-BAD = {
-    "no dimension": (lambda x: ((x[0, 0], TARGET), {}), "no dimension"),
-    "target shape": (lambda x: ((x, TARGET[:3]), {}), r"target has shape \(3,\); expected \(4,\)"),
-    "float target": (lambda x: ((x, TARGET.float()), {}), "target has dtype torch.float32; expected one of int64, int32, uint8"),
-    "int logits": (lambda x: ((x.int(), TARGET), {}), "logits has dtype torch.int32; expected one of float32, bfloat16, float16, float64"),
-    "no classes": (lambda x: ((x[:, :0], TARGET), {}), r"logits of shape \(4, 0\) have 0 classes; expected at least 1"),
-    "weight shape": (lambda x: ((x, TARGET, x[0, :9]), {}), r"weight has shape \(9,\); expected \(10,\)"),
-    "smoothing": (lambda x: ((x, TARGET), {"label_smoothing": 1.5}), "label_smoothing must be between 0.0 and 1.0, got 1.5"),
-    "nan smoothing": (lambda x: ((x, TARGET), {"label_smoothing": float("nan")}), "label_smoothing must be .* got nan"),
-    "softcap": (lambda x: ((x, TARGET), {"softcap": 0.0}), "softcap must be a finite number above 0, or None"),
-    "scale": (lambda x: ((x, TARGET), {"logit_scale": float("inf")}), "logit_scale must be finite, got inf"),
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
-@pytest.mark.parametrize("case", BAD)
-def test_bad_arguments_name_themselves(case, traced):
-    build, text = BAD[case]
-    args, kwargs = build(torch.randn(LOGITS))
-    function = torch.ops.xent.cross_entropy
-    if traced:
-        function = torch.compile(function, backend="eager", fullgraph=True)
-        with pytest.raises(Exception, match=text):
-            function(*args, **kwargs)
-        return
-    for name in ("cross_entropy", "cross_entropy_forward"):
-        with pytest.raises((TypeError, ValueError, RuntimeError), match=text):
-            getattr(ops, name)(*args, **kwargs)
+@pytest.mark.parametrize("argument", ["logits", "target", "weight", "label_smoothing", "softcap", "logit_scale"])
+def test_bad_arguments_name_themselves_while_compiling(argument):
+    """As in eager mode, for which test_contract.py asks every operator."""
+    for one, (_, args, options), _, words in refusals("cross_entropy"):
+        if one == argument:
+            torch.compiler.reset()
+            with pytest.raises(Exception, match=words.removeprefix("^")):
+                torch.compile(ops.cross_entropy, backend="eager", fullgraph=True)(*args, **options)
 
 
 def test_bad_arguments_of_the_public_functions():

@@ -36,8 +36,10 @@ GRAD_INPUT = {"grad_input": ("=linear_weight", "... H", "with_grad_input")}
 
 
 def one_chunk(call: Call) -> None:
-    if call.input.dim() != 2:
-        raise ValueError(f"input has shape {tuple(call.input.shape)}; expected (rows, H), the rows of one chunk")
+    if call.primary.dim() != 2:
+        name, columns = ("input", "H") if hasattr(call, "input") else ("logits", "columns")
+        shape = tuple(call.primary.shape)
+        raise ValueError(f"{name} has shape {shape}; expected (rows, {columns}), the rows of one chunk")
 
 
 def _statistics_shape(call: Call) -> tuple[int, ...]:
@@ -100,6 +102,7 @@ operator(
     reference=shard.chunk_grad_,
     arguments=PADDED,
     results=GRAD_INPUT,
+    rules=(one_chunk,),
     calls_operators=True,
     overwrites="logits",
 )

@@ -25,6 +25,7 @@ operator(
         "teacher_logits": ("float", "... P", "as linear_distillation_chunk makes them"),
     },
     results=GRAD_INPUT,
+    rules=(one_chunk,),
     calls_operators=True,
     overwrites="logits",
 )
