@@ -3,6 +3,7 @@
 import os
 
 import torch
+from helpers.samples import drawn
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
@@ -56,11 +57,7 @@ def problems(draw):
     if draw(st.booleans()):
         weight = torch.rand(classes, generator=generator).to(draw(st.sampled_from(FLOATS)))
         weight[:: draw(st.integers(2, 9))] = 0.0
-    options = {
-        "label_smoothing": draw(st.sampled_from([0.0, 0.0, 0.1, 1.0])),
-        "softcap": draw(st.sampled_from([None, None, 5.0, 30.0])),
-        "logit_scale": draw(st.sampled_from([1.0, 1.0, 0.5, -2.0])),
-    }
+    options = {name: draw(st.sampled_from(values)) for name, values in drawn("cross_entropy_forward").items()}
     return logits, target, weight, {"ignore_index": ignore_index, **options}, generator
 
 

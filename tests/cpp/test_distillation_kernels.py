@@ -6,6 +6,7 @@ import problems
 import pytest
 import torch
 from helpers.processes import run_python
+from helpers.samples import drawn
 from hypothesis import given
 from hypothesis import strategies as st
 from problems import FLOATS, many, rows_like
@@ -38,17 +39,8 @@ def distilled(draw):
     for one in (teacher, *((logits, teacher) if draw(st.booleans()) else ())):
         if masked and one.numel() and draw(st.booleans()):
             one[..., :: draw(st.integers(3, 9))] = -math.inf
-    options = {
-        "ignore_index": given["ignore_index"],
-        "softcap": given["softcap"],
-        "logit_scale": given["logit_scale"],
-        "num_classes": classes,
-        "beta": draw(st.sampled_from(BETAS)),
-        "temperature": draw(st.sampled_from([1.0, 1.0, 2.0, 0.5])),
-        "hard_weight": draw(st.sampled_from([0.0, 0.0, 0.7, -0.2])),
-        "teacher_softcap": draw(st.sampled_from([None, 4.0])),
-        "teacher_logit_scale": draw(st.sampled_from([1.0, -0.7])),
-    }
+    options = {name: draw(st.sampled_from(values)) for name, values in drawn("distillation_forward").items()}
+    options |= {"beta": draw(st.sampled_from(BETAS)), "ignore_index": given["ignore_index"], "num_classes": classes}
     ignored = target.to(torch.int64) == options["ignore_index"]
     inside = target.to(torch.int64).clamp(0, (classes or width) - 1)
     return logits, teacher, torch.where(ignored, options["ignore_index"], inside), options, generator

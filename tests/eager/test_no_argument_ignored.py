@@ -11,6 +11,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.samples import another
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -173,47 +174,26 @@ def of_input(*shape):
     return lambda base: randn(*shape, seed=7).to(base["input"].dtype)
 
 
-VALUES = {  # of each parameter with a default, another value; a function is called with the base
-    "accumulate_dtype": torch.float32,
-    "batch_invariant": True,
-    "beta": 0.5,
-    "bias": True,
+# Of a parameter with a default another value, where helpers/samples.py has none. A function is called with the base.
+VALUES = {
     "bias_shard": of_input(V),
-    "check": True,
-    "chunk_rows": 2,
     "class_start": 0,
     "class_weight": randn(V, seed=8).abs(),
     "device": "meta",
     "dim": 0,
     "divisor": 3.0,
-    "dtype": torch.float32,
-    "grad_in_forward": True,
     "group": lambda base: dist.group.WORLD,
-    "hard_weight": 0.5,
-    "ignore_index": 3,
     "in_features": H + 1,
-    "inplace_backward": True,
-    "label_smoothing": 0.1,
     "linear_bias": of_input(V),
-    "logit_scale": 0.5,
-    "logits_dtype": torch.float32,
-    "lse_square_scale": 0.1,
     "num_classes": 5,
     "pipelined": False,
-    "products": "fp8",
     "reduction": lambda base: "mean" if base.get("reduction") == "sum" else "sum",
     "rows": lambda base: (number_a_row(base),),
-    "sequence_parallel": True,
-    "skip_ignored": True,
-    "softcap": 2.0,
     "tail": lambda base: not base.get("tail", False),
     "target": torch.tensor([-100, 3, 0, 1, 4, 3]),
     "target_probs": lambda base: 0.5 * FEW["target_probs"],
     "teacher_bias": randn(V, seed=9),
     "teacher_bias_shard": randn(V, seed=9),
-    "teacher_logit_scale": 0.75,
-    "teacher_softcap": 3.0,
-    "temperature": 2.0,
     "tied_weight": lambda base: torch.nn.Parameter(randn(V, H, seed=10).bfloat16()),
     "token_weight": number_a_row,
     "weight": randn(V, seed=8).abs(),
@@ -316,7 +296,7 @@ def test_each_pair(name, label):
     for parameter, signature in parameters(name).items():
         if signature.default is inspect.Parameter.empty:
             continue
-        value = VALUES[parameter]
+        value = VALUES[parameter] if parameter in VALUES else another(parameter, signature.default)
         given[parameter] = value(base) if callable(value) else value
     alone = run(name, base, dtensors)
     assert not isinstance(alone, str), alone

@@ -5,6 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 from fuzz_program import Draw
+from helpers.samples import drawn
 
 from xent_ops.testing import assert_distillation, distillation_oracle
 from xent_ops.testing.rows import assert_within, eps
@@ -12,15 +13,6 @@ from xent_ops.testing.rows import assert_within, eps
 NAMES = ("distillation_loss", "linear_distillation_loss")
 OVER_RANKS = "vocab_parallel_linear_distillation_loss"
 DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16", "torch.float64")
-OPTIONS = {
-    "beta": (0.0, 0.25, 0.875, 1.0),
-    "temperature": (0.5, 2.0),
-    "hard_weight": (0.5, -1.0),
-    "softcap": (2.0, 30.0),
-    "teacher_softcap": (3.0,),
-    "logit_scale": (-1.5, 0.5),
-    "teacher_logit_scale": (-0.75, 2.0),
-}
 
 
 def draw(random, seed, device, name, backend, ranks=1):
@@ -36,7 +28,7 @@ def draw(random, seed, device, name, backend, ranks=1):
     padding, teacher_padding = (pick((0, 3, 5)), pick((0, 1, 8))) if maybe(0.3) and not split else (0, 0)
     ignored, rows = pick((-100, -1, classes + 9)), torch.Size(shape).numel()
     targets = [ignored if maybe(0.3) else random.randrange(classes) for _ in range(rows)]
-    for option, choices in OPTIONS.items():
+    for option, (_, *choices) in drawn("distillation_forward").items():
         if maybe(0.4):
             given[option] = pick(choices)
     with_target = "hard_weight" in given or maybe(0.7)

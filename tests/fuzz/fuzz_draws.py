@@ -10,6 +10,7 @@ import random
 import fuzz_distillation
 import torch
 from fuzz_program import Draw
+from helpers.samples import drawn
 
 import xent_ops
 from xent_ops import distributed
@@ -150,13 +151,7 @@ class _Program:
             options["reduction"] = pick(("mean", "sum")) if self.counted else "sum"
         elif "reduction" in names and self.maybe(0.8):
             options["reduction"] = pick(("mean", "mean", "sum", "none"))
-        values = {
-            "label_smoothing": (0.125, 1.0),
-            "lse_square_scale": (0.125, 2.0**-13),
-            "softcap": (2.0, 30.0),
-            "logit_scale": (-1.5, 0.5, 3.0),
-        }
-        for name, choices in values.items():
+        for name, (_, *choices) in drawn("cross_entropy").items():
             if name in names and self.maybe(0.35):
                 options[name] = pick(choices)
         if "weight" in names or "class_weight" in names:

@@ -8,7 +8,7 @@ HEAD = """\
 # In the root of a checkout: {command}
 import sys
 
-sys.path.insert(0, "tests/fuzz")
+sys.path[:0] = ["tests", "tests/fuzz"]
 {setup}
 {body}"""
 

@@ -4,6 +4,7 @@ import inspect
 import itertools
 
 import torch
+from helpers.samples import another
 
 import xent_ops
 
@@ -18,30 +19,22 @@ FUNCTIONS = {
     "CrossEntropyLoss": xent_ops.CrossEntropyLoss,
     "torch.ops.xent.cross_entropy": torch.ops.xent.cross_entropy.default,
 }
-VALUES = {
-    "weight": True,  # stands for a tensor
-    "ignore_index": 3,
-    "label_smoothing": 0.1,
-    "lse_square_scale": 0.1,
-    "softcap": 5.0,
-    "logit_scale": 0.5,
-    "token_weight": True,  # stands for a tensor
-    "dim": -1,
-    "batch_invariant": True,
-    "inplace_backward": True,
-    "grad_in_forward": True,
-}
 
 
 def parameters(entry):
+    """The default of each parameter, by name."""
     if isinstance(FUNCTIONS[entry], torch._ops.OpOverload):
-        return [argument.name for argument in FUNCTIONS[entry]._schema.arguments]
-    return list(inspect.signature(FUNCTIONS[entry]).parameters)
+        return {one.name: one.default_value for one in FUNCTIONS[entry]._schema.arguments}
+    return {one.name: one.default for one in inspect.signature(FUNCTIONS[entry]).parameters.values()}
 
 
 def options_of(entry):
-    """Each option of an entry with a value that is not its default; a KeyError for an option that VALUES lacks."""
-    found = {name: VALUES[name] for name in parameters(entry) if name not in ("input", "logits", "target", "reduction")}
+    """Each option of an entry with a value that is not its default; of a tensor True."""
+    no_options, tensors = ("input", "logits", "target", "reduction"), ("weight", "token_weight")
+    found = {name: default for name, default in parameters(entry).items() if name not in no_options}
+    found = {name: name in tensors or another(name, default) for name, default in found.items()}
+    if "dim" in found:
+        found["dim"] = -1
     if entry == "class probabilities":
         for name in ("ignore_index", "token_weight", "inplace_backward", "grad_in_forward"):  # for class indices
             del found[name]

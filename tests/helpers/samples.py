@@ -24,19 +24,20 @@ from xent_ops.ops.schemas import COMPOSITES, SCHEMAS
 ops = torch.ops.xent
 NAN, INF = float("nan"), float("inf")
 
-# Of each option values that are not its default. In a call with all options, the first that its rules accept.
+# Of each option values that are not its default. The first is that of a call with all options. Fuzzing and tests of
+# kernels draw from all of them.
 VALUES: dict[str, tuple[Any, ...]] = {
-    "ignore_index": (5,),
-    "label_smoothing": (0.1,),
-    "softcap": (5.0,),
-    "logit_scale": (1.5,),
-    "lse_square_scale": (0.1,),
+    "ignore_index": (3,),
+    "label_smoothing": (0.125, 1.0),
+    "softcap": (2.0, 30.0),
+    "logit_scale": (1.5, -2.0, 0.5),
+    "lse_square_scale": (0.125, 2.0**-13),
     "reduction": ("sum", "none"),
-    "beta": (0.5, 1.0),
-    "temperature": (2.0,),
-    "hard_weight": (0.5,),
+    "beta": (0.5, 1.0, 0.03, 0.875),
+    "temperature": (2.0, 0.5),
+    "hard_weight": (0.5, -0.25),
     "teacher_softcap": (3.0,),
-    "teacher_logit_scale": (0.75,),
+    "teacher_logit_scale": (0.75, -0.75),
     "output_mask": ([True, False, False], [False, True, True]),
     "chunk_rows": (4,),
     "products": HEAD_PRODUCTS,
@@ -44,6 +45,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "group_name": (),  # needs ranks: tests/distributed
     "gathered_input": (),
 }
+PATHS = {"beta": VALUES["beta"][:2]}  # numbers that choose another formula, not only another value
 BY_TYPE: dict[str, tuple[Any, ...]] = {
     "bool": (True, False),
     "float": (0.5,),
@@ -78,6 +80,23 @@ REFUSED_BY_TYPE: dict[str, tuple[Any, ...]] = {
     "Optional[float]": (NAN,),
     "Optional[ScalarType]": (torch.int32,),
 }
+
+
+def another(name: str, default: Any) -> Any:
+    """A value of a public function's parameter that is not its default; a KeyError where its type is not known."""
+    if name in VALUES:
+        return VALUES[name][0]
+    return torch.float32 if name.endswith("dtype") else {True: False, False: True}[default]
+
+
+def drawn(*schemas: str) -> dict[str, tuple[Any, ...]]:
+    """Of each number that is an option of these operators its values, the default first."""
+    arguments = {one.name: one for name in schemas for one in arguments_of(name).values()}
+    return {
+        name: (one.default_value, *VALUES.get(name, BY_TYPE.get(str(one.real_type), ())))
+        for name, one in arguments.items()
+        if "float" in str(one.real_type)
+    }
 
 
 class Sample(NamedTuple):
@@ -148,7 +167,8 @@ def values_of(name: str, argument: str, problem: Problem) -> list[Any]:
     """The values of an argument. Of a required one, the first is that of most calls."""
     found, kind = arguments_of(name)[argument], str(arguments_of(name)[argument].real_type)
     if argument in VALUES:
-        return list(VALUES[argument])
+        values = VALUES[argument]
+        return list(PATHS.get(argument, values[:1] if "float" in kind else values))
     if "Tensor" in kind:
         rows = {one.name: one.or_scalar for one in contract_of(name).tensors}
         return [ROWS, *[SCALAR] * rows.get(argument, False), *[EMPTY] * (argument in MAY_BE_EMPTY)]
@@ -321,11 +341,9 @@ def _chosen(
     found = [least]
     if each:
         for argument in (*required, *optional):
-            values = values_of(name, argument, problem)
-            # Numbers are told apart by values alone: the call with all of them will do.
-            if argument in dict(always) or (len(values) == 1 and "float" in str(arguments[argument].real_type)):
-                continue
-            for value in values:
+            if argument in dict(always) or ("float" in str(arguments[argument].real_type) and argument not in PATHS):
+                continue  # the call with all numbers will do
+            for value in values_of(name, argument, problem):
                 found.append(complete(name, problem, {**least, argument: value}))
     most = least
     for argument in optional:
