@@ -19,6 +19,7 @@ from xent_ops.kernels.rows import padded_classes
 from xent_ops.ops.contract import DERIVED_SIZES, NAMES, Contract, Shape
 from xent_ops.ops.library import OPERATORS, run
 from xent_ops.ops.names import ARGUMENTS, RESULTS
+from xent_ops.ops.rules import BY_NAME
 from xent_ops.ops.schemas import COMPOSITES, SCHEMAS
 
 ops = torch.ops.xent
@@ -134,7 +135,16 @@ def contract_of(name: str) -> Contract:
     if name in OPERATORS:
         return OPERATORS[name].contract
     loss = {"loss": ("acc", lambda call: (), "")}
-    return Contract(getattr(ops, name).default._schema, {}, loss, None, ())
+    contract = Contract(getattr(ops, name).default._schema, {}, loss, None, ())
+
+    def reduction(call: Any) -> None:  # a composite also returns rows
+        if call.reduction != "none" or getattr(call, "divisor", None) is not None:
+            BY_NAME["reduction"](call)
+
+    contract.rules = [
+        (i, default, reduction if rule is BY_NAME["reduction"] else rule) for i, default, rule in contract.rules
+    ]
+    return contract
 
 
 @functools.cache
@@ -355,6 +365,22 @@ def _chosen(
     found.append(most)
     different = {str(sorted(one.items(), key=str)): one for one in found if one is not None}
     return list(different.values())
+
+
+def companions(name: str) -> list[str]:
+    """What the rules say of combinations: of each argument those that must come along, as far as a sample shows."""
+    problem, found = Problem(dtype=torch.bfloat16), []
+    least, most = (_chosen(name, problem, (), (), False)[place] for place in (0, -1))
+    for argument in _optional(name):
+        for value in values_of(name, argument, problem):
+            label = f"{argument}={value}" if isinstance(value, str) and value not in (ROWS, SCALAR) else argument
+            together = complete(name, problem, {**least, argument: value})
+            others = [key for key in together or () if key not in least and key != argument]
+            if together is None:
+                found.append(f"{label} never")
+            elif others or argument not in most:
+                found.append(f"{label} with {' '.join(others)}" if others else f"{label} not beside all others")
+    return list(dict.fromkeys(found))
 
 
 @functools.cache

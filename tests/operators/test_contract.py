@@ -1,9 +1,11 @@
 """What follows from the names in a schema: who has the rows, who gives a size, which rules are asked, in which order."""
 
+import collections
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from helpers.samples import REFUSED, Problem, contract_of, refusals, variants
+from helpers.samples import REFUSED, Problem, companions, contract_of, refusals, variants
 
 from xent_ops.ops.contract import Contract
 from xent_ops.ops.library import OPERATORS
@@ -57,6 +59,39 @@ soft_cross_entropy_backward: logits; V=logits; label_smoothing softcap logit_sca
 cross_entropy_with_grad: logits; V=logits; grad_dtype label_smoothing softcap logit_scale with_entropy
 cross_entropy_divisor: logits; V=logits; no rule
 scale_grad_: grad; columns=grad; no rule""",
+    )
+
+
+def test_what_goes_together():
+    """Which argument a call does not go without, or never has, and which is not in the call with all others."""
+    found = collections.defaultdict(list)
+    for name in SCHEMAS:
+        for text in companions(name):
+            found[text].append(name)
+    assert_expected_inline(
+        "\n".join(f"{text}: {' '.join(names)}" for text, names in found.items()),
+        """\
+reduction=none never: cross_entropy_reduced cross_entropy_shard_reduced linear_cross_entropy_with_grad linear_distillation_with_grad
+grad_entropy with entropy: cross_entropy_backward cross_entropy_backward_ token_logits_backward ids_grad_ linear_cross_entropy_backward linear_token_logits_backward linear_cross_entropy_chunk_grad_
+entropy with grad_entropy: cross_entropy_backward cross_entropy_backward_ token_logits_backward ids_grad_ linear_cross_entropy_backward linear_token_logits_backward linear_cross_entropy_chunk_grad_
+lse_coefficient with class_start num_classes weight: cross_entropy_backward cross_entropy_backward_ linear_cross_entropy_backward linear_cross_entropy_chunk_grad_
+class_start with lse_coefficient num_classes weight: cross_entropy_backward cross_entropy_backward_ linear_cross_entropy_backward
+label_smoothing never: token_logits token_logits_backward ids_grad_ linear_token_logits linear_token_logits_backward linear_token_logits_with_grad
+joined with class_start num_classes beta: distillation_forward
+class_start with num_classes: distillation_forward distillation_backward distillation_backward_ linear_cross_entropy_chunk_grad_
+num_classes never: distillation_forward distillation_backward distillation_backward_ distillation_with_grad distillation_with_grad_ linear_distillation_forward linear_distillation_backward linear_distillation_with_grad
+divisor with reduction: linear_cross_entropy linear_cross_entropy_with_grad linear_distillation_with_grad
+num_classes not beside all others: linear_cross_entropy_backward
+mask_ids not beside all others: linear_token_logits linear_token_logits_backward
+products=fp8 never: linear_token_logits linear_token_logits_backward linear_token_logits_with_grad
+products=fp8_gradients never: linear_token_logits linear_token_logits_backward linear_token_logits_with_grad
+with_entropy not beside all others: linear_cross_entropy_shard linear_cross_entropy_shard_join linear_cross_entropy_chunk
+mask_ids with ids: linear_cross_entropy_chunk
+label_smoothing not beside all others: linear_cross_entropy_chunk linear_cross_entropy_chunk_grad_
+ids with at_ids grad_ids: linear_cross_entropy_chunk_grad_
+at_ids with ids grad_ids: linear_cross_entropy_chunk_grad_
+grad_ids with ids at_ids: linear_cross_entropy_chunk_grad_
+mask_ids with ids at_ids grad_ids: linear_cross_entropy_chunk_grad_""",
     )
 
 

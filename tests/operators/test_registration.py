@@ -197,14 +197,6 @@ def test_weight_that_requires_grad_is_refused_by_the_row_operators():
         assert xent_ops.cross_entropy(x, TARGET, weight).isfinite()
 
 
-@pytest.mark.parametrize("name", ["cross_entropy_backward", "cross_entropy_backward_"])
-@pytest.mark.parametrize("one", ["grad_entropy", "entropy"])
-def test_an_entropy_and_its_gradient_go_together(name, one):
-    x, row = torch.randn(LOGITS), torch.zeros(4)
-    with pytest.raises(ValueError, match="grad_entropy and entropy go together"):
-        getattr(ops, name)(row, None, x, TARGET, row, **{one: row})
-
-
 @pytest.mark.usefixtures("eager_and_dispatched")
 def test_nothing_is_saved_without_grad(device):
     saved = []
