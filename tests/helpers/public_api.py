@@ -30,11 +30,9 @@ def parameters(entry):
 
 def options_of(entry):
     """Each option of an entry with a value that is not its default; of a tensor True."""
-    no_options, tensors = ("input", "logits", "target", "reduction"), ("weight", "token_weight")
+    no_options, own = ("input", "logits", "target", "reduction"), {"weight": True, "token_weight": True, "dim": -1}
     found = {name: default for name, default in parameters(entry).items() if name not in no_options}
-    found = {name: name in tensors or another(name, default) for name, default in found.items()}
-    if "dim" in found:
-        found["dim"] = -1
+    found = {name: own[name] if name in own else another(name, default) for name, default in found.items()}
     if entry == "class probabilities":
         for name in ("ignore_index", "token_weight", "inplace_backward", "grad_in_forward"):  # for class indices
             del found[name]
