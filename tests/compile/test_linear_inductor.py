@@ -67,7 +67,7 @@ def test_the_with_grad_runs_once(device, function, setting):
 @pytest.mark.parametrize("function, setting", TWICE, ids=_name)
 def test_without_the_marks_it_runs_twice(monkeypatch, function, setting):
     """That the test above can fail."""
-    monkeypatch.setattr(save._Pass, "apply", lambda self, graph: 0)
+    monkeypatch.setattr(save.SaveGradients, "apply", lambda self, graph: 0)
     assert graphs_of(function, setting).calls(ONE_PASS) == [1, 1]
 
 

@@ -184,7 +184,7 @@ def _gradients_are_made_once(device, cases):
         args = (input, head, target, bias)
         backend = Partitioned()
         torch.compiler.reset()
-        with nullcontext() if marked else mock.patch.object(save._Pass, "apply", lambda *_: 0):
+        with nullcontext() if marked else mock.patch.object(save.SaveGradients, "apply", lambda *_: 0):
             compiled = torch.compile(
                 partial(checkpoint, loss_of, use_reentrant=False, **context), fullgraph=True, backend=backend
             )

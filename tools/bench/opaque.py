@@ -7,7 +7,8 @@ import torch
 from torch._functorch import config
 from torch._inductor import decomposition
 
-from xent_ops.inductor.lowerings.decomposition import DECOMPOSITIONS, install
+from xent_ops.inductor.lowerings import install
+from xent_ops.inductor.lowerings.decomposition import DECOMPOSITIONS
 
 
 @contextlib.contextmanager

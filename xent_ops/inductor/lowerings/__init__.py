@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from ..._private import LEFT_OUT, unless_gone
+import functools
 
-_WHAT = "the lowerings of its operators in Inductor"
+from ..._private import unless_gone
 
 
+@functools.cache
+@unless_gone(
+    "the lowerings of its operators in Inductor",
+    "a compiled loss takes a second buffer of logits",
+    lambda: None,
+    (TypeError,),
+)
 def install() -> None:
     """Register everything, once. Takes over a second, because it imports Inductor."""
-    if _WHAT not in LEFT_OUT:
-        _install()
-
-
-@unless_gone(_WHAT, "a compiled loss takes a second buffer of logits", lambda: None, (TypeError,))
-def _install() -> None:
     from . import decomposition
 
     decomposition.install()

@@ -12,12 +12,12 @@ from torch._inductor.virtualized import V
 from ..._private import unless_gone
 from ...kernels import accelerators
 from ...ops.schemas import COMPOSITES, SCHEMAS
-from . import packages, products_into
+from . import packages
 
 
 def install() -> None:
-    """Register a lowering for every operator that has none."""
-    products_into.install()
+    """Register a lowering for every operator that has none, and for the products of packages."""
+    lowerings.update(packages.PRODUCTS)  # register_lowering refuses out=
     for name in SCHEMAS.keys() - set(COMPOSITES):
         op = getattr(torch.ops.xent, name).default
         if op not in lowerings:

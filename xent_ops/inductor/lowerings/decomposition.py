@@ -28,16 +28,12 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _unless_reused(function: Callable[..., Any]) -> Callable[..., Any]:
-    def decomposition(*args: Any, **kwargs: Any) -> Any:
-        devices = {arg.device.type for arg in args if isinstance(arg, Tensor)}
-        # Pointwise aten was slower on an H200, and did not reuse the logits: docs/lab/2026-11-inductor.md.
-        return NotImplemented if any(map(reuse.writes_over, devices)) else function(*args, **as_record(kwargs))
-
-    return decomposition
+def _unless_reused(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    devices = {arg.device.type for arg in args if isinstance(arg, Tensor)}
+    # Pointwise aten was slower on an H200, and did not reuse the logits: docs/lab/2026-11-inductor.md.
+    return NotImplemented if any(map(reuse.writes_over, devices)) else function(*args, **as_record(kwargs))
 
 
-@functools.cache
 def install() -> None:
     """Register everything. Clears a table that Inductor filled at an earlier compile, which lacks our entries."""
     forget = decomposition.fast_random_decomps.cache_clear
@@ -45,5 +41,5 @@ def install() -> None:
     calls.install()
     # Last: without the lowerings above Inductor adds a fallback, and refuses an operator that has a decomposition too.
     for op, function in DECOMPOSITIONS.items():
-        decomposition.decompositions[op] = _unless_reused(function)
+        decomposition.decompositions[op] = functools.partial(_unless_reused, function)
     forget()

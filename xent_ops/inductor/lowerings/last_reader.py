@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch.compile_utils import fx_graph_cse
-from torch._inductor.fx_passes import joint_graph
 
 from ..._private import unless_gone
 from ...kernels.sizes import size_hint
@@ -48,21 +47,11 @@ _BACKWARD_TAGS = ("is_backward", "must_be_in_backward")
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
 
 
-def is_marked(node: fx.Node) -> bool:
-    return MARK in node.name
-
-
-def install(positions: dict[Any, int]) -> None:
-    """Mark last readers in every joint graph of Inductor. ``positions``: operator -> position of its logits."""
-    if not any(isinstance(patterns, _Pass) for patterns in joint_graph.pass_patterns):
-        joint_graph.pass_patterns.append(_Pass(positions))  # type: ignore[arg-type]
-
-
-class _Pass:
-    """The last pass over the joint graph, with the interface of a PatternMatcherPass. Other passes run before it."""
+class MarkLastReaders:
+    """A pass over the joint graph, with the interface of a PatternMatcherPass. Passes that change nodes run before."""
 
     def __init__(self, positions: dict[Any, int]) -> None:
-        self.positions = positions
+        self.positions = positions  # operator -> position of its logits
 
     @unless_gone("the mark of last readers", "a compiled loss takes a second buffer of logits", lambda *_: 0)
     def apply(self, graph: fx.Graph) -> int:

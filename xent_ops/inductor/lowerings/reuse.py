@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._inductor.fx_passes import joint_graph
 from torch._inductor.ir import DonatedBuffer
 from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.virtualized import V
@@ -65,7 +66,7 @@ def _dies_here(position: int, in_package: bool) -> bool:
         source, reader = source.args[0], source
     if source.op == "placeholder":
         saved = V.graph.graph_inputs_original.get(str(source.target))
-        return last_reader.is_marked(node) and isinstance(saved, DonatedBuffer)
+        return last_reader.MARK in node.name and isinstance(saved, DonatedBuffer)
     return source.target in _PRODUCTS
 
 
@@ -75,14 +76,9 @@ def _may_be_view(node: torch.fx.Node) -> bool:
 
 
 def install() -> None:
-    last_reader.install({op: position for op, (_, position) in INPLACE.items()})
-    save.install(
-        {
-            torch.ops.xent.linear_cross_entropy_with_grad.default: save.results,
-            torch.ops.xent.attach_gradients.default: save.gradients,
-            torch.ops.xent.linear_distillation_with_grad.default: save.results,
-        }
-    )
+    positions = {op: position for op, (_, position) in INPLACE.items()}
+    passes: list[Any] = [last_reader.MarkLastReaders(positions), save.SaveGradients()]
+    joint_graph.pass_patterns += passes
     for op, (inplace, position) in INPLACE.items():
         _install(op, inplace, position)
 

@@ -7,11 +7,11 @@ in the backward: six products, where row losses take four. A formula of the oper
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import fx
-from torch._inductor.fx_passes import joint_graph
 
 from ..._private import unless_gone
 from .last_reader import reached
@@ -20,18 +20,11 @@ _SMALLEST_BUDGET = 1e-6
 _REGION = "_region_activation_memory_budget"  # torch.autograd.graph.region_activation_memory_budget, of torch 2.13
 
 
-def install(result_nodes: dict[Any, Callable[[fx.Node], Any]]) -> None:
-    """Mark the results of calls in every joint graph of Inductor, before it is partitioned: operator -> nodes."""
-    if not any(isinstance(patterns, _Pass) for patterns in joint_graph.pass_patterns):
-        passes: list[Any] = [_Pass(op, nodes) for op, nodes in result_nodes.items()]
-        joint_graph.pass_patterns += passes
-
-
-def results(call: fx.Node) -> tuple[fx.Node, ...]:
+def _results(call: fx.Node) -> tuple[fx.Node, ...]:
     return (call, *call.users)  # the users are getitem nodes, one for each result
 
 
-def gradients(call: fx.Node) -> list[fx.Node]:
+def _gradients(call: fx.Node) -> list[fx.Node]:
     """A call of ``attach_gradients``, the gradients it carries, and the nodes that these are views or results of.
 
     The partitioner recomputes views and single results in spite of their marks, so their sources need a mark too.
@@ -42,27 +35,31 @@ def gradients(call: fx.Node) -> list[fx.Node]:
         while getattr(node.target, "is_view", False):
             result_nodes.append(node)
             node = node.args[0]
-        result_nodes += results(node.args[0]) if node.target is operator.getitem else [node]
+        result_nodes += _results(node.args[0]) if node.target is operator.getitem else [node]
     return result_nodes
 
 
-class _Pass:
-    """Sets the marks. It has the interface of a PatternMatcherPass."""
+_MARKED: dict[Any, Callable[[fx.Node], Iterable[fx.Node]]] = {
+    torch.ops.xent.linear_cross_entropy_with_grad.default: _results,
+    torch.ops.xent.linear_distillation_with_grad.default: _results,
+    torch.ops.xent.attach_gradients.default: _gradients,
+}
 
-    def __init__(self, op: Any, result_nodes: Callable[[fx.Node], Any]) -> None:
-        self.op, self.result_nodes = op, result_nodes
+
+class SaveGradients:
+    """Marks them in the joint graph, before it is partitioned. It has the interface of a PatternMatcherPass."""
 
     @unless_gone("the mark of made gradients", "a checkpoint or a memory budget makes them twice", lambda *_: 0)
     def apply(self, graph: fx.Graph) -> int:
         from torch.utils.checkpoint import CheckpointPolicy
 
-        calls = graph.find_nodes(op="call_function", target=self.op)
+        calls = [call for op in _MARKED for call in graph.find_nodes(op="call_function", target=op)]
         # The budget of a region overrides the budget that _heed_marks sets.
         if not calls or any(_REGION in (node.meta.get("custom") or {}) for node in graph.nodes):
             return 0
         _heed_marks(calls)
         for call in calls:
-            for node in self.result_nodes(call):
+            for node in _MARKED[call.target](call):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         return 0
 
