@@ -16,9 +16,9 @@ class Rewriting:
     """A backend for torch.compile: our pass alone, then eager. Keeps the last graph."""
 
     def __init__(self, previous=None, linear="auto", products=None):
-        from xent_ops.inductor.rewriting.graph_pass import ReplaceCrossEntropy
+        from xent_ops.inductor.rewriting.graph_pass import Heads, ReplaceCrossEntropy
 
-        self.run = ReplaceCrossEntropy(previous, linear, products)
+        self.run = ReplaceCrossEntropy(previous, Heads(linear, products))
         inductor.rewriting.report.clear()
 
     def __call__(self, gm, example_inputs):

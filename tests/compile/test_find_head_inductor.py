@@ -203,11 +203,11 @@ def test_beside_auto_chunker(linear):
 
 
 def test_the_option_is_in_the_keys_of_caches():
-    from xent_ops.inductor.rewriting.graph_pass import ReplaceCrossEntropy
+    from xent_ops.inductor.rewriting.graph_pass import Heads, ReplaceCrossEntropy
 
-    keys = {str(ReplaceCrossEntropy(linear=linear).uuid()) for linear in ("auto", True, False)}
+    keys = {str(ReplaceCrossEntropy(heads=Heads(linear)).uuid()) for linear in ("auto", True, False)}
     assert len(keys) == 3 and all("linear=" in key for key in keys)
-    assert ReplaceCrossEntropy(linear=True).uuid() == ReplaceCrossEntropy(linear=True).uuid()
+    assert ReplaceCrossEntropy(heads=Heads(True)).uuid() == ReplaceCrossEntropy(heads=Heads(True)).uuid()
 
 
 def test_the_option_of_each_entry():
@@ -221,15 +221,15 @@ def test_the_option_of_each_entry():
     inductor.enable()
     try:
         first = ours()
-        assert first.linear == "auto" and inductor.options()["pre_grad_custom_pass"] is first
+        assert first.heads.linear == "auto" and inductor.options()["pre_grad_custom_pass"] is first
         other = inductor.options(linear=False)["pre_grad_custom_pass"]
-        assert other.linear is False and other.previous is None and ours() is first
+        assert other.heads.linear is False and other.previous is None and ours() is first
         inductor.enable(linear=True)
-        assert ours().linear is True and ours().previous is None
+        assert ours().heads.linear is True and ours().previous is None
         with inductor.replace_cross_entropy(linear=False):
-            assert ours().linear is False
+            assert ours().heads.linear is False
         with config.patch(pre_grad_custom_pass=[ours(), first.previous]):
-            assert inductor.options(linear=False)["pre_grad_custom_pass"][0].linear is False
+            assert inductor.options(linear=False)["pre_grad_custom_pass"][0].heads.linear is False
     finally:
         inductor.disable()
     assert ours() is None and getattr(config, "pre_grad_pass_timing", None) == before

@@ -162,11 +162,11 @@ def test_chains_with_passes_already_set():
 
 
 def test_disable_takes_ours_out_of_a_list():
-    from xent_ops.inductor.rewriting.graph_pass import with_ours, without_ours
+    from xent_ops.inductor.rewriting.graph_pass import Heads, with_ours, without_ours
 
     first, last = _with_uuid("first"), _with_uuid("last")
-    ours = with_ours([first], "auto")
-    assert with_ours([ours, last], "auto") == [ours, last]
+    ours = with_ours([first], Heads())
+    assert with_ours([ours, last], Heads()) == [ours, last]
     assert without_ours([ours, last]) == [first, last]
     assert without_ours(ours) == [first]
 

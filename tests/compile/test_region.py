@@ -312,6 +312,15 @@ def test_an_input_that_is_written_in_place():
     assert_left("tail", "writes in place to .*, an input", function, gradients=False)
 
 
+def test_what_is_written_to_out_is_seen():
+    def function(h, w):
+        k = Tensors(h, w, "nll_loss")
+        k.extra = torch.zeros_like(k.x)
+        return F.nll_loss(torch.log_softmax(k.x, -1, out=k.extra), k.t), k.extra
+
+    assert_left("nll_loss", "log_softmax writes to its out=", function, gradients=False)
+
+
 @pytest.mark.parametrize("name", ["tail", "head"])
 def test_the_weight_of_the_loss_is_the_logits(name):
     def function(h, w):

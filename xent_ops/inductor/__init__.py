@@ -43,11 +43,10 @@ BEFORE_TRACING.append(_before_tracing)
     lambda base, *_: dict(base) if isinstance(base, Mapping) else {},
 )
 def _settings(base: Mapping[str, Any] | str | None, linear: bool | str, products: HeadProducts | None) -> Any:
-    from .rewriting import graph_pass, report
+    from .rewriting import find_head, graph_pass, report
 
-    settings = graph_pass.settings(
-        graph_pass.mode_options(base) if isinstance(base, str) else base or {}, linear, products
-    )
+    base = graph_pass.mode_options(base) if isinstance(base, str) else base or {}
+    settings = graph_pass.settings(base, find_head.Heads(linear, products))
     report.clear()
     return settings
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import modes
+from .modes import modes
 from .nodes import value_of
 
 
@@ -20,7 +20,7 @@ class Emitter:
         self.loss = loss
         self.emitted: list[fx.Node] = []
         self.fake_mode = value_of(loss).fake_mode
-        self.autocasts = modes.autocasts(loss)
+        self.contexts = modes(loss.graph)[loss].contexts
         self.meta: dict[str, Any] = {
             key: loss.meta[key]
             for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "mutation_region_id")
@@ -35,8 +35,10 @@ class Emitter:
             # hooks. So these hooks keep fake tensors from the user's hooks.
             stack.enter_context(self.fake_mode)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged))
-            for arguments in self.autocasts:
-                stack.enter_context(torch.autocast(*arguments))
+            for context in self.contexts:
+                if context.target is torch.amp.autocast_mode._enter_autocast:
+                    args: Any = context.args
+                    stack.enter_context(torch.autocast(*args))
             yield
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -52,6 +54,11 @@ class Emitter:
         node.meta = {**self.meta, "example_value": value}
         self.emitted.append(node)
         return node
+
+    def size(self, tensor: fx.Node, dim: int) -> Any:
+        """The size, as a number or a node. The sizes of a fake tensor may be symbols, which a graph cannot hold."""
+        size = value_of(tensor).shape[dim]
+        return size if isinstance(size, int) else self("size", tensor, dim)
 
     def undo(self) -> None:
         for node in reversed(self.emitted):

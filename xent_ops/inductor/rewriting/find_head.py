@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from ...kernels.options import Activation
-from . import products
-from .links import Link, activation_of, link_of, walk, with_own
-from .losses import Loss, Start
+from ...ops import checks
+from . import products, region
+from .links import link_of
+from .losses import Loss
 from .nodes import LeftAlone, hint, maker_of, name_of, value_of, viewed_by
+from .path import Path, path_to
 from .products import Product
 from .reading import behind, input_of
-from .region import Region
 
 # linear="auto" replaces a head with at least this many bytes of logits. Our operator's time against compiled F for
 # head and loss (H200, bfloat16, `bench --linear 2048`): equal for 125 MiB of logits; 7 and 12 % less for 250 MiB, with
@@ -27,53 +27,37 @@ WORTHWHILE = {"cpu": 64 * 2**20}
 WORTHWHILE_ON_GPUS = 250 * 2**20
 
 
-@dataclass
-class Found:
-    """A head that the operator can replace, with all nodes from it to the loss."""
+@dataclass(frozen=True)
+class Heads:
+    """Which heads the pass replaces, and their 8-bit mode: the arguments of xent_ops.inductor.options."""
 
-    product: Product
-    links: list[Link]  # from the loss back to the product
-    start: Start
-    activation: Activation
+    linear: bool | str = "auto"
+    products: str | None = None
 
-    @property
-    def nodes(self) -> list[fx.Node]:
-        """The nodes that are dead once the operator replaces them, the last one first."""
-        return [*reversed(self.start.behind), *(link.node for link in self.links), *self.product.nodes]
-
-    @property
-    def upcast(self) -> bool:
-        return self.start.upcast or any(link.kind == "upcast" for link in self.links)
-
-    @property
-    def logits_dtype(self) -> torch.dtype | None:
-        """The logits' dtype; None for the dtype of the operands."""
-        return value_of(self.product.node).dtype if self.product.casts else None
-
-    @property
-    def views(self) -> list[fx.Node]:
-        """The views from the product to the loss, in order."""
-        return [link.node for link in reversed(self.links) if link.kind == "view"] + self.start.views
+    def __post_init__(self) -> None:
+        if not (isinstance(self.linear, bool) or self.linear == "auto"):
+            raise ValueError(f'linear must be "auto", True or False, got {self.linear!r}')
+        checks.head_products(self.products)
 
 
-def find(loss: Loss, linear: bool | str) -> Found | None:
-    """The head before ``loss``; None if there is none. Raises LeftAlone if the operator cannot replace it."""
-    start = loss.start()
-    links, source = walk(start.logits, start.readers)
-    product = products.of(source)
-    if product is None:
-        _refuse_other_products(source, loss)
-        _refuse_from_outside(source)
+def find(loss: Loss, heads: Heads) -> Path | None:
+    """The path from the head to ``loss``; None if there is none. Raises LeftAlone if the operator cannot replace it."""
+    if heads.linear is False:
         return None
-    _refuse_not_worthwhile(loss, product, linear)
+    path = path_to(loss)
+    product = products.of(path.source)
+    if product is None:
+        _refuse_other_products(path.source, loss)
+        _refuse_from_outside(path.source)
+        return None
+    if heads.linear is not True:
+        _refuse_not_worthwhile(loss, product)
     _refuse_twice_normalized(product)
-    product = products.before_casts(product)
-    found = Found(product, links, start, with_own(activation_of(links), loss.call_args))
     if loss.is_soft:
         raise LeftAlone("its target is class probabilities, for which all logits are made")
-    reads = {"input of the head": product.input, "weight of the head": product.weight, "bias": product.bias}
-    Region(loss.node, found.nodes, [*reads.items(), *loss.reads], product.past).refuse()
-    return found
+    path.product, path.products = products.before_casts(product), heads.products
+    region.refuse(path)
+    return path
 
 
 def _refuse_other_products(source: fx.Node, loss: Loss) -> None:
@@ -87,7 +71,8 @@ def _refuse_other_products(source: fx.Node, loss: Loss) -> None:
         while (link := link_of(before)) is not None:
             before = link.source
         product = products.of(before)
-        if product is not None and (maker is not source or hint(value_of(product.node).shape[-1]) == _classes(loss)):
+        classes = value_of(loss.call_args["input"]).shape[loss.class_dim]
+        if product is not None and (maker is not source or hint(value_of(product.node).shape[-1]) == hint(classes)):
             raise LeftAlone(f"{maker.name} stands between the head and the loss")
 
 
@@ -99,14 +84,7 @@ def _refuse_from_outside(source: fx.Node) -> None:
         raise LeftAlone("its logits come into the graph from outside: a graph break or an uncompiled head before it")
 
 
-def _classes(loss: Loss) -> int:
-    shape = value_of(loss.call_args["input"]).shape
-    return hint(shape[loss.class_dim])
-
-
-def _refuse_not_worthwhile(loss: Loss, product: Product, linear: bool | str) -> None:
-    if linear is True:
-        return
+def _refuse_not_worthwhile(loss: Loss, product: Product) -> None:
     if _is_part(loss.node.graph):
         raise LeftAlone("its gradients would be kept in a checkpointed part; linear=True takes it")
     logits: Tensor = value_of(product.node)
@@ -118,7 +96,8 @@ def _refuse_not_worthwhile(loss: Loss, product: Product, linear: bool | str) -> 
     if _has_other_heads(product):  # each keeps a gradient of the weight until the backward
         least += logits.element_size() * elements
     if size < least:
-        raise LeftAlone(f"too small: logits of {_mib(size)} MiB, and {_mib(least)} MiB pay; linear=True takes it")
+        in_mib = f"logits of {size / 2**20:.3g} MiB, and {least / 2**20:.3g} MiB pay"
+        raise LeftAlone(f"too small: {in_mib}; linear=True takes it")
     if loss.call_args.get("reduction", "mean") == "none" and value_of(loss.node).requires_grad:
         raise LeftAlone("losses of rows would take a fourth product for gradients; linear=True takes it")
 
@@ -145,12 +124,6 @@ def _is_part(graph: fx.Graph) -> bool:
 
 def _has_other_heads(product: Product) -> bool:
     """Does another product read the same weight, or its transpose, for example in a loss by chunks of rows?"""
-    readers = list(product.weight.users)
-    for view in product.weight.users:
-        if viewed_by(view) is product.weight:
-            readers += view.users
+    views = [view for view in product.weight.users if viewed_by(view) is product.weight]
+    readers = {*product.weight.users}.union(*(view.users for view in views))
     return sum(products.of(node) is not None for node in readers) > 1
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.3g}"

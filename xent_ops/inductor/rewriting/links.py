@@ -7,6 +7,7 @@ does Inductor's fused code, even if the model computes in bfloat16.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from ...kernels.options import Activation
 from .nodes import LeftAlone, hint, is_cast, name_of, position, share_memory, value_of
 
 _HALF = (torch.bfloat16, torch.float16)
+_LARGEST = sys.float_info.max
 _FLOATS = (*_HALF, torch.float32, torch.float64)
 # They select or rearrange elements, each at most once. So their backward has no sums that would round in bfloat16.
 # expand and index tensors are excluded.
@@ -47,10 +49,6 @@ class Link:
     def computes(self) -> bool:
         return self.kind not in ("view", "same")
 
-    @property
-    def in_place(self) -> bool:
-        return self.computes and share_memory(value_of(self.node), value_of(self.source))
-
 
 def walk(node: fx.Node, readers: set[fx.Node]) -> tuple[list[Link], fx.Node]:
     """(the links from the loss backwards, the first node that is no link)."""
@@ -59,11 +57,10 @@ def walk(node: fx.Node, readers: set[fx.Node]) -> tuple[list[Link], fx.Node]:
     while True:
         # ``x.div_(c)`` as a statement: later nodes read x, not its result.
         first = min(order[reader] for reader in readers)
-        before = [user for user in node.users if not user.users and order[user] < first]
-        found = [link for user in before if (link := link_of(user)) is not None]
-        statements = [link for link in found if link.in_place and link.source is node]
-        statements.sort(key=lambda link: order[link.node], reverse=True)
-        links += statements
+        before = [link_of(user) for user in node.users if not user.users and order[user] < first]
+        found = [link for link in before if link is not None and link.computes and link.source is node]
+        statements = [link for link in found if share_memory(value_of(link.node), value_of(node))]
+        links += sorted(statements, key=lambda link: -order[link.node])
         link = link_of(node)
         if link is None:
             return links, node
@@ -98,30 +95,19 @@ def _step(node: fx.Node, kind: str) -> Link | None:
     operands = [*node.args, *(node.kwargs[name] for name in ("input", "other") if name in node.kwargs)]
     if len(operands) != len(node.args) + len(node.kwargs):
         return None  # out=, rounding_mode=
-    number = -1.0
+    number: Any = -1.0
     if kind in ("mul", "div") and len(operands) == 2:
         if kind == "mul" and isinstance(operands[1], fx.Node):
             operands.reverse()
-        found = _number(operands.pop())
-        if found is None or (kind == "div" and found == 0.0):
+        number = operands.pop()
+        if type(number) not in (int, float) or not abs(number) <= _LARGEST or (kind == "div" and number == 0):
             return None
-        number = found
     if len(operands) != 1 or not isinstance(operands[0], fx.Node):
         return None
     before, result = value_of(operands[0]), value_of(node)
     if not isinstance(before, Tensor) or before.dtype not in _FLOATS or before.dtype != result.dtype:
         return None
-    return Link(node, operands[0], "mul" if kind == "neg" else kind, number)
-
-
-def _number(operand: Any) -> float | None:
-    if type(operand) not in (int, float):
-        return None
-    try:
-        number = float(operand)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
+    return Link(node, operands[0], "mul" if kind == "neg" else kind, float(number))
 
 
 def is_view(node: fx.Node) -> bool:
@@ -169,44 +155,29 @@ def asks_for_sizes(user: fx.Node) -> bool:
     return name_of(user) in _SIZES or (user.target is getattr and user.args[1] in ("shape", "dtype", "device"))
 
 
-def activation_of(links: list[Link]) -> Activation:
-    """The activation of the links. ``a * tanh(b * x)`` has softcap a and scale a * b."""
-    caps = [index for index, link in enumerate(links) if link.kind == "tanh"]
-    if len(caps) > 1:
-        raise LeftAlone(f"{links[caps[1]].node.name} is a second softcap; the operator has one")
-    after = _product(links[: caps[0]] if caps else [])
-    before = _product(links[caps[0] :] if caps else links)
-    if not caps:
-        return Activation(None, before)
-    scale = after * before
-    # c * (x * (1 / c)) differs from x by one rounding
-    scale = 1.0 if abs(scale - 1.0) < 1e-14 else scale
-    return Activation(abs(after), scale)  # tanh is odd
-
-
-def with_own(found: Activation, call_args: dict[str, Any]) -> Activation:
-    """The activation of the links, followed by the options of our own loss."""
+def activation_of(links: list[Link], call_args: dict[str, Any]) -> Activation:
+    """The activation of the links and of our own loss behind them. ``a * tanh(b * x)``: softcap a, scale a * b."""
+    before, after, tanh = 1.0, 1.0, False  # the products of the factors before and after the tanh
+    for link in reversed(links):
+        if link.kind == "tanh":
+            if tanh:
+                raise LeftAlone(f"{link.node.name} is a second softcap; the operator has one")
+            before, after, tanh = after, 1.0, True
+        elif link.kind in ("mul", "div"):
+            after = after * link.number if link.kind == "mul" else after / link.number
+    if not math.isfinite(before * after):
+        raise LeftAlone("the product of its scales is not finite")
+    if before * after == 0.0:
+        raise LeftAlone("its logits are multiplied by 0")
     own = Activation(**{name: call_args[name] for name in Activation._fields if name in call_args})
     if any(isinstance(value, fx.Node) for value in own):
         raise LeftAlone("its softcap or logit_scale is computed in the graph")
-    if own.softcap is not None and found.softcap is not None:
+    if not tanh:
+        return Activation(own.softcap, after * own.logit_scale)
+    if own.softcap is not None:
         raise LeftAlone("a softcap stands before it, and it has another; the operator has one")
-    cap = own.softcap
-    if found.softcap is not None:  # s * (c * tanh(x)) = (s * c) * tanh(x), and tanh is odd
-        cap = found.softcap * abs(own.logit_scale)
-    return Activation(cap, found.logit_scale * own.logit_scale)
-
-
-def _product(links: list[Link]) -> float:
-    """The product of the factors, in the order in which the model applies them."""
-    product = 1.0
-    for link in reversed(links):
-        if link.kind == "mul":
-            product *= link.number
-        elif link.kind == "div":
-            product /= link.number
-    if not math.isfinite(product):
-        raise LeftAlone("the product of its scales is not finite")
-    if product == 0.0:
-        raise LeftAlone("its logits are multiplied by 0")
-    return product
+    scale = before * after
+    # c * (x * (1 / c)) differs from x by one rounding
+    scale = 1.0 if abs(scale - 1.0) < 1e-14 else scale
+    # s * (c * tanh(x)) = (s * c) * tanh(x), and tanh is odd
+    return Activation(abs(after * own.logit_scale), scale * own.logit_scale)

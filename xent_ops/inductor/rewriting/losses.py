@@ -1,6 +1,6 @@
 """Finds the losses in a graph: F.cross_entropy, F.nll_loss of a log-softmax (the same loss), and our own.
 
-find_by_hand.py finds losses that a model writes out.
+by_hand.py finds losses that a model writes out.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ from torch import fx
 
 from .emitter import Emitter
 from .links import followed, is_view
-from .modes import transformed
-from .nodes import LeftAlone, is_cast, name_of, value_of
-from .reading import arguments_of, behind, input_of
-from .region import Region
-from .tail import Tail, find
+from .nodes import LeftAlone, name_of, value_of
+from .reading import arguments_of, before_upcasts, behind, input_of
 
 _SIGNATURES = {F.cross_entropy: inspect.signature(F.cross_entropy), F.nll_loss: inspect.signature(F.nll_loss)}
 _OWN = (torch.ops.xent.cross_entropy, torch.ops.xent.cross_entropy.default)
@@ -32,8 +29,9 @@ class Loss:
 
     node: fx.Node
     call_args: dict[str, Any]  # its arguments, by name
-    transformed: bool  # is it inside a functorch transform or a level of forward-mode AD?
     why: str = ""  # why it is left alone, if the search shows it already
+
+    remedy = ""  # for the report, if it is left alone
 
     @property
     def is_nll(self) -> bool:
@@ -62,13 +60,7 @@ class Loss:
     @property
     def title(self) -> str:
         """Its name in the report, if it is not F.cross_entropy."""
-        names = {"nll_loss": self.is_nll, "xent": self.is_own}
-        return next((name for name, is_it in names.items() if is_it), "")
-
-    @property
-    def remedy(self) -> str:
-        """The remedy in the report, if it is left alone."""
-        return ""
+        return "nll_loss" if self.is_nll else "xent" if self.is_own else ""
 
     def arguments(self, emit: Emitter) -> dict[str, Any]:
         """The arguments of F.cross_entropy."""
@@ -83,46 +75,30 @@ class Loss:
         return self.behind_log_softmax() if self.is_nll else Start(self.call_args["input"], {self.node}, [])
 
     def behind_log_softmax(self) -> Start:
-        log_softmax, links = _log_softmax(self.call_args["input"])
+        log_softmax, links = before_upcasts(self.call_args["input"], is_view)
+        if name_of(log_softmax) != "log_softmax":
+            raise LeftAlone("its input is no log_softmax of this graph")
         source: Any = input_of(log_softmax)
         before, result = value_of(source), value_of(log_softmax)
         if result.dtype not in (before.dtype, torch.float32) or before.dtype == torch.float64 != result.dtype:
             raise LeftAlone(f"{log_softmax.name} makes {result.dtype} of {before.dtype}")
         upcast = result.dtype != before.dtype or any(value_of(link).dtype != result.dtype for link in links)
-        views = [link for link in links if not is_cast(link)]
-        self._refuse_other_classes(log_softmax, views)
-        return Start(source, {log_softmax}, [log_softmax, *links], views, upcast)
-
-    def _refuse_other_classes(self, log_softmax: fx.Node, views: list[fx.Node]) -> None:
-        """Raise LeftAlone unless the log-softmax is over the dimension that is the classes after the views."""
+        links.reverse()
+        views = [link for link in links if is_view(link)]
         dim = arguments_of(log_softmax, ("input", "dim")).get("dim")
         if type(dim) is not int:
             raise LeftAlone(f"{log_softmax.name} names no dimension")
-        dim %= max(value_of(log_softmax).dim(), 1)
+        dim %= max(result.dim(), 1)
         for view in views:
             dim = followed(view, dim)
         if dim != self.class_dim:
             raise LeftAlone(f"the dimension of {log_softmax.name} is not the one of its classes")
-
-    @property
-    def reads(self) -> list[tuple[str, fx.Node | None]]:
-        """The inputs of our operator beside the logits or their head."""
-        return [(name, self.call_args.get(name)) for name in ("target", "weight")]
+        return Start(source, {log_softmax}, [log_softmax, *links], views, upcast)
 
     @property
     def saves_target(self) -> bool:
         """Does our backward read a target that torch's may not read? F.cross_entropy saves class indices too."""
         return self.is_soft
-
-    def tail(self) -> Tail:
-        """The nodes before the loss that the operator replaces. Raises LeftAlone."""
-        start = self.start()
-        tail = find(self.node, start.logits, start.readers)
-        tail.views += start.views
-        tail.nodes = [*reversed(start.behind), *tail.nodes]
-        tail.upcast |= start.upcast
-        Region(self.node, tail.nodes, [("logits", tail.source), *self.reads]).refuse()
-        return tail
 
 
 @dataclass
@@ -138,23 +114,9 @@ class Start:
 
 def losses(graph: fx.Graph) -> Iterator[Loss]:
     """The losses in order."""
-    inside = transformed(graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in _SIGNATURES:
-            yield Loss(node, _SIGNATURES[node.target].bind(*node.args, **node.kwargs).arguments, node in inside)
+            yield Loss(node, _SIGNATURES[node.target].bind(*node.args, **node.kwargs).arguments)
         elif node.op == "call_function" and node.target in _OWN:
             names = ("input", *(argument.name for argument in _OWN[1]._schema.arguments[1:]))
-            yield Loss(node, dict(zip(names, node.args, strict=False)) | node.kwargs, node in inside)
-
-
-def _log_softmax(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """(the node of log_softmax, the views and upcasts from there to the loss, in order)."""
-    links: list[fx.Node] = []
-    while name_of(node) != "log_softmax":
-        source = node.args[0] if node.args else None
-        upcast = is_cast(node) and value_of(node).dtype in (torch.float32, value_of(source).dtype)
-        if not isinstance(source, fx.Node) or not (upcast or is_view(node)):
-            raise LeftAlone("its input is no log_softmax of this graph")
-        links.insert(0, node)
-        node = source
-    return node, links
+            yield Loss(node, dict(zip(names, node.args, strict=False)) | node.kwargs)

@@ -1,8 +1,8 @@
-"""The autocast and inference modes of each node of a Dynamo graph, and whether gradients are recorded there."""
+"""What is switched on at each node of a Dynamo graph: autocast, inference mode, gradients, transforms."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -11,54 +11,34 @@ _ENTER = {"_enter_autocast", "_enter_inference_mode"}
 _EXIT = {"_exit_autocast", "_exit_inference_mode"}
 
 
-def modes(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
-    """The open contexts of each node. Nodes with the same contexts run in the same modes."""
-    found: dict[fx.Node, tuple[fx.Node, ...]] = {}
+class Modes(NamedTuple):
+    contexts: tuple[fx.Node, ...]  # the open ones of autocast and inference mode
+    gradients: bool  # are they recorded?
+    transformed: bool  # is it inside a functorch transform or a level of forward-mode AD?
+
+
+def modes(graph: fx.Graph) -> dict[fx.Node, Modes]:
+    """The modes of each node. A graph starts with the gradient mode in which its pass runs."""
+    found: dict[fx.Node, Modes] = {}
     contexts: tuple[fx.Node, ...] = ()
+    gradients, transforms = torch.is_grad_enabled(), 0
+    before: list[bool] = []  # the gradient modes outside of the open inference modes
     for node in graph.nodes:
         name = getattr(node.target, "__name__", "")
         if name in _ENTER:
             contexts = (*contexts, node)
         elif name in _EXIT:
             contexts = tuple(one for one in contexts if one is not node.args[0])
-        found[node] = contexts
-    return found
-
-
-def gradient_modes(graph: fx.Graph) -> dict[fx.Node, bool]:
-    """Are gradients recorded at each node? A graph starts in the mode in which its pass runs."""
-    found: dict[fx.Node, bool] = {}
-    enabled = torch.is_grad_enabled()
-    before: list[bool] = []  # outside of the open inference modes
-    for node in graph.nodes:
-        name = getattr(node.target, "__name__", "")
         if node.target is torch._C._set_grad_enabled:
-            enabled = bool(node.args[0])
+            gradients = bool(node.args[0])
         elif name == "_enter_inference_mode":
-            before.append(enabled)
-            enabled = not node.args[0]
+            before.append(gradients)
+            gradients = not node.args[0]
         elif name == "_exit_inference_mode":
-            enabled = before.pop()
-        found[node] = enabled
-    return found
-
-
-def transformed(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes inside of a functorch transform or a level of forward-mode AD."""
-    found: set[fx.Node] = set()
-    depth = 0
-    for node in graph.nodes:
-        name = getattr(node.target, "__name__", "")
-        if name.endswith("increment_nesting") or name == "_enter_dual_level":
-            depth += 1
+            gradients = before.pop()
+        elif name.endswith("increment_nesting") or name == "_enter_dual_level":
+            transforms += 1
         elif name.endswith("decrement_nesting") or name == "_exit_dual_level":
-            depth -= 1
-        elif depth > 0:
-            found.add(node)
+            transforms -= 1
+        found[node] = Modes(contexts, gradients, transforms > 0)
     return found
-
-
-def autocasts(node: fx.Node) -> list[tuple[Any, ...]]:
-    """The arguments of torch.autocast, of the open contexts of a node."""
-    contexts = modes(node.graph)[node]
-    return [one.args for one in contexts if one.target is torch.amp.autocast_mode._enter_autocast]

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from ...kernels.sizes import statically_true
-from .find_by_hand import GATHERS
+from .by_hand import GATHERS
 from .nodes import is_cast, name_of, value_of, viewed_by
 from .reading import arguments_of, behind, input_of, one_dim
 
@@ -59,9 +59,7 @@ def _operand(node: fx.Node) -> tuple[Any, int | None]:
 
 def _reader(node: fx.Node) -> fx.Node:
     """The first reader of ``node`` that is no view or cast."""
-    while len(node.users) == 1:
-        user = next(iter(node.users))
-        if user.op == "output" or not (is_cast(user) or viewed_by(user) is node):
-            return user
-        node = user
-    return next(iter(node.users))
+    reader = next(iter(node.users))
+    while reader.users and (is_cast(reader) or viewed_by(reader) is node):
+        node, reader = reader, next(iter(reader.users))
+    return reader

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .nodes import is_cast, name_of, value_of, viewed_by
+from .links import link_of
+from .nodes import name_of, value_of, viewed_by
 
 _ADDITIONS = {"add", "add_", "iadd"}
 _ARGUMENTS = {
@@ -40,6 +41,12 @@ class Product:
     past: tuple[fx.Node, ...] = ()  # these casts and a transpose of the weight: the product reads them, ours does not
 
     @property
+    def reads(self) -> list[tuple[str, fx.Node]]:
+        """The operands, by their names in the report."""
+        bias = [] if self.bias is None else [("bias", self.bias)]
+        return [("input of the head", self.input), ("weight of the head", self.weight), *bias]
+
+    @property
     def nodes(self) -> list[fx.Node]:
         """The nodes of the head, the last one first."""
         return [self.node] if self.addition is None else [self.addition, self.node]
@@ -49,59 +56,43 @@ def of(node: fx.Node) -> Product | None:
     """The head that computes ``node``, or None."""
     if name_of(node) in _ADDITIONS:
         return _with_bias(node)
-    product = _einsum(node) if name_of(node) == "einsum" else _two_operands(node)
+    product = _einsum(node) if name_of(node) == "einsum" else _operands(node)
     if product is None:
         return None
-    result, input, weight = (value_of(one) for one in (node, product.input, product.weight))
-    if not all(isinstance(one, Tensor) for one in (result, input, weight)):
+    result, *operands = (value_of(one) for one in (node, *(read for _, read in product.reads)))
+    if not all(isinstance(one, Tensor) for one in (result, *operands)):
         return None
+    input, weight, *bias = operands
     if weight.dim() != 2 or input.dim() < 1 or result.dim() != input.dim():
         return None
-    return _seen_through(product)
+    return _seen_through(product) if all(one.shape == result.shape[-1:] for one in bias) else None
 
 
 def before_casts(product: Product) -> Product:
     """Replace a float32 product of upcast 16-bit operands by the product of these operands, with float32 logits."""
-    operands = [product.input, product.weight, product.bias]
-    sources = [None if node is None else _half_of(node) for node in operands]
-    dtypes = {value_of(source).dtype for source, node in zip(sources, operands, strict=True) if source is not None}
-    missing = any(source is None and node is not None for source, node in zip(sources, operands, strict=True))
-    if missing or len(dtypes) != 1 or value_of(product.node).dtype != torch.float32:
+    operands = [node for _, node in product.reads]
+    links = [link_of(node) for node in operands]
+    sources: list[Any] = [link.source for link in links if link is not None and link.kind == "upcast"]
+    dtypes = {value_of(source).dtype for source in sources}
+    if len(sources) < len(operands) or len(dtypes) > 1 or value_of(product.node).dtype != torch.float32:
         return product
-    input, weight, bias = sources
-    assert input is not None and weight is not None
-    past = (*product.past, *(node for node in operands if node is not None))
+    input, weight, bias = sources if len(sources) == 3 else (*sources, None)
+    past = (*product.past, *operands)
     return _seen_through(replace(product, input=input, weight=weight, bias=bias, casts=True, past=past))
 
 
-def _half_of(node: fx.Node) -> fx.Node | None:
-    """The 16-bit node that this node casts to float32."""
-    if not is_cast(node) or value_of(node).dtype != torch.float32:
-        return None
-    source: Any = node.args[0]
-    return source if value_of(source).dtype in (torch.bfloat16, torch.float16) else None
-
-
-def _two_operands(node: fx.Node) -> Product | None:
+def _operands(node: fx.Node) -> Product | None:
     name = name_of(node) or ""
     names = _ARGUMENTS.get(name)
     if names is None or len(node.args) > len(names) or not node.kwargs.keys() <= {*names}:
         return None
     call_args: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
-    operands = [call_args.pop(one, None) for one in names if one not in ("beta", "alpha")]
-    if name == "linear":
-        input, weight, bias = operands
-    elif name == "addmm":
-        bias, input, weight = operands
-        vector = isinstance(value_of(bias), Tensor) and value_of(bias).dim() == 1
-        if (
-            not vector
-            or value_of(bias).shape != value_of(node).shape[-1:]
-            or any(one != 1 for one in call_args.values())
-        ):
-            return None
-    else:
-        (input, weight), bias = operands, None
+    if any(call_args.get(one, 1) != 1 for one in ("beta", "alpha")):
+        return None
+    operands = [call_args.get(one) for one in names[:3]]
+    if name == "addmm":
+        operands.append(operands.pop(0))
+    input, weight, bias = (*operands, None)[:3]
     if not (isinstance(input, fx.Node) and isinstance(weight, fx.Node)):
         return None
     return Product(node, input, weight, name not in ("linear", "inner"), bias)
@@ -111,8 +102,8 @@ def _einsum(node: fx.Node) -> Product | None:
     """``bsh,vh->bsv``: the features are the last letter of an operand, the classes the last letter of the result."""
     if len(node.args) < 2 or node.kwargs:
         return None
-    equation, *call_args = node.args
-    operands: list[Any] = call_args
+    operands: list[Any]
+    equation, *operands = node.args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = list(operands[0])
     found = re.fullmatch(r"([^,>]+),([^,>]+)->([^,>]+)", str(equation).replace(" ", ""))

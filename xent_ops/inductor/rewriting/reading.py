@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, fx
@@ -29,10 +30,6 @@ def one_dim(dim: Any) -> int | None:
     return dim if type(dim) is int else None
 
 
-def is_log_softmax(node: Any) -> bool:
-    return isinstance(node, fx.Node) and name_of(node) == "log_softmax"
-
-
 def behind(node: Any) -> Any:
     """The node that the views and casts read."""
     while isinstance(node, fx.Node):
@@ -43,18 +40,18 @@ def behind(node: Any) -> Any:
     return node
 
 
-def before_upcasts(node: Any, views: bool = False) -> tuple[fx.Node, list[fx.Node]]:
-    """(the node before casts to float32, the casts). ``views``: also before views that keep the order of elements."""
+def before_upcasts(node: Any, views: Callable[[fx.Node], bool] = lambda view: False) -> tuple[fx.Node, list[fx.Node]]:
+    """(the node before casts to float32 and these views, the casts and views from the last one)."""
     nodes: list[fx.Node] = []
     while (link := link_of(node)) is not None:
-        if link.kind not in ("same", "upcast") and not (views and link.kind == "view" and _keeps_order(node)):
+        if link.kind not in ("same", "upcast") and not (link.kind == "view" and views(node)):
             break
         nodes.append(node)
         node = link.source
     return node, nodes
 
 
-def _keeps_order(node: fx.Node) -> bool:
+def keeps_order(node: fx.Node) -> bool:
     if name_of(node) in _IN_ORDER:
         return True
     result, source = value_of(node), value_of(node.args[0])

@@ -30,24 +30,13 @@ class Call:
     head_left: str = ""  # why the product before it was not replaced
 
     def __str__(self) -> str:
-        outcome = "replaced" if self.replaced else "left alone"
-        if self.head:
-            outcome += " with the head"
-        if self.products is not None:
-            outcome += f", products={self.products!r}"
-        if self.logits_dtype is not None:
-            outcome += f", logits_dtype={self.logits_dtype}"
-        if self.softcap is not None:
-            outcome += f", softcap={self.softcap!r}"
-        if self.logit_scale != 1.0:
-            outcome += f", logit_scale={self.logit_scale!r}"
-        if self.upcast_removed:
-            outcome += ", float32 upcast removed"
-        if self.why:
-            outcome += f" ({self.why})"
-        if self.head_left:
-            outcome += f", head left alone ({self.head_left})"
-        return f"{self.where}: {self.what}: {outcome}"
+        outcome = ["replaced with the head" if self.head else "replaced" if self.replaced else "left alone"]
+        for name in ("products", "logits_dtype", "softcap", "logit_scale"):
+            if (value := getattr(self, name)) != getattr(Call, name):
+                outcome.append(f"{name}={value!r}")
+        outcome += ["float32 upcast removed"] if self.upcast_removed else []
+        line = f"{self.where}: {self.what}: {', '.join(outcome)}" + (f" ({self.why})" if self.why else "")
+        return line + (f", head left alone ({self.head_left})" if self.head_left else "")
 
 
 @dataclass(frozen=True)
@@ -69,23 +58,22 @@ class Report:
         return tuple(call for call in self.calls if not call.replaced)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.replaced)} replaced, {len(self.left_alone)} left alone, in {self.graphs} graphs"]
-        lines += [f"  {call}" for call in self.calls] or [f"  {line}" for line in self._nothing()]
-        return "\n".join(lines)
+        lines = self.calls or (_NO_LOSS if self.graphs else _NO_GRAPH)
+        first = f"{len(self.replaced)} replaced, {len(self.left_alone)} left alone, in {self.graphs} graphs"
+        return "\n  ".join([first, *map(str, lines)])
 
-    def _nothing(self) -> list[str]:
-        """Possible reasons for a report without calls, and what to do."""
-        if self.graphs == 0:
-            return [
-                "nothing was compiled since: a model compiles at its first call, and the pass sees what is compiled",
-                "with options(), after enable() or in the block; torch.compiler.reset() forgets what was before",
-            ]
-        return [
-            "no loss is in these graphs: compile the function that computes the loss, not the model alone;",
-            "or Dynamo skipped its frame, or broke the graph before it (TORCH_LOGS=graph_breaks, fullgraph=True tell);",
-            "or a torch.autograd.Function of another package computes it, which no pass sees into;",
-            "or it is written out in a form that the pass does not know, of fewer than 1024 classes (docs/compile.md)",
-        ]
+
+# Possible reasons for a report without calls, and what to do.
+_NO_GRAPH = (
+    "nothing was compiled since: a model compiles at its first call, and the pass sees what is compiled",
+    "with options(), after enable() or in the block; torch.compiler.reset() forgets what was before",
+)
+_NO_LOSS = (
+    "no loss is in these graphs: compile the function that computes the loss, not the model alone;",
+    "or Dynamo skipped its frame, or broke the graph before it (TORCH_LOGS=graph_breaks, fullgraph=True tell);",
+    "or a torch.autograd.Function of another package computes it, which no pass sees into;",
+    "or it is written out in a form that the pass does not know, of fewer than 1024 classes (docs/compile.md)",
+)
 
 
 _compile_context = private(
@@ -98,7 +86,8 @@ _graphs: list[tuple[Any, Any, tuple[Call, ...]]] = []
 
 
 def record(calls: Iterable[Call]) -> None:
-    compilation, attempt = _current_compilation()
+    compilation = _compile_context()
+    attempt = None if compilation is None else compilation.attempt
     if compilation is not None:
         # torch may discard a finished graph and trace again, for example because a float must be a constant
         # (dynamic=True with label_smoothing). Only the last attempt runs, so only that one counts.
@@ -120,8 +109,3 @@ def last_report() -> Report:
         0 replaced, 0 left alone, in 0 graphs
     """
     return Report(len(_graphs), tuple(call for *_, calls in _graphs for call in calls))
-
-
-def _current_compilation() -> tuple[Any, Any]:
-    context = _compile_context()
-    return (None, None) if context is None else (context, context.attempt)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -16,29 +16,26 @@ from torch import Tensor, fx
 from ...kernels import sizes
 from ...kernels.options import Activation
 from ...ops import checks
-from . import find_by_hand, find_head, other_forms
-from .by_hand import ByHand
+from . import by_hand, find_head, other_forms, tail
 from .emit_head import emit_head
 from .emitter import Emitter
+from .find_head import Heads
 from .losses import Loss, losses
+from .modes import modes
 from .nodes import LeftAlone, refuse_foreign, value_of, where
-from .region import refuse_written_after
+from .path import Path
 from .report import Call
-from .tail import Tail
 
 _KNOWN = {"input", "target", "weight", "ignore_index", "reduction", "label_smoothing"}
-_OWN = {*Activation._fields, "lse_square_scale"}
+_KNOWN |= {*Activation._fields, "lse_square_scale"}  # of our own loss
 
 
-def replace_cross_entropy(graph: fx.Graph, linear: bool | str, products: str | None = None) -> list[Call]:
-    """Replace losses in the graph, in place, and return a record of each call. ``linear``: heads as well?
-
-    ``products``: the 8-bit mode of heads.
-    """
+def replace_cross_entropy(graph: fx.Graph, heads: Heads) -> list[Call]:
+    """Replace losses in the graph, in place, and return a record of each call."""
     calls = []
     reported: set[fx.Node] = set()
-    for loss in itertools.chain(losses(graph), find_by_hand.losses(graph)):
-        call = _replace(loss, linear, products, Call(where(loss.node), _describe(loss), False))
+    for loss in itertools.chain(losses(graph), by_hand.losses(graph)):
+        call = _replace(loss, heads, Call(where(loss.node), _describe(loss), False))
         if call is not None:
             calls.append(call)
             reported |= loss.nodes
@@ -47,41 +44,36 @@ def replace_cross_entropy(graph: fx.Graph, linear: bool | str, products: str | N
     return calls
 
 
-def _replace(loss: Loss, linear: bool | str, products: str | None, call: Call) -> Call | None:
+def _replace(loss: Loss, heads: Heads, call: Call) -> Call | None:
     """Replace one loss, with its head or without, and return the record. None: one of ours without a head."""
     try:
-        if loss.transformed:
-            raise LeftAlone("it is inside a torch.func transform")
         _refuse(loss)
     except LeftAlone as reason:
         return None if loss.is_own else dataclasses.replace(call, why=f"{reason}{loss.remedy}")
     try:
-        found = find_head.find(loss, linear) if linear is not False else None
-        if found is not None:
-            _put(loss, found.nodes, lambda emit: emit_head(emit, found, loss, products))
-            taken = found.activation._asdict() | {"logits_dtype": found.logits_dtype, "products": products}
-            return Call(call.where, call.what, True, found.upcast, **taken, head=True)
+        path = find_head.find(loss, heads)
+        if path is not None:
+            return _put(path, call)
     except LeftAlone as reason:
         call = dataclasses.replace(call, head_left=str(reason))
     if loss.is_own:
         return dataclasses.replace(call, why="it is ours already") if call.head_left else None
     try:
         _refuse_few_classes(loss)
-        tail = loss.tail()
-        _put(loss, tail.nodes, lambda emit: _emit_loss(emit, _with_views(emit, tail), loss, tail))
+        return _put(tail.find(loss), call)
     except LeftAlone as reason:
         return dataclasses.replace(call, why=f"{reason}{loss.remedy}")
-    taken = tail.activation._asdict()
-    return Call(call.where, call.what, True, tail.upcast, **taken, head_left=call.head_left)
 
 
 def _refuse(loss: Loss) -> None:
     """Raise LeftAlone for arguments that our operators do not take, or interpret differently than F.cross_entropy."""
     call_args = loss.call_args
+    if modes(loss.node.graph)[loss.node].transformed:
+        raise LeftAlone("it is inside a torch.func transform")
     if loss.why:
         raise LeftAlone(loss.why)
     for name, value in call_args.items():
-        if name not in _KNOWN | _OWN and value is not None:
+        if name not in _KNOWN and value is not None:
             raise LeftAlone(f"our operator has no argument {name}")
     tensors = {name: call_args[name] for name in ("input", "target", "weight") if call_args.get(name) is not None}
     refuse_foreign(tensors)
@@ -107,7 +99,7 @@ def _refuse_few_classes(loss: Loss) -> None:
     logits: Tensor = value_of(loss.call_args["input"])
     device = logits.device.type
     few = sizes.FEW_CLASSES.get(device)
-    if few is None or loss.is_soft or isinstance(loss, ByHand):
+    if few is None or loss.is_soft or isinstance(loss, by_hand.ByHand):
         return
     if sizes.statically_true(logits.shape[loss.class_dim] < few):
         on = "CPU" if device == "cpu" else "GPU"
@@ -116,18 +108,26 @@ def _refuse_few_classes(loss: Loss) -> None:
         raise LeftAlone("F.cross_entropy is faster on a CPU where classes are not dense")
 
 
-def _put(loss: Loss, dead: list[fx.Node], make: Callable[[Emitter], fx.Node]) -> None:
-    """Replace the loss by the result of ``make``. Removes ``dead``, the nodes before the loss that it also replaces."""
-    emit = Emitter(loss.node)
+def _put(path: Path, call: Call) -> Call:
+    """Replace the loss and what the path takes up by our operator, and return the record."""
+    loss, emit, head = path.loss, Emitter(path.loss.node), path.product
+    taken: dict[str, Any] = {"upcast_removed": path.upcast, "head": head is not None, "products": path.products}
     try:
-        result = _as_wanted(emit, loss.finished(emit, make(emit)))
+        made = _emit_loss(emit, path) if head is None else emit_head(emit, path, head)
+        result = _as_wanted(emit, loss.finished(emit, made))
+        taken |= {**path.activation._asdict(), "logits_dtype": path.logits_dtype}
+    except LeftAlone:
+        emit.undo()
+        raise
     except Exception as error:  # a view that the source does not allow, a scale that the operator refuses
         emit.undo()
-        raise LeftAlone(_first_line(error)) from error
-    _substitute(loss.node, result)
-    for node in dead:
+        raise LeftAlone(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
+    result.meta["example_value"] = value_of(loss.node)
+    loss.node.replace_all_uses_with(result)
+    for node in (loss.node, *path.nodes):
         if not node.users:  # its size may be asked for
             node.graph.erase_node(node)
+    return dataclasses.replace(call, replaced=True, **taken)
 
 
 def _as_wanted(emit: Emitter, loss: fx.Node) -> fx.Node:
@@ -138,20 +138,12 @@ def _as_wanted(emit: Emitter, loss: fx.Node) -> fx.Node:
     return loss if value_of(loss).dtype == expected.dtype else emit("to", loss, expected.dtype)
 
 
-def _substitute(loss: fx.Node, result: fx.Node) -> None:
-    result.meta["example_value"] = value_of(loss)
-    loss.replace_all_uses_with(result)
-    loss.graph.erase_node(loss)
-
-
-def _with_views(emit: Emitter, tail: Tail) -> fx.Node:
+def _with_views(emit: Emitter, tail: Path) -> fx.Node:
     """The views of the tail, applied to the logits before it."""
     node = tail.source
     for view in tail.views:
-        target = view.target
-        if target == "view":
-            # The upcast of a slice is dense, the slice is not. If it cannot be viewed, reshape copies it.
-            target = "reshape"
+        # The upcast of a slice is dense, the slice is not. If it cannot be viewed, reshape copies it.
+        target = "reshape" if view.target == "view" else view.target
         node = emit(target, node, *view.args[1:], **view.kwargs)
     return node
 
@@ -164,40 +156,20 @@ def _classes_last(emit: Emitter, tensor: fx.Node, dim: int) -> fx.Node:
     return tensor if value_of(tensor).stride(-1) == 1 else emit("contiguous", tensor)
 
 
-def _emit_loss(emit: Emitter, logits: fx.Node, call: Loss, tail: Tail) -> fx.Node:
-    call_args = call.arguments(emit)
-    weight, reduction = call_args.get("weight"), call_args.get("reduction", "mean")
-    smoothing = call_args.get("label_smoothing", 0.0)
-    options = tail.activation.keywords()
-    logits, soft = _classes_last(emit, logits, call.class_dim), call.is_soft
-    target = _classes_last(emit, call_args["target"], call.class_dim) if soft else call_args["target"]
-    saved = [("logits", logits), *([("target", target)] if call.saves_target else [])]
-    refuse_written_after(call.node, saved)
-    if not soft:
-        loss = emit(
-            torch.ops.xent.cross_entropy.default,
-            logits,
-            target,
-            weight,
-            ignore_index=call_args.get("ignore_index", -100),
-            label_smoothing=smoothing,
-            reduction=reduction,
-            **options,
-        )
-    else:
-        soft_forward = torch.ops.xent.soft_cross_entropy_forward.default
-        # torch accepts any numbers as probabilities, and written-out sums have other uses, such as policy gradients.
-        rows = emit(soft_forward, logits, target, weight, False, label_smoothing=smoothing, **options)
-        loss = emit(operator.getitem, rows, 0)
-        if reduction != "none":
-            loss = emit(reduction, loss)  # the methods sum and mean
-    return loss
-
-
-def _first_line(error: Exception) -> str:
-    if isinstance(error, LeftAlone):
-        return str(error)
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
+def _emit_loss(emit: Emitter, tail: Path) -> fx.Node:
+    call, call_args = tail.loss, tail.loss.arguments(emit)
+    reduction = call_args.get("reduction", "mean")
+    options = {"label_smoothing": call_args.get("label_smoothing", 0.0), **tail.activation.keywords()}
+    logits = _classes_last(emit, _with_views(emit, tail), call.class_dim)
+    target = _classes_last(emit, call_args["target"], call.class_dim) if call.is_soft else call_args["target"]
+    operands = logits, target, call_args.get("weight")
+    if not call.is_soft:
+        options |= {"ignore_index": call_args.get("ignore_index", -100), "reduction": reduction}
+        return emit(torch.ops.xent.cross_entropy.default, *operands, **options)
+    # torch accepts any numbers as probabilities, and written-out sums have other uses, such as policy gradients.
+    rows = emit(torch.ops.xent.soft_cross_entropy_forward.default, *operands, False, **options)
+    loss = emit(operator.getitem, rows, 0)
+    return loss if reduction == "none" else emit(reduction, loss)  # the methods sum and mean
 
 
 def _shape(logits: Tensor) -> str:

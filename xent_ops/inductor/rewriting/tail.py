@@ -6,58 +6,38 @@ memory first. So either the operator's options replace the whole tail, or the ca
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor, fx
 
-from ...kernels.options import Activation
-from . import writers
-from .links import STEPS, activation_of, walk
+from . import region, writers
+from .links import STEPS
+from .losses import Loss
 from .nodes import LeftAlone, is_cast, is_pointwise, name_of, share_memory, value_of, viewed_by
+from .path import Path, path_to
 
 
-@dataclass
-class Tail:
-    source: fx.Node  # the logits that the operator reads
-    views: list[fx.Node]  # from there to the loss, in order
-    nodes: list[fx.Node]  # the nodes that are dead once the operator reads the source, the last one first
-    upcast: bool
-    activation: Activation
-
-
-def find(loss: fx.Node, logits: fx.Node, readers: set[fx.Node]) -> Tail:
-    """The tail of ``logits``, which ``readers`` read for ``loss``. Raises LeftAlone."""
-    links, source = walk(logits, readers)
-    _refuse_fused(source)
-    taken = len(links)
-    while taken and not links[taken - 1].computes:  # views of the source may stay, even with other readers
-        taken -= 1
-    remaining, links = links[taken:], links[:taken]
-    written = remaining[0].node if remaining else source
-    mine = {link.node for link in links}
-    writer = _fused_writer(written, loss, mine)
-    if writer is not None:
-        raise LeftAlone(f"{writer.name} writes to the logits before it, which Inductor fuses with it")
-    if not links:
-        return Tail(logits, [], [], False, Activation())
-    source = links[-1].source
-    activation = activation_of(links)
-    views = [link.node for link in reversed(links) if link.kind == "view"]
-    return Tail(source, views, [link.node for link in links], any(x.kind == "upcast" for x in links), activation)
+def find(loss: Loss) -> Path:
+    """The tail of the logits that ``loss`` reads. Raises LeftAlone."""
+    tail = path_to(loss)
+    _refuse_fused(tail.source)
+    while tail.links and not tail.links[-1].computes:  # views of the source may stay, even with other readers
+        tail.source = tail.links.pop().node
+    _refuse_fused_writer(tail)
+    region.refuse(tail)
+    return tail
 
 
 def _refuse_fused(source: fx.Node) -> None:
     """Raise LeftAlone if the walk ended at a node that Inductor would have fused."""
     node: fx.Node | None = source
     while node is not None:
-        if is_fused(node):
+        if _is_fused(node):
             raise LeftAlone(
                 f"{node.name} stands before it: no view, upcast to float32, softcap or scale by a Python number"
             )
         node = viewed_by(node)
 
 
-def is_fused(node: fx.Node) -> bool:
+def _is_fused(node: fx.Node) -> bool:
     """Does Inductor fuse it with its readers?"""
     result = value_of(node)
     if is_cast(node):
@@ -65,14 +45,13 @@ def is_fused(node: fx.Node) -> bool:
     return is_pointwise(node) or name_of(node) in STEPS
 
 
-def _fused_writer(written: fx.Node, loss: fx.Node, mine: set[fx.Node]) -> fx.Node | None:
-    """A pointwise operator outside the tail that writes to the logits in place before the loss."""
-    memory = value_of(written)
-    for node in loss.graph.nodes:
-        if node is loss:
-            return None
+def _refuse_fused_writer(tail: Path) -> None:
+    """Raise LeftAlone if a pointwise operator outside the tail writes to the logits in place before the loss."""
+    memory, mine = value_of(tail.source), {link.node for link in tail.links}
+    for node in tail.loss.node.graph.nodes:
+        if node is tail.loss.node:
+            return
         if node in mine or not is_pointwise(node):
             continue
         if any(share_memory(value_of(one), memory) for one in writers.written_by(node)):
-            return node
-    return None
+            raise LeftAlone(f"{node.name} writes to the logits before it, which Inductor fuses with it")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
@@ -56,8 +56,8 @@ def between(
     return None
 
 
-def after(loss: fx.Node, saved: list[Tensor]) -> fx.Node | None:
-    """A node after the loss that writes to a tensor that our backward reads.
+def after(loss: fx.Node, saved: Tensor) -> fx.Node | None:
+    """A node after the loss that may write to a tensor that our backward reads.
 
     The backward of F.cross_entropy reads other tensors. So autograd may accept the model, and refuse it with our
     operator.
@@ -65,8 +65,7 @@ def after(loss: fx.Node, saved: list[Tensor]) -> fx.Node | None:
     for node in reversed(loss.graph.nodes):
         if node is loss:
             return None
-        written = _tensors([value_of(one) for one in written_by(node)])
-        if any(_may_share(one, tensor) for one in written for tensor in saved):
+        if any(_may_share(one, saved) for one in _tensors([value_of(one) for one in written_by(node)])):
             return node
     return None
 
@@ -166,9 +165,4 @@ def _nodes(argument: Any) -> list[fx.Node]:
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    return list(_flattened(value)) if isinstance(value, (list, tuple)) else []
-
-
-def _flattened(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        yield from _tensors(value)
+    return [one for part in value for one in _tensors(part)] if isinstance(value, (list, tuple)) else []
