@@ -14,30 +14,39 @@ import xent_ops
 from xent_ops.__main__ import main
 from xent_ops.bench import check, contestants, measure, problems, report, run, timing
 from xent_ops.bench.arguments import Shape
-from xent_ops.bench.contestants import COPY, Contestant, Outputs
-from xent_ops.bench.problems import Head, Loss
+from xent_ops.bench.contestants import Contestant, Outputs
+from xent_ops.bench.problems import Head, Loss, Setting
 
 CPU = torch.device("cpu")
 TINY = ["bench", "--device", "cpu", "--budget", "1", "--shapes", "34x64"]
-STEADY, UNSTEADY = timing.Times(1.0, 0.9, 1.1), timing.Times(1.0, 0.5, 1.5)
+STEADY, UNSTEADY = [0.9, 1.0, 1.1], [0.0, 1.0, 2.0]
 
 
-def of_results(path):
+def setting(dtype=torch.float32, ignored=None):
+    return Setting(CPU, dtype, ignored)
+
+
+def read(path):
     content = json.loads(path.read_text())
     return content, {result["variant"]: result for result in content["results"]}
 
 
 def cells(out):
-    """The lines of all tables, by their first cell."""
+    """The lines of all tables: text by column, by the first cell."""
     lines = [re.split(r" *\| *", line.strip("| \n")) for line in out.splitlines() if line.startswith("| ")]
-    return {first: rest for first, *rest in lines}
+    head = lines[0] if lines else []
+    return {line[0]: dict(zip(head, line, strict=True)) for line in lines}
 
 
 def probe(loss, name="probe", kind="ours", **options):
     return Contestant(name, kind, lambda: loss, **options)
 
 
-def mean_over_all(x, target, weight):
+def right(problem, outputs, one):
+    return not check.wrong(problem.check(outputs, one))
+
+
+def mean_over_all(x, target):
     return F.cross_entropy(x, target, reduction="sum") / len(target)
 
 
@@ -49,13 +58,13 @@ def idle(monkeypatch):
 @pytest.fixture
 def lines(monkeypatch):
     """These and no others are measured."""
-    return lambda *found: monkeypatch.setattr(contestants, "losses", lambda: list(found))
+    return lambda *known: monkeypatch.setattr(contestants, "losses", lambda: list(known))
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """What the clock shows."""
-    return lambda *times: monkeypatch.setattr(timing, "in_turn", lambda runs, *more: list(times)[: len(runs)])
+    """The samples of each line."""
+    return lambda *samples: monkeypatch.setattr(timing, "in_turn", lambda runs, *more: list(samples)[: len(runs)])
 
 
 @pytest.mark.parametrize("more, unit", [([], "copy"), (["--linear", "16"], "three matmuls")])
@@ -64,30 +73,30 @@ def test_json_picture_and_table(more, unit, tmp_path, capsys):
     figures, picture = tmp_path / "bench.json", tmp_path / "bench.png"
     arguments = [*TINY, *more, "--only", "eager", "--dtype", "bfloat16"]
     assert main([*arguments, "--json", str(figures), "--plot", str(picture)]) == 0
-    content, results = of_results(figures)
+    content, results = read(figures)
     assert content["environment"]["torch"] == torch.__version__ and content["settings"]["dtype"] == "bfloat16"
     assert content["environment"]["command"].startswith("python -m xent_ops bench --device cpu")
     assert {"triton", "driver", "date", "peers"} <= content["environment"].keys()
     assert {unit, "xent eager"} <= results.keys()
-    units = [result["ms"] for name, result in results.items() if name.startswith(unit)]
-    for name, result in results.items():
+    units = [result["ms"] for result in results.values() if result["kind"] == "unit"]
+    for result in results.values():
         assert result["status"] == "ok" and 0 < result["low_ms"] <= result["ms"] <= result["high_ms"], result
         assert (result["peak_bytes"] is not None) == timing.measures_memory(CPU)
-        if not name.startswith(unit):
+        if result["kind"] != "unit":
             assert result["ratio"] == result["ms"] / min(units)
-            assert all(error <= result["limits"][of] for of, error in result["errors"].items()) and result["errors"]
+            assert all(error <= limit for error, limit in result["errors"].values()) and result["errors"]
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
     out, err = capsys.readouterr()
-    assert cells(out)["xent eager"][-1].startswith("ok") and "34x64" in out
+    assert cells(out)["xent eager"]["status"].startswith("ok") and "34x64" in out
     assert f"1/{len(results)}  {unit}" in err
 
 
 def test_every_line_of_ours_has_the_loss():
-    logits, target, weight = torch.randn(6, 40), torch.randint(40, (6,)), torch.rand(40)
+    logits, target = torch.randn(6, 40), torch.randint(40, (6,))
     target[1] = check.IGNORE_INDEX
     for one in contestants.losses():
         if one.kind == "ours":
-            torch.testing.assert_close(one.load()(logits, target, weight), F.cross_entropy(logits, target))
+            torch.testing.assert_close(one.load()(logits, target), F.cross_entropy(logits, target))
 
 
 def test_wrong_lines_are_told_and_not_timed(lines, monkeypatch, tmp_path, capsys):
@@ -95,20 +104,21 @@ def test_wrong_lines_are_told_and_not_timed(lines, monkeypatch, tmp_path, capsys
     in_turn = timing.in_turn
     monkeypatch.setattr(timing, "in_turn", lambda runs, *more: timed.append(len(runs)) or in_turn(runs, *more))
 
-    def raises(logits, target, weight):
+    def raises(logits, target):
         raise NotImplementedError("needs a GPU of its own")
 
-    right = probe(contestants.torch_loss, "right")
-    lines(right, probe(mean_over_all, "mean over all"), probe(raises, "raises"))
+    lines(probe(contestants.torch_loss, "right"), probe(mean_over_all, "mean over all"), probe(raises, "raises"))
     assert main([*TINY, "--json", str(tmp_path / "x.json")]) == 1
-    _, results = of_results(tmp_path / "x.json")
+    _, results = read(tmp_path / "x.json")
     wrong, error = results["mean over all"], results["raises"]
     assert results["right"]["status"] == "ok" and timed == [1]
     assert wrong["status"] == "wrong" and wrong["ms"] is None and wrong["ratio"] is None
-    assert error["status"] == "error" and error["note"] == "NotImplementedError: needs a GPU of its own"
+    assert error["status"] == "error" and error["notes"] == ["NotImplementedError: needs a GPU of its own"]
     out = capsys.readouterr().out
-    assert "WRONG: relative error of loss" in out and "needs a GPU of its own" in out
-    lines(right, probe(raises, "raises", "peer"))  # whose failures are its own
+    assert "WRONG; relative error of loss" in out and "needs a GPU of its own" in out
+    lines(
+        probe(contestants.torch_loss, "right"), probe(raises, "raises", "peer", needs=("json",))
+    )  # whose failures are its own
     assert main(TINY) == 0
 
 
@@ -127,36 +137,35 @@ def test_wrong_lines_are_told_and_not_timed(lines, monkeypatch, tmp_path, capsys
     ids=["loss", "scale", "row", "target", "ignored", "nan", "shifted"],
 )
 def test_the_check_sees(damage, dtype, monkeypatch):
-    problem, one = Loss(Shape(34, 64), dtype, CPU), probe(contestants.torch_loss_upcast)
+    problem, one = Loss(Shape(34, 64), setting(dtype)), probe(contestants.torch_loss_upcast)
     good = problem.bind(one)()
-    assert problem.check(good, one).ok
+    whole = problem.check(good, one)
     bad = Outputs(good.loss.clone(), (good.grads[0].clone(),))
     damage(bad.loss, bad.grads[0], problem.target)
-    assert not problem.check(bad, one).ok
-    whole = problem.check(good, one)
-    monkeypatch.setattr(check, "CHUNK", 5 * 64)
+    assert not check.wrong(whole) and not right(problem, bad, one)
+    monkeypatch.setattr(check, "CHUNK", {"cpu": 5 * 64})
     parts = problem.check(good, one)
-    assert parts.ok and math.isclose(whole.errors["gradient"], parts.errors["gradient"])
+    assert not check.wrong(parts) and math.isclose(whole["gradient"][0], parts["gradient"][0])
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_terms_that_cancel_are_no_error(weighted):
     """p_j - e/V of two classes is nearly zero in some rows of many. The check still sees errors of 1e-4."""
-    options = check.Options(weighted=weighted, label_smoothing=0.1)
+    options = {"label_smoothing": 0.1, **({"weight": True} if weighted else {})}
 
-    def loss(logits, target, weight):
-        return F.cross_entropy(logits, target, weight if weighted else None, label_smoothing=0.1)
+    def loss(logits, target, weight=None):
+        return F.cross_entropy(logits, target, weight, label_smoothing=0.1)
 
-    problem, one = Loss(Shape(20000, 2), torch.float32, CPU), probe(loss, options=options)
+    problem, one = Loss(Shape(20000, 2), setting()), probe(loss, options=options)
     good = problem.bind(one)()
-    assert problem.check(good, one).ok
+    assert right(problem, good, one)
     bad = good.grads[0].clone()
     off_target = bad.scatter(1, problem.target.clamp(min=0)[:, None], 0.0).abs()
     row = int(off_target.amax(1).argmax())
     for place in (off_target[row].argmax(), problem.target[row]):
         wrong = bad.clone()
         wrong[row, place] *= 1 + 1e-4
-        assert not problem.check(Outputs(good.loss, (wrong,)), one).ok
+        assert not right(problem, Outputs(good.loss, (wrong,)), one)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -173,59 +182,57 @@ def test_terms_that_cancel_are_no_error(weighted):
     ids=["loss", "hidden", "row", "ignored", "matrix", "nan"],
 )
 def test_the_check_of_a_head_sees(damage, dtype):
-    problem, one = Head(Shape(34, 64), dtype, CPU, 16), probe(contestants.unfused_torch)
+    problem, one = Head(Shape(34, 64), 16, setting(dtype)), probe(contestants.unfused_torch)
     good = problem.bind(one)()
-    assert problem.check(good, one).ok
-    assert problem.check(Outputs(good.loss, ()), one).ok  # a forward alone
+    assert right(problem, good, one)
+    assert right(problem, Outputs(good.loss, ()), one)  # a forward alone
     bad = Outputs(good.loss.clone(), tuple(grad.clone() for grad in good.grads))
     damage(bad.loss, *bad.grads)
-    assert not problem.check(bad, one).ok
+    assert not right(problem, bad, one)
 
 
 def test_the_reference_of_a_head(monkeypatch):
     """By chunks as at once; targets and options are told apart."""
-    problem = Head(Shape(34, 64), torch.float32, CPU, 16)
-    whole = problem.expected()
+    problem = Head(Shape(34, 64), 16, setting())
+    whole = problem.expected({})
     problem.use_targets(1)
-    assert not torch.allclose(problem.expected().matrix, whole.matrix)
+    assert not torch.allclose(problem.expected({}).matrix, whole.matrix)
     problem.use_targets(0)
-    assert problem.expected() is whole
-    capped = check.Options(softcap=2.0)
-    assert not torch.allclose(problem.expected(capped).matrix, whole.matrix)
-    loss = probe(lambda x, w, t: xent_ops.cross_entropy(x @ w.T, t, softcap=2.0), options=capped)
-    assert problem.check(problem.bind(loss)(), loss).ok
-    monkeypatch.setattr(check, "CHUNK", 5 * 64)
-    for one, other in zip(whole, problem._reference(check.PLAIN), strict=True):
+    assert problem.expected({}) is whole
+    assert not torch.allclose(problem.expected({"softcap": 2.0}).matrix, whole.matrix)
+    loss = probe(lambda x, w, t: xent_ops.cross_entropy(x @ w.T, t, softcap=2.0), options={"softcap": 2.0})
+    assert right(problem, problem.bind(loss)(), loss)
+    monkeypatch.setattr(check, "CHUNK", {"cpu": 5 * 64})
+    problem._expected.clear()
+    for one, other in zip(whole, problem.expected({}), strict=True):
         torch.testing.assert_close(one, other)
 
 
-def test_a_fraction_of_the_rows_is_ignored(tmp_path, capsys):
+def test_a_fraction_of_the_rows_is_ignored(tmp_path):
     for fraction, number in ((0.0, 0), (0.5, 17), (0.9, 31), (0.999, 33)):  # never the first row
-        problem = Loss(Shape(34, 64), torch.float32, CPU, fraction)
+        problem = Loss(Shape(34, 64), setting(ignored=fraction))
         assert [int((target == check.IGNORE_INDEX).sum()) for target in problem.targets] == [number] * 2
         assert all(target[0] != check.IGNORE_INDEX for target in problem.targets)
     figures = tmp_path / "bench.json"
     for more in ([], ["--linear", "16"]):
         assert main([*TINY, "--only", "xent eager", "--ignored", "0.9", "--json", str(figures), *more]) == 0
         assert json.loads(figures.read_text())["settings"]["ignored"] == 0.9
-    with pytest.raises(SystemExit):
-        main([*TINY, "--ignored", "1"])
-    assert "'1' is not a fraction of the rows" in capsys.readouterr().err
 
 
 def test_unsteady_figures_are_marked(lines, clock, capsys, tmp_path):
-    unit = probe(lambda x, *_: Outputs(x, ()), "copy", unit=COPY)
-    lines(unit, probe(contestants.torch_loss, "first", against=COPY))
-    for of_unit, of_first in ((STEADY, STEADY), (UNSTEADY, STEADY), (STEADY, UNSTEADY)):
-        clock(of_unit, of_first)
+    lines(contestants.unit("copy", lambda *_: None), probe(contestants.torch_loss, "first"))
+    for unit, first in ((STEADY, STEADY), (UNSTEADY, STEADY), (STEADY, UNSTEADY)):
+        clock(unit, first)
         assert main([*TINY, "--json", str(tmp_path / "x.json")]) == 0
         out = capsys.readouterr().out
-        first, marked = of_first == UNSTEADY, UNSTEADY in (of_unit, of_first)
-        assert cells(out)["first"][:2] == ["~" * first + "1.0000", "~" * marked + "1.000"]
-        assert ("~ unsteady: half of the samples" in out) == marked
-        result = of_results(tmp_path / "x.json")[1]["first"]
-        assert result["unsteady"] == ["ms"] * first + ["ratio"] * marked
-        assert (result["ms"], result["low_ms"], result["high_ms"]) == of_first
+        marked = UNSTEADY in (unit, first)
+        assert [cells(out)["first"][name] for name in ("ms", "ratio")] == [
+            "~" * marked + "1.0000",
+            "~" * marked + "1.000",
+        ]
+        assert ("unsteady: half of the samples took 0.5000 to 1.5000 ms" in out) == marked
+        result = read(tmp_path / "x.json")[1]["first"]
+        assert result["unsteady"] == marked and result["ms"] == 1.0
 
 
 def test_a_busy_machine_is_told_first_and_in_every_line(lines, clock, monkeypatch, capsys):
@@ -239,90 +246,54 @@ def test_a_busy_machine_is_told_first_and_in_every_line(lines, clock, monkeypatc
         out = capsys.readouterr().out
         first = f"THE MACHINE IS BUSY: the load is {load:.1f} on {cores} cores. Every time below has a ~"
         assert out.startswith(first) == busy
-        row = cells(out)["first"]
-        assert (row[0] == "~1.0000" and "ok: the machine was busy" in row[-1]) == busy
+        assert cells(out)["first"]["ms"] == "~" * busy + "1.0000"
 
 
-def test_samples_that_differ_are_doubted():
-    steady = timing.Times.of([1.0, 1.1, 1.0, 1.2, 1.1])
-    assert not steady.unsteady and steady.doubt == ""
-    times = timing.Times.of([1.0, 3.0, 1.0, 3.0, 2.0])
-    assert times == (2.0, 1.0, 3.0) and times.unsteady and "1.0000 to 3.0000 ms" in times.doubt
-
-
-def test_long_blocks_in_a_random_order(monkeypatch):
-    """In each round every run has calls that are not timed, and then those that are. An error is that of its run."""
-    monkeypatch.setattr(timing, "LEAST_CALLS", 10)
-    order, restored = [], []
+def test_long_blocks_in_a_random_order():
+    """In each round every run has a block. An error is that of its run. Inputs are restored before each block."""
+    order = []
     error = RuntimeError("broken later")
 
     def breaks():
-        if order.count("c") == 20:
+        if order.count("c") == 5:
             raise error
         order.append("c")
 
-    runs = [
-        (lambda: order.append("a"), lambda: restored.append("a")),
-        (lambda: order.append("b"), None),
-        (breaks, None),
-    ]
-    first, second, third = timing.in_turn(runs, 1e-6, timing.Clock(CPU))
-    assert third is error and first.ms > 0 and second.ms > 0
-    blocks = re.findall(r"a{18}|b{18}", "".join(order[18:]).replace("c", ""))
-    assert [blocks.count(name * 18) for name in "ab"] == [timing.ROUNDS] * 2
-    assert len({tuple(blocks[at : at + 2]) for at in range(0, len(blocks), 2)}) == 2  # both orders
-    assert len(restored) == order.count("a")
+    runs = [lambda: order.append("a"), lambda: order.append("b"), breaks]
+    first, second, third = timing.in_turn(runs, lambda: order.append("-"), 1.0, timing.Clock(CPU))
+    assert third is error and min(*first, *second) > 0
+    blocks = re.findall("a+|b+", re.sub("[-c]", "", "".join(order)))
+    assert 7 < len(blocks) < 14  # both orders: a run may be the last of one round and the first of the next
+    assert order.count("-") >= 2 * timing.ROUNDS
 
 
-def test_a_row_of_calls(monkeypatch):
+def test_a_row_of_calls():
     calls = []
-    (ms,) = timing.Clock(CPU, row=True).block(lambda: calls.append(1), None, 7)
-    assert len(calls) == 7 and 0 < ms < 1
+    (ms,) = timing.Clock(CPU, row=True).block(lambda: calls.append(1), lambda: None, 0.1)
+    assert len(calls) > 10 and 0 < ms < 1
     assert main([*TINY, "--eager", "--only", "xent eager"]) == 0
 
 
-def run_twice(lines, clock, tmp_path, before, now, *options):
-    """The same lines, measured at other times."""
-    for times, more in ((before, ["--json"]), (now, [*options, "--compare"])):
-        lines(*(probe(contestants.torch_loss, name) for name in ("faster", "same", "slower")))
-        clock(*times)
-        assert main([*TINY, *more, str(tmp_path / "before.json")]) == 0
-
-
 def test_a_run_is_compared_with_an_earlier_one(lines, clock, tmp_path, capsys):
-    before = [timing.Times(1.0, 0.9, 1.1)] * 3
-    now = [timing.Times(0.8, 0.7, 0.85), timing.Times(1.05, 1.0, 1.2), timing.Times(1.3, 1.2, 1.4)]
-    run_twice(lines, clock, tmp_path, before, now)
-    out = capsys.readouterr().out
-    found = cells(out[out.index("Beside ") :])
-    assert [*found["34x64: faster"][:3], found["34x64: faster"][-1]] == ["1.0000", "0.8000", "0.800", "faster"]
-    assert found["34x64: same"][-1] == "same" and found["34x64: slower"][-1] == "slower"
-    assert "not measured alike" not in out
-
-
-def test_what_was_not_measured_alike_is_said(lines, clock, tmp_path, capsys):
-    run_twice(lines, clock, tmp_path, [STEADY] * 3, [UNSTEADY] * 3, "--ignored", "0.5")
-    out = capsys.readouterr().out
-    assert "not measured alike: ignored was None, is 0.5" in out
-    found = cells(out[out.index("Beside ") :])["34x64: same"]
-    assert found[2] == "~1.000" and found[-1] == "unsteady"
-    content = json.loads((tmp_path / "before.json").read_text())
-    first, _, third = content["results"]
-    first["status"], third["variant"] = "wrong", "another"
-    content["environment"]["torch"] = "2.0"
-    (tmp_path / "before.json").write_text(json.dumps(content))
+    """Faster or slower is a time whose middle half of samples does not overlap; what was not measured alike is said."""
+    names = ("faster", "same", "slower")
+    lines(*(probe(contestants.torch_loss, name) for name in names))
     clock(*[STEADY] * 3)
-    assert main([*TINY, "--compare", str(tmp_path / "before.json")]) == 0
+    path = tmp_path / "before.json"
+    assert main([*TINY, "--json", str(path)]) == 0
+    capsys.readouterr()
+    lines(*(probe(contestants.torch_loss, name) for name in (*names, "new")))
+    clock([0.7, 0.8, 0.85], [1.0, 1.05, 1.2], [1.2, 1.3, 1.4], STEADY)
+    assert main([*TINY, "--ignored", "0.5", "--compare", str(path)]) == 0
     out = capsys.readouterr().out
-    verdicts = {name: rest[-1] for name, rest in cells(out[out.index("Beside ") :]).items()}
-    assert verdicts["34x64: faster"] == "was wrong, is ok"
-    assert verdicts["34x64: slower"] == "new" and verdicts["34x64: another"] == "not measured now"
-    assert f"torch was 2.0, is {torch.__version__}" in out
+    assert "not measured alike: ignored was None, is 0.5" in out and out.count("not measured alike") == 1
+    found = cells(out)
+    assert found["faster"]["before, ms"] == "1.000" and found["faster"]["now / before"] == "0.800"
+    assert [found[name]["status"] for name in (*names, "new")] == ["ok; faster", "ok", "ok; slower", "ok"]
+    assert found["new"]["now / before"] == "-"
 
 
-@pytest.mark.parametrize(
-    "written, message", [(None, "No such file"), ("[]", "not what --json writes"), ("{", "not what")]
-)
+@pytest.mark.parametrize("written, message", [(None, "No such file"), ("[]", "not what --json"), ("{", "not what")])
 def test_what_cannot_be_compared_is_refused_first(written, message, tmp_path, capsys):
     if written is not None:
         (tmp_path / "before.json").write_text(written)
@@ -332,53 +303,40 @@ def test_what_cannot_be_compared_is_refused_first(written, message, tmp_path, ca
 
 
 def test_a_table_can_be_pasted():
-    text = report.as_markdown(["variant", "ms", "status"], [["a|b", "~1.5", "ok"], ["a long name", "-", "ERROR: no"]])
-    assert text == (
+    rows = [{"variant": "a|b", "ms": "~1.5", "status": "ok"}, {"variant": "a long name", "status": "ERROR; no"}]
+    assert report.as_markdown(rows) == (
         "| variant     |   ms | status |\n"
-        "| --- | ---: | --- |\n"
+        "| ---         | ---: | --- |\n"
         "| a\\|b        | ~1.5 | ok |\n"
-        "| a long name |    - | ERROR: no |\n"
+        "| a long name |    - | ERROR; no |\n"
     )
 
 
-def test_peers_that_are_missing_are_left_out(monkeypatch, capsys):
-    peers = (contestants.Peer(("a-peer",), "no_such_module", lambda: None, also=(("json", "json"),)),)
-    monkeypatch.setattr(contestants, "PEERS", peers)
+def test_peers_that_are_missing_are_left_out(lines, capsys):
+    absent = probe(mean_over_all, "a-peer", "peer", needs=("json", "no_such_module"))
+    lines(probe(contestants.torch_loss, "xent eager"), absent)
     assert main([*TINY, "--only", "xent eager,a-peer"]) == 0
-    out, err = capsys.readouterr()
-    assert "a-peer is not installed, and left out" in err and "not installed: a-peer (a-peer)" in out
-    with pytest.raises(SystemExit):
-        main([*TINY, "--only", "a-peer"])
-    assert "none of these is installed" in capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert "a-peer not installed (no module no_such_module)" in out and cells(out).keys() == {
+        "variant",
+        "---",
+        "xent eager",
+    }
 
 
-@pytest.mark.parametrize("version", ["apply", "asks", "warns"])
-def test_transformer_engine_of_every_version_is_called_without_synchronisation(monkeypatch, version):
+def test_transformer_engine_is_called_without_synchronisation(monkeypatch):
     """An old one looks at the gradient on the host, unless told not to; a new one warns of being told."""
     losses = []
 
-    def mean(inp, target, label_smoothing, reduce_loss, dist_process_group, ignore_idx):
+    def parallel(inp, target, label_smoothing, reduce_loss, dist_process_group, ignore_idx, is_cg_capturable):
+        assert reduce_loss and dist_process_group is None and is_cg_capturable
         losses.append(F.cross_entropy(inp[0], target[0], ignore_index=ignore_idx, label_smoothing=label_smoothing))
-        assert reduce_loss and dist_process_group is None
         return losses[-1]
 
-    def apply(*args, **kwargs):
-        assert args[6:] == (True,) and not kwargs
-        return mean(*args[:6])
-
-    def asks(inp, target, a, b, c, d, is_cg_capturable=False, *, _input=None):
-        assert is_cg_capturable
-        return mean(inp, target, a, b, c, d)
-
-    def warns(inp, target, a, b, c, d, is_cg_capturable=False, *, overwrite_input=False, _input=None):
-        assert not is_cg_capturable
-        return mean(inp, target, a, b, c, d)
-
-    function = {"apply": apply, "asks": asks, "warns": warns}[version]
-    module = types.SimpleNamespace(parallel_cross_entropy=function)
+    module = types.SimpleNamespace(parallel_cross_entropy=parallel)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.cross_entropy", module)
     logits, target = torch.randn(3, 5), torch.tensor([1, check.IGNORE_INDEX, 4])
-    assert contestants._transformer_engine()(logits, target, None) is losses[0]
+    assert contestants._transformer_engine()(logits, target) is losses[0]
 
 
 @pytest.mark.parametrize("text", ["8192", "8192x", "x32000", "8192*32000", "0x64", "64x1", "-1x64", "64x64,"])
@@ -395,17 +353,15 @@ def test_shapes_that_are_none(text, capsys):
         (["--only", "nothing"], "here are copy, copy by a kernel, xent eager, xent compiled"),
         (["--device", "meta"], "needs cpu, cuda or xpu"),
         (["--dtype", "int8"], "bfloat16"),
-        (["--json", "no/such/folder/x.json"], "there is no folder"),
-        (["--json", "."], "cannot be written"),
-        (["--plot", "figures.xyz"], "the name has to end in one of .png"),
+        (["--json", "no/such/folder/x.json"], "invalid writable_path value"),
+        (["--json", "."], "invalid writable_path value"),
+        (["--plot", "figures.xyz"], "invalid picture_path value"),
         (["--shapes", f"1x{2**63}"], "is not a shape"),
-        (["--only", ","], "name at least one line"),
-        (["--linear", "0"], "not a whole number above 0"),
+        (["--linear", "0"], "invalid positives value: '0'"),
+        (["--ignored", "1"], "invalid fraction value: '1'"),
     ],
 )
 def test_refusals(arguments, text, capsys):
-    if "--plot" in arguments:
-        pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     with pytest.raises(SystemExit) as stopped:
         main([*TINY, *arguments])
     assert stopped.value.code == 2
@@ -424,8 +380,7 @@ def test_peak_memory_on_the_cpu():
     """Freed tensors are not counted, whatever the allocator kept of them; gradients are in the one figure alone."""
 
     class Sized(problems.Problem):
-        def inputs(self):
-            return (torch.ones(1),)
+        inputs = (torch.ones(1),)
 
         def bind(self, contestant):
             def step():
@@ -436,8 +391,8 @@ def test_peak_memory_on_the_cpu():
             return step
 
     result = measure.Result("", "", "")
-    settings = measure.Settings(graph=False, budget_ms=1)
-    measure._prepared(Sized(Shape(2, 3), torch.float32, CPU), probe(None, unit="nothing"), settings, result)
+    unit = probe(None, kind="unit")
+    measure._prepared(Sized(Shape(2, 3), setting()), unit, setting(), result)
     assert 20 << 20 <= result.peak_bytes < 24 << 20
     assert result.peak_bytes - result.extra_bytes == (16 << 20) + 4
 
@@ -447,24 +402,34 @@ def test_graphs_and_memory_on_a_gpu(tmp_path):
     """In CUDA graphs by default, replayed on other targets; a head needs a chunk of the logits and the gradients."""
     common = ["bench", "--budget", "5", "--only", "xent", "--json", str(tmp_path / "x.json")]
     assert main([*common, "--shapes", "512x32000"]) == 0
-    for result in of_results(tmp_path / "x.json")[1].values():
+    for result in read(tmp_path / "x.json")[1].values():
         assert result["mode"] == "graph" and result["ms"] > 0
         if result["kind"] == "ours":
             assert result["extra_bytes"] < 0.1 * 512 * 32000 * 2, result
     assert main([*common, "--shapes", "8192x32000", "--linear", "256"]) == 0
-    for result in of_results(tmp_path / "x.json")[1].values():
+    for result in read(tmp_path / "x.json")[1].values():
         assert result["mode"] == "graph", result
         assert result["kind"] != "ours" or result["peak_bytes"] < 300 << 20, result  # all logits: 500 MiB
 
 
 @pytest.mark.gpu
+def test_inputs_are_restored_before_each_call_on_a_gpu(monkeypatch):
+    """triton's do_bench has no hook for it; ours is in the tensors whose gradients it would clear."""
+    calls = []
+    device = torch.device("cuda")
+    samples = timing.Clock(device).block(lambda: calls.append("run"), lambda: calls.append("-"), 1.0)
+    assert calls.count("-") == len(samples) and calls[-2:] == ["-", "run"]
+
+
+@pytest.mark.gpu
 def test_what_synchronises_is_timed_by_calls(lines, tmp_path):
-    def synchronises(logits, target, weight):
+    def synchronises(logits, target):
         return F.cross_entropy(logits.float(), target) * int((target >= 0).any().item())
 
-    lines(probe(synchronises, kind="peer"), Contestant("after", "ours", contestants.own))
+    after = Contestant("after", "ours", contestants.partial(xent_ops.cross_entropy))
+    lines(probe(synchronises, kind="peer", needs=("json",)), after)
     assert main(["bench", "--budget", "5", "--shapes", "64x4096", "--json", str(tmp_path / "x.json")]) == 0
-    _, results = of_results(tmp_path / "x.json")
+    _, results = read(tmp_path / "x.json")
     probed = results["probe"]
-    assert probed["status"] == "ok" and probed["mode"] == "calls" and "cannot be captured" in probed["note"]
+    assert probed["status"] == "ok" and probed["mode"] == "calls" and "cannot be captured" in probed["notes"][0]
     assert results["after"]["mode"] == "graph"

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +15,28 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import xent_ops
-from xent_ops.bench import check
+from xent_ops.bench import check, contestants
 from xent_ops.bench.contestants import (
-    CUTLASS,
-    LIGER,
-    LINEAR_PEERS,
     THREE_MATMULS,
     Contestant,
     Function,
+    Load,
     Outputs,
-    Peer,
     compiled,
     imported,
-    installed,
     linear,
+    partial,
     products,
     unfused_torch,
+    unit,
 )
-from xent_ops.bench.contestants import heads as common
-from xent_ops.bench.run import Setting, Table, head_tables
+from xent_ops.bench.problems import Head, Setting
+from xent_ops.bench.run import Table, tables_of
 
 ONE_MATMUL = "one matmul"
-# Limits of relative errors: of gradients in the 2-norm, and of the loss in addition to the limit of its dtype. Heads
-# with few features and classes have larger errors than the large heads in docs/precision.md.
+UNITS = [unit(THREE_MATMULS, products), unit(ONE_MATMUL, lambda hidden, matrix, *_: hidden @ matrix.T)]
+# Tolerance of relative errors: of gradients in the 2-norm, and of the loss. Heads with few features and classes have
+# larger errors than the large heads in docs/precision.md.
 IN_8_BITS = {"fp8": (5e-2, 3e-3), "fp8_gradients": (4e-2, 0.0)}
 AUTO_CHUNKS = (4, 8)  # auto_chunker's default is 8; fewer chunks are faster and need more memory
 AUTO_CHUNKER: dict[str, Any] = {
@@ -55,11 +51,6 @@ AUTO_CHUNKER: dict[str, Any] = {
 }
 
 
-def one_product(hidden: Tensor, matrix: Tensor, target: Tensor) -> Outputs:
-    torch.mm(hidden.detach(), matrix.detach().t())
-    return Outputs(hidden.new_zeros(()), ())
-
-
 def forward(hidden: Tensor, matrix: Tensor, target: Tensor, **options: Any) -> Outputs:
     with torch.no_grad():
         return Outputs(linear(hidden, matrix, target, **options), ())
@@ -70,64 +61,56 @@ def outputs(hidden: Tensor, matrix: Tensor, target: Tensor, **options: Any) -> T
     return xent_ops.linear_cross_entropy_outputs(hidden, matrix, target, **options).loss
 
 
+def log_probs(hidden: Tensor, matrix: Tensor, target: Tensor, **options: Any) -> Tensor:
+    stats = xent_ops.linear_token_log_probs(hidden, matrix, target, **options)
+    return -stats.log_probs.sum() / (target != check.IGNORE_INDEX).sum()
+
+
 def unfused_ours(hidden: Tensor, matrix: Tensor, target: Tensor) -> Tensor:
     return xent_ops.cross_entropy(F.linear(hidden, matrix), target)
 
 
 def ours(dtype: torch.dtype, rows: int | None) -> list[Contestant]:
     """Our contestants with chunks of ``rows`` rows."""
-    ways: list[tuple[str, Any, dict[str, Any]]] = [
-        ("xent eager", linear, {}),
-        ("xent outputs", outputs, {}),
-        ("xent skipping", linear, {"skip_ignored": True}),
-    ]
+    ways: dict[str, tuple[Function, dict[str, Any]]] = {
+        "eager": (linear, {}),
+        "outputs": (outputs, {}),
+        "skipping": (linear, {"skip_ignored": True}),
+    }
     if dtype == torch.bfloat16:  # other dtypes always add up in float32 or wider
-        ways.append(("xent float32 dW", linear, {"accumulate_dtype": torch.float32}))
+        ways["float32 dW"] = (linear, {"accumulate_dtype": torch.float32})
     if dtype in (torch.bfloat16, torch.float16):
-        ways.append(("xent float32 logits", linear, {"logits_dtype": torch.float32}))
-        ways += [(f"xent {products}", linear, {"products": products}) for products in IN_8_BITS]
+        ways["float32 logits"] = (linear, {"logits_dtype": torch.float32})
+        ways |= {name: (linear, {"products": name}) for name in IN_8_BITS}
     end = "" if rows is None else f" {rows}"
-
-    def load(function: Any, options: dict[str, Any]) -> Callable[[], Function]:
-        return functools.partial(functools.partial, function, chunk_rows=rows, **options)
-
-    return [
-        *(
-            Contestant(
-                f"{name}{end}",
-                "ours",
-                load(function, how),
-                THREE_MATMULS,
-                in_8_bits=IN_8_BITS.get(how.get("products", "")),
-            )
-            for name, function, how in ways
-        ),
-        Contestant(f"xent compiled{end}", "ours", compiled(load(linear, {})), THREE_MATMULS),
-        Contestant(f"xent forward{end}", "ours", load(forward, {}), ONE_MATMUL),
-    ]
-
-
-def of_log_probs(hidden: Tensor, matrix: Tensor, target: Tensor, **options: Any) -> Tensor:
-    log_probs = xent_ops.linear_token_log_probs(hidden, matrix, target, **options).log_probs
-    return -log_probs.sum() / (target != check.IGNORE_INDEX).sum()
-
-
-def invariant(arguments: argparse.Namespace, setting: Setting) -> tuple[list[Table], Sequence[Peer]]:
-    """The cost of batch_invariant with few rows and with many."""
-    ways: list[tuple[str, Any, str]] = [
-        ("xent", linear, THREE_MATMULS),
-        ("xent log-probs", of_log_probs, THREE_MATMULS),
-        ("xent forward", forward, ONE_MATMUL),
-    ]
     found = [
-        Contestant(THREE_MATMULS, "torch", lambda: products, unit=THREE_MATMULS),
-        Contestant(ONE_MATMUL, "torch", lambda: one_product, unit=ONE_MATMUL),
+        Contestant(
+            f"xent {name}{end}",
+            "ours",
+            partial(function, chunk_rows=rows, **options),
+            in_8_bits=IN_8_BITS.get(name, (0.0, 0.0)),
+        )
+        for name, (function, options) in ways.items()
     ]
-    for name, function, unit in ways:
-        found.append(Contestant(name, "ours", functools.partial(functools.partial, function), unit))
-        one_shape = functools.partial(functools.partial, function, batch_invariant=True)
-        found.append(Contestant(f"{name} batch_invariant", "ours", one_shape, unit))
-    return head_tables(arguments.shapes, arguments.hidden, found, setting), ()
+    return [
+        *found,
+        Contestant(f"xent compiled{end}", "ours", compiled(partial(linear, chunk_rows=rows))),
+        Contestant(f"xent forward{end}", "ours", partial(forward, chunk_rows=rows), against=ONE_MATMUL),
+    ]
+
+
+def invariant(arguments: argparse.Namespace, setting: Setting) -> list[Table]:
+    """The cost of batch_invariant with few rows and with many."""
+    known = [*UNITS]
+    for name, function, against in (
+        ("xent", linear, THREE_MATMULS),
+        ("xent log-probs", log_probs, THREE_MATMULS),
+        ("xent forward", forward, ONE_MATMUL),
+    ):
+        known.append(Contestant(name, "ours", partial(function), against=against))
+        one_shape = partial(function, batch_invariant=True)
+        known.append(Contestant(f"{name} batch_invariant", "ours", one_shape, against=against))
+    return tables_of(Head, arguments.shapes, arguments.hidden, known, setting)
 
 
 def was_chunked() -> str:
@@ -152,43 +135,48 @@ def liger_cute() -> Function:
     """This architecture's function. LIGER_KERNEL_IMPL=cutedsl always selects that of 10.0; it fails on 9.0 (0.8.5)."""
     folder = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy"
     if torch.cuda.get_device_capability()[0] == 9:
-        return imported(f"{folder}_sm90", "liger_fused_linear_cross_entropy_sm90")
+        return imported(f"{folder}_sm90", "liger_fused_linear_cross_entropy_sm90")()
     function = importlib.import_module(folder).LigerFusedLinearCrossEntropyFunction
     return lambda *tensors: function.apply(*tensors)[0]
 
 
-def quack(all_rows: bool, **options: Any) -> Function:
-    loss = imported("quack.linear_cross_entropy", "chunked_linear_cross_entropy", **options)
-    return lambda *tensors: loss(*tensors, chunk_size=len(tensors[0])) if all_rows else loss(*tensors)
+def quack_all_rows() -> Function:
+    """One chunk with all rows, and the pipeline without exponentials in its products."""
+    loss = imported("quack.linear_cross_entropy", "chunked_linear_cross_entropy", use_scaled_exp=False)()
+    return lambda *tensors: loss(*tensors, chunk_size=len(tensors[0]))
 
 
-CUTE = Peer(*LIGER, liger_cute, label="liger-kernel CuTe all logits", also=(CUTLASS,))
-QUACK = next(peer for peer in LINEAR_PEERS if "quack-kernels" in peer.distributions)
-PEERS = (
-    *LINEAR_PEERS,
-    CUTE,
-    replace(QUACK, label="quack-kernels untuned", load=functools.partial(quack, False, tuned=False)),
-    # One chunk with all rows, and the pipeline without exponentials in its products.
-    replace(QUACK, label="quack-kernels all logits", load=functools.partial(quack, True, use_scaled_exp=False)),
-)
+def peers() -> list[Contestant]:
+    untuned = imported("quack.linear_cross_entropy", "chunked_linear_cross_entropy", tuned=False)
+    found = [one for one in contestants.heads() if one.kind == "peer"]
+    quack = next(one.needs for one in found if one.name == "quack-kernels")
+    return [
+        *found,
+        Contestant("liger-kernel CuTe all logits", "peer", liger_cute, ("liger_kernel", "cutlass")),
+        Contestant("quack-kernels untuned", "peer", untuned, quack),
+        Contestant("quack-kernels all logits", "peer", quack_all_rows, quack),
+    ]
 
 
-def heads(arguments: argparse.Namespace, setting: Setting) -> tuple[list[Table], Sequence[Peer]]:
-    found = [line for line in common() if line.kind == "torch"]
-    found.append(Contestant(ONE_MATMUL, "torch", lambda: one_product, unit=ONE_MATMUL))
+def heads(arguments: argparse.Namespace, setting: Setting) -> list[Table]:
+    known = UNITS + [one for one in contestants.heads() if one.kind == "torch"]
     for rows in arguments.chunk_rows or [None]:
-        found += ours(setting.dtype, rows)
-    found.append(Contestant("unfused xent compiled", "ours", compiled(lambda: unfused_ours), THREE_MATMULS))
+        known += ours(setting.dtype, rows)
+    known.append(Contestant("unfused xent compiled", "ours", compiled(lambda: unfused_ours)))
     for chunks in AUTO_CHUNKS if has_auto_chunker() else ():
         load = compiled(lambda: unfused_torch, options=AUTO_CHUNKER | {"auto_chunker.num_chunk": chunks})
-        found.append(Contestant(f"auto_chunker {chunks}", "torch", load, THREE_MATMULS, confirm=was_chunked))
-    found += installed(PEERS, THREE_MATMULS)
-    return head_tables(arguments.shapes, arguments.hidden, found, setting), PEERS
+        known.append(Contestant(f"auto_chunker {chunks}", "torch", load, confirm=was_chunked))
+    return tables_of(Head, arguments.shapes, arguments.hidden, known + peers(), setting)
 
 
-def package(step: Function) -> Function:
+def package(loss: Function) -> Function:
     """Loss and gradients, exported and compiled ahead of time."""
     loaded: list[Any] = []
+
+    def step(hidden: Tensor, matrix: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        hidden, matrix = hidden.detach().requires_grad_(), matrix.detach().requires_grad_()
+        value = loss(hidden, matrix, target)
+        return value.detach(), *torch.autograd.grad(value, (hidden, matrix))
 
     def call(*tensors: Tensor) -> Outputs:
         inputs = tuple(tensor.detach() for tensor in tensors)
@@ -198,29 +186,16 @@ def package(step: Function) -> Function:
                 path = str(Path(folder) / "step.pt2")
                 torch._inductor.aoti_compile_and_package(program, package_path=path)
                 loaded.append(torch._inductor.aoti_load_package(path))
-        loss, *grads = loaded[0](*inputs)
-        return Outputs(loss, tuple(grads))
+        value, *grads = loaded[0](*inputs)
+        return Outputs(value, tuple(grads))
 
     return call
 
 
-def packages(arguments: argparse.Namespace, setting: Setting) -> tuple[list[Table], Sequence[Peer]]:
-    def with_gradients(loss: Function) -> Function:
-        def step(hidden: Tensor, head: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-            hidden, head = hidden.detach().requires_grad_(), head.detach().requires_grad_()
-            value = loss(hidden, head, target)
-            return value.detach(), *torch.autograd.grad(value, (hidden, head))
-
-        return step
-
-    def lines(name: str, loss: Function) -> list[Contestant]:
-        load: Callable[[], Function] = lambda: loss  # noqa: E731
-        return [
-            Contestant(f"{name} eager", "ours", load, THREE_MATMULS),
-            Contestant(f"{name} compiled", "ours", compiled(load), THREE_MATMULS),
-            Contestant(f"{name} package", "ours", lambda: package(with_gradients(loss)), THREE_MATMULS),
-        ]
-
-    units = [line for line in common() if line.unit]
-    known = [*units, *lines("all logits", unfused_ours), *lines("linear", linear)]
-    return head_tables(arguments.shapes, arguments.hidden, known, setting), ()
+def packages(arguments: argparse.Namespace, setting: Setting) -> list[Table]:
+    known = UNITS[:1]
+    for name, loss in (("all logits", unfused_ours), ("linear", linear)):
+        ways: dict[str, Load] = {"eager": partial(loss), "compiled": compiled(partial(loss))}
+        ways["package"] = partial(package(loss))
+        known += [Contestant(f"{name} {way}", "ours", load) for way, load in ways.items()]
+    return tables_of(Head, arguments.shapes, arguments.hidden, known, setting)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial as bound
 from typing import Any
 
 import torch
@@ -15,23 +15,23 @@ from torch import Tensor
 import xent_ops
 from xent_ops.bench import check
 from xent_ops.bench.arguments import Shape
+from xent_ops.bench.check import Options
 from xent_ops.bench.contestants import (
-    LIGER,
     THREE_MATMULS,
     Contestant,
     Function,
-    Outputs,
-    Peer,
+    Load,
     compiled,
     imported,
-    installed,
+    partial,
     products,
+    unit,
 )
-from xent_ops.bench.problems import Head
-from xent_ops.bench.run import Setting, Table, head_tables
+from xent_ops.bench.problems import Head, Setting
+from xent_ops.bench.run import Table, tables_of
+from xent_ops.testing import distillation_oracle
 
 Stats = xent_ops.TokenLogProbs
-Found = tuple[list[Table], Sequence[Peer]]
 
 
 def clip(stats: Stats, old: Tensor, factor: Tensor) -> Tensor:
@@ -50,7 +50,17 @@ def weights(stats: Stats, old: Tensor, factor: Tensor) -> Tensor:
     return -factor * stats.log_probs
 
 
-LOSSES = {"grpo": grpo, "clip": clip, "weights": weights}
+CLASSES = 64  # a teacher's most probable ones
+
+
+def top_loss(stats: Stats, probs: Tensor) -> Tensor:
+    """The cross entropy of a teacher's most probable classes, with all others as one more class."""
+    log_q = stats.log_probs
+    left = torch.log((1 - log_q.exp().sum(-1)).clamp(min=torch.finfo(log_q.dtype).eps))
+    return -(probs * log_q).sum(-1) - (1 - probs.sum(-1)) * left
+
+
+LOSSES: dict[str, Callable[..., Tensor]] = {"grpo": grpo, "clip": clip, "weights": weights, "topk": top_loss}
 SEQUENCE = 1024  # tokens that share an advantage, if it divides the number of rows; otherwise all tokens do
 
 
@@ -58,32 +68,27 @@ def sequence(rows: int) -> int:
     return SEQUENCE if rows % SEQUENCE == 0 else rows
 
 
-def number(target: Tensor) -> Tensor:
-    return (target != check.IGNORE_INDEX).sum()
+def counted(target: Tensor) -> Tensor:
+    """The rows that are not ignored, of one class a row or several."""
+    return target.view(len(target), -1)[:, 0] != check.IGNORE_INDEX
 
 
 def mean(rows: Tensor, target: Tensor) -> Tensor:
-    return torch.where(target != check.IGNORE_INDEX, rows, 0.0).sum() / number(target)
+    return torch.where(counted(target), rows, 0.0).sum() / counted(target).sum()
 
 
 def stats_of(logits: Tensor, target: Tensor) -> Stats:
     lse = logits.logsumexp(-1)
     log_probs = logits - lse.unsqueeze(-1)
     entropy = -(log_probs.exp() * log_probs).sum(-1)
-    return Stats(log_probs.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1), entropy, lse)
+    return Stats(log_probs.gather(-1, target.view(len(target), -1).clamp(min=0)).view(target.shape), entropy, lse)
 
 
-# The next functions take (hidden, matrix, target, old, factor): old log-probabilities and factors of tokens.
+# The next functions take (hidden, matrix, target, *rows): for most losses old log-probabilities and factors of tokens.
 
 
 def by_function(fn: Any, hidden: Tensor, matrix: Tensor, target: Tensor, *rows: Tensor) -> Tensor:
     return xent_ops.linear_token_loss(hidden, matrix, target, fn, rows=rows)
-
-
-def by_weights(hidden: Tensor, matrix: Tensor, target: Tensor, old: Tensor, factor: Tensor) -> Tensor:
-    return xent_ops.linear_cross_entropy(
-        hidden, matrix, target, token_weight=factor, reduction="sum", divisor=number(target)
-    )
 
 
 def by_log_probs(fn: Any, hidden: Tensor, matrix: Tensor, target: Tensor, *rows: Tensor) -> Tensor:
@@ -94,9 +99,19 @@ def in_torch(fn: Any, hidden: Tensor, matrix: Tensor, target: Tensor, *rows: Ten
     return mean(fn(stats_of(F.linear(hidden, matrix).float(), target), *rows), target)
 
 
+def by_weights(hidden: Tensor, matrix: Tensor, target: Tensor, old: Tensor, factor: Tensor) -> Tensor:
+    return xent_ops.linear_cross_entropy(
+        hidden, matrix, target, token_weight=factor, reduction="sum", divisor=counted(target).sum()
+    )
+
+
+def top_classes(hidden: Tensor, matrix: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
+    return xent_ops.linear_cross_entropy(hidden, matrix, ids, target_probs=probs, tail=True)
+
+
 def liger_grpo() -> Function:
     """Liger-Kernel's GRPO of sequences, with the mean over tokens ("bnpo"). Its input is (sequences, tokens, H)."""
-    kind = imported("liger_kernel.chunked_loss", "LigerFusedLinearGRPOLoss")
+    kind = imported("liger_kernel.chunked_loss", "LigerFusedLinearGRPOLoss")()
     loss = kind(beta=0.0, loss_type="bnpo", use_ref_model=False)
 
     def call(hidden: Tensor, matrix: Tensor, target: Tensor, old: Tensor, factor: Tensor) -> Any:
@@ -109,25 +124,28 @@ def liger_grpo() -> Function:
 
 
 class Tokens(Head):
-    """Ratios of new to old probabilities are between .9 and 1.1. At a bound rounding would decide, so none is there."""
+    """A loss of tokens: ``others`` are the targets and the tensors with one value for each row.
+
+    Ratios of new to old probabilities are between .9 and 1.1. At a bound rounding would decide, so none is there.
+    """
 
     # The relative error of a ratio is the absolute error of a logit. The loss is about one, and cross entropy eight.
     slack, loss_slack = 2.0, 8.0
 
-    def __init__(self, loss: str, shape: Shape, dtype: torch.dtype, device: torch.device, *given: Any) -> None:
-        super().__init__(shape, dtype, device, *given)
+    def __init__(self, loss: str, shape: Shape, hidden: int, setting: Setting) -> None:
+        super().__init__(shape, hidden, setting)
         self.fn = LOSSES[loss]
-        self.factor = torch.rand(shape.rows, generator=self.generator, device=device) + 0.5
+        self.factor = torch.rand(shape.rows, generator=self.generator, device=self.device) + 0.5
         if loss == "clip":  # one factor for each sequence
             length = sequence(shape.rows)
             self.factor = self.factor.view(-1, length)[:, :1].expand(-1, length).flatten()
-        noise = torch.rand(shape.rows, generator=self.generator, device=device) * 0.18 - 0.09
+        noise = torch.rand(shape.rows, generator=self.generator, device=self.device) * 0.18 - 0.09
         self.olds = [self._log_probs(target) + noise for target in self.targets]
         self.old = self.olds[0].clone()
+        self.others = (self.target, self.old, self.factor)
 
     def _log_probs(self, target: Tensor) -> Tensor:
-        matrix = self.matrix.double()
-        parts = check.chunks(*self.shape, self.logits_at_once())
+        matrix, parts = self.matrix.double(), check.chunks(*self.shape, self.device)
         found = [stats_of(self.hidden[part].double() @ matrix.T, target[part]).log_probs for part in parts]
         return torch.cat(found).float()
 
@@ -135,126 +153,73 @@ class Tokens(Head):
         super().use_targets(which)
         self.old.copy_(self.olds[which])
 
-    def row_tensors(self) -> tuple[Tensor, ...]:
-        return self.old, self.factor
-
-    def share(self, options: check.Options) -> check.Share:
-        rows = self.row_tensors()
-
-        def of_logits(logits: Tensor, part: slice) -> Tensor:
-            value: Tensor = self.fn(stats_of(logits, self.target[part]), *(row[part].double() for row in rows))
-            return value
-
-        return check.mean(of_logits, self.target)
+    def expected_rows(self, logits: Tensor, part: slice, options: Options) -> tuple[Tensor, Tensor]:
+        target, *rows = (tensor[part] for tensor in self.others)
+        z = logits.detach().requires_grad_()
+        losses = self.fn(stats_of(z, target), *(row.double() for row in rows))
+        value = torch.where(counted(target), losses, 0.0).sum() / counted(self.target).sum()
+        (grad,) = torch.autograd.grad(value, z)
+        return value.detach(), grad
 
 
-def both(name: str, load: Callable[[], Function]) -> list[Contestant]:
-    """The contestant eager and compiled."""
-    return [
-        Contestant(f"{name} eager", "ours", load, THREE_MATMULS),
-        Contestant(f"{name} compiled", "ours", compiled(load), THREE_MATMULS),
-    ]
+class TopClasses(Tokens):
+    """A teacher's most probable classes, and all others as one more class.
 
+    The named classes have 0.9 of the teacher's probability, in falling shares. The first of them is the target.
+    """
 
-def partial(function: Any, *given: Any, **options: Any) -> Callable[[], Function]:
-    return functools.partial(functools.partial, function, *given, **options)
+    loss_slack = 1.0
 
-
-UNIT = Contestant(THREE_MATMULS, "torch", lambda: products, unit=THREE_MATMULS)
-
-
-def of_tokens(loss: str, peers: Sequence[Peer]) -> list[Contestant]:
-    fn = LOSSES[loss]
-    return [
-        UNIT,
-        *(both("xent token_weight", lambda: by_weights) if loss == "weights" else ()),
-        *both("xent token loss", partial(by_function, fn)),
-        Contestant("xent log-probs compiled", "ours", compiled(partial(by_log_probs, fn)), THREE_MATMULS),
-        Contestant("torch compiled", "torch", compiled(partial(in_torch, fn)), THREE_MATMULS),
-        *installed(peers, THREE_MATMULS),
-    ]
-
-
-def tokens(arguments: argparse.Namespace, setting: Setting) -> Found:
-    if arguments.loss == "topk":
-        return head_tables(arguments.shapes, arguments.hidden, of_top_classes(), setting, TopClasses), ()
-    peers = (Peer(*LIGER, liger_grpo),) if arguments.loss == "clip" else ()
-    known = of_tokens(arguments.loss, peers)
-    make = functools.partial(Tokens, arguments.loss)
-    return head_tables(arguments.shapes, arguments.hidden, known, setting, make), peers
-
-
-# A teacher's most probable classes, and all others as one more class: (hidden, matrix, target, ids, probs).
-CLASSES = 64
-
-
-def of_top(log_q: Tensor, probs: Tensor) -> Tensor:
-    """The loss of the log-probabilities of the ids, (..., K)."""
-    left = torch.log((1 - log_q.exp().sum(-1)).clamp(min=torch.finfo(log_q.dtype).eps))
-    return -(probs * log_q).sum(-1) - (1 - probs.sum(-1)) * left
-
-
-def top_classes(hidden: Tensor, matrix: Tensor, _: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
-    return xent_ops.linear_cross_entropy(hidden, matrix, ids, target_probs=probs, tail=True)
-
-
-def top_by_log_probs(hidden: Tensor, matrix: Tensor, target: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
-    return mean(of_top(xent_ops.linear_token_log_probs(hidden, matrix, ids).log_probs, probs), target)
-
-
-def top_in_torch(hidden: Tensor, matrix: Tensor, target: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
-    log_q = F.linear(hidden, matrix).float().log_softmax(-1)
-    return mean(of_top(log_q.gather(-1, ids.clamp(min=0)), probs), target)
-
-
-def of_top_classes() -> list[Contestant]:
-    return [
-        UNIT,
-        *both("xent target_probs", lambda: top_classes),
-        Contestant("xent log-probs compiled", "ours", compiled(lambda: top_by_log_probs), THREE_MATMULS),
-        Contestant("torch compiled", "torch", compiled(lambda: top_in_torch), THREE_MATMULS),
-    ]
-
-
-class TopClasses(Head):
-    """The named classes have 0.9 of the teacher's probability, in falling shares; the target is the first of them."""
-
-    slack = 2.0  # the probability of all other classes has the error of all logits
-
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, *given: Any) -> None:
-        super().__init__(shape, dtype, device, *given)
-        shares = torch.rand(shape.rows, CLASSES, generator=self.generator, device=device).sort(descending=True).values
-        self.probs = 0.9 * shares / shares.sum(-1, keepdim=True)
+    def __init__(self, loss: str, shape: Shape, hidden: int, setting: Setting) -> None:
+        Head.__init__(self, shape, hidden, setting)
+        self.fn = top_loss
+        shares = torch.rand(shape.rows, CLASSES, generator=self.generator, device=self.device)
+        self.probs = 0.9 * shares.sort(descending=True).values / shares.sum(-1, keepdim=True)
         # Steps through all classes, so that the ids of a row differ.
-        self.steps = torch.arange(CLASSES, device=device) * max(shape.classes // CLASSES, 1)
+        self.steps = torch.arange(CLASSES, device=self.device) * max(shape.classes // CLASSES, 1)
         self.ids = self._ids()
+        self.others = (self.ids, self.probs)
 
     def _ids(self) -> Tensor:
-        ids = (self.target.clamp(min=0).unsqueeze(-1) + self.steps) % self.shape.classes
-        return torch.where(self.target.unsqueeze(-1) == check.IGNORE_INDEX, check.IGNORE_INDEX, ids)
+        target = self.target.unsqueeze(-1)
+        return torch.where(target == check.IGNORE_INDEX, target, (target + self.steps) % self.shape.classes)
 
     def use_targets(self, which: int) -> None:
-        super().use_targets(which)
+        Head.use_targets(self, which)
         self.ids.copy_(self._ids())
 
-    def row_tensors(self) -> tuple[Tensor, ...]:
-        return self.ids, self.probs
 
-    def share(self, options: check.Options) -> check.Share:
-        def of_logits(logits: Tensor, part: slice) -> Tensor:
-            log_q = logits.log_softmax(-1).gather(-1, self.ids[part].clamp(min=0))
-            return of_top(log_q, self.probs[part].double())
+def both(name: str, load: Load) -> list[Contestant]:
+    """The contestant eager and compiled."""
+    return [Contestant(f"{name} eager", "ours", load), Contestant(f"{name} compiled", "ours", compiled(load))]
 
-        return check.mean(of_logits, self.target)
+
+def token_lines(loss: str) -> list[Contestant]:
+    fn = LOSSES[loss]
+    found = [unit(THREE_MATMULS, products), *both("xent token loss", partial(by_function, fn))]
+    if loss == "weights":
+        found += both("xent token_weight", partial(by_weights))
+    if loss == "topk":
+        found += both("xent target_probs", partial(top_classes))
+    found.append(Contestant("xent log-probs compiled", "ours", compiled(partial(by_log_probs, fn))))
+    found.append(Contestant("torch compiled", "torch", compiled(partial(in_torch, fn))))
+    if loss == "clip":
+        found.append(Contestant("liger-kernel", "peer", liger_grpo, ("liger_kernel",)))
+    return found
+
+
+def tokens(arguments: argparse.Namespace, setting: Setting) -> list[Table]:
+    problem = bound(TopClasses if arguments.loss == "topk" else Tokens, arguments.loss)
+    return tables_of(problem, arguments.shapes, arguments.hidden, token_lines(arguments.loss), setting)
 
 
 # Distillation: (hidden, matrix, target, teacher's hidden, teacher's matrix).
 FOUR_PRODUCTS = "four products"  # three of the student, one of the teacher
 
 
-def four_products(hidden: Tensor, matrix: Tensor, target: Tensor, teacher: Tensor, teacher_matrix: Tensor) -> Outputs:
+def four_products(hidden: Tensor, matrix: Tensor, target: Tensor, teacher: Tensor, teacher_matrix: Tensor) -> None:
     torch.mm(teacher, teacher_matrix.t())
-    return products(hidden, matrix)
+    products(hidden, matrix)
 
 
 def distilled(hidden: Tensor, matrix: Tensor, target: Tensor, *teacher: Tensor, **options: Any) -> Tensor:
@@ -286,51 +251,43 @@ def distilled_in_torch(hidden: Tensor, matrix: Tensor, target: Tensor, *teacher:
 
 def liger_jsd(beta: float) -> Function:
     """Liger-Kernel's Function, called eagerly. It compiles its chunks itself."""
-    loss = imported("liger_kernel.chunked_loss", "LigerFusedLinearJSDLoss")(0.0, 1.0, beta)
+    loss = imported("liger_kernel.chunked_loss", "LigerFusedLinearJSDLoss")()(0.0, 1.0, beta)
     return lambda hidden, matrix, target, *teacher: loss(hidden, matrix, *teacher, target, None, None)
 
 
-def of_teacher(beta: float, peers: Sequence[Peer]) -> list[Contestant]:
-    lines: list[tuple[str, str, Callable[[], Function]]] = [
-        ("xent eager", "ours", partial(distilled, beta=beta)),
-        ("xent compiled", "ours", compiled(partial(distilled, beta=beta))),
-        ("xent skipping", "ours", partial(distilled, beta=beta, skip_ignored=True)),
-        ("unfused xent compiled", "ours", compiled(partial(distilled_logits, beta=beta))),
-        ("unfused torch compiled", "torch", compiled(partial(distilled_in_torch, beta=beta))),
+def teacher_lines(beta: float) -> list[Contestant]:
+    return [
+        unit(FOUR_PRODUCTS, four_products),
+        *both("xent", partial(distilled, beta=beta)),
+        Contestant("xent skipping", "ours", partial(distilled, beta=beta, skip_ignored=True)),
+        Contestant("unfused xent compiled", "ours", compiled(partial(distilled_logits, beta=beta))),
+        Contestant("unfused torch compiled", "torch", compiled(partial(distilled_in_torch, beta=beta))),
+        Contestant("liger-kernel", "peer", lambda: liger_jsd(beta), ("liger_kernel",)),
     ]
-    unit = Contestant(FOUR_PRODUCTS, "torch", lambda: four_products, unit=FOUR_PRODUCTS)
-    found = [Contestant(*line, against=FOUR_PRODUCTS) for line in lines]
-    return [unit, *found, *installed(peers, FOUR_PRODUCTS)]
 
 
 class Distillation(Head):
     """Student and teacher are independent. The loss is about one; cross entropy is about eight."""
 
+    unit = FOUR_PRODUCTS
     slack, loss_slack = 2.0, 8.0
 
-    def __init__(
-        self, teacher: int, beta: float, shape: Shape, dtype: torch.dtype, device: torch.device, *given: Any
-    ) -> None:
-        super().__init__(shape, dtype, device, *given)
-        new = functools.partial(torch.randn, generator=self.generator, device=device)
+    def __init__(self, teacher: int, beta: float, shape: Shape, hidden: int, setting: Setting) -> None:
+        super().__init__(shape, hidden, setting)
         self.beta = beta
-        self.teacher = new(shape.rows, teacher).to(dtype)
-        self.teacher_matrix = (new(shape.classes, teacher) / teacher**0.5).to(dtype)
+        self.teacher = self.random(shape.rows, teacher)
+        self.teacher_matrix = self.random(shape.classes, teacher, std=1 / math.sqrt(teacher))
+        self.others = (self.target, self.teacher, self.teacher_matrix)
 
-    def row_tensors(self) -> tuple[Tensor, ...]:
-        return self.teacher, self.teacher_matrix
-
-    def share(self, options: check.Options) -> check.Share:
-        matrix = self.teacher_matrix.double().T
-
-        def of_logits(logits: Tensor, part: slice) -> Tensor:
-            return divergences(logits, self.teacher[part].double() @ matrix, self.beta)
-
-        return check.mean(of_logits, self.target)
+    def expected_rows(self, logits: Tensor, part: slice, options: Options) -> tuple[Tensor, Tensor]:
+        teacher_logits = self.teacher[part].double() @ self.teacher_matrix.double().T
+        scale = 1 / counted(self.target).sum()
+        expected = distillation_oracle(
+            logits, teacher_logits, self.target[part], grad_loss=scale, beta=self.beta, device=self.device
+        )
+        return expected.loss.sum() * scale, expected.grad
 
 
-def distillation(arguments: argparse.Namespace, setting: Setting) -> Found:
-    peers = (Peer(*LIGER, functools.partial(liger_jsd, arguments.beta)),)
-    known = of_teacher(arguments.beta, peers)
-    make = functools.partial(Distillation, arguments.teacher, arguments.beta)
-    return head_tables(arguments.shapes, arguments.hidden, known, setting, make), peers
+def distillation(arguments: argparse.Namespace, setting: Setting) -> list[Table]:
+    known, problem = teacher_lines(arguments.beta), bound(Distillation, arguments.teacher, arguments.beta)
+    return tables_of(problem, arguments.shapes, arguments.hidden, known, setting)

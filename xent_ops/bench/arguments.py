@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,9 +15,6 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 class Shape(NamedTuple):
     rows: int
     classes: int
-
-    def __str__(self) -> str:
-        return f"{self.rows}x{self.classes}"
 
 
 def shapes(text: str) -> list[Shape]:
@@ -33,46 +30,50 @@ def shapes(text: str) -> list[Shape]:
     return found
 
 
+# argparse refuses a text that raises ValueError here, as an invalid value of the function's name.
+
+
 def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    if int(text) < 1:
+        raise ValueError
     return int(text)
 
 
 def positives(text: str) -> list[int]:
-    return [positive(part.strip()) for part in text.split(",")]
+    return [positive(part) for part in text.split(",")]
 
 
-def number(valid: Callable[[float], bool], what: str) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = -1.0
-        if not valid(value):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-        return value
+def fraction(text: str) -> float:
+    if not 0 <= float(text) < 1:
+        raise ValueError
+    return float(text)
 
-    return parse
+
+def writable_path(text: str) -> Path:
+    """An error comes before the measurements, not after them."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError
+    return path
+
+
+def picture_path(text: str) -> Path:
+    if not text.endswith((".png", ".pdf", ".svg")):
+        raise ValueError
+    return writable_path(text)
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
-    fraction = number(lambda value: 0 <= value < 1, "a fraction of the rows; expected 0 or more and less than 1")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, xpu (default: cuda where there is a GPU)")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the logits (default: bfloat16 on a GPU, float32 on a CPU)")
-    parser.add_argument(
-        "--ignored", type=fraction, metavar="FRACTION", help="rows that are ignored, as 0.9 (default: every 17th)"
-    )
-    parser.add_argument("--only", metavar="WORDS,...", help="only lines whose names contain one of these")
-    parser.add_argument("--eager", action="store_true", help="no CUDA graphs: wall time of a call in a row of calls")
-    parser.add_argument(
-        "--budget", type=positive, metavar="MS", help="time of measuring a line (default: 2000 on a GPU, else 500)"
-    )
-    parser.add_argument(
-        "--compare", type=Path, metavar="FILE", help="a last table: beside what an earlier --json wrote"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results and environment; after each table")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw times and memory (needs matplotlib)")
+    add = parser.add_argument
+    add("--device", help="cpu, cuda, cuda:1, xpu (default: cuda where there is a GPU)")
+    add("--dtype", choices=DTYPES, help="of the logits (default: bfloat16 on a GPU, float32 on a CPU)")
+    add("--ignored", type=fraction, metavar="FRACTION", help="rows that are ignored, as 0.9 (default: every 17th)")
+    add("--only", metavar="WORDS,...", help="the units, and lines whose names contain one of these")
+    add("--eager", action="store_true", help="no CUDA graphs: wall time of a call in a row of calls")
+    add("--budget", type=positive, metavar="MS", help="time of measuring a line (default: 2000 on a GPU, else 500)")
+    add("--compare", type=Path, metavar="FILE", help="two more columns: the times of an earlier --json, and the ratio")
+    add("--json", type=writable_path, metavar="FILE", help="write results and environment; after each table")
+    add("--plot", type=picture_path, metavar="FILE.png", help="draw times and memory (needs matplotlib)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ Every failure is recorded in the result.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,17 +14,11 @@ from typing import Any
 
 import torch
 
-from . import timing
+from . import check, timing
 from .contestants import Contestant, Outputs
-from .problems import Problem
+from .problems import Problem, Setting
 
-
-@dataclass(frozen=True)
-class Settings:
-    graph: bool  # in CUDA graphs
-    budget_ms: float  # time to measure one contestant
-    row: bool = False  # measure the wall time of a call in a row of calls
-    busy: str | None = None  # why all times are unsteady: the machine was busy before the run
+UNSTEADY = 1.5  # ratio of the slow to the fast quarter of the samples
 
 
 @dataclass
@@ -35,49 +29,42 @@ class Result:
     status: str = "error"  # "ok", "wrong" or "error"
     mode: str = "calls"  # how it was timed: "graph", or "calls" from the host
     ms: float | None = None
-    low_ms: float | None = None  # a quarter of the samples took less
-    high_ms: float | None = None  # a quarter took more
-    against: str = ""
-    ratio: float | None = None  # ms / ms of the unit ``against``
+    low_ms: float = 0.0  # a quarter of the samples took less
+    high_ms: float = 0.0  # a quarter took more
+    ratio: float | None = None  # ms / ms of the unit
     more: dict[str, float] = field(default_factory=dict)  # figures of one table only
     peak_bytes: int | None = None  # memory at the peak of one step, beyond the inputs
     extra_bytes: int | None = None  # peak_bytes without the gradients, if these have their own memory
-    errors: dict[str, float] = field(default_factory=dict)  # relative
-    limits: dict[str, float] = field(default_factory=dict)
-    unsteady: list[str] = field(default_factory=list)  # the fields that are unsteady
-    overwrites_input: bool = False
-    note: str = ""
-
-    def add_note(self, text: str) -> None:
-        self.note = "; ".join(filter(None, (text, self.note)))
-
-    def as_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+    errors: check.Errors = field(default_factory=dict)
+    unsteady: bool = False  # the time or the time of the unit, or the machine was busy
+    notes: list[str] = field(default_factory=list)
 
 
 def measure(
-    table: str, problem: Problem, contestants: Sequence[Contestant], settings: Settings, clock: timing.Clock
+    table: str, problem: Problem, contestants: Sequence[Contestant], setting: Setting, clock: timing.Clock
 ) -> list[Result]:
     """Measure all contestants. Memory that all of them need stays allocated."""
     torch.compiler.reset()  # functions that an earlier problem compiled would be compiled for any shape
     results, ready = [], []
     for number, contestant in enumerate(contestants, 1):
         print(f"{table}  {number}/{len(contestants)}  {contestant.name}", file=sys.stderr, flush=True)
-        result = Result(table, contestant.name, contestant.kind, against=contestant.against)
+        result = Result(table, contestant.name, contestant.kind)
         results.append(result)
         with _failures(result):
             problem.use_targets(0)
-            run = _prepared(problem, contestant, settings, result)
+            run = _prepared(problem, contestant, setting, result)
             if run is not None:
-                ready.append((result, run, problem.restore if result.overwrites_input else None))
+                ready.append((result, run))
         with contextlib.suppress(RuntimeError):  # a failure of the device, which the result reports already
             timing.collect(problem.device)
     problem.use_targets(0)
-    found = timing.in_turn([(run, before) for _, run, before in ready], settings.budget_ms, clock)
-    for (result, *_), times in zip(ready, found, strict=True):
+    found = timing.in_turn([run for _, run in ready], problem.restore, setting.budget_ms, clock)
+    for (result, _), samples in zip(ready, found, strict=True):
         with _failures(result):
-            _report(times, settings, result)
-    _set_ratios(contestants, results)
+            _set_times(samples, setting, result)
+    for result, contestant in zip(results, contestants, strict=True):
+        _set_ratio(result, contestant.against or problem.unit, results)
+    problem.finish(results)
     return results
 
 
@@ -86,37 +73,36 @@ def _failures(result: Result) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        result.status, result.note = "error", timing.reason(error)
+        result.status, result.notes = "error", [timing.reason(error)]
 
 
-def _prepared(problem: Problem, contestant: Contestant, settings: Settings, result: Result) -> Callable[[], Any] | None:
-    """Check the step, measure its memory, and capture it if ``settings`` ask for graphs. None if something is wrong."""
+def _prepared(problem: Problem, contestant: Contestant, setting: Setting, result: Result) -> Callable[[], Any] | None:
+    """Check the step, measure its memory, and capture it if ``setting`` asks for graphs. None if something is wrong."""
     eager = problem.bind(contestant)
     if not _right(problem, contestant, eager, result):
         return None
-    result.note = contestant.confirm()
-    result.overwrites_input = problem.overwritten()
+    result.notes = list(filter(None, [contestant.confirm()]))
     if timing.measures_memory(problem.device):
         problem.restore()
         outputs, result.peak_bytes = timing.peak_bytes(eager, problem.device)
-        owned = {tensor.untyped_storage().data_ptr() for tensor in problem.inputs()}
+        owned = {tensor.untyped_storage().data_ptr() for tensor in problem.inputs}
         storages = [grad.untyped_storage() for grad in outputs.grads]
         gradients = sum(storage.nbytes() for storage in storages if storage.data_ptr() not in owned)
         result.extra_bytes = result.peak_bytes - gradients
         del outputs, storages
-    if not (settings.graph and contestant.captured):
+    if not (setting.graph and contestant.captured):
         return eager
     problem.restore()
     try:
         captured = timing.capture(eager, problem.device)
-    except timing.NotCapturable as error:
-        result.add_note(f"timed by calls, for it cannot be captured: {error}")
+    except Exception as error:
+        result.notes.append(f"timed by calls, for it cannot be captured: {timing.reason(error)}")
         return eager
     result.mode = "graph"
     # With other targets than at capture, a graph that recorded nothing, or recorded host values, gives wrong results.
     problem.use_targets(1)
     if not _right(problem, contestant, captured, result):
-        result.add_note("replayed on other targets")
+        result.notes.append("replayed on other targets")
         return None
     return captured
 
@@ -124,36 +110,28 @@ def _prepared(problem: Problem, contestant: Contestant, settings: Settings, resu
 def _right(problem: Problem, contestant: Contestant, run: Callable[[], Outputs], result: Result) -> bool:
     problem.restore()
     outputs = run()
-    if contestant.unit:
+    if contestant.kind == "unit":
         return True
-    verdict = problem.check(outputs, contestant)
-    result.errors, result.limits = verdict.errors, verdict.limits
-    if not verdict.ok:
-        result.status, result.note = "wrong", str(verdict)
-    return verdict.ok
+    result.errors = problem.check(outputs, contestant)
+    wrong = check.wrong(result.errors)
+    if wrong:
+        result.status, result.notes = "wrong", [wrong]
+    return not wrong
 
 
-def _report(times: timing.Times | Exception, settings: Settings, result: Result) -> None:
-    if isinstance(times, Exception):
-        raise times
-    result.ms, result.low_ms, result.high_ms = times
-    result.add_note(times.doubt)
-    if settings.busy:
-        result.add_note("the machine was busy")
-    if settings.busy or times.unsteady:
-        result.unsteady.append("ms")
-    result.status = "ok"
+def _set_times(samples: list[float] | Exception, setting: Setting, result: Result) -> None:
+    if isinstance(samples, Exception):
+        raise samples
+    result.low_ms, result.ms, result.high_ms = statistics.quantiles(samples, n=4, method="inclusive")
+    result.status, result.unsteady = "ok", bool(setting.busy)
+    if result.high_ms > UNSTEADY * result.low_ms:
+        result.unsteady = True
+        result.notes.append(f"unsteady: half of the samples took {result.low_ms:.4f} to {result.high_ms:.4f} ms")
 
 
-def _set_ratios(contestants: Sequence[Contestant], results: Sequence[Result]) -> None:
-    for result in results:
-        units = [
-            unit
-            for contestant, unit in zip(contestants, results, strict=True)
-            if contestant.unit == result.against != "" and unit.ms
-        ]
-        if result.ms and units:
-            fastest = min(units, key=lambda unit: unit.ms or 0.0)
-            result.ratio = result.ms / (fastest.ms or 1.0)
-            if "ms" in result.unsteady + fastest.unsteady:
-                result.unsteady.append("ratio")
+def _set_ratio(result: Result, against: str, results: Sequence[Result]) -> None:
+    units = [one for one in results if one.kind == "unit" and one.ms and one.variant.startswith(against)]
+    if result.ms and units and result.kind != "unit":
+        fastest = min(units, key=lambda one: one.ms or 0.0)
+        result.ratio = result.ms / (fastest.ms or 1.0)
+        result.unsteady |= fastest.unsteady

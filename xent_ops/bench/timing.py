@@ -8,66 +8,28 @@ import gc
 import math
 import os
 import random
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch.utils import benchmark
 
-L2_FLUSH_BYTES = 256 << 20  # as triton.testing.do_bench: several times any GPU's L2
 ROUNDS, WARM_UP = 7, 0.8  # WARM_UP: untimed calls, as a fraction of the timed calls
-LEAST_CALLS, MOST_CALLS = 2, 1000  # timed calls in a block
-UNSTEADY = 1.5  # ratio of the slow to the fast quarter of the samples
 
 Action = Callable[[], Any]
 T = TypeVar("T")
 
 
-class Times(NamedTuple):
-    ms: float  # the median
-    low: float  # a quarter of the samples took less
-    high: float  # a quarter took more
-
-    @staticmethod
-    def of(samples: list[float]) -> Times:
-        low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
-        return Times(median, low, high)
-
-    @property
-    def unsteady(self) -> bool:
-        return self.high > UNSTEADY * self.low
-
-    @property
-    def doubt(self) -> str:
-        if not self.unsteady:
-            return ""
-        return f"unsteady: half of the samples took {self.low:.4f} to {self.high:.4f} ms (is the device busy?)"
-
-
-def busy() -> str | None:
+def busy() -> str:
     """Describe the machine's load if it exceeds the number of cores. Call it before a run adds its own load."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    return f"the load is {load:.1f} on {cores} cores" if load > cores else None
-
-
-class NotCapturable(Exception):
-    """Its message says why no CUDA graph can hold the call."""
-
-
-def reason(error: BaseException) -> str:
-    """The error in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    return text if len(text) <= 200 else text[:197] + "..."
+    return f"the load is {load:.1f} on {cores} cores" if load > cores else ""
 
 
 def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type != "cpu":
+    if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
@@ -79,142 +41,108 @@ def collect(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _repeat(run: Action, count: int) -> None:
-    """Drop each result at once: gradients of hundreds of calls would fill the device."""
-    for _ in range(count):
-        run()
+@dataclass(frozen=True)
+class _Before:
+    """triton's do_bench goes through the tensors of ``grad_to_none`` before each timed call, outside the clock."""
+
+    action: Action
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.action()
+        return iter(())
 
 
+@dataclass(frozen=True)
 class Clock:
-    """CUDA events on a GPU, with the L2 flushed between calls; elsewhere the host's clock.
+    """On CUDA a sample is one call between two events, with the L2 cleared before it; elsewhere, a block of calls.
 
-    With ``row`` a sample is the wall time of a call in a row of calls, with launches and without flushes: the cost of
-    an eager loop on the host.
+    With ``row`` a sample is the wall time of a call in a row of calls: launches are included, and nothing is cleared.
     """
 
-    def __init__(self, device: torch.device, row: bool = False) -> None:
-        self.device, self.row = device, row
-        self._flush: torch.Tensor | None = None
-        if device.type == "cuda" and not row:
-            self._flush = torch.empty(L2_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+    device: torch.device
+    row: bool = False
 
     def agree(self, ms: float) -> float:
-        """The estimate that sets the number of calls."""
+        """The estimate that sets the number of calls in a row."""
         return ms
 
-    def block(self, run: Action, before: Action | None, count: int) -> list[float]:
-        """Time ``count`` calls. ``before`` runs before each, untimed. Returns each time, or the mean of a row."""
-        if self.row:
-            return [self._wall(lambda: _repeat(run, count)) / count]
-        if self._flush is None:
-            return [self._wall(run, before) for _ in range(count)]
-        pairs = [self._events(run, before, self._flush) for _ in range(count)]
-        torch.cuda.synchronize(self.device)
-        return [start.elapsed_time(end) for start, end in pairs]
+    def block(self, run: Action, before: Action, ms: float) -> list[float]:
+        """Samples of a long block of calls, after calls that are not timed. ``before`` runs outside the clock."""
+        if self.device.type == "cuda" and not self.row:
+            from triton.testing import do_bench
 
-    def _events(
-        self, run: Action, before: Action | None, flush: torch.Tensor
-    ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        if before:
-            before()
-        flush.zero_()
-        start.record()
-        run()
-        end.record()
-        return start, end
-
-    def _wall(self, run: Action, before: Action | None = None) -> float:
-        if before:
-            before()
-        synchronize(self.device)
-        start = time.perf_counter()
-        run()
-        synchronize(self.device)
-        return 1e3 * (time.perf_counter() - start)
+            samples: list[float] = do_bench(run, WARM_UP * ms, ms, _Before(before), return_mode="all")
+            return samples
+        functions = {"run": run, "before": before}
+        timer = benchmark.Timer("run()", "before()", globals=functions, num_threads=torch.get_num_threads())
+        if not self.row:
+            return [1e3 * seconds for seconds in timer.blocked_autorange(min_run_time=ms / 1e3).times]
+        calls = max(2, math.ceil(ms / self.agree(1e3 * timer.timeit(1).mean)))
+        for _ in range(int(WARM_UP * calls)):
+            run()
+        return [1e3 * timer.timeit(calls).mean]
 
 
-def in_turn(runs: Sequence[tuple[Action, Action | None]], budget_ms: float, clock: Clock) -> list[Times | Exception]:
-    """Time all runs in rounds of long blocks, in random order. Untimed calls before each block let the GPU reach the
-    run's own clocks and power. A run that raises gives its error.
+def in_turn(runs: Sequence[Action], before: Action, budget_ms: float, clock: Clock) -> list[list[float] | Exception]:
+    """Samples of all runs, from rounds of long blocks in random order. A run that raises gives its error.
 
-    In a fixed order a run after a lighter one is up to 6 % faster on an H100 at its power limit (2026-11-26).
+    In a fixed order a run after a lighter one is up to 6 % faster on an H100 at its power limit (2026-11-26). A long
+    block lets the GPU reach the run's own clocks and power.
     """
-    counts, samples = [0] * len(runs), [list[float]() for _ in runs]
+    samples: list[list[float]] = [[] for _ in runs]
     errors: dict[int, Exception] = {}
     order = random.Random(0)
-    for number in range(-1, ROUNDS):
-        alive = [index for index in range(len(runs)) if index not in errors]
-        order.shuffle(alive)
-        for index in alive:
-            run, before = runs[index]
-            try:
-                if number < 0:
-                    clock.block(run, before, 3)
-                    ms = clock.agree(statistics.median(clock.block(run, before, 3)))
-                    counts[index] = max(LEAST_CALLS, min(MOST_CALLS, math.ceil(budget_ms / ROUNDS / max(ms, 1e-3))))
-                    continue
-                clock.block(run, before, math.ceil(WARM_UP * counts[index]))
-                samples[index] += clock.block(run, before, counts[index])
-            except Exception as error:
-                errors[index] = error
-    return [errors[index] if index in errors else Times.of(samples[index]) for index in range(len(runs))]
+    for _ in range(ROUNDS):
+        for index in order.sample(range(len(runs)), len(runs)):
+            if index not in errors:
+                try:
+                    samples[index] += clock.block(runs[index], before, budget_ms / ROUNDS)
+                except Exception as error:
+                    errors[index] = error
+    return [errors.get(index, found) for index, found in enumerate(samples)]
 
 
-@contextlib.contextmanager
-def _synchronising_is_an_error() -> Iterator[None]:
-    previous = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(previous)
+def reason(error: BaseException) -> str:
+    """The error in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
-@dataclass
-class Captured:
-    graph: torch.cuda.CUDAGraph
-    outputs: Any  # overwritten by each replay
-    run: Action  # kept, because the graph reads the memory of tensors that it holds
-
-    def __call__(self) -> Any:
-        self.graph.replay()
-        return self.outputs
-
-
-def capture(run: Action, device: torch.device) -> Captured:
-    """``run`` as a CUDA graph.
+def capture(run: Action, device: torch.device) -> Action:
+    """``run`` as a CUDA graph, whose replay returns the same outputs each time. An error says why there is none.
 
     torch's debug mode finds synchronisation first. A failed capture would leave the allocator and the random generator
     of the process in the capturing state, and would disturb the next measurement.
     """
+    mode, current, side = torch.cuda.get_sync_debug_mode(), torch.cuda.current_stream(device), torch.cuda.Stream(device)
     try:
-        with _synchronising_is_an_error():
-            run()
-    except Exception as error:
-        raise NotCapturable(f"synchronises ({reason(error)})") from error
+        torch.cuda.set_sync_debug_mode("error")
+        run()
     finally:
+        torch.cuda.set_sync_debug_mode(mode)
         torch.cuda.synchronize(device)
-    current = torch.cuda.current_stream(device)
-    side = torch.cuda.Stream(device)
-    side.wait_stream(current)
     with torch.cuda.stream(side):  # first launches load modules, which a capture forbids
         for _ in range(3):
             run()
-    current.wait_stream(side)
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, stream=side):
             outputs = run()
     except Exception as error:
-        torch.cuda.set_stream(current)  # torch.cuda.graph does not, when ending the capture raises
         first: BaseException = error
         while first.__context__ is not None:
             first = first.__context__
-        raise NotCapturable(reason(first)) from error
+        raise first from None
+    finally:
+        torch.cuda.set_stream(current)  # torch.cuda.graph does not, when ending the capture raises
     torch.cuda.synchronize(device)
-    return Captured(graph, outputs, run)
+
+    def replay(kept: Action = run) -> Any:  # ``kept``, because the graph reads the memory of tensors that it holds
+        graph.replay()
+        return outputs
+
+    return replay
 
 
 _CLEAR_REFS = "/proc/self/clear_refs"

@@ -38,8 +38,9 @@ def distillation_oracle(
     teacher_softcap: float | None = None,
     logit_scale: float = 1.0,
     teacher_logit_scale: float = 1.0,
+    device: torch.device | str = "cpu",
 ) -> DistillationExpected:
-    """Distillation losses of rows in float64 on the CPU, by F.kl_div (as in TRL's generalized_jsd_loss) and autograd.
+    """Distillation losses of rows in float64 on ``device``, by F.kl_div as in TRL's generalized_jsd_loss, and autograd.
 
     All logits must be finite: autograd returns NaN for masked classes.
 
@@ -49,9 +50,10 @@ def distillation_oracle(
         tensor([0.1201, 0.1201], dtype=torch.float64)
     """
     dtype, classes = logits.dtype, logits.shape[-1] if num_classes is None else num_classes
-    z = logits.detach().double().cpu().requires_grad_()
+    z = logits.detach().to(device, torch.float64).requires_grad_()
     x, tanh, steepest = activated(z[..., :classes], softcap, logit_scale)
-    y, _, _ = activated(teacher_logits.detach().double().cpu()[..., :classes], teacher_softcap, teacher_logit_scale)
+    wide_teacher = teacher_logits.detach().to(device, torch.float64)[..., :classes]
+    y, _, _ = activated(wide_teacher, teacher_softcap, teacher_logit_scale)
     log_s, log_t = (x / temperature).log_softmax(-1), (y / temperature).log_softmax(-1)
 
     def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -64,17 +66,17 @@ def distillation_oracle(
     else:
         log_m = torch.logsumexp(torch.stack([log_s + math.log(1 - beta), log_t + math.log(beta)]), 0)
         loss = beta * divergence(log_t, log_m) + (1 - beta) * divergence(log_s, log_m)
-    counted, hard, hot = torch.ones(loss.shape, dtype=torch.bool), torch.zeros_like(loss), torch.zeros_like(x)
+    counted, hard, hot = torch.ones_like(loss, dtype=torch.bool), torch.zeros_like(loss), torch.zeros_like(x)
     log_p = x.log_softmax(-1)
     if target is not None:
-        index = target.detach().long().cpu()
+        index = target.detach().to(device, torch.int64)
         counted = index != ignore_index
         if hard_weight != 0.0:
             index = torch.where(counted, index, 0)
             hard = -hard_weight * log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1)
             hot = F.one_hot(index, classes).double()
     loss = torch.where(counted, loss + hard, 0.0)
-    a = torch.as_tensor(grad_loss).detach().double().cpu().expand(loss.shape)
+    a = torch.as_tensor(grad_loss).detach().to(device, torch.float64).expand(loss.shape)
     (grad,) = torch.autograd.grad(loss, z, a)
     with torch.no_grad():
         accumulate = torch.float64 if dtype == torch.float64 else torch.float32

@@ -48,8 +48,9 @@ def oracle(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    device: torch.device | str = "cpu",
 ) -> Expected:
-    """Row losses (..., ) of logits (..., V) and their gradients, in float64 on the CPU, by torch's operators.
+    """Row losses (..., ) of logits (..., V) and their gradients, in float64 on ``device``, by torch's operators.
 
     Examples:
         >>> expected = oracle(torch.zeros(2, 4), torch.tensor([0, -100]))
@@ -57,17 +58,17 @@ def oracle(
         tensor([1.3863, 0.0000], dtype=torch.float64)
     """
     classes = logits.shape[-1]
-    z = logits.detach().double().cpu().requires_grad_()
+    z = logits.detach().to(device, torch.float64).requires_grad_()
     x, _, steepest = activated(z, softcap, logit_scale)
-    w = None if weight is None else weight.detach().double().cpu()
-    t = target.detach().long().cpu()
+    w = None if weight is None else weight.detach().to(device, torch.float64)
+    t = target.detach().to(device, torch.int64)
     loss = F.cross_entropy(
         x.reshape(-1, classes), t.reshape(-1), w, None, ignore_index, None, "none", label_smoothing
     ).reshape(t.shape)
     lse = torch.logsumexp(x, -1)
 
     def upstream(value: Tensor | float) -> Tensor:
-        return torch.as_tensor(value).detach().double().cpu().expand(t.shape)
+        return torch.as_tensor(value).detach().to(device, torch.float64).expand(t.shape)
 
     a, b = upstream(grad_loss), upstream(grad_lse)
     (grad,) = torch.autograd.grad((loss, lse), z, (a, b))
@@ -83,7 +84,7 @@ def oracle(
         wt = torch.ones_like(a) if w is None else w[torch.where(counted, t, 0)]
         wt = torch.where(counted, wt, 0)
         part_b = torch.where(counted, a.abs() * wt, 0)
-        smoothing = torch.zeros(classes, dtype=torch.float64)  # not 0 times a weight, which may be infinite
+        smoothing = z.new_zeros(classes)  # not 0 times a weight, which may be infinite
         if label_smoothing > 0.0:
             smoothing = label_smoothing / classes * (smoothing + 1 if w is None else w)
         part_c = torch.where(counted, a.abs(), 0).unsqueeze(-1) * smoothing
