@@ -220,7 +220,7 @@ def test_a_fraction_of_the_rows_is_ignored(tmp_path):
 
 
 def test_unsteady_figures_are_marked(lines, clock, capsys, tmp_path):
-    lines(contestants.unit("copy", lambda *_: None), probe(contestants.torch_loss, "first"))
+    lines(contestants.unit("copy", lambda: lambda *_: None), probe(contestants.torch_loss, "first"))
     for unit, first in ((STEADY, STEADY), (UNSTEADY, STEADY), (STEADY, UNSTEADY)):
         clock(unit, first)
         assert main([*TINY, "--json", str(tmp_path / "x.json")]) == 0

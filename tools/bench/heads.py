@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import sys
 import tempfile
@@ -34,7 +35,10 @@ from xent_ops.bench.problems import Head, Setting
 from xent_ops.bench.run import Table, tables_of
 
 ONE_MATMUL = "one matmul"
-UNITS = [unit(THREE_MATMULS, products), unit(ONE_MATMUL, lambda hidden, matrix, *_: hidden @ matrix.T)]
+UNITS = [
+    unit(THREE_MATMULS, lambda: products),
+    unit(ONE_MATMUL, lambda: lambda hidden, matrix, *_: hidden @ matrix.T),
+]
 # Tolerance of relative errors: of gradients in the 2-norm, and of the loss. Heads with few features and classes have
 # larger errors than the large heads in docs/precision.md.
 IN_8_BITS = {"fp8": (5e-2, 3e-3), "fp8_gradients": (4e-2, 0.0)}
@@ -72,31 +76,19 @@ def unfused_ours(hidden: Tensor, matrix: Tensor, target: Tensor) -> Tensor:
 
 def ours(dtype: torch.dtype, rows: int | None) -> list[Contestant]:
     """Our contestants with chunks of ``rows`` rows."""
-    ways: dict[str, tuple[Function, dict[str, Any]]] = {
-        "eager": (linear, {}),
-        "outputs": (outputs, {}),
-        "skipping": (linear, {"skip_ignored": True}),
-    }
+    head, end = functools.partial(partial, linear, chunk_rows=rows), "" if rows is None else f" {rows}"
+    ways = {"eager": head(), "compiled": compiled(head()), "skipping": head(skip_ignored=True)}
+    ways["outputs"] = partial(outputs, chunk_rows=rows)
     if dtype == torch.bfloat16:  # other dtypes always add up in float32 or wider
-        ways["float32 dW"] = (linear, {"accumulate_dtype": torch.float32})
+        ways["float32 dW"] = head(accumulate_dtype=torch.float32)
     if dtype in (torch.bfloat16, torch.float16):
-        ways["float32 logits"] = (linear, {"logits_dtype": torch.float32})
-        ways |= {name: (linear, {"products": name}) for name in IN_8_BITS}
-    end = "" if rows is None else f" {rows}"
+        ways["float32 logits"] = head(logits_dtype=torch.float32)
+        ways |= {name: head(products=name) for name in IN_8_BITS}
     found = [
-        Contestant(
-            f"xent {name}{end}",
-            "ours",
-            partial(function, chunk_rows=rows, **options),
-            in_8_bits=IN_8_BITS.get(name, (0.0, 0.0)),
-        )
-        for name, (function, options) in ways.items()
+        Contestant(f"xent {name}{end}", "ours", load, in_8_bits=IN_8_BITS.get(name, (0.0, 0.0)))
+        for name, load in ways.items()
     ]
-    return [
-        *found,
-        Contestant(f"xent compiled{end}", "ours", compiled(partial(linear, chunk_rows=rows))),
-        Contestant(f"xent forward{end}", "ours", partial(forward, chunk_rows=rows), against=ONE_MATMUL),
-    ]
+    return [*found, Contestant(f"xent forward{end}", "ours", partial(forward, chunk_rows=rows), against=ONE_MATMUL)]
 
 
 def invariant(arguments: argparse.Namespace, setting: Setting) -> list[Table]:
@@ -195,7 +187,10 @@ def package(loss: Function) -> Function:
 def packages(arguments: argparse.Namespace, setting: Setting) -> list[Table]:
     known = UNITS[:1]
     for name, loss in (("all logits", unfused_ours), ("linear", linear)):
-        ways: dict[str, Load] = {"eager": partial(loss), "compiled": compiled(partial(loss))}
-        ways["package"] = partial(package(loss))
+        ways: dict[str, Load] = {
+            "eager": partial(loss),
+            "compiled": compiled(partial(loss)),
+            "package": functools.partial(package, loss),
+        }
         known += [Contestant(f"{name} {way}", "ours", load) for way, load in ways.items()]
     return tables_of(Head, arguments.shapes, arguments.hidden, known, setting)

@@ -145,7 +145,7 @@ def step(loss: Callable[..., Tensor], **options: Any) -> Load:
 def steps(arguments: argparse.Namespace, setting: Setting) -> list[Table]:
     """Compiled steps. The opaque backward is the baseline for a compiled gradient written over the logits."""
     ours, upcast = step(xent_ops.cross_entropy), step(torch_loss_upcast)
-    known = [unit(THREE_MATMULS, products)]
+    known = [unit(THREE_MATMULS, lambda: products)]
     for compile_it, end in ((compiled, ""), (any_rows, " dynamic")):
         if end and not arguments.dynamic:
             continue
@@ -187,7 +187,7 @@ TAILS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Options]] = {
 
 def tails(arguments: argparse.Namespace, setting: Setting) -> list[Table]:
     """Three lines for each tail: compiled F.cross_entropy, the same with the pass, and our own call."""
-    known = [unit(THREE_MATMULS, products)]
+    known = [unit(THREE_MATMULS, lambda: products)]
     for name, (loss, options) in TAILS.items():
         # The slack is for Inductor, which may write a tail's intermediate values to memory in bfloat16.
         by_torch = Contestant(f"{name}: F compiled", "torch", compiled(step(loss)), options=options, slack=4.0)

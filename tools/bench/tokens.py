@@ -196,7 +196,7 @@ def both(name: str, load: Load) -> list[Contestant]:
 
 def token_lines(loss: str) -> list[Contestant]:
     fn = LOSSES[loss]
-    found = [unit(THREE_MATMULS, products), *both("xent token loss", partial(by_function, fn))]
+    found = [unit(THREE_MATMULS, lambda: products), *both("xent token loss", partial(by_function, fn))]
     if loss == "weights":
         found += both("xent token_weight", partial(by_weights))
     if loss == "topk":
@@ -257,7 +257,7 @@ def liger_jsd(beta: float) -> Function:
 
 def teacher_lines(beta: float) -> list[Contestant]:
     return [
-        unit(FOUR_PRODUCTS, four_products),
+        unit(FOUR_PRODUCTS, lambda: four_products),
         *both("xent", partial(distilled, beta=beta)),
         Contestant("xent skipping", "ours", partial(distilled, beta=beta, skip_ignored=True)),
         Contestant("unfused xent compiled", "ours", compiled(partial(distilled_logits, beta=beta))),

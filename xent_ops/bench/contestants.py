@@ -79,23 +79,32 @@ def partial(function: Function, *args: Any, **options: Any) -> Load:
     return lambda: functools.partial(function, *args, **options)
 
 
-def unit(name: str, work: Callable[..., object]) -> Contestant:
-    """The time of ``work`` on the problem's tensors."""
+def unit(name: str, load: Load) -> Contestant:
+    """The time of a function on the problem's tensors. Its results are not used."""
 
-    def step(*tensors: Tensor) -> Outputs:
-        with torch.no_grad():
-            work(*tensors)
-        return Outputs(tensors[0].new_zeros(()), ())
+    def load_step() -> Function:
+        work = load()
 
-    return Contestant(name, "unit", lambda: step)
+        def step(*tensors: Tensor) -> Outputs:
+            with torch.no_grad():
+                work(*tensors)
+            return Outputs(tensors[0].new_zeros(()), ())
+
+        return step
+
+    return Contestant(name, "unit", load_step)
 
 
 def copies() -> list[Contestant]:
     """Copy the logits in two ways. The driver's copy is slow from 2^30 bytes on (H200), a kernel's for few bytes."""
-    out = functools.cache(lambda shape, dtype, device: torch.empty(shape, dtype=dtype, device=device))
+
+    def load(copy: Callable[[Tensor, Tensor], object]) -> Function:
+        out = functools.cache(torch.empty_like)  # one buffer for each problem
+        return lambda logits, *_: copy(out(logits), logits)
+
     return [
-        unit("copy", lambda x, *_: out(x.shape, x.dtype, x.device).copy_(x)),
-        unit("copy by a kernel", lambda x, *_: torch.neg(x, out=out(x.shape, x.dtype, x.device))),
+        unit("copy", lambda: load(lambda out, x: out.copy_(x))),
+        unit("copy by a kernel", lambda: load(lambda out, x: torch.neg(x, out=out))),
     ]
 
 
@@ -160,7 +169,7 @@ def heads() -> list[Contestant]:
     cut = imported("cut_cross_entropy", "linear_cross_entropy")
     quack = imported("quack.linear_cross_entropy", "chunked_linear_cross_entropy")
     found = [
-        unit(THREE_MATMULS, products),
+        unit(THREE_MATMULS, lambda: products),
         Contestant("xent eager", "ours", lambda: linear),
         Contestant("xent compiled", "ours", compiled(lambda: linear)),
         Contestant("unfused F compiled", "torch", compiled(lambda: unfused_torch)),
