@@ -165,7 +165,8 @@ def measure(policy: Policy, batch: Batch, rounds: int) -> dict[str, Measured]:
     def milliseconds(way: Loss) -> float:
         begin = time.perf_counter()
         step(way)
-        timing.synchronize(device)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
         return 1e3 * (time.perf_counter() - begin)
 
     made = {name: step(way) for name, way in WAYS.items()}

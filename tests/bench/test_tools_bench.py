@@ -211,7 +211,7 @@ def test_ignored_positions(fraction, ignored):
 def test_the_check_of_a_whole_step_sees(dtype, uncompiled):
     pytest.importorskip("transformers", reason="transformers is not installed")
     problem = model.Step(model.DEFAULTS["cpu"] | model.sizes(TINY), Setting(CPU, dtype))
-    one = Contestant("probe", "ours", model.whole(contestants.linear))
+    one = Contestant("probe", "ours", contestants.partial(model.whole, contestants.linear, {}))
     loss, grads = problem.bind(one)()
     assert not check.wrong(problem.check(Outputs(loss, grads), one))
     assert check.wrong(problem.check(Outputs(loss, grads[:-1]), one))  # one weight has none

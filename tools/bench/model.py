@@ -151,68 +151,63 @@ def body(model: Any) -> Callable[[Tensor], Tensor]:
     return lambda tokens: model.model(input_ids=tokens, use_cache=False).last_hidden_state.flatten(0, 1)
 
 
-def whole(loss: Function, **options: Any) -> Load:
+# A contestant's function takes the model and returns the step. The model is the last argument of these.
+
+
+def whole(loss: Function, options: dict[str, Any], model: Any) -> Function:
     """Compile body, head and loss together."""
-
-    def bind(model: Any) -> Function:
-        hidden, matrix = body(model), model.lm_head.weight
-        return compiled(lambda: lambda tokens, target: loss(hidden(tokens), matrix, target), **options)()
-
-    return lambda: bind
+    hidden, matrix = body(model), model.lm_head.weight
+    return compiled(lambda: lambda tokens, target: loss(hidden(tokens), matrix, target), **options)()
 
 
-def after_body(load: Load) -> Load:
+def after_body(load: Load, model: Any) -> Function:
     """Compile the body, and call the loss after it, because the loss cannot be compiled with it."""
-
-    def bind(model: Any) -> Function:
-        loss, hidden = load(), compiled(lambda: body(model))()
-        return lambda tokens, target: loss(hidden(tokens), model.lm_head.weight, target)
-
-    return lambda: bind
+    loss, hidden = load(), compiled(lambda: body(model))()
+    return lambda tokens, target: loss(hidden(tokens), model.lm_head.weight, target)
 
 
-def by_transformers(with_xent: bool, compile_it: bool) -> Load:
+def by_transformers(with_xent: bool, compile_it: bool, model: Any) -> Function:
     """The model's own call with labels, with ``use_xent`` or untouched."""
+    from xent_ops.integrations.transformers import use_xent
 
-    def bind(model: Any) -> Function:
-        from xent_ops.integrations.transformers import use_xent
-
-        with torch.device("meta"):
-            twin = type(model)(model.config).train()
-        twin.load_state_dict(model.state_dict(keep_vars=True), assign=True)  # the same parameters
-        twin.model.rotary_emb = model.model.rotary_emb  # its buffers are not in the state
-        if with_xent:
-            use_xent(twin)
-        call = torch.compile(twin) if compile_it else twin
-        # The model shifts the labels back.
-        return lambda tokens, target: call(input_ids=tokens, labels=target.view(tokens.shape).roll(1, 1)).loss
-
-    return lambda: bind
+    with torch.device("meta"):
+        twin = type(model)(model.config).train()
+    twin.load_state_dict(model.state_dict(keep_vars=True), assign=True)  # the same parameters
+    twin.model.rotary_emb = model.model.rotary_emb  # its buffers are not in the state
+    if with_xent:
+        use_xent(twin)
+    call = torch.compile(twin) if compile_it else twin
+    # The model shifts the labels back.
+    return lambda tokens, target: call(input_ids=tokens, labels=target.view(tokens.shape).roll(1, 1)).loss
 
 
 def steps(dtype: torch.dtype) -> list[Contestant]:
-    with_pass = {head: whole(unfused_torch, options=inductor.options(linear=head)) for head in (False, True)}
+    def step(loss: Function, **options: Any) -> Load:
+        return partial(whole, loss, options)
+
+    with_pass = {head: step(unfused_torch, options=inductor.options(linear=head)) for head in (False, True)}
     known = [
-        Contestant(BODY, "unit", whole(lambda hidden, matrix, target: hidden.float().mean())),
-        Contestant("F compiled", "torch", whole(unfused_torch)),
+        Contestant(BODY, "unit", step(lambda hidden, matrix, target: hidden.float().mean())),
+        Contestant("F compiled", "torch", step(unfused_torch)),
         Contestant("xent pass", "ours", with_pass[False], confirm=left),
         Contestant("xent found head", "ours", with_pass[True], confirm=lambda: left(head=True)),
-        Contestant("xent compiled", "ours", whole(unfused_ours)),
-        Contestant("xent linear", "ours", whole(linear)),
-        Contestant("xent skipping", "ours", whole(partial(linear, skip_ignored=True)())),
+        Contestant("xent compiled", "ours", step(unfused_ours)),
+        Contestant("xent linear", "ours", step(linear)),
+        Contestant("xent skipping", "ours", step(partial(linear, skip_ignored=True)())),
     ]
     for name, tolerances in IN_8_BITS.items() if dtype == torch.bfloat16 else ():
-        known.append(Contestant(f"xent {name}", "ours", whole(partial(linear, products=name)()), in_8_bits=tolerances))
+        known.append(Contestant(f"xent {name}", "ours", step(partial(linear, products=name)()), in_8_bits=tolerances))
     for name, with_xent, kind in (("transformers", False, "torch"), ("use_xent", True, "ours")):
         for way in ("compiled", "eager"):
-            known.append(Contestant(f"{name} {way}", kind, by_transformers(with_xent, way == "compiled")))
+            known.append(Contestant(f"{name} {way}", kind, partial(by_transformers, with_xent, way == "compiled")))
     if has_auto_chunker():
         # By default it chunks the product whose output is largest against its inputs: the head.
         known.append(
-            Contestant("auto_chunker", "torch", whole(unfused_torch, options=AUTO_CHUNKER), confirm=was_chunked)
+            Contestant("auto_chunker", "torch", step(unfused_torch, options=AUTO_CHUNKER), confirm=was_chunked)
         )
     # Peers that need CUTLASS are excluded: quack-kernels tunes its products in the first call, for minutes.
-    return known + [replace(peer, load=after_body(peer.load)) for peer in peers() if "cutlass" not in peer.needs]
+    others = [one for one in peers() if "cutlass" not in one.needs]
+    return known + [replace(peer, load=partial(after_body, peer.load)) for peer in others]
 
 
 def tables(arguments: argparse.Namespace, setting: Setting) -> list[Table]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,9 @@ class Result:
     unsteady: bool = False  # the time or the time of the unit, or the machine was busy
     notes: list[str] = field(default_factory=list)
 
+    def fail(self, error: Exception) -> None:
+        self.status, self.notes = "error", [timing.reason(error)]
+
 
 def measure(
     table: str, problem: Problem, contestants: Sequence[Contestant], setting: Setting, clock: timing.Clock
@@ -50,30 +53,26 @@ def measure(
         print(f"{table}  {number}/{len(contestants)}  {contestant.name}", file=sys.stderr, flush=True)
         result = Result(table, contestant.name, contestant.kind)
         results.append(result)
-        with _failures(result):
+        try:
             problem.use_targets(0)
             run = _prepared(problem, contestant, setting, result)
             if run is not None:
                 ready.append((result, run))
+        except Exception as error:
+            result.fail(error)
         with contextlib.suppress(RuntimeError):  # a failure of the device, which the result reports already
             timing.collect(problem.device)
     problem.use_targets(0)
-    found = timing.in_turn([run for _, run in ready], problem.restore, setting.budget_ms, clock)
-    for (result, _), samples in zip(ready, found, strict=True):
-        with _failures(result):
+    all_samples = timing.in_turn([run for _, run in ready], problem.restore, setting.budget_ms, clock)
+    for (result, _), samples in zip(ready, all_samples, strict=True):
+        if isinstance(samples, Exception):
+            result.fail(samples)
+        else:
             _set_times(samples, setting, result)
     for result, contestant in zip(results, contestants, strict=True):
         _set_ratio(result, contestant.against or problem.unit, results)
     problem.finish(results)
     return results
-
-
-@contextlib.contextmanager
-def _failures(result: Result) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        result.status, result.notes = "error", [timing.reason(error)]
 
 
 def _prepared(problem: Problem, contestant: Contestant, setting: Setting, result: Result) -> Callable[[], Any] | None:
@@ -119,9 +118,7 @@ def _right(problem: Problem, contestant: Contestant, run: Callable[[], Outputs],
     return not wrong
 
 
-def _set_times(samples: list[float] | Exception, setting: Setting, result: Result) -> None:
-    if isinstance(samples, Exception):
-        raise samples
+def _set_times(samples: list[float], setting: Setting, result: Result) -> None:
     result.low_ms, result.ms, result.high_ms = statistics.quantiles(samples, n=4, method="inclusive")
     result.status, result.unsteady = "ok", bool(setting.busy)
     if result.high_ms > UNSTEADY * result.low_ms:

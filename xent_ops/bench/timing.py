@@ -28,11 +28,6 @@ def busy() -> str:
     return f"the load is {load:.1f} on {cores} cores" if load > cores else ""
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 def collect(device: torch.device) -> None:
     """Return freed memory to the device, so that one variant's memory does not disturb the next."""
     gc.collect()
