@@ -1,19 +1,15 @@
-"""Distillation in C++: rows against plain torch, and a package of heads in a process without Python's package."""
+"""Distillation of rows in C++ against plain torch."""
 
 import math
 
 import problems
 import pytest
 import torch
-from helpers.processes import run_python
 from helpers.samples import drawn
 from hypothesis import given
 from hypothesis import strategies as st
 from problems import FLOATS, many, rows_like
-from torch.export import export
-from torch.fx.experimental.proxy_tensor import make_fx
 
-import xent_ops
 from xent_ops.kernels import cpu, reference, reference_distillation
 from xent_ops.kernels.options import as_record
 
@@ -99,30 +95,3 @@ def test_slices(data):
         check("distillation_forward", (logits, teacher, target, joined, start), options, logits, counted)
     grad = rows_like(target, dtype, generator)
     check("distillation_backward", (grad, logits, teacher, target, joined, start), options, logits)
-
-
-def step(x, head, target, teacher_input, teacher):
-    """Loss and gradients by the one pass and by rows."""
-    leaves = [value.detach().requires_grad_() for value in (x, head)]
-    given = {"target": target, "beta": 0.3, "hard_weight": 0.5, "chunk_rows": 3}
-    loss = xent_ops.linear_distillation_loss(*leaves, teacher_input, teacher, **given)
-    rows = xent_ops.linear_distillation_loss(*leaves, teacher_input, teacher, reduction="none", **given)
-    return loss.detach(), *torch.autograd.grad(loss + rows.square().sum(), leaves)
-
-
-@pytest.mark.slow
-def test_a_package_without_python(tmp_path):
-    """AOTInductor's, of a training step, where neither xent_ops nor its library is loaded."""
-    arguments = torch.randn(7, 6), torch.randn(9, 6), torch.randint(9, (7,)), torch.randn(7, 4), torch.randn(9, 4)
-    program = export(make_fx(step)(*arguments), arguments).run_decompositions(xent_ops.decompositions())
-    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "step.pt2"))
-    torch.save((arguments, step(*arguments)), tmp_path / "expected")
-    run_python(
-        f"""
-import sys, torch
-arguments, expected = torch.load({str(tmp_path / "expected")!r})
-results = torch._inductor.aoti_load_package({str(tmp_path / "step.pt2")!r})(*arguments)
-torch.testing.assert_close(tuple(results), expected)
-assert "xent_ops" not in sys.modules
-"""
-    )

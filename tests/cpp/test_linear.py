@@ -42,26 +42,44 @@ def step(x, head, target, bias):
     return loss.detach(), rows.log_probs.detach(), *torch.autograd.grad(total, leaves)
 
 
+def distilled(x, head, target, teacher_input, teacher):
+    """The same with a teacher's head."""
+    leaves = [value.detach().requires_grad_() for value in (x, head)]
+    given = {"target": target, "beta": 0.3, "hard_weight": 0.5, "chunk_rows": 3}
+    loss = xent_ops.linear_distillation_loss(*leaves, teacher_input, teacher, **given)
+    rows = xent_ops.linear_distillation_loss(*leaves, teacher_input, teacher, reduction="none", **given)
+    return loss.detach(), *torch.autograd.grad(loss + rows.square().sum(), leaves)
+
+
 @pytest.mark.slow
 def test_packages_without_python(tmp_path):
-    """AOTInductor packages of an evaluation and of a training step, where neither xent_ops nor its library is loaded."""
+    """AOTInductor packages of an evaluation and of training steps, where neither xent_ops nor its library is loaded."""
     model, example = Model(), (torch.randn(4, 6), torch.arange(4))
-    program = export(model, example, dynamic_shapes=({0: Dim.DYNAMIC}, {0: Dim.DYNAMIC}))  # with grad mode on
-    program = program.run_decompositions(xent_ops.decompositions())
-    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "score.pt2"))
-    bfloat16 = [value.bfloat16() for value in (torch.randn(4, 6), torch.randn(9, 6), torch.randn(9))]
-    arguments = *bfloat16[:2], torch.arange(4), bfloat16[2]
-    graph = make_fx(step)(*arguments)
-    program = export(graph, arguments).run_decompositions(xent_ops.decompositions())
-    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "step.pt2"))
     longer = torch.randn(6, 6), torch.arange(6)
-    torch.save(((longer, (model(*longer).detach(),)), (arguments, step(*arguments))), tmp_path / "expected")
+    bfloat16 = [value.bfloat16() for value in (torch.randn(4, 6), torch.randn(9, 6), torch.randn(9))]
+    of_step = *bfloat16[:2], torch.arange(4), bfloat16[2]
+    of_teacher = torch.randn(7, 6), torch.randn(9, 6), torch.randint(9, (7,)), torch.randn(7, 4), torch.randn(9, 4)
+    programs = {  # with grad mode on
+        "score": (export(model, example, dynamic_shapes=({0: Dim.DYNAMIC}, {0: Dim.DYNAMIC})), longer, model),
+        "step": (export(make_fx(step)(*of_step), of_step), of_step, step),
+        "distilled": (export(make_fx(distilled)(*of_teacher), of_teacher), of_teacher, distilled),
+    }
+    expected = {}
+    for name, (program, arguments, function) in programs.items():
+        program = program.run_decompositions(xent_ops.decompositions())
+        torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / f"{name}.pt2"))
+        results = function(*arguments)
+        results = results if isinstance(results, tuple) else (results.detach(),)
+        expected[name] = arguments, results
+    torch.save(expected, tmp_path / "expected")
     run_python(
         f"""
 import sys, torch
-for name, (arguments, expected) in zip(("score", "step"), torch.load({str(tmp_path / "expected")!r}), strict=True):
+for name, (arguments, expected) in torch.load({str(tmp_path / "expected")!r}).items():
     results = torch._inductor.aoti_load_package(f"{tmp_path}/{{name}}.pt2")(*arguments)
-    torch.testing.assert_close(tuple(results) if name == "step" else (results,), expected)
+    for made, wanted in zip(results if isinstance(results, list | tuple) else (results,), expected, strict=True):
+        close = {{"rtol": 0.016, "atol": 1e-3}} if wanted.dtype == torch.bfloat16 else {{}}
+        torch.testing.assert_close(made, wanted, **close)
 assert "xent_ops" not in sys.modules
 """
     )
