@@ -16,6 +16,7 @@ from helpers.samples import calls_of
 import xent_ops
 from xent_ops import _extension
 from xent_ops.__main__ import main
+from xent_ops.ops.library import OPERATORS
 from xent_ops.ops.schemas import COMPOSITES, PYTHON_ONLY, SCHEMAS
 
 pytestmark = pytest.mark.skipif(not _extension.LIBRARY.exists(), reason="built without C++ (XENT_OPS_BUILD_CPP=0)")
@@ -48,13 +49,18 @@ assert "xent_ops" not in sys.modules
 
 
 def test_the_same_results_without_python(tmp_path):
-    """Values and meta tensors of every operator's samples, where xent_ops is never imported."""
+    """Values of plain torch, and meta tensors, of every operator's samples, where xent_ops is never imported."""
     calls = []
     for name in sorted(set(SCHEMAS) - set(PYTHON_ONLY)):
         overload = getattr(torch.ops.xent, name).default
         for _, args, options in calls_of(name, "cpu", torch.float32, False):
+            if name.endswith("_") and torch.bfloat16 in args:
+                continue  # a gradient of 16 bits fills half of the logits' memory, and the rest may hold anything
             copies = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
-            results = overload(*copies, **options)
+            if name in OPERATORS:
+                results = OPERATORS[name].reference(*copies, **OPERATORS[name].keywords(options))
+            else:
+                results = overload(*copies, **options)
             written = [copies[i] for i, one in enumerate(overload._schema.arguments) if one.alias_info is not None]
             results = results if isinstance(results, tuple) else () if results is None else (results,)
             calls.append((name, args, options, (*results, *written)))
