@@ -20,6 +20,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
 os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
 os.environ.setdefault("TORCH_DYNAMO_AUTOMATIC_DYNAMIC_LOCAL_PGO", "0")
+# Dynamo looks for garbage after each graph.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 # Inductor tries the CPU's vector instructions for 10 s a process. One test compiles with them, in its own process.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
@@ -27,13 +29,15 @@ import pytest
 import torch
 from helpers import closing_line
 from helpers.closing_line import pytest_sessionfinish  # noqa: F401 (pytest calls it)
-from helpers.interpreter import INTERPRETED
+from helpers.guards import leave_guards_untimed
+from helpers.interpreter import INTERPRETED, patch_language_once
 
 import xent_ops
 from xent_ops.kernels import sizes
 from xent_ops.ops import library, transforms
 
 if INTERPRETED:
+    patch_language_once()
     warnings.filterwarnings("ignore", message="TRITON_INTERPRET is set")
     _override = torch.library.Library("xent", "IMPL")  # lives as long as the process
     for _name, _operator in library.OPERATORS.items():
@@ -127,6 +131,7 @@ def _few_classes(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler():
+    leave_guards_untimed()
     yield
     if "torch._dynamo" in sys.modules:  # else nothing was compiled, and the reset would import it
         torch.compiler.reset()

@@ -55,9 +55,10 @@ def test_every_dtype_of_targets(device, dtype):
     "dtype", [pytest.param(d, marks=() if d == torch.bfloat16 else pytest.mark.slow) for d in DTYPES], ids=str
 )
 def test_through_inductor(device, dtype):
-    """Every entry point with all its options in one graph, through Inductor's lowerings of the backward operators."""
-    tensors = [tensor for entry in FUNCTIONS for tensor in inputs(entry, dtype=dtype, device=device)]
-    calls = [bind(entry, together_of(entry), tensors[3 * n + 2]) for n, entry in enumerate(FUNCTIONS)]
+    """All options in one graph, through Inductor's lowerings of the backward operators."""
+    entries = ["cross_entropy", "class probabilities", "cross_entropy_outputs", "token_log_probs"]
+    tensors = [tensor for entry in entries for tensor in inputs(entry, dtype=dtype, device=device)]
+    calls = [bind(entry, together_of(entry), tensors[3 * n + 2]) for n, entry in enumerate(entries)]
 
     def function(*tensors):
         x, target, weight = tensors[::3], tensors[1::3], tensors[2::3]
@@ -97,9 +98,8 @@ def test_no_recompile(device, entry):
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_dynamic(device, backend):
     """dynamic=True: one graph for every number of rows and of classes; Inductor's kernels index with both."""
-    entries = ["cross_entropy", "class probabilities"] if backend == "inductor" else list(FUNCTIONS)
-    keywords = [{} if entry == "CrossEntropyLoss" else together_of(entry) for entry in entries]  # no weight of one size
-    calls = [bind(entry, options, None) for entry, options in zip(entries, keywords, strict=True)]
+    entries = ["cross_entropy", "class probabilities"]  # test_no_recompile has the others
+    calls = [bind(entry, together_of(entry), None) for entry in entries]
 
     def function(*tensors):
         return [value for n, call in enumerate(calls) for value in call(tensors[3 * n] * 2, *tensors[3 * n + 1 :][:2])]

@@ -1,13 +1,11 @@
 """Inductor's side of the pass: options, configuration, uuid, caches, chaining, and whole compilations."""
 
 import copy
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.processes import run_with_torch
 from rewriting import V, gradients, logits, targets
 from torch import nn
 
@@ -197,6 +195,4 @@ ours = xent_ops.inductor.options()["pre_grad_custom_pass"]
 assert backward in fast_random_decomps()
 print(ours.uuid())
 """
-    environment = {**os.environ, "PYTHONHASHSEED": "7"}
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert out.stdout.strip() == str(ReplaceCrossEntropy().uuid())
+    assert run_with_torch(code).strip() == str(ReplaceCrossEntropy().uuid())

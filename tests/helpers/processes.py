@@ -37,11 +37,13 @@ for line in sys.stdin:
 
 @functools.cache
 def _server():
-    return subprocess.Popen([sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", _SERVER], env={**os.environ, "PYTHONHASHSEED": "7"}, **pipes)
 
 
 def run_with_torch(program):
-    """What a program prints, in a process that has torch and nothing else: for those that do not look at its import."""
+    """What a program prints, in a process that has torch and nothing else: for those that do not look at its import.
+    Its hashes of strings are not those of this process."""
     server = _server()
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps((textwrap.dedent(program), folder)), file=server.stdin, flush=True)

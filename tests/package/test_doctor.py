@@ -148,8 +148,9 @@ def test_parts_of_an_npu_that_do_not_fit(tmp_path, monkeypatch, capsys, compiled
 
 @pytest.fixture
 def compiled_elsewhere(monkeypatch):
-    """What is compiled is another test's matter."""
+    """What is compiled, and the bits of rows, which take a second, are other tests' matter."""
     monkeypatch.setattr(_compile_check, "check", lambda device: None)
+    monkeypatch.setattr(_doctor, "_row_bits", lambda device: "not asked")
 
 
 @pytest.mark.slow  # test_import.py has the warning of the package
@@ -203,7 +204,7 @@ def test_bits_of_rows_that_hold():
     assert _doctor._row_bits(torch.device("cpu")) == "a row has the same bits in every batch"
 
 
-def test_bits_of_rows_that_depend_on_the_place(compiled_elsewhere, monkeypatch, capsys):
+def test_bits_of_rows_that_depend_on_the_place(monkeypatch, capsys):
     """As with a library whose products give odd rows of a chunk other bits. It is a note, not an error."""
     right = _doctor._numbers_of_rows
 
@@ -212,6 +213,7 @@ def test_bits_of_rows_that_depend_on_the_place(compiled_elsewhere, monkeypatch, 
 
     monkeypatch.setattr(_doctor, "devices", lambda: [torch.device("cpu")])
     monkeypatch.setattr(_doctor, "_numbers_of_rows", wrong)
+    monkeypatch.setattr(_compile_check, "check", lambda device: None)
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     (said,) = report["batch_invariant"].values()
@@ -320,7 +322,7 @@ def test_old_setuptools_are_replaced_first(version, enough, monkeypatch):
     assert _extension.build_command().startswith(first) == (not enough)
 
 
-def test_what_takes_seconds_is_named_first(monkeypatch, capsys):
+def test_what_takes_seconds_is_named_first(compiled_elsewhere, monkeypatch, capsys):
     told = []
     for module in (_doctor, _compile_check):
         monkeypatch.setattr(module, "check", lambda *arguments: told.append(capsys.readouterr().out))

@@ -5,8 +5,6 @@ import html
 import io
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers.processes import run_with_torch
 
 import xent_ops
 from tools.bench.__main__ import parser
@@ -118,9 +117,9 @@ def test_the_library_is_loaded_without_python_s_package():
     if not _extension.LIBRARY.exists():
         pytest.skip("libxent_ops.so is not built")
     (block,) = (block for _, block, _ in BLOCK.findall((DOCS / "cpp.md").read_text()))
-    code = f"path = {str(_extension.LIBRARY)!r}\n{block}\nimport sys\nassert 'xent_ops' not in sys.modules and loss > 0"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=DOCS, timeout=300)
-    assert done.returncode == 0, done.stderr
+    run_with_torch(
+        f"path = {str(_extension.LIBRARY)!r}\n{block}\nimport sys\nassert 'xent_ops' not in sys.modules and loss > 0"
+    )
 
 
 def commands(page):
