@@ -7,6 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 from helpers.samples import REFUSED, Problem, companions, contract_of, refusals, variants
 
+from xent_ops.kernels import cpu
 from xent_ops.ops.contract import Contract
 from xent_ops.ops.library import OPERATORS
 from xent_ops.ops.schemas import SCHEMAS
@@ -105,6 +106,26 @@ def test_each_argument_is_refused_by_its_name(name):
     checked = contract_of(name)
     ruled = {checked.arguments[index] for index, _, _ in checked.rules} & set(REFUSED)
     assert {one.name for one in checked.tensors} | ruled <= {argument for argument, *_ in found}
+
+
+@pytest.mark.parametrize("kernel", ["C++", "plain torch"])
+@pytest.mark.parametrize(
+    "name", [name for name, one in OPERATORS.items() if one.check_values and {"target", "ids"} & set(one.arguments)]
+)
+def test_a_target_out_of_range_is_an_index_error(monkeypatch, name, kernel):
+    """On a CPU. Elsewhere it is NaN in its row: test_targets_out_of_range.py."""
+    if kernel == "plain torch":
+        monkeypatch.setattr(cpu, "kernel", lambda name: None)
+    sample = variants(name, Problem(), {"hard_weight": 0.5}, each=False)[0]
+    checked = contract_of(name)
+    index = checked.positions["ids" if "ids" in checked.required else "target"]
+    classes = checked.bind(sample.args, sample.options)._asdict().get("num_classes") or 37
+    for bad in (classes, -1, 10**10, 2**32 + 3):
+        args = [*sample.args]
+        args[index] = args[index].clone()
+        args[index].view(-1)[1] = bad
+        with pytest.raises(IndexError, match=f"target {bad} is out of bounds: valid are 0 to {classes - 1}"):
+            OPERATORS[name].overload(*args, **sample.options)
 
 
 @pytest.mark.interpreter
