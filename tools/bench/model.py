@@ -138,12 +138,12 @@ class Step(Head):
 
     def finish(self, results: list[Result]) -> None:
         """Add the tokens a second, and the time of head and loss, which is the difference of two steps."""
-        of_body = next((result.ms for result in results if result.variant == BODY), None)
+        body_ms = next((result.ms for result in results if result.variant == BODY), None)
         for result in results:
             if result.ms:
                 result.more["tokens/s"] = 1e3 * self.shape.rows / result.ms
-                if of_body and result.variant != BODY:
-                    result.more["head + loss ms"] = result.ms - of_body
+                if body_ms and result.variant != BODY:
+                    result.more["head + loss ms"] = result.ms - body_ms
 
 
 def body(model: Any) -> Callable[[Tensor], Tensor]:

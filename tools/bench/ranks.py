@@ -118,9 +118,9 @@ class SplitLoss(Split, Loss):
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         grad = torch.empty(self.source.shape, dtype=torch.float64, device=self.device)
         for part in check.chunks(*self.shape, self.device):
-            value, of_logits = self.expected_rows(self.whole[part], part, contestant.options)
+            value, logits_grad = self.expected_rows(self.whole[part], part, contestant.options)
             total += value
-            grad[part] = of_logits[:, self.classes()]
+            grad[part] = logits_grad[:, self.classes()]
         return self.errors(outputs, total, gradient=grad)
 
 
@@ -130,9 +130,9 @@ class SplitHead(Split, Head):
     def __init__(self, shape: Shape, hidden: int, setting: Setting) -> None:
         super().__init__(shape, hidden, setting)
         self.part = self.matrix[self.classes()].clone()
-        self.own_rows, self.others = self.of_rank(self.hidden).clone(), (self.target, shape.classes)
+        self.own_rows, self.others = self.rows_of_rank(self.hidden).clone(), (self.target, shape.classes)
 
-    def of_rank(self, rows: Tensor) -> Tensor:
+    def rows_of_rank(self, rows: Tensor) -> Tensor:
         """This rank's part of the sequence."""
         return rows.chunk(dist.get_world_size())[dist.get_rank()]
 
@@ -143,7 +143,7 @@ class SplitHead(Split, Head):
     def check(self, outputs: Outputs, contestant: Contestant) -> check.Errors:
         loss, hidden, matrix = self.expected(contestant.options)
         if "sequence parallel" in contestant.name:
-            hidden = self.of_rank(hidden)
+            hidden = self.rows_of_rank(hidden)
         return self.errors(outputs, loss, dH=hidden, dW=matrix[self.classes()])
 
 
