@@ -72,29 +72,13 @@ inline Tensor to(const Tensor& tensor, ScalarType dtype) {
   return call("aten::to", "dtype", tensor, dtype, false, false, std::optional<MemoryFormat>());
 }
 
-inline Tensor sum(const Tensor& tensor, const std::vector<int64_t>& dims) {
-  return call("aten::sum", "dim_IntList", tensor, std::optional(dims), false, std::optional<ScalarType>());
-}
-
-inline Tensor select(const Tensor& tensor, int64_t dim, int64_t index) {
-  return call("aten::select", "int", tensor, dim, index);
-}
-
-inline Tensor flatten(const Tensor& tensor) {
-  return call("aten::flatten", "using_ints", tensor, int64_t{0}, int64_t{-1});
-}
-
-inline Tensor unsqueeze(const Tensor& tensor, int64_t dim) {
-  return call("aten::unsqueeze", "", tensor, dim);
-}
-
 inline Tensor cat(const std::vector<Tensor>& tensors) {
   return call("aten::cat", "", tensors, int64_t{0});
 }
 
 // (4, ...): the tensor four times, as a new first dimension.
 inline Tensor four_times(const Tensor& tensor) {
-  return cat(std::vector<Tensor>(4, aten::unsqueeze(tensor, 0)));
+  return cat(std::vector<Tensor>(4, torch::stable::unsqueeze(tensor, 0)));
 }
 
 inline Tensor narrow(Tensor tensor, int64_t dim, int64_t start, int64_t length) {

@@ -21,7 +21,7 @@ bool has_shape(const Tensor& tensor, const Tensor& like, int64_t first, int64_t 
         other_dims.push_back(i);
       }
     }
-    return aten::call<bool>("aten::is_same_size", "", tensor, other_dims.empty() ? like : aten::sum(like, other_dims));
+    return aten::call<bool>("aten::is_same_size", "", tensor, other_dims.empty() ? like : torch::stable::sum(like, other_dims));
   }
   const auto sizes = tensor.sizes(), expected = like.sizes();
   return std::equal(sizes.begin(), sizes.end(), expected.begin() + first);
@@ -162,10 +162,10 @@ void reduction(const std::string& value, bool may_be_none) {
   XENT_CHECK(value == "mean" || value == "sum" || (may_be_none && value == "none"), "reduction cannot be ", value);
 }
 
-void target_values(const Tensor& target, int64_t num_classes, int64_t ignore_index) {
-  const auto* values = target.const_data_ptr<int64_t>();
+void target_values(const cpu::Problem& problem, int64_t num_classes) {
+  const int64_t *values = problem.target, number = problem.rows, ignore_index = problem.ignore_index;
   const auto bad = [=](int64_t value) { return (value < 0 || value >= num_classes) && value != ignore_index; };
-  const int64_t number = target.numel(), found = std::count_if(values, values + number, bad);
+  const int64_t found = std::count_if(values, values + number, bad);
   if (found == 0) {
     return;
   }

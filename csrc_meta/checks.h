@@ -43,9 +43,8 @@ void statistics(const char* name, const MaybeTensor& tensor, const Tensor& targe
 void writable(const char* name, const Tensor& tensor);
 void reduction(const std::string& value, bool may_be_none);
 
-// Used by both libraries. Throws std::out_of_range for an int64 target outside [0, num_classes) that is not
-// ignore_index.
-void target_values(const Tensor& target, int64_t num_classes, int64_t ignore_index);
+// Used by both libraries. Throws std::out_of_range for a target outside [0, num_classes) that is not ignore_index.
+void target_values(const cpu::Problem& problem, int64_t num_classes);
 // least: the smallest probability of the rows whose sum is below 0, or 0.
 void soft_values(double least);
 

@@ -1,7 +1,5 @@
 #include "tensors.h"
 
-#include "checks.h"
-
 #include <stdexcept>
 
 #if defined(__x86_64__)
@@ -42,30 +40,19 @@ const Tensor& allocated(const Tensor& tensor) {
   return tensor;
 }
 
-}  // namespace
-
-cpu::DType dtype(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::Float: return cpu::DType::float32;
-    case ScalarType::BFloat16: return cpu::DType::bfloat16;
-    case ScalarType::Half: return cpu::DType::float16;
-    case ScalarType::Double: return cpu::DType::float64;
-    default: throw std::invalid_argument("xent: no kernel for this dtype");
-  }
-}
-
-std::optional<Layout> layout(const Tensor& tensor, bool apart) {
+// Empty if the kernels cannot take the strides. Without data.
+std::optional<cpu::Rows> layout(const Tensor& tensor, bool apart) {
   const int64_t last = tensor.dim() - 1;
   const bool dense = tensor.size(last) <= 1 || tensor.stride(last) == 1;
   if (!dense && !(apart && tensor.size(last) <= cpu::kFewClasses)) {
     return std::nullopt;
   }
-  const auto dimensions = joined(tensor, 1);
-  Layout result;
+  cpu::Rows result;
   result.class_stride = dense ? 1 : tensor.stride(last);
   if (tensor.numel() == 0) {
     return result;
   }
+  const auto dimensions = joined(tensor, 1);
   if (dimensions.size() > 2) {
     return std::nullopt;
   }
@@ -79,81 +66,71 @@ std::optional<Layout> layout(const Tensor& tensor, bool apart) {
   return result;
 }
 
-Read read(const Tensor& tensor, bool apart) {
+}  // namespace
+
+cpu::DType dtype(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float: return cpu::DType::float32;
+    case ScalarType::BFloat16: return cpu::DType::bfloat16;
+    case ScalarType::Half: return cpu::DType::float16;
+    case ScalarType::Double: return cpu::DType::float64;
+    default: throw std::invalid_argument("xent: no kernel for this dtype");
+  }
+}
+
+cpu::Rows rows(Tensor& tensor, bool apart) {
   auto found = layout(tensor, apart);
-  const Tensor memory = found ? tensor : torch::stable::contiguous(tensor);
-  const Layout place = found ? *found : *layout(memory);
-  return {memory, {allocated(memory).const_data_ptr(), place.inner, place.outer_stride, place.stride, place.class_stride}};
-}
-
-Write::Write(const Tensor& tensor) : tensor_(tensor), memory_(tensor) {
-  auto found = layout(tensor);
   if (!found) {
-    memory_ = torch::stable::contiguous(tensor);
-    found = layout(memory_);
+    tensor = torch::stable::contiguous(tensor);
+    found = layout(tensor, apart);
   }
-  allocated(memory_);
-  rows = {memory_.mutable_data_ptr(), found->inner, found->outer_stride, found->stride};
+  found->data = allocated(tensor).const_data_ptr();
+  return *found;
 }
 
-void Write::finish() const {
-  Tensor written = tensor_;
-  torch::stable::copy_(written, memory_);  // onto itself if not copied: tells autograd that it was written
+cpu::MutableRows mutable_rows(Tensor& tensor) {
+  const cpu::Rows found = rows(tensor);
+  return {tensor.mutable_data_ptr(), found.inner, found.outer_stride, found.stride};
 }
 
-PerRow::PerRow(const MaybeTensor& tensor, ScalarType dtype) {
+cpu::PerRow Arguments::per_row(const MaybeTensor& tensor) {
   if (!tensor) {
-    return;
+    return {};
   }
-  memory = aten::to(*tensor, dtype);
-  auto dimensions = joined(*memory, 0);
+  Tensor& memory = memory_.emplace_back(aten::to(*tensor, accumulator_));
+  auto dimensions = joined(memory, 0);
   if (dimensions.size() > 1) {
-    memory = torch::stable::contiguous(*memory);
-    dimensions = joined(*memory, 0);
+    memory = torch::stable::contiguous(memory);
+    dimensions = joined(memory, 0);
   }
-  values = {allocated(*memory).const_data_ptr(), dimensions.empty() ? 0 : dimensions.back().stride};
+  return {allocated(memory).const_data_ptr(), dimensions.empty() ? 0 : dimensions.back().stride};
 }
 
-Tensor dense(const Tensor& tensor, ScalarType dtype) {
-  return allocated(torch::stable::contiguous(aten::to(tensor, dtype)));
+const void* Arguments::dense(const MaybeTensor& tensor, MaybeDtype dtype) {
+  if (!tensor) {
+    return nullptr;
+  }
+  memory_.push_back(torch::stable::contiguous(aten::to(*tensor, dtype.value_or(accumulator_))));
+  return allocated(memory_.back()).const_data_ptr();
 }
 
-Problem::Problem(const Tensor& logits, const MaybeTensor& target, const MaybeTensor& weight, const RowOptions& options,
-                 Values values)
-    : cpu::Problem{options} {
-  dtype = tensors::dtype(logits);
-  rows = 1;
+cpu::Problem Arguments::problem(const Tensor& logits, const MaybeTensor& target, const MaybeTensor& weight,
+                                const RowOptions& options, Values values) {
+  cpu::Problem problem{options};
+  problem.dtype = dtype(logits);
+  problem.rows = 1;
   for (int64_t i = 0; i + 1 < logits.dim(); ++i) {
-    rows *= logits.size(i);
+    problem.rows *= logits.size(i);
   }
-  classes = logits.size(logits.dim() - 1);
+  problem.classes = logits.size(logits.dim() - 1);
   if (values != Values::absent) {
-    logits_ = tensors::read(logits, values == Values::apart);
-    this->logits = logits_->rows;
+    problem.logits = rows(logits, values == Values::apart);
   }
-  if (target) {
-    target_ = dense(*target, ScalarType::Long);
-    this->target = target_->const_data_ptr<int64_t>();
-  }
+  problem.target = static_cast<const int64_t*>(dense(target, ScalarType::Long));
   if (weight) {
-    weight_ = dense(*weight, accumulator(logits));
-    this->weight = weight_->const_data_ptr();
+    problem.weight = dense(weight);
   }
-}
-
-void Problem::check_targets(int64_t num_classes) const { checks::target_values(*target_, num_classes, ignore_index); }
-
-Upstream::Upstream(const Tensor& logits, const Tensor& grad_loss, const MaybeTensor& grad_lse,
-                   const MaybeTensor& grad_entropy, const MaybeTensor& divisor, double lse_square_scale)
-    : loss_(grad_loss, accumulator(logits)),
-      lse_(grad_lse, accumulator(logits)),
-      entropy_(grad_entropy, accumulator(logits)),
-      divisor_(dense(divisor, accumulator(logits))) {
-  loss = loss_.values;
-  lse = lse_.values;
-  entropy = entropy_.values;
-  this->divisor = data(divisor_);
-  this->lse_square_scale = lse_square_scale;
+  return problem;
 }
 
 namespace {
@@ -191,25 +168,18 @@ class FlushToZero {
 }  // namespace
 
 cpu::Threads threads(const Tensor& logits, const std::optional<double>& softcap) {
-  cpu::Threads result;
-  uint32_t number = 1;
-  aten::succeed(torch_get_num_threads(&number), "torch_get_num_threads");
-  result.number = number;
   const ScalarType dtype = logits.scalar_type();
   const bool flushes = !softcap && (dtype == ScalarType::Float || dtype == ScalarType::BFloat16);
-  result.loop = [flushes](int64_t begin, int64_t end, int64_t grain, const cpu::Threads::Body& body) {
-    const cpu::Threads::Body flushing = [&body](int64_t first, int64_t last) {
-      const FlushToZero flush;
+  const auto loop = [flushes](int64_t begin, int64_t end, int64_t grain, const cpu::Threads::Body& body) {
+    torch::stable::parallel_for(begin, end, grain, [&](int64_t first, int64_t last) {
+      std::optional<FlushToZero> flush;
+      if (flushes) {
+        flush.emplace();
+      }
       body(first, last);
-    };
-    const auto run = [](int64_t first, int64_t last, void* context) {
-      (*static_cast<const cpu::Threads::Body*>(context))(first, last);
-    };
-    aten::succeed(torch_parallel_for(begin, end, grain, run,
-                                     const_cast<cpu::Threads::Body*>(flushes ? &flushing : &body)),
-                  "torch_parallel_for");
+    });
   };
-  return result;
+  return {torch::stable::get_num_threads(), loop};
 }
 
 }  // namespace xent::tensors

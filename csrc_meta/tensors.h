@@ -11,85 +11,36 @@ inline ScalarType accumulator(const Tensor& logits) {
 
 cpu::DType dtype(const Tensor& tensor);
 
-// (..., V) as N rows of V dense elements, with one or two strides between rows.
-struct Layout {
-  int64_t inner = 1;
-  int64_t outer_stride = 0;
-  int64_t stride = 0;
-  int64_t class_stride = 1;
-};
-
-// Empty if the classes are not dense (unless few may be apart), or the rows have more than two strides.
-std::optional<Layout> layout(const Tensor& tensor, bool apart = false);
-
-// Rows of a tensor, and the tensor that keeps their memory.
-struct Read {
-  Tensor tensor;
-  cpu::Rows rows;
-};
-Read read(const Tensor& tensor, bool apart = false);
-
-// The memory of a gradient (checks::writable): the tensor itself, or a copy that `finish` copies back.
-class Write {
- public:
-  explicit Write(const Tensor& tensor);
-  cpu::MutableRows rows;
-  const Tensor& memory() const { return memory_; }
-  void finish() const;
-
- private:
-  Tensor tensor_;
-  Tensor memory_;
-};
-
-// One number a row, in the accumulator's dtype; null where absent.
-struct PerRow {
-  PerRow(const MaybeTensor& tensor, ScalarType dtype);
-  MaybeTensor memory;
-  cpu::PerRow values;
-};
-
-// Contiguous, in this dtype, and in memory.
-Tensor dense(const Tensor& tensor, ScalarType dtype);
-
-inline MaybeTensor dense(const MaybeTensor& tensor, ScalarType dtype) {
-  return tensor ? MaybeTensor(dense(*tensor, dtype)) : std::nullopt;
-}
-
-inline const void* data(const MaybeTensor& tensor) {
-  return tensor ? tensor->const_data_ptr() : nullptr;
-}
+// (..., V) as rows for the kernels. A copy replaces the tensor if they cannot take its strides: the classes are dense,
+// unless they are few and may be `apart`, and the rows have one or two strides.
+cpu::Rows rows(Tensor& tensor, bool apart = false);
+cpu::MutableRows mutable_rows(Tensor& tensor);
 
 // The logits that a kernel reads. apart: few classes may have any stride.
 enum class Values { absent, dense, apart };
 
-// Arguments in the form that the kernels take. Keeps the memory of converted ones.
-class Problem : public cpu::Problem {
+// Converts arguments for a kernel, and keeps the memory of those that were copied. An absent one is null.
+class Arguments {
  public:
+  explicit Arguments(const Tensor& logits) : accumulator_(accumulator(logits)) { memory_.reserve(12); }
+
+  cpu::Rows rows(const Tensor& tensor, bool apart = false) {
+    return tensors::rows(memory_.emplace_back(tensor), apart);
+  }
+
+  // One number a row, in the accumulator's dtype.
+  cpu::PerRow per_row(const MaybeTensor& tensor);
+
+  // Contiguous; in the accumulator's dtype, unless another one is named.
+  const void* dense(const MaybeTensor& tensor, MaybeDtype dtype = std::nullopt);
+
   // No target: class probabilities, or a kernel that reads no target.
-  Problem(const Tensor& logits, const MaybeTensor& target, const MaybeTensor& weight, const RowOptions& options,
-          Values values = Values::dense);
-
-  void check_targets(int64_t num_classes) const;
+  cpu::Problem problem(const Tensor& logits, const MaybeTensor& target, const MaybeTensor& weight,
+                       const RowOptions& options, Values values = Values::dense);
 
  private:
-  std::optional<Read> logits_;
-  MaybeTensor target_;
-  MaybeTensor weight_;
-};
-
-// The upstream gradients of each row, in the accumulator's dtype.
-class Upstream : public cpu::Upstream {
- public:
-  Upstream(const Tensor& logits, const Tensor& grad_loss, const MaybeTensor& grad_lse,
-           const MaybeTensor& grad_entropy = std::nullopt, const MaybeTensor& divisor = std::nullopt,
-           double lse_square_scale = 0.0);
-
- private:
-  PerRow loss_;
-  PerRow lse_;
-  PerRow entropy_;
-  MaybeTensor divisor_;
+  ScalarType accumulator_;
+  std::vector<Tensor> memory_;
 };
 
 // torch's intra-op threads, as set by torch.set_num_threads, at::set_num_threads or OMP_NUM_THREADS.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels.h"
 
@@ -77,12 +78,12 @@ struct GroupGradient {
   void* to[kMostLanes];
 };
 
+// For logits of one dtype, whose accumulator is A.
 template <class A>
 struct Blocks {
-  const char* name;
   // x_j = scale * from_j for n <= kBlock elements. Returns the maximum, without NaNs (-inf if there is no number).
   // Fills x up to a whole vector with -inf: x has room for kBlock elements.
-  A (*load)(DType, const void* from, std::int64_t n, A scale, A* x);
+  A (*load)(const void* from, std::int64_t n, A scale, A* x);
   // x_j = softcap tanh(x_j / softcap), in place.
   void (*cap)(A* x, std::int64_t n, A softcap);
   // Returns sum_j e_j, e_j = exp(x_j - pivot), of an x from `load`. If moment is not null, it becomes
@@ -93,33 +94,45 @@ struct Blocks {
   double (*distance)(const A* x, std::int64_t n, A pivot, const A* q);
   double (*sum)(const A* q, std::int64_t n);
   // `to` may be the same memory as `from`.
-  void (*gradient)(DType, const Gradient<A>&, const void* from, void* to, std::int64_t n);
+  void (*gradient)(const Gradient<A>&, const void* from, void* to, std::int64_t n);
   // x_j *= factor, in place, for elements in their stored dtype.
-  void (*scale)(DType, void* x, std::int64_t n, A factor);
-  // The sums of a block. If `to` is not null, also writes the gradient in this dtype.
-  DivergenceSums (*divergence)(DType, const Divergence<A>&, const A* x, const A* y, void* to, std::int64_t n);
+  void (*scale)(void* x, std::int64_t n, A factor);
+  // The sums of a block. If `to` is not null, also writes the gradient.
+  DivergenceSums (*divergence)(const Divergence<A>&, const A* x, const A* y, void* to, std::int64_t n);
   int lanes;
   // Distances are summed by q if `distances`; q null: all ones.
-  void (*sums_of_group)(DType, const Group<A>&, bool distances, const A* q, GroupSums<A>&);
-  void (*gradient_of_group)(DType, const Group<A>&, const GroupGradient<A>&);
+  void (*sums_of_group)(const Group<A>&, bool distances, const A* q, GroupSums<A>&);
+  void (*gradient_of_group)(const Group<A>&, const GroupGradient<A>&);
 };
 
-// The loops for the best instruction set of this processor: see `instruction_set`.
-template <class A>
-const Blocks<A>& blocks();
+// The loops for an instruction set.
+struct InstructionSet {
+  const char* name;
+  Blocks<float> in_float[3];  // of DType float32, bfloat16 and float16
+  Blocks<double> in_double;
+};
 
 // Each is one file.
 namespace generic {
-extern const Blocks<float> float_blocks;
-extern const Blocks<double> double_blocks;
-}  // namespace generic
+extern const InstructionSet loops;
+}
 namespace avx2 {
-extern const Blocks<float> float_blocks;
-extern const Blocks<double> double_blocks;
-}  // namespace avx2
+extern const InstructionSet loops;
+}
 namespace avx512 {
-extern const Blocks<float> float_blocks;
-extern const Blocks<double> double_blocks;
-}  // namespace avx512
+extern const InstructionSet loops;
+}
+
+// The best one of this processor: see `instruction_set`.
+const InstructionSet& best_loops();
+
+template <class A>
+const Blocks<A>& blocks(DType logits) {
+  if constexpr (std::is_same_v<A, double>) {
+    return best_loops().in_double;
+  } else {
+    return best_loops().in_float[int(logits)];
+  }
+}
 
 }  // namespace xent::cpu

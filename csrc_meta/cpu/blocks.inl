@@ -1,4 +1,4 @@
-// The loops of blocks.h. Included by blocks_target.inl inside a namespace, after simd.h.
+// The loops of blocks.h. Included by blocks_target.inl inside a namespace, after simd.h. T: as logits are stored.
 
 // Calls body(j, n) for whole vectors, with n a constant, then for the remaining elements.
 template <class A, class Body>
@@ -32,8 +32,9 @@ inline Vector<A> splat(A value) {
 }
 
 template <class T, class A>
-A load_as(const T* from, std::int64_t n, A scale, A* x) {
+A load_as(const void* elements, std::int64_t n, A scale, A* x) {
   typedef Vector<A> V;
+  const T* from = static_cast<const T*>(elements);
   const A infinity = A(__builtin_inf());
   V maxima[4];  // a single one would be a chain of dependent instructions
   for (V& maximum : maxima) maximum = splat(-infinity);
@@ -125,8 +126,10 @@ double sum(const A* q, std::int64_t n) {
 constexpr int kAhead = 2048;
 
 template <class T, class A>
-void gradient_as(const Gradient<A>& g, const T* from, T* to, std::int64_t n) {
+void gradient_as(const Gradient<A>& g, const void* logits, void* grad, std::int64_t n) {
   typedef Vector<A> V;
+  const T* from = static_cast<const T*>(logits);
+  T* to = static_cast<T*>(grad);
   const A per_cap = g.softcap != 0 ? 1 / g.softcap : 0;
   for_vectors<A>(n, [&, g](std::int64_t j, int left) ALWAYS_INLINE {
     __builtin_prefetch(reinterpret_cast<const char*>(from + j) + kAhead, 0, 2);
@@ -144,7 +147,8 @@ void gradient_as(const Gradient<A>& g, const T* from, T* to, std::int64_t n) {
 }
 
 template <class T, class A>
-void scale_as(T* x, std::int64_t n, A factor) {
+void scale_as(void* elements, std::int64_t n, A factor) {
+  T* x = static_cast<T*>(elements);
   for_vectors<A>(n, [=](std::int64_t j, int left) ALWAYS_INLINE { store(x + j, load(x + j, left) * factor, left); });
 }
 
@@ -160,8 +164,9 @@ inline Vector<A> below(Vector<A> x, const Lse<A>& lse) {
 }
 
 template <class T, class A>
-DivergenceSums divergence_as(const Divergence<A>& arguments, const A* x, const A* y, T* to, std::int64_t n) {
+DivergenceSums divergence_as(const Divergence<A>& arguments, const A* x, const A* y, void* grad, std::int64_t n) {
   typedef Vector<A> V;
+  T* to = static_cast<T*>(grad);
   const A infinity = A(__builtin_inf());
   const A per_cap = arguments.softcap != 0 ? 1 / arguments.softcap : 0;
   DivergenceSums sums;
@@ -206,8 +211,8 @@ struct Columns {
   std::int64_t stride;
 };
 
-template <class A, class T, class G>
-inline Columns<T> columns_of(const G& group, T* packed) {
+template <class T, class A>
+inline Columns<T> columns_of(const Group<A>& group, T* packed) {
   const T* first = static_cast<const T*>(group.from[0]);
   bool side_by_side = group.rows == kLanes<A>;
   for (int row = 1; row < kLanes<A> && side_by_side; ++row) side_by_side = group.from[row] == first + row;
@@ -220,13 +225,13 @@ inline Columns<T> columns_of(const G& group, T* packed) {
 }
 
 template <class T, class A>
-void sums_of_group_as(const Group<A>& group, bool distances, const A* q, GroupSums<A>& sums, const T*) {
+void sums_of_group_as(const Group<A>& group, bool distances, const A* q, GroupSums<A>& sums) {
   typedef Vector<A> V;
   constexpr int lanes = kLanes<A>;
   const A infinity = A(__builtin_inf());
   alignas(64) T packed[kFewClasses * lanes];
   alignas(64) A x[kFewClasses * lanes];
-  const Columns<T> columns = columns_of<A>(group, packed);
+  const Columns<T> columns = columns_of(group, packed);
   V top = splat(-infinity), first = {};
   for (std::int64_t j = 0; j < group.classes; ++j) {
     const V z = load(columns.from + j * columns.stride, lanes) * group.scale;
@@ -257,11 +262,11 @@ void sums_of_group_as(const Group<A>& group, bool distances, const A* q, GroupSu
 }
 
 template <class T, class A>
-void gradient_of_group_as(const Group<A>& group, const GroupGradient<A>& g, const T*) {
+void gradient_of_group_as(const Group<A>& group, const GroupGradient<A>& g) {
   typedef Vector<A> V;
   constexpr int lanes = kLanes<A>;
   alignas(64) T packed[kFewClasses * lanes];
-  const Columns<T> columns = columns_of<A>(group, packed);
+  const Columns<T> columns = columns_of(group, packed);
   const V lse = read<V>(g.lse, lanes), total = read<V>(g.total, lanes), factor = read<V>(g.factor, lanes);
   const V at_target = read<V>(g.at_target, lanes), column = read<V>(g.column, lanes), live = read<V>(g.live, lanes);
   const V grad_entropy = read<V>(g.grad_entropy, lanes), entropy = read<V>(g.entropy, lanes);
@@ -285,70 +290,7 @@ void gradient_of_group_as(const Group<A>& group, const GroupGradient<A>& g, cons
   }
 }
 
-// Calls body with a pointer to the type that the logits are stored as.
-template <class Body>
-inline auto as_stored(DType dtype, const void* elements, Body body) {
-  if (dtype == DType::bfloat16) return body(static_cast<const Bfloat16*>(elements));
-  if (dtype == DType::float16) return body(static_cast<const Float16*>(elements));
-  return body(static_cast<const float*>(elements));
-}
-
-float load_float(DType dtype, const void* from, std::int64_t n, float scale, float* x) {
-  return as_stored(dtype, from, [=](auto* stored) { return load_as(stored, n, scale, x); });
-}
-
-double load_double(DType, const void* from, std::int64_t n, double scale, double* x) {
-  return load_as(static_cast<const double*>(from), n, scale, x);
-}
-
-template <class T>
-T* writable(const T*, void* to) {
-  return static_cast<T*>(to);
-}
-
-void gradient_float(DType dtype, const Gradient<float>& g, const void* from, void* to, std::int64_t n) {
-  as_stored(dtype, from, [=, &g](auto* stored) { gradient_as(g, stored, writable(stored, to), n); });
-}
-
-void gradient_double(DType, const Gradient<double>& g, const void* from, void* to, std::int64_t n) {
-  gradient_as(g, static_cast<const double*>(from), static_cast<double*>(to), n);
-}
-
-void scale_float(DType dtype, void* x, std::int64_t n, float factor) {
-  as_stored(dtype, x, [=](auto* stored) { scale_as(writable(stored, x), n, factor); });
-}
-
-void scale_double(DType, void* x, std::int64_t n, double factor) { scale_as(static_cast<double*>(x), n, factor); }
-
-DivergenceSums divergence_float(
-    DType dtype, const Divergence<float>& divergence, const float* x, const float* y, void* to, std::int64_t n) {
-  return as_stored(dtype, to,
-                   [=, &divergence](auto* stored) { return divergence_as(divergence, x, y, writable(stored, to), n); });
-}
-
-DivergenceSums divergence_double(
-    DType, const Divergence<double>& divergence, const double* x, const double* y, void* to, std::int64_t n) {
-  return divergence_as(divergence, x, y, static_cast<double*>(to), n);
-}
-
-void sums_of_group_float(DType dtype, const Group<float>& group, bool distances, const float* q,
-                         GroupSums<float>& sums) {
-  as_stored(dtype, nullptr, [&](auto* stored) { sums_of_group_as(group, distances, q, sums, stored); });
-}
-
-void sums_of_group_double(DType, const Group<double>& group, bool distances, const double* q,
-                          GroupSums<double>& sums) {
-  sums_of_group_as(group, distances, q, sums, static_cast<const double*>(nullptr));
-}
-
-void gradient_of_group_float(DType dtype, const Group<float>& group, const GroupGradient<float>& g) {
-  as_stored(dtype, nullptr, [&](auto* stored) { gradient_of_group_as(group, g, stored); });
-}
-
-void gradient_of_group_double(DType, const Group<double>& group, const GroupGradient<double>& g) {
-  gradient_of_group_as(group, g, static_cast<const double*>(nullptr));
-}
-
-#define XENT_BLOCKS(name, A)                                                                                      \
-  {name,         load_##A,   cap<A>,           exponentials<A>, distance<A>,         sum<A>,                     \
-   gradient_##A, scale_##A,  divergence_##A,   kLanes<A>,       sums_of_group_##A,   gradient_of_group_##A}
+template <class T, class A>
+constexpr Blocks<A> kBlocks = {load_as<T, A>,  cap<A>,        exponentials<A>,     distance<A>, sum<A>,
+                               gradient_as<T, A>, scale_as<T, A>, divergence_as<T, A>, kLanes<A>,
+                               sums_of_group_as<T, A>, gradient_of_group_as<T, A>};

@@ -28,8 +28,9 @@ namespace {
 #include "blocks.inl"
 }  // namespace
 
-const Blocks<float> float_blocks = XENT_BLOCKS(XENT_STRING(XENT_NAME), float);
-const Blocks<double> double_blocks = XENT_BLOCKS(XENT_STRING(XENT_NAME), double);
+const InstructionSet loops = {XENT_STRING(XENT_NAME),
+                              {kBlocks<float, float>, kBlocks<Bfloat16, float>, kBlocks<Float16, float>},
+                              kBlocks<double, double>};
 }  // namespace xent::cpu::XENT_NAME
 
 #if defined(__clang__) && defined(XENT_TARGET)

@@ -1,7 +1,5 @@
 // A student and its teacher. The formulas: xent_ops/kernels/reference_distillation.py.
 
-#include <cstring>
-
 #include "kernels.h"
 #include "scan.h"
 
@@ -57,23 +55,24 @@ class Distiller {
     const Target t = target(row);
     state.factor = A(factor);
     if (spec.hard_weight != 0) state.hard_weight = A(t.valid ? spec.hard_weight : kNaN);
+    const Blocks<A>& functions = blocks<A>(student.dtype);
     DivergenceSums sums;
     each_block([&](std::int64_t column, std::int64_t n) {
       alignas(64) A x[kBlock], y[kBlock];
       read(student, row, column, n, x);
       read(teacher, row, column, n, y);
       char* to = grad == nullptr ? nullptr : at(*grad, student.dtype, row, column);
-      const DivergenceSums part = blocks<A>().divergence(student.dtype, state, x, y, to, n);
+      const DivergenceSums part = functions.divergence(state, x, y, to, n);
       sums.student_kl += part.student_kl;
       sums.teacher_kl += part.teacher_kl;
       const std::int64_t hot = t.column - column;
       if (to != nullptr && spec.hard_weight != 0 && t.column >= 0 && hot >= 0 && hot < n) {
         Divergence<A> one = state;
         one.hot = 1;
-        blocks<A>().divergence(student.dtype, one, x + hot, y + hot, to + hot * size_of(student.dtype), 1);
+        functions.divergence(one, x + hot, y + hot, to + hot * size_of(student.dtype), 1);
       }
     });
-    if (grad != nullptr) zero(*grad, row, student.classes);
+    if (grad != nullptr) zero_from(*grad, row, student.classes);
     return sums;
   }
 
@@ -93,10 +92,8 @@ class Distiller {
     return spec.hard_weight * (target_loss + double(state.hard_lse.log_total));
   }
 
-  // Writes zeros from a column on.
-  void zero(const MutableRows& grad, std::int64_t row, std::int64_t from) const {
-    const std::int64_t columns = spec.student.classes - from;
-    if (columns > 0) std::memset(at(grad, student.dtype, row, from), 0, columns * size_of(student.dtype));
+  void zero_from(const MutableRows& grad, std::int64_t row, std::int64_t column) const {
+    zero(student.dtype, grad, row, column, spec.student.classes);
   }
 
   const Distillation& spec;
@@ -107,8 +104,9 @@ class Distiller {
   static Lse<A> lse_of(const Sums& sums) { return {A(sums.pivot()), A(std::log(sums.total))}; }
 
   static void read(const Problem& problem, std::int64_t row, std::int64_t column, std::int64_t n, A* x) {
-    blocks<A>().load(problem.dtype, at(problem.logits, problem.dtype, row, column), n, A(problem.logit_scale), x);
-    if (problem.softcap) blocks<A>().cap(x, n, A(*problem.softcap));
+    const Blocks<A>& functions = blocks<A>(problem.dtype);
+    functions.load(at(problem.logits, problem.dtype, row, column), n, A(problem.logit_scale), x);
+    if (problem.softcap) functions.cap(x, n, A(*problem.softcap));
   }
 
   template <class Body>
@@ -141,81 +139,65 @@ A one_number(const Lse<A>& lse) {
   return A(double(lse.pivot) + double(lse.log_total));
 }
 
-template <class A>
-void forward_as(const Distillation& spec, const A* joined, A* loss, A* statistics, const Threads& threads) {
-  const Distiller<A> rows(spec);
-  const std::int64_t number = rows.student.rows;
-  for_each(threads, number, spec.student.classes, [&](std::int64_t row) {
-    Divergence<A> state = {};
-    DivergenceSums sums;
-    loss[row] = 0;
-    if (rows.target(row).counted) {
-      state = joined == nullptr ? rows.read_lse(row) : rows.joined_lse(joined, row);
-      if (spec.all_classes || joined != nullptr || rows.middle != Middle::mixture) sums = rows.visit_again(row, state);
-      loss[row] = A(rows.divergence(sums) + rows.hard_loss(row, state));
-    }
-    const bool has_kl = rows.middle != Middle::student;
-    const A values[] = {one_number(state.lse), one_number(state.teacher_lse), has_kl ? A(sums.student_kl) : A(0),
-                        one_number(state.hard_lse)};
-    for (int i = 0; i < 4; ++i) statistics[i * number + row] = values[i];
+}  // namespace
+
+void distillation_forward(const Distillation& spec, Numbers joined, MutableNumbers loss, MutableNumbers statistics,
+                          const Threads& threads) {
+  dispatch(spec.student, [&]<class A>(A) {
+    const Distiller<A> rows(spec);
+    const std::int64_t number = rows.student.rows;
+    for_each(threads, number, spec.student.classes, [&](std::int64_t row) {
+      Divergence<A> state = {};
+      DivergenceSums sums;
+      loss.at<A>(row) = 0;
+      if (rows.target(row).counted) {
+        state = joined.data == nullptr ? rows.read_lse(row) : rows.joined_lse(joined, row);
+        const bool visits = spec.all_classes || joined.data != nullptr || rows.middle != Middle::mixture;
+        if (visits) sums = rows.visit_again(row, state);
+        loss.at<A>(row) = A(rows.divergence(sums) + rows.hard_loss(row, state));
+      }
+      const bool has_kl = rows.middle != Middle::student;
+      const A values[] = {one_number(state.lse), one_number(state.teacher_lse), has_kl ? A(sums.student_kl) : A(0),
+                          one_number(state.hard_lse)};
+      for (int i = 0; i < 4; ++i) statistics.at<A>(i * number + row) = values[i];
+    });
   });
 }
 
-template <class A>
-void backward_as(
-    const Distillation& spec, PerRow grad_loss, const A* statistics, MutableRows grad, const Threads& threads) {
+void distillation_backward(const Distillation& spec, PerRow grad_loss, Numbers statistics, MutableRows grad,
+                           const Threads& threads) {
   prefer_huge_pages(spec.student, grad);
-  const Distiller<A> rows(spec);
-  for_each(threads, rows.student.rows, spec.student.classes, [&](std::int64_t row) {
-    const double factor = rows.target(row).counted ? value<A>(grad_loss, row) : 0;
-    if (factor == 0) {
-      rows.zero(grad, row, 0);
-    } else {
+  dispatch(spec.student, [&]<class A>(A) {
+    const Distiller<A> rows(spec);
+    for_each(threads, rows.student.rows, spec.student.classes, [&](std::int64_t row) {
+      const double factor = rows.target(row).counted ? value<A>(grad_loss, row) : 0;
+      if (factor == 0) return rows.zero_from(grad, row, 0);
       rows.visit_again(row, rows.joined_lse(statistics, row), &grad, factor);
-    }
+    });
   });
 }
 
-template <class A>
-void with_grad_as(const Distillation& spec, PerRow grad_scale, A* loss, MutableRows grad, const Threads& threads) {
+void distillation_with_grad(const Distillation& spec, PerRow grad_scale, MutableNumbers loss, MutableRows grad,
+                            const Threads& threads) {
   prefer_huge_pages(spec.student, grad);
-  const Distiller<A> rows(spec);
-  for_each(threads, rows.student.rows, spec.student.classes, [&](std::int64_t row) {
-    loss[row] = 0;
-    const double factor = rows.target(row).counted ? value<A>(grad_scale, row) : 0;
-    if (rows.target(row).counted) {
+  dispatch(spec.student, [&]<class A>(A) {
+    const Distiller<A> rows(spec);
+    for_each(threads, rows.student.rows, spec.student.classes, [&](std::int64_t row) {
+      loss.at<A>(row) = 0;
+      if (!rows.target(row).counted) return rows.zero_from(grad, row, 0);
+      const double factor = value<A>(grad_scale, row);
       Divergence<A> state = rows.read_lse(row);
       const double hard_loss = rows.hard_loss(row, state);
       // The gradient of KL(t || s) needs none of the sums, so one visit gives both.
       const bool at_once = rows.middle == Middle::student && factor != 0;
       const DivergenceSums sums = rows.visit_again(row, state, at_once ? &grad : nullptr, factor);
-      loss[row] = A(rows.divergence(sums) + hard_loss);
+      loss.at<A>(row) = A(rows.divergence(sums) + hard_loss);
       if (at_once) return;
+      if (factor == 0) return rows.zero_from(grad, row, 0);
       state.student_kl = A(sums.student_kl);
-      if (factor != 0) rows.visit_again(row, state, &grad, factor);
-    }
-    if (factor == 0) rows.zero(grad, row, 0);
+      rows.visit_again(row, state, &grad, factor);
+    });
   });
-}
-
-}  // namespace
-
-void distillation_forward(const Distillation& spec, Numbers joined, MutableNumbers loss, MutableNumbers statistics,
-                          const Threads& threads) {
-  return dispatch(spec.student,
-                  [&](auto a) { return forward_as<decltype(a)>(spec, joined, loss, statistics, threads); });
-}
-
-void distillation_backward(const Distillation& spec, PerRow grad_loss, Numbers statistics, MutableRows grad,
-                           const Threads& threads) {
-  return dispatch(spec.student,
-                  [&](auto a) { return backward_as<decltype(a)>(spec, grad_loss, statistics, grad, threads); });
-}
-
-void distillation_with_grad(const Distillation& spec, PerRow grad_scale, MutableNumbers loss, MutableRows grad,
-                            const Threads& threads) {
-  return dispatch(spec.student,
-                  [&](auto a) { return with_grad_as<decltype(a)>(spec, grad_scale, loss, grad, threads); });
 }
 
 }  // namespace xent::cpu

@@ -4,8 +4,6 @@
 
 #include "group.h"
 
-#include <limits>
-
 namespace xent::cpu {
 namespace {
 
@@ -17,13 +15,10 @@ struct ClassIndices {
   const std::vector<double> weights;  // of each block
   double sum_weights = 0;
 
-  ClassIndices(const Problem& problem, const Threads& threads)
-      : ClassIndices(problem, {0, problem.classes}, nullptr, threads) {}
-
-  ClassIndices(const Problem& problem, Slice slice, const A* lse_coefficients, const Threads& threads)
+  ClassIndices(const Problem& problem, Slice slice, const A* lse_coefficient, const Threads& threads)
       : problem(problem),
         slice(slice),
-        lse_coefficient(lse_coefficients),
+        lse_coefficient(lse_coefficient),
         weights(problem.label_smoothing > 0 ? block_weights<A>(problem, threads) : std::vector<double>()) {
     if (!problem.weight) sum_weights = double(problem.classes);
     for (const double weight : weights) sum_weights += weight;
@@ -45,6 +40,15 @@ struct ClassIndices {
       loss = (1 - problem.label_smoothing) * loss + problem.label_smoothing / double(problem.classes) * smooth;
     }
     return loss;
+  }
+
+  // Writes what a forward returns of a row. Without `visited`, that of an ignored row that was not read.
+  void write(std::int64_t row, const Sums& sums, bool visited, const RowResults& out) const {
+    const double log_total = std::log(sums.total);
+    out.loss.at<A>(row) = A(loss(row, sums, log_total));
+    out.lse.at<A>(row) = A(visited ? sums.pivot() + log_total : kInfinity);
+    if (out.argmax != nullptr) out.argmax[row] = visited ? sums.first : -1;
+    if (out.entropy.data != nullptr) out.entropy.at<A>(row) = A(visited ? log_total - sums.moment / sums.total : 0);
   }
 
   GradientCoefficients<A> row_coefficients(std::int64_t row, double lse, double grad_loss, double grad_lse) const {
@@ -70,146 +74,79 @@ struct ClassIndices {
   }
 };
 
-template <class A>
-void forward_as(
-    const Problem& problem, A* loss, A* lse, std::int64_t* argmax, A* entropy, const Threads& threads) {
-  const ClassIndices<A> indices(problem, threads);
-  const Scan<A> scan{problem, argmax != nullptr, entropy != nullptr, indices.smoothing(), nullptr};
-  const auto finish = [&](std::int64_t row, const Sums& sums) {
-    const double log_total = std::log(sums.total);
-    loss[row] = A(indices.loss(row, sums, log_total));
-    lse[row] = A(sums.pivot() + log_total);
-    if (argmax != nullptr) argmax[row] = sums.first;
-    if (entropy != nullptr) entropy[row] = A(log_total - sums.moment / sums.total);
-    return Nothing{};
-  };
-  visit_rows<A>(problem, nullptr, &scan, nullptr, threads, finish);
-}
-
-template <class A>
-void forward_counted_as(const Problem& problem, A* loss, A* lse, const Threads& threads) {
-  const ClassIndices<A> indices(problem, threads);
-  const Scan<A> scan{problem, false, false, indices.smoothing(), nullptr};
-  // Before the work is divided, so that threads get equal shares of the counted rows.
-  std::vector<std::int64_t> counted;
-  counted.reserve(problem.rows);
-  for (std::int64_t row = 0; row < problem.rows; ++row) {
-    loss[row] = 0;
-    lse[row] = std::numeric_limits<A>::infinity();
-    if (indices.target(row).counted) counted.push_back(row);
-  }
-  const auto finish = [&](std::int64_t row, const Sums& sums) {
-    const double log_total = std::log(sums.total);
-    loss[row] = A(indices.loss(row, sums, log_total));
-    lse[row] = A(sums.pivot() + log_total);
-    return Nothing{};
-  };
-  visit_rows<A>(problem, &counted, &scan, nullptr, threads, finish);
-}
-
-template <class A>
-void backward_as(
-    const Problem& whole,
-    Slice slice,
-    const Upstream& upstream,
-    const A* lse,
-    const A* entropy,
-    const A* lse_coefficient,
-    MutableRows grad,
-    const Threads& threads) {
-  prefer_huge_pages(whole, grad);
-  const Problem problem = without_padding(whole, slice);
-  const ClassIndices<A> indices(problem, slice, lse_coefficient, threads);
-  const Scan<A>* no_scan = nullptr;
-  const auto join = [&](std::int64_t row, const Sums&) {
-    const RowGrads grads = row_grads<A>(upstream, row, indices.target(row).counted, lse[row]);
-    auto result = indices.row_coefficients(row, lse[row], grads.loss, grads.lse);
-    if (upstream.entropy.data != nullptr) {
-      result.gradient.grad_entropy = A(value<A>(upstream.entropy, row));
-      result.gradient.entropy = entropy[row];
-      result.live |= result.gradient.grad_entropy != 0;
-    }
-    if (problem.classes < whole.classes) {
-      const std::int64_t padding = whole.classes - problem.classes;
-      std::memset(at(grad, problem.dtype, row, problem.classes), 0, padding * size_of(problem.dtype));
-    }
-    return result;
-  };
-  visit_rows<A>(problem, nullptr, no_scan, &grad, threads, join);
-}
-
-template <class A>
-void with_grad_as(
-    const Problem& problem,
-    PerRow grad_scale,
-    PerRow grad_lse_square,
-    A* loss,
-    A* lse,
-    std::int64_t* argmax,
-    A* entropy,
-    MutableRows grad,
-    const Threads& threads) {
-  prefer_huge_pages(problem, grad);
-  const ClassIndices<A> indices(problem, threads);
-  const Scan<A> scan{problem, argmax != nullptr, entropy != nullptr, indices.smoothing(), nullptr, true};
-  const auto join = [&](std::int64_t row, const Sums& sums) {
-    const bool counted = indices.target(row).counted;
-    const double log_total = std::log(sums.total);
-    loss[row] = A(indices.loss(row, sums, log_total));
-    lse[row] = counted ? A(sums.pivot() + log_total) : std::numeric_limits<A>::infinity();
-    if (argmax != nullptr) argmax[row] = counted ? sums.first : -1;
-    if (entropy != nullptr) entropy[row] = counted ? A(log_total - sums.moment / sums.total) : 0;
-    const bool squared = grad_lse_square.data != nullptr && counted;
-    const double grad_lse = squared ? 2 * value<A>(grad_lse_square, row) * double(lse[row]) : 0;  // 0 * inf is NaN
-    return indices.row_coefficients(row, lse[row], value<A>(grad_scale, row), A(grad_lse));
-  };
-  visit_rows<A>(problem, nullptr, &scan, &grad, threads, join);
-}
-
-template <class A>
-void scale_grad_as(const Problem& problem, MutableRows grad, PerRow factor, const Threads& threads) {
-  const auto no_scan = [](std::int64_t, std::int64_t, std::int64_t) { return Sums(); };
-  const auto join = [&](std::int64_t row, const Sums&) { return A(value<A>(factor, row)); };
-  const auto write = [&](std::int64_t row, A by, std::int64_t column, std::int64_t n) {
-    char* to = at(grad, problem.dtype, row, column);
-    if (by == 0) {
-      std::memset(to, 0, n * size_of(problem.dtype));
-    } else if (by != 1) {
-      blocks<A>().scale(problem.dtype, to, n, by);
-    }
-  };
-  visit<A>(problem.rows, problem.classes, threads, false, true, no_scan, join, write);
-}
-
 }  // namespace
 
-void forward(const Problem& problem, MutableNumbers loss, MutableNumbers lse, std::int64_t* argmax,
-             MutableNumbers entropy, const Threads& threads) {
-  return dispatch(problem,
-                  [&](auto a) { return forward_as<decltype(a)>(problem, loss, lse, argmax, entropy, threads); });
-}
-
-void forward_counted(const Problem& problem, MutableNumbers loss, MutableNumbers lse, const Threads& threads) {
-  return dispatch(problem, [&](auto a) { return forward_counted_as<decltype(a)>(problem, loss, lse, threads); });
-}
-
-void backward(const Problem& problem, Slice slice, const Upstream& upstream, Numbers lse, Numbers entropy,
-              Numbers lse_coefficient, MutableRows grad, const Threads& threads) {
-  return dispatch(problem, [&](auto a) {
-    return backward_as<decltype(a)>(problem, slice, upstream, lse, entropy, lse_coefficient, grad, threads);
+void forward(const Problem& problem, bool only_counted, const RowResults& out, const Threads& threads) {
+  dispatch(problem, [&]<class A>(A) {
+    const ClassIndices<A> indices(problem, {0, problem.classes}, nullptr, threads);
+    const Scan<A> scan{problem, out.argmax != nullptr, out.entropy.data != nullptr, indices.smoothing()};
+    std::vector<std::int64_t> counted;  // before the work is divided, so that threads get equal shares of these rows
+    if (only_counted) counted.reserve(problem.rows);
+    for (std::int64_t row = 0; only_counted && row < problem.rows; ++row) {
+      if (indices.target(row).counted) {
+        counted.push_back(row);
+      } else {
+        indices.write(row, Sums(), false, out);
+      }
+    }
+    const Order order = only_counted ? Order{std::int64_t(counted.size()), counted.data()} : Order{problem.rows};
+    visit_rows<A>(problem, order, scan, nullptr, threads, [&](std::int64_t row, const Sums& sums) {
+      indices.write(row, sums, true, out);
+      return Nothing{};
+    });
   });
 }
 
-void with_grad(const Problem& problem, PerRow grad_scale, PerRow grad_lse_square, MutableNumbers loss,
-               MutableNumbers lse, std::int64_t* argmax, MutableNumbers entropy, MutableRows grad,
-               const Threads& threads) {
-  return dispatch(problem, [&](auto a) {
-    return with_grad_as<decltype(a)>(problem, grad_scale, grad_lse_square, loss, lse, argmax, entropy, grad, threads);
+void backward(const Problem& whole, Slice slice, const Upstream& upstream, MutableRows grad, const Threads& threads) {
+  prefer_huge_pages(whole, grad);
+  const Problem problem = without_padding(whole, slice);
+  dispatch(problem, [&]<class A>(A) {
+    const ClassIndices<A> indices(problem, slice, upstream.lse_coefficient, threads);
+    const A *const saved_lse = upstream.saved_lse, *const saved_entropy = upstream.saved_entropy;
+    visit_rows<A>(problem, {problem.rows}, nullptr, &grad, threads, [&](std::int64_t row, const Sums&) {
+      const A lse = saved_lse[row];
+      const RowGrads grads = row_grads<A>(upstream, row, indices.target(row).counted, lse);
+      auto result = indices.row_coefficients(row, lse, grads.loss, grads.lse);
+      if (upstream.entropy.data != nullptr) {
+        result.gradient.grad_entropy = A(value<A>(upstream.entropy, row));
+        result.gradient.entropy = saved_entropy[row];
+        result.live |= result.gradient.grad_entropy != 0;
+      }
+      zero(problem.dtype, grad, row, problem.classes, whole.classes);
+      return result;
+    });
+  });
+}
+
+void with_grad(const Problem& problem, PerRow grad_scale, PerRow grad_lse_square, const RowResults& out,
+               MutableRows grad, const Threads& threads) {
+  prefer_huge_pages(problem, grad);
+  dispatch(problem, [&]<class A>(A) {
+    const ClassIndices<A> indices(problem, {0, problem.classes}, nullptr, threads);
+    const Scan<A> scan{problem, out.argmax != nullptr, out.entropy.data != nullptr, indices.smoothing(), nullptr, true};
+    visit_rows<A>(problem, {problem.rows}, scan, &grad, threads, [&](std::int64_t row, const Sums& sums) {
+      const bool counted = indices.target(row).counted;
+      indices.write(row, sums, counted, out);
+      const double lse = out.lse.at<A>(row);
+      const bool squared = grad_lse_square.data != nullptr && counted;
+      const double grad_lse = squared ? 2 * value<A>(grad_lse_square, row) * lse : 0;  // 0 * inf is NaN
+      return indices.row_coefficients(row, lse, value<A>(grad_scale, row), A(grad_lse));
+    });
   });
 }
 
 void scale_grad(const Problem& problem, MutableRows grad, PerRow factor, const Threads& threads) {
-  return dispatch(problem, [&](auto a) { return scale_grad_as<decltype(a)>(problem, grad, factor, threads); });
+  dispatch(problem, [&]<class A>(A) {
+    const auto join = [&](std::int64_t row, const Sums&) { return A(value<A>(factor, row)); };
+    const auto write = [&](std::int64_t row, A by, std::int64_t column, std::int64_t n) {
+      if (by == 0) {
+        zero(problem.dtype, grad, row, column, column + n);
+      } else if (by != 1) {
+        blocks<A>(problem.dtype).scale(at(grad, problem.dtype, row, column), n, by);
+      }
+    };
+    visit({problem.rows}, problem.classes, threads, nullptr, join, write);
+  });
 }
 
 }  // namespace xent::cpu

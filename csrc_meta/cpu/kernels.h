@@ -43,10 +43,14 @@ struct PerRow {
 template <class Void>
 struct NumbersOf {
   Void* data;
-  NumbersOf(Void* numbers) : data(numbers) {}
+  NumbersOf(Void* numbers = nullptr) : data(numbers) {}
   template <class A>
   operator A*() const {
     return static_cast<A*>(data);
+  }
+  template <class A>
+  A& at(std::int64_t row) const {
+    return static_cast<A*>(data)[row];
   }
 };
 using Numbers = NumbersOf<const void>;
@@ -79,14 +83,23 @@ struct Problem : RowOptions {
   std::optional<const void*> weight;
 };
 
-// Upstream gradients. A row whose upstream gradients are all zero is not read, and its gradient is zeros.
+// Upstream gradients, and what the forward saved. A row whose upstream gradients are all zero is not read, and its
+// gradient is zeros. All but loss and saved_lse are optional.
 struct Upstream {
-  PerRow loss;     // required
-  PerRow lse;      // optional
-  PerRow entropy;  // optional; needs the entropies of the forward pass
-  // For a reduced loss: the divisor, (2,) in the accumulator's dtype, or null; and the factor of its z-loss.
-  const void* divisor = nullptr;
+  PerRow loss, lse, entropy;
+  Numbers saved_lse;        // of all classes
+  Numbers saved_entropy;    // with `entropy`
+  Numbers lse_coefficient;  // (N,) from shard_join, of a slice with class weights
+  // For a reduced loss: the divisor, (2,), and the factor of its z-loss.
+  Numbers divisor;
   double lse_square_scale = 0.0;
+};
+
+// What a forward writes. argmax: the first index on ties, or the first NaN. It and entropy are optional (null).
+struct RowResults {
+  MutableNumbers loss, lse;
+  std::int64_t* argmax = nullptr;
+  MutableNumbers entropy;
 };
 
 // A rank's part of a vocabulary split over ranks. All classes are the slice {0, classes}.
@@ -98,27 +111,19 @@ struct Slice {
 // Below, outputs and saved values with one number a row are (N,), dense, in the accumulator's dtype.
 // A gradient may be written over the logits it is taken from (same data, same strides).
 
-// argmax and entropy are optional (null). argmax: the first index on ties, or the first NaN.
-void forward(const Problem&, MutableNumbers loss, MutableNumbers lse, std::int64_t* argmax, MutableNumbers entropy,
-             const Threads&);
+// only_counted: the logits of ignored rows are not read. Such a row has an infinite lse, argmax -1 and entropy 0.
+void forward(const Problem&, bool only_counted, const RowResults&, const Threads&);
 
-// As forward, but the logits of ignored rows are not read, and their lse is infinite.
-void forward_counted(const Problem&, MutableNumbers loss, MutableNumbers lse, const Threads&);
-
-// lse: of all classes. entropy may be null if upstream.entropy is. lse_coefficient: (N,) from shard_join; null for a
-// slice without class weights, where it is 1, and for all classes, where it follows from the weights. Columns behind
-// the last class get zeros.
-void backward(const Problem&, Slice, const Upstream&, Numbers lse, Numbers entropy, Numbers lse_coefficient,
-              MutableRows grad_logits, const Threads&);
+// Columns behind the last class get zeros.
+void backward(const Problem&, Slice, const Upstream&, MutableRows grad_logits, const Threads&);
 
 // probabilities: (N, V) of any dtype and strides. With `check`, returns the smallest probability of the rows whose sum
 // is below 0 (log-probabilities have such rows), and 0 if there is no such row.
 double soft_forward(const Problem&, DType, Rows probabilities, bool check, MutableNumbers loss, MutableNumbers lse,
                     const Threads&);
 
-// Uses only loss and lse of upstream.
-void soft_backward(const Problem&, DType, Rows probabilities, const Upstream&, Numbers lse, MutableRows grad_logits,
-                   const Threads&);
+// Uses only loss, lse and saved_lse of upstream.
+void soft_backward(const Problem&, DType, Rows probabilities, const Upstream&, MutableRows grad_logits, const Threads&);
 
 // The logits of a student and its teacher, for the same rows: xent_ops/kernels/reference_distillation.py.
 struct Distillation {
@@ -152,11 +157,10 @@ void divisor(const Problem&, Numbers target_weight, MutableNumbers divisor, Muta
 void reduce(const Problem&, Numbers loss, Numbers lse, Numbers divisor, double lse_square_scale, bool mean,
             MutableNumbers value);
 
-// Loss, lse and the gradient of sum(grad_scale * loss + grad_lse_square * lse^2) over the counted rows. The bits are
-// those of forward and backward; the second visit reads a row from the cache. grad_lse_square, argmax and entropy are
-// optional. An ignored row has an infinite lse, argmax -1 and entropy 0.
-void with_grad(const Problem&, PerRow grad_scale, PerRow grad_lse_square, MutableNumbers loss, MutableNumbers lse,
-               std::int64_t* argmax, MutableNumbers entropy, MutableRows grad_logits, const Threads&);
+// A forward of the counted rows only, and the gradient of sum(grad_scale * loss + grad_lse_square * lse^2) over them.
+// The bits are those of forward and backward; the second visit reads a row from the cache. grad_lse_square is optional.
+void with_grad(const Problem&, PerRow grad_scale, PerRow grad_lse_square, const RowResults&, MutableRows grad_logits,
+               const Threads&);
 
 // Multiplies each row of grad by its factor, in place. A factor of 0 gives zeros, even if the row holds NaN. A factor
 // of 1 is not applied. Uses dtype, rows and classes of the problem.

@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "blocks.h"
@@ -15,11 +17,11 @@ constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 // Calls body with a value of the accumulator's type.
 template <class Body>
-auto dispatch(const Problem& problem, Body body) {
+auto dispatch(const Problem& problem, const Body& body) {
   return accumulates_in_double(problem.dtype) ? body(double()) : body(float());
 }
 
-struct Nothing {};
+struct Nothing {};  // joined, if there is no second visit
 
 // The sums of a block, of several blocks, or of a row, relative to the pivot: the maximum, or 0 if that is -inf.
 struct Sums {
@@ -83,6 +85,11 @@ inline char* at(const MutableRows& rows, DType dtype, std::int64_t row, std::int
   return element<char>(rows, dtype, row, column);
 }
 
+// Writes zeros to the columns [begin, end) of a row.
+inline void zero(DType dtype, const MutableRows& grad, std::int64_t row, std::int64_t begin, std::int64_t end) {
+  if (begin < end) std::memset(at(grad, dtype, row, begin), 0, (end - begin) * size_of(dtype));
+}
+
 template <class A>
 double value(PerRow values, std::int64_t row) {
   return values.data == nullptr ? 0.0 : double(static_cast<const A*>(values.data)[row * values.stride]);
@@ -97,8 +104,7 @@ struct RowGrads {
 template <class A>
 RowGrads row_grads(const Upstream& upstream, std::int64_t row, bool counted, double lse) {
   double grad_loss = value<A>(upstream.loss, row), per_row = grad_loss, grad_lse = value<A>(upstream.lse, row);
-  if (upstream.divisor != nullptr) {
-    const A* divisor = static_cast<const A*>(upstream.divisor);
+  if (const A* divisor = upstream.divisor) {
     grad_loss = A(grad_loss / divisor[0]);
     per_row = A(per_row / divisor[1]);
   }
@@ -121,45 +127,55 @@ void for_each(const Threads& threads, std::int64_t number, std::int64_t cost, Bo
   });
 }
 
+// The rows to visit: all, or those that are listed.
+struct Order {
+  std::int64_t number;
+  const std::int64_t* rows = nullptr;
+
+  std::int64_t operator[](std::int64_t i) const { return rows == nullptr ? i : rows[i]; }
+};
+
 // Visits every row: `scan(row, column, n)` returns the Sums of each block, `join(row, sums)` the coefficients for the
-// second visit, and `emit(row, joined, column, n)` is called for each block again. If there are enough rows, a thread
-// takes a whole row, and the second visit finds it in the cache. If there are few, threads share a row.
-template <class Joined, class Scan, class Join, class Emit>
-void visit(
-    std::int64_t rows,
-    std::int64_t classes,
-    const Threads& threads,
-    bool scans,
-    bool emits,
-    Scan scan,
-    Join join,
-    Emit emit) {
+// second visit, and `emit(row, joined, column, n)` is called for each block again. Without a first or a second visit,
+// scan or emit is nullptr. If there are enough rows, a thread takes a whole row, and the second visit finds it in the
+// cache. If there are few, threads share a row.
+template <class Scan, class Join, class Emit>
+void visit(Order order, std::int64_t classes, const Threads& threads, const Scan& scan, const Join& join,
+           const Emit& emit) {
+  typedef decltype(join(std::int64_t(), Sums())) Joined;
+  constexpr bool scans = !std::is_null_pointer_v<Scan>, emits = !std::is_null_pointer_v<Emit>;
   const std::int64_t blocks = number_of_blocks(classes);
   const auto size = [=](std::int64_t block) { return std::min(kBlock, classes - block * kBlock); };
-  if (blocks <= 1 || rows >= 4 * threads.number) {
-    for_each(threads, rows, classes, [&](std::int64_t row) {
+  const auto scan_block = [&](std::int64_t row, std::int64_t block) {
+    if constexpr (scans) return scan(row, block * kBlock, size(block));
+    return Sums();
+  };
+  const auto emit_block = [&](std::int64_t row, const Joined& joined, std::int64_t block) {
+    if constexpr (emits) emit(row, joined, block * kBlock, size(block));
+  };
+  if (blocks <= 1 || order.number >= 4 * threads.number) {
+    for_each(threads, order.number, classes, [&](std::int64_t i) {
+      const std::int64_t row = order[i];
       Sums sums;
-      for (std::int64_t block = 0; scans && block < blocks; ++block) fold(sums, scan(row, block * kBlock, size(block)));
+      for (std::int64_t block = 0; scans && block < blocks; ++block) fold(sums, scan_block(row, block));
       const Joined joined = join(row, sums);
-      for (std::int64_t block = 0; emits && block < blocks; ++block) emit(row, joined, block * kBlock, size(block));
+      for (std::int64_t block = 0; emits && block < blocks; ++block) emit_block(row, joined, block);
     });
     return;
   }
-  std::vector<Sums> parts(scans ? rows * blocks : 0);
-  std::vector<Joined> joined(rows);
+  std::vector<Sums> parts(scans ? order.number * blocks : 0);
+  std::vector<Joined> joined(order.number);
   for_each(threads, std::int64_t(parts.size()), kBlock, [&](std::int64_t i) {
-    parts[i] = scan(i / blocks, i % blocks * kBlock, size(i % blocks));
+    parts[i] = scan_block(order[i / blocks], i % blocks);
   });
-  for (std::int64_t row = 0; row < rows; ++row) {
+  for (std::int64_t i = 0; i < order.number; ++i) {
     Sums sums;
-    for (std::int64_t block = 0; scans && block < blocks; ++block) fold(sums, parts[row * blocks + block]);
-    joined[row] = join(row, sums);
+    for (std::int64_t block = 0; scans && block < blocks; ++block) fold(sums, parts[i * blocks + block]);
+    joined[i] = join(order[i], sums);
   }
-  if (emits) {
-    for_each(threads, rows * blocks, kBlock, [&](std::int64_t i) {
-      emit(i / blocks, joined[i / blocks], i % blocks * kBlock, size(i % blocks));
-    });
-  }
+  for_each(threads, emits ? order.number * blocks : 0, kBlock, [&](std::int64_t i) {
+    emit_block(order[i / blocks], joined[i / blocks], i % blocks);
+  });
 }
 
 }  // namespace xent::cpu

@@ -1,8 +1,6 @@
 // The first and the second visit of a block. Not part of the interface.
 #pragma once
 
-#include <cstring>
-
 #include "rows.h"
 
 namespace xent::cpu {
@@ -26,7 +24,7 @@ std::vector<double> block_weights(const Problem& problem, const Threads& threads
   std::vector<double> sums(number_of_blocks(problem.classes));
   for_each(threads, sums.size(), kBlock, [&](std::int64_t block) {
     const std::int64_t column = block * kBlock;
-    sums[block] = blocks<A>().sum(weight + column, std::min(kBlock, problem.classes - column));
+    sums[block] = blocks<A>(problem.dtype).sum(weight + column, std::min(kBlock, problem.classes - column));
   });
   return sums;
 }
@@ -41,12 +39,12 @@ struct Probabilities {
   void read(std::int64_t row, std::int64_t column, std::int64_t n, A* q) const {
     const char* from = at(rows, dtype, row, column);
     if (accumulates_in_double(dtype) == accumulates_in_double(problem.dtype)) {
-      blocks<A>().load(dtype, from, n, 1, q);
+      blocks<A>(dtype).load(from, n, 1, q);
     } else if (dtype == DType::float64) {
       for (std::int64_t j = 0; j < n; ++j) q[j] = A(reinterpret_cast<const double*>(from)[j]);
     } else {
       alignas(64) float narrow[kBlock];
-      blocks<float>().load(dtype, from, n, 1, narrow);
+      blocks<float>(dtype).load(from, n, 1, narrow);
       for (std::int64_t j = 0; j < n; ++j) q[j] = narrow[j];
     }
     if (problem.label_smoothing > 0) {
@@ -81,9 +79,9 @@ double activated(const Problem& problem, std::int64_t row, std::int64_t column) 
   if (size_of(problem.dtype) == sizeof(A)) {  // a vector for one number takes as long as a row of few classes
     x[0] = *reinterpret_cast<const A*>(from) * A(problem.logit_scale);
   } else {
-    blocks<A>().load(problem.dtype, from, 1, A(problem.logit_scale), x);
+    blocks<A>(problem.dtype).load(from, 1, A(problem.logit_scale), x);
   }
-  if (problem.softcap) blocks<A>().cap(x, 1, A(*problem.softcap));
+  if (problem.softcap) blocks<A>(problem.dtype).cap(x, 1, A(*problem.softcap));
   return x[0];
 }
 
@@ -100,11 +98,11 @@ struct Scan {
   Sums operator()(std::int64_t row, std::int64_t column, std::int64_t n) const {
     Sums sums;
     if (only_counted && problem.target[row] == problem.ignore_index) return sums;
-    const Blocks<A>& functions = blocks<A>();
+    const Blocks<A>& functions = blocks<A>(problem.dtype);
     const A softcap = A(problem.softcap.value_or(0.0));
     alignas(64) A x[kBlock];
     const char* from = at(problem.logits, problem.dtype, row, column);
-    A maximum = functions.load(problem.dtype, from, n, A(problem.logit_scale), x);
+    A maximum = functions.load(from, n, A(problem.logit_scale), x);
     sums.top = maximum;
     if (argmax) sums.first = column + find(x, n, [=](A z) { return z == maximum; });
     if (softcap != 0) {
@@ -137,7 +135,7 @@ struct Scan {
   // Rows of few classes: no class probabilities.
   void group(const Group<A>& rows, GroupSums<A>& sums) const {
     const A* q = weights == nullptr ? nullptr : weights_from<A>(problem, 0);
-    blocks<A>().sums_of_group(problem.dtype, rows, weights != nullptr, q, sums);
+    blocks<A>(problem.dtype).sums_of_group(rows, weights != nullptr, q, sums);
   }
 
   // What a group does not tell of a row.
@@ -208,20 +206,11 @@ GradientCoefficients<A> gradient_coefficients(
 // The gradient of a block. q: the factors of its classes; null means ones. The gradient may overwrite the logits, so
 // the target's element is computed first and stored last.
 template <class A>
-void emit(
-    const Problem& problem,
-    MutableRows grad,
-    std::int64_t row,
-    const GradientCoefficients<A>& row_coefficients,
-    std::int64_t column,
-    std::int64_t n,
-    const A* q) {
+void emit(const Problem& problem, MutableRows grad, std::int64_t row, const GradientCoefficients<A>& row_coefficients,
+          std::int64_t column, std::int64_t n, const A* q) {
+  if (!row_coefficients.live) return zero(problem.dtype, grad, row, column, column + n);  // whatever the logits hold
   const std::int64_t size = size_of(problem.dtype);
   char* to = at(grad, problem.dtype, row, column);
-  if (!row_coefficients.live) {  // exact zeros, whatever the logits hold
-    std::memset(to, 0, n * size);
-    return;
-  }
   const char* from = at(problem.logits, problem.dtype, row, column);
   Gradient<A> g = row_coefficients.gradient;
   if (q == nullptr) {
@@ -236,9 +225,9 @@ void emit(
     Gradient<A> one = g;
     one.constant += A(row_coefficients.at_target);
     if (g.subtracted != nullptr) one.subtracted += target;
-    blocks<A>().gradient(problem.dtype, one, from + target * size, at_target, 1);
+    blocks<A>(problem.dtype).gradient(one, from + target * size, at_target, 1);
   }
-  blocks<A>().gradient(problem.dtype, g, from, to, n);
+  blocks<A>(problem.dtype).gradient(g, from, to, n);
   if (here) std::memcpy(to + target * size, at_target, size);
 }
 

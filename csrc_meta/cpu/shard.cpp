@@ -9,41 +9,6 @@ namespace {
 constexpr std::int64_t kHeader = 5;
 constexpr std::int64_t kDigit = std::int64_t(1) << 24;
 
-template <class A>
-void forward_as(const Problem& problem, const Slice& shard, A* out, const Threads& threads) {
-  const std::int64_t rows = problem.rows;
-  const std::vector<double> weights = block_weights<A>(problem, threads);
-  const bool smoothing = problem.label_smoothing > 0;
-  const Scan<A> scan{problem, false, false, smoothing ? &weights : nullptr, nullptr};
-  const auto finish = [&](std::int64_t row, const Sums& sums) {
-    const Target t = target_of(problem, shard, row);
-    double part = 0;
-    if (t.column >= 0) {
-      part = (sums.pivot() - activated<A>(problem, row, t.column)) * weight_of<A>(problem, t.column);
-    }
-    if (smoothing) {
-      part = (1 - problem.label_smoothing) * part;
-      part += problem.label_smoothing / double(shard.num_classes) * sums.distance;
-    }
-    out[row] = A(sums.maximum);
-    out[rows + row] = A(sums.total);
-    out[2 * rows + row] = A(part);
-    if (problem.weight) out[3 * rows + row] = t.column < 0 ? A(0) : A(weight_of<A>(problem, t.column));
-    return Nothing{};
-  };
-  const auto nothing = [](std::int64_t, Nothing, std::int64_t, std::int64_t) {};
-  visit<Nothing>(rows, problem.classes, threads, true, false, scan, finish, nothing);
-
-  A* header = out + shard_width(problem) - kHeader;
-  header[0] = A(shard.class_start / kDigit);
-  header[1] = A(shard.class_start % kDigit);
-  header[2] = A(problem.classes / kDigit);
-  header[3] = A(problem.classes % kDigit);
-  double sum_weights = !problem.weight ? double(problem.classes) : 0;
-  for (const double weight : weights) sum_weights += weight;
-  header[4] = A(sum_weights);
-}
-
 // The header of a rank. An integer is two digits. Garbage becomes -1, so that the check of the tiling fails.
 struct Header {
   std::int64_t start, size;
@@ -74,74 +39,92 @@ bool tiles(const std::vector<Header>& headers, std::int64_t num_classes) {
   return together == double(num_classes);
 }
 
-template <class A>
-void join_as(
-    const Problem& problem,
-    const Slice& shard,
-    const A* gathered,
-    std::int64_t ranks,
-    A* loss,
-    A* lse,
-    A* target_weight,
-    A* lse_coefficient,
-    const Threads& threads) {
-  const std::int64_t rows = problem.rows;
-  const std::int64_t width = shard_width(problem);
-  std::vector<Header> headers;
-  for (std::int64_t rank = 0; rank < ranks; ++rank) {
-    const A* header = gathered + (rank + 1) * width - kHeader;
-    headers.push_back({integer(header), integer(header + 2), double(header[4])});
-  }
-  const bool tiled = tiles(headers, shard.num_classes);
-  const double smoothing = problem.label_smoothing;
-
-  for_each(threads, rows, 8 * ranks, [&](std::int64_t row) {
-    const Target t(problem, row, 0, shard.num_classes, shard.num_classes);
-    Sums top;
-    for (std::int64_t rank = 0; rank < ranks; ++rank) {
-      top.maximum = std::max(top.maximum, double(gathered[rank * width + row]));
-    }
-    double total = 0, part = 0, sum_weights = 0, sum_shares = 0;
-    for (std::int64_t rank = 0; rank < ranks; ++rank) {
-      const A* numbers = gathered + rank * width + row;
-      const Header& header = headers[rank];
-      Sums own;
-      own.maximum = numbers[0];
-      double weight = t.column >= header.start && t.column - header.start < header.size ? 1 : 0;
-      if (problem.weight) weight = numbers[3 * rows];
-      double share = weight;
-      if (smoothing > 0) {
-        share = (1 - smoothing) * weight + smoothing / double(shard.num_classes) * header.sum_weights;
-      }
-      total += numbers[rows] * std::exp(own.maximum - top.pivot());
-      part += numbers[2 * rows] + share * (top.pivot() - own.pivot());
-      sum_weights += weight;
-      sum_shares += share;
-    }
-    const double log_total = std::log(total);
-    loss[row] = A(!t.counted ? 0 : t.valid && tiled ? part + sum_shares * log_total : kNaN);
-    lse[row] = A(tiled ? top.pivot() + log_total : kNaN);
-    target_weight[row] = A(t.counted ? sum_weights : 0);
-    lse_coefficient[row] = A(t.counted ? sum_shares : 0);
-  });
-}
-
 }  // namespace
 
 std::int64_t shard_width(const Problem& problem) {
   return (!problem.weight ? 3 : 4) * problem.rows + kHeader;
 }
 
-void shard_forward(const Problem& problem, Slice shard, MutableNumbers out, const Threads& threads) {
-  return dispatch(
-      problem, [&](auto a) { return forward_as<decltype(a)>(without_padding(problem, shard), shard, out, threads); });
+void shard_forward(const Problem& whole, Slice shard, MutableNumbers outputs, const Threads& threads) {
+  const Problem problem = without_padding(whole, shard);
+  dispatch(problem, [&]<class A>(A) {
+    A* const out = outputs;
+    const std::int64_t rows = problem.rows;
+    const std::vector<double> weights = block_weights<A>(problem, threads);
+    const bool smoothing = problem.label_smoothing > 0;
+    const auto finish = [&](std::int64_t row, const Sums& sums) {
+      const Target t = target_of(problem, shard, row);
+      double part = 0;
+      if (t.column >= 0) {
+        part = (sums.pivot() - activated<A>(problem, row, t.column)) * weight_of<A>(problem, t.column);
+      }
+      if (smoothing) {
+        part = (1 - problem.label_smoothing) * part;
+        part += problem.label_smoothing / double(shard.num_classes) * sums.distance;
+      }
+      out[row] = A(sums.maximum);
+      out[rows + row] = A(sums.total);
+      out[2 * rows + row] = A(part);
+      if (problem.weight) out[3 * rows + row] = t.column < 0 ? A(0) : A(weight_of<A>(problem, t.column));
+      return Nothing{};
+    };
+    const Scan<A> scan{problem, false, false, smoothing ? &weights : nullptr};
+    visit({rows}, problem.classes, threads, scan, finish, nullptr);
+
+    A* header = out + shard_width(problem) - kHeader;
+    header[0] = A(shard.class_start / kDigit);
+    header[1] = A(shard.class_start % kDigit);
+    header[2] = A(problem.classes / kDigit);
+    header[3] = A(problem.classes % kDigit);
+    double sum_weights = !problem.weight ? double(problem.classes) : 0;
+    for (const double weight : weights) sum_weights += weight;
+    header[4] = A(sum_weights);
+  });
 }
 
-void shard_join(const Problem& problem, Slice shard, Numbers gathered, std::int64_t ranks, MutableNumbers loss,
+void shard_join(const Problem& problem, Slice shard, Numbers parts, std::int64_t ranks, MutableNumbers loss,
                 MutableNumbers lse, MutableNumbers target_weight, MutableNumbers lse_coefficient,
                 const Threads& threads) {
-  return dispatch(problem, [&](auto a) {
-    return join_as<decltype(a)>(problem, shard, gathered, ranks, loss, lse, target_weight, lse_coefficient, threads);
+  dispatch(problem, [&]<class A>(A) {
+    const A* const gathered = parts;
+    const std::int64_t rows = problem.rows, width = shard_width(problem);
+    std::vector<Header> headers;
+    for (std::int64_t rank = 0; rank < ranks; ++rank) {
+      const A* header = gathered + (rank + 1) * width - kHeader;
+      headers.push_back({integer(header), integer(header + 2), double(header[4])});
+    }
+    const bool tiled = tiles(headers, shard.num_classes);
+    const double smoothing = problem.label_smoothing;
+
+    for_each(threads, rows, 8 * ranks, [&](std::int64_t row) {
+      const Target t(problem, row, 0, shard.num_classes, shard.num_classes);
+      Sums top;
+      for (std::int64_t rank = 0; rank < ranks; ++rank) {
+        top.maximum = std::max(top.maximum, double(gathered[rank * width + row]));
+      }
+      double total = 0, part = 0, sum_weights = 0, sum_shares = 0;
+      for (std::int64_t rank = 0; rank < ranks; ++rank) {
+        const A* numbers = gathered + rank * width + row;
+        const Header& header = headers[rank];
+        Sums own;
+        own.maximum = numbers[0];
+        double weight = t.column >= header.start && t.column - header.start < header.size ? 1 : 0;
+        if (problem.weight) weight = numbers[3 * rows];
+        double share = weight;
+        if (smoothing > 0) {
+          share = (1 - smoothing) * weight + smoothing / double(shard.num_classes) * header.sum_weights;
+        }
+        total += numbers[rows] * std::exp(own.maximum - top.pivot());
+        part += numbers[2 * rows] + share * (top.pivot() - own.pivot());
+        sum_weights += weight;
+        sum_shares += share;
+      }
+      const double log_total = std::log(total);
+      loss.at<A>(row) = A(!t.counted ? 0 : t.valid && tiled ? part + sum_shares * log_total : kNaN);
+      lse.at<A>(row) = A(tiled ? top.pivot() + log_total : kNaN);
+      target_weight.at<A>(row) = A(t.counted ? sum_weights : 0);
+      lse_coefficient.at<A>(row) = A(t.counted ? sum_shares : 0);
+    });
   });
 }
 

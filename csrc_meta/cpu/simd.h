@@ -6,24 +6,18 @@
 
 #define ALWAYS_INLINE __attribute__((always_inline))
 
-typedef float f32 __attribute__((vector_size(VECTOR_BYTES)));
-typedef double f64 __attribute__((vector_size(VECTOR_BYTES)));
-typedef std::uint32_t u32 __attribute__((vector_size(VECTOR_BYTES)));
-typedef std::uint64_t u64 __attribute__((vector_size(VECTOR_BYTES)));
-typedef std::uint16_t u16 __attribute__((vector_size(VECTOR_BYTES / 2)));
-
 template <class A>
-struct VectorOf;
-template <>
-struct VectorOf<float> {
-  typedef f32 type;
-};
-template <>
-struct VectorOf<double> {
-  typedef f64 type;
+struct VectorOf {
+  typedef A type __attribute__((vector_size(VECTOR_BYTES)));
 };
 template <class A>
 using Vector = typename VectorOf<A>::type;
+typedef Vector<float> f32;
+typedef Vector<double> f64;
+typedef Vector<std::uint32_t> u32;
+typedef Vector<std::uint64_t> u64;
+typedef std::uint16_t u16 __attribute__((vector_size(VECTOR_BYTES / 2)));
+
 template <class A>
 constexpr int kLanes = VECTOR_BYTES / int(sizeof(A));
 

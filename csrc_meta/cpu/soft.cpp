@@ -35,83 +35,59 @@ double least_of_negative_rows(const Problem& problem, const Probabilities<A>& pr
   return result;
 }
 
-template <class A>
-double forward_as(
-    const Problem& problem,
-    const Probabilities<A>& probabilities,
-    bool check,
-    A* loss,
-    A* lse,
-    const Threads& threads) {
-  // The sum that smoothing alone gives a row. The factor 0.999 allows for rounding in a row of zeros.
-  const double classes = double(problem.classes);
-  double least_mass = 0.999 * problem.label_smoothing / classes;
-  if (least_mass != 0) {
-    double total = classes;
-    if (problem.weight) {
-      const std::vector<double> weights = block_weights<A>(problem, threads);
-      total = std::accumulate(weights.begin(), weights.end(), 0.0);
-    }
-    least_mass *= total;
-  }
-  std::atomic<bool> suspicious = false;
-  const Scan<A> scan{problem, false, false, nullptr, &probabilities};
-  const auto finish = [&](std::int64_t row, const Sums& sums) {
-    const double log_total = std::log(sums.total);
-    if (sums.mass < least_mass) suspicious = true;
-    loss[row] = A(sums.distance + sums.mass * log_total);
-    lse[row] = A(sums.pivot() + log_total);
-    return Nothing{};
-  };
-  const auto nothing = [](std::int64_t, Nothing, std::int64_t, std::int64_t) {};
-  visit<Nothing>(problem.rows, problem.classes, threads, true, false, scan, finish, nothing);
-  return check && suspicious ? least_of_negative_rows(problem, probabilities) : 0.0;
-}
-
-template <class A>
-void backward_as(
-    const Problem& problem,
-    const Probabilities<A>& probabilities,
-    const Upstream& upstream,
-    const A* lse,
-    MutableRows grad,
-    const Threads& threads) {
-  prefer_huge_pages(problem, grad);
-  const auto mass = [&](std::int64_t row, std::int64_t column, std::int64_t n) {
-    Sums sums;
-    if (value<A>(upstream.loss, row) != 0) {
-      alignas(64) A q[kBlock];
-      probabilities.read(row, column, n, q);
-      sums.mass = blocks<A>().sum(q, n);
-    }
-    return sums;
-  };
-  const auto join = [&](std::int64_t row, const Sums& sums) {
-    const double a = value<A>(upstream.loss, row);
-    const double total = a * sums.mass + value<A>(upstream.lse, row);
-    return gradient_coefficients<A>(problem, lse[row], total, 0, a, -1);
-  };
-  const auto write = [&](std::int64_t row, const GradientCoefficients<A>& joined, std::int64_t column, std::int64_t n) {
-    alignas(64) A q[kBlock];
-    if (joined.gradient.factor != 0) probabilities.read(row, column, n, q);
-    emit(problem, grad, row, joined, column, n, q);
-  };
-  visit<GradientCoefficients<A>>(problem.rows, problem.classes, threads, true, true, mass, join, write);
-}
-
 }  // namespace
 
-double soft_forward(const Problem& problem, DType dtype, Rows probabilities, bool check, MutableNumbers loss,
+double soft_forward(const Problem& problem, DType dtype, Rows targets, bool check, MutableNumbers loss,
                     MutableNumbers lse, const Threads& threads) {
-  return dispatch(problem, [&](auto a) {
-    return forward_as<decltype(a)>(problem, {problem, dtype, probabilities}, check, loss, lse, threads);
+  return dispatch(problem, [&]<class A>(A) {
+    const Probabilities<A> probabilities{problem, dtype, targets};
+    // The sum that smoothing alone gives a row. The factor 0.999 allows for rounding in a row of zeros.
+    const double classes = double(problem.classes);
+    double least_mass = 0.999 * problem.label_smoothing / classes;
+    if (least_mass != 0) {
+      const std::vector<double> weights = block_weights<A>(problem, threads);
+      least_mass *= problem.weight ? std::accumulate(weights.begin(), weights.end(), 0.0) : classes;
+    }
+    std::atomic<bool> suspicious = false;
+    const auto finish = [&](std::int64_t row, const Sums& sums) {
+      const double log_total = std::log(sums.total);
+      if (sums.mass < least_mass) suspicious = true;
+      loss.at<A>(row) = A(sums.distance + sums.mass * log_total);
+      lse.at<A>(row) = A(sums.pivot() + log_total);
+      return Nothing{};
+    };
+    const Scan<A> scan{problem, false, false, nullptr, &probabilities};
+    visit({problem.rows}, problem.classes, threads, scan, finish, nullptr);
+    return check && suspicious ? least_of_negative_rows(problem, probabilities) : 0.0;
   });
 }
 
-void soft_backward(const Problem& problem, DType dtype, Rows probabilities, const Upstream& upstream, Numbers lse,
-                   MutableRows grad, const Threads& threads) {
-  return dispatch(problem, [&](auto a) {
-    return backward_as<decltype(a)>(problem, {problem, dtype, probabilities}, upstream, lse, grad, threads);
+void soft_backward(const Problem& problem, DType dtype, Rows targets, const Upstream& upstream, MutableRows grad,
+                   const Threads& threads) {
+  prefer_huge_pages(problem, grad);
+  dispatch(problem, [&]<class A>(A) {
+    const Probabilities<A> probabilities{problem, dtype, targets};
+    const A* const lse = upstream.saved_lse;
+    const auto mass = [&](std::int64_t row, std::int64_t column, std::int64_t n) {
+      Sums sums;
+      if (value<A>(upstream.loss, row) != 0) {
+        alignas(64) A q[kBlock];
+        probabilities.read(row, column, n, q);
+        sums.mass = blocks<A>(problem.dtype).sum(q, n);
+      }
+      return sums;
+    };
+    const auto join = [&](std::int64_t row, const Sums& sums) {
+      const double a = value<A>(upstream.loss, row);
+      const double total = a * sums.mass + value<A>(upstream.lse, row);
+      return gradient_coefficients<A>(problem, lse[row], total, 0, a, -1);
+    };
+    const auto write = [&](std::int64_t row, const auto& joined, std::int64_t column, std::int64_t n) {
+      alignas(64) A q[kBlock];
+      if (joined.gradient.factor != 0) probabilities.read(row, column, n, q);
+      emit(problem, grad, row, joined, column, n, q);
+    };
+    visit({problem.rows}, problem.classes, threads, mass, join, write);
   });
 }
 

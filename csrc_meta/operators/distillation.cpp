@@ -6,39 +6,30 @@
 namespace xent::operators {
 namespace {
 
-// The arguments as the kernels take them. Keeps the memory of converted tensors.
-class Problem : public cpu::Distillation {
- public:
-  Problem(const Tensor& logits, const Tensor& teacher_logits, const Tensor& target, MaybeInt class_start,
-          const DistillationOptions& options)
-      : student_(logits, target, std::nullopt, options.student()),
-        teacher_(in_precision_of(logits, teacher_logits), std::nullopt, std::nullopt, options.teacher()) {
-    student = student_;
-    teacher = teacher_;
-    slice = {class_start.value_or(0), options.num_classes.value_or(student.classes)};
-    all_classes = !class_start;
-    beta = options.beta;
-    temperature = options.temperature;
-    hard_weight = options.hard_weight;
-    if (hard_weight != 0.0) {
-      student_.check_targets(slice.num_classes);
-    }
-  }
-
-  cpu::Threads threads(const Tensor& logits) const {
-    return tensors::threads(logits, student.softcap ? student.softcap : teacher.softcap);
-  }
-
- private:
+cpu::Distillation problem(tensors::Arguments& arguments, const Tensor& logits, const Tensor& teacher_logits,
+                          const Tensor& target, MaybeInt class_start, const DistillationOptions& options) {
   // The kernels mix all dtypes of 32 bits or fewer. float64 goes with float64 only.
-  static Tensor in_precision_of(const Tensor& logits, const Tensor& teacher) {
-    const ScalarType dtype = tensors::accumulator(logits);
-    return tensors::accumulator(teacher) == dtype ? teacher : aten::to(teacher, dtype);
+  const ScalarType dtype = tensors::accumulator(logits);
+  const bool mixes = tensors::accumulator(teacher_logits) == dtype;
+  const Tensor teacher = mixes ? teacher_logits : aten::to(teacher_logits, dtype);
+  const int64_t columns = logits.size(logits.dim() - 1);
+  const cpu::Distillation result{
+      .student = arguments.problem(logits, target, std::nullopt, options.student()),
+      .teacher = arguments.problem(teacher, std::nullopt, std::nullopt, options.teacher()),
+      .slice = {class_start.value_or(0), options.num_classes.value_or(columns)},
+      .all_classes = !class_start,
+      .beta = options.beta,
+      .temperature = options.temperature,
+      .hard_weight = options.hard_weight};
+  if (options.hard_weight != 0.0) {
+    checks::target_values(result.student, result.slice.num_classes);
   }
+  return result;
+}
 
-  tensors::Problem student_;
-  tensors::Problem teacher_;
-};
+cpu::Threads threads(const Tensor& logits, const DistillationOptions& options) {
+  return tensors::threads(logits, options.softcap ? options.softcap : options.teacher_softcap);
+}
 
 Two forward(const Tensor& logits, const Tensor& teacher_logits, const Tensor& target, const MaybeTensor& joined,
             MaybeInt class_start, int64_t ignore_index, MaybeInt num_classes, double beta, double temperature,
@@ -50,15 +41,15 @@ Two forward(const Tensor& logits, const Tensor& teacher_logits, const Tensor& ta
   checks::statistics("joined", joined, target);
   const Tensor loss = per_row(logits, target), statistics = per_row(logits, aten::four_times(target));
   if (!is_meta(logits)) {
-    const MaybeTensor dense_joined = tensors::dense(joined, tensors::accumulator(logits));
-    const Problem problem(logits, teacher_logits, target, class_start, options);
-    cpu::distillation_forward(problem, tensors::data(dense_joined), loss.mutable_data_ptr(),
-                              statistics.mutable_data_ptr(), problem.threads(logits));
+    tensors::Arguments arguments(logits);
+    cpu::distillation_forward(problem(arguments, logits, teacher_logits, target, class_start, options),
+                              arguments.dense(joined), loss.mutable_data_ptr(), statistics.mutable_data_ptr(),
+                              threads(logits, options));
   }
   return {loss, statistics};
 }
 
-template <bool in_place>
+template <bool over_logits>
 auto backward(const Tensor& grad_loss, const Tensor& logits, const Tensor& teacher_logits, const Tensor& target,
               const Tensor& statistics, MaybeInt class_start, int64_t ignore_index, MaybeInt num_classes, double beta,
               double temperature, double hard_weight, MaybeNumber softcap, double logit_scale,
@@ -69,20 +60,15 @@ auto backward(const Tensor& grad_loss, const Tensor& logits, const Tensor& teach
   checks::scalar_or_rows("grad_loss", grad_loss, logits);
   checks::statistics("statistics", statistics, target);
   const auto write = [&](const Tensor& values, cpu::MutableRows grad) {
-    const ScalarType dtype = tensors::accumulator(logits);
-    const Tensor dense_statistics = tensors::dense(statistics, dtype);
-    const Problem problem(values, teacher_logits, target, class_start, options);
-    cpu::distillation_backward(problem, tensors::PerRow(grad_loss, dtype).values, dense_statistics.const_data_ptr(),
-                               grad, problem.threads(logits));
+    tensors::Arguments arguments(logits);
+    cpu::distillation_backward(problem(arguments, values, teacher_logits, target, class_start, options),
+                               arguments.per_row(grad_loss), arguments.dense(statistics), grad,
+                               threads(logits, options));
   };
-  if constexpr (in_place) {
-    write_over(logits, std::nullopt, write);
-  } else {
-    return new_gradient(logits, std::nullopt, write);
-  }
+  return with_gradient<over_logits>(logits, std::nullopt, std::tuple(), write);
 }
 
-template <bool in_place>
+template <bool over_logits>
 auto with_grad(const Tensor& logits, const Tensor& teacher_logits, const Tensor& target, const Tensor& grad_scale,
                int64_t ignore_index, MaybeInt num_classes, double beta, double temperature, double hard_weight,
                MaybeNumber softcap, double logit_scale, MaybeNumber teacher_softcap, double teacher_logit_scale) {
@@ -92,16 +78,11 @@ auto with_grad(const Tensor& logits, const Tensor& teacher_logits, const Tensor&
   checks::scalar_or_rows("grad_scale", grad_scale, logits);
   const Tensor loss = per_row(logits, target);
   const auto write = [&](const Tensor& values, cpu::MutableRows grad) {
-    const tensors::PerRow scale(grad_scale, tensors::accumulator(logits));
-    const Problem problem(values, teacher_logits, target, std::nullopt, options);
-    cpu::distillation_with_grad(problem, scale.values, loss.mutable_data_ptr(), grad, problem.threads(logits));
+    tensors::Arguments arguments(logits);
+    cpu::distillation_with_grad(problem(arguments, values, teacher_logits, target, std::nullopt, options),
+                                arguments.per_row(grad_scale), loss.mutable_data_ptr(), grad, threads(logits, options));
   };
-  if constexpr (in_place) {
-    write_over(logits, std::nullopt, write);
-    return loss;
-  } else {
-    return Two{loss, new_gradient(logits, std::nullopt, write)};
-  }
+  return with_gradient<over_logits>(logits, std::nullopt, std::tuple(loss), write);
 }
 
 }  // namespace

@@ -6,10 +6,10 @@
 namespace xent::operators {
 namespace {
 
-tensors::Problem checked(const Tensor& logits, const Tensor& target, const MaybeTensor& weight,
-                         const RowOptions& options) {
-  const tensors::Problem problem(logits, target, weight, options, tensors::Values::apart);
-  problem.check_targets(problem.classes);
+cpu::Problem checked(tensors::Arguments& arguments, const Tensor& logits, const Tensor& target,
+                     const MaybeTensor& weight, const RowOptions& options) {
+  const cpu::Problem problem = arguments.problem(logits, target, weight, options, tensors::Values::apart);
+  checks::target_values(problem, problem.classes);
   return problem;
 }
 
@@ -21,9 +21,9 @@ Four forward(const Tensor& logits, const Tensor& target, const MaybeTensor& weig
   checks::index(logits, target, weight, options);
   const Four outputs = statistics(logits, target, with_argmax, with_entropy);
   if (!is_meta(logits)) {
-    const auto& [loss, lse, argmax, entropy] = outputs;
-    cpu::forward(checked(logits, target, weight, options), loss.mutable_data_ptr(), lse.mutable_data_ptr(),
-                 argmax.mutable_data_ptr<int64_t>(), entropy.mutable_data_ptr(), tensors::threads(logits, softcap));
+    tensors::Arguments arguments(logits);
+    cpu::forward(checked(arguments, logits, target, weight, options), false, memory_of(outputs),
+                 tensors::threads(logits, softcap));
   }
   return outputs;
 }
@@ -37,8 +37,9 @@ Three forward_reduced(const Tensor& logits, const Tensor& target, const MaybeTen
   const Tensor value = numbers(logits, {}), divisors = numbers(logits, {2}), lse = per_row(logits, target);
   if (!is_meta(logits)) {
     const Tensor loss = per_row(logits, target);
-    const tensors::Problem problem = checked(logits, target, weight, options);
-    cpu::forward_counted(problem, loss.mutable_data_ptr(), lse.mutable_data_ptr(), tensors::threads(logits, softcap));
+    tensors::Arguments arguments(logits);
+    const cpu::Problem problem = checked(arguments, logits, target, weight, options);
+    cpu::forward(problem, true, {loss.mutable_data_ptr(), lse.mutable_data_ptr()}, tensors::threads(logits, softcap));
     reduce(problem, loss, lse, nullptr, lse_square_scale, reduction, divisors, value);
   }
   return {value, divisors, lse};
@@ -49,13 +50,14 @@ Two divisor(const Tensor& logits, const Tensor& target, const MaybeTensor& weigh
   checks::index(logits, target, weight, options);
   const Tensor divisors = numbers(logits, {2}), inverse = numbers(logits, {2});
   if (!is_meta(logits)) {
-    cpu::divisor(tensors::Problem(logits, target, weight, options, tensors::Values::absent), nullptr,
+    tensors::Arguments arguments(logits);
+    cpu::divisor(arguments.problem(logits, target, weight, options, tensors::Values::absent), nullptr,
                  divisors.mutable_data_ptr(), inverse.mutable_data_ptr());
   }
   return {divisors, inverse};
 }
 
-template <bool in_place>
+template <bool over_logits>
 auto backward(const Tensor& grad_loss, const MaybeTensor& grad_lse, const Tensor& logits, const Tensor& target,
               const Tensor& lse, const MaybeTensor& weight, const MaybeTensor& divisors,
               const MaybeTensor& grad_entropy, const MaybeTensor& entropy, const MaybeTensor& lse_coefficient,
@@ -66,25 +68,23 @@ auto backward(const Tensor& grad_loss, const MaybeTensor& grad_lse, const Tensor
   checks::slice(class_start, num_classes, weight, lse_coefficient);
   checks::rows("lse_coefficient", lse_coefficient, logits);
   checks::upstream(logits, grad_loss, grad_lse, lse, divisors, grad_entropy, entropy);
-  const auto write = [&](const Tensor& values, cpu::MutableRows grad) {
-    const ScalarType dtype = tensors::accumulator(logits);
-    const Tensor dense_lse = tensors::dense(lse, dtype);
-    const MaybeTensor dense_entropy = tensors::dense(entropy, dtype);
-    const MaybeTensor dense_lse_coefficient = tensors::dense(lse_coefficient, dtype);
-    const tensors::Upstream upstream(logits, grad_loss, grad_lse, grad_entropy, divisors, lse_square_scale);
-    const tensors::Problem problem(values, target, weight, options, tensors::Values::apart);
-    cpu::backward(problem, {class_start, num_classes.value_or(problem.classes)}, upstream, dense_lse.const_data_ptr(),
-                  tensors::data(dense_entropy), tensors::data(dense_lse_coefficient), grad,
+  return with_gradient<over_logits>(logits, grad_dtype, std::tuple(), [&](const Tensor& values, cpu::MutableRows grad) {
+    tensors::Arguments arguments(logits);
+    const cpu::Problem problem = arguments.problem(values, target, weight, options, tensors::Values::apart);
+    const cpu::Upstream upstream{.loss = arguments.per_row(grad_loss),
+                                 .lse = arguments.per_row(grad_lse),
+                                 .entropy = arguments.per_row(grad_entropy),
+                                 .saved_lse = arguments.dense(lse),
+                                 .saved_entropy = arguments.dense(entropy),
+                                 .lse_coefficient = arguments.dense(lse_coefficient),
+                                 .divisor = arguments.dense(divisors),
+                                 .lse_square_scale = lse_square_scale};
+    cpu::backward(problem, {class_start, num_classes.value_or(problem.classes)}, upstream, grad,
                   tensors::threads(logits, softcap));
-  };
-  if constexpr (in_place) {
-    write_over(logits, grad_dtype, write);
-  } else {
-    return new_gradient(logits, grad_dtype, write);
-  }
+  });
 }
 
-template <bool in_place>
+template <bool over_logits>
 auto with_grad(const Tensor& logits, const Tensor& target, const Tensor& grad_scale, const MaybeTensor& grad_lse_square,
                const MaybeTensor& weight, bool with_argmax, bool with_entropy, MaybeDtype grad_dtype,
                int64_t ignore_index, double label_smoothing, MaybeNumber softcap, double logit_scale) {
@@ -93,25 +93,21 @@ auto with_grad(const Tensor& logits, const Tensor& target, const Tensor& grad_sc
   checks::scalar_or_rows("grad_scale", grad_scale, logits);
   checks::scalar_or_rows("grad_lse_square", grad_lse_square, logits);
   const Four outputs = statistics(logits, target, with_argmax, with_entropy);
-  return with_gradient<in_place>(logits, grad_dtype, outputs, [&](const Tensor& values, cpu::MutableRows grad) {
-    const auto& [loss, lse, argmax, entropy] = outputs;
-    const ScalarType dtype = tensors::accumulator(logits);
-    const tensors::PerRow scale(grad_scale, dtype), lse_square(grad_lse_square, dtype);
-    cpu::with_grad(checked(values, target, weight, options), scale.values, lse_square.values, loss.mutable_data_ptr(),
-                   lse.mutable_data_ptr(), argmax.mutable_data_ptr<int64_t>(), entropy.mutable_data_ptr(), grad,
-                   tensors::threads(logits, softcap));
+  return with_gradient<over_logits>(logits, grad_dtype, outputs, [&](const Tensor& values, cpu::MutableRows grad) {
+    tensors::Arguments arguments(logits);
+    cpu::with_grad(checked(arguments, values, target, weight, options), arguments.per_row(grad_scale),
+                   arguments.per_row(grad_lse_square), memory_of(outputs), grad, tensors::threads(logits, softcap));
   });
 }
 
 void scale_grad(const Tensor& grad, const Tensor& factor) {
   checks::scale(grad, factor);
   if (!is_meta(grad)) {
-    checks::writable("grad", grad);
-    const tensors::Write out(grad);
-    const tensors::PerRow values(factor, tensors::accumulator(grad));
-    const tensors::Problem problem(out.memory(), std::nullopt, std::nullopt, RowOptions(), tensors::Values::absent);
-    cpu::scale_grad(problem, out.rows, values.values, tensors::threads(grad, std::nullopt));
-    out.finish();
+    in_place("grad", grad, [&](const Tensor& values, cpu::MutableRows rows) {
+      tensors::Arguments arguments(grad);
+      cpu::scale_grad(arguments.problem(values, std::nullopt, std::nullopt, {}, tensors::Values::absent), rows,
+                      arguments.per_row(factor), tensors::threads(grad, std::nullopt));
+    });
   }
 }
 

@@ -39,49 +39,52 @@ inline Four statistics(const Tensor& logits, const Tensor& target, bool with_arg
           with_entropy ? per_row(logits, target) : none(logits, tensors::accumulator(logits))};
 }
 
+// Where the kernels write them.
+inline cpu::RowResults memory_of(const Four& statistics) {
+  const auto& [loss, lse, argmax, entropy] = statistics;
+  return {loss.mutable_data_ptr(), lse.mutable_data_ptr(), argmax.mutable_data_ptr<int64_t>(),
+          entropy.mutable_data_ptr()};
+}
+
 // Losses of rows to one number. target_weight: one value a row, or null to take it from the problem's weight.
-inline void reduce(const tensors::Problem& problem, const Tensor& loss, const Tensor& lse, const void* target_weight,
+inline void reduce(const cpu::Problem& problem, const Tensor& loss, const Tensor& lse, const void* target_weight,
                    double lse_square_scale, const std::string& reduction, const Tensor& divisors, const Tensor& value) {
   cpu::divisor(problem, target_weight, divisors.mutable_data_ptr(), nullptr);
   cpu::reduce(problem, loss.const_data_ptr(), lse.const_data_ptr(), divisors.const_data_ptr(), lse_square_scale,
               reduction == "mean", value.mutable_data_ptr());
 }
 
-// write(values, grad) reads the logits from `values` and writes their gradient to `grad`, which may be the same memory.
-// So logits that the kernels cannot read in place are copied once.
+// write(values, rows) reads a tensor from `values` and writes to its rows: this tensor's, or a copy's if the kernels
+// cannot take its strides.
 template <class Write>
-void write_over(const Tensor& logits, MaybeDtype grad_dtype, const Write& write) {
-  if (is_meta(logits)) {
-    return;
-  }
-  checks::writable("logits", logits);
-  const tensors::Write grad(logits);
-  write(grad.memory(), grad.rows);
-  grad.finish();
-  if (grad_dtype.value_or(logits.scalar_type()) != logits.scalar_type()) {
-    Tensor front = aten::front_of(logits, *grad_dtype);
-    torch::stable::copy_(front, aten::to(logits, *grad_dtype));
-  }
+void in_place(const char* name, const Tensor& tensor, const Write& write) {
+  checks::writable(name, tensor);
+  Tensor memory = tensor, written = tensor;
+  const cpu::MutableRows rows = tensors::mutable_rows(memory);
+  write(memory, rows);
+  torch::stable::copy_(written, memory);  // onto itself if not copied: tells autograd that it was written
 }
 
-// Contiguous, whatever the strides of the logits.
-template <class Write>
-Tensor new_gradient(const Tensor& logits, MaybeDtype grad_dtype, const Write& write) {
-  const Tensor grad = aten::empty_like(logits, logits.scalar_type());
-  if (!is_meta(logits)) {
-    write(logits, tensors::Write(grad).rows);
-  }
-  return aten::to(grad, grad_dtype.value_or(logits.scalar_type()));
-}
-
-// The results: with the gradient last, or in the in-place form, written over the logits.
-template <bool in_place, class Write>
-auto with_gradient(const Tensor& logits, MaybeDtype grad_dtype, const Four& other_results, const Write& write) {
-  if constexpr (in_place) {
-    write_over(logits, grad_dtype, write);
+// The results, the gradient last; or over_logits: written over the logits. write(values, grad) reads the logits from
+// `values` and writes their gradient to `grad`, which may be the same memory.
+template <bool over_logits, class Results, class Write>
+auto with_gradient(const Tensor& logits, MaybeDtype grad_dtype, const Results& other_results, const Write& write) {
+  const ScalarType dtype = logits.scalar_type(), wanted = grad_dtype.value_or(dtype);
+  if constexpr (over_logits) {
+    if (!is_meta(logits)) {
+      in_place("logits", logits, write);
+      if (wanted != dtype) {
+        Tensor front = aten::front_of(logits, wanted);
+        torch::stable::copy_(front, aten::to(logits, wanted));
+      }
+    }
     return other_results;
   } else {
-    return std::tuple_cat(other_results, std::make_tuple(new_gradient(logits, grad_dtype, write)));
+    Tensor grad = aten::empty_like(logits, dtype);  // contiguous, whatever the strides of the logits
+    if (!is_meta(logits)) {
+      write(logits, tensors::mutable_rows(grad));
+    }
+    return std::tuple_cat(other_results, std::make_tuple(aten::to(grad, wanted)));
   }
 }
 

@@ -8,7 +8,7 @@ namespace {
 
 // Of one rank's result: 3 numbers for each row, 4 with class weights, and a header of 5.
 Tensor shard_part(const Tensor& logits, const Tensor& target, const MaybeTensor& weight) {
-  std::vector<Tensor> parts(weight ? 4 : 3, aten::flatten(per_row(logits, target)));
+  std::vector<Tensor> parts(weight ? 4 : 3, torch::stable::flatten(per_row(logits, target)));
   parts.push_back(numbers(logits, {5}));
   return aten::cat(parts);
 }
@@ -20,10 +20,11 @@ Tensor forward(const Tensor& logits, const Tensor& target, int64_t class_start, 
   const RowOptions options{ignore_index, label_smoothing, softcap, logit_scale};
   const cpu::Slice shard{class_start, num_classes};
   checks::shard(logits, target, shard, weight, options);
-  const Tensor out = aten::unsqueeze(shard_part(logits, target, weight), 0);
+  const Tensor out = torch::stable::unsqueeze(shard_part(logits, target, weight), 0);
   if (!is_meta(logits)) {
-    const tensors::Problem problem(logits, target, weight, options);
-    problem.check_targets(num_classes);
+    tensors::Arguments arguments(logits);
+    const cpu::Problem problem = arguments.problem(logits, target, weight, options);
+    checks::target_values(problem, num_classes);
     STD_TORCH_CHECK(out.numel() == cpu::shard_width(problem), "a shard hands over another number of values");
     cpu::shard_forward(problem, shard, out.mutable_data_ptr(), tensors::threads(logits, softcap));
   }
@@ -45,9 +46,9 @@ Four join(const Tensor& logits, const Tensor& target, const Tensor& gathered, in
                      per_row(logits, target)};
   if (!is_meta(logits)) {
     const auto& [loss, lse, target_weight, lse_coefficient] = outputs;
-    const Tensor dense = tensors::dense(gathered, tensors::accumulator(logits));
-    const tensors::Problem problem(logits, target, weight, options, tensors::Values::absent);
-    cpu::shard_join(problem, shard, dense.const_data_ptr(), dense.size(0), loss.mutable_data_ptr(),
+    tensors::Arguments arguments(logits);
+    const cpu::Problem problem = arguments.problem(logits, target, weight, options, tensors::Values::absent);
+    cpu::shard_join(problem, shard, arguments.dense(gathered), gathered.size(0), loss.mutable_data_ptr(),
                     lse.mutable_data_ptr(), target_weight.mutable_data_ptr(), lse_coefficient.mutable_data_ptr(),
                     tensors::threads(logits, softcap));
   }
@@ -62,7 +63,8 @@ Four join_reduced(const Tensor& logits, const Tensor& target, const Tensor& gath
       logits, target, gathered, class_start, num_classes, weight, ignore_index, label_smoothing, softcap, logit_scale);
   const Tensor value = numbers(logits, {}), divisors = numbers(logits, {2});
   if (!is_meta(logits)) {
-    const tensors::Problem problem(logits, target, weight, {ignore_index}, tensors::Values::absent);
+    tensors::Arguments arguments(logits);
+    const cpu::Problem problem = arguments.problem(logits, target, weight, {ignore_index}, tensors::Values::absent);
     reduce(problem, loss, lse, target_weight.const_data_ptr(), lse_square_scale, reduction, divisors, value);
   }
   return {value, divisors, lse, lse_coefficient};

@@ -15,34 +15,33 @@ Two forward(const Tensor& logits, const Tensor& probabilities, const MaybeTensor
             double label_smoothing, MaybeNumber softcap, double logit_scale) {
   const RowOptions options = without_index(label_smoothing, softcap, logit_scale);
   checks::soft(logits, probabilities, weight, options);
-  const Tensor column = aten::select(logits, -1, 0);
+  const Tensor column = torch::stable::select(logits, -1, 0);
   const Tensor loss = per_row(logits, column), lse = per_row(logits, column);
   if (!is_meta(logits)) {
-    const tensors::Read targets = tensors::read(probabilities);
-    const tensors::Problem problem(logits, std::nullopt, weight, options);
-    const double least =
-        cpu::soft_forward(problem, tensors::dtype(probabilities), targets.rows, check_target, loss.mutable_data_ptr(),
-                          lse.mutable_data_ptr(), tensors::threads(logits, softcap));
-    checks::soft_values(least);
+    tensors::Arguments arguments(logits);
+    const cpu::Problem problem = arguments.problem(logits, std::nullopt, weight, options);
+    checks::soft_values(cpu::soft_forward(
+        problem, tensors::dtype(probabilities), arguments.rows(probabilities), check_target, loss.mutable_data_ptr(),
+        lse.mutable_data_ptr(), tensors::threads(logits, softcap)));
   }
   return {loss, lse};
 }
 
-Tensor backward(const Tensor& grad_loss, const MaybeTensor& grad_lse, const Tensor& logits, const Tensor& probabilities,
-                const Tensor& lse, const MaybeTensor& weight, double label_smoothing, MaybeNumber softcap,
-                double logit_scale) {
+auto backward(const Tensor& grad_loss, const MaybeTensor& grad_lse, const Tensor& logits, const Tensor& probabilities,
+              const Tensor& lse, const MaybeTensor& weight, double label_smoothing, MaybeNumber softcap,
+              double logit_scale) {
   const RowOptions options = without_index(label_smoothing, softcap, logit_scale);
   checks::soft(logits, probabilities, weight, options);
   checks::rows("grad_loss", grad_loss, logits);
   checks::rows("grad_lse", grad_lse, logits);
   checks::rows("lse", lse, logits);
-  return new_gradient(logits, std::nullopt, [&](const Tensor& values, cpu::MutableRows grad) {
-    const tensors::Read targets = tensors::read(probabilities);
-    const Tensor dense_lse = tensors::dense(lse, tensors::accumulator(logits));
-    const tensors::Problem problem(values, std::nullopt, weight, options);
-    const tensors::Upstream upstream(logits, grad_loss, grad_lse);
-    cpu::soft_backward(problem, tensors::dtype(probabilities), targets.rows, upstream, dense_lse.const_data_ptr(), grad,
-                       tensors::threads(logits, softcap));
+  return with_gradient<false>(logits, std::nullopt, std::tuple(), [&](const Tensor& values, cpu::MutableRows grad) {
+    tensors::Arguments arguments(logits);
+    const cpu::Upstream upstream{.loss = arguments.per_row(grad_loss),
+                                 .lse = arguments.per_row(grad_lse),
+                                 .saved_lse = arguments.dense(lse)};
+    cpu::soft_backward(arguments.problem(values, std::nullopt, weight, options), tensors::dtype(probabilities),
+                       arguments.rows(probabilities), upstream, grad, tensors::threads(logits, softcap));
   });
 }
 

@@ -170,49 +170,48 @@ struct Everything {
     };
     out.reserve(96);
     std::vector<int64_t> argmax(rows);
-    forward(problem, values(rows), values(rows), argmax.data(), values(rows), threads);
-    forward(problem, values(rows), values(rows), nullptr, nullptr, threads);
-    forward_counted(problem, values(rows), values(rows), threads);
+    forward(problem, false, {values(rows), values(rows), argmax.data(), values(rows)}, threads);
+    for (const bool only_counted : {false, true}) forward(problem, only_counted, {values(rows), values(rows)}, threads);
     for (const int64_t column : argmax) {
       if (column < 0 || column >= classes) std::abort();
     }
     add(DType::float64, Bytes(reinterpret_cast<unsigned char*>(argmax.data()),
                               reinterpret_cast<unsigned char*>(argmax.data() + rows)));
     gradient([&](Matrix& to) {
-      backward(problem, all, {each, same, each}, saved.data(), saved.data(), nullptr, to.write(), threads);
+      backward(problem, all, {each, same, each, saved.data(), saved.data()}, to.write(), threads);
     });
     unsigned char* const two = values(2);
     divisor(problem, nullptr, two, values(2));
     divisor(problem, saved.data(), values(2), nullptr);
     for (const bool mean : {false, true}) reduce(problem, grad.data(), saved.data(), two, 0.1, mean, values(1));
     gradient([&](Matrix& to) {
-      backward(problem, all, {same, none, none, two, 0.1}, saved.data(), nullptr, nullptr, to.write(), threads);
+      backward(problem, all, {same, none, none, saved.data(), {}, {}, two, 0.1}, to.write(), threads);
     });
     Matrix over = logits;
     Problem in_place = problem;
     in_place.logits = over.read();
-    backward(in_place, all, {same, none, each}, saved.data(), saved.data(), nullptr, over.write(), threads);
+    backward(in_place, all, {same, none, each, saved.data(), saved.data()}, over.write(), threads);
     add(dtype, over.bytes);
     scale_grad(problem, over.write(), each, threads);
     add(dtype, over.bytes);
     over.bytes = logits.bytes;
-    with_grad(in_place, same, each, values(rows), values(rows), argmax.data(), values(rows), over.write(), threads);
+    with_grad(in_place, same, each, {values(rows), values(rows), argmax.data(), values(rows)}, over.write(), threads);
     add(dtype, over.bytes);
     for (const int64_t column : argmax) {
       if (column < -1 || column >= classes) std::abort();
     }
     over.bytes = logits.bytes;
-    with_grad(in_place, same, none, values(rows), values(rows), nullptr, nullptr, over.write(), threads);
+    with_grad(in_place, same, none, {values(rows), values(rows)}, over.write(), threads);
     add(dtype, over.bytes);
     soft_forward(problem, target_dtype, probabilities.read(), below(2) != 0, values(rows), values(rows), threads);
     gradient([&](Matrix& to) {
-      soft_backward(problem, target_dtype, probabilities.read(), {each, none, none}, saved.data(), to.write(), threads);
+      soft_backward(problem, target_dtype, probabilities.read(), {each, none, none, saved.data()}, to.write(), threads);
     });
     shard_forward(problem, shard, values(shard_width(problem)), threads);
     shard_join(problem, shard, gathered.data(), ranks, values(rows), values(rows), values(rows), values(rows), threads);
     for (const PerRow& of_entropy : {none, each}) {
       gradient([&](Matrix& to) {
-        backward(problem, shard, {each, each, of_entropy, two, 0.1}, saved.data(), saved.data(), saved.data(),
+        backward(problem, shard, {each, each, of_entropy, saved.data(), saved.data(), saved.data(), two, 0.1},
                  to.write(), threads);
       });
     }
