@@ -5,20 +5,16 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.dispatch_log import Log, Notes
+from helpers.dispatch_log import Notes, operators_of
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from unfused import FULL, assert_all_close, unfused
 
 import xent_ops
 
 OPINFOS = [op for op in op_db if op.name == "nn.functional.linear_cross_entropy"]  # torch 2.13 has them
 VARIANTS, OTHERS = [op.variant_test_name for op in OPINFOS], (torch.bfloat16, torch.float16, torch.float64)
-FULL = {"label_smoothing": 0.1, "lse_square_scale": 0.1, "softcap": 5.0, "logit_scale": 0.5}
-
-
-def unfused(x, head, target, *, linear_bias=None, divisor=1.0, chunk_rows=None, **options):
-    return xent_ops.cross_entropy(F.linear(x, head, linear_bias), target, dim=-1, **options) / divisor
 
 
 @pytest.fixture
@@ -34,11 +30,6 @@ def head(h):
 @pytest.fixture
 def bias(h):
     return torch.randn(30, device=h.device, dtype=h.dtype, requires_grad=True)
-
-
-def assert_all_close(found, wanted):
-    for mine, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine, other)
 
 
 # Values against torch
@@ -234,21 +225,16 @@ def test_products(products, x, head, bias, target, wanted, forward, biased):
 
 
 def test_the_operators_of_each_way(x, head, target):
-    def ours(call):
-        with Log() as log:
-            call()
-        return [name.removeprefix("xent.").removesuffix(".default") for name in log.ours()]
-
     def loss(**options):
         return xent_ops.linear_cross_entropy(x, head, target, **options)
 
-    assert ours(loss) == ["linear_cross_entropy_with_grad"]
-    assert ours(lambda: loss().backward()) == ["linear_cross_entropy_with_grad", "scale_grad_", "scale_grad_"]
+    assert operators_of(loss) == ["linear_cross_entropy_with_grad"]
+    assert operators_of(lambda: loss().backward()) == ["linear_cross_entropy_with_grad", "scale_grad_", "scale_grad_"]
     rows = ["linear_cross_entropy_forward", "linear_cross_entropy_backward"]
-    assert ours(lambda: loss(reduction="none").sum().backward()) == rows
+    assert operators_of(lambda: loss(reduction="none").sum().backward()) == rows
     with torch.no_grad():
-        assert ours(loss) == ["linear_cross_entropy_forward"]
-    assert ours(lambda: checkpoint(loss, use_reentrant=False).backward())[1:] == rows
+        assert operators_of(loss) == ["linear_cross_entropy_forward"]
+    assert operators_of(lambda: checkpoint(loss, use_reentrant=False).backward())[1:] == rows
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

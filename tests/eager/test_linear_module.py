@@ -5,20 +5,15 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
+from unfused import FULL, assert_all_close, unfused
 
 import xent_ops
 
-FULL = {"label_smoothing": 0.1, "lse_square_scale": 0.1, "softcap": 5.0, "logit_scale": 0.5}
 TARGET = torch.tensor([3, 8, -100, 0, 7, 7])
-
-
-def unfused(x, head, target, *, linear_bias=None, divisor=1.0, **options):
-    return xent_ops.cross_entropy(F.linear(x, head, linear_bias), target, dim=-1, **options) / divisor
 
 
 FUNCTIONS = (xent_ops.linear_cross_entropy, unfused)
@@ -29,11 +24,6 @@ def tensors(device):
     """(input, linear_weight, target)."""
     make = {"dtype": torch.float64, "device": device, "requires_grad": True}
     return torch.randn(6, 5, **make), torch.randn(9, 5, **make), TARGET.to(device)
-
-
-def assert_all_close(found, wanted, **tolerance):
-    for mine, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine, other, **tolerance)
 
 
 # Hooks

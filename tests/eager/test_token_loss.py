@@ -6,7 +6,7 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.dispatch_log import Log
+from helpers.dispatch_log import operators_of
 from helpers.token_losses import LOSSES, dft, expected, focal, grpo, reinforce, rows_of
 from torch.utils.checkpoint import checkpoint
 
@@ -142,12 +142,6 @@ def test_rows_of_other_shapes_and_dtypes(device):
 # What runs
 
 
-def operators(run):
-    with Log() as log:
-        run()
-    return [name.removeprefix("xent.").removesuffix(".default") for name in log.ours()]
-
-
 CHUNK = ["linear_cross_entropy_chunk", "linear_cross_entropy_chunk_grad_", "linear_cross_entropy_chunk_add_"]
 FOUR = ["linear_cross_entropy_forward"], ["linear_cross_entropy_backward"]
 
@@ -158,14 +152,14 @@ def test_three_products_and_four(device):
     def loss(x=x, head=head, **options):
         return xent_ops.linear_token_loss(x, head, target, focal, reduction="sum", **options)
 
-    forward = operators(lambda: loss(chunk_rows=10))
+    forward = operators_of(lambda: loss(chunk_rows=10))
     assert forward == [*CHUNK, *CHUNK, "attach_gradients"]
-    assert operators(lambda: loss(head=head.detach())) == [*CHUNK[:2], "attach_gradients"]
-    assert operators(lambda: loss(x.detach(), head.detach())) == FOUR[0]
+    assert operators_of(lambda: loss(head=head.detach())) == [*CHUNK[:2], "attach_gradients"]
+    assert operators_of(lambda: loss(x.detach(), head.detach())) == FOUR[0]
     with torch.no_grad():
-        assert operators(loss) == FOUR[0]
-    assert operators(lambda: loss(skip_ignored=True)) == [*CHUNK, "attach_gradients"]
-    again = operators(lambda: checkpoint(loss, x, head, use_reentrant=False).backward())
+        assert operators_of(loss) == FOUR[0]
+    assert operators_of(lambda: loss(skip_ignored=True)) == [*CHUNK, "attach_gradients"]
+    again = operators_of(lambda: checkpoint(loss, x, head, use_reentrant=False).backward())
     assert again == [*FOUR[0], *FOUR[0], *FOUR[1]]
 
 

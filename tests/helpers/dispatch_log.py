@@ -23,4 +23,12 @@ class Log(Notes):
         super().__init__(lambda func, args, result: [str(func)])
 
     def ours(self):
-        return [name for name in self.seen if name.startswith("xent")]
+        """Of our operators, without ``xent.`` and the overload."""
+        return [name.removeprefix("xent.").removesuffix(".default") for name in self.seen if name.startswith("xent")]
+
+
+def operators_of(call):
+    """The names of our operators that a call runs."""
+    with Log() as log:
+        call()
+    return log.ours()
