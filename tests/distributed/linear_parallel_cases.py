@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.covering import pairs
 from helpers.exact_numbers import DIVISOR, exact_fp8_problem, exact_problem
 from torch.utils.flop_counter import FlopCounterMode
 from vocab_parallel_cases import OPTIONS, Collectives, V, same_bits_everywhere, shard_of, split
@@ -96,8 +97,11 @@ def values(device, kind, dtype):
     for bias, chunk_rows in ((True, 4), (False, None)):
         *problem, weight, target = head_of(dtype, bias=bias)
         reductions = ("none", "sum", "mean") if bias else ("mean",)
-        for reduction, name, w in itertools.product(reductions, OPTIONS, (None, weight)):
-            options = {"reduction": reduction, "chunk_rows": chunk_rows, **OPTIONS[name]}
+        for reduction, name, weighted in pairs(reductions, OPTIONS, (False, True)):
+            options, w = (
+                {"reduction": reduction, "chunk_rows": chunk_rows, **OPTIONS[name]},
+                weight if weighted else None,
+            )
             one(device, kind, (*problem, w, target), **options)
             if name == "all" and reduction != "none":
                 one(device, kind, (*problem, w, target), pipelined=False, **options)

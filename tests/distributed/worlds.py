@@ -18,4 +18,4 @@ def every_kind_and_dtype(worlds, dtypes):
 
 def each(*cases):
     """The test runs once for each of these functions, which are called its ``case``."""
-    return pytest.mark.parametrize("case", cases, ids=lambda case: case.__name__)
+    return pytest.mark.parametrize("case", cases, ids=lambda case: f"{case.__module__}.{case.__name__}")
