@@ -107,13 +107,17 @@ def check_targets(call: Call) -> None:
 def _class_start(call: Call) -> None:
     if sliced(call):
         checks.shard_range(width(call), call.class_start, call.num_classes)
+    elif call.class_start:
+        raise ValueError(
+            f"class_start={call.class_start} is of a slice: num_classes must say how many classes all have"
+        )
 
 
 def _lse_coefficient(call: Call) -> None:
     """Check the arguments of a backward that only a slice of the classes has."""
     if call.num_classes is None:
-        if call.class_start != 0 or call.lse_coefficient is not None:
-            raise ValueError("class_start and lse_coefficient go with num_classes, of a slice of the classes")
+        if call.lse_coefficient is not None:
+            raise ValueError("lse_coefficient goes with num_classes, of a slice of the classes")
     elif (call.weight is None) != (call.lse_coefficient is None):
         raise ValueError("a class weight needs the lse_coefficient of cross_entropy_shard_join: pass both or neither")
 
