@@ -12,15 +12,16 @@ namespace xent::cpu {
 // 4096: 16 KiB of float32. A row is a left fold over its blocks, in any number of threads: this size affects the bits.
 constexpr std::int64_t kBlock = 4096;
 
-// grad_j = (total p_j - grad_entropy p_j (log p_j + entropy) - constant - factor subtracted_j) scale dx_j/dz_j,
+// grad_j = (total p_j - grad_entropy p_j (log p_j + entropy) - factor q_j - [j == column] at_target) scale dx_j/dz_j,
 // where p_j = exp(x_j - lse) and x_j = softcap tanh(z_j / softcap), z_j = scale logits_j.
 template <class A>
 struct Gradient {
   A scale, softcap;  // softcap 0: x = z
   A lse, total;
   A grad_entropy, entropy;  // grad_entropy 0: none
-  A constant, factor;
-  const A* subtracted;  // null: none
+  A factor, at_target;
+  std::int64_t column;  // below 0: none
+  bool live;            // else all are zeros, whatever the logits hold
 };
 
 // A row's lse in two parts: x - pivot - log_total loses no digits to a large pivot.
@@ -68,7 +69,7 @@ struct GroupSums {
   A top[kMostLanes], first[kMostLanes];  // no NaN takes part
 };
 
-// As in Gradient, with at_target added to the constant of the target's column (-1: none), and zeros where live is 0.
+// As in Gradient.
 template <class A>
 struct GroupGradient {
   A lse[kMostLanes] = {}, total[kMostLanes] = {}, grad_entropy[kMostLanes] = {}, entropy[kMostLanes] = {};
@@ -93,8 +94,8 @@ struct Blocks {
   // sum_j q_j (pivot - x_j); q null: all ones.
   double (*distance)(const A* x, std::int64_t n, A pivot, const A* q);
   double (*sum)(const A* q, std::int64_t n);
-  // `to` may be the same memory as `from`.
-  void (*gradient)(const Gradient<A>&, const void* from, void* to, std::int64_t n);
+  // From the column `begin` of a row on. q null: all ones. `to` may be the same memory as `from`.
+  void (*gradient)(const Gradient<A>&, std::int64_t begin, const A* q, const void* from, void* to, std::int64_t n);
   // x_j *= factor, in place, for elements in their stored dtype.
   void (*scale)(void* x, std::int64_t n, A factor);
   // The sums of a block. If `to` is not null, also writes the gradient.

@@ -126,24 +126,41 @@ double sum(const A* q, std::int64_t n) {
 constexpr int kAhead = 2048;
 
 template <class T, class A>
-void gradient_as(const Gradient<A>& g, const void* logits, void* grad, std::int64_t n) {
+void gradient_as(const Gradient<A>& gradient, std::int64_t begin, const A* q, const void* logits, void* grad,
+                 std::int64_t n) {
   typedef Vector<A> V;
+  constexpr int lanes = kLanes<A>;
+  const Gradient<A> g = gradient;
   const T* from = static_cast<const T*>(logits);
   T* to = static_cast<T*>(grad);
-  const A per_cap = g.softcap != 0 ? 1 / g.softcap : 0;
-  for_vectors<A>(n, [&, g](std::int64_t j, int left) ALWAYS_INLINE {
-    __builtin_prefetch(reinterpret_cast<const char*>(from + j) + kAhead, 0, 2);
-    __builtin_prefetch(reinterpret_cast<const char*>(to + j) + kAhead, 1);
-    V x = load(from + j, left) * g.scale;
+  const A per_cap = g.softcap != 0 ? 1 / g.softcap : 0, constant = q == nullptr ? g.factor : 0;
+  const bool subtracts = q != nullptr && g.factor != 0;
+  const std::int64_t column = g.column - begin;
+  const auto derivative = [&](V z, V constants, std::int64_t j, int left) ALWAYS_INLINE {
+    V x = z * g.scale;
     if (g.softcap != 0) x = capped(x, g.softcap);
     const V log_p = x - g.lse;
     const V p = exp(log_p);
-    V d = p * g.total - g.constant;
+    V d = p * g.total - constants;
     if (g.grad_entropy != 0) d -= p == 0 ? V{} : g.grad_entropy * p * (log_p + g.entropy);
-    if (g.subtracted != nullptr) d -= g.factor * read<V>(g.subtracted + j, left);
+    if (subtracts) d -= g.factor * read<V>(q + j, left);
     if (g.softcap != 0) d *= 1 - (x * per_cap) * (x * per_cap);
-    store(to + j, d * g.scale, left);
-  });
+    return d * g.scale;
+  };
+  const auto constants_from = [&](std::int64_t j) ALWAYS_INLINE {
+    return lane_numbers<A>() == A(column - j) ? splat(constant + g.at_target) : splat(constant);
+  };
+  if (n < lanes) return store(to, derivative(load(from, int(n)), constants_from(0), 0, int(n)), int(n));
+  // The last vector and the target's overlap others. They are loaded first, because `to` may be `from`.
+  const std::int64_t last = n - lanes, near = column < 0 ? 0 : column < last ? column : last;
+  const V z_last = load(from + last, lanes), z_near = load(from + near, lanes);
+  for (std::int64_t j = 0; j <= last; j += lanes) {
+    __builtin_prefetch(reinterpret_cast<const char*>(from + j) + kAhead, 0, 2);
+    __builtin_prefetch(reinterpret_cast<const char*>(to + j) + kAhead, 1);
+    store(to + j, derivative(load(from + j, lanes), splat(constant), j, lanes), lanes);
+  }
+  if (n % lanes != 0) store(to + last, derivative(z_last, splat(constant), last, lanes), lanes);
+  if (column >= 0 && column < n) store(to + near, derivative(z_near, constants_from(near), near, lanes), lanes);
 }
 
 template <class T, class A>
@@ -211,8 +228,9 @@ struct Columns {
   std::int64_t stride;
 };
 
+// Not inlined: a forward of 5376 x 64 bfloat16 took 0.77 ms instead of 0.46 where GCC 12 inlined it (2026-11).
 template <class T, class A>
-inline Columns<T> columns_of(const Group<A>& group, T* packed) {
+__attribute__((noinline)) Columns<T> columns_of(const Group<A>& group, T* packed) {
   const T* first = static_cast<const T*>(group.from[0]);
   bool side_by_side = group.rows == kLanes<A>;
   for (int row = 1; row < kLanes<A> && side_by_side; ++row) side_by_side = group.from[row] == first + row;

@@ -19,20 +19,20 @@ Sums sums_of(const GroupSums<A>& group, std::int64_t r) {
 }
 
 template <class A>
-void set(GroupGradient<A>& group, std::int64_t r, const GradientCoefficients<A>& row, char* to) {
-  group.lse[r] = row.gradient.lse;
-  group.total[r] = row.gradient.total;
-  group.grad_entropy[r] = row.gradient.grad_entropy;
-  group.entropy[r] = row.gradient.entropy;
-  group.factor[r] = row.gradient.factor;
-  group.at_target[r] = A(row.at_target);
+void set(GroupGradient<A>& group, std::int64_t r, const Gradient<A>& row, char* to) {
+  group.lse[r] = row.lse;
+  group.total[r] = row.total;
+  group.grad_entropy[r] = row.grad_entropy;
+  group.entropy[r] = row.entropy;
+  group.factor[r] = row.factor;
+  group.at_target[r] = row.at_target;
   group.column[r] = A(row.column);
   group.live[r] = row.live;
-  group.has_entropy |= row.gradient.grad_entropy != 0;
+  group.has_entropy |= row.grad_entropy != 0;
   group.to[r] = to;
 }
 
-// As visit: scan may be nullptr. Writes the gradient if join returns GradientCoefficients.
+// As visit: scan may be nullptr. Writes the gradient if join returns one.
 template <class A, class Scan, class Join>
 void visit_groups(const Problem& problem, Order order, const Scan& scan, const MutableRows* grad,
                   const Threads& threads, const Join& join) {
@@ -68,11 +68,16 @@ void visit_groups(const Problem& problem, Order order, const Scan& scan, const M
   });
 }
 
-// As visit, for class indices. grad is null if join returns Nothing.
+// As visit, for class indices. grad is null if join returns Nothing. A gradient of dense rows of three vectors or more
+// is computed row by row, because a group packs them: 5376 x 64 float32, one thread, AVX-512: 0.38 ms, not 0.54.
 template <class A, class Scan, class Join>
 void visit_rows(const Problem& problem, Order order, const Scan& scan, const MutableRows* grad, const Threads& threads,
                 const Join& join) {
-  if (problem.classes <= kFewClasses) return visit_groups<A>(problem, order, scan, grad, threads, join);
+  const bool by_row = std::is_null_pointer_v<Scan> && problem.logits.class_stride == 1 &&
+                      problem.classes >= 3 * blocks<A>(problem.dtype).lanes;
+  if (problem.classes <= kFewClasses && !by_row) {
+    return visit_groups<A>(problem, order, scan, grad, threads, join);
+  }
   if constexpr (std::is_same_v<decltype(join(std::int64_t(), Sums())), Nothing>) {
     visit(order, problem.classes, threads, scan, join, nullptr);
   } else {

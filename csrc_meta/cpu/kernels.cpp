@@ -51,7 +51,7 @@ struct ClassIndices {
     if (out.entropy.data != nullptr) out.entropy.at<A>(row) = A(visited ? log_total - sums.moment / sums.total : 0);
   }
 
-  GradientCoefficients<A> row_coefficients(std::int64_t row, double lse, double grad_loss, double grad_lse) const {
+  Gradient<A> row_gradient(std::int64_t row, double lse, double grad_loss, double grad_lse) const {
     const Target t = target(row);
     const double a = !t.counted ? 0 : t.valid ? grad_loss : kNaN;
     double at_target = 0, by_class = 0, total = 0;
@@ -67,7 +67,7 @@ struct ClassIndices {
       }
     }
     // One object, which is not copied: a copy of scalars that were just stored stalls.
-    auto result = gradient_coefficients<A>(problem, lse, total + grad_lse, at_target, by_class, a != 0 ? t.column : -1);
+    auto result = cpu::row_gradient<A>(problem, lse, total + grad_lse, at_target, by_class, a != 0 ? t.column : -1);
     // If shards do not tile, lse_coefficient may be 0 and lse NaN: then the gradient is NaN, not 0.
     result.live |= a != 0 && (lse_coefficient != nullptr || !problem.weight);
     return result;
@@ -106,11 +106,11 @@ void backward(const Problem& whole, Slice slice, const Upstream& upstream, Mutab
     visit_rows<A>(problem, {problem.rows}, nullptr, &grad, threads, [&](std::int64_t row, const Sums&) {
       const A lse = saved_lse[row];
       const RowGrads grads = row_grads<A>(upstream, row, indices.target(row).counted, lse);
-      auto result = indices.row_coefficients(row, lse, grads.loss, grads.lse);
+      auto result = indices.row_gradient(row, lse, grads.loss, grads.lse);
       if (upstream.entropy.data != nullptr) {
-        result.gradient.grad_entropy = A(value<A>(upstream.entropy, row));
-        result.gradient.entropy = saved_entropy[row];
-        result.live |= result.gradient.grad_entropy != 0;
+        result.grad_entropy = A(value<A>(upstream.entropy, row));
+        result.entropy = saved_entropy[row];
+        result.live |= result.grad_entropy != 0;
       }
       zero(problem.dtype, grad, row, problem.classes, whole.classes);
       return result;
@@ -130,7 +130,7 @@ void with_grad(const Problem& problem, PerRow grad_scale, PerRow grad_lse_square
       const double lse = out.lse.at<A>(row);
       const bool squared = grad_lse_square.data != nullptr && counted;
       const double grad_lse = squared ? 2 * value<A>(grad_lse_square, row) * lse : 0;  // 0 * inf is NaN
-      return indices.row_coefficients(row, lse, value<A>(grad_scale, row), A(grad_lse));
+      return indices.row_gradient(row, lse, value<A>(grad_scale, row), A(grad_lse));
     });
   });
 }

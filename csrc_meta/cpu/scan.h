@@ -177,58 +177,30 @@ inline Problem without_padding(Problem problem, const Slice& slice) {
   return problem;
 }
 
-// The coefficients for the second visit of a row: grad_x_j = A softmax_j - B [j == t] - C q_j, as in
+// The coefficients for the second visit: grad_x_j = softmax softmax_j - at_target [j == column] - by_class q_j, as in
 // reference.cross_entropy_backward.
 template <class A>
-struct GradientCoefficients {
-  Gradient<A> gradient = {};
-  double at_target = 0;      // B
-  std::int64_t column = -1;  // of the target, or -1
-  bool live = false;         // does anything flow back?
-};
-
-template <class A>
-GradientCoefficients<A> gradient_coefficients(
+Gradient<A> row_gradient(
     const Problem& problem, double lse, double softmax, double at_target, double by_class, std::int64_t column) {
-  GradientCoefficients<A> result;
-  Gradient<A>& g = result.gradient;
+  Gradient<A> g = {};
   g.scale = A(problem.logit_scale);
   g.softcap = A(problem.softcap.value_or(0.0));
   g.lse = A(lse);
   g.total = A(softmax);
   g.factor = A(by_class);
-  result.at_target = at_target;
-  result.column = column;
-  result.live = softmax != 0 || at_target != 0 || by_class != 0;
-  return result;
+  g.at_target = A(at_target);
+  g.column = column;
+  g.live = softmax != 0 || at_target != 0 || by_class != 0;
+  return g;
 }
 
-// The gradient of a block. q: the factors of its classes; null means ones. The gradient may overwrite the logits, so
-// the target's element is computed first and stored last.
+// The gradient of a block, which may overwrite the logits. q: the factors of its classes; null means ones.
 template <class A>
-void emit(const Problem& problem, MutableRows grad, std::int64_t row, const GradientCoefficients<A>& row_coefficients,
+void emit(const Problem& problem, const MutableRows& grad, std::int64_t row, const Gradient<A>& gradient,
           std::int64_t column, std::int64_t n, const A* q) {
-  if (!row_coefficients.live) return zero(problem.dtype, grad, row, column, column + n);  // whatever the logits hold
-  const std::int64_t size = size_of(problem.dtype);
-  char* to = at(grad, problem.dtype, row, column);
-  const char* from = at(problem.logits, problem.dtype, row, column);
-  Gradient<A> g = row_coefficients.gradient;
-  if (q == nullptr) {
-    g.constant = g.factor;
-  } else if (g.factor != 0) {
-    g.subtracted = q;
-  }
-  const std::int64_t target = row_coefficients.column - column;
-  const bool here = row_coefficients.column >= 0 && target >= 0 && target < n;
-  alignas(8) char at_target[8];
-  if (here) {
-    Gradient<A> one = g;
-    one.constant += A(row_coefficients.at_target);
-    if (g.subtracted != nullptr) one.subtracted += target;
-    blocks<A>(problem.dtype).gradient(one, from + target * size, at_target, 1);
-  }
-  blocks<A>(problem.dtype).gradient(g, from, to, n);
-  if (here) std::memcpy(to + target * size, at_target, size);
+  if (!gradient.live) return zero(problem.dtype, grad, row, column, column + n);
+  blocks<A>(problem.dtype).gradient(gradient, column, q, at(problem.logits, problem.dtype, row, column),
+                                    at(grad, problem.dtype, row, column), n);
 }
 
 }  // namespace xent::cpu

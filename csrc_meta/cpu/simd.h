@@ -44,6 +44,14 @@ inline V read(const T* from, int n) {
 constexpr std::uint32_t kLanes32[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 constexpr std::uint64_t kLanes64[] = {0, 1, 2, 3, 4, 5, 6, 7};
 
+// 0, 1, 2, ...
+template <class A>
+inline Vector<A> lane_numbers() {
+  Vector<A> numbers;
+  for (int lane = 0; lane < kLanes<A>; ++lane) numbers[lane] = A(lane);
+  return numbers;
+}
+
 // v with `otherwise` behind its first n lanes. By a mask: writing lane by lane goes through memory, and doubles the
 // time of a row of few classes.
 inline f32 first_lanes(f32 v, int n, float otherwise) {

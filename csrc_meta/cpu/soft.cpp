@@ -80,11 +80,11 @@ void soft_backward(const Problem& problem, DType dtype, Rows targets, const Upst
     const auto join = [&](std::int64_t row, const Sums& sums) {
       const double a = value<A>(upstream.loss, row);
       const double total = a * sums.mass + value<A>(upstream.lse, row);
-      return gradient_coefficients<A>(problem, lse[row], total, 0, a, -1);
+      return row_gradient<A>(problem, lse[row], total, 0, a, -1);
     };
     const auto write = [&](std::int64_t row, const auto& joined, std::int64_t column, std::int64_t n) {
       alignas(64) A q[kBlock];
-      if (joined.gradient.factor != 0) probabilities.read(row, column, n, q);
+      if (joined.factor != 0) probabilities.read(row, column, n, q);
       emit(problem, grad, row, joined, column, n, q);
     };
     visit({problem.rows}, problem.classes, threads, mass, join, write);
