@@ -5,6 +5,7 @@ import pytest
 import torch
 from helpers.covering import pairs
 from helpers.samples import Problem, launched, of_launchers
+from torch._inductor import ir
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 
@@ -193,6 +194,36 @@ def test_distillation_has_as_many_chunks_for_every_number_of_rows():
                 for op in (of_rows.default, torch.ops.aten.addmm.out, torch.ops.aten.mm.out)
             ]
             assert calls == [4, 4 + added, 4 + written], name
+
+
+class Gradients(torch.nn.Module):
+    def forward(self, x, head, target, upstream):
+        lse = packed.ops.linear_cross_entropy_forward(x, head, target, chunk_rows=16)[1]
+        return packed.ops.linear_cross_entropy_backward(upstream, None, x, head, target, lse, chunk_rows=16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_products_of_a_package_on_a_cpu(monkeypatch, tmp_path, dtype):
+    """Lowered as for CUDA, with row operators that stay calls. Chunks write slices of the input's gradient, and of
+    float16 an in-place multiplication follows: Inductor gives the whole tensor another buffer for that."""
+
+    def given(rows):
+        x, head, upstream = torch.randn(rows, 32), 0.3 * torch.randn(50, 32), torch.rand(rows) / 100
+        return x.to(dtype), head.to(dtype), torch.randint(50, (rows,)), upstream
+
+    def multiplies(args):
+        sizes = [list(arg.get_size()) for arg in args if isinstance(arg, ir.IRNode)]
+        return [50, 32] in sizes and sizes[0] != [50, 32]
+
+    monkeypatch.setattr(packages, "packs", multiplies)
+    rows = {0: Dim.DYNAMIC}
+    program = torch.export.export(Gradients(), given(64), dynamic_shapes=(rows, None, rows, rows))
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "gradients.pt2"))
+    package = torch._inductor.aoti_load_package(path)
+    for number in (64, 40, 3):
+        args = given(number)
+        for found, expected in zip(package(*args), Gradients()(*args), strict=True):
+            torch.testing.assert_close(found, expected)
 
 
 def counted_rows(logits, target):

@@ -330,10 +330,11 @@ def _has_derivative(sample: Sample) -> bool:
         results = getattr(ops, sample.name)(*sample.args, **sample.options)
         results = results if isinstance(results, tuple) else (results,)
         summed = [result.sum() for result in results if result is not None and result.requires_grad]
-        torch.autograd.grad(summed, leaves, allow_unused=True)
+        if leaves and summed:
+            torch.autograd.grad(summed, leaves, allow_unused=True)
     except RuntimeError:
         return False
-    return bool(summed)
+    return bool(leaves and summed)
 
 
 @functools.cache

@@ -123,7 +123,7 @@ class _Into(ir.MutatingFirstArgExternKernel):
 
     def __init__(self, name: str, tensors: list[Any], numbers: tuple[Any, ...]) -> None:
         device = tensors[0].get_device()
-        inputs = self.unwrap_storage([ir.ExternKernel.realize_input(tensor) for tensor in tensors])
+        inputs = self.unwrap_storage([_bound(ir.ExternKernel.realize_input(tensor)) for tensor in tensors])
         super().__init__(None, ir.NoneLayout(device=device), inputs, constant_args=numbers)
         self.device_type, self.cpp_kernel_name = device.type, f"aoti_torch_{device.type}_{name}"
         V.graph.mark_buffer_mutated(tensors[0].get_name())
@@ -134,6 +134,14 @@ class _Into(ir.MutatingFirstArgExternKernel):
         arguments = [tensor.codegen_reference() for tensor in self.inputs]  # type: ignore[union-attr]
         arguments += [wrapper.val_to_arg_str(number) for number in self.constant_args]
         wrapper.generate_c_shim_extern_kernel_call(self.cpp_kernel_name, arguments, self.device_type)
+
+
+def _bound(tensor: Any) -> Any:
+    """The tensor, tied to the buffer that it has now: a later in-place operation gives a new one to its views."""
+    if not isinstance(tensor, ir.ReinterpretView):
+        return tensor
+    storage: Any = tensor.unwrap_view()
+    return ir.ReinterpretView(data=ir.StorageBox(storage.data), layout=tensor.layout)
 
 
 def _into(name: str, tensors: list[Any], *numbers: Any) -> Any:

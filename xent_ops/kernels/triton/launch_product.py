@@ -38,8 +38,9 @@ def why_not(input: Tensor, linear_weight: Tensor) -> str | None:
             return "products were written for NVIDIA GPUs"
         if capability[0] != 9:  # on 10.0 the tiles exceed shared memory; others were not measured
             return f"products need compute capability 9.0, this GPU has {capability[0]}.{capability[1]}"
-    if linear_weight.numel() == 0:
-        return f"linear_weight of shape {tuple(linear_weight.shape)} has nothing to multiply"
+    for name, operand in (("input", input), ("linear_weight", linear_weight)):
+        if operand.numel() == 0:
+            return f"{name} of shape {tuple(operand.shape)} has nothing to multiply"
     if input.shape[1] % (16 // input.element_size()) or not _dense(linear_weight):
         return "rows of input and linear_weight must be contiguous and of whole 16 bytes"
     return None
