@@ -15,7 +15,7 @@ INTERPRETED = env TRITON_INTERPRET=1 $(PY) $(TESTS)
 COUNTS = $(VENV)/counts.json
 # `make test` lists its slowest tests, and warns (it does not fail) where it takes this many minutes.
 SLOWEST = --durations 20 --durations-min 3
-BUDGET = 15
+BUDGET = 14
 
 export PYTHON TORCH TORCH_INDEX_URL XENT_OPS_BUILD_CPP
 
@@ -39,7 +39,7 @@ env:  ## set up the private environment; the other targets do it too
 demo: env  ## train a small GPT with F.cross_entropy and both losses of xent_ops; ARGS="--data FOLDER" for your own text
 	$(PY) examples/train_lm.py $(ARGS)
 
-test: env  ## the tests that this machine can run: 13 minutes on two cores
+test: env  ## the tests that this machine can run: 12 minutes on two cores
 	@rm -f $(COUNTS)
 	begun=$$(date +%s); $(COMPILED) tests -m "not slow" $(SLOWEST) --add-counts $(COUNTS); first=$$?; \
 		$(INTERPRETED) tests -m "interpreter and not slow" $(SLOWEST) --add-counts $(COUNTS); second=$$?; \
