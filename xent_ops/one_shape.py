@@ -50,8 +50,9 @@ class PaddedCall:
         scaled = weighted and call.loss.reduction != "none" and call.input.dtype == torch.float16
         if scaled and any(wanted_gradients(call.input, head)):
             raise NotImplementedError(
-                "batch_invariant=True takes no gradients of a reduced loss of float16 with weights of rows or "
-                'classes, divided by the largest weight of all rows: use reduction="none", bfloat16 or float32'
+                "batch_invariant=True takes no float16 gradients of a mean or a sum with weights of tokens or classes, "
+                'because they are scaled by the largest weight of all rows: use reduction="none", bfloat16 or float32, '
+                "or call it in torch.no_grad()"
             )
         checks.chunk_rows(chunking.chunk_rows)
         size, num_classes = chunking.chunk_rows, head.shard_range[1]

@@ -298,7 +298,10 @@ void gradient_of_group_as(const Group<A>& group, const GroupGradient<A>& g) {
     constant = column == A(j) ? constant + at_target : constant;
     V d = p * total - constant;
     if (g.has_entropy) d -= ((p == 0) | (grad_entropy == 0)) ? V{} : grad_entropy * p * (log_p + entropy);
-    if (g.q != nullptr) d -= factor == 0 ? V{} : factor * g.q[j];
+    if (g.q != nullptr) {
+      const V less = d - factor * g.q[j];  // one rounding, as in gradient_as
+      d = factor == 0 ? d : less;
+    }
     if (group.softcap != 0) d *= 1 - (x * per_cap) * (x * per_cap);
     store(packed + j * lanes, live == 0 ? V{} : d * group.scale, lanes);
   }

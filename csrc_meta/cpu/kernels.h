@@ -18,7 +18,8 @@ enum class DType : std::int32_t { float32, bfloat16, float16, float64 };
 
 constexpr bool accumulates_in_double(DType logits) { return logits == DType::float64; }
 
-// Rows of no more classes are computed side by side: a vector holds one class of several rows.
+// Rows of no more classes are computed side by side: a vector holds one class of several rows. The gradient of dense
+// rows of three vectors or more goes along the classes if the forward was another visit (group.h).
 constexpr std::int64_t kFewClasses = 64;
 
 // (N, classes): row i begins at element (i / inner) * outer_stride + (i % inner) * stride.

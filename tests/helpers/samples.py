@@ -332,7 +332,10 @@ def _has_derivative(sample: Sample) -> bool:
         summed = [result.sum() for result in results if result is not None and result.requires_grad]
         if leaves and summed:
             torch.autograd.grad(summed, leaves, allow_unused=True)
-    except RuntimeError:
+    except RuntimeError as error:
+        # attach_gradients gives an empty gradient to a weight only if that does not require one.
+        if not re.search("ha(s|ve) no (second )?derivative|invalid gradient at index", str(error)):
+            raise
         return False
     return bool(leaves and summed)
 
@@ -356,16 +359,21 @@ def _chosen(
                 continue  # the call with all numbers will do
             for value in values_of(name, argument, problem):
                 found.append(complete(name, problem, {**least, argument: value}))
-    most = least
-    for argument in optional:
-        for value in values_of(name, argument, problem) if argument not in most else ():
-            more = complete(name, problem, {**most, argument: value})
-            if more is not None:
-                most = more
-                break
-    found.append(most)
+    most = _with_all(name, problem, least, optional)
+    found += [_with_all(name, problem, least, [one for one in optional if one not in most]), most]
     different = {str(sorted(one.items(), key=str)): one for one in found if one is not None}
     return list(different.values())
+
+
+def _with_all(name: str, problem: Problem, chosen: dict[str, Any], optional: Sequence[str]) -> dict[str, Any]:
+    """The chosen values and of these arguments as many as go together, in this order."""
+    for argument in optional:
+        for value in values_of(name, argument, problem) if argument not in chosen else ():
+            more = complete(name, problem, {**chosen, argument: value})
+            if more is not None:
+                chosen = more
+                break
+    return chosen
 
 
 def companions(name: str) -> list[str]:
@@ -464,6 +472,7 @@ def refusals(name: str) -> list[Refusal]:
                 ]
                 for one in wrong:
                     add(argument, one, ValueError, rf"^{text} has shape \(.*\)")
+            if argument != contract.primary:
                 add(argument, tensor.to("meta"), RuntimeError, rf"^{text} (is|are) on meta but .* on cpu")
         elif argument not in checked:
             for value in REFUSED.get(argument, REFUSED_BY_TYPE.get(str(schema.real_type), ())):

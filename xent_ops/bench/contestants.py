@@ -185,10 +185,10 @@ def heads() -> list[Contestant]:
 
 def choose(known: Sequence[Contestant], only: str | None) -> list[Contestant]:
     """The units, and the installed lines whose names have one of the words in ``only``."""
-    words = [word.strip() for word in (only or "").split(",")]
+    words = [""] if only is None else [word.strip() for word in only.split(",")]
     for word in words:
-        if not any(word in one.name for one in known):
+        if only is not None and not (word and any(word in one.name for one in known)):
             names = ", ".join(one.name for one in known)
-            raise ValueError(f"--only {word}: no line has this in its name; here are {names}")
+            raise ValueError(f"--only {word!r}: no line has this in its name; here are {names}")
     installed = [one for one in known if not one.missing()]
     return [one for one in installed if one.kind == "unit" or any(word in one.name for word in words)]

@@ -107,7 +107,9 @@ class Before:
             content = json.loads(path.read_bytes())
             self.results = {(entry["table"], entry["variant"]): entry for entry in content["results"]}
             self.conditions = {**content["environment"], **content["settings"]}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except OSError as error:
+            raise ValueError(f"--compare {path}: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"--compare {path}: not what --json writes ({error!r})") from error
 
     def show_differences(self, content: Mapping[str, Any]) -> None:
@@ -125,9 +127,10 @@ class Before:
             result.more |= {"before, ms": entry["ms"], "now / before": result.ms / entry["ms"]}
             if entry["peak_bytes"] and result.peak_bytes:
                 result.more["peak, now / before"] = result.peak_bytes / entry["peak_bytes"]
-            result.unsteady |= entry["unsteady"]
+            result.unsteady |= bool(entry["unsteady"])
             apart = {"slower": result.low_ms > entry["high_ms"], "faster": result.high_ms < entry["low_ms"]}
-            result.notes += [word for word, holds in apart.items() if holds]
+            alike = not result.unsteady and result.mode == entry["mode"]
+            result.notes += [word for word, holds in apart.items() if holds and alike]
 
 
 def draw(path: Path, results: Sequence[Result], title: str) -> None:

@@ -93,7 +93,7 @@ class RowFactors(NamedTuple):
 
     rows: Tensor  # (n,)
     largest: Tensor  # ()
-    shares: Tensor  # (n,): factors of rows over the largest one; 0 for rows without a gradient
+    shares: Tensor  # (n,): factors of rows over the largest one
 
 
 def times(rows: Tensor, factors: Tensor | None) -> Tensor:
@@ -118,8 +118,8 @@ def split_grads(
         return None, grads
     row_grads = [grad if grad is None or grad.dim() == 1 else grad.abs().amax(-1) for grad in grads]
     numbers = magnitudes(target, weight, lse_coefficient, classes, options, *row_grads)
-    rows = divisible(torch.pow(2.0, numbers.log2().ceil()))
-    factors_of_gradients = torch.where(numbers == 0.0, 0.0, rows)
-    divisor = largest(factors_of_gradients)
+    powers = divisible(torch.pow(2.0, numbers.log2().ceil().clamp(max=127)))
+    divisor = largest(torch.where(numbers == 0.0, 0.0, powers))
+    rows = torch.where(numbers == 0.0, divisor, powers)  # negative class weights may add up to 0 beside a gradient
     divided = [None if grad is None else grad / rows.view(-1, *(1,) * (grad.dim() - 1)) for grad in grads]
-    return RowFactors(rows, divisor, factors_of_gradients / divisor), divided
+    return RowFactors(rows, divisor, rows / divisor), divided

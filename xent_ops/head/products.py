@@ -176,9 +176,9 @@ class Products(InPlace):
     def add(self, chunk: slice, logits: Tensor) -> None:
         """Add the products of the last chunk from ``chunks``. Its gradient is written over its logits."""
         gradient, shares = gradient_in(logits, self.grad_dtype), None
-        if self.factors is not None and any(self.mask[1:]):
+        if self.factors is not None:
             shares = self.factors.shares[chunk]
-            self.part = times(self.part, shares)
+            self.part = times(self.part, shares) if self.mask[1] else self.part
         if self.kernels is not None and self.mask[1]:
             self.kernels.grad_weight(gradient, self.part, self.count, self.weight, add=self.index > 0)
         elif self.mask[1]:

@@ -60,7 +60,9 @@ def slices(spec: Distillation, class_start: int | None, width: int, teacher_widt
         return
     number = spec.num_classes
     if number is None:
-        raise ValueError(f"class_start={class_start} is of a slice: num_classes must say how many classes all have")
+        raise ValueError(
+            f"class_start={class_start} is for a slice of the classes: pass num_classes too, the number of all classes"
+        )
     for size in (width, teacher_width):
         checks.shard_range(size, class_start, number)
     columns, teacher_columns = (columns_of(size, class_start, number) for size in (width, teacher_width))

@@ -109,7 +109,8 @@ def _class_start(call: Call) -> None:
         checks.shard_range(width(call), call.class_start, call.num_classes)
     elif call.class_start:
         raise ValueError(
-            f"class_start={call.class_start} is of a slice: num_classes must say how many classes all have"
+            f"class_start={call.class_start} is for a slice of the classes: pass num_classes too, the number of all "
+            "classes"
         )
 
 

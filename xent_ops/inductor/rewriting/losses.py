@@ -77,7 +77,7 @@ class Loss:
     def behind_log_softmax(self) -> Start:
         log_softmax, links = before_upcasts(self.call_args["input"], is_view)
         if name_of(log_softmax) != "log_softmax":
-            raise LeftAlone("its input is no log_softmax of this graph")
+            raise LeftAlone(f"its input is no log_softmax of this graph, but {log_softmax.name}")
         source: Any = input_of(log_softmax)
         before, result = value_of(source), value_of(log_softmax)
         if result.dtype not in (before.dtype, torch.float32) or before.dtype == torch.float64 != result.dtype:

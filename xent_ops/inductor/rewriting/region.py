@@ -5,9 +5,8 @@ A region is the nodes between the inputs of our operator and the loss. They are 
 - nothing else may read them, or see what they write in place or to ``out=``,
 - they must pass on gradients like ours,
 - they must compute in the modes of the loss,
-- nothing may write to our operator's inputs between the region's read and the loss.
-
-``refuse_written_after`` checks the same for the tensors that ours saves for its backward.
+- nothing may write to our operator's inputs between the region's read and the loss,
+- nothing may write after the loss to what our operator saves for its backward.
 """
 
 from __future__ import annotations
