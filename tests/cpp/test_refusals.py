@@ -32,6 +32,8 @@ def combinations():
     yield forward, (x, t + 6), {}
     yield forward, (x, t.to(torch.int32) - 1), {"ignore_index": 7}
     yield "cross_entropy_reduced", (x, t + 6), {}
+    yield "cross_entropy_reduced", (x, t), {"reduction": "none"}
+    yield "cross_entropy_shard_reduced", (x, t, torch.ones(2, 17), 0, 9), {"reduction": "none"}
     yield "cross_entropy_with_grad", (x, t + 6, rows[0]), {}
     yield "cross_entropy_shard", (x, t + 20, 0, 9), {}
     yield distillation, (x, y, t + 6), {"hard_weight": 0.5}

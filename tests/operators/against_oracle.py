@@ -49,17 +49,17 @@ def assert_lse_where_read(lse, expected, target, ignore_index=-100):
     assert_lse(lse, expected._replace(lse=expected.lse.masked_fill(ignored, float("inf"))))
 
 
-def with_grad_case(device, logits, target, weight=None, *, upstream=True, **options):
+def with_grad_case(device, logits, target, weight=None, *, upstream=True, square=None, **options):
     """The operator for both at once and its in-place form, which leaves the gradient in the logits."""
     ops, generator = torch.ops.xent, torch.Generator().manual_seed(7)
     logits, target, weight = logits.to(device), target.to(device), None if weight is None else weight.to(device)
     scale = torch.randn(target.shape, generator=generator) if upstream else torch.tensor(0.25)
-    square = 0.1 * torch.rand(target.shape, generator=generator) if upstream else None
+    square = 0.1 * torch.rand(target.shape, generator=generator) if upstream else square
     rows = (target, scale.to(device), None if square is None else square.to(device), weight)
     before, counted = logits.clone(), target.long() != options.get("ignore_index", -100)
     loss, lse, argmax, entropy, grad = ops.cross_entropy_with_grad(logits, *rows, **options)
     assert argmax.shape == entropy.shape == (0,) and _bits(logits) == _bits(before)
-    grad_lse = torch.where(counted, 2 * rows[2].double() * lse.double(), 0) if upstream else 0.0
+    grad_lse = 0.0 if square is None else torch.where(counted, 2 * rows[2].double() * lse.double(), 0)
     expected = oracle(logits, target, weight, grad_loss=rows[1], grad_lse=grad_lse, **options)
     assert loss.dtype == lse.dtype == (torch.float64 if logits.dtype == torch.float64 else torch.float32)
     assert grad.dtype == logits.dtype and grad.is_contiguous()

@@ -112,6 +112,25 @@ def test_far_apart(device, run, beta):
         assert_distillation(*made, expected)
 
 
+def test_a_target_in_the_padding_of_a_head(device, raises_out_of_range):
+    """It is none of num_classes, though the student has the column."""
+    logits, teacher, _ = problem(device, torch.float32, 12, rows=3)
+    target, one = torch.tensor([11, -100, 5], device=device), torch.ones((), device=device)
+    assert all(loss.isfinite().all() for loss, _ in of_all(logits, teacher, target, one, (), num_classes=10))
+    options = {"num_classes": 10, "hard_weight": 0.5}
+    if raises_out_of_range:
+        for call in (
+            lambda: ops.distillation_forward(logits, teacher, target, **options),
+            lambda: ops.distillation_with_grad(logits, teacher, target, one, **options),
+        ):
+            with pytest.raises(IndexError, match="target 11 is out of bounds: valid are 0 to 9"):
+                call()
+        return
+    for loss, grad in of_all(logits, teacher, target, one, (), **options):
+        assert loss[0].isnan() and loss[1:].isfinite().all()
+        assert grad[0, :10].isnan().all() and grad[1:].isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_targets_out_of_range(device, run, raises_out_of_range, dtype):
     """Of a hard loss an error, or NaN on a GPU; without one a target only says what is ignored."""

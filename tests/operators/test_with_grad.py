@@ -33,6 +33,13 @@ def test_views_are_written_where_they_lie(device, view):
     assert not torch.equal(logits, view(before))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numbers_for_all_rows(device, dtype):
+    """Both upstream gradients (), as a mean with a z-loss passes them."""
+    target = torch.tensor([0, -100, 1002])
+    with_grad_case(device, realistic_logits(3, 1003, dtype=dtype), target, upstream=False, square=torch.tensor(0.05))
+
+
 KINDS = [(torch.float32, 1000), (torch.bfloat16, 1003), (torch.float16, 37)]
 
 

@@ -242,10 +242,11 @@ def units(chunk_rows: int | None) -> list[Contestant]:
             torch.mm(logits, part)
             torch.addmm(total, logits.t(), x, beta=float(number > 0), out=total)
 
-    def necessary(hidden: Tensor, part: Tensor, *_: Any) -> None:
-        products(hidden, part)
+    def necessary(hidden: Tensor, part: Tensor, *_: Any) -> tuple[Tensor, ...]:
+        grads = products(hidden, part)
         reduce(hidden)
         gather_statistics(hidden)
+        return grads
 
     return [
         unit(NECESSARY, lambda: necessary),

@@ -217,9 +217,11 @@ def tokens(arguments: argparse.Namespace, setting: Setting) -> list[Table]:
 FOUR_PRODUCTS = "four products"  # three of the student, one of the teacher
 
 
-def four_products(hidden: Tensor, matrix: Tensor, target: Tensor, teacher: Tensor, teacher_matrix: Tensor) -> None:
+def four_products(
+    hidden: Tensor, matrix: Tensor, target: Tensor, teacher: Tensor, teacher_matrix: Tensor
+) -> tuple[Tensor, ...]:
     torch.mm(teacher, teacher_matrix.t())
-    products(hidden, matrix)
+    return products(hidden, matrix)
 
 
 def distilled(hidden: Tensor, matrix: Tensor, target: Tensor, *teacher: Tensor, **options: Any) -> Tensor:

@@ -71,7 +71,12 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     add("--only", metavar="WORDS,...", help="the units, and lines whose names contain one of these")
     add("--eager", action="store_true", help="no CUDA graphs: wall time of a call in a row of calls")
     add("--budget", type=positive, metavar="MS", help="time of measuring a line (default: 2000 on a GPU, else 500)")
-    add("--compare", type=Path, metavar="FILE", help="two more columns: the times of an earlier --json, and the ratio")
+    add(
+        "--compare",
+        type=Path,
+        metavar="FILE",
+        help="more columns: times of an earlier --json, ratios of time and memory",
+    )
     add("--json", type=writable_path, metavar="FILE", help="write results and environment; after each table")
     add("--plot", type=picture_path, metavar="FILE.png", help="draw times and memory (needs matplotlib)")
 

@@ -80,15 +80,15 @@ def partial(function: Function, *args: Any, **options: Any) -> Load:
 
 
 def unit(name: str, load: Load) -> Contestant:
-    """The time of a function on the problem's tensors. Its results are not used."""
+    """The time of a function on the problem's tensors. The tensors of a tuple that it returns count as gradients."""
 
     def load_step() -> Function:
         work = load()
 
         def step(*tensors: Tensor) -> Outputs:
             with torch.no_grad():
-                work(*tensors)
-            return Outputs(tensors[0].new_zeros(()), ())
+                found = work(*tensors)
+            return Outputs(tensors[0].new_zeros(()), found if isinstance(found, tuple) else ())
 
         return step
 
@@ -108,10 +108,10 @@ def copies() -> list[Contestant]:
     ]
 
 
-def products(hidden: Tensor, matrix: Tensor, *_: Tensor) -> None:
+def products(hidden: Tensor, matrix: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
     """The three matrix products of a step. The logits replace their gradient, which has the same shape and dtype."""
     logits = hidden @ matrix.T
-    logits @ matrix, logits.T @ hidden
+    return logits @ matrix, logits.T @ hidden
 
 
 def torch_loss(logits: Tensor, target: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class _Before:
 
 @dataclass(frozen=True)
 class Clock:
-    """On CUDA a sample is one call between two events, with the L2 cleared before it; elsewhere, a block of calls.
+    """On CUDA a sample is one call between two events, with the L2 cleared before it; elsewhere, one call by the clock.
 
     With ``row`` a sample is the wall time of a call in a row of calls: launches are included, and nothing is cleared.
     """
@@ -70,9 +70,9 @@ class Clock:
             return samples
         functions = {"run": run, "before": before}
         timer = benchmark.Timer("run()", "before()", globals=functions, num_threads=torch.get_num_threads())
-        if not self.row:
-            return [1e3 * seconds for seconds in timer.blocked_autorange(min_run_time=ms / 1e3).times]
         calls = max(2, math.ceil(ms / self.agree(1e3 * timer.timeit(1).mean)))
+        if not self.row:  # a timer runs ``before`` once, whatever the number of calls
+            return [1e3 * timer.timeit(1).mean for _ in range(calls)]
         for _ in range(int(WARM_UP * calls)):
             run()
         return [1e3 * timer.timeit(calls).mean]

@@ -103,7 +103,7 @@ def refuse(name: str, args: list[Any], options: dict[str, Any]) -> None:
     why = {
         # Inductor passes a kernel's options as float.
         "in float64": any(tensor.dtype == torch.float64 for tensor in tensors),
-        "for several architectures": config.aot_inductor.emit_multi_arch_kernel,
+        "in a package for several architectures": config.aot_inductor.emit_multi_arch_kernel,
         "with skip_ignored": options.get("skip_ignored"),
         "with products of 8-bit numbers": options.get("products"),
         "with a dynamic number of classes": any(map(symbolic, classes)),

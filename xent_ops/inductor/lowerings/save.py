@@ -47,7 +47,7 @@ _MARKED: dict[Any, Callable[[fx.Node], Iterable[fx.Node]]] = {
 
 
 class SaveGradients:
-    """Marks them in the joint graph, before it is partitioned. It has the interface of a PatternMatcherPass."""
+    """Marks the results of these calls in the joint graph, before it is partitioned, as a PatternMatcherPass would."""
 
     @unless_gone("the mark of made gradients", "a checkpoint or a memory budget makes them twice", lambda *_: 0)
     def apply(self, graph: fx.Graph) -> int:
