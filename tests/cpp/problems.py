@@ -3,7 +3,7 @@
 import os
 
 import torch
-from helpers.samples import drawn
+from helpers.option_values import drawn
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 

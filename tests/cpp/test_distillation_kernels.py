@@ -5,7 +5,7 @@ import math
 import problems
 import pytest
 import torch
-from helpers.samples import drawn
+from helpers.option_values import drawn
 from hypothesis import given
 from hypothesis import strategies as st
 from problems import FLOATS, many, rows_like

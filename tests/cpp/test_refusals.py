@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from helpers.processes import run_with_torch
-from helpers.samples import refusals
+from helpers.refusals import refusals
 
 from xent_ops import _extension
 from xent_ops.ops.schemas import COMPOSITES, PYTHON_ONLY, SCHEMAS

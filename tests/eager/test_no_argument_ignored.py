@@ -11,7 +11,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.samples import another
+from helpers.option_values import another
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode

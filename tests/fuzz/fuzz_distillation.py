@@ -5,7 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 from fuzz_program import Draw
-from helpers.samples import drawn
+from helpers.option_values import drawn
 
 from xent_ops.testing import assert_distillation, distillation_oracle
 from xent_ops.testing.rows import assert_within, eps

@@ -10,7 +10,7 @@ import random
 import fuzz_distillation
 import torch
 from fuzz_program import Draw
-from helpers.samples import drawn
+from helpers.option_values import drawn
 
 import xent_ops
 from xent_ops import distributed

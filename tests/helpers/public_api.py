@@ -4,7 +4,7 @@ import inspect
 import itertools
 
 import torch
-from helpers.samples import another
+from helpers.option_values import another
 
 import xent_ops
 

@@ -1,9 +1,8 @@
-"""What every operator is called with, and what it must refuse, from its contract: a new operator needs no line here.
+"""What every operator is called with, from its contract: a new operator needs no line here.
 
 ``variants`` calls an operator with its required arguments, with each other argument at each of its values, and with all
 that go together. The contract decides which do: its errors name the arguments that a call lacks. Tensors follow from
-the names in its schema. Values of options stand in ``VALUES`` and ``REFUSED``; an option that is not there has those of
-its type.
+the names in its schema, options have the values of option_values.py. What must be refused is in refusals.py.
 """
 
 import functools
@@ -12,92 +11,18 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from helpers.option_values import BY_TYPE, PATHS, VALUES, arguments_of
 
-from xent_ops.kernels.options import HEAD_PRODUCTS, RowOptions
+from xent_ops.kernels.options import RowOptions
 from xent_ops.kernels.reference import accumulator
 from xent_ops.kernels.rows import padded_classes
-from xent_ops.ops.contract import DERIVED_SIZES, NAMES, Contract, Shape
+from xent_ops.ops.contract import DERIVED_SIZES, Contract, Shape
 from xent_ops.ops.library import OPERATORS, run
 from xent_ops.ops.names import ARGUMENTS, RESULTS
 from xent_ops.ops.rules import BY_NAME
 from xent_ops.ops.schemas import COMPOSITES, SCHEMAS
 
 ops = torch.ops.xent
-NAN, INF = float("nan"), float("inf")
-
-# Of each option values that are not its default. The first is that of a call with all options. Fuzzing and tests of
-# kernels draw from all of them.
-VALUES: dict[str, tuple[Any, ...]] = {
-    "ignore_index": (3,),
-    "label_smoothing": (0.125, 1.0),
-    "softcap": (2.0, 30.0),
-    "logit_scale": (1.5, -2.0, 0.5),
-    "lse_square_scale": (0.125, 2.0**-13),
-    "reduction": ("sum", "none"),
-    "beta": (0.5, 1.0, 0.03, 0.875),
-    "temperature": (2.0, 0.5),
-    "hard_weight": (0.5, -0.25),
-    "teacher_softcap": (3.0,),
-    "teacher_logit_scale": (0.75, -0.75),
-    "output_mask": ([True, False, False], [False, True, True]),
-    "chunk_rows": (4,),
-    "products": HEAD_PRODUCTS,
-    "grad_dtype": (torch.bfloat16,),
-    "group_name": (),  # needs ranks: tests/distributed
-    "gathered_input": (),
-}
-PATHS = {"beta": VALUES["beta"][:2]}  # numbers that choose another formula, not only another value
-BY_TYPE: dict[str, tuple[Any, ...]] = {
-    "bool": (True, False),
-    "float": (0.5,),
-    "Optional[float]": (2.0,),
-    "Optional[ScalarType]": (torch.float32,),
-}
-# Of each option values that every operator with it refuses.
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "label_smoothing": (1.5, 1.0000001, -0.5, NAN),
-    "softcap": (0.0, -2.25, 1e-46, 1.1754943508222873e-38, INF, 1e39, NAN),
-    "logit_scale": (0.0, -0.0, INF, 1e39, NAN),
-    "lse_square_scale": (-0.1, INF, 1e39, NAN),
-    "reduction": ("median",),
-    "beta": (1.5, -0.1),
-    "temperature": (0.0, INF),
-    "hard_weight": (NAN,),
-    "teacher_softcap": (0.0,),
-    "teacher_logit_scale": (INF,),
-    "num_classes": (0, -1),
-    "class_start": (-1, 2**62),
-    "chunk_rows": (0, -3),
-    "accumulate_dtype": (torch.int32, torch.float64),
-    "logits_dtype": (torch.int32, torch.float64),
-    "grad_dtype": (torch.int32, torch.float64),
-    "products": ("int8",),
-    "output_mask": ([True, True],),
-}
-
-
-REFUSED_BY_TYPE: dict[str, tuple[Any, ...]] = {
-    "float": (NAN,),
-    "Optional[float]": (NAN,),
-    "Optional[ScalarType]": (torch.int32,),
-}
-
-
-def another(name: str, default: Any) -> Any:
-    """A value of a public function's parameter that is not its default; a KeyError where its type is not known."""
-    if name in VALUES:
-        return VALUES[name][0]
-    return torch.float32 if name.endswith("dtype") else {True: False, False: True}[default]
-
-
-def drawn(*schemas: str) -> dict[str, tuple[Any, ...]]:
-    """Of each number that is an option of these operators its values, the default first."""
-    arguments = {one.name: one for name in schemas for one in arguments_of(name).values()}
-    return {
-        name: (one.default_value, *VALUES.get(name, BY_TYPE.get(str(one.real_type), ())))
-        for name, one in arguments.items()
-        if "float" in str(one.real_type)
-    }
 
 
 class Sample(NamedTuple):
@@ -145,12 +70,6 @@ def contract_of(name: str) -> Contract:
         (i, default, reduction if rule is BY_NAME["reduction"] else rule) for i, default, rule in contract.rules
     ]
     return contract
-
-
-@functools.cache
-def arguments_of(name: str) -> dict[str, Any]:
-    """Each argument of the schema, by name."""
-    return {argument.name: argument for argument in getattr(ops, name).default._schema.arguments}
 
 
 @functools.cache
@@ -275,13 +194,13 @@ def build(name: str, problem: Problem, chosen: dict[str, Any]) -> Sample:
             if argument.name in values:
                 options[argument.name] = values[argument.name]
         else:
-            args.append(values[argument.name] if argument.name in values else _default(argument))
+            args.append(values[argument.name] if argument.name in values else default_of(argument))
     while args and len(args) > len(contract.required) and contract.arguments[len(args) - 1] not in values:
         args.pop()
     return Sample(name, tuple(args), options)
 
 
-def _default(argument: Any) -> Any:
+def default_of(argument: Any) -> Any:
     return argument.default_value if argument.has_default_value() else None
 
 
@@ -376,10 +295,16 @@ def _with_all(name: str, problem: Problem, chosen: dict[str, Any], optional: Seq
     return chosen
 
 
+def least_and_most(name: str, problem: Problem) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of the call with the least arguments, and of that with as many as go together."""
+    chosen = _chosen(name, problem, (), (), False)
+    return chosen[0], chosen[-1]
+
+
 def companions(name: str) -> list[str]:
     """What the rules say of combinations: of each argument those that must come along, as far as a sample shows."""
     problem, found = Problem(dtype=torch.bfloat16), []
-    least, most = (_chosen(name, problem, (), (), False)[place] for place in (0, -1))
+    least, most = least_and_most(name, problem)
     for argument in _optional(name):
         for value in values_of(name, argument, problem):
             label = f"{argument}={value}" if isinstance(value, str) and value not in (ROWS, SCALAR) else argument
@@ -424,57 +349,3 @@ def of_launchers(problem: Problem, options: dict[str, Any], weighted: bool) -> l
     always = {**options, **({"weight": ROWS} if weighted else {})}
     never = {*RowOptions._fields, "lse_square_scale", "weight", "batch_invariant"} - set(always)
     return [sample for name in sorted(launched()) for sample in variants(name, problem, always, sorted(never))]
-
-
-class Refusal(NamedTuple):
-    """A call that is right but for one argument."""
-
-    argument: str
-    sample: Sample
-    error: type[Exception]
-    words: str
-
-
-def refusals(name: str) -> list[Refusal]:
-    """Each tensor with another dtype, shape or device, each option with what its rule refuses."""
-    problem, contract = Problem(), contract_of(name)
-    least, most = (_chosen(name, problem, (), (), False)[place] for place in (0, -1))
-    found = []
-
-    def add(argument: str, value: Any, error: type[Exception], words: str) -> None:
-        args, options = list(call.args), dict(call.options)
-        if argument in contract.keyword_only:
-            options[argument] = value
-        else:
-            index = contract.positions[argument]
-            args += [_default(arguments_of(name)[one]) for one in contract.arguments[len(args) : index + 1]]
-            args[index] = value
-        found.append(Refusal(argument, Sample(name, tuple(args), options), error, words))
-
-    checked = {one.name: one for one in (*contract.tensors, *contract.checked_last)}
-    for argument, schema in arguments_of(name).items():
-        values = values_of(name, argument, problem)
-        with_it = complete(name, problem, {**least, argument: values[0]}) if values else None
-        call = build(name, problem, (with_it or least) if argument in checked else most)
-        if argument in checked and with_it is not None:
-            tensor = contract.bind(call.args, call.options)[contract.positions[argument]]
-            text = NAMES.get(argument, argument)
-            if checked[argument].like != "any":
-                add(argument, tensor.bool(), TypeError, f"^{text} has dtype torch.bool")
-            if checked[argument] in contract.checked_last:
-                add(argument, tensor[..., 1:], ValueError, rf"^{text} has shape \(.*\); expected \(")
-            elif argument == contract.primary:
-                add(argument, tensor.new_zeros(()), ValueError, f"^{text} (has|have) no dimension")
-            else:
-                wrong = [
-                    tensor.new_zeros((*tensor.shape, 2)),
-                    *([tensor[..., :1]] if tensor.dim() and not checked[argument].gives else []),
-                ]
-                for one in wrong:
-                    add(argument, one, ValueError, rf"^{text} has shape \(.*\)")
-            if argument != contract.primary:
-                add(argument, tensor.to("meta"), RuntimeError, rf"^{text} (is|are) on meta but .* on cpu")
-        elif argument not in checked:
-            for value in REFUSED.get(argument, REFUSED_BY_TYPE.get(str(schema.real_type), ())):
-                add(argument, value, Exception, rf"\b{argument}\b")
-    return found

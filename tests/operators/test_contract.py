@@ -5,8 +5,10 @@ import collections
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from helpers.option_values import REFUSED
 from helpers.overwriting import assert_refused, assert_written_in_inference_mode
-from helpers.samples import REFUSED, Problem, companions, contract_of, refusals, variants
+from helpers.refusals import refusals
+from helpers.samples import Problem, companions, contract_of, variants
 
 from xent_ops.kernels import cpu
 from xent_ops.ops.contract import Contract

@@ -6,7 +6,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from helpers.samples import contract_of, refusals
+from helpers.refusals import refusals
+from helpers.samples import contract_of
 
 import xent_ops
 

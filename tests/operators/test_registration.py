@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 import torch
-from helpers.samples import calls_of, launched, refusals
+from helpers.refusals import refusals
+from helpers.samples import calls_of, launched
 
 import xent_ops
 from xent_ops.kernels.options import LossOptions, RowOptions
