@@ -258,7 +258,7 @@ def cross_entropy_outputs(
     else:
         rows = torch.ops.xent.cross_entropy_forward(
             logits, target, weight, True, True, batch_invariant, **loss.row_options.keywords()
-        )
+        )[:4]
     divisor, _ = cross_entropy_divisor(logits, target, weight, token_weight, options=loss.row_options)
     outputs = outputs_of_rows(value, rows, target, divisor, loss, token_weight)
     if grad_in_forward:  # in compiled graphs too
@@ -314,7 +314,7 @@ def token_log_probs(
             logits, ids, True, batch_invariant, **rows.keywords()
         )
     else:
-        loss_or_at_ids, lse, _, entropy = torch.ops.xent.cross_entropy_forward(
+        loss_or_at_ids, lse, _, entropy, _ = torch.ops.xent.cross_entropy_forward(
             logits, target, None, False, True, batch_invariant, **rows.keywords()
         )
     return log_probs_of_rows(loss_or_at_ids, lse, entropy, target, ids, rows)

@@ -202,7 +202,7 @@ def _outputs(call: LinearCall) -> CrossEntropyOutputs:
         value, _, *rows = composite.with_grad(head_args, *loss_args, **chunk_options, **loss.keywords())
     else:
         keywords = {"accumulate_dtype": head.accumulate_dtype, **chunk_options, **loss.row_options.keywords()}
-        rows = _ops.linear_cross_entropy_forward(*head_args, True, True, **keywords)
+        rows = _ops.linear_cross_entropy_forward(*head_args, True, True, **keywords)[:4]
     divided = composite.divisors_of(
         target, weight, call.divisor, head.weight.shape[0], rows[1].dtype, loss, token_weight
     )

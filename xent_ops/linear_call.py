@@ -106,5 +106,5 @@ def statistics(call: LinearCall, with_entropy: bool, mask_ids: bool = False) -> 
         head_args = (call.input, head.weight, call.ids, head.bias)
         return _ops.linear_token_logits(*head_args, with_entropy, mask_ids, **keywords)
     head_args = (call.input, head.weight, call.target, head.bias)
-    loss, lse, _, entropy = _ops.linear_cross_entropy_forward(*head_args, None, False, with_entropy, **keywords)
+    loss, lse, _, entropy, _ = _ops.linear_cross_entropy_forward(*head_args, None, False, with_entropy, **keywords)
     return loss, lse, entropy

@@ -164,7 +164,7 @@ def token_loss(
     if ids is not None:
         loss_or_at_ids, lse, entropy = _ops.token_logits(logits, ids, function.reads_entropy, **options.keywords())
     else:
-        loss_or_at_ids, lse, _, entropy = _ops.cross_entropy_forward(
+        loss_or_at_ids, lse, _, entropy, _ = _ops.cross_entropy_forward(
             logits, target, None, False, function.reads_entropy, **options.keywords()
         )
     if check:

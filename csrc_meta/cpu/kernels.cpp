@@ -46,12 +46,15 @@ struct ClassIndices {
   void write(std::int64_t row, const Sums& sums, bool visited, const RowResults& out) const {
     const double log_total = std::log(sums.total);
     out.loss.at<A>(row) = A(loss(row, sums, log_total));
-    out.lse.at<A>(row) = A(visited ? sums.pivot() + log_total : kInfinity);
+    const A lse = A(visited ? sums.pivot() + log_total : kInfinity);
+    out.lse.at<A>(row) = lse;
+    if (out.lse_low.data != nullptr) out.lse_low.at<A>(row) = A(lse_low(lse, sums.pivot(), log_total));
     if (out.argmax != nullptr) out.argmax[row] = visited ? sums.first : -1;
     if (out.entropy.data != nullptr) out.entropy.at<A>(row) = A(visited ? log_total - sums.moment / sums.total : 0);
   }
 
-  Gradient<A> row_gradient(std::int64_t row, double lse, double grad_loss, double grad_lse) const {
+  // The softmax is exp(x - lse) exp(-lse_low), and the second factor is one of the row.
+  Gradient<A> row_gradient(std::int64_t row, double lse, A lse_low, double grad_loss, double grad_lse) const {
     const Target t = target(row);
     const double a = !t.counted ? 0 : t.valid ? grad_loss : kNaN;
     double at_target = 0, by_class = 0, total = 0;
@@ -67,7 +70,8 @@ struct ClassIndices {
       }
     }
     // One object, which is not copied: a copy of scalars that were just stored stalls.
-    auto result = cpu::row_gradient<A>(problem, lse, total + grad_lse, at_target, by_class, a != 0 ? t.column : -1);
+    const double softmax = (total + grad_lse) * std::exp(-double(lse_low));
+    auto result = cpu::row_gradient<A>(problem, lse, softmax, at_target, by_class, a != 0 ? t.column : -1);
     // If shards do not tile, lse_coefficient may be 0 and lse NaN: then the gradient is NaN, not 0.
     result.live |= a != 0 && (lse_coefficient != nullptr || !problem.weight);
     return result;
@@ -103,13 +107,14 @@ void backward(const Problem& whole, Slice slice, const Upstream& upstream, Mutab
   dispatch(problem, [&]<class A>(A) {
     const ClassIndices<A> indices(problem, slice, upstream.lse_coefficient, threads);
     const A *const saved_lse = upstream.saved_lse, *const saved_entropy = upstream.saved_entropy;
+    const A* const saved_lse_low = upstream.saved_lse_low;
     visit_rows<A>(problem, {problem.rows}, nullptr, &grad, threads, [&](std::int64_t row, const Sums&) {
-      const A lse = saved_lse[row];
+      const A lse = saved_lse[row], lse_low = saved_lse_low != nullptr ? saved_lse_low[row] : 0;
       const RowGrads grads = row_grads<A>(upstream, row, indices.target(row).counted, lse);
-      auto result = indices.row_gradient(row, lse, grads.loss, grads.lse);
+      auto result = indices.row_gradient(row, lse, lse_low, grads.loss, grads.lse);
       if (upstream.entropy.data != nullptr) {
-        result.grad_entropy = A(value<A>(upstream.entropy, row));
-        result.entropy = saved_entropy[row];
+        result.grad_entropy = A(value<A>(upstream.entropy, row) * std::exp(-double(lse_low)));
+        result.entropy = saved_entropy[row] - lse_low;
         result.live |= result.grad_entropy != 0;
       }
       zero(problem.dtype, grad, row, problem.classes, whole.classes);
@@ -127,10 +132,11 @@ void with_grad(const Problem& problem, PerRow grad_scale, PerRow grad_lse_square
     visit_rows<A>(problem, {problem.rows}, scan, &grad, threads, [&](std::int64_t row, const Sums& sums) {
       const bool counted = indices.target(row).counted;
       indices.write(row, sums, counted, out);
-      const double lse = out.lse.at<A>(row);
+      const double lse = out.lse.at<A>(row), log_total = std::log(sums.total);
+      const A low = counted ? A(lse_low(lse, sums.pivot(), log_total)) : 0;
       const bool squared = grad_lse_square.data != nullptr && counted;
       const double grad_lse = squared ? 2 * value<A>(grad_lse_square, row) * lse : 0;  // 0 * inf is NaN
-      return indices.row_gradient(row, lse, value<A>(grad_scale, row), A(grad_lse));
+      return indices.row_gradient(row, lse, low, value<A>(grad_scale, row), A(grad_lse));
     });
   });
 }

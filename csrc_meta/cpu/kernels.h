@@ -89,6 +89,7 @@ struct Problem : RowOptions {
 struct Upstream {
   PerRow loss, lse, entropy;
   Numbers saved_lse;        // of all classes
+  Numbers saved_lse_low;    // what the rounding of saved_lse took, or null for 0
   Numbers saved_entropy;    // with `entropy`
   Numbers lse_coefficient;  // (N,) from shard_join, of a slice with class weights
   // For a reduced loss: the divisor, (2,), and the factor of its z-loss.
@@ -96,11 +97,12 @@ struct Upstream {
   double lse_square_scale = 0.0;
 };
 
-// What a forward writes. argmax: the first index on ties, or the first NaN. It and entropy are optional (null).
+// What a forward writes. argmax: the first index on ties, or the first NaN. It, entropy and lse_low are optional
+// (null).
 struct RowResults {
   MutableNumbers loss, lse;
   std::int64_t* argmax = nullptr;
-  MutableNumbers entropy;
+  MutableNumbers entropy, lse_low;
 };
 
 // A rank's part of a vocabulary split over ranks. All classes are the slice {0, classes}.
@@ -175,7 +177,7 @@ void shard_forward(const Problem&, Slice, MutableNumbers out, const Threads&);
 
 // gathered: (ranks, shard_width), dense. The logits and the values of the weight are not read.
 void shard_join(const Problem&, Slice, Numbers gathered, std::int64_t ranks, MutableNumbers loss, MutableNumbers lse,
-                MutableNumbers target_weight, MutableNumbers lse_coefficient, const Threads&);
+                MutableNumbers target_weight, MutableNumbers lse_coefficient, MutableNumbers lse_low, const Threads&);
 
 // "avx512", "avx2" or "default": the instructions that the kernels use on this processor. Like torch, they obey
 // ATEN_CPU_CAPABILITY=default|avx2|avx512, read at the first call, if the processor supports it.

@@ -95,6 +95,12 @@ double value(PerRow values, std::int64_t row) {
   return values.data == nullptr ? 0.0 : double(static_cast<const A*>(values.data)[row * values.stride]);
 }
 
+// What rounding an lse to the accumulator's dtype took (reference.split_lse). 0 if the lse is not finite.
+inline double lse_low(double lse, double pivot, double log_total) {
+  const double low = log_total - (lse - pivot);
+  return std::isfinite(low) ? low : 0;
+}
+
 // The gradients of a row's loss and lse, from the gradients of a reduced loss (reference.row_grads). Each is rounded to
 // the accumulator's dtype, as a tensor would be.
 struct RowGrads {

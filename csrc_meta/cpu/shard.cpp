@@ -84,7 +84,7 @@ void shard_forward(const Problem& whole, Slice shard, MutableNumbers outputs, co
 
 void shard_join(const Problem& problem, Slice shard, Numbers parts, std::int64_t ranks, MutableNumbers loss,
                 MutableNumbers lse, MutableNumbers target_weight, MutableNumbers lse_coefficient,
-                const Threads& threads) {
+                MutableNumbers low, const Threads& threads) {
   dispatch(problem, [&]<class A>(A) {
     const A* const gathered = parts;
     const std::int64_t rows = problem.rows, width = shard_width(problem);
@@ -122,6 +122,7 @@ void shard_join(const Problem& problem, Slice shard, Numbers parts, std::int64_t
       const double log_total = std::log(total);
       loss.at<A>(row) = A(!t.counted ? 0 : t.valid && tiled ? part + sum_shares * log_total : kNaN);
       lse.at<A>(row) = A(tiled ? top.pivot() + log_total : kNaN);
+      low.at<A>(row) = A(lse_low(lse.at<A>(row), top.pivot(), log_total));
       target_weight.at<A>(row) = A(t.counted ? sum_weights : 0);
       lse_coefficient.at<A>(row) = A(t.counted ? sum_shares : 0);
     });

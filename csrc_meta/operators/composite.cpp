@@ -13,10 +13,10 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& target, const MaybeTens
                      const std::string& reduction) {
   checks::reduction(reduction, true);
   if (reduction != "none") {
-    return aten::call_all<3>("xent::cross_entropy_reduced", "", logits, target, weight, ignore_index, label_smoothing,
+    return aten::call_all<4>("xent::cross_entropy_reduced", "", logits, target, weight, ignore_index, label_smoothing,
                              softcap, logit_scale, lse_square_scale, reduction)[0];
   }
-  const auto rows = aten::call_all<4>("xent::cross_entropy_forward", "", logits, target, weight, false, false, false,
+  const auto rows = aten::call_all<5>("xent::cross_entropy_forward", "", logits, target, weight, false, false, false,
                                       ignore_index, label_smoothing, softcap, logit_scale);
   if (lse_square_scale == 0.0) {
     return rows[0];

@@ -13,36 +13,43 @@ cpu::Problem checked(tensors::Arguments& arguments, const Tensor& logits, const 
   return problem;
 }
 
-Four forward(const Tensor& logits, const Tensor& target, const MaybeTensor& weight, bool with_argmax, bool with_entropy,
+Five forward(const Tensor& logits, const Tensor& target, const MaybeTensor& weight, bool with_argmax, bool with_entropy,
              bool batch_invariant, int64_t ignore_index, double label_smoothing, MaybeNumber softcap,
              double logit_scale) {
   (void)batch_invariant;  // a row's bits depend on it alone in any case: rows.h, fold
   const RowOptions options{ignore_index, label_smoothing, softcap, logit_scale};
   checks::index(logits, target, weight, options);
   const Four outputs = statistics(logits, target, with_argmax, with_entropy);
+  const Tensor lse_low = per_row(logits, target);
   if (!is_meta(logits)) {
     tensors::Arguments arguments(logits);
-    cpu::forward(checked(arguments, logits, target, weight, options), false, memory_of(outputs),
+    cpu::RowResults memory = memory_of(outputs);
+    memory.lse_low = lse_low.mutable_data_ptr();
+    cpu::forward(checked(arguments, logits, target, weight, options), false, memory,
                  tensors::threads(logits, softcap));
   }
-  return outputs;
+  return std::tuple_cat(outputs, std::make_tuple(lse_low));
 }
 
-Three forward_reduced(const Tensor& logits, const Tensor& target, const MaybeTensor& weight, int64_t ignore_index,
+Four forward_reduced(const Tensor& logits, const Tensor& target, const MaybeTensor& weight, int64_t ignore_index,
                       double label_smoothing, MaybeNumber softcap, double logit_scale, double lse_square_scale,
                       const std::string& reduction) {
   const RowOptions options{ignore_index, label_smoothing, softcap, logit_scale};
   checks::index(logits, target, weight, options);
   checks::reduction(reduction, false);
-  const Tensor value = numbers(logits, {}), divisors = numbers(logits, {2}), lse = per_row(logits, target);
+  const Tensor value = numbers(logits, {}), divisors = numbers(logits, {2});
+  const Tensor lse = per_row(logits, target), lse_low = per_row(logits, target);
   if (!is_meta(logits)) {
     const Tensor loss = per_row(logits, target);
     tensors::Arguments arguments(logits);
     const cpu::Problem problem = checked(arguments, logits, target, weight, options);
-    cpu::forward(problem, true, {loss.mutable_data_ptr(), lse.mutable_data_ptr()}, tensors::threads(logits, softcap));
+    const cpu::RowResults memory{.loss = loss.mutable_data_ptr(),
+                                 .lse = lse.mutable_data_ptr(),
+                                 .lse_low = lse_low.mutable_data_ptr()};
+    cpu::forward(problem, true, memory, tensors::threads(logits, softcap));
     reduce(problem, loss, lse, nullptr, lse_square_scale, reduction, divisors, value);
   }
-  return {value, divisors, lse};
+  return {value, divisors, lse, lse_low};
 }
 
 Two divisor(const Tensor& logits, const Tensor& target, const MaybeTensor& weight, int64_t ignore_index) {
@@ -61,12 +68,14 @@ template <bool over_logits>
 auto backward(const Tensor& grad_loss, const MaybeTensor& grad_lse, const Tensor& logits, const Tensor& target,
               const Tensor& lse, const MaybeTensor& weight, const MaybeTensor& divisors,
               const MaybeTensor& grad_entropy, const MaybeTensor& entropy, const MaybeTensor& lse_coefficient,
-              int64_t class_start, MaybeInt num_classes, MaybeDtype grad_dtype, int64_t ignore_index,
-              double label_smoothing, MaybeNumber softcap, double logit_scale, double lse_square_scale) {
+              int64_t class_start, MaybeInt num_classes, MaybeDtype grad_dtype, const MaybeTensor& lse_low,
+              int64_t ignore_index, double label_smoothing, MaybeNumber softcap, double logit_scale,
+              double lse_square_scale) {
   const RowOptions options{ignore_index, label_smoothing, softcap, logit_scale};
   checks::index(logits, target, weight, options);
   checks::slice(class_start, num_classes, weight, lse_coefficient);
   checks::rows("lse_coefficient", lse_coefficient, logits);
+  checks::rows("lse_low", lse_low, logits);
   checks::upstream(logits, grad_loss, grad_lse, lse, divisors, grad_entropy, entropy);
   return with_gradient<over_logits>(logits, grad_dtype, std::tuple(), [&](const Tensor& values, cpu::MutableRows grad) {
     tensors::Arguments arguments(logits);
@@ -75,6 +84,7 @@ auto backward(const Tensor& grad_loss, const MaybeTensor& grad_lse, const Tensor
                                  .lse = arguments.per_row(grad_lse),
                                  .entropy = arguments.per_row(grad_entropy),
                                  .saved_lse = arguments.dense(lse),
+                                 .saved_lse_low = arguments.dense(lse_low),
                                  .saved_entropy = arguments.dense(entropy),
                                  .lse_coefficient = arguments.dense(lse_coefficient),
                                  .divisor = arguments.dense(divisors),

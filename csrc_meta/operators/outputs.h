@@ -29,8 +29,8 @@ inline Tensor none(const Tensor& like, ScalarType dtype) {
 }
 
 using Two = std::tuple<Tensor, Tensor>;
-using Three = std::tuple<Tensor, Tensor, Tensor>;
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // loss, lse, argmax, entropy.
 inline Four statistics(const Tensor& logits, const Tensor& target, bool with_argmax, bool with_entropy) {

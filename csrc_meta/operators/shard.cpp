@@ -31,8 +31,8 @@ Tensor forward(const Tensor& logits, const Tensor& target, int64_t class_start, 
   return out;
 }
 
-// loss, lse, target_weight, lse_coefficient.
-Four join(const Tensor& logits, const Tensor& target, const Tensor& gathered, int64_t class_start, int64_t num_classes,
+// loss, lse, target_weight, lse_coefficient, lse_low.
+Five join(const Tensor& logits, const Tensor& target, const Tensor& gathered, int64_t class_start, int64_t num_classes,
           const MaybeTensor& weight, int64_t ignore_index, double label_smoothing, MaybeNumber softcap,
           double logit_scale) {
   const RowOptions options{ignore_index, label_smoothing, softcap, logit_scale};
@@ -42,24 +42,24 @@ Four join(const Tensor& logits, const Tensor& target, const Tensor& gathered, in
   XENT_CHECK(gathered.dim() == 2 && gathered.scalar_type() == part.scalar_type() &&
                  (is_meta(part) || gathered.size(1) == part.size(0)),
              "gathered must be the results of cross_entropy_shard, one for each rank");
-  const Four outputs{per_row(logits, target), per_row(logits, target), per_row(logits, target),
-                     per_row(logits, target)};
+  const Five outputs{per_row(logits, target), per_row(logits, target), per_row(logits, target),
+                     per_row(logits, target), per_row(logits, target)};
   if (!is_meta(logits)) {
-    const auto& [loss, lse, target_weight, lse_coefficient] = outputs;
+    const auto& [loss, lse, target_weight, lse_coefficient, lse_low] = outputs;
     tensors::Arguments arguments(logits);
     const cpu::Problem problem = arguments.problem(logits, target, weight, options, tensors::Values::absent);
     cpu::shard_join(problem, shard, arguments.dense(gathered), gathered.size(0), loss.mutable_data_ptr(),
                     lse.mutable_data_ptr(), target_weight.mutable_data_ptr(), lse_coefficient.mutable_data_ptr(),
-                    tensors::threads(logits, softcap));
+                    lse_low.mutable_data_ptr(), tensors::threads(logits, softcap));
   }
   return outputs;
 }
 
-Four join_reduced(const Tensor& logits, const Tensor& target, const Tensor& gathered, int64_t class_start,
+Five join_reduced(const Tensor& logits, const Tensor& target, const Tensor& gathered, int64_t class_start,
                   int64_t num_classes, const MaybeTensor& weight, int64_t ignore_index, double label_smoothing,
                   MaybeNumber softcap, double logit_scale, double lse_square_scale, const std::string& reduction) {
   checks::reduction(reduction, false);
-  const auto [loss, lse, target_weight, lse_coefficient] = join(
+  const auto [loss, lse, target_weight, lse_coefficient, lse_low] = join(
       logits, target, gathered, class_start, num_classes, weight, ignore_index, label_smoothing, softcap, logit_scale);
   const Tensor value = numbers(logits, {}), divisors = numbers(logits, {2});
   if (!is_meta(logits)) {
@@ -67,7 +67,7 @@ Four join_reduced(const Tensor& logits, const Tensor& target, const Tensor& gath
     const cpu::Problem problem = arguments.problem(logits, target, weight, {ignore_index}, tensors::Values::absent);
     reduce(problem, loss, lse, target_weight.const_data_ptr(), lse_square_scale, reduction, divisors, value);
   }
-  return {value, divisors, lse, lse_coefficient};
+  return {value, divisors, lse, lse_coefficient, lse_low};
 }
 
 }  // namespace

@@ -26,7 +26,7 @@ class Operators(nn.Module):
         loss, lse, *_ = ops.cross_entropy_forward(logits, target, weight, **options)
         top = ops.cross_entropy_forward(logits, target, weight, True, **options)[:3]
         entropy = ops.cross_entropy_forward(logits, target, weight, True, True, **options)
-        value, divisor, reduced_lse = ops.cross_entropy_reduced(logits, target, weight, **options, **z_loss)
+        value, divisor, reduced_lse, _ = ops.cross_entropy_reduced(logits, target, weight, **options, **z_loss)
         total = ops.cross_entropy_reduced(logits, target, weight, **options, **z_loss, reduction="sum")
         # The product's only reader writes the gradient over it.
         in_place = ops.cross_entropy_backward(

@@ -32,15 +32,16 @@ class GraphModule(torch.nn.Module):
         getitem: "f32[]" = cross_entropy_reduced[0]
         getitem_1: "f32[2]" = cross_entropy_reduced[1]
         getitem_2: "f32[8]" = cross_entropy_reduced[2]
-        return (getitem, primals_1, primals_2, getitem_1, getitem_2)
+        getitem_3: "f32[8]" = cross_entropy_reduced[3]
+        return (getitem, primals_1, primals_2, getitem_1, getitem_2, getitem_3)
 """,
     )
     assert_expected_inline(
         backward,
         """\
 class GraphModule(torch.nn.Module):
-    def forward(self, primals_1: "f32[8, 33]", primals_2: "i64[8]", getitem_1: "f32[2]", getitem_2: "f32[8]", tangents_1: "f32[]"):
-        cross_entropy_backward: "f32[8, 33]" = torch.ops.xent.cross_entropy_backward.default(tangents_1, None, primals_1, primals_2, getitem_2, None, getitem_1);  
+    def forward(self, primals_1: "f32[8, 33]", primals_2: "i64[8]", getitem_1: "f32[2]", getitem_2: "f32[8]", getitem_3: "f32[8]", tangents_1: "f32[]"):
+        cross_entropy_backward: "f32[8, 33]" = torch.ops.xent.cross_entropy_backward.default(tangents_1, None, primals_1, primals_2, getitem_2, None, getitem_1, None, None, None, 0, None, None, getitem_3);  
         return (cross_entropy_backward, None)
 """,
     )
@@ -59,15 +60,16 @@ class GraphModule(torch.nn.Module):
         getitem: "f32[]" = cross_entropy_reduced[0]
         getitem_1: "f32[2]" = cross_entropy_reduced[1]
         getitem_2: "f32[8]" = cross_entropy_reduced[2]
-        return (getitem, primals_1, primals_2, primals_3, getitem_1, getitem_2)
+        getitem_3: "f32[8]" = cross_entropy_reduced[3]
+        return (getitem, primals_1, primals_2, primals_3, getitem_1, getitem_2, getitem_3)
 """,
     )
     assert_expected_inline(
         backward,
         """\
 class GraphModule(torch.nn.Module):
-    def forward(self, primals_1: "f32[8, 33]", primals_2: "i64[8]", primals_3: "f32[33]", getitem_1: "f32[2]", getitem_2: "f32[8]", tangents_1: "f32[]"):
-        cross_entropy_backward: "f32[8, 33]" = torch.ops.xent.cross_entropy_backward.default(tangents_1, None, primals_1, primals_2, getitem_2, primals_3, getitem_1, label_smoothing = 0.1);  
+    def forward(self, primals_1: "f32[8, 33]", primals_2: "i64[8]", primals_3: "f32[33]", getitem_1: "f32[2]", getitem_2: "f32[8]", getitem_3: "f32[8]", tangents_1: "f32[]"):
+        cross_entropy_backward: "f32[8, 33]" = torch.ops.xent.cross_entropy_backward.default(tangents_1, None, primals_1, primals_2, getitem_2, primals_3, getitem_1, None, None, None, 0, None, None, getitem_3, label_smoothing = 0.1);  
         return (cross_entropy_backward, None, None)
 """,
     )
@@ -85,15 +87,16 @@ class GraphModule(torch.nn.Module):
         getitem: "f32[]" = cross_entropy_reduced[0]
         getitem_1: "f32[2]" = cross_entropy_reduced[1]
         getitem_2: "f32[8]" = cross_entropy_reduced[2]
-        return (getitem, primals_1, primals_2, getitem_1, getitem_2)
+        getitem_3: "f32[8]" = cross_entropy_reduced[3]
+        return (getitem, primals_1, primals_2, getitem_1, getitem_2, getitem_3)
 """,
     )
     assert_expected_inline(
         backward,
         """\
 class GraphModule(torch.nn.Module):
-    def forward(self, primals_1: "f32[8, 33]", primals_2: "i64[8]", getitem_1: "f32[2]", getitem_2: "f32[8]", tangents_1: "f32[]"):
-        cross_entropy_backward: "f32[8, 33]" = torch.ops.xent.cross_entropy_backward.default(tangents_1, None, primals_1, primals_2, getitem_2, None, getitem_1, lse_square_scale = 0.5);  
+    def forward(self, primals_1: "f32[8, 33]", primals_2: "i64[8]", getitem_1: "f32[2]", getitem_2: "f32[8]", getitem_3: "f32[8]", tangents_1: "f32[]"):
+        cross_entropy_backward: "f32[8, 33]" = torch.ops.xent.cross_entropy_backward.default(tangents_1, None, primals_1, primals_2, getitem_2, None, getitem_1, None, None, None, 0, None, None, getitem_3, lse_square_scale = 0.5);  
         return (cross_entropy_backward, None)
 """,
     )

@@ -289,21 +289,22 @@ class GraphModule(torch.nn.Module):
         linear_cross_entropy_forward = torch.ops.xent.linear_cross_entropy_forward.default(primals_1, primals_2, primals_3)
         getitem: "f32[48]" = linear_cross_entropy_forward[0]
         getitem_1: "f32[48]" = linear_cross_entropy_forward[1]
+        getitem_4: "f32[48]" = linear_cross_entropy_forward[4]
         detach: "f32[48]" = torch.ops.aten.detach.default(getitem_1)
         sum_1: "f32[]" = torch.ops.aten.sum.default(getitem)
         detach_1: "f32[48]" = torch.ops.aten.detach.default(detach)
-        return (sum_1, primals_1, primals_2, primals_3, detach_1)
+        return (sum_1, primals_1, primals_2, primals_3, getitem_4, detach_1)
 """,
     )
     assert_expected_inline(
         backward,
         """\
 class GraphModule(torch.nn.Module):
-    def forward(self, primals_1: "f32[48, 16]", primals_2: "f32[40, 16]", primals_3: "i64[48]", detach_1: "f32[48]", tangents_1: "f32[]"):
+    def forward(self, primals_1: "f32[48, 16]", primals_2: "f32[40, 16]", primals_3: "i64[48]", getitem_4: "f32[48]", detach_1: "f32[48]", tangents_1: "f32[]"):
         expand: "f32[48]" = torch.ops.aten.expand.default(tangents_1, [48])
-        linear_cross_entropy_backward = torch.ops.xent.linear_cross_entropy_backward.default(expand, None, primals_1, primals_2, primals_3, detach_1, None, None, None, None, None, None, 0, None, [True, True, False]);  
-        getitem_4: "f32[48, 16]" = linear_cross_entropy_backward[0]
-        getitem_5: "f32[40, 16]" = linear_cross_entropy_backward[1]
-        return (getitem_4, getitem_5, None)
+        linear_cross_entropy_backward = torch.ops.xent.linear_cross_entropy_backward.default(expand, None, primals_1, primals_2, primals_3, detach_1, None, None, None, None, None, None, 0, None, [True, True, False], getitem_4);  
+        getitem_5: "f32[48, 16]" = linear_cross_entropy_backward[0]
+        getitem_6: "f32[40, 16]" = linear_cross_entropy_backward[1]
+        return (getitem_5, getitem_6, None)
 """,
     )

@@ -208,7 +208,7 @@ struct Everything {
       soft_backward(problem, target_dtype, probabilities.read(), {each, none, none, saved.data()}, to.write(), threads);
     });
     shard_forward(problem, shard, values(shard_width(problem)), threads);
-    shard_join(problem, shard, gathered.data(), ranks, values(rows), values(rows), values(rows), values(rows), threads);
+    shard_join(problem, shard, gathered.data(), ranks, values(rows), values(rows), values(rows), values(rows), values(rows), threads);
     for (const PerRow& of_entropy : {none, each}) {
       gradient([&](Matrix& to) {
         backward(problem, shard, {each, each, of_entropy, saved.data(), saved.data(), saved.data(), two, 0.1},

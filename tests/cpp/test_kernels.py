@@ -43,15 +43,16 @@ def test_gradients_of_rows(with_entropy, data):
     grads = [rows_like(target, dtype, generator, expanded=data.draw(st.booleans())) for _ in range(3)]
     if data.draw(st.booleans()):
         grads[1] = None
-    _, lse, _, entropy = reference.statistics(logits, target, weight, False, True, **as_record(options))
+    _, lse, _, entropy, low = reference.statistics(logits, target, weight, False, True, **as_record(options))
     if data.draw(st.booleans()) and target.numel():
         target = target.clone()
         target.view(-1)[0] = 254 if target.dtype == torch.uint8 else -77  # no class: NaN in its row alone
     of_entropy = (grads[2], entropy) if with_entropy else (None, None)
     arguments = *grads[:2], logits, target, lse, weight, None, *of_entropy
-    grad = check("cross_entropy_backward", arguments, options, logits)
+    keywords = {**options, **({"lse_low": low} if data.draw(st.booleans()) else {})}
+    grad = check("cross_entropy_backward", arguments, keywords, logits)
     over = logits.contiguous().clone()
-    cpu.kernel("cross_entropy_backward_")(*arguments[:2], over, *arguments[3:], **options)
+    cpu.kernel("cross_entropy_backward_")(*arguments[:2], over, *arguments[3:], **keywords)
     torch.testing.assert_close(over, grad, rtol=0, atol=0, equal_nan=True)
 
 
@@ -65,8 +66,10 @@ def test_reduced(data):
     square = {"lse_square_scale": data.draw(st.sampled_from([0.0, 1e-4, 0.1]))}
     reduction = {"reduction": data.draw(st.sampled_from(["mean", "sum"]))}
     rows = logits, target, weight
-    value, divisor, lse = check("cross_entropy_reduced", rows, {**options, **square, **reduction}, logits, reductions)
-    assert len({output.untyped_storage().data_ptr() for output in (value, divisor, lse)}) == 3  # they do not alias
+    results = check("cross_entropy_reduced", rows, {**options, **square, **reduction}, logits, reductions)
+    memory = [result.untyped_storage().data_ptr() for result in results if result.numel()]
+    assert len(set(memory)) == len(memory)  # they do not alias
+    _, divisor, lse, _ = results
     index = {"ignore_index": options["ignore_index"]}
     again, _ = check("cross_entropy_divisor", rows, index, logits, reductions)
     torch.testing.assert_close(again, divisor, rtol=0, atol=0)
@@ -94,7 +97,7 @@ def test_reduced_of_no_row(dtype):
     for rows in (0, 3):
         x, target, none = logits[:rows], torch.full((rows,), -100), torch.zeros(2, dtype=reference.accumulator(logits))
         for square in (0.0, 0.1):
-            value, divided_by, lse = reduced(x, target, lse_square_scale=square)
+            value, divided_by, lse, _ = reduced(x, target, lse_square_scale=square)
             assert value.isnan() and torch.equal(divided_by, none)
             assert reduced(x, target, lse_square_scale=square, reduction="sum")[0] == 0
             arguments = torch.ones((), dtype=dtype), None, x, target, lse, None, divided_by
@@ -128,13 +131,15 @@ def test_with_grad(data):
         logits = logits.clone()
     statistics = data.draw(st.sampled_from([(False, False), (True, False), (False, True), (True, True)]))
     rows = cpu.kernel("cross_entropy_forward")(logits, target, weight, *statistics, **options)
+    *rows, lse_low = rows
     lse = rows[1]
     scale = rows_like(target, lse.dtype, generator, expanded=data.draw(st.booleans()))
     square = rows_like(target, lse.dtype, generator) if data.draw(st.booleans()) else None
     grad_lse = square
     if square is not None:
         grad_lse = torch.where(target.to(torch.int64) == options["ignore_index"], 0.0, 2 * square * lse)
-    grad = cpu.kernel("cross_entropy_backward")(scale, grad_lse, logits, target, lse, weight, **options)
+    row_args = (scale, grad_lse, logits, target, lse, weight)
+    grad = cpu.kernel("cross_entropy_backward")(*row_args, lse_low=lse_low, **options)
     ignored = target.to(torch.int64) == options["ignore_index"]
     unread = zip(rows, (True, True, *statistics), (0.0, math.inf, -1, 0.0), strict=True)
     wanted = *(row.masked_fill(ignored, value) if made else row for row, made, value in unread), grad
@@ -164,7 +169,7 @@ def test_an_infinite_weight_leaves_rows_that_pass_nothing_back(ignore_index, smo
     assert loss[1] == 0 and not grad[1:].any() and (smoothing or grad[0].isfinite().all())
     assert not cpu.kernel("cross_entropy_with_grad")(x, target, a, None, weight, **options)[-1][1:].any()
     part = cpu.kernel("cross_entropy_shard")(x, target, 0, 8, weight, **options)
-    loss, lse, _, lse_coefficient = cpu.kernel("cross_entropy_shard_join")(x, target, part, 0, 8, weight, **options)
+    loss, lse, _, lse_coefficient, _ = cpu.kernel("cross_entropy_shard_join")(x, target, part, 0, 8, weight, **options)
     assert loss[1] == 0 and lse_coefficient[1] == 0
     for saved in (lse_coefficient, torch.full((3,), float("inf"))):
         of_slice = weight, None, None, None, saved, 0, 8
@@ -185,7 +190,7 @@ def test_blocks_of_one_value_without_vector_instructions():
         for smoothing in (0.0, 1.0):
             expected = testing.oracle(x, target, label_smoothing=smoothing)
             rows = x, target, None, False, True
-            loss, lse, _, entropy = torch.ops.xent.cross_entropy_forward(*rows, label_smoothing=smoothing)
+            loss, lse, _, entropy, _ = torch.ops.xent.cross_entropy_forward(*rows, label_smoothing=smoothing)
             testing.assert_lse(lse, expected)
             testing.assert_loss(loss, expected)
         exact = torch.distributions.Categorical(logits=x.double()).entropy()
@@ -303,8 +308,9 @@ def test_the_same_bits_for_any_number_of_threads(dtype, rows, classes):
 
     def everything():
         rows = logits, target, weight, True, True
-        loss, lse, argmax, entropy = cpu.kernel("cross_entropy_forward")(*rows, **options)
-        grad = cpu.kernel("cross_entropy_backward")(loss, lse, logits, target, lse, weight, **options)
+        loss, lse, argmax, entropy, lse_low = cpu.kernel("cross_entropy_forward")(*rows, **options)
+        row_args = (loss, lse, logits, target, lse, weight)
+        grad = cpu.kernel("cross_entropy_backward")(*row_args, lse_low=lse_low, **options)
         soft = cpu.kernel("soft_cross_entropy_forward")(logits, logits.abs(), weight, **options)
         soft_grad = cpu.kernel("soft_cross_entropy_backward")(loss, None, logits, logits.abs(), lse, weight, **options)
         at_once = cpu.kernel("cross_entropy_with_grad")(logits, target, loss, lse, weight, True, True, **options)

@@ -116,7 +116,7 @@ def test_composite():
         options = {"label_smoothing": 0.1, "softcap": 2.0, "logit_scale": 0.7}
         for reduction in ("none", "sum"):
             got = ops.cross_entropy(x, target[:1].expand(4), lse_square_scale=0.3, reduction=reduction, **options)
-            loss, lse, _, _ = ops.cross_entropy_forward(x, target[:1].expand(4), **options)
+            loss, lse, _, _, _ = ops.cross_entropy_forward(x, target[:1].expand(4), **options)
             wanted = loss + 0.3 * lse.square()
             torch.testing.assert_close(got, wanted if reduction == "none" else wanted.sum())
 
@@ -224,7 +224,7 @@ def test_export_stays_dynamic():
             def forward(self, x, t, w, p):
                 loss, lse, *_ = ops.cross_entropy_forward(x, t, w)
                 grad = ops.cross_entropy_backward(loss, lse, x, t, lse, w)
-                value, divisor, lse = ops.cross_entropy_reduced(x, t, w, lse_square_scale=0.1)
+                value, divisor, lse, _ = ops.cross_entropy_reduced(x, t, w, lse_square_scale=0.1)
                 divisor = divisor + ops.cross_entropy_divisor(x, t)[1]
                 reduced = ops.cross_entropy_backward(value, None, x, t, lse, w, divisor, lse_square_scale=0.1)
                 entropy = ops.cross_entropy_forward(x, t, None, True, True)[3]
@@ -233,7 +233,7 @@ def test_export_stays_dynamic():
                 soft_grad = ops.soft_cross_entropy_backward(soft, None, x, p, soft_lse)
                 part = ops.cross_entropy_shard(x, t, 0, 64, w)
                 joined = ops.cross_entropy_shard_join(x, t, part, 0, 64, w)
-                whole, both, lse, lse_coefficient = ops.cross_entropy_shard_reduced(x, t, part, 0, 64, w)
+                whole, both, lse, lse_coefficient, _ = ops.cross_entropy_shard_reduced(x, t, part, 0, 64, w)
                 of_slice = w, both, entropy, entropy, lse_coefficient, 0, 64
                 shard = ops.cross_entropy_backward(whole, None, x, t, lse, *of_slice)
                 composite = ops.cross_entropy(x, t, w, lse_square_scale=0.1)

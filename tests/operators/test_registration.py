@@ -242,7 +242,7 @@ def test_more_than_two_to_the_31_elements(shape):
     x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     target = torch.randint(0, shape[1], shape[:1], device="cuda")
     grad_loss = torch.rand(shape[0], device="cuda")
-    loss, lse, argmax, _ = ops.cross_entropy_forward(x, target, with_argmax=True)
+    loss, lse, argmax, _, _ = ops.cross_entropy_forward(x, target, with_argmax=True)
     grad = ops.cross_entropy_backward(grad_loss, None, x, target, lse)
     for row in (0, 1, shape[0] // 2, shape[0] - 1):
         last = x[row].double()
@@ -258,7 +258,7 @@ def test_combinations_of_upstream_gradients(device):
     target = TARGET.to(device)
     full = {}
     for use in itertools.product([False, True], repeat=3):
-        loss, lse, _, entropy = ops.cross_entropy_forward(x, target, with_entropy=True)
+        loss, lse, _, entropy, _ = ops.cross_entropy_forward(x, target, with_entropy=True)
         used = [o.sum() for o, keep in zip((loss, lse, entropy), use, strict=True) if keep]
         if not used:
             continue

@@ -189,7 +189,7 @@ def test_shards_that_do_not_tile_give_nan(device, weighted):
         found = set()
         for s, x, w in parts:
             x.requires_grad_()
-            loss, lse, _, _ = ops.cross_entropy_shard_join(x, target, gathered, s, classes, w)
+            loss, lse, _, _, _ = ops.cross_entropy_shard_join(x, target, gathered, s, classes, w)
             (grad,) = torch.autograd.grad(loss.sum(), x)
             found |= {loss.isnan().all().item(), lse.isnan().all().item()}
             found |= {loss.isnan().any().item(), lse.isnan().any().item()}
@@ -258,7 +258,9 @@ def test_weight_of_an_ignored_class_may_be_infinite(device, plain, ignore_index)
     grads = []
     for z, start in parts:
         w = weight[start:][: z.shape[1]]
-        loss, lse, _, lse_coefficient = kernels.cross_entropy_shard_join(z, target, gathered, start, 40, w, **options)
+        loss, lse, _, lse_coefficient, _ = kernels.cross_entropy_shard_join(
+            z, target, gathered, start, 40, w, **options
+        )
         torch.testing.assert_close(loss, theirs.detach())
         assert lse_coefficient[1] == 0
         of_slice = (w, None, None, None, lse_coefficient, start, 40)

@@ -51,7 +51,7 @@ def test_rows(device, kernels, raises_out_of_range, shape, bad, full):
     if kernels is ops and raises_out_of_range:
         return
     for wanted in ((False, False), (True, False), (False, True)):
-        loss, lse, argmax, _ = kernels.cross_entropy_forward(logits, target, weight, *wanted, **options)
+        loss, lse, argmax, _, _ = kernels.cross_entropy_forward(logits, target, weight, *wanted, **options)
         assert_nan(loss)
         assert lse.isfinite().all()
         if wanted[0]:
@@ -60,7 +60,7 @@ def test_rows(device, kernels, raises_out_of_range, shape, bad, full):
     assert_nan(loss)
     assert_nan(gradient)
     if kernels is ops:
-        value, divisor, lse = ops.cross_entropy_reduced(logits, target, weight, reduction="sum", **options)
+        value, divisor, lse, _ = ops.cross_entropy_reduced(logits, target, weight, reduction="sum", **options)
         assert value.isnan() and divisor.isfinite().all() and lse.isfinite().all()
 
 
@@ -78,7 +78,7 @@ def test_shards(device, kind, bad, options, weighted):
         [plain.cross_entropy_shard(x, target, *at, w, **options) for (x, *at), w in zip(shards, weights, strict=True)]
     )
     for (x, *at), w in zip(shards, weights, strict=True):
-        loss, lse, _, lse_coefficient = kernels.cross_entropy_shard_join(x, target, gathered, *at, w, **options)
+        loss, lse, _, lse_coefficient, _ = kernels.cross_entropy_shard_join(x, target, gathered, *at, w, **options)
         assert_nan(loss)
         assert lse.isfinite().all()
         more = (w, None, None, None, None if w is None else lse_coefficient, *at)

@@ -167,7 +167,7 @@ def test_reduced(device, rows, reduction, weighted):
     target[1::3] = -100
     weight = torch.rand(8, device=device) if weighted else None
     options = {"label_smoothing": 0.1, "softcap": 5.0}
-    value, divisor, lse = torch.ops.xent.cross_entropy_reduced(
+    value, divisor, lse, _ = torch.ops.xent.cross_entropy_reduced(
         logits, target, weight, lse_square_scale=0.25, reduction=reduction, **options
     )
     loss, row_lse, *_ = torch.ops.xent.cross_entropy_forward(logits, target, weight, **options)

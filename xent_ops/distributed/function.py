@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import reductions, reference
-from ..kernels.options import LossOptions
+from ..kernels.options import LossOptions, as_record
 from ..ops import transforms
 from ..ops.library import below_autograd
 from .groups import Ranks
@@ -26,31 +26,31 @@ def loss_and_saved(
     shard_range: tuple[int, int],  # class_start, num_classes
     loss: LossOptions,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """The loss, and the tensors that ``gradient`` takes: cross_entropy_backward's arguments after its gradients."""
+    """The loss, and the tensors that ``gradient`` takes: cross_entropy_backward's after its gradients, and lse_low."""
     gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, loss.row_options)
     arguments = (logits, target, gathered, *shard_range, weight)
     divisor = None
     if loss.reduction == "none":
-        row_loss, lse, _, lse_coefficient = below_autograd(
+        row_loss, lse, _, lse_coefficient, lse_low = below_autograd(
             _ops.cross_entropy_shard_join.default, *arguments, **loss.row_options.keywords()
         )
         value = reductions.reduce_rows(row_loss, lse, target, None, loss).value
     else:
-        value, divisor, lse, lse_coefficient = below_autograd(
+        value, divisor, lse, lse_coefficient, lse_low = below_autograd(
             _ops.cross_entropy_shard_reduced.default, *arguments, **loss.keywords()
         )
     row_tensors = (None, None, None if weight is None else lse_coefficient)
-    return value, (logits, target, lse, weight, divisor if loss.reduction == "mean" else None, *row_tensors)
+    return value, (logits, target, lse, weight, divisor if loss.reduction == "mean" else None, *row_tensors, lse_low)
 
 
 def gradient(grad: Tensor, saved: tuple[Tensor | None, ...], shard_range: tuple[int, int], loss: LossOptions) -> Tensor:
     """The gradient of the loss with respect to this rank's logits."""
-    arguments: Any = (grad, None, *saved, *shard_range)
+    *row_args, lse_low = saved
+    arguments: Any = (grad, None, *row_args, *shard_range)
+    options: dict[str, Any] = {**loss.backward_keywords(), "lse_low": lse_low}
     if transforms.forward_mode():  # the upstream gradient has a tangent, which operators would drop
-        return reference.cross_entropy_backward(
-            *arguments, options=loss.row_options, lse_square_scale=loss.lse_square_scale
-        )
-    operator, options = _ops.cross_entropy_backward.default, loss.backward_keywords()
+        return reference.cross_entropy_backward(*arguments, **as_record(options))
+    operator = _ops.cross_entropy_backward.default
     if torch.is_grad_enabled():  # create_graph: the operator's formula says why there is no second derivative
         return operator(*arguments, **options)
     return below_autograd(operator, *arguments, **options)

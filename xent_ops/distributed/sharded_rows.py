@@ -45,7 +45,7 @@ def sharded_rows(
         with_entropy,
         **options,
     )
-    row_loss, lse, target_weight, _, entropy = _ops.linear_cross_entropy_shard_join(
+    row_loss, lse, target_weight, _, entropy, _ = _ops.linear_cross_entropy_shard_join(
         input,
         weight,
         target,

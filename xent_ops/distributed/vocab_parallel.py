@@ -48,7 +48,7 @@ def sharded_rows(
 ) -> RowValues:
     checks.weight_without_grad(weight)
     gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, options)
-    loss, lse, target_weight, _ = torch.ops.xent.cross_entropy_shard_join(
+    loss, lse, target_weight, *_ = torch.ops.xent.cross_entropy_shard_join(
         logits, target, gathered, *shard_range, weight, **options.keywords()
     )
     return RowValues(loss, lse, target_weight)

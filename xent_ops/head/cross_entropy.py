@@ -31,7 +31,7 @@ def statistics(
     backend: Backend = IN_MEMORY,
     **fields: Any,
 ) -> tuple[Tensor, ...]:
-    """(loss, lse, argmax, entropy), each (0,) if it is not wanted."""
+    """(loss, lse, argmax, entropy, lse_low), argmax and entropy (0,) if they are not wanted."""
     flat, keywords, chunking = as_rows(input), options.keywords(), Chunking(**fields)
     rows = backend.rows(target, options.ignore_index, chunking, (flat, linear_weight))
 
@@ -40,7 +40,7 @@ def statistics(
 
     computed = backend.products(rows, flat, linear_weight, linear_bias, chunking).run(visit, rows.indices())
     ignored = options.ignore_index if chunking.skip_ignored else None
-    return tuple(unpack_statistics(rows, computed, skipped_values(with_argmax, with_entropy), target, ignored))
+    return tuple(unpack_statistics(rows, computed, (*skipped_values(with_argmax, with_entropy), 0.0), target, ignored))
 
 
 def gradients(
@@ -59,6 +59,7 @@ def gradients(
     class_start: int = 0,
     num_classes: int | None = None,
     output_mask: Sequence[bool] = (True, True, True),
+    lse_low: Tensor | None = None,
     *,
     options: RowOptions = DEFAULTS,
     lse_square_scale: float = 0.0,
@@ -82,8 +83,8 @@ def gradients(
     rows = backend.rows(target, options.ignore_index, chunking, (flat, head))
     indices = rows.indices()
     grads = [None if tensor is None else rows.pack_grads(tensor) for tensor in (*upstream, grad_entropy)]
-    lses, entropies, lse_coefficients = (
-        None if tensor is None else rows.pack(tensor) for tensor in (lse, entropy, lse_coefficient)
+    lses, entropies, lse_coefficients, lse_lows = (
+        None if tensor is None else rows.pack(tensor) for tensor in (lse, entropy, lse_coefficient, lse_low)
     )
     row_args = (input.dtype, grads, indices, head.shape[0], options, weight, lse_coefficients)
     factors, row_grads = float16.split_grads(*row_args)
@@ -99,13 +100,15 @@ def gradients(
         lse: Tensor,
         entropy: Tensor | None,
         lse_coefficient: Tensor | None,
+        lse_low: Tensor | None,
     ) -> Sequence[Tensor]:
         entropy_args = (grad_entropy, entropy, lse_coefficient)
-        backward_args = (grad_loss, grad_lse, logits, target, lse, weight, None, *entropy_args, *slice_args)
+        backward_args = (grad_loss, grad_lse, logits, target, lse, weight, None, *entropy_args, *slice_args, lse_low)
         return products.write("cross_entropy_backward", logits, *backward_args, **keywords)
 
     if any(output_mask):
-        products.run(visit, indices, *row_grads, lses, entropies, lse_coefficients, gradient=True, factors=factors)
+        row_values = (*row_grads, lses, entropies, lse_coefficients, lse_lows)
+        products.run(visit, indices, *row_values, gradient=True, factors=factors)
     return in_dtype(products.gradients(input.shape), input.dtype)
 
 

@@ -176,14 +176,14 @@ class Fp8Products(Products):
         options: RowOptions,
     ) -> list[Tensor]:
         flags = (with_argmax, with_entropy)
-        statistics = list(_ops.cross_entropy_forward(logits, target, weight, *flags, **options.keywords()))
+        *statistics, lse_low = _ops.cross_entropy_forward(logits, target, weight, *flags, **options.keywords())
         # Ignored rows get the statistics of rows that are not read.
         counted = is_counted(target, options.ignore_index)
         lse = statistics[1] = infinite_where_ignored(statistics[1], target, options.ignore_index)
         statistics[2] = torch.where(counted, statistics[2], -1) if with_argmax else statistics[2]
         statistics[3] = torch.where(counted, statistics[3], 0.0) if with_entropy else statistics[3]
         grad_lse = grad_lse_of_square(grad_lse_square, lse, target, options.ignore_index)
-        self._backward(grad_scale, grad_lse, logits, target, lse, weight, options=options)
+        self._backward(grad_scale, grad_lse, logits, target, lse, weight, lse_low=lse_low, options=options)
         return statistics
 
     def _backward(
@@ -201,6 +201,7 @@ class Fp8Products(Products):
         class_start: int = 0,
         num_classes: int | None = None,
         grad_dtype: torch.dtype | None = None,
+        lse_low: Tensor | None = None,
         *,
         options: RowOptions,
     ) -> None:
@@ -226,6 +227,7 @@ class Fp8Products(Products):
             num_classes,
             options,
             start,
+            lse_low,
         )
         rows = self.gradient8[: stop - start] if self.mask[0] else None
         sums_head = self.mask[1] or self.mask[2]

@@ -34,7 +34,7 @@ def statistics_of_rows(
     """(x of the ids (..., K), lse (...), entropy (...) or (0,)) of logits (..., V)."""
     target = reference_ids.first_counted(ids, options.ignore_index)
     flags = (False, with_entropy, batch_invariant)
-    _, lse, _, entropy = _ops.cross_entropy_forward(logits, target, None, *flags, **options.keywords())
+    _, lse, _, entropy, _ = _ops.cross_entropy_forward(logits, target, None, *flags, **options.keywords())
     return reference_ids.gather(logits, ids, 0, None, options), lse, entropy
 
 

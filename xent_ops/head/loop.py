@@ -185,6 +185,7 @@ class _CrossEntropy:
             after,
             *((None,) * 3 if grad_ids is None else (part.ids, rows.at_ids, grad_ids)),
             self.mask_ids,
+            rows.lse_low,
             **self.loss.backward_keywords(),
         )
 

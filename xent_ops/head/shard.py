@@ -97,8 +97,9 @@ def _statistics_by_lse(
 ) -> Sequence[Tensor]:
     """Three statistics of each row, relative to the lse of these logits, and the entropy if it is wanted."""
     column, keywords = _local_target(target, class_start, logits.shape[1], options)
-    loss, lse, _, entropy = _ops.cross_entropy_forward(logits, column, None, False, with_entropy, **keywords)
-    statistics = (lse, torch.ones_like(lse), loss)
+    loss, lse, _, entropy, lse_low = _ops.cross_entropy_forward(logits, column, None, False, with_entropy, **keywords)
+    part = torch.where(column == _NOWHERE, 0.0, loss - lse_low)  # relative to the rounded lse
+    statistics = (lse, lse_low.exp(), part)
     return (*statistics, entropy) if with_entropy else statistics
 
 
@@ -139,7 +140,7 @@ def join(
 ) -> tuple[Tensor, ...]:
     # The join of rows reads only the logits' shape.
     logits = input.new_empty(()).expand(*target.shape, linear_weight.shape[0])
-    loss, lse, target_weight, lse_coefficient, entropy, _ = join_statistics(
+    loss, lse, target_weight, lse_coefficient, entropy, lse_low, _ = join_statistics(
         gathered, logits, target, (class_start, num_classes), weight, with_entropy, options, 0, in_rank_order
     )
     assert target_weight is not None and lse_coefficient is not None
@@ -147,7 +148,7 @@ def join(
         ignored = ~reference.is_counted(target, options.ignore_index)
         lse = lse.masked_fill(ignored, float("inf"))
         entropy = entropy.masked_fill(ignored, 0.0) if with_entropy else entropy
-    return loss, lse, target_weight, lse_coefficient, entropy
+    return loss, lse, target_weight, lse_coefficient, entropy, lse_low
 
 
 class RowStatistics(NamedTuple):
@@ -158,6 +159,7 @@ class RowStatistics(NamedTuple):
     target_weight: Tensor | None  # None: this rank has all classes
     lse_coefficient: Tensor | None  # None: this rank has all classes
     entropy: Tensor  # (0,) if it is not wanted
+    lse_low: Tensor
     at_ids: Tensor | None = None  # (n, K): x of several classes per row, if they were asked for
 
 
@@ -175,9 +177,10 @@ def join_statistics(
     """Join the packed statistics of all ranks. It reads only the shape of the logits."""
     class_start, num_classes = shard_range
     if num_classes is None:
-        loss, lse, *entropy_and_ids = gathered.unbind()
+        loss, lse, lse_low, *entropy_and_ids = gathered.unbind()
         entropy = entropy_and_ids[0] if with_entropy else loss.new_empty(0)
-        return RowStatistics(loss, lse, None, None, entropy, gathered[-ids_per_row:].t() if ids_per_row else None)
+        at_ids = gathered[-ids_per_row:].t() if ids_per_row else None
+        return RowStatistics(loss, lse, None, None, entropy, lse_low, at_ids)
     at_ids = None
     if ids_per_row:
         ids_start = gathered.shape[1] - ids_per_row * target.numel()
@@ -185,17 +188,19 @@ def join_statistics(
         gathered = gathered[:, :ids_start]
     num_entropies = target.numel() if with_entropy else 0
     statistics = gathered[:, : gathered.shape[1] - num_entropies]
-    loss, lse, target_weight, lse_coefficient = _ops.cross_entropy_shard_join(
+    loss, lse, target_weight, lse_coefficient, lse_low = _ops.cross_entropy_shard_join(
         logits, target, statistics, class_start, num_classes, weight, **options.keywords()
     )
     entropy = gathered.new_empty(0)
     if with_entropy:
         rank_lse, all_lse = gathered[:, :num_entropies], lse.reshape(-1)
-        share = (rank_lse - all_lse).exp()
-        parts = share * (gathered[:, gathered.shape[1] - num_entropies :] + all_lse - rank_lse)
+        rank_low, all_low = gathered[:, num_entropies : 2 * num_entropies].log(), lse_low.reshape(-1)
+        distance = (all_lse - rank_lse) + (all_low - rank_low)
+        share = (-distance).exp()
+        parts = share * (gathered[:, gathered.shape[1] - num_entropies :] + distance)
         parts = torch.where(share == 0.0, 0.0, parts)
         entropy = (reference_shard.sum_in_order(parts) if in_rank_order else parts.sum(0)).view(target.shape)
-    return RowStatistics(loss, lse, target_weight, lse_coefficient, entropy, at_ids)
+    return RowStatistics(loss, lse, target_weight, lse_coefficient, entropy, lse_low, at_ids)
 
 
 # One chunk at a time, for loop.py. A chunk's logits (rows, padded_classes) live from its first operator to its last.
@@ -268,11 +273,11 @@ def chunk_statistics(
     """The packed statistics of this rank."""
     ids_rows = None if at_ids is None else at_ids.t()  # they are packed last
     if num_classes is None:
-        loss, lse, _, entropy = _ops.cross_entropy_forward(
+        loss, lse, _, entropy, lse_low = _ops.cross_entropy_forward(
             logits, target, weight, False, with_entropy, **options.keywords()
         )
         lse = lse if masked is None else masked.lse(lse, logits.shape[1], options)
-        rows = torch.stack([loss, lse, entropy] if with_entropy else [loss, lse])
+        rows = torch.stack([loss, lse, lse_low, entropy] if with_entropy else [loss, lse, lse_low])
         return rows if ids_rows is None else torch.cat([rows, ids_rows])
     slice_args = (logits, target, class_start, num_classes, weight)
     if masked is not None:
@@ -308,6 +313,7 @@ def chunk_grad_(
     at_ids: Tensor | None = None,
     grad_ids: Tensor | None = None,
     mask_ids: bool = False,
+    lse_low: Tensor | None = None,
     *,
     options: RowOptions = DEFAULTS,
     lse_square_scale: float = 0.0,
@@ -320,7 +326,8 @@ def chunk_grad_(
         slice_args: dict[str, Any] = {"class_start": class_start, "num_classes": num_classes, "grad_dtype": dtype}
         gradient(*ids_args, options=options, **slice_args, writer=InPlace(), mask_ids=mask_ids)
     else:
-        backward_args = (weight, divisors, grad_entropy, entropy, lse_coefficient, class_start, num_classes, dtype)
+        row_args = (grad_entropy, entropy, lse_coefficient)
+        backward_args = (weight, divisors, *row_args, class_start, num_classes, dtype, lse_low)
         _ops.cross_entropy_backward_(
             grad_loss,
             grad_lse,

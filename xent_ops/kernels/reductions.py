@@ -112,15 +112,17 @@ def cross_entropy_reduced(
     options: RowOptions = DEFAULTS,
     lse_square_scale: float = 0.0,
     reduction: str = "mean",
-    forward: Callable[..., tuple[Tensor, Tensor]] = cross_entropy_forward,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(value, divisors, lse): (), (2,), (...). The divisors do not depend on the reduction; a sum is not divided.
+    forward: Callable[..., tuple[Tensor, Tensor, Tensor]] = cross_entropy_forward,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(value, divisors, lse, lse_low): (), (2,), (...), (...).
 
-    The lse is for the backward. It is infinite in ignored rows, so that their softmax is zero: other kernels do not
-    read these rows. ``forward`` computes the losses of the rows.
+    The divisors do not depend on the reduction; a sum is not divided. The lse and lse_low are for the backward. In
+    ignored rows they are infinite and 0, so that the softmax is zero: other kernels do not read these rows.
+    ``forward`` computes the losses of the rows.
     """
-    row_loss, lse = forward(logits, target, weight, options=options)
+    row_loss, lse, lse_low = forward(logits, target, weight, options=options)
     divisors, _ = cross_entropy_divisor(logits, target, weight, options=options)
     loss = LossOptions(options, lse_square_scale, reduction)
     value = reduce_rows(row_loss, lse, target, divisors, loss).value
-    return value, divisors, infinite_where_ignored(lse, target, options.ignore_index)
+    lse_low = torch.where(is_counted(target, options.ignore_index), lse_low, 0.0)
+    return value, divisors, infinite_where_ignored(lse, target, options.ignore_index), lse_low

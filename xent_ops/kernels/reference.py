@@ -64,14 +64,27 @@ def _logsumexp(x: Tensor) -> tuple[Tensor, Tensor]:
     return maximum, (x - maximum).exp().sum(-1, keepdim=True).log()
 
 
+def split_lse(maximum: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
+    """(lse, lse_low): the sum, and what rounding it took, which is a constant; 0 if the lse is not finite.
+
+    |lse_low| is at most log V, so softmax_j = exp(x_j - lse) exp(-lse_low), whose last factor is one of the row.
+    Knuth's sum of two numbers (The Art of Computer Programming 2, 4.2.2, theorem B).
+    """
+    lse = maximum + log_sum
+    a, b, total = maximum.detach(), log_sum.detach(), lse.detach()
+    added = total - a
+    low = (a - (total - added)) + (b - added)
+    return lse, torch.where(low.isfinite(), low, 0.0)
+
+
 def cross_entropy_forward(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
     *,
     options: RowOptions = DEFAULTS,
-) -> tuple[Tensor, Tensor]:
-    """(loss, lse), each (...). A target out of range gives NaN."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, lse, lse_low), each (...). A target out of range gives NaN."""
     classes, label_smoothing = logits.shape[-1], options.label_smoothing
     index, counted, invalid = gather_target(target, classes, options.ignore_index)
     x = activation(logits, options)
@@ -85,7 +98,7 @@ def cross_entropy_forward(
         smooth = (terms if weight is None else terms * weight).sum(-1)
         loss = (1 - label_smoothing) * loss + label_smoothing / classes * smooth
     loss = torch.where(counted, loss, 0.0).masked_fill(invalid, float("nan"))
-    return loss, (maximum + log_sum).squeeze(-1)
+    return loss, *split_lse(maximum.squeeze(-1), log_sum.squeeze(-1))
 
 
 def statistics(
@@ -97,8 +110,8 @@ def statistics(
     batch_invariant: bool = False,
     *,
     options: RowOptions = DEFAULTS,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, lse, argmax, entropy), each (...), the last two (0,) unless asked for.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, lse, argmax, entropy, lse_low), each (...), argmax and entropy (0,) unless asked for.
 
     argmax is int64, the first index on ties. entropy = -sum_j softmax_j log softmax_j, where a class of probability 0
     adds 0.
@@ -106,9 +119,9 @@ def statistics(
     if batch_invariant and target.numel() == 1:  # torch splits the sum of a single row over threads
         two = logits.reshape(1, -1).repeat(2, 1), target.reshape(1).repeat(2)
         first = [value[:1] for value in statistics(*two, weight, with_argmax, with_entropy, options=options)]
-        loss, lse, argmax, entropy = (value.view(target.shape if value.numel() else 0) for value in first)
-        return loss, lse, argmax, entropy
-    loss, lse = cross_entropy_forward(logits, target, weight, options=options)
+        loss, lse, argmax, entropy, lse_low = (value.view(target.shape if value.numel() else 0) for value in first)
+        return loss, lse, argmax, entropy, lse_low
+    loss, lse, lse_low = cross_entropy_forward(logits, target, weight, options=options)
     argmax, entropy = logits.new_empty(0, dtype=torch.int64), lse.new_empty(0)
     if with_argmax:
         argmax = activation(logits, options._replace(softcap=None)).argmax(-1)
@@ -117,7 +130,7 @@ def statistics(
         log_p = x - maximum - log_sum  # not x - lse: the lse has been rounded
         p = log_p.exp()
         entropy = -(p * torch.where(p == 0, 0.0, log_p)).sum(-1)
-    return loss, lse, argmax, entropy
+    return loss, lse, argmax, entropy, lse_low
 
 
 def softmax_gradient(
@@ -132,6 +145,19 @@ def softmax_gradient(
         term = p * (torch.where(p == 0, 0.0, log_p) + entropy.unsqueeze(-1))
         grad = grad - grad_entropy.to(x.dtype).unsqueeze(-1) * torch.where(p == 0, 0.0, term)
     return grad
+
+
+def fold_low(
+    lse_low: Tensor | None, total: Tensor, entropy: Tensor | None, grad_entropy: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(total, entropy, grad_entropy), by which the rounded lse gives the exact softmax: no work for each class."""
+    if lse_low is None:
+        return total, entropy, grad_entropy
+    low = lse_low.to(total.dtype)
+    share = (-low).exp()
+    if grad_entropy is not None and entropy is not None:
+        grad_entropy, entropy = grad_entropy.to(total.dtype) * share, entropy - low
+    return total * share, entropy, grad_entropy
 
 
 def _finish(grad: Tensor, x: Tensor, lse: Tensor, row_grads: Tensor, dtype: torch.dtype, options: RowOptions) -> Tensor:
@@ -185,6 +211,7 @@ def cross_entropy_backward(
     class_start: int = 0,
     num_classes: int | None = None,
     grad_dtype: torch.dtype | None = None,
+    lse_low: Tensor | None = None,
     *,
     options: RowOptions = DEFAULTS,
     lse_square_scale: float = 0.0,
@@ -224,6 +251,7 @@ def cross_entropy_backward(
         at_target = at_target * weight
     if grad_entropy is not None:
         passed = passed + grad_entropy.to(x.dtype).abs()
+    total, entropy, grad_entropy = fold_low(lse_low, total, entropy, grad_entropy)
     grad = softmax_gradient(x, lse, total, entropy, grad_entropy)
     # An ignored row has no target column: the weight of an ignored class may be infinite, and 0 * inf is NaN.
     local = torch.where(counted, target.to(torch.int64) - class_start, -1).unsqueeze(-1)
@@ -303,14 +331,14 @@ def cross_entropy_with_grad(
 
     An ignored row has an infinite lse, as in ``cross_entropy_reduced``, argmax -1 and entropy 0.
     """
-    loss, lse, argmax, entropy = statistics(logits, target, weight, with_argmax, with_entropy, options=options)
+    loss, lse, argmax, entropy, lse_low = statistics(logits, target, weight, with_argmax, with_entropy, options=options)
     lse = infinite_where_ignored(lse, target, options.ignore_index)
     counted = is_counted(target, options.ignore_index)
     argmax = torch.where(counted, argmax, -1) if with_argmax else argmax
     entropy = torch.where(counted, entropy, 0.0) if with_entropy else entropy
     grad_lse = grad_lse_of_square(grad_lse_square, lse, target, options.ignore_index)
     backward_args = (grad_scale, grad_lse, logits, target, lse, weight)
-    gradient = cross_entropy_backward(*backward_args, grad_dtype=grad_dtype, options=options)
+    gradient = cross_entropy_backward(*backward_args, lse_low=lse_low, grad_dtype=grad_dtype, options=options)
     return loss, lse, argmax, entropy, gradient
 
 

@@ -57,6 +57,7 @@ def gradient_rows(
     num_classes: int | None,
     options: RowOptions,
     first_row: int,
+    lse_low: Tensor | None = None,
 ) -> GradientRows:
     """Arguments as for reference.cross_entropy_backward. ``first_row``: the number of the first of these rows."""
     classes = width if num_classes is None else num_classes
@@ -74,6 +75,7 @@ def gradient_rows(
         bound = bound + c.abs() * (1.0 if weight is None else weight.abs().amax())
     if grad_entropy is not None:
         bound = bound + grad_entropy.to(lse.dtype).abs() * max(1 / math.e, math.log(classes))
+    total, entropy, grad_entropy = reference.fold_low(lse_low, total, entropy, grad_entropy)
     number = torch.arange(first_row, first_row + lse.shape[0], device=lse.device)
     seed = lse.view(torch.int32) ^ ((number * 0x85EBCA6B) & 0x7FFFFFFF).to(torch.int32)
     return GradientRows(total, b, c, lse, entropy, grad_entropy, column, bound * abs(options.logit_scale), seed)

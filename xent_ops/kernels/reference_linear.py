@@ -25,6 +25,7 @@ def linear_cross_entropy_backward(
     entropy: Tensor | None = None,
     lse_coefficient: Tensor | None = None,
     output_mask: Sequence[bool] = (True, True, True),
+    lse_low: Tensor | None = None,
     *,
     options: RowOptions = DEFAULTS,
     **keywords: Any,
@@ -37,7 +38,7 @@ def linear_cross_entropy_backward(
     if linear_bias is not None:
         logits = logits + linear_bias
     rows = (grad_loss, grad_lse, logits, target, lse, weight, divisors, grad_entropy, entropy, lse_coefficient)
-    grad = reference.cross_entropy_backward(*rows, options=options, **keywords)
+    grad = reference.cross_entropy_backward(*rows, lse_low=lse_low, options=options, **keywords)
     rows_first = grad.reshape(-1, grad.shape[-1])
     return (
         grad @ linear_weight if output_mask[0] else input.new_empty(0),

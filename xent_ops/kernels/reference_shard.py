@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .options import DEFAULTS, LossOptions, RowOptions
 from .reductions import divisor_of, reduce_rows
-from .reference import activation, columns_of, is_counted, weights_at
+from .reference import activation, columns_of, is_counted, split_lse, weights_at
 
 HEADER = 5
 DIGIT = 2**24
@@ -123,9 +123,10 @@ def cross_entropy_shard_join(
     weight: Tensor | None = None,
     *,
     options: RowOptions = DEFAULTS,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, lse, w_t, lse_coefficient), each (...), from the statistics of all ranks; all but lse are 0 where ignored.
+) -> tuple[Tensor, ...]:
+    """(loss, lse, w_t, lse_coefficient, lse_low), each (...), from the statistics of all ranks.
 
+    All but lse and lse_low are 0 where ignored.
     It gives the same bits on every rank, because it uses only gathered numbers. Pointwise except for sums over ranks.
     """
     shape, number = target.shape, target.numel()
@@ -156,10 +157,12 @@ def cross_entropy_shard_join(
     counted = is_counted(target, options.ignore_index)
     valid = (target >= 0) & (target < num_classes)
     loss = torch.where(counted, torch.where(valid & tiled, loss, float("nan")), 0.0)
-    lse = torch.where(tiled, pivot + log_total, float("nan"))
+    lse, lse_low = split_lse(pivot, log_total)
+    lse = torch.where(tiled, lse, float("nan"))
     target_weight = torch.where(counted, sum_in_order(target_weight), 0.0)
     lse_coefficient = torch.where(counted, lse_coefficient, 0.0)
-    return loss.view(shape), lse.view(shape), target_weight.view(shape), lse_coefficient.view(shape)
+    rows = (loss, lse, target_weight, lse_coefficient, lse_low)
+    return tuple(value.view(shape) for value in rows)
 
 
 def cross_entropy_shard_reduced(
@@ -173,14 +176,14 @@ def cross_entropy_shard_reduced(
     options: RowOptions = DEFAULTS,
     lse_square_scale: float = 0.0,
     reduction: str = "mean",
-    join: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = cross_entropy_shard_join,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, divisors, lse, lse_coefficient): (), (2,) as in ``reductions.cross_entropy_reduced``, (...), (...).
+    join: Callable[..., tuple[Tensor, ...]] = cross_entropy_shard_join,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, divisors, lse, lse_coefficient, lse_low): (), (2,) as in ``reductions.cross_entropy_reduced``, (...).
 
     ``join`` computes the rows.
     """
     shard = (gathered, class_start, num_classes, weight)
-    loss, lse, target_weight, lse_coefficient = join(logits, target, *shard, options=options)
+    loss, lse, target_weight, lse_coefficient, lse_low = join(logits, target, *shard, options=options)
     divisors = divisor_of(target_weight, target, options.ignore_index)
     value = reduce_rows(loss, lse, target, divisors, LossOptions(options, lse_square_scale, reduction)).value
-    return value, divisors, lse, lse_coefficient
+    return value, divisors, lse, lse_coefficient, lse_low

@@ -22,27 +22,29 @@ def _save_rows(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
     """Keep the logits, the target and one float per row: the backward computes the softmax again from the lse."""
     if needs_grad(ctx, "weight"):
         checks.weight_needs_grad()
-    _loss, lse, argmax, entropy = output
-    ctx.mark_non_differentiable(argmax, *(() if call.with_entropy else (entropy,)))
-    save_for(ctx, "cross_entropy_backward", call, lse=lse, entropy=entropy if call.with_entropy else None)
+    _loss, lse, argmax, entropy, lse_low = output
+    ctx.mark_non_differentiable(argmax, lse_low, *(() if call.with_entropy else (entropy,)))
+    results = {"lse": lse, "lse_low": lse_low, "entropy": entropy if call.with_entropy else None}
+    save_for(ctx, "cross_entropy_backward", call, **results)
 
 
-def _rows_backward(ctx: Any, grad_loss: Any, grad_lse: Any, _: None, grad_entropy: Any) -> Gradients:
+def _rows_backward(ctx: Any, grad_loss: Any, grad_lse: Any, _: None, grad_entropy: Any, *__: None) -> Gradients:
     return {"logits": run_backward(ctx, grad_loss, grad_lse=grad_lse, grad_entropy=grad_entropy)}
 
 
 def _save_reduced(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
     if needs_grad(ctx, "weight"):
         checks.weight_needs_grad()
-    _value, divisors, lse = output
-    ctx.mark_non_differentiable(divisors, lse)
-    save_for(ctx, "cross_entropy_backward", call, lse=lse, divisors=divisors if call.reduction == "mean" else None)
+    _value, divisors, lse, lse_low = output
+    ctx.mark_non_differentiable(divisors, lse, lse_low)
+    results = {"lse": lse, "lse_low": lse_low, "divisors": divisors if call.reduction == "mean" else None}
+    save_for(ctx, "cross_entropy_backward", call, **results)
 
 
 def _reduced_backward(ctx: Any, grad_value: Tensor, *_: None) -> Gradients:
     updates = {}
     if torch.is_grad_enabled():  # A second derivative needs an lse that depends on the logits.
-        updates["lse"] = run("cross_entropy_forward", saved(ctx))[1]
+        _, updates["lse"], _, _, updates["lse_low"] = run("cross_entropy_forward", saved(ctx))
     return {"logits": run_backward(ctx, grad_value, **updates)}
 
 

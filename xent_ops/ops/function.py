@@ -81,7 +81,7 @@ def by_rows(
         refuse("cross_entropy_forward", logits, target, weight, **loss.row_options._asdict())
         # The gradient of an ignored row is zero even if its logits are NaN.
         logits = torch.where(reference.is_counted(target, loss.row_options.ignore_index).unsqueeze(-1), logits, 0.0)
-        row_loss, lse = reference.cross_entropy_forward(logits, target, weight, options=loss.row_options)
+        row_loss, lse, _ = reference.cross_entropy_forward(logits, target, weight, options=loss.row_options)
     else:
         row_loss, lse, *_ = _ops.cross_entropy_forward(logits, target, weight, **loss.row_options.keywords())
     divisors, _ = reductions.cross_entropy_divisor(logits, target, weight, token_weight, options=loss.row_options)
@@ -119,17 +119,17 @@ def _refuse_derivatives(option: str, grad: Tensor) -> None:
 
 def _forward(
     logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions, options: dict[str, Any]
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(value, divisors of a mean, lse). ``options``: keywords for the backward."""
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """(value, divisors of a mean, lse, lse_low). ``options``: keywords for the backward."""
     reduced = _ops.cross_entropy_reduced.default
     if loss.reduction == "mean":
         return below_autograd(reduced, logits, target, weight, **options)
     if loss.reduction == "sum":
-        value, _, lse = below_autograd(reduced, logits, target, weight, reduction="sum", **options)
-        return value, None, lse
+        value, _, *lses = below_autograd(reduced, logits, target, weight, reduction="sum", **options)
+        return value, None, *lses
     rows = loss.row_options.keywords()
-    row_loss, lse, *_ = below_autograd(_ops.cross_entropy_forward.default, logits, target, weight, **rows)
-    return reductions.reduce_rows(row_loss, lse, target, None, loss).value, None, lse
+    row_loss, lse, _, _, lse_low = below_autograd(_ops.cross_entropy_forward.default, logits, target, weight, **rows)
+    return reductions.reduce_rows(row_loss, lse, target, None, loss).value, None, lse, lse_low
 
 
 class CrossEntropyFunction(torch.autograd.Function):
@@ -140,8 +140,8 @@ class CrossEntropyFunction(torch.autograd.Function):
         ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions, in_place: bool
     ) -> Tensor:
         options = loss.backward_keywords()
-        value, divisors, lse = _forward(logits, target, weight, loss, options)
-        ctx.save_for_backward(logits, target, lse, weight, divisors)
+        value, divisors, lse, lse_low = _forward(logits, target, weight, loss, options)
+        ctx.save_for_backward(logits, target, lse, weight, divisors, lse_low)
         ctx.options, ctx.in_place = options, in_place
         return value
 
@@ -171,10 +171,11 @@ class GradientFunction(torch.autograd.Function):
         lse: Tensor,
         weight: Tensor | None,
         divisors: Tensor | None,
+        lse_low: Tensor,
         options: dict[str, Any],
         in_place: bool,
     ) -> Tensor:
-        arguments = (grad, None, logits, target, lse, weight, divisors)
+        arguments, options = (grad, None, logits, target, lse, weight, divisors), {**options, "lse_low": lse_low}
         if in_place and not torch.compiler.is_compiling():
             below_autograd(_ops.cross_entropy_backward_.default, *arguments, **options)
             return logits.detach()
@@ -190,14 +191,15 @@ class GradientFunction(torch.autograd.Function):
         def gradient(grad: Tensor, *saved: Any) -> Tensor:
             return _gradient_in_plain_torch(grad, saved, ctx.options)
 
-        needs = [i < 2 and needed for i, needed in enumerate(ctx.needs_input_grad[:6])]
+        needs = [i < 2 and needed for i, needed in enumerate(ctx.needs_input_grad[:7])]
         return *differentiate(gradient, ctx.saved_tensors, needs, {}, grad_grad), None, None
 
 
 def _gradient_in_plain_torch(grad: Tensor, saved: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
     """Compute the lse again, because it depends on the logits."""
-    (logits, target, _, weight, divisors), keywords = saved, as_record(options)
-    lse = reference.cross_entropy_forward(logits, target, weight, options=keywords["options"])[1]
+    (logits, target, _, weight, divisors, _), keywords = saved, as_record(options)
+    _, lse, lse_low = reference.cross_entropy_forward(logits, target, weight, options=keywords["options"])
+    keywords["lse_low"] = lse_low
     return reference.cross_entropy_backward(grad, None, logits, target, lse, weight, divisors, **keywords)
 
 

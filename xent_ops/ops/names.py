@@ -30,6 +30,7 @@ ARGUMENTS: dict[str, tuple[str, str, str]] = {
     "token_weight": ("any", "...", "one number for each target"),
     # Saved by a forward for its backward.
     "lse": ("float", "...", "one value for each row of the {primary}"),
+    "lse_low": ("float", "...", "one value for each row of the {primary}"),
     "entropy": ("float", "...", "one value for each row of the {primary}"),
     "lse_coefficient": ("float", "...", "one value for each row of the {primary}"),
     "at_ids": ("float", "... K", "one number for each of the ids"),
@@ -54,6 +55,7 @@ ARGUMENTS: dict[str, tuple[str, str, str]] = {
 RESULTS: dict[str, tuple[str, str, str]] = {
     "loss": ("acc", "...", ""),
     "lse": ("acc", "...", ""),
+    "lse_low": ("acc", "...", ""),
     "argmax": ("int64", "...", "with_argmax"),
     "entropy": ("acc", "...", "with_entropy"),
     "target_weight": ("acc", "...", ""),

@@ -11,6 +11,8 @@ an in-place form ends in ``_``. It writes the operator's last output over that a
 
 SOFT_OPTIONS = "float label_smoothing=0.0, float? softcap=None, float logit_scale=1.0"
 OPTIONS = f"SymInt ignore_index=-100, {SOFT_OPTIONS}"
+# What rounding the lse took. Without it a softmax, exp(x - lse), is off by a factor of exp(2^-24 |lse|).
+LSE_LOW = "Tensor? lse_low=None"
 LSE_SQUARE = "float lse_square_scale=0.0"
 REDUCTION = "str reduction='mean'"
 STATISTICS = "bool with_argmax=False, bool with_entropy=False"
@@ -57,20 +59,20 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     # divisors are returned too.
     "cross_entropy_reduced": (
         f"(Tensor logits, Tensor target, Tensor? weight=None, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}) "
-        "-> (Tensor value, Tensor divisors, Tensor lse)",
+        "-> (Tensor value, Tensor divisors, Tensor lse, Tensor lse_low)",
         None,
     ),
     # Two flags ask for argmax and entropy. Without its flag, each has shape (0,).
     "cross_entropy_forward": (
         f"(Tensor logits, Tensor target, Tensor? weight=None, {STATISTICS}, {BATCH_INVARIANT}, *, {OPTIONS}) "
-        "-> (Tensor loss, Tensor lse, Tensor argmax, Tensor entropy)",
+        "-> (Tensor loss, Tensor lse, Tensor argmax, Tensor entropy, Tensor lse_low)",
         None,
     ),
     # With num_classes (of all slices), the logits are the slice of the classes from class_start on.
     "cross_entropy_backward": (
         "(Tensor grad_loss, Tensor? grad_lse, Tensor logits, Tensor target, Tensor lse, Tensor? weight=None, "
         "Tensor? divisors=None, Tensor? grad_entropy=None, Tensor? entropy=None, Tensor? lse_coefficient=None, "
-        f"{SLICE}, {GRAD_DTYPE}, *, {OPTIONS}, {LSE_SQUARE}) -> Tensor grad_logits",
+        f"{SLICE}, {GRAD_DTYPE}, {LSE_LOW}, *, {OPTIONS}, {LSE_SQUARE}) -> Tensor grad_logits",
         "logits",
     ),
     # Loss and gradient in one visit of the logits. cross_entropy_divisor computes the divisor of a mean before, and
@@ -142,13 +144,13 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     "cross_entropy_shard_join": (
         "(Tensor logits, Tensor target, Tensor gathered, SymInt class_start, SymInt num_classes, "
         f"Tensor? weight=None, *, {OPTIONS}) "
-        "-> (Tensor loss, Tensor lse, Tensor target_weight, Tensor lse_coefficient)",
+        "-> (Tensor loss, Tensor lse, Tensor target_weight, Tensor lse_coefficient, Tensor lse_low)",
         None,
     ),
     "cross_entropy_shard_reduced": (
         "(Tensor logits, Tensor target, Tensor gathered, SymInt class_start, SymInt num_classes, "
         f"Tensor? weight=None, *, {OPTIONS}, {LSE_SQUARE}, {REDUCTION}) "
-        "-> (Tensor value, Tensor divisors, Tensor lse, Tensor lse_coefficient)",
+        "-> (Tensor value, Tensor divisors, Tensor lse, Tensor lse_coefficient, Tensor lse_low)",
         None,
     ),
     # The head and the loss as one. Composite: one pass if gradients are wanted, otherwise rows.
@@ -160,14 +162,14 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     # Rows: one matrix multiplication in the forward, three in the backward.
     "linear_cross_entropy_forward": (
         f"({LINEAR}, {STATISTICS}, *, {OPTIONS}, {ACCUMULATE}, {CHUNKING}) "
-        "-> (Tensor loss, Tensor lse, Tensor argmax, Tensor entropy)",
+        "-> (Tensor loss, Tensor lse, Tensor argmax, Tensor entropy, Tensor lse_low)",
         None,
     ),
     "linear_cross_entropy_backward": (
         "(Tensor grad_loss, Tensor? grad_lse, Tensor input, Tensor linear_weight, Tensor target, Tensor lse, "
         "Tensor? linear_bias=None, Tensor? weight=None, Tensor? divisors=None, Tensor? grad_entropy=None, "
-        f"Tensor? entropy=None, Tensor? lse_coefficient=None, {SLICE}, {OUTPUT_MASK}, *, {OPTIONS}, {LSE_SQUARE}, "
-        f"{ACCUMULATE}, {CHUNKING}) -> ({LINEAR_GRADS})",
+        f"Tensor? entropy=None, Tensor? lse_coefficient=None, {SLICE}, {OUTPUT_MASK}, {LSE_LOW}, *, {OPTIONS}, "
+        f"{LSE_SQUARE}, {ACCUMULATE}, {CHUNKING}) -> ({LINEAR_GRADS})",
         None,
     ),
     # The same for several classes per row.
@@ -226,7 +228,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         "(Tensor input, Tensor linear_weight, Tensor target, Tensor gathered, SymInt class_start, SymInt num_classes, "
         "Tensor? linear_bias=None, Tensor? weight=None, Tensor? gathered_input=None, bool with_entropy=False, *, "
         f"{OPTIONS}, {ACCUMULATE}, {CHUNKING}, str group_name='', bool in_rank_order=False) "
-        "-> (Tensor loss, Tensor lse, Tensor target_weight, Tensor lse_coefficient, Tensor entropy)",
+        "-> (Tensor loss, Tensor lse, Tensor target_weight, Tensor lse_coefficient, Tensor entropy, Tensor lse_low)",
         None,
     ),
     # One chunk of rows, whose logits are kept. The caller's code runs between the first two: a gather of all ranks'
@@ -242,7 +244,8 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         "(Tensor(a!) logits, Tensor grad_loss, Tensor? grad_lse, Tensor linear_weight, Tensor target, Tensor lse, "
         f"{SLICE}, Tensor? weight=None, Tensor? divisors=None, Tensor? grad_entropy=None, Tensor? entropy=None, "
         f"Tensor? lse_coefficient=None, bool with_grad_input=True, {COUNT}, {AFTER}, {IDS}, Tensor? at_ids=None, "
-        f"Tensor? grad_ids=None, {MASK_IDS}, *, {OPTIONS}, {LSE_SQUARE}) -> (Tensor grad_input, Tensor done)",
+        f"Tensor? grad_ids=None, {MASK_IDS}, {LSE_LOW}, *, {OPTIONS}, {LSE_SQUARE}) "
+        "-> (Tensor grad_input, Tensor done)",
         None,
     ),
     "linear_cross_entropy_chunk_add_": (

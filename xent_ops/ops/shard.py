@@ -29,15 +29,16 @@ def _save(ctx: Any, call: Call, lse_coefficient: Tensor, **results: Any) -> None
 
 
 def _save_rows(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
-    _loss, lse, target_weight, lse_coefficient = output
-    ctx.mark_non_differentiable(target_weight, lse_coefficient)
-    _save(ctx, call, lse_coefficient, lse=lse)
+    _loss, lse, target_weight, lse_coefficient, lse_low = output
+    ctx.mark_non_differentiable(target_weight, lse_coefficient, lse_low)
+    _save(ctx, call, lse_coefficient, lse=lse, lse_low=lse_low)
 
 
 def _save_reduced(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
-    _value, divisors, lse, lse_coefficient = output
-    ctx.mark_non_differentiable(divisors, lse_coefficient)
-    _save(ctx, call, lse_coefficient, lse=lse, divisors=divisors if call.reduction == "mean" else None)
+    _value, divisors, lse, lse_coefficient, lse_low = output
+    ctx.mark_non_differentiable(divisors, lse_coefficient, lse_low)
+    results = {"lse": lse, "lse_low": lse_low, "divisors": divisors if call.reduction == "mean" else None}
+    _save(ctx, call, lse_coefficient, **results)
 
 
 def _rows_backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None, *_: None) -> Gradients:

@@ -4,8 +4,8 @@ The oracle is written with torch's own float64 operators and autograd and shares
 is a bound for each element, derived from the formats: the largest rounding error times a small safety factor. Absolute
 tolerances are useless here: with a mean over 8192 rows the gradients off the target are smaller than 1e-8.
 
-The budgets follow the dtype of the tensor under test, so check that dtype yourself. If logits are so large that one
-rounding of lse changes the softmax (1e6 in float32), the budget of a gradient is larger than the gradient.
+The budgets follow the dtype of the tensor under test, so check that dtype yourself. The budget of a gradient allows one
+rounding of lse: at logits of 1e6 in float32 it is larger than the gradient.
 """
 
 from .distillation import DistillationExpected, assert_distillation, distillation_oracle

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..triton.numerics import row_offset
+from ..triton.numerics import fold_low, row_offset
 from .forward import activate
 
 
@@ -68,6 +68,7 @@ def backward_kernel(
     logits_ptr,  # (outer, inner, V), rows of any stride
     target_ptr,  # (N,), contiguous, int64 or int32
     lse_ptr,  # (N,) float32
+    lse_low_ptr,  # (N,) float32: what the rounding of the lse took
     entropy_ptr,  # (N,) float32
     weight_ptr,  # (V,) float32
     lse_coefficient_ptr,  # float32: (1,), the sum of the weights; with SHARD (N,), d loss / d lse
@@ -93,6 +94,7 @@ def backward_kernel(
     SHARD: tl.constexpr,
     HAS_GRAD_LSE: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
+    HAS_LSE_LOW: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SCALE: tl.constexpr,  # logit_scale is not 1
@@ -150,6 +152,8 @@ def backward_kernel(
             b *= logit_scale
             c *= logit_scale
             grad_entropy *= logit_scale
+            if HAS_LSE_LOW:
+                total, entropy, grad_entropy = fold_low(tl.load(lse_low_ptr + row), total, entropy, grad_entropy)
             for start in tl.range(0, n_cols, BLOCK):
                 exists = columns < n_cols - start
                 z = tl.load(row_ptr + start + columns, mask=exists, other=0.0)

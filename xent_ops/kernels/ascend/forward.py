@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..triton.numerics import activate_by, row_offset, without_infinity
+from ..triton.numerics import activate_by, row_offset, split_lse, without_infinity
 
 
 @triton.jit
@@ -160,6 +160,7 @@ def forward_kernel(
     lse_ptr,  # (N,) float32
     argmax_ptr,  # (N,) int64
     entropy_ptr,  # (N,) float32
+    lse_low_ptr,  # (N,) float32: what the rounding of the lse took
     n_rows,
     chunk,  # rows of a program
     n_cols,
@@ -214,7 +215,9 @@ def forward_kernel(
             loss = tl.where(valid, loss, float("nan"))
             loss = tl.where(target == ignore_index, 0.0, loss)
             tl.store(loss_ptr + row, loss)
-            tl.store(lse_ptr + row, pivot + log_total)
+            lse, lse_low = split_lse(pivot, log_total)
+            tl.store(lse_ptr + row, lse)
+            tl.store(lse_low_ptr + row, lse_low)
             if HAS_ENTROPY:
                 tl.store(entropy_ptr + row, log_total - moment / total)
             if HAS_ARGMAX:
@@ -223,3 +226,4 @@ def forward_kernel(
         else:
             tl.store(loss_ptr + row, 0.0)
             tl.store(lse_ptr + row, float("inf"))
+            tl.store(lse_low_ptr + row, 0.0)

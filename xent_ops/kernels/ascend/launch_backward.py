@@ -32,6 +32,7 @@ def _backward(
     class_start: int = 0,
     num_classes: int | None = None,
     _grad_dtype: None = None,
+    lse_low: Tensor | None = None,
     *,
     options: RowOptions = DEFAULTS,
     lse_square_scale: float = 0.0,
@@ -70,6 +71,7 @@ def _backward(
             view.tensor,
             indices(target),
             lse,
+            lse if lse_low is None else dense(lse_low),
             lse if entropy is None else dense(entropy),
             weights,
             lse if lse_coefficient is None else lse_coefficient,
@@ -86,6 +88,7 @@ def _backward(
             classes,
             *options.kernel_arguments(),
             SHARD=num_classes is not None,
+            HAS_LSE_LOW=lse_low is not None,
             **flags,
             BLOCK=configs.block(columns, configs.backward_bytes(itemsize, **flags)),
         )
@@ -126,11 +129,11 @@ def cross_entropy_with_grad(
     backward: Callable[..., Tensor | None] = cross_entropy_backward,
 ) -> tuple[Tensor, ...]:
     """Two kernels: a row does not fit into a vector core's memory, so the logits are read twice in any case."""
-    statistics = forward_skipping(logits, target, weight, with_argmax, with_entropy, options)
+    *statistics, lse_low = forward_skipping(logits, target, weight, with_argmax, with_entropy, options)
     lse = statistics[1]
     grad_lse = grad_lse_of_square(grad_lse_square, lse, target, options.ignore_index)
-    gradient = backward(grad_scale, grad_lse, logits, target, lse, weight, options=options)
-    return statistics if gradient is None else (*statistics, gradient)
+    gradient = backward(grad_scale, grad_lse, logits, target, lse, weight, lse_low=lse_low, options=options)
+    return tuple(statistics) if gradient is None else (*statistics, gradient)
 
 
 @launcher

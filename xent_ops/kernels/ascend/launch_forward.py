@@ -25,15 +25,15 @@ def _forward(
     with_argmax: bool = False,
     with_entropy: bool = False,
     skip_ignored: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     classes, itemsize = logits.shape[-1], logits.element_size()
     loss = logits.new_empty(logits.shape[:-1], dtype=torch.float32)
-    lse = torch.empty_like(loss)
+    lse, lse_low = torch.empty_like(loss), torch.empty_like(loss)
     argmax = torch.empty_like(loss, dtype=torch.int64) if with_argmax else loss.new_empty(0, dtype=torch.int64)
     entropy = torch.empty_like(loss) if with_entropy else loss.new_empty(0)
     view = rows(logits)
     if view.number == 0:
-        return loss, lse, argmax, entropy
+        return loss, lse, argmax, entropy, lse_low
     flags = {
         "SKIP_IGNORED": skip_ignored,
         **features(weight, options, itemsize),
@@ -50,6 +50,7 @@ def _forward(
             lse,
             argmax,
             entropy,
+            lse_low,
             view.number,
             chunk,
             classes,
@@ -58,7 +59,7 @@ def _forward(
             **flags,
             BLOCK=configs.block(classes, configs.forward_bytes(itemsize, **flags)),
         )
-    return loss, lse, argmax, entropy
+    return loss, lse, argmax, entropy, lse_low
 
 
 @launcher
@@ -82,23 +83,25 @@ def forward_skipping(
     with_argmax: bool,
     with_entropy: bool,
     options: RowOptions,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Ignored rows are not read: their lse is infinite, their argmax -1, their entropy 0."""
-    loss, lse, argmax, entropy = _forward(
+    loss, lse, argmax, entropy, lse_low = _forward(
         logits, target, weight, options, with_argmax=with_argmax, with_entropy=with_entropy, skip_ignored=True
     )
     counted = is_counted(target, options.ignore_index)
     argmax = torch.where(counted, argmax, -1) if with_argmax else argmax
-    return loss, lse, argmax, torch.where(counted, entropy, 0.0) if with_entropy else entropy
+    entropy = torch.where(counted, entropy, 0.0) if with_entropy else entropy
+    return loss, lse, argmax, entropy, lse_low
 
 
 def cross_entropy_forward_skipping(
     logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: RowOptions = DEFAULTS
-) -> tuple[Tensor, Tensor]:
-    return forward_skipping(logits, target, weight, False, False, options)[:2]
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss, lse, _, _, lse_low = forward_skipping(logits, target, weight, False, False, options)
+    return loss, lse, lse_low
 
 
 @launcher
-def cross_entropy_reduced(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+def cross_entropy_reduced(*args: Any, **options: Any) -> tuple[Tensor, ...]:
     """The kernel computes the rows, plain torch their sums."""
     return reductions.cross_entropy_reduced(*args, **options, forward=cross_entropy_forward_skipping)

@@ -63,20 +63,17 @@ def cross_entropy_shard_join(
     weight: Tensor | None = None,
     *,
     options: RowOptions = DEFAULTS,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    loss, lse, target_weight, lse_coefficient = (gathered.new_empty(target.shape) for _ in range(4))
+) -> tuple[Tensor, ...]:
+    results = tuple(gathered.new_empty(target.shape) for _ in range(5))  # loss, lse, w_t, lse_coefficient, lse_low
     number = target.numel()
     if number == 0:
-        return loss, lse, target_weight, lse_coefficient
+        return results
     programs, chunk = configs.programs(number, cores(gathered))
     with on(gathered):
         join_shards_kernel[(programs,)](
             gathered.contiguous(),
             indices(target),
-            loss,
-            lse,
-            target_weight,
-            lse_coefficient,
+            *results,
             number,
             chunk,
             gathered.shape[0],
@@ -86,10 +83,10 @@ def cross_entropy_shard_join(
             HAS_WEIGHT=weight is not None,
             HAS_SMOOTHING=options.label_smoothing > 0.0,
         )
-    return loss, lse, target_weight, lse_coefficient
+    return results
 
 
 @launcher
-def cross_entropy_shard_reduced(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def cross_entropy_shard_reduced(*args: Any, **options: Any) -> tuple[Tensor, ...]:
     """The kernel computes the rows, plain torch their sums."""
     return reference_shard.cross_entropy_shard_reduced(*args, **options, join=cross_entropy_shard_join)

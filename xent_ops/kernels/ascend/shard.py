@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .. import reference_shard
-from ..triton.numerics import row_offset, without_infinity
+from ..triton.numerics import row_offset, split_lse, without_infinity
 from .forward import activate, scan, shift_of
 
 DIGIT = tl.constexpr(reference_shard.DIGIT)
@@ -125,6 +125,7 @@ def join_shards_kernel(
     lse_ptr,  # (N,) float32
     target_weight_ptr,  # (N,) float32
     lse_coefficient_ptr,  # (N,) float32
+    lse_low_ptr,  # (N,) float32: what the rounding of the lse took
     n_rows,
     chunk,  # rows of a program
     world,
@@ -177,6 +178,8 @@ def join_shards_kernel(
         loss = tl.where(tiled & (target >= 0) & (target < n_classes), loss, float("nan"))
         counted = target != ignore_index
         tl.store(loss_ptr + row, tl.where(counted, loss, 0.0))
-        tl.store(lse_ptr + row, tl.where(tiled, pivot + log_total, float("nan")))
+        lse, lse_low = split_lse(pivot, log_total)
+        tl.store(lse_ptr + row, tl.where(tiled, lse, float("nan")))
+        tl.store(lse_low_ptr + row, lse_low)
         tl.store(target_weight_ptr + row, tl.where(counted, target_weight, 0.0))
         tl.store(lse_coefficient_ptr + row, tl.where(counted, lse_coefficient, 0.0))

@@ -11,6 +11,7 @@ from .numerics import (
     aligned_body,
     bounded,
     edge_columns,
+    fold_low,
     row_offset,
     slope_unit,
     tanh_residual,
@@ -165,6 +166,7 @@ def backward_kernel(
     logits_ptr,  # (outer, inner, V), rows of any stride
     target_ptr,  # (N,), contiguous, any integer dtype
     lse_ptr,  # (N,)
+    lse_low_ptr,  # (N,): what the lse's rounding took
     entropy_ptr,  # (N,)
     weight_ptr,  # (V,) in the accumulator's dtype
     weight_sum_ptr,  # (1,); shard: (N,), the lse_coefficient of cross_entropy_shard_join
@@ -260,6 +262,8 @@ def backward_kernel(
     b *= unit
     c *= unit
     grad_entropy *= unit
+    if FLAGS.lse_low:
+        total, entropy, grad_entropy = fold_low(tl.load(lse_low_ptr + row), total, entropy, grad_entropy)
     lse = tl.where(live, lse, 0.0)  # A, B and C are 0 too, so columns that are not read give 0
 
     offset = row_offset(row, n_inner, stride_outer, stride_inner)

@@ -24,6 +24,7 @@ class Flags(NamedTuple):
     divisor: bool = False  # gradients of losses are divided
     skip_ignored: bool = False  # forward: logits of ignored rows are not read, and their lse is infinite
     shard: bool = False  # the columns are some of the classes; targets count from the first class of all
+    lse_low: bool = False  # forward: what the lse's rounding took is an output; backward: it is read
 
     def __repr__(self) -> str:
         return _expression(self)

@@ -239,6 +239,7 @@ def forward_kernel(
     lse_ptr,  # (N,)
     argmax_ptr,  # (N,) int64
     entropy_ptr,  # (N,)
+    lse_low_ptr,  # (N,): what the lse's rounding took
     n_cols,
     n_inner,
     stride_outer,
@@ -277,5 +278,5 @@ def forward_kernel(
     x_target = target_logit(row_ptr, target, valid, act, FLAGS)
     finish(
         row, True, n_cols, target, valid, x_target, shift, maximum, total, moment, smooth, weights, first,
-        weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing, FLAGS,
+        weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, lse_low_ptr, ignore_index, label_smoothing, FLAGS,
     )  # fmt: skip

@@ -35,6 +35,7 @@ def cross_entropy_backward(
     class_start: int = 0,
     num_classes: int | None = None,
     grad_dtype: torch.dtype | None = None,
+    lse_low: Tensor | None = None,
     *,
     options: RowOptions = DEFAULTS,
     lse_square_scale: float = 0.0,
@@ -61,6 +62,7 @@ def cross_entropy_backward(
     as_targets, as_lse = dense_like(target), dense_like(lse, dtype)
     as_divisor = dense_like(lse if divisors is None else divisors)
     as_entropy = dense_like(lse if entropy is None else entropy, dtype)
+    as_lse_low = dense_like(lse if lse_low is None else lse_low, dtype)
     as_lse_coefficient = dense_like(lse if lse_coefficient is None else lse_coefficient, dtype)
     sum_of = prepare_sum(classes, dtype, logits.device) if weighted and smoothing and not shard else None
     written = itemsize if grad_dtype is None else grad_dtype.itemsize
@@ -75,6 +77,7 @@ def cross_entropy_backward(
         lse_square=lse_square_scale != 0.0,
         divisor=divisors is not None,
         shard=shard,
+        lse_low=lse_low is not None,
     )
     launch = Launch(
         backward_kernel,
@@ -114,7 +117,10 @@ def cross_entropy_backward(
         grad_entropy: Tensor | None = None,
         entropy: Tensor | None = None,
         lse_coefficient: Tensor | None = None,
-        *_unread: Any,
+        _class_start: int = 0,
+        _num_classes: int | None = None,
+        _grad_dtype: torch.dtype | None = None,
+        lse_low: Tensor | None = None,
     ) -> None:
         if padded:
             gradient[..., columns:].zero_()
@@ -133,6 +139,7 @@ def cross_entropy_backward(
             as_rows(logits),
             as_targets(target),
             lse,
+            lse if lse_low is None else as_lse_low(lse_low),
             lse if entropy is None else as_entropy(entropy),
             class_weights(weight, lse, smoothing and border != 0),
             weight_sum,

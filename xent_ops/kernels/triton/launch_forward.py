@@ -15,7 +15,7 @@ from ..rows import dense_like
 from ..sizes import size_hint
 from . import configs
 from .cached import Launch
-from .common import RowLayout, Run, class_weights, edges, launcher, new_tensor, realigned, row_layout
+from .common import RowLayout, Run, class_weights, edges, launcher, new_rows, new_tensor, realigned, row_layout
 from .flags import Flags, flags_of
 from .forward import forward_kernel
 from .short import short_kernel
@@ -25,7 +25,7 @@ from .split_row import join_kernel, partial_kernel
 def _prepare_kernels(
     logits: Tensor, layout: RowLayout, options: RowOptions, flags: Flags, whole_rows: bool
 ) -> Callable[..., None]:
-    """``launch(logits, target, weights, loss, lse, argmax, entropy)`` by the kernels that suit these rows.
+    """``launch(logits, target, weights, loss, lse, argmax, entropy, lse_low)`` by the kernels that suit these rows.
 
     ``whole_rows``: one program computes a whole row, even if there are few rows.
     """
@@ -75,7 +75,7 @@ def prepare_forward(
     skip_ignored: bool = False,
     whole_rows: bool = False,
 ) -> Callable[..., None]:
-    """``forward(logits, target, weight, loss, lse, argmax, entropy)`` writes its last four arguments.
+    """``forward(logits, target, weight, loss, lse, argmax, entropy, lse_low)`` writes its last five arguments.
 
     ``skip_ignored``: the logits of ignored rows are not read; their lse is infinite, their argmax -1, their entropy 0.
     ``whole_rows``: as for ``_prepare_kernels``.
@@ -83,7 +83,7 @@ def prepare_forward(
     layout, launch = row_layout(logits), None
     if size_hint(layout.number) > 0:
         flags = flags_of(options, weight is not None, logits.element_size())
-        flags = flags._replace(argmax=with_argmax, entropy=with_entropy, skip_ignored=skip_ignored)
+        flags = flags._replace(argmax=with_argmax, entropy=with_entropy, skip_ignored=skip_ignored, lse_low=True)
         launch = _prepare_kernels(logits, layout, options, flags, whole_rows)
     # Smoothing multiplies all weights by the logits beside them; without it only the target's weight is read.
     shifted = options.label_smoothing > 0.0 and edges(logits.shape[-1], logits.element_size(), layout.strides) != 0
@@ -119,14 +119,14 @@ def cross_entropy_forward(
 ) -> Run:
     flags, keywords = (with_argmax, with_entropy), options.keywords()
     forward = prepare_forward(logits, target, weight, options, *flags, whole_rows=batch_invariant)
-    new_outputs = new_statistics(logits, with_argmax, with_entropy)
+    new_outputs, new_row = new_statistics(logits, with_argmax, with_entropy), new_rows(logits)
 
     def run(logits: Tensor, target: Tensor, weight: Tensor | None = None, *_: bool) -> tuple[Tensor, ...]:
         copy = realigned(logits) if batch_invariant else None
         if copy is not None:
             arguments = (copy, target, weight, *flags, batch_invariant)
             return torch.ops.xent.cross_entropy_forward(*arguments, **keywords)
-        outputs = new_outputs()
+        outputs = (*new_outputs(), new_row())
         forward(logits, target, weight, *outputs)
         return outputs
 

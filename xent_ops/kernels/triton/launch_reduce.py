@@ -124,13 +124,13 @@ def cross_entropy_reduced(
     as_weights = None if weight is None else dense_like(weight, accumulator(logits))
     new_row = new_rows(logits)
 
-    def run(logits: Tensor, target: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def run(logits: Tensor, target: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if as_weights is not None and weight is not None:
             weight = as_weights(weight)  # once for both
-        loss, lse = new_row(), new_row()
-        forward(logits, target, weight, loss, lse, lse, lse)
+        loss, lse, lse_low = new_row(), new_row(), new_row()
+        forward(logits, target, weight, loss, lse, lse, lse, lse_low)
         value, divisors = reduce(loss, lse, target, lse if weight is None else weight)
-        return value, divisors, lse
+        return value, divisors, lse, lse_low
 
     return run
 

@@ -83,8 +83,8 @@ def cross_entropy_shard(
 
 def _prepare_join(
     target: Tensor, gathered: Tensor, num_classes: int, weighted: bool, options: RowOptions
-) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """``join(target, gathered)`` -> (loss, lse, target_weight, lse_coefficient)."""
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    """``join(target, gathered)`` -> (loss, lse, target_weight, lse_coefficient, lse_low)."""
     number, world = target.numel(), gathered.shape[0]
     empty = size_hint(number) == 0
     launch = Launch(
@@ -104,8 +104,8 @@ def _prepare_join(
     new_row = new_tensor(target.shape, gathered.dtype, gathered.device)
     as_targets, as_gathered = dense_like(target), dense_like(gathered)
 
-    def join(target: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        outputs = (new_row(), new_row(), new_row(), new_row())
+    def join(target: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        outputs = (new_row(), new_row(), new_row(), new_row(), new_row())
         if not empty:
             launch(as_gathered(gathered), as_targets(target), *outputs)
         return outputs
@@ -128,7 +128,7 @@ def cross_entropy_shard_join(
 
     def run(
         _logits: Tensor, target: Tensor, gathered: Tensor, *_unread: int | Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         return join(target, gathered)
 
     return run
@@ -152,9 +152,9 @@ def cross_entropy_shard_reduced(
 
     def run(
         _logits: Tensor, target: Tensor, gathered: Tensor, *_unread: int | Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        loss, lse, target_weight, lse_coefficient = join(target, gathered)
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        loss, lse, target_weight, lse_coefficient, lse_low = join(target, gathered)
         value, divisors = reduce(loss, lse, target, target_weight)
-        return value, divisors, lse, lse_coefficient
+        return value, divisors, lse, lse_coefficient, lse_low
 
     return run

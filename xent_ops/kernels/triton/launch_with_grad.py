@@ -197,8 +197,9 @@ def _prepare_two_visits(call: _Call) -> Kernel:
     row = torch.empty(tuple(logits.shape[:-1]), dtype=accumulator(logits), device="meta")  # like the lse
     forward = prepare_forward(logits, target, weight, options, call.with_argmax, call.with_entropy, skip_ignored=True)
     grad_lse = None if call.grad_lse_square is None else row
-    backward_args = (call.grad_scale, grad_lse, logits, target, row, weight, *(None,) * 4, 0, None, call.grad_dtype)
-    backward = cross_entropy_backward(call.out_strides, *backward_args, options=options, narrow=call.narrow)
+    backward_args = (call.grad_scale, grad_lse, logits, target, row, weight)
+    keywords = {"lse_low": row, "grad_dtype": call.grad_dtype, "options": options, "narrow": call.narrow}
+    backward = cross_entropy_backward(call.out_strides, *backward_args, **keywords)
 
     def kernel(
         outputs: tuple[Tensor, ...],
@@ -209,10 +210,10 @@ def _prepare_two_visits(call: _Call) -> Kernel:
         grad_lse_square: Tensor | None,
         weight: Tensor | None,
     ) -> None:
-        lse = outputs[1]
-        forward(logits, target, weight, *outputs)
+        lse, lse_low = outputs[1], torch.empty_like(outputs[1])
+        forward(logits, target, weight, *outputs, lse_low)
         grad_lse = grad_lse_of_square(grad_lse_square, lse, target, options.ignore_index)
-        backward(gradient, grad_scale, grad_lse, logits, target, lse, weight)
+        backward(gradient, grad_scale, grad_lse, logits, target, lse, weight, lse_low=lse_low)
 
     return kernel
 

@@ -171,3 +171,19 @@ def edge_columns(head, body, n_cols, EDGES: tl.constexpr):
 def without_infinity(maximum):
     """A running maximum that can be subtracted: 0 while only -inf has been seen (-inf - -inf is NaN)."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
+
+
+@triton.jit
+def split_lse(pivot, log_total):
+    """(lse, lse_low) as ``reference.split_lse``."""
+    lse = pivot + log_total
+    rounded = lse - pivot
+    low = (pivot - (lse - rounded)) + (log_total - rounded)
+    return lse, tl.where(tl.abs(low) < float("inf"), low, 0.0)
+
+
+@triton.jit
+def fold_low(lse_low, total, entropy, grad_entropy):
+    """(total, entropy, grad_entropy) for a softmax of the rounded lse: ``reference.fold_low``."""
+    share = tl.exp(-lse_low)
+    return total * share, entropy - lse_low, grad_entropy * share

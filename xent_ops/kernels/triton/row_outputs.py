@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .numerics import LN2, activate, without_infinity
+from .numerics import LN2, activate, split_lse, without_infinity
 
 
 @triton.jit
@@ -42,6 +42,7 @@ def finish(
     lse_ptr,
     argmax_ptr,
     entropy_ptr,
+    lse_low_ptr,
     ignore_index,
     label_smoothing,
     FLAGS: tl.constexpr,
@@ -63,10 +64,13 @@ def finish(
     loss = tl.where(valid, loss, float("nan"))
     loss = tl.where(target == ignore_index, 0.0, loss)
     tl.store(loss_ptr + row, loss, mask=exists)
-    lse = pivot + log_total
+    lse, lse_low = split_lse(pivot, log_total)
     if FLAGS.skip_ignored:
         lse = tl.where(target == ignore_index, float("inf"), lse)
+        lse_low = tl.where(target == ignore_index, 0.0, lse_low)
     tl.store(lse_ptr + row, lse, mask=exists)
+    if FLAGS.lse_low:
+        tl.store(lse_low_ptr + row, lse_low, mask=exists)
     if FLAGS.entropy:
         entropy = log_total - moment / total
         if FLAGS.softcap == 2:  # as above

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from .. import reference_shard
 from .forward import scan
-from .numerics import LN2, LOG2E, activation_of, row_offset, without_infinity
+from .numerics import LN2, LOG2E, activation_of, row_offset, split_lse, without_infinity
 from .row_outputs import shift_of, target_logit
 
 HEADER, DIGIT = tl.constexpr(reference_shard.HEADER), tl.constexpr(reference_shard.DIGIT)
@@ -102,6 +102,7 @@ def join_shards_kernel(
     lse_ptr,  # (N,)
     target_weight_ptr,  # (N,)
     lse_coefficient_ptr,  # (N,)
+    lse_low_ptr,  # (N,): what the lse's rounding took
     n_rows: "i64",
     world,
     n_classes: "i64",
@@ -173,7 +174,9 @@ def join_shards_kernel(
     loss = tl.where(valid & (faults == 0), loss, float("nan"))
     ignored = target == ignore_index
     loss = tl.where(ignored, 0.0, loss)
-    tl.store(lse_ptr + rows, tl.where(faults == 0, pivot + log_total, float("nan")), mask=inside)
+    lse, lse_low = split_lse(pivot, log_total)
+    tl.store(lse_ptr + rows, tl.where(faults == 0, lse, float("nan")), mask=inside)
+    tl.store(lse_low_ptr + rows, lse_low, mask=inside)
     tl.store(loss_ptr + rows, loss, mask=inside)
     tl.store(target_weight_ptr + rows, tl.where(ignored, 0.0, target_weight), mask=inside)
     tl.store(lse_coefficient_ptr + rows, tl.where(ignored, 0.0, lse_coefficient), mask=inside)

@@ -30,6 +30,7 @@ def short_kernel(
     lse_ptr,  # (N,)
     argmax_ptr,  # (N,) int64
     entropy_ptr,  # (N,)
+    lse_low_ptr,  # (N,): what the lse's rounding took
     n_rows: "i32",
     n_cols,
     n_inner,
@@ -110,5 +111,6 @@ def short_kernel(
         moment = unit * tl.sum(tl.where(e == 0.0, 0.0, e * distance), axis=1)
     finish(
         row, exists, n_cols, target, valid, x_target, shift, maximum * unit, tl.sum(e, axis=1), moment, smooth, weights,
-        first, weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing, FLAGS,
+        first, weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, lse_low_ptr, ignore_index, label_smoothing,
+        FLAGS,
     )  # fmt: skip

@@ -81,6 +81,7 @@ def join_kernel(
     lse_ptr,  # (N,)
     argmax_ptr,  # (N,) int64
     entropy_ptr,  # (N,)
+    lse_low_ptr,  # (N,): what the lse's rounding took
     n_cols,
     n_parts,
     n_inner,
@@ -132,6 +133,6 @@ def join_kernel(
         first = tl.min(tl.where(tops == top, firsts, NO_COLUMN), axis=0)
     finish(
         row, True, n_cols, target, valid, x_target, shift_of(x_target, FLAGS), maximum, total, moment, smooth,
-        weights, first, weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing,
-        FLAGS,
+        weights, first, weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, lse_low_ptr, ignore_index,
+        label_smoothing, FLAGS,
     )  # fmt: skip

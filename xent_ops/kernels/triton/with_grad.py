@@ -10,8 +10,10 @@ from .numerics import (
     activation_of,
     aligned_body,
     edge_columns,
+    fold_low,
     row_offset,
     slope_unit,
+    split_lse,
     weights_from,
     without_infinity,
 )
@@ -76,9 +78,9 @@ def with_grad_kernel(
     x_target = target_logit(row_ptr, target, valid, act, FLAGS)
     finish(
         row, True, n_cols, target, valid, x_target, shift, maximum, total, moment, smooth, weights, first,
-        weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, ignore_index, label_smoothing, FLAGS,
+        weight_ptr, loss_ptr, lse_ptr, argmax_ptr, entropy_ptr, lse_ptr, ignore_index, label_smoothing, FLAGS,
     )  # fmt: skip
-    lse = without_infinity(maximum) + tl.log2(total) * LN2
+    lse, lse_low = split_lse(without_infinity(maximum), tl.log2(total) * LN2)
 
     a = tl.load(grad_scale_ptr + tl.cast(row, tl.int64) * grad_scale_stride).to(ACC)
     target_weight = tl.cast(0.0, ACC)
@@ -93,9 +95,9 @@ def with_grad_kernel(
     # A row without an upstream gradient gets exact zeros, whatever its logits hold.
     live = (total != 0.0) | (a != 0.0)
     unit = slope_unit(act, FLAGS)
-    total *= unit
     b *= unit
     c *= unit
+    total, _, _ = fold_low(lse_low, total * unit, 0.0, 0.0)
     lse = tl.where(live, lse, 0.0)
 
     at_target = tl.load(row_ptr + target, mask=valid, other=0.0).to(ACC)

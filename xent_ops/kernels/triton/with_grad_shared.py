@@ -21,23 +21,21 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name from Tri
 
 @gluon.jit
 def _fold(pivot, total, z, k):
-    """Fold a tile (lanes, vector) into each lane's pivot, round(k maximum), and its sum of 2^(k z - pivot).
+    """Fold a tile (lanes, vector) into each lane's pivot, its maximum, and its sum of 2^(k (z - pivot)).
 
-    k z - pivot must be one fused multiply-add: a rounded k z would lose 1e-3 if logits are near 1e4. The subtraction of
-    two pivots is not fused: the larger of two numbers is no product. Written as gl.fma, here in the loop, it is 5 %
-    slower. A maximum beyond 4e9 may give inf or NaN: the rounding error of its pivot is then a large exponent.
+    The subtraction comes first: k z - k pivot would lose 1e-3 if logits are near 1e4, and overflow near finfo.min.
     """
-    new_pivot = gl.maximum(pivot, gl.max(z, axis=1) * k)
+    new_pivot = gl.maximum(pivot, gl.max(z, axis=1))
     finite = gl.where(new_pivot == float("-inf"), 0.0, new_pivot)
-    return new_pivot, total * gl.exp2(pivot - finite) + gl.sum(gl.exp2(z * k - finite[:, None]), axis=1)
+    return new_pivot, total * gl.exp2((pivot - finite) * k) + gl.sum(gl.exp2((z - finite[:, None]) * k), axis=1)
 
 
 @gluon.jit
-def _join(pivots, totals):
+def _join(pivots, totals, k):
     """(the largest pivot, or 0 where there is only -inf; the total relative to it)"""
     pivot = gl.max(pivots, axis=0)
     pivot = gl.where(pivot == float("-inf"), 0.0, pivot)
-    return pivot, gl.sum(totals * gl.exp2(pivots - pivot), axis=0)
+    return pivot, gl.sum(totals * gl.exp2((pivots - pivot) * k), axis=0)
 
 
 @gluon.jit
@@ -184,22 +182,22 @@ def with_grad_shared_kernel(
             top_tile = gl.where(tile_top > top, i, top_tile)
             top = gl.maximum(top, tile_top)
 
-    row_pivot, row_total = _join(pivot, total)
+    row_pivot, row_total = _join(pivot, total, k)
     if PARTS > 1:
         if logits_ptr.dtype.element_ty != grad_ptr.dtype.element_ty:
             # A narrower gradient is written to the front of the row, over other parts' logits. A part's word tells the
             # others that it has read its logits. The word also depends on the target's logit, without being changed
             # by it, so that this one has been read too.
-            own = gl.where(valid & is_writer & (target != ignore_index), z_target * k, float("-inf"))
+            own = gl.where(valid & is_writer & (target != ignore_index), z_target, float("-inf"))
             row_pivot = gl.maximum(row_pivot, own)
         row_words_ptr = words_ptr + 1 + row.to(gl.int64) * PARTS
         pivots, totals = _exchange(row_words_ptr, part, row_pivot, row_total, PARTS, WARPS)
-        row_pivot, row_total = _join(pivots, totals)
+        row_pivot, row_total = _join(pivots, totals, k)
     log2_sum = gl.log2(row_total)
     # Relative to the pivot until the end: lse - x_target would lose digits if both are large.
-    loss = (log2_sum - gl.fma(z_target, k, -row_pivot)) * LN2
+    loss = (log2_sum - (z_target - row_pivot) * k) * LN2
     loss = gl.where(valid, loss, float("nan"))
-    lse = gl.where(ignored, float("inf"), (row_pivot + log2_sum) * LN2)
+    lse = gl.where(ignored, float("inf"), row_pivot * scale + log2_sum * LN2)
     gl.store(loss_ptr + row, gl.where(ignored, 0.0, loss), mask=is_writer)
     gl.store(lse_ptr + row, lse, mask=is_writer)
 
@@ -215,7 +213,7 @@ def with_grad_shared_kernel(
     if (upstream != 0.0) | (a != 0.0):
         for j in gl.static_range(TILES - 1, -1, -1):
             z = kept.index(j).load(layout).to(gl.float32)
-            exponent = gl.fma(z, k, -row_pivot)
+            exponent = (z - row_pivot) * k
             e = gl.exp2(exponent)
             inside = j * TILE + columns < mine
             if STATISTICS:
@@ -224,10 +222,10 @@ def with_grad_shared_kernel(
                 out_row_ptr + (j * TILE + columns), (factor * e).to(dtype), mask=inside, eviction_policy="evict_first"
             )
         if EDGES:
-            grad = factor * gl.exp2(gl.fma(z_edge, k, -row_pivot))
+            grad = factor * gl.exp2((z_edge - row_pivot) * k)
             gl.store(grad_ptr + out_offset + edge_columns, grad.to(dtype), mask=is_edge)
         barrier()  # the target's own element is written again, as in backward.py
-        grad = factor * gl.exp2(gl.fma(z_target, k, -row_pivot)) - a * scale
+        grad = factor * gl.exp2((z_target - row_pivot) * k) - a * scale
         gl.store(grad_ptr + out_offset + target, grad.to(dtype), mask=valid & is_writer)
     else:  # exact zeros, whatever the logits hold
         zero = gl.full([LANES, VECTOR], 0.0, dtype, layout=layout)
@@ -235,7 +233,7 @@ def with_grad_shared_kernel(
             inside = j * TILE + columns < mine
             if STATISTICS:
                 z = kept.index(j).load(layout).to(gl.float32)
-                moment += _moments(gl.fma(z, k, -row_pivot), inside, True)
+                moment += _moments((z - row_pivot) * k, inside, True)
             gl.store(out_row_ptr + (j * TILE + columns), zero, mask=inside)
         if EDGES:
             gl.store(grad_ptr + out_offset + edge_columns, gl.full([LANES], 0.0, dtype, layout=lanes), mask=is_edge)
@@ -254,7 +252,7 @@ def with_grad_shared_kernel(
                 edge_top > part_top, first_edge, gl.where(edge_top == part_top, gl.minimum(first, first_edge), first)
             )
             part_top = gl.maximum(part_top, edge_top)
-            moment += _moments(gl.fma(z_edge, k, -row_pivot)[:, None], is_edge[:, None], True)
+            moment += _moments(((z_edge - row_pivot) * k)[:, None], is_edge[:, None], True)
         # The parts of an entropy add up: ln 2 (log2 of the total, less the moments over the total).
         share = -gl.sum(moment, axis=0) / row_total
         if PARTS == 1:

@@ -2,9 +2,9 @@
 
 head/loop.py has the loop. The logits of a chunk live from the first operator to the third::
 
-    linear_cross_entropy_chunk        a chunk's logits and their statistics: (loss, lse), with entropies (loss, lse,
-                                      entropy), (2, n) or (3, n). A slice has the results of cross_entropy_shard. x of
-                                      the ids, (K, n), comes last.
+    linear_cross_entropy_chunk        a chunk's logits and their statistics: (loss, lse, lse_low), (3, n), and entropy
+                                      if it is wanted. A slice has the results of cross_entropy_shard. x of the ids,
+                                      (K, n), comes last.
     linear_cross_entropy_chunk_grad_  from upstream gradients of rows: the gradient, written over the logits, and the
                                       input's gradient; for a slice, this rank's part of it
     linear_cross_entropy_chunk_add_   adds the chunk's part of the weight's and the bias' gradient
@@ -46,7 +46,7 @@ def _statistics_shape(call: Call) -> tuple[int, ...]:
     if call.num_classes is not None:
         return 1, packed_width(call)
     ids_per_row = 0 if call.ids is None else call.ids.shape[1]
-    return (3 if call.with_entropy else 2) + ids_per_row, call.target.shape[0]
+    return (4 if call.with_entropy else 3) + ids_per_row, call.target.shape[0]
 
 
 def _check_add(call: Call) -> None:

@@ -38,12 +38,13 @@ def by_name(mask: Sequence[bool], gradients: Sequence[Tensor | None]) -> dict[st
 def _save_rows(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
     if needs_grad(ctx, "weight"):
         weight_needs_grad()
-    _loss, lse, argmax, entropy = output
-    ctx.mark_non_differentiable(argmax, *(() if call.with_entropy else (entropy,)))
-    save_for(ctx, "linear_cross_entropy_backward", call, lse=lse, entropy=entropy if call.with_entropy else None)
+    _loss, lse, argmax, entropy, lse_low = output
+    ctx.mark_non_differentiable(argmax, lse_low, *(() if call.with_entropy else (entropy,)))
+    results = {"lse": lse, "lse_low": lse_low, "entropy": entropy if call.with_entropy else None}
+    save_for(ctx, "linear_cross_entropy_backward", call, **results)
 
 
-def _rows_backward(ctx: Any, grad_loss: Any, grad_lse: Any, _: None, grad_entropy: Any) -> Gradients:
+def _rows_backward(ctx: Any, grad_loss: Any, grad_lse: Any, _: None, grad_entropy: Any, *__: None) -> Gradients:
     mask = mask_of(ctx)
     return by_name(mask, run_backward(ctx, grad_loss, grad_lse=grad_lse, grad_entropy=grad_entropy, output_mask=mask))
 
@@ -74,7 +75,7 @@ def _with_grad_backward(ctx: Any, grad_value: Any, _divisors: None, _loss: None,
         ctx.gradients = None
     updates = {"output_mask": ctx.mask, "grad_lse": grad_lse}
     if differentiable:  # recomputed, because it depends on the logits
-        updates["lse"] = run("linear_cross_entropy_forward", values)[1]
+        _, updates["lse"], _, _, updates["lse_low"] = run("linear_cross_entropy_forward", values)
     if values["token_weight"] is not None:
         grad_value = grad_value * values["token_weight"].to(grad_value.dtype)
     return by_name(ctx.mask, run_backward(ctx, grad_value, **updates))

@@ -26,18 +26,18 @@ def _save(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
     if needs_grad(ctx, "weight"):
         weight_needs_grad()
     ctx.mask = mask_of(ctx)
-    _loss, lse, target_weight, lse_coefficient, entropy = output
-    ctx.mark_non_differentiable(target_weight, lse_coefficient, *(() if call.with_entropy else (entropy,)))
+    _loss, lse, target_weight, lse_coefficient, entropy, lse_low = output
+    ctx.mark_non_differentiable(target_weight, lse_coefficient, lse_low, *(() if call.with_entropy else (entropy,)))
     ctx.group_name, ctx.scattered = call.group_name, call.gathered_input is not None
     ctx.world, ctx.in_rank_order = call.gathered.shape[0], call.in_rank_order
-    results = {"lse": lse, "lse_coefficient": None if call.weight is None else lse_coefficient}
+    results = {"lse": lse, "lse_low": lse_low, "lse_coefficient": None if call.weight is None else lse_coefficient}
     results["entropy"] = entropy if call.with_entropy else None
     results["input"] = call.gathered_input if ctx.scattered else call.input
     save_for(ctx, "linear_cross_entropy_backward", call, **results)
 
 
 def _backward(
-    ctx: Any, grad_loss: Any, grad_lse: Any, _weight: None, _lse_coefficient: None, grad_entropy: Any
+    ctx: Any, grad_loss: Any, grad_lse: Any, _weight: None, _lse_coefficient: None, grad_entropy: Any, *_: None
 ) -> Gradients:
     gradients = by_name(
         ctx.mask,
