@@ -11,7 +11,7 @@ from .head.loop import HeadSlice
 from .kernels.options import LossOptions
 from .kernels.reductions import counted_weights
 from .kernels.reference import accumulator, is_counted
-from .ops import arguments, checks
+from .ops import arguments, checks, transforms
 from .ops.linear import checks as linear_checks
 from .ops.linear import composite
 from .ops.token_logits import target_and_ids
@@ -82,20 +82,14 @@ def bind(
 
 
 def cross_entropy(call: LinearCall) -> Tensor:
-    """The loss for plain tensors and class indices, by one operator."""
-    head = call.head
-    return _ops.linear_cross_entropy(
-        call.input,
-        head.weight,
-        call.target,
-        head.bias,
-        head.class_weight,
-        call.divisor,
-        call.token_weight,
-        accumulate_dtype=head.accumulate_dtype,
-        **head.chunking.keywords(),
-        **call.loss.keywords(),
-    )
+    """The loss for plain tensors and class indices. Tracers see one operator; in eager its checks were made."""
+    head, chunking = call.head, call.head.chunking.keywords()
+    args = (call.input, head.weight, call.target, head.bias, head.class_weight, call.divisor, call.token_weight)
+    if transforms.is_recorded() or transforms.is_jit_traced():
+        options = call.loss.keywords()
+        return _ops.linear_cross_entropy(*args, accumulate_dtype=head.accumulate_dtype, **chunking, **options)
+    checks.token_weight(call.token_weight, call.target)
+    return composite.loss_of_head(*args, head.accumulate_dtype, chunking, call.loss)
 
 
 def statistics(call: LinearCall, with_entropy: bool, mask_ids: bool = False) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ from helpers.overwriting import assert_refused, assert_written_in_inference_mode
 
 from xent_ops.kernels import devices
 from xent_ops.ops import library
-from xent_ops.ops.launch_cache import LaunchCache
+from xent_ops.ops.launch_cache import SignatureCache
 from xent_ops.testing import assert_loss, oracle
 
 pytestmark = pytest.mark.interpreter
@@ -39,7 +39,7 @@ def count(monkeypatch):
 
             return call
 
-        monkeypatch.setattr(operator, "launches", LaunchCache())
+        monkeypatch.setattr(operator, "launches", SignatureCache())
         monkeypatch.setattr(operator, "check", counted("check", operator.check))
         monkeypatch.setitem(launchers, name, counted("first stage", launchers[name]))
         return calls
@@ -95,7 +95,7 @@ def test_two_options_of_one_value_are_two_signatures(device, count):
 
 def test_a_full_cache_drops_its_oldest_entry(device, count, monkeypatch):
     calls = count("cross_entropy_forward")
-    monkeypatch.setattr(LaunchCache, "SIZE", 2)
+    monkeypatch.setattr(SignatureCache, "SIZE", 2)
     for rows, made in [(1, 1), (2, 2), (1, 2), (3, 3), (2, 3), (1, 4)]:
         ops.cross_entropy_forward(torch.randn(rows, 9, device=device), torch.zeros(rows, device=device).long())
         assert calls == once(made), rows
@@ -103,11 +103,16 @@ def test_a_full_cache_drops_its_oldest_entry(device, count, monkeypatch):
 
 
 def test_the_cache_is_bounded():
-    cache = LaunchCache()
-    for number in range(LaunchCache.SIZE + 3):
+    cache = SignatureCache()
+    for number in range(SignatureCache.SIZE + 3):
         cache.put((number,), number)
-    assert len(cache) == LaunchCache.SIZE
-    assert [cache.get((number,)) for number in (0, 2, 3, LaunchCache.SIZE + 2)] == [None, None, 3, LaunchCache.SIZE + 2]
+    assert len(cache) == SignatureCache.SIZE
+    assert [cache.get((number,)) for number in (0, 2, 3, SignatureCache.SIZE + 2)] == [
+        None,
+        None,
+        3,
+        SignatureCache.SIZE + 2,
+    ]
 
 
 def test_a_refused_call_is_not_kept(device, count):
@@ -155,14 +160,14 @@ def test_what_must_not_be_overwritten_is_refused_in_spite_of_a_cached_launch(dev
 
 def test_threads_share_a_cache():
     """Reads and writes at once, with more signatures than the cache holds: no error, no foreign entry."""
-    cache, failures = LaunchCache(), []
+    cache, failures = SignatureCache(), []
     start = threading.Barrier(4)
 
     def work(seed):
         start.wait()
         try:
-            for step in range(3 * LaunchCache.SIZE):
-                signature = ((seed + step) % (2 * LaunchCache.SIZE),)
+            for step in range(3 * SignatureCache.SIZE):
+                signature = ((seed + step) % (2 * SignatureCache.SIZE),)
                 assert cache.get(signature) in (None, signature)
                 cache.put(signature, signature)
         except BaseException as error:
@@ -173,7 +178,7 @@ def test_threads_share_a_cache():
         thread.start()
     for thread in threads:
         thread.join()
-    assert not failures and len(cache) <= LaunchCache.SIZE
+    assert not failures and len(cache) <= SignatureCache.SIZE
 
 
 @pytest.mark.parametrize("shape", [(0, 37), (3, 37)], ids=["no row", "rows"])
@@ -189,3 +194,26 @@ def test_an_operator_and_its_twin_return_what_their_schemas_say(device, shape):
     over = logits.clone()
     assert len(ops.cross_entropy_with_grad_(over, target, lse)) == 4
     assert torch.equal(over, gradient)
+
+
+@pytest.mark.parametrize("kind", ["rows", "head"])
+def test_a_call_is_checked_once_for_its_signature(monkeypatch, kind):
+    """Without launches too: a head's operators, and all operators of a CPU."""
+    name = "cross_entropy_forward" if kind == "rows" else "linear_cross_entropy_with_grad"
+    operator, checked = library.OPERATORS[name], []
+    monkeypatch.setattr(operator, "launches", SignatureCache())
+    monkeypatch.setattr(operator, "checked", SignatureCache())
+    monkeypatch.setattr(operator, "check", lambda *call: checked.append(type(operator).check(operator, *call)))
+    x, weight, target = torch.randn(4, 8), torch.randn(9, 8), torch.tensor([0, 1, -100, 8])
+    head_args = (None, None, None, None, [True, False, False])
+    call = {"rows": lambda x: ops.cross_entropy_forward(x, target % 8)}
+    call["head"] = lambda x: ops.linear_cross_entropy_with_grad(x, weight, target, *head_args)
+    for _ in range(3):
+        call[kind](x)
+        call[kind](x.clone())
+    assert len(checked) == 1
+    call[kind](x.t().contiguous().t())
+    assert len(checked) == 2
+    for _ in range(2):  # a refused call is refused again
+        with pytest.raises(ValueError, match="expected"):
+            call[kind](x[:3])

@@ -123,7 +123,8 @@ class Contract:
         record = namedtuple("Call", self.arguments, defaults=defaults)  # type: ignore[misc]
         position = self.positions[self.primary]
         primary = rows_of or (lambda call: call[position])  # Dynamo cannot trace itemgetter
-        self.Call = type("Call", (record,), {"primary": property(primary)})
+        tensor_names = frozenset(argument.name for argument in schema.arguments if "Tensor" in str(argument.type))
+        self.Call = type("Call", (record,), {"primary": property(primary), "tensors": tensor_names})
         self.givers: dict[str, tuple[int, int]] = {}  # size -> (index of the argument that defines it, axis)
         tensors = [self._argument(name, *row) for name in ARGUMENTS if (row := rows.get(name)) is not None]
         self.checked_last = [one for one in tensors if not CHECKED_LAST.isdisjoint(one.shape.behind)]

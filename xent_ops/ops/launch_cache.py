@@ -1,9 +1,8 @@
-"""The one cache between an operator's call and its kernels: call signature -> prepared launches."""
+"""Caches by call signature: an operator's prepared launches, and the calls whose arguments were checked."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -12,11 +11,13 @@ Signature = tuple[Any, ...]
 
 
 def call_signature(args: tuple[Any, ...], options: dict[str, Any]) -> Signature:
-    """Everything that launches depend on: no numbers in tensors, and of an address only its offset modulo 16 bytes."""
+    """Everything that launches and checks depend on: no numbers in tensors, of an address its offset modulo 16 bytes."""
     return (
         *[
             (arg.shape, arg.stride(), arg.dtype, arg.device, arg.data_ptr() % 16)
-            if arg is not None and isinstance(arg, Tensor)
+            if isinstance(arg, Tensor)
+            else tuple(arg)
+            if type(arg) is list  # a mask
             else arg
             for arg in args
         ],
@@ -24,8 +25,8 @@ def call_signature(args: tuple[Any, ...], options: dict[str, Any]) -> Signature:
     )
 
 
-class LaunchCache:
-    """Launches by call signature. An entry was made after the arguments were checked and the kernels chosen.
+class SignatureCache:
+    """Values by call signature. An entry was made after the arguments were checked and, for launches, kernels chosen.
 
     Checking, choosing and binding at every call would add 50 us to a step that takes the host 42 us (one core of an
     EPYC, launches that do nothing, 2026-11-22). The cache is bounded, because a number of rows may never occur again;
@@ -35,15 +36,15 @@ class LaunchCache:
     SIZE = 1024
 
     def __init__(self) -> None:
-        self._launches: dict[Signature, Callable[..., Any]] = {}
+        self._values: dict[Signature, Any] = {}
         self._lock = threading.Lock()
-        self.get = self._launches.get
+        self.get = self._values.get
 
-    def put(self, signature: Signature, launch: Callable[..., Any]) -> None:
+    def put(self, signature: Signature, value: Any) -> None:
         with self._lock:
-            if len(self._launches) >= self.SIZE:
-                del self._launches[next(iter(self._launches))]
-            self._launches[signature] = launch
+            if len(self._values) >= self.SIZE:
+                del self._values[next(iter(self._values))]
+            self._values[signature] = value
 
     def __len__(self) -> int:
-        return len(self._launches)
+        return len(self._values)

@@ -8,6 +8,7 @@ This module needs only torch. Triton is imported when a tensor on its device fir
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..kernels.options import RowOptions, as_record
 from ..kernels.rows import front_of
 from . import overwriting
 from .contract import Call, Contract, Row
-from .launch_cache import LaunchCache, call_signature
+from .launch_cache import SignatureCache, call_signature
 from .schemas import DECLARED, PYTHON_ONLY, SCHEMAS
 
 try:
@@ -72,7 +73,7 @@ class Operator:
         self.arguments = self.contract.arguments
         self.position = self.arguments.index(overwrites) if overwrites is not None else -1
         self.has_options = not set(self.arguments).isdisjoint(RowOptions._fields)
-        self.launches = LaunchCache()
+        self.launches, self.checked = SignatureCache(), SignatureCache()
         torch.library.register_fake(f"xent::{name}", self.fake, lib=LIBRARY)
         if calls_operators:
             self.on_cpu = self.on_triton = self.on_npu = self.on_reference  # type: ignore[method-assign]
@@ -88,13 +89,20 @@ class Operator:
         """The keywords of a call, with the options as one record."""
         return as_record(kwargs) if self.has_options else kwargs
 
-    def check(self, call: Call) -> None:
-        if self.overwrites is None:
-            self.contract.check(call)
-            return
-        overwriting.may_be_written(self.overwrites, call[self.position])
-        self.contract.check(call)
-        overwriting.writable(self.overwrites, call[self.position])
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check what a call signature contains."""
+        self.contract.check(self.bind(*args, **kwargs))
+        if self.overwrites is not None:
+            overwriting.writable(self.overwrites, args[self.position])
+
+    def check_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check a call, once for its signature."""
+        if self.overwrites is not None:  # the signature does not contain it
+            overwriting.may_be_written(self.overwrites, args[self.position])
+        signature = call_signature(args, kwargs)
+        if self.checked.get(signature) is None:
+            self.check(args, kwargs)
+            self.checked.put(signature, True)
 
     def fake(self, *args: Any, **kwargs: Any) -> Any:
         """Outputs without values, for tracing. The meta device uses it too."""
@@ -106,36 +114,36 @@ class Operator:
         return _returned([call.primary.new_empty(shape, dtype=dtype) for shape, dtype in self.contract.outputs(call)])
 
     def on_reference(self, *args: Any, **kwargs: Any) -> Any:
-        call = self.bind(*args, **kwargs)
-        self.check(call)
-        if self.calls_operators and self.check_values is not None and call.primary.device.type == "cpu":
-            self.check_values(call)
+        self.check_once(args, kwargs)
+        if self.calls_operators and self.check_values is not None:
+            call = self.bind(*args, **kwargs)
+            if call.primary.device.type == "cpu":
+                self.check_values(call)
         return self.reference(*args, **self.keywords(kwargs))
 
     def on_cpu(self, *args: Any, **kwargs: Any) -> Any:
-        call = self.bind(*args, **kwargs)
-        self.check(call)
+        self.check_once(args, kwargs)
         # The C++ kernel checks the targets' values itself.
         kernel = None if self.name in PYTHON_ONLY else cpu.kernel(self.name)
         if kernel is not None:
             return kernel(*args, **kwargs)
         if self.check_values is not None:
-            self.check_values(call)
+            self.check_values(self.bind(*args, **kwargs))
         return self.reference(*args, **self.keywords(kwargs))
 
     def on_triton(self, *args: Any, **kwargs: Any) -> Any:
-        if self.overwrites is not None:  # the call signature does not contain it
+        if self.overwrites is not None:
             overwriting.may_be_written(self.overwrites, args[self.position])
         signature = call_signature(args, kwargs)
         launch = self.launches.get(signature)
         if launch is None:
-            self.check(self.bind(*args, **kwargs))
+            self.check(args, kwargs)
             launch = devices.triton_launchers()[self.name](*args, **self.keywords(kwargs))
             self.launches.put(signature, launch)
         return launch(*args)
 
     def on_npu(self, *args: Any, **kwargs: Any) -> Any:
-        self.check(self.bind(*args, **kwargs))
+        self.check_once(args, kwargs)
         keywords = self.keywords(kwargs)
         # The vector cores have no float64, and our Ascend kernels write gradients in the logits' dtype.
         if not self.ascend or any(
@@ -253,16 +261,25 @@ def save_nothing(ctx: Any, call: Call, output: Any) -> None:
 
 def save_for(ctx: Any, name: str, call: Call, *also: str, **results: Any) -> None:
     """Keep the arguments of the backward operator ``name`` that the call or results have, and the names in ``also``."""
-    values = call._asdict() | results
-    state = {argument: values[argument] for argument in (*OPERATORS[name].arguments, *also) if argument in values}
-    tensors = {argument: value for argument, value in state.items() if isinstance(value, Tensor)}
-    ctx.save_for_backward(*tensors.values())
-    ctx.kept = name, tuple(tensors), state | dict.fromkeys(tensors)
+    names, tensors, options = _kept(name, call.__class__, also, tuple(results))
+    ctx.save_for_backward(*[call[index] for index in tensors], *results.values())
+    ctx.kept = name, names, [call[index] for index in options]
+
+
+@functools.cache
+def _kept(
+    name: str, call: Any, also: tuple[str, ...], results: tuple[str, ...]
+) -> tuple[tuple[str, ...], list[int], list[int]]:
+    """(names of the tensors, the results and the options to keep; positions of the tensors, and of the options)."""
+    fields = call._fields
+    kept = [field for field in (*OPERATORS[name].arguments, *also) if field in fields and field not in results]
+    tensors, options = ([field for field in kept if (field in call.tensors) == wanted] for wanted in (True, False))
+    return (*tensors, *results, *options), [*map(fields.index, tensors)], [*map(fields.index, options)]
 
 
 def saved(ctx: Any) -> dict[str, Any]:
-    _name, tensors, state = ctx.kept
-    return state | dict(zip(tensors, ctx.saved_tensors, strict=True))
+    _name, names, options = ctx.kept
+    return dict(zip(names, (*ctx.saved_tensors, *options), strict=True))
 
 
 def run(name: str, values: Mapping[str, Any]) -> Any:

@@ -86,11 +86,29 @@ def linear_cross_entropy(
     checks.reduced_by(divisor, input, reduction)
     row_checks.token_weight(token_weight, target)
     transforms.refuse("torch.ops.xent.linear_cross_entropy")
+    chunking = Chunking(chunk_rows, skip_ignored, logits_dtype, products).keywords()
+    head = (input, linear_weight, target, linear_bias, weight)
+    return loss_of_head(*head, divisor, token_weight, accumulate_dtype, chunking, loss)
+
+
+def loss_of_head(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    divisor: Tensor | None,
+    token_weight: Tensor | None,
+    accumulate_dtype: torch.dtype | None,
+    chunking: dict[str, Any],
+    loss: LossOptions,
+) -> Tensor:
+    """The loss of arguments that are checked."""
     input, linear_weight, linear_bias = cast_for_autocast(input, linear_weight, linear_bias)
     head = (input, linear_weight, target, linear_bias, weight)
-    chunking = Chunking(chunk_rows, skip_ignored, logits_dtype, products).keywords()
-    if reduction != "none" and gradients_in_forward(input, linear_weight, linear_bias):
+    if loss.reduction != "none" and gradients_in_forward(input, linear_weight, linear_bias):
         return with_grad(head, divisor, token_weight, accumulate_dtype, **chunking, **loss.keywords())[0]
+    options = loss.row_options.keywords()
     rows = _ops.linear_cross_entropy_forward(*head, accumulate_dtype=accumulate_dtype, **chunking, **options)
     row_loss, lse = rows[:2]
     divisors_and_loss = divisors_of(target, weight, divisor, linear_weight.shape[0], lse.dtype, loss, token_weight)

@@ -65,12 +65,13 @@ def _save_with_grad(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
 
 
 def _with_grad_backward(ctx: Any, grad_value: Any, _divisors: None, _loss: None, grad_lse: Any, *_: None) -> Gradients:
-    values, traced = saved(ctx), torch.compiler.is_compiling()
-    differentiable = torch.is_grad_enabled()  # create_graph=True
+    traced, differentiable = torch.compiler.is_compiling(), torch.is_grad_enabled()  # create_graph=True
+    _ = ctx.saved_tensors  # raises if one was written to, although the gradients do not depend on them any more
+    if grad_value is not None and ctx.gradients is not None and not differentiable and grad_lse is None:
+        return give_away(ctx, grad_value, keep=traced or transforms.is_batch(grad_value))
+    values = saved(ctx)
     if grad_value is None:
         grad_value = values["lse"].new_zeros(())
-    if ctx.gradients is not None and not differentiable and grad_lse is None:
-        return give_away(ctx, grad_value, keep=traced or transforms.is_batch(grad_value))
     if not traced:  # a second backward computes them again
         ctx.gradients = None
     updates = {"output_mask": ctx.mask, "grad_lse": grad_lse}
@@ -119,7 +120,7 @@ def give_away(ctx: Any, grad: Tensor, keep: bool) -> Gradients:
             _ops.scale_grad_(gradient, factor)
         else:
             gradient = _ops.linear_scale_grad(gradient, factor)
-        scaled.append(gradient.to(ctx.dtype))
+        scaled.append(gradient if gradient.dtype == ctx.dtype else gradient.to(ctx.dtype))
     return by_name(ctx.mask, scaled)
 
 
