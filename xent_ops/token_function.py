@@ -16,6 +16,7 @@ from .kernels.reference import is_counted
 from .kernels.sizes import depend_on_data
 from .linear_call import LinearCall, statistics
 from .ops import checks, transforms
+from .ops.derivatives import value_and_derivatives
 from .ops.linear import composite
 from .ops.message_values import repr_for_message, type_name
 from .outputs import TokenLogProbs, log_probs_of_ids
@@ -129,26 +130,30 @@ class TokenFunction:
 
         def upstream(statistics: RowStatistics, part: RowRange) -> RowGradients:
             counted, row_values = is_counted(part.target, self.ignore_index), [part.of(row) for row in rows]
-
-            def total(log_probs: Tensor, lse: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
-                token_values = self._call(TokenLogProbs(log_probs, entropy, lse), row_values, counted)
-                return token_values.sum(), token_values
-
             loss_or_at_ids = statistics.loss if statistics.at_ids is None else statistics.at_ids
             stats = self._statistics(loss_or_at_ids, statistics.lse, statistics.entropy, row_values, counted)
-            derivatives, value = torch.func.grad(total, (0, 1, 2) if self.reads_entropy else (0, 1), has_aux=True)(
-                stats.log_probs, stats.lse, stats.entropy
-            )
-            # The derivative of an ignored row may be NaN, because zero times infinity is.
-            grad_log_probs, *other_grads = [derivative / divisors[0] for derivative in derivatives]
-            grad_lse, *grad_entropy = [torch.where(counted, derivative, 0.0) for derivative in other_grads]
+
+            def token_values(log_probs: Tensor, lse: Tensor, entropy: Tensor = stats.entropy) -> Tensor:
+                return self._call(TokenLogProbs(log_probs, entropy, lse), row_values, counted)
+
+            read = (stats.log_probs, stats.lse, stats.entropy) if self.reads_entropy else (stats.log_probs, stats.lse)
+            value, derivatives = value_and_derivatives(token_values, read, divisors[0].reciprocal())
             values.append(value)
+            # The derivative of an ignored row may be NaN, because zero times infinity is.
+            several = counted if part.ids is None else is_counted(part.ids, self.ignore_index)
+            grad_log_probs, grad_lse, *grad_entropy = [
+                None if derivative is None else torch.where(mask, derivative, 0.0)
+                for derivative, mask in zip(derivatives, (several, counted, counted), strict=False)
+            ]
+            if grad_log_probs is None:
+                grad_log_probs = torch.zeros_like(stats.log_probs)
             entropies = grad_entropy[0] if grad_entropy else None
             if part.ids is None:
-                return RowGradients(-torch.where(counted, grad_log_probs, 0.0), grad_lse, entropies)
-            grad_ids = torch.where(is_counted(part.ids, self.ignore_index), grad_log_probs, 0.0)
-            grad_lse = grad_lse if self.mask_ids else grad_lse - grad_ids.sum(-1)
-            return RowGradients(grad_lse.new_zeros(()), grad_lse, entropies, grad_ids=grad_ids)
+                return RowGradients(-grad_log_probs, grad_lse, entropies)
+            if not self.mask_ids:
+                sum_of_ids = grad_log_probs.sum(-1)
+                grad_lse = -sum_of_ids if grad_lse is None else grad_lse - sum_of_ids
+            return RowGradients(divisors.new_zeros(()), grad_lse, entropies, grad_ids=grad_log_probs)
 
         return upstream
 
@@ -217,7 +222,7 @@ def loss_of_head(call: LinearCall, function: TokenFunction, check: bool = False)
         with torch.no_grad():
             function.check(*statistics(call, function.reads_entropy, function.mask_ids), call.target)
     head, input = call.head, call.input
-    # Exceptions: a program that torch.export makes of torch.func.grad, which derives fn, fails when it runs. If the
+    # Exceptions: an exported program with the derivative of fn fails when it runs. If the
     # number of rows depends on data, the number of chunks is unknown. In float16 the scale that keeps products in range
     # needs the derivatives of all rows.
     in_forward = (

@@ -56,9 +56,9 @@ def linear_token_loss(
             add up.
         fn: takes ``TokenLogProbs(log_probs, entropy, lse)`` of n tokens, each (n,), float32 (float64 for float64
             input), and n rows of each of ``rows``; returns (n,), floating point. A token's number must not depend on
-            other tokens. ``torch.func.grad`` derives it, and compiled steps trace it. A first call, on two tokens of
-            zeros, shows which fields it reads and what it returns: an entropy that it does not read costs nothing. In
-            ignored tokens its value and its derivatives are not used.
+            other tokens. Autograd derives it, and compiled steps trace it. A first call, on two tokens of zeros, shows
+            which fields it reads and what it returns: an entropy that it does not read costs nothing. In ignored tokens
+            its value and its derivatives are not used.
         rows: tensors (target's shape, *), constants to autograd: old log-probabilities, advantages, weights.
         reduction: "mean" divides the sum over tokens by the number of counted tokens (NaN if there are none); or "sum".
         divisor: for "sum", as for ``linear_cross_entropy``.
@@ -73,8 +73,8 @@ def linear_token_loss(
 
     Returns:
         The loss, float32 (float64 for float64 input), (). It has no second derivatives, no torch.func, no forward-mode
-        AD. Without gradients it takes one product, and five inside an eager checkpoint, which runs the forward twice.
-        torch.func.grad of torch 2.13 refuses a compiled checkpoint: leave the loss outside, because it keeps no logits.
+        AD. Without gradients it takes one product, and five inside an eager checkpoint, which runs the forward twice:
+        leave the loss outside, because it keeps no logits.
 
     DTensors are as for ``linear_cross_entropy``. ``rows`` are placed as the target, or plain.
 

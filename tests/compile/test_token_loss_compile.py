@@ -1,21 +1,17 @@
 """A function of each token's statistics as the loss, compiled: one graph each way, any number of tokens, captures."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
 from helpers.graphs import AotEagerAndRecordGraphs, CompileCounterWithBackend, calls_of, inductor_code, operator_names
-from helpers.processes import run_with_torch
 from helpers.token_losses import LOSSES, focal, grpo, reinforce, rows_of
+from torch.utils.checkpoint import checkpoint
 
 import xent_ops
 
 V, H, N = 40, 16, 24
-HOOKS_REFUSED = pytest.mark.xfail(
-    tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13),
-    raises=NotImplementedError,
-    reason="torch.func.grad of torch 2.13 refuses a checkpoint's saved-tensor hooks, that of 2.11 does not",
-)
 
 
 def inputs(device, rows=N, dtype=torch.float32):
@@ -137,29 +133,26 @@ def test_without_gradients_one_product(device):
     assert sum("linear_cross_entropy" in name for name in names) == 1
 
 
-@HOOKS_REFUSED
-def test_inside_a_checkpoint(device):
-    """Which has nothing to spare here."""
-    program = f"""
-        import torch, xent_ops
-        from torch.utils.checkpoint import checkpoint
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_inside_a_checkpoint(device, backend):
+    """A checkpoint saves nothing here. One around torch alone works after it."""
+    x, head, target = inputs(device)
+    ids = target.unsqueeze(-1) + torch.arange(3, device=device)
+    probs = torch.tensor([0.5, 0.2, 0.1], device=device).expand(N, 3)
 
-        def step(x, head, target):
-            return xent_ops.linear_token_loss(x.sin(), head, target, lambda s: -(1 - s.log_probs.exp()) * s.log_probs)
+    def with_a_tail(x, head, target):
+        return xent_ops.linear_cross_entropy(x.sin(), head, ids.clamp(0, V - 1), target_probs=probs, tail=True)
 
-        x, head = (torch.randn(n, 8, device={device!r}, requires_grad=True) for n in (6, 9))
-        target, saved = torch.arange(6, device={device!r}), lambda *args: checkpoint(step, *args, use_reentrant=False)
-        wanted = torch.autograd.grad(step(x, head, target), (x, head))
-        for function in (saved, torch.compile(saved, fullgraph=True, backend="aot_eager")):
-            loss = function(x, head, target)
-            torch.testing.assert_close(torch.autograd.grad(loss, (x, head)), wanted)
-        """
-    try:
-        run_with_torch(program)  # by itself: torch 2.13 leaves hooks refused in all of the process
-    except AssertionError as error:
-        if "don't yet support saved tensor hooks" in str(error):
-            raise NotImplementedError("torch refuses saved-tensor hooks") from error
-        raise
+    def of_torch(x, head, target):
+        return (x @ head.t()).sin().sum()
+
+    of_lse = step_of(lambda stats: stats.lse - 0.1 * stats.entropy)
+    for step in (step_of(focal, chunk_rows=10), of_lse, with_a_tail, of_torch):
+        saved = partial(checkpoint, step, use_reentrant=False)
+        wanted = gradients(step, x, head, target)
+        compiled = torch.compile(saved, fullgraph=True, backend=backend)
+        for function in (saved, compiled):
+            torch.testing.assert_close(gradients(function, x, head, target), wanted)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -187,6 +187,31 @@ def test_an_entropy_that_is_not_read_is_not_computed(device, monkeypatch, fn, re
     assert seen == [read]
 
 
+@pytest.mark.parametrize("field", ["log_probs", "lse", "entropy"])
+@pytest.mark.parametrize("ids", [False, True])
+def test_what_is_not_read_needs_no_gradient(device, monkeypatch, field, ids):
+    x, head, _, target = problem(device)
+    chosen = torch.stack([target, (target + 1) % V], -1) if ids else target
+    seen, write_gradient = [], torch.ops.xent.linear_cross_entropy_chunk_grad_
+
+    def fn(stats):
+        values = getattr(stats, field).square()
+        return values.sum(-1) if values.dim() == 2 else values
+
+    def noted(*args, **options):
+        seen.append({"lse": args[2] is not None, "entropy": args[10] is not None})
+        return write_gradient(*args, **options)
+
+    monkeypatch.setattr(torch.ops.xent, "linear_cross_entropy_chunk_grad_", noted)
+    loss = xent_ops.linear_token_loss(x, head, chosen, fn, reduction="sum")
+    stats = xent_ops.linear_token_log_probs(x, head, chosen)
+    counted = (chosen != -100).reshape(*target.shape, -1).any(-1)
+    values = getattr(stats, field).square()
+    wanted = (values.sum(-1) if values.dim() > target.dim() else values)[counted].sum()
+    torch.testing.assert_close(torch.autograd.grad(loss, (x, head)), torch.autograd.grad(wanted, (x, head)))
+    assert seen == [{"lse": field == "lse" or ids, "entropy": field == "entropy"}]
+
+
 @pytest.mark.parametrize("ignored", ["some", "all", "none"])
 def test_skipping(device, ignored):
     """The counted tokens alone, packed to the front: the same numbers."""
@@ -348,12 +373,8 @@ def test_functions_that_write_to_their_rows(device, function):
         row.mul_(2)
         return stats.log_probs * row
 
-    if function is of_logits:
-        loss = function(x, head, target, fn, rows=(row,))
-        torch.testing.assert_close(loss, function(x, head, target, lambda stats: 2 * stats.log_probs))
-    else:
-        with pytest.raises(RuntimeError, match="mutate a captured Tensor"):
-            function(x, head, target, fn, rows=(row,))
+    loss = function(x, head, target, fn, rows=(row,))
+    torch.testing.assert_close(loss, function(x, head, target, lambda stats: 2 * stats.log_probs))
     assert (row == 1).all()
 
 
